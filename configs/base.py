@@ -1,0 +1,79 @@
+"""Every setting with its default, unit and effect. The other configs are diffs against this one.
+
+    python -m zerojax.train --config configs/base.py
+
+Devices: any; without an accelerator 8 CPU devices are emulated. Result: as configs/zero3.py.
+"""
+
+from ml_collections import config_dict
+
+
+def get_config():
+    c = config_dict.ConfigDict()
+
+    c.seed = 0  # seeds the weights, the order of the data and the sample
+    c.steps = 150  # optimizer steps
+    # global_batch_size = micro_batch_size * grad_accum * data * replica; one of the three may be 0: derived
+    c.global_batch_size = 32  # sequences an optimizer step, over all devices
+    c.micro_batch_size = 0  # sequences a device and forward pass
+    c.grad_accum = 1  # forward and backward passes an optimizer step
+    c.seq_len = 128  # tokens a sequence
+    c.precision = "bf16"  # "fp32", or "bf16": 16-bit compute and gathers, float32 master weights and moments
+    c.log_every = 10  # steps between lines of metrics.jsonl; 1 logs every step
+    c.emulate_devices = 8  # CPU devices to emulate where no accelerator is found
+
+    c.mesh = config_dict.ConfigDict()
+    c.mesh.replica = 1  # whole copies of the sharded state (hybrid sharding)
+    c.mesh.data = -1  # ways in which ZeRO splits; -1: all devices that are left
+    c.mesh.model = 1  # tensor parallel ways, used by leaves whose override names `model`
+
+    c.zero = config_dict.ConfigDict()
+    c.zero.stage = 3  # 0 nothing split, 1 optimizer state, 2 + gradients, 3 + params
+    c.zero.min_size = 1024  # elements; a smaller leaf stays whole on every device
+    c.zero.indivisible = "whole"  # a leaf with no dim that divides: "whole" keeps it whole, "pad" pads one dim
+    c.zero.overrides = ()  # ordered ((path regex, (mesh axis or None for each dim)), ...); the first match wins
+
+    c.model = config_dict.ConfigDict()
+    c.model.preset = "tiny"  # a name in zerojax/models/presets.py
+    c.model.vocab_size = 0  # entries of the embedding; 0: the preset's, or the tokenizer's if it has none
+    c.model.num_layers = 0  # 0: the preset's
+    c.model.remat = "dots"  # kept for the backward pass: "none" recomputes least, "dots" keeps matmuls, "full" nothing
+    c.model.attention = "auto"  # "xla", "cudnn" (Ampere or newer, bf16), or "auto": by device and precision
+
+    c.optimizer = config_dict.ConfigDict()
+    c.optimizer.name = "adamw"  # adam, adamw, adafactor, lamb, lion, sgd
+    c.optimizer.learning_rate = 3e-3  # the schedule's peak
+    c.optimizer.schedule = "cosine"  # constant, linear, cosine
+    c.optimizer.warmup_steps = 20  # linear warm-up from 0
+    c.optimizer.final_fraction = 0.1  # of the peak, at the last step (linear, cosine)
+    c.optimizer.b1 = 0.9
+    c.optimizer.b2 = 0.95
+    c.optimizer.eps = 1e-8
+    c.optimizer.weight_decay = 0.1  # on leaves of two or more dims
+    c.optimizer.clip_norm = 1.0  # bound on the global gradient norm; 0: none
+
+    c.data = config_dict.ConfigDict()
+    c.data.name = "python_stdlib"  # a tensorflow-datasets name ("lm1b"), or "random" for random tokens
+    c.data.train_split = "train"
+    c.data.eval_split = "validation"  # held out; "" for none
+    c.data.text_key = "text"  # the feature that holds the text
+    c.data.tokenizer = "bytes"  # "bytes", or the path of a Hugging Face tokenizer.json
+    c.data.dir = ""  # where prepared datasets live; "": WORKDIR/datasets
+
+    c.evaluate = config_dict.ConfigDict()
+    c.evaluate.every = 50  # steps between evaluations; 0: only at the end
+    c.evaluate.batches = 4  # of global_batch_size sequences
+
+    c.checkpoint = config_dict.ConfigDict()
+    c.checkpoint.every = 50  # steps between checkpoints; 0: only at the end
+    c.checkpoint.keep_last = 2  # newest checkpoints kept
+    c.checkpoint.keep_best = 1  # checkpoints of the lowest evaluation loss kept beside them
+
+    c.sample = config_dict.ConfigDict()
+    c.sample.prompt = "def "
+    c.sample.length = 160  # tokens; 0: none
+    c.sample.temperature = 0.8  # 0: the likeliest token
+
+    c.export = config_dict.ConfigDict()
+    c.export.format = "none"  # "huggingface" writes bf16 safetensors and config.json to WORKDIR/export
+    return c

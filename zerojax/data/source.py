@@ -1,0 +1,155 @@
+"""A tensorflow-datasets name to a random-access source. This module prepares datasets and opens their splits.
+
+TensorFlow is not needed: files are array_record and are read as data sources.
+"""
+
+import contextlib
+import difflib
+import errno
+import io
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import tensorflow_datasets as tfds
+
+from zerojax.data import python_stdlib  # noqa: F401  importing it registers the builder
+from zerojax.errors import UserError
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+# array_record reports a failed write as a RuntimeError with the system's words, and tfds checks the space first.
+NO_SPACE_WORDS = (*map(os.strerror, NO_SPACE), "Not enough disk space")
+
+
+class Source(Protocol):
+    """Examples by index: a mapping from feature name to value, text as bytes or str."""
+
+    def __len__(self) -> int:
+        """Returns the number of examples."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """Returns example `index`."""
+
+
+def prepare(name: str, data_dir: str | os.PathLike) -> None:
+    """Downloads and writes dataset `name` below `data_dir`, unless it is there already.
+
+    Only the primary process may call it, and the others wait before they open a source. It writes into a directory
+    named incomplete.* which is renamed at the end, so a run that is killed half way leaves nothing that is read.
+
+    Raises:
+      UserError: an unknown name, a full or unwritable `data_dir`, or a dataset that cannot be downloaded or built.
+    """
+    builder = _builder(name, data_dir)
+    if builder.data_path.exists():
+        return
+    try:
+        builder.data_path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(_cannot_write(name, data_dir, error)) from error
+    try:
+        with _quiet():
+            builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
+    except UserError:
+        raise
+    except Exception as error:  # a dataset's own code may raise anything
+        if not builder.data_path.exists():  # it does if another run prepared it in the meantime
+            raise UserError(_why_not_prepared(name, data_dir, error)) from error
+
+
+def open_source(name: str, split: str, data_dir: str | os.PathLike) -> Source:
+    """Opens `split` (also "train[:10%]" and the like) of dataset `name`, prepared below `data_dir`.
+
+    Raises:
+      UserError: an unknown name or split, an empty split, or a dataset that is not prepared.
+    """
+    builder = _builder(name, data_dir)
+    splits = list(builder.info.splits)
+    if not splits and builder.data_path.exists():
+        raise UserError(
+            f"config.data.dir: {os.fspath(builder.data_path)!r} is not a whole dataset: it lists no splits; delete it"
+        )
+    if not splits:
+        raise UserError(
+            f"config.data.dir: {os.fspath(data_dir)!r} holds no prepared {name!r}; the primary process prepares it, "
+            "into a directory that every process must see"
+        )
+    try:
+        size = builder.info.splits[split].num_examples
+    except (ValueError, KeyError) as error:
+        raise UserError(f"config.data: no split {split!r} in {name!r}; {_near(split, splits, 'splits')}") from error
+    if size == 0:
+        raise UserError(f"config.data: split {split!r} of {name!r} is empty; {_near(split, splits, 'splits')}")
+    source = builder.as_data_source(split=split)
+    try:
+        source[0]
+    except Exception as error:  # array_record raises RuntimeError or ValueError, tfds what its features raise
+        raise UserError(
+            f"config.data.dir: {os.fspath(builder.data_path)!r} cannot be read: {_line(error)}; delete it and run again"
+        ) from error
+    return source
+
+
+def _builder(name: str, data_dir: str | os.PathLike) -> tfds.core.DatasetBuilder:
+    """Finds the builder of `name`: written in code, registered by us, or read from files below `data_dir`."""
+    try:
+        with _quiet():
+            return tfds.builder(name, data_dir=os.fspath(data_dir), file_format="array_record")
+    except tfds.core.DatasetNotFoundError as error:
+        known = tfds.list_builders(with_community_datasets=False)
+        raise UserError(
+            f"config.data.name: no dataset {name!r}; {_near(name, known, 'datasets', limit=3)} (or 'random')"
+        ) from error
+    except Exception as error:  # a dataset's own code may raise anything
+        raise UserError(
+            f"config.data.name: dataset {name!r} cannot be opened in {os.fspath(data_dir)!r}: {_line(error)}; correct "
+            "the name or set another --config.data.dir"
+        ) from error
+
+
+def _why_not_prepared(name: str, data_dir: str | os.PathLike, error: BaseException) -> str:
+    """Writes the line for a preparation that failed with `error`."""
+    place = os.fspath(data_dir)
+    causes = list(_causes(error))
+    if any(getattr(cause, "errno", None) in NO_SPACE for cause in causes) or any(
+        words in str(cause) for words in NO_SPACE_WORDS for cause in causes
+    ):
+        return f"config.data.dir: no space left in {place!r} to prepare {name!r}; free some or set --config.data.dir"
+    if any(isinstance(cause, PermissionError) for cause in causes):
+        return _cannot_write(name, data_dir, error)
+    return (
+        f"config.data.name: {name!r} cannot be downloaded or built: {_line(error)}; prepare it where there is a "
+        f"network and copy it to {place!r}, or use 'python_stdlib', which needs none"
+    )
+
+
+def _cannot_write(name: str, data_dir: str | os.PathLike, error: BaseException) -> str:
+    """Writes the line for a directory that is not writable."""
+    return f"config.data.dir: cannot write {name!r} to {os.fspath(data_dir)!r}: {_line(error)}; set --config.data.dir"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Walks from `error` to the first cause."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _near(name: str, known: list[str], what: str, limit: int = 8) -> str:
+    """Says which of `known` are there, the nearest to `name` first."""
+    near = difflib.get_close_matches(name, known, n=limit, cutoff=0.0)
+    return f"{'nearest' if len(known) > limit else 'known'} {what}: {', '.join(near)}"
+
+
+def _line(error: BaseException) -> str:
+    """Returns the kind and the first line of `error`."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences progress bars and the lines that tfds prints to stdout; warnings and errors stay."""
+    tfds.disable_progress_bar()
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield

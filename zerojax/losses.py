@@ -1,0 +1,150 @@
+"""Next-token losses. This module holds the plain cross-entropy and one that never keeps its logits.
+
+The one-pass form computes loss and gradients together, chunk by chunk, in the forward pass: logits of one chunk exist at a time and are
+never computed twice. With p = softmax(z), z = h W and label y, a token's gradient is dz = p - onehot(y), so
+
+    dh = dz W^T        dW = sum over tokens of h^T dz
+
+and the backward pass only scales what is kept: h-sized dh and W-sized dW.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from zerojax import mesh as mesh_lib
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns the mean over tokens of -log softmax(logits)[label], in float32.
+
+    Args:
+      logits: float[..., vocab].
+      labels: int32[...].
+    """
+    logits = logits.astype(jnp.float32)
+    label_logits = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - label_logits)
+
+
+def one_pass_cross_entropy(
+    hidden: jax.Array,
+    kernel: jax.Array,
+    labels: jax.Array,
+    *,
+    mesh: Mesh | None = None,
+    kernel_grad_spec: P = P(),
+    chunk_tokens: int = 4096,
+) -> jax.Array:
+    """Returns `cross_entropy(hidden @ kernel, labels)` without ever holding more than a chunk of the logits.
+
+    Args:
+      hidden: float[batch, length, embed], the batch split over `replica` and `data` of `mesh`.
+      kernel: float[embed, vocab], whole on every device.
+      labels: int32[batch, length].
+      mesh: the mesh the batch is split over; None for one device.
+      kernel_grad_spec: where the kernel's gradient is reduced to; at most one dim, over `data`.
+      chunk_tokens: tokens of one device whose logits exist at a time.
+
+    Returns:
+      The mean over all tokens, float32[].
+    """
+    total = labels.size
+    if mesh is None:
+        return _one_pass(hidden, kernel, labels, total, chunk_tokens, None, P())
+    return _one_pass(hidden, kernel, labels, total, chunk_tokens, mesh, kernel_grad_spec)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _one_pass(
+    hidden: Any, kernel: Any, labels: Any, total: int, chunk: int, mesh: Mesh | None, spec: P
+) -> jax.Array:
+    return _one_pass_forward(hidden, kernel, labels, total, chunk, mesh, spec, with_grads=False)[0]
+
+
+def _one_pass_forward(
+    hidden: Any,
+    kernel: Any,
+    labels: Any,
+    total: int,
+    chunk: int,
+    mesh: Mesh | None,
+    spec: P,
+    with_grads: bool = True,
+) -> tuple[jax.Array, Any]:
+    local = functools.partial(_local, total=total, chunk=chunk, with_grads=with_grads)
+    if mesh is None:
+        loss, grads = local(hidden, kernel, labels)
+        return loss, (grads[0], grads[1].astype(kernel.dtype)) if with_grads else None
+    batch = P(mesh_lib.BATCH_AXES)
+
+    def island(hidden: Any, kernel: Any, labels: Any) -> tuple[jax.Array, Any]:
+        loss, grads = local(hidden, kernel, labels)
+        loss = jax.lax.psum(loss, mesh_lib.BATCH_AXES)
+        if with_grads:
+            grads = (grads[0], _reduce(grads[1], spec).astype(kernel.dtype))
+        return loss, grads
+
+    mapped = jax.shard_map(
+        island,
+        mesh=mesh,
+        in_specs=(batch, P(), batch),
+        out_specs=(P(), (batch, spec) if with_grads else None),
+        axis_names=set(mesh_lib.BATCH_AXES),
+        check_vma=False,
+    )
+    return mapped(hidden, kernel, labels)
+
+
+def _one_pass_backward(
+    total: int, chunk: int, mesh: Mesh | None, spec: P, grads: tuple[jax.Array, jax.Array], scale: jax.Array
+) -> tuple:
+    d_hidden, d_kernel = grads
+    return (d_hidden * scale.astype(d_hidden.dtype), d_kernel * scale.astype(d_kernel.dtype), None)
+
+
+_one_pass.defvjp(_one_pass_forward, _one_pass_backward)
+
+
+def _local(
+    hidden: Any, kernel: Any, labels: Any, *, total: int, chunk: int, with_grads: bool
+) -> tuple[jax.Array, Any]:
+    """Returns this device's share of the mean loss, and of its gradients with respect to hidden and kernel."""
+    shape = hidden.shape
+    hidden, labels = hidden.reshape(-1, shape[-1]), labels.reshape(-1)
+    tokens = labels.size
+    count = max(1, -(-tokens // chunk))
+    while tokens % count:  # equal chunks, so that the loop body has one shape
+        count += 1
+    hidden, labels = hidden.reshape(count, -1, shape[-1]), labels.reshape(count, -1)
+
+    def one_chunk(d_kernel: Any, inputs: tuple[jax.Array, jax.Array]) -> tuple[Any, tuple[jax.Array, Any]]:
+        h, y = inputs
+        logits = jnp.dot(h, kernel, preferred_element_type=jnp.float32)
+        log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        hit = y[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        loss = jnp.sum(log_sum[:, 0] - jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)) / total
+        if not with_grads:
+            return None, (loss, None)
+        d_logits = ((jnp.exp(logits - log_sum) - hit) / total).astype(h.dtype)
+        d_kernel = d_kernel + jnp.dot(h.T, d_logits, preferred_element_type=jnp.float32)
+        return d_kernel, (loss, jnp.dot(d_logits, kernel.T).astype(h.dtype))
+
+    start = jnp.zeros(kernel.shape, jnp.float32) if with_grads else None
+    d_kernel, (losses, d_hidden) = jax.lax.scan(one_chunk, start, (hidden, labels))
+    if not with_grads:
+        return jnp.sum(losses), None
+    return jnp.sum(losses), (d_hidden.reshape(shape), d_kernel)
+
+
+def _reduce(d_kernel: jax.Array, spec: P) -> jax.Array:
+    """Sums the kernel's gradient over all devices, each keeping the part that `spec` gives it."""
+    for dim, axis in enumerate(spec):
+        if axis == mesh_lib.DATA:
+            part = jax.lax.psum_scatter(d_kernel, mesh_lib.DATA, scatter_dimension=dim, tiled=True)
+            return jax.lax.psum(part, mesh_lib.REPLICA)
+    return jax.lax.psum(d_kernel, mesh_lib.BATCH_AXES)

@@ -1,0 +1,329 @@
+"""Decides which leaves of a train state are split, and on which dim. This module is the table of ZeRO's stages.
+
+    stage   optimizer state   gradients            params
+    0       whole             whole (all-reduce)   whole
+    1       split             whole                whole
+    2       split             split                whole
+    3       split             split                split, gathered where used
+
+One pure rule, `split_dim`, picks the dim from (shape, base spec, axis size). Every leaf that belongs to one weight (the weight,
+its master copy, its moments, its gradient) has its shape and its override, so the rule gives them the same dim and the optimizer
+update is local (ZeRO, arXiv:1910.02054, sections 5.1 to 5.3).
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import gather, tree
+from zerojax import mesh as mesh_lib
+from zerojax.errors import UserError
+
+DATA = mesh_lib.DATA
+PARAMS, OPT_STATE, OTHER = "params", "opt_state", "other"
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """Which roles a stage splits over the `data` axis."""
+
+    opt_state: bool
+    grads: bool
+    params: bool
+
+
+STAGES: dict[int, Splits] = {
+    0: Splits(opt_state=False, grads=False, params=False),
+    1: Splits(opt_state=True, grads=False, params=False),
+    2: Splits(opt_state=True, grads=True, params=False),
+    3: Splits(opt_state=True, grads=True, params=True),
+}
+
+# The first regex found in a leaf's path says its role. NNX variables are told by type instead.
+ROLES: tuple[tuple[str, str], ...] = (
+    (r"(^|/)opt_state(/|$)", OPT_STATE),
+    (r"(^|/)params(/|$)", PARAMS),
+    (r"", OTHER),
+)
+
+Overrides = Sequence[tuple[str, P | Sequence]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What was decided for one leaf: `spec` as stored, `split` as it is where its role is split, and why."""
+
+    role: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: P
+    split: P
+    reason: str
+    padding: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """A train state's placement. Trees have the state's shape.
+
+    Attributes:
+      mesh: the device mesh.
+      stage: the ZeRO stage.
+      abstract_state: ShapeDtypeStructs as stored, with shardings.
+      specs: PartitionSpecs.
+      shardings: NamedShardings.
+      leaves: what was decided, by path.
+      placements: where each weight is stored, used, and its gradient reduced to, by path.
+    """
+
+    mesh: Mesh
+    stage: int
+    abstract_state: Any
+    specs: Any
+    shardings: Any
+    leaves: Mapping[str, Leaf]
+    placements: Mapping[str, gather.Placement]
+
+    @property
+    def kept_whole(self) -> dict[str, str]:
+        """Says, for each weight that the stage would split but that stays whole, why."""
+        whole = {
+            path: leaf for path, leaf in self.leaves.items() if leaf.role == PARAMS and leaf.reason != "split"
+        }
+        return {path: leaf.reason for path, leaf in whole.items() if DATA not in _axes(leaf.split)}
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Returns the sharding for arrays whose first dim counts examples."""
+        return mesh_lib.batch_sharding(self.mesh)
+
+
+def split_dim(shape: Sequence[int], base: P, axis_size: int) -> int | None:
+    """Picks the dim to split in `axis_size` parts: the first that divides and that `base` leaves free; None if none does.
+
+    The first is the major one in memory, so that a shard is one contiguous run and a gather needs no reordering.
+
+    >>> split_dim((50257, 768), P(), 8)
+    1
+    """
+    taken = tuple(base) + (None,) * (len(shape) - len(base))
+    for dim, length in enumerate(shape):
+        if taken[dim] is None and length and length % axis_size == 0:
+            return dim
+    return None
+
+
+def partition_state(
+    abstract_state: Any,
+    *,
+    mesh: Mesh,
+    stage: int = 3,
+    overrides: Overrides = (),
+    min_size: int = 1024,
+    indivisible: str = "whole",
+    roles: Sequence[tuple[str, str]] = ROLES,
+) -> Partition:
+    """Decides the placement of a train state without allocating anything.
+
+    Args:
+      abstract_state: any pytree of arrays or ShapeDtypeStructs: a flax TrainState, NNX modules and optimizers, a dict.
+      mesh: a mesh with a `data` axis (see `make_mesh`).
+      stage: 0 to 3, the table above.
+      overrides: ordered (path regex, PartitionSpec); the first regex found in a leaf's path wins, for a weight and all that
+        belongs to it. A spec that names `data` is taken as it is, `P()` keeps the leaf whole, and a spec of other axes only
+        (`P(None, "model")`) is a base to which the stage adds `data`.
+      min_size: leaves of fewer elements stay whole.
+      indivisible: where no dim divides, "whole" keeps the leaf whole, "pad" pads its longest free dim with zeros.
+      roles: ordered (path regex, role) that tell params and optimizer state apart.
+
+    Raises:
+      UserError: an unknown stage, choice or mesh axis, an override that fits no leaf or its shape, or a state without params.
+
+    >>> partition = partition_state(jax.eval_shape(init, key), mesh=make_mesh(), stage=2)
+    """
+    if stage not in STAGES:
+        raise UserError(f"stage: must be one of {', '.join(map(str, STAGES))}, and is {stage!r}")
+    if indivisible not in ("whole", "pad"):
+        raise UserError(f"indivisible: must be 'whole' or 'pad', and is {indivisible!r}")
+    if DATA not in mesh.shape:
+        raise UserError(
+            f"mesh: needs an axis named 'data', and has {tuple(mesh.shape)}; see zerojax.make_mesh"
+        )
+    abstract_state = tree.abstract(abstract_state)
+    role_of = _roles(abstract_state, roles)
+    if PARAMS not in role_of.values():
+        raise UserError(
+            "state: no leaf lies under 'params'; pass roles=[(path regex, 'params'), ...] to say which do"
+        )
+    rule = _Rule(mesh, STAGES[stage], tuple(overrides), min_size, indivisible)
+    weights = {path: leaf for path, leaf in tree.flatten(abstract_state) if role_of[path] == PARAMS}
+    rule.check_overrides(weights)
+    index = tree.suffix_index(weights)
+    leaves = {}
+    for path, leaf in tree.flatten(abstract_state):
+        owner = tree.longest_suffix(index, path)
+        is_mirror = owner is not None and weights[owner].shape == leaf.shape
+        leaves[path] = rule.decide(owner if is_mirror else path, leaf, role_of[path])
+    return _assemble(mesh, stage, abstract_state, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """The settings that decide one leaf."""
+
+    mesh: Mesh
+    splits: Splits
+    overrides: tuple
+    min_size: int
+    indivisible: str
+
+    def check_overrides(self, weights: Mapping[str, Any]) -> None:
+        for pattern, _ in self.overrides:
+            if not any(re.search(pattern, path) for path in weights):
+                known = ", ".join(list(weights)[:3])
+                raise UserError(
+                    f"overrides: {pattern!r} is found in no weight's path; paths look like {known}"
+                )
+
+    def decide(self, path: str, leaf: Any, role: str) -> Leaf:
+        base, final = self._override(path, leaf.shape)
+        whole = _without(base, DATA)
+        split, reason, padding = self._split(leaf, base, final)
+        if role == OTHER:
+            return Leaf(
+                role,
+                leaf.shape,
+                leaf.dtype,
+                whole if final or base else P(),
+                whole,
+                "neither weight nor moment",
+            )
+        is_split = self.splits.params if role == PARAMS else self.splits.opt_state
+        pads = padding if self.splits.opt_state else ()
+        return Leaf(role, leaf.shape, leaf.dtype, split if is_split else whole, split, reason, pads)
+
+    def _override(self, path: str, shape: tuple[int, ...]) -> tuple[P, bool]:
+        """Returns the spec to start from, and whether it is also the last word."""
+        for pattern, given in self.overrides:
+            if re.search(pattern, path):
+                spec = P(*given)
+                self._check_spec(path, shape, spec)
+                return spec, len(_axes(spec)) == 0 or DATA in _axes(spec)
+        return P(), False
+
+    def _check_spec(self, path: str, shape: tuple[int, ...], spec: P) -> None:
+        unknown = _axes(spec) - set(self.mesh.shape)
+        if unknown:
+            raise UserError(
+                f"{path}: override {spec} names {sorted(unknown)}; the mesh has {list(self.mesh.shape)}"
+            )
+        if len(spec) > len(shape):
+            raise UserError(f"{path}: override {spec} has {len(spec)} dims, and the leaf has shape {shape}")
+        for dim, entry in enumerate(spec):
+            ways = math.prod(self.mesh.shape[axis] for axis in _axes(P(entry)))
+            if shape[dim] % ways:
+                raise UserError(
+                    f"{path}: override {spec} splits dim {dim} of {shape} in {ways}, which does not divide {shape[dim]}"
+                )
+
+    def _split(self, leaf: Any, base: P, final: bool) -> tuple[P, str, tuple[int, ...]]:
+        """Returns the split spec, the reason, and the padding."""
+        ways = self.mesh.shape[DATA]
+        if final:
+            return base, "split" if DATA in _axes(base) else "override", ()
+        if ways == 1:
+            return base, "data axis of 1", ()
+        if math.prod(leaf.shape) < self.min_size or not leaf.shape:
+            return base, f"fewer than {self.min_size} elements", ()
+        dim, padding = split_dim(leaf.shape, base, ways), ()
+        if dim is None and self.indivisible == "pad":
+            dim, padding = _pad_dim(leaf.shape, base, ways)
+        if dim is None:
+            return base, f"no dim of {leaf.shape} divides by data={ways}", ()
+        entries = list(base) + [None] * (len(leaf.shape) - len(base))
+        entries[dim] = DATA
+        return P(*entries[: max(i for i, entry in enumerate(entries) if entry) + 1]), "split", padding
+
+
+def _pad_dim(shape: tuple[int, ...], base: P, ways: int) -> tuple[int | None, tuple[int, ...]]:
+    """Picks the longest free dim and how much to add to it, so that it divides."""
+    taken = tuple(base) + (None,) * (len(shape) - len(base))
+    free = [dim for dim in range(len(shape)) if taken[dim] is None]
+    if not free:
+        return None, ()
+    dim = max(free, key=lambda d: shape[d])
+    return dim, tuple(-shape[d] % ways if d == dim else 0 for d in range(len(shape)))
+
+
+def _roles(abstract_state: Any, roles: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Returns each leaf's role by path."""
+    found = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(
+        abstract_state, is_leaf=lambda n: isinstance(n, nnx.Variable)
+    ):
+        place = tree.path_string(path)
+        role = next((role for pattern, role in roles if re.search(pattern, place)), OTHER)
+        if isinstance(node, nnx.Variable) and role != OPT_STATE:
+            role = PARAMS if isinstance(node, nnx.Param) else OTHER
+        for inner, _ in jax.tree_util.tree_leaves_with_path(node):
+            found[tree.path_string((*path, *inner))] = role
+    return found
+
+
+def _assemble(mesh: Mesh, stage: int, abstract_state: Any, leaves: dict[str, Leaf]) -> Partition:
+    """Turns decisions into trees."""
+    specs = tree.map_with_path(lambda path, _: leaves[path].spec, abstract_state)
+    shardings = tree.map_with_path(lambda path, _: NamedSharding(mesh, leaves[path].spec), abstract_state)
+
+    def stored(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = _padded(leaf.shape, leaves[path].padding)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, leaves[path].spec))
+
+    placements = {}
+    for path, leaf in leaves.items():
+        if leaf.role == PARAMS:
+            whole = NamedSharding(mesh, _without(leaf.split, DATA))
+            split = NamedSharding(mesh, leaf.split)
+            splits = STAGES[stage]
+            placements[path] = gather.Placement(
+                stored=NamedSharding(mesh, leaf.spec),
+                used=whole,
+                grad=split if splits.grads else whole,
+                opt_state=split if splits.opt_state else whole,
+                padding=leaf.padding,
+            )
+    return Partition(
+        mesh, stage, tree.map_with_path(stored, abstract_state), specs, shardings, leaves, placements
+    )
+
+
+def _padded(shape: tuple[int, ...], padding: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n + extra for n, extra in zip(shape, padding)) if padding else tuple(shape)
+
+
+def _axes(spec: P) -> set[str]:
+    """Returns the mesh axes that a spec names."""
+    names: set[str] = set()
+    for entry in spec:
+        names.update((entry,) if isinstance(entry, str) else entry or ())
+    return names
+
+
+def _without(spec: P, axis: str) -> P:
+    """Returns the spec with one mesh axis dropped."""
+
+    def drop(entry: Any) -> Any:
+        kept = tuple(name for name in ((entry,) if isinstance(entry, str) else entry or ()) if name != axis)
+        return kept[0] if len(kept) == 1 else kept or None
+
+    entries = [drop(entry) for entry in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)

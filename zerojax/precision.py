@@ -1,0 +1,95 @@
+"""Says in which dtypes a run stores and computes. This module also keeps float32 master weights beside 16-bit ones.
+
+Bytes a parameter with Adam, N-way `data` (ZeRO, arXiv:1910.02054, section 3.1, with K = 12 for master, mu and nu):
+
+    precision   stages 0      stages 1, 2   stage 3
+    fp32        12            4 + 8/N       12/N      the weights are their own master
+    bf16        2 + 12        2 + 12/N      12/N      stage 3 keeps no 16-bit copy: it casts, then gathers
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """The dtype of forward and backward arithmetic; weights are updated in float32."""
+
+    compute_dtype: Any
+
+
+PRECISIONS: dict[str, Precision] = {
+    "fp32": Precision(compute_dtype=jnp.float32),
+    "bf16": Precision(compute_dtype=jnp.bfloat16),
+}
+
+
+class MasterWeightsState(NamedTuple):
+    """float32 weights and the state of the transformation that updates them."""
+
+    master: PyTree
+    inner: optax.OptState
+
+
+def with_master_weights(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Wraps `inner` so that it updates a float32 copy of 16-bit params, which then are that copy, rounded.
+
+    The returned updates are float32 and bridge the stored params to the new master, so that `optax.apply_updates`, and with
+    it any TrainState, ends on `master.astype(params.dtype)` up to a last-place tie (Micikevicius et al., arXiv:1710.03740, 3.1).
+
+    >>> tx = with_master_weights(optax.adamw(1e-3))
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: PyTree) -> MasterWeightsState:
+        # A copy, never an alias: state and params are donated as separate buffers.
+        master = jax.tree.map(lambda p: jnp.array(p, dtype=_widened(p.dtype), copy=True), params)
+        return MasterWeightsState(master, inner.init(master))
+
+    def update(
+        grads: PyTree, state: MasterWeightsState, params: PyTree, **extra: Any
+    ) -> tuple[PyTree, MasterWeightsState]:
+        grads = jax.tree.map(lambda g, m: g.astype(m.dtype), grads, state.master)
+        updates, inner_state = inner.update(grads, state.inner, state.master, **extra)
+        master = optax.apply_updates(state.master, updates)
+        bridge = jax.tree.map(lambda m, p: m - p.astype(m.dtype), master, params)
+        return bridge, MasterWeightsState(master, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def to_logical(state: PyTree) -> PyTree:
+    """Returns a TrainState without its 16-bit copy: params are the master weights. Checkpoints store this form.
+
+    The form is the same for every stage and precision, so that each restores into any other.
+    """
+    if not isinstance(state.opt_state, MasterWeightsState):
+        return state
+    return state.replace(params=state.opt_state.master, opt_state=state.opt_state.inner)
+
+
+def from_logical(logical: PyTree, copy_dtype: Any) -> PyTree:
+    """Undoes `to_logical`: params become a copy of the master weights in `copy_dtype`; None keeps no copy."""
+    if copy_dtype is None:
+        return logical
+    params = cast_floating(logical.params, copy_dtype)
+    return logical.replace(params=params, opt_state=MasterWeightsState(logical.params, logical.opt_state))
+
+
+def cast_floating(values: PyTree, dtype: Any) -> PyTree:
+    """Casts floating leaves to `dtype`; None and other leaves pass through."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.astype(dtype) if dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(cast, values)
+
+
+def _widened(dtype: Any) -> Any:
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype

@@ -1,0 +1,23 @@
+"""The trainer's state. This module adds a random key to flax's TrainState; any other TrainState serves the library as well."""
+
+from typing import Any
+
+import jax
+from flax.training import train_state
+
+
+class TrainState(train_state.TrainState):
+    """step, params, opt_state and a random key; `apply_fn` and `tx` are static.
+
+    Attributes:
+      rng: the key from which each step folds its own, so that a resumed run draws what an uninterrupted one would.
+    """
+
+    rng: jax.Array
+
+
+def create(params: Any, tx: Any, rng: jax.Array, apply_fn: Any = None) -> TrainState:
+    """Returns the state before the first step; the key is stored as its raw words, which every checkpoint format takes."""
+    if jax.dtypes.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        rng = jax.random.key_data(rng)
+    return TrainState.create(apply_fn=apply_fn, params=params, tx=tx, rng=rng)

@@ -1,0 +1,128 @@
+"""One training step: gather, gradients, clip, update, metrics. This module builds it from a loss and a placement."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zerojax import accumulate, gather, precision, tree
+from zerojax import mesh as mesh_lib
+from zerojax.errors import UserError
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    partition: Any,
+    *,
+    clip_norm: float = 0.0,
+    grad_accum: int = 1,
+    compute_dtype: Any = None,
+    blocks: str = "",
+    remat: str = "dots",
+    donate: bool = True,
+) -> Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]:
+    """Builds `train_step(state, batch) -> (state, metrics)`, compiled, from a loss written for one device and whole weights.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, state) -> loss`, or `-> (loss, {"state": {field: value}, "metrics": {name: value}})`, both
+        keys optional, where the loss is a mean over the batch. `state` gives what else a forward pass reads (batch statistics, `step`, a
+        random key); the fields returned replace the state's.
+      partition: the placement from `shard_train_state`.
+      clip_norm: scales gradients so that their global norm is at most this; 0 does not.
+      grad_accum: forward and backward passes a step; the batch's leaves then are [grad_accum, examples, ...].
+      compute_dtype: dtype of floating weights and inputs in the forward pass; None keeps them.
+      blocks, remat: see `gather.where_used`.
+      donate: reuses the old state's memory; the state passed in is then gone.
+
+    Returns:
+      The step. Its metrics are float32 scalars: loss, grad_norm, and what the loss returned. The state must have `params` and
+      `apply_gradients(grads=...)`, as flax's TrainState and its subclasses do.
+
+    >>> train_step = make_train_step(loss_fn, partition, clip_norm=1.0)
+    >>> state, metrics = train_step(state, batch)
+    """
+    if grad_accum < 1:
+        raise UserError(f"grad_accum: must be at least 1, and is {grad_accum}")
+    loss_of_stored = gather.where_used(
+        loss_fn, partition.placements, compute_dtype=compute_dtype, blocks=blocks, remat=remat
+    )
+    gradients = accumulate.value_and_grad(_with_aux(loss_of_stored), grad_accum)
+    place = functools.partial(_place_as_opt_state, partition)
+
+    def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+        batch = precision.cast_floating(_split_batch(partition.mesh, batch, grad_accum), compute_dtype)
+        with jax.named_scope("gradients"):
+            (loss, aux), grads = gradients(state.params, batch, state)
+        with jax.named_scope("clip"):
+            grads = place(grads)
+            norm = optax.global_norm(precision.cast_floating(grads, jnp.float32))
+            factor = jnp.minimum(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0
+            grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
+        with jax.named_scope("update"):
+            new_state = state.replace(**aux.get("state", {})).apply_gradients(grads=grads)
+            # Cast and add on the shards; only then gather, so that 16-bit params travel.
+            new_state = new_state.replace(params=place(new_state.params))
+        return new_state, {"loss": loss, "grad_norm": norm, **aux.get("metrics", {})}
+
+    return jax.jit(
+        train_step,
+        donate_argnums=(0,) if donate else (),
+        in_shardings=(partition.shardings, None),
+        out_shardings=(partition.shardings, None),
+    )
+
+
+def _split_batch(mesh: Any, batch: Any, grad_accum: int) -> Any:
+    """Constrains examples to lie split over replica and data, wherever the batch came from."""
+    dim = 0 if grad_accum == 1 else 1
+    ways = mesh_lib.ways(mesh)
+
+    def split(path: str, leaf: Any) -> Any:
+        if grad_accum > 1 and (leaf.ndim == 0 or leaf.shape[0] != grad_accum):
+            raise UserError(
+                f"batch/{path}: shape {leaf.shape} must begin with grad_accum={grad_accum}, then examples"
+            )
+        if leaf.ndim <= dim:
+            return leaf
+        if leaf.shape[dim] % ways:
+            raise UserError(
+                f"batch/{path}: dim {dim} of {leaf.shape} does not divide by data * replica = {ways}; "
+                f"use a multiple of {ways} examples"
+            )
+        return jax.lax.with_sharding_constraint(leaf, mesh_lib.batch_sharding(mesh, dim))
+
+    return tree.map_with_path(split, batch)
+
+
+def _with_aux(loss_fn: Callable[..., Any]) -> Callable[..., tuple[jax.Array, dict]]:
+    """Lets a loss return its value alone."""
+
+    def with_aux(*args: Any) -> tuple[jax.Array, dict]:
+        result = loss_fn(*args)
+        loss, aux = result if isinstance(result, tuple) else (result, {})
+        unknown = set(aux) - {"state", "metrics"}
+        if unknown:
+            raise UserError(
+                f"loss_fn: returned {sorted(unknown)} beside the loss; known are 'state' and 'metrics'"
+            )
+        return loss.astype(jnp.float32), aux
+
+    return with_aux
+
+
+def _place_as_opt_state(partition: Any, params_like: Any) -> Any:
+    """Constrains a tree shaped like params to where its optimizer state lies, so that the update is local."""
+    index = tree.suffix_index(partition.placements)
+
+    def constrain(path: str, leaf: Any) -> Any:
+        found = tree.longest_suffix(index, path)
+        return (
+            leaf
+            if found is None
+            else jax.lax.with_sharding_constraint(leaf, partition.placements[found].opt_state)
+        )
+
+    return tree.map_with_path(constrain, params_like)

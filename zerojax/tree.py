@@ -1,0 +1,78 @@
+"""Names the leaves of a pytree. This module turns key paths into strings such as `params/layer_0/mlp/up/kernel`."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+
+def path_string(path: tuple) -> str:
+    """Returns a key path as text, its parts joined by "/"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def flatten(tree: Any) -> list[tuple[str, Any]]:
+    """Returns (path, leaf) pairs in the order of `jax.tree.leaves`."""
+    return [(path_string(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Maps `function(path, leaf, *others)` over trees of one shape."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *leaves: function(path_string(path), *leaves), tree, *rest
+    )
+
+
+def abstract(tree: Any) -> Any:
+    """Returns the tree with each leaf as a ShapeDtypeStruct that keeps its sharding."""
+
+    def describe(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            jax.numpy.shape(leaf), dtype_of(leaf), sharding=getattr(leaf, "sharding", None)
+        )
+
+    return jax.tree.map(describe, tree)
+
+
+def dtype_of(leaf: Any) -> Any:
+    """Returns the dtype of an array, abstract array, random key or Python number."""
+    return leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
+
+
+def size(leaf: Any) -> int:
+    """Returns the number of elements."""
+    return math.prod(leaf.shape)
+
+
+def nbytes(leaf: Any, shape: Iterable[int] | None = None) -> int:
+    """Returns the bytes of a leaf, or of a part of it with the given shape."""
+    dtype = dtype_of(leaf)
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        dtype = jax.numpy.uint32
+        key_words = 2  # a threefry key
+    else:
+        key_words = 1
+    return math.prod(leaf.shape if shape is None else shape) * jax.numpy.dtype(dtype).itemsize * key_words
+
+
+def suffix_index(paths: Iterable[str]) -> dict[str, str]:
+    """Returns every trailing part of every path, mapped to the path; of two paths with one suffix the first is kept."""
+    index: dict[str, str] = {}
+    for path in paths:
+        parts = path.split("/")
+        for start in range(len(parts)):
+            index.setdefault("/".join(parts[start:]), path)
+    return index
+
+
+def longest_suffix(index: dict[str, str], path: str) -> str | None:
+    """Returns the indexed path that shares most trailing parts with `path`, or None where not even the last is shared.
+
+    `opt_state/0/mu/layer_0/kernel` finds `params/layer_0/kernel`.
+    """
+    parts = path.split("/")
+    for start in range(len(parts)):
+        if (found := index.get("/".join(parts[start:]))) is not None:
+            return found
+    return None
