@@ -1,1 +1,34 @@
-"""ZeRO for JAX."""
+"""ZeRO for JAX: optimizer state, gradients and params of any Flax model, split by one table of specs.
+
+>>> mesh = zerojax.make_mesh()
+>>> state, partition = zerojax.shard_train_state(init, jax.random.key(0), mesh=mesh, stage=3)
+>>> train_step = zerojax.make_train_step(loss_fn, partition, clip_norm=1.0)
+>>> state, metrics = train_step(state, batch)
+"""
+
+from zerojax.errors import UserError
+from zerojax.gather import Placement, where_used
+from zerojax.mesh import batch_sharding, make_mesh
+from zerojax.partition import Partition, partition_state
+from zerojax.place import pad, shard_train_state, unpad
+from zerojax.precision import with_master_weights
+from zerojax.report import memory_table
+from zerojax.state import TrainState
+from zerojax.step import make_train_step
+
+__all__ = [
+    "Partition",
+    "Placement",
+    "TrainState",
+    "UserError",
+    "batch_sharding",
+    "make_mesh",
+    "make_train_step",
+    "memory_table",
+    "pad",
+    "partition_state",
+    "shard_train_state",
+    "unpad",
+    "where_used",
+    "with_master_weights",
+]

@@ -188,9 +188,7 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
         value = _lookup(config, place)
         if value not in choices:
             listed = ", ".join(map(str, choices))
-            raise UserError(
-                f"config.{place}: must be one of {listed}, and is {value!r}; set --config.{place}=..."
-            )
+            raise UserError(f"config.{place}: must be one of {listed}, and is {value!r}; set --config.{place}=...")
     for place in POSITIVE:
         if _lookup(config, place) <= 0:
             raise UserError(f"config.{place}: must be above 0, and is {_lookup(config, place)}")
@@ -198,9 +196,7 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
         if _lookup(config, place) < 0:
             raise UserError(f"config.{place}: must not be negative, and is {_lookup(config, place)}")
     if config.mesh.data != -1 and config.mesh.data <= 0:
-        raise UserError(
-            f"config.mesh.data: must be above 0, or -1 for all devices left, and is {config.mesh.data}"
-        )
+        raise UserError(f"config.mesh.data: must be above 0, or -1 for all devices left, and is {config.mesh.data}")
     return config
 
 
@@ -218,9 +214,7 @@ def batch_sizes(config: Config, ways: int) -> BatchSizes:
     total, micro, accum = config.global_batch_size, config.micro_batch_size, config.grad_accum
     rule = "global_batch_size = micro_batch_size * grad_accum * data * replica"
     if [total, micro, accum].count(0) > 1:
-        raise UserError(
-            f"config: {rule}; give at least two of the first three (now {total}, {micro}, {accum})"
-        )
+        raise UserError(f"config: {rule}; give at least two of the first three (now {total}, {micro}, {accum})")
     if total == 0:
         total = micro * accum * ways
     known = (micro or 1) * (accum or 1) * ways

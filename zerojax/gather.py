@@ -89,9 +89,7 @@ def _gather_forward(stored: jax.Array, placement: Placement, dtype: Any) -> tupl
         weight = jax.lax.with_sharding_constraint(weight, placement.stored)
         weight = jax.lax.with_sharding_constraint(weight, placement.used)
     if placement.padding:
-        weight = jax.lax.slice(
-            weight, (0,) * weight.ndim, [n - p for n, p in zip(weight.shape, placement.padding)]
-        )
+        weight = jax.lax.slice(weight, (0,) * weight.ndim, [n - p for n, p in zip(weight.shape, placement.padding)])
     return weight, jnp.zeros((0,), stored.dtype)
 
 
@@ -151,9 +149,7 @@ def where_used(
 
     def by_block(params: Any, *args: Any, **kwargs: Any) -> Any:
         inside = _Blocks(blocks, gather_leaf, REMAT[remat] if moves or remat != "none" else None)
-        outer = tree.map_with_path(
-            lambda path, leaf: leaf if inside.owns(path) else gather_leaf(path, leaf), params
-        )
+        outer = tree.map_with_path(lambda path, leaf: leaf if inside.owns(path) else gather_leaf(path, leaf), params)
         with nn.intercept_methods(inside.intercept):
             result = loss_fn(outer, *args, **kwargs)
         if not inside.entered:
@@ -169,9 +165,7 @@ def where_used(
 class _Blocks:
     """Intercepts the outermost call of each module whose path matches, gathers its weights and rematerialises it."""
 
-    def __init__(
-        self, blocks: str, gather_leaf: Callable[[str, Any], Any], policy: Callable[..., bool] | None
-    ):
+    def __init__(self, blocks: str, gather_leaf: Callable[[str, Any], Any], policy: Callable[..., bool] | None):
         self._pattern = re.compile(blocks)
         self._gather_leaf = gather_leaf
         self._policy = policy
@@ -183,9 +177,7 @@ class _Blocks:
         parts = leaf_path.removeprefix("params/").split("/")
         return any(self._pattern.fullmatch("/".join(parts[:end])) for end in range(1, len(parts)))
 
-    def intercept(
-        self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext
-    ) -> Any:
+    def intercept(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
         module = context.module
         path = "/".join(module.path)
         if self._depth or module.scope is None or not self._pattern.fullmatch(path):
@@ -201,9 +193,7 @@ class _Blocks:
             return getattr(bound, context.method_name)(*inner_args, **inner_kwargs)
 
         def gather_block(variables: Any) -> Any:
-            return tree.map_with_path(
-                lambda leaf, value: self._gather_leaf(_join(path, leaf), value), variables
-            )
+            return tree.map_with_path(lambda leaf, value: self._gather_leaf(_join(path, leaf), value), variables)
 
         block = nn.map_variables(run, "params", trans_in_fn=gather_block)
         if self._policy is not None:

@@ -5,8 +5,8 @@ Order: `emulate_cpu_devices`, `initialize`, then anything that touches a device.
 * A process whose peers never come, or that cannot reach its coordinator, is aborted by XLA (status 134 and a
   C++ stack trace; no `except` sees it). `initialize` therefore looks for the coordinator first, with a plain
   socket, and says after a while for whom it waits.
-* A dead peer: on CPU the collective in flight raises at once; on GPU it blocks until heartbeats are missing
-  for HEARTBEAT_SECONDS, when XLA aborts the survivors (sooner if process 0, the coordinator, is the dead one).
+* A dead peer: on CPU the collective in flight raises at once; on GPU it can block until heartbeats are missing
+  for HEARTBEAT_SECONDS, when XLA aborts the survivors (sooner if process 0, which coordinates, died).
 * A process that ends through the interpreter waits up to 300 s for its peers, and is aborted if they do not
   end. One that failed therefore ends through `leave`.
 * JAX's preemption service swallows SIGTERM. `initialize` turns it off; `StopSignal` takes its place.
@@ -173,7 +173,7 @@ def leave(status: int) -> NoReturn:
 
 
 class StopSignal:
-    """Turns the first SIGTERM or SIGINT into a request to stop after the step; a second SIGINT interrupts.
+    """Turns the first SIGTERM or SIGINT into a request to stop after the step; a SIGINT after it interrupts.
 
     A context manager, for the main thread: leaving it puts the former handlers back. `requested` says whether
     a signal came to this process.
@@ -216,8 +216,7 @@ def _plugins() -> list[str]:
     names = [entry.name for entry in importlib.metadata.entry_points(group="jax_plugins")]
     if spec := importlib.util.find_spec("jax_plugins"):
         names += [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)]
-    names += [name for name in ("libtpu",) if importlib.util.find_spec(name)]
-    return sorted(set(names))
+    return [*names, "libtpu"] if importlib.util.find_spec("libtpu") else names
 
 
 def _has_hardware(plugin: str, environ: Mapping[str, str]) -> bool:
@@ -242,10 +241,7 @@ def _checked(coordinator: str | None, num_processes: int | None, process_id: int
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"--coordinator: must be HOST:PORT, as in node0:1234, and is {coordinator!r}")
     if not 0 <= process_id < num_processes:
-        limit = num_processes - 1
-        raise UserError(
-            f"--process_id: must be from 0 to {limit} (--num_processes less 1), and is {process_id}"
-        )
+        raise UserError(f"--process_id: must be below --num_processes={num_processes}, and is {process_id}")
     return Cluster(coordinator, num_processes, process_id)
 
 
@@ -258,8 +254,7 @@ def _look_for_coordinator(cluster: Cluster, timeout_seconds: float) -> None:
         try:
             socket.create_server(("", int(port)), family=family, dualstack_ipv6=is_dual).close()
         except OSError as error:
-            reason = f"port {port} cannot be used here ({error.strerror}); choose another"
-            raise UserError(f"--coordinator: {reason}") from error
+            raise UserError(f"--coordinator: port {port} is no use here ({error.strerror}); try another") from error
         return
     deadline = time.monotonic() + timeout_seconds
     while True:

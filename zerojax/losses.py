@@ -60,9 +60,7 @@ def one_pass_cross_entropy(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _one_pass(
-    hidden: Any, kernel: Any, labels: Any, total: int, chunk: int, mesh: Mesh | None, spec: P
-) -> jax.Array:
+def _one_pass(hidden: Any, kernel: Any, labels: Any, total: int, chunk: int, mesh: Mesh | None, spec: P) -> jax.Array:
     return _one_pass_forward(hidden, kernel, labels, total, chunk, mesh, spec, with_grads=False)[0]
 
 
@@ -110,9 +108,7 @@ def _one_pass_backward(
 _one_pass.defvjp(_one_pass_forward, _one_pass_backward)
 
 
-def _local(
-    hidden: Any, kernel: Any, labels: Any, *, total: int, chunk: int, with_grads: bool
-) -> tuple[jax.Array, Any]:
+def _local(hidden: Any, kernel: Any, labels: Any, *, total: int, chunk: int, with_grads: bool) -> tuple[jax.Array, Any]:
     """Returns this device's share of the mean loss, and of its gradients with respect to hidden and kernel."""
     shape = hidden.shape
     hidden, labels = hidden.reshape(-1, shape[-1]), labels.reshape(-1)

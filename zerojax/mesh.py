@@ -13,9 +13,7 @@ REPLICA, DATA, MODEL = "replica", "data", "model"
 BATCH_AXES = (REPLICA, DATA)
 
 
-def make_mesh(
-    replica: int = 1, data: int = -1, model: int = 1, *, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
+def make_mesh(replica: int = 1, data: int = -1, model: int = 1, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Builds the mesh (replica, data, model) over `devices`, by default all of them.
 
     `data` is the axis that ZeRO splits over, `replica` holds whole copies of the split state (hybrid sharding), `model` is for

@@ -94,9 +94,7 @@ class Partition:
     @property
     def kept_whole(self) -> dict[str, str]:
         """Says, for each weight that the stage would split but that stays whole, why."""
-        whole = {
-            path: leaf for path, leaf in self.leaves.items() if leaf.role == PARAMS and leaf.reason != "split"
-        }
+        whole = {path: leaf for path, leaf in self.leaves.items() if leaf.role == PARAMS and leaf.reason != "split"}
         return {path: leaf.reason for path, leaf in whole.items() if DATA not in _axes(leaf.split)}
 
     @property
@@ -153,15 +151,11 @@ def partition_state(
     if indivisible not in ("whole", "pad"):
         raise UserError(f"indivisible: must be 'whole' or 'pad', and is {indivisible!r}")
     if DATA not in mesh.shape:
-        raise UserError(
-            f"mesh: needs an axis named 'data', and has {tuple(mesh.shape)}; see zerojax.make_mesh"
-        )
+        raise UserError(f"mesh: needs an axis named 'data', and has {tuple(mesh.shape)}; see zerojax.make_mesh")
     abstract_state = tree.abstract(abstract_state)
     role_of = _roles(abstract_state, roles)
     if PARAMS not in role_of.values():
-        raise UserError(
-            "state: no leaf lies under 'params'; pass roles=[(path regex, 'params'), ...] to say which do"
-        )
+        raise UserError("state: no leaf lies under 'params'; pass roles=[(path regex, 'params'), ...] to say which do")
     rule = _Rule(mesh, STAGES[stage], tuple(overrides), min_size, indivisible)
     weights = {path: leaf for path, leaf in tree.flatten(abstract_state) if role_of[path] == PARAMS}
     rule.check_overrides(weights)
@@ -188,9 +182,7 @@ class _Rule:
         for pattern, _ in self.overrides:
             if not any(re.search(pattern, path) for path in weights):
                 known = ", ".join(list(weights)[:3])
-                raise UserError(
-                    f"overrides: {pattern!r} is found in no weight's path; paths look like {known}"
-                )
+                raise UserError(f"overrides: {pattern!r} is found in no weight's path; paths look like {known}")
 
     def decide(self, path: str, leaf: Any, role: str) -> Leaf:
         base, final = self._override(path, leaf.shape)
@@ -221,9 +213,7 @@ class _Rule:
     def _check_spec(self, path: str, shape: tuple[int, ...], spec: P) -> None:
         unknown = _axes(spec) - set(self.mesh.shape)
         if unknown:
-            raise UserError(
-                f"{path}: override {spec} names {sorted(unknown)}; the mesh has {list(self.mesh.shape)}"
-            )
+            raise UserError(f"{path}: override {spec} names {sorted(unknown)}; the mesh has {list(self.mesh.shape)}")
         if len(spec) > len(shape):
             raise UserError(f"{path}: override {spec} has {len(spec)} dims, and the leaf has shape {shape}")
         for dim, entry in enumerate(spec):
@@ -299,9 +289,7 @@ def _assemble(mesh: Mesh, stage: int, abstract_state: Any, leaves: dict[str, Lea
                 opt_state=split if splits.opt_state else whole,
                 padding=leaf.padding,
             )
-    return Partition(
-        mesh, stage, tree.map_with_path(stored, abstract_state), specs, shardings, leaves, placements
-    )
+    return Partition(mesh, stage, tree.map_with_path(stored, abstract_state), specs, shardings, leaves, placements)
 
 
 def _padded(shape: tuple[int, ...], padding: tuple[int, ...]) -> tuple[int, ...]:

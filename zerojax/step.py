@@ -82,9 +82,7 @@ def _split_batch(mesh: Any, batch: Any, grad_accum: int) -> Any:
 
     def split(path: str, leaf: Any) -> Any:
         if grad_accum > 1 and (leaf.ndim == 0 or leaf.shape[0] != grad_accum):
-            raise UserError(
-                f"batch/{path}: shape {leaf.shape} must begin with grad_accum={grad_accum}, then examples"
-            )
+            raise UserError(f"batch/{path}: shape {leaf.shape} must begin with grad_accum={grad_accum}, then examples")
         if leaf.ndim <= dim:
             return leaf
         if leaf.shape[dim] % ways:
@@ -105,9 +103,7 @@ def _with_aux(loss_fn: Callable[..., Any]) -> Callable[..., tuple[jax.Array, dic
         loss, aux = result if isinstance(result, tuple) else (result, {})
         unknown = set(aux) - {"state", "metrics"}
         if unknown:
-            raise UserError(
-                f"loss_fn: returned {sorted(unknown)} beside the loss; known are 'state' and 'metrics'"
-            )
+            raise UserError(f"loss_fn: returned {sorted(unknown)} beside the loss; known are 'state' and 'metrics'")
         return loss.astype(jnp.float32), aux
 
     return with_aux
@@ -119,10 +115,6 @@ def _place_as_opt_state(partition: Any, params_like: Any) -> Any:
 
     def constrain(path: str, leaf: Any) -> Any:
         found = tree.longest_suffix(index, path)
-        return (
-            leaf
-            if found is None
-            else jax.lax.with_sharding_constraint(leaf, partition.placements[found].opt_state)
-        )
+        return leaf if found is None else jax.lax.with_sharding_constraint(leaf, partition.placements[found].opt_state)
 
     return tree.map_with_path(constrain, params_like)

@@ -19,18 +19,14 @@ def flatten(tree: Any) -> list[tuple[str, Any]]:
 
 def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Maps `function(path, leaf, *others)` over trees of one shape."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, *leaves: function(path_string(path), *leaves), tree, *rest
-    )
+    return jax.tree_util.tree_map_with_path(lambda path, *leaves: function(path_string(path), *leaves), tree, *rest)
 
 
 def abstract(tree: Any) -> Any:
     """Returns the tree with each leaf as a ShapeDtypeStruct that keeps its sharding."""
 
     def describe(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            jax.numpy.shape(leaf), dtype_of(leaf), sharding=getattr(leaf, "sharding", None)
-        )
+        return jax.ShapeDtypeStruct(jax.numpy.shape(leaf), dtype_of(leaf), sharding=getattr(leaf, "sharding", None))
 
     return jax.tree.map(describe, tree)
 

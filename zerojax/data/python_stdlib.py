@@ -55,5 +55,5 @@ def list_files(root: pathlib.Path) -> list[str]:
 
 
 def is_held_out(path: str) -> bool:
-    """Says whether the file at relative `path` belongs to `validation`: a hash of the path, so files never move."""
+    """Says whether the file at relative `path` is validation: by a hash of the path, so files never move."""
     return zlib.crc32(path.encode()) % HELD_OUT_OF == 0

@@ -17,7 +17,7 @@ from zerojax.data import python_stdlib  # noqa: F401  importing it registers the
 from zerojax.errors import UserError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-# array_record reports a failed write as a RuntimeError with the system's words, and tfds checks the space first.
+# array_record reports a failed write as a RuntimeError in the system's words; tfds checks the space first.
 NO_SPACE_WORDS = (*map(os.strerror, NO_SPACE), "Not enough disk space")
 
 
@@ -34,11 +34,11 @@ class Source(Protocol):
 def prepare(name: str, data_dir: str | os.PathLike) -> None:
     """Downloads and writes dataset `name` below `data_dir`, unless it is there already.
 
-    Only the primary process may call it, and the others wait before they open a source. It writes into a directory
-    named incomplete.* which is renamed at the end, so a run that is killed half way leaves nothing that is read.
+    Only the primary process may call it, and the others wait before they open a source. It writes into
+    a directory named incomplete.*, renamed at the end: a run killed half way leaves nothing that is read.
 
     Raises:
-      UserError: an unknown name, a full or unwritable `data_dir`, or a dataset that cannot be downloaded or built.
+      UserError: an unknown name, a full or unwritable `data_dir`, or a dataset that cannot be built.
     """
     builder = _builder(name, data_dir)
     if builder.data_path.exists():
@@ -64,15 +64,16 @@ def open_source(name: str, split: str, data_dir: str | os.PathLike) -> Source:
       UserError: an unknown name or split, an empty split, or a dataset that is not prepared.
     """
     builder = _builder(name, data_dir)
+    place = os.fspath(builder.data_path)
     splits = list(builder.info.splits)
     if not splits and builder.data_path.exists():
         raise UserError(
-            f"config.data.dir: {os.fspath(builder.data_path)!r} is not a whole dataset: it lists no splits; delete it"
+            f"config.data.dir: {place!r} is not a whole dataset: it lists no splits; delete it and run again"
         )
     if not splits:
         raise UserError(
-            f"config.data.dir: {os.fspath(data_dir)!r} holds no prepared {name!r}; the primary process prepares it, "
-            "into a directory that every process must see"
+            f"config.data.dir: {os.fspath(data_dir)!r} holds no prepared {name!r}; the primary process "
+            "prepares it, into a directory that every process must see"
         )
     try:
         size = builder.info.splits[split].num_examples
@@ -85,7 +86,7 @@ def open_source(name: str, split: str, data_dir: str | os.PathLike) -> Source:
         source[0]
     except Exception as error:  # array_record raises RuntimeError or ValueError, tfds what its features raise
         raise UserError(
-            f"config.data.dir: {os.fspath(builder.data_path)!r} cannot be read: {_line(error)}; delete it and run again"
+            f"config.data.dir: {place!r} cannot be read: {_line(error)}; delete it and run again"
         ) from error
     return source
 
@@ -102,30 +103,31 @@ def _builder(name: str, data_dir: str | os.PathLike) -> tfds.core.DatasetBuilder
         ) from error
     except Exception as error:  # a dataset's own code may raise anything
         raise UserError(
-            f"config.data.name: dataset {name!r} cannot be opened in {os.fspath(data_dir)!r}: {_line(error)}; correct "
-            "the name or set another --config.data.dir"
+            f"config.data.name: {name!r} cannot be opened in {os.fspath(data_dir)!r}: {_line(error)}; "
+            "correct the name or set another --config.data.dir"
         ) from error
 
 
 def _why_not_prepared(name: str, data_dir: str | os.PathLike, error: BaseException) -> str:
     """Writes the line for a preparation that failed with `error`."""
-    place = os.fspath(data_dir)
+    place = repr(os.fspath(data_dir))
     causes = list(_causes(error))
     if any(getattr(cause, "errno", None) in NO_SPACE for cause in causes) or any(
         words in str(cause) for words in NO_SPACE_WORDS for cause in causes
     ):
-        return f"config.data.dir: no space left in {place!r} to prepare {name!r}; free some or set --config.data.dir"
+        return f"config.data.dir: no space left in {place} for {name!r}; free some or set --config.data.dir"
     if any(isinstance(cause, PermissionError) for cause in causes):
         return _cannot_write(name, data_dir, error)
     return (
-        f"config.data.name: {name!r} cannot be downloaded or built: {_line(error)}; prepare it where there is a "
-        f"network and copy it to {place!r}, or use 'python_stdlib', which needs none"
+        f"config.data.name: {name!r} cannot be downloaded or built: {_line(error)}; prepare it where there "
+        f"is a network and copy it to {place}, or use 'python_stdlib', which needs none"
     )
 
 
 def _cannot_write(name: str, data_dir: str | os.PathLike, error: BaseException) -> str:
     """Writes the line for a directory that is not writable."""
-    return f"config.data.dir: cannot write {name!r} to {os.fspath(data_dir)!r}: {_line(error)}; set --config.data.dir"
+    place = repr(os.fspath(data_dir))
+    return f"config.data.dir: cannot write {name!r} to {place}: {_line(error)}; set --config.data.dir"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -144,7 +146,7 @@ def _near(name: str, known: list[str], what: str, limit: int = 8) -> str:
 def _line(error: BaseException) -> str:
     """Returns the kind and the first line of `error`."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0][:400]}" if lines else type(error).__name__
 
 
 @contextlib.contextmanager

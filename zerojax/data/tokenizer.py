@@ -48,10 +48,14 @@ def load_tokenizer(spec: str) -> Tokenizer:
         model = tokenizers.Tokenizer.from_file(spec)
     except Exception as error:  # the library raises plain Exception
         reason = " ".join(str(error).split())
-        raise UserError(f"{place} is not a readable tokenizer.json ({reason}); save it again or give another") from error
+        raise UserError(
+            f"{place} is not a readable tokenizer.json ({reason}); save it again or give another"
+        ) from error
     # A file may ask for truncation or padding; both would corrupt the stream of tokens.
     model.no_truncation()
     model.no_padding()
+    # A document that spells out a special token means its letters.
+    model.encode_special_tokens = True
     separator = next((name for name in SEPARATORS if model.token_to_id(name) is not None), None)
     if separator is None:
         raise UserError(f"{place} has no document separator; add one of {', '.join(SEPARATORS)} to its vocabulary")
@@ -62,8 +66,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
 class ByteTokenizer:
     """Ids 0..255 are bytes and 256 separates documents.
 
-    The 257 ids are rounded up to 320, a multiple of 64, so that the embedding and the logits divide over any usual
-    number of devices; ids 257..319 are never used.
+    The 257 ids are rounded up to 320, a multiple of 64, so that the embedding and the logits divide over any
+    usual number of devices; ids 257..319 are never used.
     """
 
     vocab_size: int = 320
@@ -75,7 +79,7 @@ class ByteTokenizer:
         return np.frombuffer(data, np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the UTF-8 text of `ids`, with a replacement mark for invalid bytes; ids above 255 are dropped."""
+        """Returns the UTF-8 text of `ids`, invalid bytes replaced by a mark; ids above 255 are dropped."""
         return bytes(_below(ids, 256)).decode("utf-8", errors="replace")
 
 

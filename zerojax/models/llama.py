@@ -71,9 +71,7 @@ class Attention(nn.Module):
         v_BTKN = Linear((c.num_kv_heads, c.head_dim), name="v")(x_BTD)
         q_BTHN, k_BTKN = rotate(q_BTHN, c.rope_theta), rotate(k_BTKN, c.rope_theta)
         with jax.named_scope("attention"):
-            y_BTHN = jax.nn.dot_product_attention(
-                q_BTHN, k_BTKN, v_BTKN, is_causal=True, implementation=c.attention
-            )
+            y_BTHN = jax.nn.dot_product_attention(q_BTHN, k_BTKN, v_BTKN, is_causal=True, implementation=c.attention)
         return Linear((c.embed_dim,), contracted=2, stddev=_residual_stddev(c), name="o")(y_BTHN)
 
 
@@ -119,12 +117,11 @@ class Llama(nn.Module):
     config: LlamaConfig
 
     def setup(self) -> None:
-        c = self.config
-        self.embed = nn.Embed(c.vocab_size, c.embed_dim, embedding_init=nn.initializers.normal(0.02))
-        self.layer = [Layer(c) for _ in range(c.num_layers)]
-        self.norm = RMSNorm(c.norm_eps)
-        if not c.tie_embeddings:
-            self.head = Head(c)
+        modules = {name: module.clone() for name, (module, _) in parts(self.config).items()}
+        self.embed, self.norm = modules["embed"], modules["norm"]
+        self.layer = [modules[f"layer_{i}"] for i in range(self.config.num_layers)]
+        if not self.config.tie_embeddings:
+            self.head = modules["head"]
 
     def hidden(self, tokens_BT: jax.Array) -> jax.Array:
         """Returns the normalised states that the head reads: float[B, T, D]."""
@@ -137,6 +134,21 @@ class Llama(nn.Module):
         """Returns logits: float32[B, T, V] from tokens int32[B, T]."""
         x_BTD = self.hidden(tokens_BT)
         return _logits(x_BTD, self.embed.embedding.T) if self.config.tie_embeddings else self.head(x_BTD)
+
+
+def parts(config: LlamaConfig) -> dict[str, tuple[nn.Module, jax.ShapeDtypeStruct]]:
+    """Returns the modules that make up the weight tree, each with an input to initialise it on.
+
+    Equal modules initialise alike, so one compiled function serves every layer, where one for the whole tree takes minutes.
+    """
+    c = config
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    states = jax.ShapeDtypeStruct((1, 1, c.embed_dim), jnp.float32)
+    embed = nn.Embed(c.vocab_size, c.embed_dim, embedding_init=nn.initializers.normal(0.02))
+    found = {"embed": (embed, tokens)}
+    found |= {f"layer_{i}": (Layer(c), states) for i in range(c.num_layers)}
+    found["norm"] = (RMSNorm(c.norm_eps), states)
+    return found if c.tie_embeddings else found | {"head": (Head(c), states)}
 
 
 def head_kernel(params: dict) -> jax.Array:

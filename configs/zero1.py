@@ -1,0 +1,16 @@
+"""ZeRO stage 1: the optimizer state is split over the devices.
+
+    python -m zerojax.train --config configs/zero1.py
+
+Devices: any number that divides 32; without an accelerator 8 CPU devices are emulated. Result: a byte-level model of
+0.8M parameters on the Python standard library's source; training loss from 5.8 to about RESULT in 150 steps.
+"""
+
+from configs import base
+
+
+def get_config():
+    c = base.get_config()
+    c.zero.stage = 1
+    c.log_every = 1
+    return c

@@ -1,0 +1,189 @@
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from zerojax.data import python_stdlib, source
+from zerojax.errors import UserError
+
+# Each kills its own process while python_stdlib is being prepared.
+KILLED = "import os, signal, tensorflow_datasets as tfds; from zerojax.data import python_stdlib, source\n"
+WHILE_GENERATING = """
+def die(self, root, paths):
+    yield paths[0], {"text": "half", "path": paths[0]}
+    os.kill(os.getpid(), signal.SIGKILL)
+python_stdlib.PythonStdlib._generate_examples = die
+"""
+BEFORE_THE_RENAME = """
+def die(self, path, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+tfds.core.DatasetInfo.write_to_directory = die
+"""
+
+
+def refusal(function, *args) -> str:
+    """Returns the one line with which function(*args) refuses."""
+    with pytest.raises(UserError) as caught:
+        function(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def broken_dir(stdlib_dir, tmp_path):
+    """Copies the prepared dataset, to be damaged."""
+    shutil.copytree(stdlib_dir, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_a_source_gives_examples_by_index(stdlib_dir):
+    opened = source.open_source("python_stdlib", "train", stdlib_dir)
+    assert set(opened[0]) == {"text", "path"} and isinstance(opened[0]["text"], bytes)
+    assert opened[len(opened) - 1]["path"] != opened[0]["path"]
+
+
+def test_parts_of_splits_can_be_opened(stdlib_dir):
+    sizes = {
+        split: len(source.open_source("python_stdlib", split, stdlib_dir))
+        for split in ("train", "validation", "train+validation", "train[:3]", "train[3:]")
+    }
+    assert sizes["train[:3]"] == 3 and sizes["train[3:]"] == sizes["train"] - 3
+    assert sizes["train+validation"] == sizes["train"] + sizes["validation"]
+
+
+def test_preparing_again_leaves_the_files_alone(stdlib_dir):
+    files = {path: path.stat().st_mtime_ns for path in stdlib_dir.rglob("*") if path.is_file()}
+    source.prepare("python_stdlib", stdlib_dir)
+    assert files == {path: path.stat().st_mtime_ns for path in stdlib_dir.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("where", [WHILE_GENERATING, BEFORE_THE_RENAME])
+def test_a_run_after_one_killed_in_preparation_works(tmp_path, stdlib_dir, where):
+    code = KILLED + where + f"source.prepare('python_stdlib', {str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert "holds no prepared" in refusal(source.open_source, "python_stdlib", "train", tmp_path)
+    source.prepare("python_stdlib", tmp_path)
+    whole = source.open_source("python_stdlib", "train", stdlib_dir)
+    again = source.open_source("python_stdlib", "train", tmp_path)
+    assert [again[i] for i in range(len(again))] == [whole[i] for i in range(len(whole))]
+
+
+def test_two_runs_that_prepare_at_once_both_work(tmp_path, monkeypatch):
+    generate = python_stdlib.PythonStdlib._generate_examples
+
+    def generate_late(self, root, paths):
+        monkeypatch.undo()
+        source.prepare("python_stdlib", tmp_path)  # the other run, which is faster
+        yield from generate(self, root, paths[:1])
+
+    monkeypatch.setattr(python_stdlib.PythonStdlib, "_generate_examples", generate_late)
+    source.prepare("python_stdlib", tmp_path)
+    assert len(source.open_source("python_stdlib", "train", tmp_path)) > 1
+
+
+def test_any_registered_dataset_goes_the_same_way(tmp_path):
+    class Squares(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("2.0.0")
+
+        def _info(self):
+            features = {"n": tfds.features.Scalar(np.int64)}
+            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+        def _split_generators(self, dl_manager):
+            return {"test": ((n, {"n": n * n}) for n in range(5))}
+
+        def _generate_examples(self):
+            raise NotImplementedError
+
+    source.prepare("squares", tmp_path)
+    opened = source.open_source("squares", "test", tmp_path)
+    assert sorted(opened[i]["n"] for i in range(len(opened))) == [0, 1, 4, 9, 16]
+
+
+def test_an_unknown_name_shows_the_nearest(tmp_path):
+    line = refusal(source.prepare, "python_stdlb", tmp_path)
+    assert line.startswith("config.data.name: no dataset 'python_stdlb'; nearest datasets: python_stdlib, ")
+    assert refusal(source.open_source, "lm1bb", "train", tmp_path).count("lm1b") == 2
+
+
+@pytest.mark.parametrize("name", ["", "a b", "lm1b/no_such_config", "lm1b:0.0.1"])
+def test_a_malformed_name_is_refused(tmp_path, name):
+    assert f"config.data.name: {name!r} cannot be opened" in refusal(source.prepare, name, tmp_path)
+
+
+@pytest.mark.parametrize("split", ["tran", "", "train[", "test", "train[:1x]"])
+def test_an_unknown_split_shows_the_known(stdlib_dir, split):
+    line = refusal(source.open_source, "python_stdlib", split, stdlib_dir)
+    assert f"no split {split!r} in 'python_stdlib'; known splits: " in line
+    assert "train" in line and "validation" in line
+
+
+def test_an_empty_split_is_refused(stdlib_dir):
+    assert "'train[:0]' of 'python_stdlib' is empty" in refusal(
+        source.open_source, "python_stdlib", "train[:0]", stdlib_dir
+    )
+
+
+def test_a_dataset_that_nobody_prepared_is_refused(tmp_path):
+    line = refusal(source.open_source, "python_stdlib", "train", tmp_path)
+    assert f"config.data.dir: {str(tmp_path)!r} holds no prepared 'python_stdlib'" in line
+
+
+def test_a_dataset_without_its_data_files_is_refused(broken_dir):
+    for path in broken_dir.rglob("*-train.*"):
+        path.unlink()
+    assert "delete it and run again" in refusal(source.open_source, "python_stdlib", "train", broken_dir)
+
+
+def test_a_dataset_without_its_description_is_refused(broken_dir):
+    (info,) = broken_dir.rglob("dataset_info.json")
+    info.unlink()
+    assert "lists no splits; delete it" in refusal(source.open_source, "python_stdlib", "train", broken_dir)
+    info.write_text("{")
+    assert "cannot be opened" in refusal(source.open_source, "python_stdlib", "train", broken_dir)
+
+
+def test_a_dataset_prepared_in_another_format_is_refused(broken_dir):
+    (info,) = broken_dir.rglob("dataset_info.json")
+    info.write_text(json.dumps(json.loads(info.read_text()) | {"fileFormat": "tfrecord"}))
+    assert "TFRECORD" in refusal(source.open_source, "python_stdlib", "train", broken_dir)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        OSError("Not enough disk space. Needed: 4 GiB"),
+        RuntimeError("write() failed: No space left on device; writing x"),
+    ],
+)
+def test_a_full_disk_names_the_directory(tmp_path, monkeypatch, error):
+    def fail(self, root, paths):
+        raise error
+        yield
+
+    monkeypatch.setattr(python_stdlib.PythonStdlib, "_generate_examples", fail)
+    line = refusal(source.prepare, "python_stdlib", tmp_path)
+    assert f"config.data.dir: no space left in {str(tmp_path)!r}" in line
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    assert "config.data.dir: cannot write" in refusal(source.prepare, "python_stdlib", tmp_path / "file")
+
+
+def test_a_failed_download_offers_the_dataset_that_needs_no_network(tmp_path, monkeypatch):
+    def fail(self, dl_manager):
+        raise ConnectionError("Failed to resolve 'example.org'\nand much more")
+
+    monkeypatch.setattr(python_stdlib.PythonStdlib, "_split_generators", fail)
+    line = refusal(source.prepare, "python_stdlib", tmp_path)
+    assert "ConnectionError: Failed to resolve 'example.org'" in line and "or use 'python_stdlib'" in line

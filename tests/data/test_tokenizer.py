@@ -1,0 +1,131 @@
+import json
+import subprocess
+import sys
+
+import hypothesis
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from zerojax.data import tokenizer
+from zerojax.errors import UserError
+
+CORPUS = ["def foo(): return 'hello world'", "class Bar: pass  # hello"] * 5
+
+
+def write_tokenizer(path, special_tokens=("<s>", "</s>"), model_class=models.BPE) -> str:
+    """Trains a byte-level BPE on a few lines, so that no file has to be fetched."""
+    model = tokenizers.Tokenizer(model_class())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=list(special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(CORPUS, trainer)
+    model.enable_truncation(4)
+    model.enable_padding(length=4)
+    model.save(str(path))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    return tokenizer.load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("bpe") / "tokenizer.json"))
+
+
+@hypothesis.given(st.binary())
+def test_byte_ids_are_the_bytes(data):
+    ids = tokenizer.ByteTokenizer().encode(data)
+    assert ids.dtype == np.int32 and bytes(ids.tolist()) == data
+    assert tokenizer.ByteTokenizer().decode(ids) == data.decode("utf-8", errors="replace")
+
+
+@hypothesis.given(st.text())
+def test_byte_tokenizer_gives_text_back(text):
+    byte_tokenizer = tokenizer.ByteTokenizer()
+    assert byte_tokenizer.decode(byte_tokenizer.encode(text)) == text
+    np.testing.assert_array_equal(byte_tokenizer.encode(text), byte_tokenizer.encode(text.encode()))
+
+
+def test_byte_tokenizer_drops_ids_that_are_not_bytes():
+    byte_tokenizer = tokenizer.load_tokenizer("bytes")
+    assert byte_tokenizer.decode([104, byte_tokenizer.bos_id, 319, -1, 105]) == "hi"
+    assert byte_tokenizer.decode(np.array([0xC3, 0x28])) == "\N{REPLACEMENT CHARACTER}("
+
+
+def test_byte_vocab_holds_the_separator_and_divides_by_64():
+    byte_tokenizer = tokenizer.ByteTokenizer()
+    assert byte_tokenizer.bos_id < byte_tokenizer.vocab_size and byte_tokenizer.vocab_size % 64 == 0
+
+
+@hypothesis.given(st.text(st.characters(exclude_categories=["Cs"])))
+@hypothesis.settings(max_examples=50)
+def test_file_tokenizer_gives_text_back_without_truncation_or_padding(bpe, text):
+    ids = bpe.encode(text)
+    assert ids.dtype == np.int32 and bpe.bos_id not in ids
+    assert bpe.decode(ids) == text
+    np.testing.assert_array_equal(ids, bpe.encode(text.encode()))
+
+
+def test_file_vocab_bounds_every_id_and_decode_drops_the_others(bpe):
+    assert bpe.vocab_size == 280 and bpe.bos_id == 0
+    ids = bpe.encode("hello")
+    assert bpe.decode([*ids, bpe.bos_id, 280, 10**6, -1]) == "hello"
+
+
+def test_a_special_token_spelled_out_in_a_document_is_plain_text(bpe):
+    ids = bpe.encode("a <s> b</s>")
+    assert bpe.bos_id not in ids and bpe.decode(ids) == "a <s> b</s>"
+
+
+def test_sparse_ids_lie_below_the_vocab_size(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    model = tokenizers.Tokenizer(models.WordLevel({"a": 5, "[BOS]": 9}, unk_token="a"))
+    model.save(str(path))
+    loaded = tokenizer.load_tokenizer(str(path))
+    assert (loaded.vocab_size, loaded.bos_id) == (10, 9)
+
+
+@pytest.mark.parametrize("names, expected", [(("</s>", "<s>"), "<s>"), (("[BOS]", "<|endoftext|>"), "<|endoftext|>")])
+def test_the_separator_is_the_best_known_name(tmp_path, names, expected):
+    path = write_tokenizer(tmp_path / "tokenizer.json", names)
+    assert tokenizer.load_tokenizer(path).bos_id == names.index(expected)
+
+
+def test_a_vocabulary_without_a_separator_is_refused(tmp_path):
+    path = write_tokenizer(tmp_path / "tokenizer.json", ("[SEP]",))
+    with pytest.raises(UserError, match=r"no document separator; add one of <\|begin_of_text\|>, <s>"):
+        tokenizer.load_tokenizer(path)
+
+
+@pytest.mark.parametrize("text", ["", "not json", "{}", json.dumps({"version": "1.0", "model": {"type": "Odd"}})])
+def test_a_corrupt_file_is_refused_in_one_line(tmp_path, text):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match="not a readable tokenizer") as caught:
+        tokenizer.load_tokenizer(str(path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", ["", "byte", ".", "nowhere/tokenizer.json"])
+def test_a_missing_file_is_refused_with_the_choices(spec):
+    with pytest.raises(UserError, match='is not a file; give "bytes" or the path'):
+        tokenizer.load_tokenizer(spec)
+
+
+def test_a_fork_after_encoding_prints_no_warning(tmp_path):
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    code = (
+        "import os; from zerojax.data import tokenizer;"
+        f"t = tokenizer.load_tokenizer({path!r}); t.encode('hello world ' * 1000);"
+        "pid = os.fork();\n"
+        "if pid == 0: t.encode('hello'); os._exit(0)\n"
+        "os.waitpid(pid, 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,37 @@
+"""Continues a prompt. This module samples token by token from a model whose weights stay split."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def make_sampler(
+    logits_fn: Callable[[Any, jax.Array], jax.Array], length: int, temperature: float, rows: int
+) -> Callable[[Any, jax.Array, jax.Array], jax.Array]:
+    """Builds `sample(params, prompt: int32[prompt_length], key) -> int32[prompt_length + length]`, compiled.
+
+    Each new token runs the model over the whole window: no cache, so this is for looking at a model, not for serving it.
+
+    Args:
+      logits_fn: (params, tokens: int32[rows, window]) -> float[rows, window, vocab].
+      length: tokens to add.
+      temperature: divides the logits before a token is drawn; 0 takes the likeliest.
+      rows: copies of the prompt run side by side, so that a batch can be split over devices; the first is returned.
+    """
+
+    def sample(params: Any, prompt: jax.Array, key: jax.Array) -> jax.Array:
+        start = prompt.shape[0]
+        window = jnp.zeros((start + length,), jnp.int32).at[:start].set(prompt)
+
+        def extend(window: jax.Array, position: jax.Array) -> tuple[jax.Array, None]:
+            tokens = jnp.broadcast_to(window, (rows, window.size))
+            logits = logits_fn(params, tokens)[0, position - 1]
+            drawn = jax.random.categorical(jax.random.fold_in(key, position), logits / max(temperature, 1e-6))
+            token = drawn if temperature else jnp.argmax(logits)
+            return window.at[position].set(token.astype(jnp.int32)), None
+
+        return jax.lax.scan(extend, window, start + jnp.arange(length))[0]
+
+    return jax.jit(sample)

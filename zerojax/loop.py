@@ -1,0 +1,233 @@
+"""The loop over batches. This module feeds the train step, watches its numbers, and evaluates, saves and samples when due."""
+
+import math
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax import checkpoint, generate, launch, metrics, plot, precision, report, tree
+from zerojax import mesh as mesh_lib
+from zerojax import partition as partition_lib
+from zerojax import program as program_lib
+from zerojax.data import batches
+from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.errors import UserError
+
+
+class Streams:
+    """The batches of a run: this process's rows of each global batch, placed on its devices."""
+
+    def __init__(self, program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer, data_dir: pathlib.Path):
+        self.tokenizer = tokenizer
+        self._program, self._data_dir = program, data_dir
+        sizes = program.sizes
+        self._shape = (sizes.grad_accum, sizes.global_batch_size // sizes.grad_accum)
+        self._local = _local_indices(program.mesh, self._shape[1])
+        rows = [a * self._shape[1] + i for a in range(self._shape[0]) for i in self._local]
+        config = program.config
+        self._train = self._open(config.data.train_split, rows, sizes.global_batch_size, config.seed, shuffle=True)
+
+    def next(self) -> dict[str, jax.Array]:
+        """Returns the next training batch: {"tokens": int32[(accum,) batch, length + 1]}."""
+        tokens = next(self._train)["tokens"]
+        shape = (*self._shape, tokens.shape[-1])
+        local = tokens.reshape(self._shape[0], len(self._local), -1)
+        if self._shape[0] == 1:
+            shape, local = shape[1:], local[0]
+        return {"tokens": jax.make_array_from_process_local_data(self._program.batch_sharding, local, shape)}
+
+    def position(self) -> dict[str, Any]:
+        """Returns where the training batches stand, by row of this process."""
+        return self._train.get_state()
+
+    def move_to(self, position: dict[str, Any]) -> None:
+        """Continues at a position, which may hold more rows than this process reads."""
+        self._train.set_state(position)
+
+    def evaluation_loss(self, params: Any) -> float:
+        """Returns the mean loss over the first `evaluate.batches` global batches of held-out text, always the same."""
+        config, (accum, rows) = self._program.config, self._shape
+        held_out = self._open(config.data.eval_split, self._local, rows, config.seed + 1, shuffle=False)
+        sharding = mesh_lib.batch_sharding(self._program.mesh)
+        total, count = jnp.zeros(()), config.evaluate.batches * accum
+        for _ in range(count):
+            local = next(held_out)["tokens"]
+            tokens = jax.make_array_from_process_local_data(sharding, local, (rows, local.shape[-1]))
+            total += self._program.eval_loss(params, tokens)
+        held_out.close()
+        return float(total) / count
+
+    def close(self) -> None:
+        """Ends the reading threads."""
+        self._train.close()
+
+    def _open(self, split: str, rows: Any, num_rows: int, seed: int, *, shuffle: bool) -> batches.Batches:
+        config = self._program.config
+        sizes = {"rows": rows, "num_rows": num_rows, "seq_len": config.seq_len, "seed": seed, "shuffle": shuffle}
+        return batches.open_batches(config.data, self.tokenizer, split=split, data_dir=self._data_dir, **sizes)
+
+
+class Run:
+    """One part of a run: from a state to the last step, or to a signal."""
+
+    def __init__(
+        self, program: program_lib.Program, streams: Streams, saver: checkpoint.Checkpointer, folder: pathlib.Path
+    ):
+        self.step = 0
+        self._program, self._streams, self._saver, self._folder = program, streams, saver, folder
+        self._log = metrics.MetricsLog(folder, enabled=launch.is_primary())
+        self._reader = metrics.LateReader()
+        self._evaluation: tuple[int, float] | None = None
+        self._clock = 0.0
+
+    def train(self, state: Any, *, start: int) -> tuple[Any, bool]:
+        """Trains from step `start`; returns the state, and whether the last step was reached."""
+        config = self._program.config
+        self.step = start
+        self._log.resume_at(start)
+        self._clock = time.perf_counter()
+        progress = metrics.Progress(config.steps, start=start, log_every=config.log_every, enabled=launch.is_primary())
+        with launch.StopSignal() as stop, progress as self._progress:
+            while self.step < config.steps:
+                batch = self._streams.next()
+                state, numbers = self._program.train_step(state, batch)
+                self.step += 1
+                self._record(self._reader.push(self.step, numbers))
+                if stop.agreed():
+                    self._save(state)
+                    self._saver.wait()
+                    return state, False
+                if _is_due(self.step, config.evaluate.every) and self.step < config.steps:
+                    self._evaluate(state)
+                if _is_due(self.step, config.checkpoint.every) and self.step < config.steps:
+                    self._save(state)
+            self._evaluate(state)
+            self._save(state)
+            self._saver.wait()
+        return state, True
+
+    def finish(self, state: Any) -> None:
+        """Samples text, draws the curves and closes the files."""
+        config = self._program.config
+        if config.sample.length:
+            text = self._sample(state)  # every process takes part; one prints
+            if launch.is_primary():
+                print(f"a sample, from {config.sample.prompt!r}:\n{text}", flush=True)
+        self._saver.close()
+        self._streams.close()
+        self._log.close()
+        if launch.is_primary():
+            plot.plot_losses(metrics.read(self._folder), self._folder / "losses.png")
+
+    def _record(self, read: tuple[int, dict[str, float]] | None) -> None:
+        """Logs a step's numbers, which have arrived; stops the run where they are not finite."""
+        if read is None:
+            return
+        step, numbers = read
+        seconds = time.perf_counter() - self._clock
+        self._clock += seconds
+        config, sizes = self._program.config, self._program.sizes
+        numbers["tokens_per_second"] = sizes.global_batch_size * config.seq_len / seconds
+        numbers["step_seconds"] = seconds
+        bad = next((name for name in ("loss", "grad_norm") if not math.isfinite(numbers[name])), None)
+        if bad or _is_due(step, config.log_every) or step == config.steps:
+            self._log.write(step, numbers | metrics.device_memory())
+        if bad:
+            self._saver.wait()
+            last = self._saver.latest_step()
+            kept = f"the checkpoint of step {last} is intact" if last is not None else "no checkpoint was due before it"
+            raise UserError(
+                f"step {step}: {bad} is {numbers[bad]}; {kept} in {self._saver.directory}; "
+                f"lower config.optimizer.learning_rate (now {config.optimizer.learning_rate}) and start anew, or look at the data"
+            )
+        shown = {name: numbers[name] for name in ("loss", "grad_norm", "tokens_per_second")}
+        self._progress.update(step, **shown)
+
+    def _evaluate(self, state: Any) -> None:
+        if not self._program.config.data.eval_split:
+            return
+        self._record(self._reader.flush())
+        if self._evaluation and self._evaluation[0] == self.step:
+            return
+        loss = self._streams.evaluation_loss(state.params)
+        self._evaluation = (self.step, loss)
+        self._log.write(self.step, {"eval_loss": loss})
+        self._progress.print(f"step {self.step}: evaluation loss {loss:.4f} on held-out text")
+        self._clock = time.perf_counter()
+
+    def _save(self, state: Any) -> None:
+        """Saves a state whose numbers are known to be finite."""
+        self._record(self._reader.flush())
+        seen, loss = self._evaluation or (None, None)
+        self._saver.save(
+            self.step,
+            precision.to_logical(state),
+            self._streams.position(),
+            meta={"padded": padded_shapes(self._program.partition)},
+            eval_loss=loss if seen == self.step else None,
+        )
+        self._clock = time.perf_counter()
+
+    def _sample(self, state: Any) -> str:
+        settings, tokenizer = self._program.config.sample, self._streams.tokenizer
+        sampler = generate.make_sampler(
+            self._program.logits, settings.length, settings.temperature, rows=mesh_lib.ways(self._program.mesh)
+        )
+        prompt = np.concatenate([[tokenizer.bos_id], tokenizer.encode(settings.prompt)]).astype(np.int32)
+        tokens = sampler(state.params, prompt, jax.random.key(self._program.config.seed))
+        return tokenizer.decode(np.asarray(tokens)[1:])
+
+
+def resume(program: program_lib.Program, saver: checkpoint.Checkpointer, step: int, streams: Streams) -> Any:
+    """Returns the state saved at `step`, placed as this run places it, and moves the data there.
+
+    Raises:
+      UserError: the checkpoint is damaged or another model's.
+    """
+    before, now = saver.meta(step).get("padded", {}), padded_shapes(program.partition)
+    for path in before.keys() & now.keys():
+        if before[path] != now[path]:
+            raise UserError(
+                f"{saver.directory}/{step}: {path} was saved with shape {tuple(before[path])}, and this config's model has "
+                f"{tuple(now[path])}; use the config it was saved with"
+            )
+    logical, position = saver.restore(step, program.logical_abstract_state, frozenset(before.keys() | now.keys()))
+    streams.move_to(position)
+    return program_lib.restored_state(program, logical)
+
+
+def padded_shapes(partition: partition_lib.Partition) -> dict[str, list[int]]:
+    """Returns the unpadded shape of each leaf that is stored padded, by its path in a checkpoint."""
+    decided = tree.map_with_path(lambda path, _: partition.leaves[path], partition.abstract_state)
+    return {path: list(leaf.shape) for path, leaf in tree.flatten(precision.to_logical(decided)) if leaf.padding}
+
+
+def logical_params(program: program_lib.Program, state: Any) -> Any:
+    """Returns the float32 weights as the model sees them, without padding."""
+    logical = precision.to_logical(state).params
+    padded = padded_shapes(program.partition)
+
+    def cut(path: str, leaf: jax.Array) -> jax.Array:
+        shape = padded.get(f"params/{path}")
+        return leaf[tuple(map(slice, shape))] if shape else leaf
+
+    return tree.map_with_path(cut, logical)
+
+
+def held(state: Any) -> str:
+    """Says how many bytes of state one device holds."""
+    return report.human(report.measured_bytes(state, jax.local_devices()[0]))
+
+
+def _local_indices(mesh: jax.sharding.Mesh, rows: int) -> list[int]:
+    """Returns which of a batch's rows lie on this process's devices, in order."""
+    places = mesh_lib.batch_sharding(mesh).addressable_devices_indices_map((rows,))
+    return sorted({row for (part,) in places.values() for row in range(*part.indices(rows))})
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,266 @@
+"""Records a run's numbers without stalling the device. This module holds the log, the reader and the display.
+
+A line of WORKDIR/metrics.jsonl is {"step": s, "loss": ..., ...}. JSON has no NaN: a value that is not finite
+is null, and "not_finite" says what it was: {"step": 3, "loss": null, "not_finite": {"loss": "nan"}}.
+"""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+import jax
+import rich.console
+import rich.progress
+from tensorboardX import record_writer, summary
+from tensorboardX.proto import event_pb2
+
+from zerojax.errors import UserError
+
+FILE = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+FLUSH_SECONDS = 10  # between flushes of TensorBoard events, which wait for the disk
+
+
+class MetricsLog:
+    """Appends steps to WORKDIR/metrics.jsonl and to WORKDIR/tensorboard; a no-op where `enabled` is False.
+
+    Each line is flushed at once, so a killed process leaves at most one cut line, the last. TensorBoard
+    events are written by the caller, not by a thread: a full disk is noticed and never hangs the run.
+    """
+
+    def __init__(self, workdir: str | os.PathLike, *, enabled: bool) -> None:
+        self._workdir = pathlib.Path(workdir)
+        self._enabled = enabled
+        self._first_step: int | None = None  # of this part of a resumed run
+        self._lines: Any = None
+        self._events: Any = None
+        self._next_flush = 0.0
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def resume_at(self, step: int) -> None:
+        """Drops all lines after `step` and a cut last line, so that no step appears twice.
+
+        Call it before the first `write`, with 0 in a new run.
+
+        Raises:
+          UserError: the file cannot be read or rewritten.
+        """
+        path = self._workdir / FILE
+        if not self._enabled:
+            return
+        self._first_step = step + 1
+        if not path.exists():
+            return
+        kept = [record for record in read(self._workdir) if record["step"] <= step]
+        new = path.with_suffix(".new")
+        try:
+            new.write_text("".join(map(_line, kept)), encoding="utf-8")
+            os.replace(new, path)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+
+    def write(self, step: int, values: Mapping[str, float | int]) -> None:
+        """Appends `values` of `step`.
+
+        Raises:
+          UserError: the disk is full or cannot be written; after that the log is silent.
+        """
+        if not self._enabled:
+            return
+        try:
+            self._open()
+            self._lines.write(_line({"step": step, **_as_json(values)}).encode())
+            self._lines.flush()
+            for name, value in values.items():
+                self._write_event(step, summary=summary.scalar(name, float(value)))
+            if time.monotonic() > self._next_flush:
+                self._events.flush()
+                self._next_flush = time.monotonic() + FLUSH_SECONDS
+        except OSError as error:
+            with contextlib.suppress(UserError):
+                self.close()
+            raise _cannot_write(self._workdir / FILE, error) from error
+
+    def close(self) -> None:
+        """Writes what is pending and closes the files; `write` does nothing after it.
+
+        Raises:
+          UserError: the disk is full.
+        """
+        self._enabled = False
+        files = [file for file in (self._lines, self._events) if file is not None]
+        self._lines = self._events = None
+        try:
+            with contextlib.ExitStack() as stack:  # closes each, also where another fails
+                for file in files:
+                    stack.callback(file.close)
+        except OSError as error:
+            raise _cannot_write(self._workdir, error) from error
+
+    def _open(self) -> None:
+        if self._lines is not None:
+            return
+        folder = self._workdir / TENSORBOARD
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lines = open(self._workdir / FILE, "ab")  # noqa: SIM115
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._events = record_writer.RecordWriter(str(folder / name))
+        self._write_event(0, file_version="brain.Event:2")
+        if self._first_step is not None:  # TensorBoard hides what an earlier part logged from here on
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write_event(self._first_step, session_log=start)
+
+    def _write_event(self, step: int, **what: Any) -> None:
+        event = event_pb2.Event(wall_time=time.time(), step=step, **what)
+        self._events.write(event.SerializeToString())
+
+
+def read(workdir: str | os.PathLike) -> list[dict]:
+    """Returns the records of WORKDIR/metrics.jsonl in order, without a last line that was cut.
+
+    Raises:
+      UserError: there is no such file, or a line before the last is broken.
+    """
+    path = pathlib.Path(workdir) / FILE
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give the workdir of a run") from error
+    records = []
+    for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is empty, or cut
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: not a line of JSON; remove that line") from error
+    return records
+
+
+def device_memory() -> dict[str, int]:
+    """Returns bytes in use on this process's first device, now and at most; {} where that is not known."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    names = {"device_bytes_in_use": "bytes_in_use", "device_peak_bytes": "peak_bytes_in_use"}
+    return {name: stats[key] for name, key in names.items() if key in stats}
+
+
+class LateReader:
+    """Reads a step's metrics one step late, when they have arrived, so that no device waits for the host."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[int, Any] | None = None
+
+    def push(self, step: int, metrics: Any) -> tuple[int, dict[str, float]] | None:
+        """Starts copying `metrics`, a pytree of scalars, and returns the step pushed before, or None.
+
+        Names in nested trees are joined by "/": {"eval": {"loss": x}} is {"eval/loss": float}.
+        """
+        for leaf in jax.tree.leaves(metrics):
+            if isinstance(leaf, jax.Array):
+                leaf.copy_to_host_async()
+        before = self.flush()
+        self._pending = (step, metrics)
+        return before
+
+    def flush(self) -> tuple[int, dict[str, float]] | None:
+        """Waits for the step pushed last and returns it, or None if it has been returned."""
+        if self._pending is None:
+            return None
+        (step, metrics), self._pending = self._pending, None
+        leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(metrics))
+        return step, {jax.tree_util.keystr(path, simple=True, separator="/"): float(x) for path, x in leaves}
+
+
+class Progress:
+    """Shows how far a run is: a bar on a terminal, else a line every `log_every` steps; if `enabled`."""
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        start: int = 0,
+        log_every: int = 1,
+        enabled: bool = True,
+        out: TextIO | None = None,
+    ) -> None:
+        """Expects `steps` in all, of which `start` are done; `out` is stdout unless given."""
+        self._steps, self._log_every, self._enabled = steps, log_every, enabled
+        self._out = out or sys.stdout
+        self._began: tuple[int, float] | None = None  # the first step seen (it compiled) and when it ended
+        self._bar: rich.progress.Progress | None = None
+        console = rich.console.Console(file=self._out)
+        if enabled and (console.is_terminal or console.is_jupyter):
+            columns = rich.progress.BarColumn(24), rich.progress.MofNCompleteColumn(), "{task.fields[text]}"
+            self._bar = rich.progress.Progress(*columns, console=console)
+            self._task = self._bar.add_task("", total=steps, completed=start, text="starting")
+
+    def __enter__(self) -> "Progress":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, step: int, **values: float) -> None:
+        """Shows that `step` is done, with `values` by name, as in loss=3.2, tokens_per_second=1.2e5."""
+        if not self._enabled:
+            return
+        if self._began is None:
+            self._began = (step, time.monotonic())
+        words = [f"{name} {_short(value)}" for name, value in values.items()]
+        text = "  ".join([*words, f"eta {self._eta(step)}"])
+        if self._bar:
+            self._bar.update(self._task, completed=step, text=text)
+        elif step % self._log_every == 0 or step == self._steps:
+            self.print(f"step {step}/{self._steps}  {text}")
+
+    def print(self, text: str) -> None:
+        """Prints `text`, as it is, above the bar."""
+        if self._bar:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif self._enabled:
+            print(text, file=self._out, flush=True)
+
+    def _eta(self, step: int) -> str:
+        """Returns h:mm:ss to the last step, by the pace since the first step seen."""
+        first, began = self._began or (step, 0.0)
+        if step == first:
+            return "?"
+        seconds = round((time.monotonic() - began) / (step - first) * (self._steps - step))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+def _as_json(values: Mapping[str, float | int]) -> dict[str, Any]:
+    """Returns Python numbers, null for what is not finite, and the names of those."""
+    plain = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
+    broken = {name: str(value) for name, value in plain.items() if not math.isfinite(value)}
+    finite = {name: None if name in broken else value for name, value in plain.items()}
+    return {**finite, "not_finite": broken} if broken else finite
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def _cannot_write(path: pathlib.Path, error: OSError) -> UserError:
+    return UserError(f"{path}: cannot be written ({error.strerror}); make room, then run again to resume")
+
+
+def _short(value: float) -> str:
+    """Returns four digits: 3.142, 1.2e-05, 12.35k."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size <= abs(value) < math.inf:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"

@@ -1,0 +1,263 @@
+"""Builds a training program from settings, before anything is allocated. This module is where the rooms meet.
+
+config -> mesh -> model -> optimizer -> abstract state -> partition (the stage acts here, once) -> train and evaluation steps.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import config as config_lib
+from zerojax import gather, losses, optim, precision, step
+from zerojax import mesh as mesh_lib
+from zerojax import partition as partition_lib
+from zerojax import state as state_lib
+from zerojax.errors import UserError
+from zerojax.models import llama, presets
+
+BLOCKS = r"layer_\d+"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """All that a run needs but data and weights.
+
+    Attributes:
+      config, mesh, model: the settings, the devices and the model's shape.
+      sizes: the three batch sizes.
+      partition: the placement of the train state.
+      baseline: the same run's placement at stage 0, to compare with.
+      train_step: (state, {"tokens": int32[(accum,) batch, length + 1]}) -> (state, metrics).
+      eval_loss: (params, tokens: int32[batch, length + 1]) -> float32[].
+      logits: (params, tokens: int32[batch, length]) -> float32[batch, length, vocab].
+      tx, inner: the optimizer as the state applies it, and without master weights around it.
+      copy_dtype: the dtype of the 16-bit weights kept beside the master weights; None where none are kept.
+    """
+
+    config: config_lib.Config
+    mesh: Mesh
+    sizes: config_lib.BatchSizes
+    model: llama.LlamaConfig
+    tx: optax.GradientTransformation
+    inner: optax.GradientTransformation
+    partition: partition_lib.Partition
+    baseline: partition_lib.Partition
+    train_step: Callable[..., Any]
+    eval_loss: Callable[..., Any]
+    logits: Callable[..., Any]
+    copy_dtype: Any
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Returns the sharding of a training batch's tokens."""
+        return mesh_lib.batch_sharding(self.mesh, 0 if self.sizes.grad_accum == 1 else 1)
+
+    @property
+    def logical_abstract_state(self) -> Any:
+        """Returns the state as checkpoints store it, abstract and placed."""
+        return precision.to_logical(self.partition.abstract_state)
+
+
+def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Sequence[Any] | None = None) -> Program:
+    """Builds the program; allocates nothing.
+
+    Args:
+      config: checked settings.
+      tokenizer_vocab: the tokenizer's number of ids.
+      devices: the devices to lay out; all where None. Compile-only devices will do.
+
+    Raises:
+      UserError: settings that contradict each other or the devices.
+    """
+    mesh = mesh_lib.make_mesh(config.mesh.replica, config.mesh.data, config.mesh.model, devices=devices)
+    sizes = config_lib.batch_sizes(config, mesh_lib.ways(mesh))
+    compute_dtype = precision.PRECISIONS[config.precision].compute_dtype
+    model = _model(config, mesh, compute_dtype, tokenizer_vocab)
+    schedule, inner = _optimizer(config)
+    keeps_copy = compute_dtype != jnp.float32 and not partition_lib.STAGES[config.zero.stage].params
+    copy_dtype = compute_dtype if keeps_copy else None
+    tx = precision.with_master_weights(inner) if keeps_copy else inner
+
+    network = llama.Llama(model)
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    plain = llama.Llama(
+        dataclasses.replace(model, attention="xla")
+    )  # shapes only; cuDNN refuses to trace on other devices
+    params = jax.eval_shape(plain.init, jax.random.key(0), tokens)["params"]
+    abstract_state = jax.eval_shape(
+        functools.partial(_state, tx=tx, inner=inner, copy_dtype=copy_dtype, seed=config.seed), params
+    )
+    partition = partition_lib.partition_state(
+        abstract_state,
+        mesh=mesh,
+        stage=config.zero.stage,
+        overrides=config.zero.overrides,
+        min_size=config.zero.min_size,
+        indivisible=config.zero.indivisible,
+    )
+    mean_loss = _mean_loss(network, mesh, _kernel_grad_spec(partition))
+
+    def loss_fn(params: Any, batch: Any, state: Any) -> tuple[jax.Array, dict]:
+        return mean_loss(params, batch["tokens"]), {"metrics": {"learning_rate": schedule(state.step)}}
+
+    train_step = step.make_train_step(
+        loss_fn,
+        partition,
+        clip_norm=config.optimizer.clip_norm,
+        grad_accum=sizes.grad_accum,
+        compute_dtype=compute_dtype,
+        blocks=BLOCKS,
+        remat=config.model.remat,
+    )
+    stored = functools.partial(
+        gather.where_used,
+        placements=partition.placements,
+        compute_dtype=compute_dtype,
+        blocks=BLOCKS,
+        remat="full",
+    )
+    return Program(
+        config=config,
+        mesh=mesh,
+        sizes=sizes,
+        model=model,
+        tx=tx,
+        inner=inner,
+        partition=partition,
+        baseline=_baseline(params, inner, compute_dtype, mesh),
+        train_step=train_step,
+        eval_loss=jax.jit(stored(mean_loss)),
+        logits=stored(lambda params, tokens: network.apply({"params": params}, tokens)),
+        copy_dtype=copy_dtype,
+    )
+
+
+def init_state(program: Program) -> Any:
+    """Returns the first state, every leaf born where the partition puts it.
+
+    Weights are initialised in float32 part by part; equal parts share one compiled function.
+    """
+    key = jax.random.key(program.config.seed)
+    wanted = program.logical_abstract_state.params
+    params, compiled = {}, []
+    for number, (name, (module, example)) in enumerate(llama.parts(program.model).items()):
+        init = next((init for known, leaves, init in compiled if (known, leaves) == (module, wanted[name])), None)
+        if init is None:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted[name])
+            init = jax.jit(functools.partial(_init_part, module, example, wanted[name]), out_shardings=shardings)
+            compiled.append((module, wanted[name], init))
+        params[name] = init(jax.random.fold_in(key, number))
+    create = functools.partial(
+        _state, tx=program.tx, inner=program.inner, copy_dtype=program.copy_dtype, seed=program.config.seed
+    )
+    return jax.jit(create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
+
+
+def restored_state(program: Program, logical: Any) -> Any:
+    """Returns the state made from its checkpointed form (see `precision.to_logical`); the form is used up."""
+
+    def restore(logical: Any) -> Any:
+        return precision.from_logical(logical, program.copy_dtype).replace(tx=program.tx)
+
+    return jax.jit(restore, out_shardings=program.partition.shardings, donate_argnums=0)(logical)
+
+
+def _init_part(module: nn.Module, example: jax.ShapeDtypeStruct, wanted: Any, key: jax.Array) -> Any:
+    """Initialises one module's weights, with zeros where the partition padded a leaf."""
+    params = module.init(key, jnp.zeros(example.shape, example.dtype))["params"]
+
+    def fit(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.pad(leaf, [(0, want - have) for want, have in zip(like.shape, leaf.shape)])
+
+    return jax.tree.map(fit, params, wanted)
+
+
+def _state(params: Any, *, tx: Any, inner: Any, copy_dtype: Any, seed: int) -> Any:
+    logical = state_lib.create(params, inner, jax.random.key(seed))
+    return precision.from_logical(logical, copy_dtype).replace(tx=tx)
+
+
+def _baseline(params: Any, inner: Any, compute_dtype: Any, mesh: Mesh) -> partition_lib.Partition:
+    """Returns what stage 0 would hold: everything whole, and a 16-bit copy where arithmetic is 16-bit."""
+    copy_dtype = compute_dtype if compute_dtype != jnp.float32 else None
+    state = functools.partial(_state, tx=inner, inner=inner, copy_dtype=copy_dtype, seed=0)
+    return partition_lib.partition_state(jax.eval_shape(state, params), mesh=mesh, stage=0)
+
+
+def _model(config: config_lib.Config, mesh: Mesh, compute_dtype: Any, tokenizer_vocab: int) -> llama.LlamaConfig:
+    """Fills the preset's open fields."""
+    chosen = config.model
+    if chosen.preset not in presets.PRESETS:
+        known = ", ".join(presets.PRESETS)
+        raise UserError(f"config.model.preset: must be one of {known}, and is {chosen.preset!r}")
+    preset = presets.PRESETS[chosen.preset]
+    vocab = chosen.vocab_size or preset.vocab_size or tokenizer_vocab
+    if vocab < tokenizer_vocab:
+        raise UserError(
+            f"config.model.vocab_size: {vocab} is smaller than the tokenizer's {tokenizer_vocab} ids; "
+            f"set --config.model.vocab_size={tokenizer_vocab}"
+        )
+    if config.seq_len > preset.max_seq_len:
+        raise UserError(
+            f"config.seq_len: {config.seq_len} is longer than the {preset.max_seq_len} positions of preset {chosen.preset}"
+        )
+    return dataclasses.replace(
+        preset,
+        vocab_size=vocab,
+        num_layers=chosen.num_layers or preset.num_layers,
+        attention=_attention(chosen.attention, mesh.devices.flat[0].platform, compute_dtype),
+    )
+
+
+def _attention(wanted: str, platform: str, compute_dtype: Any) -> str:
+    """Picks the attention kernel: cuDNN's on GPUs for 16-bit floats, XLA's elsewhere."""
+    can_cudnn = platform in ("gpu", "cuda") and compute_dtype != jnp.float32
+    if wanted == "cudnn" and not can_cudnn:
+        raise UserError(
+            f"config.model.attention: cudnn needs an NVIDIA GPU and 16-bit arithmetic; this run has {platform} and "
+            f"{jnp.dtype(compute_dtype).name}; set --config.model.attention=xla"
+        )
+    return wanted if wanted != "auto" else "cudnn" if can_cudnn else "xla"
+
+
+def _optimizer(config: config_lib.Config) -> tuple[optim.Schedule, optax.GradientTransformation]:
+    chosen = config.optimizer
+    schedule = optim.make_schedule(
+        chosen.schedule, chosen.learning_rate, chosen.warmup_steps, config.steps, chosen.final_fraction
+    )
+    tx = optim.make_optimizer(
+        chosen.name, schedule, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, weight_decay=chosen.weight_decay
+    )
+    return schedule, tx
+
+
+def _mean_loss(network: llama.Llama, mesh: Mesh, kernel_grad_spec: P) -> Callable[..., jax.Array]:
+    """Returns f(params, tokens: int32[batch, length + 1]) -> mean next-token loss."""
+
+    def mean_loss(params: Any, tokens: jax.Array) -> jax.Array:
+        hidden = network.apply({"params": params}, tokens[:, :-1], method="hidden")
+        with jax.named_scope("loss"):
+            return losses.one_pass_cross_entropy(
+                hidden, llama.head_kernel(params), tokens[:, 1:], mesh=mesh, kernel_grad_spec=kernel_grad_spec
+            )
+
+    return mean_loss
+
+
+def _kernel_grad_spec(partition: partition_lib.Partition) -> P:
+    """Returns where the output projection's gradient goes: over `data` along one dim, or whole."""
+    tied = "params/head/kernel" not in partition.placements
+    placement = partition.placements["params/embed/embedding" if tied else "params/head/kernel"]
+    if placement.padding:
+        return P()
+    entries = [entry if entry == mesh_lib.DATA else None for entry in placement.grad.spec]
+    entries += [None] * (2 - len(entries))
+    return P(*entries[::-1]) if tied else P(*entries)

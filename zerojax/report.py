@@ -1,0 +1,88 @@
+"""Counts bytes per device by role. This module prints, before anything is allocated, what a state will hold and what it saves."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from zerojax import partition as partition_lib
+from zerojax import tree
+
+ROLES = {
+    partition_lib.PARAMS: "params",
+    "grads": "gradients",
+    partition_lib.OPT_STATE: "optimizer state",
+    partition_lib.OTHER: "other",
+}
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def bytes_per_device(partition: partition_lib.Partition, *, accumulates: bool = False) -> dict[str, int]:
+    """Returns {role: bytes on each device}, from the shardings' arithmetic; what activations need is not counted.
+
+    Gradients live while a step runs, in the dtype of the weights they belong to, or in float32 where they accumulate
+    over several passes.
+    """
+    counted = dict.fromkeys(ROLES, 0)
+    for path, leaf in tree.flatten(partition.abstract_state):
+        role = partition.leaves[path].role
+        counted[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
+        if role == partition_lib.PARAMS:
+            item = 4 if accumulates else jnp.dtype(leaf.dtype).itemsize
+            counted["grads"] += item * math.prod(partition.placements[path].grad.shard_shape(leaf.shape))
+    return counted
+
+
+def memory_table(
+    partition: partition_lib.Partition, baseline: partition_lib.Partition, accumulates: bool = False
+) -> Table:
+    """Returns the bytes of a partition beside those of `baseline`, the same run at stage 0, as a table."""
+    here = bytes_per_device(partition, accumulates=accumulates)
+    there = bytes_per_device(baseline, accumulates=accumulates)
+    table = Table(title=f"Bytes on each device: stage {partition.stage}, data={partition.mesh.shape['data']}")
+    for column in ("role", f"stage {partition.stage}", "stage 0", "saved"):
+        table.add_column(column, justify="left" if column == "role" else "right")
+    for role, name in ROLES.items():
+        table.add_row(name, human(here[role]), human(there[role]), _saved(here[role], there[role]))
+    table.add_section()
+    total, total_there = sum(here.values()), sum(there.values())
+    table.add_row("total", human(total), human(total_there), _saved(total, total_there))
+    if partition.kept_whole and partition.stage:
+        table.caption = _caption(partition.kept_whole)
+    return table
+
+
+def as_text(table: Table) -> str:
+    """Returns a table as plain lines."""
+    console = Console(width=100, no_color=True)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get().rstrip()
+
+
+def human(count: float) -> str:
+    """Returns a number of bytes in the unit that reads best."""
+    for unit in _UNITS:
+        if count < 1024 or unit == _UNITS[-1]:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def measured_bytes(state: Any, device: Any) -> int:
+    """Returns the bytes that a state's shards really take on one device."""
+    shards = [s for _, leaf in tree.flatten(state) for s in leaf.addressable_shards if s.device == device]
+    return sum(shard.data.nbytes for shard in shards)
+
+
+def _saved(here: int, there: int) -> str:
+    return f"{1 - here / there:.0%}" if there else "-"
+
+
+def _caption(whole: dict[str, str]) -> str:
+    reasons: dict[str, int] = {}
+    for reason in whole.values():
+        reasons[reason] = reasons.get(reason, 0) + 1
+    return "kept whole: " + "; ".join(f"{count} x {reason}" for reason, count in reasons.items())

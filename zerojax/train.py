@@ -1,0 +1,124 @@
+"""Trains a language model as a config says. This module is the command line `python -m zerojax.train`; it reads as a list of chapters.
+
+python -m zerojax.train --config configs/zero3.py --workdir runs/mine --config.steps=50
+"""
+
+import pathlib
+import sys
+import time
+
+import jax
+from absl import flags, logging
+from ml_collections import config_flags
+
+from zerojax import checkpoint, export, launch, loop, report, workdir
+from zerojax import config as config_lib
+from zerojax import program as program_lib
+from zerojax.data import batches, source
+from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.errors import UserError
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A config file, such as configs/zero3.py.", lock_config=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of all that the run writes; one that holds a run resumes it.")
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, to join processes by hand.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes in the run.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "This process's number, from 0.")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parses the command line and trains; a wrong input ends with one line and status 2."""
+    try:
+        _parse(sys.argv if argv is None else argv)
+        config = config_lib.from_dict(_CONFIG.value)
+        emulated = launch.emulate_cpu_devices(config.emulate_devices)
+        launch.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+        if emulated:
+            say(f"no accelerator found: emulating {jax.local_device_count()} CPU devices")
+        train(config, _choose_workdir())
+    except UserError as error:
+        print(f"zerojax: {error}", file=sys.stderr, flush=True)
+        launch.leave(2)
+    launch.leave(0)
+
+
+def train(config: config_lib.Config, folder: pathlib.Path) -> None:
+    """Runs all chapters of a training in `folder`."""
+    say(f"devices: {launch.describe()}; everything goes to {folder}")
+    settings = config_lib.to_dict(config)
+    workdir.check(folder, settings)
+
+    tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
+    program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
+    say(report.as_text(report.memory_table(program.partition, program.baseline, program.sizes.grad_accum > 1)))
+
+    data_dir = pathlib.Path(config.data.dir or folder / "datasets")
+    if config.data.name != batches.RANDOM:
+        if launch.is_primary():
+            source.prepare(config.data.name, data_dir)
+        launch.barrier("data")
+    streams = loop.Streams(program, tokenizer, data_dir)
+
+    saver = checkpoint.Checkpointer(
+        folder / "checkpoints", keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
+    )
+    if launch.is_primary():
+        workdir.save(folder, settings)
+    done = saver.latest_step()
+    state = program_lib.init_state(program) if done is None else loop.resume(program, saver, done, streams)
+    say(
+        f"starts at step {done or 0} of {config.steps}; {loop.held(state)} of state on each device, counted from its arrays"
+    )
+
+    run = loop.Run(program, streams, saver, folder)
+    state, finished = run.train(state, start=done or 0)
+    if not finished:
+        return say(f"stopped by a signal at step {run.step}, saved; the same command resumes")
+    run.finish(state)
+    if config.export.format == "huggingface":
+        params = loop.logical_params(program, state)
+        export.export_llama(params, program.model, folder / "export")
+        say(f"weights exported to {folder / 'export'}")
+    say(f"done: {folder}")
+    return None
+
+
+def say(text: str) -> None:
+    """Prints a line on the primary process."""
+    if launch.is_primary():
+        print(text, flush=True)
+
+
+def _parse(argv: list[str]) -> None:
+    """Reads the flags; config files may import each other as `from configs import base`, wherever they lie."""
+    logging.set_verbosity(logging.WARNING)
+    for index, word in enumerate(argv):
+        name = word.partition("=")[2] if word.startswith("--config=") else ""
+        if word == "--config" and index + 1 < len(argv):
+            name = argv[index + 1]
+        if name:
+            path = pathlib.Path(name).resolve()
+            if not path.is_file():
+                raise UserError(f"--config {name}: there is no such file; configs/ holds some")
+            sys.path.append(str(path.parent.parent))
+    try:
+        rest = flags.FLAGS(argv)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"command line: {' '.join(str(error).split())}") from error
+    if _CONFIG.value is None:
+        raise UserError("--config: is missing; name a config file, such as --config configs/zero3.py")
+    if rest[1:]:
+        raise UserError(f"command line: {rest[1]!r} is not a flag; settings are given as --config.steps=50")
+
+
+def _choose_workdir() -> pathlib.Path:
+    """Returns --workdir, or a new folder named after the config and the time."""
+    if _WORKDIR.value:
+        return pathlib.Path(_WORKDIR.value).resolve()
+    if jax.process_count() > 1:
+        raise UserError("--workdir: a run of several processes needs one that all of them reach; name it")
+    name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem
+    return pathlib.Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Keeps a run's folder honest. This module saves the resolved config beside the results and refuses to resume another run."""
+
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.errors import UserError
+
+CONFIG_FILE = "config.json"
+
+# What may change between the parts of one run: where and how it computes, not what. `steps` may grow.
+FREE = (
+    "steps",
+    "log_every",
+    "emulate_devices",
+    "micro_batch_size",
+    "grad_accum",
+    "precision",
+    "mesh",
+    "zero",
+    "model.remat",
+    "model.attention",
+    "data.dir",
+    "data.eval_split",
+    "evaluate",
+    "checkpoint",
+    "sample",
+    "export",
+)
+
+
+def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
+    """Compares `config`, as nested plain dicts, with the one that the folder's run was started with.
+
+    Raises:
+      UserError: the folder cannot be read or written, or belongs to a run with other settings; the line names the first.
+    """
+    folder = pathlib.Path(workdir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        saved = json.loads((folder / CONFIG_FILE).read_text())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"--workdir {folder}: cannot be used ({error.strerror}); choose another folder") from error
+    except ValueError as error:
+        raise UserError(f"{folder / CONFIG_FILE}: is not JSON; restore it, or choose another --workdir") from error
+    before, now = _flat(saved), _flat(json.loads(json.dumps(config)))
+    for place in sorted(before.keys() | now.keys()):
+        is_free = any(place == free or place.startswith(free + ".") for free in FREE)
+        if not is_free and before.get(place) != now.get(place):
+            raise UserError(
+                f"--workdir {folder}: was started with config.{place}={before.get(place)!r}, and this run has "
+                f"{now.get(place)!r}; use the same value to resume, or another --workdir"
+            )
+
+
+def save(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
+    """Writes the resolved config, whole or not at all.
+
+    Raises:
+      UserError: the folder cannot be written.
+    """
+    path = pathlib.Path(workdir) / CONFIG_FILE
+    new = path.with_suffix(".new")
+    try:
+        new.write_text(json.dumps(config, indent=2) + "\n")
+        os.replace(new, path)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); make room, or choose another --workdir"
+        ) from error
+
+
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns {"mesh.data": -1, ...}."""
+    found: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
