@@ -1,9 +1,11 @@
 """Puts a train state where its partition says. This module is the one call that shards somebody's own state."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from zerojax import partition as partition_lib
@@ -19,7 +21,7 @@ def shard_train_state(
     Args:
       state_or_init: a function that returns the state (then nothing unsharded ever exists: it is evaluated abstractly, placed, and
         compiled with sharded outputs), or a concrete state (then each leaf is moved to its place).
-      *init_args: arguments of the init function.
+      *init_args: arguments of the init function; those made of arrays are traced, others (a config, a size) are passed as they are.
       mesh: from `make_mesh`.
       stage: 0 to 3.
       **options: `overrides`, `min_size`, `indivisible` and `roles` of `partition_state`.
@@ -30,15 +32,30 @@ def shard_train_state(
     >>> state, partition = shard_train_state(init, jax.random.key(0), mesh=make_mesh(), stage=3)
     """
     if callable(state_or_init) and jax.tree_util.all_leaves([state_or_init]):
-        partition = partition_lib.partition_state(
-            jax.eval_shape(state_or_init, *init_args), mesh=mesh, stage=stage, **options
+        traced, init = _close_over_settings(state_or_init, init_args)
+        abstract_state = jax.eval_shape(init, *traced)
+        partition = partition_lib.partition_state(abstract_state, mesh=mesh, stage=stage, **options)
+        # Leaves alone: an init function that makes its own optimizer returns another tree type each time it is called.
+        init_leaves = jax.jit(
+            lambda *args: jax.tree.leaves(pad(init(*args), partition)),
+            out_shardings=jax.tree.leaves(partition.shardings),
         )
-        init = jax.jit(lambda *args: pad(state_or_init(*args), partition), out_shardings=partition.shardings)
-        return init(*init_args), partition
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), init_leaves(*traced)), partition
     if init_args:
         raise UserError("shard_train_state: init arguments go with an init function, and a state was given")
     partition = partition_lib.partition_state(state_or_init, mesh=mesh, stage=stage, **options)
     return jax.device_put(pad(state_or_init, partition), partition.shardings), partition
+
+
+def _close_over_settings(init: Callable[..., Any], args: tuple) -> tuple[list, Callable[..., Any]]:
+    """Returns the arguments that are made of arrays, and `init` as a function of these alone."""
+    is_traced = [all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(arg)) for arg in args]
+
+    def closed(*traced: Any) -> Any:
+        given = iter(traced)
+        return init(*[next(given) if is_array else arg for is_array, arg in zip(is_traced, args)])
+
+    return [arg for is_array, arg in zip(is_traced, args) if is_array], closed
 
 
 def pad(state: Any, partition: partition_lib.Partition) -> Any:
