@@ -37,7 +37,7 @@ class Checkpointer:
         """
         self.directory = step_files.open_directory(directory)
         self._losses = step_files.losses(self.directory)
-        self._saving: int | None = None
+        self._saving = -1  # the step that was saved last
         logging.getLogger("absl").addFilter(_is_worth_showing)
         self._arrays = ocp.PyTreeCheckpointHandler()
         jsons = {"data": ocp.JsonCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}

@@ -199,7 +199,7 @@ def _make_fetch(is_primary: bool) -> Callable[[Any], np.ndarray | None]:
     def fetch(leaf: Any) -> np.ndarray | None:
         if not isinstance(leaf, jax.Array):
             return np.asarray(leaf).astype(ml_dtypes.bfloat16)
-        kind = next(iter(leaf.sharding.device_set)).default_memory().kind
+        kind = next(iter(leaf.sharding.device_set)).default_memory().kind  # type: ignore[attr-defined]
         leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind(kind))  # offloaded leaves come to the device
         # Always a new array: an array keeps the numpy copy made of it, which would add up to the whole model.
         leaf = cast(leaf)
@@ -228,7 +228,9 @@ def _write(
         with open(partial / file_name, "wb") as file:
             _write_header(file, group)
             for tensor in group:
-                _write_tensor(file, tensor, fetch(leaves[tensor.path]))
+                array = fetch(leaves[tensor.path])
+                assert array is not None
+                _write_tensor(file, tensor, array)
     if len(shards) > 1:
         files = {tensor.name: file_name for file_name, group in shards.items() for tensor in group}
         total = sum(tensor.nbytes for group in shards.values() for tensor in group)

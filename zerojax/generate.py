@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 def make_sampler(
     logits_fn: Callable[[Any, jax.Array], jax.Array], length: int, temperature: float, rows: int
-) -> Callable[[Any, jax.Array, jax.Array], jax.Array]:
+) -> Callable[[Any, jax.typing.ArrayLike, jax.Array], jax.Array]:
     """Builds `sample(params, prompt: int32[prompt_length], key) -> int32[prompt_length + length]`, compiled.
 
     Each new token runs the model over the whole window: no cache, so this is for looking at a model, not for serving it.

@@ -106,13 +106,13 @@ def initialize(
     if not cluster and not scheduler:
         return
     jax.config.update("jax_enable_preemption_service", False)
-    bounds = {"initialization_timeout": timeout_seconds, "heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
+    bounds: dict[str, Any] = {"initialization_timeout": timeout_seconds, "heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
     who = f"process {process_id} of {num_processes} at {coordinator}" if cluster else f"this {scheduler} task"
     with _says_if_waiting(f"{who}: still waiting for the others; gives up after {timeout_seconds} s"):
         if cluster:
             _look_for_coordinator(cluster, timeout_seconds)
-            fields = dataclasses.astuple(cluster)
-            jax.distributed.initialize(*fields, cluster_detection_method="deactivate", **bounds)
+            place = cluster.coordinator, cluster.num_processes, cluster.process_id
+            jax.distributed.initialize(*place, cluster_detection_method="deactivate", **bounds)
             return
         try:
             jax.distributed.initialize(local_device_ids=_only_visible_device(os.environ), **bounds)

@@ -34,7 +34,7 @@ class Streams:
     def next(self) -> dict[str, jax.Array]:
         """Returns the next training batch: {"tokens": int32[(accum,) batch, length + 1]}."""
         tokens = next(self._train)["tokens"]
-        shape = (*self._shape, tokens.shape[-1])
+        shape: tuple[int, ...] = (*self._shape, tokens.shape[-1])
         local = tokens.reshape(self._shape[0], len(self._local), -1)
         if self._shape[0] == 1:
             shape, local = shape[1:], local[0]
@@ -226,7 +226,7 @@ def held(state: Any) -> str:
 def _local_indices(mesh: jax.sharding.Mesh, rows: int) -> list[int]:
     """Returns which of a batch's rows lie on this process's devices, in order."""
     places = mesh_lib.batch_sharding(mesh).addressable_devices_indices_map((rows,))
-    return sorted({row for (part,) in places.values() for row in range(*part.indices(rows))})
+    return sorted({row for place in places.values() if place for row in range(*place[0].indices(rows))})
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -163,8 +163,8 @@ def partition_state(
     leaves = {}
     for path, leaf in tree.flatten(abstract_state):
         owner = tree.longest_suffix(index, path)
-        is_mirror = owner is not None and weights[owner].shape == leaf.shape
-        leaves[path] = rule.decide(owner if is_mirror else path, leaf, role_of[path])
+        weight = owner if owner is not None and weights[owner].shape == leaf.shape else path
+        leaves[path] = rule.decide(weight, leaf, role_of[path])
     return _assemble(mesh, stage, abstract_state, leaves)
 
 
@@ -232,7 +232,8 @@ class _Rule:
             return base, "data axis of 1", ()
         if math.prod(leaf.shape) < self.min_size or not leaf.shape:
             return base, f"fewer than {self.min_size} elements", ()
-        dim, padding = split_dim(leaf.shape, base, ways), ()
+        padding: tuple[int, ...] = ()
+        dim = split_dim(leaf.shape, base, ways)
         if dim is None and self.indivisible == "pad":
             dim, padding = _pad_dim(leaf.shape, base, ways)
         if dim is None:

@@ -6,7 +6,7 @@ config -> mesh -> model -> optimizer -> abstract state -> partition (the stage a
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -147,8 +147,9 @@ def init_state(program: Program) -> Any:
     """
     key = jax.random.key(program.config.seed)
     wanted = program.logical_abstract_state.params
-    params, compiled = {}, []
-    for number, (name, (module, example)) in enumerate(llama.parts(program.model).items()):
+    params: dict[str, Any] = {}
+    compiled: list[tuple[nn.Module, Any, Callable[..., Any]]] = []
+    for number, (name, (module, example)) in enumerate(llama.parts(_any_device(program.model)).items()):
         init = next((init for known, leaves, init in compiled if (known, leaves) == (module, wanted[name])), None)
         if init is None:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted[name])
@@ -217,7 +218,12 @@ def _model(config: config_lib.Config, mesh: Mesh, compute_dtype: Any, tokenizer_
     )
 
 
-def _attention(wanted: str, platform: str, compute_dtype: Any) -> str:
+def _any_device(model: llama.LlamaConfig) -> llama.LlamaConfig:
+    """Returns the model for tracing its initialisation: cuDNN's attention refuses float32 weights and other devices."""
+    return dataclasses.replace(model, attention="xla")
+
+
+def _attention(wanted: str, platform: str, compute_dtype: Any) -> Literal["xla", "cudnn"]:
     """Picks the attention kernel: cuDNN's on GPUs for 16-bit floats, XLA's elsewhere."""
     can_cudnn = platform in ("gpu", "cuda") and compute_dtype != jnp.float32
     if wanted == "cudnn" and not can_cudnn:
@@ -225,7 +231,7 @@ def _attention(wanted: str, platform: str, compute_dtype: Any) -> str:
             f"config.model.attention: cudnn needs an NVIDIA GPU and 16-bit arithmetic; this run has {platform} and "
             f"{jnp.dtype(compute_dtype).name}; set --config.model.attention=xla"
         )
-    return wanted if wanted != "auto" else "cudnn" if can_cudnn else "xla"
+    return "cudnn" if wanted == "cudnn" or (wanted == "auto" and can_cudnn) else "xla"
 
 
 def _optimizer(config: config_lib.Config) -> tuple[optim.Schedule, optax.GradientTransformation]:
@@ -243,7 +249,7 @@ def _mean_loss(network: llama.Llama, mesh: Mesh, kernel_grad_spec: P) -> Callabl
     """Returns f(params, tokens: int32[batch, length + 1]) -> mean next-token loss."""
 
     def mean_loss(params: Any, tokens: jax.Array) -> jax.Array:
-        hidden = network.apply({"params": params}, tokens[:, :-1], method="hidden")
+        hidden: Any = network.apply({"params": params}, tokens[:, :-1], method="hidden")
         with jax.named_scope("loss"):
             return losses.one_pass_cross_entropy(
                 hidden, llama.head_kernel(params), tokens[:, 1:], mesh=mesh, kernel_grad_spec=kernel_grad_spec

@@ -126,7 +126,7 @@ def open_batches(
     Raises:
       UserError: see `source.open_source` and `make_batches`.
     """
-    sizes = {"rows": rows, "num_rows": num_rows, "seq_len": seq_len, "seed": seed}
+    sizes: dict[str, Any] = {"rows": rows, "num_rows": num_rows, "seq_len": seq_len, "seed": seed}
     if settings.name == RANDOM:
         return random_batches(tokenizer.vocab_size, **sizes)
     source = source_lib.open_source(settings.name, split, data_dir)

@@ -56,10 +56,10 @@ def load_tokenizer(spec: str) -> Tokenizer:
     model.no_padding()
     # A document that spells out a special token means its letters.
     model.encode_special_tokens = True
-    separator = next((name for name in SEPARATORS if model.token_to_id(name) is not None), None)
-    if separator is None:
+    bos_id = next((found for name in SEPARATORS if (found := model.token_to_id(name)) is not None), None)
+    if bos_id is None:
         raise UserError(f"{place} has no document separator; add one of {', '.join(SEPARATORS)} to its vocabulary")
-    return FileTokenizer(model, model.token_to_id(separator))
+    return FileTokenizer(model, bos_id)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ Shapes: B batch, T length, D embed, H query heads, K key and value heads, N head
 """
 
 import dataclasses
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -28,7 +29,7 @@ class LlamaConfig:
     rope_theta: float = 500000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
-    attention: str = "xla"  # "cudnn" never materialises the scores
+    attention: Literal["xla", "cudnn"] = "xla"  # "cudnn" never materialises the scores
 
 
 class RMSNorm(nn.Module):
@@ -145,7 +146,7 @@ def parts(config: LlamaConfig) -> dict[str, tuple[nn.Module, jax.ShapeDtypeStruc
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     states = jax.ShapeDtypeStruct((1, 1, c.embed_dim), jnp.float32)
     embed = nn.Embed(c.vocab_size, c.embed_dim, embedding_init=nn.initializers.normal(0.02))
-    found = {"embed": (embed, tokens)}
+    found: dict[str, tuple[nn.Module, jax.ShapeDtypeStruct]] = {"embed": (embed, tokens)}
     found |= {f"layer_{i}": (Layer(c), states) for i in range(c.num_layers)}
     found["norm"] = (RMSNorm(c.norm_eps), states)
     return found if c.tie_embeddings else found | {"head": (Head(c), states)}
