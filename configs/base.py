@@ -65,7 +65,8 @@ def get_config():
     c.evaluate.batches = 4  # of global_batch_size sequences
 
     c.checkpoint = config_dict.ConfigDict()
-    c.checkpoint.every = 50  # steps between checkpoints; 0: only at the end
+    c.checkpoint.every = 50  # steps between checkpoints; 0: none before the end
+    c.checkpoint.at_end = True  # False: the last step is not saved (a stop by a signal always is)
     c.checkpoint.keep_last = 2  # newest checkpoints kept
     c.checkpoint.keep_best = 1  # checkpoints of the lowest evaluation loss kept beside them
 

@@ -124,6 +124,7 @@ class Checkpoint:
     """How often to save and what to keep."""
 
     every: int
+    at_end: bool
     keep_last: int
     keep_best: int
 

@@ -24,7 +24,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -276,7 +276,7 @@ def _only_visible_device(environ: Mapping[str, str]) -> list[int] | None:
 
 
 @contextlib.contextmanager
-def _says_if_waiting(text: str, seconds: float = 15):
+def _says_if_waiting(text: str, seconds: float = 15) -> Iterator[None]:
     """Prints `text` to stderr, once, if the block is still running after `seconds`."""
     timer = threading.Timer(seconds, print, [text], {"file": sys.stderr, "flush": True})
     timer.daemon = True

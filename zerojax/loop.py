@@ -105,8 +105,10 @@ class Run:
                     self._evaluate(state)
                 if _is_due(self.step, config.checkpoint.every) and self.step < config.steps:
                     self._save(state)
+            self._record(self._reader.flush())
             self._evaluate(state)
-            self._save(state)
+            if config.checkpoint.at_end:
+                self._save(state)
             self._saver.wait()
         return state, True
 
