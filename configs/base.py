@@ -62,7 +62,7 @@ def get_config():
 
     c.evaluate = config_dict.ConfigDict()
     c.evaluate.every = 50  # steps between evaluations; 0: only at the end
-    c.evaluate.batches = 4  # of global_batch_size sequences
+    c.evaluate.batches = 16  # of global_batch_size sequences
 
     c.checkpoint = config_dict.ConfigDict()
     c.checkpoint.every = 50  # steps between checkpoints; 0: none before the end

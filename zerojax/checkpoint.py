@@ -96,9 +96,13 @@ class Checkpointer:
         except Exception as error:
             raise self._failed(error) from error
 
+    def steps(self) -> list[int]:
+        """Lists the complete steps, ascending."""
+        return step_files.steps(self.directory)
+
     def latest_step(self) -> int | None:
         """Returns the newest complete step, or None if there is none."""
-        return max(step_files.steps(self.directory), default=None)
+        return max(self.steps(), default=None)
 
     def meta(self, step: int) -> dict:
         """Returns the `meta` saved with a step.

@@ -6,6 +6,8 @@ exist, of which type, and which values are allowed. Fields that can be derived t
 
 import dataclasses
 import difflib
+import math
+import re
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -185,6 +187,8 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
       UserError: an unknown or missing key, a wrong type, or a value outside its choices; the line names it.
     """
     config = _read(Config, raw, "config")
+    for override in config.zero.overrides:
+        _check_override(override)
     for place, choices in CHOICES.items():
         value = _lookup(config, place)
         if value not in choices:
@@ -253,9 +257,31 @@ def _value(hint: type, value: Any, place: str) -> Any:
         return tuple(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+    is_number = isinstance(value, float) and math.isfinite(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)) or (hint is float and not is_number):
         raise UserError(f"{place}: must be {hint.__name__}, and is {value!r}")
     return value
+
+
+def _check_override(override: Any) -> None:
+    """Checks the form of one (path regex, axes); what it fits is for the partition to say."""
+    form = "config.zero.overrides: must be ((path regex, (mesh axis or None for each dim)), ...)"
+    if not isinstance(override, list | tuple) or len(override) != 2:
+        raise UserError(f"{form}, and one of them is {override!r}")
+    pattern, axes = override
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise UserError(f"{form}, and {pattern!r} is no regex ({error})") from error
+    if not isinstance(axes, list | tuple) or not all(_is_axis(axis) for axis in axes):
+        raise UserError(f"{form}, and that of {pattern!r} names {axes!r}")
+
+
+def _is_axis(axis: Any) -> bool:
+    """Says whether an entry can stand for one dim: an axis, several, or none."""
+    if isinstance(axis, list | tuple):
+        return all(isinstance(name, str) for name in axis)
+    return axis is None or isinstance(axis, str)
 
 
 def _lookup(config: Config, place: str) -> Any:

@@ -25,6 +25,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import NamedSharding
 
 from zerojax import tree
@@ -35,7 +36,8 @@ from zerojax.errors import UserError
 class Placement:
     """Where one weight lives: as stored, as used in the forward pass, where its gradient goes, where its moments are.
 
-    `padding` says how many elements longer the stored array is than what the model sees, dim by dim; () for none.
+    `padding` says how many elements longer the stored array is than what the model sees, dim by dim; () for none. `shape` is the
+    stored array's; a weight of another shape is not the one meant. None fits any.
     """
 
     stored: NamedSharding
@@ -43,6 +45,7 @@ class Placement:
     grad: NamedSharding
     opt_state: NamedSharding
     padding: tuple[int, ...] = ()
+    shape: tuple[int, ...] | None = None
 
 
 # Values that are a weight moved or cast, or are cheap to move again: keeping one would keep a gathered weight.
@@ -117,7 +120,8 @@ def where_used(
     """Wraps a loss written for whole weights so that it takes them as stored.
 
     Args:
-      loss_fn: called as `loss_fn(params, *args, **kwargs)`; differentiate the result with respect to `params`.
+      loss_fn: called as `loss_fn(params, *args, **kwargs)`; differentiate the result with respect to `params`. These may be
+        an NNX module, whose other variables (batch statistics, random counts) change as the loss changes them.
       placements: where each weight lives, by path (`Partition.placements`).
       compute_dtype: the dtype of floating weights in the forward pass; None keeps the stored one.
       blocks: a regex over Linen module paths ("layer_\\d+"); calls to a matching module gather their own weights and are
@@ -125,7 +129,7 @@ def where_used(
       remat: what the backward pass keeps: "none" (all but weights), "dots" (matrix products), "full" (nothing).
 
     Raises:
-      UserError: an unknown `remat`, or `blocks` matches no call.
+      UserError: an unknown `remat`, `blocks` matches no call, or a weight's shape is not that of its placement.
 
     >>> grads = jax.grad(where_used(loss_fn, partition.placements, blocks=r"layer_\\d+"))(state.params, batch)
     """
@@ -135,17 +139,28 @@ def where_used(
 
     def gather_leaf(path: str, leaf: Any) -> Any:
         found = tree.longest_suffix(index, path)
-        return leaf if found is None else gather(leaf, placements[found], compute_dtype)
+        if found is None:
+            return leaf
+        if placements[found].shape not in (None, leaf.shape):
+            raise UserError(
+                f"{path}: has shape {leaf.shape}, and the weight placed as {found} has {placements[found].shape}; where several "
+                f"models share a state, pass the placements of this one alone; a block inside nn.scan or nn.vmap cannot be in `blocks`"
+            )
+        return gather(leaf, placements[found], compute_dtype)
 
     moves = any(place.stored != place.used for place in placements.values())
 
     def whole(params: Any, *args: Any, **kwargs: Any) -> Any:
-        def loss_of(stored: Any) -> Any:
-            return loss_fn(tree.map_with_path(gather_leaf, stored), *args, **kwargs)
+        def loss_of(stored: Any) -> tuple[Any, dict[str, Any]]:
+            used = _gather_params(stored, gather_leaf)
+            before = _variables(used)
+            result = loss_fn(used, *args, **kwargs)
+            return result, {path: value for path, value in _variables(used).items() if value is not before[path]}
 
-        if remat == "none" and not moves:
-            return loss_of(params)
-        return jax.checkpoint(loss_of, policy=REMAT[remat])(params)
+        is_kept = remat == "none" and not moves
+        result, changed = (loss_of if is_kept else jax.checkpoint(loss_of, policy=REMAT[remat]))(params)
+        _set_variables(params, changed)
+        return result
 
     def by_block(params: Any, *args: Any, **kwargs: Any) -> Any:
         inside = _Blocks(blocks, gather_leaf, REMAT[remat] if moves or remat != "none" else None)
@@ -160,6 +175,34 @@ def where_used(
         return result
 
     return by_block if blocks else whole
+
+
+def _is_other_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
+
+
+def _gather_params(stored: Any, gather_leaf: Callable[[str, Any], Any]) -> Any:
+    """Gathers every leaf, save NNX variables that are no params (batch statistics, random keys): these are copied."""
+
+    def gather_node(path: tuple, node: Any) -> Any:
+        if _is_other_variable(node):
+            return jax.tree.map(lambda leaf: leaf, node)
+        return gather_leaf(tree.path_string(path), node)
+
+    return jax.tree_util.tree_map_with_path(gather_node, stored, is_leaf=_is_other_variable)
+
+
+def _variables(params: Any) -> dict[str, Any]:
+    """Returns the values of the NNX variables that are no params, which a forward pass may change in place."""
+    nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_other_variable)
+    return {tree.path_string(path): node.get_raw_value() for path, node in nodes if _is_other_variable(node)}
+
+
+def _set_variables(params: Any, values: Mapping[str, Any]) -> None:
+    """Changes the caller's NNX module as the loss changed its copy."""
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_other_variable):
+        if tree.path_string(path) in values:
+            node.set_value(values[tree.path_string(path)])
 
 
 class _Blocks:

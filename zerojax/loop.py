@@ -27,9 +27,13 @@ class Streams:
         sizes = program.sizes
         self._shape = (sizes.grad_accum, sizes.global_batch_size // sizes.grad_accum)
         self._local = _local_indices(program.mesh, self._shape[1])
-        rows = [a * self._shape[1] + i for a in range(self._shape[0]) for i in self._local]
+        self._rows = [a * self._shape[1] + i for a in range(self._shape[0]) for i in self._local]
         config = program.config
-        self._train = self._open(config.data.train_split, rows, sizes.global_batch_size, config.seed, shuffle=True)
+        self._train = self._open(config.data.train_split, config.seed, shuffle=True)
+        self._held_out = None
+        if config.data.eval_split:  # opened now, lest a wrong name be found after hours of training
+            self._held_out = self._open(config.data.eval_split, config.seed + 1, shuffle=False)
+            self._held_out_start = self._held_out.get_state()
 
     def next(self) -> dict[str, jax.Array]:
         """Returns the next training batch: {"tokens": int32[(accum,) batch, length + 1]}."""
@@ -48,27 +52,45 @@ class Streams:
         """Continues at a position, which may hold more rows than this process reads."""
         self._train.set_state(position)
 
-    def evaluation_loss(self, params: Any) -> float:
-        """Returns the mean loss over the first `evaluate.batches` global batches of held-out text, always the same."""
-        config, (accum, rows) = self._program.config, self._shape
-        held_out = self._open(config.data.eval_split, self._local, rows, config.seed + 1, shuffle=False)
+    def evaluation_loss(self, params: Any) -> float | None:
+        """Returns the mean loss over the first `evaluate.batches` global batches of held-out text, always the same.
+
+        None where the config names no such text.
+        """
+        if self._held_out is None:
+            return None
+        count, (accum, rows) = self._program.config.evaluate.batches, self._shape
         sharding = mesh_lib.batch_sharding(self._program.mesh)
-        total, count = jnp.zeros(()), config.evaluate.batches * accum
+        self._held_out.set_state(self._held_out_start)
+        total = jnp.zeros(())
         for _ in range(count):
-            local = next(held_out)["tokens"]
-            tokens = jax.make_array_from_process_local_data(sharding, local, (rows, local.shape[-1]))
-            total += self._program.eval_loss(params, tokens)
-        held_out.close()
-        return float(total) / count
+            tokens = next(self._held_out)["tokens"]
+            for local in tokens.reshape(accum, len(self._local), -1):
+                placed = jax.make_array_from_process_local_data(sharding, local, (rows, local.shape[-1]))
+                # One at a time: on emulated devices, programs with collectives that do not wait for each other can starve
+                # each other of threads.
+                total = jax.block_until_ready(total + self._program.eval_loss(params, placed))
+        return float(total) / (count * accum)
 
     def close(self) -> None:
         """Ends the reading threads."""
         self._train.close()
+        if self._held_out is not None:
+            self._held_out.close()
 
-    def _open(self, split: str, rows: Any, num_rows: int, seed: int, *, shuffle: bool) -> batches.Batches:
+    def _open(self, split: str, seed: int, *, shuffle: bool) -> batches.Batches:
         config = self._program.config
-        sizes = {"rows": rows, "num_rows": num_rows, "seq_len": config.seq_len, "seed": seed, "shuffle": shuffle}
-        return batches.open_batches(config.data, self.tokenizer, split=split, data_dir=self._data_dir, **sizes)
+        return batches.open_batches(
+            config.data,
+            self.tokenizer,
+            split=split,
+            data_dir=self._data_dir,
+            rows=self._rows,
+            num_rows=self._program.sizes.global_batch_size,
+            seq_len=config.seq_len,
+            seed=seed,
+            shuffle=shuffle,
+        )
 
 
 class Run:
@@ -97,18 +119,15 @@ class Run:
                 state, numbers = self._program.train_step(state, batch)
                 self.step += 1
                 self._record(self._reader.push(self.step, numbers))
-                if stop.agreed():
+                is_last, is_stopped = self.step == config.steps, stop.agreed()
+                if is_last or _is_due(self.step, config.evaluate.every):
+                    self._evaluate(state)
+                is_due = config.checkpoint.at_end if is_last else _is_due(self.step, config.checkpoint.every)
+                if is_due or is_stopped:
                     self._save(state)
+                if is_stopped:
                     self._saver.wait()
                     return state, False
-                if _is_due(self.step, config.evaluate.every) and self.step < config.steps:
-                    self._evaluate(state)
-                if _is_due(self.step, config.checkpoint.every) and self.step < config.steps:
-                    self._save(state)
-            self._record(self._reader.flush())
-            self._evaluate(state)
-            if config.checkpoint.at_end:
-                self._save(state)
             self._saver.wait()
         return state, True
 
@@ -125,13 +144,12 @@ class Run:
         if launch.is_primary():
             plot.plot_losses(metrics.read(self._folder), self._folder / "losses.png")
 
-    def _record(self, read: tuple[int, dict[str, float]] | None) -> None:
+    def _record(self, read: metrics.Reading | None) -> None:
         """Logs a step's numbers, which have arrived; stops the run where they are not finite."""
         if read is None:
             return
-        step, numbers = read
-        seconds = time.perf_counter() - self._clock
-        self._clock += seconds
+        step, numbers, arrived = read
+        seconds, self._clock = arrived - self._clock, arrived
         config, sizes = self._program.config, self._program.sizes
         numbers["tokens_per_second"] = sizes.global_batch_size * config.seq_len / seconds
         numbers["step_seconds"] = seconds
@@ -139,25 +157,30 @@ class Run:
         if bad or _is_due(step, config.log_every) or step == config.steps:
             self._log.write(step, numbers | metrics.device_memory())
         if bad:
-            self._saver.wait()
-            last = self._saver.latest_step()
-            kept = f"the checkpoint of step {last} is intact" if last is not None else "no checkpoint was due before it"
-            raise UserError(
-                f"step {step}: {bad} is {numbers[bad]}; {kept} in {self._saver.directory}; "
-                f"lower config.optimizer.learning_rate (now {config.optimizer.learning_rate}) and start anew, or look at the data"
-            )
+            raise self._not_finite(step, bad, numbers[bad])
         shown = {name: numbers[name] for name in ("loss", "grad_norm", "tokens_per_second")}
         self._progress.update(step, **shown)
 
+    def _not_finite(self, step: int, name: str, value: float) -> UserError:
+        """Returns the error to raise; weights are good that gave the step after them a finite loss."""
+        self._saver.wait()
+        good = max((saved for saved in self._saver.steps() if saved + 1 < step), default=None)
+        kept = "no checkpoint before it is good" if good is None else f"the last good checkpoint is of step {good}"
+        rate = self._program.config.optimizer.learning_rate
+        return UserError(
+            f"step {step}: {name} is {value}; {kept} in {self._saver.directory}; "
+            f"lower config.optimizer.learning_rate (now {rate}) and start anew, or look at the data"
+        )
+
     def _evaluate(self, state: Any) -> None:
-        if not self._program.config.data.eval_split:
-            return
         self._record(self._reader.flush())
-        if self._evaluation and self._evaluation[0] == self.step:
-            return
         loss = self._streams.evaluation_loss(state.params)
+        if loss is None:
+            return
         self._evaluation = (self.step, loss)
         self._log.write(self.step, {"eval_loss": loss})
+        if not math.isfinite(loss):
+            raise self._not_finite(self.step + 1, "eval_loss", loss)
         self._progress.print(f"step {self.step}: evaluation loss {loss:.4f} on held-out text")
         self._clock = time.perf_counter()
 

@@ -4,8 +4,10 @@ A line of WORKDIR/metrics.jsonl is {"step": s, "loss": ..., ...}. JSON has no Na
 is null, and "not_finite" says what it was: {"step": 3, "loss": null, "not_finite": {"loss": "nan"}}.
 """
 
+import concurrent.futures
 import contextlib
 import json
+import logging
 import math
 import os
 import pathlib
@@ -13,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import jax
 import rich.console
@@ -26,6 +28,7 @@ from zerojax.errors import UserError
 FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 FLUSH_SECONDS = 10  # between flushes of TensorBoard events, which wait for the disk
+logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # it warns of NaN, which is logged on purpose
 
 
 class MetricsLog:
@@ -131,7 +134,7 @@ def read(workdir: str | os.PathLike) -> list[dict]:
     """Returns the records of WORKDIR/metrics.jsonl in order, without a last line that was cut.
 
     Raises:
-      UserError: there is no such file, or a line before the last is broken.
+      UserError: there is no such file, or a line before the last is not a record.
     """
     path = pathlib.Path(workdir) / FILE
     try:
@@ -141,9 +144,12 @@ def read(workdir: str | os.PathLike) -> list[dict]:
     records = []
     for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is empty, or cut
         try:
-            records.append(json.loads(line))
+            record = json.loads(line, parse_constant=lambda name: None)
         except ValueError as error:
             raise UserError(f"{path}:{number}: not a line of JSON; remove that line") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise UserError(f'{path}:{number}: not the record of a "step"; remove that line')
+        records.append(record)
     return records
 
 
@@ -154,31 +160,45 @@ def device_memory() -> dict[str, int]:
     return {name: stats[key] for name, key in names.items() if key in stats}
 
 
+class Reading(NamedTuple):
+    """A step's numbers, and when they arrived, in seconds of `time.perf_counter`."""
+
+    step: int
+    numbers: dict[str, float]
+    arrived: float
+
+
 class LateReader:
-    """Reads a step's metrics one step late, when they have arrived, so that no device waits for the host."""
+    """Reads a step's metrics one step late, so that no device waits for the host.
+
+    A thread waits for them, so that the time of arrival is the step's own and not that of whoever asks.
+    """
 
     def __init__(self) -> None:
-        self._pending: tuple[int, Any] | None = None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="metrics")
+        self._pending: concurrent.futures.Future[Reading] | None = None
 
-    def push(self, step: int, metrics: Any) -> tuple[int, dict[str, float]] | None:
+    def push(self, step: int, metrics: Any) -> Reading | None:
         """Starts copying `metrics`, a pytree of scalars, and returns the step pushed before, or None.
 
         Names in nested trees are joined by "/": {"eval": {"loss": x}} is {"eval/loss": float}.
         """
-        for leaf in jax.tree.leaves(metrics):
-            if isinstance(leaf, jax.Array):
-                leaf.copy_to_host_async()
-        before = self.flush()
-        self._pending = (step, metrics)
-        return before
+        before = self._pending
+        self._pending = self._thread.submit(_read, step, metrics)
+        return before.result() if before else None
 
-    def flush(self) -> tuple[int, dict[str, float]] | None:
+    def flush(self) -> Reading | None:
         """Waits for the step pushed last and returns it, or None if it has been returned."""
-        if self._pending is None:
-            return None
-        (step, metrics), self._pending = self._pending, None
-        leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(metrics))
-        return step, {jax.tree_util.keystr(path, simple=True, separator="/"): float(x) for path, x in leaves}
+        last, self._pending = self._pending, None
+        return last.result() if last else None
+
+
+def _read(step: int, metrics: Any) -> Reading:
+    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(metrics))
+    arrived = time.perf_counter()
+    return Reading(
+        step, {jax.tree_util.keystr(path, simple=True, separator="/"): float(x) for path, x in leaves}, arrived
+    )
 
 
 class Progress:

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import gather, tree
 from zerojax import mesh as mesh_lib
+from zerojax import specs as specs_lib
 from zerojax.errors import UserError
 
 DATA = mesh_lib.DATA
@@ -95,7 +96,7 @@ class Partition:
     def kept_whole(self) -> dict[str, str]:
         """Says, for each weight that the stage would split but that stays whole, why."""
         whole = {path: leaf for path, leaf in self.leaves.items() if leaf.role == PARAMS and leaf.reason != "split"}
-        return {path: leaf.reason for path, leaf in whole.items() if DATA not in _axes(leaf.split)}
+        return {path: leaf.reason for path, leaf in whole.items() if DATA not in specs_lib.axes(leaf.split)}
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -163,7 +164,7 @@ def partition_state(
     leaves = {}
     for path, leaf in tree.flatten(abstract_state):
         owner = tree.longest_suffix(index, path)
-        weight = owner if owner is not None and weights[owner].shape == leaf.shape else path
+        weight = owner if owner is not None and weights[owner].shape == leaf.shape else None
         leaves[path] = rule.decide(weight, leaf, role_of[path])
     return _assemble(mesh, stage, abstract_state, leaves)
 
@@ -179,24 +180,25 @@ class _Rule:
     indivisible: str
 
     def check_overrides(self, weights: Mapping[str, Any]) -> None:
-        for pattern, _ in self.overrides:
-            if not any(re.search(pattern, path) for path in weights):
+        for entry in self.overrides:
+            if not (isinstance(entry, (tuple, list)) and len(entry) == 2) or isinstance(entry[1], str):
+                raise UserError(f"overrides: each is a pair (path regex, PartitionSpec), and one is {entry!r}")
+            pattern = entry[0]
+            try:
+                is_found = any(re.search(pattern, path) for path in weights)
+            except (re.error, TypeError) as error:
+                raise UserError(f"overrides: {pattern!r} is not a regex: {error}") from error
+            if not is_found:
                 known = ", ".join(list(weights)[:3])
                 raise UserError(f"overrides: {pattern!r} is found in no weight's path; paths look like {known}")
 
-    def decide(self, path: str, leaf: Any, role: str) -> Leaf:
-        base, final = self._override(path, leaf.shape)
-        whole = _without(base, DATA)
+    def decide(self, weight: str | None, leaf: Any, role: str) -> Leaf:
+        # What belongs to no weight (a count, a factored moment) has a shape of its own: no override is meant for it.
+        base, final = (P(), False) if weight is None else self._override(weight, leaf.shape)
+        whole = specs_lib.without(base, DATA)
         split, reason, padding = self._split(leaf, base, final)
         if role == OTHER:
-            return Leaf(
-                role,
-                leaf.shape,
-                leaf.dtype,
-                whole if final or base else P(),
-                whole,
-                "neither weight nor moment",
-            )
+            return Leaf(role, leaf.shape, leaf.dtype, whole, whole, "neither weight nor moment")
         is_split = self.splits.params if role == PARAMS else self.splits.opt_state
         pads = padding if self.splits.opt_state else ()
         return Leaf(role, leaf.shape, leaf.dtype, split if is_split else whole, split, reason, pads)
@@ -207,17 +209,17 @@ class _Rule:
             if re.search(pattern, path):
                 spec = P(*given)
                 self._check_spec(path, shape, spec)
-                return spec, len(_axes(spec)) == 0 or DATA in _axes(spec)
+                return spec, len(specs_lib.axes(spec)) == 0 or DATA in specs_lib.axes(spec)
         return P(), False
 
     def _check_spec(self, path: str, shape: tuple[int, ...], spec: P) -> None:
-        unknown = _axes(spec) - set(self.mesh.shape)
+        unknown = specs_lib.axes(spec) - set(self.mesh.shape)
         if unknown:
             raise UserError(f"{path}: override {spec} names {sorted(unknown)}; the mesh has {list(self.mesh.shape)}")
         if len(spec) > len(shape):
             raise UserError(f"{path}: override {spec} has {len(spec)} dims, and the leaf has shape {shape}")
         for dim, entry in enumerate(spec):
-            ways = math.prod(self.mesh.shape[axis] for axis in _axes(P(entry)))
+            ways = math.prod(self.mesh.shape[axis] for axis in specs_lib.axes(P(entry)))
             if shape[dim] % ways:
                 raise UserError(
                     f"{path}: override {spec} splits dim {dim} of {shape} in {ways}, which does not divide {shape[dim]}"
@@ -227,7 +229,7 @@ class _Rule:
         """Returns the split spec, the reason, and the padding."""
         ways = self.mesh.shape[DATA]
         if final:
-            return base, "split" if DATA in _axes(base) else "override", ()
+            return base, "split" if DATA in specs_lib.axes(base) else "override", ()
         if ways == 1:
             return base, "data axis of 1", ()
         if math.prod(leaf.shape) < self.min_size or not leaf.shape:
@@ -240,7 +242,7 @@ class _Rule:
             return base, f"no dim of {leaf.shape} divides by data={ways}", ()
         entries = list(base) + [None] * (len(leaf.shape) - len(base))
         entries[dim] = DATA
-        return P(*entries[: max(i for i, entry in enumerate(entries) if entry) + 1]), "split", padding
+        return specs_lib.trimmed(entries), "split", padding
 
 
 def _pad_dim(shape: tuple[int, ...], base: P, ways: int) -> tuple[int | None, tuple[int, ...]]:
@@ -280,7 +282,7 @@ def _assemble(mesh: Mesh, stage: int, abstract_state: Any, leaves: dict[str, Lea
     placements = {}
     for path, leaf in leaves.items():
         if leaf.role == PARAMS:
-            whole = NamedSharding(mesh, _without(leaf.split, DATA))
+            whole = NamedSharding(mesh, specs_lib.without(leaf.split, DATA))
             split = NamedSharding(mesh, leaf.split)
             splits = STAGES[stage]
             placements[path] = gather.Placement(
@@ -289,30 +291,10 @@ def _assemble(mesh: Mesh, stage: int, abstract_state: Any, leaves: dict[str, Lea
                 grad=split if splits.grads else whole,
                 opt_state=split if splits.opt_state else whole,
                 padding=leaf.padding,
+                shape=_padded(leaf.shape, leaf.padding),
             )
     return Partition(mesh, stage, tree.map_with_path(stored, abstract_state), specs, shardings, leaves, placements)
 
 
 def _padded(shape: tuple[int, ...], padding: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(n + extra for n, extra in zip(shape, padding)) if padding else tuple(shape)
-
-
-def _axes(spec: P) -> set[str]:
-    """Returns the mesh axes that a spec names."""
-    names: set[str] = set()
-    for entry in spec:
-        names.update((entry,) if isinstance(entry, str) else entry or ())
-    return names
-
-
-def _without(spec: P, axis: str) -> P:
-    """Returns the spec with one mesh axis dropped."""
-
-    def drop(entry: Any) -> Any:
-        kept = tuple(name for name in ((entry,) if isinstance(entry, str) else entry or ()) if name != axis)
-        return kept[0] if len(kept) == 1 else kept or None
-
-    entries = [drop(entry) for entry in spec]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return P(*entries)

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from zerojax import partition as partition_lib
 from zerojax import tree
@@ -20,7 +21,7 @@ def shard_train_state(
 
     Args:
       state_or_init: a function that returns the state (then nothing unsharded ever exists: it is evaluated abstractly, placed, and
-        compiled with sharded outputs), or a concrete state (then each leaf is moved to its place).
+        compiled with sharded outputs), or a concrete state (then each leaf is copied to its place).
       *init_args: arguments of the init function; those made of arrays are traced, others (a config, a size) are passed as they are.
       mesh: from `make_mesh`.
       stage: 0 to 3.
@@ -28,6 +29,9 @@ def shard_train_state(
 
     Returns:
       The sharded state, of the same tree type, and the `Partition` that train steps are built from.
+
+    Raises:
+      UserError: what `partition_state` refuses, or NNX modules that share a variable.
 
     >>> state, partition = shard_train_state(init, jax.random.key(0), mesh=make_mesh(), stage=3)
     """
@@ -43,8 +47,29 @@ def shard_train_state(
         return jax.tree.unflatten(jax.tree.structure(abstract_state), init_leaves(*traced)), partition
     if init_args:
         raise UserError("shard_train_state: init arguments go with an init function, and a state was given")
-    partition = partition_lib.partition_state(state_or_init, mesh=mesh, stage=stage, **options)
-    return jax.device_put(pad(state_or_init, partition), partition.shardings), partition
+    partition = partition_lib.partition_state(_checked(state_or_init), mesh=mesh, stage=stage, **options)
+    return jax.tree.map(_copy_to, pad(state_or_init, partition), partition.shardings), partition
+
+
+def _checked(state: Any) -> Any:
+    """Returns the state, unless two places in it hold one NNX variable: as a pytree they would come apart."""
+    places: dict[int, str] = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda n: isinstance(n, nnx.Variable)):
+        if not isinstance(node, nnx.Variable):
+            continue
+        place = tree.path_string(path)
+        if places.setdefault(id(node), place) != place:
+            raise UserError(
+                f"state: {places[id(node)]} and {place} are one nnx.Variable, which a pytree would hold twice; "
+                "give nnx.split(state) or nnx.state(state), which hold it once"
+            )
+    return state
+
+
+def _copy_to(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    # device_put shares buffers that lie right already, and a donated buffer is gone: for the caller's state, and for a second
+    # leaf that is the same array (averaged weights that begin as the weights).
+    return jax.device_put(leaf.copy() if isinstance(leaf, jax.Array) else leaf, sharding)
 
 
 def _close_over_settings(init: Callable[..., Any], args: tuple) -> tuple[list, Callable[..., Any]]:
@@ -53,7 +78,7 @@ def _close_over_settings(init: Callable[..., Any], args: tuple) -> tuple[list, C
 
     def closed(*traced: Any) -> Any:
         given = iter(traced)
-        return init(*[next(given) if is_array else arg for is_array, arg in zip(is_traced, args)])
+        return _checked(init(*[next(given) if is_array else arg for is_array, arg in zip(is_traced, args)]))
 
     return [arg for is_array, arg in zip(is_traced, args) if is_array], closed
 

@@ -4,11 +4,13 @@ python -m zerojax.train --config configs/zero3.py --workdir runs/mine --config.s
 """
 
 import pathlib
+import re
 import sys
 import time
+import traceback
 
 import jax
-from absl import flags, logging
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from zerojax import checkpoint, export, launch, loop, report, workdir
@@ -18,6 +20,8 @@ from zerojax.data import batches, source
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
 
+INTERRUPTED = 130  # the status of a command that SIGINT ended
+
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A config file, such as configs/zero3.py.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of all that the run writes; one that holds a run resumes it.")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, to join processes by hand.")
@@ -25,10 +29,10 @@ _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes in the r
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "This process's number, from 0.")
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Parses the command line and trains; a wrong input ends with one line and status 2."""
     try:
-        _parse(sys.argv if argv is None else argv)
+        _parse(sys.argv)
         config = config_lib.from_dict(_CONFIG.value)
         emulated = launch.emulate_cpu_devices(config.emulate_devices)
         launch.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
@@ -38,6 +42,9 @@ def main(argv: list[str] | None = None) -> None:
     except UserError as error:
         print(f"zerojax: {error}", file=sys.stderr, flush=True)
         launch.leave(2)
+    except KeyboardInterrupt:
+        print("zerojax: interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
+        launch.leave(INTERRUPTED)
     launch.leave(0)
 
 
@@ -64,6 +71,11 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     if launch.is_primary():
         workdir.save(folder, settings)
     done = saver.latest_step()
+    if (done or 0) > config.steps:
+        raise UserError(
+            f"config.steps: is {config.steps}, and the run in {folder} is at step {done}; set --config.steps={done} "
+            "or more, or choose another --workdir"
+        )
     state = program_lib.init_state(program) if done is None else loop.resume(program, saver, done, streams)
     say(
         f"starts at step {done or 0} of {config.steps}; {loop.held(state)} of state on each device, counted from its arrays"
@@ -100,18 +112,46 @@ def _parse(argv: list[str]) -> None:
             if not path.is_file():
                 raise UserError(f"--config {name}: there is no such file; configs/ holds some")
             sys.path.append(str(path.parent.parent))
+    app.define_help_flags()
     try:
         rest = flags.FLAGS(argv)
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"command line: {' '.join(str(error).split())}") from error
+    except flags.Error as error:
+        raise UserError(f"command line: {_line(error)}") from error
+    except Exception as error:  # a config file is code, and may raise anything
+        raise UserError(_why_no_config(error, argv)) from error
     if _CONFIG.value is None:
         raise UserError("--config: is missing; name a config file, such as --config configs/zero3.py")
     if rest[1:]:
         raise UserError(f"command line: {rest[1]!r} is not a flag; settings are given as --config.steps=50")
 
 
+def _why_no_config(error: Exception, argv: list[str]) -> str:
+    """Writes the line for a config file that failed, or for an override of a key that it does not have."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: {error.msg}; mend the config file"
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    inside = [frame for frame in frames if not re.search(r"/(absl|ml_collections)/|importlib", frame.filename)]
+    if inside:
+        place = f"{inside[-1].filename}:{inside[-1].lineno}"
+        return f"{place}: {type(error).__name__}: {_line(error)}; mend the config file"
+    key, near = re.search(r"\w+", _line(error)), re.search(r'mean "(\w+)"', _line(error))
+    overrides = [word for word in argv if word.startswith("--config.")]
+    override = next((word for word in overrides if key and key[0] in re.split("[.=]", word)), None)
+    if override is None:
+        return f"command line: {_line(error)}"
+    hint = f"did you mean {near[1]!r}?" if near else "configs/base.py holds every key"
+    return f"{override}: unknown config key {key[0]!r}; {hint}"
+
+
+def _line(error: Exception) -> str:
+    """Returns an error's text in one line."""
+    return " ".join(str(error).split())[:300]
+
+
 def _choose_workdir() -> pathlib.Path:
     """Returns --workdir, or a new folder named after the config and the time."""
+    if _WORKDIR.value == "":
+        raise UserError("--workdir: is empty; name a folder, or leave the flag away for a new one under runs/")
     if _WORKDIR.value:
         return pathlib.Path(_WORKDIR.value).resolve()
     if jax.process_count() > 1:

@@ -53,9 +53,12 @@ def nbytes(leaf: Any, shape: Iterable[int] | None = None) -> int:
 
 
 def suffix_index(paths: Iterable[str]) -> dict[str, str]:
-    """Returns every trailing part of every path, mapped to the path; of two paths with one suffix the first is kept."""
+    """Returns every trailing part of every path, mapped to the path; of paths with one suffix the one of fewest parts is kept.
+
+    So `kernel` is `params/kernel`, and never `params/layer_0/kernel`.
+    """
     index: dict[str, str] = {}
-    for path in paths:
+    for path in sorted(paths, key=lambda path: path.count("/")):
         parts = path.split("/")
         for start in range(len(parts)):
             index.setdefault("/".join(parts[start:]), path)

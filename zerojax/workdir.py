@@ -47,6 +47,8 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
         raise UserError(f"--workdir {folder}: cannot be used ({error.strerror}); choose another folder") from error
     except ValueError as error:
         raise UserError(f"{folder / CONFIG_FILE}: is not JSON; restore it, or choose another --workdir") from error
+    if not isinstance(saved, Mapping):
+        raise UserError(f"{folder / CONFIG_FILE}: is not a saved config; restore it, or choose another --workdir")
     before, now = _flat(saved), _flat(json.loads(json.dumps(config)))
     for place in sorted(before.keys() | now.keys()):
         is_free = any(place == free or place.startswith(free + ".") for free in FREE)

@@ -1,0 +1,17 @@
+"""A decoder of Llama 3's 8B shapes (32 layers, 8.03B weights), stage 3, sequences of 8,192 tokens.
+
+    python -m zerojax.train --config configs/llama3_8b.py --config.data.name=random --config.steps=20
+
+Devices: 8 GPUs of 80 GB or more (weights and moments alone take 12 bytes a weight, 96 GB, over all of them). The text and
+how to change it: as configs/llama3_1b.py. Result: as there; see docs/benchmarks/.
+"""
+
+from configs import llama3_1b
+
+
+def get_config():
+    c = llama3_1b.get_config()
+    c.model.preset = "llama3_8b"
+    c.seq_len = 8192
+    c.micro_batch_size = 2
+    return c

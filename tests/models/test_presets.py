@@ -1,0 +1,32 @@
+"""Checks the table of shapes against published sizes. This module tests zerojax.models.presets."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from zerojax.models import llama, presets
+
+# Llama 3 model cards; the 1B shape is 3.2's with an output projection of its own (1.24 B + 128256 * 2048).
+PUBLISHED = {"llama3_1b": 1_498_482_688, "llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_big_presets_have_their_published_number_of_weights(name):
+    shape = presets.PRESETS[name]
+    trees = [
+        jax.eval_shape(module.init, jax.random.key(0), example)["params"]
+        for module, example in llama.parts(shape).values()
+    ]
+    assert sum(leaf.size for leaf in jax.tree.leaves(trees)) == PUBLISHED[name] == llama.count_params(shape)
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_every_preset_runs(name):
+    shape = presets.PRESETS[name]
+    shape = dataclasses.replace(shape, vocab_size=shape.vocab_size or 257, num_layers=2)
+    tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+    logits, _ = jax.eval_shape(llama.Llama(shape).init_with_output, jax.random.key(0), tokens)
+    assert logits.shape == (2, 16, shape.vocab_size) and logits.dtype == jnp.float32
+    assert shape.num_heads % shape.num_kv_heads == 0

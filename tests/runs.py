@@ -1,0 +1,199 @@
+"""Starts small runs of the trainer for tests. This module holds their settings, and a process that forks commands.
+
+Importing the trainer takes seconds, so `Commands` imports it once and forks a child for each command line: the child then is
+`python -m zerojax.train ARGUMENTS` in all but its start.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import jax
+
+from zerojax import config as config_lib
+from zerojax import metrics, train
+
+ROOT = pathlib.Path(__file__).parents[1]
+LIMIT = 240  # seconds; a command that takes longer hangs
+SMALL: Mapping[str, Any] = {
+    "model.preset": "test",
+    "model.num_layers": 1,
+    "model.remat": "none",
+    "precision": "fp32",
+    "steps": 6,
+    "seq_len": 32,
+    "global_batch_size": 8,
+    "log_every": 1,
+    "optimizer.warmup_steps": 2,
+    "data.name": "random",
+    "evaluate.batches": 1,
+    "sample.length": 0,
+}
+TIMES = ("tokens_per_second", "step_seconds")  # what differs between equal runs
+
+_FORKS = """
+import json, os, sys
+sys.path.insert(0, os.getcwd())
+from zerojax import train
+for line in sys.stdin:
+    request = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        for stream in (0, 1, 2):
+            os.dup2(os.open(request["files"][stream], os.O_RDWR | os.O_CREAT | os.O_TRUNC), stream)
+        break
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+else:
+    sys.exit()
+os.environ.update(request["environ"])
+for name in request["unset"]:
+    os.environ.pop(name, None)
+sys.argv = ["zerojax.train", *request["arguments"]]
+exec(request["before"])
+train.main()
+"""
+
+
+def config(**changes: Any) -> config_lib.Config:
+    """Returns checked settings of a small run; `zero__stage=1` changes zero.stage."""
+    from configs import base
+
+    raw = base.get_config()
+    raw.update_from_flattened_dict({**SMALL, **{key.replace("__", "."): value for key, value in changes.items()}})
+    return config_lib.from_dict(raw)
+
+
+def flags(**changes: Any) -> list[str]:
+    """Returns the same settings as command line arguments."""
+    settings = {**SMALL, **{key.replace("__", "."): value for key, value in changes.items()}}
+    return ["--config=configs/base.py", *(f"--config.{key}={value}" for key, value in settings.items())]
+
+
+def run(folder: pathlib.Path, *, devices: int = 8, **changes: Any) -> pathlib.Path:
+    """Trains in this process, on the first `devices`, and returns the folder."""
+    with on_devices(devices):
+        train.train(config(**changes), folder)
+    return folder
+
+
+def on_devices(count: int) -> Any:
+    """Lets this process see only its first `count` devices."""
+    return mock.patch.object(jax, "devices", functools.partial(jax.devices().__getitem__, slice(count)))
+
+
+def numbers(folder: pathlib.Path, *, names: tuple[str, ...] = ("loss", "grad_norm", "learning_rate")) -> list[tuple]:
+    """Returns (step, loss, grad_norm, learning_rate) of every training line."""
+    return [(line["step"], *(line[name] for name in names)) for line in metrics.read(folder) if "loss" in line]
+
+
+def losses(folder: pathlib.Path) -> dict[int, float]:
+    """Returns {step: training loss}."""
+    return {line["step"]: line["loss"] for line in metrics.read(folder) if "loss" in line}
+
+
+def evaluations(folder: pathlib.Path) -> list[tuple[int, float]]:
+    """Returns (step, evaluation loss) of every evaluation."""
+    return [(line["step"], line["eval_loss"]) for line in metrics.read(folder) if "eval_loss" in line]
+
+
+def environment(cache: pathlib.Path) -> dict[str, str]:
+    """Returns ours, without what conftest set, with a cache of compiled programs."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "SLURM_", "OMPI_"))}
+    return {
+        **kept,
+        "PYTHONPATH": str(ROOT),
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+@dataclasses.dataclass
+class Command:
+    """A started command; `status`, `out` and `err` are known after `wait`."""
+
+    pid: int
+    driver: subprocess.Popen
+    files: list[str]
+    status: int | None = None
+
+    def wait(self) -> "Command":
+        """Waits for its end."""
+        if self.status is None:
+            self.status = int(self.driver.stdout.readline())
+        return self
+
+    def kill(self, number: int) -> None:
+        """Sends a signal."""
+        os.kill(self.pid, number)
+
+    @property
+    def out(self) -> str:
+        """Returns what it has written to stdout so far."""
+        return pathlib.Path(self.files[1]).read_text()
+
+    @property
+    def err(self) -> str:
+        """Returns what it has written to stderr so far."""
+        return pathlib.Path(self.files[2]).read_text()
+
+    @property
+    def error_line(self) -> str:
+        """Returns the one line of a refusal, which left with status 2."""
+        assert (self.status, self.err.count("\n")) == (2, 1), (self.status, self.out, self.err)
+        assert self.err.startswith("zerojax: ")
+        return self.err.strip()
+
+
+class Commands:
+    """A process that has imported the trainer and forks one command at a time."""
+
+    def __init__(self, folder: pathlib.Path, cache: pathlib.Path):
+        self._folder, self._count = folder, 0
+        self._driver = subprocess.Popen(
+            [sys.executable, "-c", _FORKS],
+            cwd=ROOT,
+            env=environment(cache),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # warnings of os.fork
+            text=True,
+        )
+
+    def start(self, *arguments: str, before: str = "", unset: tuple[str, ...] = (), **environ: str) -> Command:
+        """Starts `python -m zerojax.train ARGUMENTS`; the child first runs the Python code `before`."""
+        self._count += 1
+        files = [os.devnull, *(str(self._folder / f"{self._count}.{stream}") for stream in ("out", "err"))]
+        request = {"arguments": arguments, "files": files, "environ": environ, "unset": unset, "before": before}
+        self._driver.stdin.write(json.dumps(request) + "\n")
+        self._driver.stdin.flush()
+        return Command(int(self._driver.stdout.readline()), self._driver, files)
+
+    def __call__(self, *arguments: str, **options: Any) -> Command:
+        """Starts a command and waits for its end."""
+        return self.start(*arguments, **options).wait()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._driver.stdin.close()
+        self._driver.wait(LIMIT)
+        self._driver.stdout.close()
+
+
+@contextlib.contextmanager
+def open_commands(folder: pathlib.Path, cache: pathlib.Path) -> Iterator[Commands]:
+    """Opens `Commands` and closes them."""
+    commands = Commands(folder, cache)
+    try:
+        yield commands
+    finally:
+        commands.close()

@@ -1,0 +1,284 @@
+"""Tests that the examples train alike at every stage, as plain JAX does on one device, and in the memory that the table says."""
+
+import functools
+import importlib.util
+import pathlib
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax import nnx
+from flax.training import train_state
+
+import zerojax
+from zerojax import report
+
+FOLDER = pathlib.Path(__file__).parent.parent / "examples"
+STAGES = (0, 1, 2, 3)
+STEPS = 10
+# float32 sums in another order; what the issue asks for
+LOSS_TOLERANCE = 1e-5
+# 8 bits of mantissa, and gradients summed over 8 devices before they are widened
+BF16_TOLERANCE = 2e-2
+# means over 64 x 16 x 16 float32 values, after STEPS steps of weights that differ in the last bits
+STATISTICS_TOLERANCE = 1e-4
+
+# What makes each example small enough for a test; every weight matrix still divides by 8 devices.
+SMALL = {
+    "linen_language_model": {"VOCAB": 256, "EMBED": 32, "HEADS": 2, "LAYERS": 2, "LENGTH": 32, "MICRO_BATCH": 8},
+    "linen_vision_batch_norm": {"WIDTHS": (16, 32), "SIZE": 8, "BATCH": 32},
+    "nnx_model": {"HIDDEN": 64, "LAYERS": 2, "BATCH": 32},
+    "own_train_step": {"HIDDEN": 64, "FEATURES": 64, "BATCH": 32},
+}
+
+
+@functools.cache
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for constant, value in SMALL[name].items():
+        assert hasattr(module, constant)
+        setattr(module, constant, value)
+    return module
+
+
+@functools.cache
+def run(name, stage):
+    """Returns (losses, state, partition) of a float32 run on 8 devices."""
+    return load(name).train(stage, STEPS, compute_dtype=None)
+
+
+@functools.cache
+def run_plain(name):
+    """Returns (losses, state) of the same training in JAX and optax alone, on one device."""
+    return PLAIN[name](load(name))
+
+
+def plain_linen(example):
+    """Steps a TrainState; loss_fn(params, batch, state) returns what replaces the state's fields."""
+    passes = getattr(example, "GRAD_ACCUM", 1)
+    clip = optax.clip_by_global_norm(1.0) if passes > 1 else optax.identity()
+
+    @jax.jit
+    def one_pass(state, batch):
+        (loss, aux), grads = jax.value_and_grad(example.loss_fn, has_aux=True)(state.params, batch, state)
+        return loss, state.replace(**aux["state"]), grads
+
+    state, losses = example.create_state(jax.random.key(0)), []
+    for _, batch in zip(range(STEPS), example.batches()):
+        total, all_grads = 0.0, []
+        for micro_batch in [batch] if passes == 1 else [jax.tree.map(lambda x: x[i], batch) for i in range(passes)]:  # noqa: B023
+            loss, state, grads = one_pass(state, micro_batch)
+            total, all_grads = total + float(loss) / passes, [*all_grads, grads]
+        grads = jax.tree.map(lambda *g: sum(g) / passes, *all_grads)
+        state = state.apply_gradients(grads=clip.update(grads, clip.init(None))[0])
+        losses.append(total)
+    return losses, state
+
+
+def plain_nnx(example):
+    model, optimizer = nnx.merge(*example.create(jax.random.key(0)))
+
+    @nnx.jit
+    def train_step(model, optimizer, batch):
+        loss, grads = nnx.value_and_grad(example.loss_fn)(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(train_step(model, optimizer, batch)) for _, batch in zip(range(STEPS), example.batches())]
+    return losses, nnx.state((model, optimizer))
+
+
+def plain_own(example):
+    state, losses = example.create_state(jax.random.key(0)), []
+
+    @jax.jit
+    def train_step(state, batch):
+        loss, grads = jax.value_and_grad(
+            lambda params: jnp.mean((state.apply_fn({"params": params}, batch) - batch) ** 2)
+        )(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    for step, batch in zip(range(STEPS), example.batches()):
+        if step == STEPS // 2:
+            state.opt_state[-1].hyperparams["learning_rate"] = jnp.float32(1e-3)
+        state, loss = train_step(state, batch)
+        losses.append(float(loss))
+    return losses, state
+
+
+PLAIN = {
+    "linen_language_model": plain_linen,
+    "linen_vision_batch_norm": plain_linen,
+    "nnx_model": plain_nnx,
+    "own_train_step": plain_own,
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_losses_at_every_stage_are_those_of_plain_jax_on_one_device(name):
+    expected, _ = run_plain(name)
+    assert expected[-1] < expected[0]
+    for stage in STAGES:
+        np.testing.assert_allclose(run(name, stage)[0], expected, rtol=LOSS_TOLERANCE, err_msg=f"stage {stage}")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_persistent_bytes_fall_with_the_stage_as_the_table_says(name):
+    measured = {}
+    for stage in STAGES:
+        _, state, partition = run(name, stage)
+        said = report.bytes_per_device(partition)
+        measured[stage] = report.measured_bytes(state, jax.devices()[0])
+        assert measured[stage] == sum(said.values()) - said["grads"]
+        assert said["params"] < said["grads"] * 8 if stage < 2 else said["params"] >= said["grads"]
+    assert measured[0] == sum(leaf.nbytes for leaf in jax.tree.leaves(run(name, 0)[1]))
+    assert measured[0] > measured[1] == measured[2] > measured[3]
+    assert measured[3] < measured[0] / 4  # an eighth, and the small leaves that stay whole
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_linen_batch_statistics_are_those_of_one_device(stage):
+    _, plain = run_plain("linen_vision_batch_norm")
+    assert_close(run("linen_vision_batch_norm", stage)[1].batch_stats, plain.batch_stats)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nnx_batch_statistics_and_dropout_counts_are_those_of_one_device(stage):
+    _, plain = run_plain("nnx_model")
+    state = run("nnx_model", stage)[1]
+    assert_close(nnx.filter_state(state, nnx.BatchStat), nnx.filter_state(plain, nnx.BatchStat))
+    counts = jax.tree.leaves(nnx.filter_state(state, nnx.RngCount))
+    assert counts and all(int(count) == STEPS * SMALL["nnx_model"]["LAYERS"] for count in counts)
+
+
+def assert_close(found, expected):
+    leaves = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    for one, other in leaves:
+        assert np.abs(other).max() > 0
+        np.testing.assert_allclose(one, other, rtol=STATISTICS_TOLERANCE, atol=STATISTICS_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["linen_language_model", "linen_vision_batch_norm", "nnx_model"])
+def test_bf16_compute_keeps_float32_state_and_about_the_losses(name):
+    losses, state, _ = load(name).train(3, 4, compute_dtype="bfloat16")
+    np.testing.assert_allclose(losses, run(name, 3)[0][:4], rtol=BF16_TOLERANCE)
+    floating = [leaf.dtype for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert set(floating) == {jnp.dtype("float32")}
+
+
+def label_by_rank(params):
+    return jax.tree.map(lambda p: "matrix" if p.ndim > 1 else "vector", params)
+
+
+TRANSFORMATIONS = {
+    "chain": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.1)),
+    "mask": optax.adamw(1e-2, weight_decay=0.1, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
+    "multi_transform": optax.multi_transform(
+        {"matrix": optax.adam(1e-2), "vector": optax.sgd(1e-2, momentum=0.9)}, label_by_rank
+    ),
+    "frozen": optax.multi_transform({"matrix": optax.adam(1e-2), "vector": optax.set_to_zero()}, label_by_rank),
+    "injected": optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(0.0, 1e-2, 5)),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=16),
+    "accumulating": optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2),
+    "finite": optax.apply_if_finite(optax.lamb(1e-2), 3),
+    "averaging": optax.chain(optax.adam(1e-2), optax.ema(0.9)),
+    "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
+}
+
+
+def autoencoder_state(key, tx):
+    example = load("own_train_step")
+    model = example.Autoencoder()
+    params = model.init(key, jnp.zeros((1, example.FEATURES)))["params"]
+    return train_state.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+
+def reconstruction_loss(params, batch, state):
+    return jnp.mean((state.apply_fn({"params": params}, batch) - batch) ** 2)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_any_optax_transformation_trains_at_stage_3_as_on_one_device(name):
+    example, tx = load("own_train_step"), TRANSFORMATIONS[name]
+    plain = autoencoder_state(jax.random.key(0), tx)
+    state, partition = zerojax.shard_train_state(plain, mesh=zerojax.make_mesh(), stage=3)
+    train_step = zerojax.make_train_step(reconstruction_loss, partition)
+    one_device = jax.jit(jax.value_and_grad(reconstruction_loss))
+    for _, batch in zip(range(5), example.batches()):
+        expected, grads = one_device(plain.params, batch, plain)
+        plain = plain.apply_gradients(grads=grads)
+        state, metrics = train_step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=LOSS_TOLERANCE)
+    split = [leaf for leaf in partition.leaves.values() if leaf.role == "opt_state" and "data" in leaf.spec]
+    assert len(split) >= (6 if name != "adafactor" else 1)  # 6 kernels
+
+
+class AveragedState(train_state.TrainState):
+    average: dict
+
+
+def test_a_concrete_state_with_aliased_leaves_trains_and_the_callers_copy_lives():
+    plain = autoencoder_state(jax.random.key(0), optax.adam(1e-3))
+    aliased = AveragedState(**vars(plain), average=plain.params)
+    for stage in (0, 3):
+        state, partition = zerojax.shard_train_state(aliased, mesh=zerojax.make_mesh(), stage=stage)
+        state, _ = zerojax.make_train_step(reconstruction_loss, partition)(
+            state, next(load("own_train_step").batches())
+        )
+        assert not np.array_equal(state.params["code"]["kernel"], state.average["code"]["kernel"])
+    assert np.array_equal(state.average["code"]["kernel"], plain.params["code"]["kernel"])
+
+
+def test_init_functions_take_settings_beside_arrays_and_may_make_their_own_optimizer():
+    def init(key, width, names):
+        model = nn.Dense(width, name=names["module"])
+        params = model.init(key, jnp.zeros((1, 64)))["params"]
+        return train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
+
+    settings = (jax.random.key(0), 128, {"module": "dense"})
+    state, _ = zerojax.shard_train_state(init, *settings, mesh=zerojax.make_mesh(), stage=3)
+    np.testing.assert_array_equal(state.params["kernel"], init(*settings).params["kernel"])
+
+
+class Tied(nnx.Module):
+    def __init__(self, rngs):
+        self.encoder = nnx.Linear(64, 64, rngs=rngs)
+        self.decoder = self.encoder
+
+
+def test_nnx_modules_that_share_a_variable_are_refused_unsplit_and_kept_tied_split():
+    def create(key):
+        return Tied(nnx.Rngs(key))
+
+    mesh = zerojax.make_mesh()
+    with pytest.raises(zerojax.UserError, match=r"decoder/bias and encoder/bias are one nnx.Variable"):
+        zerojax.shard_train_state(create, jax.random.key(0), mesh=mesh)
+    (graph, state), partition = zerojax.shard_train_state(lambda k: nnx.split(create(k)), jax.random.key(0), mesh=mesh)
+    model = nnx.merge(graph, state)
+    assert model.encoder is model.decoder and len(partition.leaves) == 2
+
+
+def test_weights_of_another_model_are_refused_where_used():
+    _, _, partition = run("own_train_step", 3)
+    loss_fn = zerojax.where_used(lambda params: jnp.sum(params["code"]["kernel"]), partition.placements)
+    with pytest.raises(
+        zerojax.UserError, match=r"code/kernel: has shape \(8, 8\), and the weight placed as params/code"
+    ):
+        loss_fn({"code": {"kernel": jnp.zeros((8, 8))}})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_an_example_runs_as_a_command(name):
+    command = [sys.executable, str(FOLDER / f"{name}.py"), "--stage", "2", "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "stage 2 on 8 devices:" in done.stdout and "loss: " in done.stdout

@@ -1,0 +1,102 @@
+"""Checks losses against autodiff and against each other. This module tests zerojax.losses."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import losses
+from zerojax import mesh as mesh_lib
+
+ROUNDING = 5e-7  # the same float32 sums in another order; values are of order 1
+EMBED, VOCAB = 16, 24
+MESHES = {"one device": None, "8": (1, 8), "2 x 4": (2, 4)}
+
+
+def make_inputs(batch=8, length=6, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(batch * 100 + length), 3)
+    hidden = jax.random.normal(keys[0], (batch, length, EMBED), dtype)
+    kernel = jax.random.normal(keys[1], (EMBED, VOCAB), dtype) / 4
+    return hidden, kernel, jax.random.randint(keys[2], (batch, length), 0, VOCAB)
+
+
+def plain(hidden, kernel, labels):
+    return losses.cross_entropy(jnp.dot(hidden, kernel, preferred_element_type=jnp.float32), labels)
+
+
+def value_and_grads(loss, inputs, scale=1.0):
+    hidden, kernel, labels = inputs
+    scaled = jax.jit(jax.value_and_grad(lambda h, k: scale * loss(h, k, labels), argnums=(0, 1)))
+    return scaled(hidden, kernel)
+
+
+def assert_close(found, expected, tolerance=ROUNDING):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance), found, expected)
+
+
+def test_cross_entropy_is_optax_and_the_closed_form_for_equal_logits():
+    hidden, kernel, labels = make_inputs()
+    logits = hidden @ kernel
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    np.testing.assert_allclose(losses.cross_entropy(logits, labels), expected, rtol=ROUNDING)
+    np.testing.assert_allclose(losses.cross_entropy(jnp.ones((2, 3, 50)), labels[:2, :3]), np.log(50), rtol=ROUNDING)
+
+
+def test_cross_entropy_of_16_bit_logits_is_summed_in_float32():
+    logits = jnp.zeros((4, 1000), jnp.bfloat16)
+    found = losses.cross_entropy(logits, jnp.zeros(4, jnp.int32))
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, np.log(1000), rtol=ROUNDING)
+
+
+@hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
+@hypothesis.given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 50), st.sampled_from([1.0, -3.0, 0.25]))
+def test_one_pass_is_autodiff_for_any_chunk(batch, length, chunk, scale):
+    inputs = make_inputs(batch, length)
+    one_pass = functools.partial(losses.one_pass_cross_entropy, chunk_tokens=chunk)
+    assert_close(value_and_grads(one_pass, inputs, scale), value_and_grads(plain, inputs, scale), 3 * ROUNDING)
+
+
+@pytest.mark.parametrize("chunk", [4, 5, 4096])
+@pytest.mark.parametrize("spec", [P(), P("data"), P(None, "data")], ids=str)
+@pytest.mark.parametrize("mesh", ["8", "2 x 4"])
+def test_one_pass_over_a_mesh_is_autodiff_on_one_device(mesh, spec, chunk):
+    mesh = mesh_lib.make_mesh(*MESHES[mesh])
+    inputs = make_inputs()
+    placed = jax.device_put(
+        inputs, (mesh_lib.batch_sharding(mesh), mesh_lib.replicated(mesh), mesh_lib.batch_sharding(mesh))
+    )
+    one_pass = functools.partial(
+        losses.one_pass_cross_entropy, mesh=mesh, kernel_grad_spec=spec, chunk_tokens=chunk
+    )
+    loss, grads = value_and_grads(one_pass, placed, scale=0.5)
+    assert_close((loss, grads), value_and_grads(plain, inputs, scale=0.5))
+    assert grads[1].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+    assert_close(one_pass(*placed), plain(*inputs))
+
+
+def test_one_pass_keeps_no_more_logits_than_a_chunk():
+    hidden, kernel, labels = make_inputs(batch=4, length=32)
+    one_pass = functools.partial(losses.one_pass_cross_entropy, chunk_tokens=8)
+    grad = jax.make_jaxpr(jax.grad(one_pass, argnums=(0, 1)))(hidden, kernel, labels)
+    assert f"{8},{VOCAB}]" in str(grad)
+    assert f"{4 * 32},{VOCAB}]" not in str(grad) and f"32,{VOCAB}]" not in str(grad)
+
+
+def test_one_pass_gradients_have_the_dtypes_of_what_they_belong_to():
+    inputs = make_inputs(dtype=jnp.bfloat16)
+    loss, (d_hidden, d_kernel) = value_and_grads(losses.one_pass_cross_entropy, inputs)
+    assert (loss.dtype, d_hidden.dtype, d_kernel.dtype) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    exact = value_and_grads(plain, jax.tree.map(lambda x: x.astype(jnp.float32) if x.ndim == 3 or x.shape[0] == EMBED else x, inputs))
+    np.testing.assert_allclose(loss, exact[0], rtol=1e-5)  # logits are float32 products of the same 16-bit numbers
+    for found, expected in zip((d_hidden, d_kernel), exact[1]):
+        scale = float(abs(expected).max())
+        # softmax - onehot is rounded to 8 bits, and the gradient once more
+        np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=2**-7 * scale)

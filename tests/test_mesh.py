@@ -1,0 +1,62 @@
+"""Checks how devices and batches are laid out. This module tests zerojax.mesh."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import pytest
+
+from zerojax import mesh as mesh_lib
+from zerojax.errors import UserError
+
+DEVICES = 8
+SIZES = st.sampled_from([1, 2, 3, 4, 8])
+
+
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.given(SIZES, SIZES | st.just(-1), SIZES)
+def test_a_mesh_takes_every_device_once_or_says_why_not(replica, data, model):
+    left = DEVICES // (replica * model) if data == -1 else data
+    if replica * left * model != DEVICES:
+        with pytest.raises(UserError, match=r"^mesh: replica .*but there are 8; choose"):
+            mesh_lib.make_mesh(replica, data, model)
+        return
+    mesh = mesh_lib.make_mesh(replica, data, model)
+    assert dict(mesh.shape) == {"replica": replica, "data": left, "model": model}
+    assert sorted(d.id for d in mesh.devices.flat) == sorted(d.id for d in jax.devices())
+    assert mesh_lib.ways(mesh) == replica * left
+
+
+def test_neighbours_lie_along_model_then_data_and_replicas_are_farthest():
+    ids = [[[d.id for d in row] for row in plane] for plane in mesh_lib.make_mesh(2, 2, 2).devices]
+    first = jax.devices()[0].id
+    assert ids == [[[first, first + 1], [first + 2, first + 3]], [[first + 4, first + 5], [first + 6, first + 7]]]
+
+
+def test_a_mesh_may_take_some_devices():
+    assert mesh_lib.make_mesh(data=2, devices=jax.devices()[2:4]).devices.flat[0] == jax.devices()[2]
+
+
+@pytest.mark.parametrize("sizes", [(0, -1, 1), (1, 0, 1), (1, -2, 1), (1, 8, 0), (-1, 8, 1)])
+def test_sizes_below_one_are_refused(sizes):
+    with pytest.raises(UserError, match="axis sizes must be above 0"):
+        mesh_lib.make_mesh(*sizes)
+
+
+def test_a_mesh_larger_than_the_machine_names_both_numbers():
+    with pytest.raises(UserError, match=r"= 16 devices, but there are 8"):
+        mesh_lib.make_mesh(data=16)
+
+
+@pytest.mark.parametrize("batch_dim", [0, 1])
+def test_a_batch_is_split_over_replica_and_data_alone(batch_dim):
+    mesh = mesh_lib.make_mesh(replica=2, data=2, model=2)
+    shape = (1,) * batch_dim + (8, 3)
+    batch = jax.device_put(jnp.zeros(shape), mesh_lib.batch_sharding(mesh, batch_dim))
+    assert {s.data.shape for s in batch.addressable_shards} == {(1,) * batch_dim + (2, 3)}
+    assert len({str(s.index) for s in batch.addressable_shards}) == mesh_lib.ways(mesh)
+
+
+def test_replicated_keeps_an_array_whole_everywhere():
+    array = jax.device_put(jnp.arange(6.0), mesh_lib.replicated(mesh_lib.make_mesh()))
+    assert [s.data.shape for s in array.addressable_shards] == [(6,)] * DEVICES

@@ -1,0 +1,83 @@
+"""Checks that names mean what optax means. This module tests zerojax.optim."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zerojax import optim
+from zerojax.errors import UserError
+
+ROUNDING = 1e-6  # schedules are float32 arithmetic in another order
+OPTIONS = {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
+
+
+def make_params():
+    keys = jax.random.split(jax.random.key(0))
+    return {"kernel": jax.random.normal(keys[0], (4, 3)), "scale": jax.random.normal(keys[1], (3,))}
+
+
+def three_steps(tx, params):
+    """Returns params after three updates with gradients sin(params)."""
+    state = tx.init(params)
+    for _ in range(3):
+        updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+def test_weight_decay_shrinks_matrices_and_spares_scales(name):
+    plain = three_steps(optim.make_optimizer(name, 1e-2, weight_decay=0.0, **OPTIONS), make_params())
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(plain))
+    assert not any(jnp.array_equal(*pair) for pair in zip(jax.tree.leaves(plain), jax.tree.leaves(make_params())))
+    if name in optim.WITHOUT_DECAY:
+        with pytest.raises(UserError, match=rf"config\.optimizer\.weight_decay: {name} applies none"):
+            optim.make_optimizer(name, 1e-2, weight_decay=0.1, **OPTIONS)
+        return
+    decayed = three_steps(optim.make_optimizer(name, 1e-2, weight_decay=0.3, **OPTIONS), make_params())
+    np.testing.assert_array_equal(decayed["scale"], plain["scale"])
+    assert not jnp.allclose(decayed["kernel"], plain["kernel"])
+
+
+def test_adamw_is_optax_with_the_given_settings():
+    mask = {"kernel": True, "scale": False}
+    expected = three_steps(optax.adamw(1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask), make_params())
+    found = three_steps(optim.make_optimizer("adamw", 1e-2, weight_decay=0.1, **OPTIONS), make_params())
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def closed_form(name, peak, warmup, steps, final, step):
+    if step < warmup:
+        return peak * step / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    fraction = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + np.cos(np.pi * done)) / 2}[name]
+    return peak * (final + (1 - final) * fraction)
+
+
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.given(
+    st.sampled_from(list(optim.SCHEDULES)), st.integers(0, 20), st.integers(1, 50), st.sampled_from([0.0, 0.1, 1.0])
+)
+def test_schedules_follow_their_closed_form(name, warmup, length, final):
+    steps = warmup + length
+    schedule = optim.make_schedule(name, 0.25, warmup, steps, final)
+    for step in {0, 1, warmup // 2, warmup, (warmup + steps) // 2, steps, steps + 5}:
+        expected = closed_form(name, 0.25, warmup, steps, final, step)
+        assert float(schedule(step)) == pytest.approx(expected, rel=ROUNDING, abs=ROUNDING), step
+
+
+def test_a_run_of_warm_up_alone_is_allowed_and_a_longer_one_is_not():
+    assert float(optim.make_schedule("cosine", 1.0, 10, 10, 0.1)(10)) == 1.0
+    with pytest.raises(UserError, match=r"warmup_steps: 11 is longer than the run of 10 steps"):
+        optim.make_schedule("cosine", 1.0, 11, 10, 0.1)
+
+
+def test_unknown_names_list_the_known():
+    with pytest.raises(UserError, match=r"config\.optimizer\.name: must be one of adam, adamw, .* and is 'adamww'"):
+        optim.make_optimizer("adamww", 1e-3, weight_decay=0.0, **OPTIONS)
+    with pytest.raises(UserError, match=r"config\.optimizer\.schedule: must be one of constant, .* and is 'cos'"):
+        optim.make_schedule("cos", 1.0, 0, 10, 0.1)

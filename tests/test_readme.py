@@ -1,0 +1,122 @@
+"""Tests README.md and docs/: code that runs, and commands, settings and links that exist."""
+
+import functools
+import importlib.util
+import operator
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from configs import base
+
+import zerojax
+from zerojax import partition
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TRAIN = "python -m zerojax.train --config configs/zero3.py"
+TEST = 'pip install -e ".[test]" && python -m pytest'
+LIMIT = 240  # seconds; code that takes longer hangs
+
+
+def blocks(page, language):
+    """Returns the fenced blocks of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def command_lines():
+    return [line for page in PAGES for block in blocks(page, "bash") for line in block.splitlines()]
+
+
+def words(pattern):
+    return sorted({word for page in PAGES for word in re.findall(pattern, page.read_text())})
+
+
+def prose_names(pattern):
+    """Returns what matches in backticks outside fenced blocks."""
+    text = "".join(re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL) for page in PAGES)
+    return sorted(set(re.findall(pattern, text)))
+
+
+@functools.cache
+def run_code(page, folder):
+    """Runs a page's Python blocks as one program, in a folder of its own."""
+    environ = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environ |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", "\n".join(blocks(page, "python"))]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_python_blocks_of_a_page_run_as_they_stand(page, tmp_path):
+    done = run_code(page, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_readme_example_learns_on_eight_split_devices(tmp_path):
+    out = run_code(README, tmp_path).stdout
+    losses = [float(loss) for loss in re.findall(r"^\d+ ([\d.]+)$", out, re.MULTILINE)]
+    assert len(losses) == 20
+    assert losses[-1] < 0.5 * losses[0]
+    assert "PartitionSpec('data',) (32, 1024) of (256, 1024)" in out.replace("P('data')", "PartitionSpec('data',)")
+    assert "stage 3, data=8" in out
+
+
+def test_readme_shows_the_two_commands_and_ci_runs_the_second():
+    commands = "".join(blocks(README, "bash")).splitlines()
+    assert commands[0].startswith("python3 -m venv .venv && source .venv/bin/activate && pip install -e . && ")
+    assert commands[0].endswith(TRAIN)
+    assert commands[1] == TEST
+    *_, last = (ROOT / ".ci" / "run").read_text().strip().splitlines()
+    assert last.replace(" --quiet --disable-pip-version-check", "") == TEST
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+@pytest.mark.parametrize("module", words(r"python3? -m ([\w.]+)"))
+def test_every_module_that_a_command_runs_exists(module):
+    assert importlib.util.find_spec(module) or module in ("pre_commit", "mypy")
+
+
+@pytest.mark.parametrize("path", words(r"(?<![\w/])((?:scripts|configs|examples|docs|tests|zerojax)/[\w/.-]*\w/?)"))
+def test_every_path_that_is_named_exists(path):
+    assert (ROOT / path).exists()
+
+
+@pytest.mark.parametrize("key", words(r"(?<!--)config\.((?!py\b|json\b)\w[\w.]*\w)(?!\()"))
+def test_every_setting_that_is_named_exists(key):
+    operator.attrgetter(key)(base.get_config())
+
+
+@pytest.mark.parametrize("override", words(r"--config\.([\w.]+=[^\s`]+)"))
+def test_every_override_has_the_type_of_its_setting(override):
+    key, value = override.split("=")
+    default = operator.attrgetter(key)(base.get_config())
+    type(default)(value)
+
+
+@pytest.mark.parametrize("name", prose_names(r"`zerojax\.(\w+)"))
+def test_every_public_name_that_is_mentioned_exists(name):
+    assert hasattr(zerojax, name) or importlib.util.find_spec(f"zerojax.{name}")
+
+
+@pytest.mark.parametrize("extra", words(r"\.\[(\w+)\]"))
+def test_every_extra_that_is_installed_exists(extra):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extra in project["optional-dependencies"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        assert "://" in target or (page.parent / target).exists(), target
+
+
+def test_the_table_of_stages_is_the_one_in_the_code():
+    rows = re.findall(r"^\| (\d) \| (\w+) \| (\w+) \| (\w+)", README.read_text(), re.MULTILINE)
+    shown = {int(stage): tuple(word == "split" for word in roles) for stage, *roles in rows}
+    assert shown == {stage: (s.opt_state, s.grads, s.params) for stage, s in partition.STAGES.items()}

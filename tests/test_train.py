@@ -1,0 +1,221 @@
+"""Checks the command line: what it writes, what it refuses, and that a refusal loses nothing. This module tests zerojax.train."""
+
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import runs
+
+from zerojax import checkpoint, program
+
+REFUSED = {  # name -> (arguments, what the one line says)
+    "unknown key": ([*runs.flags(), "--config.stepz=3"], "--config.stepz=3: unknown config key 'stepz'; did you mean 'steps'?"),
+    "unknown group": ([*runs.flags(), "--config.zeroo.stage=3"], "unknown config key 'zeroo'; did you mean 'zero'?"),
+    "unknown key like none": ([*runs.flags(), "--config.qqq=3"], "--config.qqq=3: unknown config key 'qqq'; configs/base.py"),
+    "unknown flag": ([*runs.flags(), "--stepz=3"], "Unknown command line flag 'stepz'"),
+    "no flag": ([*runs.flags(), "extra"], "'extra' is not a flag; settings are given as --config.steps=50"),
+    "no config": ([], "--config: is missing; name a config file"),
+    "config without value": (["--config"], "Missing value for flag --config"),
+    "config not there": (["--config=configs/zero9.py"], "--config configs/zero9.py: there is no such file"),
+    "stage 4": (runs.flags(zero__stage=4), "config.zero.stage: must be one of 0, 1, 2, 3, and is 4"),
+    "word for a number": (runs.flags(steps="abc"), "--config.steps=abc: invalid literal for int()"),
+    "fraction of a step": (runs.flags(steps=1.5), "--config.steps=1.5: invalid literal for int()"),
+    "number for a group": (runs.flags(zero=3), "--config.zero=3: Failed to parse '3'"),
+    "rate that is no number": (runs.flags(optimizer__learning_rate="nan"), "config.optimizer.learning_rate: must be"),
+    "no steps": (runs.flags(steps=0), "config.steps: must be above 0, and is 0"),
+    "override of one part": (runs.flags(zero__overrides="('embed',)"), "config.zero.overrides: must be ((path regex"),
+    "override of no regex": (runs.flags(zero__overrides="(('emb[',('data',)),)"), "'emb[' is no regex"),
+    "override of no axis": (runs.flags(zero__overrides="(('embed',('rows',)),)"), "['rows']"),
+    "override of no weight": (runs.flags(zero__overrides="(('emmbed',('data',)),)"), "'emmbed' is found in no weight's path"),
+    "batch": (runs.flags(global_batch_size=12), "config.global_batch_size: 12 does not fit"),
+    "batch and micro batch": (runs.flags(micro_batch_size=2), "set --config.global_batch_size=16"),
+    "mesh": (runs.flags(mesh__data=16), "mesh: replica 1 x data 16 x model 1 = 16 devices, but there are 8"),
+    "no devices": (runs.flags(emulate_devices=0), "config.emulate_devices: must be above 0"),
+    "preset": (runs.flags(model__preset="gpt2"), "config.model.preset: must be one of test, tiny"),
+    "small vocabulary": (runs.flags(model__vocab_size=100), "smaller than the tokenizer's 320 ids"),
+    "long sequence": (runs.flags(seq_len=4096), "config.seq_len: 4096 is longer than"),
+    "cudnn": (runs.flags(model__attention="cudnn"), "cudnn needs an NVIDIA GPU"),
+    "tokenizer": (runs.flags(data__tokenizer="nope.json"), "config.data.tokenizer: 'nope.json' is not a file"),
+    "optimizer": (runs.flags(optimizer__name="adamm"), "config.optimizer.name: must be one of adam, adamw"),
+    "decay without effect": (runs.flags(optimizer__name="sgd"), "config.optimizer.weight_decay: sgd applies none"),
+    "warm-up": (runs.flags(optimizer__warmup_steps=7), "config.optimizer.warmup_steps: 7 is longer than the run of 6"),
+    "dataset": (runs.flags(data__name="stdlibb"), "config.data.name: no dataset 'stdlibb'; nearest datasets"),
+    "one process of some": ([*runs.flags(), "--process_id=3"], "--coordinator: must be given with --process_id"),
+    "empty workdir": ([*runs.flags(), "--workdir="], "--workdir: is empty"),
+}  # fmt: skip
+BROKEN_FILES = {
+    "syntax": ("def get_config(:\n", "broken.py:1: invalid syntax; mend the config file"),
+    "raises": ("def get_config():\n    return 1 / 0\n", "broken.py:2: ZeroDivisionError: division by zero"),
+    "import": ("from configs import zero9\n", "broken.py:1: ImportError"),
+    "typo": ("from configs import base\ndef get_config():\n    c = base.get_config()\n    c.lock()\n    c.stepz = 3\n", "broken.py:5: "),
+    "nothing": ("x = 1\n", "no attribute 'get_config'"),
+    "no key": ("from ml_collections import config_dict\ndef get_config():\n    return config_dict.ConfigDict()\n", "config.seed: missing"),
+    "extra key": ("from configs import base\ndef get_config():\n    c = base.get_config()\n    c.stepz = 3\n    return c\n", "config.stepz: unknown config key; did you mean 'steps'?"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_ends_in_one_line_and_status_2(commands, tmp_path, name):
+    arguments, words = REFUSED[name]
+    command = commands(f"--workdir={tmp_path}/run", *arguments)
+    assert words in command.error_line
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("name", BROKEN_FILES)
+def test_a_broken_config_file_is_named_with_its_line(commands, tmp_path, name):
+    text, words = BROKEN_FILES[name]
+    (tmp_path / "broken.py").write_text(text)
+    assert words in commands(f"--config={tmp_path}/broken.py", f"--workdir={tmp_path}/run").error_line
+
+
+@pytest.mark.parametrize("key", ["train_split", "eval_split"])
+@pytest.mark.parametrize("split", ["nope", "validation[:0]"])
+def test_a_split_that_is_not_there_or_empty_is_named_before_the_first_step(commands, tmp_path, stdlib_dir, key, split):
+    settings = {"data__name": "python_stdlib", "data__dir": stdlib_dir, f"data__{key}": split}
+    command = commands(*runs.flags(**settings), f"--workdir={tmp_path}")
+    assert "known splits: " in command.error_line and "starts at step" not in command.out
+
+
+def test_without_an_evaluation_split_nothing_is_evaluated(cache_dir, tmp_path):
+    runs.run(tmp_path, data__eval_split="")
+    assert runs.evaluations(tmp_path) == [] and list(runs.losses(tmp_path)) == list(range(1, 7))
+
+
+def test_a_folder_that_cannot_be_used_is_named(commands, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for place, reason in ((f"{tmp_path}/file", "File exists"), (f"{tmp_path}/file/run", "Not a directory")):
+        assert (
+            f"--workdir {place}: cannot be used ({reason})" in commands(*runs.flags(), f"--workdir={place}").error_line
+        )
+    assert (tmp_path / "file").read_text() == "mine"
+    assert "/proc/run: cannot be used" in commands(*runs.flags(), "--workdir=/proc/run").error_line
+
+
+@pytest.fixture(scope="module")
+def finished(cache_dir, tmp_path_factory):
+    """Returns the folder of a run of 6 steps with a checkpoint of each of the last two."""
+    return runs.run(tmp_path_factory.mktemp("finished") / "run", checkpoint__every=1)
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    return pathlib.Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_another_configs_folder_is_refused_and_left_as_it_is(commands, copied):
+    before = contents(copied)
+    command = commands(*runs.flags(seed=1), f"--workdir={copied}")
+    assert "was started with config.seed=0, and this run has 1" in command.error_line
+    assert "config.steps: is 5, and the run" in commands(*runs.flags(steps=5), f"--workdir={copied}").error_line
+    assert contents(copied) == before
+
+
+def test_a_truncated_checkpoint_is_named_and_the_one_before_it_serves(commands, copied):
+    largest = max((copied / "checkpoints" / "6").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    command = commands(*runs.flags(steps=7), f"--workdir={copied}")
+    assert "checkpoints/6: checkpoint is damaged" in command.error_line and "step 5 is intact" in command.error_line
+    shutil.rmtree(copied / "checkpoints" / "6")  # as the line says
+    runs.run(copied)
+    assert list(runs.losses(copied)) == list(range(1, 7))
+
+
+def test_a_foreign_folder_of_checkpoints_is_refused_and_left_as_it_is(commands, tmp_path):
+    for number, name in enumerate(("weights.bin", "7/model.ckpt")):
+        folder = tmp_path / str(number) / "checkpoints"
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text("theirs")
+        command = commands(*runs.flags(), f"--workdir={folder.parent}")
+        assert "choose " in command.error_line and str(folder) in command.error_line
+        assert contents(folder) == {name: b"theirs"}
+
+
+def test_stray_files_among_checkpoints_are_left_alone(copied):
+    (copied / "checkpoints" / "notes.txt").write_text("mine")
+    (copied / "checkpoints" / "6" / "notes.txt").write_text("mine")
+    runs.run(copied, steps=9, checkpoint__every=1, checkpoint__keep_last=1, checkpoint__keep_best=0)
+    names = sorted(path.name for path in (copied / "checkpoints").iterdir())
+    assert names == ["6", "9", "notes.txt"]  # what holds a file of somebody's is not deleted
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (b'{"step": 2}\n{"step"\n{"step": 4}\n', "metrics.jsonl:2: not a line of JSON"),
+        (b'{"step": 2}\n{}\n', 'metrics.jsonl:2: not the record of a "step"'),
+        (b"[1]\n", 'metrics.jsonl:1: not the record of a "step"'),
+        (b'{"step": "2"}\n', 'metrics.jsonl:1: not the record of a "step"'),
+    ],
+)
+def test_a_metrics_file_edited_by_hand_is_named_with_its_line(commands, copied, text, words):
+    (copied / "metrics.jsonl").write_bytes(text)
+    assert words in commands(*runs.flags(steps=7), f"--workdir={copied}").error_line
+    assert (copied / "metrics.jsonl").read_bytes() == text
+
+
+def test_a_metrics_file_with_nan_or_gone_does_not_stop_a_run(copied):
+    (copied / "metrics.jsonl").write_text('{"step": 6, "loss": NaN}\n')
+    runs.run(copied, steps=7)
+    assert runs.losses(copied)[6] is None and list(runs.losses(copied)) == [6, 7]
+    (copied / "metrics.jsonl").unlink()
+    runs.run(copied, steps=8)
+    assert list(runs.losses(copied)) == [8]
+
+
+def test_a_config_file_edited_by_hand_is_refused(commands, copied):
+    for text in ("{", "[]"):
+        (copied / "config.json").write_text(text)
+        assert "config.json: is not" in commands(*runs.flags(), f"--workdir={copied}").error_line
+
+
+def test_an_infinite_loss_names_its_step_and_a_checkpoint_that_restores_to_finite_weights(commands, tmp_path):
+    settings = {"name": "sgd", "weight_decay": 0.0, "clip_norm": 0.0, "learning_rate": 1e30}
+    changes = {"checkpoint__every": 1, **{f"optimizer__{key}": value for key, value in settings.items()}}
+    command = commands(*runs.flags(**changes), f"--workdir={tmp_path}")
+    # The rate is 0 in step 1 and huge in step 2: the weights of step 2 give step 3 its loss.
+    assert "zerojax: step 3: loss is nan; the last good checkpoint is of step 1" in command.error_line
+    assert runs.losses(tmp_path)[3] is None
+    built = program.build(runs.config(**changes), tokenizer_vocab=320)
+    saver = checkpoint.Checkpointer(tmp_path / "checkpoints", keep_last=2, keep_best=0)
+    state, _ = saver.restore(1, built.logical_abstract_state)
+    saver.close()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state)))
+
+
+def test_an_infinite_evaluation_loss_is_no_good_end(commands, tmp_path):
+    settings = {"name": "sgd", "weight_decay": 0.0, "clip_norm": 0.0, "learning_rate": 1e30, "warmup_steps": 1}
+    changes = {"steps": 2, **{f"optimizer__{key}": value for key, value in settings.items()}}
+    command = commands(*runs.flags(**changes), f"--workdir={tmp_path}")
+    assert "step 3: eval_loss is nan; no checkpoint before it is good" in command.error_line
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_reported_and_the_last_checkpoint_resumes(cache_dir, finished, tmp_path):
+    mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*mount, f"mount -t tmpfs tmpfs {tmp_path}"]).returncode:
+        pytest.skip("this system lets no user mount a tmpfs, on which to run out of space")
+    script = (
+        'mount -t tmpfs -o size=3m tmpfs $T; "$@" >/dev/null; echo "first $?"; ls $T/run/checkpoints; '
+        'mount -o remount,size=64m $T; "$@" >/dev/null; echo "second $?"; cat $T/run/metrics.jsonl'
+    )
+    # A checkpoint takes over 1 MB, so the second or third finds the disk full; keep_last=9 deletes none.
+    settings = runs.flags(checkpoint__every=1, checkpoint__keep_last=9)
+    command = [*mount, script, "sh", sys.executable, "-m", "zerojax.train", *settings, f"--workdir={tmp_path}/run"]
+    environ = runs.environment(cache_dir) | {"T": str(tmp_path)}
+    result = subprocess.run(command, cwd=runs.ROOT, env=environ, capture_output=True, text=True, timeout=runs.LIMIT)
+    before, after = result.stdout.split("second ")
+    assert before.startswith("first 2\n1\n") and after.startswith("0\n"), (result.stdout, result.stderr)
+    assert result.stderr.count("\n") == 1 and "no space left on the disk" in result.stderr, result.stderr
+    lines = [json.loads(line) for line in after.splitlines()[1:]]
+    assert {line["step"]: line["loss"] for line in lines if "loss" in line} == runs.losses(finished)
