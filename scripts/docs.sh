@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Builds the API pages from the docstrings into site/, with pdoc. Open site/index.html.
+# Builds the API pages of the package and its modules from the docstrings into site/, with pdoc. Open site/index.html.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-JAX_PLATFORMS=cpu python -W error::UserWarning:pdoc -m pdoc --docformat google --output-directory site zerojax
-echo "site/index.html"
+modules=$(find zerojax -name "*.py" ! -name "__init__.py" | sort | sed 's|\.py$||; s|/|.|g')
+# shellcheck disable=SC2086  # several words
+JAX_PLATFORMS=cpu python -m pdoc --docformat google --output-directory site zerojax $modules
+echo "built site/index.html"

@@ -83,15 +83,11 @@ def child_environment(environ: Mapping[str, str], index: int, processes: int, gp
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, required=True, help="how many to start")
     parser.add_argument("--gpus_per_process", type=int, default=0, help="GPUs that each sees; 0: all")
     parser.add_argument("--log_dir", type=pathlib.Path, help="for the output of all but process 0")
-    parser.add_argument(
-        "--grace_seconds", type=float, default=10, help="from SIGTERM to SIGKILL when one failed"
-    )
+    parser.add_argument("--grace_seconds", type=float, default=10, help="from SIGTERM to SIGKILL when one failed")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
     return parser
 

@@ -35,7 +35,7 @@ def in_passes(batch, passes):
     return jax.tree.map(lambda leaf: leaf.reshape(passes, -1, *leaf.shape[1:]), batch)
 
 
-@hypothesis.settings(max_examples=8, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
 @hypothesis.given(st.integers(2, 6), st.integers(1, 4))
 def test_the_mean_over_passes_is_the_mean_over_the_batch(passes, rows):
     batch, state = make_batch(passes * rows), State(jnp.zeros(()), jnp.zeros((), jnp.int32))
@@ -49,7 +49,7 @@ def test_the_mean_over_passes_is_the_mean_over_the_batch(passes, rows):
 def test_each_pass_sees_the_state_that_the_one_before_returned():
     batch, state = make_batch(6), State(jnp.zeros(()), jnp.zeros((), jnp.int32))
     (_, aux), _ = accumulate.value_and_grad(loss_fn, 3)(PARAMS, in_passes(batch, 3), state)
-    np.testing.assert_allclose(aux["state"]["total"], batch["x"].sum(), rtol=ROUNDING)
+    np.testing.assert_allclose(aux["state"]["total"], batch["x"].sum(), atol=ROUNDING)
 
 
 def test_metrics_are_averaged():

@@ -131,7 +131,7 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_it_serves(commands, 
 
 
 def test_a_foreign_folder_of_checkpoints_is_refused_and_left_as_it_is(commands, tmp_path):
-    for number, name in enumerate(("weights.bin", "7/model.ckpt")):
+    for number, name in enumerate(("weights.bin", "5/model.ckpt")):
         folder = tmp_path / str(number) / "checkpoints"
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text("theirs")

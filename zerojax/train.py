@@ -3,11 +3,14 @@
 python -m zerojax.train --config configs/zero3.py --workdir runs/mine --config.steps=50
 """
 
+import functools
 import pathlib
 import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from absl import app, flags, logging
@@ -31,6 +34,7 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", None, "This process's number, f
 
 def main() -> None:
     """Parses the command line and trains; a wrong input ends with one line and status 2."""
+    sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
     try:
         _parse(sys.argv)
         config = config_lib.from_dict(_CONFIG.value)
@@ -68,8 +72,6 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     saver = checkpoint.Checkpointer(
         folder / "checkpoints", keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
     )
-    if launch.is_primary():
-        workdir.save(folder, settings)
     done = saver.latest_step()
     if (done or 0) > config.steps:
         raise UserError(
@@ -77,6 +79,8 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
             "or more, or choose another --workdir"
         )
     state = program_lib.init_state(program) if done is None else loop.resume(program, saver, done, streams)
+    if launch.is_primary():
+        workdir.save(folder, settings)
     say(
         f"starts at step {done or 0} of {config.steps}; {loop.held(state)} of state on each device, counted from its arrays"
     )
@@ -98,6 +102,12 @@ def say(text: str) -> None:
     """Prints a line on the primary process."""
     if launch.is_primary():
         print(text, flush=True)
+
+
+def _report_unraisable(report: Callable[[Any], object], what: Any) -> None:
+    """Drops what writes in flight say when another has failed and closed Orbax's event loop: that one's line is enough."""
+    if str(what.exc_value) != "Event loop is closed":
+        report(what)
 
 
 def _parse(argv: list[str]) -> None:
@@ -137,7 +147,7 @@ def _why_no_config(error: Exception, argv: list[str]) -> str:
     key, near = re.search(r"\w+", _line(error)), re.search(r'mean "(\w+)"', _line(error))
     overrides = [word for word in argv if word.startswith("--config.")]
     override = next((word for word in overrides if key and key[0] in re.split("[.=]", word)), None)
-    if override is None:
+    if key is None or override is None:
         return f"command line: {_line(error)}"
     hint = f"did you mean {near[1]!r}?" if near else "configs/base.py holds every key"
     return f"{override}: unknown config key {key[0]!r}; {hint}"

@@ -40,9 +40,9 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
     folder = pathlib.Path(workdir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / CONFIG_FILE).exists():
+            return
         saved = json.loads((folder / CONFIG_FILE).read_text())
-    except FileNotFoundError:
-        return
     except OSError as error:
         raise UserError(f"--workdir {folder}: cannot be used ({error.strerror}); choose another folder") from error
     except ValueError as error:
