@@ -22,9 +22,10 @@ def stdlib_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory):
-    """Compiles each program of the small runs once: a second run of the same shapes takes a second, not twenty."""
+    """Compiles each program of the small runs once and roughly: a second run of the same shapes takes a second, not ten."""
     folder = tmp_path_factory.mktemp("compiled")
     settings = {
+        "jax_disable_most_optimizations": True,
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,

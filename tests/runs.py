@@ -34,10 +34,11 @@ SMALL: Mapping[str, Any] = {
     "log_every": 1,
     "optimizer.warmup_steps": 2,
     "data.name": "random",
+    "data.eval_split": "",
     "evaluate.batches": 1,
     "sample.length": 0,
 }
-TIMES = ("tokens_per_second", "step_seconds")  # what differs between equal runs
+EVALUATED = {"data__eval_split": "validation"}
 
 _FORKS = """
 import json, os, sys
@@ -111,6 +112,7 @@ def environment(cache: pathlib.Path) -> dict[str, str]:
     return {
         **kept,
         "PYTHONPATH": str(ROOT),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -173,6 +175,8 @@ class Commands:
         """Starts `python -m zerojax.train ARGUMENTS`; the child first runs the Python code `before`."""
         self._count += 1
         files = [os.devnull, *(str(self._folder / f"{self._count}.{stream}") for stream in ("out", "err"))]
+        for file in files[1:]:
+            pathlib.Path(file).touch()
         request = {"arguments": arguments, "files": files, "environ": environ, "unset": unset, "before": before}
         self._driver.stdin.write(json.dumps(request) + "\n")
         self._driver.stdin.flush()

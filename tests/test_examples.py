@@ -38,6 +38,15 @@ SMALL = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def fast_compilation():
+    """Compiles in half the time: sharding is decided the same, only the machine code is worse."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @functools.cache
 def load(name):
     spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
@@ -71,7 +80,7 @@ def plain_linen(example):
         (loss, aux), grads = jax.value_and_grad(example.loss_fn, has_aux=True)(state.params, batch, state)
         return loss, state.replace(**aux["state"]), grads
 
-    state, losses = example.create_state(jax.random.key(0)), []
+    state, losses = jax.jit(example.create_state)(jax.random.key(0)), []
     for _, batch in zip(range(STEPS), example.batches()):
         total, all_grads = 0.0, []
         for micro_batch in [batch] if passes == 1 else [jax.tree.map(lambda x: x[i], batch) for i in range(passes)]:  # noqa: B023
@@ -97,7 +106,7 @@ def plain_nnx(example):
 
 
 def plain_own(example):
-    state, losses = example.create_state(jax.random.key(0)), []
+    state, losses = jax.jit(example.create_state)(jax.random.key(0)), []
 
     @jax.jit
     def train_step(state, batch):
@@ -209,7 +218,7 @@ def reconstruction_loss(params, batch, state):
 def test_any_optax_transformation_trains_at_stage_3_as_on_one_device(name):
     example, tx = load("own_train_step"), TRANSFORMATIONS[name]
     plain = autoencoder_state(jax.random.key(0), tx)
-    state, partition = zerojax.shard_train_state(plain, mesh=zerojax.make_mesh(), stage=3)
+    state, partition = zerojax.shard_train_state(plain, mesh=zerojax.make_mesh(), stage=3, min_size=32)
     train_step = zerojax.make_train_step(reconstruction_loss, partition)
     one_device = jax.jit(jax.value_and_grad(reconstruction_loss))
     for _, batch in zip(range(5), example.batches()):
@@ -218,7 +227,7 @@ def test_any_optax_transformation_trains_at_stage_3_as_on_one_device(name):
         state, metrics = train_step(state, batch)
         np.testing.assert_allclose(metrics["loss"], expected, rtol=LOSS_TOLERANCE)
     split = [leaf for leaf in partition.leaves.values() if leaf.role == "opt_state" and "data" in leaf.spec]
-    assert len(split) >= (6 if name != "adafactor" else 1)  # 6 kernels
+    assert len(split) >= 6  # as many as there are kernels
 
 
 class AveragedState(train_state.TrainState):

@@ -30,6 +30,7 @@ def finished(cache_dir, stdlib_dir, tmp_path_factory):
         "steps": 32,
         "optimizer__learning_rate": 0.01,
         "evaluate__every": 8,
+        **runs.EVALUATED,
         "checkpoint__every": 8,
         "checkpoint__keep_best": 0,
         "sample__length": 8,
@@ -98,7 +99,7 @@ def test_a_finished_run_started_again_does_no_harm(finished, capsys):
 
 
 def test_the_table_equals_the_bytes_counted_from_the_arrays(tmp_path, capsys):
-    runs.run(tmp_path, steps=2, checkpoint__at_end=False, data__eval_split="")
+    runs.run(tmp_path, steps=2, checkpoint__at_end=False)
     out = capsys.readouterr().out
     built = program.build(runs.config(), tokenizer_vocab=320)
     counted = report.bytes_per_device(built.partition)
@@ -119,8 +120,8 @@ def test_the_sample_begins_with_the_prompt_and_depends_on_nothing_but_weights_an
 
 
 def test_log_every_thins_the_lines_and_keeps_the_last(tmp_path):
-    runs.run(tmp_path / "all")
-    runs.run(tmp_path / "some", log_every=4)
+    runs.run(tmp_path / "all", **runs.EVALUATED)
+    runs.run(tmp_path / "some", log_every=4, **runs.EVALUATED)
     every = runs.losses(tmp_path / "all")
     assert runs.losses(tmp_path / "some") == {4: every[4], 6: every[6]}
     assert runs.evaluations(tmp_path / "some") == runs.evaluations(tmp_path / "all")
@@ -128,7 +129,7 @@ def test_log_every_thins_the_lines_and_keeps_the_last(tmp_path):
 
 def test_checkpoints_are_the_newest_and_the_best(tmp_path):
     # A rate this high makes random tokens only less likely, so an early step stays the best.
-    changes = {"evaluate__every": 1, "checkpoint__every": 1, "optimizer__learning_rate": 0.1}
+    changes = {**runs.EVALUATED, "evaluate__every": 1, "checkpoint__every": 1, "optimizer__learning_rate": 0.1}
     runs.run(tmp_path, **changes, checkpoint__keep_last=2, checkpoint__keep_best=1)
     best = min(runs.evaluations(tmp_path), key=lambda pair: pair[1])[0]
     assert best < 5
@@ -137,14 +138,14 @@ def test_checkpoints_are_the_newest_and_the_best(tmp_path):
 
 def test_two_accumulated_passes_give_the_losses_of_one(tmp_path):
     for accum in (1, 2):
-        runs.run(tmp_path / str(accum), global_batch_size=16, grad_accum=accum)
+        runs.run(tmp_path / str(accum), global_batch_size=16, grad_accum=accum, **runs.EVALUATED)
     one, two = ([values[1:] for values in runs.numbers(tmp_path / name)] for name in "12")
     np.testing.assert_allclose(two, one, rtol=SUM_ORDER)
     np.testing.assert_allclose(*(runs.evaluations(tmp_path / name)[-1] for name in "12"), rtol=SUM_ORDER)
 
 
 def test_the_evaluation_loss_of_the_same_weights_is_the_same_number_whenever_asked(tmp_path):
-    built, streams, _ = open_run(tmp_path)
+    built, streams, _ = open_run(tmp_path, **runs.EVALUATED)
     params = program.init_state(built).params
     first = streams.evaluation_loss(params)
     before = streams.position()
@@ -158,7 +159,7 @@ def test_the_evaluation_loss_of_the_same_weights_is_the_same_number_whenever_ask
 def test_accumulated_evaluation_reads_the_same_text(tmp_path):
     found = []
     for accum in (1, 2):
-        built, streams, _ = open_run(tmp_path, global_batch_size=16, grad_accum=accum)
+        built, streams, _ = open_run(tmp_path, global_batch_size=16, grad_accum=accum, **runs.EVALUATED)
         found.append(streams.evaluation_loss(program.init_state(built).params))
         streams.close()
     np.testing.assert_allclose(*found, rtol=MEAN_ORDER)
@@ -166,7 +167,7 @@ def test_accumulated_evaluation_reads_the_same_text(tmp_path):
 
 def test_batches_lie_split_over_the_devices_in_the_order_of_rows(tmp_path):
     built, streams, _ = open_run(tmp_path, global_batch_size=16)
-    whole = np.stack([window for window in np.asarray(streams.next()["tokens"])])
+    whole = np.asarray(streams.next()["tokens"])
     streams.move_to({str(row): {**position, "index": 0} for row, position in streams.position().items()})
     again = streams.next()["tokens"]
     assert again.shape == (16, 33) and again.sharding == built.batch_sharding
@@ -178,7 +179,7 @@ def test_batches_lie_split_over_the_devices_in_the_order_of_rows(tmp_path):
 
 
 def test_a_steps_numbers_are_read_after_the_next_step_is_dispatched(tmp_path, monkeypatch):
-    built, streams, run = open_run(tmp_path)
+    built, _, run = open_run(tmp_path)
     events = []
     steps = iter(range(1, 10))
 
@@ -196,7 +197,7 @@ def test_a_steps_numbers_are_read_after_the_next_step_is_dispatched(tmp_path, mo
     run.train(program.init_state(built), start=0)
     run.finish(None)
     order = [f"{what} {step + (what == 'dispatch')}" for step in range(1, 6) for what in ("dispatch", "write")]
-    assert events == ["dispatch 1", *order, "write 6", "write 6"]  # the last is the evaluation's
+    assert events == ["dispatch 1", *order, "write 6"]
 
 
 def test_padded_shapes_are_those_of_the_model(tmp_path):
@@ -215,7 +216,7 @@ def test_padded_shapes_are_those_of_the_model(tmp_path):
 
 def test_resume_names_a_padded_leaf_that_is_another_models(tmp_path):
     with runs.on_devices(7):
-        settings = {"global_batch_size": 7, "zero__indivisible": "pad", "steps": 2, "data__eval_split": ""}
+        settings = {"global_batch_size": 7, "zero__indivisible": "pad", "steps": 2}
         runs.run(tmp_path, devices=7, **settings, model__vocab_size=321)
         built, streams, run = open_run(tmp_path, **settings, model__vocab_size=322)
         with pytest.raises(ValueError, match=r"embedding was saved with shape \(321, 64\).*\(322, 64\)"):

@@ -255,9 +255,15 @@ BAD = {
     "stage 4": ({"stage": 4}, r"^stage: must be one of 0, 1, 2, 3, and is 4$"),
     "choice": ({"indivisible": "drop"}, r"^indivisible: must be 'whole' or 'pad', and is 'drop'"),
     "no match": ({"overrides": [("absent", P())]}, r"'absent' is found in no weight's path; paths look like params/"),
-    "axis": ({"overrides": [("kernel", P("tensor"))]}, r"names \['tensor'\]; the mesh has \['replica', 'data', 'model'\]"),
+    "axis": (
+        {"overrides": [("kernel", P("tensor"))]},
+        r"names \['tensor'\]; the mesh has \['replica', 'data', 'model'\]",
+    ),
     "dims": ({"overrides": [("kernel", P(None, None, "data"))]}, r"has 3 dims, and the leaf has shape \(64, 63\)"),
-    "divide": ({"overrides": [("kernel", P(None, "data"))]}, r"splits dim 1 of \(64, 63\) in 8, which does not divide 63"),
+    "divide": (
+        {"overrides": [("kernel", P(None, "data"))]},
+        r"splits dim 1 of \(64, 63\) in 8, which does not divide 63",
+    ),
     "pair": ({"overrides": ["kernel"]}, r"overrides: each is a pair \(path regex, PartitionSpec\)"),
     "string": ({"overrides": [("kernel", "data")]}, r"overrides: each is a pair \(path regex, PartitionSpec\)"),
     "regex": ({"overrides": [("(", P())]}, r"overrides: '\(' is not a regex"),

@@ -19,7 +19,10 @@ LAST_PLACE = 1e-6
 def make_params(key, dtype=jnp.float32):
     keys = jax.random.split(key, 3)
     return {
-        "dense": {"kernel": jax.random.normal(keys[0], (64, 40), dtype), "bias": jax.random.normal(keys[1], (64,), dtype)},
+        "dense": {
+            "kernel": jax.random.normal(keys[0], (64, 40), dtype),
+            "bias": jax.random.normal(keys[1], (64,), dtype),
+        },
         "table": jax.random.normal(keys[2], (24, 8), dtype),
     }
 

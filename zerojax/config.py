@@ -224,7 +224,7 @@ def batch_sizes(config: Config, ways: int) -> BatchSizes:
         total = micro * accum * ways
     known = (micro or 1) * (accum or 1) * ways
     if total % known or (micro and accum and total != known):
-        near = max(1, round(total / known)) * known
+        near = known if micro and accum else max(1, round(total / known)) * known
         raise UserError(
             f"config.global_batch_size: {total} does not fit {rule} with micro_batch_size={micro or 'derived'}, "
             f"grad_accum={accum or 'derived'}, data * replica={ways}; set --config.global_batch_size={near}"

@@ -213,22 +213,22 @@ def resume(program: program_lib.Program, saver: checkpoint.Checkpointer, step: i
     Raises:
       UserError: the checkpoint is damaged or another model's.
     """
-    before, now = saver.meta(step).get("padded", {}), padded_shapes(program.partition)
-    for path in before.keys() & now.keys():
-        if before[path] != now[path]:
+    before, now = saver.meta(step).get("padded", {}), _shapes(program.partition)
+    for path, shape in before.items():
+        if now.get(path, shape) != shape:
             raise UserError(
-                f"{saver.directory}/{step}: {path} was saved with shape {tuple(before[path])}, and this config's model has "
+                f"{saver.directory}/{step}: {path} was saved with shape {tuple(shape)}, and this config's model has "
                 f"{tuple(now[path])}; use the config it was saved with"
             )
-    logical, position = saver.restore(step, program.logical_abstract_state, frozenset(before.keys() | now.keys()))
+    resizable = frozenset(before.keys() | padded_shapes(program.partition).keys())
+    logical, position = saver.restore(step, program.logical_abstract_state, resizable)
     streams.move_to(position)
     return program_lib.restored_state(program, logical)
 
 
 def padded_shapes(partition: partition_lib.Partition) -> dict[str, list[int]]:
     """Returns the unpadded shape of each leaf that is stored padded, by its path in a checkpoint."""
-    decided = tree.map_with_path(lambda path, _: partition.leaves[path], partition.abstract_state)
-    return {path: list(leaf.shape) for path, leaf in tree.flatten(precision.to_logical(decided)) if leaf.padding}
+    return {path: list(leaf.shape) for path, leaf in _logical_leaves(partition) if leaf.padding}
 
 
 def logical_params(program: program_lib.Program, state: Any) -> Any:
@@ -246,6 +246,17 @@ def logical_params(program: program_lib.Program, state: Any) -> Any:
 def held(state: Any) -> str:
     """Says how many bytes of state one device holds."""
     return report.human(report.measured_bytes(state, jax.local_devices()[0]))
+
+
+def _shapes(partition: partition_lib.Partition) -> dict[str, list[int]]:
+    """Returns every leaf's shape as the model sees it, by its path in a checkpoint."""
+    return {path: list(leaf.shape) for path, leaf in _logical_leaves(partition)}
+
+
+def _logical_leaves(partition: partition_lib.Partition) -> list[tuple[str, partition_lib.Leaf]]:
+    """Returns what was decided for each leaf of a checkpoint."""
+    decided = tree.map_with_path(lambda path, _: partition.leaves[path], partition.abstract_state)
+    return tree.flatten(precision.to_logical(decided))
 
 
 def _local_indices(mesh: jax.sharding.Mesh, rows: int) -> list[int]:

@@ -59,7 +59,7 @@ def make_train_step(
         with jax.named_scope("clip"):
             grads = place(grads)
             norm = optax.global_norm(precision.cast_floating(grads, jnp.float32))
-            factor = jnp.minimum(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0
+            factor = jnp.minimum(1.0, clip_norm / norm) if clip_norm else 1.0  # a norm of 0 gives inf, and so 1
             grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
         with jax.named_scope("update"):
             new_state = state.replace(**aux.get("state", {})).apply_gradients(grads=grads)

@@ -1,0 +1,169 @@
+"""Checks the model against its definition. This module tests zerojax.models.llama."""
+
+import dataclasses
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zerojax.models import llama, presets
+
+ROUNDING = 2e-5  # float32 sums of some hundred terms in another order
+CONFIG = dataclasses.replace(presets.PRESETS["test"], vocab_size=61)
+
+
+def shapes_of(config):
+    return jax.eval_shape(llama.Llama(config).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+
+
+def make_params(config=CONFIG):
+    """Draws weights in numpy: compiling the initialisers takes longer than all else here."""
+    random = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: jnp.asarray(random.normal(0, 0.1, leaf.shape), leaf.dtype), shapes_of(config))
+
+
+@functools.cache
+def compiled(config):
+    return jax.jit(llama.Llama(config).apply)
+
+
+def logits(config, params, tokens):
+    return compiled(config)({"params": params}, tokens)
+
+
+def make_tokens(batch=2, length=12):
+    return jax.random.randint(jax.random.key(1), (batch, length), 0, CONFIG.vocab_size)
+
+
+@pytest.mark.parametrize("changed", [1, 5, 11])
+def test_a_later_token_changes_no_earlier_logits(changed):
+    params, tokens = make_params(), make_tokens()
+    other = tokens.at[:, changed].add(1) % CONFIG.vocab_size
+    before, after = logits(CONFIG, params, tokens), logits(CONFIG, params, other)
+    np.testing.assert_array_equal(before[:, :changed], after[:, :changed])
+    assert (abs(before[:, changed:] - after[:, changed:]).max(axis=(0, 2)) > 0).all()
+
+
+@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+@hypothesis.given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 10), st.sampled_from([1e4, 5e5]))
+def test_rotated_products_depend_on_distance_alone(i, j, shift, theta):
+    x = jax.random.normal(jax.random.key(0), (2, 16))
+    rotated = llama.rotate(jnp.broadcast_to(x[:, None, None], (2, 31, 1, 16)), theta)[:, :, 0]
+    np.testing.assert_allclose(rotated[0, i] @ rotated[1, j], rotated[0, i + shift] @ rotated[1, j + shift], atol=1e-4)
+    np.testing.assert_allclose(jnp.linalg.norm(rotated[0], axis=-1), jnp.linalg.norm(x[0]), rtol=ROUNDING)
+    np.testing.assert_allclose(rotated[:, 0], x, atol=0)
+
+
+def test_rotation_turns_each_pair_by_its_angle():
+    length, dim, theta = 7, 8, 100.0
+    x = jax.random.normal(jax.random.key(3), (1, length, 1, dim))
+    pairs = np.asarray(x[..., : dim // 2]) + 1j * np.asarray(x[..., dim // 2 :])
+    angles = np.arange(length)[:, None] * theta ** (-2 * np.arange(dim // 2) / dim)
+    turned = pairs * np.exp(1j * angles)[None, :, None, :]
+    np.testing.assert_allclose(llama.rotate(x, theta), np.concatenate([turned.real, turned.imag], -1), atol=ROUNDING)
+
+
+def test_grouped_attention_is_full_attention_with_repeated_heads():
+    full = dataclasses.replace(CONFIG, num_kv_heads=CONFIG.num_heads)
+    params = make_params()
+    group = CONFIG.num_heads // CONFIG.num_kv_heads
+
+    def widen(path, leaf):
+        is_kv = path[-2].key in ("k", "v")
+        return jnp.repeat(leaf, group, axis=1) if is_kv else leaf
+
+    wide = jax.tree_util.tree_map_with_path(widen, params)
+    np.testing.assert_allclose(
+        logits(CONFIG, params, make_tokens()), logits(full, wide, make_tokens()), atol=ROUNDING
+    )
+
+
+def by_hand(c, params, tokens):
+    """The equations in numpy, one sequence and one head at a time."""
+
+    def norm(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.norm_eps) * scale
+
+    def rotated(x):
+        return np.asarray(llama.rotate(jnp.asarray(x)[None, :, None], c.rope_theta))[0, :, 0]
+
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    x = p["embed"]["embedding"][tokens]
+    for i in range(c.num_layers):
+        layer = p[f"layer_{i}"]
+        h, out = norm(x, layer["attention_norm"]["scale"]), 0
+        for head in range(c.num_heads):
+            group = head * c.num_kv_heads // c.num_heads
+            q, k = h @ layer["attention"]["q"]["kernel"][:, head], h @ layer["attention"]["k"]["kernel"][:, group]
+            scores = rotated(q) @ rotated(k).T / np.sqrt(c.head_dim)
+            scores = np.where(np.tri(len(tokens), dtype=bool), scores, -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            value = h @ layer["attention"]["v"]["kernel"][:, group]
+            out = out + weights @ value @ layer["attention"]["o"]["kernel"][head]
+        x = x + out
+        h = norm(x, layer["mlp_norm"]["scale"])
+        gate, up = h @ layer["mlp"]["gate"]["kernel"], h @ layer["mlp"]["up"]["kernel"]
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp"]["down"]["kernel"]
+    return norm(x, p["norm"]["scale"]) @ p["head"]["kernel"]
+
+
+def test_the_model_computes_its_equations():
+    params, tokens = make_params(), make_tokens(batch=1)
+    expected = by_hand(CONFIG, params, np.asarray(tokens[0]))
+    np.testing.assert_allclose(logits(CONFIG, params, tokens)[0], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parts_make_up_the_models_own_tree(tied):
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
+    made = {
+        name: jax.eval_shape(module.init, jax.random.key(0), example)["params"]
+        for name, (module, example) in llama.parts(config).items()
+    }
+    params = shapes_of(config)
+    describe = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), tree)  # noqa: E731
+    assert describe(made) == describe(params)
+    assert ("head" in params) == (not tied)
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == llama.count_params(config)
+
+
+def test_equal_layers_are_equal_modules():
+    parts = llama.parts(CONFIG)
+    assert parts["layer_0"] == parts["layer_1"]
+
+
+def test_tied_embeddings_read_the_table_transposed():
+    config = dataclasses.replace(CONFIG, tie_embeddings=True)
+    params = make_params(config)
+    assert jnp.array_equal(llama.head_kernel(params), params["embed"]["embedding"].T)
+    untied = {**params, "head": {"kernel": params["embed"]["embedding"].T}}
+    tokens = make_tokens()
+    np.testing.assert_allclose(logits(config, params, tokens), logits(CONFIG, untied, tokens), atol=ROUNDING)
+    assert llama.head_kernel(untied) is untied["head"]["kernel"]
+
+
+def test_hidden_states_times_the_head_are_the_logits():
+    params, tokens = make_params(), make_tokens()
+    hidden = llama.Llama(CONFIG).apply({"params": params}, tokens, method="hidden")
+    np.testing.assert_allclose(hidden @ llama.head_kernel(params), logits(CONFIG, params, tokens), atol=ROUNDING)
+
+
+def test_16_bit_weights_compute_in_16_bits_and_logits_are_float32():
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params())
+    shape = jax.eval_shape(lambda p: llama.Llama(CONFIG).apply({"params": p}, make_tokens(), method="hidden"), params)
+    assert shape.dtype == jnp.bfloat16
+    assert logits(CONFIG, params, make_tokens()).dtype == jnp.float32
+
+
+def test_flops_of_the_8b_shape_by_hand():
+    """8.03 B weights, less the 128256 x 4096 table that is looked up; scores and their use: 2 * 2 * 3 / 2 T * 4096."""
+    multiplied = 8_030_261_248 - 128_256 * 4096
+    attention = 32 * 6 * 32 * 128 * 8192
+    assert llama.flops_per_token(presets.PRESETS["llama3_8b"], 8192) == 6 * multiplied + attention
+    tied = dataclasses.replace(CONFIG, tie_embeddings=True)
+    assert llama.flops_per_token(tied, 16) == llama.flops_per_token(CONFIG, 16)

@@ -1,0 +1,80 @@
+"""Checks counted bytes against arrays. This module tests zerojax.report."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+from zerojax import mesh as mesh_lib
+from zerojax import partition, place, precision, report
+
+SHAPES = {"kernel": (64, 40), "bias": (24,), "table": (48, 8)}
+COUNT = 64 * 40 + 24 + 48 * 8
+
+
+def make_state(tx, dtype=jnp.float32):
+    params = {name: jnp.ones(shape, dtype) for name, shape in SHAPES.items()}
+    return TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+def make_partition(stage, ways=8, dtype=jnp.float32, **options):
+    tx = optax.adam(1e-3) if dtype == jnp.float32 else precision.with_master_weights(optax.adam(1e-3))
+    mesh = mesh_lib.make_mesh(data=ways, devices=jax.devices()[:ways])
+    state = make_state(tx, dtype)
+    return partition.partition_state(state, mesh=mesh, stage=stage, **{"min_size": 0, **options})
+
+
+@pytest.mark.parametrize("indivisible", ["whole", "pad"])
+@pytest.mark.parametrize("stage", partition.STAGES)
+def test_counted_bytes_are_those_of_the_shards(stage, indivisible):
+    mesh = mesh_lib.make_mesh(data=3, devices=jax.devices()[:3])
+    state, part = place.shard_train_state(
+        make_state(optax.adam(1e-3)), mesh=mesh, stage=stage, min_size=30, indivisible=indivisible
+    )
+    counted = report.bytes_per_device(part)
+    for device in mesh.devices.flat:
+        assert counted["params"] == report.measured_bytes(state.params, device)
+        assert counted["opt_state"] == report.measured_bytes(state.opt_state, device)
+        assert sum(counted.values()) - counted["grads"] == report.measured_bytes(state, device)
+
+
+# Bytes a parameter that gradients add while a step runs: stage -> f(ways, bytes of one)
+GRADS = {
+    0: lambda n, item: item,
+    1: lambda n, item: item,
+    2: lambda n, item: item / n,
+    3: lambda n, item: item / n,
+}
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("stage", partition.STAGES)
+def test_gradients_take_their_weights_bytes_or_float32_where_they_accumulate(stage, dtype, accumulates):
+    counted = report.bytes_per_device(make_partition(stage, dtype=dtype), accumulates=accumulates)
+    item = 4 if accumulates else jnp.dtype(dtype).itemsize
+    assert counted["grads"] == GRADS[stage](8, item) * COUNT
+
+
+def test_the_table_says_what_is_saved_and_what_stays_whole():
+    part, baseline = make_partition(3, min_size=100), make_partition(0)
+    text = report.as_text(report.memory_table(part, baseline))
+    assert "stage 3, data=8" in text and "kept whole: 1 x fewer than 100 elements" in text
+    here, there = (sum(report.bytes_per_device(p).values()) for p in (part, baseline))
+    row = next(line for line in text.splitlines() if "total" in line)
+    assert report.human(here) in row and report.human(there) in row and f"{1 - here / there:.0%}" in row
+
+
+def test_a_table_of_stage_0_has_nothing_saved_and_no_caption():
+    part = make_partition(0)
+    text = report.as_text(report.memory_table(part, part))
+    assert "kept whole" not in text and "0%" in next(line for line in text.splitlines() if "total" in line)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1.5 * 2**30, "1.50 GiB"), (2**60, "1048576.00 TiB")],
+)
+def test_bytes_read_in_the_unit_that_fits(count, text):
+    assert report.human(count) == text
