@@ -59,7 +59,9 @@ def test_every_config_file_is_valid_and_says_how_to_run_it(name):
 
 def test_the_base_holds_every_field_and_no_other():
     raw = load("base").to_dict()
-    flat = {f"{g}.{k}" if isinstance(v, dict) else g for g, v in raw.items() for k in (v if isinstance(v, dict) else [0])}
+    flat = {
+        f"{g}.{k}" if isinstance(v, dict) else g for g, v in raw.items() for k in (v if isinstance(v, dict) else [0])
+    }
     assert flat == places()
 
 

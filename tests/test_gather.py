@@ -41,7 +41,10 @@ def assert_close(found, expected):
 
 @hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
 @hypothesis.given(
-    TREES, st.sampled_from(list(partition.STAGES)), st.sampled_from(["whole", "pad"]), st.sampled_from(list(gather.REMAT))
+    TREES,
+    st.sampled_from(list(partition.STAGES)),
+    st.sampled_from(["whole", "pad"]),
+    st.sampled_from(list(gather.REMAT)),
 )
 def test_gradients_are_those_of_the_plain_loss_placed_as_the_stage_says(shapes, stage, indivisible, remat):
     shapes, structure = jax.tree.flatten(shapes, is_leaf=lambda node: isinstance(node, tuple))
@@ -63,7 +66,9 @@ def test_gradients_are_those_of_the_plain_loss_placed_as_the_stage_says(shapes, 
         assert grad.sharding.is_equivalent_to(placement.grad, grad.ndim)
         whole = dict(tree.flatten(expected))[path]
         assert_close(grad[tuple(slice(n) for n in whole.shape)], whole)
-        assert np.abs(np.asarray(grad)).sum() == pytest.approx(float(abs(whole).sum()), rel=1e-4), "padding took gradient"
+        assert np.abs(np.asarray(grad)).sum() == pytest.approx(float(abs(whole).sum()), rel=1e-4), (
+            "padding took gradient"
+        )
 
 
 def equations(jaxpr):

@@ -73,9 +73,7 @@ def test_one_pass_over_a_mesh_is_autodiff_on_one_device(mesh, spec, chunk):
     placed = jax.device_put(
         inputs, (mesh_lib.batch_sharding(mesh), mesh_lib.replicated(mesh), mesh_lib.batch_sharding(mesh))
     )
-    one_pass = functools.partial(
-        losses.one_pass_cross_entropy, mesh=mesh, kernel_grad_spec=spec, chunk_tokens=chunk
-    )
+    one_pass = functools.partial(losses.one_pass_cross_entropy, mesh=mesh, kernel_grad_spec=spec, chunk_tokens=chunk)
     loss, grads = value_and_grads(one_pass, placed, scale=0.5)
     assert_close((loss, grads), value_and_grads(plain, inputs, scale=0.5))
     assert grads[1].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)

@@ -18,10 +18,12 @@ from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.models import llama, presets
 
-STEPS, ROWS, LENGTH = 30, 24, 17
+STEPS, ROWS, LENGTH = 30, 48, 17
 SAME_LOSS = 1e-5  # relative, over 30 steps in float32: the bar of the project
 ROUNDING = 2e-6  # the same float32 terms, summed in another order
-BF16 = 1e-3  # relative, between bf16 runs whose 16-bit weights may differ by a last place; the loss itself moves by 35 %
+BF16 = (
+    1e-3  # relative, between bf16 runs whose 16-bit weights may differ by a last place; the loss itself moves by 35 %
+)
 CONFIG = dataclasses.replace(presets.PRESETS["test"], vocab_size=67)  # odd: neither 67 nor 64 divides by 3
 MODEL = llama.Llama(CONFIG)
 SCHEDULE = optax.linear_schedule(3e-3, 3e-4, STEPS)
@@ -32,16 +34,19 @@ TX = optax.adamw(SCHEDULE, b1=0.9, b2=0.95, weight_decay=0.1)
 def make_params():
     random = np.random.default_rng(0)
     shapes = jax.eval_shape(MODEL.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-    return jax.tree.map(lambda leaf: jnp.asarray(random.normal(0, 0.05, leaf.shape), leaf.dtype), shapes)
+
+    def draw(leaf):
+        values = random.normal(0, 0.05, leaf.shape) if leaf.ndim > 1 else np.ones(leaf.shape)
+        return jnp.asarray(values, leaf.dtype)
+
+    return jax.tree.map(draw, shapes)
 
 
 def batches():
-    """Yields tokens of which every second repeats the one before: something to learn."""
+    """Yields tokens of which some are far more frequent than others: something to learn."""
     random = np.random.default_rng(1)
     while True:
-        tokens = random.integers(0, CONFIG.vocab_size, (ROWS, LENGTH)).astype(np.int32)
-        tokens[:, 1::2] = tokens[:, :-1:2]
-        yield tokens
+        yield (random.geometric(0.2, (ROWS, LENGTH)) % CONFIG.vocab_size).astype(np.int32)
 
 
 @functools.cache
@@ -105,13 +110,17 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
     "stage 3": {"stage": 3},
-    "stage 1, 4 x 2, whole model, none": {"stage": 1, "mesh": (4, 2), "blocks": "", "remat": "none"},
     "stage 2, 4 x 2, 2 passes, none": {"stage": 2, "mesh": (4, 2), "accum": 2, "remat": "none"},
     "stage 3, 2 x 4, whole model": {"stage": 3, "mesh": (2, 4), "blocks": ""},
     "stage 3, 2 passes, full": {"stage": 3, "mesh": (1, 4), "accum": 2, "remat": "full"},
-    "stage 3, none": {"stage": 3, "mesh": (2, 4), "remat": "none"},
-    "stage 3, padded": {"stage": 3, "mesh": (1, 3), "indivisible": "pad", "min_size": 0},
-    "stage 1, padded, whole model": {"stage": 1, "mesh": (1, 3), "indivisible": "pad", "blocks": "", "remat": "full"},
+    "stage 3, 2 x 3, padded, none": {"stage": 3, "mesh": (2, 3), "indivisible": "pad", "min_size": 0, "remat": "none"},
+    "stage 1, padded, whole model, full": {
+        "stage": 1,
+        "mesh": (1, 3),
+        "indivisible": "pad",
+        "blocks": "",
+        "remat": "full",
+    },
 }
 
 
@@ -164,13 +173,11 @@ def shard(state, stage=3, **options):
 @pytest.mark.parametrize("clip_norm", [0.0, 1e-4, 0.1])
 def test_clipping_is_optax_clip_by_global_norm(clip_norm):
     clip = optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity()
-    _, part = shard(linear_state())
+    state, part = shard(linear_state())
     train_step = step.make_train_step(linear_loss, part, clip_norm=clip_norm, donate=False)
     for scale in (0.0, 1e-3, 1.0, 1e4):
-        state, _ = shard(linear_state(state_tx := optax.sgd(0.5)))
-        state = state.replace(tx=part.abstract_state.tx)
         batch = linear_batch(scale=scale)
-        grads = jax.grad(linear_loss)(linear_state(state_tx).params, batch, None)
+        grads = jax.grad(linear_loss)(linear_state().params, batch, None)
         clipped, _ = clip.update(grads, clip.init(grads))
         new, metrics = train_step(state, batch)
         np.testing.assert_allclose(metrics["grad_norm"], optax.global_norm(grads), rtol=ROUNDING)
@@ -238,7 +245,11 @@ def test_a_batch_may_come_from_the_host_or_lie_on_the_mesh():
 
 
 BAD_BATCHES = {
-    "rows": (1, linear_batch(12), r"^batch/x: dim 0 of \(12, 8\) does not divide by data \* replica = 8; use a multiple"),
+    "rows": (
+        1,
+        linear_batch(12),
+        r"^batch/x: dim 0 of \(12, 8\) does not divide by data \* replica = 8; use a multiple",
+    ),
     "rows a pass": (2, jax.tree.map(lambda x: x.reshape(2, 6, 8), linear_batch(12)), r"^batch/x: dim 1 of \(2, 6, 8\)"),
     "passes": (2, linear_batch(16), r"^batch/x: shape \(16, 8\) must begin with grad_accum=2, then examples"),
     "a number": (2, {"x": jnp.ones(())}, r"^batch/x: shape \(\) must begin with grad_accum=2"),

@@ -48,14 +48,15 @@ REFUSED = {  # name -> (arguments, what the one line says)
     "one process of some": ([*runs.flags(), "--process_id=3"], "--coordinator: must be given with --process_id"),
     "empty workdir": ([*runs.flags(), "--workdir="], "--workdir: is empty"),
 }  # fmt: skip
+BASE = "from configs import base\ndef get_config():\n    c = base.get_config()\n"
 BROKEN_FILES = {
     "syntax": ("def get_config(:\n", "broken.py:1: invalid syntax; mend the config file"),
     "raises": ("def get_config():\n    return 1 / 0\n", "broken.py:2: ZeroDivisionError: division by zero"),
     "import": ("from configs import zero9\n", "broken.py:1: ImportError"),
-    "typo": ("from configs import base\ndef get_config():\n    c = base.get_config()\n    c.lock()\n    c.stepz = 3\n", "broken.py:5: "),
+    "typo": (BASE + "    c.lock()\n    c.stepz = 3\n", "broken.py:5: "),
     "nothing": ("x = 1\n", "no attribute 'get_config'"),
     "no key": ("from ml_collections import config_dict\ndef get_config():\n    return config_dict.ConfigDict()\n", "config.seed: missing"),
-    "extra key": ("from configs import base\ndef get_config():\n    c = base.get_config()\n    c.stepz = 3\n    return c", "did you mean 'steps'?"),
+    "extra key": (BASE + "    c.stepz = 3\n    return c", "did you mean 'steps'?"),
 }  # fmt: skip
 
 

@@ -92,7 +92,6 @@ def _one_pass_forward(
         mesh=mesh,
         in_specs=(batch, P(), batch),
         out_specs=(P(), (batch, spec) if with_grads else None),
-        axis_names=set(mesh_lib.BATCH_AXES),
         check_vma=False,
     )
     return mapped(hidden, kernel, labels)

@@ -88,9 +88,7 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
 
     network = llama.Llama(model)
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    plain = llama.Llama(
-        dataclasses.replace(model, attention="xla")
-    )  # shapes only; cuDNN refuses to trace on other devices
+    plain = llama.Llama(dataclasses.replace(model, attention="xla"))  # shapes only; cuDNN traces on GPUs alone
     params = jax.eval_shape(plain.init, jax.random.key(0), tokens)["params"]
     abstract_state = jax.eval_shape(
         functools.partial(_state, tx=tx, inner=inner, copy_dtype=copy_dtype, seed=config.seed), params
@@ -118,11 +116,7 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
         remat=config.model.remat,
     )
     stored = functools.partial(
-        gather.where_used,
-        placements=partition.placements,
-        compute_dtype=compute_dtype,
-        blocks=BLOCKS,
-        remat="full",
+        gather.where_used, placements=partition.placements, compute_dtype=compute_dtype, blocks=BLOCKS, remat="full"
     )
     return Program(
         config=config,

@@ -77,9 +77,7 @@ def test_grouped_attention_is_full_attention_with_repeated_heads():
         return jnp.repeat(leaf, group, axis=1) if is_kv else leaf
 
     wide = jax.tree_util.tree_map_with_path(widen, params)
-    np.testing.assert_allclose(
-        logits(CONFIG, params, make_tokens()), logits(full, wide, make_tokens()), atol=ROUNDING
-    )
+    np.testing.assert_allclose(logits(CONFIG, params, make_tokens()), logits(full, wide, make_tokens()), atol=ROUNDING)
 
 
 def by_hand(c, params, tokens):

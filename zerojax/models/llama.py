@@ -1,6 +1,6 @@
-"""A decoder-only language model in Llama's form: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""A decoder-only language model in Llama's form. This module knows nothing of meshes, stages or rematerialisation.
 
-This module knows nothing of meshes, stages or rematerialisation: layers are a plain unrolled list of named modules, and whoever trains it
+RMSNorm, rotary positions, grouped-query attention, SwiGLU: layers are a plain unrolled list of named modules, and whoever trains it
 decides where weights are gathered. Weights come in the dtype of the arithmetic; norms and softmax run in float32.
 
 Shapes: B batch, T length, D embed, H query heads, K key and value heads, N head dim, F mlp, V vocabulary.
