@@ -75,8 +75,12 @@ def train(stage: int, steps: int, compute_dtype: str | None = None, devices: lis
         loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
         return state.apply_gradients(grads=grads), loss
 
-    places = (partition.shardings, partition.batch_sharding), (partition.shardings, None)  # zerojax
-    train_step = jax.jit(train_step, in_shardings=places[0], out_shardings=places[1], donate_argnums=0)
+    train_step = jax.jit(
+        train_step,
+        donate_argnums=0,
+        in_shardings=(partition.shardings, partition.batch_sharding),  # zerojax
+        out_shardings=(partition.shardings, None),  # zerojax
+    )
     losses = []
     for step, batch in zip(range(steps), batches()):
         if step == steps // 2:

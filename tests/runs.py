@@ -32,6 +32,8 @@ SMALL: Mapping[str, Any] = {
     "seq_len": 32,
     "global_batch_size": 8,
     "log_every": 1,
+    "optimizer.learning_rate": 0.01,
+    "optimizer.schedule": "constant",  # a run of fewer steps is the beginning of one of more, and shares its programs
     "optimizer.warmup_steps": 2,
     "data.name": "random",
     "data.eval_split": "",

@@ -56,7 +56,7 @@ def test_cross_entropy_of_16_bit_logits_is_summed_in_float32():
     np.testing.assert_allclose(found, np.log(1000), rtol=ROUNDING)
 
 
-@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
 @hypothesis.given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 50), st.sampled_from([1.0, -3.0, 0.25]))
 def test_one_pass_is_autodiff_for_any_chunk(batch, length, chunk, scale):
     inputs = make_inputs(batch, length)
@@ -64,8 +64,7 @@ def test_one_pass_is_autodiff_for_any_chunk(batch, length, chunk, scale):
     assert_close(value_and_grads(one_pass, inputs, scale), value_and_grads(plain, inputs, scale), 3 * ROUNDING)
 
 
-@pytest.mark.parametrize("chunk", [4, 5, 4096])
-@pytest.mark.parametrize("spec", [P(), P("data"), P(None, "data")], ids=str)
+@pytest.mark.parametrize(("spec", "chunk"), [(P(), 4), (P("data"), 5), (P(None, "data"), 4096)], ids=str)
 @pytest.mark.parametrize("mesh", ["8", "2 x 4"])
 def test_one_pass_over_a_mesh_is_autodiff_on_one_device(mesh, spec, chunk):
     mesh = mesh_lib.make_mesh(*MESHES[mesh])
@@ -77,7 +76,7 @@ def test_one_pass_over_a_mesh_is_autodiff_on_one_device(mesh, spec, chunk):
     loss, grads = value_and_grads(one_pass, placed, scale=0.5)
     assert_close((loss, grads), value_and_grads(plain, inputs, scale=0.5))
     assert grads[1].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
-    assert_close(one_pass(*placed), plain(*inputs))
+    assert_close(jax.jit(one_pass)(*placed), plain(*inputs))
 
 
 def test_one_pass_keeps_no_more_logits_than_a_chunk():

@@ -17,7 +17,7 @@ from zerojax.data import tokenizer
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order by another stage or number of devices
 HALF_PRECISION = 2e-2  # relative: eight bits of bfloat16, over a few steps
-KILLED = {**runs.EVALUATED, "steps": 16, "checkpoint__every": 1, "evaluate__every": 4, "optimizer__warmup_steps": 4}
+KILLED = {**runs.EVALUATED, "steps": 16, "checkpoint__every": 1, "evaluate__every": 4}
 SLOW = """
 import time
 from zerojax import loop
@@ -35,7 +35,6 @@ def next_batch(streams):
     return following(streams)
 loop.Streams.next = next_batch
 """
-MOVED = {"optimizer__schedule": "constant"}  # so that a run of fewer steps is the beginning of one of more
 
 pytestmark = pytest.mark.usefixtures("cache_dir")
 
@@ -153,16 +152,16 @@ def test_a_stop_where_an_evaluation_is_due_does_not_lose_it(commands, tmp_path):
 
 
 def test_steps_can_be_extended(tmp_path):
-    runs.run(tmp_path / "long", steps=8, **MOVED)
-    runs.run(tmp_path / "short", steps=3, **MOVED)
-    runs.run(tmp_path / "short", steps=8, **MOVED)
+    runs.run(tmp_path / "long", steps=8)
+    runs.run(tmp_path / "short", steps=3)
+    runs.run(tmp_path / "short", steps=8)
     assert runs.numbers(tmp_path / "short") == runs.numbers(tmp_path / "long")
 
 
 @pytest.fixture(scope="module")
 def in_one_piece(cache_dir, tmp_path_factory):
     """Returns the numbers of 6 steps at stage 0 on eight devices."""
-    folder = runs.run(tmp_path_factory.mktemp("whole"), zero__stage=0, **MOVED, **runs.EVALUATED)
+    folder = runs.run(tmp_path_factory.mktemp("whole"), zero__stage=0, **runs.EVALUATED)
     return np.array(runs.numbers(folder)), runs.evaluations(folder)[-1]
 
 
@@ -178,15 +177,15 @@ def in_one_piece(cache_dir, tmp_path_factory):
 )
 def test_a_checkpoint_of_any_stage_and_device_count_goes_on_in_any_other(tmp_path, in_one_piece, before, after):
     numbers, evaluation = in_one_piece
-    runs.run(tmp_path, steps=3, **MOVED, **before)
-    runs.run(tmp_path, steps=6, **MOVED, **runs.EVALUATED, **after)
+    runs.run(tmp_path, steps=3, **before)
+    runs.run(tmp_path, steps=6, **runs.EVALUATED, **after)
     np.testing.assert_allclose(runs.numbers(tmp_path), numbers, rtol=SUM_ORDER)
     np.testing.assert_allclose(runs.evaluations(tmp_path)[-1], evaluation, rtol=SUM_ORDER)
 
 
 @pytest.mark.slow
 def test_padding_is_no_part_of_a_checkpoint(tmp_path):
-    changes = {"model__vocab_size": 321, "global_batch_size": 56, "seq_len": 8, **MOVED}
+    changes = {"model__vocab_size": 321, "global_batch_size": 56, "seq_len": 8}
     padded, whole = {"devices": 7, "zero__indivisible": "pad"}, {"devices": 8, "zero__indivisible": "whole"}
     expected = np.array(runs.numbers(runs.run(tmp_path / "whole", **changes, **whole)))
     for first, second in ((padded, whole), (whole, padded)):
@@ -198,12 +197,12 @@ def test_padding_is_no_part_of_a_checkpoint(tmp_path):
 @pytest.mark.slow
 def test_a_checkpoint_moves_between_precisions_bit_for_bit(tmp_path):
     chain = [("bf16", 1), ("fp32", 3), ("bf16", 3), ("bf16", 2)]
-    folder = runs.run(tmp_path, steps=2, precision="bf16", zero__stage=2, **MOVED)
+    folder = runs.run(tmp_path, steps=2, precision="bf16", zero__stage=2)
     leaves = []
     for name, stage in chain:
         copy = pathlib.Path(shutil.copytree(folder, tmp_path / f"{name}{stage}"))
         bytes_of_text = tokenizer.load_tokenizer("bytes")
-        built = program.build(runs.config(precision=name, zero__stage=stage, **MOVED), tokenizer_vocab=320)
+        built = program.build(runs.config(precision=name, zero__stage=stage), tokenizer_vocab=320)
         streams = loop.Streams(built, bytes_of_text, copy)
         saver = checkpoint.Checkpointer(copy / "checkpoints", keep_last=2, keep_best=0)
         state = loop.resume(built, saver, 2, streams)
@@ -212,15 +211,15 @@ def test_a_checkpoint_moves_between_precisions_bit_for_bit(tmp_path):
         streams.close()
     for found in leaves[1:]:
         jax.tree.map(np.testing.assert_array_equal, found, leaves[0])
-    fp32 = runs.run(tmp_path / "fp32", precision="fp32", **MOVED)
-    runs.run(folder, steps=6, precision="fp32", zero__stage=1, **MOVED)
+    fp32 = runs.run(tmp_path / "fp32", precision="fp32")
+    runs.run(folder, steps=6, precision="fp32", zero__stage=1)
     np.testing.assert_allclose(
         list(runs.losses(folder).values()), list(runs.losses(fp32).values()), rtol=HALF_PRECISION
     )
 
 
 def test_a_dataset_deleted_between_two_parts_is_prepared_again(tmp_path):
-    changes = {"data__name": "python_stdlib", **MOVED}
+    changes = {"data__name": "python_stdlib"}
     runs.run(tmp_path / "whole", **changes)
     folder = runs.run(tmp_path / "parts", steps=3, **changes)
     shutil.rmtree(folder / "datasets")

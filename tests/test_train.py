@@ -200,6 +200,11 @@ def test_an_infinite_evaluation_loss_is_no_good_end(commands, tmp_path):
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
+def test_a_reader_that_leaves_ends_the_run_in_one_line(commands, tmp_path):
+    close = "import os; ends = os.pipe(); os.dup2(ends[1], 1); os.close(ends[0]); os.close(ends[1])"
+    assert "stdout is closed" in commands(*runs.flags(), f"--workdir={tmp_path}", before=close).error_line
+
+
 def test_overrides_come_through_the_command_line_and_resume(commands, tmp_path):
     arguments = [*runs.flags(zero__overrides="(('embed', ()), ('head', (None, 'data')))"), f"--workdir={tmp_path}"]
     for _ in range(2):

@@ -1,21 +1,37 @@
 """The loop over batches. This module feeds the train step, watches its numbers, and evaluates, saves and samples when due."""
 
+import contextlib
 import math
 import pathlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax import checkpoint, generate, launch, metrics, plot, precision, report, tree
+from zerojax import (
+    checkpoint,
+    foresight,
+    generate,
+    launch,
+    metrics,
+    plan_report,
+    planning,
+    plot,
+    precision,
+    report,
+    tree,
+)
 from zerojax import mesh as mesh_lib
 from zerojax import partition as partition_lib
 from zerojax import program as program_lib
 from zerojax.data import batches
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
+
+_STEPS_BEFORE_COMPARING = 2  # the first steps of a program reach its peak
 
 
 class Streams:
@@ -104,6 +120,8 @@ class Run:
         self._log = metrics.MetricsLog(folder, enabled=launch.is_primary())
         self._reader = metrics.LateReader()
         self._evaluation: tuple[int, float] | None = None
+        self._plan: planning.Plan | None = None
+        self._compare_at = 0
         self._clock = 0.0
 
     def train(self, state: Any, *, start: int) -> tuple[Any, bool]:
@@ -113,10 +131,12 @@ class Run:
         self._log.resume_at(start)
         self._clock = time.perf_counter()
         progress = metrics.Progress(config.steps, start=start, log_every=config.log_every, enabled=launch.is_primary())
-        with launch.StopSignal() as stop, progress as self._progress:
+        with launch.StopSignal() as stop, progress as self._progress, self._watched():
+            if self.step < config.steps:
+                self._compile()
             while self.step < config.steps:
                 batch = self._streams.next()
-                state, numbers = self._program.train_step(state, batch)
+                state, numbers = self._compiled_step(state, batch)
                 self.step += 1
                 self._record(self._reader.push(self.step, numbers))
                 is_last, is_stopped = self.step == config.steps, stop.agreed()
@@ -144,6 +164,33 @@ class Run:
         if launch.is_primary():
             plot.plot_losses(metrics.read(self._folder), self._folder / "losses.png")
 
+    def _compile(self) -> None:
+        """Compiles the step, and says what it will need before the first one runs."""
+        self._plan = foresight.compile_step(self._program)
+        self._compiled_step = self._plan.compiled
+        self._compare_at = self.step + _STEPS_BEFORE_COMPARING
+        self._progress.print(f"compiled in {self._plan.compile_seconds:.1f} s; {plan_report.verdict(self._plan)}")
+        if launch.is_primary():
+            foresight.write(self._folder, self._plan, None)
+        self._clock = time.perf_counter()
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Turns a lack of device memory into what would help."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if foresight.OUT_OF_MEMORY not in str(error):
+                raise
+            raise foresight.too_large(self._program, self._plan) from error
+
+    def _compare(self) -> None:
+        """Says how the measured peak compares with the planned one, after the first steps."""
+        measured = metrics.device_memory().get("device_peak_bytes")
+        self._progress.print(foresight.compared(self._plan, measured))
+        if launch.is_primary():
+            foresight.write(self._folder, self._plan, measured)
+
     def _record(self, read: metrics.Reading | None) -> None:
         """Logs a step's numbers, which have arrived; stops the run where they are not finite."""
         if read is None:
@@ -160,6 +207,8 @@ class Run:
             raise self._not_finite(step, bad, numbers[bad])
         shown = {name: numbers[name] for name in ("loss", "grad_norm", "tokens_per_second")}
         self._progress.update(step, **shown)
+        if step == self._compare_at:
+            self._compare()
 
     def _not_finite(self, step: int, name: str, value: float) -> UserError:
         """Returns the error to raise; weights are good that gave the step after them a finite loss."""

@@ -154,7 +154,7 @@ def partition_state(
     if DATA not in mesh.shape:
         raise UserError(f"mesh: needs an axis named 'data', and has {tuple(mesh.shape)}; see zerojax.make_mesh")
     abstract_state = tree.abstract(abstract_state)
-    role_of = _roles(abstract_state, roles)
+    role_of = leaf_roles(abstract_state, roles)
     if PARAMS not in role_of.values():
         raise UserError("state: no leaf lies under 'params'; pass roles=[(path regex, 'params'), ...] to say which do")
     rule = _Rule(mesh, STAGES[stage], tuple(overrides), min_size, indivisible)
@@ -255,7 +255,7 @@ def _pad_dim(shape: tuple[int, ...], base: P, ways: int) -> tuple[int | None, tu
     return dim, tuple(-shape[d] % ways if d == dim else 0 for d in range(len(shape)))
 
 
-def _roles(abstract_state: Any, roles: Sequence[tuple[str, str]]) -> dict[str, str]:
+def leaf_roles(abstract_state: Any, roles: Sequence[tuple[str, str]] = ROLES) -> dict[str, str]:
     """Returns each leaf's role by path."""
     found = {}
     for path, node in jax.tree_util.tree_leaves_with_path(

@@ -4,19 +4,18 @@ python -m zerojax.train --config configs/zero3.py --workdir runs/mine --config.s
 """
 
 import functools
+import os
 import pathlib
-import re
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
 
-from zerojax import checkpoint, export, launch, loop, report, workdir
+from zerojax import checkpoint, command, export, launch, loop, report, workdir
 from zerojax import config as config_lib
 from zerojax import program as program_lib
 from zerojax.data import batches, source
@@ -36,7 +35,7 @@ def main() -> None:
     """Parses the command line and trains; a wrong input ends with one line and status 2."""
     sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
     try:
-        _parse(sys.argv)
+        command.parse(sys.argv, _CONFIG)
         config = config_lib.from_dict(_CONFIG.value)
         emulated = launch.emulate_cpu_devices(config.emulate_devices)
         launch.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
@@ -45,6 +44,12 @@ def main() -> None:
         train(config, _choose_workdir())
     except UserError as error:
         print(f"zerojax: {error}", file=sys.stderr, flush=True)
+        launch.leave(2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes it once more
+        print(
+            "zerojax: stdout is closed; the same command resumes from the last checkpoint", file=sys.stderr, flush=True
+        )
         launch.leave(2)
     except KeyboardInterrupt:
         print("zerojax: interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
@@ -108,54 +113,6 @@ def _report_unraisable(report: Callable[[Any], object], what: Any) -> None:
     """Drops what writes in flight say when another has failed and closed Orbax's event loop: that one's line is enough."""
     if str(what.exc_value) != "Event loop is closed":
         report(what)
-
-
-def _parse(argv: list[str]) -> None:
-    """Reads the flags; config files may import each other as `from configs import base`, wherever they lie."""
-    logging.set_verbosity(logging.WARNING)
-    for index, word in enumerate(argv):
-        name = word.partition("=")[2] if word.startswith("--config=") else ""
-        if word == "--config" and index + 1 < len(argv):
-            name = argv[index + 1]
-        if name:
-            path = pathlib.Path(name).resolve()
-            if not path.is_file():
-                raise UserError(f"--config {name}: there is no such file; configs/ holds some")
-            sys.path.append(str(path.parent.parent))
-    app.define_help_flags()
-    try:
-        rest = flags.FLAGS(argv)
-    except flags.Error as error:
-        raise UserError(f"command line: {_line(error)}") from error
-    except Exception as error:  # a config file is code, and may raise anything
-        raise UserError(_why_no_config(error, argv)) from error
-    if _CONFIG.value is None:
-        raise UserError("--config: is missing; name a config file, such as --config configs/zero3.py")
-    if rest[1:]:
-        raise UserError(f"command line: {rest[1]!r} is not a flag; settings are given as --config.steps=50")
-
-
-def _why_no_config(error: Exception, argv: list[str]) -> str:
-    """Writes the line for a config file that failed, or for an override of a key that it does not have."""
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}: {error.msg}; mend the config file"
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    inside = [frame for frame in frames if not re.search(r"/(absl|ml_collections)/|importlib", frame.filename)]
-    if inside:
-        place = f"{inside[-1].filename}:{inside[-1].lineno}"
-        return f"{place}: {type(error).__name__}: {_line(error)}; mend the config file"
-    key, near = re.search(r"\w+", _line(error)), re.search(r'mean "(\w+)"', _line(error))
-    overrides = [word for word in argv if word.startswith("--config.")]
-    override = next((word for word in overrides if key and key[0] in re.split("[.=]", word)), None)
-    if key is None or override is None:
-        return f"command line: {_line(error)}"
-    hint = f"did you mean {near[1]!r}?" if near else "configs/base.py holds every key"
-    return f"{override}: unknown config key {key[0]!r}; {hint}"
-
-
-def _line(error: Exception) -> str:
-    """Returns an error's text in one line."""
-    return " ".join(str(error).split())[:300]
 
 
 def _choose_workdir() -> pathlib.Path:

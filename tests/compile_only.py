@@ -1,0 +1,117 @@
+"""Compiles small train steps for GPUs that are not there. The model is plain Flax: nothing in it knows of this project."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training import train_state
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from zerojax import findings, ledger, targets, tree
+
+WIDTH, HIDDEN, EXAMPLES = 256, 512, 512
+FAST = {"xla_gpu_autotune_level": 0}  # kernels are never run here
+
+
+class Block(nn.Module):
+    """A residual block; the norm's scale makes every kernel's backward pass read the kernel."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.LayerNorm(use_bias=False, dtype=jnp.bfloat16)(x)
+        y = nn.gelu(nn.Dense(HIDDEN, use_bias=False, dtype=jnp.bfloat16, name="wide")(y))
+        return x + nn.Dense(WIDTH, use_bias=False, dtype=jnp.bfloat16, name="narrow")(y)
+
+
+class Net(nn.Module):
+    """Three blocks."""
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(3):
+            x = Block(name=f"block_{i}")(x)
+        return x
+
+
+@functools.cache
+def devices(count: int = 8) -> tuple:
+    """Returns compile-only H200s, or skips the test."""
+    pytest.importorskip("jax_cuda13_plugin")
+    return tuple(targets.devices("h200", f"{-(-count // 8)}x8"))
+
+
+def mesh(axes: tuple[str, ...] = ("fsdp",), shape: tuple[int, ...] = (8,)) -> Mesh:
+    """Returns a mesh with axes of any name."""
+    return Mesh(np.asarray(devices()).reshape(shape), axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def create(key: jax.Array, tx: Any = None, dtype: Any = jnp.float32) -> train_state.TrainState:
+    """Returns the first state."""
+    params = jax.tree.map(lambda w: w.astype(dtype), Net().init(key, jnp.zeros((1, WIDTH)))["params"])
+    return train_state.TrainState.create(apply_fn=Net().apply, params=params, tx=tx or optax.adam(1e-3))
+
+
+def plain_state(on: Mesh, split: P = P("fsdp"), **kwargs: Any) -> train_state.TrainState:
+    """Returns an abstract state whose matrices are split as told and the rest whole."""
+
+    def place(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(on, split if leaf.ndim > 1 else P()))
+
+    return jax.tree.map(place, jax.eval_shape(functools.partial(create, **kwargs), jax.random.key(0)))
+
+
+def plain_step(state, batch, used=lambda params: params):
+    """A train step as people write them."""
+
+    def loss_fn(params):
+        error = state.apply_fn({"params": used(params)}, batch) - batch
+        return jnp.mean(error.astype(jnp.float32) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+def compile_plain(step, state, on: Mesh, donate: bool = True) -> str:
+    """Returns the compiled text of a step under the user's own jit."""
+    batch = jax.ShapeDtypeStruct((EXAMPLES, WIDTH), jnp.bfloat16, sharding=NamedSharding(on, P(on.axis_names[0])))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    jitted = jax.jit(step, out_shardings=(shardings, None), donate_argnums=(0,) if donate else ())
+    return jitted.lower(state, batch).compile(compiler_options=FAST).as_text()
+
+
+def read(text: str, state, on: Mesh) -> ledger.Ledger:
+    """Returns the ledger of a plain step."""
+    return ledger.ledger(text, on, dict(tree.flatten(state.params)))
+
+
+def rules(found: ledger.Ledger, planned, **kwargs: Any) -> list[str]:
+    """Returns the rules that a step breaks."""
+    return [finding.rule for finding in findings.findings(found, planned=planned, **kwargs)]
+
+
+@functools.cache
+def staged(stage: int, count: int = 8, replica: int = 1, remat: str = "dots", grad_accum: int = 1):
+    """Returns (ledger, partition) of this project's train step on the model."""
+    on = zerojax.make_mesh(replica=replica, devices=devices(count))
+    keeps_copy = stage < 3
+    tx = zerojax.with_master_weights(optax.adam(1e-3)) if keeps_copy else optax.adam(1e-3)
+    init = functools.partial(create, tx=tx, dtype=jnp.bfloat16 if keeps_copy else jnp.float32)
+    partition = zerojax.partition_state(jax.eval_shape(init, jax.random.key(0)), mesh=on, stage=stage)
+
+    def loss_fn(params, batch, state):
+        return jnp.mean((state.apply_fn({"params": params}, batch) - batch).astype(jnp.float32) ** 2)
+
+    step = zerojax.make_train_step(
+        loss_fn, partition, compute_dtype=jnp.bfloat16, blocks=r"block_\d", remat=remat, grad_accum=grad_accum
+    )
+    shape = (16 * count, WIDTH) if grad_accum == 1 else (grad_accum, 16 * count, WIDTH)
+    batch = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    text = step.lower(partition.abstract_state, batch).compile(compiler_options=FAST).as_text()
+    return ledger.ledger(text, on, partition.placements), partition

@@ -1,0 +1,66 @@
+"""Reads a command line with a config file in it. This module turns whatever goes wrong there into one line."""
+
+import pathlib
+import re
+import sys
+import traceback
+
+from absl import app, flags, logging
+
+from zerojax.errors import UserError
+
+
+def parse(argv: list[str], config: flags.FlagHolder) -> None:
+    """Reads the flags; config files may import each other as `from configs import base`, wherever they lie.
+
+    Args:
+      argv: the command line, the program's name first.
+      config: the holder of --config.
+
+    Raises:
+      UserError: an unknown flag or key, a config file that is missing or fails; the line names it.
+    """
+    logging.set_verbosity(logging.WARNING)
+    for index, word in enumerate(argv):
+        name = word.partition("=")[2] if word.startswith("--config=") else ""
+        if word == "--config" and index + 1 < len(argv):
+            name = argv[index + 1]
+        if name:
+            path = pathlib.Path(name).resolve()
+            if not path.is_file():
+                raise UserError(f"--config {name}: there is no such file; configs/ holds some")
+            sys.path.append(str(path.parent.parent))
+    app.define_help_flags()
+    try:
+        rest = flags.FLAGS(argv)
+    except flags.Error as error:
+        raise UserError(f"command line: {_line(error)}") from error
+    except Exception as error:  # a config file is code, and may raise anything
+        raise UserError(_why_no_config(error, argv)) from error
+    if config.value is None:
+        raise UserError("--config: is missing; name a config file, such as --config configs/zero3.py")
+    if rest[1:]:
+        raise UserError(f"command line: {rest[1]!r} is not a flag; settings are given as --config.steps=50")
+
+
+def _why_no_config(error: Exception, argv: list[str]) -> str:
+    """Writes the line for a config file that failed, or for an override of a key that it does not have."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: {error.msg}; mend the config file"
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    inside = [frame for frame in frames if not re.search(r"/(absl|ml_collections)/|importlib", frame.filename)]
+    if inside:
+        place = f"{inside[-1].filename}:{inside[-1].lineno}"
+        return f"{place}: {type(error).__name__}: {_line(error)}; mend the config file"
+    key, near = re.search(r"\w+", _line(error)), re.search(r'mean "(\w+)"', _line(error))
+    overrides = [word for word in argv if word.startswith("--config.")]
+    override = next((word for word in overrides if key and key[0] in re.split("[.=]", word)), None)
+    if key is None or override is None:
+        return f"command line: {_line(error)}"
+    hint = f"did you mean {near[1]!r}?" if near else "configs/base.py holds every key"
+    return f"{override}: unknown config key {key[0]!r}; {hint}"
+
+
+def _line(error: Exception) -> str:
+    """Returns an error's text in one line."""
+    return " ".join(str(error).split())[:300]

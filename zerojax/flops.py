@@ -1,0 +1,140 @@
+"""Counts the floating-point operations of a traced step. This module walks its jaxpr, loops times their length, recomputation included.
+
+XLA's own count stops at loops and at calls of cuDNN, and for devices that are not there it gives none. Counted are products: matrix
+products, convolutions and attention; what is done element by element is bound by memory. The count is of all devices together, as if they
+shared the work evenly: work that several devices repeat is not seen.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax.interpreters import partial_eval
+
+# Of cuDNN's attention over T queries and S keys of size H: scores and output; in the backward pass scores again, and four gradients.
+_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """Operations of one step on all devices together.
+
+    Attributes:
+      by_dtype: by the dtype that products run in: "bf16" (any 16 bits), "fp8" (any 8), "fp32" (the others).
+      unknown_loops: `while` loops that were counted once, since their length is known only when they run.
+    """
+
+    by_dtype: Mapping[str, float]
+    unknown_loops: int
+
+    @property
+    def total(self) -> float:
+        """Returns the sum."""
+        return sum(self.by_dtype.values())
+
+
+def count(traced: jax.stages.Traced | Any) -> Flops:
+    """Returns the operations of `jax.jit(step).trace(state, batch)`, or of a jaxpr.
+
+    >>> count(jax.jit(lambda a, b: a @ b).trace(jnp.ones((2, 3)), jnp.ones((3, 4)))).total
+    48.0
+    """
+    found: dict[str, float] = {}
+    loops = [0]
+    closed: Any = getattr(traced, "jaxpr", traced)
+    jaxpr: Any = getattr(closed, "jaxpr", closed)
+    used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # as XLA drops what nobody reads
+    _walk(used, 1.0, found, loops)
+    return Flops(found, loops[0])
+
+
+def _walk(jaxpr: Any, times: float, found: dict[str, float], loops: list[int]) -> None:
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in _PRODUCTS:
+            kind = _kind(*[v.aval.dtype for v in eqn.invars[:2]])
+            found[kind] = found.get(kind, 0.0) + times * _PRODUCTS[name](eqn)
+        elif name == "cond":
+            _walk_longest(eqn.params["branches"], times, found, loops)
+        else:
+            loops[0] += name == "while"
+            for inner in _inner(eqn.params):
+                _walk(inner, times * _repeats(eqn), found, loops)
+
+
+def _walk_longest(branches: Any, times: float, found: dict[str, float], loops: list[int]) -> None:
+    counted = []
+    for branch in branches:
+        inside: dict[str, float] = {}
+        _walk(branch, times, inside, loops)
+        counted.append(inside)
+    for kind, flops in max(counted, key=lambda inside: sum(inside.values())).items():
+        found[kind] = found.get(kind, 0.0) + flops
+
+
+def _repeats(eqn: Any) -> float:
+    """Returns how often an equation's inner jaxprs run, all devices together."""
+    if eqn.primitive.name == "scan":
+        return eqn.params["length"]
+    if eqn.primitive.name == "shard_map":
+        mesh = eqn.params["mesh"].shape
+        return math.prod(mesh[axis] for axis in eqn.params.get("newly_manual_axes", mesh))
+    if eqn.primitive.name == "pallas_call":
+        return math.prod(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))
+    return 1
+
+
+def _inner(params: Mapping[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, jex.Jaxpr | jex.ClosedJaxpr):
+                yield item
+
+
+def _kind(*dtypes: Any) -> str:
+    width = max(jnp.dtype(dtype).itemsize for dtype in dtypes)
+    return {1: "fp8", 2: "bf16"}.get(width, "fp32")
+
+
+def _dot(eqn: Any) -> float:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return 2.0 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+
+
+def _convolution(eqn: Any) -> float:
+    # Each output element sums over the kernel's elements that belong to one output feature.
+    kernel = eqn.invars[1].aval
+    features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return 2.0 * eqn.outvars[0].aval.size * kernel.size / features
+
+
+def _ragged_dot(eqn: Any) -> float:
+    # [m, k] rows in groups, each with its own [k, n]: every row meets one.
+    rows, groups = eqn.invars[0].aval, eqn.invars[1].aval
+    return 2.0 * rows.size * groups.shape[-1]
+
+
+def _attention(products: int) -> Callable[[Any], float]:
+    def counted(eqn: Any) -> float:
+        query, key = eqn.invars[0].aval, eqn.invars[1].aval
+        keys = key.shape[2 if eqn.params["layout"] else 1]  # [batch, heads, length, dim], or length before heads
+        window = eqn.params.get("sliding_window_length") or keys
+        share = 0.5 if "CAUSAL" in str(eqn.params["mask_type"]) else 1.0  # blocks above the diagonal are skipped
+        return products * 2.0 * query.size * min(keys * share, window)
+
+    return counted
+
+
+_PRODUCTS: dict[str, Callable[[Any], float]] = {
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+    "ragged_dot": _ragged_dot,
+    "ragged_dot_general": _ragged_dot,
+    "dot_product_attention_fwd_wrapper": _attention(_FORWARD_PRODUCTS),
+    "dot_product_attention_bwd_wrapper": _attention(_BACKWARD_PRODUCTS),
+}

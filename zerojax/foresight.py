@@ -1,0 +1,103 @@
+"""Holds a run to its plan. This module compiles the step, compares planned with measured peak memory, and helps when memory is short."""
+
+import json
+import os
+import pathlib
+from typing import Any
+
+import jax
+
+from zerojax import config as config_lib
+from zerojax import plan_report, planning, report, search
+from zerojax import program as program_lib
+from zerojax.errors import UserError
+
+FILE = "plan.json"
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+# After the run's own settings did not fit: what else to try, and how often to compile.
+_TRIES = 6
+
+
+def compile_step(program: program_lib.Program) -> planning.Plan:
+    """Compiles the program's train step for the devices it is built on; the plan holds the step, ready to run.
+
+    Raises:
+      UserError: it cannot be compiled within the devices' memory.
+    """
+    try:
+        return planning.plan_program(program, "here")
+    except jax.errors.JaxRuntimeError as error:
+        if OUT_OF_MEMORY not in str(error):
+            raise
+        raise too_large(program, None) from error
+
+
+def write(folder: pathlib.Path, plan: planning.Plan, measured: int | None) -> None:
+    """Writes the plan, and the measured peak beside the planned one, to plan.json.
+
+    Raises:
+      UserError: the folder cannot be written.
+    """
+    path, new = folder / FILE, folder / f"{FILE}.new"
+    content = {"planned_peak_bytes": plan.peak, "measured_peak_bytes": measured, "plan": plan_report.as_json(plan)}
+    try:
+        new.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(new, path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); make room, then run again to resume") from error
+
+
+def compared(plan: planning.Plan, measured: int | None) -> str:
+    """Says in a line how the measured peak compares with the planned one."""
+    planned = f"planned peak {report.human(plan.peak)} on each device"
+    if measured is None:
+        return f"{planned}; this backend does not tell what is in use"
+    return f"{planned}, measured {report.human(measured)} ({measured / plan.peak - 1:+.1%})"
+
+
+def too_large(program: program_lib.Program, plan: planning.Plan | None) -> UserError:
+    """Prints what fills the memory and which changes would fit, and returns the error that ends the run."""
+    config = program.config
+    if plan is not None:
+        print(report.as_text(plan_report.memory_table(plan)), flush=True)
+        if plan.buffers.at_peak:
+            print(report.as_text(plan_report.temporaries_table(plan)), flush=True)
+    fitting = _changes_that_fit(program)
+    if fitting:
+        print("changes that would fit, the fastest first:", flush=True)
+        for outcome in fitting:
+            peak = report.human(outcome.peak or 0)
+            print(f"  {_flags(config, outcome.candidate)}   (peak {peak})", flush=True)
+        way_out = f"add {_flags(config, fitting[0].candidate)}"
+    else:
+        way_out = "use more devices, a shorter config.seq_len or a smaller model: no change of stage, remat or micro-batch fits"
+    peak = f"the step needs {report.human(plan.peak)}, " if plan is not None else ""
+    return UserError(f"out of device memory: {peak}{way_out}")
+
+
+def _changes_that_fit(program: program_lib.Program) -> list[search.Outcome]:
+    """Compiles leaner settings for the same devices and returns those that fit."""
+    config = program.config
+    micro = program.sizes.micro_batch_size
+    grid = {
+        "stage": tuple(stage for stage in config_lib.STAGES if stage >= config.zero.stage),
+        "remat": {"none": ("none", "dots", "full"), "dots": ("dots", "full"), "full": ("full",)}[config.model.remat],
+        "micro_batch_size": tuple(size for size in (micro, micro // 2, micro // 4, 1) if size >= 1),
+        "replica": (config.mesh.replica,),
+    }
+    try:
+        outcomes = search.search(config, "here", grid=grid, most_compiles=_TRIES)
+    except UserError:  # the memory of this kind of device is not known
+        return []
+    return [outcome for outcome in outcomes if outcome.is_compiled and "does not fit" not in outcome.reason]
+
+
+def _flags(config: config_lib.Config, candidate: search.Candidate) -> str:
+    """Writes a candidate as command-line overrides."""
+    settings: dict[str, Any] = {
+        "zero.stage": (config.zero.stage, candidate.stage),
+        "model.remat": (config.model.remat, candidate.remat),
+        "micro_batch_size": (config.micro_batch_size, candidate.micro_batch_size),
+        "grad_accum": (config.grad_accum, candidate.grad_accum),
+    }
+    return " ".join(f"--config.{name}={new}" for name, (old, new) in settings.items() if old != new)

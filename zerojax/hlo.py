@@ -1,0 +1,295 @@
+"""Reads the text of a compiled program: `compiled.as_text()` for GPUs, TPUs and CPUs. This module knows HLO's grammar alone.
+
+    HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }, ...
+    FileNames / FunctionNames / FileLocations / StackFrames       numbered tables, for `stack_frame_id`
+    %body (...) -> ... {                                          computations, in order of their first use
+      %name = dtype[dims]{layout} opcode(%operands), attribute=value, metadata={op_name="..."}, backend_config={...}
+    }
+    ENTRY %main (...) -> ... { ... }                              instructions stand in the order in which they run
+
+The text of a 70B model is tens of megabytes, so it is cut into computations once and each is read when it is asked for.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$", re.MULTILINE)
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+_REFERENCE = re.compile(r"(?:^|[\s,*/(])%?([A-Za-z_][\w.\-]*)(?=\s*(?:,|$))")
+_CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{[\d, ]*\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_FIELD = re.compile(r"(\w+)=(\d+)")
+_HOST_MEMORY = "S(5)"
+
+# Libraries that a user does not think of as the place where an operation was written.
+LIBRARIES = re.compile(r"-packages/(jax|jaxlib|flax|optax|chex|haiku|equinox)/")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Array:
+    """The type of one array: `dtype` as HLO spells it (bf16, f32, s32, pred), dims as one device holds it."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    is_on_host: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Returns the number of elements."""
+        return math.prod(self.dims)
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes, without the padding of tiled layouts."""
+        return -(-self.elements * bits(self.dtype) // 8)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line. `arrays` are the leaves of its output, tuples flattened; `attributes` is the text after the operands."""
+
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]
+    operands: tuple[str, ...]
+    attributes: str
+    argument: str = ""  # what stands between the parentheses: a parameter's number, a constant's value
+
+    @property
+    def op_name(self) -> str:
+        """Returns the named scopes and the primitive that JAX traced it from, or ""."""
+        found = _OP_NAME.search(self.attributes)
+        return found[1].replace("\\'", "'").replace('\\"', '"') if found else ""
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Returns the names of the computations that it runs."""
+        branches = _BRANCHES.search(self.attributes)
+        names = re.findall(r"[\w.\-]+", branches[1]) if branches else []
+        return (*self.computation_roles.values(), *names)
+
+    @property
+    def computation_roles(self) -> dict[str, str]:
+        """Returns {"body": name, "condition": name}, {"calls": name} and the like."""
+        return dict(_CALLED.findall(self.attributes))
+
+    @property
+    def known_trip_count(self) -> int | None:
+        """Returns how often a `while` runs, where XLA wrote it down."""
+        found = _TRIPS.search(self.attributes)
+        return int(found[1]) if found else None
+
+    @property
+    def elements(self) -> int:
+        """Returns the elements of all its arrays."""
+        return sum(array.elements for array in self.arrays)
+
+    def number(self, key: str) -> int | None:
+        """Returns an attribute `key=7` as a number."""
+        found = re.search(rf"\b{key}=(\d+)", self.attributes)
+        return int(found[1]) if found else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """A list of instructions, in the order in which they run."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @functools.cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        """Returns the instructions by name."""
+        return {instruction.name: instruction for instruction in self.instructions}
+
+    @functools.cached_property
+    def position(self) -> Mapping[str, int]:
+        """Returns each instruction's place in the order."""
+        return {instruction.name: place for place, instruction in enumerate(self.instructions)}
+
+    @functools.cached_property
+    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """Returns, by name, the instructions that read it."""
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions:
+            for operand in dict.fromkeys(instruction.operands):
+                found.setdefault(operand, []).append(instruction)
+        return {name: tuple(users) for name, users in found.items()}
+
+    @functools.cached_property
+    def parameters(self) -> Mapping[int, Instruction]:
+        """Returns the parameters by number."""
+        return {int(i.argument): i for i in self.instructions if i.opcode == "parameter"}
+
+    @functools.cached_property
+    def elements(self) -> Mapping[int, tuple[str, ...]]:
+        """Returns, by index, the names under which elements of the first parameter, a tuple, are read."""
+        tuple_name = self.parameters[0].name if 0 in self.parameters else ""
+        found: dict[int, list[str]] = {}
+        for user in self.users.get(tuple_name, ()):
+            if user.opcode == "get-tuple-element":
+                found.setdefault(user.number("index") or 0, []).append(user.name)
+        return {index: tuple(names) for index, names in found.items()}
+
+    @property
+    def root(self) -> Instruction:
+        """Returns the instruction whose value the computation returns; a schedule ends with it."""
+        return self.instructions[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A program: its header, where each computation's text lies, and the entry's name."""
+
+    text: str
+    header: str
+    spans: Mapping[str, tuple[int, int]]
+    entry_name: str
+    _read: dict[str, Computation] = dataclasses.field(default_factory=dict, compare=False)
+
+    def computation(self, name: str) -> Computation:
+        """Returns one computation, read now if it was not before."""
+        if name not in self._read:
+            start, end = self.spans[name]
+            self._read[name] = Computation(name, tuple(_instructions(self.text[start:end])))
+        return self._read[name]
+
+    def mentions(self, name: str, *opcodes: str) -> bool:
+        """Says whether a computation's own text holds one of the opcodes, without reading all of it."""
+        start, end = self.spans.get(name, (0, 0))
+        return any(self.text.find(f" {opcode}(", start, end) >= 0 for opcode in opcodes)
+
+    @property
+    def entry(self) -> Computation:
+        """Returns the computation that the program starts with."""
+        return self.computation(self.entry_name)
+
+    @functools.cached_property
+    def aliases(self) -> Mapping[int, int]:
+        """Returns which output (its first index) reuses the memory of which parameter: what was donated."""
+        start = self.header.find("input_output_alias={")
+        end = self.header.find(" }", start)
+        found = _ALIAS.findall(self.header[start:end]) if start >= 0 else []
+        return {int(output.split(",")[0] or 0): int(parameter) for output, parameter in found}
+
+    @functools.cached_property
+    def _tables(self) -> Mapping[str, Mapping[int, str]]:
+        head = self.text[: min((start for start, _ in self.spans.values()), default=0)]
+        found = re.findall(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)+)", head, re.MULTILINE)
+        return {name: {int(n): value for n, value in re.findall(r"^(\d+) (.*)$", lines, re.M)} for name, lines in found}
+
+    def source(self, instruction: Instruction, skip: re.Pattern = LIBRARIES) -> str:
+        """Returns "file:line in function" of the innermost frame outside the libraries, or ""."""
+        frame = instruction.number("stack_frame_id")
+        if not frame:
+            old = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
+            return f"{old[1]}:{old[2]}" if old else ""
+        frames = self._tables.get("StackFrames", {})
+        # The printer counts a frame's parent from one above its number: 1 is no parent, and a parent never equals its child.
+        shift = 1 if _fields(frames.get(1, "")).get("parent_frame_id") == 1 else 0
+        innermost = ""
+        while frame in frames:
+            fields = _fields(frames[frame])
+            place = self._location(fields.get("file_location_id", 0))
+            innermost = innermost or place
+            if place and not skip.search(place):
+                return place
+            frame = fields.get("parent_frame_id", 0) - shift
+        return innermost
+
+    def _location(self, number: int) -> str:
+        fields = _fields(self._tables.get("FileLocations", {}).get(number, ""))
+        name = self._tables.get("FileNames", {}).get(fields.get("file_name_id", 0), "").strip('"')
+        function = self._tables.get("FunctionNames", {}).get(fields.get("function_name_id", 0), "").strip('"')
+        return f"{name}:{fields.get('line', 0)} in {function}" if name else ""
+
+
+def parse(text: str) -> Module:
+    """Reads a program's text. Raises ValueError where it is none."""
+    spans, entry = {}, ""
+    for found in _COMPUTATION.finditer(text):
+        end = text.find("\n}", found.end())
+        spans[found[2]] = (found.end() + 1, len(text) if end < 0 else end)
+        entry = found[2] if found[1] else entry
+    if not entry:
+        raise ValueError("hlo: the text holds no ENTRY computation; pass what compiled.as_text() returns")
+    header = re.search(r"^HloModule .*$", text, re.MULTILINE)
+    return Module(text, header[0] if header else "", spans, entry)
+
+
+def bits(dtype: str) -> int:
+    """Returns the bits of one element.
+
+    >>> bits("bf16"), bits("f8e4m3fn"), bits("pred")
+    (16, 8, 8)
+    """
+    number = re.match(r"[a-z]+?(\d+)", dtype)
+    return 8 if dtype == "pred" else int(number[1]) if number else 0
+
+
+def arrays(text: str) -> tuple[Array, ...]:
+    """Returns the arrays that a type names, tuples flattened."""
+    return tuple(
+        Array(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), _HOST_MEMORY in layout)
+        for dtype, dims, layout in _ARRAY.findall(text)
+    )
+
+
+def op_names(op_name: str) -> tuple[str, ...]:
+    """Returns the names that XLA joined when it combined operations.
+
+    >>> op_names("jit(f)/(layer_0/mul:layer_1/mul)")
+    ('jit(f)/layer_0/mul', 'jit(f)/layer_1/mul')
+    """
+    for found in re.finditer(r"(?:^|/)\(", op_name):
+        parts, end = _split_group(op_name, found.end())
+        if len(parts) > 1:
+            before, after = op_name[: found.end() - 1], op_name[end:]
+            return tuple(name for part in parts for name in op_names(before + part + after))
+    return (op_name,)
+
+
+def _split_group(text: str, start: int) -> tuple[list[str], int]:
+    """Splits "a:b)rest" at its colons, those in inner parentheses left alone; returns the parts and where the rest begins."""
+    parts, depth, begin = [], 0, start
+    for place in range(start, len(text)):
+        if text[place] == "(":
+            depth += 1
+        elif text[place] == ")" and depth:
+            depth -= 1
+        elif text[place] == ")" or (text[place] == ":" and not depth):
+            parts.append(text[begin:place])
+            begin = place + 1
+            if text[place] == ")":
+                return parts, begin
+    return [], len(text)
+
+
+def _instructions(block: str) -> Iterator[Instruction]:
+    for line in block.split("\n"):
+        found = _INSTRUCTION.match(line)
+        if found is None:
+            continue
+        _, name, type_text, opcode, rest = found.groups()
+        argument, attributes = _split_operands(rest)
+        operands = () if opcode in ("constant", "parameter", "iota") else tuple(_REFERENCE.findall(argument))
+        yield Instruction(name, opcode, arrays(type_text), operands, attributes, argument)
+
+
+def _split_operands(rest: str) -> tuple[str, str]:
+    """Splits "%a, %b), attributes" at the parenthesis that ends the operands."""
+    end = rest.find(")")
+    while end >= 0 and rest.count("(", 0, end) != rest.count(")", 0, end):
+        end = rest.find(")", end + 1)
+    return (rest[:end], rest[end + 1 :]) if end >= 0 else (rest, "")
+
+
+def _fields(text: str) -> dict[str, int]:
+    return {key: int(value) for key, value in _FIELD.findall(text)}

@@ -1,0 +1,88 @@
+"""Finds state that a compiled train step holds and need not. This module holds the rules that look at the program's arguments."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from zerojax import finding as finding_lib
+from zerojax import hlo, parameters, report, tree
+from zerojax.finding import Case, Finding
+
+
+def replicated_leaves(case: Case) -> Iterable[Finding]:
+    """Finds leaves that the program takes whole, or less split, than the plan says."""
+    wrong = {}
+    for path, (parameter, leaf) in _arguments(case).items():
+        planned = leaf.sharding.shard_shape(leaf.shape)
+        if parameter.elements > math.prod(planned):
+            wrong[path] = parameter.arrays[0].nbytes - hlo.Array(parameter.arrays[0].dtype, planned).nbytes
+    if wrong:
+        yield Finding(
+            "the step takes leaves less split than the plan says",
+            finding_lib.listed(wrong),
+            f"{report.human(sum(wrong.values()))} more on each device",
+            "compile the step with the plan's shardings: jax.jit(..., in_shardings=(partition.shardings, None), "
+            "out_shardings=(partition.shardings, None)), and place the state with zerojax.shard_train_state",
+            sum(wrong.values()),
+        )
+
+
+def state_not_donated(case: Case) -> Iterable[Finding]:
+    """Finds arguments that come back in new memory, so that old and new state lie side by side."""
+    module = case.ledger.flow.module
+    arguments = module.entry.parameters
+    given = set(module.aliases.values())
+    root = module.entry.root
+    fresh = [array for place, array in enumerate(root.arrays) if place not in module.aliases]
+    held = {}
+    for number, parameter in arguments.items():
+        array = parameter.arrays[0] if parameter.arrays else None
+        if array is not None and number not in given and array in fresh:
+            fresh.remove(array)
+            held[parameters.path_of(parameter.op_name) or parameter.name] = array.nbytes
+    total = sum(array.nbytes for p in arguments.values() for array in p.arrays)
+    if sum(held.values()) > finding_lib.SHARE * total:
+        yield Finding(
+            "the state is not donated",
+            finding_lib.listed(held),
+            f"{report.human(sum(held.values()))} held twice",
+            "let the new state reuse the old one's memory: jax.jit(train_step, donate_argnums=0)",
+            sum(held.values()),
+        )
+
+
+def offloaded_state_on_device(case: Case) -> Iterable[Finding]:
+    """Finds leaves that the plan keeps in host memory and the program in the device's."""
+    wrong = {
+        path: parameter.arrays[0].nbytes
+        for path, (parameter, leaf) in _arguments(case).items()
+        if leaf.sharding.memory_kind not in (None, "device") and not parameter.arrays[0].is_on_host
+    }
+    if wrong and not case.is_cpu:  # on the CPU both memories are one
+        yield Finding(
+            "offloaded state stays on the device",
+            finding_lib.listed(wrong),
+            f"{report.human(sum(wrong.values()))} of device memory",
+            "give jax.jit the shardings with their memory kinds, for what goes in and for what comes out",
+            sum(wrong.values()),
+        )
+
+
+def _arguments(case: Case) -> dict[str, tuple[hlo.Instruction, Any]]:
+    """Returns the program's parameters that the plan knows, by the plan's path, with the planned leaf."""
+    index = tree.suffix_index(case.planned)
+    found = {}
+    for parameter in case.ledger.flow.module.entry.parameters.values():
+        path = tree.longest_suffix(index, parameters.path_of(parameter.op_name))
+        leaf = case.planned.get(path) if path else None
+        is_whole_path = path is not None and parameters.path_of(parameter.op_name).endswith(path)
+        if (
+            is_whole_path
+            and leaf is not None
+            and isinstance(leaf.sharding, NamedSharding)
+            and len(parameter.arrays) == 1
+        ):
+            found[path] = (parameter, leaf)
+    return found
