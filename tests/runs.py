@@ -113,7 +113,7 @@ def environment(cache: pathlib.Path) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "SLURM_", "OMPI_"))}
     return {
         **kept,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -9,7 +9,8 @@ DATA = "replica_groups={{0,1,2,3,4,5,6,7}}"
 ALONE = "replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}"
 RING = "source_target_pairs={{0,1},{1,2},{2,3},{3,4},{4,5},{5,6},{6,7},{7,0}}"
 PAIR = "((bf16[8,8], bf16[4]), (bf16[64,8], bf16[32]))"
-TWO_GATHERS, TWO_SUMS = ('metadata={op_name="jit(f)/(one/%s:two/%s)"}' % (name, name) for name in ("mul", "sum"))
+TWO_GATHERS = 'metadata={op_name="jit(f)/(one/mul:two/mul)"}'
+TWO_SUMS = 'metadata={op_name="jit(f)/(one/sum:two/sum)"}'
 SYNC = 'backend_config={"collective_backend_config":{"is_sync":true}}'
 
 PROGRAM = f"""

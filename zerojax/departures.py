@@ -24,17 +24,18 @@ def departures(ledger: ledger_lib.Ledger, *, passes: int = 1, tolerance: float =
     for weight in ledger.weights.values():
         groups.setdefault(weight.used, []).append(weight)
     group_of = {weight.path: key for key, members in groups.items() for weight in members}
-    found: dict[tuple, list[ledger_lib.Row]] = {}
+    found: dict[tuple, list[tuple[ledger_lib.Row, float]]] = {}
     for row in ledger.rows:
-        if row.weights:
-            found.setdefault((row.role, group_of[row.weights[0]]), []).append(row)
+        candidates = {group_of[path] for path in row.weights}
+        for key in candidates:  # what nothing tells apart counts in equal parts
+            found.setdefault((row.role, key), []).append((row, row.elements / len(candidates)))
     result = []
     for key, members in groups.items():
         share = sum(weight.size for weight in members) / max(1, ledger.params)
         expected = ledger_lib.theory({weight.path: weight for weight in members}, ledger.ways, passes)
         for role, params in expected.items():
-            rows = found.get((role, key), [])
-            moved = sum(row.elements for row in rows) / max(1, ledger.params)
+            rows = [row for row, _ in found.get((role, key), [])]
+            moved = sum(elements for _, elements in found.get((role, key), [])) / max(1, ledger.params)
             if abs(moved - params * share) > tolerance:
                 paths = tuple(weight.path for weight in members)
                 why = _why(ledger, role, paths, rows, moved < params * share)

@@ -1,5 +1,6 @@
 """Holds a run to its plan. This module compiles the step, compares planned with measured peak memory, and helps when memory is short."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -77,7 +78,8 @@ def too_large(program: program_lib.Program, plan: planning.Plan | None) -> UserE
 
 def _changes_that_fit(program: program_lib.Program) -> list[search.Outcome]:
     """Compiles leaner settings for the same devices and returns those that fit."""
-    config = program.config
+    model = dataclasses.replace(program.config.model, vocab_size=program.model.vocab_size)  # the tokenizer may have set it
+    config = dataclasses.replace(program.config, model=model)
     micro = program.sizes.micro_batch_size
     grid = {
         "stage": tuple(stage for stage in config_lib.STAGES if stage >= config.zero.stage),

@@ -86,7 +86,7 @@ def origins(flow: Flow, computation: hlo.Computation, name: str) -> tuple[hlo.In
     """Returns the entry's parameters that a value is a moved, cast or elementwise updated copy of."""
     found: dict[str, hlo.Instruction] = {}
     pending: list[tuple[hlo.Computation, str, int | None]] = [(computation, name, None)]
-    seen = set()
+    seen: set[tuple[str, str, int | None]] = set()
     while pending and len(seen) < _PLACES_LIMIT:
         place = pending.pop()
         where, what, index = place
@@ -143,7 +143,7 @@ def readers(flow: Flow, computation: hlo.Computation, name: str) -> tuple[hlo.In
     """
     found: dict[tuple[str, str], hlo.Instruction] = {}
     pending = [(computation, name)]
-    seen = set()
+    seen: set[tuple[str, str]] = set()
     while pending and len(seen) < _PLACES_LIMIT:
         where, what = pending.pop()
         if (where.name, what) in seen:

@@ -4,6 +4,7 @@
     [2,4]<=[8], [2,4]<=[4,2]T(1,0)                   counted: reshape 0..7 to [4,2], transpose, reshape to 2 groups of 4
     mesh['replica'=2,'data'=4] {'data'}              a mesh, and the axes whose devices form a group
     mesh['data'=8], device_ids=(0,2,4,...) {'data':(2)4}      the same with an order of its own, and a part of an axis
+    mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}         an order that is counted: reshape to [2,4], transpose
     {{0,1},{1,2},{2,3},{3,0}}                        source and target pairs of a permute
 
 Numbers are places in the program's list of devices, which is the mesh's, flattened.
@@ -22,6 +23,7 @@ _GROUPS = re.compile(
 )
 _PAIRS = re.compile(r"source_target_pairs=(\{(?:\{[\d,]*\},?)*\})")
 _COUNTED = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}")
 _AXIS_SIZE = re.compile(r"'?([^',=]+)'?=(\d+)")
 _AXIS_PART = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)")
@@ -54,7 +56,7 @@ def parse(text: str, devices: int) -> Groups:
     counted = _COUNTED.match(text)
     if counted:
         shape = [int(n) for n in counted[1].split(",")]
-        return _as_groups(_counted(counted).reshape(shape))
+        return _as_groups(_counted(counted[2], counted[3]).reshape(shape))
     return _listed(text) or (tuple(range(devices)),)
 
 
@@ -111,17 +113,18 @@ def _of_mesh(text: str) -> Groups:
 
 
 def _device_order(text: str, total: int) -> np.ndarray:
-    counted = _COUNTED.search(text)
+    counted = _ORDER.search(text)
     if counted:
-        return _counted(counted)
+        return _counted(counted[1], counted[2])
     numbers = [int(n) for n in re.findall(r"\d+", text)]
     return np.asarray(numbers) if numbers else np.arange(total)
 
 
-def _counted(found: re.Match) -> np.ndarray:
-    dims = [int(n) for n in found[2].split(",")]
+def _counted(shape: str, order: str | None) -> np.ndarray:
+    """Returns 0, 1, 2, ... in a shape, its dims in another order."""
+    dims = [int(n) for n in shape.split(",")]
     numbers = np.arange(np.prod(dims)).reshape(dims)
-    return numbers.transpose([int(n) for n in found[3].split(",")]) if found[3] else numbers
+    return numbers.transpose([int(n) for n in order.split(",")]) if order else numbers
 
 
 def _listed(text: str) -> Groups:

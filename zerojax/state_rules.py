@@ -73,16 +73,13 @@ def offloaded_state_on_device(case: Case) -> Iterable[Finding]:
 def _arguments(case: Case) -> dict[str, tuple[hlo.Instruction, Any]]:
     """Returns the program's parameters that the plan knows, by the plan's path, with the planned leaf."""
     index = tree.suffix_index(case.planned)
-    found = {}
+    found: dict[str, tuple[hlo.Instruction, Any]] = {}
     for parameter in case.ledger.flow.module.entry.parameters.values():
-        path = tree.longest_suffix(index, parameters.path_of(parameter.op_name))
-        leaf = case.planned.get(path) if path else None
-        is_whole_path = path is not None and parameters.path_of(parameter.op_name).endswith(path)
-        if (
-            is_whole_path
-            and leaf is not None
-            and isinstance(leaf.sharding, NamedSharding)
-            and len(parameter.arrays) == 1
-        ):
+        label = parameters.path_of(parameter.op_name)
+        path = tree.longest_suffix(index, label)
+        if path is None or not label.endswith(path) or len(parameter.arrays) != 1:
+            continue
+        leaf = case.planned[path]
+        if isinstance(getattr(leaf, "sharding", None), NamedSharding):
             found[path] = (parameter, leaf)
     return found

@@ -1,0 +1,72 @@
+import dataclasses
+import json
+
+import jax
+import pytest
+import runs
+
+import zerojax
+from zerojax import foresight, loop, program, search, train
+
+
+@pytest.fixture(scope="module")
+def built():
+    return program.build(runs.config(zero__stage=0, model__remat="none"), tokenizer_vocab=320)
+
+
+@pytest.fixture(scope="module")
+def plan(built):
+    return foresight.compile_step(built)
+
+
+def test_the_plan_and_the_measured_peak_are_written_side_by_side(tmp_path, plan):
+    foresight.write(tmp_path, plan, 123)
+    saved = json.loads((tmp_path / foresight.FILE).read_text())
+    assert (saved["planned_peak_bytes"], saved["measured_peak_bytes"]) == (plan.peak, 123)
+    assert saved["plan"]["peak_bytes"] == plan.peak
+
+
+def test_the_comparison_says_the_difference_or_that_it_is_not_known(plan):
+    assert "+10.0%" in foresight.compared(plan, round(plan.peak * 1.1))
+    assert "does not tell" in foresight.compared(plan, None)
+
+
+def test_out_of_memory_names_the_changes_that_fit(built, plan, monkeypatch, capsys):
+    whole = search.search
+
+    def with_memory(config, target, **kwargs):
+        return whole(config, target, memory=plan.peak * 0.9, **kwargs)
+
+    monkeypatch.setattr(search, "search", with_memory)
+    error = foresight.too_large(built, plan)
+    assert "add --config.zero.stage=" in str(error) and "\n" not in str(error)
+    assert "changes that would fit" in capsys.readouterr().out
+
+
+def test_where_nothing_is_known_to_fit_the_way_out_is_a_smaller_run(built, plan, capsys):
+    assert "more devices" in str(foresight.too_large(built, plan))
+
+
+def test_a_run_that_is_out_of_memory_ends_with_the_plan_and_one_line(tmp_path, monkeypatch, capsys):
+    def no_room(state, batch):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
+
+    compile_step = foresight.compile_step
+    monkeypatch.setattr(
+        loop.foresight, "compile_step", lambda built: dataclasses.replace(compile_step(built), compiled=no_room)
+    )
+    with pytest.raises(zerojax.UserError, match="out of device memory"):
+        train.train(runs.config(), tmp_path)
+    assert "Memory on each device" in capsys.readouterr().out
+
+
+def test_another_error_of_the_runtime_is_not_taken_for_it(tmp_path, monkeypatch):
+    def broken(state, batch):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    compile_step = foresight.compile_step
+    monkeypatch.setattr(
+        loop.foresight, "compile_step", lambda built: dataclasses.replace(compile_step(built), compiled=broken)
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        train.train(runs.config(), tmp_path)

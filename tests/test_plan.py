@@ -1,0 +1,50 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import runs
+
+SMALL = [
+    "--config=configs/base.py",
+    "--config.model.preset=test",
+    "--config.model.num_layers=1",
+    "--config.model.vocab_size=320",
+]
+
+
+def run(*arguments):
+    command = [
+        sys.executable,
+        "-m",
+        "zerojax.plan",
+        *SMALL,
+        "--config.seq_len=32",
+        "--config.global_batch_size=8",
+        *arguments,
+    ]
+    environ = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=runs.ROOT, env=environ, timeout=runs.LIMIT)
+
+
+def test_the_command_prints_json_and_draws(tmp_path):
+    done = run("--target=cpu", "--topology=1x4", "--json", f"--picture={tmp_path}/plan.png")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["mesh"] == {"replica": 1, "data": 4, "model": 1}
+    assert (tmp_path / "plan.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--target=h300"], "target: must be one of"),
+        (["--target=cpu", "--topology=4by4"], "topology"),
+        (["--target=cpu", "--topology=1x8", "--search"], "memory is not known"),
+        (["--target=cpu", "--topology=1x8", "--config.zero.stage=4"], "config.zero.stage"),
+    ],
+)
+def test_bad_input_ends_in_one_line_and_status_2(arguments, words):
+    done = run(*arguments)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert words in done.stderr

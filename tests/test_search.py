@@ -1,0 +1,61 @@
+import pytest
+import runs
+
+import zerojax
+from zerojax import search
+
+GRID = {"stage": (0, 3), "remat": ("none",), "micro_batch_size": (1, 2, 4), "replica": (1,)}
+
+
+@pytest.fixture(scope="module")
+def config():
+    return runs.config(global_batch_size=16, model__vocab_size=320)
+
+
+@pytest.fixture(scope="module")
+def roomy(config):
+    return search.search(config, "cpu", "1x8", grid=GRID, memory=1e12)
+
+
+def test_every_candidate_keeps_the_global_batch(roomy):
+    chosen = {(o.candidate.micro_batch_size, o.candidate.grad_accum) for o in roomy}
+    assert chosen == {(1, 2), (2, 1)}  # micro-batches of 4 on 8 devices make 32
+
+
+def test_with_room_for_all_one_wins_and_the_others_fit(roomy):
+    assert [o.reason for o in roomy].count("") == 1 and not roomy[0].reason
+    assert all(o.reason.startswith("fits") for o in roomy[1:]) and all(o.is_compiled for o in roomy)
+
+
+def test_what_does_not_fit_loses_with_the_bytes_it_lacks(config, roomy):
+    peaks = sorted(o.peak for o in roomy)
+    tight = search.search(config, "cpu", "1x8", grid=GRID, memory=peaks[1])
+    lost = {o.candidate for o in roomy if o.peak > peaks[1]}
+    assert {o.candidate for o in tight if "does not fit" in o.reason or "alone take" in o.reason} == lost and lost
+    assert tight[0].peak <= peaks[1]
+
+
+def test_state_that_is_too_large_alone_is_not_compiled(config):
+    outcomes = search.search(config, "cpu", "1x8", grid=GRID, memory=1000)
+    assert not any(o.is_compiled for o in outcomes)
+    assert all("alone take" in o.reason or "does not fit" in o.reason for o in outcomes)
+
+
+def test_no_more_is_compiled_than_was_allowed(config):
+    outcomes = search.search(config, "cpu", "1x8", grid=GRID, memory=1e12, most_compiles=1)
+    assert sum(o.is_compiled for o in outcomes) == 1
+    assert sum("limit of 1" in o.reason for o in outcomes) == len(outcomes) - 1
+
+
+def test_a_target_of_unknown_memory_is_refused(config):
+    with pytest.raises(zerojax.UserError, match="memory is not known"):
+        search.search(config, "cpu", "1x8")
+
+
+def test_a_grid_that_cannot_keep_the_batch_is_refused(config):
+    with pytest.raises(zerojax.UserError, match="keeps the global batch"):
+        search.search(config, "cpu", "1x8", grid={**GRID, "micro_batch_size": (3,)}, memory=1e12)
+
+
+def test_the_table_has_a_row_for_each(roomy):
+    assert search.table(roomy).row_count == len(roomy) == len(search.as_json(roomy))
