@@ -3,7 +3,8 @@
     python scripts/bench_plan.py --settings one --out plan_one.jsonl
     python scripts/bench_plan.py --settings several --out plan_several.jsonl
 
-All GPUs that are there are used. Each setting runs in a process of its own, since a device's peak is counted over a process's life. A line of JSON a setting goes to --out,
+All GPUs that are there are used.
+Each setting runs in a process of its own, since a device's peak is counted over a process's life. A line of JSON a setting goes to --out,
 a table to stdout.
 """
 

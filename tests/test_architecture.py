@@ -27,13 +27,14 @@ FLOORS = (
     {"planning"},
     {"plan_report", "search"},
     {"foresight"},
+    {"streams"},
     {"loop"},
     {"train", "plan"},
 )  # fmt: skip
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 COMMAND_LINES = {"train", "plan"}  # define flags; imported by nobody
 KNOW_FLAGS = COMMAND_LINES | {"command"}
-KNOW_THEIR_PROCESS = {"checkpoint", "data", "export", "launch", "loop", "metrics", "step_files", "train"}
+KNOW_THEIR_PROCESS = {"checkpoint", "data", "export", "launch", "loop", "metrics", "step_files", "streams", "train"}
 KNOW_STAGES = {"config", "partition", "place", "program", "report"}  # may say the word in code
 KNOW_STAGES |= {"foresight", "plan", "plan_report", "planning", "search"}
 LONGEST_FILE, LONGEST_FUNCTION, TRAIN_STEP = 300, 60, 40

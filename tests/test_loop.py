@@ -12,6 +12,7 @@ import runs
 import safetensors
 
 from zerojax import checkpoint, loop, metrics, program, report
+from zerojax import streams as streams_lib
 from zerojax.data import tokenizer
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order
@@ -41,7 +42,7 @@ def open_run(folder: pathlib.Path, **changes):
     """Returns the program, the streams and a Run, as train.train makes them."""
     bytes_of_text = tokenizer.load_tokenizer("bytes")
     built = program.build(runs.config(**changes), tokenizer_vocab=bytes_of_text.vocab_size)
-    streams = loop.Streams(built, bytes_of_text, folder)
+    streams = streams_lib.Streams(built, bytes_of_text, folder)
     saver = checkpoint.Checkpointer(folder / "checkpoints", keep_last=2, keep_best=0)
     return built, streams, loop.Run(built, streams, saver, folder)
 

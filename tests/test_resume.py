@@ -13,6 +13,7 @@ import pytest
 import runs
 
 from zerojax import checkpoint, loop, precision, program
+from zerojax import streams as streams_lib
 from zerojax.data import tokenizer
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order by another stage or number of devices
@@ -20,20 +21,20 @@ HALF_PRECISION = 2e-2  # relative: eight bits of bfloat16, over a few steps
 KILLED = {**runs.EVALUATED, "steps": 16, "checkpoint__every": 1, "evaluate__every": 4}
 SLOW = """
 import time
-from zerojax import loop
-following = loop.Streams.next
-loop.Streams.next = lambda streams: (time.sleep(0.2), following(streams))[1]
+from zerojax import streams as streams_lib
+following = streams_lib.Streams.next
+streams_lib.Streams.next = lambda streams: (time.sleep(0.2), following(streams))[1]
 """
 STOP_AT_2 = """
 import os, signal
-from zerojax import loop
-following, taken = loop.Streams.next, []
+from zerojax import streams as streams_lib
+following, taken = streams_lib.Streams.next, []
 def next_batch(streams):
     taken.append(streams)
     if len(taken) == 2:
         os.kill(os.getpid(), signal.SIGTERM)
     return following(streams)
-loop.Streams.next = next_batch
+streams_lib.Streams.next = next_batch
 """
 
 pytestmark = pytest.mark.usefixtures("cache_dir")
@@ -203,7 +204,7 @@ def test_a_checkpoint_moves_between_precisions_bit_for_bit(tmp_path):
         copy = pathlib.Path(shutil.copytree(folder, tmp_path / f"{name}{stage}"))
         bytes_of_text = tokenizer.load_tokenizer("bytes")
         built = program.build(runs.config(precision=name, zero__stage=stage), tokenizer_vocab=320)
-        streams = loop.Streams(built, bytes_of_text, copy)
+        streams = streams_lib.Streams(built, bytes_of_text, copy)
         saver = checkpoint.Checkpointer(copy / "checkpoints", keep_last=2, keep_best=0)
         state = loop.resume(built, saver, 2, streams)
         leaves.append(jax.tree.map(np.asarray, jax.tree.leaves(precision.to_logical(state))))

@@ -132,6 +132,7 @@ def compile_with_buffers(
     lowered: jax.stages.Lowered,
     *,
     roles: Sequence[tuple[str, str]] = buffer_roles.PATH_ROLES,
+    from_cache: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> tuple[jax.stages.Compiled, Buffers]:
     """Compiles a step and returns it with what it keeps in memory.
@@ -139,10 +140,14 @@ def compile_with_buffers(
     Args:
       lowered: `jax.jit(step).lower(abstract_state, abstract_batch)`.
       roles: ordered (path regex, role) for arguments. What has the shape of "params", "master weights" or "moments" may be a gradient.
+      from_cache: where JAX keeps compiled programs on disk, uses them: then there are totals only, since XLA assigns nothing again.
       compiler_options: XLA's.
 
     >>> compiled, buffers = compile_with_buffers(train_step.lower(partition.abstract_state, batch))
     """
+    if from_cache and jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir:
+        compiled = lowered.compile(compiler_options=dict(compiler_options or {}))
+        return compiled, _buffers(lowered, compiled, None, roles)
     with tempfile.TemporaryDirectory(prefix="zerojax-buffers-") as folder:
         options = {**(compiler_options or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         with _compiled_anew():

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
+from zerojax import buffers, plan_report, planning, report, search
 from zerojax import config as config_lib
-from zerojax import plan_report, planning, report, search
 from zerojax import program as program_lib
 from zerojax.errors import UserError
 
@@ -26,7 +26,7 @@ def compile_step(program: program_lib.Program) -> planning.Plan:
       UserError: it cannot be compiled within the devices' memory.
     """
     try:
-        return planning.plan_program(program, "here")
+        return planning.plan_program(program, "here", from_cache=True)
     except jax.errors.JaxRuntimeError as error:
         if OUT_OF_MEMORY not in str(error):
             raise
@@ -60,6 +60,8 @@ def too_large(program: program_lib.Program, plan: planning.Plan | None) -> UserE
     """Prints what fills the memory and which changes would fit, and returns the error that ends the run."""
     config = program.config
     if plan is not None:
+        if plan.buffers.source != buffers.ASSIGNMENT:  # it came from the cache of compiled programs
+            plan = planning.plan_program(program, "here")
         print(report.as_text(plan_report.memory_table(plan)), flush=True)
         if plan.buffers.at_peak:
             print(report.as_text(plan_report.temporaries_table(plan)), flush=True)
@@ -78,7 +80,9 @@ def too_large(program: program_lib.Program, plan: planning.Plan | None) -> UserE
 
 def _changes_that_fit(program: program_lib.Program) -> list[search.Outcome]:
     """Compiles leaner settings for the same devices and returns those that fit."""
-    model = dataclasses.replace(program.config.model, vocab_size=program.model.vocab_size)  # the tokenizer may have set it
+    model = dataclasses.replace(
+        program.config.model, vocab_size=program.model.vocab_size
+    )  # the tokenizer may have set it
     config = dataclasses.replace(program.config, model=model)
     micro = program.sizes.micro_batch_size
     grid = {

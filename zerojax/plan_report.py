@@ -28,10 +28,10 @@ def verdict(plan: planning.Plan) -> str:
     if plan.usable is None or plan.target.memory is None:
         return f"{peak}; the memory of {plan.target.name} is not known"
     word = "fits" if plan.fits else "does NOT fit"
-    return (
-        f"{peak}: {word} in {plan.target.name}'s {report.human(plan.target.memory.value)}, of which XLA may use "
-        f"{report.human(plan.usable)} ({planning.USABLE:.0%})"
-    )
+    room = f"the {report.human(plan.usable)} that XLA may use"
+    if not plan.target.is_pool:
+        room += f" of {plan.target.name}'s {report.human(plan.target.memory.value)}"
+    return f"{peak}: {word} in {room}"
 
 
 def memory_table(plan: planning.Plan) -> Table:
@@ -113,37 +113,9 @@ def as_json(plan: planning.Plan) -> dict[str, Any]:
             {"role": r.role, "theory_bytes": r.theory, "sharding_bytes": r.arithmetic, "assigned_bytes": r.assigned}
             for r in plan.memory
         ],
-        "largest_leaves": [
-            {"path": a.path, "role": a.role, "bytes": a.nbytes, "space": a.space, "donated": a.is_donated}
-            for a in sorted(plan.buffers.arguments, key=lambda a: -a.nbytes)[:LARGEST]
-        ],
-        "largest_temporaries": [
-            {
-                "value": t.name,
-                "type": t.type,
-                "role": t.role,
-                "bytes": t.nbytes,
-                "op_name": t.op_name,
-                "source": t.source,
-            }
-            for t in plan.buffers.at_peak[:LARGEST]
-        ],
-        "collectives": [
-            {
-                "role": r.role,
-                "kind": r.kind,
-                "dtype": r.dtype,
-                "axes": list(r.axes),
-                "runs": r.times,
-                "bytes": r.nbytes,
-                "elements": r.elements,
-                "weights": list(r.weights),
-                "asynchronous": r.is_async,
-                "overlaps": dict(r.overlaps),
-                "source": r.source,
-            }
-            for r in plan.ledger.rows
-        ],
+        "largest_leaves": [_leaf(a) for a in sorted(plan.buffers.arguments, key=lambda a: -a.nbytes)[:LARGEST]],
+        "largest_temporaries": [_temporary(t) for t in plan.buffers.at_peak[:LARGEST]],
+        "collectives": [_collective(row) for row in plan.ledger.rows],
         "collective_totals": plan.ledger.totals(),
         "collective_theory_params": dict(plan.theory),
         "departures": [
@@ -162,6 +134,32 @@ def as_json(plan: planning.Plan) -> dict[str, Any]:
             "tokens_per_second": bound.most_tokens_per_second(plan.tokens),
         },
         "compile_seconds": plan.compile_seconds,
+    }
+
+
+def _leaf(leaf: buffers.Argument) -> dict[str, Any]:
+    found = {"path": leaf.path, "role": leaf.role, "bytes": leaf.nbytes}
+    return found | {"space": leaf.space, "donated": leaf.is_donated}
+
+
+def _temporary(value: buffers.Temporary) -> dict[str, Any]:
+    found = {"value": value.name, "type": value.type, "role": value.role, "bytes": value.nbytes}
+    return found | {"op_name": value.op_name, "source": value.source}
+
+
+def _collective(row: Any) -> dict[str, Any]:
+    return {
+        "role": row.role,
+        "kind": row.kind,
+        "dtype": row.dtype,
+        "axes": list(row.axes),
+        "runs": row.times,
+        "bytes": row.nbytes,
+        "elements": row.elements,
+        "weights": list(row.weights),
+        "asynchronous": row.is_async,
+        "overlaps": dict(row.overlaps),
+        "source": row.source,
     }
 
 

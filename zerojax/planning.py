@@ -32,8 +32,6 @@ from zerojax import (
 from zerojax import config as config_lib
 from zerojax import mesh as mesh_lib
 
-# What XLA may use of a device's memory: the driver, NCCL, cuBLAS and cuDNN keep some for themselves.
-USABLE = 0.92
 HOST, TEMPORARIES = "host memory", "activations and temporaries"
 
 
@@ -92,7 +90,7 @@ class Plan:
     @property
     def usable(self) -> int | None:
         """Returns the bytes that XLA may use on a device, or None where its memory is not known."""
-        return int(self.target.memory.value * USABLE) if self.target.memory else None
+        return self.target.usable
 
     @property
     def fits(self) -> bool | None:
@@ -110,6 +108,7 @@ def plan_step(
     tokens: int = 0,
     compute_dtype: Any = None,
     passes: int = 1,
+    from_cache: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Plans any jitted train step, one's own too.
@@ -124,6 +123,7 @@ def plan_step(
       tokens: tokens of one step, for the time bound.
       compute_dtype: dtype of the forward pass; None for that of most matrix products.
       passes: forward and backward passes a step.
+      from_cache: see `buffers.compile_with_buffers`.
       compiler_options: XLA's.
 
     >>> plan = plan_step(train_step, partition.abstract_state, batch, mesh=mesh, target="h200", placement=partition)
@@ -131,7 +131,9 @@ def plan_step(
     known = targets.get(target)
     began = time.perf_counter()
     traced = train_step.trace(state, *args)
-    compiled, held = buffers.compile_with_buffers(traced.lower(), compiler_options=compiler_options)
+    compiled, held = buffers.compile_with_buffers(
+        traced.lower(), from_cache=from_cache, compiler_options=compiler_options
+    )
     seconds = time.perf_counter() - began
     weights = placement.placements if placement else _weights(state)
     sent = ledger.ledger(held.hlo_text, mesh, weights)
@@ -175,7 +177,13 @@ def plan_config(
     return plan_program(built, target, compiler_options=compiler_options)
 
 
-def plan_program(built: program.Program, target: str, *, compiler_options: Mapping[str, Any] | None = None) -> Plan:
+def plan_program(
+    built: program.Program,
+    target: str,
+    *,
+    from_cache: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Plan:
     """Plans a program that is built, on its own mesh."""
     config, sizes = built.config, built.sizes
     shape = (sizes.global_batch_size // sizes.grad_accum, config.seq_len + 1)
@@ -192,6 +200,7 @@ def plan_program(built: program.Program, target: str, *, compiler_options: Mappi
         tokens=sizes.global_batch_size * config.seq_len,
         compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
         passes=sizes.grad_accum,
+        from_cache=from_cache,
         compiler_options=compiler_options,
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from zerojax import config as config_lib
-from zerojax import planning, program, report, targets
+from zerojax import partition, planning, program, report, targets
 from zerojax.errors import UserError
 
 DEFAULT_GRID: Mapping[str, Sequence[Any]] = {
@@ -74,11 +74,11 @@ def search(
     """
     known, devices = targets.get(target), targets.devices(target, topology)
     if memory is None:
-        if known.memory is None:
+        if known.usable is None:
             raise UserError(
                 f"target {target}: its memory is not known, so nothing can be said to fit; name another target"
             )
-        memory = known.memory.value * planning.USABLE
+        memory = known.usable
     candidates = _candidates(config, len(devices), grid)
     if not candidates:
         raise UserError(
@@ -160,7 +160,7 @@ def _applied(config: config_lib.Config, candidate: Candidate) -> config_lib.Conf
 def _expected_cost(candidate: Candidate) -> tuple[float, int, int]:
     """Orders candidates: fewest recomputed operations, then fewest bytes sent, then fewest passes."""
     recomputed = {"none": 0.0, "dots": 0.02, "full": 0.33}[candidate.remat]
-    sent = 3 if candidate.stage == 3 else 2
+    sent = 3 if partition.STAGES[candidate.stage].params else 2
     return (recomputed, sent * candidate.grad_accum, candidate.grad_accum)
 
 

@@ -25,6 +25,10 @@ XLA = "published: XLA's description of the device, not measured"
 GOOGLE = "published: Cloud TPU documentation, not measured"
 
 
+# What XLA may use of a device's memory: the driver, NCCL, cuBLAS and cuDNN keep some for themselves.
+USABLE = 0.92
+
+
 @dataclasses.dataclass(frozen=True)
 class Figure:
     """A number and where it is from."""
@@ -47,6 +51,7 @@ class Target:
       link: bytes/s to devices of the same host (NVLink) or slice (ICI).
       network: bytes/s to other hosts; None where the link reaches them (ICI) or there are none.
       host_link: bytes/s to the host's memory.
+      is_pool: `memory` is what JAX may allocate, not what the device has.
     """
 
     name: str
@@ -58,6 +63,14 @@ class Target:
     link: Figure | None = None
     network: Figure | None = None
     host_link: Figure | None = None
+    is_pool: bool = False
+
+    @property
+    def usable(self) -> int | None:
+        """Returns the bytes of memory that XLA may use, or None where the memory is not known."""
+        if self.memory is None:
+            return None
+        return int(self.memory.value if self.is_pool else self.memory.value * USABLE)
 
     @property
     def is_measured(self) -> bool:
@@ -254,4 +267,4 @@ def _kind_of(device: Any) -> Target:
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None:
         return target
-    return dataclasses.replace(target, memory=Figure(limit, MEASURED + ": what JAX may allocate here"))
+    return dataclasses.replace(target, memory=Figure(limit, MEASURED + ": what JAX may allocate here"), is_pool=True)

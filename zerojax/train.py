@@ -18,6 +18,7 @@ from ml_collections import config_flags
 from zerojax import checkpoint, command, export, launch, loop, report, workdir
 from zerojax import config as config_lib
 from zerojax import program as program_lib
+from zerojax import streams as streams_lib
 from zerojax.data import batches, source
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
@@ -72,7 +73,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
         if launch.is_primary():
             source.prepare(config.data.name, data_dir)
         launch.barrier("data")
-    streams = loop.Streams(program, tokenizer, data_dir)
+    streams = streams_lib.Streams(program, tokenizer, data_dir)
 
     saver = checkpoint.Checkpointer(
         folder / "checkpoints", keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
