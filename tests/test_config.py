@@ -153,3 +153,11 @@ def test_batch_sizes_obey_the_product_rule_wherever_it_can_be_solved(total, micr
         offered = int(str(caught.value).rpartition("--config.global_batch_size=")[2])
         fixed = dataclasses.replace(config, global_batch_size=offered)
         config_lib.batch_sizes(fixed, ways)  # the way out that the line offers is one
+
+
+@pytest.mark.parametrize("value", [1.0, -0.1, 2.0])
+def test_averages_forget_at_a_rate_below_one(value):
+    raw = importlib.import_module("configs.base").get_config()
+    raw.optimizer.b2 = value
+    with pytest.raises(UserError, match=r"config.optimizer.b2: must be at least 0 and below 1"):
+        config_lib.from_dict(raw)

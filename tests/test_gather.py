@@ -293,3 +293,8 @@ def test_stage_0_without_rematerialisation_adds_no_collective():
     batch = jax.ShapeDtypeStruct((8, 6), jnp.int32, sharding=mesh_lib.batch_sharding(mesh))
     text = jax.jit(jax.grad(stored)).lower(state.params, batch).compile().as_text()
     assert "all-reduce" in text and "all-gather" not in text
+
+
+def test_blocks_that_are_no_regex_are_refused():
+    with pytest.raises(UserError, match="blocks: .* is no regex"):
+        gather.where_used(lambda params: 0.0, {}, blocks="layer_(")

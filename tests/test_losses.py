@@ -109,3 +109,9 @@ def test_one_pass_gradients_have_the_dtypes_of_what_they_belong_to():
         scale = float(abs(expected).max())
         # softmax - onehot is rounded to 8 bits, and the gradient once more
         np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=2**-7 * scale)
+
+
+def test_a_prime_number_of_tokens_needs_no_more_chunks_than_another():
+    hidden, kernel, labels = jnp.ones((1, 97, 8)), jnp.ones((8, 16)), jnp.zeros((1, 97), jnp.int32)
+    loss = jax.make_jaxpr(functools.partial(losses.one_pass_cross_entropy, chunk_tokens=10))(hidden, kernel, labels)
+    assert "length=10" in str(loss)

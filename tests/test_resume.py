@@ -23,7 +23,12 @@ SLOW = """
 import time
 from zerojax import streams as streams_lib
 following = streams_lib.Streams.next
-streams_lib.Streams.next = lambda streams: (time.sleep(0.2), following(streams))[1]
+streams_lib.Streams.next = lambda streams: ([time.sleep(0.02) for _ in range(10)], following(streams))[1]
+"""
+HANG_WHILE_BUILDING = """
+import time
+from zerojax import program
+program.build = lambda *_, **__: (print("building", flush=True), [time.sleep(0.1) for _ in range(600)])
 """
 STOP_AT_2 = """
 import os, signal
@@ -74,12 +79,11 @@ def lines(folder: pathlib.Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_run_killed_at_any_moment_gives_the_numbers_of_one_that_was_not(commands, uninterrupted, tmp_path, seed):
+def test_a_run_killed_at_any_moment_gives_the_numbers_of_one_that_was_not(commands, uninterrupted, tmp_path):
     arguments, numbers = uninterrupted
-    draw = random.Random(seed)
+    draw = random.Random(0)
     killed_while_saving = 0
-    for _ in range(4):
+    for _ in range(5):
         command = commands.start(*arguments, f"--workdir={tmp_path}")
         more = lines(tmp_path) + draw.randint(1, 4)
         wait_for(lambda more=more: lines(tmp_path) >= more and is_saving(tmp_path), command)
@@ -116,7 +120,7 @@ def test_a_run_asked_to_stop_saves_ends_with_status_0_and_goes_on(commands, unin
 @pytest.mark.slow
 def test_a_second_interrupt_ends_a_run_at_once_in_one_line(commands, uninterrupted, tmp_path):
     arguments, numbers = uninterrupted
-    slower = SLOW.replace("0.2", "3")
+    slower = SLOW.replace("10", "150")
     command = commands.start(*arguments, f"--workdir={tmp_path}", before=slower)
     wait_for(lambda: "starts at step" in command.out, command)
     for _ in range(2):
@@ -137,8 +141,7 @@ def test_an_interrupt_while_compiling_stops_after_the_first_step(commands, tmp_p
 
 
 def test_an_interrupt_before_the_first_step_ends_in_one_line(commands, tmp_path):
-    slow = "import time\nfrom zerojax import program\nprogram.build = lambda *a, **k: (print('building', flush=True), time.sleep(60))"
-    command = commands.start(*runs.flags(), f"--workdir={tmp_path}", before=slow)
+    command = commands.start(*runs.flags(), f"--workdir={tmp_path}", before=HANG_WHILE_BUILDING)
     wait_for(lambda: "building" in command.out, command)
     command.kill(signal.SIGINT)
     assert command.wait().status == 130 and command.err.count("\n") == 1, command.err

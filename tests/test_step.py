@@ -127,7 +127,6 @@ CASES: dict[str, dict[str, Any]] = {
         "remat": "full",
     },
     "stage 3, 2 x 3, padded, none": {"stage": 3, "mesh": (2, 3), "indivisible": "pad", "min_size": 0, "remat": "none"},
-    "stage 1, padded, whole model": {"stage": 1, "mesh": (1, 3), "indivisible": "pad", "blocks": ""},
 }
 
 

@@ -35,6 +35,7 @@ POSITIVE = (
     "evaluate.batches",
     "checkpoint.keep_last",
 )
+BELOW_ONE = ("optimizer.b1", "optimizer.b2")
 NOT_NEGATIVE = (
     "seed",
     "global_batch_size",
@@ -200,6 +201,9 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
     for place in NOT_NEGATIVE:
         if _lookup(config, place) < 0:
             raise UserError(f"config.{place}: must not be negative, and is {_lookup(config, place)}")
+    for place in BELOW_ONE:
+        if not 0 <= _lookup(config, place) < 1:
+            raise UserError(f"config.{place}: must be at least 0 and below 1, and is {_lookup(config, place)}")
     if config.mesh.data != -1 and config.mesh.data <= 0:
         raise UserError(f"config.mesh.data: must be above 0, or -1 for all devices left, and is {config.mesh.data}")
     return config

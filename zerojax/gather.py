@@ -135,6 +135,12 @@ def where_used(
     """
     if remat not in REMAT:
         raise UserError(f"remat: must be one of {', '.join(REMAT)}, and is {remat!r}")
+    try:
+        re.compile(blocks)
+    except re.error as error:
+        raise UserError(
+            f"blocks: {blocks!r} is no regex: {error}; give one over module paths, such as 'layer_\\d+'"
+        ) from error
     index = tree.suffix_index(placements)
 
     def gather_leaf(path: str, leaf: Any) -> Any:

@@ -111,12 +111,12 @@ class Run:
                 raise
             raise foresight.too_large(self._program, self._plan) from error
 
-    def _compare(self) -> None:
+    def _compare(self, plan: planning.Plan) -> None:
         """Says how the measured peak compares with the planned one, after the first steps."""
         measured = metrics.device_memory().get("device_peak_bytes")
-        self._progress.print(foresight.compared(self._plan, measured))
+        self._progress.print(foresight.compared(plan, measured))
         if launch.is_primary():
-            foresight.write(self._folder, self._plan, measured)
+            foresight.write(self._folder, plan, measured)
 
     def _record(self, read: metrics.Reading | None) -> None:
         """Logs a step's numbers, which have arrived; stops the run where they are not finite."""
@@ -134,8 +134,8 @@ class Run:
             raise self._not_finite(step, bad, numbers[bad])
         shown = {name: numbers[name] for name in ("loss", "grad_norm", "tokens_per_second")}
         self._progress.update(step, **shown)
-        if step == self._compare_at:
-            self._compare()
+        if self._plan is not None and step == self._compare_at:
+            self._compare(self._plan)
 
     def _not_finite(self, step: int, name: str, value: float) -> UserError:
         """Returns the error to raise; weights are good that gave the step after them a finite loss."""

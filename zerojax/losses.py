@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 
+_NO_LABEL = -1
+
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Returns the mean over tokens of -log softmax(logits)[label], in float32.
@@ -112,9 +114,10 @@ def _local(hidden: Any, kernel: Any, labels: Any, *, total: int, chunk: int, wit
     shape = hidden.shape
     hidden, labels = hidden.reshape(-1, shape[-1]), labels.reshape(-1)
     tokens = labels.size
-    count = max(1, -(-tokens // chunk))
-    while tokens % count:  # equal chunks, so that the loop body has one shape
-        count += 1
+    count = -(-tokens // chunk)
+    extra = -tokens % count  # equal chunks, so that the loop body has one shape; what fills the last has no label
+    if extra:
+        hidden, labels = jnp.pad(hidden, ((0, extra), (0, 0))), jnp.pad(labels, (0, extra), constant_values=_NO_LABEL)
     hidden, labels = hidden.reshape(count, -1, shape[-1]), labels.reshape(count, -1)
 
     def one_chunk(d_kernel: Any, inputs: tuple[jax.Array, jax.Array]) -> tuple[Any, tuple[jax.Array, Any]]:
@@ -122,10 +125,11 @@ def _local(hidden: Any, kernel: Any, labels: Any, *, total: int, chunk: int, wit
         logits = jnp.dot(h, kernel, preferred_element_type=jnp.float32)
         log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         hit = y[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        loss = jnp.sum(log_sum[:, 0] - jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)) / total
+        share = (y != _NO_LABEL)[:, None] / total if extra else 1 / total
+        loss = jnp.sum(share * (log_sum - jnp.sum(jnp.where(hit, logits, 0.0), axis=-1, keepdims=True)))
         if not with_grads:
             return None, (loss, None)
-        d_logits = ((jnp.exp(logits - log_sum) - hit) / total).astype(h.dtype)
+        d_logits = ((jnp.exp(logits - log_sum) - hit) * share).astype(h.dtype)
         d_kernel = d_kernel + jnp.dot(h.T, d_logits, preferred_element_type=jnp.float32)
         return d_kernel, (loss, jnp.dot(d_logits, kernel.T).astype(h.dtype))
 
@@ -133,7 +137,7 @@ def _local(hidden: Any, kernel: Any, labels: Any, *, total: int, chunk: int, wit
     d_kernel, (losses, d_hidden) = jax.lax.scan(one_chunk, start, (hidden, labels))
     if not with_grads:
         return jnp.sum(losses), None
-    return jnp.sum(losses), (d_hidden.reshape(shape), d_kernel)
+    return jnp.sum(losses), (d_hidden.reshape(-1, shape[-1])[:tokens].reshape(shape), d_kernel)
 
 
 def _reduce(d_kernel: jax.Array, spec: P) -> jax.Array:

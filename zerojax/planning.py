@@ -6,7 +6,7 @@ A plan joins four readings of one compiled program: its buffers, its collectives
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -99,7 +99,7 @@ class Plan:
 
 
 def plan_step(
-    train_step: Callable[..., Any],
+    train_step: Any,
     state: Any,
     *args: Any,
     mesh: Mesh,
@@ -186,7 +186,7 @@ def plan_program(
 ) -> Plan:
     """Plans a program that is built, on its own mesh."""
     config, sizes = built.config, built.sizes
-    shape = (sizes.global_batch_size // sizes.grad_accum, config.seq_len + 1)
+    shape: tuple[int, ...] = (sizes.global_batch_size // sizes.grad_accum, config.seq_len + 1)
     if sizes.grad_accum > 1:
         shape = (sizes.grad_accum, *shape)
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=built.batch_sharding)}
