@@ -296,5 +296,5 @@ def test_stage_0_without_rematerialisation_adds_no_collective():
 
 
 def test_blocks_that_are_no_regex_are_refused():
-    with pytest.raises(UserError, match="blocks: .* is no regex"):
+    with pytest.raises(UserError, match=r"blocks: .* is no regex"):
         gather.where_used(lambda params: 0.0, {}, blocks="layer_(")

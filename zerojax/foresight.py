@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from zerojax import buffers, plan_report, planning, report, search
+from zerojax import buffers, launch, plan_report, planning, report, search
 from zerojax import config as config_lib
 from zerojax import program as program_lib
 from zerojax.errors import UserError
@@ -59,21 +59,22 @@ def compared(plan: planning.Plan, measured: int | None) -> str:
 def too_large(program: program_lib.Program, plan: planning.Plan | None) -> UserError:
     """Prints what fills the memory and which changes would fit, and returns the error that ends the run."""
     config = program.config
+    lines = []
     if plan is not None:
         if plan.buffers.source != buffers.ASSIGNMENT:  # it came from the cache of compiled programs
             plan = planning.plan_program(program, "here")
-        print(report.as_text(plan_report.memory_table(plan)), flush=True)
+        lines.append(report.as_text(plan_report.memory_table(plan)))
         if plan.buffers.at_peak:
-            print(report.as_text(plan_report.temporaries_table(plan)), flush=True)
+            lines.append(report.as_text(plan_report.temporaries_table(plan)))
     fitting = _changes_that_fit(program)
     if fitting:
-        print("changes that would fit, the fastest first:", flush=True)
-        for outcome in fitting:
-            peak = report.human(outcome.peak or 0)
-            print(f"  {_flags(config, outcome.candidate)}   (peak {peak})", flush=True)
+        lines.append("changes that would fit, the fastest first:")
+        lines += [f"  {_flags(config, found.candidate)}   (peak {report.human(found.peak or 0)})" for found in fitting]
         way_out = f"add {_flags(config, fitting[0].candidate)}"
     else:
         way_out = "use more devices, a shorter config.seq_len or a smaller model: no change of stage, remat or micro-batch fits"
+    if launch.is_primary():
+        print("\n".join(lines), flush=True)
     peak = f"the step needs {report.human(plan.peak)}, " if plan is not None else ""
     return UserError(f"out of device memory: {peak}{way_out}")
 
