@@ -424,3 +424,14 @@ def test_two_processes_save_together_and_each_gets_the_rows_of_both(tmp_path):
     np.testing.assert_array_equal(raw(state["w"]), np.arange(32, dtype=np.float32).reshape(8, 4))
     assert raw(state["rng"]).tobytes() == raw(jax.random.key(1)).tobytes()
     assert data_state == rows and state["count"] == 3
+
+
+def test_a_second_write_that_failed_with_the_first_is_not_told_again():
+    def record(message):
+        return logging.LogRecord("asyncio", logging.ERROR, "base_events.py", 1, message, (), ValueError)
+
+    lost = "Task exception was never retrieved\nfuture: <Task defined at /site-packages/orbax/checkpoint/serialization.py:1>"
+    assert not checkpoint._is_worth_showing(record(lost))
+    assert checkpoint._is_worth_showing(
+        record("Task exception was never retrieved\nfuture: <Task defined at mine.py:1>")
+    )

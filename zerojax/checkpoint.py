@@ -38,9 +38,10 @@ class Checkpointer:
         self.directory = step_files.open_directory(directory)
         self._losses = step_files.losses(self.directory)
         self._saving = -1  # the step that was saved last
-        logging.getLogger("absl").addFilter(_is_worth_showing)
-        self._arrays = ocp.PyTreeCheckpointHandler()
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_is_worth_showing)
         jsons = {"data": ocp.JsonCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
+        self._arrays = ocp.PyTreeCheckpointHandler()
         self._manager = ocp.CheckpointManager(
             self.directory,
             item_handlers={"state": self._arrays, **jsons},
@@ -295,5 +296,5 @@ def _is_disk_full(error: BaseException) -> bool:
 
 def _is_worth_showing(record: logging.LogRecord) -> bool:
     """Passes what other packages log, and from Orbax warnings; its tracebacks are of errors that it also raises."""
-    is_orbax = "/orbax/" in record.pathname
+    is_orbax = "/orbax/" in record.pathname or (record.name == "asyncio" and "/orbax/" in record.getMessage())
     return not is_orbax or (record.levelno >= logging.WARNING and not record.exc_info)
