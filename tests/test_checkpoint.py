@@ -296,7 +296,10 @@ def test_orbax_says_nothing_below_warning(tmp_path, caplog):
 
 
 def run_python(code, *args, **kwargs):
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, "-c", code, *map(str, args)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs)
 
@@ -366,7 +369,10 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_survives_it(tmp_path):
     script = f'mount -t tmpfs -o size=3m tmpfs {tmp_path} && exec "$0" "$@"'
     if shutil.which("unshare") is None or subprocess.run([*mount, script, "true"], capture_output=True).returncode:
         pytest.skip("this system lets no user mount a tmpfs, on which to run out of space")
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [*mount, script, sys.executable, "-c", FILL_THE_DISK, str(tmp_path / "run")]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     errors = [line for line in result.stdout.splitlines() if line.startswith("USER ERROR")]

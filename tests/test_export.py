@@ -271,7 +271,10 @@ def test_two_processes_gather_together_and_the_first_writes(tmp_path):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+    }
     commands = [[sys.executable, "-c", TWO_PROCESSES, str(tmp_path / "out"), str(rank), str(port)] for rank in (0, 1)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": env}
     workers = [subprocess.Popen(command, **pipes) for command in commands]

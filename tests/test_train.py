@@ -1,5 +1,6 @@
 """Checks the command line: what it writes, what it refuses, and that a refusal loses nothing. This module tests zerojax.train."""
 
+import glob
 import json
 import pathlib
 import shutil
@@ -215,6 +216,7 @@ def test_overrides_come_through_the_command_line_and_resume(commands, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(bool(glob.glob("/dev/nvidia[0-9]*")), reason="there is an accelerator, and it would be used")
 def test_a_bare_environment_trains_and_says_that_devices_are_emulated(cache_dir, stdlib_dir, tmp_path):
     keep = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
     environ = {key: value for key, value in runs.environment(cache_dir).items() if key in keep or key[:3] == "JAX"}
