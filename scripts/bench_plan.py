@@ -91,9 +91,7 @@ def measure(setting: dict) -> dict:
     built = program.build(config_lib.from_dict(raw))
     plan = planning.plan_program(built, "here")
     state = program.init_state(built)
-    shape = (built.sizes.global_batch_size // built.sizes.grad_accum, raw.seq_len + 1)
-    if built.sizes.grad_accum > 1:
-        shape = (built.sizes.grad_accum, *shape)
+    shape = built.abstract_batch["tokens"].shape
     vocab = built.model.vocab_size
     draw = jax.jit(lambda key: jax.random.randint(key, shape, 0, vocab, jnp.int32), out_shardings=built.batch_sharding)
     times = []

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax import bound as bound_lib
@@ -186,14 +185,10 @@ def plan_program(
 ) -> Plan:
     """Plans a program that is built, on its own mesh."""
     config, sizes = built.config, built.sizes
-    shape: tuple[int, ...] = (sizes.global_batch_size // sizes.grad_accum, config.seq_len + 1)
-    if sizes.grad_accum > 1:
-        shape = (sizes.grad_accum, *shape)
-    batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=built.batch_sharding)}
     return plan_step(
         built.train_step,
         built.partition.abstract_state,
-        batch,
+        built.abstract_batch,
         mesh=built.mesh,
         target=target,
         placement=built.partition,

@@ -61,6 +61,13 @@ class Program:
         return mesh_lib.batch_sharding(self.mesh, 0 if self.sizes.grad_accum == 1 else 1)
 
     @property
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns a training batch, abstract and placed."""
+        accum, rows = self.sizes.grad_accum, self.sizes.global_batch_size // self.sizes.grad_accum
+        shape = (rows, self.config.seq_len + 1) if accum == 1 else (accum, rows, self.config.seq_len + 1)
+        return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)}
+
+    @property
     def logical_abstract_state(self) -> Any:
         """Returns the state as checkpoints store it, abstract and placed."""
         return precision.to_logical(self.partition.abstract_state)
