@@ -19,6 +19,7 @@ def get_config():
     c.grad_accum = 1  # forward and backward passes an optimizer step
     c.seq_len = 128  # tokens a sequence
     c.precision = "bf16"  # "fp32", or "bf16": 16-bit compute and gathers, float32 master weights and moments
+    c.reduce_dtype = "fp32"  # gradients are summed over devices in it: "fp32", or "bf16" (half the bytes, rounded sums)
     c.log_every = 10  # steps between lines of metrics.jsonl; 1 logs every step
     c.emulate_devices = 8  # CPU devices to emulate where no accelerator is found
 
@@ -38,6 +39,7 @@ def get_config():
     c.model.vocab_size = 0  # entries of the embedding; 0: the preset's, or the tokenizer's if it has none
     c.model.num_layers = 0  # 0: the preset's
     c.model.remat = "dots"  # kept for the backward pass: "none" recomputes least, "dots" keeps matmuls, "full" nothing
+    c.model.recompute = ""  # a regex over modules in layers whose products "dots" does not keep (r"layer_\d+/mlp/up")
     c.model.attention = "auto"  # "xla", "cudnn" (Ampere or newer, bf16), or "auto": by device and precision
 
     c.optimizer = config_dict.ConfigDict()

@@ -13,6 +13,7 @@ import pytest
 
 from zerojax import config as config_lib
 from zerojax import partition, precision, program
+from zerojax import remat as remat_lib
 from zerojax.errors import UserError
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -74,7 +75,7 @@ def test_choices_are_those_of_the_modules_that_act_on_them():
 
     assert tuple(config_lib.CHOICES["zero.stage"]) == tuple(partition.STAGES)
     assert set(config_lib.CHOICES["precision"]) == set(precision.PRECISIONS)
-    assert set(config_lib.CHOICES["model.remat"]) == set(gather.REMAT)
+    assert set(config_lib.CHOICES["model.remat"]) == set(remat_lib.REMAT)
     assert program.BLOCKS
 
 

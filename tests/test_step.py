@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -79,30 +80,26 @@ def truth() -> tuple[np.ndarray, np.ndarray]:
     return np.array(found).T
 
 
-def run(stage, mesh=(1, 8), *, accum=1, blocks=r"layer_\d+", remat="dots", dtype=None, **options):
+def run(
+    stage, mesh=(1, 8), *, accum=1, blocks=r"layer_\d+", remat="dots", dtype=None, reduce=jnp.float32, **options
+):
     """Trains 30 steps; returns losses, gradient norms and the last state."""
     keeps_copy = dtype is not None and not partition.STAGES[stage].params
     tx = precision.with_master_weights(TX) if keeps_copy else TX
     state = TrainState.create(apply_fn=None, params=make_params(), tx=TX)
     state = precision.from_logical(state, dtype if keeps_copy else None).replace(tx=tx)
-    replica, data = mesh
-    mesh = mesh_lib.make_mesh(replica, data, devices=jax.devices()[: replica * data])
+    mesh = mesh_lib.make_mesh(*mesh, devices=jax.devices()[: math.prod(mesh)])
     state, part = place.shard_train_state(state, mesh=mesh, stage=stage, **options)
 
     def loss_fn(params, batch, state):
         inputs, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-        if not blocks:
+        if reduce is None:
             return losses.cross_entropy(MODEL.apply({"params": params}, inputs), labels)
-        hidden = MODEL.apply({"params": params}, inputs, method="hidden")
-        placement = part.placements["params/head/kernel"]
-        spec = jax.sharding.PartitionSpec() if placement.padding else placement.grad.spec
-        return losses.one_pass_cross_entropy(
-            hidden, llama.head_kernel(params), labels, mesh=mesh, kernel_grad_spec=spec, chunk_tokens=20
-        )
+        return MODEL.apply({"params": params}, batch["tokens"], method="loss")
 
-    train_step = step.make_train_step(
-        loss_fn, part, clip_norm=1.0, grad_accum=accum, compute_dtype=dtype, blocks=blocks, remat=remat
-    )
+    heads = "head" if blocks and reduce is not None else ""
+    how = {"compute_dtype": dtype, "blocks": blocks, "heads": heads, "remat": remat, "reduce_dtype": reduce}
+    train_step = step.make_train_step(loss_fn, part, clip_norm=1.0, grad_accum=accum, **how)
     found = []
     for tokens in itertools.islice(batches(), STEPS):
         tokens = tokens if accum == 1 else tokens.reshape(accum, -1, LENGTH)
@@ -115,18 +112,22 @@ def run(stage, mesh=(1, 8), *, accum=1, blocks=r"layer_\d+", remat="dots", dtype
 
 CASES: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
-    "stage 1": {"stage": 1},
-    "stage 2": {"stage": 2},
-    "stage 3": {"stage": 3},
+    "stage 1, 2 passes": {"stage": 1, "accum": 2},
     "stage 2, 4 x 2, 2 passes, none": {"stage": 2, "mesh": (4, 2), "accum": 2, "remat": "none"},
-    "stage 3, 2 x 4, whole model, 2 passes, full": {
+    "stage 3": {"stage": 3},
+    "stage 3, whole model, full": {"stage": 3, "blocks": "", "remat": "full"},
+    "stage 3, 2 x 3, padded": {"stage": 3, "mesh": (2, 3), "indivisible": "pad", "min_size": 0},
+    "stage 3, 2 x 2 x 2": {"stage": 3, "mesh": (2, 2, 2), "overrides": [("up/kernel", (None, "model"))]},
+    "stage 1, by the compiler": {"stage": 1, "reduce": None},
+    "stage 2, by the compiler, padded, none": {"stage": 2, "reduce": None, "indivisible": "pad", "remat": "none"},
+    "stage 3, 2 x 4, by the compiler, whole model, 2 passes, full": {
         "stage": 3,
         "mesh": (2, 4),
+        "reduce": None,
         "blocks": "",
         "accum": 2,
         "remat": "full",
     },
-    "stage 3, 2 x 3, padded, none": {"stage": 3, "mesh": (2, 3), "indivisible": "pad", "min_size": 0, "remat": "none"},
 }
 
 
@@ -137,7 +138,7 @@ def test_thirty_losses_are_those_of_plain_optax(name):
     np.testing.assert_allclose(found, expected, rtol=SAME_LOSS)
     np.testing.assert_allclose(norms, expected_norms, rtol=10 * SAME_LOSS)  # squares of small numbers
     assert expected[-1] < 0.8 * expected[0] and expected_norms.max() > 1, "the run must learn, and clip"
-    if "padded" in name:
+    if "3, padded" in name:
         assert state.params["embed"]["embedding"].shape == (69, 64)
         assert not np.asarray(state.params["embed"]["embedding"])[67:].any(), "padding must stay zero"
 

@@ -7,7 +7,8 @@
 """
 
 from zerojax.errors import UserError
-from zerojax.gather import Placement, where_used
+from zerojax.gather import Placement
+from zerojax.used import where_used
 from zerojax.mesh import batch_sharding, make_mesh
 from zerojax.partition import Partition, partition_state
 from zerojax.place import pad, shard_train_state, unpad

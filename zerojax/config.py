@@ -19,6 +19,7 @@ CHOICES = {
     "zero.stage": STAGES,
     "zero.indivisible": ("whole", "pad"),
     "precision": ("fp32", "bf16"),
+    "reduce_dtype": ("fp32", "bf16"),
     "model.remat": ("none", "dots", "full"),
     "model.attention": ("auto", "xla", "cudnn"),
     "export.format": ("none", "huggingface"),
@@ -83,6 +84,7 @@ class Model:
     vocab_size: int
     num_layers: int
     remat: str
+    recompute: str
     attention: str
 
 
@@ -159,6 +161,7 @@ class Config:
     grad_accum: int
     seq_len: int
     precision: str
+    reduce_dtype: str
     log_every: int
     emulate_devices: int
     mesh: Mesh

@@ -13,10 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
-
-from zerojax import mesh as mesh_lib
 
 _NO_LABEL = -1
 
@@ -33,75 +29,36 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - label_logits)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _one_pass(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, chunk: int) -> jax.Array:
+    return _chunks(hidden, kernel, labels, chunk, with_grads=False)[0]
+
+
 def one_pass_cross_entropy(
-    hidden: jax.Array,
-    kernel: jax.Array,
-    labels: jax.Array,
-    *,
-    mesh: Mesh | None = None,
-    kernel_grad_spec: P = P(),
-    chunk_tokens: int = 4096,
+    hidden: jax.Array, kernel: jax.Array, labels: jax.Array, *, chunk_tokens: int = 4096
 ) -> jax.Array:
     """Returns `cross_entropy(hidden @ kernel, labels)` without ever holding more than a chunk of the logits.
 
+    For one device's tokens, as a loss sees them where `make_train_step` is given a `reduce_dtype`.
+
     Args:
-      hidden: float[batch, length, embed], the batch split over `replica` and `data` of `mesh`.
-      kernel: float[embed, vocab], whole on every device.
+      hidden: float[batch, length, embed].
+      kernel: float[embed, vocab], whole.
       labels: int32[batch, length].
-      mesh: the mesh the batch is split over; None for one device.
-      kernel_grad_spec: where the kernel's gradient is reduced to; at most one dim, over `data`.
-      chunk_tokens: tokens of one device whose logits exist at a time.
+      chunk_tokens: tokens whose logits exist at a time.
 
     Returns:
       The mean over all tokens, float32[].
     """
-    total = labels.size
-    if mesh is None:
-        return _one_pass(hidden, kernel, labels, total, chunk_tokens, None, P())
-    return _one_pass(hidden, kernel, labels, total, chunk_tokens, mesh, kernel_grad_spec)
+    return _one_pass(hidden, kernel, labels, chunk_tokens)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _one_pass(hidden: Any, kernel: Any, labels: Any, total: int, chunk: int, mesh: Mesh | None, spec: P) -> jax.Array:
-    return _one_pass_forward(hidden, kernel, labels, total, chunk, mesh, spec, with_grads=False)[0]
+def _one_pass_forward(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, chunk: int) -> tuple[jax.Array, Any]:
+    loss, (d_hidden, d_kernel) = _chunks(hidden, kernel, labels, chunk, with_grads=True)
+    return loss, (d_hidden, d_kernel.astype(kernel.dtype))
 
 
-def _one_pass_forward(
-    hidden: Any,
-    kernel: Any,
-    labels: Any,
-    total: int,
-    chunk: int,
-    mesh: Mesh | None,
-    spec: P,
-    with_grads: bool = True,
-) -> tuple[jax.Array, Any]:
-    local = functools.partial(_local, total=total, chunk=chunk, with_grads=with_grads)
-    if mesh is None:
-        loss, grads = local(hidden, kernel, labels)
-        return loss, (grads[0], grads[1].astype(kernel.dtype)) if with_grads else None
-    batch = P(mesh_lib.BATCH_AXES)
-
-    def island(hidden: Any, kernel: Any, labels: Any) -> tuple[jax.Array, Any]:
-        loss, grads = local(hidden, kernel, labels)
-        loss = jax.lax.psum(loss, mesh_lib.BATCH_AXES)
-        if with_grads:
-            grads = (grads[0], _reduce(grads[1], spec).astype(kernel.dtype))
-        return loss, grads
-
-    mapped = jax.shard_map(
-        island,
-        mesh=mesh,
-        in_specs=(batch, P(), batch),
-        out_specs=(P(), (batch, spec) if with_grads else None),
-        check_vma=False,
-    )
-    return mapped(hidden, kernel, labels)
-
-
-def _one_pass_backward(
-    total: int, chunk: int, mesh: Mesh | None, spec: P, grads: tuple[jax.Array, jax.Array], scale: jax.Array
-) -> tuple:
+def _one_pass_backward(chunk: int, grads: tuple[jax.Array, jax.Array], scale: jax.Array) -> tuple:
     d_hidden, d_kernel = grads
     return (d_hidden * scale.astype(d_hidden.dtype), d_kernel * scale.astype(d_kernel.dtype), None)
 
@@ -109,9 +66,9 @@ def _one_pass_backward(
 _one_pass.defvjp(_one_pass_forward, _one_pass_backward)
 
 
-def _local(hidden: Any, kernel: Any, labels: Any, *, total: int, chunk: int, with_grads: bool) -> tuple[jax.Array, Any]:
-    """Returns this device's share of the mean loss, and of its gradients with respect to hidden and kernel."""
-    shape = hidden.shape
+def _chunks(hidden: Any, kernel: Any, labels: Any, chunk: int, *, with_grads: bool) -> tuple[jax.Array, Any]:
+    """Returns the mean loss, and its gradients with respect to hidden and kernel."""
+    shape, total = hidden.shape, labels.size
     hidden, labels = hidden.reshape(-1, shape[-1]), labels.reshape(-1)
     tokens = labels.size
     count = -(-tokens // chunk)
@@ -138,12 +95,3 @@ def _local(hidden: Any, kernel: Any, labels: Any, *, total: int, chunk: int, wit
     if not with_grads:
         return jnp.sum(losses), None
     return jnp.sum(losses), (d_hidden.reshape(-1, shape[-1])[:tokens].reshape(shape), d_kernel)
-
-
-def _reduce(d_kernel: jax.Array, spec: P) -> jax.Array:
-    """Sums the kernel's gradient over all devices, each keeping the part that `spec` gives it."""
-    for dim, axis in enumerate(spec):
-        if axis == mesh_lib.DATA:
-            part = jax.lax.psum_scatter(d_kernel, mesh_lib.DATA, scatter_dimension=dim, tiled=True)
-            return jax.lax.psum(part, mesh_lib.REPLICA)
-    return jax.lax.psum(d_kernel, mesh_lib.BATCH_AXES)

@@ -30,6 +30,10 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
+# The dtype in which gradients are summed over devices, by its name in a config.
+DTYPES: dict[str, Any] = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+
+
 class MasterWeightsState(NamedTuple):
     """float32 weights and the state of the transformation that updates them."""
 

@@ -13,17 +13,16 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from zerojax import config as config_lib
-from zerojax import gather, losses, optim, precision, step
+from zerojax import optim, per_device, precision, step, used
 from zerojax import mesh as mesh_lib
 from zerojax import partition as partition_lib
 from zerojax import state as state_lib
 from zerojax.errors import UserError
 from zerojax.models import llama, presets
 
-BLOCKS = r"layer_\d+"
+BLOCKS, HEADS = r"layer_\d+", "head"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +107,9 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
         min_size=config.zero.min_size,
         indivisible=config.zero.indivisible,
     )
-    mean_loss = _mean_loss(network, mesh, _kernel_grad_spec(partition))
+
+    def mean_loss(params: Any, tokens: jax.Array) -> jax.Array:
+        return network.apply({"params": params}, tokens, method="loss")
 
     def loss_fn(params: Any, batch: Any, state: Any) -> tuple[jax.Array, dict]:
         return mean_loss(params, batch["tokens"]), {"metrics": {"learning_rate": schedule(state.step)}}
@@ -120,11 +121,15 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
         grad_accum=sizes.grad_accum,
         compute_dtype=compute_dtype,
         blocks=BLOCKS,
+        heads=HEADS,
         remat=config.model.remat,
+        recompute=config.model.recompute,
+        reduce_dtype=precision.DTYPES[config.reduce_dtype],
     )
-    stored = functools.partial(
-        gather.where_used, placements=partition.placements, compute_dtype=compute_dtype, blocks=BLOCKS, remat="full"
-    )
+
+    def logits(params: Any, tokens: jax.Array) -> jax.Array:
+        return network.apply({"params": params}, tokens)
+
     return Program(
         config=config,
         mesh=mesh,
@@ -135,8 +140,10 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
         partition=partition,
         baseline=_baseline(params, inner, compute_dtype, mesh),
         train_step=train_step,
-        eval_loss=jax.jit(stored(mean_loss)),
-        logits=stored(lambda params, tokens: network.apply({"params": params}, tokens)),
+        eval_loss=jax.jit(per_device.mean(mean_loss, partition, compute_dtype=compute_dtype, blocks=BLOCKS, heads=HEADS)),
+        logits=used.where_used(
+            logits, partition.placements, compute_dtype=compute_dtype, blocks=BLOCKS, heads=HEADS, remat="full"
+        ),
         copy_dtype=copy_dtype,
     )
 
@@ -244,27 +251,3 @@ def _optimizer(config: config_lib.Config) -> tuple[optim.Schedule, optax.Gradien
         chosen.name, schedule, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, weight_decay=chosen.weight_decay
     )
     return schedule, tx
-
-
-def _mean_loss(network: llama.Llama, mesh: Mesh, kernel_grad_spec: P) -> Callable[..., jax.Array]:
-    """Returns f(params, tokens: int32[batch, length + 1]) -> mean next-token loss."""
-
-    def mean_loss(params: Any, tokens: jax.Array) -> jax.Array:
-        hidden: Any = network.apply({"params": params}, tokens[:, :-1], method="hidden")
-        with jax.named_scope("loss"):
-            return losses.one_pass_cross_entropy(
-                hidden, llama.head_kernel(params), tokens[:, 1:], mesh=mesh, kernel_grad_spec=kernel_grad_spec
-            )
-
-    return mean_loss
-
-
-def _kernel_grad_spec(partition: partition_lib.Partition) -> P:
-    """Returns where the output projection's gradient goes: over `data` along one dim, or whole."""
-    tied = "params/head/kernel" not in partition.placements
-    placement = partition.placements["params/embed/embedding" if tied else "params/head/kernel"]
-    if placement.padding:
-        return P()
-    entries = [entry if entry == mesh_lib.DATA else None for entry in placement.grad.spec]
-    entries += [None] * (2 - len(entries))
-    return P(*entries[::-1]) if tied else P(*entries)

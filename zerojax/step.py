@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax import accumulate, gather, precision, tree
+from zerojax import accumulate, per_device, precision, tree, used
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 
@@ -21,7 +21,10 @@ def make_train_step(
     grad_accum: int = 1,
     compute_dtype: Any = None,
     blocks: str = "",
+    heads: str = "",
     remat: str = "dots",
+    recompute: str = "",
+    reduce_dtype: Any = None,
     donate: bool = True,
 ) -> Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]:
     """Builds `train_step(state, batch) -> (state, metrics)`, compiled, from a loss written for one device and whole weights.
@@ -34,7 +37,9 @@ def make_train_step(
       clip_norm: scales gradients so that their global norm is at most this; 0 does not.
       grad_accum: forward and backward passes a step; the batch's leaves then are [grad_accum, examples, ...].
       compute_dtype: dtype of floating weights and inputs in the forward pass; None keeps them.
-      blocks, remat: see `gather.where_used`.
+      blocks, heads, remat, recompute: see `used.where_used`.
+      reduce_dtype: the dtype in which gradients are summed over devices; the loss then sees one device's examples, and its means are
+        averaged (as DDP, FSDP and DeepSpeed do). None: the loss sees the whole batch, and the compiler sums as the products are.
       donate: reuses the old state's memory; the state passed in is then gone.
 
     Returns:
@@ -46,10 +51,14 @@ def make_train_step(
     """
     if grad_accum < 1:
         raise UserError(f"grad_accum: must be at least 1, and is {grad_accum}")
-    loss_of_stored = gather.where_used(
-        loss_fn, partition.placements, compute_dtype=compute_dtype, blocks=blocks, remat=remat
-    )
-    gradients = accumulate.value_and_grad(_with_aux(loss_of_stored), grad_accum)
+    how = {"compute_dtype": compute_dtype, "blocks": blocks, "heads": heads, "remat": remat, "recompute": recompute}
+    if reduce_dtype is None:
+        loss_of_stored = used.where_used(_with_aux(loss_fn), partition.placements, **how)
+        gradients = accumulate.value_and_grad(loss_of_stored, grad_accum)
+    else:
+        gradients = per_device.value_and_grad(
+            _with_aux(loss_fn), partition, passes=grad_accum, reduce_dtype=reduce_dtype, **how
+        )
     place = functools.partial(_place_as_opt_state, partition)
 
     def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:

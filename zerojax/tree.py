@@ -12,14 +12,21 @@ def path_string(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def flatten(tree: Any) -> list[tuple[str, Any]]:
+IsLeaf = Callable[[Any], bool] | None
+
+
+def flatten(tree: Any, is_leaf: IsLeaf = None) -> list[tuple[str, Any]]:
     """Returns (path, leaf) pairs in the order of `jax.tree.leaves`."""
-    return [(path_string(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    return [(path_string(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
 
 
-def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
     """Maps `function(path, leaf, *others)` over trees of one shape."""
-    return jax.tree_util.tree_map_with_path(lambda path, *leaves: function(path_string(path), *leaves), tree, *rest)
+
+    def named(path: tuple, *leaves: Any) -> Any:
+        return function(path_string(path), *leaves)
+
+    return jax.tree_util.tree_map_with_path(named, tree, *rest, is_leaf=is_leaf)
 
 
 def abstract(tree: Any) -> Any:

@@ -13,6 +13,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from zerojax import losses
+
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
@@ -106,10 +108,16 @@ class Head(nn.Module):
 
     config: LlamaConfig
 
-    @nn.compact
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def setup(self) -> None:
         shape = (self.config.embed_dim, self.config.vocab_size)
-        return _logits(x_BTD, self.param("kernel", nn.initializers.normal(0.02), shape))
+        self.kernel = self.param("kernel", nn.initializers.normal(0.02), shape)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return _logits(x_BTD, self.kernel)
+
+    def loss(self, x_BTD: jax.Array, labels_BT: jax.Array) -> jax.Array:
+        """Returns the mean loss of next tokens, without the logits at once."""
+        return losses.one_pass_cross_entropy(x_BTD, self.kernel, labels_BT)
 
 
 class Llama(nn.Module):
@@ -136,6 +144,14 @@ class Llama(nn.Module):
         x_BTD = self.hidden(tokens_BT)
         return _logits(x_BTD, self.embed.embedding.T) if self.config.tie_embeddings else self.head(x_BTD)
 
+    def loss(self, tokens_BS: jax.Array) -> jax.Array:
+        """Returns the mean loss of each token's next one: float32[] from tokens int32[B, T + 1]."""
+        x_BTD, labels_BT = self.hidden(tokens_BS[:, :-1]), tokens_BS[:, 1:]
+        with jax.named_scope("loss"):
+            if self.config.tie_embeddings:
+                return losses.one_pass_cross_entropy(x_BTD, self.embed.embedding.T, labels_BT)
+            return self.head.loss(x_BTD, labels_BT)
+
 
 def parts(config: LlamaConfig) -> dict[str, tuple[nn.Module, jax.ShapeDtypeStruct]]:
     """Returns the modules that make up the weight tree, each with an input to initialise it on.
@@ -150,11 +166,6 @@ def parts(config: LlamaConfig) -> dict[str, tuple[nn.Module, jax.ShapeDtypeStruc
     found |= {f"layer_{i}": (Layer(c), states) for i in range(c.num_layers)}
     found["norm"] = (RMSNorm(c.norm_eps), states)
     return found if c.tie_embeddings else found | {"head": (Head(c), states)}
-
-
-def head_kernel(params: dict) -> jax.Array:
-    """Returns the output projection float[D, V] of a weight tree, tied or not."""
-    return params["head"]["kernel"] if "head" in params else params["embed"]["embedding"].T
 
 
 def rotate(x_BTHN: jax.Array, theta: float) -> jax.Array:

@@ -1,0 +1,172 @@
+"""Checks passes over each device's own examples against plain autodiff on one device. This module tests zerojax.per_device."""
+
+import functools
+from typing import Any
+
+import compile_only
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+from zerojax import per_device, place, tree
+from zerojax import mesh as mesh_lib
+from zerojax.errors import UserError
+
+X = jax.random.normal(jax.random.key(1), (16, 8))
+HOW = {"compute_dtype": None, "blocks": r"block_\d", "heads": "", "remat": "dots", "recompute": ""}
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, scale=None):
+        y = nn.tanh(nn.Dense(16, name="wide")(x))
+        y = nn.Dense(8, name="narrow")(y)
+        return x + (y if scale is None else y * scale)
+
+
+class Head(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.mean(jnp.square(nn.Dense(1, name="out")(x)))
+
+
+class Net(nn.Module):
+    """Its second block is called twice, and inside a transformation of the model's own."""
+
+    nested: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        x = Block(name="block_0")(x)
+        last = Block(name="block_1")
+        x = last(x, jnp.arange(1.0, 9.0))
+        x = nn.remat(lambda module, value: module(value))(last, x) if self.nested else last(x)
+        return Head(name="head")(x)
+
+
+def sharded(stage: int, mesh: tuple[int, ...] = (1, 8), net: nn.Module | None = None) -> tuple[Any, Any, Any]:
+    params = (net or Net()).init(jax.random.key(0), X)["params"]
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+    on = mesh_lib.make_mesh(*mesh)
+    return params, *place.shard_train_state(state, mesh=on, stage=stage, min_size=0)
+
+
+def loss_of(net: nn.Module, params: Any, batch: Any, state: Any) -> tuple[jax.Array, dict]:
+    loss = net.apply({"params": params}, batch["x"])
+    return loss, {"metrics": {"twice": 2 * loss}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "mesh", "passes", "options"),
+    [
+        (0, (1, 8), 2, {}),
+        (1, (2, 4), 2, {"remat": "full"}),
+        (2, (2, 4), 1, {"heads": "head"}),
+        (3, (1, 8), 2, {"heads": "head", "recompute": "block_1/wide"}),
+        (3, (2, 2, 2), 1, {"blocks": ""}),
+        (3, (8, 1), 1, {"remat": "none"}),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_gradients_are_those_of_the_whole_batch_laid_out_as_the_moments(stage, mesh, passes, options, nested):
+    net = Net(nested)
+    params, state, part = sharded(stage, mesh)
+    loss_fn = functools.partial(loss_of, net)
+    gradients = per_device.value_and_grad(loss_fn, part, passes=passes, reduce_dtype=jnp.float32, **HOW | options)
+    batch = {"x": X if passes == 1 else X.reshape(passes, -1, 8)}
+    (loss, aux), grads = jax.jit(gradients)(state.params, batch, state)
+    plain = jax.value_and_grad(lambda p: loss_of(net, p, {"x": X}, None)[0])
+    expected, expected_grads = plain(params)
+    np.testing.assert_allclose((loss, aux["metrics"]["twice"]), (expected, 2 * expected), rtol=1e-5)
+    for path, grad in tree.flatten(grads):
+        np.testing.assert_allclose(grad, dict(tree.flatten(expected_grads))[path], rtol=1e-4, atol=1e-6)
+        assert grad.sharding.is_equivalent_to(part.placements[f"params/{path}"].opt_state, grad.ndim)
+
+
+def test_a_mean_is_that_of_the_whole_batch():
+    params, state, part = sharded(3)
+    mean = per_device.mean(
+        lambda p, b: Net().apply({"params": p}, b), part, compute_dtype=None, blocks=HOW["blocks"], heads="head"
+    )
+    np.testing.assert_allclose(jax.jit(mean)(state.params, X), Net().apply({"params": params}, X), rtol=1e-6)
+
+
+class KeyedState(TrainState):
+    rng: Any
+
+
+def test_devices_draw_apart_and_a_returned_key_is_refused():
+    params, state, _ = sharded(3)
+    state = KeyedState(**{f: getattr(state, f) for f in ("step", "apply_fn", "params", "tx", "opt_state")}, rng=jax.random.key(3))
+    state, part = place.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=3, min_size=0)
+
+    def loss_fn(params, batch, state, result=lambda state: {}):
+        noise = jax.random.normal(state.rng)
+        return jnp.mean(Net().apply({"params": params}, batch["x"])), {"metrics": {"square": noise**2, "mean": noise}, **result(state)}
+
+    run = functools.partial(per_device.value_and_grad, partition=part, passes=1, reduce_dtype=jnp.float32, **HOW)
+    (_, aux), _ = jax.jit(run(loss_fn))(state.params, {"x": X}, state)
+    assert aux["metrics"]["square"] > 1.01 * aux["metrics"]["mean"] ** 2, "the same number on every device"
+    returns_key = functools.partial(loss_fn, result=lambda state: {"state": {"rng": state.rng}})
+    with pytest.raises(UserError, match=r"^loss_fn: returned a random key"):
+        run(returns_key)(state.params, {"x": X}, state)
+
+
+def test_nnx_variables_that_would_come_apart_are_refused():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+
+    _, _, part = sharded(3)
+    gradients = per_device.value_and_grad(
+        lambda p, b, s: (jnp.zeros(()), {}), part, passes=1, reduce_dtype=jnp.float32, **HOW | {"blocks": ""}
+    )
+    with pytest.raises(UserError, match=r"^reduce_dtype: NNX params with other variables"):
+        gradients(Model(), {"x": X}, None)
+
+
+# What the compiler makes of it
+
+
+@functools.cache
+def schedule() -> list[str]:
+    """Returns the instructions of a stage 3 step for 8 GPUs, in their order."""
+    text = compile_only.staged_text(3, reduce_dtype=jnp.float32)
+    lines = text[text.index("\nENTRY") :].splitlines()
+    return [line for line in lines if " = " in line and "parameter(" not in line and "get-tuple-element(" not in line]
+
+
+def places(*words: str) -> list[int]:
+    """Returns the positions of the instructions that hold all words."""
+    found = [number for number, line in enumerate(schedule()) if all(word in line for word in words)]
+    assert found, words
+    return found
+
+
+BACKWARD = "transpose(jvp"
+
+
+def test_gradients_are_scattered_in_float32_and_weights_gathered_in_bf16():
+    for line in schedule():
+        if "reduce-scatter-start" in line and BACKWARD in line:
+            assert "bf16[" not in line
+        if "all-gather-start" in line:
+            assert "f32[" not in line.split("metadata")[0]
+
+
+def test_a_blocks_weights_are_gathered_again_while_the_block_after_it_runs_backward():
+    for block in (0, 1):
+        gathers = places("all-gather-start(", BACKWARD, f"block_{block}/")
+        assert places(BACKWARD, f"block_{block + 1}/wide", "dot_general")[0] < gathers[-1]
+        assert gathers[0] < places(BACKWARD, f"block_{block}/", "dot_general")[0]
+
+
+def test_a_blocks_gradients_are_summed_before_the_block_before_it_ends():
+    """So that at any time one block's gradients are whole, and not all of them."""
+    sums = places("reduce-scatter-done(", "block_2/")
+    assert max(sums) < min(places("reduce-scatter-start(", "block_0/"))

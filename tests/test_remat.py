@@ -1,0 +1,54 @@
+"""Checks what policies keep. This module tests zerojax.remat."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from zerojax import remat
+
+X, W = jnp.ones((3, 4)), jnp.ones((4, 5))
+
+
+def kept(policy, marked=False):
+    """Returns the shapes kept of tanh(x w) ** 2, beside the inputs."""
+
+    def f(x, w):
+        if marked:
+            with remat.not_kept():
+                y = x @ w
+        else:
+            y = x @ w
+        return jnp.sum(jnp.tanh(y) ** 2)
+
+    leaves = jax.tree.leaves(jax.eval_shape(lambda x, w: jax.vjp(jax.checkpoint(f, policy=policy), x, w)[1], X, W))
+    return [leaf.shape for leaf in leaves if leaf.shape not in (X.shape, W.shape)]
+
+
+def test_dots_keeps_products_full_nothing_and_none_more():
+    assert kept(remat.REMAT["dots"]) == [(3, 5)]
+    assert kept(remat.REMAT["full"]) == []
+    assert len(kept(remat.REMAT["none"])) > 1
+
+
+def test_marked_products_are_not_kept():
+    assert kept(remat.REMAT["dots"], marked=True) == []
+
+
+@pytest.mark.parametrize("precision", ["highest", "default"])
+def test_a_precision_set_for_all_is_left_as_it_is(precision):
+    with jax.default_matmul_precision(precision), remat.not_kept():
+        text = str(jax.make_jaxpr(jnp.dot)(X, W))
+    assert precision.upper() in text
+
+
+def test_a_mark_changes_no_arithmetic():
+    def product(x, w):
+        return x @ w
+
+    def marked(x, w):
+        with remat.not_kept():
+            return product(x, w)
+
+    texts = [jax.jit(f).lower(X, W).compile().as_text() for f in (marked, product)]
+    computed = [[line.split("metadata")[0] for line in text.splitlines() if " dot(" in line] for text in texts]
+    assert computed[0] == computed[1] and computed[0]

@@ -1,0 +1,56 @@
+"""Says what the backward pass keeps of the forward pass. This module chooses by primitive, so that models need no names placed in them.
+
+Gathered weights are never kept, nor are values that are a weight in another dress: a cast, a transpose, a slice.
+
+A policy sees a primitive and its parameters, not the place in the model. Products made under `not_kept` are told apart by their
+precision: it says DEFAULT where others leave it unsaid, which is the same arithmetic.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+# Values that are a weight moved or cast, or are cheap to move again: keeping one would keep a gathered weight.
+_MOVES = frozenset(
+    "sharding_constraint convert_element_type transpose reshape broadcast_in_dim squeeze slice copy copy_p "
+    "expand_dims rev custom_vjp_call optimization_barrier all_gather".split()
+)
+_PRODUCTS = frozenset("dot_general conv_general_dilated ragged_dot ragged_dot_general".split())
+
+
+_SAID = jax.lax.Precision.DEFAULT
+
+
+@contextlib.contextmanager
+def not_kept() -> Iterator[None]:
+    """Marks the matrix products made inside, so that "dots" does not keep them; no mark where a precision is set for all."""
+    if jax.config.jax_default_matmul_precision is not None:
+        yield
+        return
+    with jax.default_matmul_precision("default"):
+        yield
+
+
+def _keep_all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
+    return primitive.name not in _MOVES
+
+
+def _keep_products(primitive: Any, *_: Any, **params: Any) -> bool:
+    # cuDNN's forward also returns the softmax statistics, so that the backward pass need not run it again.
+    is_product = primitive.name in _PRODUCTS or "dot_product_attention_fwd" in primitive.name
+    return is_product and not _is_marked(params)
+
+
+def _is_marked(params: dict[str, Any]) -> bool:
+    precision = params.get("precision")
+    return precision == _SAID or precision == (_SAID, _SAID)
+
+
+# The rest is computed again.
+REMAT: dict[str, Callable[..., bool]] = {
+    "none": _keep_all_but_weights,
+    "dots": _keep_products,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
