@@ -5,7 +5,6 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
-import jax
 import pytest
 import runs
 
@@ -21,25 +20,25 @@ def stdlib_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory):
+def compiled_dir(tmp_path_factory):
+    """Keeps the compiled programs of all small runs."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def cache_dir(compiled_dir):
     """Compiles each program of the small runs once and roughly: a second run of the same shapes takes a second, not ten."""
-    folder = tmp_path_factory.mktemp("compiled")
-    settings = {
-        "jax_disable_most_optimizations": True,
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: jax.config.values[name] for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield folder
-    for name, value in before.items():
-        jax.config.update(name, value)
+    with runs.jax_settings(
+        jax_disable_most_optimizations=True,
+        jax_compilation_cache_dir=str(compiled_dir),
+        jax_persistent_cache_min_compile_time_secs=0.0,
+        jax_persistent_cache_min_entry_size_bytes=-1,
+    ):
+        yield compiled_dir
 
 
 @pytest.fixture(scope="session")
-def commands(tmp_path_factory, cache_dir):
+def commands(tmp_path_factory, compiled_dir):
     """Starts `python -m zerojax.train` quickly."""
-    with runs.open_commands(tmp_path_factory.mktemp("commands"), cache_dir) as opened:
+    with runs.open_commands(tmp_path_factory.mktemp("commands"), compiled_dir) as opened:
         yield opened

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from zerojax import config as config_lib
 from zerojax import metrics, train
@@ -86,6 +87,23 @@ def run(folder: pathlib.Path, *, devices: int = 8, **changes: Any) -> pathlib.Pa
     with on_devices(devices):
         train.train(config(**changes), folder)
     return folder
+
+
+@contextlib.contextmanager
+def jax_settings(**values: Any) -> Iterator[None]:
+    """Sets what JAX compiles by, for a while."""
+    before = {name: jax.config.values[name] for name in values}
+    try:
+        _set(values)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # it looks at the settings once
 
 
 def on_devices(count: int) -> Any:

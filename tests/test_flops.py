@@ -1,5 +1,6 @@
 """Checks the count of operations against closed forms. This module tests zerojax.flops."""
 
+import compile_only
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -8,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from configs import base
-from zerojax import accumulate, config, flops, mesh, program, targets
+from zerojax import accumulate, config, flops, mesh, program
 from zerojax.models import llama
 
 SIZES = st.integers(1, 40)
@@ -99,8 +100,7 @@ def test_full_rematerialisation_adds_less_than_a_forward_pass():
 
 
 def test_cudnn_attention_counts_the_causal_half():
-    pytest.importorskip("jax_cuda13_plugin")
-    devices = targets.devices("h200", "1x1")
+    devices = compile_only.gpus(topology="1x1")
 
     def attend(q, k, v):
         return jnp.sum(jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn"))

@@ -3,11 +3,13 @@
 import importlib.util
 import re
 
+import compile_only
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import pytest
+import runs
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,10 +19,6 @@ from zerojax.errors import UserError
 
 GPUS = [name for name, target in targets.TARGETS.items() if target.kind == "gpu"]
 TPUS = [name for name, target in targets.TARGETS.items() if target.kind == "tpu"]
-
-
-def needs_gpu_compiler():
-    pytest.importorskip("jax_cuda13_plugin")
 
 
 @pytest.mark.parametrize("name", GPUS + TPUS)
@@ -75,8 +73,7 @@ def test_more_devices_than_there_are_are_refused(name, way_out):
 
 
 def test_compile_only_gpus_stand_beside_the_cpus_in_use():
-    needs_gpu_compiler()
-    devices = targets.devices("h200", "2x4")
+    devices = compile_only.gpus(topology="2x4")
     assert [device.process_index for device in devices] == [0] * 4 + [1] * 4
     assert {device.device_kind for device in devices} == {"NVIDIA H200"}
     assert jnp.arange(3).sum() == 3 and jax.devices()[0].platform == "cpu"
@@ -84,13 +81,27 @@ def test_compile_only_gpus_stand_beside_the_cpus_in_use():
 
 @pytest.mark.parametrize("name", GPUS)
 def test_a_program_compiles_for_each_gpu(name):
-    needs_gpu_compiler()
-    mesh = mesh_lib.make_mesh(devices=targets.devices(name, "1x8"))
+    mesh = mesh_lib.make_mesh(devices=compile_only.gpus(name))
     split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     rows = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=split)
-    product = jax.jit(lambda a: a.T @ a, out_shardings=whole).lower(rows).compile()
+    with compile_only.optimized():
+        product = jax.jit(lambda a: a.T @ a, out_shardings=whole).lower(rows).compile()
     assert "all-reduce" in product.as_text()
     assert product.memory_analysis().argument_size_in_bytes == 64 * 64 * 2 // 8
+
+
+def test_the_tests_of_absent_gpus_do_not_see_how_other_tests_compile(tmp_path):
+    split = NamedSharding(mesh_lib.make_mesh(devices=compile_only.gpus()), P("data"))
+    rows = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=split)
+    rough = {"jax_disable_most_optimizations": True, "jax_compilation_cache_dir": str(tmp_path)}
+    rough |= {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
+
+    def compiled(settings):
+        with runs.jax_settings(**settings):
+            return compile_only.compile_gpu(jax.jit(lambda a: a.T @ a, out_shardings=split).lower(rows))
+
+    assert len({compiled(settings) for settings in ({}, rough, rough)}) == 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name, topology, count", [("v5p", "2x2x2", 8), ("v5e", "2x4", 8), ("v6e", "4x4", 16)])

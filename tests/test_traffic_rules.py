@@ -15,6 +15,7 @@ ALL_REDUCED = "gradients are all-reduced where the plan scatters them"
 FLOAT32 = "weights are gathered in float32 where the arithmetic is 16-bit"
 RESHARDED = "activations are resharded"
 KEPT = "gathered weights are kept for the backward pass"
+ANOTHER_DIM = "weights or gradients change the dim they are split on"
 EVERY_PASS = "gradients are summed over devices in each of 4 passes"
 
 
@@ -73,6 +74,21 @@ def test_a_constraint_that_reshards_activations_is_found(monkeypatch):
     state = plain_state(on, split=P())
     found = read(compile_plain(plain_step, state, on), state, on)
     assert RESHARDED in rules(found, state)
+
+
+def test_weights_used_along_another_dim_than_they_are_stored_along_are_found():
+    on = mesh()
+    state = plain_state(on)
+
+    def turned(params):
+        return jax.tree.map(
+            lambda w: jax.lax.with_sharding_constraint(w, NamedSharding(on, P(None, "fsdp"))) if w.ndim > 1 else w,
+            params,
+        )
+
+    found = read(compile_plain(functools.partial(plain_step, used=turned), state, on), state, on)
+    listed = {f.rule: f for f in findings.findings(found, planned=state)}
+    assert "kernel" in listed[ANOTHER_DIM].where and "zerojax.partition_state" in listed[ANOTHER_DIM].remedy
 
 
 def test_gradients_that_are_whole_and_yet_summed_in_every_pass_are_found():
