@@ -62,8 +62,10 @@ class Run:
             if self.step < config.steps:
                 self._compile()
             while self.step < config.steps:
+                began = time.perf_counter()
                 batch = self._streams.next()
                 state, numbers = self._compiled_step(state, batch)
+                numbers["host_seconds"] = time.perf_counter() - began
                 self.step += 1
                 self._record(self._reader.push(self.step, numbers))
                 is_last, is_stopped = self.step == config.steps, stop.agreed()
@@ -98,7 +100,7 @@ class Run:
         self._compare_at = self.step + _STEPS_BEFORE_COMPARING
         self._progress.print(f"compiled in {self._plan.compile_seconds:.1f} s; {plan_report.verdict(self._plan)}")
         if launch.is_primary():
-            foresight.write(self._folder, self._plan, None)
+            foresight.write(self._folder, self._program, self._plan, None)
         self._clock = time.perf_counter()
 
     @contextlib.contextmanager
@@ -116,7 +118,7 @@ class Run:
         measured = metrics.device_memory().get("device_peak_bytes")
         self._progress.print(foresight.compared(plan, measured))
         if launch.is_primary():
-            foresight.write(self._folder, plan, measured)
+            foresight.write(self._folder, self._program, plan, measured)
 
     def _record(self, read: metrics.Reading | None) -> None:
         """Logs a step's numbers, which have arrived; stops the run where they are not finite."""
