@@ -46,7 +46,7 @@ def measured(folder: pathlib.Path) -> dict[str, Any]:
             "compile_s": plan["compile_seconds"],
         }
     if (folder / metrics.FILE).exists():
-        lines = [line for line in metrics.read(folder) if "loss" in line]
+        lines = [line for line in metrics.read(folder) if "loss" in line and "profiled" not in line]
         found["step_s"] = [line["step_seconds"] for line in lines]
         found["host_s"] = [line["host_seconds"] for line in lines]
         found["loss"] = [line["loss"] for line in lines]

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "zerojax"
 # A module imports lower floors only.
 FLOORS = (
     {"errors", "specs", "tree"}
-    | {"buffer_dump", "flops", "gpu_configs", "hlo", "replica_groups"},
+    | {"buffer_dump", "flops", "phases", "traces", "gpu_configs", "hlo", "replica_groups"},
     {"accumulate", "config", "export", "gather", "generate", "launch", "mesh", "metrics", "models.llama", "optim", "plot"}
     | {"precision", "state", "step_files", "workdir", "command", "data.python_stdlib", "data.tokenizer"}
     | {"hlo_flow", "parameters"},
@@ -21,8 +21,8 @@ FLOORS = (
     {"data.batches", "place", "report", "program"}
     | {"attribution", "bound", "buffers"},
     {"ledger"},
-    {"departures", "finding"},
-    {"state_rules", "traffic_rules"},
+    {"departures", "finding", "breakdown"},
+    {"state_rules", "traffic_rules", "profiling"},
     {"findings"},
     {"planning"},
     {"plan_report", "search"},

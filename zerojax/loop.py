@@ -20,6 +20,7 @@ from zerojax import (
     planning,
     plot,
     precision,
+    profiling,
     report,
     tree,
 )
@@ -46,6 +47,8 @@ class Run:
         self._program, self._streams, self._saver, self._folder = program, streams, saver, folder
         self._log = metrics.MetricsLog(folder, enabled=launch.is_primary())
         self._reader = metrics.LateReader()
+        settings = program.config.profile
+        self._profiler = profiling.Profiler(folder, settings.start, settings.steps, enabled=launch.is_primary())
         self._evaluation: tuple[int, float] | None = None
         self._plan: planning.Plan | None = None
         self._compare_at = 0
@@ -58,16 +61,26 @@ class Run:
         self._log.resume_at(start)
         self._clock = time.perf_counter()
         progress = metrics.Progress(config.steps, start=start, log_every=config.log_every, enabled=launch.is_primary())
-        with launch.StopSignal() as stop, progress as self._progress, self._watched():
+        with launch.StopSignal() as stop, progress as self._progress, self._watched(), self._profiler:
             if self.step < config.steps:
                 self._compile()
+            if config.profile.steps and self.step >= config.profile.start:
+                self._progress.print(f"nothing is profiled: step {config.profile.start} was done before this run")
             while self.step < config.steps:
+                if self._profiler.begins(self.step + 1):
+                    self._settle(state)
+                    self._profiler.start()
                 began = time.perf_counter()
                 batch = self._streams.next()
-                state, numbers = self._compiled_step(state, batch)
+                with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
+                    state, numbers = self._compiled_step(state, batch)
                 numbers["host_seconds"] = time.perf_counter() - began
                 self.step += 1
+                if self._profiler.holds(self.step):
+                    numbers["profiled"] = 1  # slower, and not to be counted with others
                 self._record(self._reader.push(self.step, numbers))
+                if self._profiler.ends(self.step):
+                    self._end_profile(state)
                 is_last, is_stopped = self.step == config.steps, stop.agreed()
                 if is_last or _is_due(self.step, config.evaluate.every):
                     self._evaluate(state)
@@ -112,6 +125,22 @@ class Run:
             if foresight.OUT_OF_MEMORY not in str(error):
                 raise
             raise foresight.too_large(self._program, self._plan) from error
+
+    def _settle(self, state: Any) -> None:
+        """Waits until all that was dispatched has ended and is recorded."""
+        jax.block_until_ready(state)
+        self._record(self._reader.flush())
+        self._clock = time.perf_counter()
+
+    def _end_profile(self, state: Any) -> None:
+        """Writes the trace and shows where the time of its steps went."""
+        self._settle(state)
+        assert self._plan is not None
+        found = self._profiler.stop(self._plan.ledger)
+        if found is not None:
+            self._progress.print(report.as_text(profiling.table(found)))
+            self._progress.print(f"the trace is in {self._folder / profiling.FOLDER}")
+        self._clock = time.perf_counter()
 
     def _compare(self, plan: planning.Plan) -> None:
         """Says how the measured peak compares with the planned one, after the first steps."""
