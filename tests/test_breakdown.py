@@ -25,9 +25,9 @@ HLO = """HloModule jit_train_step, is_scheduled=true
 
 ENTRY %main (w: f32[4,8]) -> f32[4,8] {
   %w = f32[4,8]{1,0} parameter(0), metadata={op_name="state.params['w']"}
-  %all-gather-start = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%w), replica_groups={{0,1}}, dimensions={0}, metadata={op_name="jit(f)/jvp()/mul"}
-  %all-gather-done = f32[8,8]{1,0} all-gather-done(%all-gather-start)
-  %cublas-gemm.1 = f32[8,8]{1,0} custom-call(%all-gather-done), custom_call_target="__cublas$gemm", metadata={op_name="jit(f)/dot_general"}
+  %gather = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%w), replica_groups={{0,1}}, dimensions={0}, metadata={op_name="jvp()/mul"}
+  %gathered = f32[8,8]{1,0} all-gather-done(%gather)
+  %cublas-gemm.1 = f32[8,8]{1,0} custom-call(%gathered), custom_call_target="__cublas$gemm", metadata={op_name="jit(f)/dot_general"}
   %while.3 = f32[8,8]{1,0} while(%cublas-gemm.1), condition=%cond, body=%body
   %reduce-scatter-start = ((f32[8,8]{1,0}), f32[4,8]{1,0}) async-start(%while.3), calls=%scattering
   %reduce-scatter-done = f32[4,8]{1,0} async-done(%reduce-scatter-start)
@@ -42,11 +42,11 @@ ENTRY %main (w: f32[4,8]) -> f32[4,8] {
 MILLISECOND = 1e6  # in nanoseconds
 # name, instruction as the trace says it, start and end: one step of 100 ms, of which 10 are idle
 STEP = (
-    ("ncclDevKernel_AllGather", "all-gather-start", 0, 20),
+    ("ncclDevKernel_AllGather", "gather", 0, 20),
     ("nvjet_tst_128x256", "cublas-gemm.1", 15, 45),
     ("while.3", "while.3", 45, 65),
-    ("loop_fusion_7", "", 45, 55),  # as in a CUDA graph: only the kernel's name tells
-    ("loop_fusion_7", "", 55, 65),
+    ("loop_fusion_7", "command_buffer_2", 45, 55),  # in a CUDA graph only the kernel's name tells
+    ("loop_fusion_7", "while.3", 55, 65),
     ("ncclDevKernel_ReduceScatter", "reduce-scatter-start", 60, 80),
     ("MemcpyD2D", "", 75, 85),
     ("loop_add_fusion_2", "loop_add_fusion.2", 95, 100),

@@ -105,13 +105,16 @@ def _runs(kernels: Iterable[traces.Kernel], sent: ledger.Ledger) -> Iterator[_Ru
     for kernel in kernels:
         instruction = None
         if kernel.module in ("", header[1] if header else ""):
-            # In a CUDA graph, say, a trace does not tell the instruction; XLA names its own kernels after theirs.
-            instruction = known.get(kernel.instruction) or known.get(kernel.name)
+            instruction = known.get(kernel.instruction)
+            # Of what runs in a CUDA graph a trace tells the graph or the loop at most; XLA names its own kernels after their instructions.
+            if instruction is None or (instruction.opcode in _CONTAINERS and kernel.name != instruction.name):
+                instruction = known.get(kernel.name)
         if instruction is None:
             yield _Run(kernel, None, phases.phase(kernel.name), attribution.OTHER)
         elif instruction.opcode not in _CONTAINERS:
             phase = phases.phase(kernel.name, collectives.work_kind(flow.module, instruction), instruction.op_name)
-            yield _Run(kernel, instruction, phase, _role(flow, instruction, role_of))
+            role = _role(flow, instruction, role_of) if phase == phases.COLLECTIVES else attribution.OTHER
+            yield _Run(kernel, instruction, phase, role)
 
 
 def _by_phase(runs: Sequence[_Run]) -> dict[str, phases.Share]:
