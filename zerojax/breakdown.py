@@ -5,6 +5,7 @@ their time includes what the others are late.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -99,21 +100,25 @@ def profile(kernels: Iterable[traces.Kernel], sent: ledger.Ledger, first: int, l
 
 
 def _runs(kernels: Iterable[traces.Kernel], sent: ledger.Ledger) -> Iterator[_Run]:
-    flow, known = sent.flow, _instructions(sent.flow)
-    header = re.match(r"HloModule ([\w.\-]+)", flow.module.header)
+    """Yields the kernels with what is known of them; loops and calls, whose kernels are in the trace too, are left out."""
+    known = _instructions(sent.flow)
+    header = re.match(r"HloModule ([\w.\-]+)", sent.flow.module.header)
     role_of = {row.name: row.role for row in sorted(sent.rows, key=lambda row: row.nbytes)}
+
+    @functools.cache  # a step's kernels run again in every step and on every device
+    def read(name: str, traced: str, module: str) -> tuple[hlo.Instruction | None, str, str]:
+        instruction = known.get(traced)
+        # Of what runs in a CUDA graph a trace tells the graph or the loop at most; XLA names its own kernels after their instructions.
+        if instruction is None or (instruction.opcode in _CONTAINERS and name != instruction.name):
+            instruction = known.get(name)
+        if instruction is None or module not in ("", header[1] if header else ""):
+            return None, phases.phase(name), attribution.OTHER
+        phase = phases.phase(name, collectives.work_kind(sent.flow.module, instruction), instruction.op_name)
+        return instruction, phase, _role(sent.flow, instruction, role_of)
+
     for kernel in kernels:
-        instruction = None
-        if kernel.module in ("", header[1] if header else ""):
-            instruction = known.get(kernel.instruction)
-            # Of what runs in a CUDA graph a trace tells the graph or the loop at most; XLA names its own kernels after their instructions.
-            if instruction is None or (instruction.opcode in _CONTAINERS and kernel.name != instruction.name):
-                instruction = known.get(kernel.name)
-        if instruction is None:
-            yield _Run(kernel, None, phases.phase(kernel.name), attribution.OTHER)
-        elif instruction.opcode not in _CONTAINERS:
-            phase = phases.phase(kernel.name, collectives.work_kind(flow.module, instruction), instruction.op_name)
-            role = _role(flow, instruction, role_of) if phase == phases.COLLECTIVES else attribution.OTHER
+        instruction, phase, role = read(kernel.name, kernel.instruction, kernel.module)
+        if instruction is None or instruction.opcode not in _CONTAINERS:
             yield _Run(kernel, instruction, phase, role)
 
 
