@@ -79,4 +79,8 @@ def get_config():
 
     c.export = config_dict.ConfigDict()
     c.export.format = "none"  # "huggingface" writes bf16 safetensors and config.json to WORKDIR/export
+
+    c.profile = config_dict.ConfigDict()
+    c.profile.start = 10  # the first step to trace; the first two of a run are slower
+    c.profile.steps = 0  # steps to trace into WORKDIR/profile, with a table of their time by phase; 0: none
     return c

@@ -7,7 +7,7 @@ Each process gets `--coordinator 127.0.0.1:PORT --num_processes N --process_id I
 On CPU each process emulates its devices.
 
 Output is prefixed with [I]; with --log_dir only process 0's is shown, the others' go to its process_I.log.
-SIGTERM and SIGINT are passed on. When a process fails, the others are ended and its status is returned.
+SIGTERM and SIGINT are passed on; SIGQUIT kills all. When a process fails, the others are ended and its status is returned.
 """
 
 import argparse
@@ -132,13 +132,13 @@ def _copy(source, out: TextIO, prefix: str) -> None:
 
 
 def _forward_signals(children: list[subprocess.Popen], stack: contextlib.ExitStack) -> None:
-    """Passes SIGTERM and SIGINT on to the children until `stack` is left; they decide when to end."""
+    """Passes SIGTERM and SIGINT on to the children until `stack` is left; they decide when to end. SIGQUIT kills them."""
 
     def forward(number: int, frame: object) -> None:
         for child in children:
-            child.send_signal(number)
+            child.send_signal(signal.SIGKILL if number == signal.SIGQUIT else number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
         stack.callback(signal.signal, number, signal.signal(number, forward))
 
 

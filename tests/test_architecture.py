@@ -12,17 +12,20 @@ PACKAGE = ROOT / "zerojax"
 # A module imports lower floors only.
 FLOORS = (
     {"errors", "specs", "tree"}
-    | {"buffer_dump", "flops", "gpu_configs", "hlo", "replica_groups"},
-    {"accumulate", "blocks", "config", "export", "generate", "launch", "losses", "mesh", "metrics", "optim", "plot", "remat"}
+    | {"buffer_dump", "flops", "phases", "traces", "gpu_configs", "hlo", "losses", "remat", "replica_groups"},
+    {"accumulate", "blocks", "config", "export", "generate", "launch", "mesh", "metrics", "models.llama", "optim", "plot"}
     | {"precision", "state", "step_files", "workdir", "command", "data.python_stdlib", "data.tokenizer"}
     | {"hlo_flow", "parameters"},
-    {"checkpoint", "data.source", "losses", "models.presets", "partition", "step"}
+    {"checkpoint", "data.source", "gather", "models.presets"}
     | {"buffer_roles", "collectives", "targets"},
-    {"data.batches", "place", "report", "program"}
+    {"data.batches", "partition", "used"}
     | {"attribution", "bound", "buffers"},
+    {"per_device", "place", "report"},
+    {"step"},
+    {"program"},
     {"ledger"},
-    {"departures", "finding"},
-    {"state_rules", "traffic_rules"},
+    {"departures", "finding", "breakdown"},
+    {"state_rules", "traffic_rules", "profiling"},
     {"findings"},
     {"planning"},
     {"plan_report", "search"},

@@ -7,6 +7,7 @@ import runs
 
 import zerojax
 from zerojax import foresight, loop, program, search, train
+from zerojax.models import llama
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +20,12 @@ def plan(built):
     return foresight.compile_step(built)
 
 
-def test_the_plan_and_the_measured_peak_are_written_side_by_side(tmp_path, plan):
-    foresight.write(tmp_path, plan, 123)
+def test_the_plan_and_the_measured_peak_are_written_side_by_side(tmp_path, built, plan):
+    foresight.write(tmp_path, built, plan, 123)
     saved = json.loads((tmp_path / foresight.FILE).read_text())
     assert (saved["planned_peak_bytes"], saved["measured_peak_bytes"]) == (plan.peak, 123)
     assert saved["plan"]["peak_bytes"] == plan.peak
+    assert (saved["device_kind"], saved["flops_per_token"]) == ("cpu", llama.flops_per_token(built.model, 32))
 
 
 def test_the_comparison_says_the_difference_or_that_it_is_not_known(plan):
@@ -57,7 +59,8 @@ def test_a_run_that_is_out_of_memory_ends_with_the_plan_and_one_line(tmp_path, m
     )
     with pytest.raises(zerojax.UserError, match="out of device memory"):
         train.train(runs.config(), tmp_path)
-    assert "Memory on each device" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.index(foresight.SHORT) < out.index("Memory on each device")
 
 
 def test_another_error_of_the_runtime_is_not_taken_for_it(tmp_path, monkeypatch):

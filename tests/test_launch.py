@@ -353,3 +353,14 @@ def test_signals_reach_every_process_once_and_a_clean_end_is_status_0(number):
         rest = process.stdout.read()
         assert process.wait(LIMIT) == 0
     assert sorted(rest.splitlines()) == ["[0] seen 1", "[1] seen 1"]
+
+
+def test_sigquit_kills_processes_that_would_not_end():
+    program = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready')\nwhile True: signal.pause()"
+    command = launcher(program, "--processes", "2")
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        for _ in range(2):
+            assert process.stdout.readline().endswith(b"ready\n")
+        process.send_signal(signal.SIGQUIT)
+        assert process.wait(10) == 128 + signal.SIGKILL
+        assert process.stdout.read() == b""  # which ends when both have gone

@@ -58,8 +58,9 @@ def test_every_step_has_a_line_with_the_promised_fields(finished):
     lines = [line for line in metrics.read(finished[0]) if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 33))
     for line in lines:
-        fields = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds"}
+        fields = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "host_seconds"}
         assert fields <= line.keys()
+        assert line["host_seconds"] > 0
         assert line["tokens_per_second"] == pytest.approx(8 * 32 / line["step_seconds"])
     assert [step for step, _ in runs.evaluations(finished[0])] == [8, 16, 24, 32]
 

@@ -35,25 +35,13 @@ POSITIVE = (
     "optimizer.eps",
     "evaluate.batches",
     "checkpoint.keep_last",
+    "profile.start",
 )
 BELOW_ONE = ("optimizer.b1", "optimizer.b2")
-NOT_NEGATIVE = (
-    "seed",
-    "global_batch_size",
-    "micro_batch_size",
-    "grad_accum",
-    "zero.min_size",
-    "model.vocab_size",
-    "model.num_layers",
-    "optimizer.warmup_steps",
-    "optimizer.final_fraction",
-    "optimizer.weight_decay",
-    "optimizer.clip_norm",
-    "evaluate.every",
-    "checkpoint.every",
-    "checkpoint.keep_best",
-    "sample.length",
-    "sample.temperature",
+NOT_NEGATIVE = tuple(
+    "seed global_batch_size micro_batch_size grad_accum zero.min_size model.vocab_size model.num_layers "
+    "optimizer.warmup_steps optimizer.final_fraction optimizer.weight_decay optimizer.clip_norm evaluate.every "
+    "checkpoint.every checkpoint.keep_best sample.length sample.temperature profile.steps".split()
 )
 
 
@@ -151,6 +139,14 @@ class Export:
 
 
 @dataclasses.dataclass(frozen=True)
+class Profile:
+    """Which steps are traced."""
+
+    start: int
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """All settings of a run; see configs/base.py for units and effects."""
 
@@ -173,6 +169,7 @@ class Config:
     checkpoint: Checkpoint
     sample: Sample
     export: Export
+    profile: Profile
 
 
 @dataclasses.dataclass(frozen=True)

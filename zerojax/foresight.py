@@ -12,9 +12,11 @@ from zerojax import buffers, launch, plan_report, planning, report, search
 from zerojax import config as config_lib
 from zerojax import program as program_lib
 from zerojax.errors import UserError
+from zerojax.models import llama
 
 FILE = "plan.json"
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+SHORT = "out of device memory"  # how a run's own words for it begin
 # After the run's own settings did not fit: what else to try, and how often to compile.
 _TRIES = 6
 
@@ -33,14 +35,20 @@ def compile_step(program: program_lib.Program) -> planning.Plan:
         raise too_large(program, None) from error
 
 
-def write(folder: pathlib.Path, plan: planning.Plan, measured: int | None) -> None:
-    """Writes the plan, and the measured peak beside the planned one, to plan.json.
+def write(folder: pathlib.Path, program: program_lib.Program, plan: planning.Plan, measured: int | None) -> None:
+    """Writes the plan, with the measured peak beside the planned one and what a token costs, to plan.json.
 
     Raises:
       UserError: the folder cannot be written.
     """
     path, new = folder / FILE, folder / f"{FILE}.new"
-    content = {"planned_peak_bytes": plan.peak, "measured_peak_bytes": measured, "plan": plan_report.as_json(plan)}
+    content = {
+        "planned_peak_bytes": plan.peak,
+        "measured_peak_bytes": measured,
+        "device_kind": plan.target.device_kind,
+        "flops_per_token": llama.flops_per_token(program.model, program.config.seq_len),
+        "plan": plan_report.as_json(plan),
+    }
     try:
         new.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(new, path)
@@ -59,6 +67,8 @@ def compared(plan: planning.Plan, measured: int | None) -> str:
 def too_large(program: program_lib.Program, plan: planning.Plan | None) -> UserError:
     """Prints what fills the memory and which changes would fit, and returns the error that ends the run."""
     config = program.config
+    if launch.is_primary():
+        print(f"{SHORT}: looking for settings that fit", flush=True)
     lines = []
     if plan is not None:
         if plan.buffers.source != buffers.ASSIGNMENT:  # it came from the cache of compiled programs
@@ -76,7 +86,7 @@ def too_large(program: program_lib.Program, plan: planning.Plan | None) -> UserE
     if launch.is_primary():
         print("\n".join(lines), flush=True)
     peak = f"the step needs {report.human(plan.peak)}, " if plan is not None else ""
-    return UserError(f"out of device memory: {peak}{way_out}")
+    return UserError(f"{SHORT}: {peak}{way_out}")
 
 
 def _changes_that_fit(program: program_lib.Program) -> list[search.Outcome]:

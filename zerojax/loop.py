@@ -20,6 +20,7 @@ from zerojax import (
     planning,
     plot,
     precision,
+    profiling,
     report,
     tree,
 )
@@ -46,6 +47,8 @@ class Run:
         self._program, self._streams, self._saver, self._folder = program, streams, saver, folder
         self._log = metrics.MetricsLog(folder, enabled=launch.is_primary())
         self._reader = metrics.LateReader()
+        settings = program.config.profile
+        self._profiler = profiling.Profiler(folder, settings.start, settings.steps, enabled=launch.is_primary())
         self._evaluation: tuple[int, float] | None = None
         self._plan: planning.Plan | None = None
         self._compare_at = 0
@@ -58,14 +61,26 @@ class Run:
         self._log.resume_at(start)
         self._clock = time.perf_counter()
         progress = metrics.Progress(config.steps, start=start, log_every=config.log_every, enabled=launch.is_primary())
-        with launch.StopSignal() as stop, progress as self._progress, self._watched():
+        with launch.StopSignal() as stop, progress as self._progress, self._watched(), self._profiler:
             if self.step < config.steps:
                 self._compile()
+            if config.profile.steps and self.step >= config.profile.start:
+                self._progress.print(f"nothing is profiled: step {config.profile.start} was done before this run")
             while self.step < config.steps:
+                if self._profiler.begins(self.step + 1):
+                    self._settle(state)
+                    self._profiler.start()
+                began = time.perf_counter()
                 batch = self._streams.next()
-                state, numbers = self._compiled_step(state, batch)
+                with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
+                    state, numbers = self._compiled_step(state, batch)
+                numbers["host_seconds"] = time.perf_counter() - began
                 self.step += 1
+                if self._profiler.holds(self.step):
+                    numbers["profiled"] = 1  # slower, and not to be counted with others
                 self._record(self._reader.push(self.step, numbers))
+                if self._profiler.ends(self.step):
+                    self._end_profile(state)
                 is_last, is_stopped = self.step == config.steps, stop.agreed()
                 if is_last or _is_due(self.step, config.evaluate.every):
                     self._evaluate(state)
@@ -98,7 +113,7 @@ class Run:
         self._compare_at = self.step + _STEPS_BEFORE_COMPARING
         self._progress.print(f"compiled in {self._plan.compile_seconds:.1f} s; {plan_report.verdict(self._plan)}")
         if launch.is_primary():
-            foresight.write(self._folder, self._plan, None)
+            foresight.write(self._folder, self._program, self._plan, None)
         self._clock = time.perf_counter()
 
     @contextlib.contextmanager
@@ -111,12 +126,28 @@ class Run:
                 raise
             raise foresight.too_large(self._program, self._plan) from error
 
+    def _settle(self, state: Any) -> None:
+        """Waits until all that was dispatched has ended and is recorded."""
+        jax.block_until_ready(state)
+        self._record(self._reader.flush())
+        self._clock = time.perf_counter()
+
+    def _end_profile(self, state: Any) -> None:
+        """Writes the trace and shows where the time of its steps went."""
+        self._settle(state)
+        assert self._plan is not None
+        found = self._profiler.stop(self._plan.ledger)
+        if found is not None:
+            self._progress.print(report.as_text(profiling.table(found)))
+            self._progress.print(f"the trace is in {self._folder / profiling.FOLDER}")
+        self._clock = time.perf_counter()
+
     def _compare(self, plan: planning.Plan) -> None:
         """Says how the measured peak compares with the planned one, after the first steps."""
         measured = metrics.device_memory().get("device_peak_bytes")
         self._progress.print(foresight.compared(plan, measured))
         if launch.is_primary():
-            foresight.write(self._folder, plan, measured)
+            foresight.write(self._folder, self._program, plan, measured)
 
     def _record(self, read: metrics.Reading | None) -> None:
         """Logs a step's numbers, which have arrived; stops the run where they are not finite."""

@@ -15,7 +15,7 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from zerojax import checkpoint, command, export, launch, loop, report, workdir
+from zerojax import checkpoint, command, export, launch, loop, profiling, report, workdir
 from zerojax import config as config_lib
 from zerojax import program as program_lib
 from zerojax import streams as streams_lib
@@ -63,6 +63,8 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     say(f"devices: {launch.describe()}; everything goes to {folder}")
     settings = config_lib.to_dict(config)
     workdir.check(folder, settings)
+    others = {"evaluate": config.evaluate.every, "checkpoint": config.checkpoint.every}
+    profiling.check(config.profile.start, config.profile.steps, config.steps, others)
 
     tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
     program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)

@@ -28,6 +28,7 @@ FREE = (
     "checkpoint",
     "sample",
     "export",
+    "profile",
 )
 
 

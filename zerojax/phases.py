@@ -1,0 +1,131 @@
+"""Divides a device's time among the phases of a step. This module does arithmetic on intervals, and knows no trace and no program.
+
+Kernels of several streams run at the same time. A moment belongs to the first phase in PHASES that has a kernel running then, so that the
+times add up to the whole, and what a phase does beside one that comes before it is hidden: collectives, which come after all that computes,
+cost a step what is left of them when no other kernel runs.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+ATTENTION, MATMULS, LOSS, OPTIMIZER, OTHER = "attention", "matmuls", "loss and head", "optimizer", "other"
+COLLECTIVES, COPIES, IDLE = "collectives", "copies", "idle"
+COMPUTE = (ATTENTION, MATMULS, LOSS, OPTIMIZER, OTHER)
+PHASES = (*COMPUTE, COLLECTIVES, COPIES)  # the first that runs owns the moment
+
+# Kernels as libraries and XLA call them, for what the program's own text does not tell.
+_KERNELS = {
+    COLLECTIVES: re.compile(
+        r"nccl|memcpyp2p|all[-_]?(gather|reduce|to[-_]?all)|reduce[-_]?scatter|collective[-_]?(permute|broadcast)", re.I
+    ),
+    COPIES: re.compile(
+        r"^(mem(cpy|set)|((wrapped|loop|input)_)?((copy|transpose)_)*(copy|transpose)(_fusion)?([._]\d+)?$)", re.I
+    ),
+    ATTENTION: re.compile(r"fmha|flash|sdpa|dot_product_attention", re.I),
+    MATMULS: re.compile(r"gemm|nvjet|cutlass|xmma|cublas|matmul", re.I),
+}
+_WORK = {"attention": ATTENTION, "matmul": MATMULS, "copy": COPIES, "transpose": COPIES}
+_SCOPES = {
+    LOSS: re.compile(r"[/(]loss[/)]"),
+    OPTIMIZER: re.compile(r"^jit\(\w+\)/\(?(update|clip)/"),
+    ATTENTION: re.compile(r"[/(]attention/attention/"),  # the scope inside the module of that name
+}
+
+Interval = tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A phase's part of a stretch of time: the time that it owns, what it does beside phases before it, and its kernels."""
+
+    owned: float
+    hidden: float
+    kernels: float
+
+
+def phase(kernel: str, work: str = "", op_name: str = "") -> str:
+    """Returns the phase that a kernel belongs to.
+
+    Args:
+      kernel: its name, or that of the instruction it computes.
+      work: what the instruction does, in the words of `collectives.work_kind`; "" where it is not known.
+      op_name: the scopes that it was traced in; "" where they are not known. Of several, joined by ";", the first counts.
+    """
+    if _KERNELS[COLLECTIVES].match(work):
+        return COLLECTIVES
+    kind = _WORK.get(work) or next((name for name, form in _KERNELS.items() if form.search(kernel)), OTHER)
+    if kind in (COLLECTIVES, COPIES):
+        return kind
+    scopes = op_name.split(";")[0]
+    return next((name for name, form in _SCOPES.items() if form.search(scopes)), kind)
+
+
+def divide(kernels: Mapping[str, Sequence[Interval]]) -> dict[str, Share]:
+    """Divides the time from the first kernel's start to the last one's end.
+
+    Args:
+      kernels: by phase, the intervals in which its kernels run, in any order; they may overlap.
+
+    Returns:
+      By phase, and for IDLE, the shares; what is owned adds up to the whole, in the unit of the intervals. {} where nothing runs.
+    """
+    everything = [interval for intervals in kernels.values() for interval in intervals]
+    if not everything:
+        return {}
+    found: dict[str, Share] = {}
+    taken: list[Interval] = []
+    for name in PHASES:
+        found[name] = beside(kernels.get(name, ()), taken)
+        taken = union([*taken, *kernels.get(name, ())])
+    whole = max(end for _, end in everything) - min(start for start, _ in everything)
+    found[IDLE] = Share(whole - length(taken), 0.0, 0)
+    return found
+
+
+def beside(intervals: Sequence[Interval], others: Sequence[Interval]) -> Share:
+    """Returns the share of kernels that run beside others, which are disjoint and in order and own the moments they have."""
+    busy = union(intervals)
+    owned = length(subtract(busy, others))
+    return Share(owned, length(busy) - owned, len(intervals))
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Returns the same moments as disjoint intervals, in order.
+
+    >>> union([(3, 5), (0, 1), (4, 6)])
+    [(0, 1), (3, 6)]
+    """
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        elif end > start:
+            found.append((start, end))
+    return found
+
+
+def subtract(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """Returns the moments of `intervals` that are not among `others`; both are disjoint and in order.
+
+    >>> subtract([(0, 10)], [(2, 3), (5, 12)])
+    [(0, 2), (3, 5)]
+    """
+    found, place = [], 0
+    for start, end in intervals:
+        while place < len(others) and others[place][1] <= start:
+            place += 1
+        here = place
+        while here < len(others) and others[here][0] < end:
+            if others[here][0] > start:
+                found.append((start, others[here][0]))
+            start = max(start, others[here][1])
+            here += 1
+        if start < end:
+            found.append((start, end))
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Returns the sum of lengths."""
+    return sum(end - start for start, end in intervals)
