@@ -115,13 +115,21 @@ def rules(found: ledger.Ledger, planned, **kwargs: Any) -> list[str]:
     return [finding.rule for finding in findings.findings(found, planned=planned, **kwargs)]
 
 
-def staged(stage: int, count: int = 8, replica: int = 1, remat: str = "dots", grad_accum: int = 1):
+def staged(
+    stage: int, count: int = 8, replica: int = 1, remat: str = "dots", grad_accum: int = 1, reduce_dtype: Any = None
+):
     """Returns (ledger, partition) of this project's train step on the model."""
-    return _staged(stage, count, replica, remat, grad_accum)  # the cache takes arguments left out for others
+    text, partition = _staged(stage, count, replica, remat, grad_accum, reduce_dtype)
+    return ledger.ledger(text, partition.mesh, partition.placements), partition
 
 
-@functools.cache
-def _staged(stage: int, count: int, replica: int, remat: str, grad_accum: int):
+def staged_text(stage: int, reduce_dtype: Any = None) -> str:
+    """Returns that step's compiled text."""
+    return _staged(stage, 8, 1, "dots", 1, reduce_dtype)[0]
+
+
+@functools.cache  # which takes arguments left out for others
+def _staged(stage: int, count: int, replica: int, remat: str, grad_accum: int, reduce_dtype: Any):
     on = zerojax.make_mesh(replica=replica, devices=devices(count))
     keeps_copy = stage < 3
     tx = zerojax.with_master_weights(optax.adam(1e-3)) if keeps_copy else optax.adam(1e-3)
@@ -132,9 +140,14 @@ def _staged(stage: int, count: int, replica: int, remat: str, grad_accum: int):
         return jnp.mean((state.apply_fn({"params": params}, batch) - batch).astype(jnp.float32) ** 2)
 
     step = zerojax.make_train_step(
-        loss_fn, partition, compute_dtype=jnp.bfloat16, blocks=r"block_\d", remat=remat, grad_accum=grad_accum
+        loss_fn,
+        partition,
+        compute_dtype=jnp.bfloat16,
+        blocks=r"block_\d",
+        remat=remat,
+        grad_accum=grad_accum,
+        reduce_dtype=reduce_dtype,
     )
     shape = (16 * count, WIDTH) if grad_accum == 1 else (grad_accum, 16 * count, WIDTH)
     batch = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    text = compile_gpu(step.lower(partition.abstract_state, batch))
-    return ledger.ledger(text, on, partition.placements), partition
+    return compile_gpu(step.lower(partition.abstract_state, batch)), partition

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "zerojax"
 # A module imports lower floors only.
 FLOORS = (
     {"errors", "specs", "tree"}
-    | {"buffer_dump", "flops", "phases", "traces", "gpu_configs", "hlo", "losses", "remat", "replica_groups"},
+    | {"buffer_dump", "flops", "phases", "traces", "gpu_configs", "hlo", "losses", "remat", "replica_groups", "xla_options"},
     {"accumulate", "blocks", "config", "export", "generate", "launch", "mesh", "metrics", "models.llama", "optim", "plot"}
     | {"precision", "state", "step_files", "workdir", "command", "data.python_stdlib", "data.tokenizer"}
     | {"hlo_flow", "parameters"},
@@ -20,7 +20,8 @@ FLOORS = (
     | {"buffer_roles", "collectives", "targets"},
     {"data.batches", "partition", "used"}
     | {"attribution", "bound", "buffers"},
-    {"per_device", "place", "report"},
+    {"chain", "place", "report"},
+    {"per_device"},
     {"step"},
     {"program"},
     {"ledger"},

@@ -53,7 +53,9 @@ class Net(nn.Module):
 X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
 
 
-def apply(rate=0.0, pattern=r"block_\d", heads="", stored=lambda leaf: leaf, used=lambda leaf: leaf, run=True, **options):
+def apply(
+    rate=0.0, pattern=r"block_\d", heads="", stored=lambda leaf: leaf, used=lambda leaf: leaf, run=True, **options
+):
     """Returns the output, with weights stored as `stored` says and `used` their inverse, and what ran by hand: (paths, policy)."""
     net, by_hand = Net(rate), []
     params = net.init(jax.random.key(0), X)["params"]
@@ -62,8 +64,12 @@ def apply(rate=0.0, pattern=r"block_\d", heads="", stored=lambda leaf: leaf, use
         by_hand.append((sorted(params), policy))
         return body({path: used(leaf) for path, leaf in params.items()}, *arrays)
 
-    found = blocks.Blocks(pattern, heads, lambda _, leaf: used(leaf), remat.REMAT["dots"], run=run_block if run else None, **options)
-    given = {name: jax.tree.map(stored, part) if found.owns(f"params/{name}/x") else part for name, part in params.items()}
+    found = blocks.Blocks(
+        pattern, heads, lambda _, leaf: used(leaf), remat.REMAT["dots"], run=run_block if run else None, **options
+    )
+    given = {
+        name: jax.tree.map(stored, part) if found.owns(f"params/{name}/x") else part for name, part in params.items()
+    }
     with nn.intercept_methods(found.intercept):
         output = net.apply({"params": given}, X, rngs={"dropout": jax.random.key(1)} if rate else None)
     expected = net.apply({"params": params}, X, rngs={"dropout": jax.random.key(1)} if rate else None)

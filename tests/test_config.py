@@ -71,7 +71,6 @@ def test_checked_places_exist():
 
 
 def test_choices_are_those_of_the_modules_that_act_on_them():
-    from zerojax import gather
 
     assert tuple(config_lib.CHOICES["zero.stage"]) == tuple(partition.STAGES)
     assert set(config_lib.CHOICES["precision"]) == set(precision.PRECISIONS)

@@ -77,7 +77,9 @@ def test_the_sum_is_made_in_the_dtype_asked_for():
     place = placement(mesh_lib.make_mesh(), *STAGES["3"])
 
     def sums(dtype):
-        jaxpr = jax.make_jaxpr(lambda w: by_hand(w, place, gather.Reduction(dtype), jnp.bfloat16)[:2])(jnp.ones((16, 24)))
+        jaxpr = jax.make_jaxpr(lambda w: by_hand(w, place, gather.Reduction(dtype), jnp.bfloat16)[:2])(
+            jnp.ones((16, 24))
+        )
         return [line for line in str(jaxpr).splitlines() if "reduce_scatter[" in line]
 
     assert all(":f32" in line for line in sums(jnp.float32)) and len(sums(jnp.float32)) == 1

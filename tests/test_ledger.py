@@ -87,6 +87,29 @@ def test_stages_1_to_3_scatter_gradients_and_gather_in_16_bits(stage, count):
         assert {path for row in gathered if row.role == role for path in row.weights} == kernels
 
 
+@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_summed_in_float32_take_twice_the_bytes_and_no_more_elements(stage, count):
+    found, partition = staged(stage, count, reduce_dtype=jnp.float32)
+    totals = found.totals()
+    assert not departures.departures(found)
+    paper = {role: units * (count - 1) / count for role, units in SENT[stage].items()}
+    assert {role: totals[role]["params"] for role in paper} == pytest.approx(paper, rel=PAPER)
+    scattered = [row for row in found.rows if row.role == GRADIENTS and row.kind == "reduce-scatter"]
+    assert {row.dtype for row in scattered} == {"f32"}
+    assert {path for row in scattered for path in row.weights} == {
+        p for p in partition.placements if p.endswith("kernel")
+    }
+    assert {row.dtype for row in found.rows if row.kind == "all-gather" and row.role in WEIGHT_ROLES} == {"bf16"}
+
+
+def test_a_stage_whose_gradients_stay_whole_sums_them_once_over_all_passes():
+    found, _ = staged(1, grad_accum=4, reduce_dtype=jnp.float32)
+    scattered = [row for row in found.rows if row.role == GRADIENTS]
+    assert {row.times for row in scattered} == {1}
+    assert found.totals()[GRADIENTS]["params"] == pytest.approx(7 / 8, rel=PAPER)
+
+
 def test_rows_of_a_replicated_mesh_name_the_axes_they_run_over():
     found, _ = staged(3, replica=2)
     matrices = [row for row in found.rows if any(path.endswith("kernel") for path in row.weights)]

@@ -80,9 +80,7 @@ def truth() -> tuple[np.ndarray, np.ndarray]:
     return np.array(found).T
 
 
-def run(
-    stage, mesh=(1, 8), *, accum=1, blocks=r"layer_\d+", remat="dots", dtype=None, reduce=jnp.float32, **options
-):
+def run(stage, mesh=(1, 8), *, accum=1, blocks=r"layer_\d+", remat="dots", dtype=None, reduce=jnp.float32, **options):
     """Trains 30 steps; returns losses, gradient norms and the last state."""
     keeps_copy = dtype is not None and not partition.STAGES[stage].params
     tx = precision.with_master_weights(TX) if keeps_copy else TX

@@ -184,9 +184,7 @@ def test_policies_keep_less_and_less():
     state, part = shard(params)
     kept = {}
     for remat in remat_lib.REMAT:
-        stored = used.where_used(
-            loss_fn, part.placements, compute_dtype=jnp.bfloat16, blocks=r"layer_\d+", remat=remat
-        )
+        stored = used.where_used(loss_fn, part.placements, compute_dtype=jnp.bfloat16, blocks=r"layer_\d+", remat=remat)
         kept[remat] = sum(size * count for size, count in kept_16_bit_sizes(stored, state.params).items())
     assert kept["none"] > kept["dots"] > kept["full"]
 
@@ -298,10 +296,16 @@ def test_recompute_keeps_less_and_changes_no_gradient():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"blocks": r"layer_\d+", "recompute": "mlp/up"}, r"^recompute: 'mlp/up' matches no module called inside a block"),
+        (
+            {"blocks": r"layer_\d+", "recompute": "mlp/up"},
+            r"^recompute: 'mlp/up' matches no module called inside a block",
+        ),
         ({"blocks": r"layer_\d+", "recompute": "mlp/("}, r"^recompute: 'mlp/\(' is no regex"),
         ({"recompute": "mlp/up"}, r"^recompute: 'mlp/up' goes with `blocks`, and none are given"),
-        ({"blocks": ".*", "recompute": ".*", "remat": "full"}, r"^recompute: '\.\*' says which products remat='dots' does"),
+        (
+            {"blocks": ".*", "recompute": ".*", "remat": "full"},
+            r"^recompute: '\.\*' says which products remat='dots' does",
+        ),
     ],
 )
 def test_recompute_that_cannot_take_effect_is_an_error(options, message):

@@ -8,7 +8,6 @@
 
 from zerojax.errors import UserError
 from zerojax.gather import Placement
-from zerojax.used import where_used
 from zerojax.mesh import batch_sharding, make_mesh
 from zerojax.partition import Partition, partition_state
 from zerojax.place import pad, shard_train_state, unpad
@@ -16,6 +15,7 @@ from zerojax.precision import with_master_weights
 from zerojax.report import memory_table
 from zerojax.state import TrainState
 from zerojax.step import make_train_step
+from zerojax.used import where_used
 
 __all__ = [
     "Partition",

@@ -70,7 +70,8 @@ class Blocks:
         if self._inside is not None:
             return self._inner(call, args, kwargs, context)
         path = "/".join(module.path)
-        if not self._pattern.fullmatch(path):
+        # A lifted function is a call as well; the module's own methods that it calls come by later.
+        if not self._pattern.fullmatch(path) or not hasattr(type(module), context.method_name):
             return call(*args, **kwargs)
         if context.method_name == "setup":
             return _set_up(call)
@@ -152,6 +153,7 @@ def _arrays_of(args: tuple, kwargs: dict) -> tuple[list[Any], Callable[[Any], tu
 def _is_plain(module: nn.Module) -> bool:
     """Says whether a call depends on the module's own params and its inputs alone, and changes nothing."""
     scope = module.scope
+    assert scope is not None
     fields = [field.name for field in dataclasses.fields(module) if field.name not in ("parent", "name")]
     shares = any(_is_bound(getattr(module, name, None)) for name in fields)
     return not (shares or scope.rngs or scope.mutable or set(module.variables) - {"params"})

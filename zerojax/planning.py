@@ -196,7 +196,7 @@ def plan_program(
         compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
         passes=sizes.grad_accum,
         from_cache=from_cache,
-        compiler_options=compiler_options,
+        compiler_options={**built.compiler_options, **(compiler_options or {})},
     )
 
 

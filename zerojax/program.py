@@ -15,8 +15,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax import config as config_lib
-from zerojax import optim, per_device, precision, step, used
 from zerojax import mesh as mesh_lib
+from zerojax import optim, per_device, precision, step, used, xla_options
 from zerojax import partition as partition_lib
 from zerojax import state as state_lib
 from zerojax.errors import UserError
@@ -67,6 +67,11 @@ class Program:
         return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)}
 
     @property
+    def compiler_options(self) -> dict[str, Any]:
+        """Returns XLA's options for the train step."""
+        return xla_options.for_mesh(self.mesh)
+
+    @property
     def logical_abstract_state(self) -> Any:
         """Returns the state as checkpoints store it, abstract and placed."""
         return precision.to_logical(self.partition.abstract_state)
@@ -107,29 +112,6 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
         min_size=config.zero.min_size,
         indivisible=config.zero.indivisible,
     )
-
-    def mean_loss(params: Any, tokens: jax.Array) -> jax.Array:
-        return network.apply({"params": params}, tokens, method="loss")
-
-    def loss_fn(params: Any, batch: Any, state: Any) -> tuple[jax.Array, dict]:
-        return mean_loss(params, batch["tokens"]), {"metrics": {"learning_rate": schedule(state.step)}}
-
-    train_step = step.make_train_step(
-        loss_fn,
-        partition,
-        clip_norm=config.optimizer.clip_norm,
-        grad_accum=sizes.grad_accum,
-        compute_dtype=compute_dtype,
-        blocks=BLOCKS,
-        heads=HEADS,
-        remat=config.model.remat,
-        recompute=config.model.recompute,
-        reduce_dtype=precision.DTYPES[config.reduce_dtype],
-    )
-
-    def logits(params: Any, tokens: jax.Array) -> jax.Array:
-        return network.apply({"params": params}, tokens)
-
     return Program(
         config=config,
         mesh=mesh,
@@ -139,13 +121,45 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
         inner=inner,
         partition=partition,
         baseline=_baseline(params, inner, compute_dtype, mesh),
-        train_step=train_step,
-        eval_loss=jax.jit(per_device.mean(mean_loss, partition, compute_dtype=compute_dtype, blocks=BLOCKS, heads=HEADS)),
-        logits=used.where_used(
-            logits, partition.placements, compute_dtype=compute_dtype, blocks=BLOCKS, heads=HEADS, remat="full"
-        ),
+        **_functions(config, sizes, network, partition, compute_dtype, schedule),
         copy_dtype=copy_dtype,
     )
+
+
+def _functions(
+    config: config_lib.Config,
+    sizes: config_lib.BatchSizes,
+    network: llama.Llama,
+    partition: partition_lib.Partition,
+    compute_dtype: Any,
+    schedule: Callable[[Any], Any],
+) -> dict[str, Callable[..., Any]]:
+    """Returns the program's train_step, eval_loss and logits."""
+    how: dict[str, Any] = {"compute_dtype": compute_dtype, "blocks": BLOCKS, "heads": HEADS}
+
+    def mean_loss(params: Any, tokens: jax.Array) -> Any:
+        return network.apply({"params": params}, tokens, method="loss")
+
+    def loss_fn(params: Any, batch: Any, state: Any) -> tuple[jax.Array, dict]:
+        return mean_loss(params, batch["tokens"]), {"metrics": {"learning_rate": schedule(state.step)}}
+
+    def logits(params: Any, tokens: jax.Array) -> Any:
+        return network.apply({"params": params}, tokens)
+
+    return {
+        "train_step": step.make_train_step(
+            loss_fn,
+            partition,
+            clip_norm=config.optimizer.clip_norm,
+            grad_accum=sizes.grad_accum,
+            remat=config.model.remat,
+            recompute=config.model.recompute,
+            reduce_dtype=precision.DTYPES[config.reduce_dtype],
+            **how,
+        ),
+        "eval_loss": jax.jit(per_device.mean(mean_loss, partition, **how)),
+        "logits": used.where_used(logits, partition.placements, remat="full", **how),
+    }
 
 
 def init_state(program: Program) -> Any:

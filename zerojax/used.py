@@ -151,7 +151,11 @@ def variables(params: Any) -> dict[str, Any]:
 def _check(blocks: str, heads: str, remat_name: str, recompute: str) -> None:
     if remat_name not in remat.REMAT:
         raise UserError(f"remat: must be one of {', '.join(remat.REMAT)}, and is {remat_name!r}")
-    for name, pattern, example in (("blocks", blocks, "layer_\\d+"), ("heads", heads, "head"), ("recompute", recompute, "layer_\\d+/mlp/up")):
+    for name, pattern, example in (
+        ("blocks", blocks, "layer_\\d+"),
+        ("heads", heads, "head"),
+        ("recompute", recompute, "layer_\\d+/mlp/up"),
+    ):
         try:
             re.compile(pattern)
         except re.error as error:
@@ -160,7 +164,9 @@ def _check(blocks: str, heads: str, remat_name: str, recompute: str) -> None:
             ) from error
     for name, pattern in (("heads", heads), ("recompute", recompute)):
         if pattern and not blocks:
-            raise UserError(f"{name}: {pattern!r} goes with `blocks`, and none are given; name the model's repeated modules there")
+            raise UserError(
+                f"{name}: {pattern!r} goes with `blocks`, and none are given; name the model's repeated modules there"
+            )
     if recompute and remat_name != "dots":
         raise UserError(
             f"recompute: {recompute!r} says which products remat='dots' does not keep, and remat is {remat_name!r}; leave one away"

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from zerojax import losses
 from zerojax.models import llama, presets
 
 ROUNDING = 2e-5  # float32 sums of some hundred terms in another order
@@ -146,17 +147,18 @@ def test_equal_layers_are_equal_modules():
 def test_tied_embeddings_read_the_table_transposed():
     config = dataclasses.replace(CONFIG, tie_embeddings=True)
     params = make_params(config)
-    assert jnp.array_equal(llama.head_kernel(params), params["embed"]["embedding"].T)
     untied = {**params, "head": {"kernel": params["embed"]["embedding"].T}}
     tokens = make_tokens()
     np.testing.assert_allclose(logits(config, params, tokens), logits(CONFIG, untied, tokens), atol=ROUNDING)
-    assert llama.head_kernel(untied) is untied["head"]["kernel"]
 
 
-def test_hidden_states_times_the_head_are_the_logits():
-    params, tokens = make_params(), make_tokens()
-    hidden = llama.Llama(CONFIG).apply({"params": params}, tokens, method="hidden")
-    np.testing.assert_allclose(hidden @ llama.head_kernel(params), logits(CONFIG, params, tokens), atol=ROUNDING)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_loss_is_the_cross_entropy_of_the_next_tokens(tied):
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
+    params, tokens = make_params(config), make_tokens()
+    found = llama.Llama(config).apply({"params": params}, tokens, method="loss")
+    expected = losses.cross_entropy(logits(config, params, tokens[:, :-1]), tokens[:, 1:])
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_16_bit_weights_compute_in_16_bits_and_logits_are_float32():

@@ -1,0 +1,54 @@
+"""Checks the order that blocks and collectives get from the compiler. This module tests zerojax.chain; test_per_device its values."""
+
+import functools
+
+import compile_only
+import jax
+import jax.numpy as jnp
+
+from zerojax import chain
+
+
+@functools.cache
+def schedule() -> list[str]:
+    """Returns the instructions of a stage 3 step for 8 GPUs, in their order."""
+    text = compile_only.staged_text(3, reduce_dtype=jnp.float32)
+    lines = text[text.index("\nENTRY") :].splitlines()
+    return [line for line in lines if " = " in line and "parameter(" not in line and "get-tuple-element(" not in line]
+
+
+def places(*words: str) -> list[int]:
+    """Returns the positions of the instructions that hold all words."""
+    found = [number for number, line in enumerate(schedule()) if all(word in line for word in words)]
+    assert found, words
+    return found
+
+
+BACKWARD = "transpose(jvp"
+
+
+def test_gradients_are_scattered_in_float32_and_weights_gathered_in_bf16():
+    for line in schedule():
+        if "reduce-scatter-start" in line and BACKWARD in line:
+            assert "bf16[" not in line
+        if "all-gather-start" in line:
+            assert "f32[" not in line.split("metadata")[0]
+
+
+def test_a_block_gathers_again_no_sooner_than_the_block_after_it_runs_backward():
+    """So that two blocks' weights are whole, and not all of them."""
+    gathers = places("all-gather-start(", BACKWARD, "block_0/")
+    assert max(places(BACKWARD, "block_2/wide", "dot_general")) < min(gathers)
+    assert min(gathers) < min(places(BACKWARD, "block_0/narrow", "dot_general"))
+
+
+def test_a_blocks_gradients_are_summed_before_the_block_before_it_ends():
+    """So that at any time one block's gradients are whole, and not all of them."""
+    sums = places("reduce-scatter-done(", "block_2/")
+    assert max(sums) < min(places("reduce-scatter-start(", "block_0/"))
+
+
+def test_tokens_change_no_value():
+    tokens = chain.no_tokens()
+    assert all(leaf == 0 for leaf in jax.tree.leaves(tokens))
+    assert chain.Chain(None, None, None, tokens).end(jnp.float32(3.0)) == 3.0

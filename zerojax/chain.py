@@ -1,0 +1,149 @@
+"""Runs a model's blocks so that collectives hide behind the neighbours' arithmetic. This module orders them by hand.
+
+    forward    gather(i + 1) beside block i       it may start when block i does, and not before
+    backward   gather(i - 1) beside block i       likewise
+               reduce(i)     beside block i - 1   it ends before block i - 1's backward pass does
+
+So about two blocks' weights and one block's gradients are whole at any time, whatever the compiler's scheduler would rather do: left to
+itself it puts off weight gradients to the end, and with them everything that they read.
+
+The order is said by `jax.lax.optimization_barrier`, which XLA's scheduler keeps: what leaves a barrier waits for all that enters it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+
+from zerojax import gather
+
+Body = Callable[..., Any]
+
+
+class Tokens(NamedTuple):
+    """What passes through the blocks, see `Chain`: two float32[], both 0."""
+
+    start: jax.Array
+    end: jax.Array
+
+
+def no_tokens() -> Tokens:
+    """Returns tokens that wait for nothing."""
+    return Tokens(jnp.zeros(()), jnp.zeros(()))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Plan:
+    """One block's call: what it computes, and how its weights move."""
+
+    body: Body
+    placements: Mapping[str, gather.Placement]
+    dtype: Any
+    reduction: gather.Reduction
+    policy: Any
+
+    def gather(self, stored: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        return {path: self._whole(path, shard) for path, shard in stored.items()}
+
+    def _whole(self, path: str, shard: jax.Array) -> jax.Array:
+        with jax.named_scope(path):
+            return gather.whole(shard, self.placements[path], self.dtype)
+
+    def reduce(self, grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        return {path: self._sum(path, grad) for path, grad in grads.items()}
+
+    def _sum(self, path: str, grad: jax.Array) -> jax.Array:
+        with jax.named_scope(path):  # traces and ledgers name the weight that a collective moves
+            return gather.reduce_pass(grad, self.placements[path], self.reduction)
+
+
+class Chain:
+    """Runs blocks so that each one's collectives wait for, and end before, what its neighbours do.
+
+    Two tokens, scalar zeros, pass through the blocks in their order, and their cotangents in the opposite one. `start` leaves a block as
+    soon as the block's input has arrived, and the next block's gather waits for it. The cotangent of `end` leaves a block when its
+    gradients are summed, and the end of the next block's backward pass waits for it.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[str, Any], gather.Placement],
+        dtype: Any,
+        reduction: gather.Reduction,
+        tokens: Tokens,
+    ):
+        self._find, self._dtype, self._reduction = find, dtype, reduction
+        self._tokens, self._trace = tokens, _trace()
+
+    def __call__(self, body: Body, weights: dict[str, gather.Weight], arrays: list[jax.Array], policy: Any) -> Any:
+        placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
+        plan = _Plan(body, placements, self._dtype, self._reduction, policy)
+        if _trace() != self._trace:  # inside a transformation of the model's own: tokens cannot pass in and out
+            return _block(plan, weights, no_tokens(), tuple(arrays))[0]
+        outputs, self._tokens = _block(plan, weights, self._tokens, tuple(arrays))
+        return outputs
+
+    def end(self, loss: jax.Array) -> jax.Array:
+        """Returns the loss, which the tokens are now part of."""
+        return loss + 0.0 * (self._tokens.start + self._tokens.end)
+
+
+def _trace() -> Any:
+    return jax.extend.core.get_opaque_trace_state(convention="zerojax")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _block(plan: _Plan, weights: dict[str, gather.Weight], tokens: Tokens, arrays: tuple) -> tuple[Any, Tokens]:
+    whole, tokens, arrays = _begin(plan, {path: weight.stored for path, weight in weights.items()}, tokens, arrays)
+    return plan.body(whole, *arrays), tokens
+
+
+def _begin(plan: _Plan, stored: dict[str, jax.Array], tokens: Tokens, arrived: Any) -> tuple[dict, Tokens, Any]:
+    """Gathers a block's weights once the block before it has begun, and lets the next one gather."""
+    stored, start = jax.lax.optimization_barrier((stored, tokens.start))
+    start, arrived = jax.lax.optimization_barrier((start, arrived))
+    return plan.gather(stored), tokens._replace(start=start), arrived
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """What a block's backward pass needs: the vjp function's leaves, but for whole weights, and the weights as stored."""
+
+    stored: dict[str, jax.Array]
+    leaves: list[jax.Array | None]
+    paths: tuple[str | None, ...] = dataclasses.field(metadata={"static": True})  # the weight that a leaf was
+    structure: Any = dataclasses.field(metadata={"static": True})
+
+
+def _block_forward(plan: _Plan, weights: dict[str, gather.Weight], tokens: Tokens, arrays: tuple) -> tuple[Any, _Kept]:
+    stored = {path: weight.stored for path, weight in weights.items()}
+    whole, tokens, arrays = _begin(plan, stored, tokens, arrays)
+    body = plan.body if plan.policy is None else jax.checkpoint(plan.body, policy=plan.policy)
+    outputs, pull = jax.vjp(body, whole, *arrays)
+    leaves, structure = jax.tree.flatten(pull)
+    path_of = {id(weight): path for path, weight in whole.items()}
+    paths = tuple(path_of.get(id(leaf)) for leaf in leaves)
+    kept = [leaf if path is None else None for leaf, path in zip(leaves, paths)]
+    return (outputs, tokens), _Kept(stored, kept, paths, structure)
+
+
+def _block_backward(plan: _Plan, kept: _Kept, cotangents: tuple[Any, Tokens]) -> tuple[Any, Tokens, Any]:
+    whole, tokens, arrived = _begin(plan, kept.stored, cotangents[1], cotangents[0])
+    leaves = [leaf if path is None else whole[path] for leaf, path in zip(kept.leaves, kept.paths)]
+    grads, *inputs = jax.tree.unflatten(kept.structure, leaves)(arrived)
+    inputs = [
+        jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, tangent) for tangent in inputs
+    ]
+    # All products are made, and the block after this one has its gradients summed, before the block before this one begins.
+    grads, inputs, end = jax.lax.optimization_barrier((grads, inputs, tokens.end))
+    sums, end = jax.lax.optimization_barrier((plan.reduce(grads), end))
+    sinks = {path: gather.Weight(None, total) for path, total in sums.items()}  # type: ignore[arg-type]  # no gradient
+    return sinks, tokens._replace(end=end), tuple(inputs)
+
+
+_block.defvjp(_block_forward, _block_backward)
