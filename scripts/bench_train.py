@@ -48,9 +48,10 @@ SETTINGS = {
     "1b-stage2": f"{ONE_B} zero.stage=2",
     "1b-stage2-lean": f"{ONE_B} zero.stage=2 model.remat=full",
     "8b": EIGHT_B,
-    "8b-lean": f"{EIGHT_B} model.remat=full",
+    "8b-rich": f"{EIGHT_B} model.recompute=",
+    "8b-lean": "configs/llama3_8b_lean.py",
     "8b-4layers": f"{EIGHT_B} model.num_layers=4",
-    "8b-32k": f"{EIGHT_B} model.remat=full seq_len=32768 micro_batch_size=1",
+    "8b-32k": "configs/llama3_8b_lean.py seq_len=32768 micro_batch_size=1",
 }
 GROUPS = {
     "plan-one": ("1b", "1b-lean", "1b-rich", "1b-accum4", "1b-stage0-small", "8b-4layers"),

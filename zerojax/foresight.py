@@ -114,6 +114,7 @@ def _flags(config: config_lib.Config, candidate: search.Candidate) -> str:
     settings: dict[str, Any] = {
         "zero.stage": (config.zero.stage, candidate.stage),
         "model.remat": (config.model.remat, candidate.remat),
+        "model.recompute": (config.model.recompute, config.model.recompute if candidate.remat == "dots" else ""),
         "micro_batch_size": (config.micro_batch_size, candidate.micro_batch_size),
         "grad_accum": (config.grad_accum, candidate.grad_accum),
     }

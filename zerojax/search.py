@@ -152,7 +152,9 @@ def _applied(config: config_lib.Config, candidate: Candidate) -> config_lib.Conf
         micro_batch_size=candidate.micro_batch_size,
         grad_accum=candidate.grad_accum,
         zero=dataclasses.replace(config.zero, stage=candidate.stage),
-        model=dataclasses.replace(config.model, remat=candidate.remat),
+        model=dataclasses.replace(
+            config.model, remat=candidate.remat, recompute=config.model.recompute if candidate.remat == "dots" else ""
+        ),
         mesh=dataclasses.replace(config.mesh, replica=candidate.replica, data=-1),
     )
 

@@ -169,7 +169,8 @@ def _check(blocks: str, heads: str, remat_name: str, recompute: str) -> None:
             )
     if recompute and remat_name != "dots":
         raise UserError(
-            f"recompute: {recompute!r} says which products remat='dots' does not keep, and remat is {remat_name!r}; leave one away"
+            f"recompute: {recompute!r} says which products remat='dots' does not keep, and remat is {remat_name!r}; "
+            "set recompute to '', or remat to 'dots'"
         )
 
 
