@@ -1,0 +1,253 @@
+"""Scales the loss so that float16 gradients neither vanish nor overflow. This module follows DeepSpeed's scaler, step for step.
+
+    scale     d(scale * loss): small gradients become representable (Micikevicius et al., arXiv:1710.03740, section 3.2)
+    unscale   g = g_scaled / scale, in float32
+    verdict   an inf or NaN in any gradient, on any device, is an overflow: nothing of that step is kept
+    adjust    see `DynamicLossScale`
+
+All of it is part of the compiled step. Every device sees the same sums, so all skip alike, and no device waits for the host.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from zerojax import tree
+from zerojax.errors import UserError
+
+ON_MINIMUM = ("raise", "hold")
+LARGEST = 2.0**126  # the largest power of two whose reciprocal is a normal float32; DeepSpeed's ceiling is that of float64
+
+
+class LossScaleState(NamedTuple):
+    """What a loss scale remembers between steps, as scalars.
+
+    Attributes:
+      scale: float32[], what multiplies the next step's loss.
+      hysteresis: int32[], the overflow at which the scale halves, counted from the next one.
+      good_steps: int32[], steps since the last overflow, or since the first step.
+      skipped_steps: int32[], overflows so far.
+      is_exhausted: bool[], whether the last step overflowed at the smallest scale, and the run is to stop.
+    """
+
+    scale: jax.Array
+    hysteresis: jax.Array
+    good_steps: jax.Array
+    skipped_steps: jax.Array
+    is_exhausted: jax.Array
+
+
+class LossScale(Protocol):
+    """What `make_train_step` takes as `loss_scale`."""
+
+    def init(self) -> LossScaleState:
+        """Returns the state before the first step."""
+
+    def update(self, state: LossScaleState, finite: Any) -> LossScaleState:
+        """Returns the state after a step whose gradients were all finite (bool[]), or were not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale:
+    """Multiplies the loss by a constant. A step that overflows is skipped, and the next one is tried at the same scale.
+
+    Attributes:
+      scale: above 0; a power of two costs no bits.
+    """
+
+    scale: float
+
+    def __post_init__(self) -> None:
+        _check_scale("scale", self.scale)
+
+    def init(self) -> LossScaleState:
+        """Returns the state before the first step."""
+        return _first(self.scale, hysteresis=1)
+
+    def update(self, state: LossScaleState, finite: Any) -> LossScaleState:
+        """Returns the state after a step whose gradients were all finite (bool[]), or were not."""
+        return _counted(state, finite)._replace(scale=jnp.asarray(self.scale, jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale:
+    """Halves the scale when gradients overflow, and doubles it after good steps: DeepSpeed's `DynamicLossScaler`.
+
+    An overflow with hysteresis h > 1 only sets h to h - 1; at h = 1 the scale becomes max(scale / 2, min_scale). A good step after n
+    good ones in a row, n > 0 a multiple of `window`, doubles the scale and refills h.
+
+    Attributes:
+      init_scale: the first scale.
+      window: good steps between two doublings, at least 1.
+      hysteresis: h when it is full, at least 1.
+      consecutive_hysteresis: whether every good step refills h, so that only overflows in a row halve the scale.
+      min_scale: the smallest scale.
+      on_minimum: what follows an overflow with h = 1 and the scale at `min_scale`: "raise" marks the state exhausted and changes nothing
+        else in it (see `raise_if_exhausted`), "hold" goes on at this scale.
+
+    >>> scaler = DynamicLossScale()
+    >>> state = TrainState.create(..., loss_scale=scaler.init())
+    >>> train_step = make_train_step(loss_fn, partition, compute_dtype=jnp.float16, loss_scale=scaler)
+    """
+
+    init_scale: float = 2.0**16
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_scale: float = 1.0
+    on_minimum: str = "raise"
+
+    def __post_init__(self) -> None:
+        _check_scale("init_scale", self.init_scale)
+        _check_scale("min_scale", self.min_scale)
+        for name in ("window", "hysteresis"):
+            if getattr(self, name) < 1:
+                raise UserError(f"loss_scale.{name}: must be at least 1, and is {getattr(self, name)}")
+        if self.min_scale > self.init_scale:
+            raise UserError(
+                f"loss_scale.min_scale: {self.min_scale} is above init_scale={self.init_scale}; set it to that or less"
+            )
+        if self.on_minimum not in ON_MINIMUM:
+            raise UserError(f"loss_scale.on_minimum: must be one of {', '.join(ON_MINIMUM)}, and is {self.on_minimum!r}")
+
+    def init(self) -> LossScaleState:
+        """Returns the state before the first step."""
+        return _first(self.init_scale, self.hysteresis)
+
+    def update(self, state: LossScaleState, finite: Any) -> LossScaleState:
+        """Returns the state after a step whose gradients were all finite (bool[]), or were not."""
+        doubles = (state.good_steps > 0) & (state.good_steps % self.window == 0)
+        refills = jnp.logical_or(self.consecutive_hysteresis, doubles)
+        halves = jnp.minimum(state.hysteresis, self.hysteresis) <= 1  # of a restored state it may be larger
+        grown = jnp.where(doubles, jnp.minimum(state.scale * 2, LARGEST), state.scale)
+        shrunk = jnp.where(halves, jnp.maximum(state.scale / 2, self.min_scale), state.scale)
+        after = _counted(state, finite)._replace(
+            scale=jnp.where(finite, grown, shrunk),
+            hysteresis=jnp.where(
+                finite,
+                jnp.where(refills, self.hysteresis, state.hysteresis),
+                jnp.where(halves, state.hysteresis, state.hysteresis - 1),
+            ),
+        )
+        stops = ~jnp.asarray(finite) & halves & (state.scale <= self.min_scale) & (self.on_minimum == "raise")
+        stopped = state._replace(skipped_steps=after.skipped_steps, is_exhausted=jnp.ones((), bool))
+        return jax.tree.map(lambda at_end, else_: jnp.where(stops, at_end, else_), stopped, after)
+
+
+class Unscaled:
+    """The identity of loss scaling: scale 1, and every step is taken."""
+
+    def scale(self, state: Any) -> Any:
+        """Returns what multiplies the loss."""
+        return 1.0
+
+    def unscale(self, grads: Any, state: Any) -> Any:
+        """Returns the gradients of the loss itself."""
+        return grads
+
+    def settle(self, before: Any, after: Any, squares: Any) -> tuple[Any, dict[str, jax.Array]]:
+        """Returns the train state to go on with, and what to report."""
+        return after, {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled(Unscaled):
+    """Loss scaling inside a train step; the train state's field `loss_scale` holds its state."""
+
+    scaler: LossScale
+
+    def scale(self, state: Any) -> jax.Array:
+        """Returns what multiplies the loss."""
+        return state.loss_scale.scale
+
+    def unscale(self, grads: Any, state: Any) -> Any:
+        """Returns the gradients of the loss itself, in float32: in 16 bits they may vanish."""
+        return jax.tree.map(lambda g: g.astype(jnp.float32) * (1.0 / self.scale(state)), grads)
+
+    def settle(self, before: Any, after: Any, squares: Any) -> tuple[Any, dict[str, jax.Array]]:
+        """Returns `after`, or `before` where a gradient was not finite, with the scale adjusted, and what to report.
+
+        Args:
+          before, after: the train state as the step found it, and as it would leave it.
+          squares: for each gradient the sum of its squares over all devices, float32[], which is not finite if an element is not
+            (or is beyond 1e19, which no float16 is).
+        """
+        is_bad = ~jnp.isfinite(jnp.stack(jax.tree.leaves(squares)))
+        finite = ~jnp.any(is_bad)
+        adjusted = self.scaler.update(before.loss_scale, finite)
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+        return kept.replace(loss_scale=adjusted), {
+            "loss_scale": before.loss_scale.scale,
+            "skipped_steps": adjusted.skipped_steps,
+            "overflow_leaf": jnp.where(finite, -1, jnp.argmax(is_bad)),
+            "is_exhausted": adjusted.is_exhausted,
+        }
+
+
+def in_step(loss_scale: LossScale | None, abstract_state: Any) -> Unscaled:
+    """Returns what a train step does about loss scaling; None is nothing.
+
+    Raises:
+      UserError: the train state has no place for the scale, or has one that would never be read.
+    """
+    is_there = isinstance(getattr(abstract_state, "loss_scale", None), LossScaleState)
+    if loss_scale is None and is_there:
+        raise UserError(
+            "make_train_step: the state holds a loss scale and none was given; pass loss_scale=, or create the state without one"
+        )
+    if loss_scale is not None and not is_there:
+        raise UserError(
+            "make_train_step: loss scaling needs a field `loss_scale` in the train state; declare `loss_scale: Any` in your TrainState "
+            "and create it with loss_scale=scaler.init()"
+        )
+    return Unscaled() if loss_scale is None else Scaled(loss_scale)
+
+
+def overflow_leaf(metrics: Mapping[str, Any], params: Any) -> str | None:
+    """Returns the path of the first gradient that was not finite, or None where the step was not skipped.
+
+    Args:
+      metrics: of a train step; this waits for them.
+      params: a tree of the weights, abstract or not.
+    """
+    number = int(metrics.get("overflow_leaf", -1))
+    return None if number < 0 else f"params/{tree.flatten(params)[number][0]}"
+
+
+def raise_if_exhausted(metrics: Mapping[str, Any], params: Any) -> None:
+    """Stops a run whose gradients overflow at the smallest scale; call it with every step's metrics.
+
+    Raises:
+      UserError: the step was such a one; the line names the first gradient that was not finite.
+    """
+    if metrics.get("is_exhausted", False):
+        raise UserError(
+            f"loss scale: it is at its minimum of {float(metrics['loss_scale']):g}, and the gradient of "
+            f"{overflow_leaf(metrics, params)} is still not finite; lower the learning rate, compute in bf16, or look at the data; "
+            "on_minimum='hold' would go on, skipping such steps"
+        )
+
+
+def _first(scale: float, hysteresis: int) -> LossScaleState:
+    zero = jnp.zeros((), jnp.int32)
+    # A copy each: leaves that share a buffer cannot be donated.
+    return LossScaleState(
+        jnp.asarray(scale, jnp.float32), jnp.asarray(hysteresis, jnp.int32), zero, zero.copy(), jnp.zeros((), bool)
+    )
+
+
+def _counted(state: LossScaleState, finite: Any) -> LossScaleState:
+    """Counts a step as good or as skipped."""
+    return state._replace(
+        good_steps=jnp.where(finite, state.good_steps + 1, 0),
+        skipped_steps=jnp.where(finite, state.skipped_steps, state.skipped_steps + 1),
+        is_exhausted=jnp.zeros((), bool),
+    )
+
+
+def _check_scale(name: str, value: float) -> None:
+    if not 0 < value <= LARGEST:
+        raise UserError(f"loss_scale.{name}: must be above 0 and at most 2**126, and is {value}")
