@@ -13,7 +13,7 @@ PACKAGE = ROOT / "zerojax"
 FLOORS = (
     {"errors", "specs", "tree"}
     | {"buffer_dump", "flops", "gpu_configs", "hlo", "replica_groups"},
-    {"accumulate", "config", "export", "gather", "generate", "launch", "mesh", "metrics", "models.llama", "optim", "plot"}
+    {"accumulate", "config", "export", "gather", "generate", "launch", "loss_scale", "mesh", "metrics", "models.llama", "optim", "plot"}
     | {"precision", "state", "step_files", "workdir", "command", "data.python_stdlib", "data.tokenizer"}
     | {"hlo_flow", "parameters"},
     {"checkpoint", "data.source", "losses", "models.presets", "partition", "step"}

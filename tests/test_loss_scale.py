@@ -186,5 +186,7 @@ def test_the_leaf_that_overflowed_is_named():
     assert loss_scale.overflow_leaf({"overflow_leaf": -1}, params) is None
     assert loss_scale.overflow_leaf({}, params) is None
     loss_scale.raise_if_exhausted(metrics, params)
-    with pytest.raises(UserError, match=r"^loss scale: it is at its minimum of 1, and the gradient of params/b is still"):
+    with pytest.raises(
+        UserError, match=r"^loss scale: it is at its minimum of 1, and the gradient of params/b is still"
+    ):
         loss_scale.raise_if_exhausted({**metrics, "is_exhausted": True}, params)

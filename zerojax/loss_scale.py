@@ -19,7 +19,9 @@ from zerojax import tree
 from zerojax.errors import UserError
 
 ON_MINIMUM = ("raise", "hold")
-LARGEST = 2.0**126  # the largest power of two whose reciprocal is a normal float32; DeepSpeed's ceiling is that of float64
+LARGEST = (
+    2.0**126
+)  # the largest power of two whose reciprocal is a normal float32; DeepSpeed's ceiling is that of float64
 
 
 class LossScaleState(NamedTuple):
@@ -111,7 +113,9 @@ class DynamicLossScale:
                 f"loss_scale.min_scale: {self.min_scale} is above init_scale={self.init_scale}; set it to that or less"
             )
         if self.on_minimum not in ON_MINIMUM:
-            raise UserError(f"loss_scale.on_minimum: must be one of {', '.join(ON_MINIMUM)}, and is {self.on_minimum!r}")
+            raise UserError(
+                f"loss_scale.on_minimum: must be one of {', '.join(ON_MINIMUM)}, and is {self.on_minimum!r}"
+            )
 
     def init(self) -> LossScaleState:
         """Returns the state before the first step."""

@@ -5,7 +5,8 @@ never computed twice. With p = softmax(z), z = h W and label y, a token's gradie
 
     dh = dz W^T        dW = sum over tokens of h^T dz
 
-and the backward pass only scales what is kept: h-sized dh and W-sized dW.
+and the backward pass only scales what is kept: h-sized dh and W-sized dW. The mean's 1 / tokens goes into dh there, together with
+what the caller multiplies the loss by: alone it is too small for float16. For the same reason dW is kept in float32 beside float16.
 """
 
 import functools
@@ -79,14 +80,14 @@ def _one_pass_forward(
     local = functools.partial(_local, total=total, chunk=chunk, with_grads=with_grads)
     if mesh is None:
         loss, grads = local(hidden, kernel, labels)
-        return loss, (grads[0], grads[1].astype(kernel.dtype)) if with_grads else None
+        return loss, (grads[0], grads[1].astype(_kept_dtype(kernel)), _like(kernel)) if with_grads else None
     batch = P(mesh_lib.BATCH_AXES)
 
     def island(hidden: Any, kernel: Any, labels: Any) -> tuple[jax.Array, Any]:
         loss, grads = local(hidden, kernel, labels)
         loss = jax.lax.psum(loss, mesh_lib.BATCH_AXES)
         if with_grads:
-            grads = (grads[0], _reduce(grads[1], spec).astype(kernel.dtype))
+            grads = (grads[0], _reduce(grads[1], spec).astype(_kept_dtype(kernel)))
         return loss, grads
 
     mapped = jax.shard_map(
@@ -96,21 +97,21 @@ def _one_pass_forward(
         out_specs=(P(), (batch, spec) if with_grads else None),
         check_vma=False,
     )
-    return mapped(hidden, kernel, labels)
+    loss, grads = mapped(hidden, kernel, labels)
+    return loss, (*grads, _like(kernel)) if with_grads else None
 
 
-def _one_pass_backward(
-    total: int, chunk: int, mesh: Mesh | None, spec: P, grads: tuple[jax.Array, jax.Array], scale: jax.Array
-) -> tuple:
-    d_hidden, d_kernel = grads
-    return (d_hidden * scale.astype(d_hidden.dtype), d_kernel * scale.astype(d_kernel.dtype), None)
+def _one_pass_backward(total: int, chunk: int, mesh: Mesh | None, spec: P, kept: tuple, scale: jax.Array) -> tuple:
+    d_hidden, d_kernel, like = kept
+    d_hidden = (d_hidden.astype(jnp.float32) * (scale / total)).astype(d_hidden.dtype)
+    return d_hidden, (d_kernel.astype(jnp.float32) * scale).astype(like.dtype), None
 
 
 _one_pass.defvjp(_one_pass_forward, _one_pass_backward)
 
 
 def _local(hidden: Any, kernel: Any, labels: Any, *, total: int, chunk: int, with_grads: bool) -> tuple[jax.Array, Any]:
-    """Returns this device's share of the mean loss, and of its gradients with respect to hidden and kernel."""
+    """Returns this device's share of the mean loss, and of its gradients: of the sum's with respect to hidden, of the mean's to kernel."""
     shape = hidden.shape
     hidden, labels = hidden.reshape(-1, shape[-1]), labels.reshape(-1)
     tokens = labels.size
@@ -125,19 +126,19 @@ def _local(hidden: Any, kernel: Any, labels: Any, *, total: int, chunk: int, wit
         logits = jnp.dot(h, kernel, preferred_element_type=jnp.float32)
         log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         hit = y[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        share = (y != _NO_LABEL)[:, None] / total if extra else 1 / total
-        loss = jnp.sum(share * (log_sum - jnp.sum(jnp.where(hit, logits, 0.0), axis=-1, keepdims=True)))
+        counts = (y != _NO_LABEL)[:, None] if extra else 1.0
+        loss = jnp.sum(counts * (log_sum - jnp.sum(jnp.where(hit, logits, 0.0), axis=-1, keepdims=True))) / total
         if not with_grads:
             return None, (loss, None)
-        d_logits = ((jnp.exp(logits - log_sum) - hit) * share).astype(h.dtype)
+        d_logits = ((jnp.exp(logits - log_sum) - hit) * counts).astype(h.dtype)
         d_kernel = d_kernel + jnp.dot(h.T, d_logits, preferred_element_type=jnp.float32)
         return d_kernel, (loss, jnp.dot(d_logits, kernel.T).astype(h.dtype))
 
     start = jnp.zeros(kernel.shape, jnp.float32) if with_grads else None
     d_kernel, (losses, d_hidden) = jax.lax.scan(one_chunk, start, (hidden, labels))
-    if not with_grads:
+    if d_kernel is None:
         return jnp.sum(losses), None
-    return jnp.sum(losses), (d_hidden.reshape(-1, shape[-1])[:tokens].reshape(shape), d_kernel)
+    return jnp.sum(losses), (d_hidden.reshape(-1, shape[-1])[:tokens].reshape(shape), d_kernel / total)
 
 
 def _reduce(d_kernel: jax.Array, spec: P) -> jax.Array:
@@ -147,3 +148,12 @@ def _reduce(d_kernel: jax.Array, spec: P) -> jax.Array:
             part = jax.lax.psum_scatter(d_kernel, mesh_lib.DATA, scatter_dimension=dim, tiled=True)
             return jax.lax.psum(part, mesh_lib.REPLICA)
     return jax.lax.psum(d_kernel, mesh_lib.BATCH_AXES)
+
+
+def _kept_dtype(kernel: jax.Array) -> Any:
+    """Returns the dtype in which the kernel's gradient waits for the factor of the loss."""
+    return jnp.float32 if kernel.dtype == jnp.float16 else kernel.dtype
+
+
+def _like(kernel: jax.Array) -> jax.Array:
+    return jnp.zeros((0,), kernel.dtype)
