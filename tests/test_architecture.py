@@ -13,10 +13,10 @@ PACKAGE = ROOT / "zerojax"
 FLOORS = (
     {"errors", "specs", "tree"}
     | {"buffer_dump", "flops", "gpu_configs", "hlo", "replica_groups"},
-    {"accumulate", "config", "export", "gather", "generate", "launch", "loss_scale", "mesh", "metrics", "models.llama", "optim", "plot"}
-    | {"precision", "state", "step_files", "workdir", "command", "data.python_stdlib", "data.tokenizer"}
+    {"accumulate", "export", "gather", "generate", "launch", "loss_scale", "mesh", "metrics", "models.llama", "optim", "plot"}
+    | {"precision", "settings", "state", "step_files", "stored", "workdir", "command", "data.python_stdlib", "data.tokenizer"}
     | {"hlo_flow", "parameters"},
-    {"checkpoint", "data.source", "losses", "models.presets", "partition", "step"}
+    {"checkpoint", "config", "data.source", "losses", "models.presets", "partition", "step"}
     | {"buffer_roles", "collectives", "targets"},
     {"data.batches", "place", "report", "program"}
     | {"attribution", "bound", "buffers"},

@@ -182,11 +182,11 @@ def test_bad_settings_are_named(name):
 def test_the_leaf_that_overflowed_is_named():
     params = {"a": {"w": 1.0}, "b": 2.0}
     metrics = {"loss_scale": 1.0, "overflow_leaf": 1, "is_exhausted": False}
-    assert loss_scale.overflow_leaf(metrics, params) == "params/b"
-    assert loss_scale.overflow_leaf({"overflow_leaf": -1}, params) is None
-    assert loss_scale.overflow_leaf({}, params) is None
+    assert loss_scale.overflow(metrics, params) == "the gradient of params/b is not finite at loss scale 1"
+    assert loss_scale.overflow({"overflow_leaf": -1}, params) is None
+    assert loss_scale.overflow({}, params) is None
     loss_scale.raise_if_exhausted(metrics, params)
     with pytest.raises(
-        UserError, match=r"^loss scale: it is at its minimum of 1, and the gradient of params/b is still"
+        UserError, match=r"^the gradient of params/b is not finite at loss scale 1, which is the smallest; low"
     ):
         loss_scale.raise_if_exhausted({**metrics, "is_exhausted": True}, params)

@@ -136,4 +136,4 @@ def test_casts_touch_floating_leaves_alone():
 
 def test_every_precision_computes_in_the_dtype_of_its_name():
     dtypes = {name: jnp.dtype(entry.compute_dtype).name for name, entry in precision.PRECISIONS.items()}
-    assert dtypes == {"fp32": "float32", "bf16": "bfloat16"}
+    assert dtypes == {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

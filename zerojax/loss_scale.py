@@ -19,6 +19,7 @@ from zerojax import tree
 from zerojax.errors import UserError
 
 ON_MINIMUM = ("raise", "hold")
+VERDICT = ("overflow_leaf", "is_exhausted")  # metrics that are no measurements
 LARGEST = (
     2.0**126
 )  # the largest power of two whose reciprocal is a normal float32; DeepSpeed's ceiling is that of float64
@@ -141,6 +142,25 @@ class DynamicLossScale:
         return jax.tree.map(lambda at_end, else_: jnp.where(stops, at_end, else_), stopped, after)
 
 
+def make(is_scaled: bool, *, static: float, **dynamic: Any) -> LossScale | None:
+    """Returns the loss scale that the group `loss_scale` of a config describes; None where the precision needs none.
+
+    Raises:
+      UserError: a setting that cannot take effect, or is out of its range.
+    """
+    defaults = {"static": 0.0, **dataclasses.asdict(DynamicLossScale())}
+    unread = dynamic if static else {}
+    for name, value in (unread if is_scaled else {"static": static, **dynamic}).items():
+        if value != defaults[name]:
+            why = "config.loss_scale.static is set" if is_scaled else "config.precision is not fp16"
+            raise UserError(
+                f"config.loss_scale.{name}: is {value!r} and cannot take effect, since {why}; leave it at {defaults[name]!r}"
+            )
+    if not is_scaled:
+        return None
+    return StaticLossScale(static) if static else DynamicLossScale(**dynamic)
+
+
 class Unscaled:
     """The identity of loss scaling: scale 1, and every step is taken."""
 
@@ -210,15 +230,17 @@ def in_step(loss_scale: LossScale | None, abstract_state: Any) -> Unscaled:
     return Unscaled() if loss_scale is None else Scaled(loss_scale)
 
 
-def overflow_leaf(metrics: Mapping[str, Any], params: Any) -> str | None:
-    """Returns the path of the first gradient that was not finite, or None where the step was not skipped.
+def overflow(metrics: Mapping[str, Any], params: Any) -> str | None:
+    """Says which gradient was the first that was not finite, and at which scale; None where the step was not skipped.
 
     Args:
       metrics: of a train step; this waits for them.
       params: a tree of the weights, abstract or not.
     """
     number = int(metrics.get("overflow_leaf", -1))
-    return None if number < 0 else f"params/{tree.flatten(params)[number][0]}"
+    if number < 0:
+        return None
+    return f"the gradient of params/{tree.flatten(params)[number][0]} is not finite at loss scale {float(metrics['loss_scale']):g}"
 
 
 def raise_if_exhausted(metrics: Mapping[str, Any], params: Any) -> None:
@@ -229,9 +251,8 @@ def raise_if_exhausted(metrics: Mapping[str, Any], params: Any) -> None:
     """
     if metrics.get("is_exhausted", False):
         raise UserError(
-            f"loss scale: it is at its minimum of {float(metrics['loss_scale']):g}, and the gradient of "
-            f"{overflow_leaf(metrics, params)} is still not finite; lower the learning rate, compute in bf16, or look at the data; "
-            "on_minimum='hold' would go on, skipping such steps"
+            f"{overflow(metrics, params)}, which is the smallest; lower the learning rate, compute in bf16, or look at the data; "
+            "DynamicLossScale(on_minimum='hold') goes on and skips such steps"
         )
 
 

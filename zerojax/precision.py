@@ -4,7 +4,7 @@ Bytes a parameter with Adam, N-way `data` (ZeRO, arXiv:1910.02054, section 3.1, 
 
     precision   stages 0      stages 1, 2   stage 3
     fp32        12            4 + 8/N       12/N      the weights are their own master
-    bf16        2 + 12        2 + 12/N      12/N      stage 3 keeps no 16-bit copy: it casts, then gathers
+    bf16, fp16  2 + 12        2 + 12/N      12/N      stage 3 keeps no 16-bit copy: it casts, then gathers
 """
 
 import dataclasses
@@ -19,14 +19,21 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """The dtype of forward and backward arithmetic; weights are updated in float32."""
+    """In which dtypes a run computes; weights are updated in float32.
+
+    Attributes:
+      compute_dtype: of forward and backward arithmetic.
+      scales_loss: whether gradients need a loss scale to fit `compute_dtype`.
+    """
 
     compute_dtype: Any
+    scales_loss: bool = False
 
 
 PRECISIONS: dict[str, Precision] = {
     "fp32": Precision(compute_dtype=jnp.float32),
     "bf16": Precision(compute_dtype=jnp.bfloat16),
+    "fp16": Precision(compute_dtype=jnp.float16, scales_loss=True),
 }
 
 

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import config as config_lib
 from zerojax import gather, losses, optim, precision, step
+from zerojax import loss_scale as loss_scale_lib
 from zerojax import mesh as mesh_lib
 from zerojax import partition as partition_lib
 from zerojax import state as state_lib
@@ -38,8 +39,10 @@ class Program:
       train_step: (state, {"tokens": int32[(accum,) batch, length + 1]}) -> (state, metrics).
       eval_loss: (params, tokens: int32[batch, length + 1]) -> float32[].
       logits: (params, tokens: int32[batch, length]) -> float32[batch, length, vocab].
-      tx, inner: the optimizer as the state applies it, and without master weights around it.
+      tx: the optimizer as the state applies it.
+      create: (float32 weights) -> the first state.
       copy_dtype: the dtype of the 16-bit weights kept beside the master weights; None where none are kept.
+      loss_scale: what scales the loss; None where nothing does.
     """
 
     config: config_lib.Config
@@ -47,13 +50,14 @@ class Program:
     sizes: config_lib.BatchSizes
     model: llama.LlamaConfig
     tx: optax.GradientTransformation
-    inner: optax.GradientTransformation
+    create: Callable[[Any], Any]
     partition: partition_lib.Partition
     baseline: partition_lib.Partition
     train_step: Callable[..., Any]
     eval_loss: Callable[..., Any]
     logits: Callable[..., Any]
     copy_dtype: Any
+    loss_scale: loss_scale_lib.LossScale | None
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -86,7 +90,9 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
     """
     mesh = mesh_lib.make_mesh(config.mesh.replica, config.mesh.data, config.mesh.model, devices=devices)
     sizes = config_lib.batch_sizes(config, mesh_lib.ways(mesh))
-    compute_dtype = precision.PRECISIONS[config.precision].compute_dtype
+    policy = precision.PRECISIONS[config.precision]
+    compute_dtype = policy.compute_dtype
+    loss_scale = loss_scale_lib.make(policy.scales_loss, **dataclasses.asdict(config.loss_scale))
     model = _model(config, mesh, compute_dtype, tokenizer_vocab)
     schedule, inner = _optimizer(config)
     keeps_copy = compute_dtype != jnp.float32 and not partition_lib.STAGES[config.zero.stage].params
@@ -97,11 +103,11 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     plain = llama.Llama(dataclasses.replace(model, attention="xla"))  # shapes only; cuDNN traces on GPUs alone
     params = jax.eval_shape(plain.init, jax.random.key(0), tokens)["params"]
-    abstract_state = jax.eval_shape(
-        functools.partial(_state, tx=tx, inner=inner, copy_dtype=copy_dtype, seed=config.seed), params
+    create = functools.partial(
+        _state, tx=tx, inner=inner, copy_dtype=copy_dtype, loss_scale=loss_scale, seed=config.seed
     )
     partition = partition_lib.partition_state(
-        abstract_state,
+        jax.eval_shape(create, params),
         mesh=mesh,
         stage=config.zero.stage,
         overrides=config.zero.overrides,
@@ -119,6 +125,7 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
         clip_norm=config.optimizer.clip_norm,
         grad_accum=sizes.grad_accum,
         compute_dtype=compute_dtype,
+        loss_scale=loss_scale,
         blocks=BLOCKS,
         remat=config.model.remat,
     )
@@ -131,13 +138,14 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
         sizes=sizes,
         model=model,
         tx=tx,
-        inner=inner,
+        create=create,
         partition=partition,
-        baseline=_baseline(params, inner, compute_dtype, mesh),
+        baseline=_baseline(params, inner, compute_dtype, loss_scale, mesh),
         train_step=train_step,
         eval_loss=jax.jit(stored(mean_loss)),
         logits=stored(lambda params, tokens: network.apply({"params": params}, tokens)),
         copy_dtype=copy_dtype,
+        loss_scale=loss_scale,
     )
 
 
@@ -157,18 +165,21 @@ def init_state(program: Program) -> Any:
             init = jax.jit(functools.partial(_init_part, module, example, wanted[name]), out_shardings=shardings)
             compiled.append((module, wanted[name], init))
         params[name] = init(jax.random.fold_in(key, number))
-    create = functools.partial(
-        _state, tx=program.tx, inner=program.inner, copy_dtype=program.copy_dtype, seed=program.config.seed
-    )
-    return jax.jit(create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
+    return jax.jit(program.create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
 
 
 def restored_state(program: Program, logical: Any) -> Any:
-    """Returns the state made from its checkpointed form (see `precision.to_logical`); the form is used up."""
+    """Returns the state made from its checkpointed form (see `precision.to_logical`); the form is used up.
+
+    A loss scale that the checkpoint lacked, whose leaves then are abstract, starts afresh.
+    """
+    is_lacking = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(logical.loss_scale))
 
     def restore(logical: Any) -> Any:
-        return precision.from_logical(logical, program.copy_dtype).replace(tx=program.tx)
+        state = precision.from_logical(logical, program.copy_dtype).replace(tx=program.tx)
+        return state.replace(loss_scale=_first_scale(program.loss_scale)) if is_lacking else state
 
+    logical = logical.replace(loss_scale=()) if is_lacking else logical
     return jax.jit(restore, out_shardings=program.partition.shardings, donate_argnums=0)(logical)
 
 
@@ -182,15 +193,19 @@ def _init_part(module: nn.Module, example: jax.ShapeDtypeStruct, wanted: Any, ke
     return jax.tree.map(fit, params, wanted)
 
 
-def _state(params: Any, *, tx: Any, inner: Any, copy_dtype: Any, seed: int) -> Any:
-    logical = state_lib.create(params, inner, jax.random.key(seed))
+def _state(params: Any, *, tx: Any, inner: Any, copy_dtype: Any, loss_scale: Any, seed: int) -> Any:
+    logical = state_lib.create(params, inner, jax.random.key(seed), loss_scale=_first_scale(loss_scale))
     return precision.from_logical(logical, copy_dtype).replace(tx=tx)
 
 
-def _baseline(params: Any, inner: Any, compute_dtype: Any, mesh: Mesh) -> partition_lib.Partition:
+def _first_scale(loss_scale: loss_scale_lib.LossScale | None) -> Any:
+    return () if loss_scale is None else loss_scale.init()
+
+
+def _baseline(params: Any, inner: Any, compute_dtype: Any, loss_scale: Any, mesh: Mesh) -> partition_lib.Partition:
     """Returns what stage 0 would hold: everything whole, and a 16-bit copy where arithmetic is 16-bit."""
     copy_dtype = compute_dtype if compute_dtype != jnp.float32 else None
-    state = functools.partial(_state, tx=inner, inner=inner, copy_dtype=copy_dtype, seed=0)
+    state = functools.partial(_state, tx=inner, inner=inner, copy_dtype=copy_dtype, loss_scale=loss_scale, seed=0)
     return partition_lib.partition_state(jax.eval_shape(state, params), mesh=mesh, stage=0)
 
 
