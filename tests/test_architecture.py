@@ -13,14 +13,14 @@ PACKAGE = ROOT / "zerojax"
 FLOORS = (
     {"errors", "specs", "tree"}
     | {"buffer_dump", "flops", "gpu_configs", "hlo", "replica_groups"},
-    {"accumulate", "export", "gather", "generate", "launch", "loss_scale", "mesh", "metrics", "models.llama", "optim", "plot"}
+    {"accumulate", "export", "gather", "generate", "launch", "loss_scale", "mesh", "metrics", "models.llama", "plot"}
     | {"precision", "settings", "state", "step_files", "stored", "workdir", "command", "data.python_stdlib", "data.tokenizer"}
-    | {"hlo_flow", "parameters"},
-    {"checkpoint", "config", "data.source", "losses", "models.presets", "partition", "step"}
+    | {"hlo_flow", "parameters", "quantized"},
+    {"checkpoint", "config", "data.source", "fused", "losses", "models.presets", "partition", "update"}
     | {"buffer_roles", "collectives", "targets"},
-    {"data.batches", "place", "report", "program"}
+    {"data.batches", "optim", "place", "report", "step"}
     | {"attribution", "bound", "buffers"},
-    {"ledger"},
+    {"ledger", "program"},
     {"departures", "finding"},
     {"state_rules", "traffic_rules"},
     {"findings"},

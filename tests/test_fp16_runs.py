@@ -86,6 +86,20 @@ def test_a_checkpoint_moves_into_and_out_of_float16(tmp_path, overflowed):
     assert np.isfinite(list(runs.losses(tmp_path).values())).all() and len(runs.losses(tmp_path)) == 6
 
 
+def test_a_checkpoint_moves_into_and_out_of_weights_without_a_master(tmp_path):
+    """Into bfloat16 each weight is rounded to nearest; out of it nothing is lost, and moments are the same throughout."""
+    runs.run(tmp_path, precision="fp32", steps=2)
+    _, first = restored(tmp_path, 2, precision="fp32")
+    _, rounded = restored(tmp_path, 2, precision="bf16_sr", zero__stage=1)
+    for weight, full in zip(jax.tree.leaves(rounded.params), jax.tree.leaves(first.params)):
+        assert weight.dtype == jax.numpy.bfloat16
+        np.testing.assert_array_equal(weight, full.astype(jax.numpy.bfloat16))
+    jax.tree.map(np.testing.assert_array_equal, rounded.opt_state, first.opt_state)
+    runs.run(tmp_path, precision="bf16_sr", steps=4)
+    runs.run(tmp_path, precision="bf16", zero__stage=2, steps=6)
+    assert np.isfinite(list(runs.losses(tmp_path).values())).all() and len(runs.losses(tmp_path)) == 6
+
+
 def test_at_the_smallest_scale_the_run_stops_by_name_or_holds(commands, tmp_path):
     stuck = {**OVERFLOWING, "loss_scale__min_scale": 2.0**23, "checkpoint__every": 1}
     line = commands(*runs.flags(**stuck), f"--workdir={tmp_path / 'raise'}").error_line

@@ -136,12 +136,11 @@ class Checkpointer:
         self.wait()
         leaves = tree.flatten(abstract_state)
         wanted = {name: stored_lib.form(leaf) for name, leaf in leaves}
-        is_optional = tuple(f"{start}/" for start in optional)
         path = self._manager.directory / step_files.intact(self.directory, step).name
         try:
             saved = self._arrays.metadata(path / "state").tree
-            wanted = {name: leaf for name, leaf in wanted.items() if name in saved or not name.startswith(is_optional)}
-            saved = {name: leaf for name, leaf in saved.items() if name in wanted or not name.startswith(is_optional)}
+            wanted = {name: leaf for name, leaf in wanted.items() if name in saved or not _is_below(name, optional)}
+            saved = {name: leaf for name, leaf in saved.items() if name in wanted or not _is_below(name, optional)}
             _check_same_state(path, saved, wanted, resizable)
             how = {name: _restore_args(leaf, name in resizable) for name, leaf in wanted.items()}
             args = ocp.args.PyTreeRestore(dict.fromkeys(wanted, 0), restore_args=how, partial_restore=True)
@@ -224,6 +223,10 @@ def _restore_args(leaf: jax.ShapeDtypeStruct, is_resizable: bool) -> ocp.Restore
     return ocp.ArrayRestoreArgs(
         sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=not is_resizable
     )
+
+
+def _is_below(path: str, starts: Sequence[str]) -> bool:
+    return any(path == start or path.startswith(f"{start}/") for start in starts)
 
 
 def _check_same_state(path: Any, saved: Mapping, wanted: Mapping, resizable: frozenset[str]) -> None:

@@ -16,7 +16,8 @@ STAGES = (0, 1, 2, 3)
 CHOICES = {
     "zero.stage": STAGES,
     "zero.indivisible": ("whole", "pad"),
-    "precision": ("fp32", "bf16", "fp16"),
+    "precision": ("fp32", "bf16", "fp16", "bf16_sr"),
+    "optimizer.moments": ("fp32", "bf16", "int8"),
     "loss_scale.on_minimum": ("raise", "hold"),
     "model.remat": ("none", "dots", "full"),
     "model.attention": ("auto", "xla", "cudnn"),
@@ -104,6 +105,7 @@ class Optimizer:
     eps: float
     weight_decay: float
     clip_norm: float
+    moments: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -161,6 +161,18 @@ def make(is_scaled: bool, *, static: float, **dynamic: Any) -> LossScale | None:
     return StaticLossScale(static) if static else DynamicLossScale(**dynamic)
 
 
+class Verdict(NamedTuple):
+    """What a step's gradients are.
+
+    Attributes:
+      finite: bool[], whether all are finite; None where nobody asks, and every step is taken.
+      leaf: int32[], the number of the first that is not, or -1; None likewise.
+    """
+
+    finite: Any = None
+    leaf: Any = None
+
+
 class Unscaled:
     """The identity of loss scaling: scale 1, and every step is taken."""
 
@@ -168,13 +180,13 @@ class Unscaled:
         """Returns what multiplies the loss."""
         return 1.0
 
-    def unscale(self, grads: Any, state: Any) -> Any:
-        """Returns the gradients of the loss itself."""
-        return grads
+    def verdict(self, squares: Any) -> Verdict:
+        """Judges a step by its gradients' sums of squares."""
+        return Verdict()
 
-    def settle(self, before: Any, after: Any, squares: Any) -> tuple[Any, dict[str, jax.Array]]:
-        """Returns the train state to go on with, and what to report."""
-        return after, {}
+    def adjust(self, state: Any, verdict: Verdict) -> tuple[Any, dict[str, jax.Array]]:
+        """Returns the train state with the scale adjusted, and what to report."""
+        return state, {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,26 +199,22 @@ class Scaled(Unscaled):
         """Returns what multiplies the loss."""
         return state.loss_scale.scale
 
-    def unscale(self, grads: Any, state: Any) -> Any:
-        """Returns the gradients of the loss itself, in float32: in 16 bits they may vanish."""
-        return jax.tree.map(lambda g: g.astype(jnp.float32) * (1.0 / self.scale(state)), grads)
+    def verdict(self, squares: Any) -> Verdict:
+        """Judges a step by its gradients' sums of squares, unscaled and over all devices: a tree of float32[].
 
-    def settle(self, before: Any, after: Any, squares: Any) -> tuple[Any, dict[str, jax.Array]]:
-        """Returns `after`, or `before` where a gradient was not finite, with the scale adjusted, and what to report.
-
-        Args:
-          before, after: the train state as the step found it, and as it would leave it.
-          squares: for each gradient the sum of its squares over all devices, float32[], which is not finite if an element is not
-            (or is beyond 1e19, which no float16 is).
+        A sum is not finite if an element is not, or if one is beyond 1e19, which no float16 is.
         """
         is_bad = ~jnp.isfinite(jnp.stack(jax.tree.leaves(squares)))
         finite = ~jnp.any(is_bad)
-        adjusted = self.scaler.update(before.loss_scale, finite)
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
-        return kept.replace(loss_scale=adjusted), {
-            "loss_scale": before.loss_scale.scale,
+        return Verdict(finite, jnp.where(finite, -1, jnp.argmax(is_bad)))
+
+    def adjust(self, state: Any, verdict: Verdict) -> tuple[Any, dict[str, jax.Array]]:
+        """Returns the train state with the scale adjusted, and what to report."""
+        adjusted = self.scaler.update(state.loss_scale, verdict.finite)
+        return state.replace(loss_scale=adjusted), {
+            "loss_scale": state.loss_scale.scale,
             "skipped_steps": adjusted.skipped_steps,
-            "overflow_leaf": jnp.where(finite, -1, jnp.argmax(is_bad)),
+            "overflow_leaf": verdict.leaf,
             "is_exhausted": adjusted.is_exhausted,
         }
 

@@ -94,17 +94,16 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
     compute_dtype = policy.compute_dtype
     loss_scale = loss_scale_lib.make(policy.scales_loss, **dataclasses.asdict(config.loss_scale))
     model = _model(config, mesh, compute_dtype, tokenizer_vocab)
-    schedule, inner = _optimizer(config)
-    keeps_copy = compute_dtype != jnp.float32 and not partition_lib.STAGES[config.zero.stage].params
-    copy_dtype = compute_dtype if keeps_copy else None
-    tx = precision.with_master_weights(inner) if keeps_copy else inner
+    schedule, inner = _optimizer(config, policy)
+    copy_dtype = policy.copy_dtype(splits_params=partition_lib.STAGES[config.zero.stage].params)
+    tx = inner if copy_dtype is None else precision.with_master_weights(inner)
 
     network = llama.Llama(model)
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     plain = llama.Llama(dataclasses.replace(model, attention="xla"))  # shapes only; cuDNN traces on GPUs alone
     params = jax.eval_shape(plain.init, jax.random.key(0), tokens)["params"]
     create = functools.partial(
-        _state, tx=tx, inner=inner, copy_dtype=copy_dtype, loss_scale=loss_scale, seed=config.seed
+        _state, policy=policy, tx=tx, inner=inner, copy_dtype=copy_dtype, loss_scale=loss_scale, seed=config.seed
     )
     partition = partition_lib.partition_state(
         jax.eval_shape(create, params),
@@ -140,7 +139,7 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
         tx=tx,
         create=create,
         partition=partition,
-        baseline=_baseline(params, inner, compute_dtype, loss_scale, mesh),
+        baseline=_baseline(params, create, policy, mesh),
         train_step=train_step,
         eval_loss=jax.jit(stored(mean_loss)),
         logits=stored(lambda params, tokens: network.apply({"params": params}, tokens)),
@@ -193,8 +192,11 @@ def _init_part(module: nn.Module, example: jax.ShapeDtypeStruct, wanted: Any, ke
     return jax.tree.map(fit, params, wanted)
 
 
-def _state(params: Any, *, tx: Any, inner: Any, copy_dtype: Any, loss_scale: Any, seed: int) -> Any:
-    logical = state_lib.create(params, inner, jax.random.key(seed), loss_scale=_first_scale(loss_scale))
+def _state(
+    params: Any, *, policy: precision.Precision, tx: Any, inner: Any, copy_dtype: Any, loss_scale: Any, seed: int
+) -> Any:
+    weights = precision.cast_floating(params, policy.weight_dtype)
+    logical = state_lib.create(weights, inner, jax.random.key(seed), loss_scale=_first_scale(loss_scale))
     return precision.from_logical(logical, copy_dtype).replace(tx=tx)
 
 
@@ -202,10 +204,9 @@ def _first_scale(loss_scale: loss_scale_lib.LossScale | None) -> Any:
     return () if loss_scale is None else loss_scale.init()
 
 
-def _baseline(params: Any, inner: Any, compute_dtype: Any, loss_scale: Any, mesh: Mesh) -> partition_lib.Partition:
-    """Returns what stage 0 would hold: everything whole, and a 16-bit copy where arithmetic is 16-bit."""
-    copy_dtype = compute_dtype if compute_dtype != jnp.float32 else None
-    state = functools.partial(_state, tx=inner, inner=inner, copy_dtype=copy_dtype, loss_scale=loss_scale, seed=0)
+def _baseline(params: Any, create: Any, policy: precision.Precision, mesh: Mesh) -> partition_lib.Partition:
+    """Returns what stage 0 would hold: everything whole, and a copy to compute with where that is in fewer bits."""
+    state = functools.partial(create, copy_dtype=policy.copy_dtype(splits_params=False))
     return partition_lib.partition_state(jax.eval_shape(state, params), mesh=mesh, stage=0)
 
 
@@ -250,13 +251,22 @@ def _attention(wanted: str, platform: str, compute_dtype: Any) -> Literal["xla",
     return "cudnn" if wanted == "cudnn" or (wanted == "auto" and can_cudnn) else "xla"
 
 
-def _optimizer(config: config_lib.Config) -> tuple[optim.Schedule, optax.GradientTransformation]:
+def _optimizer(
+    config: config_lib.Config, policy: precision.Precision
+) -> tuple[optim.Schedule, optax.GradientTransformation]:
     chosen = config.optimizer
     schedule = optim.make_schedule(
         chosen.schedule, chosen.learning_rate, chosen.warmup_steps, config.steps, chosen.final_fraction
     )
     tx = optim.make_optimizer(
-        chosen.name, schedule, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, weight_decay=chosen.weight_decay
+        chosen.name,
+        schedule,
+        b1=chosen.b1,
+        b2=chosen.b2,
+        eps=chosen.eps,
+        weight_decay=chosen.weight_decay,
+        moments=chosen.moments,
+        rounds_weights=policy.rounds_stochastically,
     )
     return schedule, tx
 

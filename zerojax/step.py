@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from zerojax import accumulate, gather, precision, tree
 from zerojax import loss_scale as loss_scale_lib
 from zerojax import mesh as mesh_lib
+from zerojax import update as update_lib
 from zerojax.errors import UserError
 
 
@@ -62,20 +63,22 @@ def make_train_step(
     scaling = loss_scale_lib.in_step(loss_scale, partition.abstract_state)
     gradients = accumulate.value_and_grad(_with_aux(loss_of_stored, scaling), grad_accum)
     place = functools.partial(_place_as_opt_state, partition)
+    update = update_lib.make(partition)
 
     def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
         batch = precision.cast_floating(_split_batch(partition.mesh, batch, grad_accum), compute_dtype)
         with jax.named_scope("gradients"):
             (_, aux), grads = gradients(state.params, batch, state)
         with jax.named_scope("clip"):
-            grads = scaling.unscale(place(grads), state)
-            squares = jax.tree.map(_sum_of_squares, grads)
+            grads, unscale = place(grads), 1.0 / scaling.scale(state)
+            squares = jax.tree.map(lambda g: jnp.sum(jnp.square(g.astype(jnp.float32) * unscale)), grads)
             norm = jnp.sqrt(sum(jax.tree.leaves(squares)))
-            factor = jnp.minimum(1.0, clip_norm / norm) if clip_norm else 1.0  # a norm of 0 gives inf, and so 1
-            grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
+            # A norm of 0 gives inf, and so 1.
+            factor = unscale * jnp.minimum(1.0, clip_norm / norm) if clip_norm else unscale
+            verdict = scaling.verdict(squares)
         with jax.named_scope("update"):
-            new_state = state.replace(**aux.get("state", {})).apply_gradients(grads=grads)
-            new_state, told = scaling.settle(state, new_state, squares)
+            new_state = update(state, state.replace(**aux.get("state", {})), grads, factor, verdict.finite)
+            new_state, told = scaling.adjust(new_state, verdict)
             # Cast and add on the shards; only then gather, so that 16-bit params travel.
             new_state = new_state.replace(params=place(new_state.params))
         return new_state, {**aux["metrics"], "grad_norm": norm, **told}
@@ -121,10 +124,6 @@ def _with_aux(loss_fn: Callable[..., Any], scaling: loss_scale_lib.Unscaled) -> 
         return loss * scaling.scale(state), {**aux, "metrics": {"loss": loss, **aux.get("metrics", {})}}
 
     return with_aux
-
-
-def _sum_of_squares(grad: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(grad.astype(jnp.float32)))
 
 
 def _place_as_opt_state(partition: Any, params_like: Any) -> Any:
