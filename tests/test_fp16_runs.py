@@ -110,6 +110,9 @@ def test_at_the_smallest_scale_the_run_stops_by_name_or_holds(commands, tmp_path
     )
     runs.run(tmp_path / "hold", **{**stuck, "loss_scale__on_minimum": "hold", "steps": 5})
     assert [line["skipped_steps"] for line in metrics.read(tmp_path / "hold")] == [1, 2, 3, 4, 5]
+    line = commands(*runs.flags(**stuck), f"--workdir={tmp_path / 'hold'}").error_line
+    # Of the checkpoint that it resumed from nobody knows that it gives a finite loss.
+    assert line.startswith("zerojax: step 6: ") and "; the last good checkpoint is of step 4 in " in line
 
 
 def test_a_static_scale_stays(tmp_path):
