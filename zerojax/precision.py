@@ -82,7 +82,7 @@ def with_master_weights(inner: optax.GradientTransformation) -> optax.GradientTr
 
     >>> tx = with_master_weights(optax.adamw(1e-3))
     """
-    apply_inner = getattr(inner, "apply", None)
+    apply_inner: Any = getattr(inner, "apply", None)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> MasterWeightsState:
