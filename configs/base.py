@@ -18,7 +18,9 @@ def get_config():
     c.micro_batch_size = 0  # sequences a device and forward pass
     c.grad_accum = 1  # forward and backward passes an optimizer step
     c.seq_len = 128  # tokens a sequence
-    c.precision = "bf16"  # "fp32", or "bf16": 16-bit compute and gathers, float32 master weights and moments
+    # "fp32"; "bf16" and "fp16": 16-bit arithmetic, float32 master weights (fp16: see loss_scale); "bf16_sr": 16-bit weights alone,
+    # rounded stochastically
+    c.precision = "bf16"
     c.reduce_dtype = "fp32"  # gradients are summed over devices in it: "fp32", or "bf16" (half the bytes, rounded sums)
     c.log_every = 10  # steps between lines of metrics.jsonl; 1 logs every step
     c.emulate_devices = 8  # CPU devices to emulate where no accelerator is found
@@ -53,6 +55,16 @@ def get_config():
     c.optimizer.eps = 1e-8
     c.optimizer.weight_decay = 0.1  # on leaves of two or more dims
     c.optimizer.clip_norm = 1.0  # bound on the global gradient norm; 0: none
+    c.optimizer.moments = "fp32"  # stored in "fp32", "bf16" or "int8": 4, 2 or 1 bytes; adam, adamw and lion alone
+
+    c.loss_scale = config_dict.ConfigDict()  # what multiplies the loss with precision "fp16"
+    c.loss_scale.static = 0.0  # a constant scale; 0: dynamic, by the fields below
+    c.loss_scale.init_scale = 2.0**16  # the first one
+    c.loss_scale.window = 1000  # steps without an overflow after which it doubles
+    c.loss_scale.hysteresis = 2  # overflows until it halves; each skips its step
+    c.loss_scale.consecutive_hysteresis = False  # True: only overflows in a row count
+    c.loss_scale.min_scale = 1.0  # the smallest one
+    c.loss_scale.on_minimum = "raise"  # an overflow there stops the run; "hold": it goes on
 
     c.data = config_dict.ConfigDict()
     c.data.name = "python_stdlib"  # a tensorflow-datasets name ("lm1b"), or "random" for random tokens

@@ -13,12 +13,12 @@ PACKAGE = ROOT / "zerojax"
 FLOORS = (
     {"errors", "specs", "tree"}
     | {"buffer_dump", "flops", "phases", "traces", "gpu_configs", "hlo", "losses", "remat", "replica_groups", "xla_options"},
-    {"accumulate", "blocks", "config", "export", "generate", "launch", "mesh", "metrics", "models.llama", "optim", "plot"}
-    | {"precision", "state", "step_files", "workdir", "command", "data.python_stdlib", "data.tokenizer"}
-    | {"hlo_flow", "parameters"},
-    {"checkpoint", "data.source", "gather", "models.presets"}
+    {"accumulate", "blocks", "export", "generate", "launch", "loss_scale", "mesh", "metrics", "models.llama", "plot"}
+    | {"precision", "settings", "state", "step_files", "stored", "workdir", "command", "data.python_stdlib", "data.tokenizer"}
+    | {"hlo_flow", "parameters", "quantized"},
+    {"checkpoint", "config", "data.source", "fused", "gather", "models.presets", "update"}
     | {"buffer_roles", "collectives", "targets"},
-    {"data.batches", "partition", "used"}
+    {"data.batches", "optim", "partition", "used"}
     | {"attribution", "bound", "buffers"},
     {"chain", "place", "report"},
     {"per_device"},

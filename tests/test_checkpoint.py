@@ -194,6 +194,43 @@ def test_another_models_state_is_refused_by_the_names_of_its_leaves(tmp_path):
     saver.close()
 
 
+def test_floating_leaves_are_cast_to_what_is_wanted(tmp_path):
+    saver = open_in(tmp_path)
+    exact = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    saver.save(1, {"w": exact, "half": exact.astype(jnp.bfloat16)}, {}, meta={})
+    saver.wait()
+    wanted = {"w": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16), "half": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+    placed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh_of(8), P("data"))), wanted
+    )
+    for form in (wanted, placed):
+        found, _ = saver.restore(1, form)
+        assert {name: leaf.dtype for name, leaf in found.items()} == {"w": jnp.bfloat16, "half": jnp.float32}
+        np.testing.assert_array_equal(found["w"], exact.astype(jnp.bfloat16))
+        np.testing.assert_array_equal(found["half"], exact.astype(jnp.bfloat16).astype(np.float32))
+    saver.close()
+
+
+def test_optional_leaves_may_be_missing_or_be_there_unasked(tmp_path):
+    saver = open_in(tmp_path)
+    saver.save(1, {"w": np.ones(3)}, {}, meta={})
+    saver.save(2, {"w": np.ones(3), "more": {"a": np.ones(2), "b": np.ones(2)}, "other": np.ones(1)}, {}, meta={})
+    saver.wait()
+    one, two = {"w": np.ones(3)}, {"w": np.ones(3), "more": {"a": np.ones(2), "b": np.ones(2)}}
+    abstract = tree.abstract(two)
+    found, _ = saver.restore(1, abstract, optional=("more",))
+    assert found["more"] == abstract["more"] and found["w"].tolist() == [1, 1, 1]
+    found, _ = saver.restore(2, tree.abstract(one), optional=("more", "other"))
+    assert list(found) == ["w"] and found["w"].tolist() == [1, 1, 1]
+    found, _ = saver.restore(2, tree.abstract({**two, "other": np.ones(1)}), optional=("more",))
+    assert found["more"]["b"].tolist() == [1, 1]
+    with pytest.raises(UserError, match="lacks more/a"):
+        saver.restore(1, abstract)
+    with pytest.raises(UserError, match="has more/a"):
+        saver.restore(2, tree.abstract({**one, "other": np.ones(1)}), optional=("mo",))
+    saver.close()
+
+
 def test_a_missing_step_is_answered_with_the_steps_there_are(tmp_path):
     saver = open_in(tmp_path)
     assert saver.latest_step() is None

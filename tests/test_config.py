@@ -93,7 +93,7 @@ BAD = {
     "a string for a list": ({"zero.overrides": "x"}, r"^config\.zero\.overrides: must be tuple, and is 'x'$"),
     "not a number": ({"optimizer.learning_rate": float("nan")}, r"^config\.optimizer\.learning_rate: must be "),
     "stage 4": ({"zero.stage": 4}, r"^config\.zero\.stage: must be one of 0, 1, 2, 3, and is 4; set --config\.zero"),
-    "precision": ({"precision": "fp8"}, r"^config\.precision: must be one of fp32, bf16, and is 'fp8'"),
+    "precision": ({"precision": "fp8"}, r"^config\.precision: must be one of fp32, bf16, fp16, bf16_sr, and is 'fp8'"),
     "remat": ({"model.remat": "all"}, r"^config\.model\.remat: must be one of none, dots, full, and is 'all'"),
     "zero steps": ({"steps": 0}, r"^config\.steps: must be above 0, and is 0$"),
     "negative": ({"optimizer.clip_norm": -1.0}, r"^config\.optimizer\.clip_norm: must not be negative, and is -1\.0$"),

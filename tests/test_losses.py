@@ -93,6 +93,23 @@ def test_one_pass_gradients_have_the_dtypes_of_what_they_belong_to():
         np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=2**-7 * scale)
 
 
+@pytest.mark.parametrize("mesh", [None, "8"])
+def test_one_pass_loses_no_gradient_to_float16(mesh):
+    """A scaled loss has the gradients of float32, although 1 / tokens, and the gradient itself, are no float16."""
+    hidden, kernel, labels = make_inputs(batch=8, length=512, dtype=jnp.float16)
+    hidden, kernel = hidden * 2**-12, kernel * 2**-4
+    mesh = mesh and mesh_lib.make_mesh(*MESHES[mesh])
+    one_pass = functools.partial(losses.one_pass_cross_entropy, mesh=mesh)
+    scale = 2.0**14
+    _, found = value_and_grads(one_pass, (hidden, kernel, labels), scale)
+    _, exact = value_and_grads(plain, precision.cast_floating((hidden, kernel, labels), jnp.float32), scale)
+    for got, expected in zip(found, exact):
+        assert got.dtype == jnp.float16
+        assert float(abs(expected / scale).max()) < 2**-14, "it would be a float16 of full precision without the scale"
+        # softmax - onehot is rounded to 11 bits, and the gradient once more
+        np.testing.assert_allclose(got.astype(jnp.float32), expected, atol=2**-10 * float(abs(expected).max()))
+
+
 def test_a_prime_number_of_tokens_needs_no_more_chunks_than_another():
     hidden, kernel, labels = jnp.ones((1, 97, 8)), jnp.ones((8, 16)), jnp.zeros((1, 97), jnp.int32)
     loss = jax.make_jaxpr(functools.partial(losses.one_pass_cross_entropy, chunk_tokens=10))(hidden, kernel, labels)

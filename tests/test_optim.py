@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from zerojax import optim
+from zerojax import optim, tree
 from zerojax.errors import UserError
 
 ROUNDING = 1e-6  # schedules are float32 arithmetic in another order
@@ -48,6 +48,47 @@ def test_adamw_is_optax_with_the_given_settings():
     expected = three_steps(optax.adamw(1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask), make_params())
     found = three_steps(optim.make_optimizer("adamw", 1e-2, weight_decay=0.1, **OPTIONS), make_params())
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+@pytest.mark.parametrize("name", optim.FUSED)
+def test_fewer_bits_give_the_steps_of_optax_but_for_rounding(name, moments):
+    keys = jax.random.split(jax.random.key(0))
+    params = {"kernel": jax.random.normal(keys[0], (64, 128)), "scale": jax.random.normal(keys[1], (3,))}
+    decay = 0.0 if name in optim.WITHOUT_DECAY else 0.3
+    rate = optax.constant_schedule(1e-2)
+    plain = optim.make_optimizer(name, rate, weight_decay=decay, **OPTIONS)
+    few = optim.make_optimizer(name, rate, weight_decay=decay, moments=moments, **OPTIONS)
+    expected, found = three_steps(plain, params), three_steps(few, params)
+    # Each step moves a weight by about the rate; moments are off by 2**-8 (bf16), or up to a tenth of a small one (int8).
+    wrong = {key: abs(found[key] - expected[key]) for key in params}
+    assert max(float(jnp.mean(error)) for error in wrong.values()) < 0.02 * 3e-2
+    by_path = {
+        path: leaf.shape
+        for path, leaf in tree.flatten(few.init(params))
+        if "codes" not in path and "scales" not in path
+    }
+    of_plain = {path: leaf.shape for path, leaf in tree.flatten(plain.init(params))}
+    assert by_path.items() <= of_plain.items() and (moments == "int8" or by_path == of_plain)
+
+
+def test_all_counts_of_a_one_pass_state_advance_together():
+    few = optim.make_optimizer("adamw", optax.constant_schedule(1e-2), weight_decay=0.1, moments="bf16", **OPTIONS)
+    state = few.init(make_params())
+    for finite, count in ((True, 1), (False, 1), (True, 2)):
+        _, state, _ = few.apply(make_params(), state, make_params(), scale=1.0, finite=jnp.asarray(finite))
+        assert {int(leaf) for path, leaf in tree.flatten(state) if path.endswith("count")} == {count}
+
+
+def test_few_bits_need_an_optimizer_that_rounds():
+    with pytest.raises(
+        UserError, match=r"^config\.optimizer\.moments: int8 needs an optimizer among adam, adamw, lion, and"
+    ):
+        optim.make_optimizer("lamb", 1e-2, weight_decay=0.0, moments="int8", **OPTIONS)
+    with pytest.raises(
+        UserError, match=r"^config\.precision: bf16_sr needs an optimizer among .* config\.optimizer\.name is 'sgd'"
+    ):
+        optim.make_optimizer("sgd", 1e-2, weight_decay=0.0, rounds_weights=True, **OPTIONS)
 
 
 def closed_form(name, peak, warmup, steps, final, step):

@@ -11,7 +11,8 @@ import runs
 from flax.training import train_state
 
 import zerojax
-from zerojax import buffer_roles, planning, program, report, targets
+from zerojax import buffer_roles, planning, precision, program, report, targets
+from zerojax.models import llama
 
 WORDS = 320  # entries of the vocabulary
 COUNTERS = 64  # bytes; the optimizer's step counts lie beside its moments
@@ -44,6 +45,18 @@ def test_master_weights_are_a_row_of_their_own():
     rows = {row.role: row for row in plan_of(2, "bf16").memory}
     assert rows[buffer_roles.MASTER].assigned == rows[buffer_roles.MASTER].arithmetic
     assert 0 <= rows[buffer_roles.MOMENTS].arithmetic - 2 * rows[buffer_roles.MASTER].arithmetic <= COUNTERS
+
+
+@pytest.mark.parametrize("name, moments, stage", [("fp16", "fp32", 2), ("bf16_sr", "bf16", 3)])
+def test_the_plan_has_the_bytes_of_the_precisions_table(name, moments, stage):
+    plan = plan_of(stage, name, zero__min_size=0, optimizer__moments=moments)
+    built = program.build(runs.config(model__vocab_size=WORDS), tokenizer_vocab=WORDS)
+    each = report.bytes_per_parameter(precision.PRECISIONS[name], stage, 8, moments=moments)
+    for row in plan.memory:
+        if row.role in each:
+            expected = each[row.role] * llama.count_params(built.model)
+            for found in (row.theory, row.arithmetic, row.assigned):
+                assert 0 <= found - expected <= COUNTERS
 
 
 def test_the_roles_add_up_to_the_peak():

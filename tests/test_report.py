@@ -57,6 +57,42 @@ def test_gradients_take_their_weights_bytes_or_float32_where_they_accumulate(sta
     assert counted["grads"] == GRADS[stage](8, item) * COUNT
 
 
+# Bytes a parameter on each of N devices: (precision, moments) -> stage 0, stages 1 and 2, stage 3
+BYTES = {
+    ("fp32", "fp32"): (12, lambda n: 4 + 8 / n, lambda n: 12 / n),
+    ("bf16", "fp32"): (14, lambda n: 2 + 12 / n, lambda n: 12 / n),
+    ("bf16", "bf16"): (10, lambda n: 2 + 8 / n, lambda n: 8 / n),
+    ("bf16", "int8"): (8 + 1 / 32, lambda n: 2 + (6 + 1 / 32) / n, lambda n: (6 + 1 / 32) / n),
+    ("fp16", "fp32"): (14, lambda n: 2 + 12 / n, lambda n: 12 / n),
+    ("bf16_sr", "fp32"): (10, lambda n: 2 + 8 / n, lambda n: 10 / n),
+    ("bf16_sr", "bf16"): (6, lambda n: 2 + 4 / n, lambda n: 6 / n),
+    ("bf16_sr", "int8"): (4 + 1 / 32, lambda n: 2 + (2 + 1 / 32) / n, lambda n: (4 + 1 / 32) / n),
+}
+
+
+@pytest.mark.parametrize("name, moments", BYTES)
+def test_bytes_a_parameter_are_those_of_the_table_in_the_docs(name, moments):
+    whole, middle, split = BYTES[name, moments]
+    policy = precision.PRECISIONS[name]
+    for ways in (1, 8, 64):
+        found = [sum(report.bytes_per_parameter(policy, s, ways, moments=moments).values()) for s in (0, 1, 2, 3)]
+        assert found == pytest.approx([whole, middle(ways), middle(ways), split(ways)], rel=1e-12)
+
+
+def test_no_master_saves_four_bytes_and_16_bit_moments_four_more():
+    def total(name, moments="fp32"):
+        return sum(report.bytes_per_parameter(precision.PRECISIONS[name], 0, 8, moments=moments).values())
+
+    assert (total("bf16") - total("bf16_sr"), total("bf16") - total("bf16_sr", "bf16")) == (4, 8)
+
+
+def test_a_line_says_what_a_parameter_takes_here():
+    line = report.per_parameter_line(make_partition(2, dtype=jnp.bfloat16), "bf16", "fp32")
+    assert (
+        line == "precision bf16, moments fp32: 3.501 bytes a parameter on each device (params 2, optimizer state 1.501)"
+    )
+
+
 def test_the_table_says_what_is_saved_and_what_stays_whole():
     part, baseline = make_partition(3, min_size=100), make_partition(0)
     text = report.as_text(report.memory_table(part, baseline))

@@ -8,6 +8,7 @@
 
 from zerojax.errors import UserError
 from zerojax.gather import Placement
+from zerojax.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
 from zerojax.mesh import batch_sharding, make_mesh
 from zerojax.partition import Partition, partition_state
 from zerojax.place import pad, shard_train_state, unpad
@@ -18,8 +19,11 @@ from zerojax.step import make_train_step
 from zerojax.used import where_used
 
 __all__ = [
+    "DynamicLossScale",
+    "LossScaleState",
     "Partition",
     "Placement",
+    "StaticLossScale",
     "TrainState",
     "UserError",
     "batch_sharding",
@@ -28,6 +32,7 @@ __all__ = [
     "memory_table",
     "pad",
     "partition_state",
+    "raise_if_exhausted",
     "shard_train_state",
     "unpad",
     "where_used",

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from zerojax import step_files, tree
+from zerojax import stored as stored_lib
 from zerojax.errors import UserError
 
 NO_SPACE = ("No space left", "quota exceeded")  # ENOSPC and EDQUOT as Python and TensorStore word them
@@ -76,7 +77,7 @@ class Checkpointer:
         self.wait()
         loss = math.inf if eval_loss is None or math.isnan(eval_loss) else float(eval_loss)
         items = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(_to_stored(state)),
+            state=ocp.args.PyTreeSave(stored_lib.to_stored(state)),
             data=ocp.args.JsonSave(_merge_over_processes(data_state)),
             meta=ocp.args.JsonSave({"eval_loss": None if loss == math.inf else loss, "meta": _as_json(meta)}),
         )
@@ -113,30 +114,36 @@ class Checkpointer:
         """
         return step_files.read_json(step_files.intact(self.directory, step), "meta")["meta"]
 
-    def restore(self, step: int, abstract_state: Any, resizable: frozenset[str] = frozenset()) -> tuple[Any, dict]:
+    def restore(
+        self, step: int, abstract_state: Any, resizable: frozenset[str] = frozenset(), optional: Sequence[str] = ()
+    ) -> tuple[Any, dict]:
         """Reads a step into the structure and shardings of `abstract_state`, however it was sharded before.
 
         Args:
           step: a complete step.
-          abstract_state: a pytree of ShapeDtypeStruct; a leaf without a sharding comes back as a numpy array.
+          abstract_state: a pytree of ShapeDtypeStruct; a leaf without a sharding comes back as a numpy array. Floating leaves are
+            cast to the dtype wanted.
           resizable: paths ("params/embed/embedding") of padded leaves, each dim of which is cut, or filled
             with zeros, at its end to the size wanted.
+          optional: beginnings of paths ("loss_scale") of leaves that the step may lack, or hold unasked.
 
         Returns:
-          The state, and the data state of all processes.
+          The state, in which optional leaves that the step lacks are as abstract as they came, and the data state of all processes.
 
         Raises:
           UserError: the step is missing, foreign or damaged, or its state is another model's.
         """
         self.wait()
         leaves = tree.flatten(abstract_state)
-        wanted = {name: _stored_form(leaf) for name, leaf in leaves}
+        wanted = {name: stored_lib.form(leaf) for name, leaf in leaves}
         path = self._manager.directory / step_files.intact(self.directory, step).name
         try:
             saved = self._arrays.metadata(path / "state").tree
+            wanted = {name: leaf for name, leaf in wanted.items() if name in saved or not _is_below(name, optional)}
+            saved = {name: leaf for name, leaf in saved.items() if name in wanted or not _is_below(name, optional)}
             _check_same_state(path, saved, wanted, resizable)
             how = {name: _restore_args(leaf, name in resizable) for name, leaf in wanted.items()}
-            args = ocp.args.PyTreeRestore(dict.fromkeys(wanted, 0), restore_args=how)
+            args = ocp.args.PyTreeRestore(dict.fromkeys(wanted, 0), restore_args=how, partial_restore=True)
             stored = self._arrays.restore(path / "state", args=args)
             data_state = step_files.read_json(path, "data")
         except (UserError, RuntimeError):  # JAX says RuntimeError when a device has no memory left
@@ -145,7 +152,7 @@ class Checkpointer:
             if any(isinstance(cause, MemoryError) for cause in _causes(error)):
                 raise
             raise step_files.damaged(self.directory, step, _brief(error)) from error
-        restored = [_from_stored(stored[name], leaf) for name, leaf in leaves]
+        restored = [stored_lib.from_stored(stored[name], leaf) if name in stored else leaf for name, leaf in leaves]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), restored), data_state
 
     def close(self) -> None:
@@ -209,47 +216,6 @@ def _merge_over_processes(rows: Mapping) -> dict:
     return merged
 
 
-def _to_stored(state: Any) -> dict[str, Any]:
-    """Returns {path: array}: keys as their data, numbers and process-local arrays as copies in numpy."""
-
-    def convert(leaf: Any) -> Any:
-        array = jax.random.key_data(leaf) if _is_key(leaf) else leaf
-        is_local = jax.process_count() > 1 and getattr(array, "is_fully_addressable", False)
-        if isinstance(array, jax.Array) and not is_local:
-            return array
-        return np.array(array, dtype=tree.dtype_of(array))
-
-    leaves = tree.flatten(state)
-    stored = {name: convert(leaf) for name, leaf in leaves}
-    assert len(stored) == len(leaves), "two leaves of the state have one path"
-    return stored
-
-
-def _stored_form(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns the abstract array in which a leaf is stored, with the sharding wanted."""
-    wanted = tree.abstract(leaf)
-    if _is_key(leaf):
-        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(wanted.shape, wanted.dtype))
-        wanted = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=wanted.sharding)
-    if wanted.sharding is not None:
-        wanted.sharding.shard_shape(wanted.shape)  # raises here, where it cannot pass for a damaged file
-    return wanted
-
-
-def _from_stored(array: Any, leaf: Any) -> Any:
-    """Returns a restored array in the form of the abstract leaf."""
-    if not _is_key(leaf):
-        return array
-    aval = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    impls: list = []  # only a traced key tells its implementation
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), aval)
-    return jax.random.wrap_key_data(array, impl=impls[0])
-
-
-def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(tree.dtype_of(leaf), jax.dtypes.prng_key)
-
-
 def _restore_args(leaf: jax.ShapeDtypeStruct, is_resizable: bool) -> ocp.RestoreArgs:
     """Tells Orbax where a leaf goes."""
     if leaf.sharding is None:
@@ -257,6 +223,10 @@ def _restore_args(leaf: jax.ShapeDtypeStruct, is_resizable: bool) -> ocp.Restore
     return ocp.ArrayRestoreArgs(
         sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=not is_resizable
     )
+
+
+def _is_below(path: str, starts: Sequence[str]) -> bool:
+    return any(path == start or path.startswith(f"{start}/") for start in starts)
 
 
 def _check_same_state(path: Any, saved: Mapping, wanted: Mapping, resizable: frozenset[str]) -> None:
@@ -273,7 +243,8 @@ def _check_same_state(path: Any, saved: Mapping, wanted: Mapping, resizable: fro
         may_resize = name in resizable and leaf.sharding is not None and len(there) == len(here)
         if there != here and not may_resize:
             raise UserError(f"{name}: saved in {path} with shape {there}, wanted {here}; {way_out}")
-        if saved[name].dtype != leaf.dtype:
+        are_floats = all(jax.numpy.issubdtype(dtype, jax.numpy.floating) for dtype in (saved[name].dtype, leaf.dtype))
+        if saved[name].dtype != leaf.dtype and not are_floats:
             raise UserError(f"{name}: saved in {path} as {saved[name].dtype}, wanted {leaf.dtype}; {way_out}")
 
 

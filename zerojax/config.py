@@ -5,20 +5,20 @@ exist, of which type, and which values are allowed. Fields that can be derived t
 """
 
 import dataclasses
-import difflib
-import math
 import re
-import typing
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax import settings
 from zerojax.errors import UserError
 
 STAGES = (0, 1, 2, 3)
 CHOICES = {
     "zero.stage": STAGES,
     "zero.indivisible": ("whole", "pad"),
-    "precision": ("fp32", "bf16"),
+    "precision": ("fp32", "bf16", "fp16", "bf16_sr"),
+    "optimizer.moments": ("fp32", "bf16", "int8"),
+    "loss_scale.on_minimum": ("raise", "hold"),
     "reduce_dtype": ("fp32", "bf16"),
     "model.remat": ("none", "dots", "full"),
     "model.attention": ("auto", "xla", "cudnn"),
@@ -33,6 +33,10 @@ POSITIVE = (
     "mesh.model",
     "optimizer.learning_rate",
     "optimizer.eps",
+    "loss_scale.init_scale",
+    "loss_scale.window",
+    "loss_scale.hysteresis",
+    "loss_scale.min_scale",
     "evaluate.batches",
     "checkpoint.keep_last",
     "profile.start",
@@ -40,7 +44,7 @@ POSITIVE = (
 BELOW_ONE = ("optimizer.b1", "optimizer.b2")
 NOT_NEGATIVE = tuple(
     "seed global_batch_size micro_batch_size grad_accum zero.min_size model.vocab_size model.num_layers "
-    "optimizer.warmup_steps optimizer.final_fraction optimizer.weight_decay optimizer.clip_norm evaluate.every "
+    "optimizer.warmup_steps optimizer.final_fraction optimizer.weight_decay optimizer.clip_norm loss_scale.static evaluate.every "
     "checkpoint.every checkpoint.keep_best sample.length sample.temperature profile.steps".split()
 )
 
@@ -90,6 +94,20 @@ class Optimizer:
     eps: float
     weight_decay: float
     clip_norm: float
+    moments: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """How float16 gradients are kept in range; see `zerojax.loss_scale`."""
+
+    static: float
+    init_scale: float
+    window: int
+    hysteresis: int
+    consecutive_hysteresis: bool
+    min_scale: float
+    on_minimum: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +182,7 @@ class Config:
     zero: Zero
     model: Model
     optimizer: Optimizer
+    loss_scale: LossScale
     data: Data
     evaluate: Evaluate
     checkpoint: Checkpoint
@@ -187,7 +206,7 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
     Raises:
       UserError: an unknown or missing key, a wrong type, or a value outside its choices; the line names it.
     """
-    config = _read(Config, raw, "config")
+    config = settings.read(Config, raw, "config")
     for override in config.zero.overrides:
         _check_override(override)
     for place, choices in CHOICES.items():
@@ -234,37 +253,6 @@ def batch_sizes(config: Config, ways: int) -> BatchSizes:
             f"grad_accum={accum or 'derived'}, data * replica={ways}; set --config.global_batch_size={near}"
         )
     return BatchSizes(total, micro or total // known, accum or total // known)
-
-
-def _read(cls: type, raw: Mapping[str, Any], place: str) -> Any:
-    """Builds dataclass `cls` from `raw`, naming `place` in errors."""
-    hints = typing.get_type_hints(cls)
-    if not isinstance(raw, Mapping) and not hasattr(raw, "items"):
-        raise UserError(f"{place}: must be a group of settings ({', '.join(hints)}), and is {raw!r}")
-    given = dict(raw.items())
-    for key in given:
-        if key not in hints:
-            near = difflib.get_close_matches(key, hints, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(hints)}"
-            raise UserError(f"{place}.{key}: unknown config key; {hint}")
-    missing = [key for key in hints if key not in given]
-    if missing:
-        raise UserError(f"{place}.{missing[0]}: missing; start from configs/base.py, which holds every key")
-    return cls(**{key: _value(hint, given[key], f"{place}.{key}") for key, hint in hints.items()})
-
-
-def _value(hint: type, value: Any, place: str) -> Any:
-    """Checks one value against its declared type."""
-    if dataclasses.is_dataclass(hint):
-        return _read(hint, value, place)
-    if hint is tuple and isinstance(value, (list, tuple)):
-        return tuple(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    is_number = isinstance(value, float) and math.isfinite(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)) or (hint is float and not is_number):
-        raise UserError(f"{place}: must be {hint.__name__}, and is {value!r}")
-    return value
 
 
 def _check_override(override: Any) -> None:

@@ -15,6 +15,7 @@ from zerojax import (
     foresight,
     generate,
     launch,
+    loss_scale,
     metrics,
     plan_report,
     planning,
@@ -50,6 +51,7 @@ class Run:
         settings = program.config.profile
         self._profiler = profiling.Profiler(folder, settings.start, settings.steps, enabled=launch.is_primary())
         self._evaluation: tuple[int, float] | None = None
+        self._last_good = 0  # the last step whose loss and gradients were finite
         self._plan: planning.Plan | None = None
         self._compare_at = 0
         self._clock = 0.0
@@ -57,7 +59,7 @@ class Run:
     def train(self, state: Any, *, start: int) -> tuple[Any, bool]:
         """Trains from step `start`; returns the state, and whether the last step was reached."""
         config = self._program.config
-        self.step = start
+        self.step = self._last_good = start
         self._log.resume_at(start)
         self._clock = time.perf_counter()
         progress = metrics.Progress(config.steps, start=start, log_every=config.log_every, enabled=launch.is_primary())
@@ -150,32 +152,40 @@ class Run:
             foresight.write(self._folder, self._program, plan, measured)
 
     def _record(self, read: metrics.Reading | None) -> None:
-        """Logs a step's numbers, which have arrived; stops the run where they are not finite."""
+        """Logs a step's numbers, which have arrived; stops the run where they are not finite and the step was not skipped."""
         if read is None:
             return
-        step, numbers, arrived = read
+        step, told, arrived = read
+        numbers = {name: value for name, value in told.items() if name not in loss_scale.VERDICT}
         seconds, self._clock = arrived - self._clock, arrived
         config, sizes = self._program.config, self._program.sizes
         numbers["tokens_per_second"] = sizes.global_batch_size * config.seq_len / seconds
         numbers["step_seconds"] = seconds
+        overflow = loss_scale.overflow(told, self._program.partition.abstract_state.params)
         bad = next((name for name in ("loss", "grad_norm") if not math.isfinite(numbers[name])), None)
-        if bad or _is_due(step, config.log_every) or step == config.steps:
+        if bad or overflow or _is_due(step, config.log_every) or step == config.steps:
             self._log.write(step, numbers | metrics.device_memory())
-        if bad:
-            raise self._not_finite(step, bad, numbers[bad])
+        if overflow is not None:
+            self._progress.print(f"step {step}: skipped, {overflow}")
+            if told["is_exhausted"]:
+                raise self._bad_end(step, f"{overflow}, which is the smallest")
+        elif bad:
+            raise self._bad_end(step, f"{bad} is {numbers[bad]}")
+        else:
+            self._last_good = step
         shown = {name: numbers[name] for name in ("loss", "grad_norm", "tokens_per_second")}
         self._progress.update(step, **shown)
         if self._plan is not None and step == self._compare_at:
             self._compare(self._plan)
 
-    def _not_finite(self, step: int, name: str, value: float) -> UserError:
+    def _bad_end(self, step: int, why: str) -> UserError:
         """Returns the error to raise; weights are good that gave the step after them a finite loss."""
         self._saver.wait()
-        good = max((saved for saved in self._saver.steps() if saved + 1 < step), default=None)
+        good = max((saved for saved in self._saver.steps() if saved < self._last_good), default=None)
         kept = "no checkpoint before it is good" if good is None else f"the last good checkpoint is of step {good}"
         rate = self._program.config.optimizer.learning_rate
         return UserError(
-            f"step {step}: {name} is {value}; {kept} in {self._saver.directory}; "
+            f"step {step}: {why}; {kept} in {self._saver.directory}; "
             f"lower config.optimizer.learning_rate (now {rate}) and start anew, or look at the data"
         )
 
@@ -187,7 +197,7 @@ class Run:
         self._evaluation = (self.step, loss)
         self._log.write(self.step, {"eval_loss": loss})
         if not math.isfinite(loss):
-            raise self._not_finite(self.step + 1, "eval_loss", loss)
+            raise self._bad_end(self.step + 1, f"eval_loss is {loss}")
         self._progress.print(f"step {self.step}: evaluation loss {loss:.4f} on held-out text")
         self._clock = time.perf_counter()
 
@@ -230,7 +240,7 @@ def resume(
                 f"{tuple(now[path])}; use the config it was saved with"
             )
     resizable = frozenset(before.keys() | padded_shapes(program.partition).keys())
-    logical, position = saver.restore(step, program.logical_abstract_state, resizable)
+    logical, position = saver.restore(step, program.logical_abstract_state, resizable, optional=("loss_scale",))
     streams.move_to(position)
     return program_lib.restored_state(program, logical)
 

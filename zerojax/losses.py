@@ -5,7 +5,8 @@ never computed twice. With p = softmax(z), z = h W and label y, a token's gradie
 
     dh = dz W^T        dW = sum over tokens of h^T dz
 
-and the backward pass only scales what is kept: h-sized dh and W-sized dW.
+and the backward pass only scales what is kept: h-sized dh and W-sized dW. The mean's 1 / tokens goes into dh there, together with
+what the caller multiplies the loss by: alone it is too small for float16. For the same reason dW is kept in float32 beside float16.
 """
 
 import functools
@@ -55,19 +56,21 @@ def one_pass_cross_entropy(
 
 def _one_pass_forward(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, chunk: int) -> tuple[jax.Array, Any]:
     loss, (d_hidden, d_kernel) = _chunks(hidden, kernel, labels, chunk, with_grads=True)
-    return loss, (d_hidden, d_kernel.astype(kernel.dtype))
+    return loss, (d_hidden, d_kernel.astype(_kept_dtype(kernel)), jnp.zeros((0,), kernel.dtype))
 
 
-def _one_pass_backward(chunk: int, grads: tuple[jax.Array, jax.Array], scale: jax.Array) -> tuple:
-    d_hidden, d_kernel = grads
-    return (d_hidden * scale.astype(d_hidden.dtype), d_kernel * scale.astype(d_kernel.dtype), None)
+def _one_pass_backward(chunk: int, kept: tuple[jax.Array, ...], scale: jax.Array) -> tuple:
+    d_hidden, d_kernel, like = kept
+    total = d_hidden.size // d_hidden.shape[-1]
+    d_hidden = (d_hidden.astype(jnp.float32) * (scale / total)).astype(d_hidden.dtype)
+    return d_hidden, (d_kernel.astype(jnp.float32) * scale).astype(like.dtype), None
 
 
 _one_pass.defvjp(_one_pass_forward, _one_pass_backward)
 
 
 def _chunks(hidden: Any, kernel: Any, labels: Any, chunk: int, *, with_grads: bool) -> tuple[jax.Array, Any]:
-    """Returns the mean loss, and its gradients with respect to hidden and kernel."""
+    """Returns the mean loss, and its gradients: of the sum's with respect to hidden, of the mean's to kernel."""
     shape, total = hidden.shape, labels.size
     hidden, labels = hidden.reshape(-1, shape[-1]), labels.reshape(-1)
     tokens = labels.size
@@ -82,16 +85,21 @@ def _chunks(hidden: Any, kernel: Any, labels: Any, chunk: int, *, with_grads: bo
         logits = jnp.dot(h, kernel, preferred_element_type=jnp.float32)
         log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         hit = y[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        share = (y != _NO_LABEL)[:, None] / total if extra else 1 / total
-        loss = jnp.sum(share * (log_sum - jnp.sum(jnp.where(hit, logits, 0.0), axis=-1, keepdims=True)))
+        counts = (y != _NO_LABEL)[:, None] if extra else 1.0
+        loss = jnp.sum(counts * (log_sum - jnp.sum(jnp.where(hit, logits, 0.0), axis=-1, keepdims=True))) / total
         if not with_grads:
             return None, (loss, None)
-        d_logits = ((jnp.exp(logits - log_sum) - hit) * share).astype(h.dtype)
+        d_logits = ((jnp.exp(logits - log_sum) - hit) * counts).astype(h.dtype)
         d_kernel = d_kernel + jnp.dot(h.T, d_logits, preferred_element_type=jnp.float32)
         return d_kernel, (loss, jnp.dot(d_logits, kernel.T).astype(h.dtype))
 
     start = jnp.zeros(kernel.shape, jnp.float32) if with_grads else None
     d_kernel, (losses, d_hidden) = jax.lax.scan(one_chunk, start, (hidden, labels))
-    if not with_grads:
+    if d_kernel is None:
         return jnp.sum(losses), None
-    return jnp.sum(losses), (d_hidden.reshape(-1, shape[-1])[:tokens].reshape(shape), d_kernel)
+    return jnp.sum(losses), (d_hidden.reshape(-1, shape[-1])[:tokens].reshape(shape), d_kernel / total)
+
+
+def _kept_dtype(kernel: jax.Array) -> Any:
+    """Returns the dtype in which the kernel's gradient waits for the factor of the loss."""
+    return jnp.float32 if kernel.dtype == jnp.float16 else kernel.dtype

@@ -15,6 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax import config as config_lib
+from zerojax import loss_scale as loss_scale_lib
 from zerojax import mesh as mesh_lib
 from zerojax import optim, per_device, precision, step, used, xla_options
 from zerojax import partition as partition_lib
@@ -37,8 +38,10 @@ class Program:
       train_step: (state, {"tokens": int32[(accum,) batch, length + 1]}) -> (state, metrics).
       eval_loss: (params, tokens: int32[batch, length + 1]) -> float32[].
       logits: (params, tokens: int32[batch, length]) -> float32[batch, length, vocab].
-      tx, inner: the optimizer as the state applies it, and without master weights around it.
+      tx: the optimizer as the state applies it.
+      create: (float32 weights) -> the first state.
       copy_dtype: the dtype of the 16-bit weights kept beside the master weights; None where none are kept.
+      loss_scale: what scales the loss; None where nothing does.
     """
 
     config: config_lib.Config
@@ -46,13 +49,14 @@ class Program:
     sizes: config_lib.BatchSizes
     model: llama.LlamaConfig
     tx: optax.GradientTransformation
-    inner: optax.GradientTransformation
+    create: Callable[[Any], Any]
     partition: partition_lib.Partition
     baseline: partition_lib.Partition
     train_step: Callable[..., Any]
     eval_loss: Callable[..., Any]
     logits: Callable[..., Any]
     copy_dtype: Any
+    loss_scale: loss_scale_lib.LossScale | None
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -90,22 +94,23 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
     """
     mesh = mesh_lib.make_mesh(config.mesh.replica, config.mesh.data, config.mesh.model, devices=devices)
     sizes = config_lib.batch_sizes(config, mesh_lib.ways(mesh))
-    compute_dtype = precision.PRECISIONS[config.precision].compute_dtype
+    policy = precision.PRECISIONS[config.precision]
+    compute_dtype = policy.compute_dtype
+    loss_scale = loss_scale_lib.make(policy.scales_loss, **dataclasses.asdict(config.loss_scale))
     model = _model(config, mesh, compute_dtype, tokenizer_vocab)
-    schedule, inner = _optimizer(config)
-    keeps_copy = compute_dtype != jnp.float32 and not partition_lib.STAGES[config.zero.stage].params
-    copy_dtype = compute_dtype if keeps_copy else None
-    tx = precision.with_master_weights(inner) if keeps_copy else inner
+    schedule, inner = _optimizer(config, policy)
+    copy_dtype = policy.copy_dtype(splits_params=partition_lib.STAGES[config.zero.stage].params)
+    tx = inner if copy_dtype is None else precision.with_master_weights(inner)
 
     network = llama.Llama(model)
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     plain = llama.Llama(dataclasses.replace(model, attention="xla"))  # shapes only; cuDNN traces on GPUs alone
     params = jax.eval_shape(plain.init, jax.random.key(0), tokens)["params"]
-    abstract_state = jax.eval_shape(
-        functools.partial(_state, tx=tx, inner=inner, copy_dtype=copy_dtype, seed=config.seed), params
+    create = functools.partial(
+        _state, policy=policy, tx=tx, inner=inner, copy_dtype=copy_dtype, loss_scale=loss_scale, seed=config.seed
     )
     partition = partition_lib.partition_state(
-        abstract_state,
+        jax.eval_shape(create, params),
         mesh=mesh,
         stage=config.zero.stage,
         overrides=config.zero.overrides,
@@ -118,11 +123,12 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
         sizes=sizes,
         model=model,
         tx=tx,
-        inner=inner,
+        create=create,
         partition=partition,
-        baseline=_baseline(params, inner, compute_dtype, mesh),
-        **_functions(config, sizes, network, partition, compute_dtype, schedule),
+        baseline=_baseline(params, create, policy, mesh),
+        **_functions(config, sizes, network, partition, compute_dtype, schedule, loss_scale),
         copy_dtype=copy_dtype,
+        loss_scale=loss_scale,
     )
 
 
@@ -133,6 +139,7 @@ def _functions(
     partition: partition_lib.Partition,
     compute_dtype: Any,
     schedule: Callable[[Any], Any],
+    loss_scale: loss_scale_lib.LossScale | None,
 ) -> dict[str, Callable[..., Any]]:
     """Returns the program's train_step, eval_loss and logits."""
     how: dict[str, Any] = {"compute_dtype": compute_dtype, "blocks": BLOCKS, "heads": HEADS}
@@ -154,6 +161,7 @@ def _functions(
             grad_accum=sizes.grad_accum,
             remat=config.model.remat,
             recompute=config.model.recompute,
+            loss_scale=loss_scale,
             reduce_dtype=precision.DTYPES[config.reduce_dtype],
             **how,
         ),
@@ -178,18 +186,21 @@ def init_state(program: Program) -> Any:
             init = jax.jit(functools.partial(_init_part, module, example, wanted[name]), out_shardings=shardings)
             compiled.append((module, wanted[name], init))
         params[name] = init(jax.random.fold_in(key, number))
-    create = functools.partial(
-        _state, tx=program.tx, inner=program.inner, copy_dtype=program.copy_dtype, seed=program.config.seed
-    )
-    return jax.jit(create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
+    return jax.jit(program.create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
 
 
 def restored_state(program: Program, logical: Any) -> Any:
-    """Returns the state made from its checkpointed form (see `precision.to_logical`); the form is used up."""
+    """Returns the state made from its checkpointed form (see `precision.to_logical`); the form is used up.
+
+    A loss scale that the checkpoint lacked, whose leaves then are abstract, starts afresh.
+    """
+    is_lacking = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(logical.loss_scale))
 
     def restore(logical: Any) -> Any:
-        return precision.from_logical(logical, program.copy_dtype).replace(tx=program.tx)
+        state = precision.from_logical(logical, program.copy_dtype).replace(tx=program.tx)
+        return state.replace(loss_scale=_first_scale(program.loss_scale)) if is_lacking else state
 
+    logical = logical.replace(loss_scale=()) if is_lacking else logical
     return jax.jit(restore, out_shardings=program.partition.shardings, donate_argnums=0)(logical)
 
 
@@ -203,15 +214,21 @@ def _init_part(module: nn.Module, example: jax.ShapeDtypeStruct, wanted: Any, ke
     return jax.tree.map(fit, params, wanted)
 
 
-def _state(params: Any, *, tx: Any, inner: Any, copy_dtype: Any, seed: int) -> Any:
-    logical = state_lib.create(params, inner, jax.random.key(seed))
+def _state(
+    params: Any, *, policy: precision.Precision, tx: Any, inner: Any, copy_dtype: Any, loss_scale: Any, seed: int
+) -> Any:
+    weights = precision.cast_floating(params, policy.weight_dtype)
+    logical = state_lib.create(weights, inner, jax.random.key(seed), loss_scale=_first_scale(loss_scale))
     return precision.from_logical(logical, copy_dtype).replace(tx=tx)
 
 
-def _baseline(params: Any, inner: Any, compute_dtype: Any, mesh: Mesh) -> partition_lib.Partition:
-    """Returns what stage 0 would hold: everything whole, and a 16-bit copy where arithmetic is 16-bit."""
-    copy_dtype = compute_dtype if compute_dtype != jnp.float32 else None
-    state = functools.partial(_state, tx=inner, inner=inner, copy_dtype=copy_dtype, seed=0)
+def _first_scale(loss_scale: loss_scale_lib.LossScale | None) -> Any:
+    return () if loss_scale is None else loss_scale.init()
+
+
+def _baseline(params: Any, create: Any, policy: precision.Precision, mesh: Mesh) -> partition_lib.Partition:
+    """Returns what stage 0 would hold: everything whole, and a copy to compute with where that is in fewer bits."""
+    state = functools.partial(create, copy_dtype=policy.copy_dtype(splits_params=False))
     return partition_lib.partition_state(jax.eval_shape(state, params), mesh=mesh, stage=0)
 
 
@@ -256,12 +273,21 @@ def _attention(wanted: str, platform: str, compute_dtype: Any) -> Literal["xla",
     return "cudnn" if wanted == "cudnn" or (wanted == "auto" and can_cudnn) else "xla"
 
 
-def _optimizer(config: config_lib.Config) -> tuple[optim.Schedule, optax.GradientTransformation]:
+def _optimizer(
+    config: config_lib.Config, policy: precision.Precision
+) -> tuple[optim.Schedule, optax.GradientTransformation]:
     chosen = config.optimizer
     schedule = optim.make_schedule(
         chosen.schedule, chosen.learning_rate, chosen.warmup_steps, config.steps, chosen.final_fraction
     )
     tx = optim.make_optimizer(
-        chosen.name, schedule, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, weight_decay=chosen.weight_decay
+        chosen.name,
+        schedule,
+        b1=chosen.b1,
+        b2=chosen.b2,
+        eps=chosen.eps,
+        weight_decay=chosen.weight_decay,
+        moments=chosen.moments,
+        rounds_weights=policy.rounds_stochastically,
     )
     return schedule, tx

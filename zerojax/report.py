@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from pallas_kernels import blockwise
+from zerojax import buffer_roles, precision, tree
 from zerojax import partition as partition_lib
-from zerojax import tree
 
 ROLES = {
     partition_lib.PARAMS: "params",
@@ -16,6 +17,8 @@ ROLES = {
     partition_lib.OPT_STATE: "optimizer state",
     partition_lib.OTHER: "other",
 }
+# Bytes that a moment takes for each parameter; int8 has a float32 scale for each block.
+MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / blockwise.BLOCK}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -33,6 +36,45 @@ def bytes_per_device(partition: partition_lib.Partition, *, accumulates: bool = 
             item = 4 if accumulates else jnp.dtype(leaf.dtype).itemsize
             counted["grads"] += item * math.prod(partition.placements[path].grad.shard_shape(leaf.shape))
     return counted
+
+
+def bytes_per_parameter(
+    policy: precision.Precision, stage: int, ways: int, *, moments: str = "fp32", num_moments: int = 2
+) -> dict[str, float]:
+    """Returns {role: bytes on each device for each parameter} of what lasts from step to step (ZeRO, arXiv:1910.02054, section 3.1).
+
+    Every leaf counts as split evenly where the stage splits its role; gradients come on top while a step runs.
+
+    Args:
+      policy: a value of `precision.PRECISIONS`.
+      stage: 0 to 3.
+      ways: devices along `data`.
+      moments: "fp32", "bf16" or "int8".
+      num_moments: moments of the optimizer: 2 for Adam's kind, 1 for Lion and momentum.
+
+    >>> bytes_per_parameter(precision.PRECISIONS["bf16"], 2, 8)
+    {'params': 2.0, 'master weights': 0.5, 'moments': 1.0}
+    """
+    splits = partition_lib.STAGES[stage]
+    weight, copy_dtype = jnp.dtype(policy.weight_dtype), policy.copy_dtype(splits_params=splits.params)
+    params = weight.itemsize if copy_dtype is None else jnp.dtype(copy_dtype).itemsize
+    kept_ways = ways if splits.opt_state else 1
+    return {
+        buffer_roles.PARAMS: params / (ways if splits.params else 1),
+        buffer_roles.MASTER: 0.0 if copy_dtype is None else weight.itemsize / kept_ways,
+        buffer_roles.MOMENTS: num_moments * MOMENT_BYTES[moments] / kept_ways,
+    }
+
+
+def per_parameter_line(partition: partition_lib.Partition, name: str, moments: str) -> str:
+    """Says how many bytes of state each device holds for each parameter, as counted from the shardings."""
+    counted = bytes_per_device(partition)
+    weights = [leaf for path, leaf in tree.flatten(partition.abstract_state) if path in partition.placements]
+    each = {
+        role: counted[role] / sum(map(tree.size, weights)) for role in (partition_lib.PARAMS, partition_lib.OPT_STATE)
+    }
+    shown = ", ".join(f"{ROLES[role]} {value:.4g}" for role, value in each.items())
+    return f"precision {name}, moments {moments}: {sum(each.values()):.4g} bytes a parameter on each device ({shown})"
 
 
 def memory_table(

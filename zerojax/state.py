@@ -1,4 +1,4 @@
-"""The trainer's state. This module adds a random key to flax's TrainState; any other TrainState serves the library as well."""
+"""The trainer's state. This module adds a random key and a loss scale to flax's TrainState; any other serves the library as well."""
 
 from typing import Any
 
@@ -7,17 +7,19 @@ from flax.training import train_state
 
 
 class TrainState(train_state.TrainState):
-    """step, params, opt_state and a random key; `apply_fn` and `tx` are static.
+    """step, params, opt_state, a random key and a loss scale; `apply_fn` and `tx` are static.
 
     Attributes:
       rng: the key from which each step folds its own, so that a resumed run draws what an uninterrupted one would.
+      loss_scale: a `loss_scale.LossScaleState`, or () where the loss is not scaled.
     """
 
     rng: jax.Array
+    loss_scale: Any = ()
 
 
-def create(params: Any, tx: Any, rng: jax.Array, apply_fn: Any = None) -> TrainState:
+def create(params: Any, tx: Any, rng: jax.Array, apply_fn: Any = None, loss_scale: Any = ()) -> TrainState:
     """Returns the state before the first step; the key is stored as its raw words, which every checkpoint format takes."""
     if jax.dtypes.issubdtype(rng.dtype, jax.dtypes.prng_key):
         rng = jax.random.key_data(rng)
-    return TrainState.create(apply_fn=apply_fn, params=params, tx=tx, rng=rng)
+    return TrainState.create(apply_fn=apply_fn, params=params, tx=tx, rng=rng, loss_scale=loss_scale)

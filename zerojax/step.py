@@ -1,4 +1,7 @@
-"""One training step: gather, gradients, clip, update, metrics. This module builds it from a loss and a placement."""
+"""One training step: gather, gradients, clip, update, metrics. This module builds it from a loss and a placement.
+
+With loss scaling a step whose gradients are not all finite is skipped: the state stays as it was, but for the scale itself.
+"""
 
 import functools
 from collections.abc import Callable
@@ -6,10 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from zerojax import accumulate, per_device, precision, tree, used
+from zerojax import loss_scale as loss_scale_lib
 from zerojax import mesh as mesh_lib
+from zerojax import update as update_lib
 from zerojax.errors import UserError
 
 
@@ -20,6 +24,7 @@ def make_train_step(
     clip_norm: float = 0.0,
     grad_accum: int = 1,
     compute_dtype: Any = None,
+    loss_scale: loss_scale_lib.LossScale | None = None,
     blocks: str = "",
     heads: str = "",
     remat: str = "dots",
@@ -37,44 +42,55 @@ def make_train_step(
       clip_norm: scales gradients so that their global norm is at most this; 0 does not.
       grad_accum: forward and backward passes a step; the batch's leaves then are [grad_accum, examples, ...].
       compute_dtype: dtype of floating weights and inputs in the forward pass; None keeps them.
+      loss_scale: a `DynamicLossScale` or `StaticLossScale`, for float16; the state's field `loss_scale` then holds its state. Gradients
+        reach the optimizer unscaled, in float32.
       blocks, heads, remat, recompute: see `used.where_used`.
       reduce_dtype: the dtype in which gradients are summed over devices; the loss then sees one device's examples, and its means are
         averaged (as DDP, FSDP and DeepSpeed do). None: the loss sees the whole batch, and the compiler sums as the products are.
       donate: reuses the old state's memory; the state passed in is then gone.
 
     Returns:
-      The step. Its metrics are float32 scalars: loss, grad_norm, and what the loss returned. The state must have `params` and
-      `apply_gradients(grads=...)`, as flax's TrainState and its subclasses do.
+      The step. Its metrics are scalars: loss, grad_norm, what the loss returned, and with loss scaling loss_scale (this step's),
+      skipped_steps (so far), overflow_leaf (the number of the first gradient that was not finite, or -1) and is_exhausted. The state
+      must have `params` and `apply_gradients(grads=...)`, as flax's TrainState and its subclasses do.
+
+    Raises:
+      UserError: settings that contradict each other or the state.
 
     >>> train_step = make_train_step(loss_fn, partition, clip_norm=1.0)
     >>> state, metrics = train_step(state, batch)
     """
     if grad_accum < 1:
         raise UserError(f"grad_accum: must be at least 1, and is {grad_accum}")
+    scaling = loss_scale_lib.in_step(loss_scale, partition.abstract_state)
     how = {"compute_dtype": compute_dtype, "blocks": blocks, "heads": heads, "remat": remat, "recompute": recompute}
     if reduce_dtype is None:
-        loss_of_stored = used.where_used(_with_aux(loss_fn), partition.placements, **how)
+        loss_of_stored = used.where_used(_with_aux(loss_fn, scaling), partition.placements, **how)
         gradients = accumulate.value_and_grad(loss_of_stored, grad_accum)
     else:
         gradients = per_device.value_and_grad(
-            _with_aux(loss_fn), partition, passes=grad_accum, reduce_dtype=reduce_dtype, **how
+            _with_aux(loss_fn, scaling), partition, passes=grad_accum, reduce_dtype=reduce_dtype, **how
         )
     place = functools.partial(_place_as_opt_state, partition)
+    update = update_lib.make(partition)
 
     def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
         batch = precision.cast_floating(_split_batch(partition.mesh, batch, grad_accum), compute_dtype)
         with jax.named_scope("gradients"):
-            (loss, aux), grads = gradients(state.params, batch, state)
+            (_, aux), grads = gradients(state.params, batch, state)
         with jax.named_scope("clip"):
-            grads = place(grads)
-            norm = optax.global_norm(precision.cast_floating(grads, jnp.float32))
-            factor = jnp.minimum(1.0, clip_norm / norm) if clip_norm else 1.0  # a norm of 0 gives inf, and so 1
-            grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
+            grads, unscale = place(grads), 1.0 / scaling.scale(state)
+            squares = jax.tree.map(lambda g: jnp.sum(jnp.square(g.astype(jnp.float32) * unscale)), grads)
+            norm = jnp.sqrt(sum(jax.tree.leaves(squares)))
+            # A norm of 0 gives inf, and so 1.
+            factor = unscale * jnp.minimum(1.0, clip_norm / norm) if clip_norm else unscale
+            verdict = scaling.verdict(squares)
         with jax.named_scope("update"):
-            new_state = state.replace(**aux.get("state", {})).apply_gradients(grads=grads)
+            new_state = update(state, state.replace(**aux.get("state", {})), grads, factor, verdict.finite)
+            new_state, told = scaling.adjust(new_state, verdict)
             # Cast and add on the shards; only then gather, so that 16-bit params travel.
             new_state = new_state.replace(params=place(new_state.params))
-        return new_state, {"loss": loss, "grad_norm": norm, **aux.get("metrics", {})}
+        return new_state, {**aux["metrics"], "grad_norm": norm, **told}
 
     return jax.jit(
         train_step,
@@ -104,16 +120,17 @@ def _split_batch(mesh: Any, batch: Any, grad_accum: int) -> Any:
     return tree.map_with_path(split, batch)
 
 
-def _with_aux(loss_fn: Callable[..., Any]) -> Callable[..., tuple[jax.Array, dict]]:
-    """Lets a loss return its value alone."""
+def _with_aux(loss_fn: Callable[..., Any], scaling: loss_scale_lib.Unscaled) -> Callable[..., tuple[Any, dict]]:
+    """Lets a loss return its value alone, and scales it; the loss itself becomes a metric."""
 
-    def with_aux(*args: Any) -> tuple[jax.Array, dict]:
-        result = loss_fn(*args)
+    def with_aux(params: Any, batch: Any, state: Any) -> tuple[Any, dict]:
+        result = loss_fn(params, batch, state)
         loss, aux = result if isinstance(result, tuple) else (result, {})
         unknown = set(aux) - {"state", "metrics"}
         if unknown:
             raise UserError(f"loss_fn: returned {sorted(unknown)} beside the loss; known are 'state' and 'metrics'")
-        return loss.astype(jnp.float32), aux
+        loss = loss.astype(jnp.float32)
+        return loss * scaling.scale(state), {**aux, "metrics": {"loss": loss, **aux.get("metrics", {})}}
 
     return with_aux
 

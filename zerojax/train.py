@@ -69,6 +69,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
     program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
     say(report.as_text(report.memory_table(program.partition, program.baseline, program.sizes.grad_accum > 1)))
+    say(report.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
 
     data_dir = pathlib.Path(config.data.dir or folder / "datasets")
     if config.data.name != batches.RANDOM:

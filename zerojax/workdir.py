@@ -18,6 +18,7 @@ FREE = (
     "micro_batch_size",
     "grad_accum",
     "precision",
+    "loss_scale",
     "mesh",
     "zero",
     "model.remat",

@@ -161,11 +161,15 @@ def test_the_loss_is_the_cross_entropy_of_the_next_tokens(tied):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_16_bit_weights_compute_in_16_bits_and_logits_are_float32():
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params())
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_weights_compute_in_16_bits_and_logits_are_float32(dtype):
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), make_params())
     shape = jax.eval_shape(lambda p: llama.Llama(CONFIG).apply({"params": p}, make_tokens(), method="hidden"), params)
-    assert shape.dtype == jnp.bfloat16
-    assert logits(CONFIG, params, make_tokens()).dtype == jnp.float32
+    assert shape.dtype == dtype
+    found, exact = logits(CONFIG, params, make_tokens()), logits(CONFIG, make_params(), make_tokens())
+    assert found.dtype == jnp.float32
+    rounding = 8 * float(jnp.finfo(dtype).eps)  # some roundings to 16 bits, one after the other
+    np.testing.assert_allclose(found, exact, atol=rounding * float(abs(exact).max()))
 
 
 def test_flops_of_the_8b_shape_by_hand():

@@ -74,7 +74,7 @@ class Attention(nn.Module):
         v_BTKN = Linear((c.num_kv_heads, c.head_dim), name="v")(x_BTD)
         q_BTHN, k_BTKN = rotate(q_BTHN, c.rope_theta), rotate(k_BTKN, c.rope_theta)
         with jax.named_scope("attention"):
-            y_BTHN = jax.nn.dot_product_attention(q_BTHN, k_BTKN, v_BTKN, is_causal=True, implementation=c.attention)
+            y_BTHN = _attend(q_BTHN, k_BTKN, v_BTKN, c.attention)
         return Linear((c.embed_dim,), contracted=2, stddev=_residual_stddev(c), name="o")(y_BTHN)
 
 
@@ -194,6 +194,15 @@ def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
     c = config
     used = count_params(c) - (0 if c.tie_embeddings else c.vocab_size * c.embed_dim)
     return 6.0 * used + 6.0 * c.num_layers * c.num_heads * c.head_dim * seq_len
+
+
+def _attend(q_BTHN: jax.Array, k_BTKN: jax.Array, v_BTKN: jax.Array, attention: Literal["xla", "cudnn"]) -> jax.Array:
+    """Returns causal attention's sums of values: float[B, T, H, N]."""
+    # jax asks for products of float16 in a way that its CPU backend refuses.
+    dtype = jnp.float32 if attention == "xla" and q_BTHN.dtype == jnp.float16 else q_BTHN.dtype
+    q_BTHN, k_BTKN, v_BTKN, given = q_BTHN.astype(dtype), k_BTKN.astype(dtype), v_BTKN.astype(dtype), q_BTHN.dtype
+    y_BTHN = jax.nn.dot_product_attention(q_BTHN, k_BTKN, v_BTKN, is_causal=True, implementation=attention)
+    return y_BTHN.astype(given)
 
 
 def _logits(x_BTD: jax.Array, kernel_DV: jax.Array) -> jax.Array:

@@ -1,0 +1,149 @@
+"""Checks float16 runs of the trainer: overflows, resuming, other precisions. This module tests loss scaling from config to checkpoint."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+import runs
+
+from zerojax import checkpoint, loop, loss_scale, metrics, program
+from zerojax import streams as streams_lib
+from zerojax.data import tokenizer
+from zerojax.errors import UserError
+
+# The first scales are far too large for float16, and halve at once.
+OVERFLOWING = {"precision": "fp16", "loss_scale__init_scale": 2.0**24, "loss_scale__hysteresis": 1, "steps": 12}
+SCALED = ("loss", "grad_norm", "learning_rate", "loss_scale", "skipped_steps")
+
+pytestmark = pytest.mark.usefixtures("cache_dir")
+
+
+@pytest.fixture(scope="module")
+def overflowed(cache_dir, tmp_path_factory):
+    """Returns the folder of a run that begins with overflows."""
+    return runs.run(tmp_path_factory.mktemp("overflowed"), **OVERFLOWING)
+
+
+def restored(folder, step, **changes):
+    """Returns the program and the state that a run in `folder` would go on with."""
+    built = program.build(runs.config(**changes), tokenizer_vocab=320)
+    streams = streams_lib.Streams(built, tokenizer.load_tokenizer("bytes"), folder)
+    saver = checkpoint.Checkpointer(folder / "checkpoints", keep_last=2, keep_best=0)
+    state = loop.resume(built, saver, step, streams)
+    saver.close()
+    streams.close()
+    return built, state
+
+
+def test_overflows_skip_steps_and_the_run_goes_on_and_learns_at_its_own_pace(overflowed):
+    lines = metrics.read(overflowed)
+    assert [line["step"] for line in lines] == list(range(1, 13))  # the batches go on
+    is_skipped = np.array([line["grad_norm"] is None for line in lines])
+    assert is_skipped[0] and 2 <= is_skipped.sum() <= 8 and not is_skipped[-1]
+    assert [line["skipped_steps"] for line in lines] == np.cumsum(is_skipped).tolist()
+    overflows_before = np.cumsum(is_skipped) - is_skipped
+    assert [line["loss_scale"] for line in lines] == (2.0**24 / 2.0**overflows_before).tolist()
+    # The schedule counts steps taken: the warm-up of two steps begins with the first one.
+    taken_before = np.arange(12) - overflows_before
+    assert [line["learning_rate"] for line in lines] == pytest.approx((0.005 * np.minimum(taken_before, 2)).tolist())
+    _, state = restored(overflowed, 12, **OVERFLOWING)
+    assert int(state.step) == 12 - is_skipped.sum()
+    assert not {"overflow_leaf", "is_exhausted"} & lines[0].keys()
+
+
+def test_a_skipped_step_names_the_leaf_and_is_logged_whatever_log_every_says(tmp_path, capsys):
+    runs.run(tmp_path, **{**OVERFLOWING, "log_every": 5, "steps": 3})
+    told = [line for line in capsys.readouterr().out.splitlines() if ": skipped" in line]
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["step"] == 1 and first["not_finite"].keys() == {"grad_norm"}
+    assert told[0].startswith("step 1: skipped, the gradient of params/")
+    assert told[0].endswith(" is not finite at loss scale 1.67772e+07")
+
+
+@pytest.mark.parametrize("cut", [2, 9])  # among the overflows, and after them
+def test_a_run_cut_in_two_gives_the_numbers_of_one_scale_and_all(tmp_path, overflowed, cut):
+    runs.run(tmp_path, **{**OVERFLOWING, "steps": cut})
+    runs.run(tmp_path, **OVERFLOWING)
+    assert runs.numbers(tmp_path, names=SCALED) == runs.numbers(overflowed, names=SCALED)
+
+
+def test_a_checkpoint_moves_into_and_out_of_float16(tmp_path, overflowed):
+    _, state = restored(overflowed, 12, **{**OVERFLOWING, "zero__stage": 1})
+    assert isinstance(state.loss_scale, loss_scale.LossScaleState) and int(state.loss_scale.skipped_steps) > 0
+    weights = jax.tree.map(np.asarray, state.opt_state.master)
+    _, plain = restored(overflowed, 12, precision="fp32", steps=12)
+    assert plain.loss_scale == ()
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, plain.params), weights)
+
+    runs.run(tmp_path, precision="fp32", steps=2)
+    _, fresh = restored(tmp_path, 2, **OVERFLOWING)
+    assert (float(fresh.loss_scale.scale), int(fresh.loss_scale.skipped_steps)) == (2.0**24, 0)
+    assert jax.tree.leaves(fresh.loss_scale)[0].sharding.is_fully_replicated
+    runs.run(tmp_path, precision="fp16", steps=4)
+    runs.run(tmp_path, precision="bf16", steps=6)
+    assert np.isfinite(list(runs.losses(tmp_path).values())).all() and len(runs.losses(tmp_path)) == 6
+
+
+def test_a_checkpoint_moves_into_and_out_of_weights_without_a_master(tmp_path):
+    """Into bfloat16 each weight is rounded to nearest; out of it nothing is lost, and moments are the same throughout."""
+    runs.run(tmp_path, precision="fp32", steps=2)
+    _, first = restored(tmp_path, 2, precision="fp32")
+    _, rounded = restored(tmp_path, 2, precision="bf16_sr", zero__stage=1)
+    for weight, full in zip(jax.tree.leaves(rounded.params), jax.tree.leaves(first.params)):
+        assert weight.dtype == jax.numpy.bfloat16
+        np.testing.assert_array_equal(weight, full.astype(jax.numpy.bfloat16))
+    jax.tree.map(np.testing.assert_array_equal, rounded.opt_state, first.opt_state)
+    runs.run(tmp_path, precision="bf16_sr", steps=4)
+    runs.run(tmp_path, precision="bf16", zero__stage=2, steps=6)
+    assert np.isfinite(list(runs.losses(tmp_path).values())).all() and len(runs.losses(tmp_path)) == 6
+
+
+def test_at_the_smallest_scale_the_run_stops_by_name_or_holds(commands, tmp_path):
+    stuck = {**OVERFLOWING, "loss_scale__min_scale": 2.0**23, "checkpoint__every": 1}
+    line = commands(*runs.flags(**stuck), f"--workdir={tmp_path / 'raise'}").error_line
+    assert re.fullmatch(
+        r"zerojax: step 2: the gradient of params/\S+ is not finite at loss scale 8.38861e\+06, which is the smallest; "
+        r"no checkpoint before it is good in \S+; lower config.optimizer.learning_rate .*",
+        line,
+    )
+    runs.run(tmp_path / "hold", **{**stuck, "loss_scale__on_minimum": "hold", "steps": 5})
+    assert [line["skipped_steps"] for line in metrics.read(tmp_path / "hold")] == [1, 2, 3, 4, 5]
+    line = commands(*runs.flags(**stuck), f"--workdir={tmp_path / 'hold'}").error_line
+    # Of the checkpoint that it resumed from nobody knows that it gives a finite loss.
+    assert line.startswith("zerojax: step 6: ") and "; the last good checkpoint is of step 4 in " in line
+
+
+def test_a_static_scale_stays(tmp_path):
+    runs.run(tmp_path, precision="fp16", loss_scale__static=2.0**10, steps=3)
+    assert [line["loss_scale"] for line in metrics.read(tmp_path)] == [1024.0] * 3
+
+
+BAD = {
+    "not fp16": (
+        {"precision": "bf16", "loss_scale__window": 5},
+        r"^config\.loss_scale\.window: is 5 and cannot take effect, since config\.precision is not fp16; leave it at 1000$",
+    ),
+    "static in fp32": (
+        {"precision": "fp32", "loss_scale__static": 8.0},
+        r"^config\.loss_scale\.static: is 8\.0 and can",
+    ),
+    "static and dynamic": (
+        {"precision": "fp16", "loss_scale__static": 8.0, "loss_scale__hysteresis": 1},
+        r"^config\.loss_scale\.hysteresis: is 1 and cannot take effect, since config\.loss_scale\.static is set",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_setting_that_cannot_take_effect_is_refused(name):
+    changes, message = BAD[name]
+    with pytest.raises(UserError, match=message):
+        program.build(runs.config(**changes), tokenizer_vocab=320)
+
+
+def test_the_defaults_of_the_configs_are_those_of_the_class():
+    group = runs.config().loss_scale
+    assert loss_scale.make(True, **vars(group)) == loss_scale.DynamicLossScale()
+    assert loss_scale.make(False, **vars(group)) is None

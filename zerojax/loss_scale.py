@@ -1,0 +1,286 @@
+"""Scales the loss so that float16 gradients neither vanish nor overflow. This module follows DeepSpeed's scaler, step for step.
+
+    scale     d(scale * loss): small gradients become representable (Micikevicius et al., arXiv:1710.03740, section 3.2)
+    unscale   g = g_scaled / scale, in float32
+    verdict   an inf or NaN in any gradient, on any device, is an overflow: nothing of that step is kept
+    adjust    see `DynamicLossScale`
+
+All of it is part of the compiled step. Every device sees the same sums, so all skip alike, and no device waits for the host.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from zerojax import tree
+from zerojax.errors import UserError
+
+ON_MINIMUM = ("raise", "hold")
+VERDICT = ("overflow_leaf", "is_exhausted")  # metrics that are no measurements
+LARGEST = (
+    2.0**126
+)  # the largest power of two whose reciprocal is a normal float32; DeepSpeed's ceiling is that of float64
+
+
+class LossScaleState(NamedTuple):
+    """What a loss scale remembers between steps, as scalars.
+
+    Attributes:
+      scale: float32[], what multiplies the next step's loss.
+      hysteresis: int32[], the overflow at which the scale halves, counted from the next one.
+      good_steps: int32[], steps since the last overflow, or since the first step.
+      skipped_steps: int32[], overflows so far.
+      is_exhausted: bool[], whether the last step overflowed at the smallest scale, and the run is to stop.
+    """
+
+    scale: jax.Array
+    hysteresis: jax.Array
+    good_steps: jax.Array
+    skipped_steps: jax.Array
+    is_exhausted: jax.Array
+
+
+class LossScale(Protocol):
+    """What `make_train_step` takes as `loss_scale`."""
+
+    def init(self) -> LossScaleState:
+        """Returns the state before the first step."""
+
+    def update(self, state: LossScaleState, finite: Any) -> LossScaleState:
+        """Returns the state after a step whose gradients were all finite (bool[]), or were not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale:
+    """Multiplies the loss by a constant. A step that overflows is skipped, and the next one is tried at the same scale.
+
+    Attributes:
+      scale: above 0; a power of two costs no bits.
+    """
+
+    scale: float
+
+    def __post_init__(self) -> None:
+        _check_scale("scale", self.scale)
+
+    def init(self) -> LossScaleState:
+        """Returns the state before the first step."""
+        return _first(self.scale, hysteresis=1)
+
+    def update(self, state: LossScaleState, finite: Any) -> LossScaleState:
+        """Returns the state after a step whose gradients were all finite (bool[]), or were not."""
+        return _counted(state, finite)._replace(scale=jnp.asarray(self.scale, jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale:
+    """Halves the scale when gradients overflow, and doubles it after good steps: DeepSpeed's `DynamicLossScaler`.
+
+    An overflow with hysteresis h > 1 only sets h to h - 1; at h = 1 the scale becomes max(scale / 2, min_scale). A good step after n
+    good ones in a row, n > 0 a multiple of `window`, doubles the scale and refills h.
+
+    Attributes:
+      init_scale: the first scale.
+      window: good steps between two doublings, at least 1.
+      hysteresis: h when it is full, at least 1.
+      consecutive_hysteresis: whether every good step refills h, so that only overflows in a row halve the scale.
+      min_scale: the smallest scale.
+      on_minimum: what follows an overflow with h = 1 and the scale at `min_scale`: "raise" marks the state exhausted and changes nothing
+        else in it (see `raise_if_exhausted`), "hold" goes on at this scale.
+
+    >>> scaler = DynamicLossScale()
+    >>> state = TrainState.create(..., loss_scale=scaler.init())
+    >>> train_step = make_train_step(loss_fn, partition, compute_dtype=jnp.float16, loss_scale=scaler)
+    """
+
+    init_scale: float = 2.0**16
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_scale: float = 1.0
+    on_minimum: str = "raise"
+
+    def __post_init__(self) -> None:
+        _check_scale("init_scale", self.init_scale)
+        _check_scale("min_scale", self.min_scale)
+        for name in ("window", "hysteresis"):
+            if getattr(self, name) < 1:
+                raise UserError(f"loss_scale.{name}: must be at least 1, and is {getattr(self, name)}")
+        if self.min_scale > self.init_scale:
+            raise UserError(
+                f"loss_scale.min_scale: {self.min_scale} is above init_scale={self.init_scale}; set it to that or less"
+            )
+        if self.on_minimum not in ON_MINIMUM:
+            raise UserError(
+                f"loss_scale.on_minimum: must be one of {', '.join(ON_MINIMUM)}, and is {self.on_minimum!r}"
+            )
+
+    def init(self) -> LossScaleState:
+        """Returns the state before the first step."""
+        return _first(self.init_scale, self.hysteresis)
+
+    def update(self, state: LossScaleState, finite: Any) -> LossScaleState:
+        """Returns the state after a step whose gradients were all finite (bool[]), or were not."""
+        doubles = (state.good_steps > 0) & (state.good_steps % self.window == 0)
+        refills = jnp.logical_or(self.consecutive_hysteresis, doubles)
+        halves = jnp.minimum(state.hysteresis, self.hysteresis) <= 1  # of a restored state it may be larger
+        grown = jnp.where(doubles, jnp.minimum(state.scale * 2, LARGEST), state.scale)
+        shrunk = jnp.where(halves, jnp.maximum(state.scale / 2, self.min_scale), state.scale)
+        after = _counted(state, finite)._replace(
+            scale=jnp.where(finite, grown, shrunk),
+            hysteresis=jnp.where(
+                finite,
+                jnp.where(refills, self.hysteresis, state.hysteresis),
+                jnp.where(halves, state.hysteresis, state.hysteresis - 1),
+            ),
+        )
+        stops = ~jnp.asarray(finite) & halves & (state.scale <= self.min_scale) & (self.on_minimum == "raise")
+        stopped = state._replace(skipped_steps=after.skipped_steps, is_exhausted=jnp.ones((), bool))
+        return jax.tree.map(lambda at_end, else_: jnp.where(stops, at_end, else_), stopped, after)
+
+
+def make(is_scaled: bool, *, static: float, **dynamic: Any) -> LossScale | None:
+    """Returns the loss scale that the group `loss_scale` of a config describes; None where the precision needs none.
+
+    Raises:
+      UserError: a setting that cannot take effect, or is out of its range.
+    """
+    defaults = {"static": 0.0, **dataclasses.asdict(DynamicLossScale())}
+    unread = dynamic if static else {}
+    for name, value in (unread if is_scaled else {"static": static, **dynamic}).items():
+        if value != defaults[name]:
+            why = "config.loss_scale.static is set" if is_scaled else "config.precision is not fp16"
+            raise UserError(
+                f"config.loss_scale.{name}: is {value!r} and cannot take effect, since {why}; leave it at {defaults[name]!r}"
+            )
+    if not is_scaled:
+        return None
+    return StaticLossScale(static) if static else DynamicLossScale(**dynamic)
+
+
+class Verdict(NamedTuple):
+    """What a step's gradients are.
+
+    Attributes:
+      finite: bool[], whether all are finite; None where nobody asks, and every step is taken.
+      leaf: int32[], the number of the first that is not, or -1; None likewise.
+    """
+
+    finite: Any = None
+    leaf: Any = None
+
+
+class Unscaled:
+    """The identity of loss scaling: scale 1, and every step is taken."""
+
+    def scale(self, state: Any) -> Any:
+        """Returns what multiplies the loss."""
+        return 1.0
+
+    def verdict(self, squares: Any) -> Verdict:
+        """Judges a step by its gradients' sums of squares."""
+        return Verdict()
+
+    def adjust(self, state: Any, verdict: Verdict) -> tuple[Any, dict[str, jax.Array]]:
+        """Returns the train state with the scale adjusted, and what to report."""
+        return state, {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled(Unscaled):
+    """Loss scaling inside a train step; the train state's field `loss_scale` holds its state."""
+
+    scaler: LossScale
+
+    def scale(self, state: Any) -> jax.Array:
+        """Returns what multiplies the loss."""
+        return state.loss_scale.scale
+
+    def verdict(self, squares: Any) -> Verdict:
+        """Judges a step by its gradients' sums of squares, unscaled and over all devices: a tree of float32[].
+
+        A sum is not finite if an element is not, or if one is beyond 1e19, which no float16 is.
+        """
+        is_bad = ~jnp.isfinite(jnp.stack(jax.tree.leaves(squares)))
+        finite = ~jnp.any(is_bad)
+        return Verdict(finite, jnp.where(finite, -1, jnp.argmax(is_bad)))
+
+    def adjust(self, state: Any, verdict: Verdict) -> tuple[Any, dict[str, jax.Array]]:
+        """Returns the train state with the scale adjusted, and what to report."""
+        adjusted = self.scaler.update(state.loss_scale, verdict.finite)
+        return state.replace(loss_scale=adjusted), {
+            "loss_scale": state.loss_scale.scale,
+            "skipped_steps": adjusted.skipped_steps,
+            "overflow_leaf": verdict.leaf,
+            "is_exhausted": adjusted.is_exhausted,
+        }
+
+
+def in_step(loss_scale: LossScale | None, abstract_state: Any) -> Unscaled:
+    """Returns what a train step does about loss scaling; None is nothing.
+
+    Raises:
+      UserError: the train state has no place for the scale, or has one that would never be read.
+    """
+    is_there = isinstance(getattr(abstract_state, "loss_scale", None), LossScaleState)
+    if loss_scale is None and is_there:
+        raise UserError(
+            "make_train_step: the state holds a loss scale and none was given; pass loss_scale=, or create the state without one"
+        )
+    if loss_scale is not None and not is_there:
+        raise UserError(
+            "make_train_step: loss scaling needs a field `loss_scale` in the train state; declare `loss_scale: Any` in your TrainState "
+            "and create it with loss_scale=scaler.init()"
+        )
+    return Unscaled() if loss_scale is None else Scaled(loss_scale)
+
+
+def overflow(metrics: Mapping[str, Any], params: Any) -> str | None:
+    """Says which gradient was the first that was not finite, and at which scale; None where the step was not skipped.
+
+    Args:
+      metrics: of a train step; this waits for them.
+      params: a tree of the weights, abstract or not.
+    """
+    number = int(metrics.get("overflow_leaf", -1))
+    if number < 0:
+        return None
+    return f"the gradient of params/{tree.flatten(params)[number][0]} is not finite at loss scale {float(metrics['loss_scale']):g}"
+
+
+def raise_if_exhausted(metrics: Mapping[str, Any], params: Any) -> None:
+    """Stops a run whose gradients overflow at the smallest scale; call it with every step's metrics.
+
+    Raises:
+      UserError: the step was such a one; the line names the first gradient that was not finite.
+    """
+    if metrics.get("is_exhausted", False):
+        raise UserError(
+            f"{overflow(metrics, params)}, which is the smallest; lower the learning rate, compute in bf16, or look at the data; "
+            "DynamicLossScale(on_minimum='hold') goes on and skips such steps"
+        )
+
+
+def _first(scale: float, hysteresis: int) -> LossScaleState:
+    zero = jnp.zeros((), jnp.int32)
+    # A copy each: leaves that share a buffer cannot be donated.
+    return LossScaleState(
+        jnp.asarray(scale, jnp.float32), jnp.asarray(hysteresis, jnp.int32), zero, zero.copy(), jnp.zeros((), bool)
+    )
+
+
+def _counted(state: LossScaleState, finite: Any) -> LossScaleState:
+    """Counts a step as good or as skipped."""
+    return state._replace(
+        good_steps=jnp.where(finite, state.good_steps + 1, 0),
+        skipped_steps=jnp.where(finite, state.skipped_steps, state.skipped_steps + 1),
+        is_exhausted=jnp.zeros((), bool),
+    )
+
+
+def _check_scale(name: str, value: float) -> None:
+    if not 0 < value <= LARGEST:
+        raise UserError(f"loss_scale.{name}: must be above 0 and at most 2**126, and is {value}")

@@ -1,0 +1,50 @@
+"""Applies gradients to a train state. This module takes the optimizer's one-pass form where it has one, see `precision.OnePass`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.training import train_state
+
+from zerojax import precision, tree
+
+
+def make(partition: Any) -> Callable[..., Any]:
+    """Returns update(before, after, grads, factor, finite) -> the new train state.
+
+    Its arguments are the state that the step began with; the same with the fields that the loss returned; gradients, laid out as the
+    optimizer state; float32[] or a number, which multiplies them; bool[], whether the step is taken, or None where every one is. A step
+    that is not taken leaves the state of its beginning, to the last bit. Gradients keep their dtype where every step is taken, and are
+    float32 otherwise: in 16 bits they may vanish without their loss scale.
+
+    Args:
+      partition: the state's placement.
+    """
+    state = partition.abstract_state
+    apply = getattr(getattr(state, "tx", None), "apply", None)
+    # A state that applies gradients in a way of its own (averages of weights, say) is left to do so.
+    is_flax = getattr(type(state), "apply_gradients", None) is train_state.TrainState.apply_gradients
+    if apply is None or not is_flax:
+        return _by_parts
+    shardings = tree.map_with_path(lambda path, _: partition.placements[f"params/{path}"].opt_state, state.params)
+    return functools.partial(_in_one_pass, functools.partial(apply, shardings=shardings))
+
+
+def _by_parts(before: Any, after: Any, grads: Any, factor: Any, finite: Any) -> Any:
+    grads = precision.cast_floating(grads, None if finite is None else jnp.float32)
+    grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
+    return _kept(finite, after.apply_gradients(grads=grads), before)
+
+
+def _in_one_pass(apply: Callable[..., Any], before: Any, after: Any, grads: Any, factor: Any, finite: Any) -> Any:
+    params, opt_state = apply(grads, before.opt_state, before.params, scale=factor, finite=finite)[:2]
+    blank = {"params": (), "opt_state": ()}
+    rest = _kept(finite, after.replace(step=after.step + 1, **blank), before.replace(**blank))
+    return rest.replace(params=params, opt_state=opt_state)
+
+
+def _kept(finite: Any, new: Any, old: Any) -> Any:
+    """Returns the new tree where the step is taken, else the old one."""
+    return new if finite is None else jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
