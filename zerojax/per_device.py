@@ -176,7 +176,8 @@ def _with_own_keys(state: Any) -> Any:
     return jax.tree.map(fold, state)
 
 
-def _average(leaf: jax.Array) -> jax.Array:
+def _average(leaf: Any) -> jax.Array:
+    leaf = jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise UserError(
             "loss_fn: returned a random key, which would differ between devices; derive keys from state.step"

@@ -4,6 +4,7 @@ python -m zerojax.train --config configs/zero3.py --workdir runs/mine --config.s
 """
 
 import functools
+import logging
 import os
 import pathlib
 import sys
@@ -34,6 +35,7 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", None, "This process's number, f
 
 def main() -> None:
     """Parses the command line and trains; a wrong input ends with one line and status 2."""
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a failed write is told by the checkpointer, once
     sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
     try:
         command.parse(sys.argv, _CONFIG)
