@@ -16,11 +16,12 @@ FLOORS = (
     {"accumulate", "export", "gather", "generate", "launch", "loss_scale", "mesh", "metrics", "models.llama", "plot"}
     | {"precision", "settings", "state", "step_files", "stored", "workdir", "command", "data.python_stdlib", "data.tokenizer"}
     | {"hlo_flow", "parameters", "quantized"},
-    {"checkpoint", "config", "data.source", "fused", "losses", "models.presets", "partition", "update"}
+    {"checkpoint", "config", "data.source", "losses", "models.presets", "partition", "shards", "update"}
     | {"buffer_roles", "collectives", "targets"},
-    {"data.batches", "optim", "place", "report", "step"}
+    {"data.batches", "fused", "place", "report", "step"}
     | {"attribution", "bound", "buffers"},
-    {"ledger", "program"},
+    {"ledger", "optim"},
+    {"program"},
     {"departures", "finding"},
     {"state_rules", "traffic_rules"},
     {"findings"},
