@@ -118,7 +118,9 @@ def run(tiles: Sequence[Tiles], work: Callable[[int, jax.Array, bool], None]) ->
     first = 0
     segments = []
     for number, tile in enumerate(tiles):
-        for start, stop, masked in ((0, tile.whole, False), (tile.whole, tile.programs, True)):
+        # In a group each part costs compile time: an array has one, masked where its end is ragged.
+        whole = tile.whole if len(tiles) == 1 or tile.whole == tile.programs else 0
+        for start, stop, masked in ((0, whole, False), (whole, tile.programs, True)):
             if start < stop:
                 segments.append((first + start, first + stop, number, first, masked))
         first += tile.programs

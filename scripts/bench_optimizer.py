@@ -38,9 +38,9 @@ POLICIES = {
     ("float32", "fp32"): 3e-6,
     ("float32", "bf16"): 0.01,
     ("float32", "int8"): 0.04,
-    ("bfloat16", "fp32"): 0.15,
-    ("bfloat16", "bf16"): 0.15,
-    ("bfloat16", "int8"): 0.15,
+    ("bfloat16", "fp32"): 0.1,
+    ("bfloat16", "bf16"): 0.1,
+    ("bfloat16", "int8"): 0.1,
 }
 LAUNCHES = [(1024, 4), (2048, 4), (2048, 8), (4096, 8)]
 
@@ -50,6 +50,8 @@ def check_right(implementation: str) -> list[dict]:
     rng = np.random.default_rng(0)
     start = {k: rng.standard_normal(s).astype(np.float32) for k, s in RAGGED.items()}
     slopes = {k: rng.standard_normal(s).astype(np.float32) for k, s in RAGGED.items()}
+    grads = [{k: jnp.asarray(2 * g * factor) for k, g in slopes.items()} for factor in (1, 2, 3)]
+    bad = {k: jnp.asarray(g).reshape(-1).at[-1].set(jnp.inf).reshape(g.shape) for k, g in slopes.items()}
     rows = []
     for name in ("adamw", "lion"):
         expected = in_float64(name, start, slopes)
@@ -60,15 +62,13 @@ def check_right(implementation: str) -> list[dict]:
             params = {k: jnp.asarray(p, dtype) for k, p in start.items()}
             state = tx.init(params)
             for n in range(20):
-                params, state, _ = step({k: jnp.asarray(2 * g * (n % 3 + 1)) for k, g in slopes.items()}, state, params)
+                params, state, _ = step(grads[n % 3], state, params, finite=True)
             wrong = sum(np.sum((np.asarray(params[k], np.float64) - expected[k]) ** 2) for k in start)
             error = float(np.sqrt(wrong / sum(np.sum((expected[k] - start[k]) ** 2) for k in start)))
-            bad = {k: jnp.asarray(g).reshape(-1).at[-1].set(jnp.inf).reshape(g.shape) for k, g in slopes.items()}
-            kept = jax.jit(functools.partial(tx.apply, finite=False))(bad, state, params)[:2]
+            kept = step(bad, state, params, finite=False)[:2]
             same = all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (kept, (params, state)))))
-            limit = max(allowed, 2e-3) if name == "lion" and dtype == "float32" and moments == "fp32" else allowed * 1.5
             rows.append({"what": f"{name} {dtype} {moments}", "implementation": implementation, "error": error})
-            rows[-1] |= {"allowed": limit, "skips": same, "is_right": bool(error <= limit and same)}
+            rows[-1] |= {"allowed": allowed, "skips": same, "is_right": bool(error <= allowed and same)}
     total = np.sqrt(sum(np.sum(np.asarray(g, np.float64) ** 2) for g in slopes.values()))
     found, finite = jax.jit(functools.partial(fused.global_norm_and_finite, implementation=implementation))(slopes)
     refused = fused.global_norm_and_finite(bad, implementation=implementation)[1]
@@ -134,10 +134,8 @@ def time_copy() -> dict:
 def time_update(tx, dtype: str, grad_dtype: str, leaves: int, copies: bool, clips: bool = False) -> tuple[float, float]:
     """Returns (seconds of a step, bytes that it must move)."""
     params, grads = normal(leaves, LEAF, dtype), normal(leaves, LEAF, grad_dtype)
-    if isinstance(tx, fused.Fused):
-        step = functools.partial(fused_step, tx, copies, clips)
-    else:
-        step = functools.partial(optax_step, tx)
+    is_fused = isinstance(tx, fused.Fused)
+    step = functools.partial(fused_step, tx, copies, clips) if is_fused else functools.partial(optax_step, tx)
     state = jax.jit(tx.init)(params)
     moved = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves((params, state)))
     moved += sum(leaf.nbytes for leaf in grads) * (2 if clips else 1) + copies * 2 * leaves * LEAF[0] * LEAF[1]
@@ -178,21 +176,25 @@ def time_norms(leaves: int) -> list[dict]:
 def time_many_leaves() -> list[dict]:
     """Times 400 leaves of 4,096 elements beside one leaf of their size, 50 steps in one program so that the host's work is left out."""
     rows = []
-    for what, count, shape in (("one leaf of 1,638,400", 1, (1600, 1024)), ("400 leaves of 4,096", 400, (4, 1024))):
-        for implementation in ("jnp", "pallas"):
-            tx = make("adamw", "fp32", implementation, False)
-            params, grads = normal(count, shape, "float32"), normal(count, shape, "bfloat16")
-            shadows = [p.astype(jnp.bfloat16) for p in params]
+    settings = [(1, (1600, 1024), "jnp", 0), (1, (1600, 1024), "pallas", 32)]
+    settings += [(400, (4, 1024), "jnp", 0), (400, (4, 1024), "pallas", 32), (400, (4, 1024), "pallas", 16)]
+    settings += [(400, (4, 1024), "pallas", 50)]
+    for count, shape, implementation, group in settings:
+        what = f"{count} x {shape[0] * shape[1]:,}"
+        update.LAUNCHES["pallas"] = tiles.Launch(group=group or 1)
+        tx = make("adamw", "fp32", implementation, False)
+        params, grads = normal(count, shape, "float32"), normal(count, shape, "bfloat16")
+        shadows = [p.astype(jnp.bfloat16) for p in params]
 
-            @functools.partial(jax.jit, donate_argnums=0)
-            def run(carry, grads, tx=tx):
-                return jax.lax.fori_loop(0, 50, lambda _, c: fused_step(tx, True, False, *c, grads), carry)
+        @functools.partial(jax.jit, donate_argnums=0)
+        def run(carry, grads, tx=tx):
+            return jax.lax.fori_loop(0, 50, lambda _, c: fused_step(tx, True, False, *c, grads), carry)
 
-            began = time.perf_counter()
-            program = run.lower((params, tx.init(params), shadows), grads).compile()
-            compiling = time.perf_counter() - began
-            seconds = clock(lambda *c, run=program, g=grads: run(c, g), params, tx.init(params), shadows, steps=1) / 50
-            rows.append(row(what, implementation, seconds, 28 * 400 * 4096) | {"compile_s": compiling})
+        began = time.perf_counter()
+        program = run.lower((params, tx.init(params), shadows), grads).compile()
+        compiling = time.perf_counter() - began
+        seconds = clock(lambda *c, run=program, g=grads: run(c, g), params, tx.init(params), shadows, steps=1) / 50
+        rows.append(row(what, f"{implementation} {group or ''}", seconds, 28 * 400 * 4096) | {"compile_s": compiling})
     return rows
 
 
@@ -247,7 +249,7 @@ def cases() -> list[tuple]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="runs/optimizer")
-    parser.add_argument("--seconds", type=float, default=150, help="start no case after this long")
+    parser.add_argument("--seconds", type=float, default=100, help="start no case after this long")
     args = parser.parse_args()
     began = time.monotonic()
     out = pathlib.Path(args.out)
@@ -258,7 +260,7 @@ def main() -> None:
     def save(rows: list[dict], part: str = "rows") -> None:
         report.setdefault(part, []).extend(rows)
         (out / "optimizer.json").write_text(json.dumps(report, indent=1))
-        print(f"{time.monotonic() - began:5.0f} s", *[f"{r['what']} | {r.get('how', r)}" for r in rows], sep=" ; ")
+        print(f"{time.monotonic() - began:5.0f} s", rows[-1]["what"], rows[-1].get("how", ""))
 
     for what, how, tx, dtype, grads, leaves, kept, clips, launch in cases():
         if time.monotonic() - began > args.seconds:
