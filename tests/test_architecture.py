@@ -16,11 +16,11 @@ FLOORS = (
     {"accumulate", "blocks", "export", "generate", "launch", "loss_scale", "mesh", "metrics", "models.llama", "plot"}
     | {"precision", "settings", "state", "step_files", "stored", "workdir", "command", "data.python_stdlib", "data.tokenizer"}
     | {"hlo_flow", "parameters", "quantized"},
-    {"checkpoint", "config", "data.source", "fused", "gather", "models.presets", "update"}
+    {"checkpoint", "config", "data.source", "gather", "models.presets", "shards", "update"}
     | {"buffer_roles", "collectives", "targets"},
-    {"data.batches", "optim", "partition", "used"}
+    {"data.batches", "fused", "partition", "used"}
     | {"attribution", "bound", "buffers"},
-    {"chain", "place", "report"},
+    {"chain", "optim", "place", "report"},
     {"per_device"},
     {"step"},
     {"program"},

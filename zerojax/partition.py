@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import gather, tree
+from zerojax import gather, quantized, tree
 from zerojax import mesh as mesh_lib
 from zerojax import specs as specs_lib
 from zerojax.errors import UserError
@@ -161,11 +161,14 @@ def partition_state(
     weights = {path: leaf for path, leaf in tree.flatten(abstract_state) if role_of[path] == PARAMS}
     rule.check_overrides(weights)
     index = tree.suffix_index(weights)
+    blocks = quantized.moments(abstract_state)
     leaves = {}
     for path, leaf in tree.flatten(abstract_state):
-        owner = tree.longest_suffix(index, path)
-        weight = owner if owner is not None and weights[owner].shape == leaf.shape else None
-        leaves[path] = rule.decide(weight, leaf, role_of[path])
+        place, shape = blocks.get(path, (path, leaf.shape))
+        owner = tree.longest_suffix(index, place)
+        weight = owner if owner is not None and weights[owner].shape == shape else None
+        decided = rule.decide(weight, jax.ShapeDtypeStruct(shape, leaf.dtype), role_of[path])
+        leaves[path] = decided if shape == leaf.shape else _scales(decided, leaf.shape, mesh)
     return _assemble(mesh, stage, abstract_state, leaves)
 
 
@@ -237,7 +240,7 @@ class _Rule:
         padding: tuple[int, ...] = ()
         dim = split_dim(leaf.shape, base, ways)
         if dim is None and self.indivisible == "pad":
-            dim, padding = _pad_dim(leaf.shape, base, ways)
+            dim, padding = specs_lib.pad_dim(leaf.shape, base, ways)
         if dim is None:
             return base, f"no dim of {leaf.shape} divides by data={ways}", ()
         entries = list(base) + [None] * (len(leaf.shape) - len(base))
@@ -245,14 +248,12 @@ class _Rule:
         return specs_lib.trimmed(entries), "split", padding
 
 
-def _pad_dim(shape: tuple[int, ...], base: P, ways: int) -> tuple[int | None, tuple[int, ...]]:
-    """Picks the longest free dim and how much to add to it, so that it divides."""
-    taken = tuple(base) + (None,) * (len(shape) - len(base))
-    free = [dim for dim in range(len(shape)) if taken[dim] is None]
-    if not free:
-        return None, ()
-    dim = max(free, key=lambda d: shape[d])
-    return dim, tuple(-shape[d] % ways if d == dim else 0 for d in range(len(shape)))
+def _scales(codes: Leaf, shape: tuple[int, ...], mesh: Mesh) -> Leaf:
+    """Returns what the decision about a moment's codes means for its scales."""
+    stored = _padded(codes.shape, codes.padding)
+    padding = tuple(n - have for n, have in zip(quantized.scales_shape(stored), shape))
+    spec, split = (quantized.scales_spec(s, stored, mesh) for s in (codes.spec, codes.split))
+    return dataclasses.replace(codes, shape=shape, spec=spec, split=split, padding=padding if any(padding) else ())
 
 
 def leaf_roles(abstract_state: Any, roles: Sequence[tuple[str, str]] = ROLES) -> dict[str, str]:
@@ -284,12 +285,11 @@ def _assemble(mesh: Mesh, stage: int, abstract_state: Any, leaves: dict[str, Lea
         if leaf.role == PARAMS:
             whole = NamedSharding(mesh, specs_lib.without(leaf.split, DATA))
             split = NamedSharding(mesh, leaf.split)
-            splits = STAGES[stage]
             placements[path] = gather.Placement(
                 stored=NamedSharding(mesh, leaf.spec),
                 used=whole,
-                grad=split if splits.grads else whole,
-                opt_state=split if splits.opt_state else whole,
+                grad=split if STAGES[stage].grads else whole,
+                opt_state=split if STAGES[stage].opt_state else whole,
                 padding=leaf.padding,
                 shape=_padded(leaf.shape, leaf.padding),
             )

@@ -1,0 +1,119 @@
+"""Stores moments in 8 bits a value and one float32 scale a block. This module is the code, inside a kernel and outside one.
+
+A block is BLOCK neighbours along the last dim of a weight, the last one ragged, and its scale is the largest magnitude in it (block-wise
+quantization: Dettmers et al., 8-bit optimizers via block-wise quantization, arXiv:2110.02861, section 2.1). As there, codes lie dense near
+zero, since moments of one block span many powers of ten. In place of the paper's table (dynamic tree quantization, section 2.2) a code is a
+power, which a kernel can form without a table:
+
+    mu (signed, int8):     x = scale * sign(code) * (|code| / 127)**2     the smallest is 6e-5 of the scale
+    nu (unsigned, uint8):  x = scale * (code / 255)**4                    the smallest is 2e-10 of the scale
+
+so that near the scale neighbours are 1.6% apart in both. nu is divided by, so what is above zero never becomes zero: its code is at
+least 1. Blocks are the paper's idea with 256 values in place of 2,048: they cost 1/64 byte a value and fit a row of a kernel's tile.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+BLOCK = 256
+_SIGNED, _UNSIGNED = 127.0, 255.0
+
+
+def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """Returns float32 values. The code's dtype, int8 or uint8, says which of the two codes it is.
+
+    Args:
+      codes: int8 or uint8 [..., BLOCK].
+      scales: float32 [...].
+    """
+    c = codes.astype(jnp.float32)
+    if codes.dtype == jnp.int8:
+        fraction = c * jnp.abs(c) * (1 / _SIGNED**2)
+    else:
+        squared = (c * (1 / _UNSIGNED)) * (c * (1 / _UNSIGNED))
+        fraction = squared * squared
+    return fraction * scales[..., None]
+
+
+def encode(x: jax.Array, scales: jax.Array, dtype: jnp.dtype, bits: jax.Array | None = None) -> jax.Array:
+    """Returns codes.
+
+    Args:
+      x: float32 [..., BLOCK], at most `scales` in magnitude.
+      scales: float32 [...].
+      dtype: int8 or uint8 (x is then not negative).
+      bits: uint32 [..., BLOCK] below 2**16: the code is one of the two neighbours and its value is x in the mean; None takes the nearer
+        code.
+    """
+    inverse = jnp.where(scales > 0, 1 / scales, 0.0)
+    r = jnp.minimum(jnp.abs(x) * inverse[..., None], 1.0)
+    is_signed = dtype == jnp.int8
+    levels = _SIGNED if is_signed else _UNSIGNED
+    place = levels * (jnp.sqrt(r) if is_signed else jnp.sqrt(jnp.sqrt(r)))
+    if bits is None:
+        code = jnp.floor(place + 0.5)
+    else:
+        low = jnp.floor(place)
+        below, above = (low * low, 2 * low + 1) if is_signed else (low**4, ((4 * low + 6) * low + 4) * low + 1)
+        chance = (r * levels ** (2 if is_signed else 4) - below) / above
+        code = low + (bits.astype(jnp.float32) * (1 / 65536) < chance).astype(jnp.float32)
+    code = jnp.minimum(code, levels)
+    code = jnp.where(x < 0, -code, code) if is_signed else jnp.where(x > 0, jnp.maximum(code, 1.0), code)
+    # Through int32: a direct cast of floats to uint8 is not defined alike on all backends.
+    return code.astype(jnp.int32).astype(dtype)
+
+
+def scales_of(x: jax.Array) -> jax.Array:
+    """Returns the scales, float32 [...], of x: float32 [..., BLOCK]."""
+    return jnp.max(jnp.abs(x), axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Views a local array [..., n] as [..., parts, part] where each part lies in one block.
+
+    A part is a block, and the last one is filled up with zeros. Where shards of the last dim end inside blocks (`joins` names the mesh axes
+    that split it), parts are shorter, every device holds the scales of whole rows, and devices tell each other the largest magnitudes
+    of their parts.
+    """
+
+    shape: tuple[int, ...]
+    joins: tuple[str, ...] = ()
+
+    @property
+    def part(self) -> int:
+        return math.gcd(self.shape[-1], BLOCK) if self.joins else BLOCK
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """Returns [..., parts, part] of [..., n]."""
+        parts = -(-self.shape[-1] // self.part)
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, parts * self.part - self.shape[-1])])
+        return x.reshape(*self.shape[:-1], parts, self.part)
+
+    def join(self, x: jax.Array) -> jax.Array:
+        """Undoes `split`."""
+        return x.reshape(*self.shape[:-1], -1)[..., : self.shape[-1]]
+
+    def scales_of(self, x: jax.Array) -> jax.Array:
+        """Returns the scale of each part's block."""
+        return self.local_scales(self.whole_scales(scales_of(x)))
+
+    def local_scales(self, scales: jax.Array) -> jax.Array:
+        """Returns the scales [..., parts] of this device's parts, from those of whole rows [..., blocks]."""
+        if not self.joins:
+            return scales
+        parts = self.shape[-1] // self.part
+        spread = jnp.repeat(scales, BLOCK // self.part, axis=-1)
+        return jax.lax.dynamic_slice_in_dim(spread, jax.lax.axis_index(self.joins) * parts, parts, axis=-1)
+
+    def whole_scales(self, largest: jax.Array) -> jax.Array:
+        """Returns the scales of whole rows [..., blocks], from the largest magnitude [..., parts] of this device's parts."""
+        if not self.joins:
+            return largest
+        row = jax.lax.all_gather(largest, self.joins, axis=largest.ndim - 1, tiled=True)
+        each = BLOCK // self.part
+        row = jnp.pad(row, [(0, 0)] * (row.ndim - 1) + [(0, -row.shape[-1] % each)])
+        return row.reshape(*row.shape[:-1], -1, each).max(axis=-1)

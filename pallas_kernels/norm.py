@@ -1,0 +1,90 @@
+"""Adds up the squares of gradients, each read once. This module holds that kernel and its twin.
+
+One pass gives the global norm and the verdict on overflow: a sum of squares is finite only where every gradient is.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels import tiles as tiles_lib
+from pallas_kernels.tiles import Launch
+
+LAUNCHES = {"pallas": Launch(elements=8192, num_warps=8, group_elements=4096), "interpret": tiles_lib.INTERPRETED}
+
+
+def sums_of_squares(
+    grads: Sequence[jax.Array], scale: Any, *, implementation: str = "jnp", launch: Launch | None = None
+) -> list[jax.Array]:
+    """Returns for each array the sum of (array * scale)**2, a float32 scalar.
+
+    Infinite or NaN where an element is, or where the sum exceeds float32 (a norm above 1.8e19).
+
+    Args:
+      grads: float32 or 16-bit arrays of any shape.
+      scale: a float32 scalar that multiplies each gradient first: the loss scale's inverse.
+      implementation: a key of IMPLEMENTATIONS.
+      launch: how to launch; None takes LAUNCHES.
+    """
+    scale = jnp.asarray(scale, jnp.float32)
+    return IMPLEMENTATIONS[implementation](grads, scale, launch or LAUNCHES.get(implementation))
+
+
+def sum_of_squares_ref(grad: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns the sum for one array: the kernel's twin."""
+    return jnp.sum(jnp.square(grad.astype(jnp.float32) * scale))
+
+
+def _by_twin(grads: Sequence[jax.Array], scale: jax.Array, _: Any) -> list[jax.Array]:
+    return [sum_of_squares_ref(grad, scale) for grad in grads]
+
+
+def _by_kernel(grads: Sequence[jax.Array], scale: jax.Array, launch: Launch, *, interpret: bool) -> list[jax.Array]:
+    sums = {n: sum_of_squares_ref(grad, scale) for n, grad in enumerate(grads) if not tiles_lib.fits(grad.size)}
+    rest = [number for number in range(len(grads)) if number not in sums]
+    for group in tiles_lib.groups([grads[number].size for number in rest], launch):
+        members = [rest[number] for number in group]
+        sums.update(zip(members, _launch([grads[n] for n in members], scale, launch=launch, interpret=interpret)))
+    return [sums[number] for number in range(len(grads))]
+
+
+@functools.partial(jax.jit, static_argnames=("launch", "interpret"))
+def _launch(grads: Sequence[jax.Array], scale: jax.Array, *, launch: Launch, interpret: bool) -> list[jax.Array]:
+    """Runs the kernel over a group of arrays: each program writes the sum of its tile."""
+    elements = launch.elements if len(grads) == 1 else launch.group_elements
+    tiles = [tiles_lib.flat(grad.size, elements) for grad in grads]
+    counts = [tile.programs for tile in tiles]
+
+    def kernel(scale_ref: Any, *refs: Any) -> None:
+        def work(number: int, program: jax.Array, masked: bool) -> None:
+            place, _, rows, cols = tiles[number].at(program)
+            ref = refs[number]
+            mask = tiles[number].mask(rows, cols) if masked else None
+            grad = pltriton.load(ref.at[place], mask=mask, other=jnp.zeros((), ref.dtype) if masked else None)
+            first = sum(counts[:number])
+            refs[-1][first + program] = jnp.sum(jnp.square(grad.astype(jnp.float32) * scale_ref[0]))
+
+        tiles_lib.run(tiles, work)
+
+    partial = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((sum(counts),), jnp.float32),
+        grid=(sum(counts),),
+        compiler_params=launch.params,
+        interpret=interpret,
+        name="sum_of_squares",
+    )(scale[None], *[grad.reshape(1, -1) for grad in grads])
+    stops = [sum(counts[: number + 1]) for number in range(len(counts))]
+    return [jnp.sum(partial[stop - count : stop]) for stop, count in zip(stops, counts)]
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., list[jax.Array]]] = {
+    "jnp": _by_twin,
+    "pallas": functools.partial(_by_kernel, interpret=False),
+    "interpret": functools.partial(_by_kernel, interpret=True),
+}

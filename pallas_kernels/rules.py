@@ -1,0 +1,164 @@
+"""States the arithmetic of an optimizer's update. This module is shared by the kernel and its twin; all of it is float32.
+
+    adam    m = b1 m + (1 - b1) g            v = b2 v + (1 - b2) g^2
+            p = p - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + wd p)      decoupled decay: AdamW, arXiv:1711.05101
+            with coupled decay g + wd p takes g's place, and the last term goes    Adam with L2, arXiv:1412.6980
+    lion    p = p - lr (sign(b1 m + (1 - b1) g) + wd p)      m = b2 m + (1 - b2) g      arXiv:2302.06675, Algorithm 2
+
+where g is the stored gradient times `scale`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import blockwise, rounding
+
+
+class Scalars(NamedTuple):
+    """What an update needs beside the arrays: float32 scalars.
+
+    Attributes:
+      scale: multiplies gradients: the loss scale's inverse times the clip factor.
+      finite: above 0 where the step is taken.
+      learning_rate, weight_decay, b1, b2, eps: as in the equations.
+      rest1, rest2: 1 - b1 and 1 - b2, formed in higher precision.
+      correct1, correct2: 1 / (1 - b1^t) and 1 / (1 - b2^t).
+    """
+
+    scale: Any
+    finite: Any
+    learning_rate: Any
+    weight_decay: Any
+    b1: Any
+    rest1: Any
+    b2: Any
+    rest2: Any
+    eps: Any
+    correct1: Any
+    correct2: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Which update, known when it is traced.
+
+    Attributes:
+      name: a key of RULES.
+      decoupled: weight decay acts on the weight, and not through the gradient.
+      stochastic: what is stored in fewer bits than 32 is rounded stochastically.
+      skips: looks at `Scalars.finite`.
+      changes: returns what to add to the params, in float32, and not the new params.
+      copy_dtype: the dtype of a copy of the new params; None writes none.
+    """
+
+    name: str
+    decoupled: bool = True
+    stochastic: bool = False
+    skips: bool = False
+    changes: bool = False
+    copy_dtype: Any = None
+
+
+class Leaf(NamedTuple):
+    """The arrays of one weight, all of one shape. A moment is an array, or (codes, scales): see blockwise. Lion has no nu."""
+
+    grad: Any
+    param: Any
+    mu: Any
+    nu: Any = None
+
+
+class Updated(NamedTuple):
+    """What an update returns for one weight: `param` is the new one, or the change."""
+
+    param: Any
+    mu: Any
+    nu: Any = None
+    copy: Any = None
+
+
+def advance(
+    rule: Rule,
+    scalars: Scalars,
+    decays: bool,
+    leaf: Leaf,
+    noise: tuple[jax.Array, ...] | None,
+    scales_of: Callable[[jax.Array], jax.Array] = blockwise.scales_of,
+) -> Updated:
+    """Updates one block of elements.
+
+    Args:
+      rule: which update.
+      scalars: see `Scalars`.
+      decays: whether this weight takes weight decay.
+      leaf: arrays [...], or [..., BLOCK] with scales [...] where moments are in 8 bits.
+      noise: three draws of 16 bits for each element, where the rule is stochastic.
+      scales_of: the largest magnitude of a block; a caller that holds parts of blocks joins them here.
+    """
+    noise = noise if rule.stochastic else None
+    draws: tuple = noise or (None, None, None)
+    old = leaf.param.astype(jnp.float32)
+    moments = [_read(leaf.mu), None if leaf.nu is None else _read(leaf.nu)]
+    grad = leaf.grad.astype(jnp.float32) * scalars.scale
+    change, mu, nu = RULES[rule.name](scalars, rule.decoupled, decays, grad, old, *moments)
+    param = _round(old + change, leaf.param.dtype, draws[0])
+    updated = Updated(
+        param,
+        _write(mu, leaf.mu, draws[1], scales_of),
+        None if nu is None else _write(nu, leaf.nu, draws[2], scales_of),
+    )
+    if rule.skips:
+        taken = scalars.finite > 0
+        before = Updated(leaf.param, leaf.mu, leaf.nu)
+        updated = jax.tree.map(lambda new, kept: jnp.where(taken, new, kept), updated, before)
+        change = jnp.where(taken, change, 0.0)
+    if rule.copy_dtype is not None:
+        updated = updated._replace(copy=updated.param.astype(rule.copy_dtype))
+    if rule.changes:
+        rounds = noise is not None and leaf.param.dtype == jnp.bfloat16
+        updated = updated._replace(param=updated.param.astype(jnp.float32) - old if rounds else change)
+    return updated
+
+
+def _adam(s: Scalars, decoupled: bool, decays: bool, g: Any, p: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
+    if decays and not decoupled:
+        g = g + s.weight_decay * p
+    m = s.b1 * m + s.rest1 * g
+    v = s.b2 * v + s.rest2 * (g * g)
+    direction = (m * s.correct1) / (jnp.sqrt(v * s.correct2) + s.eps)
+    if decays and decoupled:
+        direction = direction + s.weight_decay * p
+    return -s.learning_rate * direction, m, v
+
+
+def _lion(s: Scalars, decoupled: bool, decays: bool, g: Any, p: Any, m: Any, _: Any) -> tuple[Any, Any, None]:
+    if decays and not decoupled:
+        g = g + s.weight_decay * p
+    direction = jnp.sign(s.b1 * m + s.rest1 * g)
+    if decays and decoupled:
+        direction = direction + s.weight_decay * p
+    return -s.learning_rate * direction, s.b2 * m + s.rest2 * g, None
+
+
+RULES: dict[str, Callable[..., tuple[Any, Any, Any]]] = {"adam": _adam, "lion": _lion}
+
+
+def _read(stored: Any) -> jax.Array:
+    return blockwise.decode(*stored) if isinstance(stored, tuple) else stored.astype(jnp.float32)
+
+
+def _write(x: jax.Array, like: Any, bits: jax.Array | None, scales_of: Callable[[jax.Array], jax.Array]) -> Any:
+    if isinstance(like, tuple):
+        scales = scales_of(x)
+        return blockwise.encode(x, scales, like[0].dtype, bits), scales
+    return _round(x, like.dtype, bits)
+
+
+def _round(x: jax.Array, dtype: Any, bits: jax.Array | None) -> jax.Array:
+    if bits is not None and dtype == jnp.bfloat16:
+        return rounding.stochastic_round(x, bits)
+    return x.astype(dtype)

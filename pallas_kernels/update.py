@@ -1,0 +1,278 @@
+"""Updates weights and moments in one pass, in place. This module holds the kernel, its twin, and how leaves are shared out among launches.
+
+A kernel reads gradient, weight and moments of a tile once, and writes weight, moments and the 16-bit copy over the old ones.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels import blockwise, rounding
+from pallas_kernels import tiles as tiles_lib
+from pallas_kernels.rules import Leaf, Rule, Scalars, Updated, advance
+from pallas_kernels.tiles import Launch, Tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What is known of a leaf when it is traced.
+
+    Attributes:
+      decays: it takes weight decay.
+      splits: how an index in the local array becomes one in the whole array, last dim first: for each dim that is split, the elements
+        of one local run along it, and the number of parts.
+      joins: mesh axes over which blocks of 8-bit moments are shared between devices; empty where each lies on one.
+    """
+
+    decays: bool = False
+    splits: tuple[tuple[int, int], ...] = ()
+    joins: tuple[str, ...] = ()
+
+
+LAUNCHES = {"pallas": Launch(), "interpret": tiles_lib.INTERPRETED}
+
+
+def update_leaves(
+    rule: Rule,
+    leaves: Sequence[Leaf],
+    places: Sequence[Place],
+    scalars: Scalars,
+    seeds: Sequence[jax.Array],
+    *,
+    implementation: str = "jnp",
+    launch: Launch | None = None,
+) -> list[Updated]:
+    """Updates every leaf (see rules for the equations).
+
+    Args:
+      rule: which update.
+      leaves: for each weight the gradient (float32 or 16-bit), the weight, and its moments; of one shape, any shape.
+      places: one for each leaf.
+      scalars: float32 scalars.
+      seeds: for each leaf uint32[1 + splits]: the seed of its random bits, then this device's place along each split dim.
+      implementation: a key of IMPLEMENTATIONS.
+      launch: how to launch; None takes LAUNCHES.
+
+    Returns:
+      For each leaf the new arrays. Under jit with donated inputs they take the old ones' memory.
+    """
+    scalars = Scalars(*[jnp.asarray(s, jnp.float32) for s in scalars])
+    return IMPLEMENTATIONS[implementation](rule, leaves, places, scalars, seeds, launch or LAUNCHES.get(implementation))
+
+
+def _update_by_twin(
+    rule: Rule, leaves: Sequence[Leaf], places: Sequence[Place], scalars: Scalars, seeds: Sequence[jax.Array], _: Any
+) -> list[Updated]:
+    return [update_ref(rule, scalars, place, leaf, seed) for leaf, place, seed in zip(leaves, places, seeds)]
+
+
+def update_ref(rule: Rule, scalars: Scalars, place: Place, leaf: Leaf, seed: jax.Array) -> Updated:
+    """Updates one leaf in plain jnp: the kernel's twin."""
+    shape = leaf.param.shape
+    noise = None
+    if rule.stochastic:
+        index = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+        noise = _noise(index, place, [seed[i] for i in range(1 + len(place.splits))])
+    if not isinstance(leaf.mu, tuple):
+        return advance(rule, scalars, place.decays, leaf, noise)
+    blocks = blockwise.Blocks(shape, place.joins)
+
+    def split(stored: Any) -> Any:
+        return (
+            (blocks.split(stored[0]), blocks.local_scales(stored[1]))
+            if isinstance(stored, tuple)
+            else blocks.split(stored)
+        )
+
+    split_leaf = Leaf(*[None if part is None else split(part) for part in leaf])
+    noise = None if noise is None else tuple(blocks.split(bits) for bits in noise)
+    done = advance(rule, scalars, place.decays, split_leaf, noise, blocks.scales_of)
+
+    def join(stored: Any) -> Any:
+        return (
+            (blocks.join(stored[0]), blocks.whole_scales(stored[1]))
+            if isinstance(stored, tuple)
+            else blocks.join(stored)
+        )
+
+    return Updated(*[None if part is None else join(part) for part in done])
+
+
+def _noise(index: jax.Array, place: Place, words: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Returns random bits for elements of a shard, the same as for these elements in the whole array."""
+    seed, *positions = words
+    for (run, ways), position in zip(place.splits, positions):
+        outer, inner = index // jnp.uint32(run), index % jnp.uint32(run)
+        index = (outer * jnp.uint32(ways) + position) * jnp.uint32(run) + inner
+    return rounding.noise(index, seed)
+
+
+def _update_by_kernel(
+    rule: Rule,
+    leaves: Sequence[Leaf],
+    places: Sequence[Place],
+    scalars: Scalars,
+    seeds: Sequence[jax.Array],
+    launch: Launch,
+    *,
+    interpret: bool,
+) -> list[Updated]:
+    by_kernel = [n for n, leaf in enumerate(leaves) if tiles_lib.fits(leaf.param.size) and not places[n].joins]
+    results: dict[int, Updated] = {}
+    for group in tiles_lib.groups([leaves[number].param.size for number in by_kernel], launch):
+        members = [by_kernel[number] for number in group]
+        done = _launch(
+            rule,
+            [leaves[number] for number in members],
+            tuple(places[number] for number in members),
+            jnp.stack(scalars),
+            jnp.concatenate([seeds[number] for number in members]) if rule.stochastic else None,
+            launch=launch,
+            interpret=interpret,
+        )
+        results.update(zip(members, done))
+    for n in set(range(len(leaves))) - set(by_kernel):
+        results[n] = update_ref(rule, scalars, places[n], leaves[n], seeds[n])
+    return [results[number] for number in range(len(leaves))]
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "places", "launch", "interpret"))
+def _launch(
+    rule: Rule,
+    leaves: Sequence[Leaf],
+    places: tuple[Place, ...],
+    scalars: jax.Array,
+    seeds: jax.Array | None,
+    *,
+    launch: Launch,
+    interpret: bool,
+) -> list[Updated]:
+    """Runs the kernel over a group of leaves."""
+    elements = launch.elements if len(leaves) == 1 else launch.group_elements
+    tiles = tuple(
+        tiles_lib.in_blocks(leaf.param.shape, elements)
+        if isinstance(leaf.mu, tuple)
+        else tiles_lib.flat(leaf.param.size, elements)
+        for leaf in leaves
+    )
+
+    def view(leaf: Leaf, tile: Tiles) -> Leaf:
+        shapes = ((tile.rows, tile.cols), (tile.rows, tile.across))
+        return jax.tree.map(lambda x: x.reshape(shapes[x.shape != leaf.param.shape]), leaf)
+
+    inputs = [view(leaf, tile) for leaf, tile in zip(leaves, tiles)]
+    outputs = [_output(rule, leaf) for leaf in inputs]
+    kept = [Leaf(None, None if rule.changes else leaf.param, leaf.mu, leaf.nu) for leaf in inputs]
+    aliases = _aliases((scalars, seeds, inputs), outputs, kept)
+    call = pl.pallas_call(
+        functools.partial(_kernel, rule, places, tiles, (scalars, seeds, inputs), outputs),
+        out_shape=jax.tree.leaves(outputs),
+        grid=(sum(tile.programs for tile in tiles),),
+        input_output_aliases=aliases,
+        compiler_params=launch.params,
+        interpret=interpret,
+        name=f"{rule.name}_update",
+    )
+    done = jax.tree.unflatten(jax.tree.structure(outputs), call(*jax.tree.leaves((scalars, seeds, inputs))))
+    return [_shaped(updated, leaf) for updated, leaf in zip(done, leaves)]
+
+
+def _output(rule: Rule, leaf: Leaf) -> Updated:
+    """Returns the shapes and dtypes of what the kernel writes for a leaf."""
+    like = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
+    shape = leaf.param.shape
+    copy = None if rule.copy_dtype is None else jax.ShapeDtypeStruct(shape, rule.copy_dtype)
+    param = jax.ShapeDtypeStruct(shape, jnp.float32) if rule.changes else like(leaf.param)
+    return Updated(param, like(leaf.mu), like(leaf.nu), copy)
+
+
+def _shaped(updated: Updated, leaf: Leaf) -> Updated:
+    """Gives results the shapes of the arrays that they follow."""
+    like = Updated(leaf.param, leaf.mu, leaf.nu, None if updated.copy is None else leaf.param)
+    return jax.tree.map(lambda x, old: x.reshape(old.shape), updated, like)
+
+
+def _aliases(arguments: Any, outputs: list[Updated], kept: list[Leaf]) -> dict[int, int]:
+    """Returns which results take which argument's memory, by number."""
+    inside = {id(x): number for number, x in enumerate(jax.tree.leaves(arguments))}
+    olds = [Updated(leaf.param, leaf.mu, leaf.nu, updated.copy and None) for leaf, updated in zip(kept, outputs)]
+    aliases, number = {}, 0
+    for old, updated in zip(olds, outputs):
+        for source, target in zip(old, updated):
+            for place in range(len(jax.tree.leaves(target))):
+                if source is not None:
+                    aliases[inside[id(jax.tree.leaves(source)[place])]] = number
+                number += 1
+    return aliases
+
+
+def _kernel(
+    rule: Rule, places: tuple[Place, ...], tiles: tuple[Tiles, ...], arguments: Any, outputs: Any, *refs: Any
+) -> None:
+    """Each program finds its leaf and its tile, and updates it."""
+    counts = len(jax.tree.leaves(arguments))
+    scalars_ref, seeds_ref, inputs = jax.tree.unflatten(jax.tree.structure(arguments), refs[:counts])
+    results = jax.tree.unflatten(jax.tree.structure(outputs), refs[counts:])
+    words = [sum(1 + len(place.splits) for place in places[:number]) for number in range(len(places))]
+
+    def work(number: int, program: jax.Array, masked: bool) -> None:
+        seed = (
+            None if seeds_ref is None else [seeds_ref[words[number] + i] for i in range(1 + len(places[number].splits))]
+        )
+        scalars = Scalars(*[scalars_ref[field] for field in range(len(Scalars._fields))])
+        _update_tile(
+            rule, scalars, places[number], tiles[number], seed, inputs[number], results[number], program, masked
+        )
+
+    tiles_lib.run(tiles, work)
+
+
+def _update_tile(
+    rule: Rule,
+    scalars: Scalars,
+    place: Place,
+    tile: Tiles,
+    seed: Any,
+    leaf: Leaf,
+    result: Updated,
+    program: jax.Array,
+    masked: bool,
+) -> None:
+    """Reads, updates and writes one tile of one leaf."""
+    elements, scales, rows, cols = tile.at(program)
+    mask = tile.mask(rows, cols) if masked else None
+    row_mask = rows[:, 0] < tile.rows if masked else None
+
+    def load(part: Any) -> Any:
+        if isinstance(part, tuple):
+            return load(part[0]), pltriton.load(part[1].at[scales], mask=row_mask, other=0.0 if masked else None)
+        return pltriton.load(part.at[elements], mask=mask, other=jnp.zeros((), part.dtype) if masked else None)
+
+    def store(part: Any, values: Any) -> None:
+        if isinstance(part, tuple):
+            store(part[0], values[0])
+            pltriton.store(part[1].at[scales], values[1], mask=row_mask)
+        elif part is not None:
+            pltriton.store(part.at[elements], values, mask=mask)
+
+    noise = None
+    if rule.stochastic:
+        index = (rows * tile.cols + cols).astype(jnp.uint32)
+        noise = _noise(index, place, seed)
+    done = advance(rule, scalars, place.decays, Leaf(*[None if p is None else load(p) for p in leaf]), noise)
+    for part, values in zip(result, done):
+        store(part, values)
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., list[Updated]]] = {
+    "jnp": _update_by_twin,
+    "pallas": functools.partial(_update_by_kernel, interpret=False),
+    "interpret": functools.partial(_update_by_kernel, interpret=True),
+}

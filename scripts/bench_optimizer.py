@@ -1,0 +1,286 @@
+"""Measures the fused optimizers on one GPU: right first, then fast. Figures and what follows from them: docs/benchmarks/optimizer.md.
+
+    python scripts/bench_optimizer.py --out runs/optimizer
+
+Writes optimizer.json there and prints a table. Times are medians of batches of steps, inputs donated, so that steps are in place.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from pallas_kernels import norm, tiles, update
+from zerojax import fused
+
+LEAF = (8192, 8192)
+BATCHES, STEPS = 15, 5
+RAGGED = {
+    "a": (1,),
+    "b": (255,),
+    "c": (1_000_003,),
+    "d": (63, 257),
+    "e": (128, 1024),
+    "f": (3, 5, 300),
+    "g": (1030, 2049),
+}
+RATE, DECAY = 1e-2, 0.1
+HYPER = {"b1": 0.9, "b2": 0.95, "weight_decay": DECAY}
+# (params, moments) -> largest root mean square error of params after 20 steps, in units of the distance that they moved.
+POLICIES = {
+    ("float32", "fp32"): 3e-6,
+    ("float32", "bf16"): 0.01,
+    ("float32", "int8"): 0.04,
+    ("bfloat16", "fp32"): 0.1,
+    ("bfloat16", "bf16"): 0.1,
+    ("bfloat16", "int8"): 0.1,
+}
+LAUNCHES = [(1024, 4), (2048, 4), (2048, 8), (4096, 8)]
+
+
+def check_right(implementation: str) -> list[dict]:
+    """Compares 20 steps over ragged shapes with float64 numpy, for every policy, then a step that is skipped, and the norm."""
+    rng = np.random.default_rng(0)
+    start = {k: rng.standard_normal(s).astype(np.float32) for k, s in RAGGED.items()}
+    slopes = {k: rng.standard_normal(s).astype(np.float32) for k, s in RAGGED.items()}
+    grads = [{k: jnp.asarray(2 * g * factor) for k, g in slopes.items()} for factor in (1, 2, 3)]
+    bad = {k: jnp.asarray(g).reshape(-1).at[-1].set(jnp.inf).reshape(g.shape) for k, g in slopes.items()}
+    rows = []
+    for name in ("adamw", "lion"):
+        expected = in_float64(name, start, slopes)
+        for (dtype, moments), allowed in POLICIES.items():
+            rounds = (dtype, moments) != ("float32", "fp32")
+            tx = make(name, moments, implementation, rounds)
+            step = jax.jit(functools.partial(tx.apply, scale=0.5))
+            params = {k: jnp.asarray(p, dtype) for k, p in start.items()}
+            state = tx.init(params)
+            for n in range(20):
+                params, state, _ = step(grads[n % 3], state, params, finite=True)
+            wrong = sum(np.sum((np.asarray(params[k], np.float64) - expected[k]) ** 2) for k in start)
+            error = float(np.sqrt(wrong / sum(np.sum((expected[k] - start[k]) ** 2) for k in start)))
+            kept = step(bad, state, params, finite=False)[:2]
+            same = all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (kept, (params, state)))))
+            rows.append({"what": f"{name} {dtype} {moments}", "implementation": implementation, "error": error})
+            rows[-1] |= {"allowed": allowed, "skips": same, "is_right": bool(error <= allowed and same)}
+    total = np.sqrt(sum(np.sum(np.asarray(g, np.float64) ** 2) for g in slopes.values()))
+    found, finite = jax.jit(functools.partial(fused.global_norm_and_finite, implementation=implementation))(slopes)
+    refused = fused.global_norm_and_finite(bad, implementation=implementation)[1]
+    error = abs(float(found) / total - 1)
+    is_right = bool(error < 1e-6 and finite and not refused)
+    return [
+        *rows,
+        {"what": "norm", "implementation": implementation, "error": error, "allowed": 1e-6, "is_right": is_right},
+    ]
+
+
+def in_float64(name: str, start: dict, slopes: dict) -> dict:
+    """Returns params after 20 steps of the equations."""
+    b1, b2, found = HYPER["b1"], HYPER["b2"], {}
+    for k, slope in slopes.items():
+        p, m, v = start[k].astype(np.float64), 0.0, 0.0
+        for n in range(20):
+            g = slope.astype(np.float64) * (n % 3 + 1)
+            if name == "lion":
+                p, m = p - RATE * (np.sign(b1 * m + (1 - b1) * g) + DECAY * p), b2 * m + (1 - b2) * g
+                continue
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+            direction = m / (1 - b1 ** (n + 1)) / (np.sqrt(v / (1 - b2 ** (n + 1))) + 1e-8)
+            p = p - RATE * (direction + DECAY * p)
+        found[k] = p
+    return found
+
+
+def make(name: str, moments: str, implementation: str, rounds: bool) -> fused.Fused:
+    maker = fused.fused_adamw if name == "adamw" else fused.fused_lion
+    return maker(RATE, **HYPER, moments=moments, stochastic_rounding=rounds, implementation=implementation)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def normal(count: int, shape: tuple, dtype: str) -> list:
+    return [jax.random.normal(jax.random.key(n), shape, jnp.float32).astype(dtype) for n in range(count)]
+
+
+def clock(step, *carry, steps: int = STEPS, batches: int = BATCHES) -> float:
+    """Returns the median seconds of carry = step(*carry)."""
+    for _ in range(2):
+        carry = jax.block_until_ready(step(*carry))
+    times = []
+    for _ in range(batches):
+        began = time.perf_counter()
+        for _ in range(steps):
+            carry = step(*carry)
+        jax.block_until_ready(carry)
+        times.append((time.perf_counter() - began) / steps)
+    return statistics.median(times)
+
+
+def time_copy() -> dict:
+    """Returns the bytes/s of two ways to copy 4 GiB."""
+    x = normal(1, (2**30,), "float32")[0]
+    ways = {"copy": jnp.copy, "negate": lambda x: -x}
+    best = {}
+    for name, way in ways.items():
+        best[name] = 2 * x.nbytes / clock(lambda y, way=jax.jit(way): (way(x),), x)
+    return best
+
+
+def time_update(tx, dtype: str, grad_dtype: str, leaves: int, copies: bool, clips: bool = False) -> tuple[float, float]:
+    """Returns (seconds of a step, bytes that it must move)."""
+    params, grads = normal(leaves, LEAF, dtype), normal(leaves, LEAF, grad_dtype)
+    is_fused = isinstance(tx, fused.Fused)
+    step = functools.partial(fused_step, tx, copies, clips) if is_fused else functools.partial(optax_step, tx)
+    state = jax.jit(tx.init)(params)
+    moved = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves((params, state)))
+    moved += sum(leaf.nbytes for leaf in grads) * (2 if clips else 1) + copies * 2 * leaves * LEAF[0] * LEAF[1]
+    jitted = jax.jit(step, donate_argnums=(0, 1, 2))
+    shadows = [p.astype(jnp.bfloat16) for p in params] if copies else None
+    return clock(lambda p, s, c: jitted(p, s, c, grads), params, state, shadows), moved
+
+
+def fused_step(tx, copies: bool, clips: bool, params, state, _, grads):
+    scale, finite = jnp.float32(0.5), jnp.isfinite(state.count.astype(jnp.float32))
+    if clips:
+        implementation = tx.apply.args[0].implementation
+        size, finite = fused.global_norm_and_finite(grads, 1.0, implementation=implementation)
+        scale = jnp.minimum(1.0, 1.0 / size)
+    how = {"copy_dtype": jnp.bfloat16} if copies else {}
+    return tx.apply(grads, state, params, scale=scale, finite=finite, **how)
+
+
+def optax_step(tx, params, state, _, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, None
+
+
+def time_norms(leaves: int) -> list[dict]:
+    grads = normal(leaves, LEAF, "float32")
+    rows = []
+    for elements, warps in (("jnp", 0), (4096, 4), (8192, 8), (16384, 8)):
+        implementation = "jnp" if elements == "jnp" else "pallas"
+        if warps:
+            norm.LAUNCHES["pallas"] = tiles.Launch(elements=elements, num_warps=warps, group_elements=4096)
+        add_up = jax.jit(functools.partial(norm.sums_of_squares, implementation=implementation))
+        seconds = clock(lambda _, add_up=add_up: (add_up(grads, 1.0),), None)
+        rows.append(row("norm, fp32 gradients", f"{implementation} {elements}/{warps}", seconds, 4 * leaves * 2**26))
+    norm.LAUNCHES["pallas"] = tiles.Launch(elements=8192, num_warps=8, group_elements=4096)
+    return rows
+
+
+def time_many_leaves() -> list[dict]:
+    """Times 400 leaves of 4,096 elements beside one leaf of their size, 50 steps in one program so that the host's work is left out."""
+    rows = []
+    settings = [(1, (1600, 1024), "jnp", 0), (1, (1600, 1024), "pallas", 32)]
+    settings += [(400, (4, 1024), "jnp", 0), (400, (4, 1024), "pallas", 32), (400, (4, 1024), "pallas", 16)]
+    settings += [(400, (4, 1024), "pallas", 50)]
+    for count, shape, implementation, group in settings:
+        what = f"{count} x {shape[0] * shape[1]:,}"
+        update.LAUNCHES["pallas"] = tiles.Launch(group=group or 1)
+        tx = make("adamw", "fp32", implementation, False)
+        params, grads = normal(count, shape, "float32"), normal(count, shape, "bfloat16")
+        shadows = [p.astype(jnp.bfloat16) for p in params]
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def run(carry, grads, tx=tx):
+            return jax.lax.fori_loop(0, 50, lambda _, c: fused_step(tx, True, False, *c, grads), carry)
+
+        began = time.perf_counter()
+        program = run.lower((params, tx.init(params), shadows), grads).compile()
+        compiling = time.perf_counter() - began
+        seconds = clock(lambda *c, run=program, g=grads: run(c, g), params, tx.init(params), shadows, steps=1) / 50
+        rows.append(row(what, f"{implementation} {group or ''}", seconds, 28 * 400 * 4096) | {"compile_s": compiling})
+    return rows
+
+
+def row(what: str, how: str, seconds: float, moved: float) -> dict:
+    return {"what": what, "how": how, "ms": seconds * 1e3, "bytes": moved, "bytes_per_s": moved / seconds}
+
+
+def cases() -> list[tuple]:
+    """Returns (what, how, optimizer, params, gradients, leaves, copies, clips, launch)."""
+    found = []
+
+    def add(
+        what,
+        name,
+        moments,
+        rounds,
+        dtype="float32",
+        grads="bfloat16",
+        leaves=16,
+        copies=True,
+        clips=False,
+        tries=(None,),
+    ):
+        for implementation in ("jnp", "pallas"):
+            for launch in tries if implementation == "pallas" else (None,):
+                how = implementation + ("" if launch is None else " {}/{}".format(*launch))
+                tx = make(name, moments, implementation, rounds)
+                found.append((what, how, tx, dtype, grads, leaves, copies, clips, launch))
+
+    add("adamw fp32", "adamw", "fp32", False, tries=LAUNCHES)
+    add(
+        "clip + adamw, fp32 gradients, 0.54e9",
+        "adamw",
+        "fp32",
+        False,
+        grads="float32",
+        leaves=8,
+        copies=False,
+        clips=True,
+        tries=LAUNCHES[1:3],
+    )
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE, **HYPER))
+    found.append(("clip + adamw, fp32 gradients, 0.54e9", "optax", clipped, "float32", "float32", 8, False, True, None))
+    add("adamw bf16 moments", "adamw", "bf16", True, tries=LAUNCHES[1:])
+    add("adamw int8 moments", "adamw", "int8", True, tries=LAUNCHES)
+    add("adamw bf16 weights, bf16 moments", "adamw", "bf16", True, dtype="bfloat16", copies=False, tries=LAUNCHES[1:])
+    add("adamw bf16 weights, int8 moments", "adamw", "int8", True, dtype="bfloat16", copies=False, tries=LAUNCHES[1:])
+    add("lion fp32", "lion", "fp32", False, tries=LAUNCHES[1:3])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="runs/optimizer")
+    parser.add_argument("--seconds", type=float, default=100, help="start no case after this long")
+    args = parser.parse_args()
+    began = time.monotonic()
+    out = pathlib.Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    copies = time_copy()
+    report = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "copy_bytes_per_s": copies, "rows": []}
+
+    def save(rows: list[dict], part: str = "rows") -> None:
+        report.setdefault(part, []).extend(rows)
+        (out / "optimizer.json").write_text(json.dumps(report, indent=1))
+        print(f"{time.monotonic() - began:5.0f} s", rows[-1]["what"], rows[-1].get("how", ""))
+
+    for what, how, tx, dtype, grads, leaves, kept, clips, launch in cases():
+        if time.monotonic() - began > args.seconds:
+            print("out of time before", what, how)
+            break
+        update.LAUNCHES["pallas"] = tiles.Launch(*(launch or ()))
+        save([row(what, how, *time_update(tx, dtype, grads, leaves, kept, clips))])
+    update.LAUNCHES["pallas"] = tiles.Launch()
+    for part in (functools.partial(time_norms, 8), time_many_leaves):
+        save(part())
+    for implementation in ("pallas", "jnp"):
+        save(check_right(implementation), "right")
+    print(json.dumps(copies), [r for r in report["right"] if not r["is_right"]] or "all right")
+    for r in report["rows"]:
+        share = r["bytes_per_s"] / max(copies.values())
+        print(
+            f"{r['what']:38} {r['how']:14} {r['ms']:8.3f} ms {r['bytes_per_s'] / 1e12:6.3f} TB/s {share:6.1%} of copy",
+            r.get("compile_s", ""),
+        )
+
+
+if __name__ == "__main__":
+    main()
