@@ -57,7 +57,7 @@ def value_and_grad(
 
         gradients = accumulate.value_and_grad(of_sinks, passes)
         (loss, aux), (grads, tokens) = gradients((sinks, chain.no_tokens()), batch, _with_own_keys(state))
-        loss = loss + tokens.start + tokens.end  # zeros; what nothing reads, the compiler drops, and with it the order
+        grads = _read(tokens, grads)
         grads = tree.map_with_path(lambda path, grad: gather.reduce_rest(grad, find(path, None), reduction), grads)
         return (jax.lax.psum(loss, mesh_lib.BATCH_AXES), jax.tree.map(_average, aux)), grads
 
@@ -174,6 +174,14 @@ def _with_own_keys(state: Any) -> Any:
         return jax.random.fold_in(leaf, number) if is_key and leaf.ndim == 0 else leaf
 
     return jax.tree.map(fold, state)
+
+
+def _read(tokens: chain.Tokens, grads: Any) -> Any:
+    """Adds the tokens' zeros to the smallest gradient: what nothing reads, the compiler drops, and with it the order."""
+    leaves, structure = jax.tree.flatten(grads)
+    smallest = min(range(len(leaves)), key=lambda number: leaves[number].size)
+    leaves[smallest] += tokens.start + tokens.end
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _average(leaf: Any) -> jax.Array:
