@@ -58,8 +58,9 @@ def encode(x: jax.Array, scales: jax.Array, dtype: jnp.dtype, bits: jax.Array | 
     else:
         low = jnp.floor(place)
         below, above = (low * low, 2 * low + 1) if is_signed else (low**4, ((4 * low + 6) * low + 4) * low + 1)
-        chance = (r * levels ** (2 if is_signed else 4) - below) / above
-        code = low + (bits.astype(jnp.float32) * (1 / 65536) < chance).astype(jnp.float32)
+        # above * (a number in [0, 1)) < what r lies above `below`: a division of the two would be the kernel's dearest step
+        is_up = bits.astype(jnp.float32) * (above * (1 / 65536)) < r * levels ** (2 if is_signed else 4) - below
+        code = low + is_up.astype(jnp.float32)
     code = jnp.minimum(code, levels)
     code = jnp.where(x < 0, -code, code) if is_signed else jnp.where(x > 0, jnp.maximum(code, 1.0), code)
     # Through int32: a direct cast of floats to uint8 is not defined alike on all backends.

@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import tiles as tiles_lib
 from pallas_kernels.tiles import Launch
 
-LAUNCHES = {"pallas": Launch(elements=8192, num_warps=8, group_elements=4096), "interpret": tiles_lib.INTERPRETED}
+LAUNCHES = {"pallas": Launch(), "interpret": tiles_lib.INTERPRETED}
 
 
 def sums_of_squares(

@@ -34,7 +34,7 @@ def noise(index: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array, jax.
       index: uint32 of any shape, the element's index in the whole array, modulo 2**32.
       seed: uint32, one for each array and step.
     """
-    first = mix(mix(index) ^ seed)
+    first = mix(index ^ seed)
     second = mix(first + _u32(GOLDEN))
     low = _u32(0xFFFF)
     return first & low, first >> _u32(16), second & low

@@ -62,3 +62,23 @@ def test_kernels_write_over_what_they_read_and_few_launches_serve_many_leaves(mo
     assert memory.temp_size_in_bytes < SPARE
     calls = program.as_text().count("__gpu$xla.gpu.triton")
     assert calls == 4, calls  # norm and update, each of the large leaf and of the group
+
+
+@pytest.mark.parametrize(
+    ("how", "is_kernel"),
+    [
+        ({}, False),
+        ({"moments": "bf16"}, False),
+        ({"moments": "bf16", "stochastic_rounding": True}, True),
+        ({"moments": "int8"}, True),
+        ({"moments": "int8", "implementation": "jnp"}, False),
+    ],
+)
+def test_by_default_a_kernel_runs_where_it_is_faster_on_a_gpu(how, is_kernel):
+    for devices, is_gpu in ((compile_only.devices(), True), (jax.devices(), False)):
+        params = {"w": jax.ShapeDtypeStruct((64, 512), jnp.float32)}
+        tx = fused.fused_adamw(1e-3, **how)
+        shardings = {"w": NamedSharding(zerojax.make_mesh(devices=devices), P("data"))}
+        state = jax.eval_shape(tx.init, params)
+        step = jax.make_jaxpr(functools.partial(tx.apply, shardings=shardings))(params, state, params)
+        assert ("pallas_call" in str(step)) == (is_kernel and is_gpu)

@@ -108,7 +108,7 @@ SHAPES = st.one_of(
 )
 
 
-@hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
 @hypothesis.given(
     st.lists(SHAPES, min_size=1, max_size=3),
     st.sampled_from(["adam", "lion"]),

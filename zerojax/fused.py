@@ -20,8 +20,8 @@ from pallas_kernels import norm, rounding, rules, update
 from zerojax import quantized, shards, tree
 from zerojax.errors import UserError
 
-# What "auto" means, by kind of device and of moments; everything else is "jnp". Figures: docs/benchmarks/optimizer.md.
-AUTO = {("gpu", "int8"): "pallas"}
+# What "auto" means, by kind of device and of update; everything else is "jnp". Figures: docs/benchmarks/optimizer.md.
+AUTO = {("gpu", "coded"): "pallas"}
 IMPLEMENTATIONS = ("auto", *update.IMPLEMENTATIONS)
 MOMENTS = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "int8": jnp.int8}
 _GPUS = ("gpu", "cuda", "rocm")
@@ -126,11 +126,11 @@ def global_norm_and_finite(
     leaves = jax.tree.leaves(grads)
     scale = jnp.asarray(scale, jnp.float32)
     if shardings is None:
-        squares = norm.sums_of_squares(leaves, scale, implementation=_choose(implementation, "fp32", None))
+        squares = norm.sums_of_squares(leaves, scale, implementation=_choose(implementation, "plain", None))
         total = sum(squares, jnp.zeros((), jnp.float32))
         return jnp.sqrt(total), jnp.isfinite(total)
     placed = structure.flatten_up_to(shardings)
-    total = shards.sum_of_squares(leaves, scale, placed, _choose(implementation, "fp32", shards.mesh_of(placed)))
+    total = shards.sum_of_squares(leaves, scale, placed, _choose(implementation, "plain", shards.mesh_of(placed)))
     return jnp.sqrt(total), jnp.isfinite(total)
 
 
@@ -212,14 +212,15 @@ def _step(
     count = optax.safe_increment(state.count)
     scalars = _scalars(settings, state.count, count, scale, finite)
     seeds = rounding.fold(_seed(key, state.count), jnp.arange(len(leaves)))
+    kind = "coded" if rule.stochastic or settings.moments == "int8" else "plain"
     if shardings is None:
-        chosen = _choose(settings.implementation, settings.moments, None)
+        chosen = _choose(settings.implementation, kind, None)
         places = [update.Place(decay) for decay in decays]
         words = [seeds[n, None] for n in range(len(leaves))]
         done = update.update_leaves(rule, leaves, places, scalars, words, implementation=chosen)
     else:
         placed = structure.flatten_up_to(shardings)
-        chosen = _choose(settings.implementation, settings.moments, shards.mesh_of(placed))
+        chosen = _choose(settings.implementation, kind, shards.mesh_of(placed))
         done = shards.update_leaves(rule, leaves, decays, scalars, seeds, placed, chosen)
     news, *new_moments, copies = (structure.unflatten(list(parts)) for parts in zip(*_from_tuples(done, moments)))
     if finite is not None:
@@ -228,14 +229,14 @@ def _step(
     return news, new_state, None if rule.copy_dtype is None else copies
 
 
-def _choose(implementation: str, moments: str, mesh: Mesh | None) -> str:
+def _choose(implementation: str, kind: str, mesh: Mesh | None) -> str:
     """Returns what "auto" means for arrays on a mesh, or, where none is told, on the one device there is."""
     if implementation != "auto":
         return implementation
     if mesh is None and jax.device_count() > 1:
         return "jnp"  # arrays may be split in ways that are not known here, and XLA splits no kernel
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    return AUTO.get(("gpu" if platform in _GPUS else platform, moments), "jnp")
+    return AUTO.get(("gpu" if platform in _GPUS else platform, kind), "jnp")
 
 
 def _as_tuples(moments: list[list[Any]]) -> list[list[Any]]:
