@@ -2,8 +2,8 @@
 
     python -m zerojax.train --config configs/llama3_8b_lean.py --config.data.name=random --config.steps=20
 
-Devices: 8 GPUs of 40 GB or more. The text and how to change it: as configs/llama3_8b.py. Result: as there; a step takes a
-fifth longer; see docs/benchmarks/.
+Devices: 8 GPUs of 40 GB or more. The text and how to change it: as configs/llama3_8b.py. Result: as there; a step takes about
+15% longer; see docs/benchmarks/.
 """
 
 from configs import llama3_8b

@@ -15,7 +15,7 @@ def value_and_grad(loss_fn: Callable[..., Any], passes: int) -> Callable[..., An
       passes: the number of micro-batches; with 1 the batch is taken whole, else its leaves are [passes, ...].
 
     Gradients add up in float32, placed as each pass leaves them: a split gradient stays split. Of `aux["state"]` the last
-    pass's values are kept, and each pass sees what the one before returned; `aux["metrics"]` are averaged.
+    pass's values are kept, and each pass sees what the one before returned; the rest of `aux`, such as `metrics`, is averaged.
     """
     one_pass = jax.value_and_grad(loss_fn, has_aux=True)
     if passes == 1:
@@ -24,18 +24,18 @@ def value_and_grad(loss_fn: Callable[..., Any], passes: int) -> Callable[..., An
     def accumulated(params: Any, batch: Any, state: Any) -> Any:
         first = jax.tree.map(lambda leaf: leaf[0], batch)
         (loss, aux), grads = jax.eval_shape(one_pass, params, first, state)
-        totals = jax.tree.map(_float32_zeros, (loss, aux.get("metrics", {}), grads))
-        fields = {name: getattr(state, name) for name in aux.get("state", {})}
+        fields = {name: getattr(state, name) for name in aux.pop("state", {})}
+        totals = jax.tree.map(_float32_zeros, (loss, aux, grads))
 
         def add(carry: Any, micro_batch: Any) -> Any:
             totals, fields = carry
             (loss, aux), grads = one_pass(params, micro_batch, state.replace(**fields) if fields else state)
-            totals = jax.tree.map(jnp.add, totals, (loss, aux.get("metrics", {}), grads))
-            return (totals, aux.get("state", {})), None
+            fields = aux.pop("state", {})
+            return (jax.tree.map(jnp.add, totals, (loss, aux, grads)), fields), None
 
         (totals, fields), _ = jax.lax.scan(add, (totals, fields), batch)
-        loss, metrics, grads = jax.tree.map(lambda leaf: leaf / passes, totals)
-        return (loss, {"state": fields, "metrics": metrics}), grads
+        loss, aux, grads = jax.tree.map(lambda leaf: leaf / passes, totals)
+        return (loss, {**aux, "state": fields}), grads
 
     return accumulated
 

@@ -66,7 +66,8 @@ class Chain:
 
     Two tokens, scalar zeros, pass through the blocks in their order, and their cotangents in the opposite one. `start` leaves a block as
     soon as the block's input has arrived, and the next block's gather waits for it. The cotangent of `end` leaves a block when its
-    gradients are summed, and the end of the next block's backward pass waits for it.
+    gradients are summed, and the end of the next block's backward pass waits for it. `tokens` are those that the last block let go: they
+    and their cotangents hold the order as long as something that is kept reads them.
     """
 
     def __init__(
@@ -77,19 +78,15 @@ class Chain:
         tokens: Tokens,
     ):
         self._find, self._dtype, self._reduction = find, dtype, reduction
-        self._tokens, self._trace = tokens, _trace()
+        self.tokens, self._trace = tokens, _trace()
 
     def __call__(self, body: Body, weights: dict[str, gather.Weight], arrays: list[jax.Array], policy: Any) -> Any:
         placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
         plan = _Plan(body, placements, self._dtype, self._reduction, policy)
         if _trace() != self._trace:  # inside a transformation of the model's own: tokens cannot pass in and out
             return _block(plan, weights, no_tokens(), tuple(arrays))[0]
-        outputs, self._tokens = _block(plan, weights, self._tokens, tuple(arrays))
+        outputs, self.tokens = _block(plan, weights, self.tokens, tuple(arrays))
         return outputs
-
-    def end(self, loss: jax.Array) -> jax.Array:
-        """Returns the loss, which the tokens are now part of."""
-        return loss + 0.0 * (self._tokens.start + self._tokens.end)
 
 
 def _trace() -> Any:

@@ -57,7 +57,7 @@ def value_and_grad(
 
         gradients = accumulate.value_and_grad(of_sinks, passes)
         (loss, aux), (grads, tokens) = gradients((sinks, chain.no_tokens()), batch, _with_own_keys(state))
-        grads = _read(tokens, grads)
+        grads = _read((tokens, aux.pop("tokens")), grads)
         grads = tree.map_with_path(lambda path, grad: gather.reduce_rest(grad, find(path, None), reduction), grads)
         return (jax.lax.psum(loss, mesh_lib.BATCH_AXES), jax.tree.map(_average, aux)), grads
 
@@ -90,7 +90,8 @@ def mean(
         weights = tree.map_with_path(
             lambda path, leaf: gather.Weight(leaf, gather.sink(find(path, leaf), reduction)), params
         )
-        return jax.lax.psum(device_loss(weights, chain.no_tokens(), batch, None)[0], mesh_lib.BATCH_AXES)
+        loss, aux = device_loss(weights, chain.no_tokens(), batch, None)
+        return jax.lax.psum(_read(aux["tokens"], loss), mesh_lib.BATCH_AXES)
 
     return lambda params, batch: _mapped(on_device, partition, params, batch, 0, P())(params, batch, None)
 
@@ -102,7 +103,10 @@ def _device_loss(
     compute_dtype: Any,
     **how: str,
 ) -> Callable[..., Any]:
-    """Returns the loss of one device's `Weight`s, divided by the number of devices so that a sum over them is the mean."""
+    """Returns f(`Weight`s, tokens, batch, state) -> (loss, aux) of one device, with the tokens that come out in `aux["tokens"]`.
+
+    The loss is divided by the number of devices, so that a sum over them is the mean.
+    """
     find = _finder(partition)
 
     def gather_leaf(path: str, weight: gather.Weight) -> jax.Array:
@@ -120,7 +124,7 @@ def _device_loss(
             **how,
         )
         loss, aux = wrapped(weights, *args)
-        return blocks.end(loss / mesh_lib.ways(partition.mesh)), aux
+        return loss / mesh_lib.ways(partition.mesh), {**aux, "tokens": blocks.tokens}
 
     return loss_of
 
@@ -176,11 +180,11 @@ def _with_own_keys(state: Any) -> Any:
     return jax.tree.map(fold, state)
 
 
-def _read(tokens: chain.Tokens, grads: Any) -> Any:
-    """Adds the tokens' zeros to the smallest gradient: what nothing reads, the compiler drops, and with it the order."""
-    leaves, structure = jax.tree.flatten(grads)
+def _read(tokens: Any, values: Any) -> Any:
+    """Adds the tokens' zeros to the smallest of `values`: what nothing reads, the compiler drops, and with it the order."""
+    leaves, structure = jax.tree.flatten(values)
     smallest = min(range(len(leaves)), key=lambda number: leaves[number].size)
-    leaves[smallest] += tokens.start + tokens.end
+    leaves[smallest] += sum(jax.tree.leaves(tokens))
     return jax.tree.unflatten(structure, leaves)
 
 
