@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import pathlib
 
 import pytest
@@ -104,6 +105,12 @@ def test_command_lines_are_imported_by_nobody_and_alone_define_flags():
             part in found.split(".") for found in imports(path) for part in ("flags", "config_flags", "argparse")
         )
         assert not has_flags or module_name(path) in KNOW_FLAGS, path
+
+
+def test_all_modules_can_be_imported_by_one_process():
+    """As the builder of the API pages does."""
+    for name in MODULES:
+        importlib.import_module(f"zerojax.{name}")
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)

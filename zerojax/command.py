@@ -4,18 +4,24 @@ import pathlib
 import re
 import sys
 import traceback
+from typing import Any
 
 from absl import app, flags, logging
+from ml_collections import config_flags
 
 from zerojax.errors import UserError
 
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A config file, such as configs/zero3.py.", lock_config=True)
 
-def parse(argv: list[str], config: flags.FlagHolder) -> None:
+
+def parse(argv: list[str]) -> Any:
     """Reads the flags; config files may import each other as `from configs import base`, wherever they lie.
 
     Args:
       argv: the command line, the program's name first.
-      config: the holder of --config.
+
+    Returns:
+      What `get_config` of the file after --config returned, with its overrides.
 
     Raises:
       UserError: an unknown flag or key, a config file that is missing or fails; the line names it.
@@ -37,10 +43,11 @@ def parse(argv: list[str], config: flags.FlagHolder) -> None:
         raise UserError(f"command line: {_line(error)}") from error
     except Exception as error:  # a config file is code, and may raise anything
         raise UserError(_why_no_config(error, argv)) from error
-    if config.value is None:
+    if _CONFIG.value is None:
         raise UserError("--config: is missing; name a config file, such as --config configs/zero3.py")
     if rest[1:]:
         raise UserError(f"command line: {rest[1]!r} is not a flag; settings are given as --config.steps=50")
+    return _CONFIG.value
 
 
 def _why_no_config(error: Exception, argv: list[str]) -> str:

@@ -9,15 +9,11 @@ import sys
 
 import jax
 from absl import flags
-from ml_collections import config_flags
 
 from zerojax import command, launch, plan_report, planning, report, search
 from zerojax import config as config_lib
 from zerojax.errors import UserError
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "A config file, such as configs/llama3_8b.py.", lock_config=True
-)
 _TARGET = flags.DEFINE_string("target", "here", "Device kind: h200, h100, a100, b200, v5e, v5p, v6e, cpu, here.")
 _TOPOLOGY = flags.DEFINE_string("topology", "", "GPUs, CPUs: hosts x devices (1x8). TPUs: chips (4x4x8).")
 _JSON = flags.DEFINE_boolean("json", False, "Print JSON instead of tables (docs/plan.md).")
@@ -29,8 +25,7 @@ _MOST = flags.DEFINE_integer("most_compiles", 12, "Plans that --search compiles 
 def main() -> None:
     """Parses the command line and plans; a wrong input ends with one line and status 2."""
     try:
-        command.parse(sys.argv, _CONFIG)
-        config = config_lib.from_dict(_CONFIG.value)
+        config = config_lib.from_dict(command.parse(sys.argv))
         _prepare(config)
         if _SEARCH.value:
             _search(config)

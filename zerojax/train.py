@@ -26,7 +26,6 @@ from zerojax.errors import UserError
 
 INTERRUPTED = 130  # the status of a command that SIGINT ended
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A config file, such as configs/zero3.py.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of all that the run writes; one that holds a run resumes it.")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, to join processes by hand.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes in the run.")
@@ -38,8 +37,7 @@ def main() -> None:
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a failed write is told by the checkpointer, once
     sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
     try:
-        command.parse(sys.argv, _CONFIG)
-        config = config_lib.from_dict(_CONFIG.value)
+        config = config_lib.from_dict(command.parse(sys.argv))
         emulated = launch.emulate_cpu_devices(config.emulate_devices)
         launch.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
         if emulated:
