@@ -14,11 +14,13 @@ least 1. Blocks are the paper's idea with 256 values in place of 2,048: they cos
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 BLOCK = 256
+SMALLEST_SCALE = 1e-28  # of a block; 255**4 / scale is a float32 above it
 _SIGNED, _UNSIGNED = 127.0, 255.0
 
 
@@ -31,38 +33,43 @@ def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
     """
     c = codes.astype(jnp.float32)
     if codes.dtype == jnp.int8:
-        fraction = c * jnp.abs(c) * (1 / _SIGNED**2)
-    else:
-        squared = (c * (1 / _UNSIGNED)) * (c * (1 / _UNSIGNED))
-        fraction = squared * squared
-    return fraction * scales[..., None]
+        return c * jnp.abs(c) * (scales * (1 / _SIGNED**2))[..., None]
+    return (c * c) * (c * c) * (scales * (1 / _UNSIGNED**4))[..., None]
 
 
-def encode(x: jax.Array, scales: jax.Array, dtype: jnp.dtype, bits: jax.Array | None = None) -> jax.Array:
+def encode(
+    x: jax.Array,
+    scales: jax.Array,
+    dtype: jnp.dtype,
+    bits: jax.Array | None = None,
+    sqrt: Callable[[jax.Array], jax.Array] = jnp.sqrt,
+) -> jax.Array:
     """Returns codes.
 
     Args:
       x: float32 [..., BLOCK], at most `scales` in magnitude.
-      scales: float32 [...].
+      scales: float32 [...]. A block whose scale is below SMALLEST_SCALE is coded as if its values were next to zero.
       dtype: int8 or uint8 (x is then not negative).
       bits: uint32 [..., BLOCK] below 2**16: the code is one of the two neighbours and its value is x in the mean; None takes the nearer
         code.
+      sqrt: the square root to use.
     """
-    inverse = jnp.where(scales > 0, 1 / scales, 0.0)
-    r = jnp.minimum(jnp.abs(x) * inverse[..., None], 1.0)
+    # A kernel's time goes into these lines: what can be is done once a block, and there is no division by an element.
     is_signed = dtype == jnp.int8
-    levels = _SIGNED if is_signed else _UNSIGNED
-    place = levels * (jnp.sqrt(r) if is_signed else jnp.sqrt(jnp.sqrt(r)))
+    levels, power = (_SIGNED, 2) if is_signed else (_UNSIGNED, 4)
+    inverse = jnp.where(scales >= SMALLEST_SCALE, levels**power / scales, 0.0)
+    r = jnp.abs(x) * inverse[..., None]  # a code's value is code**power in this unit
+    place = sqrt(r) if is_signed else sqrt(sqrt(r))
     if bits is None:
         code = jnp.floor(place + 0.5)
     else:
         low = jnp.floor(place)
-        below, above = (low * low, 2 * low + 1) if is_signed else (low**4, ((4 * low + 6) * low + 4) * low + 1)
-        # above * (a number in [0, 1)) < what r lies above `below`: a division of the two would be the kernel's dearest step
-        is_up = bits.astype(jnp.float32) * (above * (1 / 65536)) < r * levels ** (2 if is_signed else 4) - below
-        code = low + is_up.astype(jnp.float32)
+        high = low + 1
+        below = low * low if is_signed else (low * low) * (low * low)
+        gap = low + high if is_signed else (high * high) * (high * high) - below
+        code = jnp.where(bits.astype(jnp.float32) * (1 / 65536) * gap < r - below, high, low)
     code = jnp.minimum(code, levels)
-    code = jnp.where(x < 0, -code, code) if is_signed else jnp.where(x > 0, jnp.maximum(code, 1.0), code)
+    code = jnp.where(x < 0, -code, code) if is_signed else jnp.maximum(code, (x > 0).astype(jnp.float32))
     # Through int32: a direct cast of floats to uint8 is not defined alike on all backends.
     return code.astype(jnp.int32).astype(dtype)
 

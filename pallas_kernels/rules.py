@@ -9,13 +9,14 @@ where g is the stored gradient times `scale`.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import blockwise, rounding
+from pallas_kernels import blockwise, native, rounding
 
 
 class Scalars(NamedTuple):
@@ -53,6 +54,7 @@ class Rule:
       skips: looks at `Scalars.finite`.
       changes: returns what to add to the params, in float32, and not the new params.
       copy_dtype: the dtype of a copy of the new params; None writes none.
+      native: runs inside a compiled kernel, and may use `native`'s instructions.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Rule:
     skips: bool = False
     changes: bool = False
     copy_dtype: Any = None
+    native: bool = False
 
 
 class Leaf(NamedTuple):
@@ -99,17 +102,14 @@ def advance(
       noise: three draws of 16 bits for each element, where the rule is stochastic.
       scales_of: the largest magnitude of a block; a caller that holds parts of blocks joins them here.
     """
-    noise = noise if rule.stochastic else None
-    draws: tuple = noise or (None, None, None)
+    draws = iter(noise if rule.stochastic and noise is not None else ())
     old = leaf.param.astype(jnp.float32)
     moments = [_read(leaf.mu), None if leaf.nu is None else _read(leaf.nu)]
     grad = leaf.grad.astype(jnp.float32) * scalars.scale
     change, mu, nu = RULES[rule.name](scalars, rule.decoupled, decays, grad, old, *moments)
-    param = _round(old + change, leaf.param.dtype, draws[0])
+    write = functools.partial(_write, draws, scales_of, native.sqrt if rule.native else jnp.sqrt)
     updated = Updated(
-        param,
-        _write(mu, leaf.mu, draws[1], scales_of),
-        None if nu is None else _write(nu, leaf.nu, draws[2], scales_of),
+        _round(draws, old + change, leaf.param.dtype), write(mu, leaf.mu), None if nu is None else write(nu, leaf.nu)
     )
     if rule.skips:
         taken = scalars.finite > 0
@@ -119,7 +119,7 @@ def advance(
     if rule.copy_dtype is not None:
         updated = updated._replace(copy=updated.param.astype(rule.copy_dtype))
     if rule.changes:
-        rounds = noise is not None and leaf.param.dtype == jnp.bfloat16
+        rounds = rule.stochastic and leaf.param.dtype == jnp.bfloat16
         updated = updated._replace(param=updated.param.astype(jnp.float32) - old if rounds else change)
     return updated
 
@@ -151,14 +151,16 @@ def _read(stored: Any) -> jax.Array:
     return blockwise.decode(*stored) if isinstance(stored, tuple) else stored.astype(jnp.float32)
 
 
-def _write(x: jax.Array, like: Any, bits: jax.Array | None, scales_of: Callable[[jax.Array], jax.Array]) -> Any:
+def _write(
+    draws: Iterator[jax.Array], scales_of: Callable[..., jax.Array], sqrt: Callable[..., jax.Array], x: Any, like: Any
+) -> Any:
     if isinstance(like, tuple):
         scales = scales_of(x)
-        return blockwise.encode(x, scales, like[0].dtype, bits), scales
-    return _round(x, like.dtype, bits)
+        return blockwise.encode(x, scales, like[0].dtype, next(draws, None), sqrt), scales
+    return _round(draws, x, like.dtype)
 
 
-def _round(x: jax.Array, dtype: Any, bits: jax.Array | None) -> jax.Array:
-    if bits is not None and dtype == jnp.bfloat16:
-        return rounding.stochastic_round(x, bits)
-    return x.astype(dtype)
+def _round(draws: Iterator[jax.Array], x: jax.Array, dtype: Any) -> jax.Array:
+    """Rounds at random where there are draws. Only what is rounded takes one, and what is not drawn is not computed."""
+    bits = next(draws, None) if dtype == jnp.bfloat16 else None
+    return x.astype(dtype) if bits is None else rounding.stochastic_round(x, bits)

@@ -126,6 +126,7 @@ def _update_by_kernel(
     interpret: bool,
 ) -> list[Updated]:
     by_kind: dict[str, list[int]] = {}
+    rule_of_kernel = dataclasses.replace(rule, native=not interpret)
     results: dict[int, Updated] = {}
     for n, leaf in enumerate(leaves):
         if tiles_lib.fits(leaf.param.size) and not places[n].joins:
@@ -138,7 +139,7 @@ def _update_by_kernel(
         for group in tiles_lib.groups([leaves[n].param.size for n in numbers], how):
             members = [numbers[place] for place in group]
             done = _launch(
-                rule,
+                rule_of_kernel,
                 [leaves[n] for n in members],
                 tuple(places[n] for n in members),
                 jnp.stack(scalars),

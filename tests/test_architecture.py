@@ -13,7 +13,7 @@ PACKAGE = ROOT / "zerojax"
 # A module imports lower floors only.
 FLOORS = (
     {"errors", "specs", "tree"}
-    | {"buffer_dump", "flops", "phases", "traces", "gpu_configs", "hlo", "losses", "remat", "replica_groups", "xla_options"},
+    | {"buffer_dump", "flops", "phases", "traces", "gpu_configs", "hlo", "losses", "remat", "replica_groups", "timing", "xla_options"},
     {"accumulate", "blocks", "export", "generate", "launch", "loss_scale", "mesh", "metrics", "models.llama", "plot"}
     | {"precision", "settings", "state", "step_files", "stored", "workdir", "command", "data.python_stdlib", "data.tokenizer"}
     | {"hlo_flow", "parameters", "quantized"},

@@ -11,7 +11,7 @@ import pytest
 import runs
 import safetensors
 
-from zerojax import checkpoint, loop, metrics, program, report
+from zerojax import checkpoint, loop, metrics, program, report, timing
 from zerojax import streams as streams_lib
 from zerojax.data import tokenizer
 
@@ -190,7 +190,7 @@ def test_a_steps_numbers_are_read_after_the_next_step_is_dispatched(tmp_path, mo
 
         monkeypatch.setattr(cls, method, spy)
 
-    spied(metrics.LateReader, "push", "dispatched")
+    spied(timing.LateReader, "push", "dispatched")
     spied(metrics.MetricsLog, "write", "wrote")
     runs.run(tmp_path)
     late = [f"{word} {step + (word == 'dispatched')}" for step in range(1, 6) for word in ("dispatched", "wrote")]

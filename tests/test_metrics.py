@@ -8,12 +8,10 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import hypothesis
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
@@ -129,31 +127,6 @@ def test_a_disabled_log_and_display_write_nothing(tmp_path):
         progress.update(1, loss=1.0)
         progress.print("hello")
     assert not list(tmp_path.iterdir()) and not out.getvalue()
-
-
-def test_the_late_reader_returns_the_step_before_as_floats():
-    reader = metrics.LateReader()
-    steps = {s: {"loss": jnp.float32(s / 4), "is_finite": jnp.array(True), "eval": {"loss": 2.0}} for s in (1, 2, 3)}
-    got = [reader.push(step, tree) for step, tree in steps.items()] + [reader.flush(), reader.flush()]
-    expected = [(s, {"loss": s / 4, "is_finite": 1.0, "eval/loss": 2.0}) for s in steps]
-    assert got[0] is None and got[-1] is None
-    assert [reading[:2] for reading in got[1:-1]] == expected
-
-
-def test_the_late_reader_tells_when_a_step_arrived_however_late_it_is_asked():
-    reader = metrics.LateReader()
-    began = time.perf_counter()
-    reader.push(1, {"loss": jnp.float32(1.0)})
-    time.sleep(0.5)
-    assert reader.flush().arrived - began < 0.4
-
-
-def test_the_late_reader_needs_no_implicit_transfer():
-    reader = metrics.LateReader()
-    value = jax.device_put(np.float32(3.0))
-    with jax.transfer_guard("disallow"):
-        reader.push(1, {"loss": value})
-        assert reader.flush()[:2] == (1, {"loss": 3.0})
 
 
 def test_device_memory_takes_what_the_backend_tells(monkeypatch):

@@ -23,6 +23,7 @@ from zerojax import (
     precision,
     profiling,
     report,
+    timing,
     tree,
 )
 from zerojax import mesh as mesh_lib
@@ -47,7 +48,7 @@ class Run:
         self.step = 0
         self._program, self._streams, self._saver, self._folder = program, streams, saver, folder
         self._log = metrics.MetricsLog(folder, enabled=launch.is_primary())
-        self._reader = metrics.LateReader()
+        self._reader = timing.LateReader()
         settings = program.config.profile
         self._profiler = profiling.Profiler(folder, settings.start, settings.steps, enabled=launch.is_primary())
         self._evaluation: tuple[int, float] | None = None
@@ -68,19 +69,21 @@ class Run:
                 self._compile()
             if config.profile.steps and self.step >= config.profile.start:
                 self._progress.print(f"nothing is profiled: step {config.profile.start} was done before this run")
+            own = timing.OwnTime()
             while self.step < config.steps:
                 if self._profiler.begins(self.step + 1):
                     self._settle(state)
                     self._profiler.start()
-                began = time.perf_counter()
                 batch = self._streams.next()
-                with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
+                with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1), own.away():
                     state, numbers = self._compiled_step(state, batch)
-                numbers["host_seconds"] = time.perf_counter() - began
+                numbers["host_seconds"] = own.lap()
                 self.step += 1
                 if self._profiler.holds(self.step):
                     numbers["profiled"] = 1  # slower, and not to be counted with others
-                self._record(self._reader.push(self.step, numbers))
+                with own.away():
+                    reading = self._reader.push(self.step, numbers)
+                self._record(reading)
                 if self._profiler.ends(self.step):
                     self._end_profile(state)
                 is_last, is_stopped = self.step == config.steps, stop.agreed()
@@ -151,7 +154,7 @@ class Run:
         if launch.is_primary():
             foresight.write(self._folder, self._program, plan, measured)
 
-    def _record(self, read: metrics.Reading | None) -> None:
+    def _record(self, read: timing.Reading | None) -> None:
         """Logs a step's numbers, which have arrived; stops the run where they are not finite and the step was not skipped."""
         if read is None:
             return

@@ -4,7 +4,6 @@ A line of WORKDIR/metrics.jsonl is {"step": s, "loss": ..., ...}. JSON has no Na
 is null, and "not_finite" says what it was: {"step": 3, "loss": null, "not_finite": {"loss": "nan"}}.
 """
 
-import concurrent.futures
 import contextlib
 import json
 import logging
@@ -15,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import jax
 import rich.console
@@ -158,47 +157,6 @@ def device_memory() -> dict[str, int]:
     stats = jax.local_devices()[0].memory_stats() or {}
     names = {"device_bytes_in_use": "bytes_in_use", "device_peak_bytes": "peak_bytes_in_use"}
     return {name: stats[key] for name, key in names.items() if key in stats}
-
-
-class Reading(NamedTuple):
-    """A step's numbers, and when they arrived, in seconds of `time.perf_counter`."""
-
-    step: int
-    numbers: dict[str, float]
-    arrived: float
-
-
-class LateReader:
-    """Reads a step's metrics one step late, so that no device waits for the host.
-
-    A thread waits for them, so that the time of arrival is the step's own and not that of whoever asks.
-    """
-
-    def __init__(self) -> None:
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="metrics")
-        self._pending: concurrent.futures.Future[Reading] | None = None
-
-    def push(self, step: int, metrics: Any) -> Reading | None:
-        """Starts copying `metrics`, a pytree of scalars, and returns the step pushed before, or None.
-
-        Names in nested trees are joined by "/": {"eval": {"loss": x}} is {"eval/loss": float}.
-        """
-        before = self._pending
-        self._pending = self._thread.submit(_read, step, metrics)
-        return before.result() if before else None
-
-    def flush(self) -> Reading | None:
-        """Waits for the step pushed last and returns it, or None if it has been returned."""
-        last, self._pending = self._pending, None
-        return last.result() if last else None
-
-
-def _read(step: int, metrics: Any) -> Reading:
-    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(metrics))
-    arrived = time.perf_counter()
-    return Reading(
-        step, {jax.tree_util.keystr(path, simple=True, separator="/"): float(x) for path, x in leaves}, arrived
-    )
 
 
 class Progress:

@@ -1,0 +1,73 @@
+"""Tells when a step's numbers arrived, and how long the host worked for it. This module makes no device wait for the host."""
+
+import concurrent.futures
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Reading(NamedTuple):
+    """A step's numbers, and when they arrived, in seconds of `time.perf_counter`."""
+
+    step: int
+    numbers: dict[str, float]
+    arrived: float
+
+
+class LateReader:
+    """Reads a step's metrics one step late, so that no device waits for the host.
+
+    A thread waits for them, so that the time of arrival is the step's own and not that of whoever asks.
+    """
+
+    def __init__(self) -> None:
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="metrics")
+        self._pending: concurrent.futures.Future[Reading] | None = None
+
+    def push(self, step: int, metrics: Any) -> Reading | None:
+        """Starts copying `metrics`, a pytree of scalars, and returns the step pushed before, or None.
+
+        Names in nested trees are joined by "/": {"eval": {"loss": x}} is {"eval/loss": float}.
+        """
+        before = self._pending
+        self._pending = self._thread.submit(_read, step, metrics)
+        return before.result() if before else None
+
+    def flush(self) -> Reading | None:
+        """Waits for the step pushed last and returns it, or None if it has been returned."""
+        last, self._pending = self._pending, None
+        return last.result() if last else None
+
+
+def _read(step: int, metrics: Any) -> Reading:
+    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(metrics))
+    arrived = time.perf_counter()
+    return Reading(
+        step, {jax.tree_util.keystr(path, simple=True, separator="/"): float(x) for path, x in leaves}, arrived
+    )
+
+
+class OwnTime:
+    """Adds up the wall time in which this thread did its own work, and did not call or wait for devices."""
+
+    def __init__(self) -> None:
+        self._began, self._away = time.perf_counter(), 0.0
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """Leaves out what happens inside."""
+        left = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._away += time.perf_counter() - left
+
+    def lap(self) -> float:
+        """Returns the seconds of own work since the last lap."""
+        now = time.perf_counter()
+        seconds = now - self._began - self._away
+        self._began, self._away = now, 0.0
+        return seconds
