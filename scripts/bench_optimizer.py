@@ -43,6 +43,7 @@ POLICIES = {
     ("bfloat16", "int8"): 0.1,
 }
 LAUNCHES = [(2048, 4), (2048, 8), (4096, 8)]
+IN_BLOCKS = [(2048, 8), (1024, 8), (1024, 4), (1024, 2), (512, 2), (512, 1)]
 
 
 def check_right(implementation: str) -> list[dict]:
@@ -175,7 +176,9 @@ def time_norms(leaves: int) -> list[dict]:
 def time_many_leaves(save) -> None:
     """Times 400 leaves of 4,096 elements beside one leaf of their size, 50 steps in one program so that the host's work is left out."""
     settings = [(1, (1600, 1024), "jnp", 0), (1, (1600, 1024), "pallas", 32)]
-    settings += [(400, (4, 1024), "pallas", 16), (400, (4, 1024), "pallas", 32), (400, (4, 1024), "jnp", 0)]
+    settings += [
+        (400, (4, 1024), how, group) for how, group in (("pallas", 16), ("pallas", 32), ("pallas", 64), ("jnp", 0))
+    ]
     for count, shape, implementation, group in settings:
         what = f"{count} x {shape[0] * shape[1]:,}"
         update.LAUNCHES.update(dict.fromkeys(update.LAUNCHES, tiles.Launch(num_warps=4, group=group or 1)))
@@ -228,14 +231,12 @@ def cases() -> list[tuple]:
     found.append((clip, "optax", clipped, "float32", "float32", 8, False, True, None))
     add("adamw bf16 moments", "adamw", "bf16", True, tries=LAUNCHES)
     add("adamw bf16 moments, to nearest", "adamw", "bf16", False, tries=LAUNCHES[1:2])
-    add("adamw int8 moments", "adamw", "int8", True, tries=[*LAUNCHES, (1024, 8), (4096, 16)])
-    add("adamw int8 moments, to nearest", "adamw", "int8", False, tries=LAUNCHES[1:2])
+    add("adamw int8 moments", "adamw", "int8", True, tries=IN_BLOCKS)
+    add("adamw int8 moments, to nearest", "adamw", "int8", False, tries=IN_BLOCKS)
     weights = {"dtype": "bfloat16", "copies": False}
     add("adamw bf16 weights", "adamw", "fp32", True, tries=LAUNCHES[1:2], **weights)
     add("adamw bf16 weights, bf16 moments", "adamw", "bf16", True, tries=LAUNCHES[1:2], **weights)
-    add(
-        "adamw bf16 weights, int8 moments", "adamw", "int8", True, tries=[LAUNCHES[1], (1024, 8), (4096, 16)], **weights
-    )
+    add("adamw bf16 weights, int8 moments", "adamw", "int8", True, tries=IN_BLOCKS, **weights)
     add("lion fp32", "lion", "fp32", False, tries=LAUNCHES[:2])
     return found
 
@@ -244,6 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="runs/optimizer")
     parser.add_argument("--only", choices=["large", "many"], help="weights of 67e6 elements, or many small ones")
+    parser.add_argument("--match", default="", help="only cases whose name holds this, of the large ones")
     parser.add_argument("--seconds", type=float, default=100, help="start no case after this long")
     args = parser.parse_args()
     began = time.monotonic()
@@ -257,7 +259,8 @@ def main() -> None:
         (out / "optimizer.json").write_text(json.dumps(report, indent=1))
         print(f"{time.monotonic() - began:5.0f} s", rows[-1]["what"], rows[-1].get("how", ""))
 
-    for what, how, tx, dtype, grads, leaves, kept, clips, launch in cases() if args.only != "many" else ():
+    chosen = [case for case in cases() if args.match in case[0]] if args.only != "many" else []
+    for what, how, tx, dtype, grads, leaves, kept, clips, launch in chosen:
         if time.monotonic() - began > args.seconds:
             print("out of time before", what, how)
             break
@@ -265,7 +268,8 @@ def main() -> None:
             update.LAUNCHES.update(dict.fromkeys(update.LAUNCHES, tiles.Launch(*launch)))
         save([row(what, how, *time_update(tx, dtype, grads, leaves, kept, clips))])
     if args.only != "many":
-        save(time_norms(8))
+        if not args.match:
+            save(time_norms(8))
         for implementation in ("pallas", "jnp"):
             save(check_right(implementation), "right")
     if args.only != "large":
