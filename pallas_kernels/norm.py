@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import tiles as tiles_lib
 from pallas_kernels.tiles import Launch
@@ -32,7 +31,7 @@ def sums_of_squares(
       launch: how to launch; None takes LAUNCHES.
     """
     scale = jnp.asarray(scale, jnp.float32)
-    return IMPLEMENTATIONS[implementation](grads, scale, launch or LAUNCHES.get(implementation))
+    return IMPLEMENTATIONS[implementation](grads, scale, launch or LAUNCHES.get(implementation, LAUNCHES["pallas"]))
 
 
 def sum_of_squares_ref(grad: jax.Array, scale: jax.Array) -> jax.Array:
@@ -44,30 +43,46 @@ def _by_twin(grads: Sequence[jax.Array], scale: jax.Array, _: Any) -> list[jax.A
     return [sum_of_squares_ref(grad, scale) for grad in grads]
 
 
-def _by_kernel(grads: Sequence[jax.Array], scale: jax.Array, launch: Launch, *, interpret: bool) -> list[jax.Array]:
-    sums = {n: sum_of_squares_ref(grad, scale) for n, grad in enumerate(grads) if not tiles_lib.fits(grad.size)}
-    rest = [number for number in range(len(grads)) if number not in sums]
-    for group in tiles_lib.groups([grads[number].size for number in rest], launch):
-        members = [rest[number] for number in group]
-        sums.update(zip(members, _launch([grads[n] for n in members], scale, launch=launch, interpret=interpret)))
+def _by_kernel(
+    grads: Sequence[jax.Array], scale: jax.Array, launch: Launch, *, interpret: bool, in_groups: bool = False
+) -> list[jax.Array]:
+    """Adds up by the kernel; `in_groups` leaves arrays that are launched alone to the twin."""
+    sums: dict[int, jax.Array] = {}
+    alike: dict[Any, list[int]] = {}
+    for number, grad in enumerate(grads):
+        if tiles_lib.fits(grad.size):
+            alike.setdefault(grad.dtype, []).append(number)
+        else:
+            sums[number] = sum_of_squares_ref(grad, scale)
+    for numbers in alike.values():
+        for group in tiles_lib.groups([grads[number].size for number in numbers], launch):
+            members = [numbers[place] for place in group]
+            arrays = [grads[number] for number in members]
+            if in_groups and len(members) == 1:
+                found = _by_twin(arrays, scale, launch)
+            else:
+                found = _launch(arrays, scale, launch=launch, interpret=interpret)
+            sums.update(zip(members, found))
     return [sums[number] for number in range(len(grads))]
 
 
 @functools.partial(jax.jit, static_argnames=("launch", "interpret"))
 def _launch(grads: Sequence[jax.Array], scale: jax.Array, *, launch: Launch, interpret: bool) -> list[jax.Array]:
     """Runs the kernel over a group of arrays: each program writes the sum of its tile."""
-    elements = launch.elements if len(grads) == 1 else launch.group_elements
+    elements = launch.tile_of([grad.size for grad in grads])
     tiles = [tiles_lib.flat(grad.size, elements) for grad in grads]
     counts = [tile.programs for tile in tiles]
 
     def kernel(scale_ref: Any, *refs: Any) -> None:
-        def work(number: int, program: jax.Array, masked: bool) -> None:
-            place, _, rows, cols = tiles[number].at(program)
-            ref = refs[number]
-            mask = tiles[number].mask(rows, cols) if masked else None
-            grad = pltriton.load(ref.at[place], mask=mask, other=jnp.zeros((), ref.dtype) if masked else None)
-            first = sum(counts[:number])
-            refs[-1][first + program] = jnp.sum(jnp.square(grad.astype(jnp.float32) * scale_ref[0]))
+        *grad_refs, sums_ref = refs
+        program = pl.program_id(0)
+
+        def work(number: Any, own: jax.Array, masked: bool) -> None:
+            grad = None
+            for n, (tile, ref) in enumerate(zip(tiles, grad_refs)):
+                mask, _ = tile.masks(own, masked, None if number is None else number == n)
+                grad = tiles_lib.load(ref, tile.at(own)[0], mask, grad)
+            sums_ref[program] = jnp.sum(jnp.square(grad.astype(jnp.float32) * scale_ref[0]))
 
         tiles_lib.run(tiles, work)
 
@@ -86,5 +101,6 @@ def _launch(grads: Sequence[jax.Array], scale: jax.Array, *, launch: Launch, int
 IMPLEMENTATIONS: dict[str, Callable[..., list[jax.Array]]] = {
     "jnp": _by_twin,
     "pallas": functools.partial(_by_kernel, interpret=False),
+    "grouped": functools.partial(_by_kernel, interpret=False, in_groups=True),
     "interpret": functools.partial(_by_kernel, interpret=True),
 }

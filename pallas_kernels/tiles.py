@@ -1,8 +1,9 @@
 """Shares arrays out among a kernel's programs. This module cuts arrays into tiles, and gathers small arrays into one launch.
 
 A launch takes one large leaf, or a group of small ones: each program works on one tile of one leaf, found by its number, so that a
-group costs one launch and no copy. Tiles whose elements all exist are worked on unmasked, ragged ends by programs of their own: masks
-keep the compiler from reading 16 bytes at a time.
+group costs one launch and no copy. Of a large leaf, tiles whose elements all exist are worked on unmasked, and ragged ends by programs of
+their own: masks keep the compiler from reading 16 bytes at a time. In a group a program passes over the reads and writes of every leaf,
+and masks all but its own leaf's: no jumps, since one that jumps past the code of each leaf before its own waits for instructions each time.
 """
 
 import dataclasses
@@ -42,6 +43,11 @@ class Launch:
     def params(self) -> pltriton.CompilerParams:
         """Returns the compiler's parameters; without them JAX may choose another compiler."""
         return pltriton.CompilerParams(num_warps=self.num_warps, num_stages=self.num_stages)
+
+    def tile_of(self, sizes: Sequence[int]) -> int:
+        """Returns the elements of a tile where arrays of these sizes are launched together."""
+        most = self.elements if len(sizes) == 1 else self.group_elements
+        return max(blockwise.BLOCK, min(most, pl.next_power_of_2(max(sizes))))
 
 
 INTERPRETED = Launch(
@@ -89,46 +95,83 @@ class Tiles:
 
     def at(self, program: jax.Array) -> tuple[Any, Any, jax.Array, jax.Array]:
         """Returns a tile's place among elements, and among scales, and its rows [height, 1] and columns [1, width]."""
-        down, right = program // self.across, program % self.across
+        is_flat = (
+            self.rows == self.height == 1
+        )  # then a tile of a larger array in the group is beyond the end, and not below
+        down, right = (0, program) if is_flat else (program // self.across, program % self.across)
         row, col = down * self.height, right * self.width
         rows = row + jax.lax.broadcasted_iota(jnp.int32, (self.height, 1), 0)
         cols = col + jax.lax.broadcasted_iota(jnp.int32, (1, self.width), 1)
         return (pl.ds(row, self.height), pl.ds(col, self.width)), (pl.ds(row, self.height), right), rows, cols
 
-    def mask(self, rows: jax.Array, cols: jax.Array) -> jax.Array:
-        """Says which elements of a tile exist."""
-        return (rows < self.rows) & (cols < self.cols)
+    def index(self, program: jax.Array) -> jax.Array:
+        """Returns the elements' numbers in the array, uint32 [height, width]; alike for arrays of one group."""
+        _, _, rows, cols = self.at(program)
+        return (rows * self.cols + cols).astype(jnp.uint32)
+
+    def masks(self, own: jax.Array, masked: bool, is_own: jax.Array | None) -> tuple[Any, Any]:
+        """Returns which elements of a tile, and which of its rows, are there; None for all.
+
+        Args:
+          own: the tile's number.
+          masked: whether some may not exist.
+          is_own: bool[], whether the tile is the program's own; None where there is no other.
+        """
+        _, _, rows, cols = self.at(own)
+        elements = (rows < self.rows) & (cols < self.cols) if masked else None
+        some_rows = rows[:, 0] < self.rows if masked else None
+        if is_own is None:
+            return elements, some_rows
+        shape = (self.height, self.width)
+        return tuple(
+            jnp.broadcast_to(is_own, there) if mask is None else mask & is_own
+            for mask, there in ((elements, shape), (some_rows, shape[:1]))
+        )  # type: ignore[return-value]
 
 
 def flat(size: int, elements: int) -> Tiles:
     """Returns the tiles of an array seen as one row."""
-    return Tiles(1, size, 1, min(elements, pl.next_power_of_2(size)))
+    return Tiles(1, size, 1, elements)
 
 
 def in_blocks(shape: Sequence[int], elements: int) -> Tiles:
     """Returns tiles one block wide, of an array whose last dim is cut into blocks."""
     size, block = math.prod(shape), blockwise.BLOCK
     rows, cols = (size // block, block) if shape[-1] % block == 0 else (size // shape[-1], shape[-1])
-    return Tiles(rows, cols, min(elements // block, pl.next_power_of_2(rows)), block)
+    return Tiles(rows, cols, elements // block, block)
 
 
-def run(tiles: Sequence[Tiles], work: Callable[[int, jax.Array, bool], None]) -> None:
-    """Calls `work(number of the array, number of its tile, masked)` once in each program of a kernel."""
+def run(tiles: Sequence[Tiles], work: Callable[[jax.Array | None, jax.Array, bool], None]) -> None:
+    """Calls `work(number of the array, number of its tile, masked)` in each program of a kernel, once.
+
+    The number of the array is int32[] in a group, and None where there is one array; see `mask_of`. Tiles of a group are of one size.
+    """
     program = pl.program_id(0)
-    first = 0
-    segments = []
-    for number, tile in enumerate(tiles):
-        # In a group each part costs compile time: an array has one, masked where its end is ragged.
-        whole = tile.whole if len(tiles) == 1 or tile.whole == tile.programs else 0
-        for start, stop, masked in ((0, whole, False), (whole, tile.programs, True)):
-            if start < stop:
-                segments.append((first + start, first + stop, number, first, masked))
-        first += tile.programs
-    if len(segments) == 1:
-        work(0, program, segments[0][-1])
+    if len(tiles) > 1:
+        number, own = _find(tiles, program)
+        work(number, own, any(tile.whole < tile.programs for tile in tiles))
         return
-    for start, stop, number, before, masked in segments:
+    whole, programs = tiles[0].whole, tiles[0].programs
+    if whole in (0, programs):
+        work(None, program, whole == 0)
+        return
+    pl.when(program < whole)(lambda: work(None, program, False))
+    pl.when(program >= whole)(lambda: work(None, program, True))
 
-        @pl.when((program >= start) & (program < stop))
-        def _(number: int = number, before: int = before, masked: bool = masked) -> None:
-            work(number, program - before, masked)
+
+def _find(tiles: Sequence[Tiles], program: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns which array a program of a group works on, and on which of its tiles."""
+    number, own, start = jnp.int32(0), program, 0
+    for tile in tiles[:-1]:
+        start += tile.programs
+        is_past = (program >= start).astype(jnp.int32)
+        number += is_past
+        own -= is_past * tile.programs
+    return number, own
+
+
+def load(ref: Any, place: Any, mask: jax.Array | None, before: jax.Array | None) -> jax.Array:
+    """Reads a place of an array; what the mask leaves out is taken from `before`, or is 0."""
+    if mask is None:
+        return pltriton.load(ref.at[place])
+    return pltriton.load(ref.at[place], mask=mask, other=jnp.zeros((), ref.dtype) if before is None else before)

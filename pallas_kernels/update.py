@@ -37,7 +37,7 @@ class Place:
 
 
 # How kernels are launched, by what a leaf's update does; the fastest of those tried on an H200.
-LAUNCHES = {"plain": Launch(num_warps=4), "rounded": Launch(), "blocks": Launch(elements=1024)}
+LAUNCHES = {"plain": Launch(num_warps=4), "rounded": Launch(), "blocks": Launch(elements=1024, num_warps=4)}
 
 
 def update_leaves(
@@ -124,26 +124,30 @@ def _update_by_kernel(
     launch: Launch | None,
     *,
     interpret: bool,
+    in_groups: bool = False,
 ) -> list[Updated]:
-    by_kind: dict[str, list[int]] = {}
+    """Updates leaves by the kernel; `in_groups` leaves those that are launched alone to the twin."""
     rule_of_kernel = dataclasses.replace(rule, native=not interpret)
+    alike: dict[tuple, list[int]] = {}
     results: dict[int, Updated] = {}
     for n, leaf in enumerate(leaves):
         if tiles_lib.fits(leaf.param.size) and not places[n].joins:
-            kind = "blocks" if isinstance(leaf.mu, tuple) else "rounded" if rule.stochastic else "plain"
-            by_kind.setdefault(kind, []).append(n)
+            alike.setdefault(_traits(n, leaf, places[n], rule), []).append(n)
         else:
             results[n] = update_ref(rule, scalars, places[n], leaf, seeds[n])
-    for kind, numbers in by_kind.items():
+    for (kind, *_), numbers in alike.items():
         how = launch or (tiles_lib.INTERPRETED if interpret else LAUNCHES[kind])
         for group in tiles_lib.groups([leaves[n].param.size for n in numbers], how):
             members = [numbers[place] for place in group]
+            if in_groups and len(members) == 1:
+                results[members[0]] = update_ref(rule, scalars, *[x[members[0]] for x in (places, leaves, seeds)])
+                continue
             done = _launch(
                 rule_of_kernel,
                 [leaves[n] for n in members],
-                tuple(places[n] for n in members),
+                places[members[0]],
                 jnp.stack(scalars),
-                jnp.concatenate([seeds[n] for n in members]) if rule.stochastic else None,
+                jnp.stack([seeds[n] for n in members]) if rule.stochastic else None,
                 launch=how,
                 interpret=interpret,
             )
@@ -151,19 +155,28 @@ def _update_by_kernel(
     return [results[n] for n in range(len(leaves))]
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "places", "launch", "interpret"))
+def _traits(number: int, leaf: Leaf, place: Place, rule: Rule) -> tuple:
+    """Returns the kind of a leaf's update, then what leaves of one group have in common."""
+    dtypes = tuple(part.dtype for part in jax.tree.leaves(leaf))
+    if not isinstance(leaf.mu, tuple):
+        return "rounded" if rule.stochastic else "plain", place, dtypes
+    is_flat = leaf.param.shape[-1] % blockwise.BLOCK == 0
+    return "blocks", place, dtypes, None if is_flat else number  # blocks that end inside rows make tiles of their own
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "place", "launch", "interpret"))
 def _launch(
     rule: Rule,
     leaves: Sequence[Leaf],
-    places: tuple[Place, ...],
+    place: Place,
     scalars: jax.Array,
     seeds: jax.Array | None,
     *,
     launch: Launch,
     interpret: bool,
 ) -> list[Updated]:
-    """Runs the kernel over a group of leaves."""
-    elements = launch.elements if len(leaves) == 1 else launch.group_elements
+    """Runs the kernel over a leaf, or a group of alike ones. Seeds are uint32 [leaves, words]."""
+    elements = launch.tile_of([leaf.param.size for leaf in leaves])
     tiles = tuple(
         tiles_lib.in_blocks(leaf.param.shape, elements)
         if isinstance(leaf.mu, tuple)
@@ -180,7 +193,7 @@ def _launch(
     kept = [Leaf(None, None if rule.changes else leaf.param, leaf.mu, leaf.nu) for leaf in inputs]
     aliases = _aliases((scalars, seeds, inputs), outputs, kept)
     call = pl.pallas_call(
-        functools.partial(_kernel, rule, places, tiles, (scalars, seeds, inputs), outputs),
+        functools.partial(_kernel, rule, place, tiles, (scalars, seeds, inputs), outputs),
         out_shape=jax.tree.leaves(outputs),
         grid=(sum(tile.programs for tile in tiles),),
         input_output_aliases=aliases,
@@ -221,66 +234,56 @@ def _aliases(arguments: Any, outputs: list[Updated], kept: list[Leaf]) -> dict[i
     return aliases
 
 
-def _kernel(
-    rule: Rule, places: tuple[Place, ...], tiles: tuple[Tiles, ...], arguments: Any, outputs: Any, *refs: Any
-) -> None:
+def _kernel(rule: Rule, place: Place, tiles: tuple[Tiles, ...], arguments: Any, outputs: Any, *refs: Any) -> None:
     """Each program finds its leaf and its tile, and updates it."""
     counts = len(jax.tree.leaves(arguments))
     scalars_ref, seeds_ref, inputs = jax.tree.unflatten(jax.tree.structure(arguments), refs[:counts])
     results = jax.tree.unflatten(jax.tree.structure(outputs), refs[counts:])
-    words = [sum(1 + len(place.splits) for place in places[:number]) for number in range(len(places))]
 
-    def work(number: int, program: jax.Array, masked: bool) -> None:
-        seed = (
-            None if seeds_ref is None else [seeds_ref[words[number] + i] for i in range(1 + len(places[number].splits))]
-        )
+    def work(number: Any, own: jax.Array, masked: bool) -> None:
+        masks = [tile.masks(own, masked, None if number is None else number == n) for n, tile in enumerate(tiles)]
+        leaf = None
+        for tile, mask, part in zip(tiles, masks, inputs):
+            leaf = _load(tile, own, mask, part, leaf)
+        noise = None
+        if rule.stochastic:
+            words = [seeds_ref[0 if number is None else number, word] for word in range(1 + len(place.splits))]
+            noise = _noise(tiles[0].index(own), place, words)
         scalars = Scalars(*[scalars_ref[field] for field in range(len(Scalars._fields))])
-        _update_tile(
-            rule, scalars, places[number], tiles[number], seed, inputs[number], results[number], program, masked
-        )
+        done = advance(rule, scalars, place.decays, leaf, noise)
+        for tile, mask, part in zip(tiles, masks, results):
+            _store(tile, own, mask, part, done)
 
     tiles_lib.run(tiles, work)
 
 
-def _update_tile(
-    rule: Rule,
-    scalars: Scalars,
-    place: Place,
-    tile: Tiles,
-    seed: Any,
-    leaf: Leaf,
-    result: Updated,
-    program: jax.Array,
-    masked: bool,
-) -> None:
-    """Reads, updates and writes one tile of one leaf."""
-    elements, scales, rows, cols = tile.at(program)
-    mask = tile.mask(rows, cols) if masked else None
-    row_mask = rows[:, 0] < tile.rows if masked else None
+def _load(tile: Tiles, own: jax.Array, masks: tuple[Any, Any], leaf: Leaf, before: Leaf | None) -> Leaf:
+    """Reads one tile of a leaf, where masks say so; the rest stays what it was before."""
+    places = tile.at(own)[:2]
 
-    def load(part: Any) -> Any:
+    def load(part: Any, old: Any) -> Any:
+        if part is None:
+            return None
         if isinstance(part, tuple):
-            return load(part[0]), pltriton.load(part[1].at[scales], mask=row_mask, other=0.0 if masked else None)
-        return pltriton.load(part.at[elements], mask=mask, other=jnp.zeros((), part.dtype) if masked else None)
+            return tuple(tiles_lib.load(ref, *rest) for ref, *rest in zip(part, places, masks, old or (None, None)))
+        return tiles_lib.load(part, places[0], masks[0], old)
 
-    def store(part: Any, values: Any) -> None:
-        if isinstance(part, tuple):
-            store(part[0], values[0])
-            pltriton.store(part[1].at[scales], values[1], mask=row_mask)
-        elif part is not None:
-            pltriton.store(part.at[elements], values, mask=mask)
+    return Leaf(*[load(part, old) for part, old in zip(leaf, before or Leaf(None, None, None))])
 
-    noise = None
-    if rule.stochastic:
-        index = (rows * tile.cols + cols).astype(jnp.uint32)
-        noise = _noise(index, place, seed)
-    done = advance(rule, scalars, place.decays, Leaf(*[None if p is None else load(p) for p in leaf]), noise)
+
+def _store(tile: Tiles, own: jax.Array, masks: tuple[Any, Any], result: Updated, done: Updated) -> None:
+    """Writes one tile of a leaf's results, where masks say so."""
+    places = tile.at(own)[:2]
     for part, values in zip(result, done):
-        store(part, values)
+        if part is not None:
+            refs, arrays = (part, values) if isinstance(part, tuple) else ((part,), (values,))
+            for ref, array, place, mask in zip(refs, arrays, places, masks):
+                pltriton.store(ref.at[place], array, mask=mask)
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., list[Updated]]] = {
     "jnp": _update_by_twin,
     "pallas": functools.partial(_update_by_kernel, interpret=False),
+    "grouped": functools.partial(_update_by_kernel, interpret=False, in_groups=True),
     "interpret": functools.partial(_update_by_kernel, interpret=True),
 }

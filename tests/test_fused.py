@@ -242,7 +242,9 @@ def test_what_cannot_be_is_refused():
     params = {"w": jnp.zeros((4, 4))}
     with pytest.raises(UserError, match=r"^moments: must be one of fp32, bf16, int8, and is 'fp8'"):
         fused.fused_adamw(RATE, moments="fp8")
-    with pytest.raises(UserError, match=r"^implementation: must be one of auto, jnp, pallas, interpret, and is 'cuda'"):
+    with pytest.raises(
+        UserError, match=r"^implementation: must be one of auto, jnp, pallas, grouped, interpret, and is 'cuda'"
+    ):
         fused.fused_lion(RATE, implementation="cuda")
     with pytest.raises(UserError, match=r"^stochastic_rounding: nothing is stored in bf16 or int8"):
         fused.fused_adamw(RATE, stochastic_rounding=True).init(params)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from zerojax import fused
 
-LARGE, SMALL, COUNT = (8192, 2000), (70, 100), 3
+LARGE, SMALL, COUNT = (8192, 2000), (70, 256), 3
 SPARE = 2**16  # bytes: scalars, seeds and partial sums
 
 
@@ -62,6 +62,12 @@ def test_kernels_write_over_what_they_read_and_few_launches_serve_many_leaves(mo
     assert memory.temp_size_in_bytes < SPARE
     calls = program.as_text().count("__gpu$xla.gpu.triton")
     assert calls == 4, calls  # norm and update, each of the large leaf and of the group
+
+
+def test_plain_updates_of_small_leaves_are_one_launch_and_xla_fuses_those_of_large_ones():
+    with_norm, without = (compiled(fused.fused_adamw(1e-3, implementation=how))[0].as_text() for how in ("auto", "jnp"))
+    counts = [text.count("__gpu$xla.gpu.triton") for text in (with_norm, without)]
+    assert counts == [3, 2]  # the norm of both is the kernel's
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,19 @@ def test_leaves_that_a_kernel_cannot_take_take_the_twin():
     assert run("interpret", rules.Rule("adam"), [leaf, make_leaf((3,))])[0].param.shape == (0, 5)
 
 
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
+def test_leaves_of_a_group_are_each_updated_as_alone(moments):
+    """Whatever their sizes, and beside leaves that differ in dtype or decay, which are in groups of their own."""
+    rule = rules.Rule("adam", stochastic=moments != "float32", skips=True, copy_dtype=jnp.dtype("bfloat16"))
+    shapes = [(5, 256), (1, 256), (9, 256), (3, 300), (1,), (2, 512), (7, 11), (2999,), (4, 256)]
+    leaves = [
+        make_leaf(shape, "bfloat16" if n % 4 == 3 else "float32", moments=moments, seed=n)
+        for n, shape in enumerate(shapes)
+    ]
+    places = [update.Place(n != 2) for n in range(len(shapes))]
+    assert_alike(*(run(how, rule, leaves, places=places, launch=SMALL_TILES) for how in ("interpret", "jnp")))
+
+
 @hypothesis.settings(max_examples=50, deadline=None, derandomize=True)
 @hypothesis.given(st.lists(st.integers(1, 9000), max_size=20))
 def test_groups_hold_every_array_once_and_tiles_every_element(sizes):

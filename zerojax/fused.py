@@ -21,7 +21,7 @@ from zerojax import quantized, shards, tree
 from zerojax.errors import UserError
 
 # What "auto" means, by kind of device and of update; everything else is "jnp". Figures: docs/benchmarks/optimizer.md.
-AUTO = {("gpu", "coded"): "pallas"}
+AUTO = {("gpu", "coded"): "pallas", ("gpu", "plain"): "grouped"}
 IMPLEMENTATIONS = ("auto", *update.IMPLEMENTATIONS)
 MOMENTS = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "int8": jnp.int8}
 _GPUS = ("gpu", "cuda", "rocm")
@@ -81,7 +81,8 @@ def fused_adamw(
         so that small changes add up in the mean. Bits depend on the key, the count, the leaf and the element, and not on the sharding.
         Copies are rounded to nearest.
       decoupled: False adds weight_decay * params to the gradient (Kingma and Ba, arXiv:1412.6980, with L2).
-      implementation: "pallas" (GPUs), "jnp" (plain, fused by XLA), "interpret" (the kernel anywhere, slow) or "auto", see AUTO.
+      implementation: "pallas" (GPUs), "jnp" (plain, fused by XLA), "grouped" (GPUs: small leaves together by the kernel, large ones
+        by XLA), "interpret" (the kernel anywhere, slow) or "auto", see AUTO.
 
     Raises:
       UserError: an unknown name; from `init`, params that are not floating, or stochastic rounding where nothing would be rounded.
@@ -126,11 +127,11 @@ def global_norm_and_finite(
     leaves = jax.tree.leaves(grads)
     scale = jnp.asarray(scale, jnp.float32)
     if shardings is None:
-        squares = norm.sums_of_squares(leaves, scale, implementation=_choose(implementation, "plain", None))
+        squares = norm.sums_of_squares(leaves, scale, implementation=_choose(implementation, "norm", None))
         total = sum(squares, jnp.zeros((), jnp.float32))
         return jnp.sqrt(total), jnp.isfinite(total)
     placed = structure.flatten_up_to(shardings)
-    total = shards.sum_of_squares(leaves, scale, placed, _choose(implementation, "plain", shards.mesh_of(placed)))
+    total = shards.sum_of_squares(leaves, scale, placed, _choose(implementation, "norm", shards.mesh_of(placed)))
     return jnp.sqrt(total), jnp.isfinite(total)
 
 
