@@ -105,7 +105,8 @@ def test_at_the_smallest_scale_the_run_stops_by_name_or_holds(commands, tmp_path
     line = commands(*runs.flags(**stuck), f"--workdir={tmp_path / 'raise'}").error_line
     assert re.fullmatch(
         r"zerojax: step 2: the gradient of params/\S+ is not finite at loss scale 8.38861e\+06, which is the smallest; "
-        r"no checkpoint before it is good in \S+; lower config.optimizer.learning_rate .*",
+        r"no checkpoint before it is good in \S+; lower config.loss_scale.min_scale \(now 8.38861e\+06\), or lower "
+        r"config.optimizer.learning_rate .*",
         line,
     )
     runs.run(tmp_path / "hold", **{**stuck, "loss_scale__on_minimum": "hold", "steps": 5})
@@ -118,6 +119,23 @@ def test_at_the_smallest_scale_the_run_stops_by_name_or_holds(commands, tmp_path
 def test_a_static_scale_stays(tmp_path):
     runs.run(tmp_path, precision="fp16", loss_scale__static=2.0**10, steps=3)
     assert [line["loss_scale"] for line in metrics.read(tmp_path)] == [1024.0] * 3
+
+
+def test_a_resumed_run_takes_the_first_scale_that_its_config_sets_anew(tmp_path, capsys):
+    def scales_of(last, **changes):
+        runs.run(tmp_path, precision="fp16", steps=last, **changes)
+        return [line["loss_scale"] for line in metrics.read(tmp_path)], capsys.readouterr().out.count("starts afresh")
+
+    assert scales_of(2, loss_scale__init_scale=2.0**26, loss_scale__hysteresis=1) == ([2.0**26, 2.0**25], 0)
+    assert scales_of(3, loss_scale__init_scale=2.0**26, loss_scale__window=7) == ([2.0**26, 2.0**25, 2.0**24], 0)
+    assert scales_of(4, loss_scale__static=2.0**9) == ([2.0**26, 2.0**25, 2.0**24, 2.0**9], 1)
+    assert scales_of(5, loss_scale__init_scale=2.0**12)[0][3:] == [2.0**9, 2.0**12]
+    assert [line["skipped_steps"] for line in metrics.read(tmp_path)][-2:] == [3, 3]  # and the count goes on
+
+
+def test_a_run_that_took_no_step_says_so(tmp_path, capsys):
+    runs.run(tmp_path, precision="fp16", loss_scale__static=2.0**40, steps=2)
+    assert "\n2 steps were skipped, since their gradients overflowed, and none was taken" in capsys.readouterr().out
 
 
 BAD = {

@@ -250,6 +250,14 @@ def test_what_cannot_be_is_refused():
         fused.fused_adamw(RATE, stochastic_rounding=True).init(params)
     with pytest.raises(UserError, match=r"^n: the fused optimizers update floating weights, and it is int32"):
         fused.fused_adamw(RATE).init({"n": jnp.zeros(3, jnp.int32)})
+    with pytest.raises(UserError, match=r"^b2: must be at least 0 and below 1, and is 1.5"):
+        fused.fused_adamw(RATE, b2=1.5)
+    with pytest.raises(UserError, match=r"^implementation: 'pallas' is compiled for GPUs, and this is a cpu"):
+        tx = fused.fused_adamw(RATE, implementation="pallas")
+        tx.update(params, tx.init(params), params)
+    with pytest.raises(UserError, match=r"^mask: must be a tree of bools like the params"):
+        tx = fused.fused_adamw(RATE, mask={"nope": True})
+        tx.update(params, tx.init(params), params)
     tx = fused.fused_adamw(RATE)
     with pytest.raises(UserError, match=r"^update: the fused optimizers need params"):
         tx.update(params, tx.init(params))

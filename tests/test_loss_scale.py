@@ -159,8 +159,15 @@ BAD = {
     "scale 0": (lambda: loss_scale.StaticLossScale(0.0), r"^loss_scale\.scale: must be above 0 and at most 2\*\*126"),
     "not a number": (lambda: loss_scale.DynamicLossScale(init_scale=math.nan), r"^loss_scale\.init_scale: must be "),
     "minimum": (lambda: loss_scale.DynamicLossScale(min_scale=-1.0), r"^loss_scale\.min_scale: must be above 0"),
-    "window": (lambda: loss_scale.DynamicLossScale(window=0), r"^loss_scale\.window: must be at least 1, and is 0$"),
-    "hysteresis": (lambda: loss_scale.DynamicLossScale(hysteresis=0), r"^loss_scale\.hysteresis: must be at least 1"),
+    "window": (
+        lambda: loss_scale.DynamicLossScale(window=0),
+        r"^loss_scale\.window: must be a whole number of at least 1, and is 0$",
+    ),
+    "half a step": (lambda: loss_scale.DynamicLossScale(window=2.5), r"^loss_scale\.window: must be a whole number"),
+    "hysteresis": (
+        lambda: loss_scale.DynamicLossScale(hysteresis=0),
+        r"^loss_scale\.hysteresis: must be a whole number of at least 1",
+    ),
     "order": (
         lambda: loss_scale.DynamicLossScale(init_scale=2.0, min_scale=4.0),
         r"^loss_scale\.min_scale: 4\.0 is above init_scale=2\.0; set it to that or less$",

@@ -141,6 +141,10 @@ def _transformation(settings: _Settings) -> Fused:
     if settings.implementation not in IMPLEMENTATIONS:
         known = ", ".join(IMPLEMENTATIONS)
         raise UserError(f"implementation: must be one of {known}, and is {settings.implementation!r}")
+    for name in ("b1", "b2"):
+        value = getattr(settings, name)
+        if isinstance(value, (int, float)) and not 0 <= value < 1:
+            raise UserError(f"{name}: must be at least 0 and below 1, and is {value}")
     fused = Fused(functools.partial(_init, settings), functools.partial(_update, settings))
     fused.apply = functools.partial(_apply, settings)
     return fused
@@ -232,12 +236,17 @@ def _step(
 
 def _choose(implementation: str, kind: str, mesh: Mesh | None) -> str:
     """Returns what "auto" means for arrays on a mesh, or, where none is told, on the one device there is."""
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    platform = "gpu" if platform in _GPUS else platform
+    if implementation in ("pallas", "grouped") and platform != "gpu":
+        raise UserError(
+            f"implementation: {implementation!r} is compiled for GPUs, and this is a {platform}; use 'auto' or 'jnp'"
+        )
     if implementation != "auto":
         return implementation
     if mesh is None and jax.device_count() > 1:
         return "jnp"  # arrays may be split in ways that are not known here, and XLA splits no kernel
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    return AUTO.get(("gpu" if platform in _GPUS else platform, kind), "jnp")
+    return AUTO.get((platform, kind), "jnp")
 
 
 def _as_tuples(moments: list[list[Any]]) -> list[list[Any]]:
@@ -260,7 +269,14 @@ def _decays(settings: _Settings, params: Any) -> list[bool]:
         return [False] * len(jax.tree.leaves(params))
     mask = settings.mask(params) if callable(settings.mask) else settings.mask
     mask = True if mask is None else mask
-    return jax.tree.leaves(jax.tree.map(lambda decay, part: jax.tree.map(lambda _: bool(decay), part), mask, params))
+    try:
+        return jax.tree.leaves(
+            jax.tree.map(lambda decay, part: jax.tree.map(lambda _: bool(decay), part), mask, params)
+        )
+    except ValueError as error:
+        raise UserError(
+            f"mask: must be a tree of bools like the params or the beginning of one, and does not fit them: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _scalars(settings: _Settings, before: jax.Array, count: jax.Array, scale: Any, finite: Any) -> rules.Scalars:

@@ -66,16 +66,10 @@ def emulate_cpu_devices(count: int) -> bool:
     Raises:
       UserError: JAX's backends have started, which fixes the number of devices.
     """
-    platforms = jax.config.jax_platforms
-    if platforms and platforms.split(",")[0] != "cpu":
-        return False
-    plugins = [] if platforms else _plugins()
-    if any(_has_hardware(plugin, os.environ) for plugin in plugins):
-        return False
     is_counted = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     try:
-        if plugins:  # a CUDA plugin without a GPU logs a traceback before it gives up
-            jax.config.update("jax_platforms", "cpu")
+        if not pass_over_absent_accelerators():
+            return False
         if not is_counted and jax.config.jax_num_cpu_devices == -1:
             jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:
@@ -83,6 +77,28 @@ def emulate_cpu_devices(count: int) -> bool:
             f"devices: JAX has started, so {count} CPU devices cannot be emulated; call emulate_cpu_devices "
             "before anything that computes or lists devices, or set JAX_NUM_CPU_DEVICES"
         ) from error
+    return True
+
+
+def pass_over_absent_accelerators() -> bool:
+    """Keeps JAX from plugins whose hardware is not here; starts no backend.
+
+    A CUDA plugin without a GPU logs a traceback before JAX takes the CPU, and refuses to compile for absent GPUs afterwards.
+
+    Returns:
+      Whether computation will run on CPU devices.
+
+    Raises:
+      RuntimeError: JAX's backends have started.
+    """
+    platforms = jax.config.jax_platforms
+    if platforms:
+        return platforms.split(",")[0] == "cpu"
+    plugins = _plugins()
+    if any(_has_hardware(plugin, os.environ) for plugin in plugins):
+        return False
+    if plugins:
+        jax.config.update("jax_platforms", "cpu")
     return True
 
 

@@ -53,6 +53,7 @@ class Run:
         self._profiler = profiling.Profiler(folder, settings.start, settings.steps, enabled=launch.is_primary())
         self._evaluation: tuple[int, float] | None = None
         self._last_good = 0  # the last step whose loss and gradients were finite
+        self._skipped = 0
         self._plan: planning.Plan | None = None
         self._compare_at = 0
         self._clock = 0.0
@@ -101,6 +102,9 @@ class Run:
     def finish(self, state: Any) -> None:
         """Samples text, draws the curves and closes the files."""
         config = self._program.config
+        if launch.is_primary() and self._skipped:
+            rest = "" if self._last_good else ", and none was taken: config.loss_scale starts too high for so few steps"
+            print(f"{self._skipped} steps were skipped, since their gradients overflowed{rest}", flush=True)
         if config.sample.length:
             text = self._sample(state)  # every process takes part; one prints
             if launch.is_primary():
@@ -169,9 +173,12 @@ class Run:
         if bad or overflow or _is_due(step, config.log_every) or step == config.steps:
             self._log.write(step, numbers | metrics.device_memory())
         if overflow is not None:
+            self._skipped += 1
             self._progress.print(f"step {step}: skipped, {overflow}")
             if told["is_exhausted"]:
-                raise self._bad_end(step, f"{overflow}, which is the smallest")
+                smallest = self._program.config.loss_scale.min_scale
+                way_out = f"lower config.loss_scale.min_scale (now {smallest:g})"
+                raise self._bad_end(step, f"{overflow}, which is the smallest", way_out)
         elif bad:
             raise self._bad_end(step, f"{bad} is {numbers[bad]}")
         else:
@@ -181,7 +188,7 @@ class Run:
         if self._plan is not None and step == self._compare_at:
             self._compare(self._plan)
 
-    def _bad_end(self, step: int, why: str) -> UserError:
+    def _bad_end(self, step: int, why: str, way_out: str = "") -> UserError:
         """Returns the error to raise; weights are good that gave the step after them a finite loss."""
         self._saver.wait()
         good = max((saved for saved in self._saver.steps() if saved < self._last_good), default=None)
@@ -189,7 +196,7 @@ class Run:
         rate = self._program.config.optimizer.learning_rate
         return UserError(
             f"step {step}: {why}; {kept} in {self._saver.directory}; "
-            f"lower config.optimizer.learning_rate (now {rate}) and start anew, or look at the data"
+            f"{way_out and way_out + ', or '}lower config.optimizer.learning_rate (now {rate}) and start anew, or look at the data"
         )
 
     def _evaluate(self, state: Any) -> None:
@@ -228,9 +235,14 @@ class Run:
 
 
 def resume(
-    program: program_lib.Program, saver: checkpoint.Checkpointer, step: int, streams: streams_lib.Streams
+    program: program_lib.Program,
+    saver: checkpoint.Checkpointer,
+    step: int,
+    streams: streams_lib.Streams,
+    *,
+    rescales: bool = False,
 ) -> Any:
-    """Returns the state saved at `step`, placed as this run places it, and moves the data there.
+    """Returns the state saved at `step`, placed as this run places it, and moves the data there; `rescales` starts its loss scale afresh.
 
     Raises:
       UserError: the checkpoint is damaged or another model's.
@@ -245,7 +257,7 @@ def resume(
     resizable = frozenset(before.keys() | padded_shapes(program.partition).keys())
     logical, position = saver.restore(step, program.logical_abstract_state, resizable, optional=("loss_scale",))
     streams.move_to(position)
-    return program_lib.restored_state(program, logical)
+    return program_lib.restored_state(program, logical, rescales=rescales)
 
 
 def padded_shapes(partition: partition_lib.Partition) -> dict[str, list[int]]:

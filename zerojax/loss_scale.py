@@ -107,8 +107,9 @@ class DynamicLossScale:
         _check_scale("init_scale", self.init_scale)
         _check_scale("min_scale", self.min_scale)
         for name in ("window", "hysteresis"):
-            if getattr(self, name) < 1:
-                raise UserError(f"loss_scale.{name}: must be at least 1, and is {getattr(self, name)}")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"loss_scale.{name}: must be a whole number of at least 1, and is {value}")
         if self.min_scale > self.init_scale:
             raise UserError(
                 f"loss_scale.min_scale: {self.min_scale} is above init_scale={self.init_scale}; set it to that or less"

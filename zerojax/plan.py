@@ -39,6 +39,8 @@ def main() -> None:
 
 def _prepare(config: config_lib.Config) -> None:
     """Keeps JAX off real accelerators when planning for devices that are not here."""
+    if flags.FLAGS["most_compiles"].present and not _SEARCH.value:
+        raise UserError("--most_compiles: is of --search alone; add --search, or leave it away")
     if _TARGET.value == "here":
         launch.emulate_cpu_devices(config.emulate_devices)
     else:

@@ -20,6 +20,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import optim, per_device, precision, step, used, xla_options
 from zerojax import partition as partition_lib
 from zerojax import state as state_lib
+from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
 from zerojax.models import llama, presets
 
@@ -86,7 +87,7 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
 
     Args:
       config: checked settings.
-      tokenizer_vocab: the tokenizer's number of ids.
+      tokenizer_vocab: the tokenizer's number of ids; 0 looks it up where the model's size depends on it.
       devices: the devices to lay out; all where None. Compile-only devices will do.
 
     Raises:
@@ -189,16 +190,21 @@ def init_state(program: Program) -> Any:
     return jax.jit(program.create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
 
 
-def restored_state(program: Program, logical: Any) -> Any:
+def restored_state(program: Program, logical: Any, *, rescales: bool = False) -> Any:
     """Returns the state made from its checkpointed form (see `precision.to_logical`); the form is used up.
 
-    A loss scale that the checkpoint lacked, whose leaves then are abstract, starts afresh.
+    A loss scale that the checkpoint lacked, whose leaves then are abstract, starts afresh; one that it has does if `rescales`, with its
+    count of skipped steps.
     """
     is_lacking = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(logical.loss_scale))
 
     def restore(logical: Any) -> Any:
         state = precision.from_logical(logical, program.copy_dtype).replace(tx=program.tx)
-        return state.replace(loss_scale=_first_scale(program.loss_scale)) if is_lacking else state
+        if not program.loss_scale or not (is_lacking or rescales):
+            return state
+        scale = program.loss_scale.init()
+        skipped = scale.skipped_steps if is_lacking else state.loss_scale.skipped_steps
+        return state.replace(loss_scale=scale._replace(skipped_steps=skipped))
 
     logical = logical.replace(loss_scale=()) if is_lacking else logical
     return jax.jit(restore, out_shardings=program.partition.shardings, donate_argnums=0)(logical)
@@ -239,7 +245,7 @@ def _model(config: config_lib.Config, mesh: Mesh, compute_dtype: Any, tokenizer_
         known = ", ".join(presets.PRESETS)
         raise UserError(f"config.model.preset: must be one of {known}, and is {chosen.preset!r}")
     preset = presets.PRESETS[chosen.preset]
-    vocab = chosen.vocab_size or preset.vocab_size or tokenizer_vocab
+    vocab = chosen.vocab_size or preset.vocab_size or tokenizer_vocab or _vocab_of(config.data.tokenizer)
     if vocab < tokenizer_vocab:
         raise UserError(
             f"config.model.vocab_size: {vocab} is smaller than the tokenizer's {tokenizer_vocab} ids; "
@@ -255,6 +261,10 @@ def _model(config: config_lib.Config, mesh: Mesh, compute_dtype: Any, tokenizer_
         num_layers=chosen.num_layers or preset.num_layers,
         attention=_attention(chosen.attention, mesh.devices.flat[0].platform, compute_dtype),
     )
+
+
+def _vocab_of(name: str) -> int:
+    return tokenizer_lib.load_tokenizer(name).vocab_size
 
 
 def _any_device(model: llama.LlamaConfig) -> llama.LlamaConfig:

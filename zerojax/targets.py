@@ -230,6 +230,8 @@ def _tpus(target: Target, topology: str) -> list[Any]:
 
 
 def _compile_only(target: Target, wanted: str, **description: Any) -> list[Any]:
+    with contextlib.suppress(RuntimeError):  # JAX has started, and knows what it has
+        launch.pass_over_absent_accelerators()
     try:
         return list(topologies.get_topology_desc(**description).devices)
     except Exception as error:  # the plugins raise JaxRuntimeError, ValueError, RuntimeError and NotImplementedError

@@ -62,7 +62,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     """Runs all chapters of a training in `folder`."""
     say(f"devices: {launch.describe()}; everything goes to {folder}")
     settings = config_lib.to_dict(config)
-    workdir.check(folder, settings)
+    before = workdir.check(folder, settings)
     others = {"evaluate": config.evaluate.every, "checkpoint": config.checkpoint.every}
     profiling.check(config.profile.start, config.profile.steps, config.steps, others)
 
@@ -87,7 +87,14 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
             f"config.steps: is {config.steps}, and the run in {folder} is at step {done}; set --config.steps={done} "
             "or more, or choose another --workdir"
         )
-    state = program_lib.init_state(program) if done is None else loop.resume(program, saver, done, streams)
+    first_scale = ("loss_scale.static", "loss_scale.init_scale")
+    rescales = program.loss_scale is not None and workdir.differs(before, settings, first_scale)
+    if done is None:
+        state = program_lib.init_state(program)
+    else:
+        state = loop.resume(program, saver, done, streams, rescales=rescales)
+        if rescales:
+            say("the loss scale starts afresh: config.loss_scale sets another first one than before")
     if launch.is_primary():
         workdir.save(folder, settings)
     say(
