@@ -5,6 +5,9 @@ its weights inside it, so at any time about one block's weights are whole.
 
 Where the caller gives `run`, a plain block (params alone: no random keys, no other variables) is handed to it as a function of its
 weights and inputs, so that forward and backward pass can be written by hand.
+
+The model may be given weights that are whole already. `stored_of` then says of which stored weight an array was made; a block takes those
+that it knows as stored, and others, which the loss has changed or made, as they are.
 """
 
 import contextlib
@@ -16,6 +19,7 @@ from typing import Any
 import flax.errors
 import flax.linen as nn
 import jax
+import numpy as np
 
 from zerojax import remat, tree
 
@@ -34,7 +38,8 @@ class Blocks:
       policy: what a block keeps for its backward pass; None for no rematerialisation.
       recompute: a regex over paths of modules inside blocks, whose products are not kept; "" for none.
       run: runs plain blocks; None lifts all of them.
-      is_leaf: tells weights from the trees around them.
+      stored_of: f(array) -> (path, stored), or None where no weight is known to it; None: arrays are as stored, their paths the modules'.
+      is_leaf: tells weights as stored from the trees around them.
     """
 
     def __init__(
@@ -46,12 +51,14 @@ class Blocks:
         *,
         recompute: str = "",
         run: Run | None = None,
+        stored_of: Callable[[Any], tuple[str, Any] | None] | None = None,
         is_leaf: Callable[[Any], bool] | None = None,
     ):
         self._pattern = re.compile(f"(?:{pattern})|(?:{heads})" if heads else pattern)
         self._heads = re.compile(heads) if heads else None
         self._recompute = re.compile(recompute)
         self._gather_leaf, self._policy, self._run, self._is_leaf = gather_leaf, policy, run, is_leaf
+        self._stored_of = stored_of
         self._inside: str | None = None  # path of the block that runs
         self._root: tuple[str, ...] = ()  # path of the module that stands for it while it runs
         self.entered: set[str] = set()
@@ -78,38 +85,58 @@ class Blocks:
         self.entered.add(path)
         arrays, fill = _arrays_of(args, kwargs)
         policy = None if self._heads is not None and self._heads.fullmatch(path) else self._policy
-        if self._run is not None and _is_plain(module):
-            return self._by_hand(module, context.method_name, path, arrays, fill, policy)
-        return self._lifted(module, context.method_name, path, arrays, fill, policy)
+        known = self._known(module, path)
+        is_plain = _is_plain(module) and not _reads_others((args, kwargs), is_field=False) and all(known.values())
+        if self._run is not None and is_plain and known:
+            return self._by_hand(module, context.method_name, path, known, arrays, fill, policy)
+        return self._lifted(module, context.method_name, path, known, arrays, fill, policy)
 
-    def _by_hand(self, module: nn.Module, method: str, path: str, arrays: list, fill: Callable, policy: Any) -> Any:
+    def _known(self, module: nn.Module, path: str) -> dict[str, tuple[str, Any] | None]:
+        """Returns for each of a module's weights, by its path in the module, its path in the params and itself as stored, or None."""
+        leaves = tree.flatten(module.variables.get("params", {}))
+        if self._stored_of is None:
+            return {leaf: (_join(path, leaf), value) for leaf, value in leaves}
+        return {leaf: self._stored_of(value) for leaf, value in leaves}
+
+    def _by_hand(
+        self, module: nn.Module, method: str, path: str, known: dict, arrays: list, fill: Callable, policy: Any
+    ) -> Any:
         alone = module.clone(parent=None)
-        params = module.variables["params"]
-        stored = {_join(path, leaf): value for leaf, value in tree.flatten(params, is_leaf=self._is_leaf)}
-        structure = jax.tree.structure(params, is_leaf=self._is_leaf)
+        structure = jax.tree.structure(module.variables.get("params", {}))
+        names = [name for name, _ in known.values()]
 
         def body(used: dict[str, Any], *values: Any) -> Any:
             inner_args, inner_kwargs = fill(values)
-            params = jax.tree.unflatten(structure, [used[name] for name in stored])
+            params = jax.tree.unflatten(structure, [used[name] for name in names])
             with self._entered_as(path, ()):
                 return alone.apply({"params": params}, *inner_args, **inner_kwargs, method=method)
 
         assert self._run is not None
-        return self._run(body, stored, arrays, policy)
+        return self._run(body, dict(known.values()), arrays, policy)
 
-    def _lifted(self, module: nn.Module, method: str, path: str, arrays: list, fill: Callable, policy: Any) -> Any:
+    def _lifted(
+        self, module: nn.Module, method: str, path: str, known: dict, arrays: list, fill: Callable, policy: Any
+    ) -> Any:
         def run(bound: nn.Module, *values: Any) -> Any:
             inner_args, inner_kwargs = fill(values)
             return getattr(bound, method)(*inner_args, **inner_kwargs)
 
-        def gather_block(variables: Any) -> Any:
+        def as_stored(variables: Any) -> Any:
             return tree.map_with_path(
-                lambda leaf, value: self._gather_leaf(_join(path, leaf), value), variables, is_leaf=self._is_leaf
+                lambda leaf, value: known[_inside(leaf)][1] if known.get(_inside(leaf)) else value, variables
             )
+
+        def gather_block(variables: Any) -> Any:
+            def gather(leaf: str, value: Any) -> Any:
+                found = known.get(_inside(leaf))
+                return self._gather_leaf(found[0], value) if found else value
+
+            return tree.map_with_path(gather, variables, is_leaf=self._is_leaf)
 
         block = nn.map_variables(run, "params", trans_in_fn=gather_block)
         if policy is not None:
             block = nn.remat(block, policy=policy)
+        block = nn.map_variables(block, "params", trans_in_fn=as_stored)
         with self._entered_as(path, module.path):  # calls inside a block, flax's own of `run` too, are left alone
             return block(module, *arrays)
 
@@ -141,7 +168,7 @@ def _set_up(call: Callable) -> None:
 def _arrays_of(args: tuple, kwargs: dict) -> tuple[list[Any], Callable[[Any], tuple[tuple, dict]]]:
     """Returns a call's arrays, and the function that puts values in their place."""
     leaves, structure = jax.tree.flatten((args, kwargs))
-    is_array = [isinstance(leaf, jax.Array) or hasattr(leaf, "__array__") for leaf in leaves]
+    is_array = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]  # a numpy scalar may be a static argument
 
     def fill(values: Any) -> tuple[tuple, dict]:
         given = iter(values)
@@ -155,15 +182,33 @@ def _is_plain(module: nn.Module) -> bool:
     scope = module.scope
     assert scope is not None
     fields = [field.name for field in dataclasses.fields(module) if field.name not in ("parent", "name")]
-    shares = any(_is_bound(getattr(module, name, None)) for name in fields)
+    shares = _reads_others([getattr(module, name, None) for name in fields], is_field=True)
     return not (shares or scope.rngs or scope.mutable or set(module.variables) - {"params"})
 
 
-def _is_bound(value: Any) -> bool:
-    """Says whether a field holds a module that lives elsewhere in the model."""
-    modules = jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, nn.Module))
-    return any(isinstance(node, nn.Module) and node.scope is not None for node in modules)
+def _reads_others(value: Any, *, is_field: bool) -> bool:
+    """Says whether fields or arguments bring in values that are no arguments: arrays, or modules that live elsewhere in the model.
+
+    They may hide in functions: in what these are bound to, and in what they close over.
+    """
+    for leaf in jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, nn.Module)):
+        if isinstance(leaf, nn.Module):
+            if leaf.scope is not None:
+                return True
+        elif isinstance(leaf, jax.Array):
+            if is_field:
+                return True
+        elif callable(leaf):
+            cells = [cell.cell_contents for cell in getattr(leaf, "__closure__", None) or ()]
+            partial = [getattr(leaf, name, None) for name in ("__self__", "func", "args", "keywords")]
+            if any(_reads_others(part, is_field=True) for part in (*cells, *partial) if part is not leaf):
+                return True
+    return False
+
+
+def _inside(leaf_path: str) -> str:
+    return leaf_path.removeprefix("params/")
 
 
 def _join(module_path: str, leaf_path: str) -> str:
-    return f"{module_path}/{leaf_path.removeprefix('params/')}"
+    return f"{module_path}/{_inside(leaf_path)}"

@@ -83,10 +83,26 @@ class Chain:
     def __call__(self, body: Body, weights: dict[str, gather.Weight], arrays: list[jax.Array], policy: Any) -> Any:
         placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
         plan = _Plan(body, placements, self._dtype, self._reduction, policy)
-        if _trace() != self._trace:  # inside a transformation of the model's own: tokens cannot pass in and out
-            return _block(plan, weights, no_tokens(), tuple(arrays))[0]
+        if _trace() != self._trace:
+            return _unordered(plan, weights, arrays)
         outputs, self.tokens = _block(plan, weights, self.tokens, tuple(arrays))
         return outputs
+
+
+def _unordered(plan: _Plan, weights: dict[str, gather.Weight], arrays: list[jax.Array]) -> Any:
+    """Runs a block without its place in the order: inside a transformation of the model's own tokens cannot pass in and out.
+
+    It may be differentiated in every way, such as for the gradient of a gradient's norm.
+    """
+
+    def run(weights: dict[str, gather.Weight], *arrays: jax.Array) -> Any:
+        whole = {
+            path: gather.gather_shard(weight, plan.placements[path], plan.dtype, plan.reduction)
+            for path, weight in weights.items()
+        }
+        return plan.body(whole, *arrays)
+
+    return (run if plan.policy is None else jax.checkpoint(run, policy=plan.policy))(weights, *arrays)
 
 
 def _trace() -> Any:

@@ -5,7 +5,8 @@ the compiler this gives three things: gradients are summed in float32 whatever t
 the sum, and a block's collectives are put beside its neighbours' arithmetic (`chain`).
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -56,7 +57,8 @@ def value_and_grad(
             return device_loss(jax.tree.map(gather.Weight, params, sinks), tokens, batch, state)
 
         gradients = accumulate.value_and_grad(of_sinks, passes)
-        (loss, aux), (grads, tokens) = gradients((sinks, chain.no_tokens()), batch, _with_own_keys(state))
+        with _leaks_named():
+            (loss, aux), (grads, tokens) = gradients((sinks, chain.no_tokens()), batch, _with_own_keys(state))
         grads = _read((tokens, aux.pop("tokens")), grads)
         grads = tree.map_with_path(lambda path, grad: gather.reduce_rest(grad, find(path, None), reduction), grads)
         return (jax.lax.psum(loss, mesh_lib.BATCH_AXES), jax.tree.map(_average, aux)), grads
@@ -186,6 +188,17 @@ def _read(tokens: Any, values: Any) -> Any:
     smallest = min(range(len(leaves)), key=lambda number: leaves[number].size)
     leaves[smallest] += sum(jax.tree.leaves(tokens))
     return jax.tree.unflatten(structure, leaves)
+
+
+@contextlib.contextmanager
+def _leaks_named() -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        raise UserError(
+            "blocks: with reduce_dtype, a module that matches reads an array that is neither its weight nor its argument (a global, or an "
+            "attribute set outside); make it an argument, name other blocks, or leave reduce_dtype away"
+        ) from error
 
 
 def _average(leaf: Any) -> jax.Array:

@@ -99,12 +99,32 @@ def wrap(
         return result
 
     def by_block(params: Any, *args: Any, **kwargs: Any) -> Any:
+        made: dict[
+            int, tuple[Any, str, Any]
+        ] = {}  # whole weights by identity, with the array, which keeps its identity
+
+        def stored_of(leaf: Any) -> tuple[str, Any] | None:
+            return made[id(leaf)][1:] if id(leaf) in made else None
+
         inside = blocks_lib.Blocks(
-            blocks, heads, gather_leaf, None if keeps_all else policy, recompute=recompute, run=run, is_leaf=is_weight
+            blocks,
+            heads,
+            gather_leaf,
+            None if keeps_all else policy,
+            recompute=recompute,
+            run=run,
+            stored_of=stored_of if run else None,
+            is_leaf=is_weight,
         )
 
         def gather_outer(path: str, leaf: Any) -> Any:
-            return leaf if inside.owns(path) else gather_leaf(path, leaf)
+            if not inside.owns(path):
+                return gather_leaf(path, leaf)
+            if run is None:
+                return leaf
+            whole = gather_leaf(path, leaf)  # of those that nothing but a block reads, nothing is left when compiled
+            made[id(whole)] = whole, path, leaf
+            return whole
 
         outer = tree.map_with_path(gather_outer, params, is_leaf=is_weight)
         with nn.intercept_methods(inside.intercept):
