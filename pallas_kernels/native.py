@@ -10,5 +10,6 @@ def sqrt(x: jax.Array) -> jax.Array:
     `jnp.sqrt` in a kernel is right for those too, in four instructions.
     """
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    assembly = {"constraints": "=f,f", "pack": 1, "result_shape_dtypes": [shape]}
-    return pltriton.elementwise_inline_asm("sqrt.approx.ftz.f32 $0, $1;", args=[x], **assembly)[0]
+    return pltriton.elementwise_inline_asm(
+        "sqrt.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[shape]
+    )[0]

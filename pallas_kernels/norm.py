@@ -78,7 +78,7 @@ def _launch(grads: Sequence[jax.Array], scale: jax.Array, *, launch: Launch, int
         program = pl.program_id(0)
 
         def work(number: Any, own: jax.Array, masked: bool) -> None:
-            grad = None
+            grad: Any = None
             for n, (tile, ref) in enumerate(zip(tiles, grad_refs)):
                 mask, _ = tile.masks(own, masked, None if number is None else number == n)
                 grad = tiles_lib.load(ref, tile.at(own)[0], mask, grad)

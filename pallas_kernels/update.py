@@ -140,7 +140,8 @@ def _update_by_kernel(
         for group in tiles_lib.groups([leaves[n].param.size for n in numbers], how):
             members = [numbers[place] for place in group]
             if in_groups and len(members) == 1:
-                results[members[0]] = update_ref(rule, scalars, *[x[members[0]] for x in (places, leaves, seeds)])
+                (n,) = members
+                results[n] = update_ref(rule, scalars, places[n], leaves[n], seeds[n])
                 continue
             done = _launch(
                 rule_of_kernel,
@@ -242,7 +243,7 @@ def _kernel(rule: Rule, place: Place, tiles: tuple[Tiles, ...], arguments: Any, 
 
     def work(number: Any, own: jax.Array, masked: bool) -> None:
         masks = [tile.masks(own, masked, None if number is None else number == n) for n, tile in enumerate(tiles)]
-        leaf = None
+        leaf: Any = None
         for tile, mask, part in zip(tiles, masks, inputs):
             leaf = _load(tile, own, mask, part, leaf)
         noise = None

@@ -12,11 +12,11 @@ PACKAGE = ROOT / "zerojax"
 
 # A module imports lower floors only.
 FLOORS = (
-    {"errors", "specs", "tree"}
+    {"errors", "specs", "tree", "accelerators"}
     | {"buffer_dump", "flops", "phases", "traces", "gpu_configs", "hlo", "losses", "remat", "replica_groups", "timing", "xla_options"},
     {"accumulate", "blocks", "export", "generate", "launch", "loss_scale", "mesh", "metrics", "models.llama", "plot"}
     | {"precision", "settings", "state", "step_files", "stored", "workdir", "command", "data.python_stdlib", "data.tokenizer"}
-    | {"hlo_flow", "parameters", "quantized"},
+    | {"hlo_flow", "kernels", "parameters", "quantized"},
     {"checkpoint", "config", "data.source", "gather", "models.presets", "shards", "update"}
     | {"buffer_roles", "collectives", "targets"},
     {"data.batches", "fused", "partition", "used"}

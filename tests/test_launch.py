@@ -12,7 +12,7 @@ import time
 import jax
 import pytest
 
-from zerojax import launch
+from zerojax import accelerators, launch
 from zerojax.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -144,8 +144,8 @@ def test_emulation_after_jax_started_is_refused():
 def test_a_plugin_has_hardware_where_its_device_files_are_and_are_not_hidden(
     plugin, environ, there, expected, monkeypatch
 ):
-    monkeypatch.setattr(launch.glob, "glob", lambda pattern: [pattern] if pattern == there else [])
-    assert launch._has_hardware(plugin, environ) == expected
+    monkeypatch.setattr(accelerators.glob, "glob", lambda pattern: [pattern] if pattern == there else [])
+    assert accelerators._has_hardware(plugin, environ) == expected
 
 
 # --- joining

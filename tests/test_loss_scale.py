@@ -156,17 +156,20 @@ def test_no_two_leaves_of_a_first_state_share_memory():
 
 
 BAD = {
-    "scale 0": (lambda: loss_scale.StaticLossScale(0.0), r"^loss_scale\.scale: must be above 0 and at most 2\*\*126"),
+    "scale 0": (
+        lambda: loss_scale.StaticLossScale(0.0),
+        r"^loss_scale\.scale: must be a number from 2\*\*-126 to 2\*\*126",
+    ),
     "not a number": (lambda: loss_scale.DynamicLossScale(init_scale=math.nan), r"^loss_scale\.init_scale: must be "),
-    "minimum": (lambda: loss_scale.DynamicLossScale(min_scale=-1.0), r"^loss_scale\.min_scale: must be above 0"),
+    "minimum": (lambda: loss_scale.DynamicLossScale(min_scale=-1.0), r"^loss_scale\.min_scale: must be a number from"),
     "window": (
         lambda: loss_scale.DynamicLossScale(window=0),
-        r"^loss_scale\.window: must be a whole number of at least 1, and is 0$",
+        r"^loss_scale\.window: must be a whole number from 1 to 2\*\*31 - 1, and is 0$",
     ),
     "half a step": (lambda: loss_scale.DynamicLossScale(window=2.5), r"^loss_scale\.window: must be a whole number"),
     "hysteresis": (
         lambda: loss_scale.DynamicLossScale(hysteresis=0),
-        r"^loss_scale\.hysteresis: must be a whole number of at least 1",
+        r"^loss_scale\.hysteresis: must be a whole number from 1",
     ),
     "order": (
         lambda: loss_scale.DynamicLossScale(init_scale=2.0, min_scale=4.0),

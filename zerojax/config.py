@@ -41,6 +41,7 @@ POSITIVE = (
     "checkpoint.keep_last",
     "profile.start",
 )
+SMALLEST_NORMAL = 1.2e-38
 BELOW_ONE = ("optimizer.b1", "optimizer.b2")
 NOT_NEGATIVE = tuple(
     "seed global_batch_size micro_batch_size grad_accum zero.min_size model.vocab_size model.num_layers "
@@ -214,9 +215,16 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
         if value not in choices:
             listed = ", ".join(map(str, choices))
             raise UserError(f"config.{place}: must be one of {listed}, and is {value!r}; set --config.{place}=...")
+    for place in (*POSITIVE, *NOT_NEGATIVE):
+        if _lookup(config, place) >= 2**31 and isinstance(_lookup(config, place), int):
+            raise UserError(f"config.{place}: must be below 2**31, and is {_lookup(config, place)}")
     for place in POSITIVE:
         if _lookup(config, place) <= 0:
             raise UserError(f"config.{place}: must be above 0, and is {_lookup(config, place)}")
+        if _lookup(config, place) < SMALLEST_NORMAL:
+            raise UserError(
+                f"config.{place}: is 0 in float32 below {SMALLEST_NORMAL}, and is {_lookup(config, place)}; set it above that"
+            )
     for place in NOT_NEGATIVE:
         if _lookup(config, place) < 0:
             raise UserError(f"config.{place}: must not be negative, and is {_lookup(config, place)}")

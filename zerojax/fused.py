@@ -8,29 +8,21 @@ finite, writes params and moments over the old ones, and writes a 16-bit copy of
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
 from pallas_kernels import norm, rounding, rules, update
-from zerojax import quantized, shards, tree
+from zerojax import kernels, precision, quantized, shards, tree
 from zerojax.errors import UserError
 
-# What "auto" means, by kind of device and of update; everything else is "jnp". Figures: docs/benchmarks/optimizer.md.
-AUTO = {("gpu", "coded"): "pallas", ("gpu", "plain"): "grouped"}
-IMPLEMENTATIONS = ("auto", *update.IMPLEMENTATIONS)
 MOMENTS = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "int8": jnp.int8}
-_GPUS = ("gpu", "cuda", "rocm")
 
 
-class Fused(optax.GradientTransformationExtraArgs):
+class Fused(precision.OnePass):
     """An optax transformation with `apply`, see `fused_adamw`."""
-
-    apply: Callable[..., tuple[Any, Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +74,7 @@ def fused_adamw(
         Copies are rounded to nearest.
       decoupled: False adds weight_decay * params to the gradient (Kingma and Ba, arXiv:1412.6980, with L2).
       implementation: "pallas" (GPUs), "jnp" (plain, fused by XLA), "grouped" (GPUs: small leaves together by the kernel, large ones
-        by XLA), "interpret" (the kernel anywhere, slow) or "auto", see AUTO.
+        by XLA), "interpret" (the kernel anywhere, slow) or "auto", see `kernels.AUTO`.
 
     Raises:
       UserError: an unknown name; from `init`, params that are not floating, or stochastic rounding where nothing would be rounded.
@@ -126,20 +118,22 @@ def global_norm_and_finite(
     structure: Any = jax.tree.structure(grads)
     leaves = jax.tree.leaves(grads)
     scale = jnp.asarray(scale, jnp.float32)
+    if not leaves:
+        return jnp.zeros(()), jnp.ones((), bool)
     if shardings is None:
-        squares = norm.sums_of_squares(leaves, scale, implementation=_choose(implementation, "norm", None))
+        squares = norm.sums_of_squares(leaves, scale, implementation=kernels.choose(implementation, "norm", None))
         total = sum(squares, jnp.zeros((), jnp.float32))
         return jnp.sqrt(total), jnp.isfinite(total)
     placed = structure.flatten_up_to(shardings)
-    total = shards.sum_of_squares(leaves, scale, placed, _choose(implementation, "norm", shards.mesh_of(placed)))
+    total = shards.sum_of_squares(leaves, scale, placed, kernels.choose(implementation, "norm", shards.mesh_of(placed)))
     return jnp.sqrt(total), jnp.isfinite(total)
 
 
 def _transformation(settings: _Settings) -> Fused:
     if settings.moments not in MOMENTS:
         raise UserError(f"moments: must be one of {', '.join(MOMENTS)}, and is {settings.moments!r}")
-    if settings.implementation not in IMPLEMENTATIONS:
-        known = ", ".join(IMPLEMENTATIONS)
+    if settings.implementation not in kernels.IMPLEMENTATIONS:
+        known = ", ".join(kernels.IMPLEMENTATIONS)
         raise UserError(f"implementation: must be one of {known}, and is {settings.implementation!r}")
     for name in ("b1", "b2"):
         value = getattr(settings, name)
@@ -211,6 +205,12 @@ def _step(
     """Returns (params or updates, state, copies)."""
     structure: Any = jax.tree.structure(params)
     weights = jax.tree.leaves(params)
+    if not weights:  # of a mask, or a label, that nothing has
+        return (
+            params,
+            state._replace(count=optax.safe_increment(state.count)),
+            None if rule.copy_dtype is None else params,
+        )
     moments = [structure.flatten_up_to(moment) for moment in state[1:]]
     leaves = [rules.Leaf(*arrays) for arrays in zip(structure.flatten_up_to(grads), weights, *_as_tuples(moments))]
     decays = _decays(settings, params)
@@ -219,34 +219,19 @@ def _step(
     seeds = rounding.fold(_seed(key, state.count), jnp.arange(len(leaves)))
     kind = "coded" if rule.stochastic or settings.moments == "int8" else "plain"
     if shardings is None:
-        chosen = _choose(settings.implementation, kind, None)
+        chosen = kernels.choose(settings.implementation, kind, None)
         places = [update.Place(decay) for decay in decays]
         words = [seeds[n, None] for n in range(len(leaves))]
         done = update.update_leaves(rule, leaves, places, scalars, words, implementation=chosen)
     else:
         placed = structure.flatten_up_to(shardings)
-        chosen = _choose(settings.implementation, kind, shards.mesh_of(placed))
+        chosen = kernels.choose(settings.implementation, kind, shards.mesh_of(placed))
         done = shards.update_leaves(rule, leaves, decays, scalars, seeds, placed, chosen)
     news, *new_moments, copies = (structure.unflatten(list(parts)) for parts in zip(*_from_tuples(done, moments)))
     if finite is not None:
         count = jnp.where(finite, count, state.count)
     new_state = type(state)(count, *new_moments)
     return news, new_state, None if rule.copy_dtype is None else copies
-
-
-def _choose(implementation: str, kind: str, mesh: Mesh | None) -> str:
-    """Returns what "auto" means for arrays on a mesh, or, where none is told, on the one device there is."""
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    platform = "gpu" if platform in _GPUS else platform
-    if implementation in ("pallas", "grouped") and platform != "gpu":
-        raise UserError(
-            f"implementation: {implementation!r} is compiled for GPUs, and this is a {platform}; use 'auto' or 'jnp'"
-        )
-    if implementation != "auto":
-        return implementation
-    if mesh is None and jax.device_count() > 1:
-        return "jnp"  # arrays may be split in ways that are not known here, and XLA splits no kernel
-    return AUTO.get((platform, kind), "jnp")
 
 
 def _as_tuples(moments: list[list[Any]]) -> list[list[Any]]:
@@ -292,7 +277,7 @@ def _scalars(settings: _Settings, before: jax.Array, count: jax.Array, scale: An
         scale=scale,
         finite=1.0 if finite is None else jnp.asarray(finite).astype(jnp.float32),
         learning_rate=rate,
-        weight_decay=settings.weight_decay,
+        weight_decay=settings.weight_decay(before) if callable(settings.weight_decay) else settings.weight_decay,
         b1=settings.b1,
         rest1=1 - settings.b1,
         b2=settings.b2,

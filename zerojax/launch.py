@@ -14,11 +14,9 @@ Order: `emulate_cpu_devices`, `initialize`, then anything that touches a device.
 
 import contextlib
 import dataclasses
-import glob
 import importlib.metadata
 import importlib.util
 import os
-import pkgutil
 import signal
 import socket
 import sys
@@ -32,17 +30,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from zerojax import accelerators
 from zerojax.errors import UserError
 
 CONNECT_SECONDS = 300  # for all processes to come
 HEARTBEAT_SECONDS = 100  # without a sign of life, after which a process counts as dead
-
-# part of a JAX plugin's name -> device files, of which one exists where its hardware does; what can hide them
-ACCELERATORS = {
-    "cuda": (("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/dxg"), "CUDA_VISIBLE_DEVICES"),
-    "rocm": (("/dev/kfd", "/dev/dxg"), "HIP_VISIBLE_DEVICES"),
-    "tpu": (("/dev/accel*", "/dev/vfio/[0-9]*"), "TPU_VISIBLE_CHIPS"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +60,7 @@ def emulate_cpu_devices(count: int) -> bool:
     """
     is_counted = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     try:
-        if not pass_over_absent_accelerators():
+        if not accelerators.pass_over_absent():
             return False
         if not is_counted and jax.config.jax_num_cpu_devices == -1:
             jax.config.update("jax_num_cpu_devices", count)
@@ -77,28 +69,6 @@ def emulate_cpu_devices(count: int) -> bool:
             f"devices: JAX has started, so {count} CPU devices cannot be emulated; call emulate_cpu_devices "
             "before anything that computes or lists devices, or set JAX_NUM_CPU_DEVICES"
         ) from error
-    return True
-
-
-def pass_over_absent_accelerators() -> bool:
-    """Keeps JAX from plugins whose hardware is not here; starts no backend.
-
-    A CUDA plugin without a GPU logs a traceback before JAX takes the CPU, and refuses to compile for absent GPUs afterwards.
-
-    Returns:
-      Whether computation will run on CPU devices.
-
-    Raises:
-      RuntimeError: JAX's backends have started.
-    """
-    platforms = jax.config.jax_platforms
-    if platforms:
-        return platforms.split(",")[0] == "cpu"
-    plugins = _plugins()
-    if any(_has_hardware(plugin, os.environ) for plugin in plugins):
-        return False
-    if plugins:
-        jax.config.update("jax_platforms", "cpu")
     return True
 
 
@@ -225,22 +195,6 @@ class StopSignal:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
-
-
-def _plugins() -> list[str]:
-    """Lists the accelerator plugins that JAX would load: by entry point, by namespace package, and libtpu."""
-    names = [entry.name for entry in importlib.metadata.entry_points(group="jax_plugins")]
-    if spec := importlib.util.find_spec("jax_plugins"):
-        names += [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)]
-    return [*names, "libtpu"] if importlib.util.find_spec("libtpu") else names
-
-
-def _has_hardware(plugin: str, environ: Mapping[str, str]) -> bool:
-    """Says whether `plugin` would find a device; one that the table does not know is believed."""
-    for kind, (files, visible) in ACCELERATORS.items():
-        if kind in plugin.lower():
-            return environ.get(visible) not in ("", "-1") and any(glob.glob(pattern) for pattern in files)
-    return True
 
 
 def _checked(coordinator: str | None, num_processes: int | None, process_id: int | None) -> Cluster | None:

@@ -108,8 +108,12 @@ class DynamicLossScale:
         _check_scale("min_scale", self.min_scale)
         for name in ("window", "hysteresis"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise UserError(f"loss_scale.{name}: must be a whole number of at least 1, and is {value}")
+            if not isinstance(value, int) or not 1 <= value < 2**31:
+                raise UserError(f"loss_scale.{name}: must be a whole number from 1 to 2**31 - 1, and is {value!r}")
+        if not isinstance(self.consecutive_hysteresis, bool):
+            raise UserError(
+                f"loss_scale.consecutive_hysteresis: must be True or False, and is {self.consecutive_hysteresis!r}"
+            )
         if self.min_scale > self.init_scale:
             raise UserError(
                 f"loss_scale.min_scale: {self.min_scale} is above init_scale={self.init_scale}; set it to that or less"
@@ -159,7 +163,10 @@ def make(is_scaled: bool, *, static: float, **dynamic: Any) -> LossScale | None:
             )
     if not is_scaled:
         return None
-    return StaticLossScale(static) if static else DynamicLossScale(**dynamic)
+    try:
+        return StaticLossScale(static) if static else DynamicLossScale(**dynamic)
+    except UserError as error:  # a static scale's field has the name `static` in a config
+        raise UserError(f"config.{error}".replace("loss_scale.scale", "loss_scale.static")) from error
 
 
 class Verdict(NamedTuple):
@@ -226,6 +233,11 @@ def in_step(loss_scale: LossScale | None, abstract_state: Any) -> Unscaled:
     Raises:
       UserError: the train state has no place for the scale, or has one that would never be read.
     """
+    if loss_scale is not None and not callable(getattr(loss_scale, "update", None)):
+        raise UserError(
+            f"make_train_step: loss_scale must be a DynamicLossScale or a StaticLossScale, and is {loss_scale!r}; "
+            "for a constant one give StaticLossScale(1024.0)"
+        )
     is_there = isinstance(getattr(abstract_state, "loss_scale", None), LossScaleState)
     if loss_scale is None and is_there:
         raise UserError(
@@ -282,6 +294,7 @@ def _counted(state: LossScaleState, finite: Any) -> LossScaleState:
     )
 
 
-def _check_scale(name: str, value: float) -> None:
-    if not 0 < value <= LARGEST:
-        raise UserError(f"loss_scale.{name}: must be above 0 and at most 2**126, and is {value}")
+def _check_scale(name: str, value: Any) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 1 / LARGEST <= value <= LARGEST:
+        raise UserError(f"loss_scale.{name}: must be a number from 2**-126 to 2**126, such as 65536, and is {value!r}")

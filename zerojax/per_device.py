@@ -153,7 +153,17 @@ def _finder(partition: Any) -> Callable[[str, Any], gather.Placement]:
     def wanted(place: gather.Placement) -> Any:
         return gather.local_shape(place.shape or (), place.stored)
 
-    return used.finder(partition.placements, lambda leaf: leaf.shape, wanted)  # type: ignore[return-value]
+    find = used.finder(partition.placements, lambda leaf: leaf.shape, wanted)
+
+    def found(path: str, leaf: Any) -> gather.Placement:
+        place = find(path, leaf)
+        if place is None:
+            raise UserError(
+                f"reduce_dtype: params/{path} is not placed as a weight (see `roles`); leave reduce_dtype away"
+            )
+        return place
+
+    return found
 
 
 def _manual_axes(mesh: Any) -> set[str]:
@@ -172,12 +182,13 @@ def _by_hand(spec: P, axes: set[str]) -> P:
 
 
 def _with_own_keys(state: Any) -> Any:
-    """Folds the device's number into random keys, so that devices draw apart."""
+    """Folds the device's number into random keys, typed ones and raw words, so that devices draw apart."""
     number = jax.lax.axis_index(mesh_lib.BATCH_AXES)
 
     def fold(leaf: Any) -> Any:
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return jax.random.fold_in(leaf, number) if is_key and leaf.ndim == 0 else leaf
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and leaf.ndim == 0
+        is_raw = leaf.dtype == jnp.uint32 and leaf.shape == jax.eval_shape(jax.random.PRNGKey, 0).shape
+        return jax.random.fold_in(leaf, number) if is_key or is_raw else leaf
 
     return jax.tree.map(fold, state)
 

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax.errors import UserError
+
 PyTree = Any
 
 
@@ -86,7 +88,7 @@ def with_master_weights(inner: optax.GradientTransformation) -> optax.GradientTr
 
     >>> tx = with_master_weights(optax.adamw(1e-3))
     """
-    apply_inner: Any = getattr(inner, "apply", None)
+    apply_inner: Any = inner.apply if isinstance(inner, OnePass) else None
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> MasterWeightsState:
@@ -135,6 +137,23 @@ def from_logical(logical: PyTree, copy_dtype: Any) -> PyTree:
         return logical
     params = cast_floating(logical.params, copy_dtype)
     return logical.replace(params=params, opt_state=MasterWeightsState(logical.params, logical.opt_state))
+
+
+def floating(name: str, dtype: Any) -> Any:
+    """Returns the dtype of an argument, floating and of 16 bits or more; None stays None.
+
+    Raises:
+      UserError: it is another; the line names the argument.
+    """
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
+        raise UserError(f"{name}: must be a floating dtype of at least 16 bits, such as jnp.bfloat16, and is {dtype!r}")
+    return found
 
 
 def cast_floating(values: PyTree, dtype: Any) -> PyTree:

@@ -1,5 +1,4 @@
-"""Builds a training program from settings, before anything is allocated. This module is where the rooms meet.
-
+"""Builds a training program from settings, before anything is allocated. This module is where the rooms meet:
 config -> mesh -> model -> optimizer -> abstract state -> partition (the stage acts here, once) -> train and evaluation steps.
 """
 
@@ -193,8 +192,7 @@ def init_state(program: Program) -> Any:
 def restored_state(program: Program, logical: Any, *, rescales: bool = False) -> Any:
     """Returns the state made from its checkpointed form (see `precision.to_logical`); the form is used up.
 
-    A loss scale that the checkpoint lacked, whose leaves then are abstract, starts afresh; one that it has does if `rescales`, with its
-    count of skipped steps.
+    A loss scale that the checkpoint lacked, whose leaves then are abstract, starts afresh; another does if `rescales`, but for its count.
     """
     is_lacking = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(logical.loss_scale))
 
@@ -202,9 +200,8 @@ def restored_state(program: Program, logical: Any, *, rescales: bool = False) ->
         state = precision.from_logical(logical, program.copy_dtype).replace(tx=program.tx)
         if not program.loss_scale or not (is_lacking or rescales):
             return state
-        scale = program.loss_scale.init()
-        skipped = scale.skipped_steps if is_lacking else state.loss_scale.skipped_steps
-        return state.replace(loss_scale=scale._replace(skipped_steps=skipped))
+        skipped = {} if is_lacking else {"skipped_steps": state.loss_scale.skipped_steps}
+        return state.replace(loss_scale=program.loss_scale.init()._replace(**skipped))
 
     logical = logical.replace(loss_scale=()) if is_lacking else logical
     return jax.jit(restore, out_shardings=program.partition.shardings, donate_argnums=0)(logical)
@@ -245,7 +242,12 @@ def _model(config: config_lib.Config, mesh: Mesh, compute_dtype: Any, tokenizer_
         known = ", ".join(presets.PRESETS)
         raise UserError(f"config.model.preset: must be one of {known}, and is {chosen.preset!r}")
     preset = presets.PRESETS[chosen.preset]
-    vocab = chosen.vocab_size or preset.vocab_size or tokenizer_vocab or _vocab_of(config.data.tokenizer)
+    vocab = (
+        chosen.vocab_size
+        or preset.vocab_size
+        or tokenizer_vocab
+        or tokenizer_lib.load_tokenizer(config.data.tokenizer).vocab_size
+    )
     if vocab < tokenizer_vocab:
         raise UserError(
             f"config.model.vocab_size: {vocab} is smaller than the tokenizer's {tokenizer_vocab} ids; "
@@ -261,10 +263,6 @@ def _model(config: config_lib.Config, mesh: Mesh, compute_dtype: Any, tokenizer_
         num_layers=chosen.num_layers or preset.num_layers,
         attention=_attention(chosen.attention, mesh.devices.flat[0].platform, compute_dtype),
     )
-
-
-def _vocab_of(name: str) -> int:
-    return tokenizer_lib.load_tokenizer(name).vocab_size
 
 
 def _any_device(model: llama.LlamaConfig) -> llama.LlamaConfig:

@@ -20,6 +20,7 @@ from zerojax import specs as specs_lib
 from zerojax import tree
 
 SMALLEST = 4096  # elements of a weight below which 8 bits save nothing worth their noise
+NARROWEST = 8  # values of a row, whose scale is 4 bytes
 
 
 class Quantized(NamedTuple):
@@ -30,8 +31,8 @@ class Quantized(NamedTuple):
 
 
 def takes(shape: Sequence[int]) -> bool:
-    """Says whether a weight of that shape has 8-bit moments: vectors (norms, biases) and small weights keep float32."""
-    return len(shape) >= 2 and math.prod(shape) >= SMALLEST
+    """Says whether a weight of that shape has 8-bit moments: vectors (norms, biases), small and very narrow weights keep float32."""
+    return len(shape) >= 2 and math.prod(shape) >= SMALLEST and shape[-1] >= NARROWEST
 
 
 def scales_shape(shape: Sequence[int]) -> tuple[int, ...]:

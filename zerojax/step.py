@@ -62,6 +62,8 @@ def make_train_step(
     """
     if grad_accum < 1:
         raise UserError(f"grad_accum: must be at least 1, and is {grad_accum}")
+    compute_dtype = precision.floating("compute_dtype", compute_dtype)
+    reduce_dtype = precision.floating("reduce_dtype", reduce_dtype)
     scaling = loss_scale_lib.in_step(loss_scale, partition.abstract_state)
     how = {"compute_dtype": compute_dtype, "blocks": blocks, "heads": heads, "remat": remat, "recompute": recompute}
     if reduce_dtype is None:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from zerojax import gpu_configs, launch
+from zerojax import accelerators, gpu_configs, launch
 from zerojax.errors import UserError
 
 MEASURED = "measured"
@@ -223,7 +223,7 @@ def _tpus(target: Target, topology: str) -> list[Any]:
         raise UserError(f"topology: a {target.name} slice has {dims} dims of chips, such as {form}; got {topology!r}")
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(f"target {target.name}: the TPU compiler is missing; pip install 'zerojax[plan-tpu]'")
-    if not any(glob.glob(pattern) for pattern in launch.ACCELERATORS["tpu"][0]):
+    if not any(glob.glob(pattern) for pattern in accelerators.DEVICE_FILES["tpu"][0]):
         for name, value in _LIBTPU_ENVIRON.items():
             os.environ.setdefault(name, value)
     return _compile_only(target, topology, platform="tpu", topology_name=f"{target.name}:{topology}")
@@ -231,7 +231,7 @@ def _tpus(target: Target, topology: str) -> list[Any]:
 
 def _compile_only(target: Target, wanted: str, **description: Any) -> list[Any]:
     with contextlib.suppress(RuntimeError):  # JAX has started, and knows what it has
-        launch.pass_over_absent_accelerators()
+        accelerators.pass_over_absent()
     try:
         return list(topologies.get_topology_desc(**description).devices)
     except Exception as error:  # the plugins raise JaxRuntimeError, ValueError, RuntimeError and NotImplementedError

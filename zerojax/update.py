@@ -23,13 +23,17 @@ def make(partition: Any) -> Callable[..., Any]:
       partition: the state's placement.
     """
     state = partition.abstract_state
-    apply = getattr(getattr(state, "tx", None), "apply", None)
+    tx = getattr(state, "tx", None)
     # A state that applies gradients in a way of its own (averages of weights, say) is left to do so.
     is_flax = getattr(type(state), "apply_gradients", None) is train_state.TrainState.apply_gradients
-    if apply is None or not is_flax:
+    if not isinstance(tx, precision.OnePass) or not is_flax:
         return _by_parts
+    if not all(f"params/{path}" in partition.placements for path, _ in tree.flatten(state.params)):
+        return (
+            _by_parts  # some are placed in another role, and no shardings of a gradient and moments are known for them
+        )
     shardings = tree.map_with_path(lambda path, _: partition.placements[f"params/{path}"].opt_state, state.params)
-    return functools.partial(_in_one_pass, functools.partial(apply, shardings=shardings))
+    return functools.partial(_in_one_pass, functools.partial(tx.apply, shardings=shardings))
 
 
 def _by_parts(before: Any, after: Any, grads: Any, factor: Any, finite: Any) -> Any:

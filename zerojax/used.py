@@ -99,13 +99,7 @@ def wrap(
         return result
 
     def by_block(params: Any, *args: Any, **kwargs: Any) -> Any:
-        made: dict[
-            int, tuple[Any, str, Any]
-        ] = {}  # whole weights by identity, with the array, which keeps its identity
-
-        def stored_of(leaf: Any) -> tuple[str, Any] | None:
-            return made[id(leaf)][1:] if id(leaf) in made else None
-
+        made = _Made()
         inside = blocks_lib.Blocks(
             blocks,
             heads,
@@ -113,18 +107,15 @@ def wrap(
             None if keeps_all else policy,
             recompute=recompute,
             run=run,
-            stored_of=stored_of if run else None,
+            stored_of=made.stored_of if run else None,
             is_leaf=is_weight,
         )
 
         def gather_outer(path: str, leaf: Any) -> Any:
             if not inside.owns(path):
                 return gather_leaf(path, leaf)
-            if run is None:
-                return leaf
-            whole = gather_leaf(path, leaf)  # of those that nothing but a block reads, nothing is left when compiled
-            made[id(whole)] = whole, path, leaf
-            return whole
+            # Of whole weights that nothing but a block reads, nothing is left when compiled.
+            return leaf if run is None else made.add(gather_leaf(path, leaf), path, leaf)
 
         outer = tree.map_with_path(gather_outer, params, is_leaf=is_weight)
         with nn.intercept_methods(inside.intercept):
@@ -133,6 +124,23 @@ def wrap(
         return result
 
     return by_block if blocks else whole
+
+
+class _Made:
+    """Remembers of which weight an array was made, by the array's identity."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[
+            int, tuple[Any, str, Any]
+        ] = {}  # the array too: as long as it lives no other has its identity
+
+    def add(self, whole: Any, path: str, stored: Any) -> Any:
+        self._by_id[id(whole)] = whole, path, stored
+        return whole
+
+    def stored_of(self, array: Any) -> tuple[str, Any] | None:
+        found = self._by_id.get(id(array))
+        return found and found[1:]
 
 
 def finder(

@@ -1,0 +1,149 @@
+"""Checks models and losses that do unusual things with blocks and weights against plain autodiff. This module tests used, blocks, chain."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import zerojax
+
+WIDTH = 16
+X = jax.random.normal(jax.random.key(1), (16, WIDTH))
+
+
+class Block(nn.Module):
+    shift: Any = 0.0
+    act: Any = jnp.tanh
+    inner: Any = None
+
+    @nn.compact
+    def __call__(self, x, then=None, is_on=True):
+        y = self.act(nn.Dense(WIDTH)(x + self.shift))
+        y = y if self.inner is None else self.inner(y)
+        y = y if then is None else then(y)
+        return x + y if is_on else x
+
+
+class Plain(nn.Module):
+    """Two blocks in a row."""
+
+    @nn.compact
+    def __call__(self, x):
+        return Block(name="layer_1")(Block(name="layer_0")(x))
+
+
+class LearnedField(nn.Module):
+    """A weight of the model's own reaches the blocks as a field."""
+
+    @nn.compact
+    def __call__(self, x):
+        shift = self.param("shift", nn.initializers.normal(), (WIDTH,))
+        return Block(shift=shift, name="layer_1")(Block(shift=shift, name="layer_0")(x))
+
+
+class Closure(nn.Module):
+    """A function that reads a weight, and one that calls a module, reach the blocks as fields."""
+
+    @nn.compact
+    def __call__(self, x):
+        scale, outside = self.param("scale", nn.initializers.ones, (WIDTH,)), nn.Dense(WIDTH)
+        x = Block(act=lambda y: jnp.tanh(y * scale), name="layer_0")(x)
+        return Block(act=functools.partial(lambda module, y: module(y), outside), name="layer_1")(x)
+
+
+class Shared(nn.Module):
+    """Blocks share a module by a field, and by an argument."""
+
+    @nn.compact
+    def __call__(self, x):
+        shared = nn.Dense(WIDTH, name="shared")
+        x = Block(inner=shared, name="layer_0")(x)
+        return Block(name="layer_1")(x, then=shared)
+
+
+class OnlyCalls(nn.Module):
+    """A block without weights, one that is called with numpy's True, and one twice."""
+
+    @nn.compact
+    def __call__(self, x):
+        last = Block(name="layer_2")
+        return last(
+            last(Block(name="layer_1")(nn.Dropout(0.5, deterministic=True, name="layer_0")(x), is_on=np.bool_(True)))
+        )
+
+
+class GradientInside(nn.Module):
+    """The output is the gradient of a block's energy."""
+
+    @nn.compact
+    def __call__(self, x):
+        block = Block(name="layer_0")
+        return nn.vjp(lambda module, value: jnp.sum(jnp.square(module(value))), block, x)[1](jnp.float32(1.0))[1]
+
+
+def squared(net, params, x):
+    return jnp.mean(net.apply({"params": params}, x) ** 2)
+
+
+def with_penalty(net, params, x):
+    return squared(net, params, x) + 1e-2 * sum(jnp.sum(w**2) for w in jax.tree.leaves(params))
+
+
+def with_one_weight(net, params, x):
+    return squared(net, params, x) + jnp.sum(params["layer_0"]["Dense_0"]["kernel"] ** 4)
+
+
+def with_gradient_penalty(net, params, x):
+    return jnp.mean(jax.grad(lambda value: net.apply({"params": params}, value).sum())(x) ** 2)
+
+
+def with_changed_weights(net, params, x):
+    return squared(net, jax.tree.map(lambda w: jnp.sin(w) + 0.1, params), x)
+
+
+def of_a_part(net, params, x):
+    return squared(net, dict(params), x) + squared(Block(), params["layer_0"], x)
+
+
+CASES = {
+    "a learned field": (LearnedField(), squared),
+    "a closure": (Closure(), squared),
+    "a shared module": (Shared(), squared),
+    "no weights": (OnlyCalls(), squared),
+    "a gradient inside": (GradientInside(), squared),
+    "all weights read by the loss": (Plain(), with_penalty),
+    "one weight read by the loss": (Plain(), with_one_weight),
+    "a gradient penalty": (Plain(), with_gradient_penalty),
+    "changed weights": (Plain(), with_changed_weights),
+    "a part of the params": (Plain(), of_a_part),
+}
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32], ids=["whole batch", "by device"])
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_gradients_are_those_of_plain_autodiff(name, reduce_dtype):
+    net, loss_of = CASES[name]
+
+    params = net.init(jax.random.key(0), X)["params"]
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+    on, partition = zerojax.shard_train_state(state, mesh=zerojax.make_mesh(), stage=3, min_size=8)
+    step = zerojax.make_train_step(
+        lambda params, batch, _: loss_of(net, params, batch),
+        partition,
+        blocks=r"layer_\d",
+        reduce_dtype=reduce_dtype,
+        donate=False,
+    )
+    after, metrics = step(on, X)
+    loss, grads = jax.value_and_grad(functools.partial(loss_of, net))(params, X)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    found = jax.tree.map(lambda before, now: np.asarray(before) - np.asarray(now), params, after.params)
+    largest = max(np.abs(g).max() for g in jax.tree.leaves(grads))
+    assert largest > 1e-3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * largest), found, grads)
