@@ -34,7 +34,7 @@ def measured(folder: pathlib.Path) -> dict[str, Any]:
         saved = json.loads((folder / foresight.FILE).read_text())
         plan, config = saved["plan"], json.loads((folder / "config.json").read_text())
         target = targets.TARGETS.get(plan["target"])
-        rate = target and target.matrix_rates.get(config["precision"])
+        rate = target and target.matrix_rates.get("fp32" if config["precision"] == "fp32" else "bf16")  # any 16 bits
         found = {
             "device_kind": saved["device_kind"],
             "devices": plan["devices"],
