@@ -1,5 +1,6 @@
 """Checks models and losses that do unusual things with blocks and weights against plain autodiff. This module tests used, blocks, chain."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -122,13 +123,16 @@ CASES = {
     "a gradient penalty": (Plain(), with_gradient_penalty),
     "changed weights": (Plain(), with_changed_weights),
     "a part of the params": (Plain(), of_a_part),
+    "a jit around the model": (Plain(), lambda net, params, x: jax.jit(functools.partial(squared, net))(params, x)),
 }
+WARN = {"changed weights", "a jit around the model", "a gradient inside"}  # where weights are not gathered by their blocks, which is told
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, jnp.float32], ids=["whole batch", "by device"])
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_plain_autodiff(name, reduce_dtype):
     net, loss_of = CASES[name]
+    is_told = name in WARN and reduce_dtype is not None
 
     params = net.init(jax.random.key(0), X)["params"]
     state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
@@ -140,7 +144,8 @@ def test_losses_and_gradients_are_those_of_plain_autodiff(name, reduce_dtype):
         reduce_dtype=reduce_dtype,
         donate=False,
     )
-    after, metrics = step(on, X)
+    with pytest.warns(UserWarning, match=r"^blocks: weights of layer_0") if is_told else contextlib.nullcontext():
+        after, metrics = step(on, X)
     loss, grads = jax.value_and_grad(functools.partial(loss_of, net))(params, X)
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
     found = jax.tree.map(lambda before, now: np.asarray(before) - np.asarray(now), params, after.params)

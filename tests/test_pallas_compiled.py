@@ -68,23 +68,3 @@ def test_plain_updates_of_small_leaves_are_one_launch_and_xla_fuses_those_of_lar
     with_norm, without = (compiled(fused.fused_adamw(1e-3, implementation=how))[0].as_text() for how in ("auto", "jnp"))
     counts = [text.count("__gpu$xla.gpu.triton") for text in (with_norm, without)]
     assert counts == [3, 2]  # the norm of both is the kernel's
-
-
-@pytest.mark.parametrize(
-    ("how", "is_kernel"),
-    [
-        ({}, False),
-        ({"moments": "bf16"}, False),
-        ({"moments": "bf16", "stochastic_rounding": True}, True),
-        ({"moments": "int8"}, True),
-        ({"moments": "int8", "implementation": "jnp"}, False),
-    ],
-)
-def test_by_default_a_kernel_runs_where_it_is_faster_on_a_gpu(how, is_kernel):
-    for devices, is_gpu in ((compile_only.devices(), True), (jax.devices(), False)):
-        params = {"w": jax.ShapeDtypeStruct((64, 512), jnp.float32)}
-        tx = fused.fused_adamw(1e-3, **how)
-        shardings = {"w": NamedSharding(zerojax.make_mesh(devices=devices), P("data"))}
-        state = jax.eval_shape(tx.init, params)
-        step = jax.make_jaxpr(functools.partial(tx.apply, shardings=shardings))(params, state, params)
-        assert ("pallas_call" in str(step)) == (is_kernel and is_gpu)

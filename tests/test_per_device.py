@@ -1,5 +1,6 @@
 """Checks passes over each device's own examples against plain autodiff on one device. This module tests zerojax.per_device."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -78,7 +79,11 @@ def test_gradients_are_those_of_the_whole_batch_laid_out_as_the_moments(stage, m
     loss_fn = functools.partial(loss_of, net)
     gradients = per_device.value_and_grad(loss_fn, part, passes=passes, reduce_dtype=jnp.float32, **HOW | options)
     batch = {"x": X if passes == 1 else X.reshape(passes, -1, 8)}
-    (loss, aux), grads = jax.jit(gradients)(state.params, batch, state)
+    is_told = (
+        nested and stage == 3 and mesh != (8, 1) and options.get("blocks") != ""
+    )  # block_1's weights are gathered outside
+    with pytest.warns(UserWarning, match="weights of block_1 reach") if is_told else contextlib.nullcontext():
+        (loss, aux), grads = jax.jit(gradients)(state.params, batch, state)
     plain = jax.value_and_grad(lambda p: loss_of(net, p, {"x": X}, None)[0])
     expected, expected_grads = plain(params)
     np.testing.assert_allclose((loss, aux["metrics"]["twice"]), (expected, 2 * expected), rtol=1e-5)

@@ -63,6 +63,7 @@ class Blocks:
         self._root: tuple[str, ...] = ()  # path of the module that stands for it while it runs
         self.entered: set[str] = set()
         self.recomputed: set[str] = set()
+        self.strangers: set[str] = set()  # blocks with weights that `stored_of` does not know
 
     def owns(self, leaf_path: str) -> bool:
         """Says whether a leaf lies inside a block."""
@@ -86,6 +87,8 @@ class Blocks:
         arrays, fill = _arrays_of(args, kwargs)
         policy = None if self._heads is not None and self._heads.fullmatch(path) else self._policy
         known = self._known(module, path)
+        if not all(known.values()):
+            self.strangers.add(path)
         is_plain = _is_plain(module) and not _reads_others((args, kwargs), is_field=False) and all(known.values())
         if self._run is not None and is_plain and known:
             return self._by_hand(module, context.method_name, path, known, arrays, fill, policy)

@@ -70,7 +70,8 @@ def fused_adamw(
       mask: which weights decay, a tree of bools or a function of params, as in `optax.adamw`; None decays all.
       moments: how mu and nu are stored: "fp32", "bf16", or "int8" (see zerojax.quantized), which leaves vectors and small weights in fp32.
       stochastic_rounding: what is stored in bf16 or int8 from one step to the next (params, mu, nu) is rounded up or down at random,
-        so that small changes add up in the mean. Bits depend on the key, the count, the leaf and the element, and not on the sharding.
+        so that small changes add up in the mean. Bits depend on the key, the count, the leaf and the element, and not on
+        the sharding, unless it pads the last dims.
         Copies are rounded to nearest.
       decoupled: False adds weight_decay * params to the gradient (Kingma and Ba, arXiv:1412.6980, with L2).
       implementation: "pallas" (GPUs), "jnp" (plain, fused by XLA), "grouped" (GPUs: small leaves together by the kernel, large ones

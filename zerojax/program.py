@@ -95,9 +95,8 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
     mesh = mesh_lib.make_mesh(config.mesh.replica, config.mesh.data, config.mesh.model, devices=devices)
     sizes = config_lib.batch_sizes(config, mesh_lib.ways(mesh))
     policy = precision.PRECISIONS[config.precision]
-    compute_dtype = policy.compute_dtype
     loss_scale = loss_scale_lib.make(policy.scales_loss, **dataclasses.asdict(config.loss_scale))
-    model = _model(config, mesh, compute_dtype, tokenizer_vocab)
+    model = _model(config, mesh, policy.compute_dtype, tokenizer_vocab)
     schedule, inner = _optimizer(config, policy)
     copy_dtype = policy.copy_dtype(splits_params=partition_lib.STAGES[config.zero.stage].params)
     tx = inner if copy_dtype is None else precision.with_master_weights(inner)
@@ -126,7 +125,7 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
         create=create,
         partition=partition,
         baseline=_baseline(params, create, policy, mesh),
-        **_functions(config, sizes, network, partition, compute_dtype, schedule, loss_scale),
+        **_functions(config, sizes, network, partition, policy.compute_dtype, schedule, loss_scale),
         copy_dtype=copy_dtype,
         loss_scale=loss_scale,
     )

@@ -9,6 +9,7 @@ When decides the memory:
 """
 
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -120,7 +121,7 @@ def wrap(
         outer = tree.map_with_path(gather_outer, params, is_leaf=is_weight)
         with nn.intercept_methods(inside.intercept):
             result = loss_fn(outer, *args, **kwargs)
-        _check_found(inside, blocks, recompute)
+        _check_found(inside, blocks, recompute, moves)
         return result
 
     return by_block if blocks else whole
@@ -202,11 +203,17 @@ def _check(blocks: str, heads: str, remat_name: str, recompute: str) -> None:
         )
 
 
-def _check_found(inside: blocks_lib.Blocks, blocks: str, recompute: str) -> None:
+def _check_found(inside: blocks_lib.Blocks, blocks: str, recompute: str, moves: bool) -> None:
     if not inside.entered:
         raise UserError(
             f"blocks: {blocks!r} matches no Linen module called in the loss; it is a regex over module paths such as "
             f"'layer_0' or 'decoder/block_3', or '' to gather leaf by leaf"
+        )
+    if moves and inside.strangers:
+        warnings.warn(
+            f"blocks: weights of {', '.join(sorted(inside.strangers)[:3])} reach their block changed, or through a jax.jit, nn.remat or "
+            "nn.scan around it; they are gathered before it, and stay whole until the backward pass has used them",
+            stacklevel=2,
         )
     if recompute and not inside.recomputed:
         raise UserError(
