@@ -125,7 +125,11 @@ CASES = {
     "a part of the params": (Plain(), of_a_part),
     "a jit around the model": (Plain(), lambda net, params, x: jax.jit(functools.partial(squared, net))(params, x)),
 }
-WARN = {"changed weights", "a jit around the model", "a gradient inside"}  # where weights are not gathered by their blocks, which is told
+WARN = {
+    "changed weights",
+    "a jit around the model",
+    "a gradient inside",
+}  # where weights are not gathered by their blocks, which is told
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, jnp.float32], ids=["whole batch", "by device"])

@@ -1,3 +1,4 @@
+import compile_only
 import pytest
 import runs
 
@@ -45,6 +46,14 @@ def test_no_more_is_compiled_than_was_allowed(config):
     outcomes = search.search(config, "cpu", "1x8", grid=GRID, memory=1e12, most_compiles=1)
     assert sum(o.is_compiled for o in outcomes) == 1
     assert sum("limit of 1" in o.reason for o in outcomes) == len(outcomes) - 1
+
+
+def test_over_several_hosts_state_is_split_over_all_devices_or_those_of_each_host(config):
+    one, two = (search.default_grid(compile_only.gpus(topology=topology)) for topology in ("1x8", "2x8"))
+    assert one["replica"] == [1] and two["replica"] == [1, 2]
+    grid = {**two, "stage": (3,), "remat": ("full",), "micro_batch_size": (1,)}
+    found = search.search(config, "h200", "2x8", grid=grid, most_compiles=0)
+    assert [(o.candidate.replica, o.candidate.grad_accum) for o in found] == [(2, 1), (1, 1)]
 
 
 def test_a_target_of_unknown_memory_is_refused(config):

@@ -16,10 +16,9 @@ from zerojax import partition, planning, program, report, targets
 from zerojax.errors import UserError
 
 DEFAULT_GRID: Mapping[str, Sequence[Any]] = {
-    "stage": (1, 2, 3),
+    "stage": (0, 1, 2, 3),
     "remat": ("none", "dots", "full"),
     "micro_batch_size": (1, 2, 4, 8),
-    "replica": (1,),
 }
 
 
@@ -50,7 +49,7 @@ def search(
     target: str,
     topology: str = "",
     *,
-    grid: Mapping[str, Sequence[Any]] = DEFAULT_GRID,
+    grid: Mapping[str, Sequence[Any]] | None = None,
     most_compiles: int = 12,
     memory: float | None = None,
     say: Callable[[str], None] = lambda _: None,
@@ -64,7 +63,7 @@ def search(
     Args:
       config: what to train; its global batch is kept (where it is 0, that of its micro-batch and accumulation).
       target, topology: see `targets.devices`.
-      grid: choices by setting.
+      grid: choices by setting; None: see `default_grid`.
       most_compiles: candidates compiled at most.
       memory: bytes that XLA may use on a device; None for the target's.
       say: called with a line of progress for each.
@@ -79,7 +78,7 @@ def search(
                 f"target {target}: its memory is not known, so nothing can be said to fit; name another target"
             )
         memory = known.usable
-    candidates = _candidates(config, len(devices), grid)
+    candidates = _candidates(config, len(devices), grid or default_grid(devices))
     if not candidates:
         raise UserError(
             "search: no choice of micro-batch and replica in the grid keeps the global batch; widen the grid"
@@ -96,6 +95,12 @@ def search(
         outcomes.append(_tried(_applied(config, candidate), candidate, devices, target, memory))
         say(f"{words(candidate)}: {outcomes[-1].reason or 'fits'}")
     return _ranked(outcomes)
+
+
+def default_grid(devices: Sequence[Any]) -> dict[str, Sequence[Any]]:
+    """Returns DEFAULT_GRID and two splits of replica x data: everything over all devices, and over those of each host."""
+    hosts = len({device.process_index for device in devices})
+    return {**DEFAULT_GRID, "replica": sorted({1, hosts})}
 
 
 def _tried(
@@ -159,11 +164,11 @@ def _applied(config: config_lib.Config, candidate: Candidate) -> config_lib.Conf
     )
 
 
-def _expected_cost(candidate: Candidate) -> tuple[float, int, int]:
-    """Orders candidates: fewest recomputed operations, then fewest bytes sent, then fewest passes."""
+def _expected_cost(candidate: Candidate) -> tuple[float, int, int, int]:
+    """Orders candidates: fewest recomputed operations, fewest bytes sent, fewest passes, and most that stays inside a host."""
     recomputed = {"none": 0.0, "dots": 0.02, "full": 0.33}[candidate.remat]
     sent = 3 if partition.STAGES[candidate.stage].params else 2
-    return (recomputed, sent * candidate.grad_accum, candidate.grad_accum)
+    return (recomputed, sent * candidate.grad_accum, candidate.grad_accum, -candidate.replica)
 
 
 def _known_to_lose(candidate: Candidate, outcomes: Sequence[Outcome], memory: float) -> str:
