@@ -48,6 +48,15 @@ def test_no_more_is_compiled_than_was_allowed(config):
     assert sum("limit of 1" in o.reason for o in outcomes) == len(outcomes) - 1
 
 
+def test_of_plans_as_fast_as_each_other_the_leanest_wins_and_without_rates_the_first():
+    def outcome(stage, peak, rate):
+        return search.Outcome(search.Candidate(stage, "dots", 1, 1, 1), peak, rate, "", True)
+
+    for rates, stages in (((2.0, 2.0, 1.0), [2, 0, 3]), ((None, None, None), [0, 2, 3])):
+        ranked = search._ranked([outcome(*row) for row in zip((0, 2, 3), (9, 5, 1), rates)])
+        assert [o.candidate.stage for o in ranked] == stages
+
+
 def test_over_several_hosts_state_is_split_over_all_devices_or_those_of_each_host(config):
     one, two = (search.default_grid(compile_only.gpus(topology=topology)) for topology in ("1x8", "2x8"))
     assert one["replica"] == [1] and two["replica"] == [1, 2]

@@ -183,7 +183,11 @@ def _known_to_lose(candidate: Candidate, outcomes: Sequence[Outcome], memory: fl
 
 
 def _ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    fitting = sorted((o for o in outcomes if not o.reason), key=lambda o: -(o.tokens_per_second or 0))
+    def by_rate(outcome: Outcome) -> tuple[float, int]:  # and of plans as fast as each other, by what they need
+        rate = outcome.tokens_per_second
+        return (-rate, outcome.peak or 0) if rate else (0.0, 0)
+
+    fitting = sorted((outcome for outcome in outcomes if not outcome.reason), key=by_rate)
     ranked = fitting[:1]
     for outcome in fitting[1:]:
         slower = 1 - (outcome.tokens_per_second or 0) / (fitting[0].tokens_per_second or 1)
