@@ -37,6 +37,13 @@ def cache_dir(compiled_dir):
         yield compiled_dir
 
 
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Compiling is most of the time of many tests, and LLVM's best code a third of that."""
+    with runs.jax_settings(jax_disable_most_optimizations=True):
+        yield
+
+
 @pytest.fixture(scope="session")
 def commands(tmp_path_factory, compiled_dir):
     """Starts `python -m zerojax.train` quickly."""

@@ -20,12 +20,7 @@ COMPILES = hypothesis.settings(
 EMBED, VOCAB = 16, 24
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Compiling is most of the time here, and LLVM's best code a third of that."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def make_inputs(batch=8, length=6, dtype=jnp.float32):

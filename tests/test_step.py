@@ -31,12 +31,7 @@ SCHEDULE = optax.linear_schedule(3e-3, 3e-4, STEPS)
 TX = optax.adamw(SCHEDULE, b1=0.9, b2=0.95, weight_decay=0.1)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Compiling is most of the time here, and LLVM's best code a third of that."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @functools.cache

@@ -30,12 +30,7 @@ BRANCHES = st.dictionaries(NAMES, SHAPES, min_size=1, max_size=2)
 TREES = st.dictionaries(NAMES, SHAPES | BRANCHES, min_size=1, max_size=3)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Compiling is most of the time here, and LLVM's best code a third of that."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def make_state(params):

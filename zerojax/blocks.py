@@ -67,7 +67,7 @@ class Blocks:
 
     def owns(self, leaf_path: str) -> bool:
         """Says whether a leaf lies inside a block."""
-        parts = leaf_path.removeprefix("params/").split("/")
+        parts = _inside(leaf_path).split("/")
         return any(self._pattern.fullmatch("/".join(parts[:end])) for end in range(1, len(parts)))
 
     def intercept(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
@@ -89,8 +89,9 @@ class Blocks:
         known = self._known(module, path)
         if not all(known.values()):
             self.strangers.add(path)
-        is_plain = _is_plain(module) and not _reads_others((args, kwargs), is_field=False) and all(known.values())
-        if self._run is not None and is_plain and known:
+        elif (
+            known and self._run is not None and _is_plain(module) and not _reads_others((args, kwargs), is_field=False)
+        ):
             return self._by_hand(module, context.method_name, path, known, arrays, fill, policy)
         return self._lifted(module, context.method_name, path, known, arrays, fill, policy)
 
@@ -139,7 +140,8 @@ class Blocks:
         block = nn.map_variables(run, "params", trans_in_fn=gather_block)
         if policy is not None:
             block = nn.remat(block, policy=policy)
-        block = nn.map_variables(block, "params", trans_in_fn=as_stored)
+        if self._stored_of is not None:
+            block = nn.map_variables(block, "params", trans_in_fn=as_stored)
         with self._entered_as(path, module.path):  # calls inside a block, flax's own of `run` too, are left alone
             return block(module, *arrays)
 

@@ -81,28 +81,28 @@ class Chain:
         self.tokens, self._trace = tokens, _trace()
 
     def __call__(self, body: Body, weights: dict[str, gather.Weight], arrays: list[jax.Array], policy: Any) -> Any:
+        if _trace() != self._trace:
+            return self._unordered(body, weights, arrays, policy)
         placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
         plan = _Plan(body, placements, self._dtype, self._reduction, policy)
-        if _trace() != self._trace:
-            return _unordered(plan, weights, arrays)
         outputs, self.tokens = _block(plan, weights, self.tokens, tuple(arrays))
         return outputs
 
+    def gather_leaf(self, path: str, weight: gather.Weight) -> jax.Array:
+        """Returns one weight whole, without a place in the order."""
+        with jax.named_scope(path):
+            return gather.gather_shard(weight, self._find(path, weight.stored), self._dtype, self._reduction)
 
-def _unordered(plan: _Plan, weights: dict[str, gather.Weight], arrays: list[jax.Array]) -> Any:
-    """Runs a block without its place in the order: inside a transformation of the model's own tokens cannot pass in and out.
+    def _unordered(self, body: Body, weights: dict[str, gather.Weight], arrays: list[jax.Array], policy: Any) -> Any:
+        """Runs a block without its place in the order: inside a transformation of the model's own tokens cannot pass in and out.
 
-    It may be differentiated in every way, such as for the gradient of a gradient's norm.
-    """
+        It may be differentiated in every way, such as for the gradient of a gradient's norm.
+        """
 
-    def run(weights: dict[str, gather.Weight], *arrays: jax.Array) -> Any:
-        whole = {
-            path: gather.gather_shard(weight, plan.placements[path], plan.dtype, plan.reduction)
-            for path, weight in weights.items()
-        }
-        return plan.body(whole, *arrays)
+        def run(weights: dict[str, gather.Weight], *arrays: jax.Array) -> Any:
+            return body({path: self.gather_leaf(path, weight) for path, weight in weights.items()}, *arrays)
 
-    return (run if plan.policy is None else jax.checkpoint(run, policy=plan.policy))(weights, *arrays)
+        return (run if policy is None else jax.checkpoint(run, policy=policy))(weights, *arrays)
 
 
 def _trace() -> Any:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from zerojax import mesh as mesh_lib
+from zerojax import precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ def gather(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
 
 def _gather_forward(stored: jax.Array, placement: Placement, dtype: Any) -> tuple[jax.Array, jax.Array]:
     # Casting under the stored sharding, before the gather, halves the bytes that travel.
-    weight = _cast(stored, dtype)
+    weight = precision.cast_floating(stored, dtype)
     if placement.stored != placement.used:
         weight = jax.lax.with_sharding_constraint(weight, placement.stored)
         weight = jax.lax.with_sharding_constraint(weight, placement.used)
@@ -126,7 +127,7 @@ def gather_shard(weight: Weight, placement: Placement, dtype: Any, reduction: Re
 
 def whole(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
     """Returns a weight whole and in `dtype` from this device's shard."""
-    weight, dim = _cast(stored, dtype), _data_dim(placement.stored)
+    weight, dim = precision.cast_floating(stored, dtype), _data_dim(placement.stored)
     if dim is not None and dim != _data_dim(placement.used):
         weight = jax.lax.all_gather(weight, mesh_lib.DATA, axis=dim, tiled=True)
     return _without_padding(weight, placement)
@@ -173,10 +174,6 @@ def _data_dim(sharding: NamedSharding) -> int | None:
         if entry == mesh_lib.DATA or (isinstance(entry, tuple) and mesh_lib.DATA in entry):
             return dim
     return None
-
-
-def _cast(weight: jax.Array, dtype: Any) -> jax.Array:
-    return weight.astype(dtype) if dtype is not None and jnp.issubdtype(weight.dtype, jnp.floating) else weight
 
 
 def _without_padding(weight: jax.Array, placement: Placement) -> jax.Array:

@@ -14,7 +14,6 @@ Order: `emulate_cpu_devices`, `initialize`, then anything that touches a device.
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import importlib.util
 import os
 import signal

@@ -111,15 +111,11 @@ def _device_loss(
     """
     find = _finder(partition)
 
-    def gather_leaf(path: str, weight: gather.Weight) -> jax.Array:
-        with jax.named_scope(path):
-            return gather.gather_shard(weight, find(path, weight.stored), compute_dtype, reduction)
-
     def loss_of(weights: Any, tokens: chain.Tokens, *args: Any) -> tuple[jax.Array, Any]:
         blocks = chain.Chain(find, compute_dtype, reduction, tokens)
         wrapped = used.wrap(
             loss_fn,
-            gather_leaf,
+            blocks.gather_leaf,
             moves=used.moves(partition.placements),
             run=blocks,
             is_weight=lambda node: isinstance(node, gather.Weight),

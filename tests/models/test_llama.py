@@ -17,12 +17,7 @@ ROUNDING = 2e-5  # float32 sums of some hundred terms in another order
 CONFIG = dataclasses.replace(presets.PRESETS["test"], vocab_size=61)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Compiling is most of the time here, and LLVM's best code a third of that."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def shapes_of(config):
