@@ -42,6 +42,7 @@ def get_config():
     c.model.num_layers = 0  # 0: the preset's
     c.model.remat = "dots"  # kept for the backward pass: "none" recomputes least, "dots" keeps matmuls, "full" nothing
     c.model.recompute = ""  # a regex over modules in layers whose products "dots" does not keep (r"layer_\d+/mlp/up")
+    c.model.offload = ""  # the same for modules whose results wait in the host's memory for the backward pass
     c.model.attention = "auto"  # "xla", "cudnn" (Ampere or newer, bf16), or "auto": by device and precision
 
     c.optimizer = config_dict.ConfigDict()

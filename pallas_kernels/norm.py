@@ -77,12 +77,12 @@ def _launch(grads: Sequence[jax.Array], scale: jax.Array, *, launch: Launch, int
         *grad_refs, sums_ref = refs
         program = pl.program_id(0)
 
-        def work(number: Any, own: jax.Array, masked: bool) -> None:
-            grad: Any = None
-            for n, (tile, ref) in enumerate(zip(tiles, grad_refs)):
-                mask, _ = tile.masks(own, masked, None if number is None else number == n)
-                grad = tiles_lib.load(ref, tile.at(own)[0], mask, grad)
-            sums_ref[program] = jnp.sum(jnp.square(grad.astype(jnp.float32) * scale_ref[0]))
+        def load(number: int, own: jax.Array, masked: bool) -> jax.Array:
+            tile = tiles[number]
+            return tiles_lib.load(grad_refs[number], tile.at(own)[0], tile.masks(own, masked)[0])
+
+        def work(choose: tiles_lib.Choose) -> None:
+            sums_ref[program] = jnp.sum(jnp.square(choose(load).astype(jnp.float32) * scale_ref[0]))
 
         tiles_lib.run(tiles, work)
 

@@ -2,11 +2,13 @@
 
 A launch takes one large leaf, or a group of small ones: each program works on one tile of one leaf, found by its number, so that a
 group costs one launch and no copy. Of a large leaf, tiles whose elements all exist are worked on unmasked, and ragged ends by programs of
-their own: masks keep the compiler from reading 16 bytes at a time. In a group a program passes over the reads and writes of every leaf,
-and masks all but its own leaf's: no jumps, since one that jumps past the code of each leaf before its own waits for instructions each time.
+their own: masks keep the compiler from reading 16 bytes at a time. In a group a tree of branches leads to the reads and the writes of a
+program's own leaf, and all share what lies between: what such a short kernel waits for is its instructions, each run for the first time.
 """
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import blockwise
+
+# make(number of the array, number of its tile, whether some of the tile's elements may not exist) -> arrays
+Make = Callable[[int, jax.Array, bool], Any]
+# choose(make): what `make` returns for the program's own array.
+Choose = Callable[[Make], Any]
 
 MOST_ELEMENTS = 2**31 - 2**20  # kernels count elements in int32; larger arrays take the twin
 
@@ -95,10 +102,7 @@ class Tiles:
 
     def at(self, program: jax.Array) -> tuple[Any, Any, jax.Array, jax.Array]:
         """Returns a tile's place among elements, and among scales, and its rows [height, 1] and columns [1, width]."""
-        is_flat = (
-            self.rows == self.height == 1
-        )  # then a tile of a larger array in the group is beyond the end, and not below
-        down, right = (0, program) if is_flat else (program // self.across, program % self.across)
+        down, right = (0, program) if self.rows == self.height == 1 else (program // self.across, program % self.across)
         row, col = down * self.height, right * self.width
         rows = row + jax.lax.broadcasted_iota(jnp.int32, (self.height, 1), 0)
         cols = col + jax.lax.broadcasted_iota(jnp.int32, (1, self.width), 1)
@@ -109,24 +113,17 @@ class Tiles:
         _, _, rows, cols = self.at(program)
         return (rows * self.cols + cols).astype(jnp.uint32)
 
-    def masks(self, own: jax.Array, masked: bool, is_own: jax.Array | None) -> tuple[Any, Any]:
+    def masks(self, own: jax.Array, masked: bool) -> tuple[Any, Any]:
         """Returns which elements of a tile, and which of its rows, are there; None for all.
 
         Args:
           own: the tile's number.
           masked: whether some may not exist.
-          is_own: bool[], whether the tile is the program's own; None where there is no other.
         """
+        if not masked:
+            return None, None
         _, _, rows, cols = self.at(own)
-        elements = (rows < self.rows) & (cols < self.cols) if masked else None
-        some_rows = rows[:, 0] < self.rows if masked else None
-        if is_own is None:
-            return elements, some_rows
-        shape = (self.height, self.width)
-        return tuple(
-            jnp.broadcast_to(is_own, there) if mask is None else mask & is_own
-            for mask, there in ((elements, shape), (some_rows, shape[:1]))
-        )  # type: ignore[return-value]
+        return (rows < self.rows) & (cols < self.cols), rows[:, 0] < self.rows
 
 
 def flat(size: int, elements: int) -> Tiles:
@@ -141,37 +138,38 @@ def in_blocks(shape: Sequence[int], elements: int) -> Tiles:
     return Tiles(rows, cols, elements // block, block)
 
 
-def run(tiles: Sequence[Tiles], work: Callable[[jax.Array | None, jax.Array, bool], None]) -> None:
-    """Calls `work(number of the array, number of its tile, masked)` in each program of a kernel, once.
-
-    The number of the array is int32[] in a group, and None where there is one array; see `mask_of`. Tiles of a group are of one size.
-    """
+def run(tiles: Sequence[Tiles], work: Callable[[Choose], None]) -> None:
+    """Calls `work(choose)` in each program of a kernel, once; tiles of a group are of one size."""
     program = pl.program_id(0)
     if len(tiles) > 1:
-        number, own = _find(tiles, program)
-        work(number, own, any(tile.whole < tile.programs for tile in tiles))
+        starts = [0, *itertools.accumulate(tile.programs for tile in tiles[:-1])]
+        work(functools.partial(_choose, tiles, starts, program, 0, len(tiles)))
         return
     whole, programs = tiles[0].whole, tiles[0].programs
+
+    def work_on(masked: bool) -> None:
+        work(lambda make: make(0, program, masked))
+
     if whole in (0, programs):
-        work(None, program, whole == 0)
+        work_on(whole == 0)
         return
-    pl.when(program < whole)(lambda: work(None, program, False))
-    pl.when(program >= whole)(lambda: work(None, program, True))
+    pl.when(program < whole)(lambda: work_on(False))
+    pl.when(program >= whole)(lambda: work_on(True))
 
 
-def _find(tiles: Sequence[Tiles], program: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns which array a program of a group works on, and on which of its tiles."""
-    number, own, start = jnp.int32(0), program, 0
-    for tile in tiles[:-1]:
-        start += tile.programs
-        is_past = (program >= start).astype(jnp.int32)
-        number += is_past
-        own -= is_past * tile.programs
-    return number, own
+def _choose(
+    tiles: Sequence[Tiles], starts: Sequence[int], program: jax.Array, first: int, stop: int, make: Make
+) -> Any:
+    """Calls `make` for the array among [first, stop) that has the program's tile: a tree of branches finds it."""
+    if stop - first == 1:
+        return make(first, program - starts[first], tiles[first].whole < tiles[first].programs)
+    middle = (first + stop) // 2
+    here = functools.partial(_choose, tiles, starts, program)
+    return jax.lax.cond(program < starts[middle], lambda: here(first, middle, make), lambda: here(middle, stop, make))
 
 
-def load(ref: Any, place: Any, mask: jax.Array | None, before: jax.Array | None) -> jax.Array:
-    """Reads a place of an array; what the mask leaves out is taken from `before`, or is 0."""
+def load(ref: Any, place: Any, mask: jax.Array | None) -> jax.Array:
+    """Reads a place of an array; what the mask leaves out is 0."""
     if mask is None:
         return pltriton.load(ref.at[place])
-    return pltriton.load(ref.at[place], mask=mask, other=jnp.zeros((), ref.dtype) if before is None else before)
+    return pltriton.load(ref.at[place], mask=mask, other=jnp.zeros((), ref.dtype))

@@ -241,40 +241,35 @@ def _kernel(rule: Rule, place: Place, tiles: tuple[Tiles, ...], arguments: Any, 
     scalars_ref, seeds_ref, inputs = jax.tree.unflatten(jax.tree.structure(arguments), refs[:counts])
     results = jax.tree.unflatten(jax.tree.structure(outputs), refs[counts:])
 
-    def work(number: Any, own: jax.Array, masked: bool) -> None:
-        masks = [tile.masks(own, masked, None if number is None else number == n) for n, tile in enumerate(tiles)]
-        leaf: Any = None
-        for tile, mask, part in zip(tiles, masks, inputs):
-            leaf = _load(tile, own, mask, part, leaf)
-        noise = None
-        if rule.stochastic:
-            words = [seeds_ref[0 if number is None else number, word] for word in range(1 + len(place.splits))]
-            noise = _noise(tiles[0].index(own), place, words)
+    def load(number: int, own: jax.Array, masked: bool) -> tuple[Leaf, jax.Array, list[jax.Array]]:
+        words = [seeds_ref[number, word] for word in range(1 + len(place.splits))] if rule.stochastic else []
+        return _load(tiles[number], own, masked, inputs[number]), own, words
+
+    def work(choose: tiles_lib.Choose) -> None:
+        leaf, own, words = choose(load)
+        noise = _noise(tiles[0].index(own), place, words) if rule.stochastic else None
         scalars = Scalars(*[scalars_ref[field] for field in range(len(Scalars._fields))])
         done = advance(rule, scalars, place.decays, leaf, noise)
-        for tile, mask, part in zip(tiles, masks, results):
-            _store(tile, own, mask, part, done)
+        choose(lambda number, own, masked: _store(tiles[number], own, masked, results[number], done))
 
     tiles_lib.run(tiles, work)
 
 
-def _load(tile: Tiles, own: jax.Array, masks: tuple[Any, Any], leaf: Leaf, before: Leaf | None) -> Leaf:
-    """Reads one tile of a leaf, where masks say so; the rest stays what it was before."""
-    places = tile.at(own)[:2]
+def _load(tile: Tiles, own: jax.Array, masked: bool, leaf: Leaf) -> Leaf:
+    """Reads one tile of a leaf."""
+    places, masks = tile.at(own)[:2], tile.masks(own, masked)
 
-    def load(part: Any, old: Any) -> Any:
-        if part is None:
-            return None
+    def load(part: Any) -> Any:
         if isinstance(part, tuple):
-            return tuple(tiles_lib.load(ref, *rest) for ref, *rest in zip(part, places, masks, old or (None, None)))
-        return tiles_lib.load(part, places[0], masks[0], old)
+            return tuple(tiles_lib.load(*each) for each in zip(part, places, masks))
+        return None if part is None else tiles_lib.load(part, places[0], masks[0])
 
-    return Leaf(*[load(part, old) for part, old in zip(leaf, before or Leaf(None, None, None))])
+    return Leaf(*map(load, leaf))
 
 
-def _store(tile: Tiles, own: jax.Array, masks: tuple[Any, Any], result: Updated, done: Updated) -> None:
-    """Writes one tile of a leaf's results, where masks say so."""
-    places = tile.at(own)[:2]
+def _store(tile: Tiles, own: jax.Array, masked: bool, result: Updated, done: Updated) -> None:
+    """Writes one tile of a leaf's results."""
+    places, masks = tile.at(own)[:2], tile.masks(own, masked)
     for part, values in zip(result, done):
         if part is not None:
             refs, arrays = (part, values) if isinstance(part, tuple) else ((part,), (values,))

@@ -112,5 +112,6 @@ def test_only_whole_paths_match_and_the_outermost_wins():
 
 
 def test_products_of_named_modules_are_marked():
-    found, _ = apply(recompute=r"block_1/inner/dense")
+    found, _ = apply(recompute=r"block_1/inner/dense", offload=r"block_0/inner(/dense)?")
     assert found.recomputed == {"block_1/inner/dense"}
+    assert found.offloaded == {"block_0/inner", "block_0/inner/dense"}

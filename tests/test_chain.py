@@ -7,16 +7,16 @@ import jax.numpy as jnp
 
 
 @functools.cache
-def schedule() -> list[str]:
+def schedule(offload: str = "") -> list[str]:
     """Returns the instructions of a stage 3 step for 8 GPUs, in their order."""
-    text = compile_only.staged_text(3, reduce_dtype=jnp.float32)
+    text = compile_only.staged_text(3, reduce_dtype=jnp.float32, offload=offload)
     lines = text[text.index("\nENTRY") :].splitlines()
     return [line for line in lines if " = " in line and "parameter(" not in line and "get-tuple-element(" not in line]
 
 
-def places(*words: str) -> list[int]:
+def places(*words: str, offload: str = "") -> list[int]:
     """Returns the positions of the instructions that hold all words."""
-    found = [number for number, line in enumerate(schedule()) if all(word in line for word in words)]
+    found = [number for number, line in enumerate(schedule(offload)) if all(word in line for word in words)]
     assert found, words
     return found
 
@@ -49,3 +49,16 @@ def test_a_blocks_gradients_are_summed_before_the_block_before_it_ends():
     """So that at any time one block's gradients are whole, and not all of them."""
     sums = places("reduce-scatter-done(", "block_2/")
     assert max(sums) < min(places("reduce-scatter-start(", "block_0/"))
+
+
+def test_what_waits_on_the_host_comes_and_goes_beside_the_neighbours():
+    """Each copy to the host has ended two blocks later, and one from it begins when the backward pass is one block away."""
+    find = functools.partial(places, offload="block_./wide")
+    to_host = [
+        place for place in find("copy-done(") if "S(5)" in schedule("block_./wide")[place].split("copy-done(")[0]
+    ]
+    from_host = [place for place in find("copy-start(") if "S(5)" not in schedule("block_./wide")[place].split(", ")[0]]
+    assert len(to_host) == len(from_host) == 3
+    assert to_host[0] < min(find(BACKWARD, "dot_general"))
+    assert max(find(BACKWARD, "block_2/", "dot_general")) < from_host[2]
+    assert from_host[2] < max(find(BACKWARD, "block_1/", "dot_general"))

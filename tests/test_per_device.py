@@ -14,11 +14,12 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 from zerojax import mesh as mesh_lib
-from zerojax import per_device, place, tree
+from zerojax import per_device, place, tree, used
 from zerojax.errors import UserError
 
 X = jax.random.normal(jax.random.key(1), (16, 8))
-HOW = {"compute_dtype": None, "blocks": r"block_\d", "heads": "", "remat": "dots", "recompute": ""}
+BLOCKS = r"block_\d"
+PLAIN: dict[str, Any] = {"passes": 1, "reduce_dtype": jnp.float32, "compute_dtype": None}
 
 
 class Block(nn.Module):
@@ -70,6 +71,8 @@ def loss_of(net: nn.Module, params: Any, batch: Any, state: Any) -> tuple[jax.Ar
         (3, (1, 8), 2, {"heads": "head", "recompute": "block_1/wide"}),
         (3, (2, 2, 2), 1, {"blocks": ""}),
         (3, (8, 1), 1, {"remat": "none"}),
+        (3, (1, 8), 2, {"heads": "head", "offload": ".*/wide"}),
+        (2, (2, 4), 1, {"remat": "full", "offload": "block_0/(wide|narrow)"}),
     ],
 )
 @pytest.mark.parametrize("nested", [False, True])
@@ -77,7 +80,9 @@ def test_gradients_are_those_of_the_whole_batch_laid_out_as_the_moments(stage, m
     net = Net(nested)
     params, state, part = sharded(stage, mesh)
     loss_fn = functools.partial(loss_of, net)
-    gradients = per_device.value_and_grad(loss_fn, part, passes=passes, reduce_dtype=jnp.float32, **HOW | options)
+    gradients = per_device.value_and_grad(
+        loss_fn, part, used.How(**{"blocks": BLOCKS} | options), **PLAIN | {"passes": passes}
+    )
     batch = {"x": X if passes == 1 else X.reshape(passes, -1, 8)}
     is_told = (
         nested and stage == 3 and mesh != (8, 1) and options.get("blocks") != ""
@@ -95,7 +100,7 @@ def test_gradients_are_those_of_the_whole_batch_laid_out_as_the_moments(stage, m
 def test_a_mean_is_that_of_the_whole_batch():
     params, state, part = sharded(3)
     mean = per_device.mean(
-        lambda p, b: Net().apply({"params": p}, b), part, compute_dtype=None, blocks=HOW["blocks"], heads="head"
+        lambda p, b: Net().apply({"params": p}, b), part, compute_dtype=None, blocks=BLOCKS, heads="head"
     )
     np.testing.assert_allclose(jax.jit(mean)(state.params, X), Net().apply({"params": params}, X), rtol=1e-6)
 
@@ -118,7 +123,7 @@ def test_devices_draw_apart_and_a_returned_key_is_refused():
             **result(state),
         }
 
-    run = functools.partial(per_device.value_and_grad, partition=part, passes=1, reduce_dtype=jnp.float32, **HOW)
+    run = functools.partial(per_device.value_and_grad, partition=part, how=used.How(BLOCKS), **PLAIN)
     (_, aux), _ = jax.jit(run(loss_fn))(state.params, {"x": X}, state)
     assert aux["metrics"]["square"] > 1.01 * aux["metrics"]["mean"] ** 2, "the same number on every device"
     returns_key = functools.partial(loss_fn, result=lambda state: {"state": {"rng": state.rng}})
@@ -132,8 +137,6 @@ def test_nnx_variables_that_would_come_apart_are_refused():
             self.norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
 
     _, _, part = sharded(3)
-    gradients = per_device.value_and_grad(
-        lambda p, b, s: (jnp.zeros(()), {}), part, passes=1, reduce_dtype=jnp.float32, **HOW | {"blocks": ""}
-    )
+    gradients = per_device.value_and_grad(lambda p, b, s: (jnp.zeros(()), {}), part, used.How(), **PLAIN)
     with pytest.raises(UserError, match=r"^reduce_dtype: NNX params with other variables"):
         gradients(Model(), {"x": X}, None)

@@ -34,6 +34,21 @@ def test_marked_products_are_not_kept():
     assert kept(remat.REMAT["dots"], marked=True) == []
 
 
+@pytest.mark.parametrize("name", ["dots", "full"])
+def test_what_is_named_for_the_host_is_kept_there_and_not_on_the_device(name):
+    def f(x, w):
+        with remat.not_kept():
+            y, said = remat.for_host((x @ w, "word"))
+        assert said == "word"
+        return jnp.sum(jnp.tanh(y) ** 2)
+
+    policy = remat.policy(name, offloads=True)
+    leaves = jax.tree.leaves(jax.eval_shape(lambda x, w: jax.vjp(jax.checkpoint(f, policy=policy), x, w)[1], X, W))
+    found = [(leaf.shape, jax.typeof(leaf).memory_space) for leaf in leaves if leaf.shape not in (X.shape, W.shape)]
+    assert found == [((3, 5), jax.memory.Space.Host)]
+    assert remat.policy(name) is remat.REMAT[name]
+
+
 @pytest.mark.parametrize("precision", ["highest", "default"])
 def test_a_precision_set_for_all_is_left_as_it_is(precision):
     with jax.default_matmul_precision(precision), remat.not_kept():

@@ -288,9 +288,40 @@ def test_recompute_keeps_less_and_changes_no_gradient():
     assert kept[r".*/attention/(q|k)"] < kept[""]
 
 
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_offload_keeps_in_the_hosts_memory_and_changes_no_gradient(remat):
+    """On the device it keeps what there is without the modules' products."""
+    _, params, loss_fn = small_llama()
+    state, part = shard(params)
+    kept, found = {}, {}
+    for options in ({}, {"offload": r".*/mlp/up"}, *([{"recompute": r".*/mlp/up"}] if remat == "dots" else [])):
+        stored = used.where_used(loss_fn, part.placements, blocks=r"layer_\d+", remat=remat, **options)
+        residuals = jax.eval_shape(lambda p, f=stored: jax.vjp(lambda q: f(q, tokens()), p)[1], state.params)
+        sizes = {jax.memory.Space.Device: 0, jax.memory.Space.Host: 0}
+        for leaf in jax.tree.leaves(residuals):
+            sizes[jax.typeof(leaf).memory_space] += leaf.size
+        kept["".join(options)] = sizes
+        found["".join(options)] = jax.jit(jax.grad(stored))(state.params, tokens())
+        assert_close(found["".join(options)], found[""])
+    assert kept["offload"][jax.memory.Space.Host] == 2 * 3 * 5 * 128
+    assert (
+        kept["offload"][jax.memory.Space.Device]
+        == kept["recompute" if remat == "dots" else ""][jax.memory.Space.Device]
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"blocks": r"layer_\d+", "offload": "mlp/up"}, r"^offload: 'mlp/up' matches no module called inside a block"),
+        (
+            {"blocks": ".*", "offload": ".*", "remat": "none"},
+            r"^offload: '\.\*' says what is kept in the host's memory",
+        ),
+        (
+            {"blocks": r"layer_\d+", "offload": ".*/mlp/up", "recompute": ".*/mlp/(up|gate)"},
+            r"^recompute: '.*' and offload: '.*' both name layer_\d/mlp/up",
+        ),
         (
             {"blocks": r"layer_\d+", "recompute": "mlp/up"},
             r"^recompute: 'mlp/up' matches no module called inside a block",
@@ -308,6 +339,17 @@ def test_recompute_that_cannot_take_effect_is_an_error(options, message):
     state, part = shard(params)
     with pytest.raises(UserError, match=message):
         used.where_used(loss_fn, part.placements, **options)(state.params, tokens())
+
+
+@pytest.mark.parametrize("name", ["recompute", "offload"])
+def test_products_cannot_be_told_apart_under_a_precision_set_for_all(name):
+    how = used.How(blocks="layer", **{name: "mlp/up"})
+    how.check()
+    with (
+        jax.default_matmul_precision("highest"),
+        pytest.raises(UserError, match=rf"^{name}: 'mlp/up' tells .* is 'highest'"),
+    ):
+        how.check()
 
 
 def test_an_unknown_policy_is_an_error():

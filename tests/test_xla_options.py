@@ -22,7 +22,9 @@ def test_one_device_has_no_collectives_to_place():
 
 
 def test_a_flag_that_the_user_set_is_left_alone(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_collective_inflation_factor=2 --xla_dump_to=/tmp/x")
+    monkeypatch.setenv(
+        "XLA_FLAGS", "--xla_gpu_experimental_collective_start_as_early_as_possible=false --xla_dump_to=/tmp/x"
+    )
     assert list(xla_options.for_mesh(zerojax.make_mesh(devices=compile_only.devices()))) == [
         "xla_gpu_experimental_parallel_collective_overlap_limit"
     ]

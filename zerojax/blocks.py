@@ -37,6 +37,7 @@ class Blocks:
       gather_leaf: f(path, stored) -> used.
       policy: what a block keeps for its backward pass; None for no rematerialisation.
       recompute: a regex over paths of modules inside blocks, whose products are not kept; "" for none.
+      offload: the same for modules whose results are kept in the host's memory.
       run: runs plain blocks; None lifts all of them.
       stored_of: f(array) -> (path, stored), or None where no weight is known to it; None: arrays are as stored, their paths the modules'.
       is_leaf: tells weights as stored from the trees around them.
@@ -50,19 +51,21 @@ class Blocks:
         policy: Callable[..., bool] | None,
         *,
         recompute: str = "",
+        offload: str = "",
         run: Run | None = None,
         stored_of: Callable[[Any], tuple[str, Any] | None] | None = None,
         is_leaf: Callable[[Any], bool] | None = None,
     ):
         self._pattern = re.compile(f"(?:{pattern})|(?:{heads})" if heads else pattern)
         self._heads = re.compile(heads) if heads else None
-        self._recompute = re.compile(recompute)
+        self._recompute, self._offload = re.compile(recompute), re.compile(offload)
         self._gather_leaf, self._policy, self._run, self._is_leaf = gather_leaf, policy, run, is_leaf
         self._stored_of = stored_of
         self._inside: str | None = None  # path of the block that runs
         self._root: tuple[str, ...] = ()  # path of the module that stands for it while it runs
         self.entered: set[str] = set()
         self.recomputed: set[str] = set()
+        self.offloaded: set[str] = set()
         self.strangers: set[str] = set()  # blocks with weights that `stored_of` does not know
 
     def owns(self, leaf_path: str) -> bool:
@@ -155,13 +158,18 @@ class Blocks:
             self._inside, self._root = before
 
     def _inner(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
-        """Runs a call inside a block, its products marked where `recompute` names the module."""
+        """Runs a call inside a block, its products marked where `recompute` or `offload` names the module."""
         path = "/".join((self._inside or "", *context.module.path[len(self._root) :]))
-        if path == self._inside or not self._recompute.fullmatch(path):
+        is_recomputed, is_offloaded = self._recompute.fullmatch(path), self._offload.fullmatch(path)
+        if path == self._inside or not (is_recomputed or is_offloaded):
             return call(*args, **kwargs)
-        self.recomputed.add(path)
         with remat.not_kept():
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+        if is_recomputed:
+            self.recomputed.add(path)
+        if is_offloaded:
+            self.offloaded.add(path)
+        return remat.for_host(result) if is_offloaded else result
 
 
 def _set_up(call: Callable) -> None:

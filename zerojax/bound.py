@@ -1,8 +1,9 @@
 """Says how fast a step can be at best on a kind of device. This module divides what it does by what the device can.
 
-    step >= max( operations / matrix rate,  bytes moved / memory bandwidth,  bytes received / link bandwidth )
+    step >= max( operations / matrix rate,     bytes moved / memory bandwidth,
+                 bytes received / link bandwidth,  bytes to or from the host / its link )
 
-since the three can run at the same time. Bytes moved are those that the compiled program's instructions read and write.
+since all can run at the same time. Bytes moved are those that the compiled program's instructions read and write.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 
 from zerojax import hlo, hlo_flow, targets
 
-COMPUTE, MEMORY, COLLECTIVES = "compute", "memory", "collectives"
+COMPUTE, MEMORY, COLLECTIVES, HOST = "compute", "memory", "collectives", "host link"
 
 # Instructions that move nothing themselves; loops and branches are counted by what runs in them, and -done by its -start.
 _FREE = frozenset(
@@ -28,7 +29,7 @@ class Bound:
     """The least time of a step.
 
     Attributes:
-      seconds: of each term, by name: "compute", "memory", "collectives".
+      seconds: of each term, by name: "compute", "memory", "collectives", and "host link" where something travels over it.
       flops, traffic, received: of one device: operations, bytes moved, bytes received.
     """
 
@@ -59,6 +60,7 @@ def least_step(
     flops: Mapping[str, float],
     traffic: float,
     received: Mapping[tuple[str, ...], float],
+    host: float = 0,
 ) -> Bound | None:
     """Returns the least time of a step, or None where the target's rates are not known.
 
@@ -68,6 +70,7 @@ def least_step(
       flops: operations of all devices together, by dtype (`flops.count(...).by_dtype`).
       traffic: bytes that one device reads and writes (`memory_traffic`).
       received: bytes that one device receives from others, by the mesh axes that they travel over.
+      host: bytes between one device and the host's memory, in the direction that has more (`host_traffic`).
     """
     rates = {dtype: rate.value for dtype, rate in target.matrix_rates.items()}
     if not rates or target.memory_bandwidth is None or target.link is None:
@@ -79,6 +82,8 @@ def least_step(
         MEMORY: traffic / target.memory_bandwidth.value,
         COLLECTIVES: sum(_travel(target, mesh, axes, nbytes) for axes, nbytes in received.items()),
     }
+    if host and target.host_link is not None:
+        seconds[HOST] = host / target.host_link.value
     return Bound(seconds, sum(per_device.values()), traffic, sum(received.values()))
 
 
@@ -107,6 +112,28 @@ def _hosts(mesh: Mesh, axes: Iterable[str]) -> dict[int, int]:
     return found
 
 
+def host_traffic(flow: hlo_flow.Flow) -> tuple[int, int]:
+    """Returns the bytes that one device sends to the host's memory in a step, and those that come from it."""
+    sent = fetched = 0
+    for call in _counted(flow):
+        where = call.computation
+        for instruction in where.instructions:
+            source = (
+                where.by_name.get(instruction.operands[0]) if instruction.opcode in ("copy", "copy-start") else None
+            )
+            if source is None or not source.arrays:
+                continue
+            target = instruction.arrays[0]
+            nbytes = call.times * target.nbytes * (target.is_on_host != source.arrays[0].is_on_host)
+            sent, fetched = (sent + nbytes, fetched) if target.is_on_host else (sent, fetched + nbytes)
+    return sent, fetched
+
+
+def _counted(flow: hlo_flow.Flow) -> list[hlo_flow.Call]:
+    """Returns the calls of computations, but those whose start is counted where it stands."""
+    return [call for call in flow.calls.values() if not (call.site is not None and call.site.opcode.endswith("-start"))]
+
+
 def memory_traffic(flow: hlo_flow.Flow) -> int:
     """Returns the bytes that one device reads and writes in a step, from the compiled program, loops times their length.
 
@@ -116,8 +143,7 @@ def memory_traffic(flow: hlo_flow.Flow) -> int:
     return sum(
         call.times
         * sum(_moved(flow.module, call.computation, instruction) for instruction in call.computation.instructions)
-        for name, call in flow.calls.items()
-        if not (call.site is not None and call.site.opcode.endswith("-start"))  # counted where it starts
+        for call in _counted(flow)
     )
 
 
@@ -170,4 +196,4 @@ def _written(inside: hlo.Computation) -> int:
 
 
 def _nbytes(instruction: hlo.Instruction) -> int:
-    return sum(array.nbytes for array in instruction.arrays)
+    return sum(array.nbytes for array in instruction.arrays if not array.is_on_host)

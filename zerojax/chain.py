@@ -7,6 +7,9 @@
 So about two blocks' weights and one block's gradients are whole at any time, whatever the compiler's scheduler would rather do: left to
 itself it puts off weight gradients to the end, and with them everything that they read.
 
+What a block keeps in the host's memory (`remat.for_host`) leaves the device beside the block after it, and comes back beside that one's
+backward pass, or the one's before it.
+
 The order is said by `jax.lax.optimization_barrier`, which XLA's scheduler keeps: what leaves a barrier waits for all that enters it.
 """
 
@@ -25,15 +28,17 @@ Body = Callable[..., Any]
 
 
 class Tokens(NamedTuple):
-    """What passes through the blocks, see `Chain`: two float32[], both 0."""
+    """What passes through the blocks, see `Chain`: float32[], all 0."""
 
     start: jax.Array
     end: jax.Array
+    sending: jax.Array
+    sent: jax.Array
 
 
 def no_tokens() -> Tokens:
     """Returns tokens that wait for nothing."""
-    return Tokens(jnp.zeros(()), jnp.zeros(()))
+    return Tokens(*[jnp.zeros(())] * len(Tokens._fields))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,43 +116,62 @@ def _trace() -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _block(plan: _Plan, weights: dict[str, gather.Weight], tokens: Tokens, arrays: tuple) -> tuple[Any, Tokens]:
-    whole, tokens, arrays = _begin(plan, {path: weight.stored for path, weight in weights.items()}, tokens, arrays)
+    stored = {path: weight.stored for path, weight in weights.items()}
+    (whole, _), tokens, arrays = _begin(plan, (stored, None), tokens, arrays)
     return plan.body(whole, *arrays), tokens
 
 
-def _begin(plan: _Plan, stored: dict[str, jax.Array], tokens: Tokens, arrived: Any) -> tuple[dict, Tokens, Any]:
-    """Gathers a block's weights once the block before it has begun, and lets the next one gather."""
-    stored, start = jax.lax.optimization_barrier((stored, tokens.start))
+def _begin(
+    plan: _Plan, fetched: tuple[dict, Any], tokens: Tokens, arrived: Any
+) -> tuple[tuple[dict, Any], Tokens, Any]:
+    """Gathers a block's weights once the block before it has begun, and lets the next one gather. `fetched` are the weights as stored,
+    and what else may come from afar as early."""
+    (stored, away), start = jax.lax.optimization_barrier((fetched, tokens.start))
     start, arrived = jax.lax.optimization_barrier((start, arrived))
-    return plan.gather(stored), tokens._replace(start=start), arrived
+    return (plan.gather(stored), away), tokens._replace(start=start), arrived
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """What a block's backward pass needs: the vjp function's leaves, but for whole weights, and the weights as stored."""
+    """What a block's backward pass needs: the weights as stored, and the vjp function's other leaves, here and on the host."""
 
     stored: dict[str, jax.Array]
-    leaves: list[jax.Array | None]
+    here: list[jax.Array | None]
+    away: list[jax.Array | None]
     paths: tuple[str | None, ...] = dataclasses.field(metadata={"static": True})  # the weight that a leaf was
     structure: Any = dataclasses.field(metadata={"static": True})
 
 
 def _block_forward(plan: _Plan, weights: dict[str, gather.Weight], tokens: Tokens, arrays: tuple) -> tuple[Any, _Kept]:
     stored = {path: weight.stored for path, weight in weights.items()}
-    whole, tokens, arrays = _begin(plan, stored, tokens, arrays)
-    body = plan.body if plan.policy is None else jax.checkpoint(plan.body, policy=plan.policy)
+    (whole, _), tokens, arrays = _begin(plan, (stored, None), tokens, arrays)
+    # The barrier in `_begin` keeps apart what both passes compute; jax.checkpoint's own would hold back what comes from the host.
+    body = plan.body if plan.policy is None else jax.checkpoint(plan.body, policy=plan.policy, prevent_cse=False)
     outputs, pull = jax.vjp(body, whole, *arrays)
     leaves, structure = jax.tree.flatten(pull)
     path_of = {id(weight): path for path, weight in whole.items()}
     paths = tuple(path_of.get(id(leaf)) for leaf in leaves)
-    kept = [leaf if path is None else None for leaf, path in zip(leaves, paths)]
-    return (outputs, tokens), _Kept(stored, kept, paths, structure)
+    here = [leaf if path is None and not _is_on_host(leaf) else None for leaf, path in zip(leaves, paths)]
+    away = [leaf if path is None and _is_on_host(leaf) else None for leaf, path in zip(leaves, paths)]
+    # A copy to the host has the time of two blocks: it may take as long as a block's forward pass.
+    outputs, _ = jax.lax.optimization_barrier((outputs, tokens.sent))
+    away, sending = jax.lax.optimization_barrier((away, tokens.sending))
+    tokens = tokens._replace(sent=tokens.sending, sending=sending)
+    return (outputs, tokens), _Kept(stored, here, away, paths, structure)
+
+
+def _is_on_host(leaf: jax.Array) -> bool:
+    return jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 
 def _block_backward(plan: _Plan, kept: _Kept, cotangents: tuple[Any, Tokens]) -> tuple[Any, Tokens, Any]:
-    whole, tokens, arrived = _begin(plan, kept.stored, cotangents[1], cotangents[0])
-    leaves = [leaf if path is None else whole[path] for leaf, path in zip(kept.leaves, kept.paths)]
+    fetched, tokens, (arrived, here) = _begin(plan, (kept.stored, kept.away), cotangents[1], (cotangents[0], kept.here))
+    whole, away = fetched
+    leaves = [
+        whole[path] if path is not None else there if near is None else near
+        for path, near, there in zip(kept.paths, here, away)
+    ]
     grads, *inputs = jax.tree.unflatten(kept.structure, leaves)(arrived)
     inputs = [
         jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, tangent) for tangent in inputs

@@ -78,6 +78,7 @@ class Model:
     num_layers: int
     remat: str
     recompute: str
+    offload: str
     attention: str
 
 

@@ -111,10 +111,13 @@ def _changes_that_fit(program: program_lib.Program) -> list[search.Outcome]:
 
 def _flags(config: config_lib.Config, candidate: search.Candidate) -> str:
     """Writes a candidate as command-line overrides."""
+    model = search.with_remat(config.model, candidate.remat)
     settings: dict[str, Any] = {
         "zero.stage": (config.zero.stage, candidate.stage),
-        "model.remat": (config.model.remat, candidate.remat),
-        "model.recompute": (config.model.recompute, config.model.recompute if candidate.remat == "dots" else ""),
+        **{
+            f"model.{name}": (getattr(config.model, name), getattr(model, name))
+            for name in ("remat", "recompute", "offload")
+        },
         "micro_batch_size": (config.micro_batch_size, candidate.micro_batch_size),
         "grad_accum": (config.grad_accum, candidate.grad_accum),
     }

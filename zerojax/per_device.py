@@ -21,14 +21,11 @@ from zerojax.errors import UserError
 def value_and_grad(
     loss_fn: Callable[..., Any],
     partition: Any,
+    how: used.How,
     *,
     passes: int,
     reduce_dtype: Any,
     compute_dtype: Any,
-    blocks: str,
-    heads: str,
-    remat: str,
-    recompute: str,
 ) -> Callable[..., Any]:
     """Returns f(params, batch, state) -> ((loss, aux), grads), the mean over devices and over `passes` micro-batches.
 
@@ -36,9 +33,10 @@ def value_and_grad(
       loss_fn: `loss_fn(params, batch, state) -> (mean loss, aux)`, called with one device's examples and whole weights. Random keys in
         `state` differ between devices.
       partition: the placement.
+      how: where weights are gathered, and what the backward pass keeps.
       passes: micro-batches; with 1 the batch is taken whole, else its leaves are [passes, ...].
       reduce_dtype: the dtype in which gradients are summed over devices.
-      compute_dtype, blocks, heads, remat, recompute: see `used.where_used`.
+      compute_dtype: see `used.where_used`.
 
     Gradients come in float32, laid out as the optimizer state. Where they stay whole (stages 0 and 1) several passes add up on each
     device and are summed over devices once. Floating values of `aux` are averaged over devices.
@@ -46,8 +44,7 @@ def value_and_grad(
     reduction = gather.Reduction(reduce_dtype, at_once=passes == 1)
     find = _finder(partition)
     axes = _manual_axes(partition.mesh)
-    how = {"blocks": blocks, "heads": heads, "remat_name": remat, "recompute": recompute}
-    device_loss = _device_loss(loss_fn, partition, reduction, compute_dtype, **how)
+    device_loss = _device_loss(loss_fn, partition, reduction, compute_dtype, how)
 
     def on_device(params: Any, batch: Any, state: Any) -> Any:
         sinks = tree.map_with_path(lambda path, leaf: gather.sink(find(path, leaf), reduction), params)
@@ -85,8 +82,7 @@ def mean(
     def with_aux(params: Any, batch: Any, _: Any) -> tuple[jax.Array, dict]:
         return loss_fn(params, batch), {}
 
-    how = {"blocks": blocks, "heads": heads, "remat_name": "full", "recompute": ""}
-    device_loss = _device_loss(with_aux, partition, reduction, compute_dtype, **how)
+    device_loss = _device_loss(with_aux, partition, reduction, compute_dtype, used.How(blocks, heads, "full"))
 
     def on_device(params: Any, batch: Any, _: Any) -> jax.Array:
         weights = tree.map_with_path(
@@ -103,7 +99,7 @@ def _device_loss(
     partition: Any,
     reduction: gather.Reduction,
     compute_dtype: Any,
-    **how: str,
+    how: used.How,
 ) -> Callable[..., Any]:
     """Returns f(`Weight`s, tokens, batch, state) -> (loss, aux) of one device, with the tokens that come out in `aux["tokens"]`.
 
@@ -116,10 +112,10 @@ def _device_loss(
         wrapped = used.wrap(
             loss_fn,
             blocks.gather_leaf,
+            how,
             moves=used.moves(partition.placements),
             run=blocks,
             is_weight=lambda node: isinstance(node, gather.Weight),
-            **how,
         )
         loss, aux = wrapped(weights, *args)
         return loss / mesh_lib.ways(partition.mesh), {**aux, "tokens": blocks.tokens}

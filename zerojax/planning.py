@@ -157,6 +157,7 @@ def plan_step(
             flops=flops.count(traced).by_dtype,
             traffic=bound_lib.memory_traffic(sent.flow),
             received=_received(sent),
+            host=max(bound_lib.host_traffic(sent.flow)),
         ),
         compile_seconds=seconds,
         compiled=compiled,

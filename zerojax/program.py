@@ -160,6 +160,7 @@ def _functions(
             grad_accum=sizes.grad_accum,
             remat=config.model.remat,
             recompute=config.model.recompute,
+            offload=config.model.offload,
             loss_scale=loss_scale,
             reduce_dtype=precision.DTYPES[config.reduce_dtype],
             **how,

@@ -3,7 +3,7 @@
 Gathered weights are never kept, nor are values that are a weight in another dress: a cast, a transpose, a slice.
 
 A policy sees a primitive and its parameters, not the place in the model. Products made under `not_kept` are told apart by their
-precision: it says DEFAULT where others leave it unsaid, which is the same arithmetic.
+precision: it says DEFAULT where others leave it unsaid, which is the same arithmetic. Arrays for the host's memory have a name.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 # Values that are a weight moved or cast, or are cheap to move again: keeping one would keep a gathered weight.
 _MOVES = frozenset(
@@ -21,16 +22,46 @@ _PRODUCTS = frozenset("dot_general conv_general_dilated ragged_dot ragged_dot_ge
 
 
 _SAID = jax.lax.Precision.DEFAULT
+_HOST = "zerojax: in the host's memory"
+_to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[_HOST],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+
+
+def policy(name: str, *, offloads: bool = False) -> Callable[..., Any]:
+    """Returns the policy of a name in REMAT; `offloads` keeps what `for_host` named, in the host's memory."""
+    keeps = REMAT[name]
+    if not offloads:
+        return keeps
+
+    def keeps_or_offloads(primitive: Any, *args: Any, **params: Any) -> Any:
+        is_for_host = primitive.name == "name" and params["name"] == _HOST
+        return (_to_host if is_for_host else keeps)(primitive, *args, **params)
+
+    return keeps_or_offloads
+
+
+def for_host(value: Any) -> Any:
+    """Names a module's arrays, so that a policy that offloads keeps them in the host's memory until the backward pass reads them."""
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, _HOST) if isinstance(leaf, jax.Array) else leaf, value)
 
 
 @contextlib.contextmanager
 def not_kept() -> Iterator[None]:
     """Marks the matrix products made inside, so that "dots" does not keep them; no mark where a precision is set for all."""
-    if jax.config.jax_default_matmul_precision is not None:
+    if precision_of_all() is not None:
         yield
         return
     with jax.default_matmul_precision("default"):
         yield
+
+
+def precision_of_all() -> Any:
+    """Returns the precision that is set for all matrix products, with which `not_kept` marks none; None where none is."""
+    return jax.config.jax_default_matmul_precision
 
 
 def _keep_all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:

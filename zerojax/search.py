@@ -157,10 +157,18 @@ def _applied(config: config_lib.Config, candidate: Candidate) -> config_lib.Conf
         micro_batch_size=candidate.micro_batch_size,
         grad_accum=candidate.grad_accum,
         zero=dataclasses.replace(config.zero, stage=candidate.stage),
-        model=dataclasses.replace(
-            config.model, remat=candidate.remat, recompute=config.model.recompute if candidate.remat == "dots" else ""
-        ),
+        model=with_remat(config.model, candidate.remat),
         mesh=dataclasses.replace(config.mesh, replica=candidate.replica, data=-1),
+    )
+
+
+def with_remat(model: config_lib.Model, remat: str) -> config_lib.Model:
+    """Returns the model's settings with another `remat`, and of those that go with it what still can."""
+    return dataclasses.replace(
+        model,
+        remat=remat,
+        recompute=model.recompute if remat == "dots" else "",
+        offload=model.offload if remat != "none" else "",
     )
 
 

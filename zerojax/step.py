@@ -3,6 +3,7 @@
 With loss scaling a step whose gradients are not all finite is skipped: the state stays as it was, but for the scale itself.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ def make_train_step(
     heads: str = "",
     remat: str = "dots",
     recompute: str = "",
+    offload: str = "",
     reduce_dtype: Any = None,
     donate: bool = True,
 ) -> Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]:
@@ -44,7 +46,7 @@ def make_train_step(
       compute_dtype: dtype of floating weights and inputs in the forward pass; None keeps them.
       loss_scale: a `DynamicLossScale` or `StaticLossScale`, for float16; the state's field `loss_scale` then holds its state. Gradients
         reach the optimizer unscaled, in float32.
-      blocks, heads, remat, recompute: see `used.where_used`.
+      blocks, heads, remat, recompute, offload: see `used.where_used`.
       reduce_dtype: the dtype in which gradients are summed over devices; the loss then sees one device's examples, and its means are
         averaged (as DDP, FSDP and DeepSpeed do). None: the loss sees the whole batch, and the compiler sums as the products are.
       donate: reuses the old state's memory; the state passed in is then gone.
@@ -65,13 +67,20 @@ def make_train_step(
     compute_dtype = precision.floating("compute_dtype", compute_dtype)
     reduce_dtype = precision.floating("reduce_dtype", reduce_dtype)
     scaling = loss_scale_lib.in_step(loss_scale, partition.abstract_state)
-    how = {"compute_dtype": compute_dtype, "blocks": blocks, "heads": heads, "remat": remat, "recompute": recompute}
+    how = used.How(blocks, heads, remat, recompute, offload)
     if reduce_dtype is None:
-        loss_of_stored = used.where_used(_with_aux(loss_fn, scaling), partition.placements, **how)
+        loss_of_stored = used.where_used(
+            _with_aux(loss_fn, scaling), partition.placements, compute_dtype=compute_dtype, **dataclasses.asdict(how)
+        )
         gradients = accumulate.value_and_grad(loss_of_stored, grad_accum)
     else:
         gradients = per_device.value_and_grad(
-            _with_aux(loss_fn, scaling), partition, passes=grad_accum, reduce_dtype=reduce_dtype, **how
+            _with_aux(loss_fn, scaling),
+            partition,
+            how,
+            passes=grad_accum,
+            reduce_dtype=reduce_dtype,
+            compute_dtype=compute_dtype,
         )
     place = functools.partial(_place_as_opt_state, partition)
     update = update_lib.make(partition)

@@ -8,6 +8,7 @@ When decides the memory:
   `jax.checkpoint` and gathers its own weights inside it. At any time about one block's weights are whole.
 """
 
+import dataclasses
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -24,6 +25,58 @@ from zerojax.errors import UserError
 Loss = Callable[..., Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class How:
+    """Where weights are gathered, and what the backward pass keeps; see `where_used`."""
+
+    blocks: str = ""
+    heads: str = ""
+    remat: str = "dots"
+    recompute: str = ""
+    offload: str = ""
+
+    def check(self) -> None:
+        """Raises UserError for values that are unknown, or contradict each other."""
+        if self.remat not in remat.REMAT:
+            raise UserError(f"remat: must be one of {', '.join(remat.REMAT)}, and is {self.remat!r}")
+        examples = {
+            "blocks": "layer_\\d+",
+            "heads": "head",
+            **dict.fromkeys(("recompute", "offload"), "layer_\\d+/mlp/up"),
+        }
+        for name, example in examples.items():
+            pattern = getattr(self, name)
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise UserError(
+                    f"{name}: {pattern!r} is no regex: {error}; give one over module paths, such as {example!r}"
+                ) from error
+            if pattern and not self.blocks:
+                raise UserError(
+                    f"{name}: {pattern!r} goes with `blocks`, and none are given; name the model's repeated modules there"
+                )
+        if self.recompute and self.remat != "dots":
+            raise UserError(
+                f"recompute: {self.recompute!r} says which products remat='dots' does not keep, and remat is {self.remat!r}; "
+                "set recompute to '', or remat to 'dots'"
+            )
+        if self.offload and self.remat == "none":
+            raise UserError(
+                f"offload: {self.offload!r} says what is kept in the host's memory, and remat='none' keeps everything on the device; "
+                "set offload to '', or remat to 'dots' or 'full'"
+            )
+        if (
+            self.remat == "dots"
+            and (named := self.recompute or self.offload)
+            and (precision := remat.precision_of_all())
+        ):
+            raise UserError(
+                f"{'recompute' if self.recompute else 'offload'}: {named!r} tells products apart by their precision, and "
+                f"jax_default_matmul_precision is {precision!r} for all; leave that unset, or set remat to 'full'"
+            )
+
+
 def where_used(
     loss_fn: Loss,
     placements: Mapping[str, gather.Placement],
@@ -33,6 +86,7 @@ def where_used(
     heads: str = "",
     remat: str = "dots",
     recompute: str = "",
+    offload: str = "",
 ) -> Loss:
     """Wraps a loss written for whole weights so that it takes them as stored.
 
@@ -48,9 +102,12 @@ def where_used(
       remat: what the backward pass keeps: "none" (all but weights), "dots" (matrix products), "full" (nothing).
       recompute: a regex over paths of modules inside blocks (r"layer_\\d+/mlp/up"), whose matrix products remat="dots" does not keep
         all the same. Empty: none.
+      offload: a regex over paths of modules inside blocks whose results wait in the host's pinned memory for the backward pass: they take
+        no device memory and are not computed again. With reduce_dtype the copies run beside the neighbours' arithmetic. Empty: none.
 
     Raises:
-      UserError: an unknown `remat`, `blocks` or `recompute` matches no call, or a weight's shape is not that of its placement.
+      UserError: an unknown `remat`; `blocks`, `recompute` or `offload` that match no call; or a weight whose shape is not that of its
+        placement.
 
     >>> grads = jax.grad(where_used(loss_fn, partition.placements, blocks=r"layer_\\d+"))(state.params, batch)
     """
@@ -60,20 +117,15 @@ def where_used(
         found = find(path, leaf)
         return leaf if found is None else gather.gather(leaf, found, compute_dtype)
 
-    return wrap(
-        loss_fn, gather_leaf, moves=moves(placements), blocks=blocks, heads=heads, remat_name=remat, recompute=recompute
-    )
+    return wrap(loss_fn, gather_leaf, How(blocks, heads, remat, recompute, offload), moves=moves(placements))
 
 
 def wrap(
     loss_fn: Loss,
     gather_leaf: Callable[[str, Any], Any],
+    how: How,
     *,
     moves: bool,
-    blocks: str,
-    heads: str,
-    remat_name: str,
-    recompute: str,
     run: blocks_lib.Run | None = None,
     is_weight: Callable[[Any], bool] = lambda leaf: False,
 ) -> Loss:
@@ -84,9 +136,9 @@ def wrap(
       run: see `blocks.Blocks`.
       is_weight: tells what `gather_leaf` takes, where that is no array.
     """
-    _check(blocks, heads, remat_name, recompute)
-    policy = remat.REMAT[remat_name]
-    keeps_all = remat_name == "none" and not moves
+    how.check()
+    policy = remat.policy(how.remat, offloads=bool(how.offload))
+    keeps_all = how.remat == "none" and not moves
 
     def whole(params: Any, *args: Any, **kwargs: Any) -> Any:
         def loss_of(stored: Any) -> tuple[Any, dict[str, Any]]:
@@ -102,11 +154,12 @@ def wrap(
     def by_block(params: Any, *args: Any, **kwargs: Any) -> Any:
         made = _Made()
         inside = blocks_lib.Blocks(
-            blocks,
-            heads,
+            how.blocks,
+            how.heads,
             gather_leaf,
             None if keeps_all else policy,
-            recompute=recompute,
+            recompute=how.recompute,
+            offload=how.offload,
             run=run,
             stored_of=made.stored_of if run else None,
             is_leaf=is_weight,
@@ -121,10 +174,10 @@ def wrap(
         outer = tree.map_with_path(gather_outer, params, is_leaf=is_weight)
         with nn.intercept_methods(inside.intercept):
             result = loss_fn(outer, *args, **kwargs)
-        _check_found(inside, blocks, recompute, moves)
+        _check_found(inside, how, moves)
         return result
 
-    return by_block if blocks else whole
+    return by_block if how.blocks else whole
 
 
 class _Made:
@@ -177,36 +230,10 @@ def variables(params: Any) -> dict[str, Any]:
     return {tree.path_string(path): node.get_raw_value() for path, node in nodes if _is_other_variable(node)}
 
 
-def _check(blocks: str, heads: str, remat_name: str, recompute: str) -> None:
-    if remat_name not in remat.REMAT:
-        raise UserError(f"remat: must be one of {', '.join(remat.REMAT)}, and is {remat_name!r}")
-    for name, pattern, example in (
-        ("blocks", blocks, "layer_\\d+"),
-        ("heads", heads, "head"),
-        ("recompute", recompute, "layer_\\d+/mlp/up"),
-    ):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise UserError(
-                f"{name}: {pattern!r} is no regex: {error}; give one over module paths, such as {example!r}"
-            ) from error
-    for name, pattern in (("heads", heads), ("recompute", recompute)):
-        if pattern and not blocks:
-            raise UserError(
-                f"{name}: {pattern!r} goes with `blocks`, and none are given; name the model's repeated modules there"
-            )
-    if recompute and remat_name != "dots":
-        raise UserError(
-            f"recompute: {recompute!r} says which products remat='dots' does not keep, and remat is {remat_name!r}; "
-            "set recompute to '', or remat to 'dots'"
-        )
-
-
-def _check_found(inside: blocks_lib.Blocks, blocks: str, recompute: str, moves: bool) -> None:
+def _check_found(inside: blocks_lib.Blocks, how: How, moves: bool) -> None:
     if not inside.entered:
         raise UserError(
-            f"blocks: {blocks!r} matches no Linen module called in the loss; it is a regex over module paths such as "
+            f"blocks: {how.blocks!r} matches no Linen module called in the loss; it is a regex over module paths such as "
             f"'layer_0' or 'decoder/block_3', or '' to gather leaf by leaf"
         )
     if moves and inside.strangers:
@@ -215,10 +242,19 @@ def _check_found(inside: blocks_lib.Blocks, blocks: str, recompute: str, moves: 
             "nn.scan around it; they are gathered before it, and stay whole until the backward pass has used them",
             stacklevel=2,
         )
-    if recompute and not inside.recomputed:
+    for name, pattern, found in (
+        ("recompute", how.recompute, inside.recomputed),
+        ("offload", how.offload, inside.offloaded),
+    ):
+        if pattern and not found:
+            raise UserError(
+                f"{name}: {pattern!r} matches no module called inside a block; it is a regex over whole module paths "
+                f"such as 'layer_\\d+/mlp/up'"
+            )
+    if both := inside.recomputed & inside.offloaded:
         raise UserError(
-            f"recompute: {recompute!r} matches no module called inside a block; it is a regex over whole module paths "
-            f"such as 'layer_\\d+/mlp/up'"
+            f"recompute: {how.recompute!r} and offload: {how.offload!r} both name {min(both)}, which can be computed again, or kept in the "
+            "host's memory; let one of them name it"
         )
 
 

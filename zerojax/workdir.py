@@ -24,6 +24,7 @@ FREE = (
     "zero",
     "model.remat",
     "model.recompute",
+    "model.offload",
     "model.attention",
     "data.dir",
     "data.eval_split",

@@ -2,8 +2,8 @@
 
 XLA's scheduler hides a collective behind what it believes the collective takes, which on GPUs of one host is far less than it does take
 beside matrix products, and lets one be under way at a time. A matrix product holds every processor until it ends, so a collective that
-starts beside the last product before its use is waited for in full. With these options collectives start several products ahead; the
-order that `chain` gives a step bounds how far. Measured: docs/benchmarks/gpu.md.
+starts beside the last product before its use is waited for in full. With these options collectives start as early as they may, several
+at a time; the order that `chain` gives a step bounds how early. Measured: docs/benchmarks/gpu.md.
 """
 
 import os
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 # Known to jax 0.10.2, 0.11 and 0.12.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "gpu": {
-        "xla_gpu_collective_inflation_factor": 20,
+        "xla_gpu_experimental_collective_start_as_early_as_possible": True,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
     },
 }
