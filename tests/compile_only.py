@@ -33,11 +33,13 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Three blocks."""
+    """Blocks, one after the other."""
+
+    depth: int = 3
 
     @nn.compact
     def __call__(self, x):
-        for i in range(3):
+        for i in range(self.depth):
             x = Block(name=f"block_{i}")(x)
         return x
 
@@ -65,10 +67,11 @@ def mesh(axes: tuple[str, ...] = ("fsdp",), shape: tuple[int, ...] = (8,)) -> Me
     return Mesh(np.asarray(devices()).reshape(shape), axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
-def create(key: jax.Array, tx: Any = None, dtype: Any = jnp.float32) -> train_state.TrainState:
+def create(key: jax.Array, tx: Any = None, dtype: Any = jnp.float32, depth: int = 3) -> train_state.TrainState:
     """Returns the first state."""
-    params = jax.tree.map(lambda w: w.astype(dtype), Net().init(key, jnp.zeros((1, WIDTH)))["params"])
-    return train_state.TrainState.create(apply_fn=Net().apply, params=params, tx=tx or optax.adam(1e-3))
+    net = Net(depth)
+    params = jax.tree.map(lambda w: w.astype(dtype), net.init(key, jnp.zeros((1, WIDTH)))["params"])
+    return train_state.TrainState.create(apply_fn=net.apply, params=params, tx=tx or optax.adam(1e-3))
 
 
 def plain_state(on: Mesh, split: P = P("fsdp"), **kwargs: Any) -> train_state.TrainState:
@@ -119,21 +122,23 @@ def staged(
     stage: int, count: int = 8, replica: int = 1, remat: str = "dots", grad_accum: int = 1, reduce_dtype: Any = None
 ):
     """Returns (ledger, partition) of this project's train step on the model."""
-    text, partition = _staged(stage, count, replica, remat, grad_accum, reduce_dtype)
+    text, partition = _staged(stage, count, replica, remat, grad_accum, reduce_dtype, "", 3)
     return ledger.ledger(text, partition.mesh, partition.placements), partition
 
 
-def staged_text(stage: int, reduce_dtype: Any = None) -> str:
+def staged_text(stage: int, reduce_dtype: Any = None, offload: str = "", depth: int = 3) -> str:
     """Returns that step's compiled text."""
-    return _staged(stage, 8, 1, "dots", 1, reduce_dtype)[0]
+    return _staged(stage, 8, 1, "dots", 1, reduce_dtype, offload, depth)[0]
 
 
 @functools.cache  # which takes arguments left out for others
-def _staged(stage: int, count: int, replica: int, remat: str, grad_accum: int, reduce_dtype: Any):
+def _staged(
+    stage: int, count: int, replica: int, remat: str, grad_accum: int, reduce_dtype: Any, offload: str, depth: int
+):
     on = zerojax.make_mesh(replica=replica, devices=devices(count))
     keeps_copy = stage < 3
     tx = zerojax.with_master_weights(optax.adam(1e-3)) if keeps_copy else optax.adam(1e-3)
-    init = functools.partial(create, tx=tx, dtype=jnp.bfloat16 if keeps_copy else jnp.float32)
+    init = functools.partial(create, tx=tx, dtype=jnp.bfloat16 if keeps_copy else jnp.float32, depth=depth)
     partition = zerojax.partition_state(jax.eval_shape(init, jax.random.key(0)), mesh=on, stage=stage)
 
     def loss_fn(params, batch, state):
@@ -145,6 +150,7 @@ def _staged(stage: int, count: int, replica: int, remat: str, grad_accum: int, r
         compute_dtype=jnp.bfloat16,
         blocks=r"block_\d",
         remat=remat,
+        offload=offload,
         grad_accum=grad_accum,
         reduce_dtype=reduce_dtype,
     )

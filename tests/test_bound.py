@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import compile_only
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -45,6 +46,7 @@ FAKE = targets.Target(
     matrix_rates={"bf16": targets.Figure(100.0, "test"), "fp32": targets.Figure(50.0, "test")},
     link=targets.Figure(4.0, "test"),
     network=targets.Figure(1.0, "test"),
+    host_link=targets.Figure(2.0, "test"),
 )
 
 
@@ -64,12 +66,18 @@ class FakeMesh:
 
 
 @hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
-@hypothesis.given(*[st.floats(0.1, 1e6)] * 4)
-def test_the_longest_term_binds(bf16, fp32, moved, received):
+@hypothesis.given(*[st.floats(0.1, 1e6)] * 4, st.just(0) | st.floats(0.1, 1e6))
+def test_the_longest_term_binds(bf16, fp32, moved, received, host):
     found = bound.least_step(
-        FAKE, FakeMesh((1, 8, 1), 8), flops={"bf16": bf16, "fp32": fp32}, traffic=moved, received={("data",): received}
+        FAKE,
+        FakeMesh((1, 8, 1), 8),
+        flops={"bf16": bf16, "fp32": fp32},
+        traffic=moved,
+        received={("data",): received},
+        host=host,
     )
     terms = {"compute": bf16 / 8 / 100 + fp32 / 8 / 50, "memory": moved / 10, "collectives": received / 4}
+    terms |= {"host link": host / 2} if host else {}
     assert found.seconds == pytest.approx(terms, rel=ROUNDING)
     assert found.step_seconds == pytest.approx(max(terms.values()), rel=ROUNDING)
     assert terms[found.binds] == pytest.approx(found.step_seconds, rel=ROUNDING)
@@ -82,6 +90,13 @@ def test_the_longest_term_binds(bf16, fp32, moved, received):
 def test_bytes_between_hosts_travel_over_the_network(axes, seconds):
     found = bound.least_step(FAKE, FakeMesh((2, 4, 1), 4), flops={}, traffic=0, received={axes: 12.0})
     assert found.seconds["collectives"] == seconds
+
+
+def test_what_waits_on_the_host_goes_there_once_and_comes_back_once():
+    for offload, blocks in (("", 0), (r"block_\d/wide", 3)):
+        text = compile_only.staged_text(3, jnp.float32, offload)
+        kept = blocks * 16 * compile_only.HIDDEN * 2  # a device's 16 examples, bf16
+        assert bound.host_traffic(hlo_flow.flow(hlo.parse(text))) == (kept, kept)
 
 
 def test_a_dtype_without_a_rate_runs_as_16_bit_and_a_target_without_rates_has_no_bound():

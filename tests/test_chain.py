@@ -1,22 +1,23 @@
 """Checks the order that blocks and collectives get from the compiler. This module tests zerojax.chain; test_per_device its values."""
 
 import functools
+from typing import Any
 
 import compile_only
 import jax.numpy as jnp
 
 
 @functools.cache
-def schedule(offload: str = "") -> list[str]:
+def schedule(**options: Any) -> list[str]:
     """Returns the instructions of a stage 3 step for 8 GPUs, in their order."""
-    text = compile_only.staged_text(3, reduce_dtype=jnp.float32, offload=offload)
+    text = compile_only.staged_text(3, reduce_dtype=jnp.float32, **options)
     lines = text[text.index("\nENTRY") :].splitlines()
     return [line for line in lines if " = " in line and "parameter(" not in line and "get-tuple-element(" not in line]
 
 
-def places(*words: str, offload: str = "") -> list[int]:
+def places(*words: str, **options: Any) -> list[int]:
     """Returns the positions of the instructions that hold all words."""
-    found = [number for number, line in enumerate(schedule(offload)) if all(word in line for word in words)]
+    found = [number for number, line in enumerate(schedule(**options)) if all(word in line for word in words)]
     assert found, words
     return found
 
@@ -52,13 +53,16 @@ def test_a_blocks_gradients_are_summed_before_the_block_before_it_ends():
 
 
 def test_what_waits_on_the_host_comes_and_goes_beside_the_neighbours():
-    """Each copy to the host has ended two blocks later, and one from it begins when the backward pass is one block away."""
-    find = functools.partial(places, offload="block_./wide")
-    to_host = [
-        place for place in find("copy-done(") if "S(5)" in schedule("block_./wide")[place].split("copy-done(")[0]
-    ]
-    from_host = [place for place in find("copy-start(") if "S(5)" not in schedule("block_./wide")[place].split(", ")[0]]
-    assert len(to_host) == len(from_host) == 3
-    assert to_host[0] < min(find(BACKWARD, "dot_general"))
-    assert max(find(BACKWARD, "block_2/", "dot_general")) < from_host[2]
-    assert from_host[2] < max(find(BACKWARD, "block_1/", "dot_general"))
+    """A copy to the host has ended when the second block after its own does; one from it begins beside the block after its own."""
+    depth = 6
+    options = {"offload": r"block_\d/wide", "depth": depth}
+    find, lines = functools.partial(places, **options), schedule(**options)
+    sent = [place for place in find("copy-done(") if "S(5)" in lines[place].split("copy-done(")[0]]
+    fetched = [place for place in find("copy-start(") if "S(5)" not in lines[place].split(", ")[0]]
+    assert len(sent) == len(fetched) == depth
+    forward = {place for place in find("dot_general") if BACKWARD not in lines[place]}
+    for block in range(depth - 2):
+        assert sent[block] < max(place for place in find(f"(block_{block + 2})/") if place in forward)
+    for block in range(depth - 2):
+        assert max(find(BACKWARD, f"block_{block + 2}/", "dot_general")) < fetched[depth - 1 - block]
+        assert fetched[depth - 1 - block] < max(find(BACKWARD, f"block_{block + 1}/", "dot_general"))

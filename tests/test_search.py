@@ -1,3 +1,5 @@
+import dataclasses
+
 import compile_only
 import pytest
 import runs
@@ -55,6 +57,12 @@ def test_of_plans_as_fast_as_each_other_the_leanest_wins_and_without_rates_the_f
     for rates, stages in (((2.0, 2.0, 1.0), [2, 0, 3]), ((None, None, None), [0, 2, 3])):
         ranked = search._ranked([outcome(*row) for row in zip((0, 2, 3), (9, 5, 1), rates)])
         assert [o.candidate.stage for o in ranked] == stages
+
+
+def test_settings_that_go_with_another_remat_are_given_up(config):
+    model = dataclasses.replace(config.model, recompute="layer_0/mlp/up", offload="layer_1/mlp/up")
+    kept = {remat: (m := search.with_remat(model, remat)).recompute + m.offload for remat in ("none", "dots", "full")}
+    assert kept == {"none": "", "dots": "layer_0/mlp/uplayer_1/mlp/up", "full": "layer_1/mlp/up"}
 
 
 def test_over_several_hosts_state_is_split_over_all_devices_or_those_of_each_host(config):
