@@ -23,6 +23,7 @@ from zerojax import fused, traces
 
 LEAF = (8192, 8192)
 BATCHES, STEPS = 15, 5
+CHECKED = 100
 RAGGED = {
     "a": (1,),
     "b": (255,),
@@ -34,7 +35,7 @@ RAGGED = {
 }
 RATE, DECAY = 1e-2, 0.1
 HYPER = {"b1": 0.9, "b2": 0.95, "weight_decay": DECAY}
-# (params, moments) -> largest root mean square error of params after 20 steps, in units of the distance that they moved.
+# (params, moments) -> largest root mean square error of params after CHECKED steps, in units of the distance that they moved.
 POLICIES = {
     ("float32", "fp32"): 3e-6,
     ("float32", "bf16"): 0.01,
@@ -48,7 +49,7 @@ IN_BLOCKS = [(2048, 8), (1024, 8), (1024, 4), (1024, 2), (512, 2), (512, 1)]
 
 
 def check_right(implementation: str) -> list[dict]:
-    """Compares 20 steps over ragged shapes with float64 numpy, for every policy, then a step that is skipped, and the norm."""
+    """Compares CHECKED steps over ragged shapes with float64 numpy, for every policy, then a step that is skipped, and the norm."""
     rng = np.random.default_rng(0)
     start = {k: rng.standard_normal(s).astype(np.float32) for k, s in RAGGED.items()}
     slopes = {k: rng.standard_normal(s).astype(np.float32) for k, s in RAGGED.items()}
@@ -63,7 +64,7 @@ def check_right(implementation: str) -> list[dict]:
             step = jax.jit(functools.partial(tx.apply, scale=0.5))
             params = {k: jnp.asarray(p, dtype) for k, p in start.items()}
             state = tx.init(params)
-            for n in range(20):
+            for n in range(CHECKED):
                 params, state, _ = step(grads[n % 3], state, params, finite=True)
             wrong = sum(np.sum((np.asarray(params[k], np.float64) - expected[k]) ** 2) for k in start)
             error = float(np.sqrt(wrong / sum(np.sum((expected[k] - start[k]) ** 2) for k in start)))
@@ -83,11 +84,11 @@ def check_right(implementation: str) -> list[dict]:
 
 
 def in_float64(name: str, start: dict, slopes: dict) -> dict:
-    """Returns params after 20 steps of the equations."""
+    """Returns params after CHECKED steps of the equations."""
     b1, b2, found = HYPER["b1"], HYPER["b2"], {}
     for k, slope in slopes.items():
         p, m, v = start[k].astype(np.float64), 0.0, 0.0
-        for n in range(20):
+        for n in range(CHECKED):
             g = slope.astype(np.float64) * (n % 3 + 1)
             if name == "lion":
                 p, m = p - RATE * (np.sign(b1 * m + (1 - b1) * g) + DECAY * p), b2 * m + (1 - b2) * g
@@ -220,18 +221,8 @@ def cases() -> list[tuple]:
     """Returns (what, how, optimizer, params, gradients, leaves, copies, clips, launch)."""
     found = []
 
-    def add(
-        what,
-        name,
-        moments,
-        rounds,
-        dtype="float32",
-        grads="bfloat16",
-        leaves=16,
-        copies=True,
-        clips=False,
-        tries=(None,),
-    ):
+    def add(what, name, moments, rounds, *, tries=(None,), dtype="float32", grads="bfloat16", leaves=16, **does):
+        copies, clips = does.get("copies", True), does.get("clips", False)
         for implementation in ("jnp", "pallas"):
             for launch in tries if implementation == "pallas" else (None,):
                 how = implementation + ("" if launch is None else " {}/{}".format(*launch))

@@ -135,9 +135,15 @@ WARN = {
 @pytest.mark.parametrize("reduce_dtype", [None, jnp.float32], ids=["whole batch", "by device"])
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_plain_autodiff(name, reduce_dtype):
-    net, loss_of = CASES[name]
-    is_told = name in WARN and reduce_dtype is not None
+    compare_with_autodiff(*CASES[name], reduce_dtype, "", is_told=name in WARN and reduce_dtype is not None)
 
+
+@pytest.mark.parametrize("name", ["all weights read by the loss", "a gradient penalty"])
+def test_what_waits_on_the_host_changes_no_loss(name):
+    compare_with_autodiff(*CASES[name], jnp.float32, r"layer_\d/Dense_0", is_told=False)
+
+
+def compare_with_autodiff(net, loss_of, reduce_dtype, offload, *, is_told):
     params = net.init(jax.random.key(0), X)["params"]
     state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
     on, partition = zerojax.shard_train_state(state, mesh=zerojax.make_mesh(), stage=3, min_size=8)
@@ -146,6 +152,7 @@ def test_losses_and_gradients_are_those_of_plain_autodiff(name, reduce_dtype):
         partition,
         blocks=r"layer_\d",
         reduce_dtype=reduce_dtype,
+        offload=offload,
         donate=False,
     )
     with pytest.warns(UserWarning, match=r"^blocks: weights of layer_0") if is_told else contextlib.nullcontext():

@@ -1,5 +1,9 @@
 """Checks what policies keep. This module tests zerojax.remat."""
 
+import collections
+from typing import Any, NamedTuple
+
+import flax.core
 import jax
 import jax.numpy as jnp
 import pytest
@@ -37,16 +41,35 @@ def test_marked_products_are_not_kept():
 @pytest.mark.parametrize("name", ["dots", "full"])
 def test_what_is_named_for_the_host_is_kept_there_and_not_on_the_device(name):
     def f(x, w):
-        with remat.not_kept():
-            y, said = remat.for_host((x @ w, "word"))
+        y, said = remat.for_host((x @ w, "word"))
         assert said == "word"
         return jnp.sum(jnp.tanh(y) ** 2)
 
     policy = remat.policy(name, offloads=True)
-    leaves = jax.tree.leaves(jax.eval_shape(lambda x, w: jax.vjp(jax.checkpoint(f, policy=policy), x, w)[1], X, W))
-    found = [(leaf.shape, jax.typeof(leaf).memory_space) for leaf in leaves if leaf.shape not in (X.shape, W.shape)]
+    assert remat.without_offload(policy) is remat.without_offload(remat.REMAT[name]) is remat.REMAT[name]
+    found = []
+
+    def look(x, w):
+        for leaf in jax.tree.leaves(jax.vjp(jax.checkpoint(f, policy=policy), x, w)[1]):
+            if leaf.shape not in (X.shape, W.shape):
+                found.append((leaf.shape, jax.typeof(leaf).memory_space))
+
+    jax.eval_shape(look, X, W)
     assert found == [((3, 5), jax.memory.Space.Host)]
     assert remat.policy(name) is remat.REMAT[name]
+
+
+def test_what_is_named_for_the_host_stays_as_it_was_made():
+    class Pair(NamedTuple):
+        first: Any
+        second: Any
+
+    parts: dict = {"z": X, "a": 1, 3: Pair(None, [X, "word"])}
+    for value in (parts, collections.OrderedDict(parts), flax.core.FrozenDict({"z": X, "a": X})):
+        named = remat.for_host(value)
+        assert type(named) is type(value) and list(named) == list(value)
+    assert isinstance(remat.for_host(parts)[3], Pair) and remat.for_host(parts)[3].second[1] == "word"
+    assert remat.for_host("word") == "word" and remat.for_host(None) is None
 
 
 @pytest.mark.parametrize("precision", ["highest", "default"])

@@ -54,13 +54,18 @@ def recorded(folder: pathlib.Path) -> tuple[list, list]:
     return runs.numbers(folder), runs.evaluations(folder)
 
 
+def said(err: str) -> str:
+    """Returns what a run said beside orbax's word that a busy disk took its time."""
+    return "".join(line for line in err.splitlines(True) if "Waiting for previous save to complete took" not in line)
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(commands, stdlib_dir, tmp_path_factory):
     """Returns the arguments of a run over text, and the numbers it gives in one piece."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     arguments = runs.flags(**KILLED, data__name="python_stdlib", data__dir=stdlib_dir)
     command = commands(*arguments, f"--workdir={folder}")
-    assert command.status == 0 and command.err == "", command.err
+    assert command.status == 0 and said(command.err) == "", command.err
     assert [line[0] for line in runs.numbers(folder)] == list(range(1, 17))
     return arguments, recorded(folder)
 
@@ -98,7 +103,7 @@ def test_a_run_killed_at_any_moment_gives_the_numbers_of_one_that_was_not(comman
             break
     assert killed_while_saving, "no kill fell into a save; widen the window"
     command = commands(*arguments, f"--workdir={tmp_path}")
-    assert command.status == 0 and command.err == "", command.err
+    assert command.status == 0 and said(command.err) == "", command.err
     assert recorded(tmp_path) == numbers
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if "tmp" in path.name) == []
 
@@ -113,7 +118,7 @@ def test_a_run_asked_to_stop_saves_ends_with_status_0_and_goes_on(commands, unin
     command.kill(number)
     if number == signal.SIGTERM:
         command.kill(number)  # a second SIGTERM asks for the same
-    assert command.wait().status == 0 and command.err == "", command.err
+    assert command.wait().status == 0 and said(command.err) == "", command.err
     (step,) = (int(path.name) for path in (tmp_path / "checkpoints").iterdir())
     assert f"stopped by a signal at step {step}, saved; the same command resumes" in command.out
     assert 3 <= step < 16 and [line[0] for line in runs.numbers(tmp_path)] == list(range(1, step + 1))

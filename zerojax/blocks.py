@@ -88,7 +88,7 @@ class Blocks:
             return _set_up(call)
         self.entered.add(path)
         arrays, fill = _arrays_of(args, kwargs)
-        policy = None if self._heads is not None and self._heads.fullmatch(path) else self._policy
+        policy = None if self._is_head(path) else self._policy
         known = self._known(module, path)
         if not all(known.values()):
             self.strangers.add(path)
@@ -158,18 +158,24 @@ class Blocks:
             self._inside, self._root = before
 
     def _inner(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
-        """Runs a call inside a block, its products marked where `recompute` or `offload` names the module."""
+        """Runs a call inside a block, its products or its result marked where `recompute` or `offload` names the module."""
         path = "/".join((self._inside or "", *context.module.path[len(self._root) :]))
-        is_recomputed, is_offloaded = self._recompute.fullmatch(path), self._offload.fullmatch(path)
-        if path == self._inside or not (is_recomputed or is_offloaded):
+        is_block = path == self._inside
+        if is_block or self._is_head(self._inside):  # heads keep all that they compute
             return call(*args, **kwargs)
-        with remat.not_kept():
-            result = call(*args, **kwargs)
-        if is_recomputed:
+        if self._recompute.fullmatch(path):
             self.recomputed.add(path)
-        if is_offloaded:
-            self.offloaded.add(path)
-        return remat.for_host(result) if is_offloaded else result
+            with remat.not_kept():
+                result = call(*args, **kwargs)
+        else:
+            result = call(*args, **kwargs)
+        if not self._offload.fullmatch(path):
+            return result
+        self.offloaded.add(path)
+        return remat.for_host(result)
+
+    def _is_head(self, path: str | None) -> bool:
+        return self._heads is not None and path is not None and bool(self._heads.fullmatch(path))
 
 
 def _set_up(call: Callable) -> None:

@@ -22,7 +22,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
-from zerojax import gather
+from zerojax import gather, remat
 
 Body = Callable[..., Any]
 
@@ -107,7 +107,9 @@ class Chain:
         def run(weights: dict[str, gather.Weight], *arrays: jax.Array) -> Any:
             return body({path: self.gather_leaf(path, weight) for path, weight in weights.items()}, *arrays)
 
-        return (run if policy is None else jax.checkpoint(run, policy=policy))(weights, *arrays)
+        if policy is not None:
+            run = jax.checkpoint(run, policy=remat.without_offload(policy))
+        return run(weights, *arrays)
 
 
 def _trace() -> Any:
@@ -117,18 +119,20 @@ def _trace() -> Any:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _block(plan: _Plan, weights: dict[str, gather.Weight], tokens: Tokens, arrays: tuple) -> tuple[Any, Tokens]:
     stored = {path: weight.stored for path, weight in weights.items()}
-    (whole, _), tokens, arrays = _begin(plan, (stored, None), tokens, arrays)
+    whole, tokens, arrays, _ = _begin(plan, stored, tokens, arrays)
     return plan.body(whole, *arrays), tokens
 
 
 def _begin(
-    plan: _Plan, fetched: tuple[dict, Any], tokens: Tokens, arrived: Any
-) -> tuple[tuple[dict, Any], Tokens, Any]:
-    """Gathers a block's weights once the block before it has begun, and lets the next one gather. `fetched` are the weights as stored,
-    and what else may come from afar as early."""
-    (stored, away), start = jax.lax.optimization_barrier((fetched, tokens.start))
+    plan: _Plan, stored: dict[str, jax.Array], tokens: Tokens, arrived: Any, away: Any = None
+) -> tuple[dict, Tokens, Any, Any]:
+    """Gathers a block's weights once the block before it has begun, and lets the next one gather.
+
+    Returns the whole weights, the tokens, what arrived and what is `away`: on the host, and may be fetched as early as the weights.
+    """
+    (stored, away), start = jax.lax.optimization_barrier(((stored, away), tokens.start))
     start, arrived = jax.lax.optimization_barrier((start, arrived))
-    return (plan.gather(stored), away), tokens._replace(start=start), arrived
+    return plan.gather(stored), tokens._replace(start=start), arrived, away
 
 
 @jax.tree_util.register_dataclass
@@ -145,7 +149,7 @@ class _Kept:
 
 def _block_forward(plan: _Plan, weights: dict[str, gather.Weight], tokens: Tokens, arrays: tuple) -> tuple[Any, _Kept]:
     stored = {path: weight.stored for path, weight in weights.items()}
-    (whole, _), tokens, arrays = _begin(plan, (stored, None), tokens, arrays)
+    whole, tokens, arrays, _ = _begin(plan, stored, tokens, arrays)
     # The barrier in `_begin` keeps apart what both passes compute; jax.checkpoint's own would hold back what comes from the host.
     body = plan.body if plan.policy is None else jax.checkpoint(plan.body, policy=plan.policy, prevent_cse=False)
     outputs, pull = jax.vjp(body, whole, *arrays)
@@ -166,11 +170,11 @@ def _is_on_host(leaf: jax.Array) -> bool:
 
 
 def _block_backward(plan: _Plan, kept: _Kept, cotangents: tuple[Any, Tokens]) -> tuple[Any, Tokens, Any]:
-    fetched, tokens, (arrived, here) = _begin(plan, (kept.stored, kept.away), cotangents[1], (cotangents[0], kept.here))
-    whole, away = fetched
+    outputs, tokens = cotangents
+    whole, tokens, (arrived, here), away = _begin(plan, kept.stored, tokens, (outputs, kept.here), kept.away)
     leaves = [
-        whole[path] if path is not None else there if near is None else near
-        for path, near, there in zip(kept.paths, here, away)
+        whole[path] if path is not None else near if far is None else far
+        for path, near, far in zip(kept.paths, here, away)
     ]
     grads, *inputs = jax.tree.unflatten(kept.structure, leaves)(arrived)
     inputs = [

@@ -7,9 +7,12 @@ precision: it says DEFAULT where others leave it unsaid, which is the same arith
 """
 
 import contextlib
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import flax.core
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -31,22 +34,44 @@ _to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Offloads:
+    """Keeps what `for_host` named in the host's memory, and of the rest what another policy keeps."""
+
+    rest: Callable[..., Any]
+
+    def __call__(self, primitive: Any, *args: Any, **params: Any) -> Any:
+        is_for_host = primitive.name == "name" and params["name"] == _HOST
+        return (_to_host if is_for_host else self.rest)(primitive, *args, **params)
+
+
 def policy(name: str, *, offloads: bool = False) -> Callable[..., Any]:
     """Returns the policy of a name in REMAT; `offloads` keeps what `for_host` named, in the host's memory."""
-    keeps = REMAT[name]
-    if not offloads:
-        return keeps
+    return _Offloads(REMAT[name]) if offloads else REMAT[name]
 
-    def keeps_or_offloads(primitive: Any, *args: Any, **params: Any) -> Any:
-        is_for_host = primitive.name == "name" and params["name"] == _HOST
-        return (_to_host if is_for_host else keeps)(primitive, *args, **params)
 
-    return keeps_or_offloads
+def without_offload(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a policy that keeps nothing in the host's memory: JAX does not differentiate twice what is there."""
+    return policy.rest if isinstance(policy, _Offloads) else policy
 
 
 def for_host(value: Any) -> Any:
     """Names a module's arrays, so that a policy that offloads keeps them in the host's memory until the backward pass reads them."""
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, _HOST) if isinstance(leaf, jax.Array) else leaf, value)
+    if isinstance(value, jax.Array):
+        return checkpoint_name(value, _HOST)
+    if isinstance(value, (dict, flax.core.FrozenDict)):  # whose order JAX does not keep
+        named = {key: for_host(part) for key, part in value.items()}
+        if isinstance(value, flax.core.FrozenDict):
+            return flax.core.FrozenDict(named)
+        same = copy.copy(value)
+        same.update(named)
+        return same
+
+    def is_part(node: Any) -> bool:
+        return node is not value
+
+    is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(value, is_leaf=is_part))
+    return value if is_leaf else jax.tree.map(for_host, value, is_leaf=is_part)
 
 
 @contextlib.contextmanager

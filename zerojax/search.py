@@ -125,7 +125,10 @@ def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 def table(outcomes: Sequence[Outcome]) -> Table:
     """Returns the outcomes as a table."""
-    shown = Table(title="Plans, the fastest that fits first")
+    shown = Table(
+        title="Plans, the fastest that fits first",
+        caption="model.recompute is left away unless remat is dots, and model.offload where it is none",
+    )
     for column in ("stage", "remat", "micro-batch", "accum", "replica", "peak", "most tokens/s", "why not"):
         shown.add_column(column, justify="left" if column in ("remat", "why not") else "right")
     for outcome in outcomes:

@@ -68,20 +68,8 @@ def make_train_step(
     reduce_dtype = precision.floating("reduce_dtype", reduce_dtype)
     scaling = loss_scale_lib.in_step(loss_scale, partition.abstract_state)
     how = used.How(blocks, heads, remat, recompute, offload)
-    if reduce_dtype is None:
-        loss_of_stored = used.where_used(
-            _with_aux(loss_fn, scaling), partition.placements, compute_dtype=compute_dtype, **dataclasses.asdict(how)
-        )
-        gradients = accumulate.value_and_grad(loss_of_stored, grad_accum)
-    else:
-        gradients = per_device.value_and_grad(
-            _with_aux(loss_fn, scaling),
-            partition,
-            how,
-            passes=grad_accum,
-            reduce_dtype=reduce_dtype,
-            compute_dtype=compute_dtype,
-        )
+    how.check()
+    gradients = _gradients(_with_aux(loss_fn, scaling), partition, how, grad_accum, reduce_dtype, compute_dtype)
     place = functools.partial(_place_as_opt_state, partition)
     update = update_lib.make(partition)
 
@@ -108,6 +96,19 @@ def make_train_step(
         donate_argnums=(0,) if donate else (),
         in_shardings=(partition.shardings, None),
         out_shardings=(partition.shardings, None),
+    )
+
+
+def _gradients(
+    loss_fn: Callable[..., Any], partition: Any, how: used.How, passes: int, reduce_dtype: Any, compute_dtype: Any
+) -> Callable[..., Any]:
+    """Returns f(params, batch, state) -> ((loss, aux), grads), summed over devices by the compiler or by hand."""
+    if reduce_dtype is None:
+        kept = dataclasses.asdict(how)
+        loss_of_stored = used.where_used(loss_fn, partition.placements, compute_dtype=compute_dtype, **kept)
+        return accumulate.value_and_grad(loss_of_stored, passes)
+    return per_device.value_and_grad(
+        loss_fn, partition, how, passes=passes, reduce_dtype=reduce_dtype, compute_dtype=compute_dtype
     )
 
 

@@ -50,7 +50,7 @@ class How:
                 re.compile(pattern)
             except re.error as error:
                 raise UserError(
-                    f"{name}: {pattern!r} is no regex: {error}; give one over module paths, such as {example!r}"
+                    f"{name}: {pattern!r} is no regex: {error}; give one over module paths, such as '{example}'"
                 ) from error
             if pattern and not self.blocks:
                 raise UserError(
@@ -66,14 +66,10 @@ class How:
                 f"offload: {self.offload!r} says what is kept in the host's memory, and remat='none' keeps everything on the device; "
                 "set offload to '', or remat to 'dots' or 'full'"
             )
-        if (
-            self.remat == "dots"
-            and (named := self.recompute or self.offload)
-            and (precision := remat.precision_of_all())
-        ):
+        if self.recompute and (precision := remat.precision_of_all()):
             raise UserError(
-                f"{'recompute' if self.recompute else 'offload'}: {named!r} tells products apart by their precision, and "
-                f"jax_default_matmul_precision is {precision!r} for all; leave that unset, or set remat to 'full'"
+                f"recompute: {self.recompute!r} tells products apart by their precision, and jax_default_matmul_precision is {precision!r} "
+                "for all; leave that unset, or set recompute to '', or remat to 'full'"
             )
 
 
@@ -103,7 +99,9 @@ def where_used(
       recompute: a regex over paths of modules inside blocks (r"layer_\\d+/mlp/up"), whose matrix products remat="dots" does not keep
         all the same. Empty: none.
       offload: a regex over paths of modules inside blocks whose results wait in the host's pinned memory for the backward pass: they take
-        no device memory and are not computed again. With reduce_dtype the copies run beside the neighbours' arithmetic. Empty: none.
+        no device memory and are not computed again. What the backward pass does not read, such as the last product of a residual branch,
+        is kept nowhere. With reduce_dtype the copies run beside the neighbours' arithmetic; without it a loss that differentiates its own
+        gradient cannot be offloaded. Empty: none.
 
     Raises:
       UserError: an unknown `remat`; `blocks`, `recompute` or `offload` that match no call; or a weight whose shape is not that of its
