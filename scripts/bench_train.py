@@ -48,7 +48,8 @@ SETTINGS = {
     "1b-stage2": f"{ONE_B} zero.stage=2",
     "1b-stage2-lean": f"{ONE_B} zero.stage=2 model.remat=full",
     "8b": EIGHT_B,
-    "8b-rich": f"{EIGHT_B} model.recompute=",
+    "8b-rich": f"{EIGHT_B} model.offload=",
+    "8b-recompute": f"{EIGHT_B} model.offload= model.recompute=layer_.*/mlp/up",
     "8b-lean": "configs/llama3_8b_lean.py",
     "8b-4layers": f"{EIGHT_B} model.num_layers=4",
     "8b-32k": "configs/llama3_8b_lean.py seq_len=32768 micro_batch_size=1",
@@ -133,9 +134,16 @@ def chosen(names: Sequence[str], free: Sequence[str], processes: int) -> list[Se
     return [parse(name, words, processes) for name, words in given]
 
 
+def split(words: str) -> list[str]:
+    r"""Returns the words as a shell does, but that a backslash is one: layer_\d+ is a regex."""
+    lexer = shlex.shlex(words, posix=True)
+    lexer.whitespace_split, lexer.escape, lexer.commenters = True, "", ""
+    return list(lexer)
+
+
 def parse(name: str, words: str, processes: int = 1) -> Setting:
     """Reads a setting's words. Raises ValueError where one is of no known form."""
-    config, *rest = shlex.split(words) or [""]
+    config, *rest = split(words) or [""]
     if not config.endswith(".py"):
         raise ValueError(
             f"{name}: a setting begins with a config file, such as configs/zero3.py, and not with {config!r}"

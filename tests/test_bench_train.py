@@ -125,6 +125,12 @@ def test_groups_name_settings():
     assert {name for names in bench_train.GROUPS.values() for name in names} <= set(bench_train.SETTINGS)
 
 
+def test_regexes_and_quoted_flags_stay_whole():
+    setting = bench_train.parse("a", r"a.py model.offload=layer_(1?\d)/up 'XLA_FLAGS=--one --two' x='a #b'")
+    assert setting.overrides == {"model.offload": r"layer_(1?\d)/up", "x": "a #b"}
+    assert setting.environ == {"XLA_FLAGS": "--one --two"}
+
+
 def test_words_change_the_config_the_environment_and_the_number_of_processes():
     [setting] = bench_train.chosen(
         [], ['a: configs/zero3.py zero.stage=1 XLA_FLAGS="--x=1 --y" processes=2 data.name='], 1
