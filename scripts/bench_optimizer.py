@@ -177,10 +177,8 @@ def time_norms(leaves: int) -> list[dict]:
 
 def time_many_leaves(save) -> None:
     """Times 400 leaves of 4,096 elements beside one leaf of their size, 50 steps in one program so that the host's work is left out."""
-    settings = [(1, (1600, 1024), "jnp", 0), (1, (1600, 1024), "pallas", 32)]
-    settings += [
-        (400, (4, 1024), how, group) for how, group in (("pallas", 8), ("pallas", 16), ("pallas", 32), ("jnp", 0))
-    ]
+    settings = [(1, (1600, 1024), how, group) for how, group in (("jnp", 0), ("pallas", 32))]
+    settings += [(400, (4, 1024), how, group) for how, group in (("pallas", 32), ("pallas", 64), ("jnp", 0))]
     for count, shape, implementation, group in settings:
         what = f"{count} x {shape[0] * shape[1]:,}"
         update.LAUNCHES.update(dict.fromkeys(update.LAUNCHES, tiles.Launch(num_warps=4, group=group or 1)))
@@ -197,20 +195,24 @@ def time_many_leaves(save) -> None:
         program = run.lower((params, tx.init(params), shadows), grads).compile()
         compiling = time.perf_counter() - began
         seconds = clock(lambda *c, run=program, g=grads: run(c, g), params, tx.init(params), shadows, steps=1) / 50
-        device = time_on_device(program, normal(1, (count, *shape), "float32"), tx, grads) / 50
-        more = {"compile_s": compiling, "device_ms": device * 1e3}
+        busy = time_on_device(program, normal(1, (count, *shape), "float32"), tx, grads)
+        more = {"compile_s": compiling, "busy_ms": busy / 50 * 1e3}
         save([row(what, f"{implementation} {group or ''}", seconds, 28 * 400 * 4096) | more])
 
 
 def time_on_device(program, weights: list, tx, grads: list) -> float:
-    """Returns the seconds from a program's first kernel to the end of its last one, from a trace: without the host's work before it."""
+    """Returns the seconds in which a kernel runs, from a trace: not those in which the device waits for the host to launch one."""
     params = list(weights[0])
     carry = jax.block_until_ready((params, tx.init(params), [p.astype(jnp.bfloat16) for p in params]))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(program(carry, grads))
         kernels = [k for path in pathlib.Path(folder).rglob("*.xplane.pb") for k in traces.read(path)]
-    return (max(k.end for k in kernels) - min(k.start for k in kernels)) / 1e9
+    busy = end = 0.0
+    for kernel in sorted(kernels, key=lambda k: k.start):
+        busy += max(0.0, kernel.end - max(kernel.start, end))
+        end = max(end, kernel.end)
+    return busy / 1e9
 
 
 def row(what: str, how: str, seconds: float, moved: float) -> dict:
@@ -289,7 +291,7 @@ def show(report: dict) -> None:
         share = r["bytes_per_s"] / max(copies.values())
         print(
             f"{r['what']:38} {r['how']:14} {r['ms']:8.3f} ms {r['bytes_per_s'] / 1e12:6.3f} TB/s {share:6.1%} of copy",
-            f"on the device {r['device_ms']:.3f} ms, compiled in {r['compile_s']:.1f} s" if "device_ms" in r else "",
+            f"kernels run {r['busy_ms']:.3f} ms, compiled in {r['compile_s']:.1f} s" if "busy_ms" in r else "",
         )
 
 

@@ -13,7 +13,8 @@ PACKAGE = ROOT / "zerojax"
 # A module imports lower floors only.
 FLOORS = (
     {"errors", "specs", "tree", "accelerators"}
-    | {"buffer_dump", "flops", "phases", "traces", "gpu_configs", "hlo", "losses", "remat", "replica_groups", "timing", "xla_options"},
+    | {"buffer_dump", "flops", "phases", "traces", "gpu_configs", "hlo", "losses", "products"}
+    | {"remat", "replica_groups", "timing", "xla_options"},
     {"accumulate", "blocks", "export", "generate", "launch", "loss_scale", "mesh", "metrics", "models.llama", "plot"}
     | {"precision", "settings", "state", "step_files", "stored", "workdir", "command", "data.python_stdlib", "data.tokenizer"}
     | {"hlo_flow", "kernels", "parameters", "quantized"},

@@ -6,15 +6,25 @@ import jax
 import zerojax
 from zerojax import xla_options
 
+KINDS = ("all_gather", "all_reduce", "reduce_scatter")
+
 
 def test_gpus_have_options_that_xla_knows_and_cpus_none():
     gpus = zerojax.make_mesh(devices=compile_only.devices())
-    options = xla_options.for_mesh(gpus)
+    options = xla_options.for_mesh(gpus, gathered=2**28, summed=2**29, kept=2**26)
+    merged = {kind: options.pop(f"xla_gpu_{kind}_combine_threshold_bytes") for kind in KINDS}
+    for count, kind in ((2**28, "all_gather"), (2**29, "all_reduce"), (2**26, "reduce_scatter")):
+        assert count < merged[kind] < 2 * count
     assert options == dict(xla_options.OPTIONS["gpu"])
     assert xla_options.for_mesh(zerojax.make_mesh()) == {}
     with compile_only.optimized():  # an option that XLA does not know is an error
         leaf = jax.ShapeDtypeStruct((8,), "float32", sharding=zerojax.batch_sharding(gpus))
         jax.jit(lambda x: x + 1).lower(leaf).compile(compiler_options=options)
+
+
+def test_small_blocks_leave_xlas_own_bounds():
+    options = xla_options.for_mesh(zerojax.make_mesh(devices=compile_only.devices()), gathered=10, summed=20, kept=2)
+    assert {options[f"xla_gpu_{kind}_combine_threshold_bytes"] for kind in KINDS} == {30 << 20}
 
 
 def test_one_device_has_no_collectives_to_place():
@@ -25,6 +35,9 @@ def test_a_flag_that_the_user_set_is_left_alone(monkeypatch):
     monkeypatch.setenv(
         "XLA_FLAGS", "--xla_gpu_experimental_collective_start_as_early_as_possible=false --xla_dump_to=/tmp/x"
     )
-    assert list(xla_options.for_mesh(zerojax.make_mesh(devices=compile_only.devices()))) == [
-        "xla_gpu_experimental_parallel_collective_overlap_limit"
-    ]
+    options = xla_options.for_mesh(zerojax.make_mesh(devices=compile_only.devices()))
+    assert "xla_gpu_experimental_parallel_collective_overlap_limit" in options
+    assert "xla_gpu_experimental_collective_start_as_early_as_possible" not in options
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_all_gather_combine_threshold_bytes=1")
+    options = xla_options.for_mesh(zerojax.make_mesh(devices=compile_only.devices()), gathered=2**28)
+    assert "xla_gpu_all_gather_combine_threshold_bytes" not in options

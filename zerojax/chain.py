@@ -7,6 +7,8 @@
 So about two blocks' weights and one block's gradients are whole at any time, whatever the compiler's scheduler would rather do: left to
 itself it puts off weight gradients to the end, and with them everything that they read.
 
+A head's backward pass may be short, as it has kept all: the block before it gathers beside the head's forward pass.
+
 What a block keeps in the host's memory (`remat.for_host`) leaves the device beside the block after it, and comes back beside that one's
 backward pass, or the one's before it.
 
@@ -22,7 +24,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
-from zerojax import gather, remat
+from zerojax import gather, products, remat
 
 Body = Callable[..., Any]
 
@@ -126,13 +128,15 @@ def _block(plan: _Plan, weights: dict[str, gather.Weight], tokens: Tokens, array
 def _begin(
     plan: _Plan, stored: dict[str, jax.Array], tokens: Tokens, arrived: Any, away: Any = None
 ) -> tuple[dict, Tokens, Any, Any]:
-    """Gathers a block's weights once the block before it has begun, and lets the next one gather.
+    """Gathers a block's weights once the block before it has begun, and lets the next one gather when this one's are there.
+
+    So a block's gathers stand alone in the order, and XLA makes them one collective (`xla_options`).
 
     Returns the whole weights, the tokens, what arrived and what is `away`: on the host, and may be fetched as early as the weights.
     """
     (stored, away), start = jax.lax.optimization_barrier(((stored, away), tokens.start))
-    start, arrived = jax.lax.optimization_barrier((start, arrived))
-    return plan.gather(stored), tokens._replace(start=start), arrived, away
+    start, arrived, whole = jax.lax.optimization_barrier((start, arrived, plan.gather(stored)))
+    return whole, tokens._replace(start=start), arrived, away
 
 
 @jax.tree_util.register_dataclass
@@ -143,6 +147,7 @@ class _Kept:
     stored: dict[str, jax.Array]
     here: list[jax.Array | None]
     away: list[jax.Array | None]
+    begun: jax.Array | None  # the token of a head's forward pass; None for other blocks
     paths: tuple[str | None, ...] = dataclasses.field(metadata={"static": True})  # the weight that a leaf was
     structure: Any = dataclasses.field(metadata={"static": True})
 
@@ -162,7 +167,8 @@ def _block_forward(plan: _Plan, weights: dict[str, gather.Weight], tokens: Token
     outputs, _ = jax.lax.optimization_barrier((outputs, tokens.sent))
     away, sending = jax.lax.optimization_barrier((away, tokens.sending))
     tokens = tokens._replace(sent=tokens.sending, sending=sending)
-    return (outputs, tokens), _Kept(stored, here, away, paths, structure)
+    begun = tokens.start if plan.policy is None else None
+    return (outputs, tokens), _Kept(stored, here, away, begun, paths, structure)
 
 
 def _is_on_host(leaf: jax.Array) -> bool:
@@ -172,11 +178,17 @@ def _is_on_host(leaf: jax.Array) -> bool:
 def _block_backward(plan: _Plan, kept: _Kept, cotangents: tuple[Any, Tokens]) -> tuple[Any, Tokens, Any]:
     outputs, tokens = cotangents
     whole, tokens, (arrived, here), away = _begin(plan, kept.stored, tokens, (outputs, kept.here), kept.away)
+    if kept.begun is not None:
+        tokens = tokens._replace(start=kept.begun)
     leaves = [
         whole[path] if path is not None else near if far is None else far
         for path, near, far in zip(kept.paths, here, away)
     ]
-    grads, *inputs = jax.tree.unflatten(kept.structure, leaves)(arrived)
+    pull = jax.tree.unflatten(kept.structure, leaves)
+    if jnp.dtype(plan.reduction.dtype) == jnp.float32 and plan.placements:
+        mesh = next(iter(plan.placements.values())).stored.mesh
+        pull = products.in_float32(pull, platform=mesh.devices.flat[0].platform)
+    grads, *inputs = pull(arrived)
     inputs = [
         jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, tangent) for tangent in inputs
     ]

@@ -123,7 +123,7 @@ def plan_step(
       compute_dtype: dtype of the forward pass; None for that of most matrix products.
       passes: forward and backward passes a step.
       from_cache: see `buffers.compile_with_buffers`.
-      compiler_options: XLA's.
+      compiler_options: XLA's, beside those of the step itself.
 
     >>> plan = plan_step(train_step, partition.abstract_state, batch, mesh=mesh, target="h200", placement=partition)
     """
@@ -197,7 +197,7 @@ def plan_program(
         compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
         passes=sizes.grad_accum,
         from_cache=from_cache,
-        compiler_options={**built.compiler_options, **(compiler_options or {})},
+        compiler_options=compiler_options,
     )
 
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from zerojax import config as config_lib
 from zerojax import loss_scale as loss_scale_lib
 from zerojax import mesh as mesh_lib
-from zerojax import optim, per_device, precision, step, used, xla_options
+from zerojax import optim, per_device, precision, step, used
 from zerojax import partition as partition_lib
 from zerojax import state as state_lib
 from zerojax.data import tokenizer as tokenizer_lib
@@ -69,11 +69,6 @@ class Program:
         accum, rows = self.sizes.grad_accum, self.sizes.global_batch_size // self.sizes.grad_accum
         shape = (rows, self.config.seq_len + 1) if accum == 1 else (accum, rows, self.config.seq_len + 1)
         return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)}
-
-    @property
-    def compiler_options(self) -> dict[str, Any]:
-        """Returns XLA's options for the train step."""
-        return xla_options.for_mesh(self.mesh)
 
     @property
     def logical_abstract_state(self) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax import accumulate, per_device, precision, tree, used
+from zerojax import accumulate, per_device, precision, tree, used, xla_options
 from zerojax import loss_scale as loss_scale_lib
 from zerojax import mesh as mesh_lib
 from zerojax import update as update_lib
@@ -96,7 +96,19 @@ def make_train_step(
         donate_argnums=(0,) if donate else (),
         in_shardings=(partition.shardings, None),
         out_shardings=(partition.shardings, None),
+        compiler_options=_compiler_options(partition, blocks, reduce_dtype, compute_dtype),
     )
+
+
+def _compiler_options(partition: Any, blocks: str, reduce_dtype: Any, compute_dtype: Any) -> dict[str, Any] | None:
+    """Returns XLA's options for a step whose collectives are said by hand; None where they are the compiler's."""
+    if reduce_dtype is None:
+        return None
+    weights = used.largest_block(partition.placements, blocks)
+    gathered = weights * jnp.dtype(compute_dtype or jnp.float32).itemsize
+    summed = weights * jnp.dtype(reduce_dtype).itemsize
+    kept = summed // partition.mesh.shape[mesh_lib.DATA]
+    return xla_options.for_mesh(partition.mesh, gathered=gathered, summed=summed, kept=kept)
 
 
 def _gradients(

@@ -9,6 +9,7 @@ When decides the memory:
 """
 
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -220,6 +221,18 @@ def finder(
 def moves(placements: Mapping[str, gather.Placement]) -> bool:
     """Says whether any weight is stored otherwise than used."""
     return any(place.stored != place.used for place in placements.values())
+
+
+def largest_block(placements: Mapping[str, gather.Placement], blocks: str) -> int:
+    """Returns the number of weights in the largest of the blocks that a regex names; 0 where it names none."""
+    sizes: dict[str, int] = {}
+    for path, place in placements.items():
+        parts = path.removeprefix("params/").split("/")
+        prefixes = ("/".join(parts[:end]) for end in range(1, len(parts)))
+        block = next((prefix for prefix in prefixes if re.fullmatch(blocks, prefix)), None)
+        if block is not None:
+            sizes[block] = sizes.get(block, 0) + math.prod(place.shape or ())
+    return max(sizes.values(), default=0)
 
 
 def variables(params: Any) -> dict[str, Any]:

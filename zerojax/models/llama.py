@@ -7,6 +7,7 @@ Shapes: B batch, T length, D embed, H query heads, K key and value heads, N head
 """
 
 import dataclasses
+import math
 from typing import Literal
 
 import flax.linen as nn
@@ -56,9 +57,11 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        shape = (*x.shape[x.ndim - self.contracted :], *self.features)
-        kernel = self.param("kernel", nn.initializers.normal(self.stddev), shape)
-        return jnp.tensordot(x, kernel, axes=self.contracted)
+        kept, contracted = x.shape[: x.ndim - self.contracted], x.shape[x.ndim - self.contracted :]
+        kernel = self.param("kernel", nn.initializers.normal(self.stddev), (*contracted, *self.features))
+        # As matrices: of more dims, XLA lays out the kernel's gradient in another order than the kernel, and turns its state each step.
+        y = x.reshape(*kept, -1) @ kernel.reshape(math.prod(contracted), -1)
+        return y.reshape(*kept, *self.features)
 
 
 class Attention(nn.Module):

@@ -1,0 +1,116 @@
+"""Lets the matrix products that make weights' gradients end in float32. This module rewrites a traced backward pass.
+
+A product adds up in float32 whatever its operands are. JAX gives a weight's gradient the weight's dtype, so it is rounded to 16 bits, and
+cast back for a sum over devices in float32: half its precision lost, and a pass over memory more. Asked for float32, the product writes
+what it has.
+"""
+
+import collections
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.extend.source_info_util as source
+import jax.numpy as jnp
+
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+_PASS_ON = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "add", "add_any"})
+_CHECKPOINTS = frozenset({"checkpoint", "remat2"})
+
+
+def in_float32(pull: Callable[..., tuple], *, platform: str) -> Callable[..., tuple]:
+    """Returns `pull` with those leaves of its first result in float32 that 16-bit matrix products, moved or added up, alone make.
+
+    Args:
+      pull: a function such as `jax.vjp` returns; its first result holds the gradients of weights. Other results stay as they are.
+      platform: that of the devices. XLA's CPU backend refuses some products of 16-bit operands in float32; there the operands are cast.
+    """
+
+    def run(*args: Any) -> tuple:
+        closed, shapes = jax.make_jaxpr(pull, return_shape=True)(*args)
+        program = _Widened(closed.jaxpr, range(len(jax.tree.leaves(shapes[0]))), casts=platform == "cpu")
+        return jax.tree.unflatten(jax.tree.structure(shapes), program.run(closed.consts, jax.tree.leaves(args)))
+
+    return run
+
+
+class _Widened:
+    """One program, and which of its equations end in float32.
+
+    Args:
+      jaxpr: the program.
+      outputs: the numbers of its results that may come in float32.
+      casts: casts the operands of products, too.
+    """
+
+    def __init__(self, jaxpr: jex.Jaxpr, outputs: Collection[int], *, casts: bool):
+        self._jaxpr, self._casts = jaxpr, casts
+        self._makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        read = [var for eqn in jaxpr.eqns for var in eqn.invars] + list(jaxpr.outvars)
+        self._reads = collections.Counter(var for var in read if isinstance(var, jex.Var))
+        self._products: set[int] = set()  # identities of equations
+        self._passes_on: set[int] = set()
+        self._inside: dict[int, _Widened] = {}
+        self.widened = {number for number in outputs if self._widen(jaxpr.outvars[number])}
+
+    def _widen(self, var: Any) -> bool:
+        """Marks what makes a variable, and says whether it comes in float32 now."""
+        eqn = self._makers.get(var) if isinstance(var, jex.Var) else None
+        if eqn is None or self._reads[var] != 1 or var.aval.dtype not in (jnp.bfloat16, jnp.float16):
+            return False
+        name = eqn.primitive.name
+        if name in _PRODUCTS:
+            self._products.add(id(eqn))
+            return True
+        if name in _PASS_ON:  # a term of a sum that is widened beside one that cannot be is cast back
+            if all(self._widen(term) for term in eqn.invars):
+                self._passes_on.add(id(eqn))
+            return id(eqn) in self._passes_on
+        if name not in _CHECKPOINTS:
+            return False
+        before = self._inside[id(eqn)].widened if id(eqn) in self._inside else set()
+        program = _Widened(eqn.params["jaxpr"], before | {eqn.outvars.index(var)}, casts=self._casts)
+        if program.widened != before:
+            self._inside[id(eqn)] = program
+        return program.widened != before
+
+    def run(self, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """Returns the results, those in `widened` in float32."""
+        values: dict[Any, Any] = dict(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*consts, *args]))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, jex.Literal) else values[atom]
+
+        for eqn in self._jaxpr.eqns:
+            stack = source.current_name_stack() + eqn.source_info.name_stack
+            with source.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+                values.update(zip(eqn.outvars, self._results(eqn, [read(atom) for atom in eqn.invars])))
+        return [
+            read(atom) if number in self.widened else _as_traced(read(atom), atom)
+            for number, atom in enumerate(self._jaxpr.outvars)
+        ]
+
+    def _results(self, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+        params = dict(eqn.params)
+        if id(eqn) not in self._passes_on:
+            inputs = [_as_traced(value, atom) for value, atom in zip(inputs, eqn.invars)]
+        if id(eqn) in self._products:
+            inputs = [value.astype(jnp.float32) for value in inputs] if self._casts else inputs
+            params["preferred_element_type"] = jnp.dtype(jnp.float32)
+        if id(eqn) in self._inside:
+            program = self._inside[id(eqn)]
+            with source.reset_name_stack():
+                traced = jax.make_jaxpr(lambda *args: program.run((), args))(*inputs)
+            if traced.consts:  # a checkpoint has none of its own
+                return program.run((), inputs)
+            params["jaxpr"] = traced.jaxpr
+        found = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
+        return found if eqn.primitive.multiple_results else [found]
+
+
+def _as_traced(value: Any, atom: Any) -> Any:
+    """Returns a value in the dtype that it was traced with."""
+    dtype = getattr(atom.aval, "dtype", None)
+    is_other = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and value.dtype != dtype
+    return value.astype(dtype) if is_other else value
