@@ -21,7 +21,9 @@ sys.path.insert(0, str(ROOT))
 from zerojax import foresight, metrics, targets  # noqa: E402
 
 SCHEMA = 1
-SKIPPED = 2  # steps at the start of a run: the first ends late, and after the second the trainer compares memory
+# The first step ends late, and after the second the trainer compares memory. The numbers of all but the last wait for the next step's
+# first copies to the host, where a run has such: all alike, so that the last alone seems short.
+COUNTED = slice(2, -1)
 OK, NOT_STARTED = "ok", "not started: no time left"
 RECORDED = re.compile(r"(XLA|JAX|NCCL|CUDA|NVIDIA|TF|LIBTPU|OMP)_")  # environment variables
 PACKAGES = "jax jaxlib jax-cuda13-plugin jax-cuda12-plugin libtpu flax optax numpy nvidia-cudnn-cu13 nvidia-nccl-cu13"
@@ -60,14 +62,14 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Its step is the median over runs of the median over steps; the shortest and the longest step are of all that count. Causal MFU is
     flops_per_token x tokens/s/device over the device's peak (see zerojax.models.llama.flops_per_token).
     """
-    good = [found for found in runs if found["status"] == OK and len(found.get("step_s", ())) > SKIPPED]
+    good = [found for found in runs if found["status"] == OK and found.get("step_s", ())[COUNTED]]
     if not good:
         bad = next((found for found in runs if found["status"] != NOT_STARTED), runs[0])
         status = "too few steps to count" if bad["status"] == OK else bad["status"]
         return {"status": status, "runs": 0, **{key: bad.get(key) for key in ("devices", "planned_bytes")}}
-    first, counted = good[0], [found["step_s"][SKIPPED:] for found in good]
+    first, counted = good[0], [found["step_s"][COUNTED] for found in good]
     step = statistics.median(map(statistics.median, counted))
-    host = statistics.median(statistics.median(found["host_s"][SKIPPED:]) for found in good)
+    host = statistics.median(statistics.median(found["host_s"][COUNTED]) for found in good)
     rate = first["tokens_per_step"] / first["devices"] / step
     peaks = [found["measured_bytes"] for found in good if found["measured_bytes"]]
     return {
@@ -119,9 +121,9 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 def told(found: Mapping[str, Any]) -> str:
     """Says in a line how a run ended."""
-    if found["status"] != OK or len(found.get("step_s", ())) <= SKIPPED:
+    if found["status"] != OK or not found.get("step_s", ())[COUNTED]:
         return found["status"]
-    step = statistics.median(found["step_s"][SKIPPED:])
+    step = statistics.median(found["step_s"][COUNTED])
     return f"ok after {found['seconds']:.0f} s, {step * 1e3:.4g} ms a step, loss {found['loss'][-1]:.4g}"
 
 

@@ -8,8 +8,8 @@ environment variable (XLA_FLAGS adds to those that are set). Random tokens are t
 is logged, unless the words say otherwise. Each run is a process of its own, since a device's peak is counted over a process's life. One
 that fails is a row of the table; runs are repeated in turns, so that what drifts drifts for all.
 
-A step's time is that between the arrivals of its numbers and of those of the step before, as in metrics.jsonl; the first two are not
-counted. Everything lies in --workdir: a folder and a log for each run, and bench.json with every step of every run.
+A step's time is that between the arrivals of its numbers and of those of the step before, as in metrics.jsonl; the first two and the last
+are not counted. Everything lies in --workdir: a folder and a log for each run, and bench.json with every step of every run.
 """
 
 import argparse

@@ -30,9 +30,9 @@ WORDS = "configs/base.py " + " ".join(f"{key}={value}" for key, value in SMALL.i
 EXAMPLE = {
     "status": "ok",
     "seconds": 9.0,
-    "step_s": [9.0, 5.0, 1.0, 2.0, 3.0],
-    "host_s": [1.0, 1.0, 0.5, 0.5, 0.5],
-    "loss": [3.0, 2.9, 2.8, 2.7, 2.6],
+    "step_s": [9.0, 5.0, 1.0, 2.0, 3.0, 0.1],
+    "host_s": [1.0, 1.0, 0.5, 0.5, 0.5, 0.5],
+    "loss": [3.0, 2.9, 2.8, 2.7, 2.65, 2.6],
     "first_step_s": 8.0,
     "measured_bytes": 2_000_000_000,
     "planned_bytes": 1_000_000_000,
@@ -69,7 +69,7 @@ def test_a_setting_is_run_by_the_trainer_and_its_figures_follow_from_its_steps(b
     for found in small["runs"]:
         assert len(found["step_s"]) == len(found["host_s"]) == len(found["loss"]) == 6
         assert found["seconds"] > found["first_step_s"] > found["compile_s"] > 0
-    row, steps = small["summary"], [found["step_s"][2:] for found in small["runs"]]
+    row, steps = small["summary"], [found["step_s"][2:-1] for found in small["runs"]]
     assert row["step_s"] == statistics.median(statistics.median(timed) for timed in steps)
     assert (row["shortest_s"], row["longest_s"]) == (min(map(min, steps)), max(map(max, steps)))
     assert row["tokens_per_s_per_device"] == pytest.approx(8 * 32 / 4 / row["step_s"])
@@ -192,8 +192,8 @@ def test_a_run_is_expected_to_take_what_it_took_or_else_the_shortest_of_others(o
     assert bench_train.likely_seconds({"a": [{"status": "failed", "seconds": failed}], "b": []}, "b") == 0
 
 
-def test_the_first_steps_are_left_out_and_rates_follow_from_the_median():
-    row = bench_report.summary([EXAMPLE, {**EXAMPLE, "step_s": [9.0, 9.0, 4.0, 4.0, 4.0]}])
+def test_the_first_steps_and_the_last_are_left_out_and_rates_follow_from_the_median():
+    row = bench_report.summary([EXAMPLE, {**EXAMPLE, "step_s": [9.0, 9.0, 4.0, 4.0, 4.0, 0.1]}])
     assert (row["step_s"], row["shortest_s"], row["longest_s"]) == (3.0, 1.0, 4.0)
     assert row["tokens_per_s_per_device"] == pytest.approx(1000 / 2 / 3)
     assert row["mfu"] == pytest.approx(1000 / 2 / 3 * 4e9 / 8e12)
@@ -206,7 +206,8 @@ def test_runs_that_failed_do_not_count_beside_one_that_ended_well():
     failed = {"status": "out of memory", "seconds": 3.0, "planned_bytes": 7, "devices": 2}
     assert bench_report.summary([failed, EXAMPLE])["status"] == "1 of 2 runs"
     assert bench_report.summary([failed]) == {"status": "out of memory", "runs": 0, "devices": 2, "planned_bytes": 7}
-    assert bench_report.summary([{**EXAMPLE, "step_s": [1.0, 1.0]}])["status"] == "too few steps to count"
+    for steps in ([1.0, 1.0], [1.0, 1.0, 1.0], []):
+        assert bench_report.summary([{**EXAMPLE, "step_s": steps}])["status"] == "too few steps to count"
 
 
 def test_a_folder_that_holds_something_is_refused(tmp_path, capsys):
