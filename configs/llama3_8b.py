@@ -14,6 +14,6 @@ def get_config():
     c.model.preset = "llama3_8b"
     c.seq_len = 8192
     c.micro_batch_size = 2
-    # 56.2 GB a GPU on 8 of them, and 69 GB without. The last layers' backward pass comes too soon for a copy to the host and back.
+    # 55.6 GB a GPU on 8 of them, and 69 GB without. The last layers' backward pass comes too soon for a copy to the host and back.
     c.model.offload = r"layer_(1?\d|2[0-7])/mlp/up"
     return c

@@ -1,4 +1,4 @@
-"""Llama 3's 8B shapes in the least memory: the GPU keeps the layers' inputs alone for the backward pass, 23.1 GB a GPU on 8 of them.
+"""Llama 3's 8B shapes in the least memory: the GPU keeps the layers' inputs alone for the backward pass, 23.6 GB a GPU on 8 of them.
 
     python -m zerojax.train --config configs/llama3_8b_lean.py --config.data.name=random --config.steps=20
 
