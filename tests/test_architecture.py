@@ -12,7 +12,7 @@ PACKAGE = ROOT / "zerojax"
 
 # A module imports lower floors only.
 FLOORS = (
-    {"errors", "specs", "tree", "accelerators"}
+    {"errors", "specs", "tree", "accelerators", "embedding"}
     | {"buffer_dump", "flops", "phases", "traces", "gpu_configs", "hlo", "losses", "products"}
     | {"remat", "replica_groups", "timing", "xla_options"},
     {"accumulate", "blocks", "export", "generate", "launch", "loss_scale", "mesh", "metrics", "models.llama", "plot"}

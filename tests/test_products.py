@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,12 +60,12 @@ def test_rounded_they_are_the_gradients_of_jax(wrap):
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_products_alone_come_in_float32(wrap):
+def test_products_and_sums_alone_come_in_float32(wrap):
     _, (wide, wide_x) = pulled(wrap)
     assert {name: str(grad.dtype) for name, grad in wide.items()} == {
         "up": "float32",
         "down": "float32",
-        "scale": "bfloat16",  # a sum over rows
+        "scale": "float32",
         "cut": "bfloat16",  # padded after its product
     }
     assert wide_x.dtype == jnp.bfloat16
@@ -82,6 +83,25 @@ def test_they_are_as_close_as_float32_allows():
     wide = products.in_float32(pull, platform="cpu")(y)[0]["up"]
     np.testing.assert_allclose(wide, exact, rtol=1e-6, atol=1e-5)
     assert np.abs(pull(y)[0]["up"].astype(jnp.float32) - exact).max() > 100 * np.abs(wide - exact).max()
+
+
+def test_a_biass_gradient_is_summed_in_float32():
+    """In bfloat16 a sum of ones ends at 256."""
+    y, pull = jax.vjp(lambda bias, x: x + bias, jnp.zeros((3,), jnp.bfloat16), jnp.zeros((10_001, 3), jnp.bfloat16))
+    ones = jnp.ones_like(y)
+    np.testing.assert_array_equal(products.in_float32(pull, platform="cpu")(ones)[0], 10_001.0)
+
+
+def test_a_norms_gradients_leave_its_float32_arithmetic_unrounded():
+    norm = nn.LayerNorm(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(2), (300, 8), jnp.bfloat16)
+    params = norm.init(jax.random.key(0), x)
+    y, pull = jax.vjp(norm.apply, params, x)
+    given, wide = pull(y)[0]["params"], products.in_float32(pull, platform="cpu")(y)[0]["params"]
+    for name in ("scale", "bias"):
+        assert wide[name].dtype == jnp.float32
+        np.testing.assert_array_equal(given[name], wide[name].astype(jnp.bfloat16))
+        assert (given[name].astype(jnp.float32) != wide[name]).any()
 
 
 def test_a_convolutions_gradient_comes_in_float32():

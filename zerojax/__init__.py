@@ -6,6 +6,7 @@
 >>> state, metrics = train_step(state, batch)
 """
 
+from zerojax.embedding import embedding_lookup
 from zerojax.errors import UserError
 from zerojax.gather import Placement
 from zerojax.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
@@ -27,6 +28,7 @@ __all__ = [
     "TrainState",
     "UserError",
     "batch_sharding",
+    "embedding_lookup",
     "make_mesh",
     "make_train_step",
     "memory_table",

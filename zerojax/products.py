@@ -1,8 +1,8 @@
-"""Lets the matrix products that make weights' gradients end in float32. This module rewrites a traced backward pass.
+"""Lets the products and sums that make weights' gradients end in float32. This module rewrites a traced backward pass.
 
-A product adds up in float32 whatever its operands are. JAX gives a weight's gradient the weight's dtype, so it is rounded to 16 bits, and
-cast back for a sum over devices in float32: half its precision lost, and a pass over memory more. Asked for float32, the product writes
-what it has.
+A matrix product adds up in float32 whatever its operands are. JAX gives a weight's gradient the weight's dtype, so it is rounded to 16
+bits, and cast back for a sum over devices in float32: half its precision lost, and a pass over memory more. Asked for float32, the product
+writes what it has. Sums over examples, which make the gradients of scales and biases, are made in 16 bits throughout, and gain more.
 """
 
 import collections
@@ -15,12 +15,13 @@ import jax.extend.source_info_util as source
 import jax.numpy as jnp
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+_SUM, _CAST = "reduce_sum", "convert_element_type"
 _PASS_ON = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "add", "add_any"})
 _CHECKPOINTS = frozenset({"checkpoint", "remat2"})
 
 
 def in_float32(pull: Callable[..., tuple], *, platform: str) -> Callable[..., tuple]:
-    """Returns `pull` with those leaves of its first result in float32 that 16-bit matrix products, moved or added up, alone make.
+    """Returns `pull` with those leaves of its first result in float32 that products, sums and casts, moved or added up, alone make.
 
     Args:
       pull: a function such as `jax.vjp` returns; its first result holds the gradients of weights. Other results stay as they are.
@@ -49,7 +50,7 @@ class _Widened:
         self._makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         read = [var for eqn in jaxpr.eqns for var in eqn.invars] + list(jaxpr.outvars)
         self._reads = collections.Counter(var for var in read if isinstance(var, jex.Var))
-        self._products: set[int] = set()  # identities of equations
+        self._ends: set[int] = set()  # products, sums and casts, by their identities
         self._passes_on: set[int] = set()
         self._inside: dict[int, _Widened] = {}
         self.widened = {number for number in outputs if self._widen(jaxpr.outvars[number])}
@@ -57,11 +58,14 @@ class _Widened:
     def _widen(self, var: Any) -> bool:
         """Marks what makes a variable, and says whether it comes in float32 now."""
         eqn = self._makers.get(var) if isinstance(var, jex.Var) else None
-        if eqn is None or self._reads[var] != 1 or var.aval.dtype not in (jnp.bfloat16, jnp.float16):
+        if eqn is None or self._reads[var] != 1 or _dtype(var) not in (jnp.bfloat16, jnp.float16):
             return False
         name = eqn.primitive.name
-        if name in _PRODUCTS:
-            self._products.add(id(eqn))
+        if name == _SUM and self._widen(eqn.invars[0]):  # of a sum
+            self._passes_on.add(id(eqn))
+            return True
+        if name in _PRODUCTS or name == _SUM or (name == _CAST and _dtype(eqn.invars[0]) == jnp.float32):
+            self._ends.add(id(eqn))
             return True
         if name in _PASS_ON:  # a term of a sum that is widened beside one that cannot be is cast back
             if all(self._widen(term) for term in eqn.invars):
@@ -95,9 +99,12 @@ class _Widened:
         params = dict(eqn.params)
         if id(eqn) not in self._passes_on:
             inputs = [_as_traced(value, atom) for value, atom in zip(inputs, eqn.invars)]
-        if id(eqn) in self._products:
-            inputs = [value.astype(jnp.float32) for value in inputs] if self._casts else inputs
-            params["preferred_element_type"] = jnp.dtype(jnp.float32)
+        if id(eqn) in self._ends:
+            if eqn.primitive.name == _CAST:
+                return inputs
+            is_sum = eqn.primitive.name == _SUM
+            inputs = [value.astype(jnp.float32) for value in inputs] if is_sum or self._casts else inputs
+            params |= {} if is_sum else {"preferred_element_type": jnp.dtype(jnp.float32)}
         if id(eqn) in self._inside:
             program = self._inside[id(eqn)]
             with source.reset_name_stack():
@@ -111,6 +118,10 @@ class _Widened:
 
 def _as_traced(value: Any, atom: Any) -> Any:
     """Returns a value in the dtype that it was traced with."""
-    dtype = getattr(atom.aval, "dtype", None)
+    dtype = _dtype(atom)
     is_other = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and value.dtype != dtype
     return value.astype(dtype) if is_other else value
+
+
+def _dtype(atom: Any) -> Any:
+    return getattr(atom.aval, "dtype", None)  # effects' tokens have none

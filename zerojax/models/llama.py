@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from zerojax import losses
+from zerojax import embedding, losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +106,13 @@ class Layer(nn.Module):
         return x_BTD + MLP(c, name="mlp")(RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD))
 
 
+class Embed(nn.Embed):
+    """Looks tokens up; the table's gradient adds up in float32."""
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        return embedding.embedding_lookup(self.embedding, tokens_BT)
+
+
 class Head(nn.Module):
     """The output projection; its kernel is float[D, V]."""
 
@@ -164,7 +171,7 @@ def parts(config: LlamaConfig) -> dict[str, tuple[nn.Module, jax.ShapeDtypeStruc
     c = config
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     states = jax.ShapeDtypeStruct((1, 1, c.embed_dim), jnp.float32)
-    embed = nn.Embed(c.vocab_size, c.embed_dim, embedding_init=nn.initializers.normal(0.02))
+    embed = Embed(c.vocab_size, c.embed_dim, embedding_init=nn.initializers.normal(0.02))
     found: dict[str, tuple[nn.Module, jax.ShapeDtypeStruct]] = {"embed": (embed, tokens)}
     found |= {f"layer_{i}": (Layer(c), states) for i in range(c.num_layers)}
     found["norm"] = (RMSNorm(c.norm_eps), states)

@@ -1,0 +1,69 @@
+"""Checks rows and their gradients against numpy. This module tests zerojax.embedding."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zerojax
+from zerojax.models import llama
+
+VOCAB, EMBED = 50, 8
+
+
+def table(dtype):
+    return jax.random.normal(jax.random.key(0), (VOCAB, EMBED), dtype)
+
+
+def gradient(lookup, tokens, grad, dtype):
+    return jax.grad(lambda t: jnp.sum(lookup(t, tokens).astype(jnp.float32) * grad))(table(dtype))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", [(), (7,), (2, 0), (3, 5, 2)])
+def test_rows_are_those_that_take_gives(dtype, shape):
+    tokens = jax.random.randint(jax.random.key(1), shape, 0, VOCAB)
+    rows = zerojax.embedding_lookup(table(dtype), tokens)
+    np.testing.assert_array_equal(rows, jnp.take(table(dtype), tokens, axis=0))
+
+
+def test_gradients_of_common_tokens_add_up_in_float32():
+    """A text's commonest token: in bfloat16 its gradient no longer changes after some hundreds of examples."""
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(np.minimum(rng.zipf(1.3, 20_000) - 1, VOCAB - 1))
+    grad = jnp.asarray(1 + 0.1 * rng.standard_normal((20_000, EMBED)), jnp.bfloat16).astype(jnp.float32)
+    exact = np.zeros((VOCAB, EMBED))
+    np.add.at(exact, np.asarray(tokens), np.asarray(grad, np.float64))
+
+    def error(lookup):
+        found = np.asarray(gradient(lookup, tokens, grad, jnp.bfloat16), np.float64)
+        return np.max(np.abs(found - exact) / np.maximum(np.abs(exact), 1))
+
+    assert error(zerojax.embedding_lookup) < 2**-8  # one rounding
+    assert error(lambda t, i: jnp.take(t, i, axis=0)) > 0.3
+
+
+def test_float32_gradients_are_those_of_take():
+    tokens = jax.random.randint(jax.random.key(1), (400,), 0, VOCAB)
+    grad = jax.random.normal(jax.random.key(2), (400, EMBED))
+    ours, jaxs = (
+        gradient(f, tokens, grad, jnp.float32) for f in (zerojax.embedding_lookup, lambda t, i: jnp.take(t, i, axis=0))
+    )
+    np.testing.assert_allclose(ours, jaxs, rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_outside_the_table_give_nan_and_no_gradient():
+    tokens = jnp.asarray([1, VOCAB])
+    rows = zerojax.embedding_lookup(table(jnp.float32), tokens)
+    assert not jnp.isnan(rows[0]).any() and jnp.isnan(rows[1]).all()
+    found = gradient(zerojax.embedding_lookup, tokens, jnp.ones((2, EMBED)), jnp.float32)
+    np.testing.assert_array_equal(jnp.flatnonzero(found.any(-1)), [1])
+
+
+def test_the_models_table_reads_as_flaxs():
+    tokens = jnp.asarray([[3, 1], [4, 1]])
+    ours, flaxs = llama.Embed(VOCAB, EMBED), nn.Embed(VOCAB, EMBED)
+    params = flaxs.init(jax.random.key(0), tokens)
+    np.testing.assert_array_equal(ours.apply(params, tokens), flaxs.apply(params, tokens))
+    assert jax.tree.structure(ours.init(jax.random.key(0), tokens)) == jax.tree.structure(params)
