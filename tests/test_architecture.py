@@ -14,7 +14,7 @@ PACKAGE = ROOT / "zerojax"
 FLOORS = (
     {"errors", "specs", "tree", "accelerators", "embedding"}
     | {"buffer_dump", "flops", "phases", "traces", "gpu_configs", "hlo", "losses", "products"}
-    | {"remat", "replica_groups", "timing", "xla_options"},
+    | {"events", "remat", "replica_groups", "startup", "timing", "xla_options"},
     {"accumulate", "blocks", "export", "generate", "launch", "loss_scale", "mesh", "metrics", "models.llama", "plot"}
     | {"precision", "settings", "state", "step_files", "stored", "workdir", "command", "data.python_stdlib", "data.tokenizer"}
     | {"hlo_flow", "kernels", "parameters", "quantized"},

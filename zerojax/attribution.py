@@ -123,7 +123,8 @@ class Attribution:
             return through, any(dims in orders for dims in known)
 
         likenesses = {weight.path: likeness(weight) for weight in matched}
-        return tuple(path for path, value in likenesses.items() if value == max(likenesses.values()))
+        most = max(likenesses.values())
+        return tuple(path for path, value in likenesses.items() if value == most)
 
 
 def is_backward(op_name: str) -> bool:

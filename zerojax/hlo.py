@@ -25,6 +25,7 @@ _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{[\d, ]*\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_roles = functools.lru_cache(maxsize=2**16)(_CALLED.findall)  # asked for several times
 _FIELD = re.compile(r"(\w+)=(\d+)")
 _HOST_MEMORY = "S(5)"
 
@@ -71,14 +72,14 @@ class Instruction:
     @property
     def called(self) -> tuple[str, ...]:
         """Returns the names of the computations that it runs."""
-        branches = _BRANCHES.search(self.attributes)
+        branches = _BRANCHES.search(self.attributes) if "branch" in self.attributes else None
         names = re.findall(r"[\w.\-]+", branches[1]) if branches else []
         return (*self.computation_roles.values(), *names)
 
     @property
     def computation_roles(self) -> dict[str, str]:
         """Returns {"body": name, "condition": name}, {"calls": name} and the like."""
-        return dict(_CALLED.findall(self.attributes))
+        return dict(_roles(self.attributes))
 
     @property
     def known_trip_count(self) -> int | None:
@@ -211,6 +212,7 @@ class Module:
         return f"{name}:{fields.get('line', 0)} in {function}" if name else ""
 
 
+@functools.lru_cache(maxsize=1)  # buffers and collectives are read from the same text
 def parse(text: str) -> Module:
     """Reads a program's text. Raises ValueError where it is none."""
     spans, entry = {}, ""
@@ -234,6 +236,7 @@ def bits(dtype: str) -> int:
     return 8 if dtype == "pred" else int(number[1]) if number else 0
 
 
+@functools.lru_cache(maxsize=2**16)  # a program has few types
 def arrays(text: str) -> tuple[Array, ...]:
     """Returns the arrays that a type names, tuples flattened."""
     return tuple(

@@ -23,6 +23,7 @@ from zerojax import (
     precision,
     profiling,
     report,
+    startup,
     timing,
     tree,
 )
@@ -117,7 +118,8 @@ class Run:
 
     def _compile(self) -> None:
         """Compiles the step, and says what it will need before the first one runs."""
-        self._plan = foresight.compile_step(self._program)
+        with startup.without_collector():
+            self._plan = foresight.compile_step(self._program)
         self._compiled_step = self._plan.compiled
         self._compare_at = self.step + _STEPS_BEFORE_COMPARING
         self._progress.print(f"compiled in {self._plan.compile_seconds:.1f} s; {plan_report.verdict(self._plan)}")

@@ -6,11 +6,9 @@ is null, and "not_finite" says what it was: {"step": 3, "loss": null, "not_finit
 
 import contextlib
 import json
-import logging
 import math
 import os
 import pathlib
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -19,22 +17,18 @@ from typing import Any, TextIO
 import jax
 import rich.console
 import rich.progress
-from tensorboardX import record_writer, summary
-from tensorboardX.proto import event_pb2
 
+from zerojax import events
 from zerojax.errors import UserError
 
 FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
-FLUSH_SECONDS = 10  # between flushes of TensorBoard events, which wait for the disk
-logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # it warns of NaN, which is logged on purpose
 
 
 class MetricsLog:
     """Appends steps to WORKDIR/metrics.jsonl and to WORKDIR/tensorboard; a no-op where `enabled` is False.
 
-    Each line is flushed at once, so a killed process leaves at most one cut line, the last. TensorBoard
-    events are written by the caller, not by a thread: a full disk is noticed and never hangs the run.
+    Each line is flushed at once, so a killed process leaves at most one cut line, the last.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, enabled: bool) -> None:
@@ -42,8 +36,7 @@ class MetricsLog:
         self._enabled = enabled
         self._first_step: int | None = None  # of this part of a resumed run
         self._lines: Any = None
-        self._events: Any = None
-        self._next_flush = 0.0
+        self._events: events.Events | None = None
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -82,14 +75,10 @@ class MetricsLog:
         if not self._enabled:
             return
         try:
-            self._open()
-            self._lines.write(_line({"step": step, **_as_json(values)}).encode())
-            self._lines.flush()
-            for name, value in values.items():
-                self._write_event(step, summary=summary.scalar(name, float(value)))
-            if time.monotonic() > self._next_flush:
-                self._events.flush()
-                self._next_flush = time.monotonic() + FLUSH_SECONDS
+            lines, scalars = self._opened()
+            lines.write(_line({"step": step, **_as_json(values)}).encode())
+            lines.flush()
+            scalars.write(step, values)
         except OSError as error:
             with contextlib.suppress(UserError):
                 self.close()
@@ -111,22 +100,11 @@ class MetricsLog:
         except OSError as error:
             raise _cannot_write(self._workdir, error) from error
 
-    def _open(self) -> None:
-        if self._lines is not None:
-            return
-        folder = self._workdir / TENSORBOARD
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lines = open(self._workdir / FILE, "ab")  # noqa: SIM115
-        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._events = record_writer.RecordWriter(str(folder / name))
-        self._write_event(0, file_version="brain.Event:2")
-        if self._first_step is not None:  # TensorBoard hides what an earlier part logged from here on
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._write_event(self._first_step, session_log=start)
-
-    def _write_event(self, step: int, **what: Any) -> None:
-        event = event_pb2.Event(wall_time=time.time(), step=step, **what)
-        self._events.write(event.SerializeToString())
+    def _opened(self) -> tuple[Any, events.Events]:
+        if self._lines is None or self._events is None:
+            self._events = events.Events(self._workdir / TENSORBOARD, self._first_step)
+            self._lines = open(self._workdir / FILE, "ab")  # noqa: SIM115
+        return self._lines, self._events
 
 
 def read(workdir: str | os.PathLike) -> list[dict]:

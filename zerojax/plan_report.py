@@ -6,7 +6,6 @@ docs/plan.md describes the JSON; `SCHEMA` is its version and grows by one when a
 import os
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from zerojax import buffers, planning, report
@@ -165,6 +164,8 @@ def _collective(row: Any) -> dict[str, Any]:
 
 def draw(plan: planning.Plan, path: str | os.PathLike) -> None:
     """Draws memory by role, and temporaries over the order of the program, as a PNG."""
+    from matplotlib.figure import Figure  # half a second, which no run waits for to start
+
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 2))
     scale = 2.0**30

@@ -3,12 +3,12 @@
 import math
 import os
 import pathlib
-
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from zerojax.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 INK, BLUE, ORANGE, GREEN, GRID = "#333333", "#2a6fb0", "#d9661f", "#3f8f5b", "#e3e3e3"
 # panel -> series: (key of a record, its label, colour, line style, marker)
@@ -29,6 +29,9 @@ def plot_losses(records: list[dict], path: str | os.PathLike) -> None:
     """
     if not any(_points(records, series[0])[0] for series in LOSSES):
         raise UserError(f"{path}: no record has a loss or eval_loss to plot; run at least log_every steps")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second, which no run waits for to start
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
@@ -57,7 +60,7 @@ def _points(records: list[dict], key: str) -> tuple[list[int], list[float]]:
     return steps, [math.nan if value is None else value for _, value in pairs]
 
 
-def _draw(axes: Axes, records: list[dict], series: tuple[str, str, str, str, str]) -> None:
+def _draw(axes: "Axes", records: list[dict], series: tuple[str, str, str, str, str]) -> None:
     """Draws one series, where the records hold it."""
     key, label, color, line, marker = series
     steps, values = _points(records, key)
@@ -66,7 +69,7 @@ def _draw(axes: Axes, records: list[dict], series: tuple[str, str, str, str, str
         axes.plot(steps, values, line, color=color, label=label, marker=marker, markersize=4, linewidth=1.2)
 
 
-def _style(axes: Axes) -> None:
+def _style(axes: "Axes") -> None:
     """Keeps a light grid and no frame."""
     axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)

@@ -99,7 +99,7 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
     network = llama.Llama(model)
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     plain = llama.Llama(dataclasses.replace(model, attention="xla"))  # shapes only; cuDNN traces on GPUs alone
-    params = jax.eval_shape(plain.init, jax.random.key(0), tokens)["params"]
+    params = jax.eval_shape(lambda tokens: plain.init(jax.random.key(0), tokens), tokens)["params"]
     create = functools.partial(
         _state, policy=policy, tx=tx, inner=inner, copy_dtype=copy_dtype, loss_scale=loss_scale, seed=config.seed
     )
@@ -178,7 +178,7 @@ def init_state(program: Program) -> Any:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted[name])
             init = jax.jit(functools.partial(_init_part, module, example, wanted[name]), out_shardings=shardings)
             compiled.append((module, wanted[name], init))
-        params[name] = init(jax.random.fold_in(key, number))
+        params[name] = init(key, number)
     return jax.jit(program.create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
 
 
@@ -200,9 +200,9 @@ def restored_state(program: Program, logical: Any, *, rescales: bool = False) ->
     return jax.jit(restore, out_shardings=program.partition.shardings, donate_argnums=0)(logical)
 
 
-def _init_part(module: nn.Module, example: jax.ShapeDtypeStruct, wanted: Any, key: jax.Array) -> Any:
-    """Initialises one module's weights, with zeros where the partition padded a leaf."""
-    params = module.init(key, jnp.zeros(example.shape, example.dtype))["params"]
+def _init_part(module: nn.Module, example: jax.ShapeDtypeStruct, wanted: Any, key: jax.Array, number: int) -> Any:
+    """Initialises the weights of the module of this number, with zeros where the partition padded a leaf."""
+    params = module.init(jax.random.fold_in(key, number), jnp.zeros(example.shape, example.dtype))["params"]
 
     def fit(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.pad(leaf, [(0, want - have) for want, have in zip(like.shape, leaf.shape)])

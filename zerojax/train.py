@@ -16,7 +16,7 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from zerojax import checkpoint, command, export, launch, loop, profiling, report, workdir
+from zerojax import checkpoint, command, export, launch, loop, profiling, report, startup, workdir
 from zerojax import config as config_lib
 from zerojax import program as program_lib
 from zerojax import streams as streams_lib
@@ -60,11 +60,28 @@ def main() -> None:
 
 def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     """Runs all chapters of a training in `folder`."""
+    with startup.without_collector():
+        program, run, state, done = prepare(config, folder)
+    state, finished = run.train(state, start=done)
+    if not finished:
+        return say(f"stopped by a signal at step {run.step}, saved; the same command resumes")
+    run.finish(state)
+    if config.export.format == "huggingface":
+        params = loop.logical_params(program, state)
+        export.export_llama(params, program.model, folder / "export")
+        say(f"weights exported to {folder / 'export'}")
+    say(f"done: {folder}")
+    return None
+
+
+def prepare(config: config_lib.Config, folder: pathlib.Path) -> tuple[program_lib.Program, loop.Run, Any, int]:
+    """Returns the program, a run of it, its first or its saved state, and the steps done."""
     say(f"devices: {launch.describe()}; everything goes to {folder}")
     settings = config_lib.to_dict(config)
     before = workdir.check(folder, settings)
     others = {"evaluate": config.evaluate.every, "checkpoint": config.checkpoint.every}
     profiling.check(config.profile.start, config.profile.steps, config.steps, others)
+    startup.wake_devices()
 
     tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
     program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
@@ -100,18 +117,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     say(
         f"starts at step {done or 0} of {config.steps}; {loop.held(state)} of state on each device, counted from its arrays"
     )
-
-    run = loop.Run(program, streams, saver, folder)
-    state, finished = run.train(state, start=done or 0)
-    if not finished:
-        return say(f"stopped by a signal at step {run.step}, saved; the same command resumes")
-    run.finish(state)
-    if config.export.format == "huggingface":
-        params = loop.logical_params(program, state)
-        export.export_llama(params, program.model, folder / "export")
-        say(f"weights exported to {folder / 'export'}")
-    say(f"done: {folder}")
-    return None
+    return program, loop.Run(program, streams, saver, folder), state, done or 0
 
 
 def say(text: str) -> None:

@@ -1,0 +1,53 @@
+"""Tests what makes a run start sooner."""
+
+import gc
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from zerojax import startup
+
+
+def test_the_trainer_starts_without_the_libraries_that_it_needs_later_or_not_at_all():
+    slow = ("torch", "tensorboardX", "tensorflow", "matplotlib.figure")
+    code = f"import sys, zerojax.train; print([name for name in {slow} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_collector_is_as_it_was_before_whatever_happens(is_on):
+    was_on = gc.isenabled()
+    (gc.enable if is_on else gc.disable)()
+    try:
+        with pytest.raises(KeyError), startup.without_collector():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if was_on else gc.disable)()
+
+
+def test_who_computes_learns_what_is_wrong_with_a_device_and_not_who_woke_it(monkeypatch, capfd):
+    threads = []
+
+    class Thread(startup.threading.Thread):
+        def start(self):
+            super().start()
+            threads.append(self)
+
+    def broken(value, device):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(startup.threading, "Thread", Thread)
+    monkeypatch.setattr(startup.jax, "device_put", broken)
+    startup.wake_devices()
+    monkeypatch.undo()
+    startup.wake_devices()
+    for thread in threads:
+        thread.join()
+    assert capfd.readouterr().err == ""
+    assert float(jnp.sum(jax.device_put(jnp.ones(3)))) == 3

@@ -1,0 +1,36 @@
+"""Makes a run start sooner. This module overlaps, and leaves out, what the first step need not wait for."""
+
+import contextlib
+import gc
+import threading
+from collections.abc import Iterator
+
+import jax
+
+
+def wake_devices() -> None:
+    """Has this process's devices get ready, which takes a GPU seconds, while Python goes on.
+
+    Whoever computes next waits for them, and is told what is wrong with them.
+    """
+
+    def wake() -> None:
+        with contextlib.suppress(Exception):
+            jax.block_until_ready([jax.device_put(0.0, device) for device in jax.local_devices()])
+
+    threading.Thread(target=wake, name="wake devices", daemon=True).start()
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """Puts Python's collector of cycles off: it walks all that a trace has made, over and over, and finds next to nothing.
+
+    It takes a third of the time that it takes to trace a step of 8B parameters.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
