@@ -69,6 +69,7 @@ class Run:
         with launch.StopSignal() as stop, progress as self._progress, self._watched(), self._profiler:
             if self.step < config.steps:
                 self._compile()
+                self._log.open()
             if config.profile.steps and self.step >= config.profile.start:
                 self._progress.print(f"nothing is profiled: step {config.profile.start} was done before this run")
             own = timing.OwnTime()

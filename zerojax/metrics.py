@@ -66,6 +66,19 @@ class MetricsLog:
         except OSError as error:
             raise _cannot_write(path, error) from error
 
+    def open(self) -> None:
+        """Opens the files; else the first `write` does. The library that writes events is imported meanwhile.
+
+        Raises:
+          UserError: the disk is full or cannot be written.
+        """
+        if not self._enabled:
+            return
+        try:
+            self._opened()
+        except OSError as error:
+            raise _cannot_write(self._workdir / FILE, error) from error
+
     def write(self, step: int, values: Mapping[str, float | int]) -> None:
         """Appends `values` of `step`.
 
