@@ -79,6 +79,22 @@ class OnlyCalls(nn.Module):
         )
 
 
+class Where(nn.Module):
+    """Computes by its place in the model."""
+
+    @nn.compact
+    def __call__(self, y):
+        return y * (2.0 if self.path[0] == "layer_1" else 0.5)
+
+
+class ByPath(nn.Module):
+    """A module inside a block asks where it is."""
+
+    @nn.compact
+    def __call__(self, x):
+        return Block(inner=Where(), name="layer_1")(Block(inner=Where(), name="layer_0")(x))
+
+
 class GradientInside(nn.Module):
     """The output is the gradient of a block's energy."""
 
@@ -98,6 +114,16 @@ def with_penalty(net, params, x):
 
 def with_one_weight(net, params, x):
     return squared(net, params, x) + jnp.sum(params["layer_0"]["Dense_0"]["kernel"] ** 4)
+
+
+def with_calls_changed_by_path(net, params, x):
+    def change(call, args, kwargs, context):
+        result = call(*args, **kwargs)
+        is_meant = (context.module.path, context.method_name) == (("layer_0", "Dense_0"), "__call__")
+        return 3.0 * result if is_meant else result
+
+    with nn.intercept_methods(change):
+        return squared(net, params, x)
 
 
 def with_gradient_penalty(net, params, x):
@@ -123,6 +149,8 @@ CASES = {
     "a gradient penalty": (Plain(), with_gradient_penalty),
     "changed weights": (Plain(), with_changed_weights),
     "a part of the params": (Plain(), of_a_part),
+    "a module that reads its path": (ByPath(), squared),
+    "calls changed by their path": (Plain(), with_calls_changed_by_path),
     "a jit around the model": (Plain(), lambda net, params, x: jax.jit(functools.partial(squared, net))(params, x)),
 }
 WARN = {
@@ -141,6 +169,22 @@ def test_losses_and_gradients_are_those_of_plain_autodiff(name, reduce_dtype):
 @pytest.mark.parametrize("name", ["all weights read by the loss", "a gradient penalty"])
 def test_what_waits_on_the_host_changes_no_loss(name):
     compare_with_autodiff(*CASES[name], jnp.float32, r"layer_\d/Dense_0", is_told=False)
+
+
+def test_heads_that_match_nothing_are_refused():
+    params = Plain().init(jax.random.key(0), X)["params"]
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+    on, partition = zerojax.shard_train_state(state, mesh=zerojax.make_mesh(), stage=3, min_size=8)
+    for reduce_dtype in (None, jnp.float32):
+        step = zerojax.make_train_step(
+            lambda params, batch, _: squared(Plain(), params, batch),
+            partition,
+            blocks=r"layer_\d",
+            heads="haed",
+            reduce_dtype=reduce_dtype,
+        )
+        with pytest.raises(zerojax.UserError, match=r"^heads: 'haed' matches no Linen module"):
+            step(on, X)
 
 
 def compare_with_autodiff(net, loss_of, reduce_dtype, offload, *, is_told):

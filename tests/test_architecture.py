@@ -15,10 +15,10 @@ FLOORS = (
     {"errors", "specs", "tree", "accelerators", "embedding"}
     | {"buffer_dump", "flops", "phases", "traces", "gpu_configs", "hlo", "losses", "products"}
     | {"events", "remat", "replica_groups", "startup", "timing", "xla_options"},
-    {"accumulate", "blocks", "export", "generate", "launch", "loss_scale", "mesh", "metrics", "models.llama", "plot"}
+    {"blocks", "export", "generate", "launch", "loss_scale", "mesh", "metrics", "models.llama", "plot"}
     | {"precision", "settings", "state", "step_files", "stored", "workdir", "command", "data.python_stdlib", "data.tokenizer"}
     | {"hlo_flow", "kernels", "parameters", "quantized"},
-    {"checkpoint", "config", "data.source", "gather", "models.presets", "shards", "update"}
+    {"accumulate", "checkpoint", "config", "data.source", "gather", "models.presets", "shards", "update"}
     | {"buffer_roles", "collectives", "targets"},
     {"data.batches", "fused", "partition", "used"}
     | {"attribution", "bound", "buffers"},

@@ -1,5 +1,7 @@
 """Checks rows and their gradients against numpy. This module tests zerojax.embedding."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -67,3 +69,47 @@ def test_the_models_table_reads_as_flaxs():
     params = flaxs.init(jax.random.key(0), tokens)
     np.testing.assert_array_equal(ours.apply(params, tokens), flaxs.apply(params, tokens))
     assert jax.tree.structure(ours.init(jax.random.key(0), tokens)) == jax.tree.structure(params)
+
+
+def test_it_differentiates_in_every_mode_as_take_does():
+    tokens, direction = jnp.asarray([3, 1, 3, -1]), jnp.cos(jnp.arange(VOCAB * EMBED, dtype=jnp.float32))
+
+    def energy(lookup, t):
+        return jnp.sum(jnp.sin(lookup(t.reshape(VOCAB, EMBED), tokens)) ** 2)
+
+    def along(lookup):
+        def slope(t):
+            return jax.jvp(functools.partial(energy, lookup), (t,), (direction,))[1]
+
+        return jax.grad(slope)(table(jnp.float32).ravel())
+
+    ours, jaxs = along(zerojax.embedding_lookup), along(lambda t, i: jnp.take(t, i, axis=0))
+    assert np.abs(jaxs).max() > 0.1
+    np.testing.assert_allclose(ours, jaxs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8])
+@pytest.mark.parametrize("shape", [(VOCAB,), (VOCAB, 3, 2)])
+def test_tables_of_any_shape_and_dtype(dtype, shape):
+    values = jax.random.normal(jax.random.key(0), shape).astype(dtype)
+    with jax.numpy_dtype_promotion("strict"):
+        rows = zerojax.embedding_lookup(values, jnp.asarray([[4, -2], [0, 4]]))
+    assert rows.dtype == dtype
+    np.testing.assert_array_equal(rows, values[np.asarray([[4, -2], [0, 4]])])
+
+
+def test_rows_of_each_devices_tokens_in_a_shard_map():
+    mesh = zerojax.make_mesh()
+    tokens = jnp.arange(16) % 5
+
+    def total(t, tokens):
+        return jax.lax.psum(jnp.sum(jnp.sin(zerojax.embedding_lookup(t, tokens).astype(jnp.float32))), "data")
+
+    specs = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
+    split = jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=jax.sharding.PartitionSpec())
+    whole = jax.grad(lambda t: jnp.sum(jnp.sin(zerojax.embedding_lookup(t, tokens).astype(jnp.float32))))
+    np.testing.assert_allclose(
+        jax.grad(split)(table(jnp.bfloat16), tokens).astype(jnp.float32),
+        whole(table(jnp.bfloat16)).astype(jnp.float32),
+        rtol=2**-7,
+    )

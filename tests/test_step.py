@@ -277,3 +277,41 @@ def test_fewer_than_one_pass_is_refused():
     _, part = shard(linear_state())
     with pytest.raises(UserError, match=r"^grad_accum: must be at least 1, and is 0$"):
         step.make_train_step(linear_loss, part, grad_accum=0)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("clip_norm", [0.0, 0.5])
+def test_complex_weights_train_and_their_norm_counts_both_parts(clip_norm, accum):
+    w = jnp.asarray([1.0 + 2.0j, 0.5 - 1.0j])
+    x = jnp.linspace(-1.0, 1.0, 32).reshape(16, 2)
+
+    def loss_of(params, x, _):
+        return jnp.mean(jnp.abs(jnp.sum(params["w"] * x, axis=-1) - 1.0) ** 2)
+
+    state = TrainState.create(apply_fn=None, params={"w": w}, tx=optax.sgd(1.0))
+    on, partition = shard(state)
+    train = step.make_train_step(loss_of, partition, clip_norm=clip_norm, grad_accum=accum, donate=False)
+    after, metrics = train(on, x if accum == 1 else x.reshape(2, 8, 2))
+    grad = np.asarray(jax.grad(loss_of)({"w": w}, x, None)["w"])
+    norm = np.linalg.norm(grad)
+    assert np.abs(grad.imag).max() > 0.1
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-6)
+    np.testing.assert_allclose(
+        w - after.params["w"], grad * (min(1.0, clip_norm / norm) if clip_norm else 1), rtol=1e-5
+    )
+    by_device = step.make_train_step(loss_of, partition, reduce_dtype=jnp.float32)
+    with pytest.raises(UserError, match=r"^reduce_dtype: params/w is complex64"):
+        by_device(on, x)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_with_64_bits_enabled_no_dtype_of_the_state_changes(accum):
+    with jax.enable_x64(True):
+        state = linear_state(optax.adam(1e-3))
+        on, partition = shard(state)
+        train = step.make_train_step(linear_loss, partition, grad_accum=accum, reduce_dtype=jnp.float32, donate=False)
+        batch = jax.tree.map(
+            lambda leaf: leaf.reshape(accum, -1, *leaf.shape[1:]) if accum > 1 else leaf, linear_batch()
+        )
+        after, _ = train(on, batch)
+    assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, on)

@@ -2,6 +2,8 @@
 
 import compile_only
 import jax
+import jax.export
+import jax.numpy as jnp
 
 import zerojax
 from zerojax import xla_options
@@ -41,3 +43,26 @@ def test_a_flag_that_the_user_set_is_left_alone(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_all_gather_combine_threshold_bytes=1")
     options = xla_options.for_mesh(zerojax.make_mesh(devices=compile_only.devices()), gathered=2**28)
     assert "xla_gpu_all_gather_combine_threshold_bytes" not in options
+
+
+def test_a_program_with_options_may_be_part_of_another_or_exported():
+    """JAX refuses options of a function that another one calls."""
+    mesh = zerojax.make_mesh(devices=compile_only.devices())
+    leaf = jax.ShapeDtypeStruct((8,), "float32", sharding=zerojax.batch_sharding(mesh))
+    step = xla_options.jit(lambda x: (jnp.sin(x), 2 * x), xla_options.for_mesh(mesh), donate_argnums=0)
+
+    def twice(x):
+        return jax.lax.scan(lambda carry, _: (step(carry)[0], None), x, length=2)[0]
+
+    with compile_only.optimized():
+        for program in (jax.jit(twice), jax.jit(step), step):
+            program.lower(leaf).compile()
+    assert jax.eval_shape(step, leaf)[1].shape == (8,)
+    assert jax.export.export(step)(leaf).in_avals[0].shape == (8,)
+
+
+def test_a_program_with_options_computes_what_it_does_without():
+    step = xla_options.jit(jnp.sin, {"xla_cpu_enable_fast_math": False})
+    x = jnp.arange(4.0)
+    assert (step(x) == jnp.sin(x)).all() and (jax.jit(step)(x) == jnp.sin(x)).all()
+    assert xla_options.jit(jnp.sin, {}).lower(x).compile()(x).shape == (4,)

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax import precision
+
 
 def value_and_grad(loss_fn: Callable[..., Any], passes: int) -> Callable[..., Any]:
     """Returns f(params, batch, *args) -> ((loss, aux), grads), the mean over `passes` micro-batches.
@@ -14,7 +16,7 @@ def value_and_grad(loss_fn: Callable[..., Any], passes: int) -> Callable[..., An
       loss_fn: `loss_fn(params, batch, *args) -> (mean loss, aux)`.
       passes: the number of micro-batches; with 1 the batch is taken whole, else its leaves are [passes, ...].
 
-    Gradients add up in float32, placed as each pass leaves them: a split gradient stays split. Of `aux["state"]` the last
+    Gradients add up in float32 or wider, placed as each pass leaves them: a split gradient stays split. Of `aux["state"]` the last
     pass's values are kept, and each pass sees what the one before returned; the rest of `aux`, such as `metrics`, is averaged.
     """
     one_pass = jax.value_and_grad(loss_fn, has_aux=True)
@@ -25,7 +27,7 @@ def value_and_grad(loss_fn: Callable[..., Any], passes: int) -> Callable[..., An
         first = jax.tree.map(lambda leaf: leaf[0], batch)
         (loss, aux), grads = jax.eval_shape(one_pass, params, first, state)
         fields = {name: getattr(state, name) for name in aux.pop("state", {})}
-        totals = jax.tree.map(_float32_zeros, (loss, aux, grads))
+        totals = jax.tree.map(_zeros, (loss, aux, grads))
 
         def add(carry: Any, micro_batch: Any) -> Any:
             totals, fields = carry
@@ -40,5 +42,5 @@ def value_and_grad(loss_fn: Callable[..., Any], passes: int) -> Callable[..., An
     return accumulated
 
 
-def _float32_zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(leaf.shape, jnp.float32)
+def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(leaf.shape, precision.at_least_float32(leaf.dtype))

@@ -12,6 +12,7 @@ that it knows as stored, and others, which the loss has changed or made, as they
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ import flax.errors
 import flax.linen as nn
 import jax
 import numpy as np
+from flax.core import Scope
 
 from zerojax import remat, tree
 
@@ -64,6 +66,7 @@ class Blocks:
         self._inside: str | None = None  # path of the block that runs
         self._root: tuple[str, ...] = ()  # path of the module that stands for it while it runs
         self.entered: set[str] = set()
+        self.headed: set[str] = set()
         self.recomputed: set[str] = set()
         self.offloaded: set[str] = set()
         self.strangers: set[str] = set()  # blocks with weights that `stored_of` does not know
@@ -87,6 +90,8 @@ class Blocks:
         if context.method_name == "setup":
             return _set_up(call)
         self.entered.add(path)
+        if self._is_head(path):
+            self.headed.add(path)
         arrays, fill = _arrays_of(args, kwargs)
         policy = None if self._is_head(path) else self._policy
         known = self._known(module, path)
@@ -108,15 +113,21 @@ class Blocks:
     def _by_hand(
         self, module: nn.Module, method: str, path: str, known: dict, arrays: list, fill: Callable, policy: Any
     ) -> Any:
-        alone = module.clone(parent=None)
+        alone, place = module.clone(parent=None), module.path
         structure = jax.tree.structure(module.variables.get("params", {}))
         names = [name for name, _ in known.values()]
 
         def body(used: dict[str, Any], *values: Any) -> Any:
             inner_args, inner_kwargs = fill(values)
             params = jax.tree.unflatten(structure, [used[name] for name in names])
-            with self._entered_as(path, ()):
-                return alone.apply({"params": params}, *inner_args, **inner_kwargs, method=method)
+
+            def call(scope: Scope) -> Any:
+                for name in place:  # modules inside, and who intercepts their calls, read their path in the model
+                    scope = scope.push(name)
+                return getattr(alone.clone(parent=scope), method)(*inner_args, **inner_kwargs)
+
+            with self._entered_as(path, place):
+                return flax.core.apply(call)({"params": functools.reduce(_nested, reversed(place), params)})
 
         assert self._run is not None
         return self._run(body, dict(known.values()), arrays, policy)
@@ -223,6 +234,10 @@ def _reads_others(value: Any, *, is_field: bool) -> bool:
             if any(_reads_others(part, is_field=True) for part in (*cells, *partial) if part is not leaf):
                 return True
     return False
+
+
+def _nested(params: Any, name: str) -> dict[str, Any]:
+    return {name: params}
 
 
 def _inside(leaf_path: str) -> str:

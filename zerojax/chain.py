@@ -40,7 +40,7 @@ class Tokens(NamedTuple):
 
 def no_tokens() -> Tokens:
     """Returns tokens that wait for nothing."""
-    return Tokens(*[jnp.zeros(())] * len(Tokens._fields))
+    return Tokens(*[jnp.zeros((), jnp.float32)] * len(Tokens._fields))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

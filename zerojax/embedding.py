@@ -1,12 +1,9 @@
 """Looks rows up in a table. This module adds their gradients up in float32, whatever the table's dtype."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 
-@jax.custom_vjp
 def embedding_lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Returns the rows of a table that tokens number.
 
@@ -14,24 +11,13 @@ def embedding_lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     batch of text holds its commonest tokens more often than that. Here they add up in float32, and are rounded once.
 
     Args:
-      table: float[vocab, embed].
-      tokens: int[...]; rows of numbers outside the table are NaN, as `jnp.take` has it.
+      table: float[vocab, ...].
+      tokens: int[...]. As `jnp.take` has it, negative numbers count from the table's end, and rows of others outside it are NaN.
 
     Returns:
-      float[..., embed], in the table's dtype.
+      float[*tokens.shape, ...], in the table's dtype.
     """
-    return jnp.take(table, tokens, axis=0)
-
-
-def _forward(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, Any]:
-    return embedding_lookup(table, tokens), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
-
-
-def _backward(kept: Any, grad: jax.Array) -> tuple[jax.Array, None]:
-    tokens, like = kept
-    total = jnp.zeros((like.shape[0], grad.shape[-1]), jnp.promote_types(jnp.float32, like.dtype))
-    total = total.at[tokens].add(grad.astype(total.dtype), mode="drop")
-    return total.astype(like.dtype), None
-
-
-embedding_lookup.defvjp(_forward, _backward)
+    if not jnp.issubdtype(table.dtype, jnp.floating) or table.dtype.itemsize >= 4:
+        return jnp.take(table, tokens, axis=0)
+    # XLA casts the rows that are read, not the table; the cast's transpose is what counts.
+    return jnp.take(table.astype(jnp.float32), tokens, axis=0).astype(table.dtype)

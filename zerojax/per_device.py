@@ -66,6 +66,7 @@ def value_and_grad(
                 "reduce_dtype: NNX params with other variables (batch statistics, random counts) would change on each device alone; "
                 "leave reduce_dtype away"
             )
+        _refuse_complex(params)
         grad_specs = tree.map_with_path(lambda path, _: _by_hand(find(path, None).opt_state.spec, axes), params)
         run = _mapped(on_device, partition, params, batch, 0 if passes == 1 else 1, ((P(), P()), grad_specs))
         return run(params, batch, state)
@@ -185,11 +186,20 @@ def _with_own_keys(state: Any) -> Any:
     return jax.tree.map(fold, state)
 
 
+def _refuse_complex(params: Any) -> None:
+    for path, leaf in tree.flatten(params):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise UserError(
+                f"reduce_dtype: params/{path} is {leaf.dtype}, and sums over devices by hand are real; hold its real and its imaginary "
+                "part in two weights, or leave reduce_dtype away"
+            )
+
+
 def _read(tokens: Any, values: Any) -> Any:
     """Adds the tokens' zeros to the smallest of `values`: what nothing reads, the compiler drops, and with it the order."""
     leaves, structure = jax.tree.flatten(values)
     smallest = min(range(len(leaves)), key=lambda number: leaves[number].size)
-    leaves[smallest] += sum(jax.tree.leaves(tokens))
+    leaves[smallest] += jnp.stack(jax.tree.leaves(tokens)).sum().astype(leaves[smallest].dtype)
     return jax.tree.unflatten(structure, leaves)
 
 

@@ -165,5 +165,10 @@ def cast_floating(values: PyTree, dtype: Any) -> PyTree:
     return jax.tree.map(cast, values)
 
 
+def at_least_float32(dtype: Any) -> Any:
+    """Returns a dtype that sums may be made in: the same, or float32 where it holds less."""
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32 else jnp.float32
+
+
 def _widened(dtype: Any) -> Any:
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype

@@ -14,7 +14,9 @@ import jax.extend.core as jex
 import jax.extend.source_info_util as source
 import jax.numpy as jnp
 
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+_PRODUCT = (
+    "dot_general"  # of convolutions in 16 bits XLA has none for GPUs that end in float32: it would cast what they read
+)
 _SUM, _CAST = "reduce_sum", "convert_element_type"
 _PASS_ON = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "add", "add_any"})
 _CHECKPOINTS = frozenset({"checkpoint", "remat2"})
@@ -64,7 +66,7 @@ class _Widened:
         if name == _SUM and self._widen(eqn.invars[0]):  # of a sum
             self._passes_on.add(id(eqn))
             return True
-        if name in _PRODUCTS or name == _SUM or (name == _CAST and _dtype(eqn.invars[0]) == jnp.float32):
+        if name in (_PRODUCT, _SUM) or (name == _CAST and _dtype(eqn.invars[0]) == jnp.float32):
             self._ends.add(id(eqn))
             return True
         if name in _PASS_ON:  # a term of a sum that is widened beside one that cannot be is cast back

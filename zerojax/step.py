@@ -79,7 +79,7 @@ def make_train_step(
             (_, aux), grads = gradients(state.params, batch, state)
         with jax.named_scope("clip"):
             grads, unscale = place(grads), 1.0 / scaling.scale(state)
-            squares = jax.tree.map(lambda g: jnp.sum(jnp.square(g.astype(jnp.float32) * unscale)), grads)
+            squares = jax.tree.map(lambda g: _sum_of_squares(g, unscale), grads)
             norm = jnp.sqrt(sum(jax.tree.leaves(squares)))
             # A norm of 0 gives inf, and so 1.
             factor = unscale * jnp.minimum(1.0, clip_norm / norm) if clip_norm else unscale
@@ -91,19 +91,26 @@ def make_train_step(
             new_state = new_state.replace(params=place(new_state.params))
         return new_state, {**aux["metrics"], "grad_norm": norm, **told}
 
-    return jax.jit(
+    return xla_options.jit(
         train_step,
+        _compiler_options(partition, blocks, reduce_dtype, compute_dtype),
         donate_argnums=(0,) if donate else (),
         in_shardings=(partition.shardings, None),
         out_shardings=(partition.shardings, None),
-        compiler_options=_compiler_options(partition, blocks, reduce_dtype, compute_dtype),
     )
 
 
-def _compiler_options(partition: Any, blocks: str, reduce_dtype: Any, compute_dtype: Any) -> dict[str, Any] | None:
-    """Returns XLA's options for a step whose collectives are said by hand; None where they are the compiler's."""
+def _sum_of_squares(grad: jax.Array, unscale: jax.Array) -> jax.Array:
+    """Returns float32[]."""
+    if jnp.iscomplexobj(grad):
+        return _sum_of_squares(grad.real, unscale) + _sum_of_squares(grad.imag, unscale)
+    return jnp.sum(jnp.square(grad.astype(jnp.float32) * unscale))
+
+
+def _compiler_options(partition: Any, blocks: str, reduce_dtype: Any, compute_dtype: Any) -> dict[str, Any]:
+    """Returns XLA's options for a step whose collectives are said by hand; none where they are the compiler's."""
     if reduce_dtype is None:
-        return None
+        return {}
     weights = used.largest_block(partition.placements, blocks)
     gathered = weights * jnp.dtype(compute_dtype or jnp.float32).itemsize
     summed = weights * jnp.dtype(reduce_dtype).itemsize

@@ -105,8 +105,8 @@ def where_used(
         gradient cannot be offloaded. Empty: none.
 
     Raises:
-      UserError: an unknown `remat`; `blocks`, `recompute` or `offload` that match no call; or a weight whose shape is not that of its
-        placement.
+      UserError: an unknown `remat`; `blocks`, `heads`, `recompute` or `offload` that match no call; or a weight whose shape is not that
+        of its placement.
 
     >>> grads = jax.grad(where_used(loss_fn, partition.placements, blocks=r"layer_\\d+"))(state.params, batch)
     """
@@ -252,6 +252,11 @@ def _check_found(inside: blocks_lib.Blocks, how: How, moves: bool) -> None:
             f"blocks: weights of {', '.join(sorted(inside.strangers)[:3])} reach their block changed, or through a jax.jit, nn.remat or "
             "nn.scan around it; they are gathered before it, and stay whole until the backward pass has used them",
             stacklevel=2,
+        )
+    if how.heads and not inside.headed:
+        raise UserError(
+            f"heads: {how.heads!r} matches no Linen module called in the loss outside of blocks; it is a regex over whole module paths "
+            "such as 'head', or '' for none"
         )
     for name, pattern, found in (
         ("recompute", how.recompute, inside.recomputed),

@@ -10,11 +10,13 @@ weights are gathered by one collective and their gradients summed by one, where 
 Measured: docs/benchmarks/gpu.md.
 """
 
+import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 # Known to jax 0.10.2, 0.11 and 0.12.
@@ -51,3 +53,33 @@ def for_mesh(mesh: Mesh, *, gathered: int = 0, summed: int = 0, kept: int = 0) -
     }
     said = set(re.findall(r"--([a-z0-9_]+)", os.environ.get("XLA_FLAGS", "")))
     return {name: value for name, value in options.items() if name not in said}
+
+
+def jit(run: Callable[..., Any], options: Mapping[str, Any], **how: Any) -> Any:
+    """Returns `jax.jit(run, **how)`, compiled with options for XLA; called while another function is traced, it is compiled as that one is.
+
+    >>> step = jit(lambda x: x + 1, for_mesh(mesh))
+    """
+    return _WithOptions(run, options, how) if options else jax.jit(run, **how)
+
+
+class _WithOptions:
+    """A `jax.stages.Wrapped`. JAX takes options for a whole program alone; a function that becomes part of another goes without."""
+
+    def __init__(self, run: Callable[..., Any], options: Mapping[str, Any], how: Mapping[str, Any]):
+        functools.update_wrapper(self, run)
+        self._program = jax.jit(run, compiler_options=dict(options), **how)
+        self._part = jax.jit(run, **how)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs)))
+        return (self._part if is_traced else self._program)(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        return self._program.trace(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        return self._program.lower(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:  # what else a jitted function has
+        return getattr(self._program, name)
