@@ -177,10 +177,8 @@ def time_norms(leaves: int) -> list[dict]:
 
 def time_many_leaves(save) -> None:
     """Times 400 leaves of 4,096 elements beside one leaf of their size, 50 steps in one program so that the host's work is left out."""
-    settings = [(1, (1600, 1024), how, group) for how, group in (("jnp", 0), ("pallas", 32))]
-    settings += [
-        (400, (4, 1024), how, group) for how, group in (("pallas", 32), ("pallas", 64), ("pallas", 128), ("jnp", 0))
-    ]
+    settings = [(1, (1600, 1024), *each) for each in (("jnp", 0), ("pallas", 32))]
+    settings += [(400, (4, 1024), *each) for each in (("pallas", 32), ("pallas", 64), ("pallas", 128), ("jnp", 0))]
     for count, shape, implementation, group in settings:
         what = f"{count} x {shape[0] * shape[1]:,}"
         update.LAUNCHES.update(dict.fromkeys(update.LAUNCHES, tiles.Launch(num_warps=4, group=group or 1)))

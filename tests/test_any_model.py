@@ -95,6 +95,24 @@ class ByPath(nn.Module):
         return Block(inner=Where(), name="layer_1")(Block(inner=Where(), name="layer_0")(x))
 
 
+class Flagged(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return {"y": Block()(x), "name": "tanh", "is_on": True, "times": 3, "aux": None}
+
+
+class ReturnsFlags(nn.Module):
+    """Blocks return what is no array, and the model computes by it."""
+
+    @nn.compact
+    def __call__(self, x):
+        for number in range(2):
+            found = Flagged(name=f"layer_{number}")(x)
+            assert (found["name"], found["aux"]) == ("tanh", None)
+            x = found["y"] * len(range(found["times"])) if found["is_on"] else x
+        return x
+
+
 class GradientInside(nn.Module):
     """The output is the gradient of a block's energy."""
 
@@ -150,6 +168,7 @@ CASES = {
     "changed weights": (Plain(), with_changed_weights),
     "a part of the params": (Plain(), of_a_part),
     "a module that reads its path": (ByPath(), squared),
+    "a flag returned": (ReturnsFlags(), squared),
     "calls changed by their path": (Plain(), with_calls_changed_by_path),
     "a jit around the model": (Plain(), lambda net, params, x: jax.jit(functools.partial(squared, net))(params, x)),
 }

@@ -92,7 +92,7 @@ class Blocks:
         self.entered.add(path)
         if self._is_head(path):
             self.headed.add(path)
-        arrays, fill = _arrays_of(args, kwargs)
+        arrays, fill = _arrays_of((args, kwargs))
         policy = None if self._is_head(path) else self._policy
         known = self._known(module, path)
         if not all(known.values()):
@@ -115,9 +115,9 @@ class Blocks:
     ) -> Any:
         alone, place = module.clone(parent=None), module.path
         structure = jax.tree.structure(module.variables.get("params", {}))
-        names = [name for name, _ in known.values()]
+        names, result = [name for name, _ in known.values()], _Result()
 
-        def body(used: dict[str, Any], *values: Any) -> Any:
+        def body(used: dict[str, Any], *values: Any) -> list[Any]:
             inner_args, inner_kwargs = fill(values)
             params = jax.tree.unflatten(structure, [used[name] for name in names])
 
@@ -127,17 +127,21 @@ class Blocks:
                 return getattr(alone.clone(parent=scope), method)(*inner_args, **inner_kwargs)
 
             with self._entered_as(path, place):
-                return flax.core.apply(call)({"params": functools.reduce(_nested, reversed(place), params)})
+                return result.take(
+                    flax.core.apply(call)({"params": functools.reduce(_nested, reversed(place), params)})
+                )
 
         assert self._run is not None
-        return self._run(body, dict(known.values()), arrays, policy)
+        return result.give(self._run(body, dict(known.values()), arrays, policy))
 
     def _lifted(
         self, module: nn.Module, method: str, path: str, known: dict, arrays: list, fill: Callable, policy: Any
     ) -> Any:
-        def run(bound: nn.Module, *values: Any) -> Any:
+        result = _Result()
+
+        def run(bound: nn.Module, *values: Any) -> list[Any]:
             inner_args, inner_kwargs = fill(values)
-            return getattr(bound, method)(*inner_args, **inner_kwargs)
+            return result.take(getattr(bound, method)(*inner_args, **inner_kwargs))
 
         def as_stored(variables: Any) -> Any:
             return tree.map_with_path(
@@ -157,7 +161,7 @@ class Blocks:
         if self._stored_of is not None:
             block = nn.map_variables(block, "params", trans_in_fn=as_stored)
         with self._entered_as(path, module.path):  # calls inside a block, flax's own of `run` too, are left alone
-            return block(module, *arrays)
+            return result.give(block(module, *arrays))
 
     @contextlib.contextmanager
     def _entered_as(self, path: str, root: tuple[str, ...]) -> Iterator[None]:
@@ -195,14 +199,26 @@ def _set_up(call: Callable) -> None:
         call()
 
 
-def _arrays_of(args: tuple, kwargs: dict) -> tuple[list[Any], Callable[[Any], tuple[tuple, dict]]]:
-    """Returns a call's arrays, and the function that puts values in their place."""
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    is_array = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]  # a numpy scalar may be a static argument
+class _Result:
+    """Brings what a block returns beside arrays (a flag, a name) out of it as it is, which JAX's transformations would trace or refuse."""
 
-    def fill(values: Any) -> tuple[tuple, dict]:
-        given = iter(values)
-        return jax.tree.unflatten(structure, [next(given) if array else leaf for array, leaf in zip(is_array, leaves)])
+    def take(self, value: Any) -> list[Any]:
+        arrays, self._fill = _arrays_of(value)
+        return arrays
+
+    def give(self, arrays: list[Any]) -> Any:
+        return self._fill(arrays)
+
+
+def _arrays_of(value: Any) -> tuple[list[Any], Callable[[Any], Any]]:
+    """Returns the arrays in a value, and the function that puts others in their place."""
+    leaves, structure = jax.tree.flatten(value)
+    is_array = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]  # a numpy scalar may be a static argument
+    others = [leaf for array, leaf in zip(is_array, leaves) if not array]
+
+    def fill(values: Any) -> Any:
+        given, rest = iter(values), iter(others)
+        return jax.tree.unflatten(structure, [next(given if array else rest) for array in is_array])
 
     return [leaf for array, leaf in zip(is_array, leaves) if array], fill
 

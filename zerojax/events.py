@@ -50,7 +50,8 @@ class Events:
     def close(self) -> None:
         """Writes what waits, and closes the file. Raises OSError where the disk is full."""
         try:
-            self._write_waiting()
+            if self._waiting:
+                self._write_waiting()
         finally:
             if self._file is not None:
                 self._file.close()

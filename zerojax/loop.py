@@ -66,7 +66,7 @@ class Run:
         self._log.resume_at(start)
         self._clock = time.perf_counter()
         progress = metrics.Progress(config.steps, start=start, log_every=config.log_every, enabled=launch.is_primary())
-        with launch.StopSignal() as stop, progress as self._progress, self._watched(), self._profiler:
+        with launch.StopSignal() as stop, self._log, progress as self._progress, self._watched(), self._profiler:
             if self.step < config.steps:
                 self._compile()
                 self._log.open()
@@ -113,7 +113,6 @@ class Run:
                 print(f"a sample, from {config.sample.prompt!r}:\n{text}", flush=True)
         self._saver.close()
         self._streams.close()
-        self._log.close()
         if launch.is_primary():
             plot.plot_losses(metrics.read(self._folder), self._folder / "losses.png")
 

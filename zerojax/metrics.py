@@ -41,8 +41,9 @@ class MetricsLog:
     def __enter__(self) -> "MetricsLog":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.suppress(UserError) if kind else contextlib.nullcontext():  # what ends the run is told first
+            self.close()
 
     def resume_at(self, step: int) -> None:
         """Drops all lines after `step` and a cut last line, so that no step appears twice.
