@@ -60,8 +60,7 @@ def main() -> None:
 
 def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     """Runs all chapters of a training in `folder`."""
-    with startup.without_collector():
-        program, run, state, done = prepare(config, folder)
+    program, run, state, done = prepare(config, folder)
     state, finished = run.train(state, start=done)
     if not finished:
         return say(f"stopped by a signal at step {run.step}, saved; the same command resumes")
@@ -84,7 +83,8 @@ def prepare(config: config_lib.Config, folder: pathlib.Path) -> tuple[program_li
     startup.wake_devices()
 
     tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
-    program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
+    with startup.without_collector():
+        program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
     say(report.as_text(report.memory_table(program.partition, program.baseline, program.sizes.grad_accum > 1)))
     say(report.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
 
@@ -107,7 +107,8 @@ def prepare(config: config_lib.Config, folder: pathlib.Path) -> tuple[program_li
     first_scale = ("loss_scale.static", "loss_scale.init_scale")
     rescales = program.loss_scale is not None and workdir.differs(before, settings, first_scale)
     if done is None:
-        state = program_lib.init_state(program)
+        with startup.without_collector():
+            state = program_lib.init_state(program)
     else:
         state = loop.resume(program, saver, done, streams, rescales=rescales)
         if rescales:
