@@ -57,6 +57,15 @@ def test_gradients_take_their_weights_bytes_or_float32_where_they_accumulate(sta
     assert counted["grads"] == GRADS[stage](8, item) * COUNT
 
 
+@pytest.mark.parametrize("stage", partition.STAGES)
+def test_gradients_summed_by_hand_take_float32_and_one_pass_leaves_them_as_the_moments(stage):
+    part = make_partition(stage, dtype=jnp.bfloat16)
+    several = report.bytes_per_device(part, accumulates=True, by_hand=True)["grads"]
+    once = report.bytes_per_device(part, by_hand=True)["grads"]
+    assert several == GRADS[stage](8, 4) * COUNT  # stage 1 adds whole gradients up over the passes
+    assert once == GRADS[2 if stage else 0](8, 4) * COUNT
+
+
 # Bytes a parameter on each of N devices: (precision, moments) -> stage 0, stages 1 and 2, stage 3
 BYTES = {
     ("fp32", "fp32"): (12, lambda n: 4 + 8 / n, lambda n: 12 / n),

@@ -207,6 +207,11 @@ def test_a_reader_that_leaves_ends_the_run_in_one_line(commands, tmp_path):
     assert "stdout is closed" in commands(*runs.flags(), f"--workdir={tmp_path}", before=close).error_line
 
 
+def test_a_full_disk_under_the_printed_lines_ends_the_run_in_one_line(commands, tmp_path):
+    full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
+    assert "no space left on the device" in commands(*runs.flags(), f"--workdir={tmp_path}", before=full).error_line
+
+
 def test_overrides_come_through_the_command_line_and_resume(commands, tmp_path):
     arguments = [*runs.flags(zero__overrides="(('embed', ()), ('head', (None, 'data')))"), f"--workdir={tmp_path}"]
     for _ in range(2):

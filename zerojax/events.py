@@ -47,6 +47,11 @@ class Events:
             self._file.flush()
             self._next_flush = time.monotonic() + FLUSH_SECONDS
 
+    def flush(self) -> None:
+        """Brings what is written to the disk. Raises OSError where it is full."""
+        if self._file is not None:
+            self._file.flush()
+
     def close(self) -> None:
         """Writes what waits, and closes the file. Raises OSError where the disk is full."""
         try:

@@ -224,6 +224,7 @@ class Run:
             meta={"padded": padded_shapes(self._program.partition)},
             eval_loss=loss if seen == self.step else None,
         )
+        self._log.flush()
         self._clock = time.perf_counter()
 
     def _sample(self, state: Any) -> str:

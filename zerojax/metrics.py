@@ -98,6 +98,19 @@ class MetricsLog:
                 self.close()
             raise _cannot_write(self._workdir / FILE, error) from error
 
+    def flush(self) -> None:
+        """Brings what is written to the disk, as for a checkpoint, after which a resumed run goes on.
+
+        Raises:
+          UserError: the disk is full.
+        """
+        if self._events is None:
+            return
+        try:
+            self._events.flush()
+        except OSError as error:
+            raise _cannot_write(self._workdir / TENSORBOARD, error) from error
+
     def close(self) -> None:
         """Writes what is pending and closes the files; `write` does nothing after it.
 

@@ -107,6 +107,7 @@ def plan_step(
     tokens: int = 0,
     compute_dtype: Any = None,
     passes: int = 1,
+    by_hand: bool = False,
     from_cache: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Plan:
@@ -122,6 +123,7 @@ def plan_step(
       tokens: tokens of one step, for the time bound.
       compute_dtype: dtype of the forward pass; None for that of most matrix products.
       passes: forward and backward passes a step.
+      by_hand: whether gradients are summed by hand, in float32 (`make_train_step`'s reduce_dtype).
       from_cache: see `buffers.compile_with_buffers`.
       compiler_options: XLA's, beside those of the step itself.
 
@@ -143,7 +145,7 @@ def plan_step(
         mesh_shape=dict(mesh.shape),
         stage=placement.stage if placement else None,
         tokens=tokens,
-        memory=_memory(held, placement, passes),
+        memory=_memory(held, placement, passes, by_hand),
         buffers=held,
         ledger=sent,
         findings=findings.findings(
@@ -196,6 +198,7 @@ def plan_program(
         tokens=sizes.global_batch_size * config.seq_len,
         compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
         passes=sizes.grad_accum,
+        by_hand=True,
         from_cache=from_cache,
         compiler_options=compiler_options,
     )
@@ -215,7 +218,9 @@ def _received(sent: ledger.Ledger) -> dict[tuple[str, ...], float]:
     return found
 
 
-def _memory(held: buffers.Buffers, placement: partition.Partition | None, passes: int) -> tuple[MemoryRow, ...]:
+def _memory(
+    held: buffers.Buffers, placement: partition.Partition | None, passes: int, by_hand: bool
+) -> tuple[MemoryRow, ...]:
     """Returns the memory by role, three ways."""
     assigned = {**held.arguments_by_role, HOST: held.host}
     temporaries = held.temporaries_by_role if held.at_peak else {}
@@ -223,7 +228,7 @@ def _memory(held: buffers.Buffers, placement: partition.Partition | None, passes
         assigned[role] = temporaries.get(role, 0)
     rest = held.temporaries - sum(temporaries.get(role, 0) for role in assigned)
     assigned[TEMPORARIES] = rest + held.outputs + held.constants
-    theory, arithmetic = _theory(placement, passes) if placement else ({}, {})
+    theory, arithmetic = _theory(placement, passes, by_hand) if placement else ({}, {})
     roles = (
         buffer_roles.PARAMS,
         buffer_roles.MASTER,
@@ -238,7 +243,7 @@ def _memory(held: buffers.Buffers, placement: partition.Partition | None, passes
     return tuple(MemoryRow(role, theory.get(role), arithmetic.get(role), assigned.get(role, 0)) for role in roles)
 
 
-def _theory(placement: partition.Partition, passes: int) -> tuple[dict[str, int], dict[str, int]]:
+def _theory(placement: partition.Partition, passes: int, by_hand: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Returns bytes by role as the stage's table has them, and as the shardings do."""
     splits, ways = partition.STAGES[placement.stage], placement.mesh.shape[partition.DATA]
     is_split = {
@@ -257,7 +262,8 @@ def _theory(placement: partition.Partition, passes: int) -> tuple[dict[str, int]
         theory[role] += tree.nbytes(leaf, whole) / (ways if is_split[role] else 1)
         arithmetic[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
         if role == buffer_roles.PARAMS:
-            item = 4 / leaf.dtype.itemsize if passes > 1 else 1
+            item = 4 / leaf.dtype.itemsize if passes > 1 or by_hand else 1
             theory[buffer_roles.GRADIENTS] += item * tree.nbytes(leaf, whole) / (ways if splits.grads else 1)
-    arithmetic[buffer_roles.GRADIENTS] = report.bytes_per_device(placement, accumulates=passes > 1)["grads"]
+    counted = report.bytes_per_device(placement, accumulates=passes > 1, by_hand=by_hand)
+    arithmetic[buffer_roles.GRADIENTS] = counted["grads"]
     return {role: round(count) for role, count in theory.items()}, arithmetic

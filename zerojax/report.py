@@ -22,19 +22,23 @@ MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / blockwise.BLOCK}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def bytes_per_device(partition: partition_lib.Partition, *, accumulates: bool = False) -> dict[str, int]:
+def bytes_per_device(
+    partition: partition_lib.Partition, *, accumulates: bool = False, by_hand: bool = False
+) -> dict[str, int]:
     """Returns {role: bytes on each device}, from the shardings' arithmetic; what activations need is not counted.
 
-    Gradients live while a step runs, in the dtype of the weights they belong to, or in float32 where they accumulate
-    over several passes.
+    Gradients live while a step runs, in the dtype of the weights they belong to, or in float32 where they accumulate over several passes,
+    or are summed by hand (`make_train_step`'s reduce_dtype): then one pass leaves them laid out as the optimizer's state.
     """
     counted = dict.fromkeys(ROLES, 0)
     for path, leaf in tree.flatten(partition.abstract_state):
         role = partition.leaves[path].role
         counted[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
         if role == partition_lib.PARAMS:
-            item = 4 if accumulates else jnp.dtype(leaf.dtype).itemsize
-            counted["grads"] += item * math.prod(partition.placements[path].grad.shard_shape(leaf.shape))
+            item = 4 if accumulates or by_hand else jnp.dtype(leaf.dtype).itemsize
+            place = partition.placements[path]
+            kept = place.opt_state if by_hand and not accumulates else place.grad
+            counted["grads"] += item * math.prod(kept.shard_shape(leaf.shape))
     return counted
 
 
@@ -78,11 +82,14 @@ def per_parameter_line(partition: partition_lib.Partition, name: str, moments: s
 
 
 def memory_table(
-    partition: partition_lib.Partition, baseline: partition_lib.Partition, accumulates: bool = False
+    partition: partition_lib.Partition,
+    baseline: partition_lib.Partition,
+    accumulates: bool = False,
+    by_hand: bool = False,
 ) -> Table:
-    """Returns the bytes of a partition beside those of `baseline`, the same run at stage 0, as a table."""
-    here = bytes_per_device(partition, accumulates=accumulates)
-    there = bytes_per_device(baseline, accumulates=accumulates)
+    """Returns the bytes of a partition beside those of `baseline`, the same run at stage 0, as a table; see `bytes_per_device`."""
+    here = bytes_per_device(partition, accumulates=accumulates, by_hand=by_hand)
+    there = bytes_per_device(baseline, accumulates=accumulates, by_hand=by_hand)
     table = Table(title=f"Bytes on each device: stage {partition.stage}, data={partition.mesh.shape['data']}")
     for column in ("role", f"stage {partition.stage}", "stage 0", "saved"):
         table.add_column(column, justify="left" if column == "role" else "right")

@@ -11,14 +11,15 @@ import jax
 def wake_devices() -> None:
     """Has this process's devices get ready, which takes a GPU seconds, while Python goes on.
 
-    Whoever computes next waits for them, and is told what is wrong with them.
+    Whoever computes next waits for them, and is told what is wrong with them. A process that ends meanwhile waits too: one that left
+    the thread inside JAX's client would be aborted.
     """
 
     def wake() -> None:
         with contextlib.suppress(Exception):
             jax.block_until_ready([jax.device_put(0.0, device) for device in jax.local_devices()])
 
-    threading.Thread(target=wake, name="wake devices", daemon=True).start()
+    threading.Thread(target=wake, name="wake devices").start()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 python -m zerojax.train --config configs/zero3.py --workdir runs/mine --config.steps=50
 """
 
+import errno
 import functools
 import logging
 import os
@@ -52,6 +53,17 @@ def main() -> None:
             "zerojax: stdout is closed; the same command resumes from the last checkpoint", file=sys.stderr, flush=True
         )
         launch.leave(2)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        where = error.filename or "stdout, or another file of the run"
+        print(
+            f"zerojax: {where}: no space left on the device; make room, and the same command resumes from the last checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        launch.leave(2)
     except KeyboardInterrupt:
         print("zerojax: interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
         launch.leave(INTERRUPTED)
@@ -85,7 +97,8 @@ def prepare(config: config_lib.Config, folder: pathlib.Path) -> tuple[program_li
     tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
     with startup.without_collector():
         program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
-    say(report.as_text(report.memory_table(program.partition, program.baseline, program.sizes.grad_accum > 1)))
+    accumulates = program.sizes.grad_accum > 1
+    say(report.as_text(report.memory_table(program.partition, program.baseline, accumulates, by_hand=True)))
     say(report.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
 
     data_dir = pathlib.Path(config.data.dir or folder / "datasets")
