@@ -12,7 +12,6 @@ that it knows as stored, and others, which the loss has changed or made, as they
 
 import contextlib
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +21,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 from flax.core import Scope
+from flax.traverse_util import unflatten_dict
 
 from zerojax import remat, tree
 
@@ -73,8 +73,7 @@ class Blocks:
 
     def owns(self, leaf_path: str) -> bool:
         """Says whether a leaf lies inside a block."""
-        parts = _inside(leaf_path).split("/")
-        return any(self._pattern.fullmatch("/".join(parts[:end])) for end in range(1, len(parts)))
+        return block_of(leaf_path, self._pattern) is not None
 
     def intercept(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
         """Runs one call of one module; for `flax.linen.intercept_methods`."""
@@ -127,9 +126,7 @@ class Blocks:
                 return getattr(alone.clone(parent=scope), method)(*inner_args, **inner_kwargs)
 
             with self._entered_as(path, place):
-                return result.take(
-                    flax.core.apply(call)({"params": functools.reduce(_nested, reversed(place), params)})
-                )
+                return result.take(flax.core.apply(call)({"params": unflatten_dict({place: params})}))
 
         assert self._run is not None
         return result.give(self._run(body, dict(known.values()), arrays, policy))
@@ -193,6 +190,13 @@ class Blocks:
         return self._heads is not None and path is not None and bool(self._heads.fullmatch(path))
 
 
+def block_of(leaf_path: str, pattern: re.Pattern) -> str | None:
+    """Returns the path of the outermost module around a leaf that a pattern matches in full, or None."""
+    parts = _inside(leaf_path).split("/")
+    prefixes = ("/".join(parts[:end]) for end in range(1, len(parts)))
+    return next((prefix for prefix in prefixes if pattern.fullmatch(prefix)), None)
+
+
 def _set_up(call: Callable) -> None:
     """Runs a block's `setup`; where it asks for weights of its own, which are not whole here, the block's calls run it again."""
     with contextlib.suppress(flax.errors.ScopeParamShapeError):
@@ -250,10 +254,6 @@ def _reads_others(value: Any, *, is_field: bool) -> bool:
             if any(_reads_others(part, is_field=True) for part in (*cells, *partial) if part is not leaf):
                 return True
     return False
-
-
-def _nested(params: Any, name: str) -> dict[str, Any]:
-    return {name: params}
 
 
 def _inside(leaf_path: str) -> str:

@@ -5,6 +5,7 @@ numbers wait in memory.
 """
 
 import concurrent.futures
+import logging
 import os
 import pathlib
 import socket
@@ -80,8 +81,6 @@ class Events:
 
 
 def _import() -> tuple[Any, Any, Any]:
-    import logging
-
     from tensorboardX import record_writer, summary
     from tensorboardX.proto import event_pb2
 

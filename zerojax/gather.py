@@ -86,6 +86,10 @@ class Reduction:
         """Says whether a pass leaves this weight's gradient unsummed."""
         return not self.at_once and placement.grad == placement.used
 
+    def target(self, placement: Placement) -> NamedSharding:
+        """Returns how a pass leaves this weight's gradient laid out."""
+        return placement.used if self.waits(placement) else placement.opt_state
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +108,8 @@ class Weight:
 
 def sink(placement: Placement, reduction: Reduction) -> jax.Array:
     """Returns the zeros that a weight's gradient on this device is shaped like."""
-    target = placement.used if reduction.waits(placement) else placement.opt_state
     assert placement.shape is not None
-    return jnp.zeros(local_shape(placement.shape, target), jnp.float32)
+    return jnp.zeros(local_shape(placement.shape, reduction.target(placement)), jnp.float32)
 
 
 def local_shape(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:

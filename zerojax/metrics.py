@@ -11,7 +11,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 import jax
@@ -61,11 +61,9 @@ class MetricsLog:
             return
         kept = [record for record in read(self._workdir) if record["step"] <= step]
         new = path.with_suffix(".new")
-        try:
+        with _written(path):
             new.write_text("".join(map(_line, kept)), encoding="utf-8")
             os.replace(new, path)
-        except OSError as error:
-            raise _cannot_write(path, error) from error
 
     def open(self) -> None:
         """Opens the files; else the first `write` does. The library that writes events is imported meanwhile.
@@ -73,12 +71,9 @@ class MetricsLog:
         Raises:
           UserError: the disk is full or cannot be written.
         """
-        if not self._enabled:
-            return
-        try:
-            self._opened()
-        except OSError as error:
-            raise _cannot_write(self._workdir / FILE, error) from error
+        if self._enabled:
+            with _written(self._workdir / FILE):
+                self._opened()
 
     def write(self, step: int, values: Mapping[str, float | int]) -> None:
         """Appends `values` of `step`.
@@ -89,14 +84,15 @@ class MetricsLog:
         if not self._enabled:
             return
         try:
-            lines, scalars = self._opened()
-            lines.write(_line({"step": step, **_as_json(values)}).encode())
-            lines.flush()
-            scalars.write(step, values)
-        except OSError as error:
+            with _written(self._workdir / FILE):
+                lines, scalars = self._opened()
+                lines.write(_line({"step": step, **_as_json(values)}).encode())
+                lines.flush()
+                scalars.write(step, values)
+        except UserError:
             with contextlib.suppress(UserError):
                 self.close()
-            raise _cannot_write(self._workdir / FILE, error) from error
+            raise
 
     def flush(self) -> None:
         """Brings what is written to the disk, as for a checkpoint, after which a resumed run goes on.
@@ -104,12 +100,9 @@ class MetricsLog:
         Raises:
           UserError: the disk is full.
         """
-        if self._events is None:
-            return
-        try:
-            self._events.flush()
-        except OSError as error:
-            raise _cannot_write(self._workdir / TENSORBOARD, error) from error
+        if self._events is not None:
+            with _written(self._workdir / TENSORBOARD):
+                self._events.flush()
 
     def close(self) -> None:
         """Writes what is pending and closes the files; `write` does nothing after it.
@@ -120,12 +113,9 @@ class MetricsLog:
         self._enabled = False
         files = [file for file in (self._lines, self._events) if file is not None]
         self._lines = self._events = None
-        try:
-            with contextlib.ExitStack() as stack:  # closes each, also where another fails
-                for file in files:
-                    stack.callback(file.close)
-        except OSError as error:
-            raise _cannot_write(self._workdir, error) from error
+        with _written(self._workdir), contextlib.ExitStack() as stack:  # closes each, also where another fails
+            for file in files:
+                stack.callback(file.close)
 
     def _opened(self) -> tuple[Any, events.Events]:
         if self._lines is None or self._events is None:
@@ -237,8 +227,13 @@ def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
 
 
-def _cannot_write(path: pathlib.Path, error: OSError) -> UserError:
-    return UserError(f"{path}: cannot be written ({error.strerror}); make room, then run again to resume")
+@contextlib.contextmanager
+def _written(path: pathlib.Path) -> Iterator[None]:
+    """Turns what the disk refuses into a line that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); make room, then run again to resume") from error
 
 
 def _short(value: float) -> str:

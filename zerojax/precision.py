@@ -167,7 +167,7 @@ def cast_floating(values: PyTree, dtype: Any) -> PyTree:
 
 def at_least_float32(dtype: Any) -> Any:
     """Returns a dtype that sums may be made in: the same, or float32 where it holds less."""
-    return dtype if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32 else jnp.float32
+    return _widened(dtype) if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
 
 
 def _widened(dtype: Any) -> Any:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pallas_kernels import blockwise
-from zerojax import buffer_roles, precision, tree
+from zerojax import buffer_roles, gather, precision, tree
 from zerojax import partition as partition_lib
 
 ROLES = {
@@ -36,8 +36,8 @@ def bytes_per_device(
         counted[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
         if role == partition_lib.PARAMS:
             item = 4 if accumulates or by_hand else jnp.dtype(leaf.dtype).itemsize
-            place = partition.placements[path]
-            kept = place.opt_state if by_hand and not accumulates else place.grad
+            place, reduction = partition.placements[path], gather.Reduction(jnp.float32, at_once=not accumulates)
+            kept = reduction.target(place) if by_hand else place.grad
             counted["grads"] += item * math.prod(kept.shard_shape(leaf.shape))
     return counted
 

@@ -48,22 +48,12 @@ def main() -> None:
         print(f"zerojax: {error}", file=sys.stderr, flush=True)
         launch.leave(2)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes it once more
-        print(
-            "zerojax: stdout is closed; the same command resumes from the last checkpoint", file=sys.stderr, flush=True
-        )
-        launch.leave(2)
+        _leave_unheard("stdout is closed; the same command resumes from the last checkpoint")
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         where = error.filename or "stdout, or another file of the run"
-        print(
-            f"zerojax: {where}: no space left on the device; make room, and the same command resumes from the last checkpoint",
-            file=sys.stderr,
-            flush=True,
-        )
-        launch.leave(2)
+        _leave_unheard(f"{where}: no space left on the device; make room, then run again to resume")
     except KeyboardInterrupt:
         print("zerojax: interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
         launch.leave(INTERRUPTED)
@@ -138,6 +128,13 @@ def say(text: str) -> None:
     """Prints a line on the primary process."""
     if launch.is_primary():
         print(text, flush=True)
+
+
+def _leave_unheard(line: str) -> None:
+    """Ends the process where stdout takes nothing more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes it once more
+    print(f"zerojax: {line}", file=sys.stderr, flush=True)
+    launch.leave(2)
 
 
 def _report_unraisable(report: Callable[[Any], object], what: Any) -> None:

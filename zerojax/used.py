@@ -227,9 +227,7 @@ def largest_block(placements: Mapping[str, gather.Placement], blocks: str) -> in
     """Returns the number of weights in the largest of the blocks that a regex names; 0 where it names none."""
     sizes: dict[str, int] = {}
     for path, place in placements.items():
-        parts = path.removeprefix("params/").split("/")
-        prefixes = ("/".join(parts[:end]) for end in range(1, len(parts)))
-        block = next((prefix for prefix in prefixes if re.fullmatch(blocks, prefix)), None)
+        block = blocks_lib.block_of(path, re.compile(blocks))
         if block is not None:
             sizes[block] = sizes.get(block, 0) + math.prod(place.shape or ())
     return max(sizes.values(), default=0)
