@@ -19,8 +19,10 @@ from unittest import mock
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from zerojax import checkpoint, metrics, program, resume, train
 from zerojax import config as config_lib
-from zerojax import metrics, train
+from zerojax import streams as streams_lib
+from zerojax.data import tokenizer
 
 ROOT = pathlib.Path(__file__).parents[1]
 LIMIT = 240  # seconds; a command that takes longer hangs
@@ -221,3 +223,15 @@ def open_commands(folder: pathlib.Path, cache: pathlib.Path) -> Iterator[Command
         yield commands
     finally:
         commands.close()
+
+
+def restored(folder: pathlib.Path, step: int, **changes: Any) -> tuple[program.Program, Any]:
+    """Returns the program and the state that a run in `folder` would go on with."""
+    built = program.build(config(**changes), tokenizer_vocab=320)
+    streams = streams_lib.Streams(built, tokenizer.load_tokenizer("bytes"), folder)
+    saver = checkpoint.Checkpointer(folder / "checkpoints", keep_last=2, keep_best=0)
+    try:
+        return built, resume.state(built, saver, step, streams)
+    finally:
+        saver.close()
+        streams.close()

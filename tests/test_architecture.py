@@ -34,6 +34,7 @@ FLOORS = (
     {"plan_report", "search"},
     {"foresight"},
     {"streams"},
+    {"resume"},
     {"loop"},
     {"train", "plan"},
 )  # fmt: skip

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.training import train_state
+from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import buffer_dump, buffers, mesh, partition, step
 from zerojax.buffer_roles import ACTIVATIONS, GATHERED, GRADIENTS, LOSS, MOMENTS, OTHER, PARAMS, REST
@@ -140,6 +141,30 @@ def test_a_program_in_the_compilation_cache_is_assigned_anew(cache_dir, stage3):
         lowered.compile()
         assert buffers.compile_with_buffers(lowered)[1].source == buffers.ASSIGNMENT
     assert jax.config.jax_enable_compilation_cache
+
+
+def test_with_and_without_an_assignment_the_same_waits_on_the_host(monkeypatch):
+    keep = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["kept"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def loss(x):
+        for _ in range(2):
+            x = jax.checkpoint(lambda x: jnp.sin(checkpoint_name(jnp.cos(x), "kept")), policy=keep)(x)
+        return jnp.sum(x)
+
+    x = jax.ShapeDtypeStruct(
+        (64, 256, 256), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(compile_only.gpus()[0])
+    )
+    lowered = jax.jit(jax.grad(loss)).lower(x)
+    _, full = buffers.compile_with_buffers(lowered, compiler_options=compile_only.FAST)
+    monkeypatch.setattr(buffer_dump, "read", lambda folder: None)
+    _, found = buffers.compile_with_buffers(lowered, compiler_options=compile_only.FAST)
+    assert (full.source, found.source) == (buffers.ASSIGNMENT, buffers.ANALYSIS)
+    assert found.host_temporaries == full.host_temporaries == found.host == full.host == 2 * 4 * 64 * 256 * 256
 
 
 def test_values_in_one_place_are_counted_once():

@@ -63,6 +63,17 @@ def test_a_run_that_is_out_of_memory_ends_with_the_plan_and_one_line(tmp_path, m
     assert out.index(foresight.SHORT) < out.index("Memory on each device")
 
 
+def test_a_state_is_made_after_the_plan_and_for_want_of_room_ends_with_it(tmp_path, monkeypatch, capsys):
+    def no_room(built):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
+
+    monkeypatch.setattr(train.program_lib, "init_state", no_room)
+    with pytest.raises(zerojax.UserError, match="out of device memory: the step needs"):
+        train.train(runs.config(), tmp_path)
+    out = capsys.readouterr().out
+    assert "compiled in" in out and "starts at step" not in out
+
+
 def test_another_error_of_the_runtime_is_not_taken_for_it(tmp_path, monkeypatch):
     def broken(state, batch):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")

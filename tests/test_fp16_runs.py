@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import runs
 
-from zerojax import checkpoint, loop, loss_scale, metrics, program
-from zerojax import streams as streams_lib
-from zerojax.data import tokenizer
+from zerojax import loss_scale, metrics, program
 from zerojax.errors import UserError
 
 # The first scales are far too large for float16, and halve at once.
@@ -26,17 +24,6 @@ def overflowed(cache_dir, tmp_path_factory):
     return runs.run(tmp_path_factory.mktemp("overflowed"), **OVERFLOWING)
 
 
-def restored(folder, step, **changes):
-    """Returns the program and the state that a run in `folder` would go on with."""
-    built = program.build(runs.config(**changes), tokenizer_vocab=320)
-    streams = streams_lib.Streams(built, tokenizer.load_tokenizer("bytes"), folder)
-    saver = checkpoint.Checkpointer(folder / "checkpoints", keep_last=2, keep_best=0)
-    state = loop.resume(built, saver, step, streams)
-    saver.close()
-    streams.close()
-    return built, state
-
-
 def test_overflows_skip_steps_and_the_run_goes_on_and_learns_at_its_own_pace(overflowed):
     lines = metrics.read(overflowed)
     assert [line["step"] for line in lines] == list(range(1, 13))  # the batches go on
@@ -48,7 +35,7 @@ def test_overflows_skip_steps_and_the_run_goes_on_and_learns_at_its_own_pace(ove
     # The schedule counts steps taken: the warm-up of two steps begins with the first one.
     taken_before = np.arange(12) - overflows_before
     assert [line["learning_rate"] for line in lines] == pytest.approx((0.005 * np.minimum(taken_before, 2)).tolist())
-    _, state = restored(overflowed, 12, **OVERFLOWING)
+    _, state = runs.restored(overflowed, 12, **OVERFLOWING)
     assert int(state.step) == 12 - is_skipped.sum()
     assert not {"overflow_leaf", "is_exhausted"} & lines[0].keys()
 
@@ -70,15 +57,15 @@ def test_a_run_cut_in_two_gives_the_numbers_of_one_scale_and_all(tmp_path, overf
 
 
 def test_a_checkpoint_moves_into_and_out_of_float16(tmp_path, overflowed):
-    _, state = restored(overflowed, 12, **{**OVERFLOWING, "zero__stage": 1})
+    _, state = runs.restored(overflowed, 12, **{**OVERFLOWING, "zero__stage": 1})
     assert isinstance(state.loss_scale, loss_scale.LossScaleState) and int(state.loss_scale.skipped_steps) > 0
     weights = jax.tree.map(np.asarray, state.opt_state.master)
-    _, plain = restored(overflowed, 12, precision="fp32", steps=12)
+    _, plain = runs.restored(overflowed, 12, precision="fp32", steps=12)
     assert plain.loss_scale == ()
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, plain.params), weights)
 
     runs.run(tmp_path, precision="fp32", steps=2)
-    _, fresh = restored(tmp_path, 2, **OVERFLOWING)
+    _, fresh = runs.restored(tmp_path, 2, **OVERFLOWING)
     assert (float(fresh.loss_scale.scale), int(fresh.loss_scale.skipped_steps)) == (2.0**24, 0)
     assert jax.tree.leaves(fresh.loss_scale)[0].sharding.is_fully_replicated
     runs.run(tmp_path, precision="fp16", steps=4)
@@ -89,8 +76,8 @@ def test_a_checkpoint_moves_into_and_out_of_float16(tmp_path, overflowed):
 def test_a_checkpoint_moves_into_and_out_of_weights_without_a_master(tmp_path):
     """Into bfloat16 each weight is rounded to nearest; out of it nothing is lost, and moments are the same throughout."""
     runs.run(tmp_path, precision="fp32", steps=2)
-    _, first = restored(tmp_path, 2, precision="fp32")
-    _, rounded = restored(tmp_path, 2, precision="bf16_sr", zero__stage=1)
+    _, first = runs.restored(tmp_path, 2, precision="fp32")
+    _, rounded = runs.restored(tmp_path, 2, precision="bf16_sr", zero__stage=1)
     for weight, full in zip(jax.tree.leaves(rounded.params), jax.tree.leaves(first.params)):
         assert weight.dtype == jax.numpy.bfloat16
         np.testing.assert_array_equal(weight, full.astype(jax.numpy.bfloat16))

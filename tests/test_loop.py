@@ -4,7 +4,6 @@ import json
 import pathlib
 import re
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -195,29 +194,3 @@ def test_a_steps_numbers_are_read_after_the_next_step_is_dispatched(tmp_path, mo
     runs.run(tmp_path)
     late = [f"{word} {step + (word == 'dispatched')}" for step in range(1, 6) for word in ("dispatched", "wrote")]
     assert events == ["dispatched 1", *late, "wrote 6"]
-
-
-def test_padded_shapes_are_those_of_the_model(tmp_path):
-    with runs.on_devices(7):
-        built, streams, _ = open_run(tmp_path, global_batch_size=7, zero__indivisible="pad", model__vocab_size=321)
-        state = program.init_state(built)
-        streams.close()
-    shapes = loop.padded_shapes(built.partition)
-    assert shapes["params/embed/embedding"] == [321, 64]
-    assert state.params["embed"]["embedding"].shape == (322, 64)
-    assert loop.logical_params(built, state)["embed"]["embedding"].shape == (321, 64)
-    assert {path.removeprefix("opt_state/0/mu/") for path in shapes if "/mu/" in path} == {
-        path.removeprefix("params/") for path in shapes if path.startswith("params/")
-    }
-
-
-def test_resume_names_a_padded_leaf_that_is_another_models(tmp_path):
-    with runs.on_devices(7):
-        settings = {"global_batch_size": 7, "zero__indivisible": "pad", "steps": 2}
-        runs.run(tmp_path, devices=7, **settings, model__vocab_size=321)
-        built, streams, run = open_run(tmp_path, **settings, model__vocab_size=322)
-        with pytest.raises(ValueError, match=r"embedding was saved with shape \(321, 64\).*\(322, 64\)"):
-            loop.resume(built, run._saver, 2, streams)
-        streams.close()
-        run._saver.close()
-    assert jax.device_count() == 8

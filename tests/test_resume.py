@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import runs
 
-from zerojax import checkpoint, loop, precision, program
-from zerojax import streams as streams_lib
-from zerojax.data import tokenizer
+import zerojax
+from zerojax import foresight, precision, program, resume
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order by another stage or number of devices
 HALF_PRECISION = 2e-2  # relative: eight bits of bfloat16, over a few steps
@@ -24,6 +23,12 @@ import time
 from zerojax import streams as streams_lib
 following = streams_lib.Streams.next
 streams_lib.Streams.next = lambda streams: ([time.sleep(0.02) for _ in range(10)], following(streams))[1]
+"""
+SLOW_TO_COMPILE = """
+import time
+from zerojax import foresight
+compile_step = foresight.compile_step
+foresight.compile_step = lambda built: (print("compiling", flush=True), time.sleep(0.3), compile_step(built))[-1]
 """
 HANG_WHILE_BUILDING = """
 import time
@@ -137,9 +142,8 @@ def test_a_second_interrupt_ends_a_run_at_once_in_one_line(commands, uninterrupt
 
 
 def test_an_interrupt_while_compiling_stops_after_the_first_step(commands, tmp_path):
-    command = commands.start(*runs.flags(steps=9000), f"--workdir={tmp_path}", before=SLOW)
-    wait_for(lambda: "starts at step" in command.out, command)
-    time.sleep(0.3)  # the loop has begun: it takes its handlers first
+    command = commands.start(*runs.flags(steps=9000), f"--workdir={tmp_path}", before=SLOW_TO_COMPILE)
+    wait_for(lambda: "compiling" in command.out, command)
     command.kill(signal.SIGINT)
     assert command.wait().status == 0 and "stopped by a signal at step 1, saved" in command.out, command.err
 
@@ -209,14 +213,8 @@ def test_a_checkpoint_moves_between_precisions_bit_for_bit(tmp_path):
     leaves = []
     for name, stage in chain:
         copy = pathlib.Path(shutil.copytree(folder, tmp_path / f"{name}{stage}"))
-        bytes_of_text = tokenizer.load_tokenizer("bytes")
-        built = program.build(runs.config(precision=name, zero__stage=stage), tokenizer_vocab=320)
-        streams = streams_lib.Streams(built, bytes_of_text, copy)
-        saver = checkpoint.Checkpointer(copy / "checkpoints", keep_last=2, keep_best=0)
-        state = loop.resume(built, saver, 2, streams)
+        _, state = runs.restored(copy, 2, precision=name, zero__stage=stage)
         leaves.append(jax.tree.map(np.asarray, jax.tree.leaves(precision.to_logical(state))))
-        saver.close()
-        streams.close()
     for found in leaves[1:]:
         jax.tree.map(np.testing.assert_array_equal, found, leaves[0])
     fp32 = runs.run(tmp_path / "fp32", precision="fp32")
@@ -233,3 +231,41 @@ def test_a_dataset_deleted_between_two_parts_is_prepared_again(tmp_path):
     shutil.rmtree(folder / "datasets")
     runs.run(folder, **changes)
     assert runs.numbers(folder) == runs.numbers(tmp_path / "whole")
+
+
+def test_padded_shapes_are_those_of_the_model():
+    with runs.on_devices(7):
+        changes = {"global_batch_size": 7, "zero__indivisible": "pad", "model__vocab_size": 321}
+        built = program.build(runs.config(**changes), tokenizer_vocab=320)
+        state = program.init_state(built)
+    shapes = resume.padded_shapes(built.partition)
+    assert shapes["params/embed/embedding"] == [321, 64]
+    assert state.params["embed"]["embedding"].shape == (322, 64)
+    assert resume.logical_params(built, state)["embed"]["embedding"].shape == (321, 64)
+    assert {path.removeprefix("opt_state/0/mu/") for path in shapes if "/mu/" in path} == {
+        path.removeprefix("params/") for path in shapes if path.startswith("params/")
+    }
+
+
+def test_resume_names_a_padded_leaf_that_is_another_models(tmp_path):
+    with runs.on_devices(7):
+        settings = {"global_batch_size": 7, "zero__indivisible": "pad", "steps": 2}
+        runs.run(tmp_path, devices=7, **settings, model__vocab_size=321)
+        with pytest.raises(ValueError, match=r"embedding was saved with shape \(321, 64\).*\(322, 64\)"):
+            runs.restored(tmp_path, 2, **settings, model__vocab_size=322)
+    assert jax.device_count() == 8
+
+
+def test_what_cannot_be_resumed_is_told_before_anything_is_compiled_and_takes_nothing_off_the_log(
+    tmp_path, monkeypatch
+):
+    runs.run(tmp_path, steps=3, checkpoint__every=2, checkpoint__at_end=False)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    assert before.count("\n") == 3
+    meta = next((tmp_path / "checkpoints" / "2").rglob("*meta*"))
+    meta = next(path for path in [meta, *meta.rglob("*")] if path.is_file())
+    meta.write_text("{")
+    monkeypatch.setattr(foresight, "compile_step", lambda built: pytest.fail("compiled"))
+    with pytest.raises(zerojax.UserError, match=r"damaged"):
+        runs.run(tmp_path, steps=6)
+    assert (tmp_path / "metrics.jsonl").read_text() == before

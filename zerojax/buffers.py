@@ -117,6 +117,11 @@ class Buffers:
         return held + self.outputs + self.constants + self.temporaries
 
     @property
+    def host_temporaries(self) -> int:
+        """Returns the bytes of the host's memory that the step needs beside its arguments."""
+        return self.host - sum(argument.nbytes for argument in self.arguments if argument.space != DEVICE)
+
+    @property
     def arguments_by_role(self) -> dict[str, int]:
         """Returns the bytes on the device of arguments, by role."""
         return _sums((a.role, a.nbytes) for a in self.arguments if a.space == DEVICE)
@@ -222,7 +227,7 @@ def _from_analysis(stats: Any, module: hlo.Module, leaves: Mapping, analysis: in
         outputs=max(0, analysis - temporaries - held),
         constants=0,
         temporaries=temporaries,
-        host=sum(a.nbytes for a in arguments if a.space == HOST),
+        host=sum(a.nbytes for a in arguments if a.space == HOST) + (stats.host_temp_size_in_bytes if stats else 0),
         peak_place=0,
         length=len(module.entry.instructions),
         at_peak=(),

@@ -4,7 +4,7 @@ import contextlib
 import math
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,12 +23,11 @@ from zerojax import (
     precision,
     profiling,
     report,
+    resume,
     startup,
     timing,
-    tree,
 )
 from zerojax import mesh as mesh_lib
-from zerojax import partition as partition_lib
 from zerojax import program as program_lib
 from zerojax import streams as streams_lib
 from zerojax.errors import UserError
@@ -37,7 +36,7 @@ _STEPS_BEFORE_COMPARING = 2  # the first steps of a program reach its peak
 
 
 class Run:
-    """One part of a run: from a state to the last step, or to a signal."""
+    """One part of a run: from a plan and a state to the last step, or to a signal."""
 
     def __init__(
         self,
@@ -59,17 +58,13 @@ class Run:
         self._compare_at = 0
         self._clock = 0.0
 
-    def train(self, state: Any, *, start: int) -> tuple[Any, bool]:
-        """Trains from step `start`; returns the state, and whether the last step was reached."""
+    def train(self, first_state: Callable[[], Any], *, start: int) -> tuple[Any, bool]:
+        """Plans, makes the state of step `start`, and trains; returns the state, and whether the last step was reached."""
         config = self._program.config
         self.step = self._last_good = start
-        self._log.resume_at(start)
-        self._clock = time.perf_counter()
         progress = metrics.Progress(config.steps, start=start, log_every=config.log_every, enabled=launch.is_primary())
         with launch.StopSignal() as stop, self._log, progress as self._progress, self._watched(), self._profiler:
-            if self.step < config.steps:
-                self._compile()
-                self._log.open()
+            state = self._begin(first_state)
             if config.profile.steps and self.step >= config.profile.start:
                 self._progress.print(f"nothing is profiled: step {config.profile.start} was done before this run")
             own = timing.OwnTime()
@@ -116,6 +111,18 @@ class Run:
         if launch.is_primary():
             plot.plot_losses(metrics.read(self._folder), self._folder / "losses.png")
 
+    def _begin(self, first_state: Callable[[], Any]) -> Any:
+        """Compiles the step, if one is left, and returns the state: until the plan is known nothing is allocated, or cut off the log."""
+        is_over = self.step == self._program.config.steps
+        if not is_over:
+            self._compile()
+        state = first_state()
+        self._log.resume_at(self.step)
+        if not is_over:
+            self._log.open()
+        self._clock = time.perf_counter()
+        return state
+
     def _compile(self) -> None:
         """Compiles the step, and says what it will need before the first one runs."""
         with startup.without_collector():
@@ -125,7 +132,7 @@ class Run:
         self._progress.print(f"compiled in {self._plan.compile_seconds:.1f} s; {plan_report.verdict(self._plan)}")
         if launch.is_primary():
             foresight.write(self._folder, self._program, self._plan, None)
-        self._clock = time.perf_counter()
+        startup.reserve_on_host(self._plan.buffers.host_temporaries)
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -221,7 +228,7 @@ class Run:
             self.step,
             precision.to_logical(state),
             self._streams.position(),
-            meta={"padded": padded_shapes(self._program.partition)},
+            meta={"padded": resume.padded_shapes(self._program.partition)},
             eval_loss=loss if seen == self.step else None,
         )
         self._log.flush()
@@ -237,63 +244,9 @@ class Run:
         return tokenizer.decode(np.asarray(tokens)[1:])
 
 
-def resume(
-    program: program_lib.Program,
-    saver: checkpoint.Checkpointer,
-    step: int,
-    streams: streams_lib.Streams,
-    *,
-    rescales: bool = False,
-) -> Any:
-    """Returns the state saved at `step`, placed as this run places it, and moves the data there; `rescales` starts its loss scale afresh.
-
-    Raises:
-      UserError: the checkpoint is damaged or another model's.
-    """
-    before, now = saver.meta(step).get("padded", {}), _shapes(program.partition)
-    for path, shape in before.items():
-        if now.get(path, shape) != shape:
-            raise UserError(
-                f"{saver.directory}/{step}: {path} was saved with shape {tuple(shape)}, and this config's model has "
-                f"{tuple(now[path])}; use the config it was saved with"
-            )
-    resizable = frozenset(before.keys() | padded_shapes(program.partition).keys())
-    logical, position = saver.restore(step, program.logical_abstract_state, resizable, optional=("loss_scale",))
-    streams.move_to(position)
-    return program_lib.restored_state(program, logical, rescales=rescales)
-
-
-def padded_shapes(partition: partition_lib.Partition) -> dict[str, list[int]]:
-    """Returns the unpadded shape of each leaf that is stored padded, by its path in a checkpoint."""
-    return {path: list(leaf.shape) for path, leaf in _logical_leaves(partition) if leaf.padding}
-
-
-def logical_params(program: program_lib.Program, state: Any) -> Any:
-    """Returns the float32 weights as the model sees them, without padding."""
-    logical = precision.to_logical(state).params
-    padded = padded_shapes(program.partition)
-
-    def cut(path: str, leaf: jax.Array) -> jax.Array:
-        shape = padded.get(f"params/{path}")
-        return leaf[tuple(map(slice, shape))] if shape else leaf
-
-    return tree.map_with_path(cut, logical)
-
-
 def held(state: Any) -> str:
     """Says how many bytes of state one device holds."""
     return report.human(report.measured_bytes(state, jax.local_devices()[0]))
-
-
-def _shapes(partition: partition_lib.Partition) -> dict[str, list[int]]:
-    """Returns every leaf's shape as the model sees it, by its path in a checkpoint."""
-    return {path: list(leaf.shape) for path, leaf in _logical_leaves(partition)}
-
-
-def _logical_leaves(partition: partition_lib.Partition) -> list[tuple[str, partition_lib.Leaf]]:
-    """Returns what was decided for each leaf of a checkpoint."""
-    decided = tree.map_with_path(lambda path, _: partition.leaves[path], partition.abstract_state)
-    return tree.flatten(precision.to_logical(decided))
 
 
 def _is_due(step: int, every: int) -> bool:

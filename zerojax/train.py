@@ -17,7 +17,7 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from zerojax import checkpoint, command, export, launch, loop, profiling, report, startup, workdir
+from zerojax import checkpoint, command, export, launch, loop, profiling, report, resume, startup, workdir
 from zerojax import config as config_lib
 from zerojax import program as program_lib
 from zerojax import streams as streams_lib
@@ -62,21 +62,23 @@ def main() -> None:
 
 def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     """Runs all chapters of a training in `folder`."""
-    program, run, state, done = prepare(config, folder)
-    state, finished = run.train(state, start=done)
+    program, run, first_state, done = prepare(config, folder)
+    state, finished = run.train(first_state, start=done)
     if not finished:
         return say(f"stopped by a signal at step {run.step}, saved; the same command resumes")
     run.finish(state)
     if config.export.format == "huggingface":
-        params = loop.logical_params(program, state)
+        params = resume.logical_params(program, state)
         export.export_llama(params, program.model, folder / "export")
         say(f"weights exported to {folder / 'export'}")
     say(f"done: {folder}")
     return None
 
 
-def prepare(config: config_lib.Config, folder: pathlib.Path) -> tuple[program_lib.Program, loop.Run, Any, int]:
-    """Returns the program, a run of it, its first or its saved state, and the steps done."""
+def prepare(
+    config: config_lib.Config, folder: pathlib.Path
+) -> tuple[program_lib.Program, loop.Run, Callable[[], Any], int]:
+    """Returns the program, a run of it, what makes its first state or takes its saved one, and the steps done."""
     say(f"devices: {launch.describe()}; everything goes to {folder}")
     settings = config_lib.to_dict(config)
     before = workdir.check(folder, settings)
@@ -107,21 +109,26 @@ def prepare(config: config_lib.Config, folder: pathlib.Path) -> tuple[program_li
             f"config.steps: is {config.steps}, and the run in {folder} is at step {done}; set --config.steps={done} "
             "or more, or choose another --workdir"
         )
+    if done is not None:
+        resume.check(program, saver, done)
     first_scale = ("loss_scale.static", "loss_scale.init_scale")
     rescales = program.loss_scale is not None and workdir.differs(before, settings, first_scale)
-    if done is None:
-        with startup.without_collector():
-            state = program_lib.init_state(program)
-    else:
-        state = loop.resume(program, saver, done, streams, rescales=rescales)
-        if rescales:
-            say("the loss scale starts afresh: config.loss_scale sets another first one than before")
-    if launch.is_primary():
-        workdir.save(folder, settings)
-    say(
-        f"starts at step {done or 0} of {config.steps}; {loop.held(state)} of state on each device, counted from its arrays"
-    )
-    return program, loop.Run(program, streams, saver, folder), state, done or 0
+
+    def first_state() -> Any:
+        if done is None:
+            with startup.without_collector():
+                state = program_lib.init_state(program)
+        else:
+            state = resume.state(program, saver, done, streams, rescales=rescales)
+            if rescales:
+                say("the loss scale starts afresh: config.loss_scale sets another first one than before")
+        if launch.is_primary():
+            workdir.save(folder, settings)
+        held = f"{loop.held(state)} of state on each device, counted from its arrays"
+        say(f"starts at step {done or 0} of {config.steps}; {held}")
+        return state
+
+    return program, loop.Run(program, streams, saver, folder), first_state, done or 0
 
 
 def say(text: str) -> None:
