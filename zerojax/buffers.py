@@ -117,11 +117,6 @@ class Buffers:
         return held + self.outputs + self.constants + self.temporaries
 
     @property
-    def host_temporaries(self) -> int:
-        """Returns the bytes of the host's memory that the step needs beside its arguments."""
-        return self.host - sum(argument.nbytes for argument in self.arguments if argument.space != DEVICE)
-
-    @property
     def arguments_by_role(self) -> dict[str, int]:
         """Returns the bytes on the device of arguments, by role."""
         return _sums((a.role, a.nbytes) for a in self.arguments if a.space == DEVICE)

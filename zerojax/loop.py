@@ -132,7 +132,6 @@ class Run:
         self._progress.print(f"compiled in {self._plan.compile_seconds:.1f} s; {plan_report.verdict(self._plan)}")
         if launch.is_primary():
             foresight.write(self._folder, self._program, self._plan, None)
-        startup.reserve_on_host(self._plan.buffers.host_temporaries)
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
