@@ -7,6 +7,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+import runs
 
 from zerojax import startup
 
@@ -59,3 +60,36 @@ def test_who_computes_learns_what_is_wrong_with_a_device_and_not_who_woke_it(mon
         thread.join()
     assert capfd.readouterr().err == ""
     assert float(jnp.sum(jax.device_put(jnp.ones(3)))) == 3
+
+
+@pytest.mark.parametrize("said, expected", [(None, 0.0), ("2.5", 2.5)])
+def test_the_environment_has_the_last_word_on_which_programs_are_kept(monkeypatch, said, expected):
+    name = "jax_persistent_cache_min_compile_time_secs"
+    monkeypatch.delenv(name.upper(), raising=False)
+    if said:
+        monkeypatch.setenv(name.upper(), said)
+    with runs.jax_settings(**{name: 2.5}):
+        startup.keep_every_program()
+        assert jax.config.values[name] == expected
+
+
+def test_a_second_start_compiles_nothing(commands, tmp_path):
+    count = f"""
+import atexit, jax
+jax.config.update("jax_compilation_cache_dir", {str(tmp_path / "cache")!r})
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+told = []
+jax.monitoring.register_event_listener(lambda event, **_: told.append(event.rsplit("/", 1)[-1]))
+atexit.register(lambda: print("compiled", told.count("compile_requests_use_cache") - told.count("cache_hits"), flush=True))
+"""
+    compiled = []
+    for number in (1, 2):
+        command = commands(
+            *runs.flags(steps=2),
+            f"--workdir={tmp_path / str(number)}",
+            before=count,
+            unset=("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",),
+        )
+        assert command.status == 0, command.err
+        compiled.append(int(command.out.rsplit("compiled ", 1)[1]))
+    assert compiled[0] > 5 and compiled[1] == 0

@@ -2,10 +2,22 @@
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
 import jax
+
+_SHORTEST = "jax_persistent_cache_min_compile_time_secs"
+
+
+def keep_every_program() -> None:
+    """Has JAX keep programs that compile in less than a second too, where it keeps any on disk, unless the environment sets how long.
+
+    A run makes its state with a dozen of them, which together take a GPU's compiler seconds at every start.
+    """
+    if _SHORTEST.upper() not in os.environ:
+        jax.config.update(_SHORTEST, 0.0)
 
 
 def wake_devices() -> None:

@@ -39,6 +39,7 @@ def main() -> None:
     sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
     try:
         config = config_lib.from_dict(command.parse(sys.argv))
+        startup.keep_every_program()
         emulated = launch.emulate_cpu_devices(config.emulate_devices)
         launch.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
         if emulated:
