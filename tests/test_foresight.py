@@ -6,7 +6,7 @@ import pytest
 import runs
 
 import zerojax
-from zerojax import foresight, loop, program, search, train
+from zerojax import foresight, loop, planning, program, search, targets, train
 from zerojax.models import llama
 
 
@@ -61,6 +61,28 @@ def test_a_run_that_is_out_of_memory_ends_with_the_plan_and_one_line(tmp_path, m
         train.train(runs.config(), tmp_path)
     out = capsys.readouterr().out
     assert out.index(foresight.SHORT) < out.index("Memory on each device")
+
+
+@pytest.mark.parametrize("is_pool", [True, False])
+def test_a_step_that_needs_more_than_may_be_allocated_ends_before_anything_is(tmp_path, monkeypatch, capsys, is_pool):
+    """What a device has beyond that is not known well enough to refuse a run for it."""
+    plan_program, made = planning.plan_program, []
+
+    def plan_on_less(*args, **how):
+        plan = plan_program(*args, **how)
+        memory = targets.Figure(plan.peak - 1, "this test")
+        return dataclasses.replace(plan, target=dataclasses.replace(plan.target, memory=memory, is_pool=is_pool))
+
+    def init_state(built):
+        made.append(built)
+        raise KeyError("made")
+
+    monkeypatch.setattr(planning, "plan_program", plan_on_less)
+    monkeypatch.setattr(train.program_lib, "init_state", init_state)
+    with pytest.raises(zerojax.UserError if is_pool else KeyError, match="the step needs" if is_pool else "made"):
+        train.train(runs.config(), tmp_path)
+    assert bool(made) != is_pool
+    assert (foresight.SHORT in capsys.readouterr().out) == is_pool
 
 
 def test_a_state_is_made_after_the_plan_and_for_want_of_room_ends_with_it(tmp_path, monkeypatch, capsys):

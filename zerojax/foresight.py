@@ -25,14 +25,17 @@ def compile_step(program: program_lib.Program) -> planning.Plan:
     """Compiles the program's train step for the devices it is built on; the plan holds the step, ready to run.
 
     Raises:
-      UserError: it cannot be compiled within the devices' memory.
+      UserError: it cannot be compiled within the devices' memory, or needs more than JAX may allocate there.
     """
     try:
-        return planning.plan_program(program, "here", from_cache=True)
+        plan = planning.plan_program(program, "here", from_cache=True)
     except jax.errors.JaxRuntimeError as error:
         if OUT_OF_MEMORY not in str(error):
             raise
         raise too_large(program, None) from error
+    if plan.target.is_pool and not plan.fits:
+        raise too_large(program, plan)
+    return plan
 
 
 def write(folder: pathlib.Path, program: program_lib.Program, plan: planning.Plan, measured: int | None) -> None:
