@@ -2,6 +2,7 @@
 
 import json
 import re
+from unittest import mock
 
 import jax
 import numpy as np
@@ -118,6 +119,16 @@ def test_a_resumed_run_takes_the_first_scale_that_its_config_sets_anew(tmp_path,
     assert scales_of(4, loss_scale__static=2.0**9) == ([2.0**26, 2.0**25, 2.0**24, 2.0**9], 1)
     assert scales_of(5, loss_scale__init_scale=2.0**12)[0][3:] == [2.0**9, 2.0**12]
     assert [line["skipped_steps"] for line in metrics.read(tmp_path)][-2:] == [3, 3]  # and the count goes on
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_its_scale_afresh_again(tmp_path, monkeypatch):
+    changes = {"precision": "fp16", "checkpoint__every": 0}
+    runs.run(tmp_path, steps=2, loss_scale__init_scale=2.0**10, **changes)
+    with monkeypatch.context() as killed, pytest.raises(InterruptedError):
+        killed.setattr(metrics.MetricsLog, "open", mock.Mock(side_effect=InterruptedError))
+        runs.run(tmp_path, steps=4, loss_scale__init_scale=2.0**12, **changes)
+    runs.run(tmp_path, steps=4, loss_scale__init_scale=2.0**12, **changes)
+    assert [line["loss_scale"] for line in metrics.read(tmp_path)] == [2.0**10] * 2 + [2.0**12] * 2
 
 
 def test_a_run_that_took_no_step_says_so(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import time
@@ -256,16 +257,75 @@ def test_resume_names_a_padded_leaf_that_is_another_models(tmp_path):
     assert jax.device_count() == 8
 
 
-def test_what_cannot_be_resumed_is_told_before_anything_is_compiled_and_takes_nothing_off_the_log(
-    tmp_path, monkeypatch
+@pytest.fixture(scope="module")
+def three_steps(cache_dir, tmp_path_factory):
+    """Returns the folder of a run with checkpoints of steps 2 and 3; copy it."""
+    return runs.run(tmp_path_factory.mktemp("three"), steps=3, checkpoint__every=2)
+
+
+def scramble(path, text):
+    """Writes other text of the same length."""
+    path.write_text(text.ljust(path.stat().st_size)[: path.stat().st_size])
+
+
+UNFIT = {
+    "another depth": (lambda step: None, {"model__num_layers": 2}, "its state lacks"),
+    "another width": (lambda step: None, {"model__vocab_size": 336}, "with shape"),
+    "another batch": (lambda step: None, {"global_batch_size": 16}, "num_rows=8 and this run has num_rows=16"),
+    "another length": (lambda step: None, {"seq_len": 16}, "seq_len=32 and this run has seq_len=16"),
+    "data that is no JSON": (lambda step: scramble(step / "data" / "metadata", "{"), {}, "damaged"),
+    "data of no rows": (lambda step: scramble(step / "data" / "metadata", "{}"), {}, "row 0 is not among the 0 saved"),
+    "data that is a list": (lambda step: scramble(step / "data" / "metadata", "[]"), {}, "row 0 does not say"),
+    "a row that is a number": (lambda step: scramble(step / "data" / "metadata", '{"0": 1}'), {}, "row 0 does not say"),
+    "meta that is no JSON": (lambda step: scramble(step / "meta" / "metadata", "}"), {}, "damaged"),
+    "meta that is a list": (lambda step: scramble(step / "meta" / "metadata", "[]"), {}, "damaged"),
+    "meta without meta": (lambda step: scramble(step / "meta" / "metadata", "{}"), {}, "damaged"),
+    "meta of nothing": (lambda step: scramble(step / "meta" / "metadata", '{"meta":null}'), {}, "damaged"),
+    "shapes in a list": (lambda step: scramble(step / "meta" / "metadata", '{"meta":{"padded":[]}}'), {}, "damaged"),
+    "a shape that is a number": (
+        lambda step: scramble(step / "meta" / "metadata", '{"meta":{"padded":{"x":1}}}'),
+        {},
+        "damaged",
+    ),
+    "sizes in a list": (lambda step: (step / "sizes.json").write_text("[]"), {}, "damaged"),
+    "a state that says nothing of its arrays": (
+        lambda step: scramble(step / "state" / "_METADATA", "?"),
+        {},
+        "damaged",
+    ),
+    "a log that is none": (
+        lambda step: (step.parent.parent / "metrics.jsonl").write_text('{"step": 1}\ngarbage\n{"step": 3}\n'),
+        {},
+        "metrics.jsonl:2: not a line of JSON",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_what_cannot_be_resumed_is_told_before_anything_is_compiled_and_changes_nothing(
+    three_steps, tmp_path, monkeypatch, case
 ):
-    runs.run(tmp_path, steps=3, checkpoint__every=2, checkpoint__at_end=False)
-    before = (tmp_path / "metrics.jsonl").read_text()
-    assert before.count("\n") == 3
-    meta = next((tmp_path / "checkpoints" / "2").rglob("*meta*"))
-    meta = next(path for path in [meta, *meta.rglob("*")] if path.is_file())
-    meta.write_text("{")
-    monkeypatch.setattr(foresight, "compile_step", lambda built: pytest.fail("compiled"))
-    with pytest.raises(zerojax.UserError, match=r"damaged"):
-        runs.run(tmp_path, steps=6)
-    assert (tmp_path / "metrics.jsonl").read_text() == before
+    spoil, changes, words = UNFIT[case]
+    folder = pathlib.Path(shutil.copytree(three_steps, tmp_path / "run"))
+    (folder / "config.json").unlink()  # it would tell other settings first
+    spoil(folder / "checkpoints" / "3")
+    before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    monkeypatch.setattr(foresight, "compile_step", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(zerojax.UserError, match=re.escape(words)):
+        runs.run(folder, steps=6, **changes)
+    assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+def test_a_signal_while_a_finished_run_is_restored_ends_it_before_it_samples(commands, three_steps, tmp_path):
+    folder = shutil.copytree(three_steps, tmp_path / "run")
+    code = """
+import os, signal
+from zerojax import resume
+state = resume.state
+resume.state = lambda *args, **how: (os.kill(os.getpid(), signal.SIGTERM), state(*args, **how))[-1]
+"""
+    settings = runs.flags(steps=3, checkpoint__every=2, sample__length=8)
+    command = commands(*settings, f"--workdir={folder}", before=code)
+    assert command.status == 0 and "stopped by a signal at step 3" in command.out and "a sample" not in command.out
+    command = commands(*settings, f"--workdir={folder}")
+    assert command.status == 0 and "a sample" in command.out

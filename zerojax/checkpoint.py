@@ -4,6 +4,7 @@ A step holds three items: `state`, one logical array for each leaf under the lea
 classes or shardings held it; `data`, JSON, where each row of the data stands; `meta`, JSON.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -112,7 +113,20 @@ class Checkpointer:
         Raises:
           UserError: the step is missing, foreign or damaged.
         """
-        return step_files.read_json(step_files.intact(self.directory, step), "meta")["meta"]
+        path = step_files.intact(self.directory, step)
+        with self._read(step):
+            found = step_files.read_json(path, "meta")["meta"]
+        if not isinstance(found, dict):
+            raise step_files.damaged(self.directory, step, "meta is no table")
+        return found
+
+    def check(
+        self, step: int, abstract_state: Any, resizable: frozenset[str] = frozenset(), optional: Sequence[str] = ()
+    ) -> dict:
+        """Looks, without reading an array, whether `restore` can read the step, and returns the data state; see there."""
+        path, _ = self._find(step, abstract_state, resizable, optional)
+        with self._read(step):
+            return step_files.read_json(path, "data")
 
     def restore(
         self, step: int, abstract_state: Any, resizable: frozenset[str] = frozenset(), optional: Sequence[str] = ()
@@ -133,27 +147,41 @@ class Checkpointer:
         Raises:
           UserError: the step is missing, foreign or damaged, or its state is another model's.
         """
-        self.wait()
         leaves = tree.flatten(abstract_state)
-        wanted = {name: stored_lib.form(leaf) for name, leaf in leaves}
-        path = self._manager.directory / step_files.intact(self.directory, step).name
-        try:
-            saved = self._arrays.metadata(path / "state").tree
-            wanted = {name: leaf for name, leaf in wanted.items() if name in saved or not _is_below(name, optional)}
-            saved = {name: leaf for name, leaf in saved.items() if name in wanted or not _is_below(name, optional)}
-            _check_same_state(path, saved, wanted, resizable)
+        path, wanted = self._find(step, abstract_state, resizable, optional)
+        with self._read(step):
             how = {name: _restore_args(leaf, name in resizable) for name, leaf in wanted.items()}
             args = ocp.args.PyTreeRestore(dict.fromkeys(wanted, 0), restore_args=how, partial_restore=True)
             stored = self._arrays.restore(path / "state", args=args)
             data_state = step_files.read_json(path, "data")
+        restored = [stored_lib.from_stored(stored[name], leaf) if name in stored else leaf for name, leaf in leaves]
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), restored), data_state
+
+    def _find(
+        self, step: int, abstract_state: Any, resizable: frozenset[str], optional: Sequence[str]
+    ) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
+        """Returns an intact step's path, and what of the state is to be read from it."""
+        self.wait()
+        wanted = {name: stored_lib.form(leaf) for name, leaf in tree.flatten(abstract_state)}
+        path = self._manager.directory / step_files.intact(self.directory, step).name
+        with self._read(step):
+            saved = self._arrays.metadata(path / "state").tree
+            wanted = {name: leaf for name, leaf in wanted.items() if name in saved or not _is_below(name, optional)}
+            saved = {name: leaf for name, leaf in saved.items() if name in wanted or not _is_below(name, optional)}
+            _check_same_state(path, saved, wanted, resizable)
+        return path, wanted
+
+    @contextlib.contextmanager
+    def _read(self, step: int) -> Iterator[None]:
+        """Turns what goes wrong in reading a step into a line that says that it is damaged."""
+        try:
+            yield
         except (UserError, RuntimeError):  # JAX says RuntimeError when a device has no memory left
             raise
         except Exception as error:
             if any(isinstance(cause, MemoryError) for cause in _causes(error)):
                 raise
             raise step_files.damaged(self.directory, step, _brief(error)) from error
-        restored = [stored_lib.from_stored(stored[name], leaf) if name in stored else leaf for name, leaf in leaves]
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), restored), data_state
 
     def close(self) -> None:
         """Waits for the save in progress and ends the background threads; raises as `wait` does."""

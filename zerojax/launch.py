@@ -179,14 +179,16 @@ class StopSignal:
         for number, handler in self._former.items():
             signal.signal(number, handler)
 
-    def agreed(self) -> bool:
+    def agreed(self, *, at_once: bool = False) -> bool:
         """Returns the same on every process: whether any was asked to stop. Call it once a step on each.
 
-        The answer is one call late so that no device waits: a call dispatches a tiny reduction and reads the
-        one before. With one process it is `requested`.
+        The answer is one call late, unless wanted `at_once`, so that no device waits: a call dispatches a tiny reduction and reads
+        the one before. With one process it is `requested`.
         """
         if jax.process_count() == 1:
             return self.requested
+        if at_once:
+            return bool(jax.device_get(_any(self.requested)))
         before, self._asked = self._asked, _any(self.requested)
         return before is not None and bool(jax.device_get(before))
 

@@ -65,6 +65,8 @@ class Run:
         progress = metrics.Progress(config.steps, start=start, log_every=config.log_every, enabled=launch.is_primary())
         with launch.StopSignal() as stop, self._log, progress as self._progress, self._watched(), self._profiler:
             state = self._begin(first_state)
+            if self.step == config.steps and stop.agreed(at_once=True):
+                return state, False
             if config.profile.steps and self.step >= config.profile.start:
                 self._progress.print(f"nothing is profiled: step {config.profile.start} was done before this run")
             own = timing.OwnTime()
@@ -117,6 +119,9 @@ class Run:
         if not is_over:
             self._compile()
         state = first_state()
+        held = report.human(report.measured_bytes(state, jax.local_devices()[0]))
+        whole = f"{held} of state on each device, counted from its arrays"
+        self._progress.print(f"starts at step {self.step} of {self._program.config.steps}; {whole}")
         self._log.resume_at(self.step)
         if not is_over:
             self._log.open()
@@ -227,7 +232,7 @@ class Run:
             self.step,
             precision.to_logical(state),
             self._streams.position(),
-            meta={"padded": resume.padded_shapes(self._program.partition)},
+            meta=resume.meta(self._program),
             eval_loss=loss if seen == self.step else None,
         )
         self._log.flush()
@@ -241,11 +246,6 @@ class Run:
         prompt = np.concatenate([[tokenizer.bos_id], tokenizer.encode(settings.prompt)]).astype(np.int32)
         tokens = sampler(state.params, prompt, jax.random.key(self._program.config.seed))
         return tokenizer.decode(np.asarray(tokens)[1:])
-
-
-def held(state: Any) -> str:
-    """Says how many bytes of state one device holds."""
-    return report.human(report.measured_bytes(state, jax.local_devices()[0]))
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -5,47 +5,53 @@ from typing import Any
 
 import jax
 
-from zerojax import checkpoint, precision, tree
+from zerojax import checkpoint, precision, step_files, tree
 from zerojax import partition as partition_lib
 from zerojax import program as program_lib
 from zerojax import streams as streams_lib
 from zerojax.errors import UserError
 
+OPTIONAL = ("loss_scale",)  # a run may go on with one, or without, whatever the saved one did
 
-def check(program: program_lib.Program, saver: checkpoint.Checkpointer, step: int) -> Mapping[str, Sequence[int]]:
-    """Looks, before anything is compiled, whether the checkpoint is this model's; returns the shapes of leaves that were saved padded.
+
+def meta(program: program_lib.Program) -> dict[str, Any]:
+    """Returns what is saved beside a state: the shapes of padded leaves before their padding, and which loss scale the run began with."""
+    return {"padded": padded_shapes(program.partition), "first_loss_scale": _first_scale(program)}
+
+
+def check(
+    program: program_lib.Program, saver: checkpoint.Checkpointer, step: int, streams: streams_lib.Streams
+) -> None:
+    """Sees whether this run can go on from a checkpoint, before anything is compiled or allocated, and moves the data there.
 
     Raises:
-      UserError: it is damaged or another model's.
+      UserError: it is damaged, or another model's.
     """
-    before, now = saver.meta(step).get("padded", {}), _shapes(program.partition)
+    before, now = _padded_before(saver, step), _shapes(program.partition)
     for path, shape in before.items():
         if now.get(path, shape) != shape:
             raise UserError(
                 f"{saver.directory}/{step}: {path} was saved with shape {tuple(shape)}, and this config's model has "
                 f"{tuple(now[path])}; use the config it was saved with"
             )
-    return before
+    streams.move_to(saver.check(step, program.logical_abstract_state, _resizable(program, before), OPTIONAL))
 
 
-def state(
-    program: program_lib.Program,
-    saver: checkpoint.Checkpointer,
-    step: int,
-    streams: streams_lib.Streams,
-    *,
-    rescales: bool = False,
-) -> Any:
-    """Returns the state saved at `step`, placed as this run places it, and moves the data there; `rescales` starts its loss scale afresh.
+def state(program: program_lib.Program, saver: checkpoint.Checkpointer, step: int, *, rescales: bool = False) -> Any:
+    """Returns the state saved at `step`, placed as this run places it; `rescales` starts its loss scale afresh.
 
     Raises:
-      UserError: the checkpoint is damaged or another model's.
+      UserError: the checkpoint is damaged, or another model's.
     """
-    before = check(program, saver, step)
-    resizable = frozenset(before.keys() | padded_shapes(program.partition).keys())
-    logical, position = saver.restore(step, program.logical_abstract_state, resizable, optional=("loss_scale",))
-    streams.move_to(position)
+    resizable = _resizable(program, _padded_before(saver, step))
+    logical, _ = saver.restore(step, program.logical_abstract_state, resizable, OPTIONAL)
     return program_lib.restored_state(program, logical, rescales=rescales)
+
+
+def rescales(program: program_lib.Program, saver: checkpoint.Checkpointer, step: int) -> bool:
+    """Says whether this run is to begin with another loss scale than the one that the checkpoint's began with."""
+    before, now = saver.meta(step).get("first_loss_scale"), _first_scale(program)
+    return None not in (before, now) and before != now
 
 
 def padded_shapes(partition: partition_lib.Partition) -> dict[str, list[int]]:
@@ -74,3 +80,22 @@ def _logical_leaves(partition: partition_lib.Partition) -> list[tuple[str, parti
     """Returns what was decided for each leaf of a checkpoint."""
     decided = tree.map_with_path(lambda path, _: partition.leaves[path], partition.abstract_state)
     return tree.flatten(precision.to_logical(decided))
+
+
+def _first_scale(program: program_lib.Program) -> list[float] | None:
+    """Returns what a loss scale begins with, or None where there is none."""
+    settings = program.config.loss_scale
+    return None if program.loss_scale is None else [float(settings.static), float(settings.init_scale)]
+
+
+def _padded_before(saver: checkpoint.Checkpointer, step: int) -> Mapping[str, Sequence[int]]:
+    """Returns the shapes of leaves that were saved padded, by path."""
+    before = saver.meta(step).get("padded", {})
+    if not isinstance(before, Mapping) or not all(isinstance(shape, list) for shape in before.values()):
+        raise step_files.damaged(saver.directory, step, "meta: padded is no table of shapes")
+    return before
+
+
+def _resizable(program: program_lib.Program, before: Mapping[str, Sequence[int]]) -> frozenset[str]:
+    """Returns the paths of leaves that are padded now or were when they were saved."""
+    return frozenset(before.keys() | padded_shapes(program.partition).keys())

@@ -122,6 +122,8 @@ def _flaw(path: pathlib.Path) -> str | None:
         return f"{SIZES}: {error.strerror}"
     except ValueError:
         return f"{SIZES} is cut"
+    if not isinstance(saved, dict):
+        return f"{SIZES} is no table"
     for name, size in saved.items():
         if name not in found:
             return f"{name} is missing"

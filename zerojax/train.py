@@ -17,7 +17,7 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from zerojax import checkpoint, command, export, launch, loop, profiling, report, resume, startup, workdir
+from zerojax import checkpoint, command, export, launch, loop, metrics, profiling, report, resume, startup, workdir
 from zerojax import config as config_lib
 from zerojax import program as program_lib
 from zerojax import streams as streams_lib
@@ -82,7 +82,7 @@ def prepare(
     """Returns the program, a run of it, what makes its first state or takes its saved one, and the steps done."""
     say(f"devices: {launch.describe()}; everything goes to {folder}")
     settings = config_lib.to_dict(config)
-    before = workdir.check(folder, settings)
+    workdir.check(folder, settings)
     others = {"evaluate": config.evaluate.every, "checkpoint": config.checkpoint.every}
     profiling.check(config.profile.start, config.profile.steps, config.steps, others)
     startup.wake_devices()
@@ -110,23 +110,22 @@ def prepare(
             f"config.steps: is {config.steps}, and the run in {folder} is at step {done}; set --config.steps={done} "
             "or more, or choose another --workdir"
         )
+    rescales = False
     if done is not None:
-        resume.check(program, saver, done)
-    first_scale = ("loss_scale.static", "loss_scale.init_scale")
-    rescales = program.loss_scale is not None and workdir.differs(before, settings, first_scale)
+        resume.check(program, saver, done, streams)
+        if launch.is_primary() and (folder / metrics.FILE).exists():
+            metrics.read(folder)  # lest a line that is none be found after compiling
+        if rescales := resume.rescales(program, saver, done):
+            say("the loss scale starts afresh: config.loss_scale sets another first one than before")
 
     def first_state() -> Any:
         if done is None:
             with startup.without_collector():
                 state = program_lib.init_state(program)
         else:
-            state = resume.state(program, saver, done, streams, rescales=rescales)
-            if rescales:
-                say("the loss scale starts afresh: config.loss_scale sets another first one than before")
+            state = resume.state(program, saver, done, rescales=rescales)
         if launch.is_primary():
             workdir.save(folder, settings)
-        held = f"{loop.held(state)} of state on each device, counted from its arrays"
-        say(f"starts at step {done or 0} of {config.steps}; {held}")
         return state
 
     return program, loop.Run(program, streams, saver, folder), first_state, done or 0

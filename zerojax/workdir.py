@@ -3,7 +3,7 @@
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from zerojax.errors import UserError
@@ -36,8 +36,8 @@ FREE = (
 )
 
 
-def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Compares `config`, as nested plain dicts, with the one that the folder's run was last started with, and returns that one.
+def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
+    """Compares `config`, as nested plain dicts, with the one that the folder's run was last started with.
 
     Raises:
       UserError: the folder cannot be read or written, or belongs to a run with other settings; the line names the first.
@@ -46,7 +46,7 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> Mapping[str,
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / CONFIG_FILE).exists():
-            return {}
+            return
         saved = json.loads((folder / CONFIG_FILE).read_text())
     except OSError as error:
         raise UserError(f"--workdir {folder}: cannot be used ({error.strerror}); choose another folder") from error
@@ -62,13 +62,6 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> Mapping[str,
                 f"--workdir {folder}: was started with config.{place}={before.get(place)!r}, and this run has "
                 f"{now.get(place)!r}; use the same value to resume, or another --workdir"
             )
-    return saved
-
-
-def differs(before: Mapping[str, Any], now: Mapping[str, Any], places: Sequence[str]) -> bool:
-    """Says whether one of the places ("a.b") has another value in `now` than it had in `before`; one that is new has not."""
-    old, new = _flat(before), _flat(json.loads(json.dumps(now)))
-    return any(old[place] != new[place] for place in places if place in old)
 
 
 def save(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:

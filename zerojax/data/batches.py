@@ -10,9 +10,10 @@ state holds tuples: after a round trip through JSON it drops a document, silentl
 """
 
 import functools
+import numbers
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grain
@@ -84,17 +85,22 @@ class Batches:
 
     def _position(self, row: int, state: dict[str, Any]) -> Position:
         """Reads the position of `row` out of `state`, checked."""
-        saved = state.get(str(row))
+        saved = state.get(str(row)) if isinstance(state, Mapping) else "no table"
         if saved is None:
             raise UserError(
                 f"data state: row {row} is not among the {len(state)} saved; restore the merged state of all processes"
             )
-        for key, value in self._settings.items():
+        is_table = isinstance(saved, Mapping)
+        for key, value in self._settings.items() if is_table else ():
             if saved.get(key) != value:
                 raise UserError(
                     f"data state: row {row} was saved with {key}={saved.get(key)} and this run has "
                     f"{key}={value}; resume with the saved {key}, or start anew without the state"
                 )
+        if not is_table or not all(isinstance(saved.get(field), numbers.Integral) for field in self._fields):
+            raise UserError(
+                f"data state: row {row} does not say {' and '.join(self._fields)}; restore an undamaged state, or start anew without it"
+            )
         return tuple(int(saved[field]) for field in self._fields)
 
 
