@@ -231,8 +231,7 @@ def restored(folder: pathlib.Path, step: int, **changes: Any) -> tuple[program.P
     streams = streams_lib.Streams(built, tokenizer.load_tokenizer("bytes"), folder)
     saver = checkpoint.Checkpointer(folder / "checkpoints", keep_last=2, keep_best=0)
     try:
-        resume.check(built, saver, step, streams)
-        return built, resume.state(built, saver, step)
+        return built, resume.state(built, saver, step, resume.check(built, saver, step, streams))
     finally:
         saver.close()
         streams.close()

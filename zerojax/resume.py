@@ -1,6 +1,6 @@
 """Goes on where a checkpoint ends. This module brings the saved state, and the data, to where a run stood, stored padded or not."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,36 +21,42 @@ def meta(program: program_lib.Program) -> dict[str, Any]:
 
 def check(
     program: program_lib.Program, saver: checkpoint.Checkpointer, step: int, streams: streams_lib.Streams
-) -> None:
+) -> Mapping[str, Any]:
     """Sees whether this run can go on from a checkpoint, before anything is compiled or allocated, and moves the data there.
+
+    Returns:
+      The checkpoint's `meta`. Each reading of one looks at all of a step's files, of which there may be thousands.
 
     Raises:
       UserError: it is damaged, or another model's.
     """
-    before, now = _padded_before(saver, step), _shapes(program.partition)
+    saved = saver.meta(step)
+    before, now = saved.get("padded", {}), _shapes(program.partition)
+    if not isinstance(before, Mapping) or not all(isinstance(shape, list) for shape in before.values()):
+        raise step_files.damaged(saver.directory, step, "meta: padded is no table of shapes")
     for path, shape in before.items():
         if now.get(path, shape) != shape:
             raise UserError(
                 f"{saver.directory}/{step}: {path} was saved with shape {tuple(shape)}, and this config's model has "
                 f"{tuple(now[path])}; use the config it was saved with"
             )
-    streams.move_to(saver.check(step, program.logical_abstract_state, _resizable(program, before), OPTIONAL))
+    streams.move_to(saver.check(step, program.logical_abstract_state, _resizable(program, saved), OPTIONAL))
+    return saved
 
 
-def state(program: program_lib.Program, saver: checkpoint.Checkpointer, step: int, *, rescales: bool = False) -> Any:
-    """Returns the state saved at `step`, placed as this run places it; `rescales` starts its loss scale afresh.
+def state(program: program_lib.Program, saver: checkpoint.Checkpointer, step: int, saved: Mapping[str, Any]) -> Any:
+    """Returns the state saved at `step`, placed as this run places it; `saved` is what `check` returned.
 
     Raises:
       UserError: the checkpoint is damaged, or another model's.
     """
-    resizable = _resizable(program, _padded_before(saver, step))
-    logical, _ = saver.restore(step, program.logical_abstract_state, resizable, OPTIONAL)
-    return program_lib.restored_state(program, logical, rescales=rescales)
+    logical, _ = saver.restore(step, program.logical_abstract_state, _resizable(program, saved), OPTIONAL)
+    return program_lib.restored_state(program, logical, rescales=rescales(program, saved))
 
 
-def rescales(program: program_lib.Program, saver: checkpoint.Checkpointer, step: int) -> bool:
+def rescales(program: program_lib.Program, saved: Mapping[str, Any]) -> bool:
     """Says whether this run is to begin with another loss scale than the one that the checkpoint's began with."""
-    before, now = saver.meta(step).get("first_loss_scale"), _first_scale(program)
+    before, now = saved.get("first_loss_scale"), _first_scale(program)
     return None not in (before, now) and before != now
 
 
@@ -88,14 +94,6 @@ def _first_scale(program: program_lib.Program) -> list[float] | None:
     return None if program.loss_scale is None else [float(settings.static), float(settings.init_scale)]
 
 
-def _padded_before(saver: checkpoint.Checkpointer, step: int) -> Mapping[str, Sequence[int]]:
-    """Returns the shapes of leaves that were saved padded, by path."""
-    before = saver.meta(step).get("padded", {})
-    if not isinstance(before, Mapping) or not all(isinstance(shape, list) for shape in before.values()):
-        raise step_files.damaged(saver.directory, step, "meta: padded is no table of shapes")
-    return before
-
-
-def _resizable(program: program_lib.Program, before: Mapping[str, Sequence[int]]) -> frozenset[str]:
+def _resizable(program: program_lib.Program, saved: Mapping[str, Any]) -> frozenset[str]:
     """Returns the paths of leaves that are padded now or were when they were saved."""
-    return frozenset(before.keys() | padded_shapes(program.partition).keys())
+    return frozenset(saved.get("padded", {}).keys() | padded_shapes(program.partition).keys())

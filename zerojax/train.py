@@ -110,12 +110,11 @@ def prepare(
             f"config.steps: is {config.steps}, and the run in {folder} is at step {done}; set --config.steps={done} "
             "or more, or choose another --workdir"
         )
-    rescales = False
     if done is not None:
-        resume.check(program, saver, done, streams)
+        saved = resume.check(program, saver, done, streams)
         if launch.is_primary() and (folder / metrics.FILE).exists():
             metrics.read(folder)  # lest a line that is none be found after compiling
-        if rescales := resume.rescales(program, saver, done):
+        if resume.rescales(program, saved):
             say("the loss scale starts afresh: config.loss_scale sets another first one than before")
 
     def first_state() -> Any:
@@ -123,7 +122,7 @@ def prepare(
             with startup.without_collector():
                 state = program_lib.init_state(program)
         else:
-            state = resume.state(program, saver, done, rescales=rescales)
+            state = resume.state(program, saver, done, saved)
         if launch.is_primary():
             workdir.save(folder, settings)
         return state
