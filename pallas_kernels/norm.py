@@ -4,6 +4,7 @@ One pass gives the global norm and the verdict on overflow: a sum of squares is 
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import tiles as tiles_lib
 from pallas_kernels.tiles import Launch
 
-LAUNCHES = {"pallas": Launch(), "interpret": tiles_lib.INTERPRETED}
+LAUNCHES = {"pallas": Launch(elements=2**16, step=4096, joins=True), "interpret": tiles_lib.INTERPRETED}
 
 
 def sums_of_squares(
@@ -70,21 +71,32 @@ def _by_kernel(
 def _launch(grads: Sequence[jax.Array], scale: jax.Array, *, launch: Launch, interpret: bool) -> list[jax.Array]:
     """Runs the kernel over a group of arrays: each program writes the sum of its tile."""
     elements = launch.tile_of([grad.size for grad in grads])
+    steps = max(1, elements // launch.step)
     tiles = [tiles_lib.flat(grad.size, elements) for grad in grads]
     counts = [tile.programs for tile in tiles]
+    part = tiles_lib.flat(elements * max(counts), elements // steps)
 
     def kernel(scale_ref: Any, *refs: Any) -> None:
         *grad_refs, sums_ref = refs
         program = pl.program_id(0)
 
-        def load(number: int, own: jax.Array, masked: bool) -> jax.Array:
-            tile = tiles[number]
-            return tiles_lib.load(grad_refs[number], tile.at(own)[0], tile.masks(own, masked)[0])
+        def square(part: jax.Array) -> jax.Array:
+            return jnp.square(part.astype(jnp.float32) * scale_ref[0])
 
-        def work(choose: tiles_lib.Choose) -> None:
-            sums_ref[program] = jnp.sum(jnp.square(choose(load).astype(jnp.float32) * scale_ref[0]))
+        def load(step: jax.Array, number: int, masked: bool) -> jax.Array:
+            spot = part.at(step)
+            return tiles_lib.load(grad_refs[number], spot.elements, tiles[number].masks(spot)[0] if masked else None)
 
-        tiles_lib.run(tiles, work)
+        def work(own: jax.Array, choose: tiles_lib.Choose) -> None:
+            def add_up(number: int, masked: bool) -> jax.Array:
+                start = jnp.zeros((1, part.width), jnp.float32)
+                return jax.lax.fori_loop(
+                    0, steps, lambda step, total: total + square(load(own * steps + step, number, masked)), start
+                )
+
+            sums_ref[program] = jnp.sum(choose(add_up) if steps > 1 else square(choose(functools.partial(load, own))))
+
+        tiles_lib.run(tiles, program, work)
 
     partial = pl.pallas_call(
         kernel,
@@ -93,9 +105,12 @@ def _launch(grads: Sequence[jax.Array], scale: jax.Array, *, launch: Launch, int
         compiler_params=launch.params,
         interpret=interpret,
         name="sum_of_squares",
-    )(scale[None], *[grad.reshape(1, -1) for grad in grads])
-    stops = [sum(counts[: number + 1]) for number in range(len(counts))]
-    return [jnp.sum(partial[stop - count : stop]) for stop, count in zip(stops, counts)]
+    )(scale[None], *map(jnp.ravel, grads))
+    sums: list[jax.Array] = []
+    for count, alike in itertools.groupby(counts):  # one reduction for all arrays of as many tiles
+        start, length = sum(counts[: len(sums)]), len(list(alike))
+        sums.extend(jnp.sum(partial[start : start + length * count].reshape(length, count), axis=1))
+    return sums
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., list[jax.Array]]] = {

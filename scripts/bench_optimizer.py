@@ -6,11 +6,11 @@ Writes optimizer.json there and prints a table. Times are medians of batches of 
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import pathlib
 import statistics
-import tempfile
 import time
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from pallas_kernels import norm, tiles, update
-from zerojax import fused, traces
+from zerojax import fused
 
 LEAF = (8192, 8192)
 BATCHES, STEPS = 15, 5
@@ -32,6 +32,8 @@ RAGGED = {
     "e": (128, 1024),
     "f": (3, 5, 300),
     "g": (1030, 2049),
+    "h": (1024, 1024),
+    "i": (512, 2048),
 }
 RATE, DECAY = 1e-2, 0.1
 HYPER = {"b1": 0.9, "b2": 0.95, "weight_decay": DECAY}
@@ -44,8 +46,9 @@ POLICIES = {
     ("bfloat16", "bf16"): 0.1,
     ("bfloat16", "int8"): 0.1,
 }
-LAUNCHES = [(2048, 4), (2048, 8), (4096, 8)]
-IN_BLOCKS = [(2048, 8), (1024, 8), (1024, 4), (1024, 2), (512, 2), (512, 1)]
+# Elements and warps of a program, those of update.LAUNCHES first.
+LAUNCHES = [(1024, 8), (512, 4), (2048, 8)]
+IN_BLOCKS = [(1024, 4), (2048, 8), (512, 2)]
 
 
 def check_right(implementation: str) -> list[dict]:
@@ -165,55 +168,13 @@ def optax_step(tx, params, state, _, grads):
 def time_norms(leaves: int) -> list[dict]:
     grads = normal(leaves, LEAF, "float32")
     rows = []
-    for elements, warps in (("jnp", 0), (2048, 4), (2048, 8), (4096, 4), (8192, 8)):
-        implementation = "jnp" if elements == "jnp" else "pallas"
-        if warps:
-            norm.LAUNCHES["pallas"] = tiles.Launch(elements=elements, num_warps=warps)
-        add_up = jax.jit(functools.partial(norm.sums_of_squares, implementation=implementation))
+    launches = {"jnp": None, "pallas": norm.LAUNCHES["pallas"], "pallas, a launch each": tiles.Launch(elements=2048)}
+    for how, launch in launches.items():
+        implementation = how.split(",")[0]
+        add_up = jax.jit(functools.partial(norm.sums_of_squares, implementation=implementation, launch=launch))
         seconds = clock(lambda _, add_up=add_up: (add_up(grads, 1.0),), None)
-        rows.append(row("norm, fp32 gradients", f"{implementation} {elements}/{warps}", seconds, 4 * leaves * 2**26))
+        rows.append(row("norm, fp32 gradients", how, seconds, 4 * leaves * 2**26))
     return rows
-
-
-def time_many_leaves(save) -> None:
-    """Times 400 leaves of 4,096 elements beside one leaf of their size, 50 steps in one program so that the host's work is left out."""
-    settings = [(1, (1600, 1024), *how, {}) for how in (("jnp", 0), ("pallas", 1))]
-    settings += [(400, (4, 1024), *how, {}) for how in (("pallas", 32), ("pallas", 64), ("jnp", 0))]
-    settings += [(*each[:-1], {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}) for each in settings[2:]]
-    for count, shape, implementation, group, options in settings:
-        what = f"{count} x {shape[0] * shape[1]:,}{', side by side' if options else ''}"
-        update.LAUNCHES.update(dict.fromkeys(update.LAUNCHES, tiles.Launch(num_warps=4, group=group or 1)))
-        tx = make("adamw", "fp32", implementation, False)
-        (params,), (grads,) = (normal(1, (count, *shape), dtype) for dtype in ("float32", "bfloat16"))
-        params, grads = list(params), list(grads)  # cut from one array: 400 generators take minutes to compile
-        shadows = [p.astype(jnp.bfloat16) for p in params]
-
-        @functools.partial(jax.jit, donate_argnums=0)
-        def run(carry, grads, tx=tx):
-            return jax.lax.fori_loop(0, 50, lambda _, c: fused_step(tx, True, False, *c, grads), carry)
-
-        began = time.perf_counter()
-        program = run.lower((params, tx.init(params), shadows), grads).compile(compiler_options=options)
-        compiling = time.perf_counter() - began
-        seconds = clock(lambda *c, run=program, g=grads: run(c, g), params, tx.init(params), shadows, steps=1) / 50
-        busy = time_on_device(program, normal(1, (count, *shape), "float32"), tx, grads)
-        more = {"compile_s": compiling, "busy_ms": busy / 50 * 1e3}
-        save([row(what, f"{implementation} {group or ''}", seconds, 28 * 400 * 4096) | more])
-
-
-def time_on_device(program, weights: list, tx, grads: list) -> float:
-    """Returns the seconds in which a kernel runs, from a trace: not those in which the device waits for the host to launch one."""
-    params = list(weights[0])
-    carry = jax.block_until_ready((params, tx.init(params), [p.astype(jnp.bfloat16) for p in params]))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(program(carry, grads))
-        kernels = [k for path in pathlib.Path(folder).rglob("*.xplane.pb") for k in traces.read(path)]
-    busy = end = 0.0
-    for kernel in sorted(kernels, key=lambda k: k.start):
-        busy += max(0.0, kernel.end - max(kernel.start, end))
-        end = max(end, kernel.end)
-    return busy / 1e9
 
 
 def row(what: str, how: str, seconds: float, moved: float) -> dict:
@@ -238,22 +199,21 @@ def cases() -> list[tuple]:
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE, **HYPER))
     found.append((clip, "optax", clipped, "float32", "float32", 8, False, True, None))
     add("adamw bf16 moments", "adamw", "bf16", True, tries=LAUNCHES)
-    add("adamw bf16 moments, to nearest", "adamw", "bf16", False, tries=LAUNCHES[1:2])
+    add("adamw bf16 moments, to nearest", "adamw", "bf16", False, tries=LAUNCHES[:1])
     add("adamw int8 moments", "adamw", "int8", True, tries=IN_BLOCKS)
     add("adamw int8 moments, to nearest", "adamw", "int8", False, tries=IN_BLOCKS)
     weights = {"dtype": "bfloat16", "copies": False}
-    add("adamw bf16 weights", "adamw", "fp32", True, tries=LAUNCHES[1:2], **weights)
-    add("adamw bf16 weights, bf16 moments", "adamw", "bf16", True, tries=LAUNCHES[1:2], **weights)
+    add("adamw bf16 weights", "adamw", "fp32", True, tries=LAUNCHES[:1], **weights)
+    add("adamw bf16 weights, bf16 moments", "adamw", "bf16", True, tries=LAUNCHES[:1], **weights)
     add("adamw bf16 weights, int8 moments", "adamw", "int8", True, tries=IN_BLOCKS, **weights)
-    add("lion fp32", "lion", "fp32", False, tries=LAUNCHES[:2])
+    add("lion fp32", "lion", "fp32", False, tries=LAUNCHES[:1])
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="runs/optimizer")
-    parser.add_argument("--only", choices=["large", "many"], help="weights of 67e6 elements, or many small ones")
-    parser.add_argument("--match", default="", help="only cases whose name holds this, of the large ones")
+    parser.add_argument("--match", default="", help="only cases whose name holds this")
     parser.add_argument("--seconds", type=float, default=100, help="start no case after this long")
     args = parser.parse_args()
     began = time.monotonic()
@@ -267,21 +227,22 @@ def main() -> None:
         (out / "optimizer.json").write_text(json.dumps(report, indent=1))
         print(f"{time.monotonic() - began:5.0f} s", rows[-1]["what"], rows[-1].get("how", ""))
 
-    chosen = [case for case in cases() if args.match in case[0]] if args.only != "many" else []
+    defaults = dict(update.LAUNCHES)
+    chosen = [case for case in cases() if args.match in case[0]]
     for what, how, tx, dtype, grads, leaves, kept, clips, launch in chosen:
         if time.monotonic() - began > args.seconds:
             print("out of time before", what, how)
             break
         if launch is not None:
-            update.LAUNCHES.update(dict.fromkeys(update.LAUNCHES, tiles.Launch(*launch)))
+            how_launched = {"elements": launch[0], "num_warps": launch[1]}
+            changed = {kind: dataclasses.replace(old, **how_launched) for kind, old in update.LAUNCHES.items()}
+            update.LAUNCHES.update(changed)
         save([row(what, how, *time_update(tx, dtype, grads, leaves, kept, clips))])
-    if args.only != "many":
-        if not args.match:
-            save(time_norms(8))
-        for implementation in ("pallas", "jnp"):
-            save(check_right(implementation), "right")
-    if args.only != "large":
-        time_many_leaves(save)
+    update.LAUNCHES.update(defaults)
+    if not args.match:
+        save(time_norms(8))
+    for implementation in ("pallas", "jnp"):
+        save(check_right(implementation), "right")
     show(report)
 
 
@@ -291,8 +252,7 @@ def show(report: dict) -> None:
     for r in report["rows"]:
         share = r["bytes_per_s"] / max(copies.values())
         print(
-            f"{r['what']:38} {r['how']:14} {r['ms']:8.3f} ms {r['bytes_per_s'] / 1e12:6.3f} TB/s {share:6.1%} of copy",
-            f"kernels run {r['busy_ms']:.3f} ms, compiled in {r['compile_s']:.1f} s" if "busy_ms" in r else "",
+            f"{r['what']:38} {r['how']:14} {r['ms']:8.3f} ms {r['bytes_per_s'] / 1e12:6.3f} TB/s {share:6.1%} of copy"
         )
 
 

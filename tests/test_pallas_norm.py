@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels import norm, tiles
 
 ROUNDING = 3e-6  # sums of up to 5e6 float32 squares, added in trees
-GROUPED = tiles.Launch(elements=1024, group=3, group_elements=512, small=2000)
+GROUPED = tiles.Launch(elements=1024, joins=True, step=256, group=3, group_elements=512, small=2000)
 
 
 def grads_of(sizes, dtype):
@@ -19,7 +19,7 @@ def grads_of(sizes, dtype):
 @pytest.mark.parametrize("implementation", ["jnp", "interpret"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_sums_are_those_of_float64(implementation, dtype):
-    grads = grads_of([1, 7, 512, 1000, 0, 3, 2048, 5000], dtype)
+    grads = grads_of([1, 7, 512, 1000, 0, 3, 2048, 5000, 4096], dtype)
     found = norm.sums_of_squares(grads, 0.25, implementation=implementation, launch=GROUPED)
     expected = [np.sum((np.asarray(grad, np.float64) * 0.25) ** 2) for grad in grads]
     np.testing.assert_allclose(found, expected, rtol=ROUNDING)

@@ -14,7 +14,7 @@ from pallas_kernels import blockwise, rules, tiles, update
 ONCE = 4e-6  # one step in float32, relative to the largest value: a dozen roundings of 6e-8
 NUMBERS = {"learning_rate": 0.01, "weight_decay": 0.1, "b1": 0.9, "b2": 0.95, "eps": 1e-8}
 STEP = 3
-SMALL_TILES = tiles.Launch(elements=1024, group=4, group_elements=512, small=3000)
+SMALL_TILES = tiles.Launch(elements=1024, joins=True, group=4, group_elements=512, small=3000)
 
 
 def scalars(scale=0.5, finite=1.0):
@@ -177,7 +177,20 @@ def test_leaves_that_a_kernel_cannot_take_take_the_twin():
 def test_leaves_of_a_group_are_each_updated_as_alone(moments):
     """Whatever their sizes, and beside leaves that differ in dtype or decay, which are in groups of their own."""
     rule = rules.Rule("adam", stochastic=moments != "float32", skips=True, copy_dtype=jnp.dtype("bfloat16"))
-    shapes = [(5, 256), (1, 256), (9, 256), (3, 300), (1,), (2, 512), (7, 11), (2999,), (4, 256)]
+    shapes = [
+        (5, 256),
+        (1, 256),
+        (9, 256),
+        (3, 300),
+        (1,),
+        (2, 512),
+        (7, 11),
+        (2999,),
+        (4, 256),
+        (3, 1024),
+        (3001,),
+        (8, 512),
+    ]
     leaves = [
         make_leaf(shape, "bfloat16" if n % 4 == 3 else "float32", moments=moments, seed=n)
         for n, shape in enumerate(shapes)
@@ -186,12 +199,58 @@ def test_leaves_of_a_group_are_each_updated_as_alone(moments):
     assert_alike(*(run(how, rule, leaves, places=places, launch=SMALL_TILES) for how in ("interpret", "jnp")))
 
 
+SIZES = st.lists(st.one_of(st.integers(1, 9000), st.integers(1, 9).map(lambda n: 1024 * n)), max_size=20)
+
+
 @hypothesis.settings(max_examples=50, deadline=None, derandomize=True)
-@hypothesis.given(st.lists(st.integers(1, 9000), max_size=20))
+@hypothesis.given(SIZES)
 def test_groups_hold_every_array_once_and_tiles_every_element(sizes):
-    found = [number for group in tiles.groups(sizes, SMALL_TILES) for number in group]
-    assert sorted(found) == list(range(len(sizes)))
-    assert all(len(group) <= SMALL_TILES.group for group in tiles.groups(sizes, SMALL_TILES))
+    groups = tiles.groups(sizes, SMALL_TILES)
+    assert sorted(number for group in groups for number in group) == list(range(len(sizes)))
+    assert all(len(group) <= SMALL_TILES.group for group in groups)
+    for group in groups:
+        large = [sizes[number] for number in group if sizes[number] >= SMALL_TILES.small]
+        assert not large or len(group) == 1 or all(size % SMALL_TILES.elements == 0 for size in large)
     for size in sizes:
         cut = tiles.flat(size, 1024)
         assert cut.width * (cut.programs - 1) < size <= cut.width * cut.programs and cut.whole * cut.width <= size
+
+
+@hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
+@hypothesis.given(st.lists(st.integers(1, 3000), min_size=2, max_size=9))
+def test_every_program_of_a_group_finds_a_tile_of_its_own(sizes):
+    cut = [tiles.flat(size, 512) for size in sizes]
+
+    def found(program):
+        result = []
+        tiles.run(cut, program, lambda own, choose: result.append((choose(lambda n, _: jnp.int32(n)), own)))
+        return result[0]
+
+    expected = [(number, own) for number, tile in enumerate(cut) for own in range(tile.programs)]
+    numbers, owns = jax.vmap(found)(jnp.arange(len(expected), dtype=jnp.int32))
+    assert list(zip(numbers.tolist(), owns.tolist())) == expected
+
+
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+def test_leaves_of_a_group_have_no_arithmetic_of_their_own(moments):
+    """Instructions that run for the first time are what a launch of small leaves waits for."""
+    leaves = [make_leaf((4, 256), "float32", moments=moments) for _ in range(4)]
+    rule = rules.Rule("adam", copy_dtype="bfloat16")
+    step = functools.partial(run, "pallas", rule, launch=SMALL_TILES)
+    kernel = next(
+        e.params["jaxpr"] for e in equations(jax.make_jaxpr(step)(leaves).jaxpr) if "grid_mapping" in e.params
+    )
+    switches = [e for e in equations(kernel) if e.primitive.name == "cond" and len(e.params["branches"]) == 4]
+    inside = {
+        e.primitive.name for switch in switches for branch in switch.params["branches"] for e in branch.jaxpr.eqns
+    }
+    assert len(switches) == 2 and inside == {"masked_load", "masked_swap"}
+
+
+def equations(jaxpr):
+    """Yields the equations of a jaxpr and of those in it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield from equations(getattr(inner, "jaxpr", inner))

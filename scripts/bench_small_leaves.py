@@ -1,0 +1,138 @@
+"""Measures the update of 400 leaves of 4,096 elements beside that of one leaf of their size. Figures: docs/benchmarks/optimizer.md.
+
+    python scripts/bench_small_leaves.py --out runs/small-leaves
+
+Writes small_leaves.json there and prints a table. Of each update it tells the time in which kernels run, and what the update adds to a
+program whose other work keeps the GPU busy, so that the host is ahead, as it is in training: the median time between the end of one spell
+of that work and the start of the next. Both are from a trace of 50 updates in one program.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import pathlib
+import statistics
+import tempfile
+import time
+
+import bench_optimizer as bench
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels import update
+from zerojax import traces
+
+NAMES = {"kernels run": "busy_ms", "adds": "adds_ms"}
+UPDATES = 50  # of one program
+GRAPHS = {"xla_enable_command_buffers_during_profiling": True}
+SIDE_BY_SIDE = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+PLAIN = update.LAUNCHES["plain"]
+ONE, MANY = (1, (1600, 1024)), (400, (4, 1024))
+# leaves, implementation, leaves of a launch, XLA's options
+SETTINGS = [
+    (ONE, "jnp", 1, {}),
+    (ONE, "pallas", 1, {}),
+    (MANY, "pallas", 48, {}),
+    (MANY, "jnp", 1, {}),
+    (MANY, "pallas", 48, SIDE_BY_SIDE),
+    (MANY, "pallas", 32, {}),
+    (MANY, "pallas", 32, SIDE_BY_SIDE),
+    (MANY, "pallas", 16, {}),
+    (MANY, "pallas", 64, {}),
+]
+
+
+def spin(x: jax.Array) -> jax.Array:
+    """Returns x after keeping the GPU busy for some 0.6 ms with a chain of sums, which nothing else on it makes longer."""
+
+    def kernel(x_ref, out_ref):
+        x = x_ref[...]
+        out_ref[...] = 0.5 * jax.lax.fori_loop(0, 300_000, lambda _, total: 0.5 * total + x, x)
+
+    params = pltriton.CompilerParams(num_warps=4, num_stages=1)
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(kernel, out_shape=shape, grid=(1,), compiler_params=params, name="spin")(x)
+
+
+def measure(leaves: tuple[int, tuple], implementation: str, group: int, options: dict) -> dict:
+    """Returns the figures of AdamW with float32 weights and moments, bf16 gradients and copies."""
+    update.LAUNCHES["plain"] = dataclasses.replace(PLAIN, group=group)
+    tx = bench.make("adamw", "fp32", implementation, False)
+    (params,), (grads,) = (bench.normal(1, (leaves[0], *leaves[1]), dtype) for dtype in ("float32", "bfloat16"))
+    params, grads = list(params), list(grads)  # cut from one array: 400 generators take minutes to compile
+    start = (jnp.ones(128), (params, tx.init(params), [p.astype(jnp.bfloat16) for p in params]))
+
+    def once(_, carry):
+        spun, (params, state, _) = spin(carry[0]), carry[1]
+        # The update waits for the spinning, also where XLA would run both at once.
+        return spun, tx.apply(grads, state, params, scale=spun[0], finite=spun[0] > 0, copy_dtype=jnp.bfloat16)
+
+    began = time.perf_counter()
+    looped = jax.jit(lambda carry: jax.lax.fori_loop(0, UPDATES, once, carry), donate_argnums=0)
+    program = looped.lower(start).compile(compiler_options=options | GRAPHS)
+    compiling = time.perf_counter() - began
+    kernels = traced(program, jax.block_until_ready(program(start)))
+    spins = [kernel for kernel in kernels if "spin" in kernel.name]
+    others = [kernel for kernel in kernels if "spin" not in kernel.name]
+    return {
+        "launches": len(others) / UPDATES,
+        "busy_ms": covered(others) / UPDATES / 1e6,
+        "adds_ms": statistics.median(after.start - spun.end for spun, after in itertools.pairwise(spins)) / 1e6,
+        "compile_s": compiling,
+    }
+
+
+def traced(program, carry) -> list[traces.Kernel]:
+    """Returns the kernels of a run of a program, in order."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(program(carry))
+        kernels = [k for path in pathlib.Path(folder).rglob("*.xplane.pb") for k in traces.read(path)]
+    return sorted(kernels, key=lambda kernel: kernel.start)
+
+
+def covered(kernels: list[traces.Kernel]) -> float:
+    """Returns the nanoseconds in which one of these kernels runs, which are in order."""
+    busy = end = 0.0
+    for kernel in kernels:
+        busy += max(0.0, kernel.end - max(kernel.start, end))
+        end = max(end, kernel.end)
+    return busy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="runs/small-leaves")
+    parser.add_argument("--seconds", type=float, default=200, help="start no measurement after this long")
+    args = parser.parse_args()
+    out = pathlib.Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    report = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "copy_bytes_per_s": bench.time_copy()}
+    report["rows"] = []
+    began = time.monotonic()
+    for leaves, implementation, group, options in SETTINGS:
+        what = {"leaves": leaves[0], "implementation": implementation, "group": group, "options": options}
+        if time.monotonic() - began > args.seconds:
+            print("out of time before", what)
+            break
+        report["rows"].append(what | measure(leaves, implementation, group, options))
+        (out / "small_leaves.json").write_text(json.dumps(report, indent=1))
+        show(report["rows"][-1], report["rows"][0])
+
+
+def show(row: dict, one: dict) -> None:
+    how = f"{row['implementation']}, groups of {row['group']}" + (", side by side" if row["options"] else "")
+    times = [f"{name} {row[key]:.4f} ms ({row[key] / one[key]:.2f} x)" for name, key in NAMES.items()]
+    print(
+        f"{row['leaves']:4} leaves, {how:38}",
+        *times,
+        f"{row['launches']:.0f} launches, compiled in {row['compile_s']:.1f} s",
+        sep="  ",
+    )
+
+
+if __name__ == "__main__":
+    main()
