@@ -1,10 +1,10 @@
 """Shares arrays out among a kernel's programs. This module cuts arrays into tiles, and gathers small arrays into one launch.
 
 Each program of a launch works on one tile of one leaf, found by its number, so that many leaves cost one launch and no copy. Of a large
-leaf launched alone, tiles whose elements all exist are worked on unmasked, and ragged ends by programs of their own: masks keep the compiler
-from reading 16 bytes at a time. Among several leaves a switch leads to the reads and the writes of a program's own, and all share what lies
-between. What so short a kernel waits for is its instructions, each run for the first time; where elements lie is therefore found before the
-switch, and its branches, which differ in pointers alone, are one to the compiler: it makes a table of pointers of them.
+leaf launched alone, tiles whose elements all exist are worked on unmasked, and ragged ends by programs of their own: masks keep the
+compiler from reading 16 bytes at a time. Among several leaves a switch leads to the reads and the writes of a program's own, and all share
+what lies between. What so short a kernel waits for is its instructions, each run for the first time; where elements lie is therefore
+found before the switch, and its branches, which differ in pointers alone, are one to the compiler: it makes a table of pointers of them.
 """
 
 import dataclasses

@@ -36,7 +36,7 @@ class Place:
     joins: tuple[str, ...] = ()
 
 
-# Lines that are read stay in the L2 cache until they are written: 1.5% faster than without (docs/benchmarks/optimizer.md).
+# Lines that are read stay in the L2 cache until they are written: 1 to 2% faster (docs/benchmarks/optimizer.md).
 KEEP = "evict_last"
 # How kernels are launched, by what a leaf's update does; the fastest of those tried on an H200.
 LAUNCHES = {
