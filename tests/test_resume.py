@@ -32,7 +32,9 @@ compile_step = foresight.compile_step
 foresight.compile_step = lambda built: (print("compiling", flush=True), time.sleep(0.3), compile_step(built))[-1]
 """
 HANG_WHILE_BUILDING = """
+import signal
 import time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background inherit that it is ignored
 from zerojax import program
 program.build = lambda *_, **__: (print("building", flush=True), [time.sleep(0.1) for _ in range(600)])
 """
