@@ -47,7 +47,7 @@ def _by_twin(grads: Sequence[jax.Array], scale: jax.Array, _: Any) -> list[jax.A
 def _by_kernel(
     grads: Sequence[jax.Array], scale: jax.Array, launch: Launch, *, interpret: bool, in_groups: bool = False
 ) -> list[jax.Array]:
-    """Adds up by the kernel; `in_groups` leaves arrays that are launched alone to the twin."""
+    """Adds up by the kernel; `in_groups` leaves large arrays, and those that are launched alone, to the twin."""
     sums: dict[int, jax.Array] = {}
     alike: dict[Any, list[int]] = {}
     for number, grad in enumerate(grads):
@@ -59,7 +59,7 @@ def _by_kernel(
         for group in tiles_lib.groups([grads[number].size for number in numbers], launch):
             members = [numbers[place] for place in group]
             arrays = [grads[number] for number in members]
-            if in_groups and len(members) == 1:
+            if in_groups and (len(members) == 1 or arrays[0].size >= launch.small):
                 found = _by_twin(arrays, scale, launch)
             else:
                 found = _launch(arrays, scale, launch=launch, interpret=interpret)

@@ -4,7 +4,7 @@ Each program of a launch works on one tile of one leaf, found by its number, so 
 leaf launched alone, tiles whose elements all exist are worked on unmasked, and ragged ends by programs of their own: masks keep the
 compiler from reading 16 bytes at a time. Among several leaves a switch leads to the reads and the writes of a program's own, and all share
 what lies between. What so short a kernel waits for is its instructions, each run for the first time; where elements lie is therefore
-found before the switch, and its branches, which differ in pointers alone, are one to the compiler: it makes a table of pointers of them.
+found before the switch, and its branches, which differ in pointers and sizes alone, are one to the compiler: it makes a table of those.
 """
 
 import dataclasses
@@ -37,9 +37,9 @@ class Launch:
       elements: elements of a tile of a large array; a power of 2, and a multiple of blockwise.BLOCK.
       num_warps, num_stages: Triton's.
       small: arrays of fewer elements are small: `group_elements` make a tile of theirs.
-      group: most arrays of a launch. Compiling takes time as its cube.
-      joins: large arrays that make whole tiles share launches too: 3% faster where memory binds, 10% slower where instructions do.
-      step: most elements that a program reads at a time, where it can take a tile in steps.
+      group: most arrays of a launch. Compiling takes more than twice as long for twice as many.
+      joins: large arrays that make whole tiles share launches too: faster where memory binds, over 10% slower where instructions do.
+      step: most elements that a program reads at a time, where it can take a tile in steps; a power of 2.
     """
 
     elements: int = 2048
@@ -68,10 +68,11 @@ INTERPRETED = Launch(
 
 
 def groups(sizes: Sequence[int], launch: Launch) -> list[tuple[int, ...]]:
-    """Returns the numbers of the arrays of each launch: large ones alone, or together where all make whole tiles; small ones together."""
-    large = [number for number, size in enumerate(sizes) if size >= launch.small]
+    """Returns the numbers of the arrays of each launch: small ones together, large ones alone or, if `joins`, whole ones together."""
+    by_size = sorted(range(len(sizes)), key=lambda number: sizes[number])
+    large = [number for number in by_size if sizes[number] >= launch.small]
     whole = [number for number in large if launch.joins and sizes[number] % launch.elements == 0]
-    small = sorted(set(range(len(sizes))) - set(large), key=lambda number: sizes[number])
+    small = by_size[: len(sizes) - len(large)]
     alone = [(number,) for number in large if number not in whole]
     return alone + [
         tuple(some[start : start + launch.group])
@@ -109,7 +110,7 @@ class Tiles:
         """Returns how many of the first tiles have elements only that exist."""
         if self.cols % self.width == 0:
             return self.rows // self.height * self.across
-        return self.cols // self.width if self.rows == 1 else 0
+        return self.cols // self.width if self.rows == self.height == 1 else 0
 
     @property
     def ragged(self) -> bool:

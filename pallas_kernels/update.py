@@ -36,9 +36,9 @@ class Place:
     joins: tuple[str, ...] = ()
 
 
-# Lines that are read stay in the L2 cache until they are written: 1 to 2% faster (docs/benchmarks/optimizer.md).
+# Lines that are read stay in the L2 cache until they are written: some 2% faster (docs/benchmarks/optimizer.md).
 KEEP = "evict_last"
-# How kernels are launched, by what a leaf's update does; the fastest of those tried on an H200.
+# How kernels are launched, by what a leaf's update does; of those tried on an H200 the fastest over all updates of a kind.
 LAUNCHES = {
     "plain": Launch(elements=1024, group=48, joins=True),
     "rounded": Launch(elements=1024),
