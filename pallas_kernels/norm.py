@@ -4,7 +4,6 @@ One pass gives the global norm and the verdict on overflow: a sum of squares is 
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,7 +58,7 @@ def _by_kernel(
         for group in tiles_lib.groups([grads[number].size for number in numbers], launch):
             members = [numbers[place] for place in group]
             arrays = [grads[number] for number in members]
-            if in_groups and (len(members) == 1 or arrays[0].size >= launch.small):
+            if in_groups and not launch.gathers([array.size for array in arrays]):
                 found = _by_twin(arrays, scale, launch)
             else:
                 found = _launch(arrays, scale, launch=launch, interpret=interpret)
@@ -85,7 +84,7 @@ def _launch(grads: Sequence[jax.Array], scale: jax.Array, *, launch: Launch, int
 
         def load(step: jax.Array, number: int, masked: bool) -> jax.Array:
             spot = part.at(step)
-            return tiles_lib.load(grad_refs[number], spot.elements, tiles[number].masks(spot)[0] if masked else None)
+            return tiles_lib.load(grad_refs[number], spot.elements, tiles[number].masks(spot, masked)[0])
 
         def work(own: jax.Array, choose: tiles_lib.Choose) -> None:
             def add_up(number: int, masked: bool) -> jax.Array:
@@ -106,11 +105,8 @@ def _launch(grads: Sequence[jax.Array], scale: jax.Array, *, launch: Launch, int
         interpret=interpret,
         name="sum_of_squares",
     )(scale[None], *map(jnp.ravel, grads))
-    sums: list[jax.Array] = []
-    for count, alike in itertools.groupby(counts):  # one reduction for all arrays of as many tiles
-        start, length = sum(counts[: len(sums)]), len(list(alike))
-        sums.extend(jnp.sum(partial[start : start + length * count].reshape(length, count), axis=1))
-    return sums
+    alike = [partial[first.start : first.stop].reshape(len(first), first.step) for first in tiles_lib.runs(tiles)]
+    return [total for parts in alike for total in jnp.sum(parts, axis=1)]
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., list[jax.Array]]] = {

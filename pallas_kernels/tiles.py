@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ class Launch:
       step: most elements that a program reads at a time, where it can take a tile in steps; a power of 2.
     """
 
-    elements: int = 2048
+    elements: int = 1024
     num_warps: int = 8
     num_stages: int = 1
     small: int = 2**20
@@ -56,9 +56,13 @@ class Launch:
         """Returns the compiler's parameters; without them JAX may choose another compiler."""
         return pltriton.CompilerParams(num_warps=self.num_warps, num_stages=self.num_stages)
 
+    def gathers(self, sizes: Sequence[int]) -> bool:
+        """Says whether arrays that are launched together are several small ones; those of a group are all small or all large."""
+        return len(sizes) > 1 and sizes[0] < self.small
+
     def tile_of(self, sizes: Sequence[int]) -> int:
         """Returns the elements of a tile where arrays of these sizes are launched together."""
-        most = self.elements if len(sizes) == 1 or min(sizes) >= self.small else self.group_elements
+        most = self.group_elements if self.gathers(sizes) else self.elements
         return max(blockwise.BLOCK, min(most, pl.next_power_of_2(max(sizes))))
 
 
@@ -110,28 +114,35 @@ class Tiles:
         """Returns how many of the first tiles have elements only that exist."""
         if self.cols % self.width == 0:
             return self.rows // self.height * self.across
-        return self.cols // self.width if self.rows == self.height == 1 else 0
+        return self.cols // self.width if self.is_flat else 0
 
     @property
     def ragged(self) -> bool:
         """Says whether some tiles reach over the array's end."""
         return self.whole < self.programs
 
+    @property
+    def is_flat(self) -> bool:
+        """Says whether the array is one row, and its tiles too."""
+        return self.rows == self.height == 1
+
     def at(self, own: jax.Array) -> "Spot":
         """Returns where a tile lies; arrays of one group give the same elements and scales."""
-        if self.rows == self.height == 1:
+        if self.is_flat:
             cols = own * self.width + jax.lax.broadcasted_iota(jnp.int32, (1, self.width), 1)
-            return Spot(jnp.zeros_like(cols), cols, cols, jnp.full((1,), own))
+            return Spot(jnp.zeros((1, 1), jnp.int32), cols, cols, jnp.full((1,), own))
         down, right = own // self.across, own % self.across
         rows = down * self.height + jax.lax.broadcasted_iota(jnp.int32, (self.height, 1), 0)
         cols = right * self.width + jax.lax.broadcasted_iota(jnp.int32, (1, self.width), 1)
         return Spot(rows, cols, rows * self.cols + cols, rows[:, 0] * self.across + right)
 
-    def masks(self, spot: "Spot") -> tuple[jax.Array, jax.Array]:
-        """Returns which elements of a tile, and which of its rows' scales, are there."""
-        there = spot.elements < self.rows * self.cols
-        if self.cols != self.width and not self.rows == self.height == 1:
-            # Rows do not follow each other in a tile, and the numbers of those past the last may exceed int32.
+    def masks(self, spot: "Spot", masked: bool = True) -> tuple[Any, Any]:
+        """Returns which elements of a tile, and which of its rows' scales, are there; None for all, where they are not `masked`."""
+        if not masked:
+            return None, None
+        if self.is_flat or self.cols == self.width:
+            there = spot.elements < self.rows * self.cols
+        else:  # rows do not follow each other in a tile, and the numbers of those past the last may exceed int32
             there = (spot.rows < self.rows) & (spot.cols < self.cols)
         return there, spot.scales < self.rows * self.across
 
@@ -185,17 +196,25 @@ def run(tiles: Sequence[Tiles], program: jax.Array, work: Callable[[jax.Array, C
     pl.when(program >= whole)(lambda: work_on(True))
 
 
+def runs(tiles: Sequence[Tiles]) -> Iterator[range]:
+    """Yields, for each run of arrays of as many tiles, the programs that have the first tile of one of them."""
+    start = 0
+    for count, alike in itertools.groupby(tile.programs for tile in tiles):
+        stop = start + count * len(list(alike))
+        yield range(start, stop, count)
+        start = stop
+
+
 def _find(tiles: Sequence[Tiles], program: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the number of a program's array, and of its tile there: a division for each run of arrays of as many tiles."""
     array = own = program
-    before = programs = 0
-    for count, alike in itertools.groupby(tile.programs for tile in tiles):
-        there = program - programs
-        across = jax.lax.div(there, jnp.int32(count))
-        found = before + across, there - across * count
-        array, own = (jnp.where(program >= programs, new, old) for new, old in zip(found, (array, own)))
-        length = len(list(alike))
-        before, programs = before + length, programs + length * count
+    first = 0
+    for programs in runs(tiles):
+        there = program - programs.start
+        across = jax.lax.div(there, jnp.int32(programs.step))
+        found = first + across, there - across * programs.step
+        array, own = (jnp.where(program >= programs.start, new, old) for new, old in zip(found, (array, own)))
+        first += len(programs)
     return array, own
 
 

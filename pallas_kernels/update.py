@@ -40,9 +40,9 @@ class Place:
 KEEP = "evict_last"
 # How kernels are launched, by what a leaf's update does; of those tried on an H200 the fastest over all updates of a kind.
 LAUNCHES = {
-    "plain": Launch(elements=1024, group=48, joins=True),
-    "rounded": Launch(elements=1024),
-    "blocks": Launch(elements=1024, num_warps=4),
+    "plain": Launch(group=48, joins=True),
+    "rounded": Launch(),
+    "blocks": Launch(num_warps=4),
 }
 
 
@@ -145,7 +145,7 @@ def _update_by_kernel(
         how = launch or (tiles_lib.INTERPRETED if interpret else LAUNCHES[kind])
         for group in tiles_lib.groups([leaves[n].param.size for n in numbers], how):
             members = [numbers[place] for place in group]
-            if in_groups and (len(members) == 1 or leaves[members[0]].param.size >= how.small):
+            if in_groups and not how.gathers([leaves[n].param.size for n in members]):
                 for n in members:
                     results[n] = update_ref(rule, scalars, places[n], leaves[n], seeds[n])
                 continue
@@ -261,7 +261,7 @@ def _kernel(rule: Rule, place: Place, tiles: tuple[Tiles, ...], arguments: Any, 
 
 def _load(tile: Tiles, spot: Spot, masked: bool, leaf: Leaf) -> Leaf:
     """Reads one tile of a leaf."""
-    numbers, masks = (spot.elements, spot.scales), tile.masks(spot) if masked else (None, None)
+    numbers, masks = (spot.elements, spot.scales), tile.masks(spot, masked)
 
     def load(part: Any) -> Any:
         if isinstance(part, tuple):
@@ -273,7 +273,7 @@ def _load(tile: Tiles, spot: Spot, masked: bool, leaf: Leaf) -> Leaf:
 
 def _store(tile: Tiles, spot: Spot, masked: bool, result: Updated, done: Updated) -> None:
     """Writes one tile of a leaf's results."""
-    numbers, masks = (spot.elements, spot.scales), tile.masks(spot) if masked else (None, None)
+    numbers, masks = (spot.elements, spot.scales), tile.masks(spot, masked)
     for part, values in zip(result, done):
         if part is not None:
             refs, arrays = (part, values) if isinstance(part, tuple) else ((part,), (values,))

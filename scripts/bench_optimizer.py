@@ -234,9 +234,9 @@ def main() -> None:
             print("out of time before", what, how)
             break
         if launch is not None:
-            how_launched = {"elements": launch[0], "num_warps": launch[1]}
-            changed = {kind: dataclasses.replace(old, **how_launched) for kind, old in update.LAUNCHES.items()}
-            update.LAUNCHES.update(changed)
+            elements, warps = launch
+            for kind, default in defaults.items():
+                update.LAUNCHES[kind] = dataclasses.replace(default, elements=elements, num_warps=warps)
         save([row(what, how, *time_update(tx, dtype, grads, leaves, kept, clips))])
     update.LAUNCHES.update(defaults)
     if not args.match:

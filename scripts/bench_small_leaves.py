@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import update
-from zerojax import traces
+from zerojax import phases, traces
 
 NAMES = {"kernels run": "busy_ms", "adds": "adds_ms"}
 UPDATES = 50  # of one program
@@ -79,7 +79,7 @@ def measure(leaves: tuple[int, tuple], implementation: str, group: int, options:
     others = [kernel for kernel in kernels if "spin" not in kernel.name]
     return {
         "launches": len(others) / UPDATES,
-        "busy_ms": covered(others) / UPDATES / 1e6,
+        "busy_ms": phases.length(phases.union((kernel.start, kernel.end) for kernel in others)) / UPDATES / 1e6,
         "adds_ms": statistics.median(after.start - spun.end for spun, after in itertools.pairwise(spins)) / 1e6,
         "compile_s": compiling,
     }
@@ -90,17 +90,7 @@ def traced(program, carry) -> list[traces.Kernel]:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(program(carry))
-        kernels = [k for path in pathlib.Path(folder).rglob("*.xplane.pb") for k in traces.read(path)]
-    return sorted(kernels, key=lambda kernel: kernel.start)
-
-
-def covered(kernels: list[traces.Kernel]) -> float:
-    """Returns the nanoseconds in which one of these kernels runs, which are in order."""
-    busy = end = 0.0
-    for kernel in kernels:
-        busy += max(0.0, kernel.end - max(kernel.start, end))
-        end = max(end, kernel.end)
-    return busy
+        return sorted(traces.read(traces.newest(pathlib.Path(folder))), key=lambda kernel: kernel.start)
 
 
 def main() -> None:

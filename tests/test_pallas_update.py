@@ -6,6 +6,7 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import jaxprs
 import numpy as np
 import pytest
 
@@ -259,19 +260,10 @@ def test_leaves_of_a_group_have_no_arithmetic_of_their_own(moments):
     rule = rules.Rule("adam", copy_dtype="bfloat16")
     step = functools.partial(run, "pallas", rule, launch=SMALL_TILES)
     kernel = next(
-        e.params["jaxpr"] for e in equations(jax.make_jaxpr(step)(leaves).jaxpr) if "grid_mapping" in e.params
+        e.params["jaxpr"] for e in jaxprs.equations(jax.make_jaxpr(step)(leaves).jaxpr) if "grid_mapping" in e.params
     )
-    switches = [e for e in equations(kernel) if e.primitive.name == "cond" and len(e.params["branches"]) == 4]
+    switches = [e for e in jaxprs.equations(kernel) if e.primitive.name == "cond" and len(e.params["branches"]) == 4]
     inside = {
         e.primitive.name for switch in switches for branch in switch.params["branches"] for e in branch.jaxpr.eqns
     }
     assert len(switches) == 2 and inside == {"masked_load", "masked_swap"}
-
-
-def equations(jaxpr):
-    """Yields the equations of a jaxpr and of those in it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
-            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                yield from equations(getattr(inner, "jaxpr", inner))

@@ -8,6 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import jaxprs
 import numpy as np
 import optax
 import pytest
@@ -79,16 +80,6 @@ def test_gradients_are_those_of_the_plain_loss_placed_as_the_stage_says(shapes, 
         )
 
 
-def equations(jaxpr):
-    """Yields every equation of a jaxpr and of those inside it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(equation.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
-
-
 @pytest.mark.parametrize("blocks", ["", r"layer_\d+"])
 def test_weights_are_cast_before_they_are_gathered(blocks):
     """So that 2 bytes an element travel: no constraint in the forward pass holds a whole float32 weight."""
@@ -96,7 +87,7 @@ def test_weights_are_cast_before_they_are_gathered(blocks):
     state, part = shard(params)
     stored = used.where_used(loss_fn, part.placements, compute_dtype=jnp.bfloat16, blocks=blocks)
     jaxpr = jax.make_jaxpr(stored)(state.params, tokens())
-    gathers = [e for e in equations(jaxpr.jaxpr) if e.primitive.name == "sharding_constraint"]
+    gathers = [e for e in jaxprs.equations(jaxpr.jaxpr) if e.primitive.name == "sharding_constraint"]
     count = sum(p.stored != p.used for p in part.placements.values())
     assert count == len(part.placements)
     for placed in ("stored", "used"):
@@ -257,7 +248,7 @@ def test_the_outermost_matching_module_is_the_block():
     state, part = shard(variables["params"])
     stored = used.where_used(functools.partial(net_loss, model), part.placements, blocks=r"block_\d(/Dense_0)?")
     jaxpr = jax.make_jaxpr(lambda p: stored(p, variables["batch_stats"], x, True))(state.params)
-    rematted = [e for e in equations(jaxpr.jaxpr) if e.primitive.name.startswith(("remat", "checkpoint"))]
+    rematted = [e for e in jaxprs.equations(jaxpr.jaxpr) if e.primitive.name.startswith(("remat", "checkpoint"))]
     assert len(rematted) == 3  # block_0 twice, block_1 once
 
 
