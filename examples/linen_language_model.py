@@ -20,7 +20,9 @@ import rich
 from flax.training import train_state
 
 import zerojax
-from zerojax import launch, report
+from zerojax import display
+from zerojax.launch import processes
+from zerojax.zero import memory
 
 VOCAB, EMBED, HEADS, LAYERS, LENGTH = 256, 128, 4, 3, 64
 GRAD_ACCUM, MICRO_BATCH = 2, 16  # 2 passes of 16 examples a step, 2 examples of each pass on each of 8 devices
@@ -114,13 +116,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
     args = parser.parse_args(argv)
-    launch.emulate_cpu_devices(8)
+    processes.emulate_cpu_devices(8)
 
     losses, state, partition = train(args.stage, args.steps)
     baseline = zerojax.partition_state(partition.abstract_state, mesh=partition.mesh, stage=0)
     rich.print(zerojax.memory_table(partition, baseline, accumulates=GRAD_ACCUM > 1))
-    here = report.human(report.measured_bytes(state, partition.mesh.devices.flat[0]))
-    whole = report.human(sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+    here = display.human(memory.measured_bytes(state, partition.mesh.devices.flat[0]))
+    whole = display.human(sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
     print(f"stage {args.stage} on {partition.mesh.size} devices: {here} of state on each, {whole} at stage 0")
     print(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
 

@@ -2,7 +2,7 @@
 
     python examples/nnx_model.py --stage 3 --steps 40
 
-The train step is a plain `jax.jit` over what `nnx.split` returns. `zerojax.where_used` wraps the loss, and `partition.shardings`
+The train step is a plain `jax.jit` over what `nnx.split` returns. `zerojax.where_used` wraps the loss, and `stages.shardings`
 says where the state lies before and after. Without an accelerator, 8 CPU devices are emulated.
 """
 
@@ -16,7 +16,9 @@ import rich
 from flax import nnx
 
 import zerojax
-from zerojax import launch, report
+from zerojax import display
+from zerojax.launch import processes
+from zerojax.zero import memory
 
 FEATURES, HIDDEN, LAYERS, CLASSES, BATCH = 64, 256, 3, 16, 64
 
@@ -92,13 +94,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
     args = parser.parse_args(argv)
-    launch.emulate_cpu_devices(8)
+    processes.emulate_cpu_devices(8)
 
     losses, state, partition = train(args.stage, args.steps)
     baseline = zerojax.partition_state(partition.abstract_state, mesh=partition.mesh, stage=0)
     rich.print(zerojax.memory_table(partition, baseline))
-    here = report.human(report.measured_bytes(state, partition.mesh.devices.flat[0]))
-    whole = report.human(sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+    here = display.human(memory.measured_bytes(state, partition.mesh.devices.flat[0]))
+    whole = display.human(sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
     print(f"stage {args.stage} on {partition.mesh.size} devices: {here} of state on each, {whole} at stage 0")
     print(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
 

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from pallas_kernels import norm, tiles, update
-from zerojax import fused
+from zerojax.optim import fused
 
 LEAF = (8192, 8192)
 BATCHES, STEPS = 15, 5

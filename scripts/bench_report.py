@@ -18,7 +18,8 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from zerojax import foresight, metrics, targets  # noqa: E402
+from zerojax.plan import targets  # noqa: E402
+from zerojax.trainer import memory_guard, metrics  # noqa: E402
 
 SCHEMA = 1
 # The first step ends late, and after the second the trainer compares memory. The numbers of all but the last wait for the next step's
@@ -32,8 +33,8 @@ PACKAGES = "jax jaxlib jax-cuda13-plugin jax-cuda12-plugin libtpu flax optax num
 def measured(folder: pathlib.Path) -> dict[str, Any]:
     """Reads what a run wrote to its folder, as far as it came."""
     found: dict[str, Any] = {}
-    if (folder / foresight.FILE).exists():
-        saved = json.loads((folder / foresight.FILE).read_text())
+    if (folder / memory_guard.FILE).exists():
+        saved = json.loads((folder / memory_guard.FILE).read_text())
         plan, config = saved["plan"], json.loads((folder / "config.json").read_text())
         target = targets.TARGETS.get(plan["target"])
         rate = target and target.matrix_rates.get("fp32" if config["precision"] == "fp32" else "bf16")  # any 16 bits

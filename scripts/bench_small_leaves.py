@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import update
-from zerojax import phases, traces
+from zerojax.profile import phases, traces
 
 NAMES = {"kernels run": "busy_ms", "adds": "adds_ms"}
 UPDATES = 50  # of one program

@@ -30,7 +30,7 @@ from typing import Any
 
 import bench_report  # beside this script
 
-from zerojax import foresight
+from zerojax.trainer import memory_guard
 
 ROOT = bench_report.ROOT
 TAIL = 300  # characters of what a failed run said last
@@ -221,7 +221,7 @@ def run(setting: Setting, folder: pathlib.Path, steps: int, limit: float) -> dic
                 last = line.strip() or last
                 if re.search(r"(^|\] )step 1/", line):
                     found["first_step_s"] = time.monotonic() - began
-                if foresight.SHORT in line and not status:
+                if memory_guard.SHORT in line and not status:
                     status = OUT_OF_MEMORY
                     _end(process, setting)  # it would look for settings that fit
         code = process.wait()

@@ -14,7 +14,7 @@ import pathlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from zerojax import metrics
+from zerojax.trainer import metrics
 
 MEAN_OVER = 10  # steps
 

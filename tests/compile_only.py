@@ -16,7 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax import findings, ledger, targets, tree
+from zerojax import tree
+from zerojax.plan import findings, ledger, targets
 
 WIDTH, HIDDEN, EXAMPLES = 256, 512, 512
 FAST = {"xla_gpu_autotune_level": 0}  # kernels are never run here

@@ -19,10 +19,11 @@ from unittest import mock
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from zerojax import checkpoint, metrics, program, resume, train
-from zerojax import config as config_lib
-from zerojax import streams as streams_lib
-from zerojax.data import tokenizer
+from zerojax import train
+from zerojax.checkpoint import checkpointer
+from zerojax.data import feed, tokenizer
+from zerojax.trainer import config as config_lib
+from zerojax.trainer import metrics, program, resume
 
 ROOT = pathlib.Path(__file__).parents[1]
 LIMIT = 240  # seconds; a command that takes longer hangs
@@ -228,8 +229,8 @@ def open_commands(folder: pathlib.Path, cache: pathlib.Path) -> Iterator[Command
 def restored(folder: pathlib.Path, step: int, **changes: Any) -> tuple[program.Program, Any]:
     """Returns the program and the state that a run in `folder` would go on with."""
     built = program.build(config(**changes), tokenizer_vocab=320)
-    streams = streams_lib.Streams(built, tokenizer.load_tokenizer("bytes"), folder)
-    saver = checkpoint.Checkpointer(folder / "checkpoints", keep_last=2, keep_best=0)
+    streams = feed.Streams(built, tokenizer.load_tokenizer("bytes"), folder)
+    saver = checkpointer.Checkpointer(folder / "checkpoints", keep_last=2, keep_best=0)
     try:
         return built, resume.state(built, saver, step, resume.check(built, saver, step, streams))
     finally:

@@ -15,8 +15,8 @@ import hypothesis.strategies as st
 import pytest
 import runs
 
-from zerojax import config as config_lib
 from zerojax.models import llama, presets
+from zerojax.trainer import config as config_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -18,7 +18,7 @@ from flax import nnx
 from flax.training import train_state
 
 import zerojax
-from zerojax import report
+from zerojax.zero import memory
 
 FOLDER = pathlib.Path(__file__).parent.parent / "examples"
 STAGES, STEPS = (0, 1, 2, 3), 10
@@ -143,8 +143,8 @@ def test_persistent_bytes_fall_with_the_stage_as_the_table_says(name):
     measured = {}
     for stage in STAGES:
         _, state, partition = run(name, stage)
-        said = report.bytes_per_device(partition)
-        measured[stage] = report.measured_bytes(state, jax.devices()[0])
+        said = memory.bytes_per_device(partition)
+        measured[stage] = memory.measured_bytes(state, jax.devices()[0])
         assert measured[stage] == sum(said.values()) - said["grads"]
         assert said["params"] < said["grads"] * 8 if stage < 2 else said["params"] >= said["grads"]
     assert measured[0] == sum(leaf.nbytes for leaf in jax.tree.leaves(run(name, 0)[1]))

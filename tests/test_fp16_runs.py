@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import runs
 
-from zerojax import loss_scale, metrics, program
 from zerojax.errors import UserError
+from zerojax.trainer import metrics, program
+from zerojax.zero import loss_scale
 
 # The first scales are far too large for float16, and halve at once.
 OVERFLOWING = {"precision": "fp16", "loss_scale__init_scale": 2.0**24, "loss_scale__hysteresis": 1, "steps": 12}

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from zerojax import optim, precision
-from zerojax import state as state_lib
+from zerojax import precision, train_state
+from zerojax.optim import registry
 
 STEPS = 20
 # A float32 run and the master of a bf16 run see the same gradients and do the same arithmetic; XLA may fuse it otherwise.
@@ -46,7 +46,7 @@ def run(tx, params, steps=STEPS):
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "lamb"])
 def test_the_master_is_the_float32_run_and_params_are_the_master_rounded(name):
-    inner = optim.make_optimizer(name, 1e-2, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    inner = registry.make_optimizer(name, 1e-2, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
     start = make_params(jnp.bfloat16)
     truth, _ = run(inner, precision.cast_floating(start, jnp.float32))
     params, state = run(precision.with_master_weights(inner), start)
@@ -109,7 +109,7 @@ def test_extra_arguments_reach_the_inner_transformation():
 
 @pytest.mark.parametrize("copy_dtype", [None, jnp.bfloat16])
 def test_the_logical_form_is_the_same_with_and_without_a_copy(copy_dtype):
-    logical = state_lib.create(make_params(), optax.adamw(1e-3), jax.random.key(0))
+    logical = train_state.create(make_params(), optax.adamw(1e-3), jax.random.key(0))
     stored = precision.from_logical(logical, copy_dtype)
     if copy_dtype is None:
         assert stored is logical

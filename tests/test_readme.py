@@ -14,7 +14,7 @@ import pytest
 
 import zerojax
 from configs import base
-from zerojax import partition
+from zerojax.zero import stages
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -123,4 +123,4 @@ def test_links_to_files_lead_somewhere(page):
 def test_the_table_of_stages_is_the_one_in_the_code():
     rows = re.findall(r"^\| (\d) \| (\w+) \| (\w+) \| (\w+)", README.read_text(), re.MULTILINE)
     shown = {int(stage): tuple(word == "split" for word in roles) for stage, *roles in rows}
-    assert shown == {stage: (s.opt_state, s.grads, s.params) for stage, s in partition.STAGES.items()}
+    assert shown == {stage: (s.opt_state, s.grads, s.params) for stage, s in stages.STAGES.items()}

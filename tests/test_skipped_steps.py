@@ -12,9 +12,11 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 
-from zerojax import fused, loss_scale, place, precision, step
 from zerojax import mesh as mesh_lib
+from zerojax import precision
 from zerojax.errors import UserError
+from zerojax.optim import fused
+from zerojax.zero import loss_scale, shard_state, step
 
 STEPS, BAD_STEPS = 12, (0, 3, 4, 9)
 TX = optax.adamw(optax.linear_schedule(3e-2, 1e-3, STEPS), weight_decay=0.1)
@@ -55,7 +57,7 @@ def start(scaler, stage, copy_dtype=None, tx=TX):
     state = ScaledState.create(
         apply_fn=None, params=params_of(copy_dtype or jnp.float32), tx=tx, loss_scale=scaler.init()
     )
-    return place.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=stage, min_size=0)
+    return shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=stage, min_size=0)
 
 
 def without_scale(state):
@@ -120,7 +122,7 @@ def test_a_power_of_two_costs_no_bits_and_no_scale_is_the_scale_1():
         state, part = start(scaler or loss_scale.DynamicLossScale(), 3)
         if scaler is None:
             plain = TrainState.create(apply_fn=None, params=params_of(), tx=TX)
-            state, part = place.shard_train_state(plain, mesh=mesh_lib.make_mesh(), stage=3, min_size=0)
+            state, part = shard_state.shard_train_state(plain, mesh=mesh_lib.make_mesh(), stage=3, min_size=0)
         train_step = step.make_train_step(loss_fn, part, clip_norm=0.5, loss_scale=scaler)
         numbers = []
         for number in range(STEPS):
@@ -145,7 +147,7 @@ def test_gradients_too_small_for_float16_reach_the_weights():
         params = {"w": jnp.ones((8, 8), jnp.float16)}
         tx = precision.with_master_weights(optax.sgd(2.0**18))
         state = ScaledState.create(apply_fn=None, params=params, tx=tx, loss_scale=scaler.init())
-        state, part = place.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=1, min_size=0)
+        state, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=1, min_size=0)
         state, _ = step.make_train_step(tiny, part, compute_dtype=jnp.float16, loss_scale=scaler)(state, batch)
         moved[name] = 1 - np.asarray(state.opt_state.master["w"])
     expected = np.broadcast_to(np.asarray(batch["x"]).mean(0)[:, None] / 8, (8, 8))
@@ -227,7 +229,7 @@ def test_batch_statistics_and_random_keys_of_a_skipped_step_are_those_before_it(
     state = StateWithMore.create(
         apply_fn=None, tx=optax.sgd(0.1), loss_scale=scaler.init(), key=jax.random.key(3), **variables
     )
-    state, part = place.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=3, min_size=0)
+    state, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=3, min_size=0)
 
     def with_statistics(params, batch, state):
         variables = {"params": params, "batch_stats": state.batch_stats}
@@ -245,11 +247,11 @@ def test_batch_statistics_and_random_keys_of_a_skipped_step_are_those_before_it(
 def test_a_state_without_the_field_or_with_one_that_nobody_reads_is_refused():
     scaler = loss_scale.DynamicLossScale()
     plain = TrainState.create(apply_fn=None, params=params_of(), tx=TX)
-    _, part = place.shard_train_state(plain, mesh=mesh_lib.make_mesh())
+    _, part = shard_state.shard_train_state(plain, mesh=mesh_lib.make_mesh())
     with pytest.raises(UserError, match="needs a field `loss_scale` in the train state; declare `loss_scale: Any`"):
         step.make_train_step(loss_fn, part, loss_scale=scaler)
     empty = ScaledState.create(apply_fn=None, params=params_of(), tx=TX, loss_scale=())
-    _, part = place.shard_train_state(empty, mesh=mesh_lib.make_mesh())
+    _, part = shard_state.shard_train_state(empty, mesh=mesh_lib.make_mesh())
     with pytest.raises(UserError, match=r"create it with loss_scale=scaler\.init"):
         step.make_train_step(loss_fn, part, loss_scale=scaler)
     _, part = start(scaler, 3)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import runs
 
-from zerojax import checkpoint, program
+from zerojax.checkpoint import checkpointer
+from zerojax.trainer import program
 
 REFUSED = {  # name -> (arguments, what the one line says)
     "unknown key": ([*runs.flags(), "--config.stepz=3"], "--config.stepz=3: unknown config key 'stepz'; did you mean 'steps'?"),
@@ -188,7 +189,7 @@ def test_an_infinite_loss_names_its_step_and_a_checkpoint_that_restores_to_finit
     assert "zerojax: step 3: loss is nan; the last good checkpoint is of step 1" in command.error_line
     assert runs.losses(tmp_path)[3] is None
     built = program.build(runs.config(**changes), tokenizer_vocab=320)
-    saver = checkpoint.Checkpointer(tmp_path / "checkpoints", keep_last=2, keep_best=0)
+    saver = checkpointer.Checkpointer(tmp_path / "checkpoints", keep_last=2, keep_best=0)
     state, _ = saver.restore(1, built.logical_abstract_state)
     saver.close()
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state)))

@@ -6,18 +6,18 @@
 >>> state, metrics = train_step(state, batch)
 """
 
-from zerojax.embedding import embedding_lookup
 from zerojax.errors import UserError
-from zerojax.gather import Placement
-from zerojax.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
 from zerojax.mesh import batch_sharding, make_mesh
-from zerojax.partition import Partition, partition_state
-from zerojax.place import pad, shard_train_state, unpad
+from zerojax.ops.embedding import embedding_lookup
 from zerojax.precision import with_master_weights
-from zerojax.report import memory_table
-from zerojax.state import TrainState
-from zerojax.step import make_train_step
-from zerojax.used import where_used
+from zerojax.train_state import TrainState
+from zerojax.zero.gather import Placement
+from zerojax.zero.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
+from zerojax.zero.memory import memory_table
+from zerojax.zero.shard_state import pad, shard_train_state, unpad
+from zerojax.zero.stages import Partition, partition_state
+from zerojax.zero.step import make_train_step
+from zerojax.zero.where_used import where_used
 
 __all__ = [
     "DynamicLossScale",

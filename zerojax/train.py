@@ -17,13 +17,18 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from zerojax import checkpoint, command, export, launch, loop, metrics, profiling, report, resume, startup, workdir
-from zerojax import config as config_lib
-from zerojax import program as program_lib
-from zerojax import streams as streams_lib
-from zerojax.data import batches, source
+from zerojax import display
+from zerojax.checkpoint import checkpointer
+from zerojax.data import batches, feed, source
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
+from zerojax.interop import huggingface
+from zerojax.launch import processes, start_up
+from zerojax.profile import profiler
+from zerojax.trainer import command, loop, metrics, resume, workdir
+from zerojax.trainer import config as config_lib
+from zerojax.trainer import program as program_lib
+from zerojax.zero import memory
 
 INTERRUPTED = 130  # the status of a command that SIGINT ended
 
@@ -39,15 +44,15 @@ def main() -> None:
     sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
     try:
         config = config_lib.from_dict(command.parse(sys.argv))
-        startup.keep_every_program()
-        emulated = launch.emulate_cpu_devices(config.emulate_devices)
-        launch.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+        start_up.keep_every_program()
+        emulated = processes.emulate_cpu_devices(config.emulate_devices)
+        processes.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
         if emulated:
             say(f"no accelerator found: emulating {jax.local_device_count()} CPU devices")
         train(config, _choose_workdir())
     except UserError as error:
         print(f"zerojax: {error}", file=sys.stderr, flush=True)
-        launch.leave(2)
+        processes.leave(2)
     except BrokenPipeError:
         _leave_unheard("stdout is closed; the same command resumes from the last checkpoint")
     except OSError as error:
@@ -57,8 +62,8 @@ def main() -> None:
         _leave_unheard(f"{where}: no space left on the device; make room, then run again to resume")
     except KeyboardInterrupt:
         print("zerojax: interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
-        launch.leave(INTERRUPTED)
-    launch.leave(0)
+        processes.leave(INTERRUPTED)
+    processes.leave(0)
 
 
 def train(config: config_lib.Config, folder: pathlib.Path) -> None:
@@ -70,7 +75,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     run.finish(state)
     if config.export.format == "huggingface":
         params = resume.logical_params(program, state)
-        export.export_llama(params, program.model, folder / "export")
+        huggingface.export_llama(params, program.model, folder / "export")
         say(f"weights exported to {folder / 'export'}")
     say(f"done: {folder}")
     return None
@@ -80,28 +85,28 @@ def prepare(
     config: config_lib.Config, folder: pathlib.Path
 ) -> tuple[program_lib.Program, loop.Run, Callable[[], Any], int]:
     """Returns the program, a run of it, what makes its first state or takes its saved one, and the steps done."""
-    say(f"devices: {launch.describe()}; everything goes to {folder}")
+    say(f"devices: {processes.describe()}; everything goes to {folder}")
     settings = config_lib.to_dict(config)
     workdir.check(folder, settings)
     others = {"evaluate": config.evaluate.every, "checkpoint": config.checkpoint.every}
-    profiling.check(config.profile.start, config.profile.steps, config.steps, others)
-    startup.wake_devices()
+    profiler.check(config.profile.start, config.profile.steps, config.steps, others)
+    start_up.wake_devices()
 
     tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
-    with startup.without_collector():
+    with start_up.without_collector():
         program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
     accumulates = program.sizes.grad_accum > 1
-    say(report.as_text(report.memory_table(program.partition, program.baseline, accumulates, by_hand=True)))
-    say(report.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
+    say(display.as_text(memory.memory_table(program.partition, program.baseline, accumulates, by_hand=True)))
+    say(memory.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
 
     data_dir = pathlib.Path(config.data.dir or folder / "datasets")
     if config.data.name != batches.RANDOM:
-        if launch.is_primary():
+        if processes.is_primary():
             source.prepare(config.data.name, data_dir)
-        launch.barrier("data")
-    streams = streams_lib.Streams(program, tokenizer, data_dir)
+        processes.barrier("data")
+    streams = feed.Streams(program, tokenizer, data_dir)
 
-    saver = checkpoint.Checkpointer(
+    saver = checkpointer.Checkpointer(
         folder / "checkpoints", keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
     )
     done = saver.latest_step()
@@ -112,18 +117,18 @@ def prepare(
         )
     if done is not None:
         saved = resume.check(program, saver, done, streams)
-        if launch.is_primary() and (folder / metrics.FILE).exists():
+        if processes.is_primary() and (folder / metrics.FILE).exists():
             metrics.read(folder)  # lest a line that is none be found after compiling
         if resume.rescales(program, saved):
             say("the loss scale starts afresh: config.loss_scale sets another first one than before")
 
     def first_state() -> Any:
         if done is None:
-            with startup.without_collector():
+            with start_up.without_collector():
                 state = program_lib.init_state(program)
         else:
             state = resume.state(program, saver, done, saved)
-        if launch.is_primary():
+        if processes.is_primary():
             workdir.save(folder, settings)
         return state
 
@@ -132,7 +137,7 @@ def prepare(
 
 def say(text: str) -> None:
     """Prints a line on the primary process."""
-    if launch.is_primary():
+    if processes.is_primary():
         print(text, flush=True)
 
 
@@ -140,7 +145,7 @@ def _leave_unheard(line: str) -> None:
     """Ends the process where stdout takes nothing more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes it once more
     print(f"zerojax: {line}", file=sys.stderr, flush=True)
-    launch.leave(2)
+    processes.leave(2)
 
 
 def _report_unraisable(report: Callable[[Any], object], what: Any) -> None:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from zerojax import config
 from zerojax.data import batches, tokenizer
 from zerojax.data import source as source_lib
 from zerojax.errors import UserError
+from zerojax.trainer import config
 
 BYTES = tokenizer.ByteTokenizer()
 DOCUMENTS = [{"text": bytes([65 + i]) * (3 * i % 20)} for i in range(13)]  # of 0 to 19 bytes

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax import losses
 from zerojax.models import llama, presets
+from zerojax.ops import losses
 
 ROUNDING = 2e-5  # float32 sums of some hundred terms in another order
 CONFIG = dataclasses.replace(presets.PRESETS["test"], vocab_size=61)

@@ -1,1 +1,6 @@
-"""From a dataset's name to token batches. This module only names the package: source, tokenizer, batches."""
+"""From a dataset's name to batches placed on devices.
+
+Here live sources, tokenizers, packing into rows, and the feed of a run.
+No model and no stage.
+A dataset that tensorflow-datasets does not know is a builder such as `python_stdlib`.
+"""

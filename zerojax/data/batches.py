@@ -19,10 +19,10 @@ from typing import Any
 import grain
 import numpy as np
 
-from zerojax import config
 from zerojax.data import source as source_lib
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
+from zerojax.trainer import config
 
 PREFETCHED = 2  # batches that wait for the device
 RANDOM = "random"  # the data.name of random tokens

@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from zerojax import embedding, losses
+from zerojax.ops import embedding, losses
 
 
 @dataclasses.dataclass(frozen=True)

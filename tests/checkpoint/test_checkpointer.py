@@ -1,0 +1,481 @@
+"""Tests zerojax.checkpoint."""
+
+import json
+import logging
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import flax.nnx as nnx
+import flax.training.train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import tree
+from zerojax.checkpoint import checkpointer
+from zerojax.errors import UserError
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def mesh_of(count, name="data"):
+    return jax.sharding.Mesh(np.array(jax.devices()[:count]), (name,))
+
+
+def on(mesh, spec, array):
+    return jax.device_put(array, NamedSharding(mesh, spec))
+
+
+def small_state(step, rows=16):
+    mesh = mesh_of(8)
+    return {
+        "params": {"w": on(mesh, P("data"), jnp.full((rows, 4), step, jnp.float32))},
+        "step": on(mesh, P(), jnp.int32(step)),
+    }
+
+
+def open_in(directory, **kept):
+    return checkpointer.Checkpointer(directory, **{"keep_last": 9, "keep_best": 0, **kept})
+
+
+def save_steps(directory, *steps, **kept):
+    saver = open_in(directory, **kept)
+    for step in steps:
+        saver.save(step, small_state(step), {"0": {"at": step}}, meta={"seed": 7})
+    saver.close()
+
+
+def raw(leaf):
+    array = jax.random.key_data(leaf) if jnp.issubdtype(tree.dtype_of(leaf), jax.dtypes.prng_key) else leaf
+    return np.asarray(array, dtype=tree.dtype_of(array))
+
+
+def assert_bits_equal(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right)):
+        assert tree.dtype_of(one) == tree.dtype_of(other) and np.shape(one) == np.shape(other)
+        assert raw(one).tobytes() == raw(other).tobytes()
+
+
+def error_of(function, *args, **kwargs):
+    with pytest.raises(UserError) as caught:
+        function(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("spec", [P(), P("model"), P(None, "model")])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_])
+def test_every_dtype_comes_back_bit_for_bit_on_four_devices_and_another_spec(tmp_path, dtype, spec):
+    bits = np.random.default_rng(0).integers(0, 2 if dtype == jnp.bool_ else 250, (16, 24, 4), np.uint8)
+    array = bits.view(dtype)  # any bits at all: NaN, infinities and subnormals among them
+    saver = open_in(tmp_path)
+    saver.save(1, {"w": on(mesh_of(8), P("data"), array)}, {}, meta={})
+    sharding = NamedSharding(mesh_of(4, "model"), spec)
+    wanted = jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding)
+    state, _ = saver.restore(1, {"w": wanted})
+    saver.close()
+    assert state["w"].sharding == sharding
+    assert raw(state["w"]).tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("kinds", [("device", "pinned_host"), ("pinned_host", "device")])
+def test_offloaded_leaves_move_between_host_and_device(tmp_path, kinds):
+    before, after = (NamedSharding(mesh_of(8), P("data"), memory_kind=kind) for kind in kinds)
+    state = {"mu": jax.device_put(np.arange(16, dtype=np.float32), before)}
+    saver = open_in(tmp_path)
+    saver.save(1, state, {}, meta={})
+    restored, _ = saver.restore(1, {"mu": jax.ShapeDtypeStruct((16,), jnp.float32, sharding=after)})
+    saver.close()
+    assert restored["mu"].sharding == after
+    np.testing.assert_array_equal(raw(restored["mu"]), np.arange(16))
+
+
+def test_random_keys_numbers_and_numpy_arrays_come_back(tmp_path):
+    state = {
+        "key": jax.random.key(3),
+        "keys": on(mesh_of(8), P("data"), jax.random.split(jax.random.key(4, impl="rbg"), 8)),
+        "count": 5,
+        "scale": 2.5,
+        "rows": np.arange(6, dtype=np.int64).reshape(2, 3),
+        "odd.name": np.float32(1),
+    }
+    saver = open_in(tmp_path)
+    saver.save(1, state, {}, meta={})
+    restored, _ = saver.restore(1, tree.abstract(state))
+    saver.close()
+    assert_bits_equal(restored, state)
+    assert restored["keys"].sharding.spec == P("data")
+    assert isinstance(restored["rows"], np.ndarray)
+
+
+def test_linen_train_states_and_nnx_states_come_back_with_their_structure(tmp_path):
+    params = {"dense": {"kernel": jnp.ones((8, 4)), "bias": jnp.zeros((4,))}}
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    linen = flax.training.train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+    linen = linen.apply_gradients(grads=jax.tree.map(jnp.ones_like, params))
+    module = nnx.state(nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))))
+    state = {"linen": linen, "nnx": module}
+    saver = open_in(tmp_path)
+    saver.save(1, state, {}, meta={})
+    restored, _ = saver.restore(1, jax.eval_shape(lambda: state))
+    saver.close()
+    assert_bits_equal(restored, state)
+
+
+def test_the_saved_state_is_that_of_the_call_though_its_buffers_are_donated(tmp_path):
+    step = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)
+    saver = open_in(tmp_path)
+    state, rows, meta = small_state(0, rows=4096), {"0": [1]}, {"seed": 1}
+    saver.save(1, state, rows, meta=meta)
+    rows["0"].append(2)
+    meta["seed"] = 2
+    for _ in range(20):
+        state = step(state)
+    saved, data_state = saver.restore(1, tree.abstract(small_state(0, rows=4096)))
+    assert_bits_equal(saved, small_state(0, rows=4096))
+    assert data_state == {"0": [1]} and saver.meta(1) == {"seed": 1}
+    saver.close()
+
+
+def test_the_newest_and_the_best_are_kept_also_over_a_restart(tmp_path):
+    losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: None, 50: 5.0, 60: float("nan"), 70: 4.0}
+    for step, loss in losses.items():
+        saver = open_in(tmp_path, keep_last=2, keep_best=2)
+        saver.save(step, small_state(step), {}, meta={}, eval_loss=loss)
+        saver.close()
+    assert sorted(os.listdir(tmp_path)) == ["20", "30", "60", "70"]
+
+
+def test_saving_a_saved_step_again_changes_nothing(tmp_path):
+    save_steps(tmp_path, 10)
+    saver = open_in(tmp_path)
+    saver.save(10, small_state(99), {}, meta={})
+    saver.save(20, small_state(20), {}, meta={})
+    saver.save(20, small_state(99), {}, meta={})  # still being written
+    for step in (10, 20):
+        assert saver.restore(step, tree.abstract(small_state(0)))[0]["step"] == step
+    saver.close()
+
+
+def test_padded_leaves_are_cut_or_filled_where_the_caller_says_so(tmp_path):
+    logical = np.arange(40, dtype=np.float32).reshape(10, 4)
+    saver = open_in(tmp_path)
+    saver.save(1, {"embed": on(mesh_of(8), P("data"), np.pad(logical, ((0, 6), (0, 0))))}, {}, meta={})
+    for rows, count in ((10, 5), (12, 4), (24, 8)):
+        sharding = NamedSharding(mesh_of(count), P("data"))
+        wanted = {"embed": jax.ShapeDtypeStruct((rows, 4), jnp.float32, sharding=sharding)}
+        state, _ = saver.restore(1, wanted, resizable=frozenset({"embed"}))
+        np.testing.assert_array_equal(raw(state["embed"]), np.pad(logical, ((0, rows - 10), (0, 0))))
+        message = error_of(saver.restore, 1, wanted)
+        assert f"embed: saved in {tmp_path}/1 with shape (16, 4), wanted ({rows}, 4)" in message
+        assert "the config's model differs from the checkpoint's" in message
+    saver.close()
+
+
+def test_another_models_state_is_refused_by_the_names_of_its_leaves(tmp_path):
+    save_steps(tmp_path, 10)
+    saver = open_in(tmp_path)
+    wanted = tree.abstract({"params": {"v": np.ones(3)}, **{name: np.ones(3) for name in "abcd"}})
+    message = error_of(saver.restore, 10, wanted)
+    assert f"{tmp_path}/10: its state lacks a, b, c and 2 more and has params/w, step;" in message
+    other_dtype = tree.abstract(small_state(0)) | {"step": jax.ShapeDtypeStruct((), jnp.float32)}
+    assert "step: saved in" in error_of(saver.restore, 10, other_dtype)
+    assert os.listdir(tmp_path) == ["10"]
+    saver.close()
+
+
+def test_floating_leaves_are_cast_to_what_is_wanted(tmp_path):
+    saver = open_in(tmp_path)
+    exact = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    saver.save(1, {"w": exact, "half": exact.astype(jnp.bfloat16)}, {}, meta={})
+    saver.wait()
+    wanted = {"w": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16), "half": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+    placed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh_of(8), P("data"))), wanted
+    )
+    for form in (wanted, placed):
+        found, _ = saver.restore(1, form)
+        assert {name: leaf.dtype for name, leaf in found.items()} == {"w": jnp.bfloat16, "half": jnp.float32}
+        np.testing.assert_array_equal(found["w"], exact.astype(jnp.bfloat16))
+        np.testing.assert_array_equal(found["half"], exact.astype(jnp.bfloat16).astype(np.float32))
+    saver.close()
+
+
+def test_optional_leaves_may_be_missing_or_be_there_unasked(tmp_path):
+    saver = open_in(tmp_path)
+    saver.save(1, {"w": np.ones(3)}, {}, meta={})
+    saver.save(2, {"w": np.ones(3), "more": {"a": np.ones(2), "b": np.ones(2)}, "other": np.ones(1)}, {}, meta={})
+    saver.wait()
+    one, two = {"w": np.ones(3)}, {"w": np.ones(3), "more": {"a": np.ones(2), "b": np.ones(2)}}
+    abstract = tree.abstract(two)
+    found, _ = saver.restore(1, abstract, optional=("more",))
+    assert found["more"] == abstract["more"] and found["w"].tolist() == [1, 1, 1]
+    found, _ = saver.restore(2, tree.abstract(one), optional=("more", "other"))
+    assert list(found) == ["w"] and found["w"].tolist() == [1, 1, 1]
+    found, _ = saver.restore(2, tree.abstract({**two, "other": np.ones(1)}), optional=("more",))
+    assert found["more"]["b"].tolist() == [1, 1]
+    with pytest.raises(UserError, match="lacks more/a"):
+        saver.restore(1, abstract)
+    with pytest.raises(UserError, match="has more/a"):
+        saver.restore(2, tree.abstract({**one, "other": np.ones(1)}), optional=("mo",))
+    saver.close()
+
+
+def test_a_missing_step_is_answered_with_the_steps_there_are(tmp_path):
+    saver = open_in(tmp_path)
+    assert saver.latest_step() is None
+    assert "it holds no checkpoint at all" in error_of(saver.meta, 15)
+    saver.close()
+    save_steps(tmp_path, 10, 20)
+    saver = open_in(tmp_path)
+    assert saver.latest_step() == 20
+    for function in (saver.meta, lambda step: saver.restore(step, {})):
+        assert f"{tmp_path}: no checkpoint of step 15; choose one of steps 10, 20" in error_of(function, 15)
+    saver.close()
+
+
+DAMAGE = {
+    "emptied": lambda path: path.write_bytes(b""),
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
+}
+DAMAGE["deleted"] = pathlib.Path.unlink
+
+
+def test_every_file_of_a_step_that_is_cut_or_deleted_is_found_and_nothing_is_lost(tmp_path):
+    save_steps(tmp_path, 10, 20, 30)
+    shutil.rmtree(tmp_path / "20" / "state")
+    wanted = tree.abstract(small_state(0))
+    files = [path for path in (tmp_path / "30").rglob("*") if path.is_file() and path.parent.name != "30"]
+    assert {"manifest.ocdbt", "_METADATA", "metadata"} < {path.name for path in files}
+    for path in [*files, tmp_path / "30" / "sizes.json"]:
+        content = path.read_bytes()
+        for damage in DAMAGE.values():
+            damage(path)
+            saver = open_in(tmp_path)
+            for function in (saver.meta, lambda step, saver=saver: saver.restore(step, wanted)):
+                message = error_of(function, 30)
+                assert f"{tmp_path}/30: checkpoint is damaged ({path.relative_to(tmp_path / '30')}" in message
+                assert f"delete or move {tmp_path}/30 out of {tmp_path} to resume from step 10" in message
+            saver.close()
+            path.write_bytes(content)
+    saver = open_in(tmp_path)
+    for step in (10, 30):
+        assert_bits_equal(saver.restore(step, wanted)[0], small_state(step))
+    assert "no earlier step" not in error_of(saver.meta, 20)
+    saver.close()
+
+
+def test_what_orbax_cannot_read_is_called_damaged_and_a_full_memory_is_not(tmp_path, monkeypatch):
+    save_steps(tmp_path, 10)
+    saver = open_in(tmp_path)
+
+    def fail_with(error):
+        def restore(*args, **kwargs):
+            raise error
+
+        monkeypatch.setattr(saver._arrays, "restore", restore)
+
+    fail_with(Exception("Encountered error\nwhile reading"))
+    message = error_of(saver.restore, 10, tree.abstract(small_state(0)))
+    assert "damaged (Exception: Encountered error while reading); no earlier step is intact" in message
+    for error in (MemoryError("no memory"), RuntimeError("RESOURCE_EXHAUSTED")):
+        fail_with(error)
+        with pytest.raises(type(error)):
+            saver.restore(10, tree.abstract(small_state(0)))
+    saver.close()
+
+
+def test_foreign_directories_are_refused_and_left_alone(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert f"{tmp_path}: holds notes.txt, photos and no checkpoint" in error_of(open_in, tmp_path)
+    assert "cannot hold checkpoints (Not a directory)" in error_of(open_in, tmp_path / "notes.txt" / "x")
+    assert "mounted file system" in error_of(open_in, "gs://bucket/run")
+
+    year = tmp_path / "runs" / "2024"
+    year.mkdir(parents=True)
+    (year / "photo.jpg").write_text("mine")
+    save_steps(tmp_path / "runs", 3000, 3001, keep_last=1)
+    assert sorted(os.listdir(tmp_path / "runs")) == ["2024", "3001"] and (year / "photo.jpg").exists()
+    saver = open_in(tmp_path / "runs")
+    assert f"{year}: not a checkpoint of zerojax" in error_of(saver.meta, 2024)
+    saver.close()
+
+
+def test_a_directory_that_is_not_writable_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *args: False)  # chmod does not stop a test that runs as root
+    assert f"{tmp_path}: not writable" in error_of(open_in, tmp_path)
+
+
+def test_a_step_whose_deletion_was_killed_goes_with_the_next_save(tmp_path):
+    save_steps(tmp_path, 10, 20)
+    shutil.rmtree(tmp_path / "10" / "meta")
+    (tmp_path / "10" / "sizes.json").unlink()
+    save_steps(tmp_path, 30, keep_last=2)
+    assert sorted(os.listdir(tmp_path)) == ["20", "30"]
+
+
+def test_orbax_says_nothing_below_warning(tmp_path, caplog):
+    with caplog.at_level(logging.DEBUG, logger="absl"):
+        save_steps(tmp_path, 10)
+        logging.getLogger("absl").info("from another package")
+    assert [record.message for record in caplog.records if record.name == "absl"] == ["from another package"]
+
+
+def run_python(code, *args, **kwargs):
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs)
+
+
+SAVE_FOREVER = """
+import conftest, itertools, sys, test_checkpoint
+saver = test_checkpoint.open_in(sys.argv[1], keep_last=2)
+for step in itertools.count((saver.latest_step() or 0) + 1):
+    saver.save(step, test_checkpoint.small_state(step, rows=4096), {"0": step}, meta={"step": step})
+    print(step, flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_the_last_complete_step(tmp_path):
+    random = np.random.default_rng(0)
+    wanted = tree.abstract(small_state(0, rows=4096))
+    last = 0
+    for _ in range(3):
+        process = run_python(SAVE_FOREVER, tmp_path)
+        lines = [process.stdout.readline() for _ in range(3)]
+        assert all(line.strip().isdigit() for line in lines), process.stdout.read()
+        time.sleep(random.uniform(0, 0.4))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        saver = open_in(tmp_path)
+        step = saver.latest_step()
+        assert step >= int(lines[-1]) - 1 > last  # save(n) returns only once n - 1 is complete
+        state, data_state = saver.restore(step, wanted)
+        assert_bits_equal(state, small_state(step, rows=4096))
+        assert data_state == {"0": step} and saver.meta(step) == {"step": step}
+        saver.close()
+        last = step
+    save_steps(tmp_path, last + 1, keep_last=1)
+    assert os.listdir(tmp_path) == [str(last + 1)]  # nothing is left of the killed saves
+
+
+FILL_THE_DISK = """
+import conftest, sys, time, test_checkpoint
+from zerojax import tree
+from zerojax.errors import UserError
+saver = test_checkpoint.open_in(sys.argv[1], keep_last=1)
+big = test_checkpoint.jax.random.normal(test_checkpoint.jax.random.key(0), (2 ** 20,))
+saver.save(10, test_checkpoint.small_state(10), {}, meta={})
+saver.save(20, {"big": big}, {}, meta={})
+
+def save_two():
+    saver.save(30, {"big": big}, {}, meta={})
+    time.sleep(1)
+    saver.save(40, {}, {}, meta={})
+
+for attempt in (saver.wait, save_two):
+    try:
+        attempt()
+        print("no error")
+    except UserError as error:
+        print("USER ERROR", error)
+restored, _ = saver.restore(10, tree.abstract(test_checkpoint.small_state(0)))
+test_checkpoint.assert_bits_equal(restored, test_checkpoint.small_state(10))
+saver.save(50, test_checkpoint.small_state(50), {}, meta={})
+saver.close()
+print("LATEST", saver.latest_step())
+"""
+
+
+def test_a_full_disk_is_reported_and_the_last_checkpoint_survives_it(tmp_path):
+    mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    script = f'mount -t tmpfs -o size=3m tmpfs {tmp_path} && exec "$0" "$@"'
+    if shutil.which("unshare") is None or subprocess.run([*mount, script, "true"], capture_output=True).returncode:
+        pytest.skip("this system lets no user mount a tmpfs, on which to run out of space")
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [*mount, script, sys.executable, "-c", FILL_THE_DISK, str(tmp_path / "run")]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    errors = [line for line in result.stdout.splitlines() if line.startswith("USER ERROR")]
+    assert [
+        f"saving step {step} failed: no space left on the disk" in line for step, line in zip((20, 30), errors)
+    ] == [
+        True,
+        True,
+    ], result.stdout + result.stderr
+    assert all("step 10 is complete and untouched" in line for line in errors)
+    assert "LATEST 50" in result.stdout, result.stdout + result.stderr
+
+
+TWO_PROCESSES = """
+import json, os, sys
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax, numpy as np
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+rank = int(sys.argv[2])
+jax.distributed.initialize(f"localhost:{sys.argv[3]}", 2, rank)
+from jax.sharding import NamedSharding, PartitionSpec as P
+from zerojax import checkpoint, tree
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+whole = np.arange(32, dtype=np.float32).reshape(8, 4)
+sharding = NamedSharding(mesh, P("data"))
+state = {"w": jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index]),
+         "rng": jax.random.key(1), "count": 3}
+saver = checkpoint.Checkpointer(sys.argv[1], keep_last=1, keep_best=0)
+for step in (1, 2):
+    saver.save(step, state, {str(rank): {"at": "x" * (5 + 10 * rank)}}, meta={}, eval_loss=1.0)
+wanted = tree.abstract(state)
+wanted["w"] = jax.ShapeDtypeStruct(whole.shape, np.float32, sharding=NamedSharding(mesh, P(None, "data")))
+restored, data_state = saver.restore(2, wanted)
+for shard in restored["w"].addressable_shards:
+    np.testing.assert_array_equal(shard.data, whole[shard.index])
+saver.close()
+print("STATE", json.dumps(data_state, sort_keys=True))
+"""
+
+
+def test_two_processes_save_together_and_each_gets_the_rows_of_both(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    workers = [run_python(TWO_PROCESSES, tmp_path / "run", rank, port) for rank in range(2)]
+    rows = {"0": {"at": "x" * 5}, "1": {"at": "x" * 15}}
+    for worker in workers:
+        output, _ = worker.communicate(timeout=120)
+        assert f"STATE {json.dumps(rows)}" in output, output
+    saver = open_in(tmp_path / "run")
+    wanted = {"w": np.zeros((8, 4), np.float32), "rng": jax.random.key(0), "count": 0}
+    state, data_state = saver.restore(2, tree.abstract(wanted))
+    saver.close()
+    np.testing.assert_array_equal(raw(state["w"]), np.arange(32, dtype=np.float32).reshape(8, 4))
+    assert raw(state["rng"]).tobytes() == raw(jax.random.key(1)).tobytes()
+    assert data_state == rows and state["count"] == 3
+
+
+def test_a_second_write_that_failed_with_the_first_is_not_told_again():
+    def record(message):
+        return logging.LogRecord("asyncio", logging.ERROR, "base_events.py", 1, message, (), ValueError)
+
+    lost = "Task exception was never retrieved\nfuture: <Task defined at /site-packages/orbax/checkpoint/serialization.py:1>"
+    assert not checkpointer._is_worth_showing(record(lost))
+    assert checkpointer._is_worth_showing(
+        record("Task exception was never retrieved\nfuture: <Task defined at mine.py:1>")
+    )

@@ -1,0 +1,42 @@
+import numpy as np
+import pytest
+import runs
+
+from zerojax.data import feed, tokenizer
+from zerojax.trainer import program
+
+BYTES = tokenizer.load_tokenizer("bytes")
+
+
+def opened(folder, **changes):
+    built = program.build(runs.config(**changes), tokenizer_vocab=BYTES.vocab_size)
+    return feed.Streams(built, BYTES, folder)
+
+
+@pytest.mark.parametrize("changes", [{}, {"grad_accum": 2, "global_batch_size": 16}], ids=["one pass", "two passes"])
+def test_every_row_of_the_global_batch_is_there_once_and_lies_where_the_step_wants_it(tmp_path, changes):
+    streams = opened(tmp_path, **changes)
+    tokens = streams.next()["tokens"]
+    built = program.build(runs.config(**changes), tokenizer_vocab=BYTES.vocab_size)
+    assert tokens.sharding == built.batch_sharding
+    rows = np.asarray(tokens).reshape(-1, tokens.shape[-1])
+    assert rows.shape == (built.sizes.global_batch_size, 33) and len(np.unique(rows, axis=0)) == len(rows)
+    assert set(streams.position()) == {str(row) for row in range(len(rows))}
+    streams.close()
+
+
+def test_the_same_batches_come_after_moving_back(tmp_path):
+    streams = opened(tmp_path)
+    start = streams.position()
+    first = [np.asarray(streams.next()["tokens"]) for _ in range(2)]
+    streams.move_to(start)
+    again = [np.asarray(streams.next()["tokens"]) for _ in range(2)]
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first[0], first[1])
+    streams.close()
+
+
+def test_without_a_held_out_split_there_is_no_evaluation_loss(tmp_path):
+    streams = opened(tmp_path)
+    assert streams.evaluation_loss(None) is None
+    streams.close()

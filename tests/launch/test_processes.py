@@ -1,0 +1,345 @@
+"""Checks how processes join, stop and end. This module tests zerojax.launch and scripts/launch_local.py."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from zerojax.errors import UserError
+from zerojax.launch import processes
+
+ROOT = pathlib.Path(__file__).parents[2]
+LIMIT = 120  # seconds; a test that waits longer hangs
+PROCESSES, DEVICES = 2, 4
+
+JOIN = f"""
+import argparse, os, signal, sys, time
+from zerojax import launch
+import jax, numpy as np
+parser = argparse.ArgumentParser()
+for flag, kind in (("--coordinator", str), ("--num_processes", int), ("--process_id", int)):
+    parser.add_argument(flag, type=kind)
+flags = parser.parse_args()
+assert launch.emulate_cpu_devices({DEVICES})
+launch.initialize(**vars(flags), timeout_seconds=60)
+"""
+SUM = """
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+sharding = jax.NamedSharding(mesh, jax.P("data"))
+x = jax.make_array_from_callback((mesh.size,), sharding, lambda index: np.arange(mesh.size, dtype="f4")[index])
+add = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P()))
+print(f"psum {float(add(x)[0])} {launch.describe()} {'primary' if launch.is_primary() else 'other'}", flush=True)
+launch.barrier("summed")
+"""
+STOP = """
+with launch.StopSignal() as stop:
+    for step in range(1000):
+        if flags.process_id == 1 and step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01 * flags.process_id)  # the processes are out of step
+        if stop.agreed():
+            break
+print(f"stopped {step} {launch.agreed(flags.process_id == 1)} {launch.agreed(False)}", flush=True)
+"""
+FAIL = """
+if flags.process_id == 1:
+    print("giving up", flush=True)
+    launch.leave(7)
+launch.barrier("never")
+"""
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Returns ours, without what conftest set and any scheduler."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "SLURM_", "OMPI_"))}
+    return {**kept, "PYTHONPATH": str(ROOT), **variables}
+
+
+def python(program: str, **variables: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=LIMIT)
+
+
+def launcher(program: str, *options: str) -> list[str]:
+    script = ROOT / "scripts" / "launch_local.py"
+    return [sys.executable, str(script), *options, "--", sys.executable, "-c", program]
+
+
+def launch_local(program: str, *options: str, **variables: str) -> subprocess.CompletedProcess:
+    command, env = launcher(program, *options), environment(**variables)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
+
+
+def lines_of(output: str, index: int) -> list[str]:
+    prefix = f"[{index}] "
+    return [line.removeprefix(prefix) for line in output.splitlines() if line.startswith(prefix)]
+
+
+@contextlib.contextmanager
+def listener():
+    with socket.create_server(("", 0)) as server:
+        yield server.getsockname()[1]
+
+
+# --- devices
+
+
+COUNT = "from zerojax import launch; import jax; print(launch.emulate_cpu_devices(6), launch.describe())"
+
+
+def test_without_an_accelerator_cpu_devices_are_emulated_and_nothing_is_logged():
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TPU_VISIBLE_CHIPS": ""}
+    for variables in (hidden, {"JAX_PLATFORMS": "cpu"}):
+        done = python(COUNT, **variables)
+        assert (done.stdout, done.stderr) == ("True 6 x cpu (emulated), 1 process\n", "")
+
+
+@pytest.mark.parametrize(
+    "name, value", [("XLA_FLAGS", "--xla_force_host_platform_device_count=3"), ("JAX_NUM_CPU_DEVICES", "3")]
+)
+def test_a_count_of_devices_already_set_is_kept(name, value):
+    assert python(COUNT, JAX_PLATFORMS="cpu", **{name: value}).stdout == "True 3 x cpu (emulated), 1 process\n"
+
+
+def test_one_cpu_device_is_not_called_emulated():
+    program = "from zerojax import launch; launch.emulate_cpu_devices(1); print(launch.describe())"
+    assert python(program, JAX_PLATFORMS="cpu").stdout == "1 x cpu, 1 process\n"
+
+
+def test_a_platform_that_the_user_names_is_left_alone():
+    program = (
+        "from zerojax import launch; import jax\n"
+        "print(launch.emulate_cpu_devices(6), jax.config.jax_platforms, jax.config.jax_num_cpu_devices)"
+    )
+    assert python(program, JAX_PLATFORMS="cuda,cpu").stdout == "False cuda,cpu -1\n"
+
+
+def test_emulation_after_jax_started_is_refused():
+    program = "import jax; jax.devices()\nfrom zerojax import launch; launch.emulate_cpu_devices(6)"
+    done = python(program, JAX_PLATFORMS="cpu")
+    assert done.stderr.splitlines()[-1].startswith("zerojax.errors.UserError: devices: JAX has started")
+
+
+# --- joining
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("a:1", 2, None), "--process_id: must be given with --coordinator, --num_processes"),
+        ((None, None, 0), "--coordinator: must be given with --process_id"),
+        (("localhost", 2, 0), "--coordinator: must be HOST:PORT"),
+        (("localhost:0", 2, 0), "--coordinator: must be HOST:PORT"),
+        (("localhost:65536", 2, 0), "--coordinator: must be HOST:PORT"),
+        (("localhost:1", 2, 2), "--process_id: must be below --num_processes=2, and is 2"),
+        (("localhost:1", 2, -1), "--process_id: must be "),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(flags, message):
+    with pytest.raises(UserError) as caught:
+        processes.initialize(*flags)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_coordinator_that_is_not_there_is_named_within_the_time_limit():
+    with listener() as port:
+        pass  # closed again: nobody answers
+    began = time.monotonic()
+    with pytest.raises(UserError, match=rf"nothing answers at 127\.0\.0\.1:{port} after 1 s"):
+        processes.initialize(f"127.0.0.1:{port}", 2, 1, timeout_seconds=1)
+    assert time.monotonic() - began < 10
+
+
+def test_a_port_that_is_taken_is_named():
+    with listener() as port, pytest.raises(UserError, match=rf"--coordinator: port {port} is no use here"):
+        processes.initialize(f"127.0.0.1:{port}", 2, 0)
+
+
+def test_who_waits_long_says_so_once(capsys):
+    with processes._says_if_waiting("still waiting", 0.01):
+        time.sleep(0.3)
+    with processes._says_if_waiting("not printed", 10):
+        pass
+    assert capsys.readouterr().err == "still waiting\n"
+
+
+@pytest.mark.parametrize(
+    "environ, expected",
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, None),  # the batch script itself, not started by srun
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "a"}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "a"}, "Slurm"),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
+    ],
+)
+def test_a_scheduler_counts_where_it_started_several_processes(environ, expected):
+    assert processes.detect_scheduler(environ) == expected
+
+
+def test_slurm_tells_all_that_is_needed():
+    with listener() as port:
+        pass
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_PROCID": "0"}
+    program = "from zerojax import launch\nlaunch.detect_scheduler = lambda environ: 'Slurm'\n" + (
+        "launch.initialize(); import jax; print(jax.distributed.is_initialized(), launch.describe())"
+    )
+    done = python(program, JAX_PLATFORMS="cpu", SLURM_LOCALID="0", JAX_COORDINATOR_PORT=str(port), **slurm)
+    assert done.stdout == "True 1 x cpu, 1 process\n", done.stderr
+
+
+def test_a_scheduler_that_jax_cannot_read_ends_in_one_line():
+    done = python("from zerojax import launch; launch.initialize()", JAX_PLATFORMS="cpu", OMPI_COMM_WORLD_SIZE="2")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("zerojax.errors.UserError: launch: this Open MPI task could not join the others (")
+
+
+# --- stopping
+
+
+def test_the_first_signal_asks_and_an_interrupt_after_it_interrupts():
+    for first in processes.StopSignal.SIGNALS:
+        with processes.StopSignal() as stop:
+            assert not stop.requested and not stop.agreed()
+            signal.raise_signal(first)
+            assert stop.requested and stop.agreed()
+            signal.raise_signal(signal.SIGTERM)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+
+def test_former_handlers_come_back():
+    before = [signal.getsignal(number) for number in processes.StopSignal.SIGNALS]
+    with processes.StopSignal():
+        assert signal.getsignal(signal.SIGTERM) not in before
+    assert [signal.getsignal(number) for number in processes.StopSignal.SIGNALS] == before
+
+
+def test_one_process_agrees_with_itself_and_waits_for_nobody():
+    processes.barrier("alone")
+    assert processes.agreed(True) and not processes.agreed(False) and processes.is_primary()
+    with pytest.raises(SystemExit, match="3"):
+        processes.leave(3)
+
+
+@pytest.mark.parametrize("guard", ["allow", "disallow"])
+def test_the_reduction_over_devices_is_any(guard):
+    with jax.transfer_guard(guard):
+        assert [bool(jax.device_get(processes._any(stop))) for stop in (False, True)] == [False, True]
+
+
+# --- several processes
+
+
+def test_two_processes_sum_over_all_devices_and_stop_at_the_same_step():
+    done = launch_local(JOIN + SUM + STOP, "--processes", str(PROCESSES), JAX_PLATFORMS="cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    total = PROCESSES * DEVICES
+    stops = set()
+    for index, rank in enumerate(("primary", "other")):
+        lines = lines_of(done.stdout, index)
+        summed = f"psum {total * (total - 1) / 2} {total} x cpu (emulated), {PROCESSES} processes {rank}"
+        assert summed in lines, done.stdout
+        stops |= {line for line in lines if line.startswith("stopped")}
+    assert stops == {"stopped 6 True False"}
+
+
+def test_a_process_that_failed_ends_at_once_and_the_rest_with_it():
+    began = time.monotonic()
+    done = launch_local(JOIN + FAIL, "--processes", "2", "--grace_seconds", "1", JAX_PLATFORMS="cpu")
+    assert "giving up" in lines_of(done.stdout, 1)
+    assert done.returncode == 7 and time.monotonic() - began < LIMIT / 4
+
+
+# --- scripts/launch_local.py
+
+SHOW = "import os, sys; print(os.environ.get('CUDA_VISIBLE_DEVICES'), *sys.argv[1:])"
+
+
+def test_each_process_gets_its_number_and_the_same_coordinator():
+    done = launch_local(SHOW, "--processes", "3", CUDA_VISIBLE_DEVICES="x")
+    words = [lines_of(done.stdout, index)[0].split() for index in range(3)]
+    assert done.returncode == 0 and len({line[2] for line in words}) == 1
+    for index, line in enumerate(words):
+        assert line[1] == "--coordinator" and line[2].startswith("127.0.0.1:")
+        assert line[0] == "x" and line[3:] == ["--num_processes", "3", "--process_id", str(index)]
+
+
+@pytest.mark.parametrize("visible, expected", [("4,5,6,7", ["4,5", "6,7"]), (None, ["0,1", "2,3"])])
+def test_each_process_sees_gpus_of_its_own(visible, expected, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    done = launch_local(SHOW, "--processes", "2", "--gpus_per_process", "2", **variables)
+    assert [lines_of(done.stdout, index)[0].split()[0] for index in range(2)] == expected
+
+
+def test_too_few_gpus_and_no_command_are_refused_in_one_line():
+    few = launch_local(SHOW, "--processes", "2", "--gpus_per_process", "2", CUDA_VISIBLE_DEVICES="0,1,2")
+    assert few.returncode == 2 and "need 4 GPUs" in few.stderr.splitlines()[-1]
+    bare = subprocess.run([*launcher("")[:2], "--processes", "2"], capture_output=True, text=True, timeout=LIMIT)
+    assert bare.returncode == 2 and "no command" in bare.stderr.splitlines()[-1]
+
+
+def test_a_failed_process_ends_the_others_and_lends_its_status():
+    program = "import sys, time; sys.exit(5) if sys.argv[-1] == '1' else time.sleep(100)"
+    done = launch_local(program, "--processes", "3")
+    assert done.returncode == 5 and "process 1 ended with status 5" in done.stderr
+
+
+def test_a_process_that_ignores_sigterm_is_killed_after_the_grace():
+    program = (
+        "import os, signal, sys, time\n"
+        "if sys.argv[-1] == '0': signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf'); time.sleep(100)\n"
+        "time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    began = time.monotonic()
+    done = launch_local(program, "--processes", "2", "--grace_seconds", "0.5")
+    assert done.returncode == 128 + signal.SIGKILL and "process 1 ended with SIGKILL" in done.stderr
+    assert lines_of(done.stdout, 0) == ["deaf"] and time.monotonic() - began < LIMIT / 4
+
+
+def test_with_a_log_dir_only_process_0_is_shown_and_a_failed_one_is_quoted(tmp_path):
+    program = "import sys; print('hello from', sys.argv[-1]); sys.exit(int(sys.argv[-1]) * 3)"
+    done = launch_local(program, "--processes", "2", "--log_dir", str(tmp_path / "logs"))
+    assert lines_of(done.stdout, 1) == [] and done.returncode == 3
+    assert (tmp_path / "logs" / "process_1.log").read_text() == "hello from 1\n"
+    assert "hello from 1" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_every_process_once_and_a_clean_end_is_status_0(number):
+    program = (
+        "import signal, time\nseen = []\n"
+        f"signal.signal({int(number)}, lambda number, frame: seen.append(number))\n"
+        "print('ready')\nwhile not seen: time.sleep(0.01)\n"
+        "time.sleep(0.3); print('seen', len(seen))"
+    )
+    command = launcher(program, "--processes", "2")
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        head = [process.stdout.readline() for _ in range(2)]
+        assert sorted(head) == ["[0] ready\n", "[1] ready\n"]
+        process.send_signal(number)
+        rest = process.stdout.read()
+        assert process.wait(LIMIT) == 0
+    assert sorted(rest.splitlines()) == ["[0] seen 1", "[1] seen 1"]
+
+
+def test_sigquit_kills_processes_that_would_not_end():
+    program = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready')\nwhile True: signal.pause()"
+    command = launcher(program, "--processes", "2")
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        for _ in range(2):
+            assert process.stdout.readline().endswith(b"ready\n")
+        process.send_signal(signal.SIGQUIT)
+        assert process.wait(10) == 128 + signal.SIGKILL
+        assert process.stdout.read() == b""  # which ends when both have gone

@@ -1,0 +1,95 @@
+"""Tests what makes a run start sooner."""
+
+import gc
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+import runs
+
+from zerojax.launch import start_up
+
+
+def test_the_trainer_starts_without_the_libraries_that_it_needs_later_or_not_at_all():
+    slow = ("torch", "tensorboardX", "tensorflow", "matplotlib.figure")
+    code = f"import sys, zerojax.train; print([name for name in {slow} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_collector_is_as_it_was_before_whatever_happens(is_on):
+    was_on = gc.isenabled()
+    (gc.enable if is_on else gc.disable)()
+    try:
+        with pytest.raises(KeyError), start_up.without_collector():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if was_on else gc.disable)()
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_a_process_that_ends_while_devices_wake_ends_as_it_says(status):
+    """A thread left inside JAX's client has the process aborted, now and then."""
+    code = f"import sys; from zerojax import startup; startup.wake_devices(); sys.exit({status})"
+    ends = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True) for _ in range(4)]
+    assert [end.returncode for end in ends] == [status] * 4, ends[0].stderr
+
+
+def test_who_computes_learns_what_is_wrong_with_a_device_and_not_who_woke_it(monkeypatch, capfd):
+    threads = []
+
+    class Thread(start_up.threading.Thread):
+        def start(self):
+            super().start()
+            threads.append(self)
+
+    def broken(value, device):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(start_up.threading, "Thread", Thread)
+    monkeypatch.setattr(start_up.jax, "device_put", broken)
+    start_up.wake_devices()
+    monkeypatch.undo()
+    start_up.wake_devices()
+    for thread in threads:
+        thread.join()
+    assert capfd.readouterr().err == ""
+    assert float(jnp.sum(jax.device_put(jnp.ones(3)))) == 3
+
+
+@pytest.mark.parametrize("said, expected", [(None, 0.0), ("2.5", 2.5)])
+def test_the_environment_has_the_last_word_on_which_programs_are_kept(monkeypatch, said, expected):
+    name = "jax_persistent_cache_min_compile_time_secs"
+    monkeypatch.delenv(name.upper(), raising=False)
+    if said:
+        monkeypatch.setenv(name.upper(), said)
+    with runs.jax_settings(**{name: 2.5}):
+        start_up.keep_every_program()
+        assert jax.config.values[name] == expected
+
+
+def test_a_second_start_compiles_nothing(commands, tmp_path):
+    count = f"""
+import atexit, jax
+jax.config.update("jax_compilation_cache_dir", {str(tmp_path / "cache")!r})
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+told = []
+jax.monitoring.register_event_listener(lambda event, **_: told.append(event.rsplit("/", 1)[-1]))
+atexit.register(lambda: print("compiled", told.count("compile_requests_use_cache") - told.count("cache_hits"), flush=True))
+"""
+    compiled = []
+    for number in (1, 2):
+        command = commands(
+            *runs.flags(steps=2),
+            f"--workdir={tmp_path / str(number)}",
+            before=count,
+            unset=("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",),
+        )
+        assert command.status == 0, command.err
+        compiled.append(int(command.out.rsplit("compiled ", 1)[1]))
+    assert compiled[0] > 5 and compiled[1] == 0

@@ -1,0 +1,108 @@
+"""Checks losses against autodiff and against each other. This module tests zerojax.losses."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zerojax import precision
+from zerojax.ops import losses
+
+ROUNDING = 5e-7  # the same float32 sums in another order; values are of order 1
+# Each example compiles a program: a failure is told as it was found, and not shrunk for minutes.
+COMPILES = hypothesis.settings(
+    deadline=None, derandomize=True, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
+)
+EMBED, VOCAB = 16, 24
+
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def make_inputs(batch=8, length=6, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(batch * 100 + length), 3)
+    hidden = jax.random.normal(keys[0], (batch, length, EMBED), dtype)
+    kernel = jax.random.normal(keys[1], (EMBED, VOCAB), dtype) / 4
+    return hidden, kernel, jax.random.randint(keys[2], (batch, length), 0, VOCAB)
+
+
+def plain(hidden, kernel, labels):
+    return losses.cross_entropy(jnp.dot(hidden, kernel, preferred_element_type=jnp.float32), labels)
+
+
+def value_and_grads(loss, inputs, scale=1.0):
+    hidden, kernel, labels = inputs
+    scaled = jax.jit(jax.value_and_grad(lambda h, k: scale * loss(h, k, labels), argnums=(0, 1)))
+    return scaled(hidden, kernel)
+
+
+def assert_close(found, expected, tolerance=ROUNDING):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance), found, expected)
+
+
+def test_cross_entropy_is_optax_and_the_closed_form_for_equal_logits():
+    hidden, kernel, labels = make_inputs()
+    logits = hidden @ kernel
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    np.testing.assert_allclose(losses.cross_entropy(logits, labels), expected, rtol=ROUNDING)
+    np.testing.assert_allclose(losses.cross_entropy(jnp.ones((2, 3, 50)), labels[:2, :3]), np.log(50), rtol=ROUNDING)
+
+
+def test_cross_entropy_of_16_bit_logits_is_summed_in_float32():
+    logits = jnp.zeros((4, 1000), jnp.bfloat16)
+    found = losses.cross_entropy(logits, jnp.zeros(4, jnp.int32))
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, np.log(1000), rtol=ROUNDING)
+
+
+@hypothesis.settings(COMPILES, max_examples=4)
+@hypothesis.given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 50), st.sampled_from([1.0, -3.0, 0.25]))
+def test_one_pass_is_autodiff_for_any_chunk(batch, length, chunk, scale):
+    inputs = make_inputs(batch, length)
+    one_pass = functools.partial(losses.one_pass_cross_entropy, chunk_tokens=chunk)
+    assert_close(value_and_grads(one_pass, inputs, scale), value_and_grads(plain, inputs, scale), 3 * ROUNDING)
+
+
+def test_one_pass_keeps_no_more_logits_than_a_chunk():
+    hidden, kernel, labels = make_inputs(batch=4, length=32)
+    one_pass = functools.partial(losses.one_pass_cross_entropy, chunk_tokens=8)
+    grad = jax.make_jaxpr(jax.grad(one_pass, argnums=(0, 1)))(hidden, kernel, labels)
+    assert f"{8},{VOCAB}]" in str(grad)
+    assert f"{4 * 32},{VOCAB}]" not in str(grad) and f"32,{VOCAB}]" not in str(grad)
+
+
+def test_one_pass_gradients_have_the_dtypes_of_what_they_belong_to():
+    inputs = make_inputs(dtype=jnp.bfloat16)
+    loss, (d_hidden, d_kernel) = value_and_grads(losses.one_pass_cross_entropy, inputs)
+    assert (loss.dtype, d_hidden.dtype, d_kernel.dtype) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    exact = value_and_grads(plain, precision.cast_floating(inputs, jnp.float32))
+    np.testing.assert_allclose(loss, exact[0], rtol=1e-5)  # logits are float32 products of the same 16-bit numbers
+    for found, expected in zip((d_hidden, d_kernel), exact[1]):
+        scale = float(abs(expected).max())
+        # softmax - onehot is rounded to 8 bits, and the gradient once more
+        np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=2**-7 * scale)
+
+
+def test_one_pass_loses_no_gradient_to_float16():
+    """A scaled loss has the gradients of float32, although 1 / tokens, and the gradient itself, are no float16."""
+    hidden, kernel, labels = make_inputs(batch=8, length=512, dtype=jnp.float16)
+    hidden, kernel = hidden * 2**-12, kernel * 2**-4
+    scale = 2.0**14
+    _, found = value_and_grads(losses.one_pass_cross_entropy, (hidden, kernel, labels), scale)
+    _, exact = value_and_grads(plain, precision.cast_floating((hidden, kernel, labels), jnp.float32), scale)
+    for got, expected in zip(found, exact):
+        assert got.dtype == jnp.float16
+        assert float(abs(expected / scale).max()) < 2**-14, "it would be a float16 of full precision without the scale"
+        # softmax - onehot is rounded to 11 bits, and the gradient once more
+        np.testing.assert_allclose(got.astype(jnp.float32), expected, atol=2**-10 * float(abs(expected).max()))
+
+
+def test_a_prime_number_of_tokens_needs_no_more_chunks_than_another():
+    hidden, kernel, labels = jnp.ones((1, 97, 8)), jnp.ones((8, 16)), jnp.zeros((1, 97), jnp.int32)
+    loss = jax.make_jaxpr(functools.partial(losses.one_pass_cross_entropy, chunk_tokens=10))(hidden, kernel, labels)
+    assert "length=10" in str(loss)

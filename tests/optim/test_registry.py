@@ -1,0 +1,125 @@
+"""Checks that names mean what optax means. This module tests zerojax.optim."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.optim import registry
+
+ROUNDING = 1e-6  # schedules are float32 arithmetic in another order
+OPTIONS = {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
+
+
+def make_params():
+    keys = jax.random.split(jax.random.key(0))
+    return {"kernel": jax.random.normal(keys[0], (4, 3)), "scale": jax.random.normal(keys[1], (3,))}
+
+
+def three_steps(tx, params):
+    """Returns params after three updates with gradients sin(params)."""
+    state = tx.init(params)
+    for _ in range(3):
+        updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize("name", registry.OPTIMIZERS)
+def test_weight_decay_shrinks_matrices_and_spares_scales(name):
+    plain = three_steps(registry.make_optimizer(name, 1e-2, weight_decay=0.0, **OPTIONS), make_params())
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(plain))
+    assert not any(jnp.array_equal(*pair) for pair in zip(jax.tree.leaves(plain), jax.tree.leaves(make_params())))
+    if name in registry.WITHOUT_DECAY:
+        with pytest.raises(UserError, match=rf"config\.optimizer\.weight_decay: {name} applies none"):
+            registry.make_optimizer(name, 1e-2, weight_decay=0.1, **OPTIONS)
+        return
+    decayed = three_steps(registry.make_optimizer(name, 1e-2, weight_decay=0.3, **OPTIONS), make_params())
+    np.testing.assert_array_equal(decayed["scale"], plain["scale"])
+    assert not jnp.allclose(decayed["kernel"], plain["kernel"])
+
+
+def test_adamw_is_optax_with_the_given_settings():
+    mask = {"kernel": True, "scale": False}
+    expected = three_steps(optax.adamw(1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask), make_params())
+    found = three_steps(registry.make_optimizer("adamw", 1e-2, weight_decay=0.1, **OPTIONS), make_params())
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+@pytest.mark.parametrize("name", registry.FUSED)
+def test_fewer_bits_give_the_steps_of_optax_but_for_rounding(name, moments):
+    keys = jax.random.split(jax.random.key(0))
+    params = {"kernel": jax.random.normal(keys[0], (64, 128)), "scale": jax.random.normal(keys[1], (3,))}
+    decay = 0.0 if name in registry.WITHOUT_DECAY else 0.3
+    rate = optax.constant_schedule(1e-2)
+    plain = registry.make_optimizer(name, rate, weight_decay=decay, **OPTIONS)
+    few = registry.make_optimizer(name, rate, weight_decay=decay, moments=moments, **OPTIONS)
+    expected, found = three_steps(plain, params), three_steps(few, params)
+    # Each step moves a weight by about the rate; moments are off by 2**-8 (bf16), or up to a tenth of a small one (int8).
+    wrong = {key: abs(found[key] - expected[key]) for key in params}
+    assert max(float(jnp.mean(error)) for error in wrong.values()) < 0.02 * 3e-2
+    by_path = {
+        path: leaf.shape
+        for path, leaf in tree.flatten(few.init(params))
+        if "codes" not in path and "scales" not in path
+    }
+    of_plain = {path: leaf.shape for path, leaf in tree.flatten(plain.init(params))}
+    assert by_path.items() <= of_plain.items() and (moments == "int8" or by_path == of_plain)
+
+
+def test_all_counts_of_a_one_pass_state_advance_together():
+    few = registry.make_optimizer("adamw", optax.constant_schedule(1e-2), weight_decay=0.1, moments="bf16", **OPTIONS)
+    state = few.init(make_params())
+    for finite, count in ((True, 1), (False, 1), (True, 2)):
+        _, state, _ = few.apply(make_params(), state, make_params(), scale=1.0, finite=jnp.asarray(finite))
+        assert {int(leaf) for path, leaf in tree.flatten(state) if path.endswith("count")} == {count}
+
+
+def test_few_bits_need_an_optimizer_that_rounds():
+    with pytest.raises(
+        UserError, match=r"^config\.optimizer\.moments: int8 needs an optimizer among adam, adamw, lion, and"
+    ):
+        registry.make_optimizer("lamb", 1e-2, weight_decay=0.0, moments="int8", **OPTIONS)
+    with pytest.raises(
+        UserError, match=r"^config\.precision: bf16_sr needs an optimizer among .* config\.optimizer\.name is 'sgd'"
+    ):
+        registry.make_optimizer("sgd", 1e-2, weight_decay=0.0, rounds_weights=True, **OPTIONS)
+
+
+def closed_form(name, peak, warmup, steps, final, step):
+    if step < warmup:
+        return peak * step / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    fraction = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + np.cos(np.pi * done)) / 2}[name]
+    return peak * (final + (1 - final) * fraction)
+
+
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.given(
+    st.sampled_from(list(registry.SCHEDULES)), st.integers(0, 20), st.integers(1, 50), st.sampled_from([0.0, 0.1, 1.0])
+)
+def test_schedules_follow_their_closed_form(name, warmup, length, final):
+    steps = warmup + length
+    schedule = registry.make_schedule(name, 0.25, warmup, steps, final)
+    for step in {0, 1, warmup // 2, warmup, (warmup + steps) // 2, steps, steps + 5}:
+        expected = closed_form(name, 0.25, warmup, steps, final, step)
+        assert float(schedule(step)) == pytest.approx(expected, rel=ROUNDING, abs=ROUNDING), step
+
+
+def test_a_run_of_warm_up_alone_is_allowed_and_a_longer_one_is_not():
+    assert float(registry.make_schedule("cosine", 1.0, 10, 10, 0.1)(10)) == 1.0
+    with pytest.raises(UserError, match=r"warmup_steps: 11 is longer than the run of 10 steps"):
+        registry.make_schedule("cosine", 1.0, 11, 10, 0.1)
+
+
+def test_unknown_names_list_the_known():
+    with pytest.raises(UserError, match=r"config\.optimizer\.name: must be one of adam, adamw, .* and is 'adamww'"):
+        registry.make_optimizer("adamww", 1e-3, weight_decay=0.0, **OPTIONS)
+    with pytest.raises(UserError, match=r"config\.optimizer\.schedule: must be one of constant, .* and is 'cos'"):
+        registry.make_schedule("cos", 1.0, 0, 10, 0.1)

@@ -1,0 +1,101 @@
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from zerojax.hlo import collectives, syntax
+from zerojax.hlo import flow as hlo_flow
+from zerojax.plan import attribution
+from zerojax.plan.attribution import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS, OTHER, SCALARS, UPDATED
+
+GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
+
+
+def weight(path, *used):
+    """Returns a weight split 8 ways along its first dim."""
+    part = (used[0] // 8, *used[1:])
+    return attribution.Weight(path, used, used, part, part, part)
+
+
+WEIGHTS = {
+    w.path: w for w in (weight("up/kernel", 64, 4096), weight("down/kernel", 4096, 64), weight("layers/q", 16, 64, 32))
+}
+
+
+def roles(body, **shapes):
+    """Returns (role, weights) of the collectives among the instructions of an entry."""
+    arguments = "\n".join(
+        f'  %{name} = {shape} parameter({n}), metadata={{op_name="{label}"}}'
+        for n, (name, (shape, label)) in enumerate(shapes.items())
+    )
+    text = f"HloModule jit_step, is_scheduled=true\n\nENTRY %main (a: f32[]) -> f32[] {{\n{arguments}\n{body}\n}}\n"
+    flow = hlo_flow.flow(syntax.parse(text))
+    mesh = Mesh(np.asarray(jax.devices()[:8]), ("x",), axis_types=(AxisType.Auto,))
+    owner = attribution.Attribution(flow, WEIGHTS)
+    return [owner.role(found, part) for found in collectives.collectives(flow, mesh) for part in found.parts]
+
+
+UP = ("f32[8,4096]", "state.params['up']['kernel']")
+
+
+@pytest.mark.parametrize(
+    "op_name, role",
+    [
+        ("jit(step)/jvp(Net)/up/dot_general", FORWARD),
+        ("jit(step)/transpose(jvp(Net))/up/dot_general", BACKWARD),
+        ("jit(step)/transpose(jvp(Net))/checkpoint/rematted_computation/up/dot_general", BACKWARD),
+        ("jit(step)/add", UPDATED),
+    ],
+)
+def test_a_gather_of_a_cast_weight_is_placed_by_autodiffs_names(op_name, role):
+    body = f"""  %cast = bf16[8,4096] convert(%w)
+  %ag = bf16[64,4096] all-gather(%cast), {GROUPS}, dimensions={{0}}, metadata={{op_name="{op_name}"}}"""
+    assert roles(body, w=UP) == [(role, ("up/kernel",))]
+
+
+def test_a_gather_without_a_name_before_the_backward_pass_is_of_the_forward_pass():
+    body = f"""  %ag = f32[64,4096] all-gather(%w), {GROUPS}, dimensions={{0}}
+  %dw = f32[64,4096] dot(%ag, %ag), metadata={{op_name="jit(step)/transpose(jvp(Net))/dot"}}
+  %ag.2 = f32[64,4096] all-gather(%w), {GROUPS}, dimensions={{0}}"""
+    assert [role for role, _ in roles(body, w=UP)] == [FORWARD, UPDATED]
+
+
+def test_a_gather_of_what_was_computed_is_of_activations_though_it_has_a_weights_shape():
+    body = f"""  %y = f32[8,4096] dot(%w, %w)
+  %ag = f32[64,4096] all-gather(%y), {GROUPS}, dimensions={{0}}, metadata={{op_name="jit(step)/jvp(Net)/dot"}}"""
+    assert roles(body, w=UP) == [(ACTIVATIONS, ())]
+
+
+@pytest.mark.parametrize("dims", ["64,4096", "4096,64", "8,4096"])
+def test_a_sum_of_a_weights_dims_is_its_gradient_whole_or_shard(dims):
+    body = f"""  %g = f32[{dims}] dot(%w, %w)
+  %ar = f32[{dims}] all-reduce(%g), {GROUPS}, metadata={{op_name="jit(step)/transpose(jvp(Net))/up/dot_general"}}"""
+    assert roles(body, w=UP) == [(GRADIENTS, ("up/kernel",))]
+
+
+def test_equal_shapes_are_told_apart_by_the_modules_that_a_name_goes_through():
+    body = f"""  %g = f32[4096,64] dot(%w, %w)
+  %rs = f32[512,64] reduce-scatter(%g), {GROUPS}, dimensions={{0}}, metadata={{op_name="jit(step)/transpose(jvp(Net))/down/dot"}}"""
+    assert roles(body, w=UP) == [(GRADIENTS, ("down/kernel",))]
+
+
+def test_one_layer_of_a_stack_and_a_kernel_with_merged_dims_are_gradients_too():
+    for dims in ("64,32", "1024,32"):
+        body = f"""  %g = f32[{dims}] dot(%w, %w)
+  %ar = f32[{dims}] all-reduce(%g), {GROUPS}, metadata={{op_name="jit(step)/transpose(jvp(Net))/while/body/dot"}}"""
+        assert roles(body, w=UP) == [(GRADIENTS, ("layers/q",))]
+
+
+@pytest.mark.parametrize(
+    "type_text, name, role",
+    [
+        ("f32[]", "jit(step)/jvp(loss)/psum", SCALARS),
+        ("f32[48]", "jit(step)/jvp(Net)/BatchNorm/reduce_sum", SCALARS),
+        ("f32[48,999]", "jit(step)/jvp(Net)/dot_general", ACTIVATIONS),
+        ("s32[64,4096]", "jit(step)/jvp(Net)/embed/gather", OTHER),
+    ],
+)
+def test_what_is_no_weights_is_told_by_kind_and_size(type_text, name, role):
+    body = f"""  %g = {type_text} custom-call(%w), custom_call_target="x"
+  %ar = {type_text} all-reduce(%g), {GROUPS}, metadata={{op_name="{name}"}}"""
+    assert roles(body, w=UP) == [(role, ())]

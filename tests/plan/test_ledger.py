@@ -1,0 +1,138 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compile_only import compile_plain, mesh, plain_state, plain_step, read, staged
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from zerojax.plan import attribution, departures, ledger
+from zerojax.plan.attribution import BACKWARD, FORWARD, GRADIENTS, UPDATED, WEIGHT_ROLES
+
+PAPER = 0.01  # of what a stage sends: the norms' scales stay whole, and are all-reduced
+SENT = {  # by stage and role, in units of (N - 1)/N parameters: section 7 of the paper
+    0: {GRADIENTS: 2},
+    1: {GRADIENTS: 1, UPDATED: 1},
+    2: {GRADIENTS: 1, UPDATED: 1},
+    3: {GRADIENTS: 1, FORWARD: 1, BACKWARD: 1},
+}
+ROUNDING = 1e-6  # of the parameters: elements are whole numbers
+
+
+def weight(used, *, stored=1, grad=1, moments=1):
+    """Returns a weight of `used` elements whose parts are so many times smaller."""
+    return attribution.Weight("w", (used,), (used,), (used // stored,), (used // grad,), (used // moments,))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(ways=st.integers(2, 64), layers=st.integers(1, 5))
+def test_theory_is_the_papers_where_every_leaf_is_split(ways, layers):
+    stages = {
+        0: (2, {}),
+        1: (2, {"moments": ways}),
+        2: (2, {"moments": ways, "grad": ways}),
+        3: (3, {"moments": ways, "grad": ways, "stored": ways}),
+    }
+    for params, split in stages.values():
+        weights = {str(i): weight(ways * (i + 1), **split) for i in range(layers)}
+        np.testing.assert_allclose(sum(ledger.theory(weights, ways).values()), params * (ways - 1) / ways)
+
+
+def test_theory_counts_a_reduction_over_replicas_of_each_shard():
+    # 8 devices as 2 replicas of 4 parts: 3/4 to scatter, then 2 * 1/2 of a quarter
+    found = ledger.theory({"w": weight(64, moments=4, grad=4)}, ways=8)
+    assert found[GRADIENTS] == pytest.approx(3 / 4 + 1 / 4)
+
+
+def test_theory_gathers_and_scatters_in_every_pass_and_sums_whole_gradients_once():
+    split, whole = weight(64, stored=8, grad=8, moments=8), weight(64)
+    assert ledger.theory({"w": split}, 8, passes=4)[FORWARD] == pytest.approx(4 * 7 / 8)
+    assert ledger.theory({"w": split}, 8, passes=4)[GRADIENTS] == pytest.approx(4 * 7 / 8)
+    assert ledger.theory({"w": whole}, 8, passes=4)[GRADIENTS] == pytest.approx(2 * 7 / 8)
+
+
+def test_weights_given_as_arrays_are_used_whole_along_data_and_split_along_other_axes():
+    on = zerojax.make_mesh(data=4, model=2, devices=jax.devices()[:8])
+    leaf = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=NamedSharding(on, P("data", "model")))
+    found = ledger.weights_of({"w": leaf}, on)["w"]
+    assert (found.used, found.stored) == ((16, 16), (4, 16))
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", SENT)
+def test_stages_send_what_the_paper_says_in_16_bits(stage, count):
+    found, _ = staged(stage, count)
+    totals = found.totals()
+    assert not departures.departures(found)
+    for unit, size in (("params", 1), ("bytes", 2 * found.params)):
+        paper = {role: units * (count - 1) / count * size for role, units in SENT[stage].items()}
+        assert {role: totals[role][unit] for role in paper} == pytest.approx(paper, rel=PAPER)
+        assert sum(total[unit] for total in totals.values()) == pytest.approx(sum(paper.values()), rel=PAPER)
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_stages_1_to_3_scatter_gradients_and_gather_in_16_bits(stage, count):
+    found, partition = staged(stage, count)
+    kernels = {path for path in partition.placements if path.endswith("kernel")}
+    scattered = {p for row in found.rows if row.kind == "reduce-scatter" and row.role == GRADIENTS for p in row.weights}
+    assert scattered == kernels
+    gathered = [row for row in found.rows if row.kind == "all-gather" and row.role in WEIGHT_ROLES]
+    assert {row.role for row in gathered} == ({FORWARD, BACKWARD} if stage == 3 else {UPDATED})
+    assert {row.dtype for row in gathered} == {"bf16"}
+    for role in {row.role for row in gathered}:
+        assert {path for row in gathered if row.role == role for path in row.weights} == kernels
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_summed_in_float32_take_twice_the_bytes_and_no_more_elements(stage, count):
+    found, partition = staged(stage, count, reduce_dtype=jnp.float32)
+    totals = found.totals()
+    assert not departures.departures(found)
+    paper = {role: units * (count - 1) / count for role, units in SENT[stage].items()}
+    assert {role: totals[role]["params"] for role in paper} == pytest.approx(paper, rel=PAPER)
+    scattered = [row for row in found.rows if row.role == GRADIENTS and row.kind == "reduce-scatter"]
+    assert {row.dtype for row in scattered} == {"f32"}
+    assert {path for row in scattered for path in row.weights} == {
+        p for p in partition.placements if p.endswith("kernel")
+    }
+    assert {row.dtype for row in found.rows if row.kind == "all-gather" and row.role in WEIGHT_ROLES} == {"bf16"}
+
+
+def test_a_stage_whose_gradients_stay_whole_sums_them_once_over_all_passes():
+    found, _ = staged(1, grad_accum=4, reduce_dtype=jnp.float32)
+    scattered = [row for row in found.rows if row.role == GRADIENTS]
+    assert {row.times for row in scattered} == {1}
+    assert found.totals()[GRADIENTS]["params"] == pytest.approx(7 / 8, rel=PAPER)
+
+
+def test_rows_of_a_replicated_mesh_name_the_axes_they_run_over():
+    found, _ = staged(3, replica=2)
+    matrices = [row for row in found.rows if any(path.endswith("kernel") for path in row.weights)]
+    axes = {(row.kind, row.axes) for row in matrices}
+    assert axes == {("all-gather", ("data",)), ("reduce-scatter", ("data",)), ("all-reduce", ("replica",))}
+    assert not departures.departures(found)
+
+
+def test_accumulation_multiplies_what_a_loop_sends():
+    found, _ = staged(2, grad_accum=4)
+    expected = ledger.theory(found.weights, found.ways, passes=4)
+    for role in (GRADIENTS, UPDATED):
+        assert found.totals()[role]["params"] == pytest.approx(expected[role], abs=ROUNDING)
+    assert {row.times for row in found.rows if row.kind == "reduce-scatter"} == {4}
+
+
+def test_a_plain_step_is_read_without_scopes():
+    on = mesh()
+    state = plain_state(on)
+    found = read(compile_plain(plain_step, state, on), state, on)
+    totals, expected = found.totals(), ledger.theory(found.weights, found.ways)
+    for role in (FORWARD, GRADIENTS):
+        assert totals[role]["params"] == pytest.approx(expected[role], abs=ROUNDING)
+    assert {row.axes for row in found.rows} == {("fsdp",)}
+    assert all(row.overlaps for row in found.rows if row.role == FORWARD and row.is_async)
+    assert all("compile_only.py" in row.source for row in found.rows if row.role == FORWARD)

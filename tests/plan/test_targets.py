@@ -1,0 +1,117 @@
+"""Checks the devices that programs are compiled for. This module tests zerojax.targets and zerojax.gpu_configs."""
+
+import importlib.util
+import re
+
+import compile_only
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import pytest
+import runs
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import mesh as mesh_lib
+from zerojax.errors import UserError
+from zerojax.plan import targets
+
+GPUS = [name for name, target in targets.TARGETS.items() if target.kind == "gpu"]
+TPUS = [name for name, target in targets.TARGETS.items() if target.kind == "tpu"]
+
+
+@pytest.mark.parametrize("name", GPUS + TPUS)
+def test_every_figure_has_a_source_and_only_the_h200_is_measured(name):
+    target = targets.TARGETS[name]
+    figures = [target.memory, target.memory_bandwidth, target.link, *target.matrix_rates.values()]
+    assert all(figure.value > 0 and figure.source for figure in figures)
+    assert target.is_measured == (name == "h200")
+    assert target.name == name
+    others = [figure.source for figure in figures] if name != "h200" else []
+    assert all("not measured" in source for source in others)
+
+
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.given(st.sampled_from(GPUS), st.text(alphabet="0128x- ", max_size=6))
+def test_a_topology_of_another_form_is_refused_in_one_line(name, topology):
+    hypothesis.assume(not re.fullmatch(r"([1-9]\d*x)?[1-9]\d*", topology))
+    with pytest.raises(UserError, match="hosts x devices, such as 1x8") as refused:
+        targets.devices(name, topology)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name, topology", [("v5p", "4x4"), ("v5e", "4x4x4"), ("v6e", "0x4"), ("v6e", "")])
+def test_a_slice_has_the_dims_of_its_kind(name, topology):
+    with pytest.raises(UserError, match=rf"a {name} slice has \d dims of chips"):
+        targets.devices(name, topology)
+
+
+@pytest.mark.parametrize("name, extra", [("h200", "plan-gpu"), ("a100", "plan-gpu"), ("v5p", "plan-tpu")])
+def test_a_missing_compiler_names_the_extra_to_install(monkeypatch, name, extra):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=rf"target {name}: .* is missing; pip install 'zerojax\[{extra}\]'$"):
+        targets.devices(name, "4x4x8" if name == "v5p" else "1x8")
+
+
+def test_an_unknown_target_lists_those_there_are():
+    with pytest.raises(UserError, match=r"must be one of h200, .*v6e, cpu, here, and is 'h20'"):
+        targets.devices("h20", "1x8")
+
+
+def test_cpu_and_here_are_the_devices_of_this_machine():
+    assert targets.devices("cpu") == targets.devices("here") == jax.devices()
+    assert targets.devices("cpu", "1x8") == targets.devices("here", "2x4") == jax.devices()
+    assert targets.devices("here", "4") == jax.devices()[:4]
+    assert targets.get("here").kind == targets.get("cpu").kind == "cpu"
+
+
+@pytest.mark.parametrize("name, way_out", [("cpu", "JAX_NUM_CPU_DEVICES=16"), ("here", "choose fewer")])
+def test_more_devices_than_there_are_are_refused(name, way_out):
+    with pytest.raises(UserError, match=rf"2x8 asks for 16 devices, and {name} has 8; .*{way_out}"):
+        targets.devices(name, "2x8")
+
+
+def test_compile_only_gpus_stand_beside_the_cpus_in_use():
+    devices = compile_only.gpus(topology="2x4")
+    assert [device.process_index for device in devices] == [0] * 4 + [1] * 4
+    assert {device.device_kind for device in devices} == {"NVIDIA H200"}
+    assert jnp.arange(3).sum() == 3 and jax.devices()[0].platform == "cpu"
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_program_compiles_for_each_gpu(name):
+    mesh = mesh_lib.make_mesh(devices=compile_only.gpus(name))
+    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    rows = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=split)
+    with compile_only.optimized():
+        product = jax.jit(lambda a: a.T @ a, out_shardings=whole).lower(rows).compile()
+    assert "all-reduce" in product.as_text()
+    assert product.memory_analysis().argument_size_in_bytes == 64 * 64 * 2 // 8
+
+
+def test_the_tests_of_absent_gpus_do_not_see_how_other_tests_compile(tmp_path):
+    split = NamedSharding(mesh_lib.make_mesh(devices=compile_only.gpus()), P("data"))
+    rows = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=split)
+    rough = {"jax_disable_most_optimizations": True, "jax_compilation_cache_dir": str(tmp_path)}
+    rough |= {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
+
+    def compiled(settings):
+        with runs.jax_settings(**settings):
+            return compile_only.compile_gpu(jax.jit(lambda a: a.T @ a, out_shardings=split).lower(rows))
+
+    assert len({compiled(settings) for settings in ({}, rough, rough)}) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name, topology, count", [("v5p", "2x2x2", 8), ("v5e", "2x4", 8), ("v6e", "4x4", 16)])
+def test_a_program_compiles_for_each_tpu(name, topology, count):
+    pytest.importorskip("libtpu")
+    devices = targets.devices(name, topology)
+    assert len(devices) == count
+    assert {device.device_kind for device in devices} == {targets.TARGETS[name].device_kind}
+    sharding = NamedSharding(mesh_lib.make_mesh(devices=devices), P("data"))
+    rows = jax.ShapeDtypeStruct((count * 8, 128), jnp.bfloat16, sharding=sharding)
+    assert "all-reduce" in jax.jit(lambda a: a.T @ a).lower(rows).compile().as_text()
+    with pytest.raises(UserError, match=f"target {name}: the compiler of jax .* refuses topology"):
+        targets.devices(name, topology.replace("2", "3").replace("4", "5"))

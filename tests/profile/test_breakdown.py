@@ -1,0 +1,125 @@
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from zerojax.plan import ledger
+from zerojax.profile import breakdown, phases, traces
+
+HLO = """HloModule jit_train_step, is_scheduled=true
+
+%fused (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8]{1,0} parameter(0)
+  ROOT %sine = f32[8,8]{1,0} sine(%p)
+}
+
+%scattering (q: f32[8,8]) -> f32[4,8] {
+  %q = f32[8,8]{1,0} parameter(0)
+  ROOT %reduce-scatter.24 = f32[4,8]{1,0} reduce-scatter(%q), replica_groups={{0,1}}, dimensions={0}, to_apply=%add
+}
+
+%body (s: f32[8,8]) -> f32[8,8] {
+  %s = f32[8,8]{1,0} parameter(0)
+  ROOT %loop_fusion.7 = f32[8,8]{1,0} fusion(%s), kind=kLoop, calls=%fused, metadata={op_name="jit(f)/gradients/jvp(loss)/while/sin"}
+}
+
+ENTRY %main (w: f32[4,8]) -> f32[4,8] {
+  %w = f32[4,8]{1,0} parameter(0), metadata={op_name="state.params['w']"}
+  %gather = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%w), replica_groups={{0,1}}, dimensions={0}, metadata={op_name="jvp()/mul"}
+  %gathered = f32[8,8]{1,0} all-gather-done(%gather)
+  %cublas-gemm.1 = f32[8,8]{1,0} custom-call(%gathered), custom_call_target="__cublas$gemm", metadata={op_name="jit(f)/dot_general"}
+  %while.3 = f32[8,8]{1,0} while(%cublas-gemm.1), condition=%cond, body=%body
+  %reduce-scatter-start = ((f32[8,8]{1,0}), f32[4,8]{1,0}) async-start(%while.3), calls=%scattering
+  %reduce-scatter-done = f32[4,8]{1,0} async-done(%reduce-scatter-start)
+  ROOT %loop_add_fusion.2 = f32[4,8]{1,0} fusion(%reduce-scatter-done), kind=kLoop, calls=%fused, metadata={op_name="jit(f)/update/add"}
+}
+
+%cond (s: f32[8,8]) -> pred[] {
+  %s = f32[8,8]{1,0} parameter(0)
+  ROOT %always = pred[] constant(true)
+}
+"""
+MILLISECOND = 1e6  # in nanoseconds
+# name, instruction as the trace says it, start and end: one step of 100 ms, of which 10 are idle
+STEP = (
+    ("ncclDevKernel_AllGather", "gather", 0, 20),
+    ("nvjet_tst_128x256", "cublas-gemm.1", 15, 45),
+    ("while.3", "while.3", 45, 65),
+    ("loop_fusion_7", "command_buffer_2", 45, 55),  # in a CUDA graph only the kernel's name tells
+    ("loop_fusion_7", "while.3", 55, 65),
+    ("ncclDevKernel_ReduceScatter", "reduce-scatter-start", 60, 80),
+    ("MemcpyD2D", "", 75, 85),
+    ("loop_add_fusion_2", "loop_add_fusion.2", 95, 100),
+)
+
+
+@pytest.fixture(scope="module")
+def sent():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    split = jax.NamedSharding(mesh, jax.P("data"))
+    return ledger.ledger(HLO, mesh, {"params/w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=split)})
+
+
+def step(device="/device:GPU:0", at=0.0, module="jit_train_step", scale=1.0):
+    return [
+        traces.Kernel(device, name, op, module, (at + start * scale) * MILLISECOND, (at + end * scale) * MILLISECOND)
+        for name, op, start, end in STEP
+    ]
+
+
+EXPECTED = {  # milliseconds owned and hidden, and kernels
+    phases.ATTENTION: (0, 0, 0),
+    phases.MATMULS: (30, 0, 1),
+    phases.LOSS: (20, 0, 2),
+    phases.OPTIMIZER: (5, 0, 1),
+    phases.OTHER: (0, 0, 0),
+    phases.COLLECTIVES: (30, 10, 2),
+    phases.COPIES: (5, 5, 1),
+    phases.IDLE: (10, 0, 0),
+}
+
+
+def milliseconds(shares):
+    return {name: pytest.approx((s.owned * 1e3, s.hidden * 1e3, s.kernels)) for name, s in shares.items()}
+
+
+def test_a_step_is_divided_by_what_its_kernels_compute(sent):
+    found = breakdown.profile(step(), sent, 3, 3)
+    assert milliseconds(found.shares) == EXPECTED
+    assert (found.devices, found.step_seconds) == (1, pytest.approx(0.1))
+    known = 20 + 30 + 20 + 20 + 5  # all but the copy
+    assert found.named == pytest.approx(known / (known + 10))
+
+
+def test_collectives_are_told_apart_by_what_they_send(sent):
+    found = breakdown.profile(step(), sent, 3, 3)
+    assert milliseconds(found.collectives) == {"weights forward": (15, 5, 1), "gradients": (15, 5, 1)}
+
+
+def test_steps_and_devices_are_averaged(sent):
+    several = [*step(), *step(at=100), *step("/device:GPU:1"), *step("/device:GPU:1", at=100)]
+    found = breakdown.profile(several, sent, 3, 4)
+    assert milliseconds(found.shares) == EXPECTED and found.devices == 2
+    uneven = breakdown.profile([*step(), *step("/device:GPU:1", scale=3.0)], sent, 3, 3)
+    assert uneven.step_seconds == pytest.approx(0.2)
+    assert uneven.shares[phases.MATMULS].owned == pytest.approx(0.06)
+
+
+def test_the_kernels_that_took_longest_come_first_with_their_origin(sent):
+    found = breakdown.profile([*step(), *step(at=100)], sent, 3, 4).kernels
+    first = breakdown.KernelTime("nvjet_tst_128x256", phases.MATMULS, 0.03, 1, "cublas-gemm.1", "jit(f)/dot_general")
+    assert dataclasses.replace(found[0], seconds=round(found[0].seconds, 9)) == first
+    assert [kernel.seconds for kernel in found] == sorted((kernel.seconds for kernel in found), reverse=True)
+    assert "while.3" not in {kernel.name for kernel in found}  # what runs in it counts
+
+
+def test_another_programs_kernels_are_told_by_their_names_alone(sent):
+    found = breakdown.profile(step(module="jit_evaluate"), sent, 3, 3)
+    assert found.named == 0
+    assert found.shares[phases.OPTIMIZER].kernels == 0 and found.shares[phases.OTHER].kernels == 4
+
+
+def test_a_trace_without_kernels_is_an_empty_profile(sent):
+    found = breakdown.profile([], sent, 3, 3)
+    assert (found.devices, found.step_seconds, found.shares, found.kernels, found.named) == (0, 0, {}, (), 0)

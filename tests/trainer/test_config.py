@@ -1,0 +1,165 @@
+"""Checks that nothing wrong passes the door. This module tests zerojax.config."""
+
+import dataclasses
+import importlib
+import json
+import pathlib
+import sys
+import typing
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from zerojax import precision
+from zerojax.errors import UserError
+from zerojax.trainer import config as config_lib
+from zerojax.trainer import program
+from zerojax.zero import remat as remat_lib
+from zerojax.zero import stages
+
+ROOT = pathlib.Path(__file__).parents[2]
+NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
+
+
+def load(name: str):
+    """Imports configs/NAME.py as the command line does."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        return importlib.import_module(f"configs.{name}").get_config()
+    finally:
+        sys.path.remove(str(ROOT))
+
+
+def changed(**changes) -> dict:
+    """Returns the base config as nested dicts, {"zero.stage": 2} style changes applied."""
+    raw = load("base").to_dict()
+    for place, value in changes.items():
+        *groups, name = place.split(".")
+        group = raw
+        for part in groups:
+            group = group[part]
+        group[name] = value
+    return raw
+
+
+def places(cls=config_lib.Config, prefix="") -> set[str]:
+    """Returns every dotted field of the settings."""
+    found: set[str] = set()
+    for name, hint in typing.get_type_hints(cls).items():
+        found |= places(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else {prefix + name}
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_config_file_is_valid_and_says_how_to_run_it(name):
+    config = config_lib.from_dict(load(name))
+    ways = 8 if config.mesh.data == -1 else config.mesh.data * config.mesh.replica
+    sizes = config_lib.batch_sizes(config, ways)
+    assert sizes.global_batch_size == sizes.micro_batch_size * sizes.grad_accum * ways
+    assert f"configs/{name}.py" in sys.modules[f"configs.{name}"].__doc__
+
+
+def test_the_base_holds_every_field_and_no_other():
+    raw = load("base").to_dict()
+    flat = {
+        f"{g}.{k}" if isinstance(v, dict) else g for g, v in raw.items() for k in (v if isinstance(v, dict) else [0])
+    }
+    assert flat == places()
+
+
+def test_checked_places_exist():
+    assert {*config_lib.CHOICES, *config_lib.POSITIVE, *config_lib.NOT_NEGATIVE} <= places()
+
+
+def test_choices_are_those_of_the_modules_that_act_on_them():
+
+    assert tuple(config_lib.CHOICES["zero.stage"]) == tuple(stages.STAGES)
+    assert set(config_lib.CHOICES["precision"]) == set(precision.PRECISIONS)
+    assert set(config_lib.CHOICES["model.remat"]) == set(remat_lib.REMAT)
+    assert program.BLOCKS
+
+
+def test_settings_survive_json():
+    config = config_lib.from_dict(load("zero3"))
+    assert config_lib.from_dict(json.loads(json.dumps(config_lib.to_dict(config)))) == config
+
+
+BAD = {
+    "unknown key, near": ({"zero.stages": 1}, r"^config\.zero\.stages: unknown config key; did you mean 'stage'\?$"),
+    "unknown key, far": ({"zzz": 1}, r"^config\.zzz: unknown config key; known keys: seed, steps, "),
+    "a string for a number": ({"steps": "ten"}, r"^config\.steps: must be int, and is 'ten'$"),
+    "a bool for a number": ({"steps": True}, r"^config\.steps: must be int, and is True$"),
+    "a float for an int": ({"seq_len": 12.5}, r"^config\.seq_len: must be int, and is 12\.5$"),
+    "a number for a group": ({"zero": 3}, r"^config\.zero: must be a group of settings \(stage, .*\), and is 3$"),
+    "a string for a list": ({"zero.overrides": "x"}, r"^config\.zero\.overrides: must be tuple, and is 'x'$"),
+    "not a number": ({"optimizer.learning_rate": float("nan")}, r"^config\.optimizer\.learning_rate: must be "),
+    "stage 4": ({"zero.stage": 4}, r"^config\.zero\.stage: must be one of 0, 1, 2, 3, and is 4; set --config\.zero"),
+    "precision": ({"precision": "fp8"}, r"^config\.precision: must be one of fp32, bf16, fp16, bf16_sr, and is 'fp8'"),
+    "remat": ({"model.remat": "all"}, r"^config\.model\.remat: must be one of none, dots, full, and is 'all'"),
+    "zero steps": ({"steps": 0}, r"^config\.steps: must be above 0, and is 0$"),
+    "negative": ({"optimizer.clip_norm": -1.0}, r"^config\.optimizer\.clip_norm: must not be negative, and is -1\.0$"),
+    "data axis 0": ({"mesh.data": 0}, r"^config\.mesh\.data: must be above 0, or -1 for all devices left, and is 0$"),
+    "override": ({"zero.overrides": ("kernel",)}, r"^config\.zero\.overrides: must be .* one of them is 'kernel'$"),
+    "override regex": ({"zero.overrides": (("(", ()),)}, r"^config\.zero\.overrides: .* '\(' is no regex"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_settings_are_named_in_one_line(name):
+    changes, message = BAD[name]
+    with pytest.raises(UserError, match=message) as caught:
+        config_lib.from_dict(changed(**changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_key_is_named():
+    raw = changed()
+    del raw["optimizer"]["b1"]
+    with pytest.raises(UserError, match=r"^config\.optimizer\.b1: missing; start from configs/base\.py"):
+        config_lib.from_dict(raw)
+
+
+def test_whole_numbers_are_read_as_floats():
+    config = config_lib.from_dict(changed(**{"optimizer.weight_decay": 0}))
+    assert isinstance(config.optimizer.weight_decay, float)
+
+
+def test_settings_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config_lib.from_dict(changed()).steps = 3
+
+
+SIZES = st.integers(0, 12)
+
+
+@hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
+@hypothesis.given(st.integers(0, 96), SIZES, SIZES, st.integers(1, 8))
+def test_batch_sizes_obey_the_product_rule_wherever_it_can_be_solved(total, micro, accum, ways):
+    config = config_lib.from_dict(changed(global_batch_size=total, micro_batch_size=micro, grad_accum=accum))
+    solutions = [
+        (t, m, a)
+        for m in ([micro] if micro else range(1, 97))
+        for a in ([accum] if accum else range(1, 97))
+        for t in [m * a * ways]
+        if total in (0, t)
+    ]
+    is_determined = [total, micro, accum].count(0) <= 1
+    if is_determined and solutions:
+        found = config_lib.batch_sizes(config, ways)
+        assert [(found.global_batch_size, found.micro_batch_size, found.grad_accum)] == solutions
+        return
+    with pytest.raises(UserError) as caught:
+        config_lib.batch_sizes(config, ways)
+    if is_determined:
+        offered = int(str(caught.value).rpartition("--config.global_batch_size=")[2])
+        fixed = dataclasses.replace(config, global_batch_size=offered)
+        config_lib.batch_sizes(fixed, ways)  # the way out that the line offers is one
+
+
+@pytest.mark.parametrize("value", [1.0, -0.1, 2.0])
+def test_averages_forget_at_a_rate_below_one(value):
+    raw = importlib.import_module("configs.base").get_config()
+    raw.optimizer.b2 = value
+    with pytest.raises(UserError, match=r"config.optimizer.b2: must be at least 0 and below 1"):
+        config_lib.from_dict(raw)

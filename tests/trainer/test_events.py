@@ -1,0 +1,32 @@
+"""Tests the file of events for TensorBoard."""
+
+import itertools
+import threading
+
+import pytest
+from test_metrics import events as read
+
+from zerojax.trainer import events, metrics
+
+
+@pytest.mark.parametrize("arrives_after", [0, 1, 2, 3])
+def test_what_is_written_before_the_library_is_there_is_in_the_file_all_the_same(tmp_path, monkeypatch, arrives_after):
+    arrived, library = threading.Event(), events._import
+
+    def slow_import():
+        assert arrived.wait(60)
+        return library()
+
+    monkeypatch.setattr(events, "_import", slow_import)
+    file = events.Events(tmp_path / metrics.TENSORBOARD, None)
+    for step in range(1, 4):
+        if step > arrives_after:
+            arrived.set()
+        file.write(step, {"loss": step / 4, "tokens": step})
+    arrived.set()
+    file.close()
+    found = read(tmp_path)
+    scalars = [(e.step, v.tag, v.simple_value) for e in found for v in e.summary.value]
+    assert scalars == [(s, tag, x) for s in (1, 2, 3) for tag, x in (("loss", s / 4), ("tokens", s))]
+    times = [e.wall_time for e in found if e.summary.value]
+    assert all(before <= after for before, after in itertools.pairwise(times))

@@ -1,0 +1,198 @@
+"""Checks what a run writes and in which order. This module tests zerojax.loop."""
+
+import json
+import pathlib
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+import runs
+import safetensors
+
+from zerojax import display
+from zerojax.checkpoint import checkpointer
+from zerojax.data import feed, tokenizer
+from zerojax.trainer import loop, metrics, program, timing
+from zerojax.zero import memory
+
+SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order
+MEAN_ORDER = 1e-6  # relative: the same per-token losses, averaged in another order
+
+pytestmark = pytest.mark.usefixtures("cache_dir")
+
+
+@pytest.fixture(scope="module")
+def finished(cache_dir, stdlib_dir, tmp_path_factory):
+    """Returns the folder and the settings of a run over text that does all there is to do."""
+    changes = {
+        "data__name": "python_stdlib",
+        "data__dir": str(stdlib_dir),
+        "steps": 32,
+        "evaluate__every": 8,
+        **runs.EVALUATED,
+        "checkpoint__every": 8,
+        "checkpoint__keep_best": 0,
+        "sample__length": 8,
+        "export__format": "huggingface",
+    }
+    return runs.run(tmp_path_factory.mktemp("finished"), **changes), changes
+
+
+def open_run(folder: pathlib.Path, **changes):
+    """Returns the program, the streams and a Run, as train.train makes them."""
+    bytes_of_text = tokenizer.load_tokenizer("bytes")
+    built = program.build(runs.config(**changes), tokenizer_vocab=bytes_of_text.vocab_size)
+    streams = feed.Streams(built, bytes_of_text, folder)
+    saver = checkpointer.Checkpointer(folder / "checkpoints", keep_last=2, keep_best=0)
+    return built, streams, loop.Run(built, streams, saver, folder)
+
+
+def test_a_byte_model_learns_from_the_standard_library_within_30_steps(finished):
+    losses = list(runs.losses(finished[0]).values())
+    assert losses[0] == pytest.approx(np.log(320), abs=0.1)  # it starts as a uniform guess
+    assert np.mean(losses[-4:]) < losses[0] - 2
+    assert runs.evaluations(finished[0])[-1][1] < losses[0] - 2  # held-out text too
+
+
+def test_every_step_has_a_line_with_the_promised_fields(finished):
+    lines = [line for line in metrics.read(finished[0]) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 33))
+    for line in lines:
+        fields = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "host_seconds"}
+        assert fields <= line.keys()
+        assert line["host_seconds"] > 0
+        assert line["tokens_per_second"] == pytest.approx(8 * 32 / line["step_seconds"])
+    assert [step for step, _ in runs.evaluations(finished[0])] == [8, 16, 24, 32]
+
+
+def test_the_folder_holds_config_curves_events_and_the_last_checkpoints(finished):
+    folder, changes = finished
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved["data"]["dir"] == changes["data__dir"] and saved["steps"] == 32
+    assert (folder / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert (events := list((folder / "tensorboard").iterdir())) and events[0].stat().st_size > 1000
+    assert sorted(int(path.name) for path in (folder / "checkpoints").iterdir()) == [24, 32]
+
+
+def test_the_export_holds_the_last_checkpoints_weights_in_bfloat16(finished):
+    folder, changes = finished
+    built = program.build(runs.config(**changes), tokenizer_vocab=320)
+    saver = checkpointer.Checkpointer(folder / "checkpoints", keep_last=2, keep_best=0)
+    state, _ = saver.restore(32, built.logical_abstract_state)
+    saver.close()
+    assert json.loads((folder / "export" / "config.json").read_text())["model_type"] == "llama"
+    with safetensors.safe_open(folder / "export" / "model.safetensors", framework="numpy") as file:
+        embedding = file.get_tensor("model.embed_tokens.weight")
+    weights = np.asarray(state.params["embed"]["embedding"]).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(embedding, weights)
+
+
+def test_a_finished_run_started_again_does_no_harm(finished, capsys):
+    folder, changes = finished
+    before = (folder / "metrics.jsonl").read_bytes()
+    saved = {path.name: path.stat().st_mtime_ns for path in (folder / "checkpoints").iterdir()}
+    runs.run(folder, **changes)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert {path.name: path.stat().st_mtime_ns for path in (folder / "checkpoints").iterdir()} == saved
+    out = capsys.readouterr().out
+    assert "starts at step 32 of 32" in out and "a sample, from 'def ':\n<s>def " not in out and "done: " in out
+
+
+def test_the_table_equals_the_bytes_counted_from_the_arrays(tmp_path, capsys):
+    runs.run(tmp_path, steps=2, checkpoint__at_end=False)
+    out = capsys.readouterr().out
+    built = program.build(runs.config(), tokenizer_vocab=320)
+    counted = memory.bytes_per_device(built.partition)
+    state = sum(size for role, size in counted.items() if role != "grads")
+    for size in (*counted.values(), sum(counted.values())):
+        assert display.human(size) in out
+    assert f"{display.human(state)} of state on each device, counted from its arrays" in out
+    assert not list((tmp_path / "checkpoints").iterdir())  # at_end is off
+
+
+def test_the_sample_begins_with_the_prompt_and_depends_on_nothing_but_weights_and_seed(tmp_path, capsys):
+    settings = {"steps": 2, "sample__length": 8, "sample__prompt": "import "}
+    texts = []
+    for folder in ("a", "b"):
+        runs.run(tmp_path / folder, **settings)
+        texts.append(re.search(r"a sample, from 'import ':\n(import .*?)\ndone: ", capsys.readouterr().out, re.S)[1])
+    assert texts[0] == texts[1] and len(texts[0]) > len("import ")
+
+
+def test_log_every_thins_the_lines_and_keeps_the_last(tmp_path):
+    runs.run(tmp_path / "all", **runs.EVALUATED)
+    runs.run(tmp_path / "some", log_every=4, **runs.EVALUATED)
+    every = runs.losses(tmp_path / "all")
+    assert runs.losses(tmp_path / "some") == {4: every[4], 6: every[6]}
+    assert runs.evaluations(tmp_path / "some") == runs.evaluations(tmp_path / "all")
+
+
+def test_checkpoints_are_the_newest_and_the_best(tmp_path):
+    # A rate this high makes random tokens only less likely, so an early step stays the best.
+    changes = {**runs.EVALUATED, "evaluate__every": 1, "checkpoint__every": 1, "optimizer__learning_rate": 0.1}
+    runs.run(tmp_path, **changes, checkpoint__keep_last=2, checkpoint__keep_best=1)
+    best = min(runs.evaluations(tmp_path), key=lambda pair: pair[1])[0]
+    assert best < 5
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [best, 5, 6]
+
+
+def test_two_accumulated_passes_give_the_losses_of_one(tmp_path):
+    for accum in (1, 2):
+        runs.run(tmp_path / str(accum), global_batch_size=16, grad_accum=accum, **runs.EVALUATED)
+    one, two = ([values[1:] for values in runs.numbers(tmp_path / name)] for name in "12")
+    np.testing.assert_allclose(two, one, rtol=SUM_ORDER)
+    np.testing.assert_allclose(*(runs.evaluations(tmp_path / name)[-1] for name in "12"), rtol=SUM_ORDER)
+
+
+def test_the_evaluation_loss_of_the_same_weights_is_the_same_number_whenever_asked(tmp_path):
+    built, streams, _ = open_run(tmp_path, **runs.EVALUATED)
+    params = program.init_state(built).params
+    first = streams.evaluation_loss(params)
+    before = streams.position()
+    for _ in range(3):
+        streams.next()
+    assert streams.evaluation_loss(params) == first == streams.evaluation_loss(params)
+    assert before != streams.position()  # which evaluating does not touch
+    streams.close()
+
+
+def test_accumulated_evaluation_reads_the_same_text(tmp_path):
+    found = []
+    for accum in (1, 2):
+        built, streams, _ = open_run(tmp_path, global_batch_size=16, grad_accum=accum, **runs.EVALUATED)
+        found.append(streams.evaluation_loss(program.init_state(built).params))
+        streams.close()
+    np.testing.assert_allclose(*found, rtol=MEAN_ORDER)
+
+
+def test_batches_lie_split_over_the_devices_in_the_order_of_rows(tmp_path):
+    built, streams, _ = open_run(tmp_path, global_batch_size=16)
+    whole = np.asarray(streams.next()["tokens"])
+    streams.move_to({str(row): {**position, "index": 0} for row, position in streams.position().items()})
+    again = streams.next()["tokens"]
+    assert again.shape == (16, 33) and again.sharding == built.batch_sharding
+    np.testing.assert_array_equal(again, whole)
+    assert [shard.data.shape for shard in again.addressable_shards] == [(2, 33)] * 8
+    for row in (0, 5, 15):
+        np.testing.assert_array_equal(whole[row], np.random.default_rng([0, row, 0]).integers(320, size=33))
+    streams.close()
+
+
+def test_a_steps_numbers_are_read_after_the_next_step_is_dispatched(tmp_path, monkeypatch):
+    events = []
+
+    def spied(cls, method, word):
+        original = getattr(cls, method)
+
+        def spy(self, step, values):
+            events.append(f"{word} {step}")
+            return original(self, step, values)
+
+        monkeypatch.setattr(cls, method, spy)
+
+    spied(timing.LateReader, "push", "dispatched")
+    spied(metrics.MetricsLog, "write", "wrote")
+    runs.run(tmp_path)
+    late = [f"{word} {step + (word == 'dispatched')}" for step in range(1, 6) for word in ("dispatched", "wrote")]
+    assert events == ["dispatched 1", *late, "wrote 6"]

@@ -1,0 +1,110 @@
+import dataclasses
+import json
+
+import jax
+import pytest
+import runs
+
+import zerojax
+from zerojax import train
+from zerojax.models import llama
+from zerojax.plan import search, step_plan, targets
+from zerojax.trainer import loop, memory_guard, program
+
+
+@pytest.fixture(scope="module")
+def built():
+    return program.build(runs.config(zero__stage=0, model__remat="none"), tokenizer_vocab=320)
+
+
+@pytest.fixture(scope="module")
+def plan(built):
+    return memory_guard.compile_step(built)
+
+
+def test_the_plan_and_the_measured_peak_are_written_side_by_side(tmp_path, built, plan):
+    memory_guard.write(tmp_path, built, plan, 123)
+    saved = json.loads((tmp_path / memory_guard.FILE).read_text())
+    assert (saved["planned_peak_bytes"], saved["measured_peak_bytes"]) == (plan.peak, 123)
+    assert saved["plan"]["peak_bytes"] == plan.peak
+    assert (saved["device_kind"], saved["flops_per_token"]) == ("cpu", llama.flops_per_token(built.model, 32))
+
+
+def test_the_comparison_says_the_difference_or_that_it_is_not_known(plan):
+    assert "+10.0%" in memory_guard.compared(plan, round(plan.peak * 1.1))
+    assert "does not tell" in memory_guard.compared(plan, None)
+
+
+def test_out_of_memory_names_the_changes_that_fit(built, plan, monkeypatch, capsys):
+    whole = search.search
+
+    def with_memory(config, target, **kwargs):
+        return whole(config, target, memory=plan.peak * 0.9, **kwargs)
+
+    monkeypatch.setattr(search, "search", with_memory)
+    error = memory_guard.too_large(built, plan)
+    assert "add --config.zero.stage=" in str(error) and "\n" not in str(error)
+    assert "changes that would fit" in capsys.readouterr().out
+
+
+def test_where_nothing_is_known_to_fit_the_way_out_is_a_smaller_run(built, plan, capsys):
+    assert "more devices" in str(memory_guard.too_large(built, plan))
+
+
+def test_a_run_that_is_out_of_memory_ends_with_the_plan_and_one_line(tmp_path, monkeypatch, capsys):
+    def no_room(state, batch):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
+
+    compile_step = memory_guard.compile_step
+    monkeypatch.setattr(
+        loop.foresight, "compile_step", lambda built: dataclasses.replace(compile_step(built), compiled=no_room)
+    )
+    with pytest.raises(zerojax.UserError, match="out of device memory"):
+        train.train(runs.config(), tmp_path)
+    out = capsys.readouterr().out
+    assert out.index(memory_guard.SHORT) < out.index("Memory on each device")
+
+
+@pytest.mark.parametrize("is_pool", [True, False])
+def test_a_step_that_needs_more_than_may_be_allocated_ends_before_anything_is(tmp_path, monkeypatch, capsys, is_pool):
+    """What a device has beyond that is not known well enough to refuse a run for it."""
+    plan_program, made = step_plan.plan_program, []
+
+    def plan_on_less(*args, **how):
+        plan = plan_program(*args, **how)
+        memory = targets.Figure(plan.peak - 1, "this test")
+        return dataclasses.replace(plan, target=dataclasses.replace(plan.target, memory=memory, is_pool=is_pool))
+
+    def init_state(built):
+        made.append(built)
+        raise KeyError("made")
+
+    monkeypatch.setattr(step_plan, "plan_program", plan_on_less)
+    monkeypatch.setattr(train.program_lib, "init_state", init_state)
+    with pytest.raises(zerojax.UserError if is_pool else KeyError, match="the step needs" if is_pool else "made"):
+        train.train(runs.config(), tmp_path)
+    assert bool(made) != is_pool
+    assert (memory_guard.SHORT in capsys.readouterr().out) == is_pool
+
+
+def test_a_state_is_made_after_the_plan_and_for_want_of_room_ends_with_it(tmp_path, monkeypatch, capsys):
+    def no_room(built):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
+
+    monkeypatch.setattr(train.program_lib, "init_state", no_room)
+    with pytest.raises(zerojax.UserError, match="out of device memory: the step needs"):
+        train.train(runs.config(), tmp_path)
+    out = capsys.readouterr().out
+    assert "compiled in" in out and "starts at step" not in out
+
+
+def test_another_error_of_the_runtime_is_not_taken_for_it(tmp_path, monkeypatch):
+    def broken(state, batch):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    compile_step = memory_guard.compile_step
+    monkeypatch.setattr(
+        loop.foresight, "compile_step", lambda built: dataclasses.replace(compile_step(built), compiled=broken)
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        train.train(runs.config(), tmp_path)

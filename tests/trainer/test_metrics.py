@@ -1,0 +1,161 @@
+"""Checks the log, the late reader and the display. This module tests zerojax.metrics."""
+
+import io
+import json
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+from tensorboardX.proto import event_pb2
+
+from zerojax.errors import UserError
+from zerojax.trainer import metrics
+
+
+def log(workdir, steps, resume: int | None = None, **values):
+    with metrics.MetricsLog(workdir, enabled=True) as file:
+        if resume is not None:
+            file.resume_at(resume)
+        for step in steps:
+            file.write(step, values or {"loss": 1.0 / step})
+
+
+def events(workdir) -> list[event_pb2.Event]:
+    """Reads the event files: length (8 bytes), its checksum (4), the event, its checksum (4)."""
+    found = []
+    for path in sorted(pathlib.Path(workdir, metrics.TENSORBOARD).iterdir()):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            size = int.from_bytes(data[at : at + 8], "little")
+            found.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + size]))
+            at += 16 + size
+    return found
+
+
+def test_a_written_step_is_read_back(tmp_path):
+    log(tmp_path, [1, 2], loss=0.25, tokens=7, grad_norm=np.float32(0.5))
+    row = {"loss": 0.25, "tokens": 7, "grad_norm": 0.5}
+    assert metrics.read(tmp_path) == [{"step": 1, **row}, {"step": 2, **row}]
+
+
+def test_tensorboard_holds_the_same_scalars(tmp_path):
+    log(tmp_path, [3, 4], loss=0.25, learning_rate=0.5)
+    scalars = {(e.step, v.tag): v.simple_value for e in events(tmp_path) for v in e.summary.value}
+    assert scalars == {(s, name): x for s in (3, 4) for name, x in (("loss", 0.25), ("learning_rate", 0.5))}
+
+
+def test_tensorboard_is_told_where_a_resumed_run_starts(tmp_path):
+    log(tmp_path, [3], resume=2)
+    assert [e.step for e in events(tmp_path) if e.session_log.status == event_pb2.SessionLog.START] == [3]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_null_and_named(tmp_path, value):
+    log(tmp_path, [1], loss=value, grad_norm=2.0)
+    text = (tmp_path / metrics.FILE).read_text()
+    record = json.loads(text, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
+    assert record == {"step": 1, "loss": None, "grad_norm": 2.0, "not_finite": {"loss": str(value)}}
+
+
+@hypothesis.given(written=st.integers(0, 8), cut=st.integers(0, 40), at=st.integers(0, 10))
+@hypothesis.settings(max_examples=30, deadline=None)
+def test_after_a_kill_and_resume_every_step_appears_once(tmp_path_factory, written, cut, at):
+    at = min(at, written)
+    workdir = tmp_path_factory.mktemp("run")
+    log(workdir, range(1, written + 1))
+    path = workdir / metrics.FILE
+    if path.exists():
+        lines = path.read_bytes()
+        path.write_bytes(lines[: max(len(lines) - cut, 0)])
+    survived = {record["step"] for record in metrics.read(workdir)} if path.exists() else set()
+    log(workdir, range(at + 1, 12), resume=at)
+    steps = [record["step"] for record in metrics.read(workdir)]
+    assert steps == [s for s in range(1, at + 1) if s in survived] + list(range(at + 1, 12))
+
+
+def test_a_killed_process_leaves_every_written_step(tmp_path):
+    program = (
+        "import os, signal, sys\nfrom zerojax import metrics\n"
+        "log = metrics.MetricsLog(sys.argv[1], enabled=True)\n"
+        "for step in (1, 2, 3): log.write(step, {'loss': 1.0})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    status = subprocess.run([sys.executable, "-c", program, tmp_path], timeout=60).returncode
+    assert status == -signal.SIGKILL
+    assert [record["step"] for record in metrics.read(tmp_path)] == [1, 2, 3]
+
+
+def test_a_broken_line_before_the_last_is_named(tmp_path):
+    (tmp_path / metrics.FILE).write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: "):
+        metrics.read(tmp_path)
+
+
+def test_a_folder_without_a_log_is_refused(tmp_path):
+    with pytest.raises(UserError, match="give the workdir of a run"):
+        metrics.read(tmp_path)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("full", ["lines", "events"])
+def test_a_full_disk_is_reported_once_and_then_the_log_is_silent(tmp_path, full, monkeypatch):
+    if full == "lines":
+        (tmp_path / metrics.FILE).symlink_to("/dev/full")
+    else:
+        monkeypatch.setattr("tensorboardX.record_writer.open_file", lambda path: open("/dev/full", "wb"))  # noqa: SIM115
+    file = metrics.MetricsLog(tmp_path, enabled=True)
+    with pytest.raises(UserError, match="No space left on device"):
+        file.write(1, {"loss": 1.0})
+    file.write(2, {"loss": 1.0})
+    file.close()
+
+
+def test_a_disabled_log_and_display_write_nothing(tmp_path):
+    with metrics.MetricsLog(tmp_path, enabled=False) as file:
+        file.resume_at(3)
+        file.write(4, {"loss": 1.0})
+    out = io.StringIO()
+    with metrics.Progress(10, enabled=False, out=out) as progress:
+        progress.update(1, loss=1.0)
+        progress.print("hello")
+    assert not list(tmp_path.iterdir()) and not out.getvalue()
+
+
+def test_device_memory_takes_what_the_backend_tells(monkeypatch):
+    class Device:
+        def memory_stats(self):
+            return {"bytes_in_use": 3, "peak_bytes_in_use": 5, "bytes_limit": 9}
+
+    assert metrics.device_memory() == {}
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    assert metrics.device_memory() == {"device_bytes_in_use": 3, "device_peak_bytes": 5}
+
+
+def test_without_a_terminal_there_is_one_line_an_interval_and_one_at_the_end():
+    out = io.StringIO()
+    with metrics.Progress(7, log_every=3, out=out) as progress:
+        progress.print("[bold] is kept")
+        for step in range(1, 8):
+            progress.update(step, loss=2.0, tokens_per_second=12345.0)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "[bold] is kept"
+    assert [line.split("  ")[0] for line in lines[1:]] == ["step 3/7", "step 6/7", "step 7/7"]
+    assert "loss 2  tokens_per_second 12.35k  eta 0:00:00" in lines[1]
+
+
+def test_a_terminal_gets_a_bar_with_text_above_it(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes any file for a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    out = io.StringIO()
+    with metrics.Progress(4, out=out) as progress:
+        progress.print("[bold] is kept")
+        progress.update(2, loss=2.5)
+    assert "[bold] is kept" in out.getvalue() and "2/4" in out.getvalue() and "loss 2.5" in out.getvalue()

@@ -1,0 +1,334 @@
+"""Checks that a run goes on as if it had never stopped. This module tests the trainer's resuming, killed, asked or moved."""
+
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+import runs
+
+import zerojax
+from zerojax import precision
+from zerojax.trainer import memory_guard, program, resume
+
+SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order by another stage or number of devices
+HALF_PRECISION = 2e-2  # relative: eight bits of bfloat16, over a few steps
+KILLED = {**runs.EVALUATED, "steps": 16, "checkpoint__every": 1, "evaluate__every": 4}
+SLOW = """
+import time
+from zerojax import streams as streams_lib
+following = streams_lib.Streams.next
+streams_lib.Streams.next = lambda streams: ([time.sleep(0.02) for _ in range(10)], following(streams))[1]
+"""
+SLOW_TO_COMPILE = """
+import time
+from zerojax import foresight
+compile_step = foresight.compile_step
+foresight.compile_step = lambda built: (print("compiling", flush=True), time.sleep(0.3), compile_step(built))[-1]
+"""
+HANG_WHILE_BUILDING = """
+import signal
+import time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background inherit that it is ignored
+from zerojax import program
+program.build = lambda *_, **__: (print("building", flush=True), [time.sleep(0.1) for _ in range(600)])
+"""
+STOP_AT_2 = """
+import os, signal
+from zerojax import streams as streams_lib
+following, taken = streams_lib.Streams.next, []
+def next_batch(streams):
+    taken.append(streams)
+    if len(taken) == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return following(streams)
+streams_lib.Streams.next = next_batch
+"""
+# From outside, two signals during one long call into C would count as one.
+INTERRUPT_TWICE_AT_2 = STOP_AT_2.replace(
+    "os.kill(os.getpid(), signal.SIGTERM)", "[os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
+)
+
+pytestmark = pytest.mark.usefixtures("cache_dir")
+
+
+def recorded(folder: pathlib.Path) -> tuple[list, list]:
+    """Returns all numbers that do not depend on the clock."""
+    return runs.numbers(folder), runs.evaluations(folder)
+
+
+def said(err: str) -> str:
+    """Returns what a run said beside orbax's word that a busy disk took its time."""
+    return "".join(line for line in err.splitlines(True) if "Waiting for previous save to complete took" not in line)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(commands, stdlib_dir, tmp_path_factory):
+    """Returns the arguments of a run over text, and the numbers it gives in one piece."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    arguments = runs.flags(**KILLED, data__name="python_stdlib", data__dir=stdlib_dir)
+    command = commands(*arguments, f"--workdir={folder}")
+    assert command.status == 0 and said(command.err) == "", command.err
+    assert [line[0] for line in runs.numbers(folder)] == list(range(1, 17))
+    return arguments, recorded(folder)
+
+
+def wait_for(condition, command: runs.Command) -> None:
+    """Waits until `condition()` or the end of the command, whichever is first."""
+    deadline = time.monotonic() + runs.LIMIT
+    while not condition() and os.path.exists(f"/proc/{command.pid}/task") and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert time.monotonic() < deadline, command.out + command.err
+
+
+def is_saving(folder: pathlib.Path) -> bool:
+    return any("orbax-checkpoint-tmp" in path.name for path in (folder / "checkpoints").glob("*"))
+
+
+def lines(folder: pathlib.Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_moment_gives_the_numbers_of_one_that_was_not(commands, uninterrupted, tmp_path):
+    arguments, numbers = uninterrupted
+    draw = random.Random(0)
+    killed_while_saving = 0
+    for _ in range(5):
+        command = commands.start(*arguments, f"--workdir={tmp_path}")
+        more = lines(tmp_path) + draw.randint(1, 4)
+        wait_for(lambda more=more: lines(tmp_path) >= more and is_saving(tmp_path), command)
+        time.sleep(draw.random() * 0.02)
+        killed_while_saving += is_saving(tmp_path)
+        command.kill(signal.SIGKILL)
+        if command.wait().status == 0:
+            break
+    assert killed_while_saving, "no kill fell into a save; widen the window"
+    command = commands(*arguments, f"--workdir={tmp_path}")
+    assert command.status == 0 and said(command.err) == "", command.err
+    assert recorded(tmp_path) == numbers
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if "tmp" in path.name) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_asked_to_stop_saves_ends_with_status_0_and_goes_on(commands, uninterrupted, tmp_path, number):
+    arguments, numbers = uninterrupted
+    arguments = [*arguments, "--config.checkpoint.every=0", f"--workdir={tmp_path}"]
+    command = commands.start(*arguments, before=SLOW)
+    wait_for(lambda: lines(tmp_path) >= 3, command)
+    command.kill(number)
+    if number == signal.SIGTERM:
+        command.kill(number)  # a second SIGTERM asks for the same
+    assert command.wait().status == 0 and said(command.err) == "", command.err
+    (step,) = (int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+    assert f"stopped by a signal at step {step}, saved; the same command resumes" in command.out
+    assert 3 <= step < 16 and [line[0] for line in runs.numbers(tmp_path)] == list(range(1, step + 1))
+    assert commands(*arguments).status == 0
+    assert recorded(tmp_path) == numbers
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_a_run_at_once_in_one_line(commands, uninterrupted, tmp_path):
+    arguments, numbers = uninterrupted
+    command = commands(*arguments, f"--workdir={tmp_path}", before=INTERRUPT_TWICE_AT_2)
+    assert command.status == 130
+    assert command.err == "zerojax: interrupted; the same command resumes from the last checkpoint\n"
+    assert commands(*arguments, f"--workdir={tmp_path}").status == 0
+    assert recorded(tmp_path) == numbers
+
+
+def test_an_interrupt_while_compiling_stops_after_the_first_step(commands, tmp_path):
+    command = commands.start(*runs.flags(steps=9000), f"--workdir={tmp_path}", before=SLOW_TO_COMPILE)
+    wait_for(lambda: "compiling" in command.out, command)
+    command.kill(signal.SIGINT)
+    assert command.wait().status == 0 and "stopped by a signal at step 1, saved" in command.out, command.err
+
+
+def test_an_interrupt_before_the_first_step_ends_in_one_line(commands, tmp_path):
+    command = commands.start(*runs.flags(), f"--workdir={tmp_path}", before=HANG_WHILE_BUILDING)
+    wait_for(lambda: "building" in command.out, command)
+    command.kill(signal.SIGINT)
+    assert command.wait().status == 130 and command.err.count("\n") == 1, command.err
+
+
+def test_a_stop_where_an_evaluation_is_due_does_not_lose_it(commands, tmp_path):
+    command = commands(
+        *runs.flags(steps=4, evaluate__every=2, **runs.EVALUATED), f"--workdir={tmp_path}", before=STOP_AT_2
+    )
+    assert command.status == 0 and "stopped by a signal at step 2" in command.out
+    assert [step for step, _ in runs.evaluations(tmp_path)] == [2]
+
+
+def test_steps_can_be_extended(tmp_path):
+    runs.run(tmp_path / "long", steps=8)
+    runs.run(tmp_path / "short", steps=3)
+    runs.run(tmp_path / "short", steps=8)
+    assert runs.numbers(tmp_path / "short") == runs.numbers(tmp_path / "long")
+
+
+@pytest.fixture(scope="module")
+def in_one_piece(cache_dir, tmp_path_factory):
+    """Returns the numbers of 6 steps at stage 0 on eight devices."""
+    folder = runs.run(tmp_path_factory.mktemp("whole"), zero__stage=0, **runs.EVALUATED)
+    return np.array(runs.numbers(folder)), runs.evaluations(folder)[-1]
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ({"zero__stage": 3}, {"zero__stage": 1, "devices": 4}),
+        ({"zero__stage": 0}, {"zero__stage": 3}),
+        ({"zero__stage": 3}, {"zero__stage": 3, "mesh__replica": 2, "mesh__data": 4}),
+        ({"zero__stage": 2, "devices": 1}, {"zero__stage": 0, "devices": 2, "grad_accum": 2}),
+    ],
+    ids=["3on8-1on4", "0on8-3on8", "3on8-3on2x4", "2on1-0on2"],
+)
+def test_a_checkpoint_of_any_stage_and_device_count_goes_on_in_any_other(tmp_path, in_one_piece, before, after):
+    numbers, evaluation = in_one_piece
+    runs.run(tmp_path, steps=3, **before)
+    runs.run(tmp_path, steps=6, **runs.EVALUATED, **after)
+    np.testing.assert_allclose(runs.numbers(tmp_path), numbers, rtol=SUM_ORDER)
+    np.testing.assert_allclose(runs.evaluations(tmp_path)[-1], evaluation, rtol=SUM_ORDER)
+
+
+@pytest.mark.slow
+def test_padding_is_no_part_of_a_checkpoint(tmp_path):
+    changes = {"model__vocab_size": 321, "global_batch_size": 56, "seq_len": 8}
+    padded, whole = {"devices": 7, "zero__indivisible": "pad"}, {"devices": 8, "zero__indivisible": "whole"}
+    expected = np.array(runs.numbers(runs.run(tmp_path / "whole", **changes, **whole)))
+    for first, second in ((padded, whole), (whole, padded)):
+        folder = runs.run(tmp_path / first["zero__indivisible"] / "moved", steps=3, **changes, **first)
+        runs.run(folder, **changes, **second)
+        np.testing.assert_allclose(runs.numbers(folder), expected, rtol=SUM_ORDER)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_moves_between_precisions_bit_for_bit(tmp_path):
+    chain = [("bf16", 1), ("fp32", 3), ("bf16", 3), ("bf16", 2)]
+    folder = runs.run(tmp_path, steps=2, precision="bf16", zero__stage=2)
+    leaves = []
+    for name, stage in chain:
+        copy = pathlib.Path(shutil.copytree(folder, tmp_path / f"{name}{stage}"))
+        _, state = runs.restored(copy, 2, precision=name, zero__stage=stage)
+        leaves.append(jax.tree.map(np.asarray, jax.tree.leaves(precision.to_logical(state))))
+    for found in leaves[1:]:
+        jax.tree.map(np.testing.assert_array_equal, found, leaves[0])
+    fp32 = runs.run(tmp_path / "fp32", precision="fp32")
+    runs.run(folder, steps=6, precision="fp32", zero__stage=1)
+    np.testing.assert_allclose(
+        list(runs.losses(folder).values()), list(runs.losses(fp32).values()), rtol=HALF_PRECISION
+    )
+
+
+def test_a_dataset_deleted_between_two_parts_is_prepared_again(tmp_path):
+    changes = {"data__name": "python_stdlib"}
+    runs.run(tmp_path / "whole", **changes)
+    folder = runs.run(tmp_path / "parts", steps=3, **changes)
+    shutil.rmtree(folder / "datasets")
+    runs.run(folder, **changes)
+    assert runs.numbers(folder) == runs.numbers(tmp_path / "whole")
+
+
+def test_padded_shapes_are_those_of_the_model():
+    with runs.on_devices(7):
+        changes = {"global_batch_size": 7, "zero__indivisible": "pad", "model__vocab_size": 321}
+        built = program.build(runs.config(**changes), tokenizer_vocab=320)
+        state = program.init_state(built)
+    shapes = resume.padded_shapes(built.partition)
+    assert shapes["params/embed/embedding"] == [321, 64]
+    assert state.params["embed"]["embedding"].shape == (322, 64)
+    assert resume.logical_params(built, state)["embed"]["embedding"].shape == (321, 64)
+    assert {path.removeprefix("opt_state/0/mu/") for path in shapes if "/mu/" in path} == {
+        path.removeprefix("params/") for path in shapes if path.startswith("params/")
+    }
+
+
+def test_resume_names_a_padded_leaf_that_is_another_models(tmp_path):
+    with runs.on_devices(7):
+        settings = {"global_batch_size": 7, "zero__indivisible": "pad", "steps": 2}
+        runs.run(tmp_path, devices=7, **settings, model__vocab_size=321)
+        with pytest.raises(ValueError, match=r"embedding was saved with shape \(321, 64\).*\(322, 64\)"):
+            runs.restored(tmp_path, 2, **settings, model__vocab_size=322)
+    assert jax.device_count() == 8
+
+
+@pytest.fixture(scope="module")
+def three_steps(cache_dir, tmp_path_factory):
+    """Returns the folder of a run with checkpoints of steps 2 and 3; copy it."""
+    return runs.run(tmp_path_factory.mktemp("three"), steps=3, checkpoint__every=2)
+
+
+def scramble(path, text):
+    """Writes other text of the same length."""
+    path.write_text(text.ljust(path.stat().st_size)[: path.stat().st_size])
+
+
+UNFIT = {
+    "another depth": (lambda step: None, {"model__num_layers": 2}, "its state lacks"),
+    "another width": (lambda step: None, {"model__vocab_size": 336}, "with shape"),
+    "another batch": (lambda step: None, {"global_batch_size": 16}, "num_rows=8 and this run has num_rows=16"),
+    "another length": (lambda step: None, {"seq_len": 16}, "seq_len=32 and this run has seq_len=16"),
+    "data that is no JSON": (lambda step: scramble(step / "data" / "metadata", "{"), {}, "damaged"),
+    "data of no rows": (lambda step: scramble(step / "data" / "metadata", "{}"), {}, "row 0 is not among the 0 saved"),
+    "data that is a list": (lambda step: scramble(step / "data" / "metadata", "[]"), {}, "row 0 does not say"),
+    "a row that is a number": (lambda step: scramble(step / "data" / "metadata", '{"0": 1}'), {}, "row 0 does not say"),
+    "meta that is no JSON": (lambda step: scramble(step / "meta" / "metadata", "}"), {}, "damaged"),
+    "meta that is a list": (lambda step: scramble(step / "meta" / "metadata", "[]"), {}, "damaged"),
+    "meta without meta": (lambda step: scramble(step / "meta" / "metadata", "{}"), {}, "damaged"),
+    "meta of nothing": (lambda step: scramble(step / "meta" / "metadata", '{"meta":null}'), {}, "damaged"),
+    "shapes in a list": (lambda step: scramble(step / "meta" / "metadata", '{"meta":{"padded":[]}}'), {}, "damaged"),
+    "a shape that is a number": (
+        lambda step: scramble(step / "meta" / "metadata", '{"meta":{"padded":{"x":1}}}'),
+        {},
+        "damaged",
+    ),
+    "sizes in a list": (lambda step: (step / "sizes.json").write_text("[]"), {}, "damaged"),
+    "a state that says nothing of its arrays": (
+        lambda step: scramble(step / "state" / "_METADATA", "?"),
+        {},
+        "damaged",
+    ),
+    "a log that is none": (
+        lambda step: (step.parent.parent / "metrics.jsonl").write_text('{"step": 1}\ngarbage\n{"step": 3}\n'),
+        {},
+        "metrics.jsonl:2: not a line of JSON",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_what_cannot_be_resumed_is_told_before_anything_is_compiled_and_changes_nothing(
+    three_steps, tmp_path, monkeypatch, case
+):
+    spoil, changes, words = UNFIT[case]
+    folder = pathlib.Path(shutil.copytree(three_steps, tmp_path / "run"))
+    (folder / "config.json").unlink()  # it would tell other settings first
+    spoil(folder / "checkpoints" / "3")
+    before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    monkeypatch.setattr(memory_guard, "compile_step", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(zerojax.UserError, match=re.escape(words)):
+        runs.run(folder, steps=6, **changes)
+    assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+def test_a_signal_while_a_finished_run_is_restored_ends_it_before_it_samples(commands, three_steps, tmp_path):
+    folder = shutil.copytree(three_steps, tmp_path / "run")
+    code = """
+import os, signal
+from zerojax import resume
+state = resume.state
+resume.state = lambda *args, **how: (os.kill(os.getpid(), signal.SIGTERM), state(*args, **how))[-1]
+"""
+    settings = runs.flags(steps=3, checkpoint__every=2, sample__length=8)
+    command = commands(*settings, f"--workdir={folder}", before=code)
+    assert command.status == 0 and "stopped by a signal at step 3" in command.out and "a sample" not in command.out
+    command = commands(*settings, f"--workdir={folder}")
+    assert command.status == 0 and "a sample" in command.out

@@ -1,0 +1,98 @@
+"""Checks that a folder belongs to one run. This module tests zerojax.workdir."""
+
+import json
+import os
+import pathlib
+import runpy
+
+import pytest
+
+from zerojax.errors import UserError
+from zerojax.trainer import config as config_lib
+from zerojax.trainer import workdir
+
+BASE = pathlib.Path(__file__).parents[2] / "configs" / "base.py"
+
+
+def settings(**changes) -> dict:
+    """Returns the base settings, {"zero.stage": 2} style changes applied."""
+    found = config_lib.to_dict(config_lib.from_dict(runpy.run_path(str(BASE))["get_config"]()))
+    for place, value in changes.items():
+        *groups, name = place.split(".")
+        group = found
+        for part in groups:
+            group = group[part]
+        group[name] = value
+    return found
+
+
+def test_a_new_folder_is_made_and_takes_any_config(tmp_path):
+    workdir.check(tmp_path / "a" / "b", settings())
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_the_saved_config_is_the_resolved_one(tmp_path):
+    workdir.save(tmp_path, settings(steps=7))
+    assert json.loads((tmp_path / workdir.CONFIG_FILE).read_text()) == json.loads(json.dumps(settings(steps=7)))
+    assert [path.name for path in tmp_path.iterdir()] == [workdir.CONFIG_FILE]
+
+
+@pytest.mark.parametrize("change", [{"steps": 500}, {"zero.stage": 1}, {"mesh.data": 4}, {"precision": "fp32"}])
+def test_what_says_where_and_how_to_compute_may_change(tmp_path, change):
+    workdir.save(tmp_path, settings())
+    workdir.check(tmp_path, settings(**change))
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"model.num_layers": 9}, {"optimizer.b1": 0.5}, {"seq_len": 64}])
+def test_what_says_what_is_computed_may_not_and_the_line_names_both_values(tmp_path, change):
+    workdir.save(tmp_path, settings())
+    ((place, value),) = change.items()
+    with pytest.raises(UserError, match=rf"config\.{place}=.*, and this run has {value}; use the same") as caught:
+        workdir.check(tmp_path, settings(**change))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_free_name_frees_no_other_that_begins_like_it(tmp_path):
+    workdir.save(tmp_path, {"mesh": {"data": 1}, "meshes": 1})
+    with pytest.raises(UserError, match=r"config\.meshes"):
+        workdir.check(tmp_path, {"mesh": {"data": 2}, "meshes": 2})
+
+
+def test_every_free_name_is_a_setting():
+    fields = settings()
+    for place in workdir.FREE:
+        group = fields
+        for part in place.split("."):
+            group = group[part]
+
+
+@pytest.mark.parametrize("text", ["{", "", "[]", "3", "\udcff"])
+def test_a_config_that_is_not_a_saved_one_is_refused(tmp_path, text):
+    (tmp_path / workdir.CONFIG_FILE).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(UserError, match=r"config\.json: is not"):
+        workdir.check(tmp_path, settings())
+
+
+def test_another_programs_config_is_refused(tmp_path):
+    (tmp_path / workdir.CONFIG_FILE).write_text(json.dumps({"architectures": ["X"]}))
+    with pytest.raises(UserError, match=r"config\.architectures"):
+        workdir.check(tmp_path, settings())
+
+
+def test_a_file_in_the_folders_place_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match="cannot be used"):
+            workdir.check(place, settings())
+
+
+def test_a_save_that_fails_keeps_the_old_config(tmp_path, monkeypatch):
+    workdir.save(tmp_path, settings(steps=1))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(UserError, match="cannot be written \\(No space left on device\\)"):
+        workdir.save(tmp_path, settings(steps=2))
+    assert json.loads((tmp_path / workdir.CONFIG_FILE).read_text())["steps"] == 1

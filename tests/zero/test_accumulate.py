@@ -1,0 +1,85 @@
+"""Checks that several passes give what one gives. This module tests zerojax.accumulate."""
+
+import flax.struct
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.zero import accumulate
+
+ROUNDING = 2e-6  # the same float32 terms, summed in another order
+# Each example compiles a program: a failure is told as it was found, and not shrunk for minutes.
+COMPILES = hypothesis.settings(
+    deadline=None, derandomize=True, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
+)
+PARAMS = {"w": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), "b": jnp.arange(3.0)}
+
+
+@flax.struct.dataclass
+class State:
+    total: jax.Array
+    passes: jax.Array
+
+
+def loss_fn(params, batch, state):
+    predicted = jnp.tanh(batch["x"] @ params["w"] + params["b"])
+    loss = jnp.mean((predicted - batch["y"]) ** 2)
+    fields = {"total": state.total + batch["x"].sum(), "passes": state.passes + 1}
+    return loss, {"state": fields, "metrics": {"largest": jnp.max(predicted)}}
+
+
+def make_batch(rows):
+    keys = jax.random.split(jax.random.key(rows))
+    return {"x": jax.random.normal(keys[0], (rows, 4)), "y": jax.random.normal(keys[1], (rows, 3))}
+
+
+def in_passes(batch, passes):
+    return jax.tree.map(lambda leaf: leaf.reshape(passes, -1, *leaf.shape[1:]), batch)
+
+
+@hypothesis.settings(COMPILES, max_examples=3)
+@hypothesis.given(st.integers(2, 6), st.integers(1, 4))
+def test_the_mean_over_passes_is_the_mean_over_the_batch(passes, rows):
+    batch, state = make_batch(passes * rows), State(jnp.zeros(()), jnp.zeros((), jnp.int32))
+    (loss, _), grads = accumulate.value_and_grad(loss_fn, 1)(PARAMS, batch, state)
+    (found, aux), found_grads = accumulate.value_and_grad(loss_fn, passes)(PARAMS, in_passes(batch, passes), state)
+    np.testing.assert_allclose(found, loss, rtol=ROUNDING)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=ROUNDING), found_grads, grads)
+    assert aux["state"]["passes"] == passes
+
+
+def test_each_pass_sees_the_state_that_the_one_before_returned():
+    batch, state = make_batch(6), State(jnp.zeros(()), jnp.zeros((), jnp.int32))
+    (_, aux), _ = accumulate.value_and_grad(loss_fn, 3)(PARAMS, in_passes(batch, 3), state)
+    np.testing.assert_allclose(aux["state"]["total"], batch["x"].sum(), atol=ROUNDING)
+
+
+def test_metrics_are_averaged():
+    batch, state = make_batch(6), State(jnp.zeros(()), jnp.zeros((), jnp.int32))
+    (_, aux), _ = accumulate.value_and_grad(loss_fn, 2)(PARAMS, in_passes(batch, 2), state)
+    halves = [loss_fn(PARAMS, jax.tree.map(lambda x, i=i: x[i], in_passes(batch, 2)), state)[1] for i in range(2)]
+    expected = sum(half["metrics"]["largest"] for half in halves) / 2
+    np.testing.assert_allclose(aux["metrics"]["largest"], expected, rtol=ROUNDING)
+
+
+def test_a_loss_without_aux_needs_none():
+    def plain(params, batch, state):
+        return jnp.sum(params["w"]) * batch["x"].mean(), {}
+
+    (_, aux), grads = accumulate.value_and_grad(plain, 2)(PARAMS, in_passes(make_batch(4), 2), None)
+    assert aux == {"state": {}} and grads["b"].tolist() == [0, 0, 0]
+
+
+def test_16_bit_gradients_add_up_in_float32():
+    """256 passes of gradient 1 and then 1/256 each would be lost in bfloat16, whose integers end at 256."""
+    params = {"w": jnp.ones((), jnp.bfloat16)}
+
+    def linear(params, batch, state):
+        return params["w"].astype(jnp.float32) * batch, {}
+
+    batch = jnp.array([512.0] + [1.0] * 255)
+    _, grads = accumulate.value_and_grad(linear, 256)(params, batch, None)
+    assert grads["w"].dtype == jnp.float32
+    assert float(grads["w"]) == (512 + 255) / 256

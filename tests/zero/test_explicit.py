@@ -1,0 +1,143 @@
+"""Checks passes over each device's own examples against plain autodiff on one device. This module tests zerojax.per_device."""
+
+import contextlib
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+from zerojax import mesh as mesh_lib
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.zero import explicit, shard_state, where_used
+
+X = jax.random.normal(jax.random.key(1), (16, 8))
+BLOCKS = r"block_\d"
+PLAIN: dict[str, Any] = {"passes": 1, "reduce_dtype": jnp.float32, "compute_dtype": None}
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, scale=None):
+        y = nn.tanh(nn.Dense(16, name="wide")(x))
+        y = nn.Dense(8, name="narrow")(y)
+        return x + (y if scale is None else y * scale)
+
+
+class Head(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.mean(jnp.square(nn.Dense(1, name="out")(x)))
+
+
+class Net(nn.Module):
+    """Its second block is called twice, and inside a transformation of the model's own."""
+
+    nested: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        x = Block(name="block_0")(x)
+        last = Block(name="block_1")
+        x = last(x, jnp.arange(1.0, 9.0))
+        x = nn.remat(lambda module, value: module(value))(last, x) if self.nested else last(x)
+        return Head(name="head")(x)
+
+
+def sharded(stage: int, mesh: tuple[int, ...] = (1, 8), net: nn.Module | None = None) -> tuple[Any, Any, Any]:
+    params = (net or Net()).init(jax.random.key(0), X)["params"]
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+    on = mesh_lib.make_mesh(*mesh)
+    return params, *shard_state.shard_train_state(state, mesh=on, stage=stage, min_size=0)
+
+
+def loss_of(net: nn.Module, params: Any, batch: Any, state: Any) -> tuple[jax.Array, dict]:
+    loss = net.apply({"params": params}, batch["x"])
+    return loss, {"metrics": {"twice": 2 * loss}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "mesh", "passes", "options"),
+    [
+        (0, (1, 8), 2, {}),
+        (1, (2, 4), 2, {"remat": "full"}),
+        (2, (2, 4), 1, {"heads": "head"}),
+        (3, (1, 8), 2, {"heads": "head", "recompute": "block_1/wide"}),
+        (3, (2, 2, 2), 1, {"blocks": ""}),
+        (3, (8, 1), 1, {"remat": "none"}),
+        (3, (1, 8), 2, {"heads": "head", "offload": ".*/wide"}),
+        (2, (2, 4), 1, {"remat": "full", "offload": "block_0/(wide|narrow)"}),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_gradients_are_those_of_the_whole_batch_laid_out_as_the_moments(stage, mesh, passes, options, nested):
+    net = Net(nested)
+    params, state, part = sharded(stage, mesh)
+    loss_fn = functools.partial(loss_of, net)
+    gradients = explicit.value_and_grad(
+        loss_fn, part, where_used.How(**{"blocks": BLOCKS} | options), **PLAIN | {"passes": passes}
+    )
+    batch = {"x": X if passes == 1 else X.reshape(passes, -1, 8)}
+    is_told = (
+        nested and stage == 3 and mesh != (8, 1) and options.get("blocks") != ""
+    )  # block_1's weights are gathered outside
+    with pytest.warns(UserWarning, match="weights of block_1 reach") if is_told else contextlib.nullcontext():
+        (loss, aux), grads = jax.jit(gradients)(state.params, batch, state)
+    plain = jax.value_and_grad(lambda p: loss_of(net, p, {"x": X}, None)[0])
+    expected, expected_grads = plain(params)
+    np.testing.assert_allclose((loss, aux["metrics"]["twice"]), (expected, 2 * expected), rtol=1e-5)
+    for path, grad in tree.flatten(grads):
+        np.testing.assert_allclose(grad, dict(tree.flatten(expected_grads))[path], rtol=1e-4, atol=1e-6)
+        assert grad.sharding.is_equivalent_to(part.placements[f"params/{path}"].opt_state, grad.ndim)
+
+
+def test_a_mean_is_that_of_the_whole_batch():
+    params, state, part = sharded(3)
+    mean = explicit.mean(
+        lambda p, b: Net().apply({"params": p}, b), part, compute_dtype=None, blocks=BLOCKS, heads="head"
+    )
+    np.testing.assert_allclose(jax.jit(mean)(state.params, X), Net().apply({"params": params}, X), rtol=1e-6)
+
+
+class KeyedState(TrainState):
+    rng: Any
+
+
+def test_devices_draw_apart_and_a_returned_key_is_refused():
+    _, state, _ = sharded(3)
+    state = KeyedState(
+        **{f: getattr(state, f) for f in ("step", "apply_fn", "params", "tx", "opt_state")}, rng=jax.random.key(3)
+    )
+    state, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=3, min_size=0)
+
+    def loss_fn(params, batch, state, result=lambda state: {}):
+        noise = jax.random.normal(state.rng)
+        return jnp.mean(Net().apply({"params": params}, batch["x"])), {
+            "metrics": {"square": noise**2, "mean": noise},
+            **result(state),
+        }
+
+    run = functools.partial(explicit.value_and_grad, partition=part, how=where_used.How(BLOCKS), **PLAIN)
+    (_, aux), _ = jax.jit(run(loss_fn))(state.params, {"x": X}, state)
+    assert aux["metrics"]["square"] > 1.01 * aux["metrics"]["mean"] ** 2, "the same number on every device"
+    returns_key = functools.partial(loss_fn, result=lambda state: {"state": {"rng": state.rng}})
+    with pytest.raises(UserError, match=r"^loss_fn: returned a random key"):
+        run(returns_key)(state.params, {"x": X}, state)
+
+
+def test_nnx_variables_that_would_come_apart_are_refused():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+
+    _, _, part = sharded(3)
+    gradients = explicit.value_and_grad(lambda p, b, s: (jnp.zeros(()), {}), part, where_used.How(), **PLAIN)
+    with pytest.raises(UserError, match=r"^reduce_dtype: NNX params with other variables"):
+        gradients(Model(), {"x": X}, None)

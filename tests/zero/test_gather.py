@@ -1,0 +1,101 @@
+"""Checks the gather in its two forms against numpy. This module tests zerojax.gather."""
+
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import mesh as mesh_lib
+from zerojax.zero import gather
+
+MESHES = {"8": (1, 8), "2 x 4": (2, 4), "8 replicas": (8, 1)}
+
+
+def placement(mesh: Any, stored: P, grad: P, opt_state: P, padding: tuple[int, ...] = ()) -> gather.Placement:
+    specs = [NamedSharding(mesh, spec) for spec in (stored, P(), grad, opt_state)]
+    return gather.Placement(*specs, padding=padding, shape=(16, 24))
+
+
+STAGES = {
+    "0": (P(), P(), P()),
+    "1": (P(), P(), P("data")),
+    "2": (P(), P(None, "data"), P(None, "data")),
+    "3": (P("data"), P("data"), P("data")),
+}
+
+
+def by_hand(weight: jax.Array, place: gather.Placement, reduction: gather.Reduction, dtype: Any) -> tuple:
+    """Returns (what the forward pass saw, the summed gradient); device i's own gradient is (i + 1) * the weight's positions."""
+    mesh = place.stored.mesh
+    seen_shape = tuple(n - p for n, p in zip(weight.shape, place.padding or (0, 0)))
+    own = jnp.arange(np.prod(seen_shape), dtype=jnp.float32).reshape(seen_shape) % 7
+
+    def on_device(shard):
+        factor = 1.0 + jax.lax.axis_index(mesh_lib.BATCH_AXES)
+
+        def loss(sink):
+            used = gather.gather_shard(gather.Weight(shard, sink), place, dtype, reduction)
+            return jnp.sum(used.astype(jnp.float32) * own * factor), used
+
+        grad, used = jax.grad(loss, has_aux=True)(gather.sink(place, reduction))
+        return used, gather.reduce_rest(grad, place, reduction)
+
+    mapped = jax.shard_map(
+        on_device, mesh=mesh, in_specs=place.stored.spec, out_specs=(P(), place.opt_state.spec), check_vma=False
+    )
+    used, grad = jax.jit(mapped)(jax.device_put(weight, place.stored))
+    return used, grad, own
+
+
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=12)
+@hypothesis.given(
+    st.sampled_from(list(STAGES)),
+    st.sampled_from(list(MESHES)),
+    st.booleans(),
+    st.sampled_from([None, jnp.bfloat16]),
+    st.sampled_from([(), (0, 3), (2, 0)]),
+)
+def test_a_shard_is_gathered_and_its_gradient_summed(stage, mesh, at_once, dtype, padding):
+    place = placement(mesh_lib.make_mesh(*MESHES[mesh]), *STAGES[stage], padding=padding)
+    weight = jnp.arange(16.0 * 24).reshape(16, 24)
+    used, grad, own = by_hand(weight, place, gather.Reduction(jnp.float32, at_once), dtype)
+    rows, columns = own.shape
+    np.testing.assert_array_equal(used, weight[:rows, :columns].astype(dtype or jnp.float32))
+    expected = np.zeros((16, 24))
+    expected[:rows, :columns] = 36 * np.asarray(own)  # 1 + 2 + ... + 8; whole numbers, exact in any order
+    np.testing.assert_array_equal(grad, expected)
+    assert grad.dtype == jnp.float32
+
+
+def test_the_sum_is_made_in_the_dtype_asked_for():
+    place = placement(mesh_lib.make_mesh(), *STAGES["3"])
+
+    def sums(dtype):
+        jaxpr = jax.make_jaxpr(lambda w: by_hand(w, place, gather.Reduction(dtype), jnp.bfloat16)[:2])(
+            jnp.ones((16, 24))
+        )
+        return [line for line in str(jaxpr).splitlines() if "reduce_scatter[" in line]
+
+    assert all(":f32" in line for line in sums(jnp.float32)) and len(sums(jnp.float32)) == 1
+    assert all(":bf16" in line for line in sums(jnp.bfloat16)) and len(sums(jnp.bfloat16)) == 1
+
+
+@pytest.mark.parametrize(("stage", "waits"), [("0", True), ("1", True), ("2", False), ("3", False)])
+def test_what_stays_whole_waits_for_the_last_pass(stage, waits):
+    place = placement(mesh_lib.make_mesh(), *STAGES[stage])
+    assert gather.Reduction(jnp.float32, at_once=False).waits(place) == waits
+    assert not gather.Reduction(jnp.float32).waits(place)
+    shape = gather.sink(place, gather.Reduction(jnp.float32, at_once=False)).shape
+    assert shape == ((16, 24) if waits else place.opt_state.shard_shape((16, 24)))
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P(("replica", "data")), P()])
+def test_a_local_shape_is_that_of_the_sharding(spec):
+    mesh = mesh_lib.make_mesh(1, 8)
+    assert gather.local_shape((16, 24), NamedSharding(mesh, spec)) == NamedSharding(mesh, spec).shard_shape((16, 24))

@@ -1,0 +1,126 @@
+"""Checks counted bytes against arrays. This module tests zerojax.report."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+from zerojax import display, precision
+from zerojax import mesh as mesh_lib
+from zerojax.zero import memory, shard_state, stages
+
+SHAPES = {"kernel": (64, 40), "bias": (24,), "table": (48, 8)}
+COUNT = 64 * 40 + 24 + 48 * 8
+
+
+def make_state(tx, dtype=jnp.float32):
+    params = {name: jnp.ones(shape, dtype) for name, shape in SHAPES.items()}
+    return TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+def make_partition(stage, ways=8, dtype=jnp.float32, **options):
+    tx = optax.adam(1e-3) if dtype == jnp.float32 else precision.with_master_weights(optax.adam(1e-3))
+    mesh = mesh_lib.make_mesh(data=ways, devices=jax.devices()[:ways])
+    state = make_state(tx, dtype)
+    return stages.partition_state(state, mesh=mesh, stage=stage, **{"min_size": 0, **options})
+
+
+@pytest.mark.parametrize("indivisible", ["whole", "pad"])
+@pytest.mark.parametrize("stage", stages.STAGES)
+def test_counted_bytes_are_those_of_the_shards(stage, indivisible):
+    mesh = mesh_lib.make_mesh(data=3, devices=jax.devices()[:3])
+    state, part = shard_state.shard_train_state(
+        make_state(optax.adam(1e-3)), mesh=mesh, stage=stage, min_size=30, indivisible=indivisible
+    )
+    counted = memory.bytes_per_device(part)
+    for device in mesh.devices.flat:
+        assert counted["params"] == memory.measured_bytes(state.params, device)
+        assert counted["opt_state"] == memory.measured_bytes(state.opt_state, device)
+        assert sum(counted.values()) - counted["grads"] == memory.measured_bytes(state, device)
+
+
+# Bytes a parameter that gradients add while a step runs: stage -> f(ways, bytes of one)
+GRADS = {
+    0: lambda n, item: item,
+    1: lambda n, item: item,
+    2: lambda n, item: item / n,
+    3: lambda n, item: item / n,
+}
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("stage", stages.STAGES)
+def test_gradients_take_their_weights_bytes_or_float32_where_they_accumulate(stage, dtype, accumulates):
+    counted = memory.bytes_per_device(make_partition(stage, dtype=dtype), accumulates=accumulates)
+    item = 4 if accumulates else jnp.dtype(dtype).itemsize
+    assert counted["grads"] == GRADS[stage](8, item) * COUNT
+
+
+@pytest.mark.parametrize("stage", stages.STAGES)
+def test_gradients_summed_by_hand_take_float32_and_one_pass_leaves_them_as_the_moments(stage):
+    part = make_partition(stage, dtype=jnp.bfloat16)
+    several = memory.bytes_per_device(part, accumulates=True, by_hand=True)["grads"]
+    once = memory.bytes_per_device(part, by_hand=True)["grads"]
+    assert several == GRADS[stage](8, 4) * COUNT  # stage 1 adds whole gradients up over the passes
+    assert once == GRADS[2 if stage else 0](8, 4) * COUNT
+
+
+# Bytes a parameter on each of N devices: (precision, moments) -> stage 0, stages 1 and 2, stage 3
+BYTES = {
+    ("fp32", "fp32"): (12, lambda n: 4 + 8 / n, lambda n: 12 / n),
+    ("bf16", "fp32"): (14, lambda n: 2 + 12 / n, lambda n: 12 / n),
+    ("bf16", "bf16"): (10, lambda n: 2 + 8 / n, lambda n: 8 / n),
+    ("bf16", "int8"): (8 + 1 / 32, lambda n: 2 + (6 + 1 / 32) / n, lambda n: (6 + 1 / 32) / n),
+    ("fp16", "fp32"): (14, lambda n: 2 + 12 / n, lambda n: 12 / n),
+    ("bf16_sr", "fp32"): (10, lambda n: 2 + 8 / n, lambda n: 10 / n),
+    ("bf16_sr", "bf16"): (6, lambda n: 2 + 4 / n, lambda n: 6 / n),
+    ("bf16_sr", "int8"): (4 + 1 / 32, lambda n: 2 + (2 + 1 / 32) / n, lambda n: (4 + 1 / 32) / n),
+}
+
+
+@pytest.mark.parametrize("name, moments", BYTES)
+def test_bytes_a_parameter_are_those_of_the_table_in_the_docs(name, moments):
+    whole, middle, split = BYTES[name, moments]
+    policy = precision.PRECISIONS[name]
+    for ways in (1, 8, 64):
+        found = [sum(memory.bytes_per_parameter(policy, s, ways, moments=moments).values()) for s in (0, 1, 2, 3)]
+        assert found == pytest.approx([whole, middle(ways), middle(ways), split(ways)], rel=1e-12)
+
+
+def test_no_master_saves_four_bytes_and_16_bit_moments_four_more():
+    def total(name, moments="fp32"):
+        return sum(memory.bytes_per_parameter(precision.PRECISIONS[name], 0, 8, moments=moments).values())
+
+    assert (total("bf16") - total("bf16_sr"), total("bf16") - total("bf16_sr", "bf16")) == (4, 8)
+
+
+def test_a_line_says_what_a_parameter_takes_here():
+    line = memory.per_parameter_line(make_partition(2, dtype=jnp.bfloat16), "bf16", "fp32")
+    assert (
+        line == "precision bf16, moments fp32: 3.501 bytes a parameter on each device (params 2, optimizer state 1.501)"
+    )
+
+
+def test_the_table_says_what_is_saved_and_what_stays_whole():
+    part, baseline = make_partition(3, min_size=100), make_partition(0)
+    text = display.as_text(memory.memory_table(part, baseline))
+    assert "stage 3, data=8" in text and "kept whole: 1 x fewer than 100 elements" in text
+    here, there = (sum(memory.bytes_per_device(p).values()) for p in (part, baseline))
+    row = next(line for line in text.splitlines() if "total" in line)
+    assert display.human(here) in row and display.human(there) in row and f"{1 - here / there:.0%}" in row
+
+
+def test_a_table_of_stage_0_has_nothing_saved_and_no_caption():
+    part = make_partition(0)
+    text = display.as_text(memory.memory_table(part, part))
+    assert "kept whole" not in text and "0%" in next(line for line in text.splitlines() if "total" in line)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1.5 * 2**30, "1.50 GiB"), (2**60, "1048576.00 TiB")],
+)
+def test_bytes_read_in_the_unit_that_fits(count, text):
+    assert display.human(count) == text

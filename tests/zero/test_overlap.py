@@ -1,0 +1,129 @@
+"""Checks the order that blocks and collectives get from the compiler. This module tests zerojax.chain; test_per_device its values."""
+
+import functools
+import re
+from typing import Any
+
+import compile_only
+import jax.numpy as jnp
+
+from configs import llama3_8b
+from zerojax.trainer import config, program
+
+
+@functools.cache
+def schedule(**options: Any) -> list[str]:
+    """Returns the instructions of a stage 3 step for 8 GPUs, in their order."""
+    text = compile_only.staged_text(3, reduce_dtype=jnp.float32, **options)
+    lines = text[text.index("\nENTRY") :].splitlines()
+    return [line for line in lines if " = " in line and "parameter(" not in line and "get-tuple-element(" not in line]
+
+
+def places(*words: str, **options: Any) -> list[int]:
+    """Returns the positions of the instructions that hold all words."""
+    found = [number for number, line in enumerate(schedule(**options)) if all(word in line for word in words)]
+    assert found, words
+    return found
+
+
+BACKWARD = "transpose(jvp"
+
+
+def test_gradients_are_scattered_in_float32_and_weights_gathered_in_bf16():
+    for line in schedule():
+        if "reduce-scatter-start" in line and BACKWARD in line:
+            assert "bf16[" not in line
+        if "all-gather-start" in line:
+            assert "f32[" not in line.split("metadata")[0]
+
+
+def test_a_block_gathers_no_sooner_than_the_block_before_it_runs():
+    forward = [place for place in places("/dot_general") if BACKWARD not in schedule()[place]]
+    block_0 = [place for place in forward if "/wide/" in schedule()[place] and "(block_0)" in schedule()[place]]
+    assert max(block_0) < min(places("all-gather-start(", "block_2/"))
+
+
+def test_a_block_gathers_again_no_sooner_than_the_block_after_it_runs_backward():
+    """So that two blocks' weights are whole, and not all of them."""
+    gathers = places("all-gather-start(", BACKWARD, "block_0/")
+    assert max(places(BACKWARD, "block_2/wide", "dot_general")) < min(gathers)
+    assert min(gathers) < min(places(BACKWARD, "block_0/narrow", "dot_general"))
+
+
+def test_a_blocks_gradients_are_summed_before_the_block_before_it_ends():
+    """So that at any time one block's gradients are whole, and not all of them."""
+    sums = places("reduce-scatter-done(", "block_2/")
+    assert max(sums) < min(places("reduce-scatter-start(", "block_0/"))
+
+
+def test_what_waits_on_the_host_comes_and_goes_beside_the_neighbours():
+    """A copy to the host has ended when the second block after its own does; one from it begins beside the block after its own."""
+    depth = 6
+    options = {"offload": r"block_\d/wide", "depth": depth}
+    find, lines = functools.partial(places, **options), schedule(**options)
+    sent = [place for place in find("copy-done(") if "S(5)" in lines[place].split("copy-done(")[0]]
+    fetched = [place for place in find("copy-start(") if "S(5)" not in lines[place].split(", ")[0]]
+    assert len(sent) == len(fetched) == depth
+    forward = {place for place in find("dot_general") if BACKWARD not in lines[place]}
+    for block in range(depth - 2):
+        assert sent[block] < max(place for place in find(f"(block_{block + 2})/") if place in forward)
+    for block in range(depth - 2):
+        assert max(find(BACKWARD, f"block_{block + 2}/", "dot_general")) < fetched[depth - 1 - block]
+        assert fetched[depth - 1 - block] < max(find(BACKWARD, f"block_{block + 1}/", "dot_general"))
+
+
+@functools.cache
+def layers() -> list[str]:
+    """Returns the instructions of the trainer's step on three layers of 8B, in their order."""
+    settings = llama3_8b.get_config()
+    settings.model.num_layers, settings.model.offload = 3, ""
+    built = program.build(config.from_dict(settings), devices=compile_only.devices())
+    text = compile_only.compile_gpu(built.train_step.lower(built.partition.abstract_state, built.abstract_batch))
+    return [line for line in text[text.index("\nENTRY") :].splitlines() if " = " in line]
+
+
+def moved(kind: str, *words: str) -> list[int]:
+    """Returns how many arrays each of the collectives of a kind moves whose names hold the words."""
+    found = [line for line in layers() if f" {kind}-start(" in line and all(word in line for word in words)]
+    return [len(re.findall(r"%[\w.-]+", line.split(f" {kind}-start(")[1].split(")")[0])) for line in found]
+
+
+def test_a_blocks_weights_take_one_collective_at_a_time():
+    """Large ones too, which XLA would gather one by one, each waiting for a product to end."""
+    weights = 9
+    for layer in ("layer_0/", "layer_1/"):
+        gathers, sums = moved("all-gather", layer), moved("reduce-scatter", layer)
+        assert len(gathers) == 2 and len(sums) == 1  # forward, backward
+        assert all(count in (weights, weights + 1) for count in gathers + sums)  # the last norm may come along
+
+
+def test_the_last_block_gathers_again_beside_the_head():
+    """The head's backward pass is short: it forms its gradients in the forward pass."""
+    lines = layers()
+    (again,) = [
+        n for n, line in enumerate(lines) if "all-gather-start(" in line and BACKWARD in line and "layer_2/" in line
+    ]
+    (head,) = [n for n, line in enumerate(lines) if re.search(r" while\(", line)]
+    (head_there,) = [n for n, line in enumerate(lines) if "all-gather-done(" in line and "head/kernel" in line]
+    assert head_there < again < head
+
+
+def test_weights_gradients_leave_their_products_in_float32():
+    """No cast of a whole gradient stands between a product and its sum."""
+    for line in layers():
+        if "reduce-scatter-start(" in line and "layer_1/" in line:
+            operands = re.findall(r"%[\w.-]+", line.split("reduce-scatter-start(")[1].split(")")[0])
+    made = {match[1]: line for line in layers() if (match := re.match(r"\s+(%[\w.-]+) = ", line))}
+    for name in operands:
+        while " bitcast(" in made[name] or " slice(" in made[name] or " get-tuple-element(" in made[name]:
+            name = re.search(r"(?:bitcast|slice|get-tuple-element)\((%[\w.-]+)\)", made[name])[1]
+        if not re.search(r"= f32\[\d+\]", made[name]):  # vectors are no products
+            assert "convert" not in name, made[name]
+
+
+def test_state_needs_no_turning_before_it_is_updated():
+    """XLA lays out a gradient as its product makes it; another order than the state's costs copies of all moments, twice."""
+    turned = [
+        line for line in layers() if "/update/" in line and re.search(r" (copy|transpose)\(|transpose_fusion", line)
+    ]
+    assert not turned

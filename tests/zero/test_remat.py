@@ -1,0 +1,92 @@
+"""Checks what policies keep. This module tests zerojax.remat."""
+
+import collections
+from typing import Any, NamedTuple
+
+import flax.core
+import jax
+import jax.numpy as jnp
+import pytest
+
+from zerojax.zero import remat
+
+X, W = jnp.ones((3, 4)), jnp.ones((4, 5))
+
+
+def kept(policy, marked=False):
+    """Returns the shapes kept of tanh(x w) ** 2, beside the inputs."""
+
+    def f(x, w):
+        if marked:
+            with remat.not_kept():
+                y = x @ w
+        else:
+            y = x @ w
+        return jnp.sum(jnp.tanh(y) ** 2)
+
+    leaves = jax.tree.leaves(jax.eval_shape(lambda x, w: jax.vjp(jax.checkpoint(f, policy=policy), x, w)[1], X, W))
+    return [leaf.shape for leaf in leaves if leaf.shape not in (X.shape, W.shape)]
+
+
+def test_dots_keeps_products_full_nothing_and_none_more():
+    assert kept(remat.REMAT["dots"]) == [(3, 5)]
+    assert kept(remat.REMAT["full"]) == []
+    assert len(kept(remat.REMAT["none"])) > 1
+
+
+def test_marked_products_are_not_kept():
+    assert kept(remat.REMAT["dots"], marked=True) == []
+
+
+@pytest.mark.parametrize("name", ["dots", "full"])
+def test_what_is_named_for_the_host_is_kept_there_and_not_on_the_device(name):
+    def f(x, w):
+        y, said = remat.for_host((x @ w, "word"))
+        assert said == "word"
+        return jnp.sum(jnp.tanh(y) ** 2)
+
+    policy = remat.policy(name, offloads=True)
+    assert remat.without_offload(policy) is remat.without_offload(remat.REMAT[name]) is remat.REMAT[name]
+    found = []
+
+    def look(x, w):
+        for leaf in jax.tree.leaves(jax.vjp(jax.checkpoint(f, policy=policy), x, w)[1]):
+            if leaf.shape not in (X.shape, W.shape):
+                found.append((leaf.shape, jax.typeof(leaf).memory_space))
+
+    jax.eval_shape(look, X, W)
+    assert found == [((3, 5), jax.memory.Space.Host)]
+    assert remat.policy(name) is remat.REMAT[name]
+
+
+def test_what_is_named_for_the_host_stays_as_it_was_made():
+    class Pair(NamedTuple):
+        first: Any
+        second: Any
+
+    parts: dict = {"z": X, "a": 1, 3: Pair(None, [X, "word"])}
+    for value in (parts, collections.OrderedDict(parts), flax.core.FrozenDict({"z": X, "a": X})):
+        named = remat.for_host(value)
+        assert type(named) is type(value) and list(named) == list(value)
+    assert isinstance(remat.for_host(parts)[3], Pair) and remat.for_host(parts)[3].second[1] == "word"
+    assert remat.for_host("word") == "word" and remat.for_host(None) is None
+
+
+@pytest.mark.parametrize("precision", ["highest", "default"])
+def test_a_precision_set_for_all_is_left_as_it_is(precision):
+    with jax.default_matmul_precision(precision), remat.not_kept():
+        text = str(jax.make_jaxpr(jnp.dot)(X, W))
+    assert precision.upper() in text
+
+
+def test_a_mark_changes_no_arithmetic():
+    def product(x, w):
+        return x @ w
+
+    def marked(x, w):
+        with remat.not_kept():
+            return product(x, w)
+
+    texts = [jax.jit(f).lower(X, W).compile().as_text() for f in (marked, product)]
+    computed = [[line.split("metadata")[0] for line in text.splitlines() if " dot(" in line] for text in texts]
+    assert computed[0] == computed[1] and computed[0]

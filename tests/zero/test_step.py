@@ -1,0 +1,319 @@
+"""Checks whole training steps against optax on one device. This module tests zerojax.step."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+from zerojax import mesh as mesh_lib
+from zerojax import precision
+from zerojax.errors import UserError
+from zerojax.models import llama, presets
+from zerojax.ops import losses
+from zerojax.zero import shard_state, stages, step
+
+STEPS, ROWS, LENGTH = 30, 48, 17
+SAME_LOSS = 1e-5  # relative, over 30 steps in float32: the bar of the project
+ROUNDING = 2e-6  # the same float32 terms, summed in another order
+BF16 = (
+    1e-3  # relative, between bf16 runs whose 16-bit weights may differ by a last place; the loss itself moves by 35 %
+)
+CONFIG = dataclasses.replace(presets.PRESETS["test"], vocab_size=67)  # odd: neither 67 nor 64 divides by 3
+MODEL = llama.Llama(CONFIG)
+SCHEDULE = optax.linear_schedule(3e-3, 3e-4, STEPS)
+TX = optax.adamw(SCHEDULE, b1=0.9, b2=0.95, weight_decay=0.1)
+
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@functools.cache
+def make_params():
+    random = np.random.default_rng(0)
+    shapes = jax.eval_shape(MODEL.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+
+    def draw(leaf):
+        values = random.normal(0, 0.05, leaf.shape) if leaf.ndim > 1 else np.ones(leaf.shape)
+        return jnp.asarray(values, leaf.dtype)
+
+    return jax.tree.map(draw, shapes)
+
+
+def batches():
+    """Yields tokens of which some are far more frequent than others: something to learn."""
+    random = np.random.default_rng(1)
+    while True:
+        yield (random.geometric(0.2, (ROWS, LENGTH)) % CONFIG.vocab_size).astype(np.int32)
+
+
+@functools.cache
+def truth() -> tuple[np.ndarray, np.ndarray]:
+    """Losses and gradient norms of plain optax under jax.jit on one device; nothing of zerojax but the model."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), TX)
+
+    def loss_fn(params, tokens):
+        logits = MODEL.apply({"params": params}, tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    @jax.jit
+    def train_step(params, opt_state, tokens):
+        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss, optax.global_norm(grads)
+
+    params, opt_state, found = make_params(), tx.init(make_params()), []
+    for tokens in itertools.islice(batches(), STEPS):
+        params, opt_state, *numbers = train_step(params, opt_state, tokens)
+        found.append(numbers)
+    return np.array(found).T
+
+
+def run(stage, mesh=(1, 8), *, accum=1, blocks=r"layer_\d+", remat="dots", dtype=None, reduce=jnp.float32, **options):
+    """Trains 30 steps; returns losses, gradient norms and the last state."""
+    keeps_copy = dtype is not None and not stages.STAGES[stage].params
+    tx = precision.with_master_weights(TX) if keeps_copy else TX
+    state = TrainState.create(apply_fn=None, params=make_params(), tx=TX)
+    state = precision.from_logical(state, dtype if keeps_copy else None).replace(tx=tx)
+    mesh = mesh_lib.make_mesh(*mesh, devices=jax.devices()[: math.prod(mesh)])
+    state, part = shard_state.shard_train_state(state, mesh=mesh, stage=stage, **options)
+
+    def loss_fn(params, batch, state):
+        inputs, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        if reduce is None:
+            return losses.cross_entropy(MODEL.apply({"params": params}, inputs), labels)
+        return MODEL.apply({"params": params}, batch["tokens"], method="loss")
+
+    heads = "head" if blocks and reduce is not None else ""
+    how = {"compute_dtype": dtype, "blocks": blocks, "heads": heads, "remat": remat, "reduce_dtype": reduce}
+    train_step = step.make_train_step(loss_fn, part, clip_norm=1.0, grad_accum=accum, **how)
+    found = []
+    for tokens in itertools.islice(batches(), STEPS):
+        tokens = tokens if accum == 1 else tokens.reshape(accum, -1, LENGTH)
+        state, metrics = train_step(state, {"tokens": tokens})
+        found.append((metrics["loss"], metrics["grad_norm"]))
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == part.shardings
+    assert int(state.step) == STEPS
+    return *np.array(found).T, state
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 1, 2 passes": {"stage": 1, "accum": 2},
+    "stage 2, 4 x 2, 2 passes, none": {"stage": 2, "mesh": (4, 2), "accum": 2, "remat": "none"},
+    "stage 3": {"stage": 3},
+    "stage 3, whole model, full": {"stage": 3, "blocks": "", "remat": "full"},
+    "stage 3, 2 x 3, padded": {"stage": 3, "mesh": (2, 3), "indivisible": "pad", "min_size": 0},
+    "stage 3, 2 x 2 x 2": {"stage": 3, "mesh": (2, 2, 2), "overrides": [("up/kernel", (None, "model"))]},
+    "stage 1, by the compiler": {"stage": 1, "reduce": None},
+    "stage 2, by the compiler, padded, none": {"stage": 2, "reduce": None, "indivisible": "pad", "remat": "none"},
+    "stage 3, 2 x 4, by the compiler, whole model, 2 passes, full": {
+        "stage": 3,
+        "mesh": (2, 4),
+        "reduce": None,
+        "blocks": "",
+        "accum": 2,
+        "remat": "full",
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_thirty_losses_are_those_of_plain_optax(name):
+    found, norms, state = run(**CASES[name])
+    expected, expected_norms = truth()
+    np.testing.assert_allclose(found, expected, rtol=SAME_LOSS)
+    np.testing.assert_allclose(norms, expected_norms, rtol=10 * SAME_LOSS)  # squares of small numbers
+    assert expected[-1] < 0.8 * expected[0] and expected_norms.max() > 1, "the run must learn, and clip"
+    if "3, padded" in name:
+        assert state.params["embed"]["embedding"].shape == (69, 64)
+        assert not np.asarray(state.params["embed"]["embedding"])[67:].any(), "padding must stay zero"
+
+
+def test_bf16_params_stay_their_masters_rounded_and_every_stage_follows_float32():
+    losses_2, _, state = run(2, dtype=jnp.bfloat16)
+    losses_3, *_ = run(3, dtype=jnp.bfloat16)
+    np.testing.assert_allclose(losses_3, losses_2, rtol=BF16)
+    np.testing.assert_allclose(losses_2, truth()[0], rtol=10 * BF16)
+    differs = total = 0
+    for param, master in zip(jax.tree.leaves(state.params), jax.tree.leaves(state.opt_state.master)):
+        assert param.dtype == jnp.bfloat16 and master.dtype == jnp.float32
+        differs += int(jnp.sum(param != master.astype(jnp.bfloat16)))
+        total += param.size
+    assert differs <= total // 10_000  # ties in the last place
+
+
+# Small models from here on
+
+
+def linear_state(tx=optax.sgd(0.5)):
+    params = {"w": jnp.linspace(-1.0, 1.0, 64).reshape(8, 8), "b": jnp.zeros((8,))}
+    return TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+def linear_loss(params, batch, state):
+    return jnp.mean((batch["x"] @ params["w"] + params["b"]) * batch["y"])
+
+
+def linear_batch(rows=16, scale=1.0, seed=0):
+    keys = jax.random.split(jax.random.key(seed))
+    return {"x": scale * jax.random.normal(keys[0], (rows, 8)), "y": jax.random.normal(keys[1], (rows, 8))}
+
+
+def shard(state, stage=3, **options):
+    return shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=stage, min_size=0, **options)
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 1e-4, 0.1])
+def test_clipping_is_optax_clip_by_global_norm(clip_norm):
+    clip = optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity()
+    state, part = shard(linear_state())
+    train_step = step.make_train_step(linear_loss, part, clip_norm=clip_norm, donate=False)
+    for scale in (0.0, 1e-3, 1.0, 1e4):
+        batch = linear_batch(scale=scale)
+        grads = jax.grad(linear_loss)(linear_state().params, batch, None)
+        clipped, _ = clip.update(grads, clip.init(grads))
+        new, metrics = train_step(state, batch)
+        np.testing.assert_allclose(metrics["grad_norm"], optax.global_norm(grads), rtol=ROUNDING)
+        for key in grads:
+            moved = (np.asarray(state.params[key]) - np.asarray(new.params[key])) / 0.5
+            np.testing.assert_allclose(moved, clipped[key], rtol=1e-4, atol=4e-7)
+
+
+class Classifier(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False, momentum=0.5)(nn.Dense(32)(x))
+        return nn.Dense(8)(nn.relu(x))
+
+
+class StateWithStatistics(TrainState):
+    batch_stats: Any
+
+
+def classifier_loss(params, batch, state):
+    variables = {"params": params, "batch_stats": state.batch_stats}
+    y, changed = Classifier().apply(variables, batch["x"], mutable=["batch_stats"])
+    loss = jnp.mean((y - batch["y"]) ** 2)
+    return loss, {"state": changed, "metrics": {"largest": jnp.max(y), "step": state.step}}
+
+
+@pytest.mark.parametrize(("stage", "accum"), [(0, 1), (3, 1), (3, 2)])
+def test_batch_statistics_are_those_of_the_global_batch_and_travel_with_the_state(stage, accum):
+    variables = jax.jit(Classifier().init)(jax.random.key(0), jnp.zeros((2, 8)))
+    state = StateWithStatistics.create(apply_fn=None, tx=optax.sgd(0.1), **variables)
+    sharded, part = shard(state, stage)
+    train_step = step.make_train_step(classifier_loss, part, grad_accum=accum)
+    plain = jax.jit(jax.value_and_grad(classifier_loss, has_aux=True))
+    for number in range(3):
+        batch = linear_batch(seed=number)
+        halves = jax.tree.map(lambda leaf: leaf.reshape(accum, -1, 8), batch)
+        grads, values = [], []
+        for i in range(accum):
+            (loss, aux), grad = plain(state.params, jax.tree.map(lambda leaf, i=i: leaf[i], halves), state)
+            state = state.replace(**aux["state"])
+            grads.append(grad)
+            values.append((loss, aux["metrics"]["largest"]))
+        state = state.apply_gradients(grads=jax.tree.map(lambda *g: sum(g) / accum, *grads))
+        sharded, metrics = train_step(sharded, batch if accum == 1 else halves)
+        np.testing.assert_allclose((metrics["loss"], metrics["largest"]), np.mean(values, 0), rtol=1e-5)
+        assert metrics["step"] == number
+    for found, expected in zip(jax.tree.leaves(sharded), jax.tree.leaves(state)):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)  # divided by batch deviations thrice
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_the_old_states_memory_is_reused_where_asked(donate):
+    state, part = shard(linear_state(optax.adam(1e-3)))
+    step.make_train_step(linear_loss, part, donate=donate)(state, linear_batch())
+    assert {leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.opt_state))} == {donate}
+
+
+def test_a_batch_may_come_from_the_host_or_lie_on_the_mesh():
+    state, part = shard(linear_state())
+    train_step = step.make_train_step(linear_loss, part, donate=False)
+    batch = linear_batch()
+    host, placed = jax.device_get(batch), jax.device_put(batch, part.batch_sharding)
+    results = [jax.device_get(train_step(state, b)[0].params) for b in (host, placed)]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+BAD_BATCHES = {
+    "rows": (
+        1,
+        linear_batch(12),
+        r"^batch/x: dim 0 of \(12, 8\) does not divide by data \* replica = 8; use a multiple",
+    ),
+    "rows a pass": (2, jax.tree.map(lambda x: x.reshape(2, 6, 8), linear_batch(12)), r"^batch/x: dim 1 of \(2, 6, 8\)"),
+    "passes": (2, linear_batch(16), r"^batch/x: shape \(16, 8\) must begin with grad_accum=2, then examples"),
+    "a number": (2, {"x": jnp.ones(())}, r"^batch/x: shape \(\) must begin with grad_accum=2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BATCHES)
+def test_a_batch_that_does_not_fit_is_named(name):
+    accum, batch, message = BAD_BATCHES[name]
+    state, part = shard(linear_state())
+    train_step = step.make_train_step(linear_loss, part, grad_accum=accum)
+    with pytest.raises(UserError, match=message):
+        train_step(state, batch)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.params)), "nothing may be lost"
+
+
+def test_an_unknown_result_of_the_loss_is_named():
+    state, part = shard(linear_state())
+    train_step = step.make_train_step(lambda p, b, s: (linear_loss(p, b, s), {"stats": {}}), part)
+    with pytest.raises(UserError, match=r"^loss_fn: returned \['stats'\] beside the loss; known are 'state' and 'metr"):
+        train_step(state, linear_batch())
+
+
+def test_fewer_than_one_pass_is_refused():
+    _, part = shard(linear_state())
+    with pytest.raises(UserError, match=r"^grad_accum: must be at least 1, and is 0$"):
+        step.make_train_step(linear_loss, part, grad_accum=0)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("clip_norm", [0.0, 0.5])
+def test_complex_weights_train_and_their_norm_counts_both_parts(clip_norm, accum):
+    w = jnp.asarray([1.0 + 2.0j, 0.5 - 1.0j])
+    x = jnp.linspace(-1.0, 1.0, 32).reshape(16, 2)
+
+    def loss_of(params, x, _):
+        return jnp.mean(jnp.abs(jnp.sum(params["w"] * x, axis=-1) - 1.0) ** 2)
+
+    state = TrainState.create(apply_fn=None, params={"w": w}, tx=optax.sgd(1.0))
+    on, partition = shard(state)
+    train = step.make_train_step(loss_of, partition, clip_norm=clip_norm, grad_accum=accum, donate=False)
+    after, metrics = train(on, x if accum == 1 else x.reshape(2, 8, 2))
+    grad = np.asarray(jax.grad(loss_of)({"w": w}, x, None)["w"])
+    norm = np.linalg.norm(grad)
+    assert np.abs(grad.imag).max() > 0.1
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-6)
+    np.testing.assert_allclose(
+        w - after.params["w"], grad * (min(1.0, clip_norm / norm) if clip_norm else 1), rtol=1e-5
+    )
+    by_device = step.make_train_step(loss_of, partition, reduce_dtype=jnp.float32)
+    with pytest.raises(UserError, match=r"^reduce_dtype: params/w is complex64"):
+        by_device(on, x)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_with_64_bits_enabled_no_dtype_of_the_state_changes(accum):
+    with jax.enable_x64(True):
+        state = linear_state(optax.adam(1e-3))
+        on, partition = shard(state)
+        train = step.make_train_step(linear_loss, partition, grad_accum=accum, reduce_dtype=jnp.float32, donate=False)
+        batch = jax.tree.map(
+            lambda leaf: leaf.reshape(accum, -1, *leaf.shape[1:]) if accum > 1 else leaf, linear_batch()
+        )
+        after, _ = train(on, batch)
+    assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, on)

@@ -1,0 +1,68 @@
+"""Checks which options a step is compiled with. This module tests zerojax.xla_options."""
+
+import compile_only
+import jax
+import jax.export
+import jax.numpy as jnp
+
+import zerojax
+from zerojax.zero import xla_options
+
+KINDS = ("all_gather", "all_reduce", "reduce_scatter")
+
+
+def test_gpus_have_options_that_xla_knows_and_cpus_none():
+    gpus = zerojax.make_mesh(devices=compile_only.devices())
+    options = xla_options.for_mesh(gpus, gathered=2**28, summed=2**29, kept=2**26)
+    merged = {kind: options.pop(f"xla_gpu_{kind}_combine_threshold_bytes") for kind in KINDS}
+    for count, kind in ((2**28, "all_gather"), (2**29, "all_reduce"), (2**26, "reduce_scatter")):
+        assert count < merged[kind] < 2 * count
+    assert options == dict(xla_options.OPTIONS["gpu"])
+    assert xla_options.for_mesh(zerojax.make_mesh()) == {}
+    with compile_only.optimized():  # an option that XLA does not know is an error
+        leaf = jax.ShapeDtypeStruct((8,), "float32", sharding=zerojax.batch_sharding(gpus))
+        jax.jit(lambda x: x + 1).lower(leaf).compile(compiler_options=options)
+
+
+def test_small_blocks_leave_xlas_own_bounds():
+    options = xla_options.for_mesh(zerojax.make_mesh(devices=compile_only.devices()), gathered=10, summed=20, kept=2)
+    assert {options[f"xla_gpu_{kind}_combine_threshold_bytes"] for kind in KINDS} == {30 << 20}
+
+
+def test_one_device_has_no_collectives_to_place():
+    assert xla_options.for_mesh(zerojax.make_mesh(devices=compile_only.devices()[:1])) == {}
+
+
+def test_a_flag_that_the_user_set_is_left_alone(monkeypatch):
+    monkeypatch.setenv(
+        "XLA_FLAGS", "--xla_gpu_experimental_collective_start_as_early_as_possible=false --xla_dump_to=/tmp/x"
+    )
+    options = xla_options.for_mesh(zerojax.make_mesh(devices=compile_only.devices()))
+    assert "xla_gpu_experimental_parallel_collective_overlap_limit" in options
+    assert "xla_gpu_experimental_collective_start_as_early_as_possible" not in options
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_all_gather_combine_threshold_bytes=1")
+    options = xla_options.for_mesh(zerojax.make_mesh(devices=compile_only.devices()), gathered=2**28)
+    assert "xla_gpu_all_gather_combine_threshold_bytes" not in options
+
+
+def test_a_program_with_options_may_be_part_of_another_or_exported():
+    """JAX refuses options of a function that another one calls."""
+    mesh = zerojax.make_mesh(devices=compile_only.devices())
+    leaf = jax.ShapeDtypeStruct((8,), "float32", sharding=zerojax.batch_sharding(mesh))
+    step = xla_options.jit(lambda x: (jnp.sin(x), 2 * x), xla_options.for_mesh(mesh), donate_argnums=0)
+
+    def twice(x):
+        return jax.lax.scan(lambda carry, _: (step(carry)[0], None), x, length=2)[0]
+
+    with compile_only.optimized():
+        for program in (jax.jit(twice), jax.jit(step), step):
+            program.lower(leaf).compile()
+    assert jax.eval_shape(step, leaf)[1].shape == (8,)
+    assert jax.export.export(step)(leaf).in_avals[0].shape == (8,)
+
+
+def test_a_program_with_options_computes_what_it_does_without():
+    step = xla_options.jit(jnp.sin, {"xla_cpu_enable_fast_math": False})
+    x = jnp.arange(4.0)
+    assert (step(x) == jnp.sin(x)).all() and (jax.jit(step)(x) == jnp.sin(x)).all()
+    assert xla_options.jit(jnp.sin, {}).lower(x).compile()(x).shape == (4,)

@@ -1,0 +1,300 @@
+"""Saves train states in the background and restores them onto any mesh. This module wraps Orbax.
+
+A step holds three items: `state`, one logical array for each leaf under the leaf's path, whatever Python
+classes or shardings held it; `data`, JSON, where each row of the data stands; `meta`, JSON.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from zerojax import tree
+from zerojax.checkpoint import files as step_files
+from zerojax.checkpoint import logical
+from zerojax.errors import UserError
+
+NO_SPACE = ("No space left", "quota exceeded")  # ENOSPC and EDQUOT as Python and TensorStore word them
+
+
+class Checkpointer:
+    """Keeps the newest `keep_last` checkpoints of a directory and the `keep_best` of lowest evaluation loss.
+
+    All processes of a run call every method alike, on one directory that all of them reach.
+    """
+
+    def __init__(self, directory: str | os.PathLike, *, keep_last: int, keep_best: int):
+        """Opens or creates `directory` and removes what a killed save left unfinished.
+
+        Raises:
+          UserError: the directory cannot be written, or holds things but no checkpoint.
+        """
+        self.directory = step_files.open_directory(directory)
+        self._losses = step_files.losses(self.directory)
+        self._saving = -1  # the step that was saved last
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_is_worth_showing)
+        jsons = {"data": ocp.JsonCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
+        self._arrays = ocp.PyTreeCheckpointHandler()
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            item_handlers={"state": self._arrays, **jsons},
+            options=ocp.CheckpointManagerOptions(
+                create=False,
+                cleanup_tmp_directories=True,
+                lightweight_initialize=True,  # reads no file of a step, which may be damaged
+                preservation_policy=_Keep(keep_last, keep_best, self._losses),
+                async_options=ocp.AsyncOptions(post_finalization_callback=self._complete),
+            ),
+        )
+
+    def save(
+        self, step: int, state: Any, data_state: Mapping, *, meta: Mapping, eval_loss: float | None = None
+    ) -> None:
+        """Copies `state` to the host and writes it in the background; a step already saved is left alone.
+
+        While an earlier save is being written this waits for it: the host holds one copy of the state.
+
+        Args:
+          step: optimizer steps done.
+          state: any pytree of arrays, random keys and numbers; its buffers may be donated afterwards.
+          data_state: JSON, by row; each process gives its own rows and the checkpoint holds all of them.
+          meta: JSON, the same on every process.
+          eval_loss: ranks the checkpoint for `keep_best`; without it, or if NaN, only its age counts.
+
+        Raises:
+          UserError: this save or the one before failed; the last complete checkpoint is untouched.
+        """
+        if step in self._manager.all_steps() or (self.directory / str(step)).exists():
+            return
+        self.wait()
+        loss = math.inf if eval_loss is None or math.isnan(eval_loss) else float(eval_loss)
+        items = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(logical.to_stored(state)),
+            data=ocp.args.JsonSave(_merge_over_processes(data_state)),
+            meta=ocp.args.JsonSave({"eval_loss": None if loss == math.inf else loss, "meta": _as_json(meta)}),
+        )
+        self._losses[step], self._saving = loss, step
+        try:
+            self._manager.save(step, args=items, force=True)
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def wait(self) -> None:
+        """Returns when the save in progress, if any, is complete on disk.
+
+        Raises:
+          UserError: it failed, for instance because the disk is full.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def steps(self) -> list[int]:
+        """Lists the complete steps, ascending."""
+        return step_files.steps(self.directory)
+
+    def latest_step(self) -> int | None:
+        """Returns the newest complete step, or None if there is none."""
+        return max(self.steps(), default=None)
+
+    def meta(self, step: int) -> dict:
+        """Returns the `meta` saved with a step.
+
+        Raises:
+          UserError: the step is missing, foreign or damaged.
+        """
+        path = step_files.intact(self.directory, step)
+        with self._read(step):
+            found = step_files.read_json(path, "meta")["meta"]
+        if not isinstance(found, dict):
+            raise step_files.damaged(self.directory, step, "meta is no table")
+        return found
+
+    def check(
+        self, step: int, abstract_state: Any, resizable: frozenset[str] = frozenset(), optional: Sequence[str] = ()
+    ) -> dict:
+        """Looks, without reading an array, whether `restore` can read the step, and returns the data state; see there."""
+        path, _ = self._find(step, abstract_state, resizable, optional)
+        with self._read(step):
+            return step_files.read_json(path, "data")
+
+    def restore(
+        self, step: int, abstract_state: Any, resizable: frozenset[str] = frozenset(), optional: Sequence[str] = ()
+    ) -> tuple[Any, dict]:
+        """Reads a step into the structure and shardings of `abstract_state`, however it was sharded before.
+
+        Args:
+          step: a complete step.
+          abstract_state: a pytree of ShapeDtypeStruct; a leaf without a sharding comes back as a numpy array. Floating leaves are
+            cast to the dtype wanted.
+          resizable: paths ("params/embed/embedding") of padded leaves, each dim of which is cut, or filled
+            with zeros, at its end to the size wanted.
+          optional: beginnings of paths ("loss_scale") of leaves that the step may lack, or hold unasked.
+
+        Returns:
+          The state, in which optional leaves that the step lacks are as abstract as they came, and the data state of all processes.
+
+        Raises:
+          UserError: the step is missing, foreign or damaged, or its state is another model's.
+        """
+        leaves = tree.flatten(abstract_state)
+        path, wanted = self._find(step, abstract_state, resizable, optional)
+        with self._read(step):
+            how = {name: _restore_args(leaf, name in resizable) for name, leaf in wanted.items()}
+            args = ocp.args.PyTreeRestore(dict.fromkeys(wanted, 0), restore_args=how, partial_restore=True)
+            stored = self._arrays.restore(path / "state", args=args)
+            data_state = step_files.read_json(path, "data")
+        restored = [logical.from_stored(stored[name], leaf) if name in stored else leaf for name, leaf in leaves]
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), restored), data_state
+
+    def _find(
+        self, step: int, abstract_state: Any, resizable: frozenset[str], optional: Sequence[str]
+    ) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
+        """Returns an intact step's path, and what of the state is to be read from it."""
+        self.wait()
+        wanted = {name: logical.form(leaf) for name, leaf in tree.flatten(abstract_state)}
+        path = self._manager.directory / step_files.intact(self.directory, step).name
+        with self._read(step):
+            saved = self._arrays.metadata(path / "state").tree
+            wanted = {name: leaf for name, leaf in wanted.items() if name in saved or not _is_below(name, optional)}
+            saved = {name: leaf for name, leaf in saved.items() if name in wanted or not _is_below(name, optional)}
+            _check_same_state(path, saved, wanted, resizable)
+        return path, wanted
+
+    @contextlib.contextmanager
+    def _read(self, step: int) -> Iterator[None]:
+        """Turns what goes wrong in reading a step into a line that says that it is damaged."""
+        try:
+            yield
+        except (UserError, RuntimeError):  # JAX says RuntimeError when a device has no memory left
+            raise
+        except Exception as error:
+            if any(isinstance(cause, MemoryError) for cause in _causes(error)):
+                raise
+            raise step_files.damaged(self.directory, step, _brief(error)) from error
+
+    def close(self) -> None:
+        """Waits for the save in progress and ends the background threads; raises as `wait` does."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def _complete(self) -> None:
+        """Adds the sizes to the step being saved; Orbax calls this between writing and committing it."""
+        if jax.process_index() == 0:
+            step_files.write_sizes(self.directory, self._saving)
+
+    def _failed(self, error: Exception) -> UserError:
+        """Returns the error to raise, and forgets the step that did not reach the disk."""
+        self._losses.pop(self._saving, None)
+        self._manager.reload()  # Orbax has already forgotten the steps that this save was to replace
+        last, is_full = self.latest_step(), _is_disk_full(error)
+        safe = "no step is complete yet" if last is None else f"step {last} is complete and untouched"
+        cause = "no space left on the disk; free some" if is_full else f"{_brief(error)}; mend that"
+        return UserError(
+            f"{self.directory}: saving step {self._saving} failed: {cause} or choose another directory, "
+            f"then run again; {safe}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Keep:
+    """Orbax's preservation policy: the newest, the best, and any step not in `losses`: it is not ours."""
+
+    keep_last: int
+    keep_best: int
+    losses: Mapping[int, float]
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        steps = [info.step for info in checkpoints]
+        ours = [step for step in steps if step in self.losses]
+        ranked = sorted((self.losses[step], -step) for step in ours if self.losses[step] < math.inf)
+        kept = {*ours[-self.keep_last :], *(-negative for _, negative in ranked[: self.keep_best])}
+        return [step in kept or step not in self.losses for step in steps]
+
+
+def _as_json(value: Mapping) -> dict:
+    """Returns a copy as JSON gives it back; later changes to `value` do not reach the background write."""
+    return json.loads(json.dumps(value))
+
+
+def _merge_over_processes(rows: Mapping) -> dict:
+    """Returns the union of the processes' dicts of rows."""
+    if jax.process_count() == 1:
+        return _as_json(rows)
+    text = np.frombuffer(json.dumps(rows).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array(text.size))
+    padded = multihost_utils.process_allgather(np.pad(text, (0, int(sizes.max()) - text.size)))
+    merged: dict = {}
+    for size, line in zip(sizes, padded):
+        for row, state in json.loads(line[:size].tobytes()).items():
+            assert merged.setdefault(row, state) == state, f"processes disagree on the data state of row {row}"
+    return merged
+
+
+def _restore_args(leaf: jax.ShapeDtypeStruct, is_resizable: bool) -> ocp.RestoreArgs:
+    """Tells Orbax where a leaf goes."""
+    if leaf.sharding is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+    return ocp.ArrayRestoreArgs(
+        sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=not is_resizable
+    )
+
+
+def _is_below(path: str, starts: Sequence[str]) -> bool:
+    return any(path == start or path.startswith(f"{start}/") for start in starts)
+
+
+def _check_same_state(path: Any, saved: Mapping, wanted: Mapping, resizable: frozenset[str]) -> None:
+    """Raises an error that names the leaves in which the saved state differs from the one wanted."""
+    way_out = "the config's model differs from the checkpoint's; set it as saved or choose another directory"
+    missing = [name for name in wanted if name not in saved]
+    unexpected = [name for name in saved if name not in wanted]
+    lacks = f"lacks {step_files.listed(missing)}" if missing else ""
+    has = f"has {step_files.listed(unexpected)}" if unexpected else ""
+    if lacks or has:
+        raise UserError(f"{path}: its state {' and '.join(filter(None, (lacks, has)))}; {way_out}")
+    for name, leaf in wanted.items():
+        there, here = tuple(saved[name].shape), tuple(leaf.shape)
+        may_resize = name in resizable and leaf.sharding is not None and len(there) == len(here)
+        if there != here and not may_resize:
+            raise UserError(f"{name}: saved in {path} with shape {there}, wanted {here}; {way_out}")
+        are_floats = all(jax.numpy.issubdtype(dtype, jax.numpy.floating) for dtype in (saved[name].dtype, leaf.dtype))
+        if saved[name].dtype != leaf.dtype and not are_floats:
+            raise UserError(f"{name}: saved in {path} as {saved[name].dtype}, wanted {leaf.dtype}; {way_out}")
+
+
+def _brief(error: BaseException) -> str:
+    """Returns an error's kind and the start of its text, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error, the one that caused it, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    """Says whether an error, or one that caused it, means that the disk is full."""
+    return any(sign in str(cause) for cause in _causes(error) for sign in NO_SPACE)
+
+
+def _is_worth_showing(record: logging.LogRecord) -> bool:
+    """Passes what other packages log, and from Orbax warnings; its tracebacks are of errors that it also raises."""
+    is_orbax = "/orbax/" in record.pathname or (record.name == "asyncio" and "/orbax/" in record.getMessage())
+    return not is_orbax or (record.levelno >= logging.WARNING and not record.exc_info)

@@ -1,0 +1,188 @@
+"""Says what a step's memory holds: its arguments by path, its temporaries by what computes them. This module reads no file.
+
+A temporary is a gathered weight if it is a moved or cast copy of weights among the arguments, a gradient if it was reduced over devices or
+has a weight's shape and the backward pass makes it, else an activation or the gradient of one, by JAX's own marks `jvp` and `transpose`.
+What is multiplied once more is no gradient, whatever its shape. So steps with no named scopes are read too; the scopes `loss`, `clip` and
+`update` only make it finer.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from zerojax.hlo import flow as hlo_flow
+from zerojax.hlo import syntax
+from zerojax.hlo.buffer_dump import Value
+
+PARAMS, MASTER, MOMENTS, REST = "params", "master weights", "moments", "batch and the rest"
+ARGUMENT_ROLES = (PARAMS, MASTER, MOMENTS, REST)
+
+GRADIENTS, GATHERED, COLLECTIVES = "gradients", "gathered weights", "collective buffers"
+ACTIVATIONS, BACKWARD, LOSS, UPDATE, OTHER = "activations", "activation gradients", "loss", "optimizer", "other"
+TEMPORARY_ROLES = (GRADIENTS, GATHERED, COLLECTIVES, ACTIVATIONS, BACKWARD, LOSS, UPDATE, OTHER)
+
+# The first regex found in an argument's path, its name in the step before it, says its role.
+PATH_ROLES: tuple[tuple[str, str], ...] = (
+    (r"(^|/)opt_state/(.*/)?master(/|$)", MASTER),
+    (r"(^|/)(opt_state|optimizer)(/|$)", MOMENTS),
+    (r"(^|/)(params|model)(/|$)", PARAMS),
+    (r"", REST),
+)
+
+_GATHERS = ("all-gather",)
+_REDUCTIONS = ("reduce-scatter", "all-reduce")
+_EXCHANGES = ("all-to-all", "collective-permute", "ragged-all-to-all", "collective-broadcast", "send", "recv")
+_PRODUCTS = ("dot", "convolution")
+_LIBRARY_PRODUCTS = re.compile(r'custom_call_target="[^"]*(cublas|gemm|matmul|cudnn|fmha|onednn|triton)')
+_SMALL = 4096  # elements; a smaller sum over devices is a loss, a norm or a statistic
+_NAMELESS_STEPS = 8  # how far back to look for an operation's name where XLA gave it none
+
+# The first regex found in the name of an operation that is no weight and no gradient says its role.
+_SCOPES: tuple[tuple[str, str], ...] = (
+    (r"/(jvp\()?loss\)?(/|$)", LOSS),
+    (r"/transpose\((?!.*rematted)", BACKWARD),
+    (r"/(jvp\(|rematted|checkpoint)", ACTIVATIONS),
+    (r"/(clip|update)(/|$)", UPDATE),
+)
+
+
+def argument_role(path: str, roles: Sequence[tuple[str, str]] = PATH_ROLES) -> str:
+    """Returns the role of an argument.
+
+    >>> argument_role("state/opt_state/0/mu/layer_0/kernel")
+    'moments'
+    """
+    return next((role for pattern, role in roles if re.search(pattern, path)), REST)
+
+
+class Reader:
+    """Tells the role of values of one program."""
+
+    def __init__(
+        self,
+        flow: hlo_flow.Flow,
+        started: Mapping[str, str],
+        weight_numbers: Iterable[int],
+        weight_shapes: Iterable[tuple[int, ...]],
+    ):
+        """Takes the program, `Dump.started`, the numbers of the parameters that are weights, and shapes that gradients may have."""
+        self._flow, self._started = flow, started
+        self._multiplied: dict[str, set[str]] = {}
+        entry = flow.module.entry.parameters
+        self._weights = {entry[number].name for number in weight_numbers if number in entry}
+        self._shapes = frozenset(form for shape in set(weight_shapes) for form in _forms(shape))
+        self._where = {i.name: call.computation for call in flow.calls.values() for i in call.computation.instructions}
+
+    def find(self, value: Value) -> tuple[syntax.Computation, syntax.Instruction] | None:
+        """Returns where a value is computed, and by what."""
+        name = self._started.get(value.name, value.name)
+        where = self._where.get(name)
+        return (where, where.by_name[name]) if where is not None else None
+
+    def op_name(self, value: Value) -> str:
+        """Returns the scopes and the operation that a value was traced from; what XLA adds is named after what it works on."""
+        found = self.find(value)
+        return self._op_name(*found, value.index) if found is not None else ""
+
+    def _op_name(self, where: syntax.Computation, instruction: syntax.Instruction, index: str) -> str:
+        for _ in range(_NAMELESS_STEPS):
+            names = syntax.op_names(instruction.op_name)
+            place = int(index.split(",")[0] or 0) if index else 0
+            if names[0]:
+                return names[place] if place < len(names) else names[0]
+            call = self._flow.calls.get(where.name)
+            if instruction.opcode == "parameter" and call is not None and call.site and call.caller:
+                where, instruction = call.caller, call.site  # a loop's body sees the loop's own tuple
+                continue
+            named = [where.by_name[operand] for operand in instruction.operands if operand in where.by_name]
+            if not named:
+                return ""
+            instruction = named[place] if place < len(named) else named[0]
+        return ""
+
+    def role(self, value: Value) -> str:
+        """Returns one of TEMPORARY_ROLES."""
+        found = self.find(value)
+        if found is None:
+            return OTHER
+        where, instruction = found
+        name = self._op_name(where, instruction, value.index)
+        arrays = syntax.arrays(value.type)
+        elements = sum(array.elements for array in arrays)
+        if role := self._collective(where, instruction, elements):
+            return role
+        scope = next((role for pattern, role in _SCOPES if re.search(pattern, name)), OTHER)
+        is_changing = instruction.opcode in ("while", "parameter")  # a loop's own copy of what it changes
+        if not is_changing and scope != UPDATE and self._is_weight(where, instruction):
+            return GATHERED
+        is_late = "transpose(" in name or "/clip" in name or scope == LOSS or is_changing
+        if is_late and any(_key(array.dims) in self._shapes for array in arrays):
+            # An activation may have a weight's shape by chance, but it, or what is made of it, is multiplied once more.
+            return GRADIENTS if is_changing or not self._is_multiplied(where, instruction, value.index) else scope
+        return scope
+
+    def _is_multiplied(self, where: syntax.Computation, instruction: syntax.Instruction, index: str) -> bool:
+        """Says whether a matrix product or an attention depends on a value, in the same computation."""
+        if where.name not in self._multiplied:
+            found: set[str] = set()
+            for earlier in reversed(where.instructions):
+                if any(user.name in found or self._is_product(user) for user in where.users.get(earlier.name, ())):
+                    found.add(earlier.name)
+            self._multiplied[where.name] = found
+        known = self._multiplied[where.name]
+        users = where.users.get(instruction.name, ())
+        own = [
+            u
+            for u in users
+            if not index or u.opcode != "get-tuple-element" or u.number("index") == int(index.split(",")[0])
+        ]
+        return any(user.name in known or self._is_product(user) for user in own)
+
+    def _is_product(self, instruction: syntax.Instruction) -> bool:
+        if instruction.opcode == "fusion":
+            return any(self._flow.module.mentions(called, *_PRODUCTS) for called in instruction.called)
+        return instruction.opcode in _PRODUCTS or (
+            instruction.opcode == "custom-call" and _LIBRARY_PRODUCTS.search(instruction.attributes) is not None
+        )
+
+    def _collective(self, where: syntax.Computation, instruction: syntax.Instruction, elements: int) -> str:
+        kind = self._kind(instruction)
+        if kind in _GATHERS:
+            return GATHERED if self._is_weight(where, instruction) else COLLECTIVES
+        if kind in _REDUCTIONS:
+            return GRADIENTS if elements >= _SMALL else OTHER
+        return COLLECTIVES if kind in _EXCHANGES else ""
+
+    def _kind(self, instruction: syntax.Instruction) -> str:
+        """Returns an opcode without -start and -done; of a wrapper, what it wraps."""
+        kind = instruction.opcode.removesuffix("-start").removesuffix("-done")
+        if kind in ("async", "fusion"):
+            wrapped = (*_GATHERS, *_REDUCTIONS, *_EXCHANGES)
+            inside = (k for k in wrapped if any(self._flow.module.mentions(c, k) for c in instruction.called))
+            return next(inside, kind)
+        return kind
+
+    def _is_weight(self, where: syntax.Computation, instruction: syntax.Instruction) -> bool:
+        origins = hlo_flow.origins(self._flow, where, instruction.name)
+        return bool(origins) and all(origin.name in self._weights for origin in origins)
+
+
+def shapes(arguments: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> Mapping[tuple[int, ...], None]:
+    """Returns the shapes that gradients may have: of (role, whole shape, shape on a device) those of weights and moments."""
+    found: dict[tuple[int, ...], None] = {}
+    for role, whole, part in arguments:
+        if role in (PARAMS, MASTER, MOMENTS) and len(whole) > 1:
+            split = [dim for dim, (n, m) in enumerate(zip(whole, part)) if n != m]
+            found |= dict.fromkeys((whole, part, *((whole[d] // part[d], *part) for d in split)))
+    return found
+
+
+def _forms(shape: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
+    """Returns a shape, and what it becomes where neighbouring dims are joined, each sorted."""
+    joined: set[tuple[int, ...]] = {shape[:1]}
+    for size in shape[1:]:
+        joined = {(*form, size) for form in joined} | {(*form[:-1], form[-1] * size) for form in joined}
+    return {_key(form) for form in joined if len(form) > 1}
+
+
+def _key(dims: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(size for size in dims if size != 1))

@@ -1,0 +1,295 @@
+"""Shows what a compiled step keeps in memory, and when. This module compiles it and reads XLA's own buffer assignment.
+
+    peak = arguments + outputs that reuse no argument + constants + temporaries
+
+The temporaries lie in one block, which XLA packs so that values which live at different times share memory: its size is the most that
+lives at a time, and what the packing wastes. Compiled for a device that is there or for one that is not, the numbers are the same.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import pathlib
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+
+from zerojax.hlo import buffer_dump, buffer_roles, parameters, syntax
+from zerojax.hlo import flow as hlo_flow
+from zerojax.hlo.buffer_dump import DEVICE, HOST, TEMPORARY, Dump, Value
+
+ASSIGNMENT, ANALYSIS = "buffer assignment", "memory analysis"
+_POINTS = 400  # of a curve; a step of 70B has a hundred thousand instructions
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """A leaf of the step's arguments, as one device holds it.
+
+    Attributes:
+      path: the argument's name in the step, then the leaf's path in it ("state/params/layer_0/kernel").
+      role: one of `buffer_roles.ARGUMENT_ROLES`, or what the caller's table says.
+      nbytes: on one device.
+      space: "device" or "host".
+      is_donated: whether an output comes to lie in its memory.
+    """
+
+    path: str
+    role: str
+    nbytes: int
+    space: str
+    is_donated: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Temporary:
+    """A value that lives at the peak.
+
+    Attributes:
+      name: the instruction that computes it; an element of its tuple as "name{2}".
+      role: one of `buffer_roles.TEMPORARY_ROLES`.
+      nbytes, type: its size and its type in HLO.
+      start, end: the places in the order of instructions from and to which it lives.
+      op_name, source: the scopes and the line of code that it was traced from; "" where XLA lost them.
+    """
+
+    name: str
+    role: str
+    nbytes: int
+    type: str
+    start: int
+    end: int
+    op_name: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Bytes of temporaries over the order of instructions, at the fullest place of each of some hundred stretches."""
+
+    places: tuple[int, ...]
+    by_role: Mapping[str, tuple[int, ...]]
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Returns the sum over roles, place by place."""
+        return tuple(sum(column) for column in zip(*self.by_role.values()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """What a step holds on one device, in bytes.
+
+    Attributes:
+      source: "buffer assignment", or "memory analysis" where XLA wrote no assignment: then there are totals, and nothing about what lives
+        when.
+      arguments: every leaf.
+      outputs, constants: outputs that reuse no argument's memory, and constants.
+      temporaries: the size of the block that temporaries lie in.
+      host: bytes in the host's memory.
+      peak_place, length: where in the order of instructions the most temporaries live, and how many instructions there are.
+      at_peak: the temporaries that live there, the largest first.
+      curve: temporaries over the order of instructions; None without an assignment.
+      analysis: what `compiled.memory_analysis()` says is needed; it should be `peak`.
+      hlo_text: the compiled program.
+    """
+
+    source: str
+    arguments: tuple[Argument, ...]
+    outputs: int
+    constants: int
+    temporaries: int
+    host: int
+    peak_place: int
+    length: int
+    at_peak: tuple[Temporary, ...]
+    curve: Curve | None
+    analysis: int
+    hlo_text: str = dataclasses.field(repr=False)
+
+    @property
+    def peak(self) -> int:
+        """Returns the bytes of device memory that the step needs."""
+        held = sum(argument.nbytes for argument in self.arguments if argument.space == DEVICE)
+        return held + self.outputs + self.constants + self.temporaries
+
+    @property
+    def arguments_by_role(self) -> dict[str, int]:
+        """Returns the bytes on the device of arguments, by role."""
+        return _sums((a.role, a.nbytes) for a in self.arguments if a.space == DEVICE)
+
+    @property
+    def temporaries_by_role(self) -> dict[str, int]:
+        """Returns the bytes of what lives at the peak, by role; "packing" is what lies idle between."""
+        found = _sums((t.role, t.nbytes) for t in self.at_peak)
+        return found | {"packing": self.temporaries - sum(found.values())}
+
+
+def compile_with_buffers(
+    lowered: jax.stages.Lowered,
+    *,
+    roles: Sequence[tuple[str, str]] = buffer_roles.PATH_ROLES,
+    from_cache: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> tuple[jax.stages.Compiled, Buffers]:
+    """Compiles a step and returns it with what it keeps in memory.
+
+    Args:
+      lowered: `jax.jit(step).lower(abstract_state, abstract_batch)`.
+      roles: ordered (path regex, role) for arguments. What has the shape of "params", "master weights" or "moments" may be a gradient.
+      from_cache: where JAX keeps compiled programs on disk, uses them: then there are totals only, since XLA assigns nothing again.
+      compiler_options: XLA's.
+
+    >>> compiled, buffers = compile_with_buffers(train_step.lower(partition.abstract_state, batch))
+    """
+    if from_cache and jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+        compiled = lowered.compile(compiler_options=dict(compiler_options or {}))
+        return compiled, _buffers(lowered, compiled, None, roles)
+    with tempfile.TemporaryDirectory(prefix="zerojax-buffers-") as folder:
+        options = {**(compiler_options or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        with _compiled_anew():
+            compiled = lowered.compile(compiler_options=options)
+        dump = buffer_dump.read(pathlib.Path(folder))
+    return compiled, _buffers(lowered, compiled, dump, roles)
+
+
+@contextlib.contextmanager
+def _compiled_anew() -> Iterator[None]:
+    """Leaves the persistent cache aside: a program that comes out of it is not assigned again, so nothing is written down."""
+    is_enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    if not (is_enabled and jax.config.jax_compilation_cache_dir):  # type: ignore[attr-defined]
+        yield
+        return
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it looks at the setting once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", is_enabled)
+        compilation_cache.reset_cache()
+
+
+def _buffers(lowered: Any, compiled: Any, dump: Dump | None, roles: Sequence[tuple[str, str]]) -> Buffers:
+    stats = compiled.memory_analysis()
+    analysis = stats.argument_size_in_bytes + stats.temp_size_in_bytes if stats is not None else 0
+    analysis += stats.output_size_in_bytes - stats.alias_size_in_bytes if stats is not None else 0
+    text = compiled.as_text()
+    module = syntax.parse(text)
+    leaves = parameters.leaves(lowered, module)
+    if dump is None:
+        return _from_analysis(stats, module, leaves, analysis, roles)
+    flow = hlo_flow.flow(module)
+    arguments = tuple(_arguments(dump, leaves, roles))
+    own = [a for a in dump.allocations if a.space == DEVICE]
+    kinds = _sums((a.kind, a.nbytes) for a in own)
+    reader = _reader(flow, dump, leaves, roles)
+    values = [v for a in own if a.kind == TEMPORARY for v in _one_at_a_time(a.values)]
+    curve, place = _curve(values, reader, dump.length)
+    alive = sorted((v for v in values if v.start <= place <= v.end), key=lambda v: -v.nbytes)
+    return Buffers(
+        source=ASSIGNMENT,
+        arguments=arguments,
+        outputs=kinds.get(buffer_dump.OUTPUT, 0),
+        constants=kinds.get(buffer_dump.CONSTANT, 0),
+        temporaries=kinds.get(TEMPORARY, 0),
+        host=sum(a.nbytes for a in dump.allocations if a.space == HOST),
+        peak_place=place,
+        length=dump.length,
+        at_peak=tuple(_temporary(value, reader, module) for value in alive),
+        curve=curve,
+        analysis=analysis,
+        hlo_text=text,
+    )
+
+
+def _from_analysis(stats: Any, module: syntax.Module, leaves: Mapping, analysis: int, roles: Sequence) -> Buffers:
+    """Returns the totals alone."""
+    donated = set(module.aliases.values())
+    arguments = []
+    for number, parameter in module.entry.parameters.items():
+        path = leaves[number].path
+        space = HOST if any(array.is_on_host for array in parameter.arrays) else DEVICE
+        nbytes = sum(array.nbytes for array in parameter.arrays)
+        arguments.append(Argument(path, buffer_roles.argument_role(path, roles), nbytes, space, number in donated))
+    held = sum(a.nbytes for a in arguments if a.space == DEVICE)
+    temporaries = stats.temp_size_in_bytes if stats is not None else 0
+    return Buffers(
+        source=ANALYSIS,
+        arguments=tuple(arguments),
+        outputs=max(0, analysis - temporaries - held),
+        constants=0,
+        temporaries=temporaries,
+        host=sum(a.nbytes for a in arguments if a.space == HOST) + (stats.host_temp_size_in_bytes if stats else 0),
+        peak_place=0,
+        length=len(module.entry.instructions),
+        at_peak=(),
+        curve=None,
+        analysis=analysis,
+        hlo_text=module.text,
+    )
+
+
+def _arguments(
+    dump: Dump, leaves: Mapping[int, parameters.Leaf], roles: Sequence[tuple[str, str]]
+) -> Iterable[Argument]:
+    for allocation in dump.allocations:
+        if allocation.parameter is not None and allocation.parameter in leaves:
+            path = leaves[allocation.parameter].path
+            role = buffer_roles.argument_role(path, roles)
+            yield Argument(path, role, allocation.nbytes, allocation.space, allocation.is_output)
+
+
+def _reader(
+    flow: hlo_flow.Flow, dump: Dump, leaves: Mapping[int, parameters.Leaf], roles: Sequence[tuple[str, str]]
+) -> buffer_roles.Reader:
+    known = {number: buffer_roles.argument_role(leaf.path, roles) for number, leaf in leaves.items()}
+    weights = [number for number, role in known.items() if role in (buffer_roles.PARAMS, buffer_roles.MASTER)]
+    shapes = buffer_roles.shapes((known[number], leaf.shape, leaf.part) for number, leaf in leaves.items())
+    return buffer_roles.Reader(flow, dump.started, weights, shapes)
+
+
+def _one_at_a_time(values: Iterable[Value]) -> list[Value]:
+    """Cuts the lives of values that lie in one place so that none overlap: such values are one buffer under several names."""
+    free: dict[int, int] = {}
+    kept = []
+    for value in sorted(values, key=lambda v: (v.start, -v.nbytes)):
+        start = max(value.start, free.get(value.offset, 0))
+        if value.start >= 0 and start <= value.end:
+            kept.append(dataclasses.replace(value, start=start))
+            free[value.offset] = value.end + 1
+    return kept
+
+
+def _curve(values: Sequence[Value], reader: buffer_roles.Reader, length: int) -> tuple[Curve, int]:
+    """Returns the bytes that live by role, and the place where they are most."""
+    changes = {role: np.zeros(length + 2, np.int64) for role in buffer_roles.TEMPORARY_ROLES}
+    for value in values:
+        change = changes[reader.role(value)]
+        change[min(value.start, length)] += value.nbytes
+        change[min(value.end, length) + 1] -= value.nbytes
+    live = {role: np.cumsum(change)[: length + 1] for role, change in changes.items()}
+    total = sum(live.values(), np.zeros(length + 1, np.int64))
+    edges = np.unique(np.linspace(0, length + 1, min(_POINTS, length + 1) + 1).astype(int))
+    places = [int(start + np.argmax(total[start:end])) for start, end in itertools.pairwise(edges)]
+    by_role = {role: tuple(int(column[place]) for place in places) for role, column in live.items()}
+    return Curve(tuple(places), by_role), int(np.argmax(total))
+
+
+def _temporary(value: Value, reader: buffer_roles.Reader, module: syntax.Module) -> Temporary:
+    found = reader.find(value)
+    source = module.source(found[1]) if found is not None else ""
+    name = f"{value.name}{{{value.index}}}" if value.index else value.name
+    return Temporary(
+        name, reader.role(value), value.nbytes, value.type, value.start, value.end, reader.op_name(value), source
+    )
+
+
+def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for key, nbytes in pairs:
+        found[key] = found.get(key, 0) + nbytes
+    return found

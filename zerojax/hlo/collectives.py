@@ -1,0 +1,203 @@
+"""Lists the collectives that a compiled program runs. This module takes combined ones apart and says what runs beside them.
+
+XLA sends many arrays in one collective: as a tuple, or laid out flat in one buffer. Each array is listed on its own. One that runs
+asynchronously is two instructions, `-start` and `-done`, or a wrapper around a computation of its own; the output is counted once.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+
+from jax.sharding import Mesh
+
+from zerojax.hlo import flow as hlo_flow
+from zerojax.hlo import replica_groups, syntax
+
+KINDS = frozenset(
+    "all-gather reduce-scatter all-reduce all-to-all ragged-all-to-all collective-permute collective-broadcast".split()
+)
+REDUCTIONS = frozenset(("reduce-scatter", "all-reduce"))
+# What can run beside a collective; what is left out moves no data or is a collective itself.
+_WORK = frozenset(
+    "fusion fusion-start dot convolution custom-call while conditional call sort scatter gather reduce reduce-window copy transpose "
+    "dynamic-update-slice concatenate select-and-scatter rng".split()
+)
+_LAYOUT = frozenset("bitcast reshape copy convert transpose".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One array of a collective: where it stands in the output tuple (None: in a flat buffer), what goes in and comes out.
+
+    `value` names what goes in as it was before it was laid out flat; `op_name` says what it was traced from.
+    """
+
+    number: int | None
+    taken: syntax.Array
+    given: syntax.Array
+    value: str
+    op_name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective. `where` and `result` are where and under what name its output is read: of the instruction that waits for it."""
+
+    kind: str
+    start: syntax.Instruction
+    call: hlo_flow.Call
+    axes: tuple[str, ...]
+    ways: int
+    where: syntax.Computation
+    result: str
+    is_async: bool
+    overlaps: Mapping[str, int]
+    parts: tuple[Part, ...]
+
+    @property
+    def computation(self) -> syntax.Computation:
+        """Returns the computation that holds it."""
+        return self.call.computation
+
+
+def collectives(flow: hlo_flow.Flow, mesh: Mesh) -> Iterator[Collective]:
+    """Yields a program's collectives over two devices or more, computation by computation, in the order in which they run."""
+    for call in flow.calls.values():
+        for start in call.computation.instructions:
+            kind = _kind(flow.module, start)
+            if kind:
+                found = _read(flow, mesh, call, start, kind)
+                if found.ways > 1:
+                    yield found
+
+
+def work_kind(module: syntax.Module, instruction: syntax.Instruction) -> str:
+    """Returns what an instruction does, in a word: matmul, attention, loop, scatter, copy, elementwise, ..."""
+    if instruction.opcode == "custom-call":
+        target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+        name = target[1].lower() if target else ""
+        return "attention" if "fmha" in name else "matmul" if "gemm" in name or "blas" in name else "custom-call"
+    if instruction.opcode in ("dot", "convolution"):
+        return "matmul"
+    if instruction.opcode not in hlo_flow.FUSIONS:
+        return {"while": "loop", "call": "loop"}.get(instruction.opcode, instruction.opcode)
+    if any(module.mentions(called, "dot", "convolution") for called in instruction.called):
+        return "matmul"
+    return "scatter" if any(module.mentions(called, "scatter") for called in instruction.called) else "elementwise"
+
+
+def _kind(module: syntax.Module, start: syntax.Instruction) -> str:
+    kind = start.opcode.removesuffix("-start")
+    if kind in KINDS:
+        return kind
+    # TPU programs hide a reduce-scatter in a fusion: an all-reduce of which each device keeps its slice.
+    if start.opcode == "fusion" and any(module.mentions(called, "all-reduce") for called in start.called):
+        return "reduce-scatter"
+    return ""
+
+
+def _read(flow: hlo_flow.Flow, mesh: Mesh, call: hlo_flow.Call, start: syntax.Instruction, kind: str) -> Collective:
+    attributes = start.attributes
+    if start.opcode == "fusion":
+        inner = flow.module.computation(start.called[0])
+        attributes = next(i.attributes for i in inner.instructions if i.opcode == "all-reduce")
+    groups = replica_groups.groups(attributes, mesh.size)
+    where, begin, done = _span(call, start)
+    is_async = done is not None and '"is_sync":true' not in start.attributes
+    return Collective(
+        kind=kind,
+        start=start,
+        call=call,
+        axes=replica_groups.axes(groups, mesh),
+        ways=max((len(group) for group in groups), default=1),
+        where=where,
+        result=(done or begin).name,
+        is_async=is_async,
+        overlaps=_between(flow.module, where, begin, done) if is_async and done is not None else {},
+        parts=tuple(_parts(flow.module, call.computation, start, done if where is call.computation else None)),
+    )
+
+
+def _span(
+    call: hlo_flow.Call, start: syntax.Instruction
+) -> tuple[syntax.Computation, syntax.Instruction, syntax.Instruction | None]:
+    """Returns where a collective is waited for, what starts it there, and what waits; None if it is not asynchronous."""
+    where, begin = call.computation, start
+    if call.site is not None and call.caller is not None and call.site.opcode.endswith("-start"):
+        where, begin = call.caller, call.site
+    elif not start.opcode.endswith("-start"):
+        return where, begin, None
+    waiting = [user for user in where.users.get(begin.name, ()) if user.opcode.endswith(("-done", "-update"))]
+    while waiting and waiting[0].opcode.endswith("-update"):
+        waiting = list(where.users.get(waiting[0].name, ()))
+    return where, begin, waiting[0] if waiting else None
+
+
+def _between(
+    module: syntax.Module, where: syntax.Computation, start: syntax.Instruction, done: syntax.Instruction
+) -> dict[str, int]:
+    """Counts the work scheduled between two instructions, by kind."""
+    found: dict[str, int] = {}
+    for other in where.instructions[where.position[start.name] + 1 : where.position[done.name]]:
+        if other.opcode in _WORK:
+            kind = work_kind(module, other)
+            found[kind] = found.get(kind, 0) + 1
+    return found
+
+
+def _parts(
+    module: syntax.Module, where: syntax.Computation, start: syntax.Instruction, done: syntax.Instruction | None
+) -> Iterator[Part]:
+    outputs = (done or start).arrays
+    inputs = [(name, array) for name in start.operands if name in where.by_name for array in where.by_name[name].arrays]
+    for number, given in enumerate(outputs):
+        name, taken = inputs[number] if len(inputs) == len(outputs) else (start.operands[0], given)
+        joined = _joined(module, where, name)
+        if len(joined) > 1 and sum(where.by_name[value].elements for value in joined) == taken.elements:
+            names = syntax.op_names(start.op_name)
+            for place, value in enumerate(joined):
+                array = dataclasses.replace(where.by_name[value].arrays[0], dtype=given.dtype)
+                own = where.by_name[value].op_name or start.op_name
+                yield Part(None, array, array, value, names[place] if len(names) == len(joined) else own)
+        else:
+            yield Part(number, taken, given, name, _op_name(where, start, done or start, number, len(outputs)))
+
+
+def _op_name(
+    where: syntax.Computation, start: syntax.Instruction, result: syntax.Instruction, number: int, count: int
+) -> str:
+    """Returns what one output was traced from: its part of the combined name, else what reads it or is sent says."""
+    joined = syntax.op_names(start.op_name)
+    if len(joined) == count and start.op_name:
+        return joined[number]
+    if len(joined) == 1 and start.op_name:
+        return start.op_name
+    users = [
+        u for u in where.users.get(result.name, ()) if u.opcode == "get-tuple-element" and u.number("index") == number
+    ]
+    sent = [where.by_name[start.operands[number]]] if number < len(start.operands) else []
+    return next((i.op_name for i in (*users, *sent) if i.op_name), joined[0])
+
+
+def _joined(module: syntax.Module, where: syntax.Computation, name: str) -> tuple[str, ...]:
+    """Returns the values that a flat buffer was joined from, as they were before they were laid out flat."""
+    value = where.by_name[_unflattened(where, name)]
+    if value.opcode == "concatenate":
+        return tuple(_unflattened(where, operand) for operand in value.operands)
+    if value.opcode != "fusion" or not module.mentions(value.called[0], "concatenate"):
+        return ()
+    inner = module.computation(value.called[0])
+    joins = [i for i in inner.instructions if i.opcode == "concatenate"]
+    taken = [inner.by_name[_unflattened(inner, operand)] for operand in joins[0].operands]
+    if len(joins) != 1 or any(i.opcode != "parameter" for i in taken):
+        return ()
+    return tuple(_unflattened(where, value.operands[int(i.argument)]) for i in taken)
+
+
+def _unflattened(where: syntax.Computation, name: str) -> str:
+    value = where.by_name[name]
+    while value.opcode in _LAYOUT and value.operands[0] in where.by_name:
+        if value.elements != where.by_name[value.operands[0]].elements:
+            break
+        value = where.by_name[value.operands[0]]
+    return value.name

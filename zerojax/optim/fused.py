@@ -1,0 +1,301 @@
+"""Optimizers whose whole update is one pass over memory. This module wraps the kernels of `pallas_kernels` as optax transformations.
+
+`update` is optax's: it returns updates, so that these optimizers go where others go (`optax.chain`, `masked`, `inject_hyperparams`).
+`apply` does the rest of a step in the same pass: it unscales and clips gradients, leaves everything as it was where a gradient is not
+finite, writes params and moments over the old ones, and writes a 16-bit copy of the params. State is optax's own: count, mu, nu.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from pallas_kernels import norm, rounding, rules, update
+from zerojax import precision, tree
+from zerojax.errors import UserError
+from zerojax.optim import eight_bit, kernels, sharded
+
+MOMENTS = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "int8": jnp.int8}
+
+
+class Fused(precision.OnePass):
+    """An optax transformation with `apply`, see `fused_adamw`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    rule: rules.Rule
+    learning_rate: Any
+    b1: Any
+    b2: Any
+    eps: Any
+    weight_decay: Any
+    mask: Any
+    moments: str
+    implementation: str
+
+
+def fused_adamw(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 1e-4,
+    *,
+    mask: Any = None,
+    moments: str = "fp32",
+    stochastic_rounding: bool = False,
+    decoupled: bool = True,
+    implementation: str = "auto",
+) -> Fused:
+    """Returns AdamW (Loshchilov and Hutter, arXiv:1711.05101), or Adam with coupled (L2) decay, whose step is one pass.
+
+    The result has, beside optax's `init` and `update`,
+
+        apply(grads, state, params, *, scale=1.0, finite=None, copy_dtype=None, shardings=None, key=None) -> (params, state, copies)
+
+    where `scale` (float32 scalar) multiplies gradients first; `finite` (bool scalar) says whether the step is taken: if not, params,
+    moments and count stay as they are; `copies` are the new params in `copy_dtype`, or None; `shardings` (NamedShardings like params)
+    say how params, moments and gradients are split: the update then runs on each device's shard and moves nothing between devices;
+    `key` (a random key) seeds stochastic rounding. `update` takes `scale`, `finite`, `shardings` and `key` too. Inputs that jit
+    donates are overwritten. What "pallas" does without `shardings` runs on one device.
+
+    Args:
+      learning_rate: a number, or a schedule of the count of steps taken before.
+      b1, b2, eps, weight_decay: as in `optax.adamw`. With 1 - b2 below 2**-9, a second moment in bf16 that is rounded to nearest
+        stands still once it has grown: ask for `stochastic_rounding`.
+      mask: which weights decay, a tree of bools or a function of params, as in `optax.adamw`; None decays all.
+      moments: how mu and nu are stored: "fp32", "bf16", or "int8" (see zerojax.quantized), which leaves vectors and small weights in fp32.
+      stochastic_rounding: what is stored in bf16 or int8 from one step to the next (params, mu, nu) is rounded up or down at random,
+        so that small changes add up in the mean. Bits depend on the key, the count, the leaf and the element, and not on
+        the sharding, unless it pads the last dims.
+        Copies are rounded to nearest.
+      decoupled: False adds weight_decay * params to the gradient (Kingma and Ba, arXiv:1412.6980, with L2).
+      implementation: "pallas" (GPUs), "jnp" (plain, fused by XLA), "grouped" (GPUs: small leaves together by the kernel, large ones
+        by XLA), "interpret" (the kernel anywhere, slow) or "auto", see `kernels.AUTO`.
+
+    Raises:
+      UserError: an unknown name; from `init`, params that are not floating, or stochastic rounding where nothing would be rounded.
+
+    >>> tx = fused_adamw(3e-4, weight_decay=0.1, moments="int8", stochastic_rounding=True)
+    >>> params, state, copies = tx.apply(grads, state, params, scale=1 / loss_scale, finite=finite, copy_dtype=jnp.bfloat16)
+    """
+    rule = rules.Rule("adam", decoupled=decoupled, stochastic=stochastic_rounding)
+    return _transformation(_Settings(rule, learning_rate, b1, b2, eps, weight_decay, mask, moments, implementation))
+
+
+def fused_lion(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.99,
+    weight_decay: Any = 1e-3,
+    *,
+    mask: Any = None,
+    moments: str = "fp32",
+    stochastic_rounding: bool = False,
+    implementation: str = "auto",
+) -> Fused:
+    """Returns Lion (Chen et al., arXiv:2302.06675, Algorithm 2) whose step is one pass; see `fused_adamw`. Its state has no nu."""
+    rule = rules.Rule("lion", stochastic=stochastic_rounding)
+    return _transformation(_Settings(rule, learning_rate, b1, b2, 0.0, weight_decay, mask, moments, implementation))
+
+
+def global_norm_and_finite(
+    grads: Any, scale: Any = 1.0, *, shardings: Any = None, implementation: str = "auto"
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the global norm of grads * scale, float32, and whether it is finite, bool; each gradient is read once.
+
+    It is not finite where any element is not, nor where the norm exceeds 1.8e19, whose square float32 cannot hold.
+
+    Args:
+      grads: a pytree of floating arrays.
+      scale: a float32 scalar, the loss scale's inverse.
+      shardings: NamedShardings like grads: each device reads its shard, and the sums are added over the mesh axes that split it.
+      implementation: as in `fused_adamw`.
+    """
+    structure: Any = jax.tree.structure(grads)
+    leaves = jax.tree.leaves(grads)
+    scale = jnp.asarray(scale, jnp.float32)
+    if not leaves:
+        return jnp.zeros(()), jnp.ones((), bool)
+    if shardings is None:
+        squares = norm.sums_of_squares(leaves, scale, implementation=kernels.choose(implementation, "norm", None))
+        total = sum(squares, jnp.zeros((), jnp.float32))
+        return jnp.sqrt(total), jnp.isfinite(total)
+    placed = structure.flatten_up_to(shardings)
+    total = sharded.sum_of_squares(
+        leaves, scale, placed, kernels.choose(implementation, "norm", sharded.mesh_of(placed))
+    )
+    return jnp.sqrt(total), jnp.isfinite(total)
+
+
+def _transformation(settings: _Settings) -> Fused:
+    if settings.moments not in MOMENTS:
+        raise UserError(f"moments: must be one of {', '.join(MOMENTS)}, and is {settings.moments!r}")
+    if settings.implementation not in kernels.IMPLEMENTATIONS:
+        known = ", ".join(kernels.IMPLEMENTATIONS)
+        raise UserError(f"implementation: must be one of {known}, and is {settings.implementation!r}")
+    for name in ("b1", "b2"):
+        value = getattr(settings, name)
+        if isinstance(value, (int, float)) and not 0 <= value < 1:
+            raise UserError(f"{name}: must be at least 0 and below 1, and is {value}")
+    fused = Fused(functools.partial(_init, settings), functools.partial(_update, settings))
+    fused.apply = functools.partial(_apply, settings)
+    return fused
+
+
+def _init(settings: _Settings, params: Any) -> Any:
+    for path, leaf in tree.flatten(params):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise UserError(
+                f"{path}: the fused optimizers update floating weights, and it is {leaf.dtype}; use optax.masked"
+            )
+    if settings.rule.stochastic and settings.moments == "fp32" and not _has_bf16(params):
+        raise UserError(
+            "stochastic_rounding: nothing is stored in bf16 or int8: params are not bf16 and moments='fp32'; "
+            "set moments='bf16' or 'int8', or stochastic_rounding=False"
+        )
+
+    def moment(codes: Any, leaf: Any) -> Any:
+        if settings.moments == "int8" and eight_bit.takes(leaf.shape):
+            return eight_bit.zeros(leaf.shape, codes)
+        return jnp.zeros(leaf.shape, jnp.bfloat16 if settings.moments == "bf16" else jnp.float32)
+
+    count = jnp.zeros((), jnp.int32)
+    mu = jax.tree.map(functools.partial(moment, jnp.int8), params)
+    if settings.rule.name == "lion":
+        return optax.ScaleByLionState(count, mu)
+    return optax.ScaleByAdamState(count, mu, jax.tree.map(functools.partial(moment, jnp.uint8), params))
+
+
+def _has_bf16(params: Any) -> bool:
+    return any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(params))
+
+
+def _update(
+    settings: _Settings, grads: Any, state: Any, params: Any = None, *, finite: Any = None, **extra: Any
+) -> tuple[Any, Any]:
+    if params is None:
+        raise UserError("update: the fused optimizers need params; call update(grads, state, params)")
+    rule = dataclasses.replace(settings.rule, changes=True, skips=finite is not None)
+    how = {name: extra[name] for name in ("scale", "shardings", "key") if name in extra}  # the rest is meant for others
+    updates, state, _ = _step(settings, rule, grads, state, params, finite, **how)
+    return updates, state
+
+
+def _apply(
+    settings: _Settings, grads: Any, state: Any, params: Any, *, copy_dtype: Any = None, finite: Any = None, **how: Any
+) -> tuple[Any, Any, Any]:
+    rule = dataclasses.replace(settings.rule, skips=finite is not None, copy_dtype=copy_dtype)
+    return _step(settings, rule, grads, state, params, finite, **how)
+
+
+def _step(
+    settings: _Settings,
+    rule: rules.Rule,
+    grads: Any,
+    state: Any,
+    params: Any,
+    finite: Any,
+    *,
+    scale: Any = 1.0,
+    shardings: Any = None,
+    key: Any = None,
+) -> tuple[Any, Any, Any]:
+    """Returns (params or updates, state, copies)."""
+    structure: Any = jax.tree.structure(params)
+    weights = jax.tree.leaves(params)
+    if not weights:  # of a mask, or a label, that nothing has
+        return (
+            params,
+            state._replace(count=optax.safe_increment(state.count)),
+            None if rule.copy_dtype is None else params,
+        )
+    moments = [structure.flatten_up_to(moment) for moment in state[1:]]
+    leaves = [rules.Leaf(*arrays) for arrays in zip(structure.flatten_up_to(grads), weights, *_as_tuples(moments))]
+    decays = _decays(settings, params)
+    count = optax.safe_increment(state.count)
+    scalars = _scalars(settings, state.count, count, scale, finite)
+    seeds = rounding.fold(_seed(key, state.count), jnp.arange(len(leaves)))
+    kind = "coded" if rule.stochastic or settings.moments == "int8" else "plain"
+    if shardings is None:
+        chosen = kernels.choose(settings.implementation, kind, None)
+        places = [update.Place(decay) for decay in decays]
+        words = [seeds[n, None] for n in range(len(leaves))]
+        done = update.update_leaves(rule, leaves, places, scalars, words, implementation=chosen)
+    else:
+        placed = structure.flatten_up_to(shardings)
+        chosen = kernels.choose(settings.implementation, kind, sharded.mesh_of(placed))
+        done = sharded.update_leaves(rule, leaves, decays, scalars, seeds, placed, chosen)
+    news, *new_moments, copies = (structure.unflatten(list(parts)) for parts in zip(*_from_tuples(done, moments)))
+    if finite is not None:
+        count = jnp.where(finite, count, state.count)
+    new_state = type(state)(count, *new_moments)
+    return news, new_state, None if rule.copy_dtype is None else copies
+
+
+def _as_tuples(moments: list[list[Any]]) -> list[list[Any]]:
+    return [[tuple(m) if isinstance(m, eight_bit.Quantized) else m for m in moment] for moment in moments]
+
+
+def _from_tuples(done: list[rules.Updated], moments: list[list[Any]]) -> list[tuple]:
+    """Returns for each leaf the new weight, its moments in the form of the old ones, and the copy."""
+    rows = []
+    for updated in done:
+        news = [updated.mu, updated.nu][: len(moments)]
+        news = [eight_bit.Quantized(*new) if isinstance(new, tuple) else new for new in news]
+        rows.append((updated.param, *news, updated.copy))
+    return rows
+
+
+def _decays(settings: _Settings, params: Any) -> list[bool]:
+    """Returns for each leaf whether it decays."""
+    if isinstance(settings.weight_decay, (int, float)) and not settings.weight_decay:
+        return [False] * len(jax.tree.leaves(params))
+    mask = settings.mask(params) if callable(settings.mask) else settings.mask
+    mask = True if mask is None else mask
+    try:
+        return jax.tree.leaves(
+            jax.tree.map(lambda decay, part: jax.tree.map(lambda _: bool(decay), part), mask, params)
+        )
+    except ValueError as error:
+        raise UserError(
+            f"mask: must be a tree of bools like the params or the beginning of one, and does not fit them: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _scalars(settings: _Settings, before: jax.Array, count: jax.Array, scale: Any, finite: Any) -> rules.Scalars:
+    """Returns the numbers of this step. Bias corrections go by expm1, since 1 - b2**t loses digits in float32."""
+    rate = settings.learning_rate(before) if callable(settings.learning_rate) else settings.learning_rate
+
+    def correct(decay: Any) -> Any:
+        log = math.log(decay) if isinstance(decay, float) and decay > 0 else jnp.log(decay)
+        return -1 / jnp.expm1(count.astype(jnp.float32) * log)
+
+    is_adam = settings.rule.name == "adam"
+    return rules.Scalars(
+        scale=scale,
+        finite=1.0 if finite is None else jnp.asarray(finite).astype(jnp.float32),
+        learning_rate=rate,
+        weight_decay=settings.weight_decay(before) if callable(settings.weight_decay) else settings.weight_decay,
+        b1=settings.b1,
+        rest1=1 - settings.b1,
+        b2=settings.b2,
+        rest2=1 - settings.b2,
+        eps=settings.eps,
+        correct1=correct(settings.b1) if is_adam else 1.0,
+        correct2=correct(settings.b2) if is_adam else 1.0,
+    )
+
+
+def _seed(key: Any, count: jax.Array) -> jax.Array:
+    seed = jnp.zeros((), jnp.uint32)
+    if key is not None:
+        words = jax.random.key_data(key) if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+        for word in jnp.ravel(words):
+            seed = rounding.fold(seed, word)
+    return rounding.fold(seed, count)

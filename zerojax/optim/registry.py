@@ -1,0 +1,150 @@
+"""Optimizers and learning-rate schedules by name. This module maps names to optax, and to `zerojax.fused` where optax rounds too much."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zerojax import precision
+from zerojax.errors import UserError
+from zerojax.optim import fused
+
+Schedule = Callable[[Any], Any]
+
+
+def _constant(peak: float, warmup: int, steps: int, final: float) -> Schedule:
+    return optax.schedules.warmup_constant_schedule(0.0 if warmup else peak, peak, warmup)
+
+
+def _linear(peak: float, warmup: int, steps: int, final: float) -> Schedule:
+    rise = optax.linear_schedule(0.0, peak, warmup)
+    fall = optax.linear_schedule(peak, peak * final, max(1, steps - warmup))
+    return optax.join_schedules([rise, fall], [warmup])
+
+
+def _cosine(peak: float, warmup: int, steps: int, final: float) -> Schedule:
+    rise = optax.linear_schedule(0.0, peak, warmup)
+    fall = optax.cosine_decay_schedule(peak, max(1, steps - warmup), alpha=final)
+    return optax.join_schedules([rise, fall], [warmup])
+
+
+SCHEDULES: dict[str, Callable[[float, int, int, float], Schedule]] = {
+    "constant": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
+}
+
+
+def decays(params: Any) -> Any:
+    """Says which leaves take weight decay: matrices do, scales and biases do not."""
+    return jax.tree.map(lambda p: jnp.ndim(p) >= 2, params)
+
+
+# name -> f(learning rate or schedule, b1, b2, eps, weight decay). A mask costs a tree walk at trace time only.
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "adam": lambda lr, b1, b2, eps, wd: optax.adam(lr, b1, b2, eps),
+    "adamw": lambda lr, b1, b2, eps, wd: optax.adamw(lr, b1, b2, eps, weight_decay=wd, mask=decays),
+    "adafactor": lambda lr, b1, b2, eps, wd: optax.adafactor(
+        lr, weight_decay_rate=wd or None, weight_decay_mask=decays
+    ),
+    "lamb": lambda lr, b1, b2, eps, wd: optax.lamb(lr, b1, b2, eps, weight_decay=wd, mask=decays),
+    "lion": lambda lr, b1, b2, eps, wd: optax.lion(lr, b1, b2, weight_decay=wd, mask=decays),
+    "sgd": lambda lr, b1, b2, eps, wd: optax.sgd(lr, momentum=b1 or None),
+}
+WITHOUT_DECAY = ("adam", "sgd")
+
+# The same with moments in 16 or 8 bits, and with 16-bit weights rounded stochastically.
+FUSED: dict[str, Callable[..., Any]] = {
+    "adam": lambda lr, b1, b2, eps, wd, **how: fused.fused_adamw(lr, b1, b2, eps, 0.0, **how),
+    "adamw": lambda lr, b1, b2, eps, wd, **how: fused.fused_adamw(lr, b1, b2, eps, wd, mask=decays, **how),
+    "lion": lambda lr, b1, b2, eps, wd, **how: fused.fused_lion(lr, b1, b2, wd, mask=decays, **how),
+}
+
+
+def make_schedule(name: str, peak: float, warmup_steps: int, steps: int, final_fraction: float) -> Schedule:
+    """Returns the learning rate as a function of the step, counted from 0.
+
+    Raises:
+      UserError: an unknown name, or a warm-up longer than the run.
+    """
+    if name not in SCHEDULES:
+        raise UserError(f"config.optimizer.schedule: must be one of {', '.join(SCHEDULES)}, and is {name!r}")
+    if warmup_steps > steps:
+        raise UserError(
+            f"config.optimizer.warmup_steps: {warmup_steps} is longer than the run of {steps} steps; "
+            f"set --config.optimizer.warmup_steps={steps // 10}"
+        )
+    return SCHEDULES[name](peak, warmup_steps, steps, final_fraction)
+
+
+def make_optimizer(
+    name: str,
+    learning_rate: float | Schedule,
+    *,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    moments: str = "fp32",
+    rounds_weights: bool = False,
+) -> optax.GradientTransformation:
+    """Returns the optax transformation of that name.
+
+    Args:
+      name: a key of OPTIMIZERS.
+      learning_rate: a number, or a schedule of the steps taken before.
+      b1, b2, eps, weight_decay: the optimizer's own; what it does not have is ignored.
+      moments: how moments are stored: "fp32", "bf16" or "int8" (see `zerojax.fused`), which are rounded stochastically.
+      rounds_weights: whether weights are stored in bf16 and rounded stochastically.
+
+    Raises:
+      UserError: an unknown name, weight decay for one that has none, or 16-bit weights or moments for one that cannot round them.
+    """
+    if name not in OPTIMIZERS:
+        raise UserError(f"config.optimizer.name: must be one of {', '.join(OPTIMIZERS)}, and is {name!r}")
+    if weight_decay and name in WITHOUT_DECAY:
+        raise UserError(
+            f"config.optimizer.weight_decay: {name} applies none, and it is {weight_decay}; "
+            "set --config.optimizer.weight_decay=0, or use adamw"
+        )
+    plain = OPTIMIZERS[name](learning_rate, b1, b2, eps, weight_decay)
+    if moments == "fp32" and not rounds_weights:
+        return plain
+    if name not in FUSED:
+        place, value = ("optimizer.moments", moments) if moments != "fp32" else ("precision", "bf16_sr")
+        raise UserError(
+            f"config.{place}: {value} needs an optimizer among {', '.join(FUSED)}, and config.optimizer.name is {name!r}"
+        )
+    rounding = FUSED[name](learning_rate, b1, b2, eps, weight_decay, moments=moments, stochastic_rounding=True)
+    return _in_the_form_of(plain, rounding)
+
+
+def _in_the_form_of(plain: optax.GradientTransformation, one_pass: Any) -> precision.OnePass:
+    """Returns `one_pass` with its state where `plain` has it, so that a checkpoint of either restores into the other."""
+    kinds = (optax.ScaleByAdamState, optax.ScaleByLionState)
+
+    def is_part(node: Any) -> bool:
+        return isinstance(node, (*kinds, optax.ScaleByScheduleState))
+
+    def find(state: Any) -> Any:
+        return next(node for node in jax.tree.leaves(state, is_leaf=is_part) if isinstance(node, kinds))
+
+    def put(state: Any, inner: Any) -> Any:
+        def replace(node: Any) -> Any:
+            return inner if isinstance(node, kinds) else node._replace(count=inner.count) if is_part(node) else node
+
+        return jax.tree.map(replace, state, is_leaf=is_part)
+
+    def update(grads: Any, state: Any, params: Any = None, **how: Any) -> tuple[Any, Any]:
+        updates, inner = one_pass.update(grads, find(state), params, **how)
+        return updates, put(state, inner)
+
+    def apply(grads: Any, state: Any, params: Any, **how: Any) -> tuple[Any, Any, Any]:
+        params, inner, copies = one_pass.apply(grads, find(state), params, **how)
+        return params, put(state, inner), copies
+
+    found = precision.OnePass(lambda params: put(plain.init(params), one_pass.init(params)), update)
+    found.apply = apply
+    return found

@@ -1,0 +1,6 @@
+"""What a train step will need and send, told before it runs: `python -m zerojax.plan`.
+
+Here live the plan of a step, its ledger of collectives, findings, the bound on its time, devices to compile for, and the search.
+Nothing is allocated and nothing runs.
+A target is a line of `targets.TARGETS`; a finding is a function in `findings.RULES`.
+"""

@@ -1,0 +1,78 @@
+"""Says what a run will need and send, without running it. This module is the command line `python -m zerojax.plan`.
+
+python -m zerojax.plan --config configs/llama3_8b.py --target h200 --topology 1x8
+python -m zerojax.plan --config configs/llama3_8b.py --target v5p --topology 4x4x8 --json
+"""
+
+import json
+import sys
+
+import jax
+from absl import flags
+
+from zerojax import display
+from zerojax.errors import UserError
+from zerojax.launch import processes
+from zerojax.plan import report as plan_report
+from zerojax.plan import search, step_plan
+from zerojax.trainer import command
+from zerojax.trainer import config as config_lib
+
+_TARGET = flags.DEFINE_string("target", "here", "Device kind: h200, h100, a100, b200, v5e, v5p, v6e, cpu, here.")
+_TOPOLOGY = flags.DEFINE_string("topology", "", "GPUs, CPUs: hosts x devices (1x8). TPUs: chips (4x4x8).")
+_JSON = flags.DEFINE_boolean("json", False, "Print JSON instead of tables (docs/plan.md).")
+_PICTURE = flags.DEFINE_string("picture", "", "Write a PNG of memory by role and over the program here.")
+_SEARCH = flags.DEFINE_boolean("search", False, "Look for the fastest plan that fits.")
+_MOST = flags.DEFINE_integer("most_compiles", 12, "Plans that --search compiles at most.")
+
+
+def main() -> None:
+    """Parses the command line and plans; a wrong input ends with one line and status 2."""
+    try:
+        config = config_lib.from_dict(command.parse(sys.argv))
+        _prepare(config)
+        if _SEARCH.value:
+            _search(config)
+        else:
+            _plan(config)
+    except UserError as error:
+        print(f"zerojax: {error}", file=sys.stderr, flush=True)
+        processes.leave(2)
+    processes.leave(0)
+
+
+def _prepare(config: config_lib.Config) -> None:
+    """Keeps JAX off real accelerators when planning for devices that are not here."""
+    if flags.FLAGS["most_compiles"].present and not _SEARCH.value:
+        raise UserError("--most_compiles: is of --search alone; add --search, or leave it away")
+    if _TARGET.value == "here":
+        processes.emulate_cpu_devices(config.emulate_devices)
+    else:
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _plan(config: config_lib.Config) -> None:
+    plan = step_plan.plan_config(config, _TARGET.value, _TOPOLOGY.value)
+    if _PICTURE.value:
+        try:
+            plan_report.draw(plan, _PICTURE.value)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--picture {_PICTURE.value}: cannot be written ({error}); name a PNG file") from error
+    print(json.dumps(plan_report.as_json(plan), indent=2) if _JSON.value else plan_report.text(plan), flush=True)
+
+
+def _search(config: config_lib.Config) -> None:
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if _PICTURE.value:
+        raise UserError("--picture: shows one plan, and --search makes many; leave one of them away")
+    outcomes = search.search(config, _TARGET.value, _TOPOLOGY.value, most_compiles=_MOST.value, say=say)
+    if _JSON.value:
+        print(json.dumps(search.as_json(outcomes), indent=2), flush=True)
+    else:
+        print(display.as_text(search.table(outcomes)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Says how fast a step can be at best on a kind of device. This module divides what it does by what the device can.
+
+    step >= max( operations / matrix rate,     bytes moved / memory bandwidth,
+                 bytes received / link bandwidth,  bytes to or from the host / its link )
+
+since all can run at the same time. Bytes moved are those that the compiled program's instructions read and write.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from jax.sharding import Mesh
+
+from zerojax.hlo import flow as hlo_flow
+from zerojax.hlo import syntax
+from zerojax.plan import targets
+
+COMPUTE, MEMORY, COLLECTIVES, HOST = "compute", "memory", "collectives", "host link"
+
+# Instructions that move nothing themselves; loops and branches are counted by what runs in them, and -done by its -start.
+_FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast while conditional call after-all partition-id replica-id opt-barrier "
+    "optimization-barrier domain add-dependency".split()
+)
+_PARTS = ("dynamic-slice", "slice", "gather")  # read as much of their first operand as they return
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """The least time of a step.
+
+    Attributes:
+      seconds: of each term, by name: "compute", "memory", "collectives", and "host link" where something travels over it.
+      flops, traffic, received: of one device: operations, bytes moved, bytes received.
+    """
+
+    seconds: Mapping[str, float]
+    flops: float
+    traffic: float
+    received: float
+
+    @property
+    def step_seconds(self) -> float:
+        """Returns the least time of a step: that of the longest term."""
+        return max(self.seconds.values())
+
+    @property
+    def binds(self) -> str:
+        """Returns the longest term."""
+        return max(self.seconds, key=lambda term: self.seconds[term])
+
+    def most_tokens_per_second(self, tokens: float) -> float:
+        """Returns the most tokens/s for a step over this many tokens."""
+        return tokens / self.step_seconds
+
+
+def least_step(
+    target: targets.Target,
+    mesh: Mesh,
+    *,
+    flops: Mapping[str, float],
+    traffic: float,
+    received: Mapping[tuple[str, ...], float],
+    host: float = 0,
+) -> Bound | None:
+    """Returns the least time of a step, or None where the target's rates are not known.
+
+    Args:
+      target: the kind of device.
+      mesh: the devices; those of one process share a host.
+      flops: operations of all devices together, by dtype (`flops.count(...).by_dtype`).
+      traffic: bytes that one device reads and writes (`memory_traffic`).
+      received: bytes that one device receives from others, by the mesh axes that they travel over.
+      host: bytes between one device and the host's memory, in the direction that has more (`host_traffic`).
+    """
+    rates = {dtype: rate.value for dtype, rate in target.matrix_rates.items()}
+    if not rates or target.memory_bandwidth is None or target.link is None:
+        return None
+    per_device = {dtype: count / mesh.size for dtype, count in flops.items()}
+    seconds = {
+        # What the device has no rate for runs as 16-bit: fp8 on an A100, fp32 on a TPU at default precision.
+        COMPUTE: sum(count / rates.get(dtype, rates["bf16"]) for dtype, count in per_device.items()),
+        MEMORY: traffic / target.memory_bandwidth.value,
+        COLLECTIVES: sum(_travel(target, mesh, axes, nbytes) for axes, nbytes in received.items()),
+    }
+    if host and target.host_link is not None:
+        seconds[HOST] = host / target.host_link.value
+    return Bound(seconds, sum(per_device.values()), traffic, sum(received.values()))
+
+
+def _travel(target: targets.Target, mesh: Mesh, axes: Iterable[str], nbytes: float) -> float:
+    """Returns the time that bytes take over some axes of the mesh.
+
+    A group with d devices on a host sends over d network adapters at once, rings through every host beginning at each (NCCL's channels), so
+    that of the bytes a device receives a d-th comes through its own adapter.
+    """
+    assert target.link is not None
+    near = nbytes / target.link.value
+    hosts = _hosts(mesh, axes)
+    if len(hosts) == 1 or target.network is None:
+        return near
+    far = nbytes / min(hosts.values()) / target.network.value
+    return far if min(hosts.values()) == 1 else max(near, far)
+
+
+def _hosts(mesh: Mesh, axes: Iterable[str]) -> dict[int, int]:
+    """Returns how many devices each host has in the first group along some axes."""
+    names = set(axes)
+    first = mesh.devices[tuple(slice(None) if name in names else 0 for name in mesh.axis_names)]
+    found: dict[int, int] = {}
+    for device in np.ravel(first):
+        found[device.process_index] = found.get(device.process_index, 0) + 1
+    return found
+
+
+def host_traffic(flow: hlo_flow.Flow) -> tuple[int, int]:
+    """Returns the bytes that one device sends to the host's memory in a step, and those that come from it."""
+    sent = fetched = 0
+    for call in _counted(flow):
+        where = call.computation
+        for instruction in where.instructions:
+            source = (
+                where.by_name.get(instruction.operands[0]) if instruction.opcode in ("copy", "copy-start") else None
+            )
+            if source is None or not source.arrays:
+                continue
+            target = instruction.arrays[0]
+            nbytes = call.times * target.nbytes * (target.is_on_host != source.arrays[0].is_on_host)
+            sent, fetched = (sent + nbytes, fetched) if target.is_on_host else (sent, fetched + nbytes)
+    return sent, fetched
+
+
+def _counted(flow: hlo_flow.Flow) -> list[hlo_flow.Call]:
+    """Returns the calls of computations, but those whose start is counted where it stands."""
+    return [call for call in flow.calls.values() if not (call.site is not None and call.site.opcode.endswith("-start"))]
+
+
+def memory_traffic(flow: hlo_flow.Flow) -> int:
+    """Returns the bytes that one device reads and writes in a step, from the compiled program, loops times their length.
+
+    Each instruction reads its operands and writes its output once; of an array that it only takes a slice of, or updates in place, the
+    slice alone counts. Caches make the truth less, tiles that are read again make it more.
+    """
+    return sum(
+        call.times
+        * sum(_moved(flow.module, call.computation, instruction) for instruction in call.computation.instructions)
+        for call in _counted(flow)
+    )
+
+
+def _moved(module: syntax.Module, where: syntax.Computation, instruction: syntax.Instruction) -> int:
+    opcode = instruction.opcode
+    if opcode in _FREE or opcode.endswith(("-done", "-update")):
+        return 0
+    written = _nbytes(instruction)
+    read = [_nbytes(where.by_name[operand]) if operand in where.by_name else 0 for operand in instruction.operands]
+    if opcode.removesuffix("-start") == "fusion" and instruction.called:
+        inside = module.computation(instruction.called[-1])
+        used = [_used(inside, number, nbytes) for number, nbytes in enumerate(read)]
+        return sum(used) + _written(inside)
+    if opcode in _PARTS:
+        return 2 * written
+    if opcode in ("dynamic-update-slice", "scatter"):
+        return 2 * sum(read[1:])
+    if opcode.endswith("-start") and opcode != "all-reduce-start":
+        return written  # a tuple of what goes in and what comes out
+    return sum(read) + written
+
+
+def _used(inside: syntax.Computation, number: int, nbytes: int) -> int:
+    """Returns how much of a fusion's operand is read."""
+    parameter = inside.parameters.get(number)
+    if parameter is None:
+        return nbytes
+    users = inside.users.get(parameter.name, ())
+    while len(users) == 1 and users[0].opcode == "bitcast":
+        parameter, users = users[0], inside.users.get(users[0].name, ())
+    if users and all(u.opcode in _PARTS and u.operands[0] == parameter.name for u in users):
+        return min(nbytes, sum(_nbytes(user) for user in users))
+    in_place = ("dynamic-update-slice", "scatter")
+    if users and all(u.opcode in in_place and u.operands[0] == parameter.name for u in users):
+        return 0
+    return nbytes
+
+
+def _written(inside: syntax.Computation) -> int:
+    """Returns what a fusion writes: of an array that is updated in place, the update."""
+    root = inside.root
+    outputs = [inside.by_name[o] for o in root.operands if o in inside.by_name] if root.opcode == "tuple" else [root]
+    total = 0
+    for output in outputs:
+        while output.opcode == "bitcast" and output.operands[0] in inside.by_name:
+            output = inside.by_name[output.operands[0]]
+        update = {"dynamic-update-slice": 1, "scatter": -1}.get(output.opcode)
+        total += _nbytes(output if update is None else inside.by_name[output.operands[update]])
+    return total
+
+
+def _nbytes(instruction: syntax.Instruction) -> int:
+    return sum(array.nbytes for array in instruction.arrays if not array.is_on_host)

@@ -1,0 +1,222 @@
+"""Shows a plan: tables for people, JSON for machines, a picture of memory. This module computes nothing of its own.
+
+docs/plan.md describes the JSON; `SCHEMA` is its version and grows by one when a field changes its meaning or goes.
+"""
+
+import os
+from typing import Any
+
+from rich.table import Table
+
+from zerojax import display
+from zerojax.hlo import buffers
+from zerojax.plan import step_plan
+
+SCHEMA = 1
+LARGEST = 10
+
+
+def text(plan: step_plan.Plan) -> str:
+    """Returns the whole plan as plain lines."""
+    tables = [memory_table(plan), leaves_table(plan), temporaries_table(plan), ledger_table(plan)]
+    shown = [display.as_text(table) for table in tables if table.row_count]
+    return "\n\n".join([*shown, "\n".join(_lines(plan))])
+
+
+def verdict(plan: step_plan.Plan) -> str:
+    """Says in one line what the peak is and whether it fits."""
+    peak = f"peak {display.human(plan.peak)} on each device"
+    if plan.usable is None or plan.target.memory is None:
+        return f"{peak}; the memory of {plan.target.name} is not known"
+    word = "fits" if plan.fits else "does NOT fit"
+    room = f"the {display.human(plan.usable)} that XLA may use"
+    if not plan.target.is_pool:
+        room += f" of {plan.target.name}'s {display.human(plan.target.memory.value)}"
+    return f"{peak}: {word} in {room}"
+
+
+def memory_table(plan: step_plan.Plan) -> Table:
+    """Returns bytes by role: ZeRO's theory, the shardings' arithmetic, XLA's assignment."""
+    stage = "own step" if plan.stage is None else f"stage {plan.stage}"
+    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh_shape.items())
+    table = Table(title=f"Memory on each device: {stage}, {plan.devices} x {plan.target.name}, {mesh}")
+    for column in ("role", "ZeRO theory", "shardings", "XLA assigned"):
+        table.add_column(column, justify="left" if column == "role" else "right")
+    for row in plan.memory:
+        table.add_row(row.role, *(_bytes(count) for count in (row.theory, row.arithmetic, row.assigned)))
+    table.add_section()
+    table.add_row("peak", "", "", display.human(plan.peak))
+    if plan.buffers.source != buffers.ASSIGNMENT:
+        table.caption = "this backend tells totals only: temporaries are not told apart"
+    return table
+
+
+def leaves_table(plan: step_plan.Plan) -> Table:
+    """Returns the largest leaves of the state."""
+    table = Table(title=f"The {LARGEST} largest leaves")
+    for column in ("leaf", "role", "bytes", "donated"):
+        table.add_column(column, justify="right" if column == "bytes" else "left")
+    for leaf in sorted(plan.buffers.arguments, key=lambda a: -a.nbytes)[:LARGEST]:
+        table.add_row(leaf.path, leaf.role, display.human(leaf.nbytes), "yes" if leaf.is_donated else "no")
+    return table
+
+
+def temporaries_table(plan: step_plan.Plan) -> Table:
+    """Returns the largest temporaries at the peak, with where they come from."""
+    table = Table(title=f"The {LARGEST} largest temporaries at the peak")
+    for column in ("value", "role", "bytes", "from"):
+        table.add_column(column, justify="right" if column == "bytes" else "left", overflow="fold")
+    for value in plan.buffers.at_peak[:LARGEST]:
+        table.add_row(
+            f"{value.name} {value.type}", value.role, display.human(value.nbytes), value.source or value.op_name
+        )
+    return table
+
+
+def ledger_table(plan: step_plan.Plan) -> Table:
+    """Returns what a device receives in a step, by role, kind and dtype."""
+    table = Table(title="Collectives in a step, received by each device")
+    for column in ("role", "kind", "dtype", "axes", "runs", "bytes", "params", "beside other work"):
+        table.add_column(column, justify="left" if column in ("role", "kind", "dtype", "axes") else "right")
+    groups: dict[tuple[str, str, str, str], list[Any]] = {}
+    for row in plan.ledger.rows:
+        groups.setdefault((row.role, row.kind, row.dtype, ",".join(row.axes)), []).append(row)
+    for key, rows in groups.items():
+        nbytes = sum(row.nbytes for row in rows)
+        hidden = sum(row.nbytes for row in rows if row.is_async and row.overlaps)
+        params = sum(row.elements for row in rows) / max(1, plan.ledger.params)
+        share = f"{hidden / nbytes:.0%}" if nbytes else "-"
+        table.add_row(*key, str(sum(r.times for r in rows)), display.human(nbytes), f"{params:.3f}", share)
+    table.add_section()
+    total = plan.ledger.totals()
+    table.add_row(
+        "total", "", "", "", "", display.human(sum(t["bytes"] for t in total.values())), f"{_sum(total):.3f}", ""
+    )
+    table.caption = f"theory: {sum(plan.theory.values()):.3f} parameters"
+    return table
+
+
+def as_json(plan: step_plan.Plan) -> dict[str, Any]:
+    """Returns the plan as JSON values; docs/plan.md names every field."""
+    bound = plan.bound
+    return {
+        "schema": SCHEMA,
+        "target": plan.target.name,
+        "devices": plan.devices,
+        "mesh": dict(plan.mesh_shape),
+        "stage": plan.stage,
+        "tokens_per_step": plan.tokens,
+        "peak_bytes": plan.peak,
+        "device_bytes": int(plan.target.memory.value) if plan.target.memory else None,
+        "usable_bytes": plan.usable,
+        "fits": plan.fits,
+        "memory": [
+            {"role": r.role, "theory_bytes": r.theory, "sharding_bytes": r.arithmetic, "assigned_bytes": r.assigned}
+            for r in plan.memory
+        ],
+        "largest_leaves": [_leaf(a) for a in sorted(plan.buffers.arguments, key=lambda a: -a.nbytes)[:LARGEST]],
+        "largest_temporaries": [_temporary(t) for t in plan.buffers.at_peak[:LARGEST]],
+        "collectives": [_collective(row) for row in plan.ledger.rows],
+        "collective_totals": plan.ledger.totals(),
+        "collective_theory_params": dict(plan.theory),
+        "departures": [
+            {"role": d.role, "expected": d.expected, "found": d.found, "why": d.why} for d in plan.departures
+        ],
+        "findings": [
+            {"rule": f.rule, "where": f.where, "amount": f.amount, "remedy": f.remedy, "bytes": f.nbytes}
+            for f in plan.findings
+        ],
+        "bound": None
+        if bound is None
+        else {
+            "seconds": dict(bound.seconds),
+            "binds": bound.binds,
+            "step_seconds": bound.step_seconds,
+            "tokens_per_second": bound.most_tokens_per_second(plan.tokens),
+        },
+        "compile_seconds": plan.compile_seconds,
+    }
+
+
+def _leaf(leaf: buffers.Argument) -> dict[str, Any]:
+    found = {"path": leaf.path, "role": leaf.role, "bytes": leaf.nbytes}
+    return found | {"space": leaf.space, "donated": leaf.is_donated}
+
+
+def _temporary(value: buffers.Temporary) -> dict[str, Any]:
+    found = {"value": value.name, "type": value.type, "role": value.role, "bytes": value.nbytes}
+    return found | {"op_name": value.op_name, "source": value.source}
+
+
+def _collective(row: Any) -> dict[str, Any]:
+    return {
+        "role": row.role,
+        "kind": row.kind,
+        "dtype": row.dtype,
+        "axes": list(row.axes),
+        "runs": row.times,
+        "bytes": row.nbytes,
+        "elements": row.elements,
+        "weights": list(row.weights),
+        "asynchronous": row.is_async,
+        "overlaps": dict(row.overlaps),
+        "source": row.source,
+    }
+
+
+def draw(plan: step_plan.Plan, path: str | os.PathLike) -> None:
+    """Draws memory by role, and temporaries over the order of the program, as a PNG."""
+    from matplotlib.figure import Figure  # half a second, which no run waits for to start
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1, 2))
+    scale = 2.0**30
+    bottom = 0.0
+    for row in plan.memory:
+        size = (row.assigned or 0) / scale
+        if row.role != step_plan.HOST and size > 0.001 * plan.peak / scale:
+            left.bar(["peak"], [size], bottom=[bottom], label=f"{row.role} {size:.2f}")
+            bottom += size
+    if plan.target.memory:
+        left.axhline(
+            plan.target.memory.value / scale, color="black", linestyle="--", linewidth=1, label="device memory"
+        )
+    left.set_ylabel("GiB on a device")
+    left.set_title(f"peak {display.human(plan.peak)}", fontsize=9)
+    left.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    if plan.buffers.curve is not None:
+        curve = plan.buffers.curve
+        heights = [[count / scale for count in column] for column in curve.by_role.values()]
+        right.stackplot(curve.places, heights, labels=list(curve.by_role))
+        right.legend(fontsize=7, loc="upper left")
+        right.axvline(plan.buffers.peak_place, color="black", linewidth=0.6)
+    right.set_xlabel("instruction, in program order")
+    right.set_title("temporaries", fontsize=9)
+    figure.savefig(path, dpi=130)
+
+
+def _lines(plan: step_plan.Plan) -> list[str]:
+    lines = [verdict(plan)]
+    if plan.bound is not None:
+        terms = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in plan.bound.seconds.items())
+        line = f"a step takes at least {plan.bound.step_seconds * 1e3:.1f} ms ({plan.bound.binds} binds: {terms})"
+        if plan.tokens:
+            line += f"; at most {plan.bound.most_tokens_per_second(plan.tokens) / plan.devices:,.0f} tokens/s/device"
+        lines.append(line)
+    lines += [
+        f"departs from theory: {d.role}: {d.found:.3f} against {d.expected:.3f} parameters: {d.why}"
+        for d in plan.departures
+    ]
+    lines += [f"FINDING {f.rule}: {f.where}: {f.amount}. {f.remedy}" for f in plan.findings]
+    if not plan.findings:
+        lines.append("no findings")
+    lines.append(f"compiled in {plan.compile_seconds:.0f} s")
+    return lines
+
+
+def _bytes(count: int | None) -> str:
+    return "" if count is None else display.human(count)
+
+
+def _sum(totals: dict[str, dict[str, float]]) -> float:
+    return sum(total["params"] for total in totals.values())

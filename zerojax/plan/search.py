@@ -1,0 +1,218 @@
+"""Looks for the fastest plan that fits, by compilation alone. This module walks a grid of settings and says why each lost.
+
+Settings are tried from the fastest expected to the slowest. One is not compiled where the answer is known: where what must persist
+exceeds the device, or where the same settings with a smaller micro-batch did not fit.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from zerojax import display
+from zerojax.errors import UserError
+from zerojax.plan import step_plan, targets
+from zerojax.trainer import config as config_lib
+from zerojax.trainer import program
+from zerojax.zero import memory as memory_lib
+from zerojax.zero import stages
+
+DEFAULT_GRID: Mapping[str, Sequence[Any]] = {
+    "stage": (0, 1, 2, 3),
+    "remat": ("none", "dots", "full"),
+    "micro_batch_size": (1, 2, 4, 8),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One choice of settings; the batch of all devices stays what the config says, by accumulation."""
+
+    stage: int
+    remat: str
+    micro_batch_size: int
+    grad_accum: int
+    replica: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a candidate: its peak and rate where it was compiled, and why it lost ("" for the best)."""
+
+    candidate: Candidate
+    peak: int | None
+    tokens_per_second: float | None
+    reason: str
+    is_compiled: bool = False
+
+
+def search(
+    config: config_lib.Config,
+    target: str,
+    topology: str = "",
+    *,
+    grid: Mapping[str, Sequence[Any]] | None = None,
+    most_compiles: int = 12,
+    memory: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[Outcome]:
+    """Returns every candidate's outcome, the fastest that fits first.
+
+    The rate is the bound's: operations with recomputation, bytes and links at the target's rates. It ranks plans of one model on one
+    target; it is no forecast of a measured rate. Where the target's rates are not known, plans stay in the order of what they
+    recompute and send.
+
+    Args:
+      config: what to train; its global batch is kept (where it is 0, that of its micro-batch and accumulation).
+      target, topology: see `targets.devices`.
+      grid: choices by setting; None: see `default_grid`.
+      most_compiles: candidates compiled at most.
+      memory: bytes that XLA may use on a device; None for the target's.
+      say: called with a line of progress for each.
+
+    Raises:
+      UserError: the target's memory is not known, or no candidate keeps the batch.
+    """
+    known, devices = targets.get(target), targets.devices(target, topology)
+    if memory is None:
+        if known.usable is None:
+            raise UserError(
+                f"target {target}: its memory is not known, so nothing can be said to fit; name another target"
+            )
+        memory = known.usable
+    candidates = _candidates(config, len(devices), grid or default_grid(devices))
+    if not candidates:
+        raise UserError(
+            "search: no choice of micro-batch and replica in the grid keeps the global batch; widen the grid"
+        )
+    outcomes: list[Outcome] = []
+    for candidate in sorted(candidates, key=_expected_cost):
+        compiled = sum(outcome.is_compiled for outcome in outcomes)
+        reason = _known_to_lose(candidate, outcomes, memory)
+        if not reason and compiled >= most_compiles:
+            reason = f"not compiled: the limit of {most_compiles} was reached"
+        if reason:
+            outcomes.append(Outcome(candidate, None, None, reason))
+            continue
+        outcomes.append(_tried(_applied(config, candidate), candidate, devices, target, memory))
+        say(f"{words(candidate)}: {outcomes[-1].reason or 'fits'}")
+    return _ranked(outcomes)
+
+
+def default_grid(devices: Sequence[Any]) -> dict[str, Sequence[Any]]:
+    """Returns DEFAULT_GRID and two splits of replica x data: everything over all devices, and over those of each host."""
+    hosts = len({device.process_index for device in devices})
+    return {**DEFAULT_GRID, "replica": sorted({1, hosts})}
+
+
+def _tried(
+    config: config_lib.Config, candidate: Candidate, devices: Sequence[Any], target: str, memory: float
+) -> Outcome:
+    """Compiles a candidate, unless what it must hold is too much already."""
+    built = program.build(config, devices=devices)
+    held = sum(memory_lib.bytes_per_device(built.partition).values())
+    if held > memory:
+        return Outcome(candidate, held, None, f"state and gradients alone take {display.human(held)}")
+    plan = step_plan.plan_program(built, target)
+    rate = plan.bound.most_tokens_per_second(plan.tokens) if plan.bound else None
+    over = plan.peak - memory
+    reason = f"does not fit: {display.human(over)} too much" if over > 0 else ""
+    return Outcome(candidate, plan.peak, rate, reason, is_compiled=True)
+
+
+def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Returns the outcomes as JSON values."""
+    return [dataclasses.asdict(outcome) for outcome in outcomes]
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """Returns the outcomes as a table."""
+    shown = Table(
+        title="Plans, the fastest that fits first",
+        caption="model.recompute is left away unless remat is dots, and model.offload where it is none",
+    )
+    for column in ("stage", "remat", "micro-batch", "accum", "replica", "peak", "most tokens/s", "why not"):
+        shown.add_column(column, justify="left" if column in ("remat", "why not") else "right")
+    for outcome in outcomes:
+        c = outcome.candidate
+        rate = "" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}"
+        peak = "" if outcome.peak is None else display.human(outcome.peak)
+        row = (c.stage, c.remat, c.micro_batch_size, c.grad_accum, c.replica, peak, rate, outcome.reason)
+        shown.add_row(*map(str, row))
+    return shown
+
+
+def _candidates(config: config_lib.Config, devices: int, grid: Mapping[str, Sequence[Any]]) -> list[Candidate]:
+    """Returns the grid's choices that keep the global batch."""
+    ways = devices // config.mesh.model
+    wanted = config_lib.batch_sizes(config, ways).global_batch_size
+    found = []
+    for stage, remat, micro, replica in itertools.product(
+        grid["stage"], grid["remat"], grid["micro_batch_size"], grid["replica"]
+    ):
+        if ways % replica == 0 and wanted % (micro * ways) == 0:
+            found.append(Candidate(stage, remat, micro, wanted // (micro * ways), replica))
+    return found
+
+
+def _applied(config: config_lib.Config, candidate: Candidate) -> config_lib.Config:
+    return dataclasses.replace(
+        config,
+        global_batch_size=0,
+        micro_batch_size=candidate.micro_batch_size,
+        grad_accum=candidate.grad_accum,
+        zero=dataclasses.replace(config.zero, stage=candidate.stage),
+        model=with_remat(config.model, candidate.remat),
+        mesh=dataclasses.replace(config.mesh, replica=candidate.replica, data=-1),
+    )
+
+
+def with_remat(model: config_lib.Model, remat: str) -> config_lib.Model:
+    """Returns the model's settings with another `remat`, and of those that go with it what still can."""
+    return dataclasses.replace(
+        model,
+        remat=remat,
+        recompute=model.recompute if remat == "dots" else "",
+        offload=model.offload if remat != "none" else "",
+    )
+
+
+def _expected_cost(candidate: Candidate) -> tuple[float, int, int, int]:
+    """Orders candidates: fewest recomputed operations, fewest bytes sent, fewest passes, and most that stays inside a host."""
+    recomputed = {"none": 0.0, "dots": 0.02, "full": 0.33}[candidate.remat]
+    sent = 3 if stages.STAGES[candidate.stage].params else 2
+    return (recomputed, sent * candidate.grad_accum, candidate.grad_accum, -candidate.replica)
+
+
+def _known_to_lose(candidate: Candidate, outcomes: Sequence[Outcome], memory: float) -> str:
+    """Says why a candidate need not be compiled, or "": a smaller micro-batch of the same did not fit."""
+    for outcome in outcomes:
+        tried = outcome.candidate
+        same = (tried.stage, tried.remat, tried.replica) == (candidate.stage, candidate.remat, candidate.replica)
+        too_large = outcome.peak is not None and outcome.peak > memory
+        if same and too_large and tried.micro_batch_size <= candidate.micro_batch_size:
+            return f"micro-batch {tried.micro_batch_size} does not fit"
+    return ""
+
+
+def _ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    def by_rate(outcome: Outcome) -> tuple[float, int]:  # and of plans as fast as each other, by what they need
+        rate = outcome.tokens_per_second
+        return (-rate, outcome.peak or 0) if rate else (0.0, 0)
+
+    fitting = sorted((outcome for outcome in outcomes if not outcome.reason), key=by_rate)
+    ranked = fitting[:1]
+    for outcome in fitting[1:]:
+        slower = 1 - (outcome.tokens_per_second or 0) / (fitting[0].tokens_per_second or 1)
+        ranked.append(
+            dataclasses.replace(outcome, reason=f"fits, {slower:.1%} slower" if slower > 0 else "fits, as fast")
+        )
+    return ranked + [o for o in outcomes if o.reason]
+
+
+def words(candidate: Candidate) -> str:
+    """Names a candidate's settings."""
+    c = candidate
+    return f"stage {c.stage}, remat {c.remat}, micro-batch {c.micro_batch_size} x {c.grad_accum}, replica {c.replica}"

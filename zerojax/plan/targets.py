@@ -1,0 +1,273 @@
+"""Names the devices that programs can be compiled for without having them. This module knows their figures and the compiler's form of each.
+
+A compile-only device has no memory and runs nothing, but programs lowered for a mesh of them go through the whole pipeline of XLA, so their
+collectives, buffers and peak memory are those of the real machine. GPUs need the extra `plan-gpu`, TPUs `plan-tpu`.
+"""
+
+import contextlib
+import dataclasses
+import glob
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from zerojax.errors import UserError
+from zerojax.launch import accelerators, processes
+from zerojax.plan import gpu_configs
+
+MEASURED = "measured"
+NVIDIA = "published: NVIDIA data sheet, not measured"
+XLA = "published: XLA's description of the device, not measured"
+GOOGLE = "published: Cloud TPU documentation, not measured"
+
+
+# What XLA may use of a device's memory: the driver, NCCL, cuBLAS and cuDNN keep some for themselves.
+USABLE = 0.92
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A number and where it is from."""
+
+    value: float
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One kind of device. Rates are of one device, links one way; None is unknown.
+
+    Attributes:
+      name: as on a command line.
+      kind: "gpu", "tpu" or "cpu".
+      device_kind: as JAX names the device.
+      memory: bytes of device memory.
+      memory_bandwidth: bytes/s to and from it.
+      matrix_rates: dense FLOP/s by dtype ("bf16", "fp8", "fp32"; on GPUs fp32 products run as TF32).
+      link: bytes/s to devices of the same host (NVLink) or slice (ICI).
+      network: bytes/s to other hosts; None where the link reaches them (ICI) or there are none.
+      host_link: bytes/s to the host's memory.
+      is_pool: `memory` is what JAX may allocate, not what the device has.
+    """
+
+    name: str
+    kind: str
+    device_kind: str
+    memory: Figure | None = None
+    memory_bandwidth: Figure | None = None
+    matrix_rates: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
+    link: Figure | None = None
+    network: Figure | None = None
+    host_link: Figure | None = None
+    is_pool: bool = False
+
+    @property
+    def usable(self) -> int | None:
+        """Returns the bytes of memory that XLA may use, or None where the memory is not known."""
+        if self.memory is None:
+            return None
+        return int(self.memory.value if self.is_pool else self.memory.value * USABLE)
+
+    @property
+    def is_measured(self) -> bool:
+        """Says whether the memory and the compiler's description were read off such a device."""
+        return self.memory is not None and self.memory.source == MEASURED
+
+
+def _rates(source: str, **rates: float) -> dict[str, Figure]:
+    return {dtype: Figure(rate, source) for dtype, rate in rates.items()}
+
+
+_INFINIBAND_400 = Figure(50e9, "published: one 400 Gbit/s adapter for each GPU, not measured")
+_INFINIBAND_200 = Figure(25e9, "published: one 200 Gbit/s adapter for each GPU, not measured")
+
+TARGETS: dict[str, Target] = {
+    "h200": Target(
+        name="h200",
+        kind="gpu",
+        device_kind="NVIDIA H200",
+        memory=Figure(150109880320, MEASURED),
+        memory_bandwidth=Figure(
+            4.814304e12, MEASURED + ": the memory's clock; copies reach 3.5e12, a fused update 4.15e12"
+        ),
+        matrix_rates=_rates(NVIDIA, bf16=989.4e12, fp8=1978.9e12, fp32=494.7e12),
+        link=Figure(450e9, NVIDIA),
+        network=_INFINIBAND_400,
+        host_link=Figure(54e9, MEASURED),
+    ),
+    "h100": Target(
+        name="h100",
+        kind="gpu",
+        device_kind="NVIDIA H100 80GB HBM3",
+        memory=Figure(84942979072, XLA),
+        memory_bandwidth=Figure(3.35232e12, XLA),
+        matrix_rates=_rates(NVIDIA, bf16=989.4e12, fp8=1978.9e12, fp32=494.7e12),
+        link=Figure(450e9, NVIDIA),
+        network=_INFINIBAND_400,
+        host_link=Figure(64e9, NVIDIA),
+    ),
+    "a100": Target(
+        name="a100",
+        kind="gpu",
+        device_kind="NVIDIA A100-SXM4-80GB",
+        memory=Figure(85100068864, XLA),
+        memory_bandwidth=Figure(2.03904e12, XLA),
+        matrix_rates=_rates(NVIDIA, bf16=312e12, fp32=156e12),
+        link=Figure(300e9, NVIDIA),
+        network=_INFINIBAND_200,
+        host_link=Figure(32e9, NVIDIA),
+    ),
+    "b200": Target(
+        name="b200",
+        kind="gpu",
+        device_kind="NVIDIA B200",
+        memory=Figure(191514411008, XLA),
+        memory_bandwidth=Figure(7.67232e12, XLA),
+        matrix_rates=_rates(NVIDIA, bf16=2250e12, fp8=4500e12, fp32=1125e12),
+        link=Figure(900e9, NVIDIA),
+        network=_INFINIBAND_400,
+        host_link=Figure(64e9, NVIDIA),
+    ),
+    "v5e": Target(
+        name="v5e",
+        kind="tpu",
+        device_kind="TPU v5 lite",
+        memory=Figure(16 * 2**30, GOOGLE),
+        memory_bandwidth=Figure(819e9, GOOGLE),
+        matrix_rates=_rates(GOOGLE, bf16=197e12),
+        link=Figure(200e9, GOOGLE + ": 1,600 Gbit/s over 4 links"),
+    ),
+    "v5p": Target(
+        name="v5p",
+        kind="tpu",
+        device_kind="TPU v5",
+        memory=Figure(95 * 2**30, GOOGLE),
+        memory_bandwidth=Figure(2765e9, GOOGLE),
+        matrix_rates=_rates(GOOGLE, bf16=459e12, fp8=459e12),
+        link=Figure(600e9, GOOGLE + ": 4,800 Gbit/s over 6 links"),
+    ),
+    "v6e": Target(
+        name="v6e",
+        kind="tpu",
+        device_kind="TPU v6 lite",
+        memory=Figure(32 * 2**30, GOOGLE),
+        memory_bandwidth=Figure(1640e9, GOOGLE),
+        matrix_rates=_rates(GOOGLE, bf16=918e12),
+        link=Figure(400e9, GOOGLE + ": 3,200 Gbit/s over 4 links"),
+    ),
+    "cpu": Target(name="cpu", kind="cpu", device_kind="cpu"),
+}
+HERE = "here"  # the devices of this machine
+
+_TPU_DIMS = {"v5e": 2, "v5p": 3, "v6e": 2}
+
+# What libtpu asks of a machine that has no TPU, and that several processes may load it at a time.
+_LIBTPU_ENVIRON = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def get(name: str) -> Target:
+    """Returns a target by name; "here" is the kind of device this machine has, its memory as the device itself says.
+
+    Raises:
+      UserError: no such target.
+    """
+    if name == HERE:
+        return _kind_of(jax.local_devices()[0])  # the memory of another process's device is not known here
+    if name not in TARGETS:
+        raise UserError(f"target: must be one of {', '.join([*TARGETS, HERE])}, and is {name!r}")
+    return TARGETS[name]
+
+
+def devices(target: str, topology: str = "") -> list[Any]:
+    """Returns devices to lay a mesh over: compile-only ones, or real ones for the targets "cpu" and "here".
+
+    Args:
+      target: a name in TARGETS, or "here".
+      topology: GPUs and CPUs: hosts x devices ("1x8", "64x8"; "8" is one host). TPUs: the slice's chips ("4x4x8", "8x8").
+        May be empty for "here" and "cpu": all there are.
+
+    Raises:
+      UserError: an unknown target, a topology of the wrong form, or an extra that is not installed.
+
+    >>> mesh = zerojax.make_mesh(devices=devices("h200", "1x8"))
+    """
+    known = get(target)
+    if target in (HERE, "cpu"):
+        return _real_devices(target, topology)
+    return _tpus(known, topology) if known.kind == "tpu" else _gpus(known, topology)
+
+
+def _gpus(target: Target, topology: str) -> list[Any]:
+    hosts, per_host = _hosts(target.name, topology)
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (13, 12)):
+        raise UserError(f"target {target.name}: JAX's CUDA compiler is missing; pip install 'zerojax[plan-gpu]'")
+    return _compile_only(
+        target, topology, platform="cuda", target_config=gpu_configs.text(target.name), topology=f"1x{hosts}x{per_host}"
+    )
+
+
+def _tpus(target: Target, topology: str) -> list[Any]:
+    dims = _TPU_DIMS[target.name]
+    if not re.fullmatch("x".join([r"[1-9]\d*"] * dims), topology):
+        form = "4x4x8" if dims == 3 else "4x8"
+        raise UserError(f"topology: a {target.name} slice has {dims} dims of chips, such as {form}; got {topology!r}")
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError(f"target {target.name}: the TPU compiler is missing; pip install 'zerojax[plan-tpu]'")
+    if not any(glob.glob(pattern) for pattern in accelerators.DEVICE_FILES["tpu"][0]):
+        for name, value in _LIBTPU_ENVIRON.items():
+            os.environ.setdefault(name, value)
+    return _compile_only(target, topology, platform="tpu", topology_name=f"{target.name}:{topology}")
+
+
+def _compile_only(target: Target, wanted: str, **description: Any) -> list[Any]:
+    with contextlib.suppress(RuntimeError):  # JAX has started, and knows what it has
+        accelerators.pass_over_absent()
+    try:
+        return list(topologies.get_topology_desc(**description).devices)
+    except Exception as error:  # the plugins raise JaxRuntimeError, ValueError, RuntimeError and NotImplementedError
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"target {target.name}: the compiler of jax {jax.__version__} refuses topology {wanted!r}: {reason}"
+        ) from error
+
+
+def _real_devices(target: str, topology: str) -> list[Any]:
+    """Returns devices that are here; CPU devices are emulated where JAX has not started."""
+    hosts, per_host = _hosts(target, topology) if topology else (0, 0)
+    count = hosts * per_host
+    if target == "cpu":
+        with contextlib.suppress(UserError):  # JAX has started: with enough devices, all is well
+            processes.emulate_cpu_devices(count or 1)
+    found = jax.devices("cpu") if target == "cpu" else jax.devices()
+    if count > len(found):
+        way_out = f"set JAX_NUM_CPU_DEVICES={count} before JAX starts" if target == "cpu" else "choose fewer"
+        raise UserError(f"topology: {topology} asks for {count} devices, and {target} has {len(found)}; {way_out}")
+    return list(found[: count or len(found)])
+
+
+def _hosts(target: str, topology: str) -> tuple[int, int]:
+    if not re.fullmatch(r"([1-9]\d*x)?[1-9]\d*", topology):
+        raise UserError(f"topology: {target} takes hosts x devices, such as 1x8 or 64x8; got {topology!r}")
+    hosts, _, per_host = topology.rpartition("x")
+    return int(hosts or 1), int(per_host)
+
+
+def _kind_of(device: Any) -> Target:
+    """Returns the target that a device is, or one without figures, with the memory that the device says it has."""
+    known = next((t for t in TARGETS.values() if t.device_kind == device.device_kind), None)
+    target = known or Target(HERE, device.platform, device.device_kind)
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None:
+        return target
+    return dataclasses.replace(target, memory=Figure(limit, MEASURED + ": what JAX may allocate here"), is_pool=True)

@@ -1,0 +1,180 @@
+"""Says where the time of a step went on its devices. This module joins a trace with the compiled step.
+
+A kernel's instruction tells what it computes, in which scope it was traced, and whose data it sends. NCCL's kernels wait for their peers:
+their time includes what the others are late.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from zerojax.hlo import collectives, syntax
+from zerojax.hlo import flow as hlo_flow
+from zerojax.plan import attribution, ledger
+from zerojax.profile import phases, traces
+
+LARGEST = 25  # kernels that are listed
+_CONTAINERS = ("while", "conditional", "call")  # what runs in them is in the trace too
+_NANOSECONDS = 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelTime:
+    """The kernels of one name in one phase: seconds and runs of a step on a device, and the longest one's origin."""
+
+    name: str
+    phase: str
+    seconds: float
+    runs: float
+    instruction: str
+    op_name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Where the time of a step went, in seconds of one device: the mean over steps and devices.
+
+    Attributes:
+      first, last: the steps that were profiled.
+      devices: how many the trace holds: those of one process.
+      step_seconds: from the first kernel to the end of the last one, over the steps.
+      shares: by phase, and for `phases.IDLE`; see `phases.divide`.
+      collectives: of that phase, by what is sent (`attribution.ROLES`).
+      kernels: those that took longest.
+      named: the share of the kernels' time for which an instruction of the step is known.
+    """
+
+    first: int
+    last: int
+    devices: int
+    step_seconds: float
+    shares: Mapping[str, phases.Share]
+    collectives: Mapping[str, phases.Share]
+    kernels: tuple[KernelTime, ...]
+    named: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """One run of a kernel, and what is known of it."""
+
+    kernel: traces.Kernel
+    instruction: syntax.Instruction | None
+    phase: str
+    role: str  # of a collective
+
+    @property
+    def interval(self) -> phases.Interval:
+        return self.kernel.start, self.kernel.end
+
+    @property
+    def length(self) -> float:
+        return self.kernel.end - self.kernel.start
+
+
+def profile(kernels: Iterable[traces.Kernel], sent: ledger.Ledger, first: int, last: int) -> Profile:
+    """Returns where the time of the steps `first` to `last` went.
+
+    Args:
+      kernels: all that ran in these steps, on any number of devices.
+      sent: the compiled step's collectives, with the step itself.
+    """
+    by_device: dict[str, list[_Run]] = {}
+    by_name: dict[tuple[str, str], list[_Run]] = {}
+    for run in _runs(kernels, sent):
+        by_device.setdefault(run.kernel.device, []).append(run)
+        by_name.setdefault((run.phase, run.kernel.name), []).append(run)
+    count = (last - first + 1) * max(1, len(by_device))
+    shares = _mean([_by_phase(runs) for runs in by_device.values()], count)
+    rows = [_kernel_time(runs, count) for runs in by_name.values()]
+    every = [run for runs in by_device.values() for run in runs]
+    total, named = sum(run.length for run in every), sum(run.length for run in every if run.instruction is not None)
+    return Profile(
+        first=first,
+        last=last,
+        devices=len(by_device),
+        step_seconds=sum(share.owned for share in shares.values()),
+        shares=shares,
+        collectives=_mean([_by_role(runs) for runs in by_device.values()], count),
+        kernels=tuple(sorted(rows, key=lambda row: -row.seconds)[:LARGEST]),
+        named=named / total if total else 0.0,
+    )
+
+
+def _runs(kernels: Iterable[traces.Kernel], sent: ledger.Ledger) -> Iterator[_Run]:
+    """Yields the kernels with what is known of them; loops and calls, whose kernels are in the trace too, are left out."""
+    known = _instructions(sent.flow)
+    header = re.match(r"HloModule ([\w.\-]+)", sent.flow.module.header)
+    role_of = {row.name: row.role for row in sorted(sent.rows, key=lambda row: row.nbytes)}
+
+    @functools.cache  # a step's kernels run again in every step and on every device
+    def read(name: str, traced: str, module: str) -> tuple[syntax.Instruction | None, str, str]:
+        instruction = known.get(traced)
+        # Of what runs in a CUDA graph a trace tells the graph or the loop at most; XLA names its own kernels after their instructions.
+        if instruction is None or (instruction.opcode in _CONTAINERS and name != instruction.name):
+            instruction = known.get(name)
+        if instruction is None or module not in ("", header[1] if header else ""):
+            return None, phases.phase(name), attribution.OTHER
+        phase = phases.phase(name, collectives.work_kind(sent.flow.module, instruction), instruction.op_name)
+        return instruction, phase, _role(sent.flow, instruction, role_of)
+
+    for kernel in kernels:
+        instruction, phase, role = read(kernel.name, kernel.instruction, kernel.module)
+        if instruction is None or instruction.opcode not in _CONTAINERS:
+            yield _Run(kernel, instruction, phase, role)
+
+
+def _by_phase(runs: Sequence[_Run]) -> dict[str, phases.Share]:
+    found: dict[str, list[phases.Interval]] = {}
+    for run in runs:
+        found.setdefault(run.phase, []).append(run.interval)
+    return phases.divide(found)
+
+
+def _by_role(runs: Sequence[_Run]) -> dict[str, phases.Share]:
+    """Returns the shares of a device's collectives, each role's beside what computes."""
+    computing = phases.union(run.interval for run in runs if run.phase in phases.COMPUTE)
+    sending = [run for run in runs if run.phase == phases.COLLECTIVES]
+    of_role = {role: [run.interval for run in sending if run.role == role] for role in attribution.ROLES}
+    return {role: phases.beside(intervals, computing) for role, intervals in of_role.items() if intervals}
+
+
+def _instructions(flow: hlo_flow.Flow) -> dict[str, syntax.Instruction]:
+    """Returns the instructions that run, by name and by the name that XLA gives their kernels."""
+    found: dict[str, syntax.Instruction] = {}
+    for call in flow.calls.values():
+        for instruction in call.computation.instructions:
+            found[instruction.name] = instruction
+            found.setdefault(re.sub(r"\W", "_", instruction.name), instruction)
+    return found
+
+
+def _role(flow: hlo_flow.Flow, instruction: syntax.Instruction, role_of: Mapping[str, str]) -> str:
+    """Returns what a collective sends; the instruction may be its wrapper's, which runs it asynchronously."""
+    inner = [i.name for name in hlo_flow.runs(instruction) for i in flow.module.computation(name).instructions]
+    return next((role_of[name] for name in (instruction.name, *inner) if name in role_of), attribution.OTHER)
+
+
+def _mean(parts: Sequence[Mapping[str, phases.Share]], count: int) -> dict[str, phases.Share]:
+    """Returns the mean of shares of several devices, in seconds; `count` is that of devices times that of steps."""
+    found = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        shares = [part[name] for part in parts if name in part]
+        owned, hidden = sum(share.owned for share in shares), sum(share.hidden for share in shares)
+        kernels = sum(share.kernels for share in shares) / count
+        found[name] = phases.Share(owned / count / _NANOSECONDS, hidden / count / _NANOSECONDS, kernels)
+    return found
+
+
+def _kernel_time(runs: Sequence[_Run], count: int) -> KernelTime:
+    """Sums up the runs of the kernels of one name."""
+    longest = max(runs, key=lambda run: run.length)
+    return KernelTime(
+        name=longest.kernel.name,
+        phase=longest.phase,
+        seconds=sum(run.length for run in runs) / count / _NANOSECONDS,
+        runs=len(runs) / count,
+        instruction=longest.kernel.instruction,
+        op_name=longest.instruction.op_name if longest.instruction is not None else "",
+    )

@@ -1,0 +1,171 @@
+"""Profiles a few steps of a run. This module starts and stops the profiler, and shows where the time went.
+
+The trace in WORKDIR/profile is for Perfetto and XProf, the table by phase for everybody; profile.json holds it.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from rich.table import Table
+
+from zerojax.errors import UserError
+from zerojax.plan import ledger
+from zerojax.profile import breakdown, phases, traces
+
+FOLDER, FILE = "profile", "profile.json"
+SCHEMA = 1
+
+
+class Profiler:
+    """Traces the steps `first` to `first + count - 1` into `folder`; with a count of 0, none.
+
+    A context manager: leaving it ends a trace that is under way. Where `enabled` is False it only says when a trace would begin and end.
+    """
+
+    def __init__(self, folder: pathlib.Path, first: int, count: int, *, enabled: bool) -> None:
+        self._folder, self._enabled = folder, enabled
+        self._first, self._last = first, first + count - 1
+        self._is_tracing = False
+
+    def __enter__(self) -> "Profiler":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._is_tracing:
+            self._is_tracing = False
+            jax.profiler.stop_trace()
+
+    def begins(self, step: int) -> bool:
+        """Says whether the trace begins before `step`."""
+        return step == self._first <= self._last
+
+    def holds(self, step: int) -> bool:
+        """Says whether `step` is one that is traced."""
+        return self._first <= step <= self._last
+
+    def ends(self, step: int) -> bool:
+        """Says whether the trace ends after `step`."""
+        return step == self._last >= self._first
+
+    def start(self) -> None:
+        """Starts tracing; what was dispatched before should have ended.
+
+        Raises:
+          UserError: the profiler does not start.
+        """
+        if not self._enabled:
+            return
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # Python's own calls would fill the trace
+        try:
+            jax.profiler.start_trace(str(self._folder / FOLDER), profiler_options=options)
+        except (RuntimeError, OSError) as error:
+            raise _failed(error) from error
+        self._is_tracing = True
+
+    def stop(self, sent: ledger.Ledger) -> breakdown.Profile | None:
+        """Stops tracing, once the traced steps have ended, and writes profile.json; None where this process traced nothing.
+
+        Args:
+          sent: the compiled step's collectives, with the step itself (`plan.ledger`).
+
+        Raises:
+          UserError: the trace cannot be written.
+        """
+        if not self._is_tracing:
+            return None
+        self._is_tracing = False
+        try:
+            jax.profiler.stop_trace()
+            path = traces.newest(self._folder / FOLDER)
+            found = breakdown.profile(traces.read(path) if path else (), sent, self._first, self._last)
+            new = self._folder / f"{FILE}.new"
+            new.write_text(json.dumps(as_json(found), indent=1) + "\n")
+            os.replace(new, self._folder / FILE)
+        except (RuntimeError, OSError) as error:
+            raise _failed(error) from error
+        return found
+
+
+def check(first: int, count: int, steps: int, others: Mapping[str, int]) -> None:
+    """Checks that the steps to trace are among the run's, with nothing else between them.
+
+    Args:
+      first, count: `config.profile`.
+      steps: the run's.
+      others: by name, every how many steps something else is done.
+
+    Raises:
+      UserError: they are not.
+    """
+    last = first + count - 1
+    traced = f"config.profile: steps {first} to {last} are to be traced"
+    if count and last > steps:
+        raise UserError(
+            f"{traced}, and config.steps is {steps}; set --config.steps={last} or an earlier --config.profile.start"
+        )
+    for name, every in others.items():
+        due = next((step for step in range(first, last) if every and step % every == 0), None)
+        if due is not None:
+            raise UserError(
+                f"{traced}, and config.{name}.every={every} comes after step {due}, in between; "
+                f"set --config.profile.start={due + 1}"
+            )
+
+
+def table(found: breakdown.Profile) -> Table:
+    """Returns the phases as a table."""
+    steps = f"step {found.first}" if found.first == found.last else f"steps {found.first} to {found.last}"
+    over = f", mean over {found.devices} devices of this process" if found.devices > 1 else ""
+    title = f"Time of a step on a device: {steps}{over}"
+    rows = Table(title=title)
+    for column in ("phase", "ms", "share", "hidden ms", "kernels"):
+        rows.add_column(column, justify="left" if column == "phase" else "right")
+    for name, share in found.shares.items():
+        part = f"{share.owned / found.step_seconds:.1%}" if found.step_seconds else ""
+        rows.add_row(name, f"{share.owned * 1e3:.2f}", part, *_hidden(share, name != phases.IDLE))
+        for role, of_role in found.collectives.items() if name == phases.COLLECTIVES else ():
+            rows.add_row(f"  {role}", f"{of_role.owned * 1e3:.2f}", "", *_hidden(of_role, True), style="dim")
+    rows.add_section()
+    rows.add_row("total", f"{found.step_seconds * 1e3:.2f}", "", "", "")
+    rows.caption = (
+        f"hidden: while a phase above runs; the step is known for {found.named:.0%} of kernel time"
+        if found.devices
+        else "the trace holds no kernels: on GPUs the profiler may lack the permission to count"
+    )
+    return rows
+
+
+def as_json(found: breakdown.Profile) -> dict[str, Any]:
+    """Returns a profile as JSON values; docs/configuration.md names every field."""
+    return {
+        "schema": SCHEMA,
+        "first_step": found.first,
+        "last_step": found.last,
+        "devices": found.devices,
+        "step_seconds": found.step_seconds,
+        "phases": {name: _share(share) for name, share in found.shares.items()},
+        "collectives": {role: _share(share) for role, share in found.collectives.items()},
+        "named_share": found.named,
+        "largest_kernels": [dataclasses.asdict(kernel) for kernel in found.kernels],
+    }
+
+
+def _hidden(share: phases.Share, has_kernels: bool) -> tuple[str, str]:
+    return (f"{share.hidden * 1e3:.2f}", f"{share.kernels:.4g}") if has_kernels else ("", "")
+
+
+def _share(share: phases.Share) -> dict[str, float]:
+    return {"seconds": share.owned, "hidden_seconds": share.hidden, "kernels": share.kernels}
+
+
+def _failed(error: Exception) -> UserError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return UserError(
+        f"config.profile: the profiler failed ({reason}); set --config.profile.steps=0 to train without it"
+    )

@@ -1,0 +1,293 @@
+"""Turns an ml_collections config into frozen settings. This module is the door: past it nothing is unchecked.
+
+`configs/base.py` holds every field with its default, unit and effect; the dataclasses here say only which fields
+exist, of which type, and which values are allowed. Fields that can be derived take 0 (or -1) to mean "derive".
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.errors import UserError
+from zerojax.trainer import settings
+
+STAGES = (0, 1, 2, 3)
+CHOICES = {
+    "zero.stage": STAGES,
+    "zero.indivisible": ("whole", "pad"),
+    "precision": ("fp32", "bf16", "fp16", "bf16_sr"),
+    "optimizer.moments": ("fp32", "bf16", "int8"),
+    "loss_scale.on_minimum": ("raise", "hold"),
+    "reduce_dtype": ("fp32", "bf16"),
+    "model.remat": ("none", "dots", "full"),
+    "model.attention": ("auto", "xla", "cudnn"),
+    "export.format": ("none", "huggingface"),
+}
+POSITIVE = (
+    "steps",
+    "seq_len",
+    "log_every",
+    "emulate_devices",
+    "mesh.replica",
+    "mesh.model",
+    "optimizer.learning_rate",
+    "optimizer.eps",
+    "loss_scale.init_scale",
+    "loss_scale.window",
+    "loss_scale.hysteresis",
+    "loss_scale.min_scale",
+    "evaluate.batches",
+    "checkpoint.keep_last",
+    "profile.start",
+)
+SMALLEST_NORMAL = 1.2e-38
+BELOW_ONE = ("optimizer.b1", "optimizer.b2")
+NOT_NEGATIVE = tuple(
+    "seed global_batch_size micro_batch_size grad_accum zero.min_size model.vocab_size model.num_layers "
+    "optimizer.warmup_steps optimizer.final_fraction optimizer.weight_decay optimizer.clip_norm loss_scale.static evaluate.every "
+    "checkpoint.every checkpoint.keep_best sample.length sample.temperature profile.steps".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """Sizes of the mesh axes; data = -1 takes all devices that are left."""
+
+    replica: int
+    data: int
+    model: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Zero:
+    """What is split over the `data` axis, and which leaves are exempt."""
+
+    stage: int
+    min_size: int
+    indivisible: str
+    overrides: tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The decoder's shape and what its backward pass keeps."""
+
+    preset: str
+    vocab_size: int
+    num_layers: int
+    remat: str
+    recompute: str
+    offload: str
+    attention: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """An optax transformation and schedule by name."""
+
+    name: str
+    learning_rate: float
+    schedule: str
+    warmup_steps: int
+    final_fraction: float
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    clip_norm: float
+    moments: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """How float16 gradients are kept in range; see `zerojax.loss_scale`."""
+
+    static: float
+    init_scale: float
+    window: int
+    hysteresis: int
+    consecutive_hysteresis: bool
+    min_scale: float
+    on_minimum: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """A tensorflow-datasets name, its splits and its tokenizer."""
+
+    name: str
+    train_split: str
+    eval_split: str
+    text_key: str
+    tokenizer: str
+    dir: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate:
+    """How often, and over how many batches, held-out loss is measured."""
+
+    every: int
+    batches: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """How often to save and what to keep."""
+
+    every: int
+    at_end: bool
+    keep_last: int
+    keep_best: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """The text generated at the end of a run."""
+
+    prompt: str
+    length: int
+    temperature: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """The form in which final weights leave."""
+
+    format: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Which steps are traced."""
+
+    start: int
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """All settings of a run; see configs/base.py for units and effects."""
+
+    seed: int
+    steps: int
+    global_batch_size: int
+    micro_batch_size: int
+    grad_accum: int
+    seq_len: int
+    precision: str
+    reduce_dtype: str
+    log_every: int
+    emulate_devices: int
+    mesh: Mesh
+    zero: Zero
+    model: Model
+    optimizer: Optimizer
+    loss_scale: LossScale
+    data: Data
+    evaluate: Evaluate
+    checkpoint: Checkpoint
+    sample: Sample
+    export: Export
+    profile: Profile
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSizes:
+    """The three batch sizes, which satisfy global = micro * accum * ways."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    grad_accum: int
+
+
+def from_dict(raw: Mapping[str, Any]) -> Config:
+    """Reads a nested mapping (a ConfigDict will do) into a checked `Config`.
+
+    Raises:
+      UserError: an unknown or missing key, a wrong type, or a value outside its choices; the line names it.
+    """
+    config = settings.read(Config, raw, "config")
+    for override in config.zero.overrides:
+        _check_override(override)
+    for place, choices in CHOICES.items():
+        value = _lookup(config, place)
+        if value not in choices:
+            listed = ", ".join(map(str, choices))
+            raise UserError(f"config.{place}: must be one of {listed}, and is {value!r}; set --config.{place}=...")
+    for place in (*POSITIVE, *NOT_NEGATIVE):
+        if _lookup(config, place) >= 2**31 and isinstance(_lookup(config, place), int):
+            raise UserError(f"config.{place}: must be below 2**31, and is {_lookup(config, place)}")
+    for place in POSITIVE:
+        if _lookup(config, place) <= 0:
+            raise UserError(f"config.{place}: must be above 0, and is {_lookup(config, place)}")
+        if _lookup(config, place) < SMALLEST_NORMAL:
+            raise UserError(
+                f"config.{place}: is 0 in float32 below {SMALLEST_NORMAL}, and is {_lookup(config, place)}; set it above that"
+            )
+    for place in NOT_NEGATIVE:
+        if _lookup(config, place) < 0:
+            raise UserError(f"config.{place}: must not be negative, and is {_lookup(config, place)}")
+    for place in BELOW_ONE:
+        if not 0 <= _lookup(config, place) < 1:
+            raise UserError(f"config.{place}: must be at least 0 and below 1, and is {_lookup(config, place)}")
+    if config.mesh.data != -1 and config.mesh.data <= 0:
+        raise UserError(f"config.mesh.data: must be above 0, or -1 for all devices left, and is {config.mesh.data}")
+    return config
+
+
+def to_dict(config: Config) -> dict:
+    """Returns the settings as nested plain dicts, ready for JSON."""
+    return dataclasses.asdict(config)
+
+
+def batch_sizes(config: Config, ways: int) -> BatchSizes:
+    """Derives the batch size that is 0 from the other two and `ways` = data * replica.
+
+    Raises:
+      UserError: fewer than two sizes are known, or the product does not come out.
+    """
+    total, micro, accum = config.global_batch_size, config.micro_batch_size, config.grad_accum
+    rule = "global_batch_size = micro_batch_size * grad_accum * data * replica"
+    if [total, micro, accum].count(0) > 1:
+        raise UserError(f"config: {rule}; give at least two of the first three (now {total}, {micro}, {accum})")
+    if total == 0:
+        total = micro * accum * ways
+    known = (micro or 1) * (accum or 1) * ways
+    if total % known or (micro and accum and total != known):
+        near = known if micro and accum else max(1, round(total / known)) * known
+        raise UserError(
+            f"config.global_batch_size: {total} does not fit {rule} with micro_batch_size={micro or 'derived'}, "
+            f"grad_accum={accum or 'derived'}, data * replica={ways}; set --config.global_batch_size={near}"
+        )
+    return BatchSizes(total, micro or total // known, accum or total // known)
+
+
+def _check_override(override: Any) -> None:
+    """Checks the form of one (path regex, axes); what it fits is for the partition to say."""
+    form = "config.zero.overrides: must be ((path regex, (mesh axis or None for each dim)), ...)"
+    if not isinstance(override, list | tuple) or len(override) != 2:
+        raise UserError(f"{form}, and one of them is {override!r}")
+    pattern, axes = override
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise UserError(f"{form}, and {pattern!r} is no regex ({error})") from error
+    if not isinstance(axes, list | tuple) or not all(_is_axis(axis) for axis in axes):
+        raise UserError(f"{form}, and that of {pattern!r} names {axes!r}")
+
+
+def _is_axis(axis: Any) -> bool:
+    """Says whether an entry can stand for one dim: an axis, several, or none."""
+    if isinstance(axis, list | tuple):
+        return all(isinstance(name, str) for name in axis)
+    return axis is None or isinstance(axis, str)
+
+
+def _lookup(config: Config, place: str) -> Any:
+    """Follows a dotted place into the settings."""
+    value: Any = config
+    for name in place.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,244 @@
+"""Records a run's numbers without stalling the device. This module holds the log, the reader and the display.
+
+A line of WORKDIR/metrics.jsonl is {"step": s, "loss": ..., ...}. JSON has no NaN: a value that is not finite
+is null, and "not_finite" says what it was: {"step": 3, "loss": null, "not_finite": {"loss": "nan"}}.
+"""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, TextIO
+
+import jax
+import rich.console
+import rich.progress
+
+from zerojax.errors import UserError
+from zerojax.trainer import events
+
+FILE = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+
+
+class MetricsLog:
+    """Appends steps to WORKDIR/metrics.jsonl and to WORKDIR/tensorboard; a no-op where `enabled` is False.
+
+    Each line is flushed at once, so a killed process leaves at most one cut line, the last.
+    """
+
+    def __init__(self, workdir: str | os.PathLike, *, enabled: bool) -> None:
+        self._workdir = pathlib.Path(workdir)
+        self._enabled = enabled
+        self._first_step: int | None = None  # of this part of a resumed run
+        self._lines: Any = None
+        self._events: events.Events | None = None
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.suppress(UserError) if kind else contextlib.nullcontext():  # what ends the run is told first
+            self.close()
+
+    def resume_at(self, step: int) -> None:
+        """Drops all lines after `step` and a cut last line, so that no step appears twice.
+
+        Call it before the first `write`, with 0 in a new run.
+
+        Raises:
+          UserError: the file cannot be read or rewritten.
+        """
+        path = self._workdir / FILE
+        if not self._enabled:
+            return
+        self._first_step = step + 1
+        if not path.exists():
+            return
+        kept = [record for record in read(self._workdir) if record["step"] <= step]
+        new = path.with_suffix(".new")
+        with _written(path):
+            new.write_text("".join(map(_line, kept)), encoding="utf-8")
+            os.replace(new, path)
+
+    def open(self) -> None:
+        """Opens the files; else the first `write` does. The library that writes events is imported meanwhile.
+
+        Raises:
+          UserError: the disk is full or cannot be written.
+        """
+        if self._enabled:
+            with _written(self._workdir / FILE):
+                self._opened()
+
+    def write(self, step: int, values: Mapping[str, float | int]) -> None:
+        """Appends `values` of `step`.
+
+        Raises:
+          UserError: the disk is full or cannot be written; after that the log is silent.
+        """
+        if not self._enabled:
+            return
+        try:
+            with _written(self._workdir / FILE):
+                lines, scalars = self._opened()
+                lines.write(_line({"step": step, **_as_json(values)}).encode())
+                lines.flush()
+                scalars.write(step, values)
+        except UserError:
+            with contextlib.suppress(UserError):
+                self.close()
+            raise
+
+    def flush(self) -> None:
+        """Brings what is written to the disk, as for a checkpoint, after which a resumed run goes on.
+
+        Raises:
+          UserError: the disk is full.
+        """
+        if self._events is not None:
+            with _written(self._workdir / TENSORBOARD):
+                self._events.flush()
+
+    def close(self) -> None:
+        """Writes what is pending and closes the files; `write` does nothing after it.
+
+        Raises:
+          UserError: the disk is full.
+        """
+        self._enabled = False
+        files = [file for file in (self._lines, self._events) if file is not None]
+        self._lines = self._events = None
+        with _written(self._workdir), contextlib.ExitStack() as stack:  # closes each, also where another fails
+            for file in files:
+                stack.callback(file.close)
+
+    def _opened(self) -> tuple[Any, events.Events]:
+        if self._lines is None or self._events is None:
+            self._events = events.Events(self._workdir / TENSORBOARD, self._first_step)
+            self._lines = open(self._workdir / FILE, "ab")  # noqa: SIM115
+        return self._lines, self._events
+
+
+def read(workdir: str | os.PathLike) -> list[dict]:
+    """Returns the records of WORKDIR/metrics.jsonl in order, without a last line that was cut.
+
+    Raises:
+      UserError: there is no such file, or a line before the last is not a record.
+    """
+    path = pathlib.Path(workdir) / FILE
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give the workdir of a run") from error
+    records = []
+    for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is empty, or cut
+        try:
+            record = json.loads(line, parse_constant=lambda name: None)
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: not a line of JSON; remove that line") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise UserError(f'{path}:{number}: not the record of a "step"; remove that line')
+        records.append(record)
+    return records
+
+
+def device_memory() -> dict[str, int]:
+    """Returns bytes in use on this process's first device, now and at most; {} where that is not known."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    names = {"device_bytes_in_use": "bytes_in_use", "device_peak_bytes": "peak_bytes_in_use"}
+    return {name: stats[key] for name, key in names.items() if key in stats}
+
+
+class Progress:
+    """Shows how far a run is: a bar on a terminal, else a line every `log_every` steps; if `enabled`."""
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        start: int = 0,
+        log_every: int = 1,
+        enabled: bool = True,
+        out: TextIO | None = None,
+    ) -> None:
+        """Expects `steps` in all, of which `start` are done; `out` is stdout unless given."""
+        self._steps, self._log_every, self._enabled = steps, log_every, enabled
+        self._out = out or sys.stdout
+        self._began: tuple[int, float] | None = None  # the first step seen (it compiled) and when it ended
+        self._bar: rich.progress.Progress | None = None
+        console = rich.console.Console(file=self._out)
+        if enabled and (console.is_terminal or console.is_jupyter):
+            columns = rich.progress.BarColumn(24), rich.progress.MofNCompleteColumn(), "{task.fields[text]}"
+            self._bar = rich.progress.Progress(*columns, console=console)
+            self._task = self._bar.add_task("", total=steps, completed=start, text="starting")
+
+    def __enter__(self) -> "Progress":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, step: int, **values: float) -> None:
+        """Shows that `step` is done, with `values` by name, as in loss=3.2, tokens_per_second=1.2e5."""
+        if not self._enabled:
+            return
+        if self._began is None:
+            self._began = (step, time.monotonic())
+        words = [f"{name} {_short(value)}" for name, value in values.items()]
+        text = "  ".join([*words, f"eta {self._eta(step)}"])
+        if self._bar:
+            self._bar.update(self._task, completed=step, text=text)
+        elif step % self._log_every == 0 or step == self._steps:
+            self.print(f"step {step}/{self._steps}  {text}")
+
+    def print(self, text: str) -> None:
+        """Prints `text`, as it is, above the bar."""
+        if self._bar:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif self._enabled:
+            print(text, file=self._out, flush=True)
+
+    def _eta(self, step: int) -> str:
+        """Returns h:mm:ss to the last step, by the pace since the first step seen."""
+        first, began = self._began or (step, 0.0)
+        if step == first:
+            return "?"
+        seconds = round((time.monotonic() - began) / (step - first) * (self._steps - step))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+def _as_json(values: Mapping[str, float | int]) -> dict[str, Any]:
+    """Returns Python numbers, null for what is not finite, and the names of those."""
+    plain = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
+    broken = {name: str(value) for name, value in plain.items() if not math.isfinite(value)}
+    finite = {name: None if name in broken else value for name, value in plain.items()}
+    return {**finite, "not_finite": broken} if broken else finite
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+@contextlib.contextmanager
+def _written(path: pathlib.Path) -> Iterator[None]:
+    """Turns what the disk refuses into a line that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); make room, then run again to resume") from error
+
+
+def _short(value: float) -> str:
+    """Returns four digits: 3.142, 1.2e-05, 12.35k."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size <= abs(value) < math.inf:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"

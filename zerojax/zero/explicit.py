@@ -1,0 +1,224 @@
+"""Runs forward and backward pass on each device's own examples. This module says every collective of them itself, in a dtype of choice.
+
+The loss sees one device's examples, and its means are averaged over devices, as DDP, FSDP and DeepSpeed do. Against leaving collectives to
+the compiler this gives three things: gradients are summed in float32 whatever the products' dtype, several passes can add up before
+the sum, and a block's collectives are put beside its neighbours' arithmetic (`chain`).
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from zerojax import mesh as mesh_lib
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.zero import accumulate, gather, overlap, where_used
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    partition: Any,
+    how: where_used.How,
+    *,
+    passes: int,
+    reduce_dtype: Any,
+    compute_dtype: Any,
+) -> Callable[..., Any]:
+    """Returns f(params, batch, state) -> ((loss, aux), grads), the mean over devices and over `passes` micro-batches.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, state) -> (mean loss, aux)`, called with one device's examples and whole weights. Random keys in
+        `state` differ between devices.
+      partition: the placement.
+      how: where weights are gathered, and what the backward pass keeps.
+      passes: micro-batches; with 1 the batch is taken whole, else its leaves are [passes, ...].
+      reduce_dtype: the dtype in which gradients are summed over devices.
+      compute_dtype: see `where_used.where_used`.
+
+    Gradients come in float32, laid out as the optimizer state. Where they stay whole (stages 0 and 1) several passes add up on each
+    device and are summed over devices once. Floating values of `aux` are averaged over devices.
+    """
+    reduction = gather.Reduction(reduce_dtype, at_once=passes == 1)
+    find = _finder(partition)
+    axes = _manual_axes(partition.mesh)
+    device_loss = _device_loss(loss_fn, partition, reduction, compute_dtype, how)
+
+    def on_device(params: Any, batch: Any, state: Any) -> Any:
+        sinks = tree.map_with_path(lambda path, leaf: gather.sink(find(path, leaf), reduction), params)
+
+        def of_sinks(inputs: tuple[Any, overlap.Tokens], batch: Any, state: Any) -> tuple[jax.Array, Any]:
+            sinks, tokens = inputs
+            return device_loss(jax.tree.map(gather.Weight, params, sinks), tokens, batch, state)
+
+        gradients = accumulate.value_and_grad(of_sinks, passes)
+        with _leaks_named():
+            (loss, aux), (grads, tokens) = gradients((sinks, overlap.no_tokens()), batch, _with_own_keys(state))
+        grads = _read((tokens, aux.pop("tokens")), grads)
+        grads = tree.map_with_path(lambda path, grad: gather.reduce_rest(grad, find(path, None), reduction), grads)
+        return (jax.lax.psum(loss, mesh_lib.BATCH_AXES), jax.tree.map(_average, aux)), grads
+
+    def gradients(params: Any, batch: Any, state: Any) -> Any:
+        if where_used.variables(params):
+            raise UserError(
+                "reduce_dtype: NNX params with other variables (batch statistics, random counts) would change on each device alone; "
+                "leave reduce_dtype away"
+            )
+        _refuse_complex(params)
+        grad_specs = tree.map_with_path(lambda path, _: _by_hand(find(path, None).opt_state.spec, axes), params)
+        run = _mapped(on_device, partition, params, batch, 0 if passes == 1 else 1, ((P(), P()), grad_specs))
+        return run(params, batch, state)
+
+    return gradients
+
+
+def mean(
+    loss_fn: Callable[..., Any], partition: Any, *, compute_dtype: Any, blocks: str, heads: str
+) -> Callable[[Any, Any], jax.Array]:
+    """Returns f(params, batch) -> the loss averaged over devices, forward only; `loss_fn(params, batch)` is a mean."""
+    reduction, find = gather.Reduction(jnp.float32), _finder(partition)
+
+    def with_aux(params: Any, batch: Any, _: Any) -> tuple[jax.Array, dict]:
+        return loss_fn(params, batch), {}
+
+    device_loss = _device_loss(with_aux, partition, reduction, compute_dtype, where_used.How(blocks, heads, "full"))
+
+    def on_device(params: Any, batch: Any, _: Any) -> jax.Array:
+        weights = tree.map_with_path(
+            lambda path, leaf: gather.Weight(leaf, gather.sink(find(path, leaf), reduction)), params
+        )
+        loss, aux = device_loss(weights, overlap.no_tokens(), batch, None)
+        return jax.lax.psum(_read(aux["tokens"], loss), mesh_lib.BATCH_AXES)
+
+    return lambda params, batch: _mapped(on_device, partition, params, batch, 0, P())(params, batch, None)
+
+
+def _device_loss(
+    loss_fn: Callable[..., Any],
+    partition: Any,
+    reduction: gather.Reduction,
+    compute_dtype: Any,
+    how: where_used.How,
+) -> Callable[..., Any]:
+    """Returns f(`Weight`s, tokens, batch, state) -> (loss, aux) of one device, with the tokens that come out in `aux["tokens"]`.
+
+    The loss is divided by the number of devices, so that a sum over them is the mean.
+    """
+    find = _finder(partition)
+
+    def loss_of(weights: Any, tokens: overlap.Tokens, *args: Any) -> tuple[jax.Array, Any]:
+        blocks = overlap.Chain(find, compute_dtype, reduction, tokens)
+        wrapped = where_used.wrap(
+            loss_fn,
+            blocks.gather_leaf,
+            how,
+            moves=where_used.moves(partition.placements),
+            run=blocks,
+            is_weight=lambda node: isinstance(node, gather.Weight),
+        )
+        loss, aux = wrapped(weights, *args)
+        return loss / mesh_lib.ways(partition.mesh), {**aux, "tokens": blocks.tokens}
+
+    return loss_of
+
+
+def _mapped(run: Callable, partition: Any, params: Any, batch: Any, batch_dim: int, out_specs: Any) -> Callable:
+    """Returns `run(params, batch, state)` on each device's shards, `state` whole."""
+    axes, find = _manual_axes(partition.mesh), _finder(partition)
+    param_specs = tree.map_with_path(lambda path, _: _by_hand(find(path, None).stored.spec, axes), params)
+    batch_spec = P(*[None] * batch_dim, mesh_lib.BATCH_AXES)
+    batch_specs = jax.tree.map(lambda leaf: batch_spec if leaf.ndim > batch_dim else P(), batch)
+    return jax.shard_map(
+        run,
+        mesh=partition.mesh,
+        in_specs=(param_specs, batch_specs, P()),
+        out_specs=out_specs,
+        axis_names=axes,
+        check_vma=False,
+    )
+
+
+def _finder(partition: Any) -> Callable[[str, Any], gather.Placement]:
+    """Returns f(path, shard or None) -> the weight's placement."""
+
+    def wanted(place: gather.Placement) -> Any:
+        return gather.local_shape(place.shape or (), place.stored)
+
+    find = where_used.finder(partition.placements, lambda leaf: leaf.shape, wanted)
+
+    def found(path: str, leaf: Any) -> gather.Placement:
+        place = find(path, leaf)
+        if place is None:
+            raise UserError(
+                f"reduce_dtype: params/{path} is not placed as a weight (see `roles`); leave reduce_dtype away"
+            )
+        return place
+
+    return found
+
+
+def _manual_axes(mesh: Any) -> set[str]:
+    """Returns the axes whose collectives are said here; `model` is left to the compiler where it splits anything."""
+    return {axis for axis, size in mesh.shape.items() if axis in mesh_lib.BATCH_AXES or size == 1}
+
+
+def _by_hand(spec: P, axes: set[str]) -> P:
+    """Returns the part of a spec that names `axes`."""
+
+    def keep(entry: Any) -> Any:
+        names = tuple(name for name in ((entry,) if isinstance(entry, str) else entry or ()) if name in axes)
+        return names[0] if len(names) == 1 else names or None
+
+    return P(*[keep(entry) for entry in spec])
+
+
+def _with_own_keys(state: Any) -> Any:
+    """Folds the device's number into random keys, typed ones and raw words, so that devices draw apart."""
+    number = jax.lax.axis_index(mesh_lib.BATCH_AXES)
+
+    def fold(leaf: Any) -> Any:
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and leaf.ndim == 0
+        is_raw = leaf.dtype == jnp.uint32 and leaf.shape == jax.eval_shape(jax.random.PRNGKey, 0).shape
+        return jax.random.fold_in(leaf, number) if is_key or is_raw else leaf
+
+    return jax.tree.map(fold, state)
+
+
+def _refuse_complex(params: Any) -> None:
+    for path, leaf in tree.flatten(params):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise UserError(
+                f"reduce_dtype: params/{path} is {leaf.dtype}, and sums over devices by hand are real; hold its real and its imaginary "
+                "part in two weights, or leave reduce_dtype away"
+            )
+
+
+def _read(tokens: Any, values: Any) -> Any:
+    """Adds the tokens' zeros to the smallest of `values`: what nothing reads, the compiler drops, and with it the order."""
+    leaves, structure = jax.tree.flatten(values)
+    smallest = min(range(len(leaves)), key=lambda number: leaves[number].size)
+    leaves[smallest] += jnp.stack(jax.tree.leaves(tokens)).sum().astype(leaves[smallest].dtype)
+    return jax.tree.unflatten(structure, leaves)
+
+
+@contextlib.contextmanager
+def _leaks_named() -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        raise UserError(
+            "blocks: with reduce_dtype, a module that matches reads an array that is neither its weight nor its argument (a global, or an "
+            "attribute set outside); make it an argument, name other blocks, or leave reduce_dtype away"
+        ) from error
+
+
+def _average(leaf: Any) -> jax.Array:
+    leaf = jnp.asarray(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise UserError(
+            "loss_fn: returned a random key, which would differ between devices; derive keys from state.step"
+        )
+    return jax.lax.pmean(leaf, mesh_lib.BATCH_AXES) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf

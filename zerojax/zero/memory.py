@@ -1,0 +1,117 @@
+"""Counts bytes per device by role. This module prints, before anything is allocated, what a state will hold and what it saves."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from rich.table import Table
+
+from pallas_kernels import blockwise
+from zerojax import display, precision, tree
+from zerojax.hlo import buffer_roles
+from zerojax.zero import gather, stages
+
+ROLES = {
+    stages.PARAMS: "params",
+    "grads": "gradients",
+    stages.OPT_STATE: "optimizer state",
+    stages.OTHER: "other",
+}
+# Bytes that a moment takes for each parameter; int8 has a float32 scale for each block.
+MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / blockwise.BLOCK}
+
+
+def bytes_per_device(
+    partition: stages.Partition, *, accumulates: bool = False, by_hand: bool = False
+) -> dict[str, int]:
+    """Returns {role: bytes on each device}, from the shardings' arithmetic; what activations need is not counted.
+
+    Gradients live while a step runs, in the dtype of the weights they belong to, or in float32 where they accumulate over several passes,
+    or are summed by hand (`make_train_step`'s reduce_dtype): then one pass leaves them laid out as the optimizer's state.
+    """
+    counted = dict.fromkeys(ROLES, 0)
+    for path, leaf in tree.flatten(partition.abstract_state):
+        role = partition.leaves[path].role
+        counted[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
+        if role == stages.PARAMS:
+            item = 4 if accumulates or by_hand else jnp.dtype(leaf.dtype).itemsize
+            place, reduction = partition.placements[path], gather.Reduction(jnp.float32, at_once=not accumulates)
+            kept = reduction.target(place) if by_hand else place.grad
+            counted["grads"] += item * math.prod(kept.shard_shape(leaf.shape))
+    return counted
+
+
+def bytes_per_parameter(
+    policy: precision.Precision, stage: int, ways: int, *, moments: str = "fp32", num_moments: int = 2
+) -> dict[str, float]:
+    """Returns {role: bytes on each device for each parameter} of what lasts from step to step (ZeRO, arXiv:1910.02054, section 3.1).
+
+    Every leaf counts as split evenly where the stage splits its role; gradients come on top while a step runs.
+
+    Args:
+      policy: a value of `precision.PRECISIONS`.
+      stage: 0 to 3.
+      ways: devices along `data`.
+      moments: "fp32", "bf16" or "int8".
+      num_moments: moments of the optimizer: 2 for Adam's kind, 1 for Lion and momentum.
+
+    >>> bytes_per_parameter(precision.PRECISIONS["bf16"], 2, 8)
+    {'params': 2.0, 'master weights': 0.5, 'moments': 1.0}
+    """
+    splits = stages.STAGES[stage]
+    weight, copy_dtype = jnp.dtype(policy.weight_dtype), policy.copy_dtype(splits_params=splits.params)
+    params = weight.itemsize if copy_dtype is None else jnp.dtype(copy_dtype).itemsize
+    kept_ways = ways if splits.opt_state else 1
+    return {
+        buffer_roles.PARAMS: params / (ways if splits.params else 1),
+        buffer_roles.MASTER: 0.0 if copy_dtype is None else weight.itemsize / kept_ways,
+        buffer_roles.MOMENTS: num_moments * MOMENT_BYTES[moments] / kept_ways,
+    }
+
+
+def per_parameter_line(partition: stages.Partition, name: str, moments: str) -> str:
+    """Says how many bytes of state each device holds for each parameter, as counted from the shardings."""
+    counted = bytes_per_device(partition)
+    weights = [leaf for path, leaf in tree.flatten(partition.abstract_state) if path in partition.placements]
+    each = {role: counted[role] / sum(map(tree.size, weights)) for role in (stages.PARAMS, stages.OPT_STATE)}
+    shown = ", ".join(f"{ROLES[role]} {value:.4g}" for role, value in each.items())
+    return f"precision {name}, moments {moments}: {sum(each.values()):.4g} bytes a parameter on each device ({shown})"
+
+
+def memory_table(
+    partition: stages.Partition,
+    baseline: stages.Partition,
+    accumulates: bool = False,
+    by_hand: bool = False,
+) -> Table:
+    """Returns the bytes of a partition beside those of `baseline`, the same run at stage 0, as a table; see `bytes_per_device`."""
+    here = bytes_per_device(partition, accumulates=accumulates, by_hand=by_hand)
+    there = bytes_per_device(baseline, accumulates=accumulates, by_hand=by_hand)
+    table = Table(title=f"Bytes on each device: stage {partition.stage}, data={partition.mesh.shape['data']}")
+    for column in ("role", f"stage {partition.stage}", "stage 0", "saved"):
+        table.add_column(column, justify="left" if column == "role" else "right")
+    for role, name in ROLES.items():
+        table.add_row(name, display.human(here[role]), display.human(there[role]), _saved(here[role], there[role]))
+    table.add_section()
+    total, total_there = sum(here.values()), sum(there.values())
+    table.add_row("total", display.human(total), display.human(total_there), _saved(total, total_there))
+    if partition.kept_whole and partition.stage:
+        table.caption = _caption(partition.kept_whole)
+    return table
+
+
+def measured_bytes(state: Any, device: Any) -> int:
+    """Returns the bytes that a state's shards really take on one device."""
+    shards = [s for _, leaf in tree.flatten(state) for s in leaf.addressable_shards if s.device == device]
+    return sum(shard.data.nbytes for shard in shards)
+
+
+def _saved(here: int, there: int) -> str:
+    return f"{1 - here / there:.0%}" if there else "-"
+
+
+def _caption(whole: dict[str, str]) -> str:
+    reasons: dict[str, int] = {}
+    for reason in whole.values():
+        reasons[reason] = reasons.get(reason, 0) + 1
+    return "kept whole: " + "; ".join(f"{count} x {reason}" for reason, count in reasons.items())

@@ -1,0 +1,102 @@
+"""Puts a train state where its partition says. This module is the one call that shards somebody's own state."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.zero import stages
+
+
+def shard_train_state(
+    state_or_init: Any, *init_args: Any, mesh: Mesh, stage: int = 3, **options: Any
+) -> tuple[Any, stages.Partition]:
+    """Shards a train state by ZeRO stage, in one call.
+
+    Args:
+      state_or_init: a function that returns the state (then nothing unsharded ever exists: it is evaluated abstractly, placed, and
+        compiled with sharded outputs), or a concrete state (then each leaf is copied to its place).
+      *init_args: arguments of the init function; those made of arrays are traced, others (a config, a size) are passed as they are.
+      mesh: from `make_mesh`.
+      stage: 0 to 3.
+      **options: `overrides`, `min_size`, `indivisible` and `roles` of `partition_state`.
+
+    Returns:
+      The sharded state, of the same tree type, and the `Partition` that train steps are built from.
+
+    Raises:
+      UserError: what `partition_state` refuses, or NNX modules that share a variable.
+
+    >>> state, partition = shard_train_state(init, jax.random.key(0), mesh=make_mesh(), stage=3)
+    """
+    if callable(state_or_init) and jax.tree_util.all_leaves([state_or_init]):
+        traced, init = _close_over_settings(state_or_init, init_args)
+        abstract_state = jax.eval_shape(init, *traced)
+        partition = stages.partition_state(abstract_state, mesh=mesh, stage=stage, **options)
+        # Leaves alone: an init function that makes its own optimizer returns another tree type each time it is called.
+        init_leaves = jax.jit(
+            lambda *args: jax.tree.leaves(pad(init(*args), partition)),
+            out_shardings=jax.tree.leaves(partition.shardings),
+        )
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), init_leaves(*traced)), partition
+    if init_args:
+        raise UserError("shard_train_state: init arguments go with an init function, and a state was given")
+    partition = stages.partition_state(_checked(state_or_init), mesh=mesh, stage=stage, **options)
+    return jax.tree.map(_copy_to, pad(state_or_init, partition), partition.shardings), partition
+
+
+def _checked(state: Any) -> Any:
+    """Returns the state, unless two places in it hold one NNX variable: as a pytree they would come apart."""
+    places: dict[int, str] = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda n: isinstance(n, nnx.Variable)):
+        if not isinstance(node, nnx.Variable):
+            continue
+        place = tree.path_string(path)
+        if places.setdefault(id(node), place) != place:
+            raise UserError(
+                f"state: {places[id(node)]} and {place} are one nnx.Variable, which a pytree would hold twice; "
+                "give nnx.split(state) or nnx.state(state), which hold it once"
+            )
+    return state
+
+
+def _copy_to(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    # device_put shares buffers that lie right already, and a donated buffer is gone: for the caller's state, and for a second
+    # leaf that is the same array (averaged weights that begin as the weights).
+    return jax.device_put(leaf.copy() if isinstance(leaf, jax.Array) else leaf, sharding)
+
+
+def _close_over_settings(init: Callable[..., Any], args: tuple) -> tuple[list, Callable[..., Any]]:
+    """Returns the arguments that are made of arrays, and `init` as a function of these alone."""
+    is_traced = [all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(arg)) for arg in args]
+
+    def closed(*traced: Any) -> Any:
+        given = iter(traced)
+        return _checked(init(*[next(given) if is_array else arg for is_array, arg in zip(is_traced, args)]))
+
+    return [arg for is_array, arg in zip(is_traced, args) if is_array], closed
+
+
+def pad(state: Any, partition: stages.Partition) -> Any:
+    """Adds the zeros that `indivisible="pad"` asked for; other leaves pass through."""
+
+    def extend(path: str, leaf: Any) -> Any:
+        padding = partition.leaves[path].padding
+        return jnp.pad(leaf, [(0, extra) for extra in padding]) if padding else leaf
+
+    return tree.map_with_path(extend, state)
+
+
+def unpad(state: Any, partition: stages.Partition) -> Any:
+    """Removes what `pad` added."""
+
+    def cut(path: str, leaf: Any) -> Any:
+        return leaf[tuple(slice(n) for n in partition.leaves[path].shape)] if partition.leaves[path].padding else leaf
+
+    return tree.map_with_path(cut, state)

@@ -1,0 +1,302 @@
+"""Decides which leaves of a train state are split, and on which dim. This module is the table of ZeRO's stages.
+
+    stage   optimizer state   gradients            params
+    0       whole             whole (all-reduce)   whole
+    1       split             whole                whole
+    2       split             split                whole
+    3       split             split                split, gathered where used
+
+One pure rule, `split_dim`, picks the dim from (shape, base spec, axis size). Every leaf that belongs to one weight (the weight,
+its master copy, its moments, its gradient) has its shape and its override, so the rule gives them the same dim and the optimizer
+update is local (ZeRO, arXiv:1910.02054, sections 5.1 to 5.3).
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import mesh as mesh_lib
+from zerojax import specs as specs_lib
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.optim import eight_bit
+from zerojax.zero import gather
+
+DATA = mesh_lib.DATA
+PARAMS, OPT_STATE, OTHER = "params", "opt_state", "other"
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """Which roles a stage splits over the `data` axis."""
+
+    opt_state: bool
+    grads: bool
+    params: bool
+
+
+STAGES: dict[int, Splits] = {
+    0: Splits(opt_state=False, grads=False, params=False),
+    1: Splits(opt_state=True, grads=False, params=False),
+    2: Splits(opt_state=True, grads=True, params=False),
+    3: Splits(opt_state=True, grads=True, params=True),
+}
+
+# The first regex found in a leaf's path says its role. NNX variables are told by type instead.
+ROLES: tuple[tuple[str, str], ...] = (
+    (r"(^|/)opt_state(/|$)", OPT_STATE),
+    (r"(^|/)params(/|$)", PARAMS),
+    (r"", OTHER),
+)
+
+Overrides = Sequence[tuple[str, P | Sequence]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What was decided for one leaf: `spec` as stored, `split` as it is where its role is split, and why."""
+
+    role: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: P
+    split: P
+    reason: str
+    padding: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """A train state's placement. Trees have the state's shape.
+
+    Attributes:
+      mesh: the device mesh.
+      stage: the ZeRO stage.
+      abstract_state: ShapeDtypeStructs as stored, with shardings.
+      specs: PartitionSpecs.
+      shardings: NamedShardings.
+      leaves: what was decided, by path.
+      placements: where each weight is stored, used, and its gradient reduced to, by path.
+    """
+
+    mesh: Mesh
+    stage: int
+    abstract_state: Any
+    specs: Any
+    shardings: Any
+    leaves: Mapping[str, Leaf]
+    placements: Mapping[str, gather.Placement]
+
+    @property
+    def kept_whole(self) -> dict[str, str]:
+        """Says, for each weight that the stage would split but that stays whole, why."""
+        whole = {path: leaf for path, leaf in self.leaves.items() if leaf.role == PARAMS and leaf.reason != "split"}
+        return {path: leaf.reason for path, leaf in whole.items() if DATA not in specs_lib.axes(leaf.split)}
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Returns the sharding for arrays whose first dim counts examples."""
+        return mesh_lib.batch_sharding(self.mesh)
+
+
+def split_dim(shape: Sequence[int], base: P, axis_size: int) -> int | None:
+    """Picks the dim to split in `axis_size` parts: the first that divides and that `base` leaves free; None if none does.
+
+    The first is the major one in memory, so that a shard is one contiguous run and a gather needs no reordering.
+
+    >>> split_dim((50257, 768), P(), 8)
+    1
+    """
+    taken = tuple(base) + (None,) * (len(shape) - len(base))
+    for dim, length in enumerate(shape):
+        if taken[dim] is None and length and length % axis_size == 0:
+            return dim
+    return None
+
+
+def partition_state(
+    abstract_state: Any,
+    *,
+    mesh: Mesh,
+    stage: int = 3,
+    overrides: Overrides = (),
+    min_size: int = 1024,
+    indivisible: str = "whole",
+    roles: Sequence[tuple[str, str]] = ROLES,
+) -> Partition:
+    """Decides the placement of a train state without allocating anything.
+
+    Args:
+      abstract_state: any pytree of arrays or ShapeDtypeStructs: a flax TrainState, NNX modules and optimizers, a dict.
+      mesh: a mesh with a `data` axis (see `make_mesh`).
+      stage: 0 to 3, the table above.
+      overrides: ordered (path regex, PartitionSpec); the first regex found in a leaf's path wins, for a weight and all that
+        belongs to it. A spec that names `data` is taken as it is, `P()` keeps the leaf whole, and a spec of other axes only
+        (`P(None, "model")`) is a base to which the stage adds `data`.
+      min_size: leaves of fewer elements stay whole.
+      indivisible: where no dim divides, "whole" keeps the leaf whole, "pad" pads its longest free dim with zeros.
+      roles: ordered (path regex, role) that tell params and optimizer state apart.
+
+    Raises:
+      UserError: an unknown stage, choice or mesh axis, an override that fits no leaf or its shape, or a state without params.
+
+    >>> partition = partition_state(jax.eval_shape(init, key), mesh=make_mesh(), stage=2)
+    """
+    if stage not in STAGES:
+        raise UserError(f"stage: must be one of {', '.join(map(str, STAGES))}, and is {stage!r}")
+    if indivisible not in ("whole", "pad"):
+        raise UserError(f"indivisible: must be 'whole' or 'pad', and is {indivisible!r}")
+    if DATA not in mesh.shape:
+        raise UserError(f"mesh: needs an axis named 'data', and has {tuple(mesh.shape)}; see zerojax.make_mesh")
+    abstract_state = tree.abstract(abstract_state)
+    role_of = leaf_roles(abstract_state, roles)
+    if PARAMS not in role_of.values():
+        raise UserError("state: no leaf lies under 'params'; pass roles=[(path regex, 'params'), ...] to say which do")
+    rule = _Rule(mesh, STAGES[stage], tuple(overrides), min_size, indivisible)
+    weights = {path: leaf for path, leaf in tree.flatten(abstract_state) if role_of[path] == PARAMS}
+    rule.check_overrides(weights)
+    index = tree.suffix_index(weights)
+    blocks = eight_bit.moments(abstract_state)
+    leaves = {}
+    for path, leaf in tree.flatten(abstract_state):
+        place, shape = blocks.get(path, (path, leaf.shape))
+        owner = tree.longest_suffix(index, place)
+        weight = owner if owner is not None and weights[owner].shape == shape else None
+        decided = rule.decide(weight, jax.ShapeDtypeStruct(shape, leaf.dtype), role_of[path])
+        leaves[path] = decided if shape == leaf.shape else _scales(decided, leaf.shape, mesh)
+    return _assemble(mesh, stage, abstract_state, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """The settings that decide one leaf."""
+
+    mesh: Mesh
+    splits: Splits
+    overrides: tuple
+    min_size: int
+    indivisible: str
+
+    def check_overrides(self, weights: Mapping[str, Any]) -> None:
+        for entry in self.overrides:
+            if not (isinstance(entry, (tuple, list)) and len(entry) == 2) or isinstance(entry[1], str):
+                raise UserError(f"overrides: each is a pair (path regex, PartitionSpec), and one is {entry!r}")
+            pattern = entry[0]
+            try:
+                is_found = any(re.search(pattern, path) for path in weights)
+            except (re.error, TypeError) as error:
+                raise UserError(f"overrides: {pattern!r} is not a regex: {error}") from error
+            if not is_found:
+                known = ", ".join(list(weights)[:3])
+                raise UserError(f"overrides: {pattern!r} is found in no weight's path; paths look like {known}")
+
+    def decide(self, weight: str | None, leaf: Any, role: str) -> Leaf:
+        # What belongs to no weight (a count, a factored moment) has a shape of its own: no override is meant for it.
+        base, final = (P(), False) if weight is None else self._override(weight, leaf.shape)
+        whole = specs_lib.without(base, DATA)
+        split, reason, padding = self._split(leaf, base, final)
+        if role == OTHER:
+            return Leaf(role, leaf.shape, leaf.dtype, whole, whole, "neither weight nor moment")
+        is_split = self.splits.params if role == PARAMS else self.splits.opt_state
+        pads = padding if self.splits.opt_state else ()
+        return Leaf(role, leaf.shape, leaf.dtype, split if is_split else whole, split, reason, pads)
+
+    def _override(self, path: str, shape: tuple[int, ...]) -> tuple[P, bool]:
+        """Returns the spec to start from, and whether it is also the last word."""
+        for pattern, given in self.overrides:
+            if re.search(pattern, path):
+                spec = P(*given)
+                self._check_spec(path, shape, spec)
+                return spec, len(specs_lib.axes(spec)) == 0 or DATA in specs_lib.axes(spec)
+        return P(), False
+
+    def _check_spec(self, path: str, shape: tuple[int, ...], spec: P) -> None:
+        unknown = specs_lib.axes(spec) - set(self.mesh.shape)
+        if unknown:
+            raise UserError(f"{path}: override {spec} names {sorted(unknown)}; the mesh has {list(self.mesh.shape)}")
+        if len(spec) > len(shape):
+            raise UserError(f"{path}: override {spec} has {len(spec)} dims, and the leaf has shape {shape}")
+        for dim, entry in enumerate(spec):
+            ways = math.prod(self.mesh.shape[axis] for axis in specs_lib.axes(P(entry)))
+            if shape[dim] % ways:
+                raise UserError(
+                    f"{path}: override {spec} splits dim {dim} of {shape} in {ways}, which does not divide {shape[dim]}"
+                )
+
+    def _split(self, leaf: Any, base: P, final: bool) -> tuple[P, str, tuple[int, ...]]:
+        """Returns the split spec, the reason, and the padding."""
+        ways = self.mesh.shape[DATA]
+        if final:
+            return base, "split" if DATA in specs_lib.axes(base) else "override", ()
+        if ways == 1:
+            return base, "data axis of 1", ()
+        if math.prod(leaf.shape) < self.min_size or not leaf.shape:
+            return base, f"fewer than {self.min_size} elements", ()
+        padding: tuple[int, ...] = ()
+        dim = split_dim(leaf.shape, base, ways)
+        if dim is None and self.indivisible == "pad":
+            dim, padding = specs_lib.pad_dim(leaf.shape, base, ways)
+        if dim is None:
+            return base, f"no dim of {leaf.shape} divides by data={ways}", ()
+        entries = list(base) + [None] * (len(leaf.shape) - len(base))
+        entries[dim] = DATA
+        return specs_lib.trimmed(entries), "split", padding
+
+
+def _scales(codes: Leaf, shape: tuple[int, ...], mesh: Mesh) -> Leaf:
+    """Returns what the decision about a moment's codes means for its scales."""
+    stored = _padded(codes.shape, codes.padding)
+    padding = tuple(n - have for n, have in zip(eight_bit.scales_shape(stored), shape))
+    spec, split = (eight_bit.scales_spec(s, stored, mesh) for s in (codes.spec, codes.split))
+    return dataclasses.replace(codes, shape=shape, spec=spec, split=split, padding=padding if any(padding) else ())
+
+
+def leaf_roles(abstract_state: Any, roles: Sequence[tuple[str, str]] = ROLES) -> dict[str, str]:
+    """Returns each leaf's role by path."""
+    found = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(
+        abstract_state, is_leaf=lambda n: isinstance(n, nnx.Variable)
+    ):
+        place = tree.path_string(path)
+        role = next((role for pattern, role in roles if re.search(pattern, place)), OTHER)
+        if isinstance(node, nnx.Variable) and role != OPT_STATE:
+            role = PARAMS if isinstance(node, nnx.Param) else OTHER
+        for inner, _ in jax.tree_util.tree_leaves_with_path(node):
+            found[tree.path_string((*path, *inner))] = role
+    return found
+
+
+def _assemble(mesh: Mesh, stage: int, abstract_state: Any, leaves: dict[str, Leaf]) -> Partition:
+    """Turns decisions into trees."""
+    specs = tree.map_with_path(lambda path, _: leaves[path].spec, abstract_state)
+    shardings = tree.map_with_path(lambda path, _: NamedSharding(mesh, leaves[path].spec), abstract_state)
+
+    def stored(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = _padded(leaf.shape, leaves[path].padding)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, leaves[path].spec))
+
+    placements = {}
+    for path, leaf in leaves.items():
+        if leaf.role == PARAMS:
+            whole = NamedSharding(mesh, specs_lib.without(leaf.split, DATA))
+            split = NamedSharding(mesh, leaf.split)
+            placements[path] = gather.Placement(
+                stored=NamedSharding(mesh, leaf.spec),
+                used=whole,
+                grad=split if STAGES[stage].grads else whole,
+                opt_state=split if STAGES[stage].opt_state else whole,
+                padding=leaf.padding,
+                shape=_padded(leaf.shape, leaf.padding),
+            )
+    return Partition(mesh, stage, tree.map_with_path(stored, abstract_state), specs, shardings, leaves, placements)
+
+
+def _padded(shape: tuple[int, ...], padding: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n + extra for n, extra in zip(shape, padding)) if padding else tuple(shape)

@@ -1,0 +1,178 @@
+"""One training step: gather, gradients, clip, update, metrics. This module builds it from a loss and a placement.
+
+With loss scaling a step whose gradients are not all finite is skipped: the state stays as it was, but for the scale itself.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax import mesh as mesh_lib
+from zerojax import precision, tree
+from zerojax.errors import UserError
+from zerojax.zero import accumulate, explicit, where_used, xla_options
+from zerojax.zero import loss_scale as loss_scale_lib
+from zerojax.zero import update as update_lib
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    partition: Any,
+    *,
+    clip_norm: float = 0.0,
+    grad_accum: int = 1,
+    compute_dtype: Any = None,
+    loss_scale: loss_scale_lib.LossScale | None = None,
+    blocks: str = "",
+    heads: str = "",
+    remat: str = "dots",
+    recompute: str = "",
+    offload: str = "",
+    reduce_dtype: Any = None,
+    donate: bool = True,
+) -> Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]:
+    """Builds `train_step(state, batch) -> (state, metrics)`, compiled, from a loss written for one device and whole weights.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, state) -> loss`, or `-> (loss, {"state": {field: value}, "metrics": {name: value}})`, both
+        keys optional, where the loss is a mean over the batch. `state` gives what else a forward pass reads (batch statistics, `step`, a
+        random key); the fields returned replace the state's.
+      partition: the placement from `shard_train_state`.
+      clip_norm: scales gradients so that their global norm is at most this; 0 does not.
+      grad_accum: forward and backward passes a step; the batch's leaves then are [grad_accum, examples, ...].
+      compute_dtype: dtype of floating weights and inputs in the forward pass; None keeps them.
+      loss_scale: a `DynamicLossScale` or `StaticLossScale`, for float16; the state's field `loss_scale` then holds its state. Gradients
+        reach the optimizer unscaled, in float32.
+      blocks, heads, remat, recompute, offload: see `where_used.where_used`.
+      reduce_dtype: the dtype in which gradients are summed over devices; the loss then sees one device's examples, and its means are
+        averaged (as DDP, FSDP and DeepSpeed do). None: the loss sees the whole batch, and the compiler sums as the products are.
+      donate: reuses the old state's memory; the state passed in is then gone.
+
+    Returns:
+      The step. Its metrics are scalars: loss, grad_norm, what the loss returned, and with loss scaling loss_scale (this step's),
+      skipped_steps (so far), overflow_leaf (the number of the first gradient that was not finite, or -1) and is_exhausted. The state
+      must have `params` and `apply_gradients(grads=...)`, as flax's TrainState and its subclasses do.
+
+    Raises:
+      UserError: settings that contradict each other or the state.
+
+    >>> train_step = make_train_step(loss_fn, partition, clip_norm=1.0)
+    >>> state, metrics = train_step(state, batch)
+    """
+    if grad_accum < 1:
+        raise UserError(f"grad_accum: must be at least 1, and is {grad_accum}")
+    compute_dtype = precision.floating("compute_dtype", compute_dtype)
+    reduce_dtype = precision.floating("reduce_dtype", reduce_dtype)
+    scaling = loss_scale_lib.in_step(loss_scale, partition.abstract_state)
+    how = where_used.How(blocks, heads, remat, recompute, offload)
+    how.check()
+    gradients = _gradients(_with_aux(loss_fn, scaling), partition, how, grad_accum, reduce_dtype, compute_dtype)
+    place = functools.partial(_place_as_opt_state, partition)
+    update = update_lib.make(partition)
+
+    def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+        batch = precision.cast_floating(_split_batch(partition.mesh, batch, grad_accum), compute_dtype)
+        with jax.named_scope("gradients"):
+            (_, aux), grads = gradients(state.params, batch, state)
+        with jax.named_scope("clip"):
+            grads, unscale = place(grads), 1.0 / scaling.scale(state)
+            squares = jax.tree.map(lambda g: _sum_of_squares(g, unscale), grads)
+            norm = jnp.sqrt(sum(jax.tree.leaves(squares)))
+            # A norm of 0 gives inf, and so 1.
+            factor = unscale * jnp.minimum(1.0, clip_norm / norm) if clip_norm else unscale
+            verdict = scaling.verdict(squares)
+        with jax.named_scope("update"):
+            new_state = update(state, state.replace(**aux.get("state", {})), grads, factor, verdict.finite)
+            new_state, told = scaling.adjust(new_state, verdict)
+            # Cast and add on the shards; only then gather, so that 16-bit params travel.
+            new_state = new_state.replace(params=place(new_state.params))
+        return new_state, {**aux["metrics"], "grad_norm": norm, **told}
+
+    return xla_options.jit(
+        train_step,
+        _compiler_options(partition, blocks, reduce_dtype, compute_dtype),
+        donate_argnums=(0,) if donate else (),
+        in_shardings=(partition.shardings, None),
+        out_shardings=(partition.shardings, None),
+    )
+
+
+def _sum_of_squares(grad: jax.Array, unscale: jax.Array) -> jax.Array:
+    """Returns float32[]."""
+    if jnp.iscomplexobj(grad):
+        return _sum_of_squares(grad.real, unscale) + _sum_of_squares(grad.imag, unscale)
+    return jnp.sum(jnp.square(grad.astype(jnp.float32) * unscale))
+
+
+def _compiler_options(partition: Any, blocks: str, reduce_dtype: Any, compute_dtype: Any) -> dict[str, Any]:
+    """Returns XLA's options for a step whose collectives are said by hand; none where they are the compiler's."""
+    if reduce_dtype is None:
+        return {}
+    weights = where_used.largest_block(partition.placements, blocks)
+    gathered = weights * jnp.dtype(compute_dtype or jnp.float32).itemsize
+    summed = weights * jnp.dtype(reduce_dtype).itemsize
+    kept = summed // partition.mesh.shape[mesh_lib.DATA]
+    return xla_options.for_mesh(partition.mesh, gathered=gathered, summed=summed, kept=kept)
+
+
+def _gradients(
+    loss_fn: Callable[..., Any], partition: Any, how: where_used.How, passes: int, reduce_dtype: Any, compute_dtype: Any
+) -> Callable[..., Any]:
+    """Returns f(params, batch, state) -> ((loss, aux), grads), summed over devices by the compiler or by hand."""
+    if reduce_dtype is None:
+        kept = dataclasses.asdict(how)
+        loss_of_stored = where_used.where_used(loss_fn, partition.placements, compute_dtype=compute_dtype, **kept)
+        return accumulate.value_and_grad(loss_of_stored, passes)
+    return explicit.value_and_grad(
+        loss_fn, partition, how, passes=passes, reduce_dtype=reduce_dtype, compute_dtype=compute_dtype
+    )
+
+
+def _split_batch(mesh: Any, batch: Any, grad_accum: int) -> Any:
+    """Constrains examples to lie split over replica and data, wherever the batch came from."""
+    dim = 0 if grad_accum == 1 else 1
+    ways = mesh_lib.ways(mesh)
+
+    def split(path: str, leaf: Any) -> Any:
+        if grad_accum > 1 and (leaf.ndim == 0 or leaf.shape[0] != grad_accum):
+            raise UserError(f"batch/{path}: shape {leaf.shape} must begin with grad_accum={grad_accum}, then examples")
+        if leaf.ndim <= dim:
+            return leaf
+        if leaf.shape[dim] % ways:
+            raise UserError(
+                f"batch/{path}: dim {dim} of {leaf.shape} does not divide by data * replica = {ways}; "
+                f"use a multiple of {ways} examples"
+            )
+        return jax.lax.with_sharding_constraint(leaf, mesh_lib.batch_sharding(mesh, dim))
+
+    return tree.map_with_path(split, batch)
+
+
+def _with_aux(loss_fn: Callable[..., Any], scaling: loss_scale_lib.Unscaled) -> Callable[..., tuple[Any, dict]]:
+    """Lets a loss return its value alone, and scales it; the loss itself becomes a metric."""
+
+    def with_aux(params: Any, batch: Any, state: Any) -> tuple[Any, dict]:
+        result = loss_fn(params, batch, state)
+        loss, aux = result if isinstance(result, tuple) else (result, {})
+        unknown = set(aux) - {"state", "metrics"}
+        if unknown:
+            raise UserError(f"loss_fn: returned {sorted(unknown)} beside the loss; known are 'state' and 'metrics'")
+        loss = loss.astype(jnp.float32)
+        return loss * scaling.scale(state), {**aux, "metrics": {"loss": loss, **aux.get("metrics", {})}}
+
+    return with_aux
+
+
+def _place_as_opt_state(partition: Any, params_like: Any) -> Any:
+    """Constrains a tree shaped like params to where its optimizer state lies, so that the update is local."""
+    index = tree.suffix_index(partition.placements)
+
+    def constrain(path: str, leaf: Any) -> Any:
+        found = tree.longest_suffix(index, path)
+        return leaf if found is None else jax.lax.with_sharding_constraint(leaf, partition.placements[found].opt_state)
+
+    return tree.map_with_path(constrain, params_like)

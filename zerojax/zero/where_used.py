@@ -1,0 +1,298 @@
+"""Wraps a loss that somebody wrote for whole weights so that it takes them as stored. This module decides when a weight is gathered.
+
+When decides the memory:
+
+- by default every leaf is gathered on its own at the top of the loss, and the loss runs under `jax.checkpoint` with a policy
+  that never keeps a gathered weight, so the compiler gathers each again in the backward pass;
+- with `blocks` (a regex over module paths) Linen calls to the matching modules are intercepted: each runs under its own
+  `jax.checkpoint` and gathers its own weights inside it. At any time about one block's weights are whole.
+"""
+
+import dataclasses
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import nnx
+
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.zero import gather, remat
+from zerojax.zero import intercept as blocks_lib
+
+Loss = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """Where weights are gathered, and what the backward pass keeps; see `where_used`."""
+
+    blocks: str = ""
+    heads: str = ""
+    remat: str = "dots"
+    recompute: str = ""
+    offload: str = ""
+
+    def check(self) -> None:
+        """Raises UserError for values that are unknown, or contradict each other."""
+        if self.remat not in remat.REMAT:
+            raise UserError(f"remat: must be one of {', '.join(remat.REMAT)}, and is {self.remat!r}")
+        examples = {
+            "blocks": "layer_\\d+",
+            "heads": "head",
+            **dict.fromkeys(("recompute", "offload"), "layer_\\d+/mlp/up"),
+        }
+        for name, example in examples.items():
+            pattern = getattr(self, name)
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise UserError(
+                    f"{name}: {pattern!r} is no regex: {error}; give one over module paths, such as '{example}'"
+                ) from error
+            if pattern and not self.blocks:
+                raise UserError(
+                    f"{name}: {pattern!r} goes with `blocks`, and none are given; name the model's repeated modules there"
+                )
+        if self.recompute and self.remat != "dots":
+            raise UserError(
+                f"recompute: {self.recompute!r} says which products remat='dots' does not keep, and remat is {self.remat!r}; "
+                "set recompute to '', or remat to 'dots'"
+            )
+        if self.offload and self.remat == "none":
+            raise UserError(
+                f"offload: {self.offload!r} says what is kept in the host's memory, and remat='none' keeps everything on the device; "
+                "set offload to '', or remat to 'dots' or 'full'"
+            )
+        if self.recompute and (precision := remat.precision_of_all()):
+            raise UserError(
+                f"recompute: {self.recompute!r} tells products apart by their precision, and jax_default_matmul_precision is {precision!r} "
+                "for all; leave that unset, or set recompute to '', or remat to 'full'"
+            )
+
+
+def where_used(
+    loss_fn: Loss,
+    placements: Mapping[str, gather.Placement],
+    *,
+    compute_dtype: Any = None,
+    blocks: str = "",
+    heads: str = "",
+    remat: str = "dots",
+    recompute: str = "",
+    offload: str = "",
+) -> Loss:
+    """Wraps a loss written for whole weights so that it takes them as stored.
+
+    Args:
+      loss_fn: called as `loss_fn(params, *args, **kwargs)`; differentiate the result with respect to `params`. These may be
+        an NNX module, whose other variables (batch statistics, random counts) change as the loss changes them.
+      placements: where each weight lives, by path (`Partition.placements`).
+      compute_dtype: the dtype of floating weights in the forward pass; None keeps the stored one.
+      blocks: a regex over Linen module paths ("layer_\\d+"); calls to a matching module gather their own weights and are
+        rematerialised one by one. Empty: leaf by leaf at the top, and the whole loss is rematerialised by `remat`.
+      heads: a regex over paths of modules that gather their own weights as blocks do, and keep what they compute, such as an output
+        projection that forms its gradients together with the loss. Empty: none.
+      remat: what the backward pass keeps: "none" (all but weights), "dots" (matrix products), "full" (nothing).
+      recompute: a regex over paths of modules inside blocks (r"layer_\\d+/mlp/up"), whose matrix products remat="dots" does not keep
+        all the same. Empty: none.
+      offload: a regex over paths of modules inside blocks whose results wait in the host's pinned memory for the backward pass: they take
+        no device memory and are not computed again. What the backward pass does not read, such as the last product of a residual branch,
+        is kept nowhere. With reduce_dtype the copies run beside the neighbours' arithmetic; without it a loss that differentiates its own
+        gradient cannot be offloaded. Empty: none.
+
+    Raises:
+      UserError: an unknown `remat`; `blocks`, `heads`, `recompute` or `offload` that match no call; or a weight whose shape is not that
+        of its placement.
+
+    >>> grads = jax.grad(where_used(loss_fn, partition.placements, blocks=r"layer_\\d+"))(state.params, batch)
+    """
+    find = finder(placements, lambda leaf: leaf.shape, lambda place: place.shape)
+
+    def gather_leaf(path: str, leaf: Any) -> Any:
+        found = find(path, leaf)
+        return leaf if found is None else gather.gather(leaf, found, compute_dtype)
+
+    return wrap(loss_fn, gather_leaf, How(blocks, heads, remat, recompute, offload), moves=moves(placements))
+
+
+def wrap(
+    loss_fn: Loss,
+    gather_leaf: Callable[[str, Any], Any],
+    how: How,
+    *,
+    moves: bool,
+    run: blocks_lib.Run | None = None,
+    is_weight: Callable[[Any], bool] = lambda leaf: False,
+) -> Loss:
+    """Returns `loss_fn` of weights that `gather_leaf(path, leaf)` makes whole; see `where_used`.
+
+    Args:
+      moves: says whether any weight is stored otherwise than used.
+      run: see `intercept.Blocks`.
+      is_weight: tells what `gather_leaf` takes, where that is no array.
+    """
+    how.check()
+    policy = remat.policy(how.remat, offloads=bool(how.offload))
+    keeps_all = how.remat == "none" and not moves
+
+    def whole(params: Any, *args: Any, **kwargs: Any) -> Any:
+        def loss_of(stored: Any) -> tuple[Any, dict[str, Any]]:
+            used = _gather_params(stored, gather_leaf, is_weight)
+            before = variables(used)
+            result = loss_fn(used, *args, **kwargs)
+            return result, {path: value for path, value in variables(used).items() if value is not before[path]}
+
+        result, changed = (loss_of if keeps_all else jax.checkpoint(loss_of, policy=policy))(params)
+        _set_variables(params, changed)
+        return result
+
+    def by_block(params: Any, *args: Any, **kwargs: Any) -> Any:
+        made = _Made()
+        inside = blocks_lib.Blocks(
+            how.blocks,
+            how.heads,
+            gather_leaf,
+            None if keeps_all else policy,
+            recompute=how.recompute,
+            offload=how.offload,
+            run=run,
+            stored_of=made.stored_of if run else None,
+            is_leaf=is_weight,
+        )
+
+        def gather_outer(path: str, leaf: Any) -> Any:
+            if not inside.owns(path):
+                return gather_leaf(path, leaf)
+            # Of whole weights that nothing but a block reads, nothing is left when compiled.
+            return leaf if run is None else made.add(gather_leaf(path, leaf), path, leaf)
+
+        outer = tree.map_with_path(gather_outer, params, is_leaf=is_weight)
+        with nn.intercept_methods(inside.intercept):
+            result = loss_fn(outer, *args, **kwargs)
+        _check_found(inside, how, moves)
+        return result
+
+    return by_block if how.blocks else whole
+
+
+class _Made:
+    """Remembers of which weight an array was made, by the array's identity."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[
+            int, tuple[Any, str, Any]
+        ] = {}  # the array too: as long as it lives no other has its identity
+
+    def add(self, whole: Any, path: str, stored: Any) -> Any:
+        self._by_id[id(whole)] = whole, path, stored
+        return whole
+
+    def stored_of(self, array: Any) -> tuple[str, Any] | None:
+        found = self._by_id.get(id(array))
+        return found and found[1:]
+
+
+def finder(
+    placements: Mapping[str, gather.Placement],
+    shape_of: Callable[[Any], Any],
+    wanted: Callable[[gather.Placement], Any],
+) -> Callable[[str, Any], gather.Placement | None]:
+    """Returns f(path, leaf) -> the placement of that weight, or None; a leaf of another shape than `wanted` is refused."""
+    index = tree.suffix_index(placements)
+
+    def find(path: str, leaf: Any) -> gather.Placement | None:
+        found = tree.longest_suffix(index, path)
+        if found is None:
+            return None
+        if leaf is not None and placements[found].shape is not None and shape_of(leaf) != wanted(placements[found]):
+            raise UserError(
+                f"{path}: has shape {shape_of(leaf)}, and the weight placed as {found} has {wanted(placements[found])}; where several "
+                f"models share a state, pass the placements of this one alone; a block inside nn.scan or nn.vmap cannot be in `blocks`"
+            )
+        return placements[found]
+
+    return find
+
+
+def moves(placements: Mapping[str, gather.Placement]) -> bool:
+    """Says whether any weight is stored otherwise than used."""
+    return any(place.stored != place.used for place in placements.values())
+
+
+def largest_block(placements: Mapping[str, gather.Placement], blocks: str) -> int:
+    """Returns the number of weights in the largest of the blocks that a regex names; 0 where it names none."""
+    sizes: dict[str, int] = {}
+    for path, place in placements.items():
+        block = blocks_lib.block_of(path, re.compile(blocks))
+        if block is not None:
+            sizes[block] = sizes.get(block, 0) + math.prod(place.shape or ())
+    return max(sizes.values(), default=0)
+
+
+def variables(params: Any) -> dict[str, Any]:
+    """Returns the values of the NNX variables that are no params, which a forward pass may change in place."""
+    nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_other_variable)
+    return {tree.path_string(path): node.get_raw_value() for path, node in nodes if _is_other_variable(node)}
+
+
+def _check_found(inside: blocks_lib.Blocks, how: How, moves: bool) -> None:
+    if not inside.entered:
+        raise UserError(
+            f"blocks: {how.blocks!r} matches no Linen module called in the loss; it is a regex over module paths such as "
+            f"'layer_0' or 'decoder/block_3', or '' to gather leaf by leaf"
+        )
+    if moves and inside.strangers:
+        warnings.warn(
+            f"blocks: weights of {', '.join(sorted(inside.strangers)[:3])} reach their block changed, or through a jax.jit, nn.remat or "
+            "nn.scan around it; they are gathered before it, and stay whole until the backward pass has used them",
+            stacklevel=2,
+        )
+    if how.heads and not inside.headed:
+        raise UserError(
+            f"heads: {how.heads!r} matches no Linen module called in the loss outside of blocks; it is a regex over whole module paths "
+            "such as 'head', or '' for none"
+        )
+    for name, pattern, found in (
+        ("recompute", how.recompute, inside.recomputed),
+        ("offload", how.offload, inside.offloaded),
+    ):
+        if pattern and not found:
+            raise UserError(
+                f"{name}: {pattern!r} matches no module called inside a block; it is a regex over whole module paths "
+                f"such as 'layer_\\d+/mlp/up'"
+            )
+    if both := inside.recomputed & inside.offloaded:
+        raise UserError(
+            f"recompute: {how.recompute!r} and offload: {how.offload!r} both name {min(both)}, which can be computed again, or kept in the "
+            "host's memory; let one of them name it"
+        )
+
+
+def _is_other_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
+
+
+def _gather_params(stored: Any, gather_leaf: Callable[[str, Any], Any], is_weight: Callable[[Any], bool]) -> Any:
+    """Gathers every leaf, save NNX variables that are no params (batch statistics, random keys): these are copied."""
+
+    def gather_node(path: tuple, node: Any) -> Any:
+        if _is_other_variable(node):
+            return jax.tree.map(lambda leaf: leaf, node)
+        return gather_leaf(tree.path_string(path), node)
+
+    def is_leaf(node: Any) -> bool:
+        return _is_other_variable(node) or is_weight(node)
+
+    return jax.tree_util.tree_map_with_path(gather_node, stored, is_leaf=is_leaf)
+
+
+def _set_variables(params: Any, values: Mapping[str, Any]) -> None:
+    """Changes the caller's NNX module as the loss changed its copy."""
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_other_variable):
+        if tree.path_string(path) in values:
+            node.set_value(values[tree.path_string(path)])
