@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "zerojax"
 
 # Which rooms a room may import, beside itself; everybody may import the ground. One row a room.
-GROUND = {"display", "errors", "mesh", "precision", "specs", "train_state", "tree"}
+GROUND = {"display", "errors", "files", "mesh", "precision", "specs", "train_state", "tree"}
 KERNELS = "pallas_kernels"
 ROOMS: dict[str, set[str]] = {
     "ops": {KERNELS},

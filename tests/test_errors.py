@@ -1,6 +1,12 @@
-"""Checks the one exception. This module tests zerojax.errors."""
+"""Checks the one exception, and what is asked of others. This module tests zerojax.errors."""
+
+import errno
+import os
+
+import pytest
 
 import zerojax
+from zerojax import errors
 from zerojax.errors import UserError
 
 
@@ -8,3 +14,51 @@ def test_a_user_error_is_a_value_error_and_has_one_public_name():
     assert issubclass(UserError, ValueError)
     assert zerojax.UserError is UserError
     assert str(UserError("rule: value; way out")) == "rule: value; way out"
+
+
+def caused_by(cause: BaseException) -> BaseException:
+    """Returns an error raised from `cause`, and one raised while that one was handled."""
+    try:
+        try:
+            raise RuntimeError("outer") from cause
+        except RuntimeError:
+            raise KeyError("outermost")  # noqa: B904  this one has a context and no cause
+    except KeyError as error:
+        return error
+
+
+def test_causes_are_walked_by_what_raised_and_by_what_was_handled():
+    first = ValueError("first")
+    assert [str(error) for error in errors.causes(caused_by(first))] == ["'outermost'", "outer", "first"]
+    assert list(errors.causes(None)) == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "words of another language"),
+        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+        ValueError("RESOURCE_EXHAUSTED: write failed: No space left on device"),
+        RuntimeError("Disk quota exceeded"),
+        OSError("Not enough disk space. Needed: 3 GiB"),
+    ],
+    ids=str,
+)
+def test_a_full_disk_is_known_by_number_and_by_words(error):
+    assert errors.is_disk_full(error) and errors.is_disk_full(caused_by(error))
+
+
+def test_other_errors_are_no_full_disk():
+    assert not errors.is_disk_full(caused_by(PermissionError(errno.EACCES, "Permission denied")))
+
+
+@pytest.mark.parametrize(
+    "text, line", [("one\ntwo", "one"), ("\n  one\n", "one"), ("", "ValueError"), ("x" * 500, "x" * 400)]
+)
+def test_the_first_line_is_the_first_that_says_something(text, line):
+    assert errors.first_line(ValueError(text)) == line
+
+
+def test_all_lines_become_one():
+    assert errors.one_line(ValueError("one\n  two")) == "one two"
+    assert errors.one_line(ValueError("one two"), 5) == "one t"

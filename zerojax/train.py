@@ -3,7 +3,6 @@
 python -m zerojax.train --config configs/zero3.py --workdir runs/mine --config.steps=50
 """
 
-import errno
 import functools
 import logging
 import os
@@ -17,7 +16,7 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from zerojax import display
+from zerojax import display, errors
 from zerojax.checkpoint import checkpointer
 from zerojax.data import batches, feed, source
 from zerojax.data import tokenizer as tokenizer_lib
@@ -56,7 +55,7 @@ def main() -> None:
     except BrokenPipeError:
         _leave_unheard("stdout is closed; the same command resumes from the last checkpoint")
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if not errors.is_disk_full(error):
             raise
         where = error.filename or "stdout, or another file of the run"
         _leave_unheard(f"{where}: no space left on the device; make room, then run again to resume")

@@ -83,7 +83,7 @@ def test_after_a_kill_and_resume_every_step_appears_once(tmp_path_factory, writt
 
 def test_a_killed_process_leaves_every_written_step(tmp_path):
     program = (
-        "import os, signal, sys\nfrom zerojax import metrics\n"
+        "import os, signal, sys\nfrom zerojax.trainer import metrics\n"
         "log = metrics.MetricsLog(sys.argv[1], enabled=True)\n"
         "for step in (1, 2, 3): log.write(step, {'loss': 1.0})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"

@@ -28,9 +28,9 @@ streams_lib.Streams.next = lambda streams: ([time.sleep(0.02) for _ in range(10)
 """
 SLOW_TO_COMPILE = """
 import time
-from zerojax import foresight
-compile_step = foresight.compile_step
-foresight.compile_step = lambda built: (print("compiling", flush=True), time.sleep(0.3), compile_step(built))[-1]
+from zerojax.trainer import memory_guard
+compile_step = memory_guard.compile_step
+memory_guard.compile_step = lambda built: (print("compiling", flush=True), time.sleep(0.3), compile_step(built))[-1]
 """
 HANG_WHILE_BUILDING = """
 import signal

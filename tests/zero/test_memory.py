@@ -116,11 +116,3 @@ def test_a_table_of_stage_0_has_nothing_saved_and_no_caption():
     part = make_partition(0)
     text = display.as_text(memory.memory_table(part, part))
     assert "kept whole" not in text and "0%" in next(line for line in text.splitlines() if "total" in line)
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1.5 * 2**30, "1.50 GiB"), (2**60, "1048576.00 TiB")],
-)
-def test_bytes_read_in_the_unit_that_fits(count, text):
-    assert display.human(count) == text

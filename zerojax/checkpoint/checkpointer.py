@@ -18,12 +18,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from zerojax import tree
+from zerojax import errors, tree
 from zerojax.checkpoint import files as step_files
 from zerojax.checkpoint import logical
 from zerojax.errors import UserError
-
-NO_SPACE = ("No space left", "quota exceeded")  # ENOSPC and EDQUOT as Python and TensorStore word them
 
 
 class Checkpointer:
@@ -180,7 +178,7 @@ class Checkpointer:
         except (UserError, RuntimeError):  # JAX says RuntimeError when a device has no memory left
             raise
         except Exception as error:
-            if any(isinstance(cause, MemoryError) for cause in _causes(error)):
+            if any(isinstance(cause, MemoryError) for cause in errors.causes(error)):
                 raise
             raise step_files.damaged(self.directory, step, _brief(error)) from error
 
@@ -200,7 +198,7 @@ class Checkpointer:
         """Returns the error to raise, and forgets the step that did not reach the disk."""
         self._losses.pop(self._saving, None)
         self._manager.reload()  # Orbax has already forgotten the steps that this save was to replace
-        last, is_full = self.latest_step(), _is_disk_full(error)
+        last, is_full = self.latest_step(), errors.is_disk_full(error)
         safe = "no step is complete yet" if last is None else f"step {last} is complete and untouched"
         cause = "no space left on the disk; free some" if is_full else f"{_brief(error)}; mend that"
         return UserError(
@@ -279,19 +277,7 @@ def _check_same_state(path: Any, saved: Mapping, wanted: Mapping, resizable: fro
 
 def _brief(error: BaseException) -> str:
     """Returns an error's kind and the start of its text, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error, the one that caused it, and so on."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _is_disk_full(error: BaseException) -> bool:
-    """Says whether an error, or one that caused it, means that the disk is full."""
-    return any(sign in str(cause) for cause in _causes(error) for sign in NO_SPACE)
+    return f"{type(error).__name__}: {errors.one_line(error, 160)}"
 
 
 def _is_worth_showing(record: logging.LogRecord) -> bool:

@@ -5,7 +5,6 @@ TensorFlow is not needed: files are array_record and are read as data sources.
 
 import contextlib
 import difflib
-import errno
 import io
 import os
 from collections.abc import Iterator, Mapping
@@ -13,12 +12,9 @@ from typing import Any, Protocol
 
 import tensorflow_datasets as tfds
 
+from zerojax import errors
 from zerojax.data import python_stdlib  # noqa: F401  importing it registers the builder
 from zerojax.errors import UserError
-
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-# array_record reports a failed write as a RuntimeError in the system's words; tfds checks the space first.
-NO_SPACE_WORDS = (*map(os.strerror, NO_SPACE), "Not enough disk space")
 
 
 class Source(Protocol):
@@ -111,12 +107,9 @@ def _builder(name: str, data_dir: str | os.PathLike) -> tfds.core.DatasetBuilder
 def _why_not_prepared(name: str, data_dir: str | os.PathLike, error: BaseException) -> str:
     """Writes the line for a preparation that failed with `error`."""
     place = repr(os.fspath(data_dir))
-    causes = list(_causes(error))
-    if any(getattr(cause, "errno", None) in NO_SPACE for cause in causes) or any(
-        words in str(cause) for words in NO_SPACE_WORDS for cause in causes
-    ):
+    if errors.is_disk_full(error):
         return f"config.data.dir: no space left in {place} for {name!r}; free some or set --config.data.dir"
-    if any(isinstance(cause, PermissionError) for cause in causes):
+    if any(isinstance(cause, PermissionError) for cause in errors.causes(error)):
         return _cannot_write(name, data_dir, error)
     return (
         f"config.data.name: {name!r} cannot be downloaded or built: {_line(error)}; prepare it where there "
@@ -130,13 +123,6 @@ def _cannot_write(name: str, data_dir: str | os.PathLike, error: BaseException) 
     return f"config.data.dir: cannot write {name!r} to {place}: {_line(error)}; set --config.data.dir"
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Walks from `error` to the first cause."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def _near(name: str, known: list[str], what: str, limit: int = 8) -> str:
     """Says which of `known` are there, the nearest to `name` first."""
     near = difflib.get_close_matches(name, known, n=limit, cutoff=0.0)
@@ -145,8 +131,8 @@ def _near(name: str, known: list[str], what: str, limit: int = 8) -> str:
 
 def _line(error: BaseException) -> str:
     """Returns the kind and the first line of `error`."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:400]}" if lines else type(error).__name__
+    kind, line = type(error).__name__, errors.first_line(error)
+    return kind if line == kind else f"{kind}: {line}"
 
 
 @contextlib.contextmanager

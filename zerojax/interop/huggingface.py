@@ -5,7 +5,6 @@ host ever holds the model. Query and key need no permutation: the model rotates 
 dims against the second (rotate-half RoPE), as Hugging Face's Llama does.
 """
 
-import errno
 import json
 import math
 import os
@@ -22,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import tree
+from zerojax import errors, tree
 from zerojax.errors import UserError
 
 SHARD_BYTES = 5 * 2**30
@@ -101,8 +100,7 @@ def export_llama(
             _replace(directory, partial)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        cause = "no space left on the disk; free some" if is_full else f"{error.strerror}; mend that"
+        cause = "no space left on the disk; free some" if errors.is_disk_full(error) else f"{error.strerror}; mend that"
         raise UserError(f"{directory}: export failed: {cause} or choose another directory") from error
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("zerojax export")

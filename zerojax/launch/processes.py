@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from zerojax import errors
 from zerojax.errors import UserError
 from zerojax.launch import accelerators
 
@@ -102,9 +103,10 @@ def initialize(
         try:
             jax.distributed.initialize(local_device_ids=_only_visible_device(os.environ), **bounds)
         except (RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
             way_out = "give --coordinator HOST:PORT, --num_processes and --process_id"
-            raise UserError(f"launch: {who} could not join the others ({reason}); {way_out}") from error
+            raise UserError(
+                f"launch: {who} could not join the others ({errors.first_line(error)}); {way_out}"
+            ) from error
 
 
 def detect_scheduler(environ: Mapping[str, str]) -> str | None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from pallas_kernels import norm, rounding, rules, update
-from zerojax import precision, tree
+from zerojax import errors, precision, tree
 from zerojax.errors import UserError
 from zerojax.optim import eight_bit, kernels, sharded
 
@@ -264,7 +264,7 @@ def _decays(settings: _Settings, params: Any) -> list[bool]:
         )
     except ValueError as error:
         raise UserError(
-            f"mask: must be a tree of bools like the params or the beginning of one, and does not fit them: {str(error).splitlines()[0]}"
+            f"mask: must be a tree of bools like the params or the beginning of one, and does not fit them: {errors.first_line(error)}"
         ) from error
 
 

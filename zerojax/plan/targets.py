@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from zerojax import errors
 from zerojax.errors import UserError
 from zerojax.launch import accelerators, processes
 from zerojax.plan import gpu_configs
@@ -236,9 +237,8 @@ def _compile_only(target: Target, wanted: str, **description: Any) -> list[Any]:
     try:
         return list(topologies.get_topology_desc(**description).devices)
     except Exception as error:  # the plugins raise JaxRuntimeError, ValueError, RuntimeError and NotImplementedError
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"target {target.name}: the compiler of jax {jax.__version__} refuses topology {wanted!r}: {reason}"
+            f"target {target.name}: the compiler of jax {jax.__version__} refuses topology {wanted!r}: {errors.first_line(error)}"
         ) from error
 
 

@@ -5,7 +5,6 @@ The trace in WORKDIR/profile is for Perfetto and XProf, the table by phase for e
 
 import dataclasses
 import json
-import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import jax
 from rich.table import Table
 
+from zerojax import errors, files
 from zerojax.errors import UserError
 from zerojax.plan import ledger
 from zerojax.profile import breakdown, phases, traces
@@ -84,9 +84,7 @@ class Profiler:
             jax.profiler.stop_trace()
             path = traces.newest(self._folder / FOLDER)
             found = breakdown.profile(traces.read(path) if path else (), sent, self._first, self._last)
-            new = self._folder / f"{FILE}.new"
-            new.write_text(json.dumps(as_json(found), indent=1) + "\n")
-            os.replace(new, self._folder / FILE)
+            files.replace(self._folder / FILE, json.dumps(as_json(found), indent=1) + "\n")
         except (RuntimeError, OSError) as error:
             raise _failed(error) from error
         return found
@@ -165,7 +163,6 @@ def _share(share: phases.Share) -> dict[str, float]:
 
 
 def _failed(error: Exception) -> UserError:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
     return UserError(
-        f"config.profile: the profiler failed ({reason}); set --config.profile.steps=0 to train without it"
+        f"config.profile: the profiler failed ({errors.first_line(error)}); set --config.profile.steps=0 to train without it"
     )

@@ -9,6 +9,7 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from zerojax import errors
 from zerojax.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A config file, such as configs/zero3.py.", lock_config=True)
@@ -40,7 +41,7 @@ def parse(argv: list[str]) -> Any:
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
-        raise UserError(f"command line: {_line(error)}") from error
+        raise UserError(f"command line: {errors.one_line(error)}") from error
     except Exception as error:  # a config file is code, and may raise anything
         raise UserError(_why_no_config(error, argv)) from error
     if _CONFIG.value is None:
@@ -58,16 +59,11 @@ def _why_no_config(error: Exception, argv: list[str]) -> str:
     inside = [frame for frame in frames if not re.search(r"/(absl|ml_collections)/|importlib", frame.filename)]
     if inside:
         place = f"{inside[-1].filename}:{inside[-1].lineno}"
-        return f"{place}: {type(error).__name__}: {_line(error)}; mend the config file"
-    key, near = re.search(r"\w+", _line(error)), re.search(r'mean "(\w+)"', _line(error))
+        return f"{place}: {type(error).__name__}: {errors.one_line(error)}; mend the config file"
+    key, near = re.search(r"\w+", errors.one_line(error)), re.search(r'mean "(\w+)"', errors.one_line(error))
     overrides = [word for word in argv if word.startswith("--config.")]
     override = next((word for word in overrides if key and key[0] in re.split("[.=]", word)), None)
     if key is None or override is None:
-        return f"command line: {_line(error)}"
+        return f"command line: {errors.one_line(error)}"
     hint = f"did you mean {near[1]!r}?" if near else "configs/base.py holds every key"
     return f"{override}: unknown config key {key[0]!r}; {hint}"
-
-
-def _line(error: Exception) -> str:
-    """Returns an error's text in one line."""
-    return " ".join(str(error).split())[:300]

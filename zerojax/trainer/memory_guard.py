@@ -2,13 +2,12 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 from typing import Any
 
 import jax
 
-from zerojax import display
+from zerojax import display, files
 from zerojax.errors import UserError
 from zerojax.hlo import buffers
 from zerojax.launch import processes
@@ -48,7 +47,7 @@ def write(folder: pathlib.Path, program: program_lib.Program, plan: step_plan.Pl
     Raises:
       UserError: the folder cannot be written.
     """
-    path, new = folder / FILE, folder / f"{FILE}.new"
+    path = folder / FILE
     content = {
         "planned_peak_bytes": plan.peak,
         "measured_peak_bytes": measured,
@@ -56,11 +55,8 @@ def write(folder: pathlib.Path, program: program_lib.Program, plan: step_plan.Pl
         "flops_per_token": llama.flops_per_token(program.model, program.config.seq_len),
         "plan": plan_report.as_json(plan),
     }
-    try:
-        new.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(new, path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); make room, then run again to resume") from error
+    with files.writing(path):
+        files.replace(path, json.dumps(content, indent=1) + "\n")
 
 
 def compared(plan: step_plan.Plan, measured: int | None) -> str:

@@ -11,13 +11,14 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 import jax
 import rich.console
 import rich.progress
 
+from zerojax import files
 from zerojax.errors import UserError
 from zerojax.trainer import events
 
@@ -60,10 +61,8 @@ class MetricsLog:
         if not path.exists():
             return
         kept = [record for record in read(self._workdir) if record["step"] <= step]
-        new = path.with_suffix(".new")
-        with _written(path):
-            new.write_text("".join(map(_line, kept)), encoding="utf-8")
-            os.replace(new, path)
+        with files.writing(path):
+            files.replace(path, "".join(map(_line, kept)))
 
     def open(self) -> None:
         """Opens the files; else the first `write` does. The library that writes events is imported meanwhile.
@@ -72,7 +71,7 @@ class MetricsLog:
           UserError: the disk is full or cannot be written.
         """
         if self._enabled:
-            with _written(self._workdir / FILE):
+            with files.writing(self._workdir / FILE):
                 self._opened()
 
     def write(self, step: int, values: Mapping[str, float | int]) -> None:
@@ -84,7 +83,7 @@ class MetricsLog:
         if not self._enabled:
             return
         try:
-            with _written(self._workdir / FILE):
+            with files.writing(self._workdir / FILE):
                 lines, scalars = self._opened()
                 lines.write(_line({"step": step, **_as_json(values)}).encode())
                 lines.flush()
@@ -101,7 +100,7 @@ class MetricsLog:
           UserError: the disk is full.
         """
         if self._events is not None:
-            with _written(self._workdir / TENSORBOARD):
+            with files.writing(self._workdir / TENSORBOARD):
                 self._events.flush()
 
     def close(self) -> None:
@@ -111,10 +110,10 @@ class MetricsLog:
           UserError: the disk is full.
         """
         self._enabled = False
-        files = [file for file in (self._lines, self._events) if file is not None]
+        opened = [file for file in (self._lines, self._events) if file is not None]
         self._lines = self._events = None
-        with _written(self._workdir), contextlib.ExitStack() as stack:  # closes each, also where another fails
-            for file in files:
+        with files.writing(self._workdir), contextlib.ExitStack() as stack:  # closes each, also where another fails
+            for file in opened:
                 stack.callback(file.close)
 
     def _opened(self) -> tuple[Any, events.Events]:
@@ -225,15 +224,6 @@ def _as_json(values: Mapping[str, float | int]) -> dict[str, Any]:
 
 def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
-
-
-@contextlib.contextmanager
-def _written(path: pathlib.Path) -> Iterator[None]:
-    """Turns what the disk refuses into a line that names the path."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); make room, then run again to resume") from error
 
 
 def _short(value: float) -> str:

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax import files
 from zerojax.errors import UserError
 
 CONFIG_FILE = "config.json"
@@ -71,14 +72,8 @@ def save(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
       UserError: the folder cannot be written.
     """
     path = pathlib.Path(workdir) / CONFIG_FILE
-    new = path.with_suffix(".new")
-    try:
-        new.write_text(json.dumps(config, indent=2) + "\n")
-        os.replace(new, path)
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror}); make room, or choose another --workdir"
-        ) from error
+    with files.writing(path, "make room, or choose another --workdir"):
+        files.replace(path, json.dumps(config, indent=2) + "\n")
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,21 @@
+"""Writes for people. This module tests zerojax.display."""
+
+import pytest
+from rich.table import Table
+
+from zerojax import display
+
+
+@pytest.mark.parametrize(
+    "count, text",
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1.5 * 2**30, "1.50 GiB"), (2**60, "1048576.00 TiB")],
+)
+def test_bytes_are_told_in_the_unit_that_reads_best(count, text):
+    assert display.human(count) == text
+
+
+def test_a_table_is_plain_lines():
+    table = Table("role", "bytes")
+    table.add_row("params", "4")
+    text = display.as_text(table)
+    assert "params" in text and "\x1b" not in text and text == text.rstrip()

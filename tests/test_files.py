@@ -1,0 +1,32 @@
+"""Replaces files whole. This module tests zerojax.files."""
+
+import os
+
+import pytest
+
+from zerojax import files
+from zerojax.errors import UserError
+
+
+def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path):
+    files.replace(tmp_path / "config.json", "one\n")
+    files.replace(tmp_path / "config.json", "two\n")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"config.json": "two\n"}
+
+
+def test_the_former_text_stays_where_the_new_one_cannot_be_written(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    files.replace(tmp_path / "plan.json", "one\n")
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        files.replace(tmp_path / "plan.json", "two\n")
+    assert (tmp_path / "plan.json").read_text() == "one\n"
+
+
+def test_what_a_disk_refuses_is_one_line_with_the_path_the_reason_and_the_way_out(tmp_path):
+    path = tmp_path / "absent" / "plan.json"
+    with pytest.raises(UserError) as caught, files.writing(path, "choose another folder"):
+        files.replace(path, "one\n")
+    assert str(caught.value) == f"{path}: cannot be written (No such file or directory); choose another folder"
