@@ -1,0 +1,47 @@
+"""The command `zerojax`. This module starts one of its sub-commands, each of which is a module that can be started by itself.
+
+zerojax train --config configs/zero3.py         the same as: python -m zerojax.train --config configs/zero3.py
+"""
+
+import difflib
+import runpy
+import sys
+
+# name -> the module, which is imported when it is chosen, and what it does
+COMMANDS = {
+    "train": ("zerojax.train", "Trains a language model as a config says."),
+    "plan": ("zerojax.plan", "Says what a run will need and send, without running it."),
+}
+
+
+def main() -> None:
+    """Runs the sub-command that the command line names, as `python -m MODULE` does; an unknown one ends with one line and status 2."""
+    name, *arguments = sys.argv[1:] or [""]
+    if name in ("-h", "--help", "help"):
+        print(usage())
+        return
+    if name not in COMMANDS:
+        print(f"zerojax: {_refused(name)}; zerojax --help lists the commands", file=sys.stderr, flush=True)
+        sys.exit(2)
+    sys.argv[1:] = arguments
+    runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
+
+
+def usage() -> str:
+    """Returns the list of sub-commands."""
+    rows = [f"  {name:<8}{what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: zerojax COMMAND [flags]", "", *rows, "", "zerojax COMMAND --help lists the flags of one."]
+    )
+
+
+def _refused(name: str) -> str:
+    """Says what is wrong with a name that is no command's."""
+    if not name:
+        return f"a command is missing; give one of {', '.join(COMMANDS)}"
+    near = difflib.get_close_matches(name, COMMANDS, 1)
+    return f"{name!r} is no command; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}")
+
+
+if __name__ == "__main__":
+    main()
