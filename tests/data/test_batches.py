@@ -20,7 +20,7 @@ from zerojax.trainer import config
 BYTES = tokenizer.ByteTokenizer()
 DOCUMENTS = [{"text": bytes([65 + i]) * (3 * i % 20)} for i in range(13)]  # of 0 to 19 bytes
 SIZES = {"num_rows": 4, "seq_len": 8, "seed": 3}
-SETTINGS = config.Data("random", "train", "validation", "text", "bytes", "")
+SETTINGS = config.DataSettings("random", "train", "validation", "text", "bytes", "")
 
 
 def make(source=DOCUMENTS, rows=range(4), shuffle=True, **sizes):

@@ -73,11 +73,19 @@ def test_checked_places_exist():
 
 
 def test_choices_are_those_of_the_modules_that_act_on_them():
-
     assert tuple(config_lib.CHOICES["zero.stage"]) == tuple(stages.STAGES)
     assert set(config_lib.CHOICES["precision"]) == set(precision.PRECISIONS)
     assert set(config_lib.CHOICES["model.remat"]) == set(remat_lib.REMAT)
     assert program.BLOCKS
+    assert config_lib.CHOICES["zero.indivisible"] == ("whole", "pad")
+    assert config_lib.CHOICES["optimizer.moments"] == ("fp32", "bf16", "int8")
+    assert config_lib.CHOICES["loss_scale.on_minimum"] == ("raise", "hold")
+    assert config_lib.CHOICES["reduce_dtype"] == ("fp32", "bf16")
+
+
+def test_no_group_of_settings_has_the_name_of_another_class():
+    groups = [hint for hint in typing.get_type_hints(config_lib.Config).values() if dataclasses.is_dataclass(hint)]
+    assert len(groups) == 11 and all(group.__name__.endswith("Settings") for group in groups)
 
 
 def test_settings_survive_json():
@@ -163,3 +171,63 @@ def test_averages_forget_at_a_rate_below_one(value):
     raw.optimizer.b2 = value
     with pytest.raises(UserError, match=r"config.optimizer.b2: must be at least 0 and below 1"):
         config_lib.from_dict(raw)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    flag: bool
+    rate: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    name: str
+    count: int
+    axes: tuple
+    inner: Inner
+
+
+FITTING = {"name": "x", "count": 3, "axes": [1, 2], "inner": {"flag": True, "rate": 1}}
+
+
+def test_a_nested_mapping_becomes_a_nested_dataclass():
+    found = config_lib.read(Outer, FITTING, "config")
+    assert found == Outer("x", 3, (1, 2), Inner(True, 1.0)) and isinstance(found.inner.rate, float)
+
+
+ANYTHING = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers()), st.just({})
+)
+FITS = {
+    "name": lambda value: isinstance(value, str),
+    "count": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "axes": lambda value: isinstance(value, list),
+}
+
+
+@hypothesis.settings(deadline=None, derandomize=True)
+@hypothesis.given(st.sampled_from(sorted(FITS)), ANYTHING)
+def test_a_value_is_read_exactly_where_it_has_the_fields_type(field, value):
+    if FITS[field](value):
+        assert getattr(config_lib.read(Outer, {**FITTING, field: value}, "config"), field) == (
+            tuple(value) if field == "axes" else value
+        )
+    else:
+        with pytest.raises(UserError, match=rf"^config\.{field}: must be (str|int|tuple), and is "):
+            config_lib.read(Outer, {**FITTING, field: value}, "config")
+
+
+MISFITS = {
+    "near": ({"nane": 1}, r"^c\.nane: unknown config key; did you mean 'name'\?$"),
+    "far": ({"zzz": 1}, r"^c\.zzz: unknown config key; known keys: name, count, axes, inner$"),
+    "group": ({"inner": 3}, r"^c\.inner: must be a group of settings \(flag, rate\), and is 3$"),
+    "inner": ({"inner": {"flag": True, "rate": float("nan")}}, r"^c\.inner\.rate: must be float, and is nan$"),
+    "missing": ({"inner": {"flag": True}}, r"^c\.inner\.rate: missing; start from configs/base\.py"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_does_not_fit_is_named_by_its_place(name):
+    changes, message = MISFITS[name]
+    with pytest.raises(UserError, match=message):
+        config_lib.read(Outer, {**FITTING, **changes}, "c")

@@ -209,7 +209,11 @@ class Checkpointer:
 
 @dataclasses.dataclass(frozen=True)
 class _Keep:
-    """Orbax's preservation policy: the newest, the best, and any step not in `losses`: it is not ours."""
+    """Orbax's preservation policy: the newest, the best, and any step not in `losses`: it is not ours.
+
+    Orbax's own policies do not serve. `BestN` ranks by metrics, an item of Orbax's own that no step here holds, and keeps every step
+    while there are no more than N; `LatestN` counts the steps of others.
+    """
 
     keep_last: int
     keep_best: int

@@ -105,7 +105,7 @@ class Batches:
 
 
 def open_batches(
-    settings: config.Data,
+    settings: config.DataSettings,
     tokenizer: tokenizer_lib.Tokenizer,
     *,
     split: str,

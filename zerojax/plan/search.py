@@ -169,7 +169,7 @@ def _applied(config: config_lib.Config, candidate: Candidate) -> config_lib.Conf
     )
 
 
-def with_remat(model: config_lib.Model, remat: str) -> config_lib.Model:
+def with_remat(model: config_lib.ModelSettings, remat: str) -> config_lib.ModelSettings:
     """Returns the model's settings with another `remat`, and of those that go with it what still can."""
     return dataclasses.replace(
         model,

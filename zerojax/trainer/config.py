@@ -1,26 +1,34 @@
 """Turns an ml_collections config into frozen settings. This module is the door: past it nothing is unchecked.
 
 `configs/base.py` holds every field with its default, unit and effect; the dataclasses here say only which fields
-exist, of which type, and which values are allowed. Fields that can be derived take 0 (or -1) to mean "derive".
+exist and of which type, and the tables which values are allowed. Fields that can be derived take 0 (or -1) to mean "derive".
+
+Nothing else reads nested mappings as strictly. ml_collections makes no dataclasses of them. dacite does not say in which group
+an unknown key is, takes True for a whole number and "x" for a tuple, leaves 1 an int where a float is declared, and passes NaN.
 """
 
 import dataclasses
+import difflib
+import math
 import re
+import typing
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax import precision
 from zerojax.errors import UserError
-from zerojax.trainer import settings
+from zerojax.optim import fused
+from zerojax.zero import loss_scale, remat, stages
 
-STAGES = (0, 1, 2, 3)
-CHOICES = {
-    "zero.stage": STAGES,
-    "zero.indivisible": ("whole", "pad"),
-    "precision": ("fp32", "bf16", "fp16", "bf16_sr"),
-    "optimizer.moments": ("fp32", "bf16", "int8"),
-    "loss_scale.on_minimum": ("raise", "hold"),
-    "reduce_dtype": ("fp32", "bf16"),
-    "model.remat": ("none", "dots", "full"),
+# place -> the values allowed there, from the table of whoever acts on them
+CHOICES: dict[str, tuple] = {
+    "zero.stage": tuple(stages.STAGES),
+    "zero.indivisible": stages.INDIVISIBLE,
+    "precision": tuple(precision.PRECISIONS),
+    "optimizer.moments": tuple(fused.MOMENTS),
+    "loss_scale.on_minimum": loss_scale.ON_MINIMUM,
+    "reduce_dtype": tuple(precision.DTYPES),
+    "model.remat": tuple(remat.REMAT),
     "model.attention": ("auto", "xla", "cudnn"),
     "export.format": ("none", "huggingface"),
 }
@@ -51,7 +59,7 @@ NOT_NEGATIVE = tuple(
 
 
 @dataclasses.dataclass(frozen=True)
-class Mesh:
+class MeshSettings:
     """Sizes of the mesh axes; data = -1 takes all devices that are left."""
 
     replica: int
@@ -60,7 +68,7 @@ class Mesh:
 
 
 @dataclasses.dataclass(frozen=True)
-class Zero:
+class ZeroSettings:
     """What is split over the `data` axis, and which leaves are exempt."""
 
     stage: int
@@ -70,7 +78,7 @@ class Zero:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class ModelSettings:
     """The decoder's shape and what its backward pass keeps."""
 
     preset: str
@@ -83,7 +91,7 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
-class Optimizer:
+class OptimizerSettings:
     """An optax transformation and schedule by name."""
 
     name: str
@@ -100,8 +108,8 @@ class Optimizer:
 
 
 @dataclasses.dataclass(frozen=True)
-class LossScale:
-    """How float16 gradients are kept in range; see `zerojax.loss_scale`."""
+class LossScaleSettings:
+    """How float16 gradients are kept in range; see `zerojax.zero.loss_scale`."""
 
     static: float
     init_scale: float
@@ -113,7 +121,7 @@ class LossScale:
 
 
 @dataclasses.dataclass(frozen=True)
-class Data:
+class DataSettings:
     """A tensorflow-datasets name, its splits and its tokenizer."""
 
     name: str
@@ -125,7 +133,7 @@ class Data:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluate:
+class EvaluateSettings:
     """How often, and over how many batches, held-out loss is measured."""
 
     every: int
@@ -133,7 +141,7 @@ class Evaluate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoint:
+class CheckpointSettings:
     """How often to save and what to keep."""
 
     every: int
@@ -143,7 +151,7 @@ class Checkpoint:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class SampleSettings:
     """The text generated at the end of a run."""
 
     prompt: str
@@ -152,14 +160,14 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
-class Export:
+class ExportSettings:
     """The form in which final weights leave."""
 
     format: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile:
+class ProfileSettings:
     """Which steps are traced."""
 
     start: int
@@ -180,17 +188,17 @@ class Config:
     reduce_dtype: str
     log_every: int
     emulate_devices: int
-    mesh: Mesh
-    zero: Zero
-    model: Model
-    optimizer: Optimizer
-    loss_scale: LossScale
-    data: Data
-    evaluate: Evaluate
-    checkpoint: Checkpoint
-    sample: Sample
-    export: Export
-    profile: Profile
+    mesh: MeshSettings
+    zero: ZeroSettings
+    model: ModelSettings
+    optimizer: OptimizerSettings
+    loss_scale: LossScaleSettings
+    data: DataSettings
+    evaluate: EvaluateSettings
+    checkpoint: CheckpointSettings
+    sample: SampleSettings
+    export: ExportSettings
+    profile: ProfileSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +216,7 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
     Raises:
       UserError: an unknown or missing key, a wrong type, or a value outside its choices; the line names it.
     """
-    config = settings.read(Config, raw, "config")
+    config = read(Config, raw, "config")
     for override in config.zero.overrides:
         _check_override(override)
     for place, choices in CHOICES.items():
@@ -237,6 +245,32 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
     return config
 
 
+def read(cls: type, raw: Mapping[str, Any], place: str) -> Any:
+    """Builds dataclass `cls`, whose fields may be dataclasses, from nested mappings.
+
+    Args:
+      cls: the dataclass.
+      raw: a value for every field; whole numbers serve as floats and lists as tuples.
+      place: what the mapping is called in errors.
+
+    Raises:
+      UserError: an unknown or missing key, or a value of another type; the line names it.
+    """
+    hints = typing.get_type_hints(cls)
+    if not isinstance(raw, Mapping) and not hasattr(raw, "items"):
+        raise UserError(f"{place}: must be a group of settings ({', '.join(hints)}), and is {raw!r}")
+    given = dict(raw.items())
+    for key in given:
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(hints)}"
+            raise UserError(f"{place}.{key}: unknown config key; {hint}")
+    missing = [key for key in hints if key not in given]
+    if missing:
+        raise UserError(f"{place}.{missing[0]}: missing; start from configs/base.py, which holds every key")
+    return cls(**{key: _value(hint, given[key], f"{place}.{key}") for key, hint in hints.items()})
+
+
 def to_dict(config: Config) -> dict:
     """Returns the settings as nested plain dicts, ready for JSON."""
     return dataclasses.asdict(config)
@@ -262,6 +296,20 @@ def batch_sizes(config: Config, ways: int) -> BatchSizes:
             f"grad_accum={accum or 'derived'}, data * replica={ways}; set --config.global_batch_size={near}"
         )
     return BatchSizes(total, micro or total // known, accum or total // known)
+
+
+def _value(hint: type, value: Any, place: str) -> Any:
+    """Checks one value against its declared type."""
+    if dataclasses.is_dataclass(hint):
+        return read(hint, value, place)
+    if hint is tuple and isinstance(value, (list, tuple)):
+        return tuple(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    is_number = isinstance(value, float) and math.isfinite(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)) or (hint is float and not is_number):
+        raise UserError(f"{place}: must be {hint.__name__}, and is {value!r}")
+    return value
 
 
 def _check_override(override: Any) -> None:

@@ -16,6 +16,7 @@ from zerojax.plan import report as plan_report
 from zerojax.plan import search, step_plan
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
+from zerojax.zero import stages
 
 FILE = "plan.json"
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -100,7 +101,7 @@ def _changes_that_fit(program: program_lib.Program) -> list[search.Outcome]:
     config = dataclasses.replace(program.config, model=model)
     micro = program.sizes.micro_batch_size
     grid = {
-        "stage": tuple(stage for stage in config_lib.STAGES if stage >= config.zero.stage),
+        "stage": tuple(stage for stage in stages.STAGES if stage >= config.zero.stage),
         "remat": {"none": ("none", "dots", "full"), "dots": ("dots", "full"), "full": ("full",)}[config.model.remat],
         "micro_batch_size": tuple(size for size in (micro, micro // 2, micro // 4, 1) if size >= 1),
         "replica": (config.mesh.replica,),

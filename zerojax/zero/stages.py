@@ -49,6 +49,8 @@ STAGES: dict[int, Splits] = {
     3: Splits(opt_state=True, grads=True, params=True),
 }
 
+INDIVISIBLE = ("whole", "pad")  # what becomes of a leaf that has no dim to split
+
 # The first regex found in a leaf's path says its role. NNX variables are told by type instead.
 ROLES: tuple[tuple[str, str], ...] = (
     (r"(^|/)opt_state(/|$)", OPT_STATE),
@@ -151,7 +153,7 @@ def partition_state(
     """
     if stage not in STAGES:
         raise UserError(f"stage: must be one of {', '.join(map(str, STAGES))}, and is {stage!r}")
-    if indivisible not in ("whole", "pad"):
+    if indivisible not in INDIVISIBLE:
         raise UserError(f"indivisible: must be 'whole' or 'pad', and is {indivisible!r}")
     if DATA not in mesh.shape:
         raise UserError(f"mesh: needs an axis named 'data', and has {tuple(mesh.shape)}; see zerojax.make_mesh")
