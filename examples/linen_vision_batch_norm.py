@@ -20,7 +20,7 @@ from flax.training import train_state
 
 import zerojax
 from zerojax import display
-from zerojax.launch import processes
+from zerojax.launch import devices as devices_lib
 from zerojax.zero import memory
 
 CLASSES, SIZE, BATCH = 8, 16, 64
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
     args = parser.parse_args(argv)
-    processes.emulate_cpu_devices(8)
+    devices_lib.emulate_cpu_devices(8)
 
     losses, state, partition = train(args.stage, args.steps)
     baseline = zerojax.partition_state(partition.abstract_state, mesh=partition.mesh, stage=0)

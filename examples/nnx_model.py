@@ -17,7 +17,7 @@ from flax import nnx
 
 import zerojax
 from zerojax import display
-from zerojax.launch import processes
+from zerojax.launch import devices as devices_lib
 from zerojax.zero import memory
 
 FEATURES, HIDDEN, LAYERS, CLASSES, BATCH = 64, 256, 3, 16, 64
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
     args = parser.parse_args(argv)
-    processes.emulate_cpu_devices(8)
+    devices_lib.emulate_cpu_devices(8)
 
     losses, state, partition = train(args.stage, args.steps)
     baseline = zerojax.partition_state(partition.abstract_state, mesh=partition.mesh, stage=0)

@@ -22,7 +22,7 @@ from zerojax.data import batches, feed, source
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
 from zerojax.interop import huggingface
-from zerojax.launch import processes, start_up
+from zerojax.launch import devices, processes, start_up
 from zerojax.profile import profiler
 from zerojax.trainer import command, loop, metrics, resume, workdir
 from zerojax.trainer import config as config_lib
@@ -44,7 +44,7 @@ def main() -> None:
     try:
         config = config_lib.from_dict(command.parse(sys.argv))
         start_up.keep_every_program()
-        emulated = processes.emulate_cpu_devices(config.emulate_devices)
+        emulated = devices.emulate_cpu_devices(config.emulate_devices)
         processes.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
         if emulated:
             say(f"no accelerator found: emulating {jax.local_device_count()} CPU devices")
@@ -84,7 +84,7 @@ def prepare(
     config: config_lib.Config, folder: pathlib.Path
 ) -> tuple[program_lib.Program, loop.Run, Callable[[], Any], int]:
     """Returns the program, a run of it, what makes its first state or takes its saved one, and the steps done."""
-    say(f"devices: {processes.describe()}; everything goes to {folder}")
+    say(f"devices: {devices.describe()}; everything goes to {folder}")
     settings = config_lib.to_dict(config)
     workdir.check(folder, settings)
     others = {"evaluate": config.evaluate.every, "checkpoint": config.checkpoint.every}

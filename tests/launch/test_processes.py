@@ -1,7 +1,6 @@
-"""Checks how processes join, stop and end. This module tests zerojax.launch and scripts/launch_local.py."""
+"""Checks how processes join, stop and end. This module tests zerojax.launch.processes and scripts/launch_local.py."""
 
 import contextlib
-import os
 import pathlib
 import signal
 import socket
@@ -9,62 +8,50 @@ import subprocess
 import sys
 import time
 
-import jax
+import programs
 import pytest
 
 from zerojax.errors import UserError
 from zerojax.launch import processes
 
 ROOT = pathlib.Path(__file__).parents[2]
-LIMIT = 120  # seconds; a test that waits longer hangs
 PROCESSES, DEVICES = 2, 4
 
 JOIN = f"""
 import argparse, os, signal, sys, time
-from zerojax import launch
+from zerojax.launch import devices, processes, signals
 import jax, numpy as np
 parser = argparse.ArgumentParser()
 for flag, kind in (("--coordinator", str), ("--num_processes", int), ("--process_id", int)):
     parser.add_argument(flag, type=kind)
 flags = parser.parse_args()
-assert launch.emulate_cpu_devices({DEVICES})
-launch.initialize(**vars(flags), timeout_seconds=60)
+assert devices.emulate_cpu_devices({DEVICES})
+processes.initialize(**vars(flags), timeout_seconds=60)
 """
 SUM = """
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
 sharding = jax.NamedSharding(mesh, jax.P("data"))
 x = jax.make_array_from_callback((mesh.size,), sharding, lambda index: np.arange(mesh.size, dtype="f4")[index])
 add = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P()))
-print(f"psum {float(add(x)[0])} {launch.describe()} {'primary' if launch.is_primary() else 'other'}", flush=True)
-launch.barrier("summed")
+print(f"psum {float(add(x)[0])} {devices.describe()} {'primary' if processes.is_primary() else 'other'}", flush=True)
+processes.barrier("summed")
 """
 STOP = """
-with launch.StopSignal() as stop:
+with signals.StopSignal() as stop:
     for step in range(1000):
         if flags.process_id == 1 and step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.01 * flags.process_id)  # the processes are out of step
         if stop.agreed():
             break
-print(f"stopped {step} {launch.agreed(flags.process_id == 1)} {launch.agreed(False)}", flush=True)
+print(f"stopped {step} {signals.agreed(flags.process_id == 1)} {signals.agreed(False)}", flush=True)
 """
 FAIL = """
 if flags.process_id == 1:
     print("giving up", flush=True)
-    launch.leave(7)
-launch.barrier("never")
+    processes.leave(7)
+processes.barrier("never")
 """
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """Returns ours, without what conftest set and any scheduler."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "SLURM_", "OMPI_"))}
-    return {**kept, "PYTHONPATH": str(ROOT), **variables}
-
-
-def python(program: str, **variables: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=LIMIT)
 
 
 def launcher(program: str, *options: str) -> list[str]:
@@ -73,8 +60,8 @@ def launcher(program: str, *options: str) -> list[str]:
 
 
 def launch_local(program: str, *options: str, **variables: str) -> subprocess.CompletedProcess:
-    command, env = launcher(program, *options), environment(**variables)
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
+    command, env = launcher(program, *options), programs.environment(**variables)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=programs.LIMIT)
 
 
 def lines_of(output: str, index: int) -> list[str]:
@@ -86,45 +73,6 @@ def lines_of(output: str, index: int) -> list[str]:
 def listener():
     with socket.create_server(("", 0)) as server:
         yield server.getsockname()[1]
-
-
-# --- devices
-
-
-COUNT = "from zerojax import launch; import jax; print(launch.emulate_cpu_devices(6), launch.describe())"
-
-
-def test_without_an_accelerator_cpu_devices_are_emulated_and_nothing_is_logged():
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TPU_VISIBLE_CHIPS": ""}
-    for variables in (hidden, {"JAX_PLATFORMS": "cpu"}):
-        done = python(COUNT, **variables)
-        assert (done.stdout, done.stderr) == ("True 6 x cpu (emulated), 1 process\n", "")
-
-
-@pytest.mark.parametrize(
-    "name, value", [("XLA_FLAGS", "--xla_force_host_platform_device_count=3"), ("JAX_NUM_CPU_DEVICES", "3")]
-)
-def test_a_count_of_devices_already_set_is_kept(name, value):
-    assert python(COUNT, JAX_PLATFORMS="cpu", **{name: value}).stdout == "True 3 x cpu (emulated), 1 process\n"
-
-
-def test_one_cpu_device_is_not_called_emulated():
-    program = "from zerojax import launch; launch.emulate_cpu_devices(1); print(launch.describe())"
-    assert python(program, JAX_PLATFORMS="cpu").stdout == "1 x cpu, 1 process\n"
-
-
-def test_a_platform_that_the_user_names_is_left_alone():
-    program = (
-        "from zerojax import launch; import jax\n"
-        "print(launch.emulate_cpu_devices(6), jax.config.jax_platforms, jax.config.jax_num_cpu_devices)"
-    )
-    assert python(program, JAX_PLATFORMS="cuda,cpu").stdout == "False cuda,cpu -1\n"
-
-
-def test_emulation_after_jax_started_is_refused():
-    program = "import jax; jax.devices()\nfrom zerojax import launch; launch.emulate_cpu_devices(6)"
-    done = python(program, JAX_PLATFORMS="cpu")
-    assert done.stderr.splitlines()[-1].startswith("zerojax.errors.UserError: devices: JAX has started")
 
 
 # --- joining
@@ -190,51 +138,29 @@ def test_slurm_tells_all_that_is_needed():
     with listener() as port:
         pass
     slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_PROCID": "0"}
-    program = "from zerojax import launch\nlaunch.detect_scheduler = lambda environ: 'Slurm'\n" + (
-        "launch.initialize(); import jax; print(jax.distributed.is_initialized(), launch.describe())"
+    program = "from zerojax.launch import devices, processes\nlaunch.detect_scheduler = lambda environ: 'Slurm'\n" + (
+        "processes.initialize(); import jax; print(jax.distributed.is_initialized(), devices.describe())"
     )
-    done = python(program, JAX_PLATFORMS="cpu", SLURM_LOCALID="0", JAX_COORDINATOR_PORT=str(port), **slurm)
+    done = programs.python(program, JAX_PLATFORMS="cpu", SLURM_LOCALID="0", JAX_COORDINATOR_PORT=str(port), **slurm)
     assert done.stdout == "True 1 x cpu, 1 process\n", done.stderr
 
 
 def test_a_scheduler_that_jax_cannot_read_ends_in_one_line():
-    done = python("from zerojax import launch; launch.initialize()", JAX_PLATFORMS="cpu", OMPI_COMM_WORLD_SIZE="2")
+    done = programs.python(
+        "from zerojax.launch import processes; processes.initialize()", JAX_PLATFORMS="cpu", OMPI_COMM_WORLD_SIZE="2"
+    )
     last = done.stderr.splitlines()[-1]
     assert last.startswith("zerojax.errors.UserError: launch: this Open MPI task could not join the others (")
 
 
-# --- stopping
+# --- one process
 
 
-def test_the_first_signal_asks_and_an_interrupt_after_it_interrupts():
-    for first in processes.StopSignal.SIGNALS:
-        with processes.StopSignal() as stop:
-            assert not stop.requested and not stop.agreed()
-            signal.raise_signal(first)
-            assert stop.requested and stop.agreed()
-            signal.raise_signal(signal.SIGTERM)
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-
-
-def test_former_handlers_come_back():
-    before = [signal.getsignal(number) for number in processes.StopSignal.SIGNALS]
-    with processes.StopSignal():
-        assert signal.getsignal(signal.SIGTERM) not in before
-    assert [signal.getsignal(number) for number in processes.StopSignal.SIGNALS] == before
-
-
-def test_one_process_agrees_with_itself_and_waits_for_nobody():
+def test_one_process_waits_for_nobody_and_is_the_primary_one():
     processes.barrier("alone")
-    assert processes.agreed(True) and not processes.agreed(False) and processes.is_primary()
+    assert processes.is_primary()
     with pytest.raises(SystemExit, match="3"):
         processes.leave(3)
-
-
-@pytest.mark.parametrize("guard", ["allow", "disallow"])
-def test_the_reduction_over_devices_is_any(guard):
-    with jax.transfer_guard(guard):
-        assert [bool(jax.device_get(processes._any(stop))) for stop in (False, True)] == [False, True]
 
 
 # --- several processes
@@ -257,7 +183,7 @@ def test_a_process_that_failed_ends_at_once_and_the_rest_with_it():
     began = time.monotonic()
     done = launch_local(JOIN + FAIL, "--processes", "2", "--grace_seconds", "1", JAX_PLATFORMS="cpu")
     assert "giving up" in lines_of(done.stdout, 1)
-    assert done.returncode == 7 and time.monotonic() - began < LIMIT / 4
+    assert done.returncode == 7 and time.monotonic() - began < programs.LIMIT / 4
 
 
 # --- scripts/launch_local.py
@@ -285,7 +211,9 @@ def test_each_process_sees_gpus_of_its_own(visible, expected, monkeypatch):
 def test_too_few_gpus_and_no_command_are_refused_in_one_line():
     few = launch_local(SHOW, "--processes", "2", "--gpus_per_process", "2", CUDA_VISIBLE_DEVICES="0,1,2")
     assert few.returncode == 2 and "need 4 GPUs" in few.stderr.splitlines()[-1]
-    bare = subprocess.run([*launcher("")[:2], "--processes", "2"], capture_output=True, text=True, timeout=LIMIT)
+    bare = subprocess.run(
+        [*launcher("")[:2], "--processes", "2"], capture_output=True, text=True, timeout=programs.LIMIT
+    )
     assert bare.returncode == 2 and "no command" in bare.stderr.splitlines()[-1]
 
 
@@ -304,7 +232,7 @@ def test_a_process_that_ignores_sigterm_is_killed_after_the_grace():
     began = time.monotonic()
     done = launch_local(program, "--processes", "2", "--grace_seconds", "0.5")
     assert done.returncode == 128 + signal.SIGKILL and "process 1 ended with SIGKILL" in done.stderr
-    assert lines_of(done.stdout, 0) == ["deaf"] and time.monotonic() - began < LIMIT / 4
+    assert lines_of(done.stdout, 0) == ["deaf"] and time.monotonic() - began < programs.LIMIT / 4
 
 
 def test_with_a_log_dir_only_process_0_is_shown_and_a_failed_one_is_quoted(tmp_path):
@@ -324,20 +252,22 @@ def test_signals_reach_every_process_once_and_a_clean_end_is_status_0(number):
         "time.sleep(0.3); print('seen', len(seen))"
     )
     command = launcher(program, "--processes", "2")
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, env=programs.environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         head = [process.stdout.readline() for _ in range(2)]
         assert sorted(head) == ["[0] ready\n", "[1] ready\n"]
         process.send_signal(number)
         rest = process.stdout.read()
-        assert process.wait(LIMIT) == 0
+        assert process.wait(programs.LIMIT) == 0
     assert sorted(rest.splitlines()) == ["[0] seen 1", "[1] seen 1"]
 
 
 def test_sigquit_kills_processes_that_would_not_end():
     program = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready')\nwhile True: signal.pause()"
     command = launcher(program, "--processes", "2")
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, env=programs.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         for _ in range(2):
             assert process.stdout.readline().endswith(b"ready\n")
         process.send_signal(signal.SIGQUIT)

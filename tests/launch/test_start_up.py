@@ -35,7 +35,7 @@ def test_the_collector_is_as_it_was_before_whatever_happens(is_on):
 @pytest.mark.parametrize("status", [0, 2])
 def test_a_process_that_ends_while_devices_wake_ends_as_it_says(status):
     """A thread left inside JAX's client has the process aborted, now and then."""
-    code = f"import sys; from zerojax import startup; startup.wake_devices(); sys.exit({status})"
+    code = f"import sys; from zerojax.launch import start_up; start_up.wake_devices(); sys.exit({status})"
     ends = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True) for _ in range(4)]
     assert [end.returncode for end in ends] == [status] * 4, ends[0].stderr
 

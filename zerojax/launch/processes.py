@@ -1,6 +1,6 @@
-"""Joins processes into one run and stops them together. This module asks which process it is.
+"""Joins processes into one run, and leaves it. This module asks which process it is.
 
-Order: `emulate_cpu_devices`, `initialize`, then anything that touches a device. What JAX leaves to live with:
+Order: `devices.emulate_cpu_devices`, `initialize`, then anything that touches a device. What JAX leaves to live with:
 
 * A process whose peers never come, or that cannot reach its coordinator, is aborted by XLA (status 134 and a
   C++ stack trace; no `except` sees it). `initialize` therefore looks for the coordinator first, with a plain
@@ -9,14 +9,13 @@ Order: `emulate_cpu_devices`, `initialize`, then anything that touches a device.
   for HEARTBEAT_SECONDS, when XLA aborts the survivors (sooner if process 0, which coordinates, died).
 * A process that ends through the interpreter waits up to 300 s for its peers, and is aborted if they do not
   end. One that failed therefore ends through `leave`.
-* JAX's preemption service swallows SIGTERM. `initialize` turns it off; `StopSignal` takes its place.
+* JAX's preemption service swallows SIGTERM. `initialize` turns it off; `signals.StopSignal` takes its place.
 """
 
 import contextlib
 import dataclasses
 import importlib.util
 import os
-import signal
 import socket
 import sys
 import threading
@@ -25,13 +24,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.experimental import multihost_utils
 
 from zerojax import errors
 from zerojax.errors import UserError
-from zerojax.launch import accelerators
 
 CONNECT_SECONDS = 300  # for all processes to come
 HEARTBEAT_SECONDS = 100  # without a sign of life, after which a process counts as dead
@@ -44,32 +40,6 @@ class Cluster:
     coordinator: str
     num_processes: int
     process_id: int
-
-
-def emulate_cpu_devices(count: int) -> bool:
-    """Has JAX emulate `count` CPU devices in this process where it would find no accelerator.
-
-    Starts no backend. A count set before, by XLA_FLAGS=--xla_force_host_platform_device_count=N or by
-    `jax_num_cpu_devices`, is kept.
-
-    Returns:
-      Whether computation will run on (emulated) CPU devices.
-
-    Raises:
-      UserError: JAX's backends have started, which fixes the number of devices.
-    """
-    is_counted = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    try:
-        if not accelerators.pass_over_absent():
-            return False
-        if not is_counted and jax.config.jax_num_cpu_devices == -1:  # type: ignore[attr-defined]
-            jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError as error:
-        raise UserError(
-            f"devices: JAX has started, so {count} CPU devices cannot be emulated; call emulate_cpu_devices "
-            "before anything that computes or lists devices, or set JAX_NUM_CPU_DEVICES"
-        ) from error
-    return True
 
 
 def initialize(
@@ -134,22 +104,6 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def describe() -> str:
-    """Returns the devices and processes in words: "8 x cpu (emulated), 1 process"."""
-    emulated = " (emulated)" if jax.default_backend() == "cpu" and jax.local_device_count() > 1 else ""
-    processes = jax.process_count()
-    kind = jax.devices()[0].device_kind
-    return f"{jax.device_count()} x {kind}{emulated}, {processes} process{'es' if processes > 1 else ''}"
-
-
-def agreed(stop: bool) -> bool:
-    """Returns whether any process passed True; every process must call it at the same step.
-
-    It waits for the devices to finish what was dispatched before. In a loop, use `StopSignal.agreed`.
-    """
-    return stop if jax.process_count() == 1 else bool(jax.device_get(_any(stop)))
-
-
 def leave(status: int) -> NoReturn:
     """Ends this process with `status`; if there are others, at once, without waiting for them at exit."""
     if jax.distributed.is_initialized():
@@ -157,47 +111,6 @@ def leave(status: int) -> NoReturn:
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
-
-
-class StopSignal:
-    """Turns the first SIGTERM or SIGINT into a request to stop after the step; a SIGINT after it interrupts.
-
-    A context manager, for the main thread: leaving it puts the former handlers back. `requested` says whether
-    a signal came to this process.
-    """
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._former: dict[int, Any] = {}
-        self._asked: jax.Array | None = None
-
-    def __enter__(self) -> "StopSignal":
-        self._former = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._former.items():
-            signal.signal(number, handler)
-
-    def agreed(self, *, at_once: bool = False) -> bool:
-        """Returns the same on every process: whether any was asked to stop. Call it once a step on each.
-
-        The answer is one call late, unless wanted `at_once`, so that no device waits: a call dispatches a tiny reduction and reads
-        the one before. With one process it is `requested`.
-        """
-        if jax.process_count() == 1:
-            return self.requested
-        if at_once:
-            return bool(jax.device_get(_any(self.requested)))
-        before, self._asked = self._asked, _any(self.requested)
-        return before is not None and bool(jax.device_get(before))
-
-    def _handle(self, number: int, frame: object) -> None:
-        if self.requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.requested = True
 
 
 def _checked(coordinator: str | None, num_processes: int | None, process_id: int | None) -> Cluster | None:
@@ -258,12 +171,3 @@ def _says_if_waiting(text: str, seconds: float = 15) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _any(stop: bool) -> jax.Array:
-    """Dispatches a reduction of every process's `stop`; the result is bool[] on all."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("all",))
-    split = jax.NamedSharding(mesh, jax.P("all"))
-    with jax.transfer_guard("allow"):  # one byte a device
-        asked = jax.make_array_from_callback((mesh.size,), split, lambda index: np.full(1, stop))
-    return jax.jit(jnp.any, out_shardings=jax.NamedSharding(mesh, jax.P()))(asked)

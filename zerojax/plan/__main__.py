@@ -12,7 +12,7 @@ from absl import flags
 
 from zerojax import display
 from zerojax.errors import UserError
-from zerojax.launch import processes
+from zerojax.launch import devices, processes
 from zerojax.plan import report as plan_report
 from zerojax.plan import search, step_plan
 from zerojax.trainer import command
@@ -46,7 +46,7 @@ def _prepare(config: config_lib.Config) -> None:
     if flags.FLAGS["most_compiles"].present and not _SEARCH.value:
         raise UserError("--most_compiles: is of --search alone; add --search, or leave it away")
     if _TARGET.value == "here":
-        processes.emulate_cpu_devices(config.emulate_devices)
+        devices.emulate_cpu_devices(config.emulate_devices)
     else:
         jax.config.update("jax_platforms", "cpu")
 

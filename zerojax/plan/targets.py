@@ -18,7 +18,7 @@ from jax.experimental import topologies
 
 from zerojax import errors
 from zerojax.errors import UserError
-from zerojax.launch import accelerators, processes
+from zerojax.launch import devices as devices_lib
 from zerojax.plan import gpu_configs
 
 MEASURED = "measured"
@@ -225,7 +225,7 @@ def _tpus(target: Target, topology: str) -> list[Any]:
         raise UserError(f"topology: a {target.name} slice has {dims} dims of chips, such as {form}; got {topology!r}")
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(f"target {target.name}: the TPU compiler is missing; pip install 'zerojax[plan-tpu]'")
-    if not any(glob.glob(pattern) for pattern in accelerators.DEVICE_FILES["tpu"][0]):
+    if not any(glob.glob(pattern) for pattern in devices_lib.DEVICE_FILES["tpu"][0]):
         for name, value in _LIBTPU_ENVIRON.items():
             os.environ.setdefault(name, value)
     return _compile_only(target, topology, platform="tpu", topology_name=f"{target.name}:{topology}")
@@ -233,7 +233,7 @@ def _tpus(target: Target, topology: str) -> list[Any]:
 
 def _compile_only(target: Target, wanted: str, **description: Any) -> list[Any]:
     with contextlib.suppress(RuntimeError):  # JAX has started, and knows what it has
-        accelerators.pass_over_absent()
+        devices_lib.pass_over_absent()
     try:
         return list(topologies.get_topology_desc(**description).devices)
     except Exception as error:  # the plugins raise JaxRuntimeError, ValueError, RuntimeError and NotImplementedError
@@ -248,7 +248,7 @@ def _real_devices(target: str, topology: str) -> list[Any]:
     count = hosts * per_host
     if target == "cpu":
         with contextlib.suppress(UserError):  # JAX has started: with enough devices, all is well
-            processes.emulate_cpu_devices(count or 1)
+            devices_lib.emulate_cpu_devices(count or 1)
     found = jax.devices("cpu") if target == "cpu" else jax.devices()
     if count > len(found):
         way_out = f"set JAX_NUM_CPU_DEVICES={count} before JAX starts" if target == "cpu" else "choose fewer"

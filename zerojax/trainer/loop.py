@@ -16,7 +16,7 @@ from zerojax.checkpoint import checkpointer
 from zerojax.data import feed
 from zerojax.errors import UserError
 from zerojax.inference import generate
-from zerojax.launch import processes, start_up
+from zerojax.launch import processes, signals, start_up
 from zerojax.plan import report as plan_report
 from zerojax.plan import step_plan
 from zerojax.profile import profiler
@@ -57,7 +57,7 @@ class Run:
         progress = metrics.Progress(
             config.steps, start=start, log_every=config.log_every, enabled=processes.is_primary()
         )
-        with processes.StopSignal() as stop, self._log, progress as self._progress, self._watched(), self._profiler:
+        with signals.StopSignal() as stop, self._log, progress as self._progress, self._watched(), self._profiler:
             state = self._begin(first_state)
             if self.step == config.steps and stop.agreed(at_once=True):
                 return state, False

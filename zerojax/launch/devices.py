@@ -1,4 +1,7 @@
-"""Knows which accelerators' plugins are installed and whose hardware is here. This module starts no backend."""
+"""Knows which devices a run will have: accelerators whose hardware is here, else emulated CPU devices. This module starts no backend.
+
+`describe` alone asks JAX for its devices, which starts one.
+"""
 
 import glob
 import importlib.metadata
@@ -9,12 +12,40 @@ from collections.abc import Mapping
 
 import jax
 
+from zerojax.errors import UserError
+
 # part of a JAX plugin's name -> device files, of which one exists where its hardware does; what can hide them
 DEVICE_FILES = {
     "cuda": (("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/dxg"), "CUDA_VISIBLE_DEVICES"),
     "rocm": (("/dev/kfd", "/dev/dxg"), "HIP_VISIBLE_DEVICES"),
     "tpu": (("/dev/accel*", "/dev/vfio/[0-9]*"), "TPU_VISIBLE_CHIPS"),
 }
+
+
+def emulate_cpu_devices(count: int) -> bool:
+    """Has JAX emulate `count` CPU devices in this process where it would find no accelerator.
+
+    Starts no backend. A count set before, by XLA_FLAGS=--xla_force_host_platform_device_count=N or by
+    `jax_num_cpu_devices`, is kept.
+
+    Returns:
+      Whether computation will run on (emulated) CPU devices.
+
+    Raises:
+      UserError: JAX's backends have started, which fixes the number of devices.
+    """
+    is_counted = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    try:
+        if not pass_over_absent():
+            return False
+        if not is_counted and jax.config.jax_num_cpu_devices == -1:  # type: ignore[attr-defined]
+            jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        raise UserError(
+            f"devices: JAX has started, so {count} CPU devices cannot be emulated; call emulate_cpu_devices "
+            "before anything that computes or lists devices, or set JAX_NUM_CPU_DEVICES"
+        ) from error
+    return True
 
 
 def pass_over_absent() -> bool:
@@ -37,6 +68,14 @@ def pass_over_absent() -> bool:
     if plugins:
         jax.config.update("jax_platforms", "cpu")
     return True
+
+
+def describe() -> str:
+    """Returns the devices and processes in words: "8 x cpu (emulated), 1 process"."""
+    emulated = " (emulated)" if jax.default_backend() == "cpu" and jax.local_device_count() > 1 else ""
+    processes = jax.process_count()
+    kind = jax.devices()[0].device_kind
+    return f"{jax.device_count()} x {kind}{emulated}, {processes} process{'es' if processes > 1 else ''}"
 
 
 def _plugins() -> list[str]:

@@ -1,0 +1,87 @@
+"""Checks which plugins are believed to have hardware, and what JAX is told. This module tests zerojax.launch.devices."""
+
+import os
+import subprocess
+import sys
+
+import programs
+import pytest
+import runs
+
+from zerojax.launch import devices
+
+
+@pytest.mark.parametrize(
+    "plugin, environ, there, expected",
+    [
+        ("xla_cuda13", {}, "/dev/nvidia[0-9]*", True),
+        ("xla_cuda13", {}, "/dev/kfd", False),
+        ("xla_cuda13", {"CUDA_VISIBLE_DEVICES": "1"}, "/dev/nvidia[0-9]*", True),
+        ("xla_cuda13", {"CUDA_VISIBLE_DEVICES": ""}, "/dev/nvidia[0-9]*", False),
+        ("xla_cuda13", {"CUDA_VISIBLE_DEVICES": "-1"}, "/dev/nvidia[0-9]*", False),
+        ("xla_rocm7", {}, "/dev/kfd", True),
+        ("libtpu", {}, "/dev/accel*", True),
+        ("libtpu", {}, "/dev/nvidiactl", False),
+        ("a_chip_of_tomorrow", {}, "", True),
+    ],
+)
+def test_a_plugin_has_hardware_where_its_device_files_are_and_are_not_hidden(
+    plugin, environ, there, expected, monkeypatch
+):
+    monkeypatch.setattr(devices.glob, "glob", lambda pattern: [pattern] if pattern == there else [])
+    assert devices._has_hardware(plugin, environ) == expected
+
+
+@pytest.mark.parametrize(("platforms", "said"), [("", "True"), ("cpu", "True cpu"), ("cuda,cpu", "False cuda,cpu")])
+def test_without_hardware_jax_is_kept_from_plugins_unless_it_was_told(platforms, said):
+    if any(devices._has_hardware(plugin, os.environ) for plugin in devices._plugins()):
+        pytest.skip("there is an accelerator here")
+    program = (
+        "from zerojax.launch import devices; import jax\n"
+        "print(devices.pass_over_absent(), jax.config.jax_platforms or '')"
+    )
+    environ = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"} | {
+        "PYTHONPATH": str(runs.ROOT)
+    }
+    environ |= {"JAX_PLATFORMS": platforms} if platforms else {}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environ, timeout=runs.LIMIT
+    )
+    told = "cpu" if devices._plugins() and not platforms else ""
+    assert done.stdout.strip() == f"{said} {told}".strip()
+
+
+COUNT = "from zerojax.launch import devices; import jax; print(devices.emulate_cpu_devices(6), devices.describe())"
+
+
+def test_without_an_accelerator_cpu_devices_are_emulated_and_nothing_is_logged():
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TPU_VISIBLE_CHIPS": ""}
+    for variables in (hidden, {"JAX_PLATFORMS": "cpu"}):
+        done = programs.python(COUNT, **variables)
+        assert (done.stdout, done.stderr) == ("True 6 x cpu (emulated), 1 process\n", "")
+
+
+@pytest.mark.parametrize(
+    "name, value", [("XLA_FLAGS", "--xla_force_host_platform_device_count=3"), ("JAX_NUM_CPU_DEVICES", "3")]
+)
+def test_a_count_of_devices_already_set_is_kept(name, value):
+    assert programs.python(COUNT, JAX_PLATFORMS="cpu", **{name: value}).stdout == "True 3 x cpu (emulated), 1 process\n"
+
+
+def test_one_cpu_device_is_not_called_emulated():
+    program = "from zerojax.launch import devices; devices.emulate_cpu_devices(1); print(devices.describe())"
+    assert programs.python(program, JAX_PLATFORMS="cpu").stdout == "1 x cpu, 1 process\n"
+
+
+def test_a_platform_that_the_user_names_is_left_alone():
+    program = (
+        "from zerojax.launch import devices; import jax\n"
+        "print(devices.emulate_cpu_devices(6), jax.config.jax_platforms, jax.config.jax_num_cpu_devices)"
+    )
+    assert programs.python(program, JAX_PLATFORMS="cuda,cpu").stdout == "False cuda,cpu -1\n"
+
+
+def test_emulation_after_jax_started_is_refused():
+    program = "import jax; jax.devices()\nfrom zerojax.launch import devices; devices.emulate_cpu_devices(6)"
+    done = programs.python(program, JAX_PLATFORMS="cpu")
+    assert done.stderr.splitlines()[-1].startswith("zerojax.errors.UserError: devices: JAX has started")
