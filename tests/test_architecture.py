@@ -51,8 +51,6 @@ MOST_MODULES = 16  # of a folder
 STILL: dict[str, set[str]] = {
     "data.batches": {"trainer.config"},
     "data.feed": {"trainer.program"},
-    "plan.search": {"trainer.config", "trainer.program"},
-    "plan.step_plan": {"trainer.config", "trainer.program"},
     "zero.memory": {"hlo.buffer_roles"},
 }
 LONGEST_FUNCTION, TRAIN_STEP = 60, 40

@@ -6,12 +6,12 @@ import runs
 
 from zerojax import display
 from zerojax.plan import report as plan_report
-from zerojax.plan import step_plan
+from zerojax.trainer import plans
 
 
 @functools.cache
 def plan():
-    return step_plan.plan_config(runs.config(zero__stage=3, model__vocab_size=320), "cpu", "1x8")
+    return plans.plan_config(runs.config(zero__stage=3, model__vocab_size=320), "cpu", "1x8")
 
 
 def test_json_survives_the_trip_and_says_the_peak():

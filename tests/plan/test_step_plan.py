@@ -15,7 +15,7 @@ from zerojax import precision
 from zerojax.hlo import buffer_roles
 from zerojax.models import llama
 from zerojax.plan import step_plan, targets
-from zerojax.trainer import program
+from zerojax.trainer import plans, program
 from zerojax.zero import memory
 
 WORDS = 320  # entries of the vocabulary
@@ -25,7 +25,7 @@ PACKING = 0.05  # of the peak: temporaries are packed into one block, whose size
 
 @functools.cache
 def plan_of(stage: int, precision: str = "fp32", **changes):
-    return step_plan.plan_config(
+    return plans.plan_config(
         runs.config(zero__stage=stage, precision=precision, model__vocab_size=WORDS, **changes), "cpu", "1x8"
     )
 
@@ -74,7 +74,7 @@ def test_the_roles_add_up_to_the_peak():
 def test_the_planned_step_is_the_step():
     config = runs.config(zero__stage=3)
     built = program.build(config, tokenizer_vocab=WORDS)
-    plan = step_plan.plan_program(built, "here")
+    plan = plans.plan_program(built, "here")
     tokens = np.random.default_rng(0).integers(0, WORDS, (8, 33), dtype=np.int32)
     batch = {"tokens": jax.device_put(tokens, built.batch_sharding)}
     _, planned = plan.compiled(program.init_state(built), batch)
@@ -115,7 +115,7 @@ def test_stage_3_on_absent_gpus_gathers_in_16_bits_and_scatters_gradients():
         zero__stage=3, precision="bf16", model__vocab_size=1024, model__attention="xla", model__num_layers=2
     )
     with compile_only.optimized():
-        plan = step_plan.plan_program(program.build(config, devices=compile_only.gpus()), "h200")
+        plan = plans.plan_program(program.build(config, devices=compile_only.gpus()), "h200")
     sent = {(row.role, row.kind, row.dtype) for row in plan.ledger.rows if row.weights}
     assert ("weights forward", "all-gather", "bf16") in sent and ("weights backward", "all-gather", "bf16") in sent
     assert all(dtype == "bf16" for role, kind, dtype in sent if kind == "all-gather")

@@ -13,12 +13,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision, specs, tree
+from zerojax import specs, tree
 from zerojax.hlo import buffer_roles, buffers
 from zerojax.plan import bound as bound_lib
 from zerojax.plan import departures, findings, flops, ledger, targets
-from zerojax.trainer import config as config_lib
-from zerojax.trainer import program
 from zerojax.zero import memory, stages
 
 HOST, TEMPORARIES = "host memory", "activations and temporaries"
@@ -153,44 +151,6 @@ def plan_step(
         ),
         compile_seconds=seconds,
         compiled=compiled,
-    )
-
-
-def plan_config(
-    config: config_lib.Config, target: str, topology: str = "", *, compiler_options: Mapping[str, Any] | None = None
-) -> Plan:
-    """Plans the trainer's step under a config, for devices that need not be there.
-
-    Raises:
-      UserError: the config, the target or the topology is wrong, or an extra is not installed.
-    """
-    devices = targets.devices(target, topology)
-    built = program.build(config, devices=devices)
-    return plan_program(built, target, compiler_options=compiler_options)
-
-
-def plan_program(
-    built: program.Program,
-    target: str,
-    *,
-    from_cache: bool = False,
-    compiler_options: Mapping[str, Any] | None = None,
-) -> Plan:
-    """Plans a program that is built, on its own mesh."""
-    config, sizes = built.config, built.sizes
-    return plan_step(
-        built.train_step,
-        built.partition.abstract_state,
-        built.abstract_batch,
-        mesh=built.mesh,
-        target=target,
-        placement=built.partition,
-        tokens=sizes.global_batch_size * config.seq_len,
-        compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
-        passes=sizes.grad_accum,
-        by_hand=True,
-        from_cache=from_cache,
-        compiler_options=compiler_options,
     )
 
 
