@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import mesh
 from zerojax.hlo import buffer_dump, buffers
-from zerojax.hlo.buffer_roles import ACTIVATIONS, GATHERED, GRADIENTS, LOSS, MOMENTS, OTHER, PARAMS, REST
+from zerojax.roles import ACTIVATIONS, GATHERED, GRADIENTS, LOSS, MOMENTS, OTHER, PARAMS, REST
 from zerojax.zero import stages, step
 
 WIDTH, HIDDEN, EXAMPLES = 256, 1024, 128

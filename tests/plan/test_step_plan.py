@@ -11,8 +11,7 @@ import runs
 from flax.training import train_state
 
 import zerojax
-from zerojax import precision
-from zerojax.hlo import buffer_roles
+from zerojax import precision, roles
 from zerojax.models import llama
 from zerojax.plan import step_plan, targets
 from zerojax.trainer import plans, program
@@ -33,13 +32,13 @@ def plan_of(stage: int, precision: str = "fp32", **changes):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_xla_assigns_to_the_state_what_the_shardings_say(stage):
     rows = {row.role: row for row in plan_of(stage).memory}
-    for role in (buffer_roles.PARAMS, buffer_roles.MOMENTS):
+    for role in (roles.PARAMS, roles.MOMENTS):
         assert rows[role].assigned == rows[role].arithmetic
 
 
 def test_theory_divides_what_the_stage_splits_and_arithmetic_counts_what_stays_whole():
     whole, split = ({row.role: row for row in plan_of(stage).memory} for stage in (0, 3))
-    for role in (buffer_roles.PARAMS, buffer_roles.MOMENTS, buffer_roles.GRADIENTS):
+    for role in (roles.PARAMS, roles.MOMENTS, roles.GRADIENTS):
         assert split[role].theory == round(whole[role].theory / 8)
         assert whole[role].arithmetic == whole[role].theory
         assert split[role].theory < split[role].arithmetic < 1.1 * split[role].theory  # norms stay whole
@@ -47,8 +46,8 @@ def test_theory_divides_what_the_stage_splits_and_arithmetic_counts_what_stays_w
 
 def test_master_weights_are_a_row_of_their_own():
     rows = {row.role: row for row in plan_of(2, "bf16").memory}
-    assert rows[buffer_roles.MASTER].assigned == rows[buffer_roles.MASTER].arithmetic
-    assert 0 <= rows[buffer_roles.MOMENTS].arithmetic - 2 * rows[buffer_roles.MASTER].arithmetic <= COUNTERS
+    assert rows[roles.MASTER].assigned == rows[roles.MASTER].arithmetic
+    assert 0 <= rows[roles.MOMENTS].arithmetic - 2 * rows[roles.MASTER].arithmetic <= COUNTERS
 
 
 @pytest.mark.parametrize("name, moments, stage", [("fp16", "fp32", 2), ("bf16_sr", "bf16", 3)])
@@ -65,9 +64,7 @@ def test_the_plan_has_the_bytes_of_the_precisions_table(name, moments, stage):
 
 def test_the_roles_add_up_to_the_peak():
     plan = plan_of(3)
-    assert sum(row.assigned for row in plan.memory if row.role != step_plan.HOST) == pytest.approx(
-        plan.peak, rel=PACKING
-    )
+    assert sum(row.assigned for row in plan.memory if row.role != roles.HOST) == pytest.approx(plan.peak, rel=PACKING)
     assert plan.peak == pytest.approx(plan.buffers.analysis, rel=PACKING)
 
 
@@ -106,7 +103,7 @@ def test_a_step_of_ones_own_is_planned_without_a_partition():
     assert plan.stage is None
     assert set(plan.ledger.weights) == {"params/kernel", "params/bias"}
     held = {row.role: row.assigned for row in plan.memory}
-    assert held[buffer_roles.PARAMS] == 4 * (128 * 64 // 8 + 64)
+    assert held[roles.PARAMS] == 4 * (128 * 64 // 8 + 64)
     assert any("donated" in finding.rule for finding in plan.findings)
 
 
@@ -130,4 +127,4 @@ def test_the_report_counts_the_state_as_the_plan_does():
     built = program.build(runs.config(zero__stage=3, model__vocab_size=WORDS), devices=targets.devices("cpu", "1x8"))
     counted = memory.bytes_per_device(built.partition)
     rows = {row.role: row.arithmetic for row in plan.memory}
-    assert counted["params"] == rows[buffer_roles.PARAMS] and counted["grads"] == rows[buffer_roles.GRADIENTS]
+    assert counted[roles.PARAMS] == rows[roles.PARAMS] and counted[roles.GRADIENTS] == rows[roles.GRADIENTS]

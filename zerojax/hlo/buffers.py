@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
+from zerojax import roles as roles_lib
 from zerojax.hlo import buffer_dump, buffer_roles, parameters, syntax
 from zerojax.hlo import flow as hlo_flow
 from zerojax.hlo.buffer_dump import DEVICE, HOST, TEMPORARY, Dump, Value
@@ -32,7 +33,7 @@ class Argument:
 
     Attributes:
       path: the argument's name in the step, then the leaf's path in it ("state/params/layer_0/kernel").
-      role: one of `buffer_roles.ARGUMENT_ROLES`, or what the caller's table says.
+      role: one of `roles.PARAMS`, MASTER, MOMENTS and REST, or what the caller's table says.
       nbytes: on one device.
       space: "device" or "host".
       is_donated: whether an output comes to lie in its memory.
@@ -51,7 +52,7 @@ class Temporary:
 
     Attributes:
       name: the instruction that computes it; an element of its tuple as "name{2}".
-      role: one of `buffer_roles.TEMPORARY_ROLES`.
+      role: one of `roles.TEMPORARY`.
       nbytes, type: its size and its type in HLO.
       start, end: the places in the order of instructions from and to which it lives.
       op_name, source: the scopes and the line of code that it was traced from; "" where XLA lost them.
@@ -124,9 +125,9 @@ class Buffers:
 
     @property
     def temporaries_by_role(self) -> dict[str, int]:
-        """Returns the bytes of what lives at the peak, by role; "packing" is what lies idle between."""
+        """Returns the bytes of what lives at the peak, by role; PACKING is what nothing uses."""
         found = _sums((t.role, t.nbytes) for t in self.at_peak)
-        return found | {"packing": self.temporaries - sum(found.values())}
+        return found | {roles_lib.PACKING: self.temporaries - sum(found.values())}
 
 
 def compile_with_buffers(
@@ -247,7 +248,7 @@ def _reader(
     flow: hlo_flow.Flow, dump: Dump, leaves: Mapping[int, parameters.Leaf], roles: Sequence[tuple[str, str]]
 ) -> buffer_roles.Reader:
     known = {number: buffer_roles.argument_role(leaf.path, roles) for number, leaf in leaves.items()}
-    weights = [number for number, role in known.items() if role in (buffer_roles.PARAMS, buffer_roles.MASTER)]
+    weights = [number for number, role in known.items() if role in (roles_lib.PARAMS, roles_lib.MASTER)]
     shapes = buffer_roles.shapes((known[number], leaf.shape, leaf.part) for number, leaf in leaves.items())
     return buffer_roles.Reader(flow, dump.started, weights, shapes)
 
@@ -266,7 +267,7 @@ def _one_at_a_time(values: Iterable[Value]) -> list[Value]:
 
 def _curve(values: Sequence[Value], reader: buffer_roles.Reader, length: int) -> tuple[Curve, int]:
     """Returns the bytes that live by role, and the place where they are most."""
-    changes = {role: np.zeros(length + 2, np.int64) for role in buffer_roles.TEMPORARY_ROLES}
+    changes = {role: np.zeros(length + 2, np.int64) for role in roles_lib.TEMPORARY}
     for value in values:
         change = changes[reader.role(value)]
         change[min(value.start, length)] += value.nbytes

@@ -10,14 +10,9 @@ import math
 import re
 from collections.abc import Mapping
 
-from zerojax import tree
+from zerojax import roles, tree
 from zerojax.hlo import collectives, parameters, syntax
 from zerojax.hlo import flow as hlo_flow
-
-FORWARD, BACKWARD, GRADIENTS, UPDATED = "weights forward", "weights backward", "gradients", "updated weights"
-ACTIVATIONS, SCALARS, OTHER = "activations", "scalars", "other"
-WEIGHT_ROLES = (FORWARD, BACKWARD, GRADIENTS, UPDATED)
-ROLES = (*WEIGHT_ROLES, ACTIVATIONS, SCALARS, OTHER)
 
 _SCALAR_SIZE = 4096  # elements; smaller reductions that are no weight's gradient are losses, norms and statistics
 
@@ -56,9 +51,9 @@ class Attribution:
                     self._by_layer.setdefault(_key(dims[1:]), []).append(weight)
 
     def role(self, found: collectives.Collective, part: collectives.Part) -> tuple[str, tuple[str, ...]]:
-        """Returns one of ROLES, and the paths of the weights it may be of; several where nothing tells them apart."""
+        """Returns one of `roles.SENT`, and the paths of the weights it may be of; several where nothing tells them apart."""
         if not part.taken.dtype.startswith(("f", "bf")):
-            return OTHER, ()
+            return roles.OTHER, ()
         phase = self._phase(found, part.op_name)
         if found.kind not in collectives.REDUCTIONS:
             paths = self._origin(found, part)
@@ -66,14 +61,14 @@ class Attribution:
                 return phase, paths
         matched = self._matching(part)
         sums = found.kind in collectives.REDUCTIONS or found.kind == "collective-permute"  # a ring of permutes sums too
-        is_statistic = phase == FORWARD and len(_key(part.taken.dims)) < 2
+        is_statistic = phase == roles.WEIGHTS_FORWARD and len(_key(part.taken.dims)) < 2
         if matched and sums and not is_statistic:
-            return GRADIENTS, self._named(matched, part)
+            return roles.GRADIENTS, self._named(matched, part)
         if found.kind in collectives.REDUCTIONS and part.taken.elements <= _SCALAR_SIZE:
-            return SCALARS, ()
-        if matched and found.kind == "all-gather" and phase == UPDATED:
-            return UPDATED, self._named(matched, part)
-        return ACTIVATIONS, ()
+            return roles.SCALARS, ()
+        if matched and found.kind == "all-gather" and phase == roles.UPDATED_WEIGHTS:
+            return roles.UPDATED_WEIGHTS, self._named(matched, part)
+        return roles.ACTIVATIONS, ()
 
     def readers(self, found: collectives.Collective, part: collectives.Part) -> tuple[syntax.Instruction, ...]:
         """Returns the instructions that compute with what one array's collective returns."""
@@ -87,13 +82,13 @@ class Attribution:
 
     def _phase(self, found: collectives.Collective, op_name: str) -> str:
         if is_backward(op_name):
-            return BACKWARD
+            return roles.WEIGHTS_BACKWARD
         if "jvp(" in op_name:
-            return FORWARD
+            return roles.WEIGHTS_FORWARD
         order = found.computation
         first = next((i for i in order.instructions if "transpose(jvp" in i.attributes), None)
         is_before = first is not None and order.position[found.start.name] < order.position[first.name]
-        return FORWARD if is_before else UPDATED
+        return roles.WEIGHTS_FORWARD if is_before else roles.UPDATED_WEIGHTS
 
     def _origin(self, found: collectives.Collective, part: collectives.Part) -> tuple[str, ...]:
         """Returns the weights that what goes in is a copy of."""

@@ -15,11 +15,12 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax import mesh as mesh_lib
+from zerojax import roles
 from zerojax import specs as specs_lib
 from zerojax.hlo import collectives, syntax
 from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import attribution
-from zerojax.plan.attribution import ROLES, WEIGHT_ROLES, Weight
+from zerojax.plan.attribution import Weight
 from zerojax.zero import gather
 
 
@@ -33,7 +34,7 @@ class Row:
       axes, ways: the mesh axes it runs over ("?" where they are none of the mesh's), and over how many devices.
       elements, nbytes: what a device receives in a step, all runs counted.
       times: how often it runs in a step.
-      role: one of ROLES.
+      role: one of `roles.SENT`.
       weights: the paths it may be of; several where nothing tells them apart.
       is_async, overlaps: whether it runs beside other work, and beside how many instructions of which kind.
       is_kept: a weight gathered in the forward pass that the backward pass reads too.
@@ -85,7 +86,7 @@ class Ledger:
 
         "exposed" counts the bytes of collectives that no other work is scheduled beside.
         """
-        found: dict[str, dict[str, float]] = {role: {"params": 0.0, "bytes": 0, "exposed": 0} for role in ROLES}
+        found: dict[str, dict[str, float]] = {role: {"params": 0.0, "bytes": 0, "exposed": 0} for role in roles.SENT}
         for row in self.rows:
             found[row.role]["params"] += row.elements / max(1, self.params)
             found[row.role]["bytes"] += row.nbytes
@@ -149,16 +150,16 @@ def theory(weights: Mapping[str, Weight], ways: int, passes: int = 1) -> dict[st
       passes: forward and backward passes a step; each gathers, and each reduces gradients that are kept split.
     """
     total = max(1, sum(weight.size for weight in weights.values()))
-    found = dict.fromkeys(WEIGHT_ROLES, 0.0)
+    found = dict.fromkeys(roles.SENT_OF_WEIGHTS, 0.0)
     for weight in weights.values():
         used, stored = weight.size, math.prod(weight.stored)
         shard = min(math.prod(weight.grad), math.prod(weight.moments))
         copies = max(1.0, ways * shard / used)
         reduced = used - shard + 2 * shard * (copies - 1) / copies
-        found[attribution.FORWARD] += passes * (used - stored) / total
-        found[attribution.BACKWARD] += passes * (used - stored) / total
-        found[attribution.GRADIENTS] += (passes if math.prod(weight.grad) < used else 1) * reduced / total
-        found[attribution.UPDATED] += max(0, stored - math.prod(weight.moments)) / total
+        found[roles.WEIGHTS_FORWARD] += passes * (used - stored) / total
+        found[roles.WEIGHTS_BACKWARD] += passes * (used - stored) / total
+        found[roles.GRADIENTS] += (passes if math.prod(weight.grad) < used else 1) * reduced / total
+        found[roles.UPDATED_WEIGHTS] += max(0, stored - math.prod(weight.moments)) / total
     return found
 
 
@@ -167,10 +168,10 @@ def _row(
 ) -> Row:
     whole = part.taken if found.kind in collectives.REDUCTIONS else part.given
     role, weights = owner.role(found, part)
-    is_followed = role in (attribution.FORWARD, attribution.ACTIVATIONS)
+    is_followed = role in (roles.WEIGHTS_FORWARD, roles.ACTIVATIONS)
     readers = owner.readers(found, part) if is_followed else ()
-    if role == attribution.FORWARD and readers and all(attribution.is_backward(reader.op_name) for reader in readers):
-        role = attribution.BACKWARD  # named after the forward pass, and gathered for the backward pass alone
+    if role == roles.WEIGHTS_FORWARD and readers and all(attribution.is_backward(reader.op_name) for reader in readers):
+        role = roles.WEIGHTS_BACKWARD  # named after the forward pass, and gathered for the backward pass alone
     moved = _received(found.kind, whole.elements, found.ways) * found.call.times
     return Row(
         name=found.start.name,
@@ -187,7 +188,7 @@ def _row(
         weights=weights,
         is_async=found.is_async,
         overlaps=found.overlaps,
-        is_kept=role == attribution.FORWARD and owner.is_kept(readers),
+        is_kept=role == roles.WEIGHTS_FORWARD and owner.is_kept(readers),
         read_by=tuple(dict.fromkeys(reader.op_name for reader in readers if reader.op_name)),
         op_name=part.op_name,
         source=flow.module.source(found.start),

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from zerojax import display
+from zerojax import display, roles
 from zerojax.hlo import buffers
 from zerojax.plan import step_plan
 
@@ -174,7 +174,7 @@ def draw(plan: step_plan.Plan, path: str | os.PathLike) -> None:
     bottom = 0.0
     for row in plan.memory:
         size = (row.assigned or 0) / scale
-        if row.role != step_plan.HOST and size > 0.001 * plan.peak / scale:
+        if row.role != roles.HOST and size > 0.001 * plan.peak / scale:
             left.bar(["peak"], [size], bottom=[bottom], label=f"{row.role} {size:.2f}")
             bottom += size
     if plan.target.memory:

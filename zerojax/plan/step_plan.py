@@ -13,13 +13,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax import mesh as mesh_lib
-from zerojax import specs, tree
+from zerojax import roles, specs, tree
 from zerojax.hlo import buffer_roles, buffers
 from zerojax.plan import bound as bound_lib
 from zerojax.plan import departures, findings, flops, ledger, targets
 from zerojax.zero import memory, stages
-
-HOST, TEMPORARIES = "host memory", "activations and temporaries"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +155,7 @@ def plan_step(
 def _weights(state: Any) -> dict[str, Any]:
     """Returns the leaves of a state that are weights, by path."""
     role_of = stages.leaf_roles(state)
-    return {path: leaf for path, leaf in tree.flatten(state) if role_of[path] == stages.PARAMS}
+    return {path: leaf for path, leaf in tree.flatten(state) if role_of[path] == roles.PARAMS}
 
 
 def _received(sent: ledger.Ledger) -> dict[tuple[str, ...], float]:
@@ -172,35 +170,35 @@ def _memory(
     held: buffers.Buffers, placement: stages.Partition | None, passes: int, by_hand: bool
 ) -> tuple[MemoryRow, ...]:
     """Returns the memory by role, three ways."""
-    assigned = {**held.arguments_by_role, HOST: held.host}
+    assigned = {**held.arguments_by_role, roles.HOST: held.host}
     temporaries = held.temporaries_by_role if held.at_peak else {}
-    for role in (buffer_roles.GRADIENTS, buffer_roles.GATHERED, buffer_roles.COLLECTIVES):
+    for role in (roles.GRADIENTS, roles.GATHERED, roles.COLLECTIVE_BUFFERS):
         assigned[role] = temporaries.get(role, 0)
     rest = held.temporaries - sum(temporaries.get(role, 0) for role in assigned)
-    assigned[TEMPORARIES] = rest + held.outputs + held.constants
+    assigned[roles.TEMPORARIES] = rest + held.outputs + held.constants
     theory, arithmetic = _theory(placement, passes, by_hand) if placement else ({}, {})
-    roles = (
-        buffer_roles.PARAMS,
-        buffer_roles.MASTER,
-        buffer_roles.MOMENTS,
-        buffer_roles.GRADIENTS,
-        buffer_roles.GATHERED,
-        buffer_roles.COLLECTIVES,
-        TEMPORARIES,
-        buffer_roles.REST,
-        HOST,
+    shown = (
+        roles.PARAMS,
+        roles.MASTER,
+        roles.MOMENTS,
+        roles.GRADIENTS,
+        roles.GATHERED,
+        roles.COLLECTIVE_BUFFERS,
+        roles.TEMPORARIES,
+        roles.REST,
+        roles.HOST,
     )
-    return tuple(MemoryRow(role, theory.get(role), arithmetic.get(role), assigned.get(role, 0)) for role in roles)
+    return tuple(MemoryRow(role, theory.get(role), arithmetic.get(role), assigned.get(role, 0)) for role in shown)
 
 
 def _theory(placement: stages.Partition, passes: int, by_hand: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Returns bytes by role as the stage's table has them, and as the shardings do."""
     splits, ways = stages.STAGES[placement.stage], placement.mesh.shape[stages.DATA]
     is_split = {
-        buffer_roles.PARAMS: splits.params,
-        buffer_roles.MASTER: splits.opt_state,
-        buffer_roles.MOMENTS: splits.opt_state,
-        buffer_roles.GRADIENTS: splits.grads,
+        roles.PARAMS: splits.params,
+        roles.MASTER: splits.opt_state,
+        roles.MOMENTS: splits.opt_state,
+        roles.GRADIENTS: splits.grads,
     }
     theory, arithmetic = dict.fromkeys(is_split, 0.0), dict.fromkeys(is_split, 0)
     for path, leaf in tree.flatten(placement.abstract_state):
@@ -211,9 +209,9 @@ def _theory(placement: stages.Partition, passes: int, by_hand: bool) -> tuple[di
         whole = NamedSharding(placement.mesh, specs.without(leaf.sharding.spec, stages.DATA)).shard_shape(leaf.shape)
         theory[role] += tree.nbytes(leaf, whole) / (ways if is_split[role] else 1)
         arithmetic[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
-        if role == buffer_roles.PARAMS:
+        if role == roles.PARAMS:
             item = 4 / leaf.dtype.itemsize if passes > 1 or by_hand else 1
-            theory[buffer_roles.GRADIENTS] += item * tree.nbytes(leaf, whole) / (ways if splits.grads else 1)
+            theory[roles.GRADIENTS] += item * tree.nbytes(leaf, whole) / (ways if splits.grads else 1)
     counted = memory.bytes_per_device(placement, accumulates=passes > 1, by_hand=by_hand)
-    arithmetic[buffer_roles.GRADIENTS] = counted["grads"]
+    arithmetic[roles.GRADIENTS] = counted[roles.GRADIENTS]
     return {role: round(count) for role, count in theory.items()}, arithmetic

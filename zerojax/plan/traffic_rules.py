@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from zerojax import display, tree
+from zerojax import display, roles, tree
 from zerojax.hlo import collectives, parameters, syntax
 from zerojax.plan import attribution
 from zerojax.plan import finding as finding_lib
@@ -22,7 +22,7 @@ def gradients_all_reduced(case: Case) -> Iterable[Finding]:
     rows = [
         row
         for row in case.rows
-        if row.role == attribution.GRADIENTS
+        if row.role == roles.GRADIENTS
         and row.kind == "all-reduce"
         and any(_is_whole(row, weights[path]) for path in row.weights)
     ]
@@ -44,8 +44,8 @@ def weights_gathered_in_float32(case: Case) -> Iterable[Finding]:
         if row.kind == "all-gather"
         and row.dtype == "f32"
         and (
-            row.role in (attribution.FORWARD, attribution.BACKWARD)
-            or (row.role == attribution.UPDATED and narrow & set(row.weights))
+            row.role in (roles.WEIGHTS_FORWARD, roles.WEIGHTS_BACKWARD)
+            or (row.role == roles.UPDATED_WEIGHTS and narrow & set(row.weights))
         )
     ]
     if rows and case.is_16_bit and not case.is_cpu and _is_worth(case, rows):  # the CPU backend computes in 32 bits
@@ -64,7 +64,7 @@ def activations_resharded(case: Case) -> Iterable[Finding]:
     rows = [
         row
         for row in case.rows
-        if row.role == attribution.ACTIVATIONS
+        if row.role == roles.ACTIVATIONS
         and row.kind not in collectives.REDUCTIONS
         and row.op_name.rsplit("/", 1)[-1] not in _WRITTEN
         and not _spares_a_gradient(case.ledger, row)
@@ -99,7 +99,7 @@ def reduced_in_every_pass(case: Case) -> Iterable[Finding]:
     rows = [
         row
         for row in case.rows
-        if row.role == attribution.GRADIENTS
+        if row.role == roles.GRADIENTS
         and row.times >= case.passes > 1
         and all(math.prod(weights[p].grad) == weights[p].size for p in row.weights)
     ]
@@ -114,7 +114,7 @@ def reduced_in_every_pass(case: Case) -> Iterable[Finding]:
 
 def split_along_another_dim(case: Case) -> Iterable[Finding]:
     """Finds weights and gradients that change the dim they are split on."""
-    rows = [row for row in case.rows if row.role in attribution.WEIGHT_ROLES and "all-to-all" in row.kind]
+    rows = [row for row in case.rows if row.role in roles.SENT_OF_WEIGHTS and "all-to-all" in row.kind]
     if rows and _is_worth(case, rows):
         yield _sent(
             "weights or gradients change the dim they are split on",
@@ -146,7 +146,7 @@ def _is_whole(row: ledger_lib.Row, weight: attribution.Weight) -> bool:
 
 def _spares_a_gradient(ledger: ledger_lib.Ledger, row: ledger_lib.Row) -> bool:
     """Says whether gathered activations stand for the reduction of a larger gradient, as with an embedding of many entries."""
-    reduced = {path for other in ledger.rows if other.role == attribution.GRADIENTS for path in other.weights}
+    reduced = {path for other in ledger.rows if other.role == roles.GRADIENTS for path in other.weights}
     through = {part for name in row.read_by for part in name.split("/")}
     spared = [
         w.size

@@ -9,9 +9,10 @@ import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from zerojax import roles
 from zerojax.hlo import collectives, syntax
 from zerojax.hlo import flow as hlo_flow
-from zerojax.plan import attribution, ledger
+from zerojax.plan import ledger
 from zerojax.profile import phases, traces
 
 LARGEST = 25  # kernels that are listed
@@ -40,7 +41,7 @@ class Profile:
       devices: how many the trace holds: those of one process.
       step_seconds: from the first kernel to the end of the last one, over the steps.
       shares: by phase, and for `phases.IDLE`; see `phases.divide`.
-      collectives: of that phase, by what is sent (`attribution.ROLES`).
+      collectives: of that phase, by what is sent (`roles.SENT`).
       kernels: those that took longest.
       named: the share of the kernels' time for which an instruction of the step is known.
     """
@@ -115,7 +116,7 @@ def _runs(kernels: Iterable[traces.Kernel], sent: ledger.Ledger) -> Iterator[_Ru
         if instruction is None or (instruction.opcode in _CONTAINERS and name != instruction.name):
             instruction = known.get(name)
         if instruction is None or module not in ("", header[1] if header else ""):
-            return None, phases.phase(name), attribution.OTHER
+            return None, phases.phase(name), roles.OTHER
         phase = phases.phase(name, collectives.work_kind(sent.flow.module, instruction), instruction.op_name)
         return instruction, phase, _role(sent.flow, instruction, role_of)
 
@@ -136,7 +137,7 @@ def _by_role(runs: Sequence[_Run]) -> dict[str, phases.Share]:
     """Returns the shares of a device's collectives, each role's beside what computes."""
     computing = phases.union(run.interval for run in runs if run.phase in phases.COMPUTE)
     sending = [run for run in runs if run.phase == phases.COLLECTIVES]
-    of_role = {role: [run.interval for run in sending if run.role == role] for role in attribution.ROLES}
+    of_role = {role: [run.interval for run in sending if run.role == role] for role in roles.SENT}
     return {role: phases.beside(intervals, computing) for role, intervals in of_role.items() if intervals}
 
 
@@ -153,7 +154,7 @@ def _instructions(flow: hlo_flow.Flow) -> dict[str, syntax.Instruction]:
 def _role(flow: hlo_flow.Flow, instruction: syntax.Instruction, role_of: Mapping[str, str]) -> str:
     """Returns what a collective sends; the instruction may be its wrapper's, which runs it asynchronously."""
     inner = [i.name for name in hlo_flow.runs(instruction) for i in flow.module.computation(name).instructions]
-    return next((role_of[name] for name in (instruction.name, *inner) if name in role_of), attribution.OTHER)
+    return next((role_of[name] for name in (instruction.name, *inner) if name in role_of), roles.OTHER)
 
 
 def _mean(parts: Sequence[Mapping[str, phases.Share]], count: int) -> dict[str, phases.Share]:
