@@ -14,7 +14,7 @@ GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
 def weight(path, *used):
     """Returns a weight split 8 ways along its first dim."""
     part = (used[0] // 8, *used[1:])
-    return attribution.Weight(path, used, used, part, part, part)
+    return attribution.WeightDims(path, used, used, part, part, part)
 
 
 WEIGHTS = {

@@ -24,7 +24,7 @@ ROUNDING = 1e-6  # of the parameters: elements are whole numbers
 
 def weight(used, *, stored=1, grad=1, moments=1):
     """Returns a weight of `used` elements whose parts are so many times smaller."""
-    return attribution.Weight("w", (used,), (used,), (used // stored,), (used // grad,), (used // moments,))
+    return attribution.WeightDims("w", (used,), (used,), (used // stored,), (used // grad,), (used // moments,))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -235,7 +235,7 @@ def _from_analysis(stats: Any, module: syntax.Module, leaves: Mapping, analysis:
 
 
 def _arguments(
-    dump: Dump, leaves: Mapping[int, parameters.Leaf], roles: Sequence[tuple[str, str]]
+    dump: Dump, leaves: Mapping[int, parameters.ArgumentLeaf], roles: Sequence[tuple[str, str]]
 ) -> Iterable[Argument]:
     for allocation in dump.allocations:
         if allocation.parameter is not None and allocation.parameter in leaves:
@@ -245,7 +245,7 @@ def _arguments(
 
 
 def _reader(
-    flow: hlo_flow.Flow, dump: Dump, leaves: Mapping[int, parameters.Leaf], roles: Sequence[tuple[str, str]]
+    flow: hlo_flow.Flow, dump: Dump, leaves: Mapping[int, parameters.ArgumentLeaf], roles: Sequence[tuple[str, str]]
 ) -> buffer_roles.Reader:
     known = {number: buffer_roles.argument_role(leaf.path, roles) for number, leaf in leaves.items()}
     weights = [number for number, role in known.items() if role in (roles_lib.PARAMS, roles_lib.MASTER)]

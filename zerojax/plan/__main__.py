@@ -13,8 +13,8 @@ from absl import flags
 from zerojax import display
 from zerojax.errors import UserError
 from zerojax.launch import processes
+from zerojax.plan import json_form, picture, search
 from zerojax.plan import report as plan_report
-from zerojax.plan import search
 from zerojax.trainer import command, plans
 from zerojax.trainer import config as config_lib
 
@@ -55,10 +55,10 @@ def _plan(config: config_lib.Config) -> None:
     plan = plans.plan_config(config, _TARGET.value, _TOPOLOGY.value)
     if _PICTURE.value:
         try:
-            plan_report.draw(plan, _PICTURE.value)
+            picture.draw(plan, _PICTURE.value)
         except (OSError, ValueError) as error:
             raise UserError(f"--picture {_PICTURE.value}: cannot be written ({error}); name a PNG file") from error
-    print(json.dumps(plan_report.as_json(plan), indent=2) if _JSON.value else plan_report.text(plan), flush=True)
+    print(json.dumps(json_form.as_json(plan), indent=2) if _JSON.value else plan_report.text(plan), flush=True)
 
 
 def _search(config: config_lib.Config) -> None:

@@ -18,7 +18,7 @@ _SCALAR_SIZE = 4096  # elements; smaller reductions that are no weight's gradien
 
 
 @dataclasses.dataclass(frozen=True)
-class Weight:
+class WeightDims:
     """One weight's dims: of the whole array, and on a device as used in the forward pass, as stored, as its gradient and moments lie."""
 
     path: str
@@ -37,12 +37,13 @@ class Weight:
 class Attribution:
     """Looks weights up for one program."""
 
-    def __init__(self, flow: hlo_flow.Flow, weights: Mapping[str, Weight]):
+    def __init__(self, flow: hlo_flow.Flow, weights: Mapping[str, WeightDims]):
         self._flow, self._weights = flow, weights
         self._paths = tree.suffix_index(weights)
-        self._by_dims: dict[tuple[int, ...], list[Weight]] = {}
-        self._by_size: dict[int, list[Weight]] = {}
-        self._by_layer: dict[tuple[int, ...], list[Weight]] = {}  # of weights that may be a stack of layers' weights
+        self._by_dims: dict[tuple[int, ...], list[WeightDims]] = {}
+        self._by_size: dict[int, list[WeightDims]] = {}
+        # Of weights that may be a stack of layers' weights.
+        self._by_layer: dict[tuple[int, ...], list[WeightDims]] = {}
         for weight in weights.values():
             for dims in dict.fromkeys((weight.used, weight.grad, weight.moments, weight.stored)):
                 self._by_dims.setdefault(_key(dims), []).append(weight)
@@ -98,7 +99,7 @@ class Attribution:
         sizes = {part.given.elements, part.taken.elements}
         return tuple(sorted(path for path in owners if path is not None and _fits(self._weights[path], sizes)))
 
-    def _matching(self, part: collectives.Part) -> list[Weight]:
+    def _matching(self, part: collectives.Part) -> list[WeightDims]:
         """Returns the weights of these dims, whole or as a shard: in any order, else with some merged, else of one layer."""
         for dims in (part.taken.dims, part.given.dims):
             key = _key(dims)
@@ -109,12 +110,12 @@ class Attribution:
                 return merged or self._by_layer[key]
         return []
 
-    def _named(self, matched: list[Weight], part: collectives.Part) -> tuple[str, ...]:
+    def _named(self, matched: list[WeightDims], part: collectives.Part) -> tuple[str, ...]:
         """Returns the paths whose modules the op_name goes through, else those with the dims in this order, else all."""
         modules = re.split(r"[/():]", part.op_name)
         orders = _squeezed(part.taken.dims), _squeezed(part.given.dims)
 
-        def likeness(weight: Weight) -> tuple[int, bool]:
+        def likeness(weight: WeightDims) -> tuple[int, bool]:
             through = sum(module in modules for module in weight.path.split("/")[:-1])
             known = map(_squeezed, (weight.used, weight.grad, weight.moments, weight.stored))
             return through, any(dims in orders for dims in known)
@@ -129,7 +130,7 @@ def is_backward(op_name: str) -> bool:
     return "transpose(" in op_name or "rematted_computation" in op_name
 
 
-def _fits(weight: Weight, sizes: set[int]) -> bool:
+def _fits(weight: WeightDims, sizes: set[int]) -> bool:
     """Says whether an array of one of the sizes can be this weight, or one layer of it where layers are stacked."""
     known = {weight.size, math.prod(weight.stored), math.prod(weight.moments)}
     layers = weight.used[0] if len(weight.used) > 1 else 1

@@ -21,7 +21,7 @@ class Departure:
 
 def departures(ledger: ledger_lib.Ledger, *, passes: int = 1, tolerance: float = 0.001) -> tuple[Departure, ...]:
     """Returns where the ledger and `ledger.theory` differ by more than `tolerance` parameters, each with its reason."""
-    groups: dict[tuple[int, ...], list[attribution.Weight]] = {}
+    groups: dict[tuple[int, ...], list[attribution.WeightDims]] = {}
     for weight in ledger.weights.values():
         groups.setdefault(weight.used, []).append(weight)
     group_of = {weight.path: key for key, members in groups.items() for weight in members}

@@ -20,7 +20,7 @@ from zerojax import specs as specs_lib
 from zerojax.hlo import collectives, syntax
 from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import attribution
-from zerojax.plan.attribution import Weight
+from zerojax.plan.attribution import WeightDims
 from zerojax.zero import gather
 
 
@@ -67,7 +67,7 @@ class Ledger:
     """The rows of a program, in the order in which they run, with the weights and the mesh they were read against."""
 
     rows: tuple[Row, ...]
-    weights: Mapping[str, Weight]
+    weights: Mapping[str, WeightDims]
     mesh: Mesh
     flow: hlo_flow.Flow
 
@@ -111,7 +111,7 @@ def ledger(hlo_text: str, mesh: Mesh, weights: Mapping[str, Any]) -> Ledger:
     return Ledger(tuple(rows), known, mesh, flow)
 
 
-def weights_of(weights: Mapping[str, Any], mesh: Mesh) -> dict[str, Weight]:
+def weights_of(weights: Mapping[str, Any], mesh: Mesh) -> dict[str, WeightDims]:
     """Returns each weight's dims.
 
     A Placement says all of them. Of an array with a sharding it is taken that the axis `data`, or every axis where the mesh has none of
@@ -123,7 +123,7 @@ def weights_of(weights: Mapping[str, Any], mesh: Mesh) -> dict[str, Weight]:
         if isinstance(given, gather.Placement):
             shape = given.shape or ()
             places = (given.used, given.stored, given.grad, given.opt_state)
-            found[path] = Weight(path, shape, *(place.shard_shape(shape) for place in places))
+            found[path] = WeightDims(path, shape, *(place.shard_shape(shape) for place in places))
             continue
         shape, sharding = tuple(given.shape), getattr(given, "sharding", None)
         used = stored = shape
@@ -132,11 +132,11 @@ def weights_of(weights: Mapping[str, Any], mesh: Mesh) -> dict[str, Weight]:
             for axis in splitting:
                 spec = specs_lib.without(spec, axis)
             used = NamedSharding(sharding.mesh, spec).shard_shape(shape)
-        found[path] = Weight(path, shape, used, stored, stored, stored)
+        found[path] = WeightDims(path, shape, used, stored, stored, stored)
     return found
 
 
-def theory(weights: Mapping[str, Weight], ways: int, passes: int = 1) -> dict[str, float]:
+def theory(weights: Mapping[str, WeightDims], ways: int, passes: int = 1) -> dict[str, float]:
     """Returns what a device must receive in a step, by role, in units of the weights' parameters.
 
     A weight of u elements in use, s as stored, and g where its gradient or its moments are kept, moves: u - s to be gathered, twice, if

@@ -14,10 +14,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from zerojax import mesh as mesh_lib
 from zerojax import roles, specs, tree
-from zerojax.hlo import buffer_roles, buffers
+from zerojax.hlo import buffer_roles
+from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import bound as bound_lib
 from zerojax.plan import departures, findings, flops, ledger, targets
 from zerojax.zero import memory, stages
+
+LARGEST = 10  # leaves and temporaries that are listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Plan:
     stage: int | None
     tokens: int
     memory: tuple[MemoryRow, ...]
-    buffers: buffers.Buffers
+    buffers: buffers_lib.Buffers
     ledger: ledger.Ledger
     findings: tuple[findings.Finding, ...]
     departures: tuple[departures.Departure, ...]
@@ -76,6 +79,16 @@ class Plan:
     def usable(self) -> int | None:
         """Returns the bytes that XLA may use on a device, or None where its memory is not known."""
         return self.target.usable
+
+    @property
+    def largest_leaves(self) -> list[buffers_lib.Argument]:
+        """Returns the largest leaves of the step's arguments, the largest first."""
+        return sorted(self.buffers.arguments, key=lambda leaf: -leaf.nbytes)[:LARGEST]
+
+    @property
+    def largest_temporaries(self) -> list[buffers_lib.Temporary]:
+        """Returns the largest temporaries at the peak, the largest first."""
+        return list(self.buffers.at_peak[:LARGEST])
 
     @property
     def fits(self) -> bool | None:
@@ -118,7 +131,7 @@ def plan_step(
     known = targets.get(target)
     began = time.perf_counter()
     traced = train_step.trace(state, *args)
-    compiled, held = buffers.compile_with_buffers(
+    compiled, held = buffers_lib.compile_with_buffers(
         traced.lower(), from_cache=from_cache, compiler_options=compiler_options
     )
     seconds = time.perf_counter() - began
@@ -167,7 +180,7 @@ def _received(sent: ledger.Ledger) -> dict[tuple[str, ...], float]:
 
 
 def _memory(
-    held: buffers.Buffers, placement: stages.Partition | None, passes: int, by_hand: bool
+    held: buffers_lib.Buffers, placement: stages.Partition | None, passes: int, by_hand: bool
 ) -> tuple[MemoryRow, ...]:
     """Returns the memory by role, three ways."""
     assigned = {**held.arguments_by_role, roles.HOST: held.host}

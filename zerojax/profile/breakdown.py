@@ -57,7 +57,7 @@ class Profile:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
+class _KernelRun:
     """One run of a kernel, and what is known of it."""
 
     kernel: traces.Kernel
@@ -81,8 +81,8 @@ def profile(kernels: Iterable[traces.Kernel], sent: ledger.Ledger, first: int, l
       kernels: all that ran in these steps, on any number of devices.
       sent: the compiled step's collectives, with the step itself.
     """
-    by_device: dict[str, list[_Run]] = {}
-    by_name: dict[tuple[str, str], list[_Run]] = {}
+    by_device: dict[str, list[_KernelRun]] = {}
+    by_name: dict[tuple[str, str], list[_KernelRun]] = {}
     for run in _runs(kernels, sent):
         by_device.setdefault(run.kernel.device, []).append(run)
         by_name.setdefault((run.phase, run.kernel.name), []).append(run)
@@ -103,7 +103,7 @@ def profile(kernels: Iterable[traces.Kernel], sent: ledger.Ledger, first: int, l
     )
 
 
-def _runs(kernels: Iterable[traces.Kernel], sent: ledger.Ledger) -> Iterator[_Run]:
+def _runs(kernels: Iterable[traces.Kernel], sent: ledger.Ledger) -> Iterator[_KernelRun]:
     """Yields the kernels with what is known of them; loops and calls, whose kernels are in the trace too, are left out."""
     known = _instructions(sent.flow)
     header = re.match(r"HloModule ([\w.\-]+)", sent.flow.module.header)
@@ -123,17 +123,17 @@ def _runs(kernels: Iterable[traces.Kernel], sent: ledger.Ledger) -> Iterator[_Ru
     for kernel in kernels:
         instruction, phase, role = read(kernel.name, kernel.instruction, kernel.module)
         if instruction is None or instruction.opcode not in _CONTAINERS:
-            yield _Run(kernel, instruction, phase, role)
+            yield _KernelRun(kernel, instruction, phase, role)
 
 
-def _by_phase(runs: Sequence[_Run]) -> dict[str, phases.Share]:
+def _by_phase(runs: Sequence[_KernelRun]) -> dict[str, phases.Share]:
     found: dict[str, list[phases.Interval]] = {}
     for run in runs:
         found.setdefault(run.phase, []).append(run.interval)
     return phases.divide(found)
 
 
-def _by_role(runs: Sequence[_Run]) -> dict[str, phases.Share]:
+def _by_role(runs: Sequence[_KernelRun]) -> dict[str, phases.Share]:
     """Returns the shares of a device's collectives, each role's beside what computes."""
     computing = phases.union(run.interval for run in runs if run.phase in phases.COMPUTE)
     sending = [run for run in runs if run.phase == phases.COLLECTIVES]
@@ -168,7 +168,7 @@ def _mean(parts: Sequence[Mapping[str, phases.Share]], count: int) -> dict[str, 
     return found
 
 
-def _kernel_time(runs: Sequence[_Run], count: int) -> KernelTime:
+def _kernel_time(runs: Sequence[_KernelRun], count: int) -> KernelTime:
     """Sums up the runs of the kernels of one name."""
     longest = max(runs, key=lambda run: run.length)
     return KernelTime(

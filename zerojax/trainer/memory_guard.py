@@ -10,8 +10,8 @@ from zerojax import display
 from zerojax.errors import UserError
 from zerojax.hlo import buffers
 from zerojax.launch import processes
+from zerojax.plan import json_form, step_plan
 from zerojax.plan import report as plan_report
-from zerojax.plan import step_plan
 from zerojax.trainer import plans
 from zerojax.trainer import program as program_lib
 
@@ -51,7 +51,7 @@ def write(folder: pathlib.Path, program: program_lib.Program, plan: step_plan.Pl
         "measured_peak_bytes": measured,
         "device_kind": plan.target.device_kind,
         "flops_per_token": program.flops_per_token,
-        "plan": plan_report.as_json(plan),
+        "plan": json_form.as_json(plan),
     }
     try:
         new.write_text(json.dumps(content, indent=1) + "\n")
