@@ -75,11 +75,6 @@ class Curve:
     places: tuple[int, ...]
     by_role: Mapping[str, tuple[int, ...]]
 
-    @property
-    def totals(self) -> tuple[int, ...]:
-        """Returns the sum over roles, place by place."""
-        return tuple(sum(column) for column in zip(*self.by_role.values()))
-
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:

@@ -155,7 +155,7 @@ def plan_step(
         bound=bound_lib.least_step(
             known,
             mesh,
-            flops=flops.count(traced).by_dtype,
+            flops=flops.count(traced),
             traffic=bound_lib.memory_traffic(sent.flow),
             received=_received(sent),
             host=max(bound_lib.host_traffic(sent.flow)),

@@ -73,11 +73,6 @@ class Target:
             return None
         return int(self.memory.value if self.is_pool else self.memory.value * USABLE)
 
-    @property
-    def is_measured(self) -> bool:
-        """Says whether the memory and the compiler's description were read off such a device."""
-        return self.memory is not None and self.memory.source == MEASURED
-
 
 def _rates(source: str, **rates: float) -> dict[str, Figure]:
     return {dtype: Figure(rate, source) for dtype, rate in rates.items()}
