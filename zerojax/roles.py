@@ -1,6 +1,6 @@
 """What bytes are for. This module is the vocabulary of roles: tables, JSON, specs and findings take their words from here.
 
-A leaf of a train state has a role, which the stage's table acts on; so has what a compiled step holds and what it sends.
+A leaf of a train state has a role, which the stage's table acts on; so have the bytes that a compiled step holds and those that it sends.
 """
 
 from collections.abc import Mapping

@@ -2,8 +2,8 @@
 
 A temporary is a gathered weight if it is a moved or cast copy of weights among the arguments, a gradient if it was reduced over devices or
 has a weight's shape and the backward pass makes it, else an activation or the gradient of one, by JAX's own marks `jvp` and `transpose`.
-What is multiplied once more is no gradient, whatever its shape. So steps with no named scopes are read too; the scopes `loss`, `clip` and
-`update` only make it finer.
+An array that a matmul reads is no gradient of a weight, whatever its shape. Steps without named scopes are read too; the scopes `loss`,
+`clip` and `update` only add detail.
 """
 
 import re
@@ -116,7 +116,7 @@ class Reader:
         return scope
 
     def _is_multiplied(self, where: syntax.Computation, instruction: syntax.Instruction, index: str) -> bool:
-        """Says whether a matrix product or an attention depends on a value, in the same computation."""
+        """Says whether a matmul or an attention depends on a value, in the same computation."""
         if where.name not in self._multiplied:
             found: set[str] = set()
             for earlier in reversed(where.instructions):
@@ -162,12 +162,12 @@ class Reader:
 
 
 def shapes(arguments: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> Mapping[tuple[int, ...], None]:
-    """Returns the shapes that gradients may have: of (role, whole shape, shape on a device) those of weights and moments."""
+    """Returns the shapes that gradients may have: of (role, shape, shape on a device) those of weights and moments."""
     found: dict[tuple[int, ...], None] = {}
-    for role, whole, part in arguments:
-        if role in (roles_lib.PARAMS, roles_lib.MASTER, roles_lib.MOMENTS) and len(whole) > 1:
-            split = [dim for dim, (n, m) in enumerate(zip(whole, part)) if n != m]
-            found |= dict.fromkeys((whole, part, *((whole[d] // part[d], *part) for d in split)))
+    for role, shape, part in arguments:
+        if role in (roles_lib.PARAMS, roles_lib.MASTER, roles_lib.MOMENTS) and len(shape) > 1:
+            sharded = [dim for dim, (n, m) in enumerate(zip(shape, part)) if n != m]
+            found |= dict.fromkeys((shape, part, *((shape[d] // part[d], *part) for d in sharded)))
     return found
 
 

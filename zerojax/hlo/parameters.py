@@ -50,7 +50,7 @@ def leaves(lowered: jax.stages.Lowered | Any, module: syntax.Module) -> dict[int
 
 
 def path_of(op_name: str) -> str:
-    """Returns the path that JAX's name of an argument's leaf stands for.
+    """Returns the path that JAX's name of an argument's leaf means.
 
     >>> path_of("state.opt_state[0].mu['layer_0']['kernel']")
     'state/opt_state/0/mu/layer_0/kernel'

@@ -1,4 +1,4 @@
-"""What a train step will need and send, told before it runs: `python -m zerojax.plan`.
+"""What a train step will need and send, before it runs: `python -m zerojax.plan`.
 
 Here live the plan of a step, its ledger of collectives, findings, the bound on its time, devices to compile for, and the search.
 Nothing is allocated and nothing runs.

@@ -1,8 +1,8 @@
 """Says whose data a collective moves: a weight, its gradient, activations, or scalars. This module reads the program, not the source.
 
 Nothing here needs named scopes, so that steps written by others are read too. A gather is of a weight if its operand is a moved or cast
-copy of a weight among the program's inputs. A reduction is of a gradient if it has a weight's dims, whole or shard. Which part of the step
-something belongs to is told from autodiff's own names, `jvp(...)` and `transpose(jvp(...))`, or else from its place in the schedule.
+copy of a weight among the program's inputs. A reduction is of a gradient if it has a weight's dims or those of its shard. Autodiff's own
+names, `jvp(...)` and `transpose(jvp(...))`, say which part of the step something belongs to; else its position in the schedule does.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ _SCALAR_SIZE = 4096  # elements; smaller reductions that are no weight's gradien
 
 @dataclasses.dataclass(frozen=True)
 class WeightDims:
-    """One weight's dims: of the whole array, and on a device as used in the forward pass, as stored, as its gradient and moments lie."""
+    """One weight's dims: of the array, and on a device as used in the forward pass, as stored, of its gradient, and of its moments."""
 
     path: str
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ class Attribution:
         return tuple(sorted(path for path in owners if path is not None and _fits(self._weights[path], sizes)))
 
     def _matching(self, part: collectives.Part) -> list[WeightDims]:
-        """Returns the weights of these dims, whole or as a shard: in any order, else with some merged, else of one layer."""
+        """Returns the weights that have these dims, or whose shards have: in any order, else with some merged, else of one layer."""
         for dims in (part.taken.dims, part.given.dims):
             key = _key(dims)
             if key in self._by_dims:

@@ -128,15 +128,15 @@ def host_traffic(flow: hlo_flow.Flow) -> tuple[int, int]:
 
 
 def _counted(flow: hlo_flow.Flow) -> list[hlo_flow.Call]:
-    """Returns the calls of computations, but those whose start is counted where it stands."""
+    """Returns the calls of computations, without those whose start instruction is counted itself."""
     return [call for call in flow.calls.values() if not (call.site is not None and call.site.opcode.endswith("-start"))]
 
 
 def memory_traffic(flow: hlo_flow.Flow) -> int:
     """Returns the bytes that one device reads and writes in a step, from the compiled program, loops times their length.
 
-    Each instruction reads its operands and writes its output once; of an array that it only takes a slice of, or updates in place, the
-    slice alone counts. Caches make the truth less, tiles that are read again make it more.
+    Each instruction reads its operands and writes its output once. Where it reads a slice of an array, or updates a slice in place, only
+    the slice counts. Caches make the true traffic smaller; tiles that are read again make it larger.
     """
     return sum(
         call.times

@@ -28,7 +28,7 @@ def departures(ledger: ledger_lib.Ledger, *, passes: int = 1, tolerance: float =
     found: dict[tuple, list[tuple[ledger_lib.Row, float]]] = {}
     for row in ledger.rows:
         candidates = {group_of[path] for path in row.weights}
-        for key in candidates:  # what nothing tells apart counts in equal parts
+        for key in candidates:  # where several groups are possible, each counts an equal part
             found.setdefault((row.role, key), []).append((row, row.elements / len(candidates)))
     result = []
     for key, members in groups.items():

@@ -62,8 +62,8 @@ def findings(
     Args:
       ledger: the compiled step's.
       planned: the state that the plan means the step to take, a pytree of ShapeDtypeStructs with shardings
-        (`Partition.abstract_state`); without it the rules about placement are left out.
-      compute_dtype: the dtype of the forward pass; where None, that of most of the program's matrix products.
+        (`Partition.abstract_state`); without it the rules about placement find nothing.
+      compute_dtype: the dtype of the forward pass; where None, that of most of the program's matmuls.
       passes: forward and backward passes a step.
     """
     is_16_bit = (
@@ -75,14 +75,14 @@ def findings(
 
 
 def gradients_all_reduced(case: Case) -> Iterable[Finding]:
-    """Finds whole gradients summed on every device where the plan keeps a shard."""
+    """Finds gradients that are all-reduced where the plan shards them."""
     weights = case.ledger.weights
     rows = [
         row
         for row in case.rows
         if row.role == roles.GRADIENTS
         and row.kind == "all-reduce"
-        and any(_is_whole(row, weights[path]) for path in row.weights)
+        and any(_is_unsharded(row, weights[path]) for path in row.weights)
     ]
     if rows and not case.is_cpu and _is_worth(case, rows):  # the CPU backend knows no reduce-scatter
         yield _sent(
@@ -115,9 +115,9 @@ def weights_gathered_in_float32(case: Case) -> Iterable[Finding]:
 
 
 def activations_resharded(case: Case) -> Iterable[Finding]:
-    """Finds activations that the partitioner moves though nobody asked for it.
+    """Finds activations that the partitioner moves and nobody asked to move.
 
-    Left out: those it gathers to form a weight's gradient shard by shard, where that moves less than reducing the gradient.
+    Activations that it gathers to form shards of a weight's gradient do not count where that moves less than reducing the gradient.
     """
     rows = [
         row
@@ -152,7 +152,7 @@ def gathered_weights_kept(case: Case) -> Iterable[Finding]:
 
 
 def reduced_in_every_pass(case: Case) -> Iterable[Finding]:
-    """Finds gradients that are whole, and yet are summed over devices once a micro-batch."""
+    """Finds replicated gradients that are summed over devices in every micro-batch."""
     weights = case.ledger.weights
     rows = [
         row
@@ -170,8 +170,8 @@ def reduced_in_every_pass(case: Case) -> Iterable[Finding]:
         )
 
 
-def split_along_another_dim(case: Case) -> Iterable[Finding]:
-    """Finds weights and gradients that change the dim they are split on."""
+def sharded_on_another_dim(case: Case) -> Iterable[Finding]:
+    """Finds weights and gradients that change the dim they are sharded on."""
     rows = [row for row in case.rows if row.role in roles.SENT_OF_WEIGHTS and "all-to-all" in row.kind]
     if rows and _is_worth(case, rows):
         yield _sent(
@@ -182,7 +182,7 @@ def split_along_another_dim(case: Case) -> Iterable[Finding]:
 
 
 def replicated_leaves(case: Case) -> Iterable[Finding]:
-    """Finds leaves that the program takes whole, or less split, than the plan says."""
+    """Finds leaves that the program takes replicated, or in larger shards than the plan says."""
     wrong = {}
     for path, (parameter, leaf) in _arguments(case).items():
         planned = leaf.sharding.shard_shape(leaf.shape)
@@ -200,7 +200,7 @@ def replicated_leaves(case: Case) -> Iterable[Finding]:
 
 
 def state_not_donated(case: Case) -> Iterable[Finding]:
-    """Finds arguments that come back in new memory, so that old and new state lie side by side."""
+    """Finds arguments that are returned in new memory, so that the old and the new state are held together."""
     module = case.ledger.flow.module
     arguments = module.entry.parameters
     given = set(module.aliases.values())
@@ -246,7 +246,7 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     activations_resharded,
     gathered_weights_kept,
     reduced_in_every_pass,
-    split_along_another_dim,
+    sharded_on_another_dim,
     replicated_leaves,
     state_not_donated,
     offloaded_state_on_device,
@@ -254,7 +254,7 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
 
 
 def _computes_in_16_bits(module: syntax.Module) -> bool:
-    """Says whether most matrix products and convolutions work on 16-bit floats."""
+    """Says whether most matmuls and convolutions work on 16-bit floats."""
     counted = {True: 0, False: 0}
     for name in module.spans:
         if not module.mentions(name, "dot", "convolution", "custom-call"):
@@ -298,14 +298,14 @@ def _stored_in_16_bits(case: Case) -> set[str]:
     return {path for path, (_, bits) in found.items() if bits <= 16}
 
 
-def _is_whole(row: ledger_lib.Row, weight: attribution.WeightDims) -> bool:
-    """Says whether a reduction sums a gradient whole of which the plan keeps a part; over replicas, parts are summed rightly."""
+def _is_unsharded(row: ledger_lib.Row, weight: attribution.WeightDims) -> bool:
+    """Says whether a reduction sums an unsharded gradient that the plan shards; sums of shards over replicas are right."""
     parts = weight.size // max(1, math.prod(weight.grad))
     return parts > 1 and math.prod(row.dims) == weight.size and row.ways % parts == 0
 
 
 def _spares_a_gradient(ledger: ledger_lib.Ledger, row: ledger_lib.Row) -> bool:
-    """Says whether gathered activations stand for the reduction of a larger gradient, as with an embedding of many entries."""
+    """Says whether gathering these activations spares the reduction of a larger gradient, as with a large embedding."""
     reduced = {path for other in ledger.rows if other.role == roles.GRADIENTS for path in other.weights}
     through = {part for name in row.read_by for part in name.split("/")}
     spared = [

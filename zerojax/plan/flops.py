@@ -1,8 +1,8 @@
 """Counts the floating-point operations of a traced step. This module walks its jaxpr, loops times their length, recomputation included.
 
-XLA's own count stops at loops and at calls of cuDNN, and for devices that are not there it gives none. Counted are products: matrix
-products, convolutions and attention; what is done element by element is bound by memory. The count is of all devices together, as if they
-shared the work evenly: work that several devices repeat is not seen.
+XLA's own count omits loops and calls of cuDNN, and XLA gives none for compile-only devices. This count is of matmuls, convolutions and
+attention; elementwise operations are bound by memory. It is of all devices together, as if they shared the work evenly: work that several
+devices repeat counts once.
 """
 
 import math
@@ -19,7 +19,7 @@ _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 
 
 def count(traced: jax.stages.Traced | Any) -> dict[str, float]:
-    """Returns the operations of one step on all devices together, by the dtype that products run in.
+    """Returns the operations of one step on all devices together, by the dtype that matmuls run in.
 
     "bf16" is any of 16 bits, "fp8" any of 8, "fp32" the others. A `while` loop whose length is known only when it runs counts once.
 

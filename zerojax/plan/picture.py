@@ -29,9 +29,9 @@ def draw(plan: step_plan.Plan, path: str | os.PathLike) -> None:
     if plan.buffers.curve is not None:
         curve = plan.buffers.curve
         heights = [[count / scale for count in column] for column in curve.by_role.values()]
-        right.stackplot(curve.places, heights, labels=list(curve.by_role))
+        right.stackplot(curve.positions, heights, labels=list(curve.by_role))
         right.legend(fontsize=7, loc="upper left")
-        right.axvline(plan.buffers.peak_place, color="black", linewidth=0.6)
+        right.axvline(plan.buffers.peak_position, color="black", linewidth=0.6)
     right.set_xlabel("instruction, in program order")
     right.set_title("temporaries", fontsize=9)
     figure.savefig(path, dpi=130)

@@ -10,7 +10,7 @@ from zerojax.plan import step_plan
 
 
 def text(plan: step_plan.Plan) -> str:
-    """Returns the whole plan as plain lines."""
+    """Returns all of a plan as plain lines."""
     tables = [memory_table(plan), leaves_table(plan), temporaries_table(plan), ledger_table(plan)]
     shown = [display.as_text(table) for table in tables if table.row_count]
     return "\n\n".join([*shown, "\n".join(_lines(plan))])

@@ -1,7 +1,7 @@
 """Looks for the fastest plan that fits, by compilation alone. This module walks a grid of settings and says why each lost.
 
-Settings are tried from the fastest expected to the slowest. One is not compiled where the answer is known: where what must persist
-exceeds the device, or where the same settings with a smaller micro-batch did not fit.
+Settings are tried from the fastest expected to the slowest. A setting is not compiled where its state alone exceeds the device, or where
+the same settings with a smaller micro-batch did not fit.
 """
 
 import dataclasses
@@ -117,7 +117,7 @@ def candidates_of(grid: Mapping[str, Sequence[Any]], *, ways: int, global_batch_
 
 
 def default_grid(devices: Sequence[Any]) -> dict[str, Sequence[Any]]:
-    """Returns DEFAULT_GRID and two splits of replica x data: everything over all devices, and over those of each host."""
+    """Returns DEFAULT_GRID and two choices of replica x data: state sharded over all devices, and over those of each host."""
     hosts = len({device.process_index for device in devices})
     return {**DEFAULT_GRID, "replica": sorted({1, hosts})}
 

@@ -28,8 +28,8 @@ class MemoryRow:
     """Bytes of one role on one device, three ways; None where a way says nothing.
 
     Attributes:
-      theory: the role's bytes, divided by the ways of `data` where the stage splits it (ZeRO, arXiv:1910.02054, figure 1).
-      arithmetic: what the shardings give: leaves kept whole, padding and copies counted.
+      theory: the role's bytes, divided by the size of `data` where the stage shards it (ZeRO, arXiv:1910.02054, figure 1).
+      arithmetic: what the shardings give: replicated leaves, padding and copies counted.
       assigned: what XLA's buffer assignment holds; of gradients and temporaries, what lives at the peak.
     """
 
@@ -110,7 +110,7 @@ def plan_step(
     from_cache: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Plans any jitted train step, one's own too.
+    """Plans any jitted train step.
 
     Args:
       train_step: a `jax.jit` function of (state, *args).
@@ -120,9 +120,9 @@ def plan_step(
       target: whose memory and rates to compare with.
       placement: the state's partition; without it the stage is not known, and theory counts the shardings as given.
       tokens: tokens of one step, for the time bound.
-      compute_dtype: dtype of the forward pass; None for that of most matrix products.
+      compute_dtype: dtype of the forward pass; None for that of most matmuls.
       passes: forward and backward passes a step.
-      by_hand: whether gradients are summed by hand, in float32 (`make_train_step`'s reduce_dtype).
+      by_hand: whether gradients are summed by explicit collectives, in float32 (`make_train_step`'s reduce_dtype).
       from_cache: see `buffers.compile_with_buffers`.
       compiler_options: XLA's, beside those of the step itself.
 
@@ -207,24 +207,24 @@ def _memory(
 def _theory(placement: stages.Partition, passes: int, by_hand: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Returns bytes by role as the stage's table has them, and as the shardings do."""
     splits, ways = stages.STAGES[placement.stage], placement.mesh.shape[stages.DATA]
-    is_split = {
+    is_sharded = {
         roles.PARAMS: splits.params,
         roles.MASTER: splits.opt_state,
         roles.MOMENTS: splits.opt_state,
         roles.GRADIENTS: splits.grads,
     }
-    theory, arithmetic = dict.fromkeys(is_split, 0.0), dict.fromkeys(is_split, 0)
+    theory, arithmetic = dict.fromkeys(is_sharded, 0.0), dict.fromkeys(is_sharded, 0)
     for path, leaf in tree.flatten(placement.abstract_state):
         role = buffer_roles.argument_role(f"state/{path}")
-        if role not in is_split:
+        if role not in is_sharded:
             continue
-        # A device's part were it whole along `data`: other axes, such as `model`, still split it.
-        whole = NamedSharding(placement.mesh, specs.without(leaf.sharding.spec, stages.DATA)).shard_shape(leaf.shape)
-        theory[role] += tree.nbytes(leaf, whole) / (ways if is_split[role] else 1)
+        # A device's part if the leaf were replicated over `data`: other axes, such as `model`, still shard it.
+        part = NamedSharding(placement.mesh, specs.without(leaf.sharding.spec, stages.DATA)).shard_shape(leaf.shape)
+        theory[role] += tree.nbytes(leaf, part) / (ways if is_sharded[role] else 1)
         arithmetic[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
         if role == roles.PARAMS:
             item = 4 / leaf.dtype.itemsize if passes > 1 or by_hand else 1
-            theory[roles.GRADIENTS] += item * tree.nbytes(leaf, whole) / (ways if splits.grads else 1)
+            theory[roles.GRADIENTS] += item * tree.nbytes(leaf, part) / (ways if splits.grads else 1)
     counted = memory.bytes_per_device(placement, accumulates=passes > 1, by_hand=by_hand)
     arithmetic[roles.GRADIENTS] = counted[roles.GRADIENTS]
     return {role: round(count) for role, count in theory.items()}, arithmetic

@@ -1,6 +1,6 @@
 """Names the devices that programs can be compiled for without having them. This module knows their figures and the compiler's form of each.
 
-A compile-only device has no memory and runs nothing, but programs lowered for a mesh of them go through the whole pipeline of XLA, so their
+A compile-only device has no memory and runs nothing, but programs lowered for a mesh of them go through all of XLA's pipeline, so their
 collectives, buffers and peak memory are those of the real machine. GPUs need the extra `plan-gpu`, TPUs `plan-tpu`.
 """
 

@@ -1,7 +1,7 @@
 """Says where the time of a step went on its devices. This module joins a trace with the compiled step.
 
-A kernel's instruction tells what it computes, in which scope it was traced, and whose data it sends. NCCL's kernels wait for their peers:
-their time includes what the others are late.
+A kernel's instruction says what it computes, in which scope it was traced, and whose data it sends. NCCL's kernels wait for their peers:
+their time includes the time by which the others are late.
 """
 
 import dataclasses
@@ -112,7 +112,7 @@ def _runs(kernels: Iterable[traces.Kernel], sent: ledger.Ledger) -> Iterator[_Ke
     @functools.cache  # a step's kernels run again in every step and on every device
     def read(name: str, traced: str, module: str) -> tuple[syntax.Instruction | None, str, str]:
         instruction = known.get(traced)
-        # Of what runs in a CUDA graph a trace tells the graph or the loop at most; XLA names its own kernels after their instructions.
+        # For kernels in a CUDA graph a trace names at most the graph or the loop; XLA names its own kernels after their instructions.
         if instruction is None or (instruction.opcode in _CONTAINERS and name != instruction.name):
             instruction = known.get(name)
         if instruction is None or module not in ("", header[1] if header else ""):

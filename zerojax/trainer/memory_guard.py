@@ -17,9 +17,8 @@ from zerojax.trainer import program as program_lib
 
 FILE = "plan.json"
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-SHORT = "out of device memory"  # how a run's own words for it begin
-# After the run's own settings did not fit: what else to try, and how often to compile.
-_TRIES = 6
+SHORT = "out of device memory"  # how a run's message about it begins
+_TRIES = 6  # leaner settings that are compiled after the run's own did not fit
 
 
 def compile_step(program: program_lib.Program) -> step_plan.Plan:

@@ -19,8 +19,8 @@ def bytes_per_device(
 ) -> dict[str, int]:
     """Returns {role: bytes on each device}, from the shardings' arithmetic; what activations need is not counted.
 
-    Gradients live while a step runs, in the dtype of the weights they belong to, or in float32 where they accumulate over several passes,
-    or are summed by hand (`make_train_step`'s reduce_dtype): then one pass leaves them laid out as the optimizer's state.
+    Gradients live while a step runs. They have the dtype of their weights, or float32 where they accumulate over several passes or are
+    summed by explicit collectives (`make_train_step`'s reduce_dtype): then one pass leaves them sharded as the optimizer state.
     """
     counted = dict.fromkeys(ROLES, 0)
     for path, leaf in tree.flatten(partition.abstract_state):
@@ -39,7 +39,7 @@ def bytes_per_parameter(
 ) -> dict[str, float]:
     """Returns {role: bytes on each device for each parameter} of what lasts from step to step (ZeRO, arXiv:1910.02054, section 3.1).
 
-    Every leaf counts as split evenly where the stage splits its role; gradients come on top while a step runs.
+    Every leaf counts as sharded evenly where the stage shards its role. Gradients are not counted: they live while a step runs.
 
     Args:
       policy: a value of `precision.PRECISIONS`.
