@@ -6,6 +6,8 @@ import graphlib
 import importlib
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -13,7 +15,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "zerojax"
 
 # Which rooms a room may import, beside itself; everybody may import the ground. One row a room.
-GROUND = {"display", "errors", "files", "mesh", "precision", "specs", "train_state", "tree"}
+GROUND = {"display", "errors", "files", "mesh", "precision", "roles", "specs", "train_state", "tree"}
 KERNELS = "pallas_kernels"
 ROOMS: dict[str, set[str]] = {
     "ops": {KERNELS},
@@ -51,9 +53,6 @@ MOST_MODULES = 16  # of a folder
 STILL: dict[str, set[str]] = {
     "data.batches": {"trainer.config"},
     "data.feed": {"trainer.program"},
-    "plan.search": {"trainer.config", "trainer.program"},
-    "plan.step_plan": {"trainer.config", "trainer.program"},
-    "zero.memory": {"hlo.buffer_roles"},
 }
 LONGEST_FUNCTION, TRAIN_STEP = 60, 40
 
@@ -162,6 +161,15 @@ def test_command_lines_are_imported_by_nobody_and_alone_define_flags():
             part in found.split(".") for found in imports(path) for part in ("flags", "config_flags", "argparse")
         )
         assert not has_flags or module_name(path) in KNOW_FLAGS, path
+
+
+def test_the_library_loads_neither_the_plan_nor_the_reader_of_compiled_programs():
+    """Which a program that only trains does not need."""
+    script = (
+        "import sys, zerojax; print([name for name in sys.modules if name.startswith(('zerojax.hlo', 'zerojax.plan'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_all_modules_can_be_imported_by_one_process():

@@ -145,8 +145,8 @@ def test_persistent_bytes_fall_with_the_stage_as_the_table_says(name):
         _, state, partition = run(name, stage)
         said = memory.bytes_per_device(partition)
         measured[stage] = memory.measured_bytes(state, jax.devices()[0])
-        assert measured[stage] == sum(said.values()) - said["grads"]
-        assert said["params"] < said["grads"] * 8 if stage < 2 else said["params"] >= said["grads"]
+        assert measured[stage] == sum(said.values()) - said["gradients"]
+        assert said["params"] < said["gradients"] * 8 if stage < 2 else said["params"] >= said["gradients"]
     assert measured[0] == sum(leaf.nbytes for leaf in jax.tree.leaves(run(name, 0)[1]))
     assert measured[0] > measured[1] == measured[2] > measured[3]
     assert measured[3] < measured[0] / 4  # an eighth, and the small leaves that stay whole

@@ -1,4 +1,4 @@
-"""Checks what memory is said to hold. This module tests zerojax.buffer_roles."""
+"""Checks what memory is said to hold. This module tests zerojax.hlo.buffer_roles."""
 
 import math
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from zerojax.hlo import buffer_roles, buffers
-from zerojax.hlo.buffer_roles import BACKWARD, GRADIENTS, MASTER, MOMENTS, PARAMS, REST
+from zerojax.roles import ACTIVATION_GRADIENTS, GRADIENTS, MASTER, MOMENTS, PARAMS, REST
 
 
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
@@ -74,4 +74,4 @@ def test_an_activation_with_a_weights_shape_is_no_gradient():
     # With as many examples as the width, every activation, and its gradient, has some weight's shape.
     same, other = most(WIDTH), most(WIDTH + 8)
     assert same[GRADIENTS] == pytest.approx(other[GRADIENTS], rel=ALIGNMENT)
-    assert same[BACKWARD] == pytest.approx(other[BACKWARD] * WIDTH / (WIDTH + 8), rel=ALIGNMENT)
+    assert same[ACTIVATION_GRADIENTS] == pytest.approx(other[ACTIVATION_GRADIENTS] * WIDTH / (WIDTH + 8), rel=ALIGNMENT)

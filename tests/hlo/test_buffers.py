@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import mesh
 from zerojax.hlo import buffer_dump, buffers
-from zerojax.hlo.buffer_roles import ACTIVATIONS, GATHERED, GRADIENTS, LOSS, MOMENTS, OTHER, PARAMS, REST
+from zerojax.roles import ACTIVATIONS, GATHERED, GRADIENTS, LOSS, MOMENTS, OTHER, PARAMS, REST
 from zerojax.zero import stages, step
 
 WIDTH, HIDDEN, EXAMPLES = 256, 1024, 128
@@ -91,11 +91,12 @@ def test_arguments_carry_their_paths_roles_and_a_devices_share(stage, params, mo
 
 def test_the_curve_peaks_where_the_temporaries_are_listed(stage3):
     _, found = stage3
-    assert max(found.curve.totals) == sum(t.nbytes for t in found.at_peak) <= found.temporaries
-    assert found.curve.places[found.curve.totals.index(max(found.curve.totals))] == found.peak_place
-    assert all(t.start <= found.peak_place <= t.end < found.length + 1 for t in found.at_peak)
+    totals = [sum(column) for column in zip(*found.curve.by_role.values())]
+    assert max(totals) == sum(t.nbytes for t in found.at_peak) <= found.temporaries
+    assert found.curve.positions[totals.index(max(totals))] == found.peak_position
+    assert all(t.start <= found.peak_position <= t.end < found.length + 1 for t in found.at_peak)
     assert [t.nbytes for t in found.at_peak] == sorted((t.nbytes for t in found.at_peak), reverse=True)
-    assert list(found.curve.places) == sorted(set(found.curve.places))
+    assert list(found.curve.positions) == sorted(set(found.curve.positions))
 
 
 def test_temporaries_say_what_they_are_and_which_line_made_them(stage3):

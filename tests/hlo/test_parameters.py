@@ -38,7 +38,7 @@ def test_a_split_leaf_has_its_whole_shape_and_a_devices_part():
     sharding = mesh.batch_sharding(mesh.make_mesh())
     lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((16, 3), jnp.float32, sharding=sharding))
     found = parameters.leaves(lowered, syntax.parse(lowered.compile().as_text()))
-    assert found == {0: parameters.Leaf("x", (16, 3), (2, 3))}
+    assert found == {0: parameters.ArgumentLeaf("x", (16, 3), (2, 3))}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from jax.sharding import AxisType, Mesh
 from zerojax.hlo import collectives, syntax
 from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import attribution
-from zerojax.plan.attribution import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS, OTHER, SCALARS, UPDATED
+from zerojax.roles import ACTIVATIONS, GRADIENTS, OTHER, SCALARS, UPDATED_WEIGHTS, WEIGHTS_BACKWARD, WEIGHTS_FORWARD
 
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
 
@@ -14,7 +14,7 @@ GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
 def weight(path, *used):
     """Returns a weight split 8 ways along its first dim."""
     part = (used[0] // 8, *used[1:])
-    return attribution.Weight(path, used, used, part, part, part)
+    return attribution.WeightDims(path, used, used, part, part, part)
 
 
 WEIGHTS = {
@@ -41,10 +41,10 @@ UP = ("f32[8,4096]", "state.params['up']['kernel']")
 @pytest.mark.parametrize(
     "op_name, role",
     [
-        ("jit(step)/jvp(Net)/up/dot_general", FORWARD),
-        ("jit(step)/transpose(jvp(Net))/up/dot_general", BACKWARD),
-        ("jit(step)/transpose(jvp(Net))/checkpoint/rematted_computation/up/dot_general", BACKWARD),
-        ("jit(step)/add", UPDATED),
+        ("jit(step)/jvp(Net)/up/dot_general", WEIGHTS_FORWARD),
+        ("jit(step)/transpose(jvp(Net))/up/dot_general", WEIGHTS_BACKWARD),
+        ("jit(step)/transpose(jvp(Net))/checkpoint/rematted_computation/up/dot_general", WEIGHTS_BACKWARD),
+        ("jit(step)/add", UPDATED_WEIGHTS),
     ],
 )
 def test_a_gather_of_a_cast_weight_is_placed_by_autodiffs_names(op_name, role):
@@ -57,7 +57,7 @@ def test_a_gather_without_a_name_before_the_backward_pass_is_of_the_forward_pass
     body = f"""  %ag = f32[64,4096] all-gather(%w), {GROUPS}, dimensions={{0}}
   %dw = f32[64,4096] dot(%ag, %ag), metadata={{op_name="jit(step)/transpose(jvp(Net))/dot"}}
   %ag.2 = f32[64,4096] all-gather(%w), {GROUPS}, dimensions={{0}}"""
-    assert [role for role, _ in roles(body, w=UP)] == [FORWARD, UPDATED]
+    assert [role for role, _ in roles(body, w=UP)] == [WEIGHTS_FORWARD, UPDATED_WEIGHTS]
 
 
 def test_a_gather_of_what_was_computed_is_of_activations_though_it_has_a_weights_shape():

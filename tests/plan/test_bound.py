@@ -1,4 +1,4 @@
-"""Checks the least time of a step. This module tests zerojax.bound and zerojax.flops, against closed forms."""
+"""Checks the least time of a step. This module tests zerojax.plan.bound and zerojax.plan.flops, against closed forms."""
 
 import dataclasses
 import math

@@ -10,21 +10,21 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.plan import attribution, departures, ledger
-from zerojax.plan.attribution import BACKWARD, FORWARD, GRADIENTS, UPDATED, WEIGHT_ROLES
+from zerojax.roles import GRADIENTS, SENT_OF_WEIGHTS, UPDATED_WEIGHTS, WEIGHTS_BACKWARD, WEIGHTS_FORWARD
 
 PAPER = 0.01  # of what a stage sends: the norms' scales stay whole, and are all-reduced
 SENT = {  # by stage and role, in units of (N - 1)/N parameters: section 7 of the paper
     0: {GRADIENTS: 2},
-    1: {GRADIENTS: 1, UPDATED: 1},
-    2: {GRADIENTS: 1, UPDATED: 1},
-    3: {GRADIENTS: 1, FORWARD: 1, BACKWARD: 1},
+    1: {GRADIENTS: 1, UPDATED_WEIGHTS: 1},
+    2: {GRADIENTS: 1, UPDATED_WEIGHTS: 1},
+    3: {GRADIENTS: 1, WEIGHTS_FORWARD: 1, WEIGHTS_BACKWARD: 1},
 }
 ROUNDING = 1e-6  # of the parameters: elements are whole numbers
 
 
 def weight(used, *, stored=1, grad=1, moments=1):
     """Returns a weight of `used` elements whose parts are so many times smaller."""
-    return attribution.Weight("w", (used,), (used,), (used // stored,), (used // grad,), (used // moments,))
+    return attribution.WeightDims("w", (used,), (used,), (used // stored,), (used // grad,), (used // moments,))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -49,7 +49,7 @@ def test_theory_counts_a_reduction_over_replicas_of_each_shard():
 
 def test_theory_gathers_and_scatters_in_every_pass_and_sums_whole_gradients_once():
     split, whole = weight(64, stored=8, grad=8, moments=8), weight(64)
-    assert ledger.theory({"w": split}, 8, passes=4)[FORWARD] == pytest.approx(4 * 7 / 8)
+    assert ledger.theory({"w": split}, 8, passes=4)[WEIGHTS_FORWARD] == pytest.approx(4 * 7 / 8)
     assert ledger.theory({"w": split}, 8, passes=4)[GRADIENTS] == pytest.approx(4 * 7 / 8)
     assert ledger.theory({"w": whole}, 8, passes=4)[GRADIENTS] == pytest.approx(2 * 7 / 8)
 
@@ -80,8 +80,8 @@ def test_stages_1_to_3_scatter_gradients_and_gather_in_16_bits(stage, count):
     kernels = {path for path in partition.placements if path.endswith("kernel")}
     scattered = {p for row in found.rows if row.kind == "reduce-scatter" and row.role == GRADIENTS for p in row.weights}
     assert scattered == kernels
-    gathered = [row for row in found.rows if row.kind == "all-gather" and row.role in WEIGHT_ROLES]
-    assert {row.role for row in gathered} == ({FORWARD, BACKWARD} if stage == 3 else {UPDATED})
+    gathered = [row for row in found.rows if row.kind == "all-gather" and row.role in SENT_OF_WEIGHTS]
+    assert {row.role for row in gathered} == ({WEIGHTS_FORWARD, WEIGHTS_BACKWARD} if stage == 3 else {UPDATED_WEIGHTS})
     assert {row.dtype for row in gathered} == {"bf16"}
     for role in {row.role for row in gathered}:
         assert {path for row in gathered if row.role == role for path in row.weights} == kernels
@@ -100,7 +100,7 @@ def test_gradients_summed_in_float32_take_twice_the_bytes_and_no_more_elements(s
     assert {path for row in scattered for path in row.weights} == {
         p for p in partition.placements if p.endswith("kernel")
     }
-    assert {row.dtype for row in found.rows if row.kind == "all-gather" and row.role in WEIGHT_ROLES} == {"bf16"}
+    assert {row.dtype for row in found.rows if row.kind == "all-gather" and row.role in SENT_OF_WEIGHTS} == {"bf16"}
 
 
 def test_a_stage_whose_gradients_stay_whole_sums_them_once_over_all_passes():
@@ -121,7 +121,7 @@ def test_rows_of_a_replicated_mesh_name_the_axes_they_run_over():
 def test_accumulation_multiplies_what_a_loop_sends():
     found, _ = staged(2, grad_accum=4)
     expected = ledger.theory(found.weights, found.ways, passes=4)
-    for role in (GRADIENTS, UPDATED):
+    for role in (GRADIENTS, UPDATED_WEIGHTS):
         assert found.totals()[role]["params"] == pytest.approx(expected[role], abs=ROUNDING)
     assert {row.times for row in found.rows if row.kind == "reduce-scatter"} == {4}
 
@@ -131,8 +131,8 @@ def test_a_plain_step_is_read_without_scopes():
     state = plain_state(on)
     found = read(compile_plain(plain_step, state, on), state, on)
     totals, expected = found.totals(), ledger.theory(found.weights, found.ways)
-    for role in (FORWARD, GRADIENTS):
+    for role in (WEIGHTS_FORWARD, GRADIENTS):
         assert totals[role]["params"] == pytest.approx(expected[role], abs=ROUNDING)
     assert {row.axes for row in found.rows} == {("fsdp",)}
-    assert all(row.overlaps for row in found.rows if row.role == FORWARD and row.is_async)
-    assert all("compile_only.py" in row.source for row in found.rows if row.role == FORWARD)
+    assert all(row.overlaps for row in found.rows if row.role == WEIGHTS_FORWARD and row.is_async)
+    assert all("compile_only.py" in row.source for row in found.rows if row.role == WEIGHTS_FORWARD)

@@ -11,11 +11,10 @@ import runs
 from flax.training import train_state
 
 import zerojax
-from zerojax import precision
-from zerojax.hlo import buffer_roles
+from zerojax import precision, roles
 from zerojax.models import llama
 from zerojax.plan import step_plan, targets
-from zerojax.trainer import program
+from zerojax.trainer import plans, program
 from zerojax.zero import memory
 
 WORDS = 320  # entries of the vocabulary
@@ -25,7 +24,7 @@ PACKING = 0.05  # of the peak: temporaries are packed into one block, whose size
 
 @functools.cache
 def plan_of(stage: int, precision: str = "fp32", **changes):
-    return step_plan.plan_config(
+    return plans.plan_config(
         runs.config(zero__stage=stage, precision=precision, model__vocab_size=WORDS, **changes), "cpu", "1x8"
     )
 
@@ -33,13 +32,13 @@ def plan_of(stage: int, precision: str = "fp32", **changes):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_xla_assigns_to_the_state_what_the_shardings_say(stage):
     rows = {row.role: row for row in plan_of(stage).memory}
-    for role in (buffer_roles.PARAMS, buffer_roles.MOMENTS):
+    for role in (roles.PARAMS, roles.MOMENTS):
         assert rows[role].assigned == rows[role].arithmetic
 
 
 def test_theory_divides_what_the_stage_splits_and_arithmetic_counts_what_stays_whole():
     whole, split = ({row.role: row for row in plan_of(stage).memory} for stage in (0, 3))
-    for role in (buffer_roles.PARAMS, buffer_roles.MOMENTS, buffer_roles.GRADIENTS):
+    for role in (roles.PARAMS, roles.MOMENTS, roles.GRADIENTS):
         assert split[role].theory == round(whole[role].theory / 8)
         assert whole[role].arithmetic == whole[role].theory
         assert split[role].theory < split[role].arithmetic < 1.1 * split[role].theory  # norms stay whole
@@ -47,8 +46,8 @@ def test_theory_divides_what_the_stage_splits_and_arithmetic_counts_what_stays_w
 
 def test_master_weights_are_a_row_of_their_own():
     rows = {row.role: row for row in plan_of(2, "bf16").memory}
-    assert rows[buffer_roles.MASTER].assigned == rows[buffer_roles.MASTER].arithmetic
-    assert 0 <= rows[buffer_roles.MOMENTS].arithmetic - 2 * rows[buffer_roles.MASTER].arithmetic <= COUNTERS
+    assert rows[roles.MASTER].assigned == rows[roles.MASTER].arithmetic
+    assert 0 <= rows[roles.MOMENTS].arithmetic - 2 * rows[roles.MASTER].arithmetic <= COUNTERS
 
 
 @pytest.mark.parametrize("name, moments, stage", [("fp16", "fp32", 2), ("bf16_sr", "bf16", 3)])
@@ -65,16 +64,14 @@ def test_the_plan_has_the_bytes_of_the_precisions_table(name, moments, stage):
 
 def test_the_roles_add_up_to_the_peak():
     plan = plan_of(3)
-    assert sum(row.assigned for row in plan.memory if row.role != step_plan.HOST) == pytest.approx(
-        plan.peak, rel=PACKING
-    )
+    assert sum(row.assigned for row in plan.memory if row.role != roles.HOST) == pytest.approx(plan.peak, rel=PACKING)
     assert plan.peak == pytest.approx(plan.buffers.analysis, rel=PACKING)
 
 
 def test_the_planned_step_is_the_step():
     config = runs.config(zero__stage=3)
     built = program.build(config, tokenizer_vocab=WORDS)
-    plan = step_plan.plan_program(built, "here")
+    plan = plans.plan_program(built, "here")
     tokens = np.random.default_rng(0).integers(0, WORDS, (8, 33), dtype=np.int32)
     batch = {"tokens": jax.device_put(tokens, built.batch_sharding)}
     _, planned = plan.compiled(program.init_state(built), batch)
@@ -106,7 +103,7 @@ def test_a_step_of_ones_own_is_planned_without_a_partition():
     assert plan.stage is None
     assert set(plan.ledger.weights) == {"params/kernel", "params/bias"}
     held = {row.role: row.assigned for row in plan.memory}
-    assert held[buffer_roles.PARAMS] == 4 * (128 * 64 // 8 + 64)
+    assert held[roles.PARAMS] == 4 * (128 * 64 // 8 + 64)
     assert any("donated" in finding.rule for finding in plan.findings)
 
 
@@ -115,7 +112,7 @@ def test_stage_3_on_absent_gpus_gathers_in_16_bits_and_scatters_gradients():
         zero__stage=3, precision="bf16", model__vocab_size=1024, model__attention="xla", model__num_layers=2
     )
     with compile_only.optimized():
-        plan = step_plan.plan_program(program.build(config, devices=compile_only.gpus()), "h200")
+        plan = plans.plan_program(program.build(config, devices=compile_only.gpus()), "h200")
     sent = {(row.role, row.kind, row.dtype) for row in plan.ledger.rows if row.weights}
     assert ("weights forward", "all-gather", "bf16") in sent and ("weights backward", "all-gather", "bf16") in sent
     assert all(dtype == "bf16" for role, kind, dtype in sent if kind == "all-gather")
@@ -130,4 +127,4 @@ def test_the_report_counts_the_state_as_the_plan_does():
     built = program.build(runs.config(zero__stage=3, model__vocab_size=WORDS), devices=targets.devices("cpu", "1x8"))
     counted = memory.bytes_per_device(built.partition)
     rows = {row.role: row.arithmetic for row in plan.memory}
-    assert counted["params"] == rows[buffer_roles.PARAMS] and counted["grads"] == rows[buffer_roles.GRADIENTS]
+    assert counted[roles.PARAMS] == rows[roles.PARAMS] and counted[roles.GRADIENTS] == rows[roles.GRADIENTS]

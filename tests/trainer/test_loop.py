@@ -104,7 +104,7 @@ def test_the_table_equals_the_bytes_counted_from_the_arrays(tmp_path, capsys):
     out = capsys.readouterr().out
     built = program.build(runs.config(), tokenizer_vocab=320)
     counted = memory.bytes_per_device(built.partition)
-    state = sum(size for role, size in counted.items() if role != "grads")
+    state = sum(size for role, size in counted.items() if role != "gradients")
     for size in (*counted.values(), sum(counted.values())):
         assert display.human(size) in out
     assert f"{display.human(state)} of state on each device, counted from its arrays" in out

@@ -8,8 +8,8 @@ import runs
 import zerojax
 from zerojax import train
 from zerojax.models import llama
-from zerojax.plan import search, step_plan, targets
-from zerojax.trainer import loop, memory_guard, program
+from zerojax.plan import targets
+from zerojax.trainer import loop, memory_guard, plans, program
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +36,12 @@ def test_the_comparison_says_the_difference_or_that_it_is_not_known(plan):
 
 
 def test_out_of_memory_names_the_changes_that_fit(built, plan, monkeypatch, capsys):
-    whole = search.search
+    whole = plans.search_config
 
     def with_memory(config, target, **kwargs):
         return whole(config, target, memory=plan.peak * 0.9, **kwargs)
 
-    monkeypatch.setattr(search, "search", with_memory)
+    monkeypatch.setattr(plans, "search_config", with_memory)
     error = memory_guard.too_large(built, plan)
     assert "add --config.zero.stage=" in str(error) and "\n" not in str(error)
     assert "changes that would fit" in capsys.readouterr().out
@@ -68,7 +68,7 @@ def test_a_run_that_is_out_of_memory_ends_with_the_plan_and_one_line(tmp_path, m
 @pytest.mark.parametrize("is_pool", [True, False])
 def test_a_step_that_needs_more_than_may_be_allocated_ends_before_anything_is(tmp_path, monkeypatch, capsys, is_pool):
     """What a device has beyond that is not known well enough to refuse a run for it."""
-    plan_program, made = step_plan.plan_program, []
+    plan_program, made = plans.plan_program, []
 
     def plan_on_less(*args, **how):
         plan = plan_program(*args, **how)
@@ -79,7 +79,7 @@ def test_a_step_that_needs_more_than_may_be_allocated_ends_before_anything_is(tm
         made.append(built)
         raise KeyError("made")
 
-    monkeypatch.setattr(step_plan, "plan_program", plan_on_less)
+    monkeypatch.setattr(plans, "plan_program", plan_on_less)
     monkeypatch.setattr(train.program_lib, "init_state", init_state)
     with pytest.raises(zerojax.UserError if is_pool else KeyError, match="the step needs" if is_pool else "made"):
         train.train(runs.config(), tmp_path)

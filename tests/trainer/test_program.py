@@ -38,7 +38,7 @@ def test_bytes_a_parameter_are_those_of_the_formula_on_every_device(name, moment
     scale = sum(leaf.nbytes for leaf in jax.tree.leaves(state.loss_scale))
     assert found == [sum(expected.values()) * llama.count_params(built.model) + COUNTERS + scale] * 8
     counted = memory.bytes_per_device(built.partition)
-    assert sum(counted.values()) - counted["grads"] == found[0]
+    assert sum(counted.values()) - counted["gradients"] == found[0]
 
 
 def test_nothing_is_allocated_to_build(monkeypatch):

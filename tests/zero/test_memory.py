@@ -1,4 +1,4 @@
-"""Checks counted bytes against arrays. This module tests zerojax.report."""
+"""Checks counted bytes against arrays. This module tests zerojax.zero.memory."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 
-from zerojax import display, precision
+from zerojax import display, precision, roles
 from zerojax import mesh as mesh_lib
 from zerojax.zero import memory, shard_state, stages
 
@@ -35,9 +35,9 @@ def test_counted_bytes_are_those_of_the_shards(stage, indivisible):
     )
     counted = memory.bytes_per_device(part)
     for device in mesh.devices.flat:
-        assert counted["params"] == memory.measured_bytes(state.params, device)
-        assert counted["opt_state"] == memory.measured_bytes(state.opt_state, device)
-        assert sum(counted.values()) - counted["grads"] == memory.measured_bytes(state, device)
+        assert counted[roles.PARAMS] == memory.measured_bytes(state.params, device)
+        assert counted[roles.OPT_STATE] == memory.measured_bytes(state.opt_state, device)
+        assert sum(counted.values()) - counted[roles.GRADIENTS] == memory.measured_bytes(state, device)
 
 
 # Bytes a parameter that gradients add while a step runs: stage -> f(ways, bytes of one)
@@ -55,14 +55,14 @@ GRADS = {
 def test_gradients_take_their_weights_bytes_or_float32_where_they_accumulate(stage, dtype, accumulates):
     counted = memory.bytes_per_device(make_partition(stage, dtype=dtype), accumulates=accumulates)
     item = 4 if accumulates else jnp.dtype(dtype).itemsize
-    assert counted["grads"] == GRADS[stage](8, item) * COUNT
+    assert counted[roles.GRADIENTS] == GRADS[stage](8, item) * COUNT
 
 
 @pytest.mark.parametrize("stage", stages.STAGES)
 def test_gradients_summed_by_hand_take_float32_and_one_pass_leaves_them_as_the_moments(stage):
     part = make_partition(stage, dtype=jnp.bfloat16)
-    several = memory.bytes_per_device(part, accumulates=True, by_hand=True)["grads"]
-    once = memory.bytes_per_device(part, by_hand=True)["grads"]
+    several = memory.bytes_per_device(part, accumulates=True, by_hand=True)[roles.GRADIENTS]
+    once = memory.bytes_per_device(part, by_hand=True)[roles.GRADIENTS]
     assert several == GRADS[stage](8, 4) * COUNT  # stage 1 adds whole gradients up over the passes
     assert once == GRADS[2 if stage else 0](8, 4) * COUNT
 

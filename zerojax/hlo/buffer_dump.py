@@ -6,7 +6,7 @@
     ...optimizations.txt         the program; here asynchronous instructions are wrapped in computations of their own
 
 A color is a memory: 0 the device's, 5 the host's, others of a TPU on the chip.
-Loop bodies stand in the order where the loop does, once.
+A loop's body is in that order once, at the loop.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (\d+),(?: color (\d+),)?(?: pag
 _PARAMETER = re.compile(r"^parameter (\d+), .* at ShapeIndex \{(\d*)")
 _VALUE = re.compile(r"^ value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
 _RANGE = re.compile(r"^    (\S+?)\{([\d,]*)\}:(\d+)-(\d+)$")
-_PLACE = re.compile(r"^    \d+:")
+_POSITION = re.compile(r"^    \d+:")
 _START = re.compile(r"^  %(\S+) = .* async-start\(.*?\bcalls=%([\w.\-]+)", re.MULTILINE)
 _WRAPPER = re.compile(r"^%(async_\S+) [^\n]*\{\n(.*?)\n\}", re.MULTILINE | re.DOTALL)
 _INSTRUCTION = re.compile(r"^  (?:ROOT )?%(\S+) = ", re.MULTILINE)
@@ -33,10 +33,10 @@ class Value:
     """What one instruction computes, or one element of its tuple.
 
     Attributes:
-      name, index: the instruction, and the place in its tuple ("" for none).
+      name, index: the instruction, and the index in its tuple ("" for none).
       nbytes, offset: where it lies in its allocation.
       type: as HLO writes it.
-      start, end: the first and last place in the order of instructions where it lives.
+      start, end: the first and last position in the order of instructions where it lives.
     """
 
     name: str
@@ -109,7 +109,7 @@ def _live_ranges(text: str) -> tuple[dict[tuple[str, str], tuple[int, int]], int
         if found := _RANGE.match(line):
             name, index, start, end = found.groups()
             ranges[name, index] = (int(start), int(end))
-        elif _PLACE.match(line):
+        elif _POSITION.match(line):
             length += 1
         elif line.startswith("  Live ranges at"):
             break
@@ -142,7 +142,7 @@ def _allocation(header: tuple[str, str | None, str], values: tuple[Value, ...], 
         kind = CONSTANT
     else:
         kind = OUTPUT if is_output else TEMPORARY
-    # A program of very many arguments takes them as one tuple: then the place in the tuple counts.
+    # A program of very many arguments takes them as one tuple: then the index in the tuple counts.
     number = int(parameter[2] or parameter[1]) if parameter is not None else None
     return Allocation(kind, int(size), _space(int(color or 0), is_gpu), number, is_output, values)
 

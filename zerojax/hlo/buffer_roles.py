@@ -2,30 +2,24 @@
 
 A temporary is a gathered weight if it is a moved or cast copy of weights among the arguments, a gradient if it was reduced over devices or
 has a weight's shape and the backward pass makes it, else an activation or the gradient of one, by JAX's own marks `jvp` and `transpose`.
-What is multiplied once more is no gradient, whatever its shape. So steps with no named scopes are read too; the scopes `loss`, `clip` and
-`update` only make it finer.
+An array that a matmul reads is no gradient of a weight, whatever its shape. Steps without named scopes are read too; the scopes `loss`,
+`clip` and `update` only add detail.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from zerojax import roles as roles_lib
 from zerojax.hlo import flow as hlo_flow
 from zerojax.hlo import syntax
 from zerojax.hlo.buffer_dump import Value
 
-PARAMS, MASTER, MOMENTS, REST = "params", "master weights", "moments", "batch and the rest"
-ARGUMENT_ROLES = (PARAMS, MASTER, MOMENTS, REST)
-
-GRADIENTS, GATHERED, COLLECTIVES = "gradients", "gathered weights", "collective buffers"
-ACTIVATIONS, BACKWARD, LOSS, UPDATE, OTHER = "activations", "activation gradients", "loss", "optimizer", "other"
-TEMPORARY_ROLES = (GRADIENTS, GATHERED, COLLECTIVES, ACTIVATIONS, BACKWARD, LOSS, UPDATE, OTHER)
-
 # The first regex found in an argument's path, its name in the step before it, says its role.
 PATH_ROLES: tuple[tuple[str, str], ...] = (
-    (r"(^|/)opt_state/(.*/)?master(/|$)", MASTER),
-    (r"(^|/)(opt_state|optimizer)(/|$)", MOMENTS),
-    (r"(^|/)(params|model)(/|$)", PARAMS),
-    (r"", REST),
+    (r"(^|/)opt_state/(.*/)?master(/|$)", roles_lib.MASTER),
+    (r"(^|/)(opt_state|optimizer)(/|$)", roles_lib.MOMENTS),
+    (r"(^|/)(params|model)(/|$)", roles_lib.PARAMS),
+    (r"", roles_lib.REST),
 )
 
 _GATHERS = ("all-gather",)
@@ -38,10 +32,10 @@ _NAMELESS_STEPS = 8  # how far back to look for an operation's name where XLA ga
 
 # The first regex found in the name of an operation that is no weight and no gradient says its role.
 _SCOPES: tuple[tuple[str, str], ...] = (
-    (r"/(jvp\()?loss\)?(/|$)", LOSS),
-    (r"/transpose\((?!.*rematted)", BACKWARD),
-    (r"/(jvp\(|rematted|checkpoint)", ACTIVATIONS),
-    (r"/(clip|update)(/|$)", UPDATE),
+    (r"/(jvp\()?loss\)?(/|$)", roles_lib.LOSS),
+    (r"/transpose\((?!.*rematted)", roles_lib.ACTIVATION_GRADIENTS),
+    (r"/(jvp\(|rematted|checkpoint)", roles_lib.ACTIVATIONS),
+    (r"/(clip|update)(/|$)", roles_lib.UPDATE),
 )
 
 
@@ -51,7 +45,7 @@ def argument_role(path: str, roles: Sequence[tuple[str, str]] = PATH_ROLES) -> s
     >>> argument_role("state/opt_state/0/mu/layer_0/kernel")
     'moments'
     """
-    return next((role for pattern, role in roles if re.search(pattern, path)), REST)
+    return next((role for pattern, role in roles if re.search(pattern, path)), roles_lib.REST)
 
 
 class Reader:
@@ -100,28 +94,29 @@ class Reader:
         return ""
 
     def role(self, value: Value) -> str:
-        """Returns one of TEMPORARY_ROLES."""
+        """Returns one of `roles.TEMPORARY`."""
         found = self.find(value)
         if found is None:
-            return OTHER
+            return roles_lib.OTHER
         where, instruction = found
         name = self._op_name(where, instruction, value.index)
         arrays = syntax.arrays(value.type)
         elements = sum(array.elements for array in arrays)
         if role := self._collective(where, instruction, elements):
             return role
-        scope = next((role for pattern, role in _SCOPES if re.search(pattern, name)), OTHER)
+        scope = next((role for pattern, role in _SCOPES if re.search(pattern, name)), roles_lib.OTHER)
         is_changing = instruction.opcode in ("while", "parameter")  # a loop's own copy of what it changes
-        if not is_changing and scope != UPDATE and self._is_weight(where, instruction):
-            return GATHERED
-        is_late = "transpose(" in name or "/clip" in name or scope == LOSS or is_changing
+        if not is_changing and scope != roles_lib.UPDATE and self._is_weight(where, instruction):
+            return roles_lib.GATHERED
+        is_late = "transpose(" in name or "/clip" in name or scope == roles_lib.LOSS or is_changing
         if is_late and any(_key(array.dims) in self._shapes for array in arrays):
             # An activation may have a weight's shape by chance, but it, or what is made of it, is multiplied once more.
-            return GRADIENTS if is_changing or not self._is_multiplied(where, instruction, value.index) else scope
+            is_gradient = is_changing or not self._is_multiplied(where, instruction, value.index)
+            return roles_lib.GRADIENTS if is_gradient else scope
         return scope
 
     def _is_multiplied(self, where: syntax.Computation, instruction: syntax.Instruction, index: str) -> bool:
-        """Says whether a matrix product or an attention depends on a value, in the same computation."""
+        """Says whether a matmul or an attention depends on a value, in the same computation."""
         if where.name not in self._multiplied:
             found: set[str] = set()
             for earlier in reversed(where.instructions):
@@ -147,10 +142,10 @@ class Reader:
     def _collective(self, where: syntax.Computation, instruction: syntax.Instruction, elements: int) -> str:
         kind = self._kind(instruction)
         if kind in _GATHERS:
-            return GATHERED if self._is_weight(where, instruction) else COLLECTIVES
+            return roles_lib.GATHERED if self._is_weight(where, instruction) else roles_lib.COLLECTIVE_BUFFERS
         if kind in _REDUCTIONS:
-            return GRADIENTS if elements >= _SMALL else OTHER
-        return COLLECTIVES if kind in _EXCHANGES else ""
+            return roles_lib.GRADIENTS if elements >= _SMALL else roles_lib.OTHER
+        return roles_lib.COLLECTIVE_BUFFERS if kind in _EXCHANGES else ""
 
     def _kind(self, instruction: syntax.Instruction) -> str:
         """Returns an opcode without -start and -done; of a wrapper, what it wraps."""
@@ -167,12 +162,12 @@ class Reader:
 
 
 def shapes(arguments: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> Mapping[tuple[int, ...], None]:
-    """Returns the shapes that gradients may have: of (role, whole shape, shape on a device) those of weights and moments."""
+    """Returns the shapes that gradients may have: of (role, shape, shape on a device) those of weights and moments."""
     found: dict[tuple[int, ...], None] = {}
-    for role, whole, part in arguments:
-        if role in (PARAMS, MASTER, MOMENTS) and len(whole) > 1:
-            split = [dim for dim, (n, m) in enumerate(zip(whole, part)) if n != m]
-            found |= dict.fromkeys((whole, part, *((whole[d] // part[d], *part) for d in split)))
+    for role, shape, part in arguments:
+        if role in (roles_lib.PARAMS, roles_lib.MASTER, roles_lib.MOMENTS) and len(shape) > 1:
+            sharded = [dim for dim, (n, m) in enumerate(zip(shape, part)) if n != m]
+            found |= dict.fromkeys((shape, part, *((shape[d] // part[d], *part) for d in sharded)))
     return found
 
 

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
+from zerojax import roles as roles_lib
 from zerojax.hlo import buffer_dump, buffer_roles, parameters, syntax
 from zerojax.hlo import flow as hlo_flow
 from zerojax.hlo.buffer_dump import DEVICE, HOST, TEMPORARY, Dump, Value
@@ -32,7 +33,7 @@ class Argument:
 
     Attributes:
       path: the argument's name in the step, then the leaf's path in it ("state/params/layer_0/kernel").
-      role: one of `buffer_roles.ARGUMENT_ROLES`, or what the caller's table says.
+      role: one of `roles.PARAMS`, MASTER, MOMENTS and REST, or what the caller's table says.
       nbytes: on one device.
       space: "device" or "host".
       is_donated: whether an output comes to lie in its memory.
@@ -51,9 +52,9 @@ class Temporary:
 
     Attributes:
       name: the instruction that computes it; an element of its tuple as "name{2}".
-      role: one of `buffer_roles.TEMPORARY_ROLES`.
+      role: one of `roles.TEMPORARY`.
       nbytes, type: its size and its type in HLO.
-      start, end: the places in the order of instructions from and to which it lives.
+      start, end: the first and last position in the order of instructions where it lives.
       op_name, source: the scopes and the line of code that it was traced from; "" where XLA lost them.
     """
 
@@ -69,15 +70,10 @@ class Temporary:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Bytes of temporaries over the order of instructions, at the fullest place of each of some hundred stretches."""
+    """Bytes of temporaries over the order of instructions, at the fullest position of each of some hundred stretches."""
 
-    places: tuple[int, ...]
+    positions: tuple[int, ...]
     by_role: Mapping[str, tuple[int, ...]]
-
-    @property
-    def totals(self) -> tuple[int, ...]:
-        """Returns the sum over roles, place by place."""
-        return tuple(sum(column) for column in zip(*self.by_role.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +87,7 @@ class Buffers:
       outputs, constants: outputs that reuse no argument's memory, and constants.
       temporaries: the size of the block that temporaries lie in.
       host: bytes in the host's memory.
-      peak_place, length: where in the order of instructions the most temporaries live, and how many instructions there are.
+      peak_position, length: the position in the order of instructions where most temporaries live, and how many instructions there are.
       at_peak: the temporaries that live there, the largest first.
       curve: temporaries over the order of instructions; None without an assignment.
       analysis: what `compiled.memory_analysis()` says is needed; it should be `peak`.
@@ -104,7 +100,7 @@ class Buffers:
     constants: int
     temporaries: int
     host: int
-    peak_place: int
+    peak_position: int
     length: int
     at_peak: tuple[Temporary, ...]
     curve: Curve | None
@@ -124,9 +120,9 @@ class Buffers:
 
     @property
     def temporaries_by_role(self) -> dict[str, int]:
-        """Returns the bytes of what lives at the peak, by role; "packing" is what lies idle between."""
+        """Returns the bytes of what lives at the peak, by role; PACKING is what nothing uses."""
         found = _sums((t.role, t.nbytes) for t in self.at_peak)
-        return found | {"packing": self.temporaries - sum(found.values())}
+        return found | {roles_lib.PACKING: self.temporaries - sum(found.values())}
 
 
 def compile_with_buffers(
@@ -188,8 +184,8 @@ def _buffers(lowered: Any, compiled: Any, dump: Dump | None, roles: Sequence[tup
     kinds = _sums((a.kind, a.nbytes) for a in own)
     reader = _reader(flow, dump, leaves, roles)
     values = [v for a in own if a.kind == TEMPORARY for v in _one_at_a_time(a.values)]
-    curve, place = _curve(values, reader, dump.length)
-    alive = sorted((v for v in values if v.start <= place <= v.end), key=lambda v: -v.nbytes)
+    curve, position = _curve(values, reader, dump.length)
+    alive = sorted((v for v in values if v.start <= position <= v.end), key=lambda v: -v.nbytes)
     return Buffers(
         source=ASSIGNMENT,
         arguments=arguments,
@@ -197,7 +193,7 @@ def _buffers(lowered: Any, compiled: Any, dump: Dump | None, roles: Sequence[tup
         constants=kinds.get(buffer_dump.CONSTANT, 0),
         temporaries=kinds.get(TEMPORARY, 0),
         host=sum(a.nbytes for a in dump.allocations if a.space == HOST),
-        peak_place=place,
+        peak_position=position,
         length=dump.length,
         at_peak=tuple(_temporary(value, reader, module) for value in alive),
         curve=curve,
@@ -224,7 +220,7 @@ def _from_analysis(stats: Any, module: syntax.Module, leaves: Mapping, analysis:
         constants=0,
         temporaries=temporaries,
         host=sum(a.nbytes for a in arguments if a.space == HOST) + (stats.host_temp_size_in_bytes if stats else 0),
-        peak_place=0,
+        peak_position=0,
         length=len(module.entry.instructions),
         at_peak=(),
         curve=None,
@@ -234,7 +230,7 @@ def _from_analysis(stats: Any, module: syntax.Module, leaves: Mapping, analysis:
 
 
 def _arguments(
-    dump: Dump, leaves: Mapping[int, parameters.Leaf], roles: Sequence[tuple[str, str]]
+    dump: Dump, leaves: Mapping[int, parameters.ArgumentLeaf], roles: Sequence[tuple[str, str]]
 ) -> Iterable[Argument]:
     for allocation in dump.allocations:
         if allocation.parameter is not None and allocation.parameter in leaves:
@@ -244,16 +240,16 @@ def _arguments(
 
 
 def _reader(
-    flow: hlo_flow.Flow, dump: Dump, leaves: Mapping[int, parameters.Leaf], roles: Sequence[tuple[str, str]]
+    flow: hlo_flow.Flow, dump: Dump, leaves: Mapping[int, parameters.ArgumentLeaf], roles: Sequence[tuple[str, str]]
 ) -> buffer_roles.Reader:
     known = {number: buffer_roles.argument_role(leaf.path, roles) for number, leaf in leaves.items()}
-    weights = [number for number, role in known.items() if role in (buffer_roles.PARAMS, buffer_roles.MASTER)]
+    weights = [number for number, role in known.items() if role in (roles_lib.PARAMS, roles_lib.MASTER)]
     shapes = buffer_roles.shapes((known[number], leaf.shape, leaf.part) for number, leaf in leaves.items())
     return buffer_roles.Reader(flow, dump.started, weights, shapes)
 
 
 def _one_at_a_time(values: Iterable[Value]) -> list[Value]:
-    """Cuts the lives of values that lie in one place so that none overlap: such values are one buffer under several names."""
+    """Shortens the lives of values at one offset so that none overlap: such values are one buffer under several names."""
     free: dict[int, int] = {}
     kept = []
     for value in sorted(values, key=lambda v: (v.start, -v.nbytes)):
@@ -265,8 +261,8 @@ def _one_at_a_time(values: Iterable[Value]) -> list[Value]:
 
 
 def _curve(values: Sequence[Value], reader: buffer_roles.Reader, length: int) -> tuple[Curve, int]:
-    """Returns the bytes that live by role, and the place where they are most."""
-    changes = {role: np.zeros(length + 2, np.int64) for role in buffer_roles.TEMPORARY_ROLES}
+    """Returns the bytes that live, by role, and the position where they are most."""
+    changes = {role: np.zeros(length + 2, np.int64) for role in roles_lib.TEMPORARY}
     for value in values:
         change = changes[reader.role(value)]
         change[min(value.start, length)] += value.nbytes
@@ -274,9 +270,9 @@ def _curve(values: Sequence[Value], reader: buffer_roles.Reader, length: int) ->
     live = {role: np.cumsum(change)[: length + 1] for role, change in changes.items()}
     total = sum(live.values(), np.zeros(length + 1, np.int64))
     edges = np.unique(np.linspace(0, length + 1, min(_POINTS, length + 1) + 1).astype(int))
-    places = [int(start + np.argmax(total[start:end])) for start, end in itertools.pairwise(edges)]
-    by_role = {role: tuple(int(column[place]) for place in places) for role, column in live.items()}
-    return Curve(tuple(places), by_role), int(np.argmax(total))
+    positions = [int(start + np.argmax(total[start:end])) for start, end in itertools.pairwise(edges)]
+    by_role = {role: tuple(int(column[position]) for position in positions) for role, column in live.items()}
+    return Curve(tuple(positions), by_role), int(np.argmax(total))
 
 
 def _temporary(value: Value, reader: buffer_roles.Reader, module: syntax.Module) -> Temporary:

@@ -27,7 +27,7 @@ _LAYOUT = frozenset("bitcast reshape copy convert transpose".split())
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One array of a collective: where it stands in the output tuple (None: in a flat buffer), what goes in and comes out.
+    """One array of a collective: its index in the output tuple (None: in a flat buffer), what goes in and comes out.
 
     `value` names what goes in as it was before it was laid out flat; `op_name` says what it was traced from.
     """

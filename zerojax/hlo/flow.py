@@ -1,7 +1,7 @@
 """Follows a compiled program: what runs how often, where a value comes from, who reads it. This module reads no text.
 
 A loop's body sees one tuple, and so does a wrapper that runs asynchronously; values are followed in and out of both. Nothing is followed
-through arithmetic that mixes values (products, reductions, scatters): a value that was only moved, cast or updated element by element
+through arithmetic that mixes values (matmuls, reductions, scatters): a value that was only moved, cast or updated element by element
 still belongs to the array it came from.
 """
 
@@ -198,7 +198,7 @@ def _elements(where: syntax.Computation, name: str) -> int:
 
 
 def _step(body: syntax.Computation, place: int) -> int:
-    """Returns how much a body adds to the counter at `place` of its tuple; 0 where it cannot be told."""
+    """Returns how much a body adds to the counter at index `place` of its tuple; 0 where it is not known."""
     root = body.root
     if root.opcode != "tuple" or place >= len(root.operands):
         return 0
@@ -215,7 +215,7 @@ def _step(body: syntax.Computation, place: int) -> int:
 
 
 def _constant(where: syntax.Computation, packed: syntax.Instruction, place: int) -> int:
-    """Returns the constant at `place` of a tuple; 0 where it is none."""
+    """Returns the constant at index `place` of a tuple; 0 where it is none."""
     if packed.opcode != "tuple" or place >= len(packed.operands):
         return 0
     value = where.by_name.get(packed.operands[place])

@@ -17,13 +17,13 @@ _KEY = re.compile(r"\['((?:[^'\\]|\\.)*)'\]|\[(\w+)\]|([^.\[\]]+)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
-    """What stands behind a parameter.
+class ArgumentLeaf:
+    """The leaf that a parameter holds.
 
     Attributes:
       path: the argument's name in the step, then the leaf's path in it ("state/params/layer_0/kernel").
-      shape: the whole array's.
-      part: a device's.
+      shape: the array's.
+      part: that of a device's part.
     """
 
     path: str
@@ -31,7 +31,7 @@ class Leaf:
     part: tuple[int, ...]
 
 
-def leaves(lowered: jax.stages.Lowered | Any, module: syntax.Module) -> dict[int, Leaf]:
+def leaves(lowered: jax.stages.Lowered | Any, module: syntax.Module) -> dict[int, ArgumentLeaf]:
     """Returns the leaves by the number of their parameter."""
     flat = jax.tree_util.tree_leaves_with_path(lowered.args_info)
     # A path begins with which of (args, kwargs), and which argument of these.
@@ -43,13 +43,14 @@ def leaves(lowered: jax.stages.Lowered | Any, module: syntax.Module) -> dict[int
         known = next((n for n in range(place, len(waiting)) if _is_named(name, waiting[n][0])), None)
         known = number if len(waiting) == len(parameters) else known
         path, shape = waiting[known] if known is not None else ("", part)
-        found[number] = Leaf(name or path or f"argument {number}", shape if len(shape) == len(part) else part, part)
+        shape = shape if len(shape) == len(part) else part
+        found[number] = ArgumentLeaf(name or path or f"argument {number}", shape, part)
         place = place if known is None else known + 1
     return found
 
 
 def path_of(op_name: str) -> str:
-    """Returns the path that JAX's name of an argument's leaf stands for.
+    """Returns the path that JAX's name of an argument's leaf means.
 
     >>> path_of("state.opt_state[0].mu['layer_0']['kernel']")
     'state/opt_state/0/mu/layer_0/kernel'

@@ -7,7 +7,7 @@
     mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}         an order that is counted: reshape to [2,4], transpose
     {{0,1},{1,2},{2,3},{3,0}}                        source and target pairs of a permute
 
-Numbers are places in the program's list of devices, which is the mesh's, flattened.
+Numbers are indices into the program's list of devices, which is the mesh's, flattened.
 """
 
 import functools
@@ -29,11 +29,11 @@ _AXIS_SIZE = re.compile(r"'?([^',=]+)'?=(\d+)")
 _AXIS_PART = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)")
 
 Groups = tuple[tuple[int, ...], ...]
-UNKNOWN = "?"  # stands for groups that are no axis of the mesh
+UNKNOWN = "?"  # of groups that are no axis of the mesh
 
 
 def groups(attributes: str, devices: int) -> Groups:
-    """Returns the groups of a collective's attributes, each a tuple of device places; a permute's rings count as groups.
+    """Returns the groups of a collective's attributes, each a tuple of device indices; a permute's rings count as groups.
 
     Where none are given, all devices form one.
     """

@@ -5,7 +5,7 @@
     %body (...) -> ... {                                          computations, in order of their first use
       %name = dtype[dims]{layout} opcode(%operands), attribute=value, metadata={op_name="..."}, backend_config={...}
     }
-    ENTRY %main (...) -> ... { ... }                              instructions stand in the order in which they run
+    ENTRY %main (...) -> ... { ... }                              instructions are in the order in which they run
 
 The text of a 70B model is tens of megabytes, so it is cut into computations once and each is read when it is asked for.
 """
@@ -29,7 +29,7 @@ _roles = functools.lru_cache(maxsize=2**16)(_CALLED.findall)  # asked for severa
 _FIELD = re.compile(r"(\w+)=(\d+)")
 _HOST_MEMORY = "S(5)"
 
-# Libraries that a user does not think of as the place where an operation was written.
+# Libraries that are not where a user wrote an operation.
 LIBRARIES = re.compile(r"-packages/(jax|jaxlib|flax|optax|chex|haiku|equinox)/")
 
 
@@ -61,7 +61,7 @@ class Instruction:
     arrays: tuple[Array, ...]
     operands: tuple[str, ...]
     attributes: str
-    argument: str = ""  # what stands between the parentheses: a parameter's number, a constant's value
+    argument: str = ""  # the text between the parentheses: a parameter's number, a constant's value
 
     @property
     def op_name(self) -> str:
@@ -112,7 +112,7 @@ class Computation:
 
     @functools.cached_property
     def position(self) -> Mapping[str, int]:
-        """Returns each instruction's place in the order."""
+        """Returns each instruction's position in the order."""
         return {instruction.name: place for place, instruction in enumerate(self.instructions)}
 
     @functools.cached_property

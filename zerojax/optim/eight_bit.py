@@ -20,6 +20,7 @@ from zerojax import specs as specs_lib
 from zerojax import tree
 
 SMALLEST = 4096  # elements of a weight below which 8 bits save nothing worth their noise
+BYTES = 1 + 4 / blockwise.BLOCK  # of a value, with its part of the block's float32 scale
 NARROWEST = 8  # values of a row, whose scale is 4 bytes
 
 

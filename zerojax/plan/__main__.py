@@ -13,9 +13,9 @@ from absl import flags
 from zerojax import display
 from zerojax.errors import UserError
 from zerojax.launch import devices, processes
+from zerojax.plan import json_form, picture, search
 from zerojax.plan import report as plan_report
-from zerojax.plan import search, step_plan
-from zerojax.trainer import command
+from zerojax.trainer import command, plans
 from zerojax.trainer import config as config_lib
 
 _TARGET = flags.DEFINE_string("target", "here", "Device kind: h200, h100, a100, b200, v5e, v5p, v6e, cpu, here.")
@@ -52,13 +52,13 @@ def _prepare(config: config_lib.Config) -> None:
 
 
 def _plan(config: config_lib.Config) -> None:
-    plan = step_plan.plan_config(config, _TARGET.value, _TOPOLOGY.value)
+    plan = plans.plan_config(config, _TARGET.value, _TOPOLOGY.value)
     if _PICTURE.value:
         try:
-            plan_report.draw(plan, _PICTURE.value)
+            picture.draw(plan, _PICTURE.value)
         except (OSError, ValueError) as error:
             raise UserError(f"--picture {_PICTURE.value}: cannot be written ({error}); name a PNG file") from error
-    print(json.dumps(plan_report.as_json(plan), indent=2) if _JSON.value else plan_report.text(plan), flush=True)
+    print(json.dumps(json_form.as_json(plan), indent=2) if _JSON.value else plan_report.text(plan), flush=True)
 
 
 def _search(config: config_lib.Config) -> None:
@@ -67,7 +67,7 @@ def _search(config: config_lib.Config) -> None:
 
     if _PICTURE.value:
         raise UserError("--picture: shows one plan, and --search makes many; leave one of them away")
-    outcomes = search.search(config, _TARGET.value, _TOPOLOGY.value, most_compiles=_MOST.value, say=say)
+    outcomes = plans.search_config(config, _TARGET.value, _TOPOLOGY.value, most_compiles=_MOST.value, say=say)
     if _JSON.value:
         print(json.dumps(search.as_json(outcomes), indent=2), flush=True)
     else:

@@ -1,8 +1,8 @@
 """Says whose data a collective moves: a weight, its gradient, activations, or scalars. This module reads the program, not the source.
 
 Nothing here needs named scopes, so that steps written by others are read too. A gather is of a weight if its operand is a moved or cast
-copy of a weight among the program's inputs. A reduction is of a gradient if it has a weight's dims, whole or shard. Which part of the step
-something belongs to is told from autodiff's own names, `jvp(...)` and `transpose(jvp(...))`, or else from its place in the schedule.
+copy of a weight among the program's inputs. A reduction is of a gradient if it has a weight's dims or those of its shard. Autodiff's own
+names, `jvp(...)` and `transpose(jvp(...))`, say which part of the step something belongs to; else its position in the schedule does.
 """
 
 import dataclasses
@@ -10,21 +10,16 @@ import math
 import re
 from collections.abc import Mapping
 
-from zerojax import tree
+from zerojax import roles, tree
 from zerojax.hlo import collectives, parameters, syntax
 from zerojax.hlo import flow as hlo_flow
-
-FORWARD, BACKWARD, GRADIENTS, UPDATED = "weights forward", "weights backward", "gradients", "updated weights"
-ACTIVATIONS, SCALARS, OTHER = "activations", "scalars", "other"
-WEIGHT_ROLES = (FORWARD, BACKWARD, GRADIENTS, UPDATED)
-ROLES = (*WEIGHT_ROLES, ACTIVATIONS, SCALARS, OTHER)
 
 _SCALAR_SIZE = 4096  # elements; smaller reductions that are no weight's gradient are losses, norms and statistics
 
 
 @dataclasses.dataclass(frozen=True)
-class Weight:
-    """One weight's dims: of the whole array, and on a device as used in the forward pass, as stored, as its gradient and moments lie."""
+class WeightDims:
+    """One weight's dims: of the array, and on a device as used in the forward pass, as stored, of its gradient, and of its moments."""
 
     path: str
     shape: tuple[int, ...]
@@ -42,12 +37,13 @@ class Weight:
 class Attribution:
     """Looks weights up for one program."""
 
-    def __init__(self, flow: hlo_flow.Flow, weights: Mapping[str, Weight]):
+    def __init__(self, flow: hlo_flow.Flow, weights: Mapping[str, WeightDims]):
         self._flow, self._weights = flow, weights
         self._paths = tree.suffix_index(weights)
-        self._by_dims: dict[tuple[int, ...], list[Weight]] = {}
-        self._by_size: dict[int, list[Weight]] = {}
-        self._by_layer: dict[tuple[int, ...], list[Weight]] = {}  # of weights that may be a stack of layers' weights
+        self._by_dims: dict[tuple[int, ...], list[WeightDims]] = {}
+        self._by_size: dict[int, list[WeightDims]] = {}
+        # Of weights that may be a stack of layers' weights.
+        self._by_layer: dict[tuple[int, ...], list[WeightDims]] = {}
         for weight in weights.values():
             for dims in dict.fromkeys((weight.used, weight.grad, weight.moments, weight.stored)):
                 self._by_dims.setdefault(_key(dims), []).append(weight)
@@ -56,9 +52,9 @@ class Attribution:
                     self._by_layer.setdefault(_key(dims[1:]), []).append(weight)
 
     def role(self, found: collectives.Collective, part: collectives.Part) -> tuple[str, tuple[str, ...]]:
-        """Returns one of ROLES, and the paths of the weights it may be of; several where nothing tells them apart."""
+        """Returns one of `roles.SENT`, and the paths of the weights it may be of; several where nothing tells them apart."""
         if not part.taken.dtype.startswith(("f", "bf")):
-            return OTHER, ()
+            return roles.OTHER, ()
         phase = self._phase(found, part.op_name)
         if found.kind not in collectives.REDUCTIONS:
             paths = self._origin(found, part)
@@ -66,14 +62,14 @@ class Attribution:
                 return phase, paths
         matched = self._matching(part)
         sums = found.kind in collectives.REDUCTIONS or found.kind == "collective-permute"  # a ring of permutes sums too
-        is_statistic = phase == FORWARD and len(_key(part.taken.dims)) < 2
+        is_statistic = phase == roles.WEIGHTS_FORWARD and len(_key(part.taken.dims)) < 2
         if matched and sums and not is_statistic:
-            return GRADIENTS, self._named(matched, part)
+            return roles.GRADIENTS, self._named(matched, part)
         if found.kind in collectives.REDUCTIONS and part.taken.elements <= _SCALAR_SIZE:
-            return SCALARS, ()
-        if matched and found.kind == "all-gather" and phase == UPDATED:
-            return UPDATED, self._named(matched, part)
-        return ACTIVATIONS, ()
+            return roles.SCALARS, ()
+        if matched and found.kind == "all-gather" and phase == roles.UPDATED_WEIGHTS:
+            return roles.UPDATED_WEIGHTS, self._named(matched, part)
+        return roles.ACTIVATIONS, ()
 
     def readers(self, found: collectives.Collective, part: collectives.Part) -> tuple[syntax.Instruction, ...]:
         """Returns the instructions that compute with what one array's collective returns."""
@@ -87,13 +83,13 @@ class Attribution:
 
     def _phase(self, found: collectives.Collective, op_name: str) -> str:
         if is_backward(op_name):
-            return BACKWARD
+            return roles.WEIGHTS_BACKWARD
         if "jvp(" in op_name:
-            return FORWARD
+            return roles.WEIGHTS_FORWARD
         order = found.computation
         first = next((i for i in order.instructions if "transpose(jvp" in i.attributes), None)
         is_before = first is not None and order.position[found.start.name] < order.position[first.name]
-        return FORWARD if is_before else UPDATED
+        return roles.WEIGHTS_FORWARD if is_before else roles.UPDATED_WEIGHTS
 
     def _origin(self, found: collectives.Collective, part: collectives.Part) -> tuple[str, ...]:
         """Returns the weights that what goes in is a copy of."""
@@ -103,8 +99,8 @@ class Attribution:
         sizes = {part.given.elements, part.taken.elements}
         return tuple(sorted(path for path in owners if path is not None and _fits(self._weights[path], sizes)))
 
-    def _matching(self, part: collectives.Part) -> list[Weight]:
-        """Returns the weights of these dims, whole or as a shard: in any order, else with some merged, else of one layer."""
+    def _matching(self, part: collectives.Part) -> list[WeightDims]:
+        """Returns the weights that have these dims, or whose shards have: in any order, else with some merged, else of one layer."""
         for dims in (part.taken.dims, part.given.dims):
             key = _key(dims)
             if key in self._by_dims:
@@ -114,12 +110,12 @@ class Attribution:
                 return merged or self._by_layer[key]
         return []
 
-    def _named(self, matched: list[Weight], part: collectives.Part) -> tuple[str, ...]:
+    def _named(self, matched: list[WeightDims], part: collectives.Part) -> tuple[str, ...]:
         """Returns the paths whose modules the op_name goes through, else those with the dims in this order, else all."""
         modules = re.split(r"[/():]", part.op_name)
         orders = _squeezed(part.taken.dims), _squeezed(part.given.dims)
 
-        def likeness(weight: Weight) -> tuple[int, bool]:
+        def likeness(weight: WeightDims) -> tuple[int, bool]:
             through = sum(module in modules for module in weight.path.split("/")[:-1])
             known = map(_squeezed, (weight.used, weight.grad, weight.moments, weight.stored))
             return through, any(dims in orders for dims in known)
@@ -134,7 +130,7 @@ def is_backward(op_name: str) -> bool:
     return "transpose(" in op_name or "rematted_computation" in op_name
 
 
-def _fits(weight: Weight, sizes: set[int]) -> bool:
+def _fits(weight: WeightDims, sizes: set[int]) -> bool:
     """Says whether an array of one of the sizes can be this weight, or one layer of it where layers are stacked."""
     known = {weight.size, math.prod(weight.stored), math.prod(weight.moments)}
     layers = weight.used[0] if len(weight.used) > 1 else 1

@@ -32,13 +32,9 @@ class Bound:
 
     Attributes:
       seconds: of each term, by name: "compute", "memory", "collectives", and "host link" where something travels over it.
-      flops, traffic, received: of one device: operations, bytes moved, bytes received.
     """
 
     seconds: Mapping[str, float]
-    flops: float
-    traffic: float
-    received: float
 
     @property
     def step_seconds(self) -> float:
@@ -69,7 +65,7 @@ def least_step(
     Args:
       target: the kind of device.
       mesh: the devices; those of one process share a host.
-      flops: operations of all devices together, by dtype (`flops.count(...).by_dtype`).
+      flops: operations of all devices together, by dtype (`flops.count`).
       traffic: bytes that one device reads and writes (`memory_traffic`).
       received: bytes that one device receives from others, by the mesh axes that they travel over.
       host: bytes between one device and the host's memory, in the direction that has more (`host_traffic`).
@@ -86,7 +82,7 @@ def least_step(
     }
     if host and target.host_link is not None:
         seconds[HOST] = host / target.host_link.value
-    return Bound(seconds, sum(per_device.values()), traffic, sum(received.values()))
+    return Bound(seconds)
 
 
 def _travel(target: targets.Target, mesh: Mesh, axes: Iterable[str], nbytes: float) -> float:
@@ -132,15 +128,15 @@ def host_traffic(flow: hlo_flow.Flow) -> tuple[int, int]:
 
 
 def _counted(flow: hlo_flow.Flow) -> list[hlo_flow.Call]:
-    """Returns the calls of computations, but those whose start is counted where it stands."""
+    """Returns the calls of computations, without those whose start instruction is counted itself."""
     return [call for call in flow.calls.values() if not (call.site is not None and call.site.opcode.endswith("-start"))]
 
 
 def memory_traffic(flow: hlo_flow.Flow) -> int:
     """Returns the bytes that one device reads and writes in a step, from the compiled program, loops times their length.
 
-    Each instruction reads its operands and writes its output once; of an array that it only takes a slice of, or updates in place, the
-    slice alone counts. Caches make the truth less, tiles that are read again make it more.
+    Each instruction reads its operands and writes its output once. Where it reads a slice of an array, or updates a slice in place, only
+    the slice counts. Caches make the true traffic smaller; tiles that are read again make it larger.
     """
     return sum(
         call.times

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from zerojax import roles
 from zerojax.plan import attribution
 from zerojax.plan import ledger as ledger_lib
 
@@ -20,14 +21,14 @@ class Departure:
 
 def departures(ledger: ledger_lib.Ledger, *, passes: int = 1, tolerance: float = 0.001) -> tuple[Departure, ...]:
     """Returns where the ledger and `ledger.theory` differ by more than `tolerance` parameters, each with its reason."""
-    groups: dict[tuple[int, ...], list[attribution.Weight]] = {}
+    groups: dict[tuple[int, ...], list[attribution.WeightDims]] = {}
     for weight in ledger.weights.values():
         groups.setdefault(weight.used, []).append(weight)
     group_of = {weight.path: key for key, members in groups.items() for weight in members}
     found: dict[tuple, list[tuple[ledger_lib.Row, float]]] = {}
     for row in ledger.rows:
         candidates = {group_of[path] for path in row.weights}
-        for key in candidates:  # what nothing tells apart counts in equal parts
+        for key in candidates:  # where several groups are possible, each counts an equal part
             found.setdefault((row.role, key), []).append((row, row.elements / len(candidates)))
     result = []
     for key, members in groups.items():
@@ -46,18 +47,16 @@ def departures(ledger: ledger_lib.Ledger, *, passes: int = 1, tolerance: float =
 def _why(
     ledger: ledger_lib.Ledger, role: str, paths: tuple[str, ...], rows: list[ledger_lib.Row], is_less: bool
 ) -> str:
-    if role in (attribution.FORWARD, attribution.BACKWARD) and is_less:
-        gathered = [r for r in ledger.rows if r.role == attribution.FORWARD and set(r.weights) & set(paths)]
+    if role in (roles.WEIGHTS_FORWARD, roles.WEIGHTS_BACKWARD) and is_less:
+        gathered = [r for r in ledger.rows if r.role == roles.WEIGHTS_FORWARD and set(r.weights) & set(paths)]
         if not gathered:
             return "the program takes the weight whole, or moves activations in its stead"
         kept = any(row.is_kept for row in gathered)
         return "kept from the forward pass" if kept else "the backward pass does not read the weight"
-    if role == attribution.GRADIENTS and is_less:
+    if role == roles.GRADIENTS and is_less:
         modules = {path.split("/")[-2] for path in paths if "/" in path}
         moved = [
-            r
-            for r in ledger.rows
-            if r.role == attribution.ACTIVATIONS and modules & set("/".join(r.read_by).split("/"))
+            r for r in ledger.rows if r.role == roles.ACTIVATIONS and modules & set("/".join(r.read_by).split("/"))
         ]
         params = sum(row.elements for row in moved) / max(1, ledger.params)
         return f"formed on its shards from gathered activations, {params:.3f} parameters" if moved else "not reduced"

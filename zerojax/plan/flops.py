@@ -1,11 +1,10 @@
 """Counts the floating-point operations of a traced step. This module walks its jaxpr, loops times their length, recomputation included.
 
-XLA's own count stops at loops and at calls of cuDNN, and for devices that are not there it gives none. Counted are products: matrix
-products, convolutions and attention; what is done element by element is bound by memory. The count is of all devices together, as if they
-shared the work evenly: work that several devices repeat is not seen.
+XLA's own count omits loops and calls of cuDNN, and XLA gives none for compile-only devices. This count is of matmuls, convolutions and
+attention; elementwise operations are bound by memory. It is of all devices together, as if they shared the work evenly: work that several
+devices repeat counts once.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,40 +18,26 @@ from jax.interpreters import partial_eval
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 
 
-@dataclasses.dataclass(frozen=True)
-class Flops:
-    """Operations of one step on all devices together.
+def count(traced: jax.stages.Traced | Any) -> dict[str, float]:
+    """Returns the operations of one step on all devices together, by the dtype that matmuls run in.
 
-    Attributes:
-      by_dtype: by the dtype that products run in: "bf16" (any 16 bits), "fp8" (any 8), "fp32" (the others).
-      unknown_loops: `while` loops that were counted once, since their length is known only when they run.
-    """
+    "bf16" is any of 16 bits, "fp8" any of 8, "fp32" the others. A `while` loop whose length is known only when it runs counts once.
 
-    by_dtype: Mapping[str, float]
-    unknown_loops: int
+    Args:
+      traced: `jax.jit(step).trace(state, batch)`, or a jaxpr.
 
-    @property
-    def total(self) -> float:
-        """Returns the sum."""
-        return sum(self.by_dtype.values())
-
-
-def count(traced: jax.stages.Traced | Any) -> Flops:
-    """Returns the operations of `jax.jit(step).trace(state, batch)`, or of a jaxpr.
-
-    >>> count(jax.jit(lambda a, b: a @ b).trace(jnp.ones((2, 3)), jnp.ones((3, 4)))).total
-    48.0
+    >>> count(jax.jit(lambda a, b: a @ b).trace(jnp.ones((2, 3)), jnp.ones((3, 4))))
+    {'fp32': 48.0}
     """
     found: dict[str, float] = {}
-    loops = [0]
     closed: Any = getattr(traced, "jaxpr", traced)
     jaxpr: Any = getattr(closed, "jaxpr", closed)
     used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # as XLA drops what nobody reads
-    _walk(used, 1.0, found, loops)
-    return Flops(found, loops[0])
+    _walk(used, 1.0, found)
+    return found
 
 
-def _walk(jaxpr: Any, times: float, found: dict[str, float], loops: list[int]) -> None:
+def _walk(jaxpr: Any, times: float, found: dict[str, float]) -> None:
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -60,18 +45,17 @@ def _walk(jaxpr: Any, times: float, found: dict[str, float], loops: list[int]) -
             kind = _kind(*[v.aval.dtype for v in eqn.invars[:2]])
             found[kind] = found.get(kind, 0.0) + times * _PRODUCTS[name](eqn)
         elif name == "cond":
-            _walk_longest(eqn.params["branches"], times, found, loops)
+            _walk_longest(eqn.params["branches"], times, found)
         else:
-            loops[0] += name == "while"
             for inner in _inner(eqn.params):
-                _walk(inner, times * _repeats(eqn), found, loops)
+                _walk(inner, times * _repeats(eqn), found)
 
 
-def _walk_longest(branches: Any, times: float, found: dict[str, float], loops: list[int]) -> None:
+def _walk_longest(branches: Any, times: float, found: dict[str, float]) -> None:
     counted = []
     for branch in branches:
         inside: dict[str, float] = {}
-        _walk(branch, times, inside, loops)
+        _walk(branch, times, inside)
         counted.append(inside)
     for kind, flops in max(counted, key=lambda inside: sum(inside.values())).items():
         found[kind] = found.get(kind, 0.0) + flops

@@ -1,9 +1,5 @@
-"""Shows a plan: tables for people, JSON for machines, a picture of memory. This module computes nothing of its own.
+"""Shows a plan as text. This module writes its tables and the lines below them; it computes nothing of its own."""
 
-docs/plan.md describes the JSON; `SCHEMA` is its version and grows by one when a field changes its meaning or goes.
-"""
-
-import os
 from typing import Any
 
 from rich.table import Table
@@ -12,12 +8,9 @@ from zerojax import display
 from zerojax.hlo import buffers
 from zerojax.plan import step_plan
 
-SCHEMA = 1
-LARGEST = 10
-
 
 def text(plan: step_plan.Plan) -> str:
-    """Returns the whole plan as plain lines."""
+    """Returns all of a plan as plain lines."""
     tables = [memory_table(plan), leaves_table(plan), temporaries_table(plan), ledger_table(plan)]
     shown = [display.as_text(table) for table in tables if table.row_count]
     return "\n\n".join([*shown, "\n".join(_lines(plan))])
@@ -53,20 +46,20 @@ def memory_table(plan: step_plan.Plan) -> Table:
 
 def leaves_table(plan: step_plan.Plan) -> Table:
     """Returns the largest leaves of the state."""
-    table = Table(title=f"The {LARGEST} largest leaves")
+    table = Table(title=f"The {step_plan.LARGEST} largest leaves")
     for column in ("leaf", "role", "bytes", "donated"):
         table.add_column(column, justify="right" if column == "bytes" else "left")
-    for leaf in sorted(plan.buffers.arguments, key=lambda a: -a.nbytes)[:LARGEST]:
+    for leaf in plan.largest_leaves:
         table.add_row(leaf.path, leaf.role, display.human(leaf.nbytes), "yes" if leaf.is_donated else "no")
     return table
 
 
 def temporaries_table(plan: step_plan.Plan) -> Table:
     """Returns the largest temporaries at the peak, with where they come from."""
-    table = Table(title=f"The {LARGEST} largest temporaries at the peak")
+    table = Table(title=f"The {step_plan.LARGEST} largest temporaries at the peak")
     for column in ("value", "role", "bytes", "from"):
         table.add_column(column, justify="right" if column == "bytes" else "left", overflow="fold")
-    for value in plan.buffers.at_peak[:LARGEST]:
+    for value in plan.largest_temporaries:
         table.add_row(
             f"{value.name} {value.type}", value.role, display.human(value.nbytes), value.source or value.op_name
         )
@@ -94,105 +87,6 @@ def ledger_table(plan: step_plan.Plan) -> Table:
     )
     table.caption = f"theory: {sum(plan.theory.values()):.3f} parameters"
     return table
-
-
-def as_json(plan: step_plan.Plan) -> dict[str, Any]:
-    """Returns the plan as JSON values; docs/plan.md names every field."""
-    bound = plan.bound
-    return {
-        "schema": SCHEMA,
-        "target": plan.target.name,
-        "devices": plan.devices,
-        "mesh": dict(plan.mesh_shape),
-        "stage": plan.stage,
-        "tokens_per_step": plan.tokens,
-        "peak_bytes": plan.peak,
-        "device_bytes": int(plan.target.memory.value) if plan.target.memory else None,
-        "usable_bytes": plan.usable,
-        "fits": plan.fits,
-        "memory": [
-            {"role": r.role, "theory_bytes": r.theory, "sharding_bytes": r.arithmetic, "assigned_bytes": r.assigned}
-            for r in plan.memory
-        ],
-        "largest_leaves": [_leaf(a) for a in sorted(plan.buffers.arguments, key=lambda a: -a.nbytes)[:LARGEST]],
-        "largest_temporaries": [_temporary(t) for t in plan.buffers.at_peak[:LARGEST]],
-        "collectives": [_collective(row) for row in plan.ledger.rows],
-        "collective_totals": plan.ledger.totals(),
-        "collective_theory_params": dict(plan.theory),
-        "departures": [
-            {"role": d.role, "expected": d.expected, "found": d.found, "why": d.why} for d in plan.departures
-        ],
-        "findings": [
-            {"rule": f.rule, "where": f.where, "amount": f.amount, "remedy": f.remedy, "bytes": f.nbytes}
-            for f in plan.findings
-        ],
-        "bound": None
-        if bound is None
-        else {
-            "seconds": dict(bound.seconds),
-            "binds": bound.binds,
-            "step_seconds": bound.step_seconds,
-            "tokens_per_second": bound.most_tokens_per_second(plan.tokens),
-        },
-        "compile_seconds": plan.compile_seconds,
-    }
-
-
-def _leaf(leaf: buffers.Argument) -> dict[str, Any]:
-    found = {"path": leaf.path, "role": leaf.role, "bytes": leaf.nbytes}
-    return found | {"space": leaf.space, "donated": leaf.is_donated}
-
-
-def _temporary(value: buffers.Temporary) -> dict[str, Any]:
-    found = {"value": value.name, "type": value.type, "role": value.role, "bytes": value.nbytes}
-    return found | {"op_name": value.op_name, "source": value.source}
-
-
-def _collective(row: Any) -> dict[str, Any]:
-    return {
-        "role": row.role,
-        "kind": row.kind,
-        "dtype": row.dtype,
-        "axes": list(row.axes),
-        "runs": row.times,
-        "bytes": row.nbytes,
-        "elements": row.elements,
-        "weights": list(row.weights),
-        "asynchronous": row.is_async,
-        "overlaps": dict(row.overlaps),
-        "source": row.source,
-    }
-
-
-def draw(plan: step_plan.Plan, path: str | os.PathLike) -> None:
-    """Draws memory by role, and temporaries over the order of the program, as a PNG."""
-    from matplotlib.figure import Figure  # half a second, which no run waits for to start
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1, 2))
-    scale = 2.0**30
-    bottom = 0.0
-    for row in plan.memory:
-        size = (row.assigned or 0) / scale
-        if row.role != step_plan.HOST and size > 0.001 * plan.peak / scale:
-            left.bar(["peak"], [size], bottom=[bottom], label=f"{row.role} {size:.2f}")
-            bottom += size
-    if plan.target.memory:
-        left.axhline(
-            plan.target.memory.value / scale, color="black", linestyle="--", linewidth=1, label="device memory"
-        )
-    left.set_ylabel("GiB on a device")
-    left.set_title(f"peak {display.human(plan.peak)}", fontsize=9)
-    left.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    if plan.buffers.curve is not None:
-        curve = plan.buffers.curve
-        heights = [[count / scale for count in column] for column in curve.by_role.values()]
-        right.stackplot(curve.places, heights, labels=list(curve.by_role))
-        right.legend(fontsize=7, loc="upper left")
-        right.axvline(plan.buffers.peak_place, color="black", linewidth=0.6)
-    right.set_xlabel("instruction, in program order")
-    right.set_title("temporaries", fontsize=9)
-    figure.savefig(path, dpi=130)
 
 
 def _lines(plan: step_plan.Plan) -> list[str]:

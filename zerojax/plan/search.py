@@ -1,7 +1,7 @@
 """Looks for the fastest plan that fits, by compilation alone. This module walks a grid of settings and says why each lost.
 
-Settings are tried from the fastest expected to the slowest. One is not compiled where the answer is known: where what must persist
-exceeds the device, or where the same settings with a smaller micro-batch did not fit.
+Settings are tried from the fastest expected to the slowest. A setting is not compiled where its state alone exceeds the device, or where
+the same settings with a smaller micro-batch did not fit.
 """
 
 import dataclasses
@@ -14,21 +14,18 @@ from rich.table import Table
 from zerojax import display
 from zerojax.errors import UserError
 from zerojax.plan import step_plan, targets
-from zerojax.trainer import config as config_lib
-from zerojax.trainer import program
-from zerojax.zero import memory as memory_lib
 from zerojax.zero import stages
 
 DEFAULT_GRID: Mapping[str, Sequence[Any]] = {
-    "stage": (0, 1, 2, 3),
-    "remat": ("none", "dots", "full"),
+    "stage": tuple(stages.STAGES),
+    "remat": ("none", "dots", "full"),  # from the one that keeps most
     "micro_batch_size": (1, 2, 4, 8),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One choice of settings; the batch of all devices stays what the config says, by accumulation."""
+    """One choice of settings; all candidates have the same global batch, by accumulation."""
 
     stage: int
     remat: str
@@ -48,12 +45,15 @@ class Outcome:
     is_compiled: bool = False
 
 
+# Of a candidate: the bytes of state and gradients on each device, and a function that compiles its step and plans it.
+Build = Callable[[Candidate], tuple[int, Callable[[], step_plan.Plan]]]
+
+
 def search(
-    config: config_lib.Config,
     target: str,
-    topology: str = "",
+    candidates: Sequence[Candidate],
+    build: Build,
     *,
-    grid: Mapping[str, Sequence[Any]] | None = None,
     most_compiles: int = 12,
     memory: float | None = None,
     say: Callable[[str], None] = lambda _: None,
@@ -65,24 +65,22 @@ def search(
     recompute and send.
 
     Args:
-      config: what to train; its global batch is kept (where it is 0, that of its micro-batch and accumulation).
-      target, topology: see `targets.devices`.
-      grid: choices by setting; None: see `default_grid`.
+      target: see `targets.get`.
+      candidates: what to try (see `candidates_of`).
+      build: builds a candidate's step, without compiling it.
       most_compiles: candidates compiled at most.
       memory: bytes that XLA may use on a device; None for the target's.
       say: called with a line of progress for each.
 
     Raises:
-      UserError: the target's memory is not known, or no candidate keeps the batch.
+      UserError: the target's memory is not known, or there are no candidates.
     """
-    known, devices = targets.get(target), targets.devices(target, topology)
     if memory is None:
-        if known.usable is None:
+        memory = targets.get(target).usable
+        if memory is None:
             raise UserError(
                 f"target {target}: its memory is not known, so nothing can be said to fit; name another target"
             )
-        memory = known.usable
-    candidates = _candidates(config, len(devices), grid or default_grid(devices))
     if not candidates:
         raise UserError(
             "search: no choice of micro-batch and replica in the grid keeps the global batch; widen the grid"
@@ -96,26 +94,40 @@ def search(
         if reason:
             outcomes.append(Outcome(candidate, None, None, reason))
             continue
-        outcomes.append(_tried(_applied(config, candidate), candidate, devices, target, memory))
+        outcomes.append(_tried(candidate, build, memory))
         say(f"{words(candidate)}: {outcomes[-1].reason or 'fits'}")
     return _ranked(outcomes)
 
 
+def candidates_of(grid: Mapping[str, Sequence[Any]], *, ways: int, global_batch_size: int) -> list[Candidate]:
+    """Returns the grid's choices that keep the global batch.
+
+    Args:
+      grid: choices by setting, those of DEFAULT_GRID and "replica".
+      ways: the devices that the batch is sharded over.
+      global_batch_size: examples of one step, over all devices and passes.
+    """
+    found = []
+    for stage, remat, micro, replica in itertools.product(
+        grid["stage"], grid["remat"], grid["micro_batch_size"], grid["replica"]
+    ):
+        if ways % replica == 0 and global_batch_size % (micro * ways) == 0:
+            found.append(Candidate(stage, remat, micro, global_batch_size // (micro * ways), replica))
+    return found
+
+
 def default_grid(devices: Sequence[Any]) -> dict[str, Sequence[Any]]:
-    """Returns DEFAULT_GRID and two splits of replica x data: everything over all devices, and over those of each host."""
+    """Returns DEFAULT_GRID and two choices of replica x data: state sharded over all devices, and over those of each host."""
     hosts = len({device.process_index for device in devices})
     return {**DEFAULT_GRID, "replica": sorted({1, hosts})}
 
 
-def _tried(
-    config: config_lib.Config, candidate: Candidate, devices: Sequence[Any], target: str, memory: float
-) -> Outcome:
+def _tried(candidate: Candidate, build: Build, memory: float) -> Outcome:
     """Compiles a candidate, unless what it must hold is too much already."""
-    built = program.build(config, devices=devices)
-    held = sum(memory_lib.bytes_per_device(built.partition).values())
+    held, make_plan = build(candidate)
     if held > memory:
         return Outcome(candidate, held, None, f"state and gradients alone take {display.human(held)}")
-    plan = step_plan.plan_program(built, target)
+    plan = make_plan()
     rate = plan.bound.most_tokens_per_second(plan.tokens) if plan.bound else None
     over = plan.peak - memory
     reason = f"does not fit: {display.human(over)} too much" if over > 0 else ""
@@ -142,41 +154,6 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         row = (c.stage, c.remat, c.micro_batch_size, c.grad_accum, c.replica, peak, rate, outcome.reason)
         shown.add_row(*map(str, row))
     return shown
-
-
-def _candidates(config: config_lib.Config, devices: int, grid: Mapping[str, Sequence[Any]]) -> list[Candidate]:
-    """Returns the grid's choices that keep the global batch."""
-    ways = devices // config.mesh.model
-    wanted = config_lib.batch_sizes(config, ways).global_batch_size
-    found = []
-    for stage, remat, micro, replica in itertools.product(
-        grid["stage"], grid["remat"], grid["micro_batch_size"], grid["replica"]
-    ):
-        if ways % replica == 0 and wanted % (micro * ways) == 0:
-            found.append(Candidate(stage, remat, micro, wanted // (micro * ways), replica))
-    return found
-
-
-def _applied(config: config_lib.Config, candidate: Candidate) -> config_lib.Config:
-    return dataclasses.replace(
-        config,
-        global_batch_size=0,
-        micro_batch_size=candidate.micro_batch_size,
-        grad_accum=candidate.grad_accum,
-        zero=dataclasses.replace(config.zero, stage=candidate.stage),
-        model=with_remat(config.model, candidate.remat),
-        mesh=dataclasses.replace(config.mesh, replica=candidate.replica, data=-1),
-    )
-
-
-def with_remat(model: config_lib.ModelSettings, remat: str) -> config_lib.ModelSettings:
-    """Returns the model's settings with another `remat`, and of those that go with it what still can."""
-    return dataclasses.replace(
-        model,
-        remat=remat,
-        recompute=model.recompute if remat == "dots" else "",
-        offload=model.offload if remat != "none" else "",
-    )
 
 
 def _expected_cost(candidate: Candidate) -> tuple[float, int, int, int]:

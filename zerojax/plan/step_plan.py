@@ -13,15 +13,14 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision, specs, tree
-from zerojax.hlo import buffer_roles, buffers
+from zerojax import roles, specs, tree
+from zerojax.hlo import buffer_roles
+from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import bound as bound_lib
 from zerojax.plan import departures, findings, flops, ledger, targets
-from zerojax.trainer import config as config_lib
-from zerojax.trainer import program
 from zerojax.zero import memory, stages
 
-HOST, TEMPORARIES = "host memory", "activations and temporaries"
+LARGEST = 10  # leaves and temporaries that are listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +28,8 @@ class MemoryRow:
     """Bytes of one role on one device, three ways; None where a way says nothing.
 
     Attributes:
-      theory: the role's bytes, divided by the ways of `data` where the stage splits it (ZeRO, arXiv:1910.02054, figure 1).
-      arithmetic: what the shardings give: leaves kept whole, padding and copies counted.
+      theory: the role's bytes, divided by the size of `data` where the stage shards it (ZeRO, arXiv:1910.02054, figure 1).
+      arithmetic: what the shardings give: replicated leaves, padding and copies counted.
       assigned: what XLA's buffer assignment holds; of gradients and temporaries, what lives at the peak.
     """
 
@@ -62,7 +61,7 @@ class Plan:
     stage: int | None
     tokens: int
     memory: tuple[MemoryRow, ...]
-    buffers: buffers.Buffers
+    buffers: buffers_lib.Buffers
     ledger: ledger.Ledger
     findings: tuple[findings.Finding, ...]
     departures: tuple[departures.Departure, ...]
@@ -80,6 +79,16 @@ class Plan:
     def usable(self) -> int | None:
         """Returns the bytes that XLA may use on a device, or None where its memory is not known."""
         return self.target.usable
+
+    @property
+    def largest_leaves(self) -> list[buffers_lib.Argument]:
+        """Returns the largest leaves of the step's arguments, the largest first."""
+        return sorted(self.buffers.arguments, key=lambda leaf: -leaf.nbytes)[:LARGEST]
+
+    @property
+    def largest_temporaries(self) -> list[buffers_lib.Temporary]:
+        """Returns the largest temporaries at the peak, the largest first."""
+        return list(self.buffers.at_peak[:LARGEST])
 
     @property
     def fits(self) -> bool | None:
@@ -101,7 +110,7 @@ def plan_step(
     from_cache: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Plans any jitted train step, one's own too.
+    """Plans any jitted train step.
 
     Args:
       train_step: a `jax.jit` function of (state, *args).
@@ -111,9 +120,9 @@ def plan_step(
       target: whose memory and rates to compare with.
       placement: the state's partition; without it the stage is not known, and theory counts the shardings as given.
       tokens: tokens of one step, for the time bound.
-      compute_dtype: dtype of the forward pass; None for that of most matrix products.
+      compute_dtype: dtype of the forward pass; None for that of most matmuls.
       passes: forward and backward passes a step.
-      by_hand: whether gradients are summed by hand, in float32 (`make_train_step`'s reduce_dtype).
+      by_hand: whether gradients are summed by explicit collectives, in float32 (`make_train_step`'s reduce_dtype).
       from_cache: see `buffers.compile_with_buffers`.
       compiler_options: XLA's, beside those of the step itself.
 
@@ -122,7 +131,7 @@ def plan_step(
     known = targets.get(target)
     began = time.perf_counter()
     traced = train_step.trace(state, *args)
-    compiled, held = buffers.compile_with_buffers(
+    compiled, held = buffers_lib.compile_with_buffers(
         traced.lower(), from_cache=from_cache, compiler_options=compiler_options
     )
     seconds = time.perf_counter() - began
@@ -146,7 +155,7 @@ def plan_step(
         bound=bound_lib.least_step(
             known,
             mesh,
-            flops=flops.count(traced).by_dtype,
+            flops=flops.count(traced),
             traffic=bound_lib.memory_traffic(sent.flow),
             received=_received(sent),
             host=max(bound_lib.host_traffic(sent.flow)),
@@ -156,48 +165,10 @@ def plan_step(
     )
 
 
-def plan_config(
-    config: config_lib.Config, target: str, topology: str = "", *, compiler_options: Mapping[str, Any] | None = None
-) -> Plan:
-    """Plans the trainer's step under a config, for devices that need not be there.
-
-    Raises:
-      UserError: the config, the target or the topology is wrong, or an extra is not installed.
-    """
-    devices = targets.devices(target, topology)
-    built = program.build(config, devices=devices)
-    return plan_program(built, target, compiler_options=compiler_options)
-
-
-def plan_program(
-    built: program.Program,
-    target: str,
-    *,
-    from_cache: bool = False,
-    compiler_options: Mapping[str, Any] | None = None,
-) -> Plan:
-    """Plans a program that is built, on its own mesh."""
-    config, sizes = built.config, built.sizes
-    return plan_step(
-        built.train_step,
-        built.partition.abstract_state,
-        built.abstract_batch,
-        mesh=built.mesh,
-        target=target,
-        placement=built.partition,
-        tokens=sizes.global_batch_size * config.seq_len,
-        compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
-        passes=sizes.grad_accum,
-        by_hand=True,
-        from_cache=from_cache,
-        compiler_options=compiler_options,
-    )
-
-
 def _weights(state: Any) -> dict[str, Any]:
     """Returns the leaves of a state that are weights, by path."""
     role_of = stages.leaf_roles(state)
-    return {path: leaf for path, leaf in tree.flatten(state) if role_of[path] == stages.PARAMS}
+    return {path: leaf for path, leaf in tree.flatten(state) if role_of[path] == roles.PARAMS}
 
 
 def _received(sent: ledger.Ledger) -> dict[tuple[str, ...], float]:
@@ -209,51 +180,51 @@ def _received(sent: ledger.Ledger) -> dict[tuple[str, ...], float]:
 
 
 def _memory(
-    held: buffers.Buffers, placement: stages.Partition | None, passes: int, by_hand: bool
+    held: buffers_lib.Buffers, placement: stages.Partition | None, passes: int, by_hand: bool
 ) -> tuple[MemoryRow, ...]:
     """Returns the memory by role, three ways."""
-    assigned = {**held.arguments_by_role, HOST: held.host}
+    assigned = {**held.arguments_by_role, roles.HOST: held.host}
     temporaries = held.temporaries_by_role if held.at_peak else {}
-    for role in (buffer_roles.GRADIENTS, buffer_roles.GATHERED, buffer_roles.COLLECTIVES):
+    for role in (roles.GRADIENTS, roles.GATHERED, roles.COLLECTIVE_BUFFERS):
         assigned[role] = temporaries.get(role, 0)
     rest = held.temporaries - sum(temporaries.get(role, 0) for role in assigned)
-    assigned[TEMPORARIES] = rest + held.outputs + held.constants
+    assigned[roles.TEMPORARIES] = rest + held.outputs + held.constants
     theory, arithmetic = _theory(placement, passes, by_hand) if placement else ({}, {})
-    roles = (
-        buffer_roles.PARAMS,
-        buffer_roles.MASTER,
-        buffer_roles.MOMENTS,
-        buffer_roles.GRADIENTS,
-        buffer_roles.GATHERED,
-        buffer_roles.COLLECTIVES,
-        TEMPORARIES,
-        buffer_roles.REST,
-        HOST,
+    shown = (
+        roles.PARAMS,
+        roles.MASTER,
+        roles.MOMENTS,
+        roles.GRADIENTS,
+        roles.GATHERED,
+        roles.COLLECTIVE_BUFFERS,
+        roles.TEMPORARIES,
+        roles.REST,
+        roles.HOST,
     )
-    return tuple(MemoryRow(role, theory.get(role), arithmetic.get(role), assigned.get(role, 0)) for role in roles)
+    return tuple(MemoryRow(role, theory.get(role), arithmetic.get(role), assigned.get(role, 0)) for role in shown)
 
 
 def _theory(placement: stages.Partition, passes: int, by_hand: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Returns bytes by role as the stage's table has them, and as the shardings do."""
     splits, ways = stages.STAGES[placement.stage], placement.mesh.shape[stages.DATA]
-    is_split = {
-        buffer_roles.PARAMS: splits.params,
-        buffer_roles.MASTER: splits.opt_state,
-        buffer_roles.MOMENTS: splits.opt_state,
-        buffer_roles.GRADIENTS: splits.grads,
+    is_sharded = {
+        roles.PARAMS: splits.params,
+        roles.MASTER: splits.opt_state,
+        roles.MOMENTS: splits.opt_state,
+        roles.GRADIENTS: splits.grads,
     }
-    theory, arithmetic = dict.fromkeys(is_split, 0.0), dict.fromkeys(is_split, 0)
+    theory, arithmetic = dict.fromkeys(is_sharded, 0.0), dict.fromkeys(is_sharded, 0)
     for path, leaf in tree.flatten(placement.abstract_state):
         role = buffer_roles.argument_role(f"state/{path}")
-        if role not in is_split:
+        if role not in is_sharded:
             continue
-        # A device's part were it whole along `data`: other axes, such as `model`, still split it.
-        whole = NamedSharding(placement.mesh, specs.without(leaf.sharding.spec, stages.DATA)).shard_shape(leaf.shape)
-        theory[role] += tree.nbytes(leaf, whole) / (ways if is_split[role] else 1)
+        # A device's part if the leaf were replicated over `data`: other axes, such as `model`, still shard it.
+        part = NamedSharding(placement.mesh, specs.without(leaf.sharding.spec, stages.DATA)).shard_shape(leaf.shape)
+        theory[role] += tree.nbytes(leaf, part) / (ways if is_sharded[role] else 1)
         arithmetic[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
-        if role == buffer_roles.PARAMS:
+        if role == roles.PARAMS:
             item = 4 / leaf.dtype.itemsize if passes > 1 or by_hand else 1
-            theory[buffer_roles.GRADIENTS] += item * tree.nbytes(leaf, whole) / (ways if splits.grads else 1)
+            theory[roles.GRADIENTS] += item * tree.nbytes(leaf, part) / (ways if splits.grads else 1)
     counted = memory.bytes_per_device(placement, accumulates=passes > 1, by_hand=by_hand)
-    arithmetic[buffer_roles.GRADIENTS] = counted["grads"]
+    arithmetic[roles.GRADIENTS] = counted[roles.GRADIENTS]
     return {role: round(count) for role, count in theory.items()}, arithmetic

@@ -1,6 +1,6 @@
 """Names the devices that programs can be compiled for without having them. This module knows their figures and the compiler's form of each.
 
-A compile-only device has no memory and runs nothing, but programs lowered for a mesh of them go through the whole pipeline of XLA, so their
+A compile-only device has no memory and runs nothing, but programs lowered for a mesh of them go through all of XLA's pipeline, so their
 collectives, buffers and peak memory are those of the real machine. GPUs need the extra `plan-gpu`, TPUs `plan-tpu`.
 """
 
@@ -73,11 +73,6 @@ class Target:
         if self.memory is None:
             return None
         return int(self.memory.value if self.is_pool else self.memory.value * USABLE)
-
-    @property
-    def is_measured(self) -> bool:
-        """Says whether the memory and the compiler's description were read off such a device."""
-        return self.memory is not None and self.memory.source == MEASURED
 
 
 def _rates(source: str, **rates: float) -> dict[str, Figure]:

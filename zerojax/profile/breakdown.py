@@ -1,7 +1,7 @@
 """Says where the time of a step went on its devices. This module joins a trace with the compiled step.
 
-A kernel's instruction tells what it computes, in which scope it was traced, and whose data it sends. NCCL's kernels wait for their peers:
-their time includes what the others are late.
+A kernel's instruction says what it computes, in which scope it was traced, and whose data it sends. NCCL's kernels wait for their peers:
+their time includes the time by which the others are late.
 """
 
 import dataclasses
@@ -9,9 +9,10 @@ import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from zerojax import roles
 from zerojax.hlo import collectives, syntax
 from zerojax.hlo import flow as hlo_flow
-from zerojax.plan import attribution, ledger
+from zerojax.plan import ledger
 from zerojax.profile import phases, traces
 
 LARGEST = 25  # kernels that are listed
@@ -40,7 +41,7 @@ class Profile:
       devices: how many the trace holds: those of one process.
       step_seconds: from the first kernel to the end of the last one, over the steps.
       shares: by phase, and for `phases.IDLE`; see `phases.divide`.
-      collectives: of that phase, by what is sent (`attribution.ROLES`).
+      collectives: of that phase, by what is sent (`roles.SENT`).
       kernels: those that took longest.
       named: the share of the kernels' time for which an instruction of the step is known.
     """
@@ -56,7 +57,7 @@ class Profile:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
+class _KernelRun:
     """One run of a kernel, and what is known of it."""
 
     kernel: traces.Kernel
@@ -80,8 +81,8 @@ def profile(kernels: Iterable[traces.Kernel], sent: ledger.Ledger, first: int, l
       kernels: all that ran in these steps, on any number of devices.
       sent: the compiled step's collectives, with the step itself.
     """
-    by_device: dict[str, list[_Run]] = {}
-    by_name: dict[tuple[str, str], list[_Run]] = {}
+    by_device: dict[str, list[_KernelRun]] = {}
+    by_name: dict[tuple[str, str], list[_KernelRun]] = {}
     for run in _runs(kernels, sent):
         by_device.setdefault(run.kernel.device, []).append(run)
         by_name.setdefault((run.phase, run.kernel.name), []).append(run)
@@ -102,7 +103,7 @@ def profile(kernels: Iterable[traces.Kernel], sent: ledger.Ledger, first: int, l
     )
 
 
-def _runs(kernels: Iterable[traces.Kernel], sent: ledger.Ledger) -> Iterator[_Run]:
+def _runs(kernels: Iterable[traces.Kernel], sent: ledger.Ledger) -> Iterator[_KernelRun]:
     """Yields the kernels with what is known of them; loops and calls, whose kernels are in the trace too, are left out."""
     known = _instructions(sent.flow)
     header = re.match(r"HloModule ([\w.\-]+)", sent.flow.module.header)
@@ -111,32 +112,32 @@ def _runs(kernels: Iterable[traces.Kernel], sent: ledger.Ledger) -> Iterator[_Ru
     @functools.cache  # a step's kernels run again in every step and on every device
     def read(name: str, traced: str, module: str) -> tuple[syntax.Instruction | None, str, str]:
         instruction = known.get(traced)
-        # Of what runs in a CUDA graph a trace tells the graph or the loop at most; XLA names its own kernels after their instructions.
+        # For kernels in a CUDA graph a trace names at most the graph or the loop; XLA names its own kernels after their instructions.
         if instruction is None or (instruction.opcode in _CONTAINERS and name != instruction.name):
             instruction = known.get(name)
         if instruction is None or module not in ("", header[1] if header else ""):
-            return None, phases.phase(name), attribution.OTHER
+            return None, phases.phase(name), roles.OTHER
         phase = phases.phase(name, collectives.work_kind(sent.flow.module, instruction), instruction.op_name)
         return instruction, phase, _role(sent.flow, instruction, role_of)
 
     for kernel in kernels:
         instruction, phase, role = read(kernel.name, kernel.instruction, kernel.module)
         if instruction is None or instruction.opcode not in _CONTAINERS:
-            yield _Run(kernel, instruction, phase, role)
+            yield _KernelRun(kernel, instruction, phase, role)
 
 
-def _by_phase(runs: Sequence[_Run]) -> dict[str, phases.Share]:
+def _by_phase(runs: Sequence[_KernelRun]) -> dict[str, phases.Share]:
     found: dict[str, list[phases.Interval]] = {}
     for run in runs:
         found.setdefault(run.phase, []).append(run.interval)
     return phases.divide(found)
 
 
-def _by_role(runs: Sequence[_Run]) -> dict[str, phases.Share]:
+def _by_role(runs: Sequence[_KernelRun]) -> dict[str, phases.Share]:
     """Returns the shares of a device's collectives, each role's beside what computes."""
     computing = phases.union(run.interval for run in runs if run.phase in phases.COMPUTE)
     sending = [run for run in runs if run.phase == phases.COLLECTIVES]
-    of_role = {role: [run.interval for run in sending if run.role == role] for role in attribution.ROLES}
+    of_role = {role: [run.interval for run in sending if run.role == role] for role in roles.SENT}
     return {role: phases.beside(intervals, computing) for role, intervals in of_role.items() if intervals}
 
 
@@ -153,7 +154,7 @@ def _instructions(flow: hlo_flow.Flow) -> dict[str, syntax.Instruction]:
 def _role(flow: hlo_flow.Flow, instruction: syntax.Instruction, role_of: Mapping[str, str]) -> str:
     """Returns what a collective sends; the instruction may be its wrapper's, which runs it asynchronously."""
     inner = [i.name for name in hlo_flow.runs(instruction) for i in flow.module.computation(name).instructions]
-    return next((role_of[name] for name in (instruction.name, *inner) if name in role_of), attribution.OTHER)
+    return next((role_of[name] for name in (instruction.name, *inner) if name in role_of), roles.OTHER)
 
 
 def _mean(parts: Sequence[Mapping[str, phases.Share]], count: int) -> dict[str, phases.Share]:
@@ -167,7 +168,7 @@ def _mean(parts: Sequence[Mapping[str, phases.Share]], count: int) -> dict[str, 
     return found
 
 
-def _kernel_time(runs: Sequence[_Run], count: int) -> KernelTime:
+def _kernel_time(runs: Sequence[_KernelRun], count: int) -> KernelTime:
     """Sums up the runs of the kernels of one name."""
     longest = max(runs, key=lambda run: run.length)
     return KernelTime(

@@ -1,8 +1,8 @@
 """Divides a device's time among the phases of a step. This module does arithmetic on intervals, and knows no trace and no program.
 
 Kernels of several streams run at the same time. A moment belongs to the first phase in PHASES that has a kernel running then, so that the
-times add up to the whole, and what a phase does beside one that comes before it is hidden: collectives, which come after all that computes,
-cost a step what is left of them when no other kernel runs.
+times add up to the step's. The time that a phase runs beside an earlier one is hidden. Collectives come after all that computes: they
+cost a step only the time in which no other kernel runs.
 """
 
 import dataclasses
@@ -68,7 +68,8 @@ def divide(kernels: Mapping[str, Sequence[Interval]]) -> dict[str, Share]:
       kernels: by phase, the intervals in which its kernels run, in any order; they may overlap.
 
     Returns:
-      By phase, and for IDLE, the shares; what is owned adds up to the whole, in the unit of the intervals. {} where nothing runs.
+      By phase, and for IDLE, the shares; owned times add up to the time from the first start to the last end,
+      in the unit of the intervals. {} where nothing runs.
     """
     everything = [interval for intervals in kernels.values() for interval in intervals]
     if not everything:
@@ -78,8 +79,8 @@ def divide(kernels: Mapping[str, Sequence[Interval]]) -> dict[str, Share]:
     for name in PHASES:
         found[name] = beside(kernels.get(name, ()), taken)
         taken = union([*taken, *kernels.get(name, ())])
-    whole = max(end for _, end in everything) - min(start for start, _ in everything)
-    found[IDLE] = Share(whole - length(taken), 0.0, 0)
+    total = max(end for _, end in everything) - min(start for start, _ in everything)
+    found[IDLE] = Share(total - length(taken), 0.0, 0)
     return found
 
 

@@ -19,7 +19,7 @@ class Kernel:
     """One run of a kernel, or a copy.
 
     Attributes:
-      device: the plane it stands on, or the number of an emulated device.
+      device: the plane it is on, or the number of an emulated device.
       name: as its library calls it.
       instruction, module: the HLO instruction it was launched for, and its program; "" where the trace does not say.
       start, end: nanoseconds since the trace began.

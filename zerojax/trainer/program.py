@@ -71,6 +71,11 @@ class Program:
         return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)}
 
     @property
+    def flops_per_token(self) -> float:
+        """Returns the operations that a step takes for each token, recomputation left out."""
+        return llama.flops_per_token(self.model, self.config.seq_len)
+
+    @property
     def logical_abstract_state(self) -> Any:
         """Returns the state as checkpoints store it, abstract and placed."""
         return precision.to_logical(self.partition.abstract_state)

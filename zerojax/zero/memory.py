@@ -6,19 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 from rich.table import Table
 
-from pallas_kernels import blockwise
-from zerojax import display, precision, tree
-from zerojax.hlo import buffer_roles
+from zerojax import display, precision, roles, tree
+from zerojax.optim import eight_bit
 from zerojax.zero import gather, stages
 
-ROLES = {
-    stages.PARAMS: "params",
-    "grads": "gradients",
-    stages.OPT_STATE: "optimizer state",
-    stages.OTHER: "other",
-}
-# Bytes that a moment takes for each parameter; int8 has a float32 scale for each block.
-MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / blockwise.BLOCK}
+ROLES = (roles.PARAMS, roles.GRADIENTS, roles.OPT_STATE, roles.OTHER)
+MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": eight_bit.BYTES}  # of a moment for each parameter
 
 
 def bytes_per_device(
@@ -26,18 +19,18 @@ def bytes_per_device(
 ) -> dict[str, int]:
     """Returns {role: bytes on each device}, from the shardings' arithmetic; what activations need is not counted.
 
-    Gradients live while a step runs, in the dtype of the weights they belong to, or in float32 where they accumulate over several passes,
-    or are summed by hand (`make_train_step`'s reduce_dtype): then one pass leaves them laid out as the optimizer's state.
+    Gradients live while a step runs. They have the dtype of their weights, or float32 where they accumulate over several passes or are
+    summed by explicit collectives (`make_train_step`'s reduce_dtype): then one pass leaves them sharded as the optimizer state.
     """
     counted = dict.fromkeys(ROLES, 0)
     for path, leaf in tree.flatten(partition.abstract_state):
         role = partition.leaves[path].role
         counted[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
-        if role == stages.PARAMS:
+        if role == roles.PARAMS:
             item = 4 if accumulates or by_hand else jnp.dtype(leaf.dtype).itemsize
             place, reduction = partition.placements[path], gather.Reduction(jnp.float32, at_once=not accumulates)
             kept = reduction.target(place) if by_hand else place.grad
-            counted["grads"] += item * math.prod(kept.shard_shape(leaf.shape))
+            counted[roles.GRADIENTS] += item * math.prod(kept.shard_shape(leaf.shape))
     return counted
 
 
@@ -46,7 +39,7 @@ def bytes_per_parameter(
 ) -> dict[str, float]:
     """Returns {role: bytes on each device for each parameter} of what lasts from step to step (ZeRO, arXiv:1910.02054, section 3.1).
 
-    Every leaf counts as split evenly where the stage splits its role; gradients come on top while a step runs.
+    Every leaf counts as sharded evenly where the stage shards its role. Gradients are not counted: they live while a step runs.
 
     Args:
       policy: a value of `precision.PRECISIONS`.
@@ -63,9 +56,9 @@ def bytes_per_parameter(
     params = weight.itemsize if copy_dtype is None else jnp.dtype(copy_dtype).itemsize
     kept_ways = ways if splits.opt_state else 1
     return {
-        buffer_roles.PARAMS: params / (ways if splits.params else 1),
-        buffer_roles.MASTER: 0.0 if copy_dtype is None else weight.itemsize / kept_ways,
-        buffer_roles.MOMENTS: num_moments * MOMENT_BYTES[moments] / kept_ways,
+        roles.PARAMS: params / (ways if splits.params else 1),
+        roles.MASTER: 0.0 if copy_dtype is None else weight.itemsize / kept_ways,
+        roles.MOMENTS: num_moments * MOMENT_BYTES[moments] / kept_ways,
     }
 
 
@@ -73,8 +66,8 @@ def per_parameter_line(partition: stages.Partition, name: str, moments: str) -> 
     """Says how many bytes of state each device holds for each parameter, as counted from the shardings."""
     counted = bytes_per_device(partition)
     weights = [leaf for path, leaf in tree.flatten(partition.abstract_state) if path in partition.placements]
-    each = {role: counted[role] / sum(map(tree.size, weights)) for role in (stages.PARAMS, stages.OPT_STATE)}
-    shown = ", ".join(f"{ROLES[role]} {value:.4g}" for role, value in each.items())
+    each = {role: counted[role] / sum(map(tree.size, weights)) for role in (roles.PARAMS, roles.OPT_STATE)}
+    shown = ", ".join(f"{roles.WORDS.get(role, role)} {value:.4g}" for role, value in each.items())
     return f"precision {name}, moments {moments}: {sum(each.values()):.4g} bytes a parameter on each device ({shown})"
 
 
@@ -90,8 +83,9 @@ def memory_table(
     table = Table(title=f"Bytes on each device: stage {partition.stage}, data={partition.mesh.shape['data']}")
     for column in ("role", f"stage {partition.stage}", "stage 0", "saved"):
         table.add_column(column, justify="left" if column == "role" else "right")
-    for role, name in ROLES.items():
-        table.add_row(name, display.human(here[role]), display.human(there[role]), _saved(here[role], there[role]))
+    for role in ROLES:
+        sizes = (display.human(here[role]), display.human(there[role]), _saved(here[role], there[role]))
+        table.add_row(roles.WORDS.get(role, role), *sizes)
     table.add_section()
     total, total_there = sum(here.values()), sum(there.values())
     table.add_row("total", display.human(total), display.human(total_there), _saved(total, total_there))

@@ -27,10 +27,10 @@ from zerojax import specs as specs_lib
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.optim import eight_bit
+from zerojax.roles import OPT_STATE, OTHER, PARAMS
 from zerojax.zero import gather
 
 DATA = mesh_lib.DATA
-PARAMS, OPT_STATE, OTHER = "params", "opt_state", "other"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,10 @@
+import pytest
+import runs
+
+from zerojax.trainer import plans
+
+
+@pytest.fixture(scope="session")
+def plan():
+    """Plans a small step at stage 3 once, for all the forms in which a plan is shown."""
+    return plans.plan_config(runs.config(zero__stage=3, model__vocab_size=320), "cpu", "1x8")

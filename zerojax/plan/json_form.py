@@ -1,0 +1,79 @@
+"""Writes a plan as JSON. This module names its fields, which docs/plan.md describes.
+
+`SCHEMA` is their version: it grows by one when a field changes its meaning or goes.
+"""
+
+from typing import Any
+
+from zerojax.hlo import buffers
+from zerojax.plan import step_plan
+
+SCHEMA = 1
+
+
+def as_json(plan: step_plan.Plan) -> dict[str, Any]:
+    """Returns the plan as JSON values; docs/plan.md names every field."""
+    bound = plan.bound
+    return {
+        "schema": SCHEMA,
+        "target": plan.target.name,
+        "devices": plan.devices,
+        "mesh": dict(plan.mesh_shape),
+        "stage": plan.stage,
+        "tokens_per_step": plan.tokens,
+        "peak_bytes": plan.peak,
+        "device_bytes": int(plan.target.memory.value) if plan.target.memory else None,
+        "usable_bytes": plan.usable,
+        "fits": plan.fits,
+        "memory": [
+            {"role": r.role, "theory_bytes": r.theory, "sharding_bytes": r.arithmetic, "assigned_bytes": r.assigned}
+            for r in plan.memory
+        ],
+        "largest_leaves": [_leaf(a) for a in plan.largest_leaves],
+        "largest_temporaries": [_temporary(t) for t in plan.largest_temporaries],
+        "collectives": [_collective(row) for row in plan.ledger.rows],
+        "collective_totals": plan.ledger.totals(),
+        "collective_theory_params": dict(plan.theory),
+        "departures": [
+            {"role": d.role, "expected": d.expected, "found": d.found, "why": d.why} for d in plan.departures
+        ],
+        "findings": [
+            {"rule": f.rule, "where": f.where, "amount": f.amount, "remedy": f.remedy, "bytes": f.nbytes}
+            for f in plan.findings
+        ],
+        "bound": None
+        if bound is None
+        else {
+            "seconds": dict(bound.seconds),
+            "binds": bound.binds,
+            "step_seconds": bound.step_seconds,
+            "tokens_per_second": bound.most_tokens_per_second(plan.tokens),
+        },
+        "compile_seconds": plan.compile_seconds,
+    }
+
+
+def _leaf(leaf: buffers.Argument) -> dict[str, Any]:
+    found = {"path": leaf.path, "role": leaf.role, "bytes": leaf.nbytes}
+    return found | {"space": leaf.space, "donated": leaf.is_donated}
+
+
+def _temporary(value: buffers.Temporary) -> dict[str, Any]:
+    found = {"value": value.name, "type": value.type, "role": value.role, "bytes": value.nbytes}
+    return found | {"op_name": value.op_name, "source": value.source}
+
+
+def _collective(row: Any) -> dict[str, Any]:
+    return {
+        "role": row.role,
+        "kind": row.kind,
+        "dtype": row.dtype,
+        "axes": list(row.axes),
+        "runs": row.times,
+        "bytes": row.nbytes,
+        "elements": row.elements,
+        "weights": list(row.weights),
+        "asynchronous": row.is_async,
+        "overlaps": dict(row.overlaps),
+        "source": row.source,
+    }

@@ -1,0 +1,166 @@
+"""Plans the train step of a config: once, or the best of many settings. This module is where settings meet the plan's room."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zerojax import precision
+from zerojax.errors import UserError
+from zerojax.plan import search, step_plan, targets
+from zerojax.trainer import config as config_lib
+from zerojax.trainer import program as program_lib
+from zerojax.zero import memory as memory_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Settings that would fit: what to add to the command line, and the peak on each device in bytes."""
+
+    flags: str
+    peak: int
+
+
+def plan_config(
+    config: config_lib.Config, target: str, topology: str = "", *, compiler_options: Mapping[str, Any] | None = None
+) -> step_plan.Plan:
+    """Plans the trainer's step under a config, for devices that need not be there.
+
+    Raises:
+      UserError: the config, the target or the topology is wrong, or an extra is not installed.
+    """
+    program = program_lib.build(config, devices=targets.devices(target, topology))
+    return plan_program(program, target, compiler_options=compiler_options)
+
+
+def plan_program(
+    program: program_lib.Program,
+    target: str,
+    *,
+    from_cache: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> step_plan.Plan:
+    """Plans a program that is built, on its own mesh."""
+    config, sizes = program.config, program.sizes
+    return step_plan.plan_step(
+        program.train_step,
+        program.partition.abstract_state,
+        program.abstract_batch,
+        mesh=program.mesh,
+        target=target,
+        placement=program.partition,
+        tokens=sizes.global_batch_size * config.seq_len,
+        compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
+        passes=sizes.grad_accum,
+        by_hand=True,
+        from_cache=from_cache,
+        compiler_options=compiler_options,
+    )
+
+
+def search_config(
+    config: config_lib.Config,
+    target: str,
+    topology: str = "",
+    *,
+    grid: Mapping[str, Sequence[Any]] | None = None,
+    most_compiles: int = 12,
+    memory: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[search.Outcome]:
+    """Returns what became of each setting, the fastest that fits first; see `search.search`.
+
+    Args:
+      config: what to train; its global batch is kept (where it is 0, that of its micro-batch and accumulation).
+      target, topology: see `targets.devices`.
+      grid: choices by setting; None: see `search.default_grid`.
+      most_compiles, memory, say: see `search.search`.
+
+    Raises:
+      UserError: the target's memory is not known, or no candidate keeps the batch.
+    """
+    devices = targets.devices(target, topology)
+    ways = len(devices) // config.mesh.model
+
+    def build(candidate: search.Candidate) -> tuple[int, Callable[[], step_plan.Plan]]:
+        program = program_lib.build(_applied(config, candidate), devices=devices)
+        held = sum(memory_lib.bytes_per_device(program.partition).values())
+        return held, functools.partial(plan_program, program, target)
+
+    return search.search(
+        target,
+        search.candidates_of(
+            grid or search.default_grid(devices),
+            ways=ways,
+            global_batch_size=config_lib.batch_sizes(config, ways).global_batch_size,
+        ),
+        build,
+        most_compiles=most_compiles,
+        memory=memory,
+        say=say,
+    )
+
+
+def changes_that_fit(program: program_lib.Program, *, most_compiles: int) -> list[Change]:
+    """Compiles leaner settings for this machine's devices and returns those that fit, the fastest first.
+
+    Leaner are a higher stage, a policy that keeps fewer residuals, and smaller micro-batches.
+    """
+    # The tokenizer may have set the size of the vocabulary.
+    model = dataclasses.replace(program.config.model, vocab_size=program.model.vocab_size)
+    config = dataclasses.replace(program.config, model=model)
+    micro = program.sizes.micro_batch_size
+    grid = {
+        "stage": _from(search.DEFAULT_GRID["stage"], config.zero.stage),
+        "remat": _from(search.DEFAULT_GRID["remat"], config.model.remat),
+        "micro_batch_size": tuple(size for size in (micro, micro // 2, micro // 4, 1) if size >= 1),
+        "replica": (config.mesh.replica,),
+    }
+    try:
+        outcomes = search_config(config, "here", grid=grid, most_compiles=most_compiles)
+    except UserError:  # the memory of this kind of device is not known
+        return []
+    fitting = (outcome for outcome in outcomes if outcome.is_compiled and "does not fit" not in outcome.reason)
+    return [Change(_flags(program.config, outcome.candidate), outcome.peak or 0) for outcome in fitting]
+
+
+def with_remat(model: config_lib.ModelSettings, remat: str) -> config_lib.ModelSettings:
+    """Returns the model's settings with another `remat`, and of those that go with it what still can."""
+    return dataclasses.replace(
+        model,
+        remat=remat,
+        recompute=model.recompute if remat == "dots" else "",
+        offload=model.offload if remat != "none" else "",
+    )
+
+
+def _applied(config: config_lib.Config, candidate: search.Candidate) -> config_lib.Config:
+    return dataclasses.replace(
+        config,
+        global_batch_size=0,
+        micro_batch_size=candidate.micro_batch_size,
+        grad_accum=candidate.grad_accum,
+        zero=dataclasses.replace(config.zero, stage=candidate.stage),
+        model=with_remat(config.model, candidate.remat),
+        mesh=dataclasses.replace(config.mesh, replica=candidate.replica, data=-1),
+    )
+
+
+def _flags(config: config_lib.Config, candidate: search.Candidate) -> str:
+    """Writes a candidate as command-line overrides."""
+    model = with_remat(config.model, candidate.remat)
+    settings: dict[str, Any] = {
+        "zero.stage": (config.zero.stage, candidate.stage),
+        **{
+            f"model.{name}": (getattr(config.model, name), getattr(model, name))
+            for name in ("remat", "recompute", "offload")
+        },
+        "micro_batch_size": (config.micro_batch_size, candidate.micro_batch_size),
+        "grad_accum": (config.grad_accum, candidate.grad_accum),
+    }
+    return " ".join(f"--config.{name}={new}" for name, (old, new) in settings.items() if old != new)
+
+
+def _from(choices: Sequence[Any], first: Any) -> Sequence[Any]:
+    """Returns the choices from `first` on."""
+    return choices[choices.index(first) :]
