@@ -13,7 +13,7 @@ from flax.training import train_state
 import zerojax
 from zerojax import precision
 from zerojax.hlo import buffer_roles
-from zerojax.models import llama
+from zerojax.models.llama import model as llama
 from zerojax.plan import step_plan, targets
 from zerojax.trainer import program
 from zerojax.zero import memory

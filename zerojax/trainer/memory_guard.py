@@ -12,7 +12,6 @@ from zerojax import display
 from zerojax.errors import UserError
 from zerojax.hlo import buffers
 from zerojax.launch import processes
-from zerojax.models import llama
 from zerojax.plan import report as plan_report
 from zerojax.plan import search, step_plan
 from zerojax.trainer import config as config_lib
@@ -53,7 +52,7 @@ def write(folder: pathlib.Path, program: program_lib.Program, plan: step_plan.Pl
         "planned_peak_bytes": plan.peak,
         "measured_peak_bytes": measured,
         "device_kind": plan.target.device_kind,
-        "flops_per_token": llama.flops_per_token(program.model, program.config.seq_len),
+        "flops_per_token": program.flops_per_token,
         "plan": plan_report.as_json(plan),
     }
     try:
