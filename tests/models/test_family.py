@@ -50,9 +50,9 @@ def test_every_layer_is_a_block_and_the_head_is_a_head(family):
 
 
 def test_every_weight_has_a_name_at_hugging_face_and_none_has_two(family):
-    names = {}
+    table, names = family.huggingface.tensors(small(family)), {}
     for path, _ in tree.flatten(family_lib.abstract_params(family.parts(small(family)))):
-        name, _ = family.huggingface.tensors[re.sub(r"_\d+/", "_{}/", path)]
+        name, _ = table[re.sub(r"_\d+/", "_{}/", path)]
         names[path] = name.format(*re.findall(r"_(\d+)/", path))
     assert len(set(names.values())) == len(names)
 

@@ -135,7 +135,7 @@ def params_from_tensors(tensors: Mapping[str, np.ndarray], family: family_lib.Fa
 
 def _tensors(family: family_lib.Family, model: Any) -> list[_Tensor]:
     """Returns the model's tensors: those outside of layers, then layer by layer, each group in the order of the family's table."""
-    table = family.huggingface.tensors
+    table = family.huggingface.tensors(model)
     order = list(table)
     found = []
     for path, leaf in tree.flatten(family_lib.abstract_params(family.parts(model))):

@@ -2,8 +2,9 @@
 
 from zerojax.models import family
 from zerojax.models.llama import family as llama
+from zerojax.models.t5 import family as t5
 
-FAMILIES: tuple[family.Family, ...] = (llama.FAMILY,)
+FAMILIES: tuple[family.Family, ...] = (llama.FAMILY, t5.FAMILY)
 
 # preset -> its family
 PRESETS: dict[str, family.Family] = {preset: found for found in FAMILIES for preset in found.presets}

@@ -22,12 +22,12 @@ class HuggingFace:
     """How Hugging Face names and lays out the family's weights.
 
     Attributes:
-      tensors: our path -> (Hugging Face's name, the number of leading dims of ours that are inputs). "{}" stands for a layer's number.
-        A leaf [inputs..., outputs...] is stored as [outputs, inputs]; with 0 inputs it is stored as it is.
+      tensors: (config) -> {our path: (Hugging Face's name, the number of leading dims of ours that are inputs)}. "{}" stands for a layer's
+        number. A leaf [inputs..., outputs...] is stored as [outputs, inputs]; with 0 inputs it is stored as it is.
       config: (config) -> the contents of config.json, without the dtype and the token ids.
     """
 
-    tensors: Mapping[str, tuple[str, int]]
+    tensors: Callable[[Any], Mapping[str, tuple[str, int]]]
     config: Callable[[Any], dict[str, Any]]
 
 

@@ -82,5 +82,5 @@ FAMILY = family.Family(
     heads="head",
     attention=("xla", "cudnn"),
     flops_per_token=_flops_per_token,
-    huggingface=family.HuggingFace(TENSORS, _huggingface_config),
+    huggingface=family.HuggingFace(lambda config: TENSORS, _huggingface_config),
 )
