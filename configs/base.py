@@ -37,7 +37,7 @@ def get_config():
     c.zero.overrides = ()  # ordered ((path regex, (mesh axis or None for each dim)), ...); the first match wins
 
     c.model = config_dict.ConfigDict()
-    c.model.preset = "tiny"  # a name in zerojax/models/presets.py
+    c.model.preset = "tiny"  # a name in a table PRESETS below zerojax/models
     c.model.vocab_size = 0  # entries of the embedding; 0: the preset's, or the tokenizer's if it has none
     c.model.num_layers = 0  # 0: the preset's
     c.model.remat = "dots"  # kept for the backward pass: "none" recomputes least, "dots" keeps matmuls, "full" nothing

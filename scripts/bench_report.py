@@ -61,7 +61,7 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns one row of several runs of a setting.
 
     Its step is the median over runs of the median over steps; the shortest and the longest step are of all that count. Causal MFU is
-    flops_per_token x tokens/s/device over the device's peak (see zerojax.models.llama.flops_per_token).
+    flops_per_token x tokens/s/device over the device's peak (see flops_per_token in zerojax.models.family).
     """
     good = [found for found in runs if found["status"] == OK and found.get("step_s", ())[COUNTED]]
     if not good:

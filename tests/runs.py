@@ -21,7 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from zerojax import train
 from zerojax.checkpoint import checkpointer
-from zerojax.data import feed, tokenizer
+from zerojax.data import tokenizer
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics, program, resume
 
@@ -229,7 +229,7 @@ def open_commands(folder: pathlib.Path, cache: pathlib.Path) -> Iterator[Command
 def restored(folder: pathlib.Path, step: int, **changes: Any) -> tuple[program.Program, Any]:
     """Returns the program and the state that a run in `folder` would go on with."""
     built = program.build(config(**changes), tokenizer_vocab=320)
-    streams = feed.Streams(built, tokenizer.load_tokenizer("bytes"), folder)
+    streams = program.open_feed(built, tokenizer.load_tokenizer("bytes"), folder)
     saver = checkpointer.Checkpointer(folder / "checkpoints", keep_last=2, keep_best=0)
     try:
         return built, resume.state(built, saver, step, resume.check(built, saver, step, streams))

@@ -15,7 +15,8 @@ import hypothesis.strategies as st
 import pytest
 import runs
 
-from zerojax.models import llama, presets
+from zerojax.models.llama import family as presets
+from zerojax.models.llama import model as llama
 from zerojax.trainer import config as config_lib
 
 ROOT = pathlib.Path(__file__).parents[1]

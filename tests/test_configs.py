@@ -6,7 +6,7 @@ import pathlib
 import jax
 import pytest
 
-from zerojax.models import llama
+from zerojax.models.llama import model as llama
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program
 from zerojax.zero import memory

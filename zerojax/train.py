@@ -18,7 +18,7 @@ from ml_collections import config_flags
 
 from zerojax import display, errors
 from zerojax.checkpoint import checkpointer
-from zerojax.data import batches, feed, source
+from zerojax.data import batches, source
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
 from zerojax.interop import huggingface
@@ -74,7 +74,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     run.finish(state)
     if config.export.format == "huggingface":
         params = resume.logical_params(program, state)
-        huggingface.export_llama(params, program.model, folder / "export")
+        huggingface.export(params, program.family, program.model, folder / "export")
         say(f"weights exported to {folder / 'export'}")
     say(f"done: {folder}")
     return None
@@ -103,7 +103,7 @@ def prepare(
         if processes.is_primary():
             source.prepare(config.data.name, data_dir)
         processes.barrier("data")
-    streams = feed.Streams(program, tokenizer, data_dir)
+    streams = program_lib.open_feed(program, tokenizer, data_dir)
 
     saver = checkpointer.Checkpointer(
         folder / "checkpoints", keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best

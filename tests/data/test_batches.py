@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 import itertools
 import json
@@ -15,12 +14,10 @@ from hypothesis import strategies as st
 from zerojax.data import batches, tokenizer
 from zerojax.data import source as source_lib
 from zerojax.errors import UserError
-from zerojax.trainer import config
 
 BYTES = tokenizer.ByteTokenizer()
 DOCUMENTS = [{"text": bytes([65 + i]) * (3 * i % 20)} for i in range(13)]  # of 0 to 19 bytes
 SIZES = {"num_rows": 4, "seq_len": 8, "seed": 3}
-SETTINGS = config.DataSettings("random", "train", "validation", "text", "bytes", "")
 
 
 def make(source=DOCUMENTS, rows=range(4), shuffle=True, **sizes):
@@ -313,11 +310,10 @@ def test_a_thousand_rows_are_workable():
 
 def test_open_batches_goes_by_name(stdlib_dir):
     sizes = SIZES | {"rows": [0, 1], "split": "validation", "data_dir": stdlib_dir}
-    opened = batches.open_batches(SETTINGS, BYTES, **sizes)
+    opened = batches.open_batches(batches.RANDOM, BYTES, text_key="text", **sizes)
     expected = batches.random_batches(BYTES.vocab_size, rows=[0, 1], **SIZES)
     np.testing.assert_array_equal(take(opened, 2), take(expected, 2))
-    settings = dataclasses.replace(SETTINGS, name="python_stdlib")
-    stdlib = batches.open_batches(settings, BYTES, **sizes, shuffle=False)
+    stdlib = batches.open_batches("python_stdlib", BYTES, text_key="text", **sizes, shuffle=False)
     opened = source_lib.open_source("python_stdlib", "validation", stdlib_dir)
     for row, tokens in enumerate(np.concatenate(take(stdlib, 4), axis=1)):
         stream = b"".join(opened[i]["text"] for i in range(row, len(opened), 4))

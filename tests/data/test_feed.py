@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import runs
 
-from zerojax.data import feed, tokenizer
+from zerojax.data import tokenizer
 from zerojax.trainer import program
 
 BYTES = tokenizer.load_tokenizer("bytes")
@@ -10,7 +10,7 @@ BYTES = tokenizer.load_tokenizer("bytes")
 
 def opened(folder, **changes):
     built = program.build(runs.config(**changes), tokenizer_vocab=BYTES.vocab_size)
-    return feed.Streams(built, BYTES, folder)
+    return program.open_feed(built, BYTES, folder)
 
 
 @pytest.mark.parametrize("changes", [{}, {"grad_accum": 2, "global_batch_size": 16}], ids=["one pass", "two passes"])
@@ -38,5 +38,5 @@ def test_the_same_batches_come_after_moving_back(tmp_path):
 
 def test_without_a_held_out_split_there_is_no_evaluation_loss(tmp_path):
     streams = opened(tmp_path)
-    assert streams.evaluation_loss(None) is None
+    assert streams.held_out_mean(lambda batch: batch["tokens"].mean(), 1) is None
     streams.close()

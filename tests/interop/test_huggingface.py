@@ -1,7 +1,8 @@
-"""Tests zerojax.export."""
+"""Tests zerojax.interop.huggingface."""
 
 import dataclasses
 import errno
+import functools
 import json
 import os
 import pathlib
@@ -21,24 +22,27 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.errors import UserError
 from zerojax.interop import huggingface
+from zerojax.models import families
+from zerojax.models.llama.model import LlamaConfig
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT, HERE = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).parent
 LOGITS_TOLERANCE = 2e-5  # float32 rounding in two implementations; the weights are the same bfloat16 values
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-    vocab_size: int = 48
-    num_layers: int = 2
-    embed_dim: int = 16
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 8
-    mlp_dim: int = 24
-    rope_theta: float = 500.0
-    norm_eps: float = 1e-3
-    tie_embeddings: bool = False
-    max_seq_len: int = 64
+LLAMA = families.PRESETS["tiny"]
+Model = functools.partial(
+    LlamaConfig,
+    vocab_size=48,
+    num_layers=2,
+    embed_dim=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=24,
+    rope_theta=500.0,
+    norm_eps=1e-3,
+    max_seq_len=64,
+)
 
 
 def random_params(model):
@@ -118,7 +122,7 @@ def assert_exported(directory, params, model):
 @pytest.mark.parametrize("place", [on_devices, lambda params: params])
 def test_every_tensor_is_the_bfloat16_weight_in_hugging_faces_layout(tmp_path, model, place):
     params = random_params(model)
-    huggingface.export_llama(place(params), model, tmp_path / "out", bos_token_id=1)
+    huggingface.export(place(params), LLAMA, model, tmp_path / "out", bos_token_id=1)
     assert_exported(tmp_path / "out", params, model)
     assert sorted(os.listdir(tmp_path)) == ["out"]
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
@@ -133,7 +137,7 @@ def test_every_tensor_is_the_bfloat16_weight_in_hugging_faces_layout(tmp_path, m
 def test_shards_hold_every_tensor_once_within_their_bound(tmp_path, max_shard_bytes):
     model = Model()
     params = random_params(model)
-    huggingface.export_llama(params, model, tmp_path / "out", max_shard_bytes=max_shard_bytes)
+    huggingface.export(params, LLAMA, model, tmp_path / "out", max_shard_bytes=max_shard_bytes)
     assert_exported(tmp_path / "out", params, model)
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
@@ -167,13 +171,13 @@ def test_one_leaf_at_a_time_is_on_the_host_and_none_stays(tmp_path, monkeypatch)
         return copy
 
     monkeypatch.setattr(np, "asarray", counted)
-    huggingface.export_llama(params, model, tmp_path / "out")
+    huggingface.export(params, LLAMA, model, tmp_path / "out")
     assert most == 1 and not live
 
 
 def test_offloaded_weights_are_exported_too(tmp_path):
     params = random_params(Model())
-    huggingface.export_llama(on_devices(params, "pinned_host"), Model(), tmp_path / "out")
+    huggingface.export(on_devices(params, "pinned_host"), LLAMA, Model(), tmp_path / "out")
     assert_exported(tmp_path / "out", params, Model())
 
 
@@ -190,19 +194,19 @@ def test_weights_that_are_not_this_models_are_refused_by_name(tmp_path):
     }
     for message, wrong in cases.items():
         with pytest.raises(UserError) as caught:
-            huggingface.export_llama(params, wrong, tmp_path / "out")
+            huggingface.export(params, LLAMA, wrong, tmp_path / "out")
         assert message in str(caught.value)
     assert os.listdir(tmp_path) == []
 
 
 def test_an_earlier_export_is_replaced_and_other_files_are_not(tmp_path):
     model = Model(num_layers=1)
-    huggingface.export_llama(random_params(Model()), Model(), tmp_path / "out", max_shard_bytes=2000)
-    huggingface.export_llama(random_params(model), model, tmp_path / "out")
+    huggingface.export(random_params(Model()), LLAMA, Model(), tmp_path / "out", max_shard_bytes=2000)
+    huggingface.export(random_params(model), LLAMA, model, tmp_path / "out")
     assert_exported(tmp_path / "out", random_params(model), model)
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"holds notes\.txt, which no export wrote"):
-        huggingface.export_llama(random_params(model), model, tmp_path / "out")
+        huggingface.export(random_params(model), LLAMA, model, tmp_path / "out")
     assert (tmp_path / "out" / "notes.txt").exists()
     assert os.listdir(tmp_path) == ["out"]
 
@@ -211,7 +215,7 @@ def test_an_earlier_export_is_replaced_and_other_files_are_not(tmp_path):
 def test_a_killed_export_leaves_the_earlier_one_and_the_next_cleans_up(tmp_path, monkeypatch, stop_at):
     model = Model(num_layers=1)
     params = random_params(model)
-    huggingface.export_llama(params, model, tmp_path / "out")
+    huggingface.export(params, LLAMA, model, tmp_path / "out")
 
     def killed(*args):
         raise KeyboardInterrupt
@@ -223,23 +227,23 @@ def test_a_killed_export_leaves_the_earlier_one_and_the_next_cleans_up(tmp_path,
             (tmp_path / "out").rename(tmp_path / ".out.replaced")  # between the two renames of the swap
             patch.setattr(huggingface, "_write", killed)
         with pytest.raises(KeyboardInterrupt):
-            huggingface.export_llama(params, model, tmp_path / "out")
+            huggingface.export(params, LLAMA, model, tmp_path / "out")
     assert_exported(tmp_path / "out", params, model)
-    huggingface.export_llama(params, model, tmp_path / "out")
+    huggingface.export(params, LLAMA, model, tmp_path / "out")
     assert os.listdir(tmp_path) == ["out"]
 
 
 def test_a_full_disk_is_reported_and_the_earlier_export_stays(tmp_path, monkeypatch):
     model = Model(num_layers=1)
     params = random_params(model)
-    huggingface.export_llama(params, model, tmp_path / "out")
+    huggingface.export(params, LLAMA, model, tmp_path / "out")
 
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(huggingface, "_write_tensor", full)
     with pytest.raises(UserError, match="no space left on the disk") as caught:
-        huggingface.export_llama(params, model, tmp_path / "out")
+        huggingface.export(params, LLAMA, model, tmp_path / "out")
     assert str(tmp_path / "out") in str(caught.value)
     assert os.listdir(tmp_path) == ["out"]
     assert_exported(tmp_path / "out", params, model)
@@ -253,15 +257,17 @@ import jax, numpy as np
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 rank = int(sys.argv[2])
 jax.distributed.initialize(f"localhost:{sys.argv[3]}", 2, rank)
-import test_export
-from zerojax import export
-model = test_export.Model()
+import importlib
+from zerojax.interop import huggingface
+sys.path.insert(0, sys.argv[4])
+tests = importlib.import_module("test_huggingface")
+model = tests.Model()
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
 def place(leaf):
     dim = next(i for i, size in enumerate(leaf.shape) if size % 8 == 0)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * dim, "data"))
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
-export.export_llama(jax.tree.map(place, test_export.random_params(model)), model, sys.argv[1])
+huggingface.export(jax.tree.map(place, tests.random_params(model)), tests.LLAMA, model, sys.argv[1])
 assert os.path.exists(sys.argv[1] + "/config.json")
 print("DONE")
 """
@@ -275,7 +281,9 @@ def test_two_processes_gather_together_and_the_first_writes(tmp_path):
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
     }
-    commands = [[sys.executable, "-c", TWO_PROCESSES, str(tmp_path / "out"), str(rank), str(port)] for rank in (0, 1)]
+    commands = [
+        [sys.executable, "-c", TWO_PROCESSES, str(tmp_path / "out"), str(rank), str(port), str(HERE)] for rank in (0, 1)
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": env}
     workers = [subprocess.Popen(command, **pipes) for command in commands]
     for worker in workers:
@@ -324,7 +332,7 @@ def test_transformers_loads_the_export_and_computes_the_same_logits(tmp_path, ti
     transformers = pytest.importorskip("transformers")
     model = Model(tie_embeddings=tie_embeddings)
     params = random_params(model)
-    huggingface.export_llama(params, model, tmp_path / "out", max_shard_bytes=6000)
+    huggingface.export(params, LLAMA, model, tmp_path / "out", max_shard_bytes=6000)
     loaded, info = transformers.LlamaForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32, output_loading_info=True
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import zerojax
-from zerojax.models import llama
+from zerojax.models import layers
 
 VOCAB, EMBED = 50, 8
 
@@ -65,7 +65,7 @@ def test_tokens_outside_the_table_give_nan_and_no_gradient():
 
 def test_the_models_table_reads_as_flaxs():
     tokens = jnp.asarray([[3, 1], [4, 1]])
-    ours, flaxs = llama.Embed(VOCAB, EMBED), nn.Embed(VOCAB, EMBED)
+    ours, flaxs = layers.Embed(VOCAB, EMBED), nn.Embed(VOCAB, EMBED)
     params = flaxs.init(jax.random.key(0), tokens)
     np.testing.assert_array_equal(ours.apply(params, tokens), flaxs.apply(params, tokens))
     assert jax.tree.structure(ours.init(jax.random.key(0), tokens)) == jax.tree.structure(params)

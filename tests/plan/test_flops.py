@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from configs import base
 from zerojax import mesh
-from zerojax.models import llama
+from zerojax.models.llama import model as llama
 from zerojax.plan import flops
 from zerojax.trainer import config, program
 from zerojax.zero import accumulate

@@ -12,7 +12,7 @@ from flax.training import train_state
 
 import zerojax
 from zerojax import precision, roles
-from zerojax.models import llama
+from zerojax.models.llama import model as llama
 from zerojax.plan import step_plan, targets
 from zerojax.trainer import plans, program
 from zerojax.zero import memory

@@ -12,9 +12,10 @@ import hypothesis.strategies as st
 import pytest
 
 from zerojax import precision
+from zerojax.data import objectives
 from zerojax.errors import UserError
+from zerojax.models import families
 from zerojax.trainer import config as config_lib
-from zerojax.trainer import program
 from zerojax.zero import remat as remat_lib
 from zerojax.zero import stages
 
@@ -76,7 +77,11 @@ def test_choices_are_those_of_the_modules_that_act_on_them():
     assert tuple(config_lib.CHOICES["zero.stage"]) == tuple(stages.STAGES)
     assert set(config_lib.CHOICES["precision"]) == set(precision.PRECISIONS)
     assert set(config_lib.CHOICES["model.remat"]) == set(remat_lib.REMAT)
-    assert program.BLOCKS
+    assert {kernel for family in families.FAMILIES for kernel in family.attention} < set(
+        config_lib.CHOICES["model.attention"]
+    )
+    assert {family.objective for family in families.FAMILIES} <= set(objectives.OBJECTIVES)
+    assert all(family.blocks for family in families.FAMILIES)
     assert config_lib.CHOICES["zero.indivisible"] == ("whole", "pad")
     assert config_lib.CHOICES["optimizer.moments"] == ("fp32", "bf16", "int8")
     assert config_lib.CHOICES["loss_scale.on_minimum"] == ("raise", "hold")

@@ -12,7 +12,7 @@ import safetensors
 
 from zerojax import display
 from zerojax.checkpoint import checkpointer
-from zerojax.data import feed, tokenizer
+from zerojax.data import tokenizer
 from zerojax.trainer import loop, metrics, program, timing
 from zerojax.zero import memory
 
@@ -43,9 +43,14 @@ def open_run(folder: pathlib.Path, **changes):
     """Returns the program, the streams and a Run, as train.train makes them."""
     bytes_of_text = tokenizer.load_tokenizer("bytes")
     built = program.build(runs.config(**changes), tokenizer_vocab=bytes_of_text.vocab_size)
-    streams = feed.Streams(built, bytes_of_text, folder)
+    streams = program.open_feed(built, bytes_of_text, folder)
     saver = checkpointer.Checkpointer(folder / "checkpoints", keep_last=2, keep_best=0)
     return built, streams, loop.Run(built, streams, saver, folder)
+
+
+def evaluation_loss(built: program.Program, streams, params) -> float:
+    """Returns what a run measures on held-out text."""
+    return streams.held_out_mean(lambda batch: built.eval_loss(params, batch), built.config.evaluate.batches)
 
 
 def test_a_byte_model_learns_from_the_standard_library_within_30_steps(finished):
@@ -148,11 +153,11 @@ def test_two_accumulated_passes_give_the_losses_of_one(tmp_path):
 def test_the_evaluation_loss_of_the_same_weights_is_the_same_number_whenever_asked(tmp_path):
     built, streams, _ = open_run(tmp_path, **runs.EVALUATED)
     params = program.init_state(built).params
-    first = streams.evaluation_loss(params)
+    first = evaluation_loss(built, streams, params)
     before = streams.position()
     for _ in range(3):
         streams.next()
-    assert streams.evaluation_loss(params) == first == streams.evaluation_loss(params)
+    assert evaluation_loss(built, streams, params) == first == evaluation_loss(built, streams, params)
     assert before != streams.position()  # which evaluating does not touch
     streams.close()
 
@@ -161,7 +166,7 @@ def test_accumulated_evaluation_reads_the_same_text(tmp_path):
     found = []
     for accum in (1, 2):
         built, streams, _ = open_run(tmp_path, global_batch_size=16, grad_accum=accum, **runs.EVALUATED)
-        found.append(streams.evaluation_loss(program.init_state(built).params))
+        found.append(evaluation_loss(built, streams, program.init_state(built).params))
         streams.close()
     np.testing.assert_allclose(*found, rtol=MEAN_ORDER)
 

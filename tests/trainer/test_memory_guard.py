@@ -7,7 +7,7 @@ import runs
 
 import zerojax
 from zerojax import train
-from zerojax.models import llama
+from zerojax.models.llama import model as llama
 from zerojax.plan import targets
 from zerojax.trainer import loop, memory_guard, plans, program
 

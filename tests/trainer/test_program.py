@@ -8,7 +8,7 @@ import pytest
 import runs
 
 from zerojax import precision
-from zerojax.models import llama
+from zerojax.models.llama import model as llama
 from zerojax.ops import losses
 from zerojax.optim import registry
 from zerojax.trainer import program

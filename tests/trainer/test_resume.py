@@ -22,9 +22,9 @@ HALF_PRECISION = 2e-2  # relative: eight bits of bfloat16, over a few steps
 KILLED = {**runs.EVALUATED, "steps": 16, "checkpoint__every": 1, "evaluate__every": 4}
 SLOW = """
 import time
-from zerojax import streams as streams_lib
-following = streams_lib.Streams.next
-streams_lib.Streams.next = lambda streams: ([time.sleep(0.02) for _ in range(10)], following(streams))[1]
+from zerojax.data import feed as streams_lib
+following = streams_lib.Feed.next
+streams_lib.Feed.next = lambda streams: ([time.sleep(0.02) for _ in range(10)], following(streams))[1]
 """
 SLOW_TO_COMPILE = """
 import time
@@ -41,14 +41,14 @@ program.build = lambda *_, **__: (print("building", flush=True), [time.sleep(0.1
 """
 STOP_AT_2 = """
 import os, signal
-from zerojax import streams as streams_lib
-following, taken = streams_lib.Streams.next, []
+from zerojax.data import feed as streams_lib
+following, taken = streams_lib.Feed.next, []
 def next_batch(streams):
     taken.append(streams)
     if len(taken) == 2:
         os.kill(os.getpid(), signal.SIGTERM)
     return following(streams)
-streams_lib.Streams.next = next_batch
+streams_lib.Feed.next = next_batch
 """
 # From outside, two signals during one long call into C would count as one.
 INTERRUPT_TWICE_AT_2 = STOP_AT_2.replace(

@@ -17,7 +17,8 @@ from flax.training.train_state import TrainState
 from zerojax import mesh as mesh_lib
 from zerojax import precision
 from zerojax.errors import UserError
-from zerojax.models import llama, presets
+from zerojax.models.llama import family as presets
+from zerojax.models.llama import model as llama
 from zerojax.ops import losses
 from zerojax.zero import shard_state, stages, step
 

@@ -17,7 +17,7 @@ from flax.training.train_state import TrainState
 from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.models import llama
+from zerojax.models.llama import model as llama
 from zerojax.ops import losses
 from zerojax.zero import gather, shard_state, stages, where_used
 from zerojax.zero import remat as remat_lib

@@ -2,7 +2,7 @@
 
 A global batch has `num_rows` rows. Row r is a stream of its own: it reads documents r, r + num_rows,
 r + 2 * num_rows, ... of the endless order (every epoch a new permutation), puts the separator before each,
-joins them and cuts windows of seq_len + 1 tokens: inputs are tokens[:, :-1], labels tokens[:, 1:]. A process
+joins them and cuts windows, which an objective turns into rows of arrays. A process
 reads only its own rows, so each document is tokenized once globally and no batch depends on who reads it.
 
 A row's position, a few integers, is its only state. (grain's own concat-then-split would pack too, but its
@@ -19,10 +19,10 @@ from typing import Any
 import grain
 import numpy as np
 
+from zerojax.data import objectives
 from zerojax.data import source as source_lib
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
-from zerojax.trainer import config
 
 PREFETCHED = 2  # batches that wait for the device
 RANDOM = "random"  # the data.name of random tokens
@@ -31,14 +31,16 @@ RANDOM = "random"  # the data.name of random tokens
 SMALL = 2**14
 
 Position = tuple[int, ...]
-# (row, position) -> (the window there: int32[seq_len + 1], the position behind it)
+# (row, position) -> (the window there: int32[window], the position behind it)
 ReadWindow = Callable[[int, Position], tuple[np.ndarray, Position]]
+# (row, position) -> (the arrays made of the window there, the position behind it)
+ReadRow = Callable[[int, Position], tuple[dict[str, np.ndarray], Position]]
 
 
 class Batches:
-    """Hands out {"tokens": int32[len(rows), seq_len + 1]} for ever, made ahead in a background thread."""
+    """Hands out {name: int32[len(rows), length]} for ever, made ahead in a background thread."""
 
-    def __init__(self, read: ReadWindow, start: dict[int, Position], fields: tuple[str, ...], settings: dict[str, int]):
+    def __init__(self, read: ReadRow, start: dict[int, Position], fields: tuple[str, ...], settings: dict[str, int]):
         """Starts each row of `start` at its position, whose integers are called `fields`.
 
         `settings` say what a saved position means; `set_state` refuses a state saved with others.
@@ -46,7 +48,7 @@ class Batches:
         self._rows = tuple(start)
         self._fields = fields
         self._settings = settings
-        self._open = [grain.experimental.ThreadPrefetchDatasetIterator(_Windows(read, start), PREFETCHED)]
+        self._open = [grain.experimental.ThreadPrefetchDatasetIterator(_Rows(read, start), PREFETCHED)]
         # Runs at close(), when self is collected, or at exit while threads can be joined: whichever is first.
         self._finalizer = weakref.finalize(self, _close, self._open)
 
@@ -55,7 +57,7 @@ class Batches:
 
     def __next__(self) -> dict[str, np.ndarray]:
         """Returns the next batch, in the order of `rows`."""
-        return {"tokens": next(self._iterator)}
+        return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
         """Returns the positions behind the last batch handed out, by row ("0", "1", ...); ready for JSON.
@@ -105,9 +107,10 @@ class Batches:
 
 
 def open_batches(
-    settings: config.DataSettings,
+    name: str,
     tokenizer: tokenizer_lib.Tokenizer,
     *,
+    text_key: str,
     split: str,
     data_dir: str | os.PathLike,
     rows: Sequence[int],
@@ -115,28 +118,32 @@ def open_batches(
     seq_len: int,
     seed: int,
     shuffle: bool = True,
+    objective: objectives.Objective = objectives.OBJECTIVES["next_token"],
 ) -> Batches:
-    """Returns the batches that `settings` name: of a prepared dataset's `split`, or random tokens.
+    """Returns the batches of a name: of a prepared dataset's `split`, or of random tokens.
 
     Args:
-      settings: `name` and `text_key` are read.
-      tokenizer: for random tokens only its vocab_size counts.
+      name: a dataset's name, or RANDOM.
+      tokenizer: for random tokens only its numbers count: vocab_size and sentinels.
+      text_key: the feature that holds the text.
       split: a split of the dataset; random tokens have none.
       data_dir: where `source.prepare` has put the dataset.
       rows: the rows that this process reads, in the order of its batches.
       num_rows: rows of the global batch.
-      seq_len: tokens a sequence; a window holds one more.
+      seq_len: tokens a sequence.
       seed: of the order of documents, or of the random tokens.
       shuffle: False reads documents in their stored order, every epoch.
+      objective: what windows become.
 
     Raises:
-      UserError: see `source.open_source` and `make_batches`.
+      UserError: see `source.open_source`, `make_batches` and the objective's `form`.
     """
-    sizes: dict[str, Any] = {"rows": rows, "num_rows": num_rows, "seq_len": seq_len, "seed": seed}
-    if settings.name == RANDOM:
+    form = objective.form(tokenizer, seq_len)
+    sizes: dict[str, Any] = {"rows": rows, "num_rows": num_rows, "seq_len": seq_len, "seed": seed, "form": form}
+    if name == RANDOM:
         return random_batches(tokenizer.vocab_size, **sizes)
-    source = source_lib.open_source(settings.name, split, data_dir)
-    return make_batches(source, tokenizer, text_key=settings.text_key, shuffle=shuffle, **sizes)
+    source = source_lib.open_source(name, split, data_dir)
+    return make_batches(source, tokenizer, text_key=text_key, shuffle=shuffle, **sizes)
 
 
 def make_batches(
@@ -149,8 +156,11 @@ def make_batches(
     seq_len: int,
     seed: int,
     shuffle: bool = True,
+    form: objectives.Form | None = None,
 ) -> Batches:
     """Returns batches of the documents source[i][text_key]; arguments as in `open_batches`.
+
+    `form` says what windows become; None: windows of seq_len + 1 tokens, as they are.
 
     Raises:
       UserError: the source is empty, or its examples have no text at `text_key`.
@@ -164,7 +174,8 @@ def make_batches(
         text = source[order(document)][text_key]
         return np.concatenate([np.array([tokenizer.bos_id], np.int32), tokenizer.encode(text)])
 
-    read = _packing_reader(encode, num_rows, seq_len + 1)
+    form = form or objectives.NextToken().form(tokenizer, seq_len)
+    read = _rows(_packing_reader(encode, num_rows, form.window), form, seed)
     settings = {
         "num_rows": num_rows,
         "seq_len": seq_len,
@@ -176,16 +187,25 @@ def make_batches(
     return Batches(read, {row: (row, 0) for row in rows}, ("document", "offset"), settings)
 
 
-def random_batches(vocab_size: int, *, rows: Sequence[int], num_rows: int, seq_len: int, seed: int) -> Batches:
+def random_batches(
+    vocab_size: int,
+    *,
+    rows: Sequence[int],
+    num_rows: int,
+    seq_len: int,
+    seed: int,
+    form: objectives.Form | None = None,
+) -> Batches:
     """Returns batches of uniform tokens below `vocab_size`; a window depends on (seed, row, index) alone."""
+    form = form or objectives.NextToken().form(None, seq_len)
 
     def read(row: int, position: Position) -> tuple[np.ndarray, Position]:
         (index,) = position
         rng = np.random.default_rng([seed, row, index])
-        return rng.integers(vocab_size, size=seq_len + 1, dtype=np.int32), (index + 1,)
+        return rng.integers(vocab_size, size=form.window, dtype=np.int32), (index + 1,)
 
     settings = {"num_rows": num_rows, "seq_len": seq_len, "seed": seed, "vocab_size": vocab_size}
-    return Batches(read, dict.fromkeys(rows, (0,)), ("index",), settings)
+    return Batches(_rows(read, form, seed), dict.fromkeys(rows, (0,)), ("index",), settings)
 
 
 def _close(open_iterators: list[grain.experimental.ThreadPrefetchDatasetIterator]) -> None:
@@ -194,24 +214,35 @@ def _close(open_iterators: list[grain.experimental.ThreadPrefetchDatasetIterator
         open_iterators.pop().close()
 
 
-class _Windows:
+class _Rows:
     """Reads one window a row at each step: what the prefetch runs, with grain's get_state and set_state."""
 
-    def __init__(self, read: ReadWindow, start: dict[int, Position]):
+    def __init__(self, read: ReadRow, start: dict[int, Position]):
         self._read = read
         self._positions = start
 
-    def __next__(self) -> np.ndarray:
+    def __next__(self) -> dict[str, np.ndarray]:
         pairs = {row: self._read(row, position) for row, position in self._positions.items()}
         # A fresh dict: the prefetch keeps the state behind each batch that waits.
         self._positions = {row: position for row, (_, position) in pairs.items()}
-        return np.stack([window for window, _ in pairs.values()])
+        rows = [row for row, _ in pairs.values()]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def get_state(self) -> dict[int, Position]:
         return self._positions
 
     def set_state(self, state: dict[int, Position]) -> None:
         self._positions = state
+
+
+def _rows(read: ReadWindow, form: objectives.Form, seed: int) -> ReadRow:
+    """Returns the reader of the arrays that a form makes of windows; they depend on (seed, row, position) alone."""
+
+    def read_row(row: int, position: Position) -> tuple[dict[str, np.ndarray], Position]:
+        window, behind = read(row, position)
+        return form.arrays(window, (seed, row, *position)), behind
+
+    return read_row
 
 
 def _packing_reader(encode: Callable[[int], np.ndarray], num_rows: int, length: int) -> ReadWindow:

@@ -1,69 +1,113 @@
-"""Feeds a run. This module gives each process its rows of every global batch, placed on its devices, and measures held-out loss."""
+"""Feeds a run. This module gives each process its rows of every global batch, placed on its devices."""
 
-import pathlib
+import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zerojax import mesh as mesh_lib
-from zerojax.data import batches
+from zerojax.data import batches, objectives
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.trainer import program as program_lib
+
+Batch = dict[str, jax.Array]
 
 
-class Streams:
+class Feed:
     """The batches of a run: this process's rows of each global batch, placed on its devices."""
 
-    def __init__(self, program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer, data_dir: pathlib.Path):
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh,
+        tokenizer: tokenizer_lib.Tokenizer,
+        objective: objectives.Objective,
+        *,
+        name: str,
+        text_key: str,
+        train_split: str,
+        eval_split: str,
+        data_dir: str | os.PathLike,
+        global_batch_size: int,
+        grad_accum: int,
+        seq_len: int,
+        seed: int,
+    ):
+        """Opens the training text, and the held-out text where `eval_split` is not "".
+
+        Args:
+          mesh: the devices.
+          tokenizer, objective: how text becomes the arrays of a row.
+          name, text_key, data_dir: see `batches.open_batches`.
+          train_split, eval_split: splits of the dataset; "" for no held-out text.
+          global_batch_size: rows of a batch.
+          grad_accum: passes over which a batch is divided.
+          seq_len: tokens a sequence.
+          seed: of the order of the training text; the held-out text takes the next one.
+
+        Raises:
+          UserError: see `batches.open_batches`.
+        """
         self.tokenizer = tokenizer
-        self._program, self._data_dir = program, data_dir
-        sizes = program.sizes
-        self._shape = (sizes.grad_accum, sizes.global_batch_size // sizes.grad_accum)
-        self._local = _local_indices(program.mesh, self._shape[1])
-        self._rows = [a * self._shape[1] + i for a in range(self._shape[0]) for i in self._local]
-        config = program.config
-        self._train = self._open(config.data.train_split, config.seed, shuffle=True)
+        self._mesh, self._shape = mesh, (grad_accum, global_batch_size // grad_accum)
+        self._local = _local_indices(mesh, self._shape[1])
+        rows = [a * self._shape[1] + i for a in range(grad_accum) for i in self._local]
+
+        def opened(split: str, seed: int, *, shuffle: bool) -> batches.Batches:
+            return batches.open_batches(
+                name,
+                tokenizer,
+                text_key=text_key,
+                split=split,
+                data_dir=data_dir,
+                rows=rows,
+                num_rows=global_batch_size,
+                seq_len=seq_len,
+                seed=seed,
+                shuffle=shuffle,
+                objective=objective,
+            )
+
+        self._train = opened(train_split, seed, shuffle=True)
         self._held_out = None
-        if config.data.eval_split:  # opened now, lest a wrong name be found after hours of training
-            self._held_out = self._open(config.data.eval_split, config.seed + 1, shuffle=False)
+        if eval_split:  # opened now, lest a wrong name be found after hours of training
+            self._held_out = opened(eval_split, seed + 1, shuffle=False)
             self._held_out_start = self._held_out.get_state()
 
-    def next(self) -> dict[str, jax.Array]:
-        """Returns the next training batch: {"tokens": int32[(accum,) batch, length + 1]}."""
-        tokens = next(self._train)["tokens"]
-        shape: tuple[int, ...] = (*self._shape, tokens.shape[-1])
-        local = tokens.reshape(self._shape[0], len(self._local), -1)
-        if self._shape[0] == 1:
-            shape, local = shape[1:], local[0]
-        return {"tokens": jax.make_array_from_process_local_data(self._program.batch_sharding, local, shape)}
+    def next(self) -> Batch:
+        """Returns the next training batch: {name: int32[(accum,) batch, length]}."""
+        accum, rows = self._shape
+        local = next(self._train)
+        if accum == 1:
+            return self._placed(local, (rows,))
+        return self._placed({name: self._by_pass(array) for name, array in local.items()}, (accum, rows))
 
     def position(self) -> dict[str, Any]:
-        """Returns where the training batches stand, by row of this process."""
+        """Returns the position behind the last training batch, by row of this process."""
         return self._train.get_state()
 
     def move_to(self, position: dict[str, Any]) -> None:
         """Continues at a position, which may hold more rows than this process reads."""
         self._train.set_state(position)
 
-    def evaluation_loss(self, params: Any) -> float | None:
-        """Returns the mean loss over the first `evaluate.batches` global batches of held-out text, always the same.
+    def held_out_mean(self, measure: Callable[[Batch], jax.Array], count: int) -> float | None:
+        """Returns the mean of `measure(batch)` over the first `count` global batches of held-out text, always the same.
 
-        None where the config names no such text.
+        None where there is no such text.
         """
         if self._held_out is None:
             return None
-        count, (accum, rows) = self._program.config.evaluate.batches, self._shape
-        sharding = mesh_lib.batch_sharding(self._program.mesh)
+        accum, rows = self._shape
         self._held_out.set_state(self._held_out_start)
         total = jnp.zeros(())
         for _ in range(count):
-            tokens = next(self._held_out)["tokens"]
-            for local in tokens.reshape(accum, len(self._local), -1):
-                placed = jax.make_array_from_process_local_data(sharding, local, (rows, local.shape[-1]))
+            local = {name: self._by_pass(array) for name, array in next(self._held_out).items()}
+            for number in range(accum):
+                batch = self._placed({name: array[number] for name, array in local.items()}, (rows,))
                 # One at a time: on emulated devices, programs with collectives that do not wait for each other can starve
                 # each other of threads.
-                total = jax.block_until_ready(total + self._program.eval_loss(params, placed))
+                total = jax.block_until_ready(total + measure(batch))
         return float(total) / (count * accum)
 
     def close(self) -> None:
@@ -72,19 +116,14 @@ class Streams:
         if self._held_out is not None:
             self._held_out.close()
 
-    def _open(self, split: str, seed: int, *, shuffle: bool) -> batches.Batches:
-        config = self._program.config
-        return batches.open_batches(
-            config.data,
-            self.tokenizer,
-            split=split,
-            data_dir=self._data_dir,
-            rows=self._rows,
-            num_rows=self._program.sizes.global_batch_size,
-            seq_len=config.seq_len,
-            seed=seed,
-            shuffle=shuffle,
-        )
+    def _by_pass(self, array: np.ndarray) -> np.ndarray:
+        return array.reshape(self._shape[0], len(self._local), -1)
+
+    def _placed(self, local: dict[str, np.ndarray], rows: tuple[int, ...]) -> Batch:
+        """Places this process's rows of arrays whose leading dims are `rows` in all."""
+        sharding = mesh_lib.batch_sharding(self._mesh, len(rows) - 1)
+        place = jax.make_array_from_process_local_data
+        return {name: place(sharding, array, (*rows, array.shape[-1])) for name, array in local.items()}
 
 
 def _local_indices(mesh: jax.sharding.Mesh, rows: int) -> list[int]:

@@ -26,6 +26,10 @@ class Tokenizer(Protocol):
     def bos_id(self) -> int:
         """Returns the id that stands before each document."""
 
+    @property
+    def sentinels(self) -> Sequence[int]:
+        """Returns ids that no text encodes to, to mark missing spans with."""
+
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the ids of `text`, int32[length], without special tokens."""
 
@@ -67,11 +71,16 @@ class ByteTokenizer:
     """Ids 0..255 are bytes and 256 separates documents.
 
     The 257 ids are rounded up to 320, a multiple of 64, so that the embedding and the logits divide over any
-    usual number of devices; ids 257..319 are never used.
+    usual number of devices; ids 257..319 are sentinels.
     """
 
     vocab_size: int = 320
     bos_id: int = 256
+
+    @property
+    def sentinels(self) -> Sequence[int]:
+        """Returns the ids behind the separator."""
+        return range(self.bos_id + 1, self.vocab_size)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the bytes of `text`, of a str those of its UTF-8, as int32[length]."""
@@ -94,6 +103,14 @@ class FileTokenizer:
     def vocab_size(self) -> int:
         """Returns the largest id + 1: ids need not be dense, so counting entries is not enough."""
         return max(self.model.get_vocab(with_added_tokens=True).values()) + 1
+
+    @functools.cached_property
+    def sentinels(self) -> Sequence[int]:
+        """Returns the ids of <extra_id_0>, <extra_id_1>, ..., T5's own."""
+        found: list[int] = []
+        while (number := self.model.token_to_id(f"<extra_id_{len(found)}>")) is not None:
+            found.append(number)
+        return found
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the ids of `text` (bytes are read as UTF-8, invalid ones replaced) as int32[length]."""

@@ -8,26 +8,29 @@ import jax.numpy as jnp
 
 
 def make_sampler(
-    logits_fn: Callable[[Any, jax.Array], jax.Array], length: int, temperature: float, rows: int
-) -> Callable[[Any, jax.typing.ArrayLike, jax.Array], jax.Array]:
-    """Builds `sample(params, prompt: int32[prompt_length], key) -> int32[prompt_length + length]`, compiled.
+    logits_fn: Callable[[Any, dict[str, jax.Array], jax.Array], jax.Array], length: int, temperature: float, rows: int
+) -> Callable[[Any, dict[str, Any], jax.typing.ArrayLike, jax.Array], jax.Array]:
+    """Builds `sample(params, inputs, prompt: int32[prompt_length], key) -> int32[prompt_length + length]`, compiled.
+
+    `inputs` are the arrays beside the tokens that the model reads, such as an encoder's: {name: int32[length]}.
 
     Each new token runs the model over the whole window: no cache, so this is for looking at a model, not for serving it.
 
     Args:
-      logits_fn: (params, tokens: int32[rows, window]) -> float[rows, window, vocab].
+      logits_fn: (params, inputs: {name: int32[rows, length]}, tokens: int32[rows, window]) -> float[rows, window, vocab].
       length: tokens to add.
       temperature: divides the logits before a token is drawn; 0 takes the likeliest.
       rows: copies of the prompt run side by side, so that a batch can be split over devices; the first is returned.
     """
 
-    def sample(params: Any, prompt: jax.Array, key: jax.Array) -> jax.Array:
+    def sample(params: Any, inputs: dict[str, jax.Array], prompt: jax.Array, key: jax.Array) -> jax.Array:
         start = prompt.shape[0]
+        inputs = {name: jnp.broadcast_to(array, (rows, array.size)) for name, array in inputs.items()}
         window = jnp.zeros((start + length,), jnp.int32).at[:start].set(prompt)
 
         def extend(window: jax.Array, position: jax.Array) -> tuple[jax.Array, None]:
             tokens = jnp.broadcast_to(window, (rows, window.size))
-            logits = logits_fn(params, tokens)[0, position - 1]
+            logits = logits_fn(params, inputs, tokens)[0, position - 1]
             drawn = jax.random.categorical(jax.random.fold_in(key, position), logits / max(temperature, 1e-6))
             token = drawn if temperature else jnp.argmax(logits)
             return window.at[position].set(token.astype(jnp.int32)), None

@@ -1,14 +1,15 @@
-"""Writes trained weights in the form in which they leave. This module exports a Llama to Hugging Face safetensors.
+"""Hugging Face's form of weights. This module writes a model's as safetensors, and makes a model's of theirs.
 
-Leaves stream: each is gathered alone, cast to bfloat16, laid out as [out, in] and written into its file, so no
-host ever holds the model. Query and key need no permutation: the model rotates the first half of a head's
-dims against the second (rotate-half RoPE), as Hugging Face's Llama does.
+Names and layouts are the family's. Leaves stream out: each is gathered alone, cast to bfloat16, laid out as [out, in] and written into
+its file, so no host ever holds the model.
 """
 
+import functools
 import json
 import math
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, NamedTuple
@@ -23,43 +24,35 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import errors, tree
 from zerojax.errors import UserError
+from zerojax.models import family as family_lib
 
 SHARD_BYTES = 5 * 2**30
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
-# Our path -> Hugging Face's name, and how many leading dims are inputs: [in..., out...] becomes [out, in]; 0: as it is.
-OUTER_NAMES = {
-    "embed/embedding": ("model.embed_tokens.weight", 0),
-    "norm/scale": ("model.norm.weight", 0),
-    "head/kernel": ("lm_head.weight", 1),
-}
-LAYER_NAMES = {
-    "attention_norm/scale": ("input_layernorm.weight", 0),
-    "attention/q/kernel": ("self_attn.q_proj.weight", 1),
-    "attention/k/kernel": ("self_attn.k_proj.weight", 1),
-    "attention/v/kernel": ("self_attn.v_proj.weight", 1),
-    "attention/o/kernel": ("self_attn.o_proj.weight", 2),
-    "mlp_norm/scale": ("post_attention_layernorm.weight", 0),
-    "mlp/gate/kernel": ("mlp.gate_proj.weight", 1),
-    "mlp/up/kernel": ("mlp.up_proj.weight", 1),
-    "mlp/down/kernel": ("mlp.down_proj.weight", 1),
-}
+_LAYER = re.compile(r"_(\d+)/")  # the number of a layer in a path
 
 
 class _Tensor(NamedTuple):
-    """One tensor of the export: where it comes from and how it lies in its file."""
+    """One tensor: its name there, its path here, its shape here, and how many leading dims of that are inputs."""
 
     name: str
     path: str
-    shape: tuple[int, ...]
+    leaf_shape: tuple[int, ...]
     inputs: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the shape there."""
+        ours, inputs = self.leaf_shape, self.inputs
+        return (math.prod(ours[inputs:]), math.prod(ours[:inputs])) if inputs else ours
 
     @property
     def nbytes(self) -> int:
         return 2 * math.prod(self.shape)
 
 
-def export_llama(
+def export(
     params: Any,
+    family: family_lib.Family,
     model: Any,
     directory: str | os.PathLike,
     *,
@@ -67,15 +60,15 @@ def export_llama(
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
 ) -> None:
-    """Writes bfloat16 safetensors and config.json, which `transformers.LlamaForCausalLM.from_pretrained` loads.
+    """Writes bfloat16 safetensors and config.json, which `from_pretrained` of the family's class in transformers loads.
 
     All processes call this alike; the first one writes. The directory appears, or replaces an earlier export,
     only when it is complete.
 
     Args:
       params: the model's parameters, sharded in any way; nothing padded.
-      model: the settings of the Llama: vocab_size, num_layers, embed_dim, num_heads, num_kv_heads, head_dim,
-        mlp_dim, rope_theta, norm_eps, tie_embeddings, max_seq_len.
+      family: the model's family.
+      model: the model's config.
       directory: holds nothing yet, or an earlier export.
       max_shard_bytes: bound on the tensors of one file; a larger tensor gets a file of its own.
       bos_token_id: the token that begins a text, for config.json.
@@ -85,12 +78,14 @@ def export_llama(
       UserError: a leaf is missing, unknown or of another shape; the directory holds other files; the disk is full.
     """
     leaves = dict(tree.flatten(params))
-    tensors = _plan(leaves, model)
+    tensors = _tensors(family, model)
+    _check(leaves, tensors)
     shards = _pack(tensors, max_shard_bytes)
     directory = pathlib.Path(directory).absolute()
     is_primary = jax.process_index() == 0
     fetch = _make_fetch(is_primary)
-    config = _config(model, bos_token_id, eos_token_id)
+    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
+    config = family.huggingface.config(model) | {"torch_dtype": "bfloat16"} | ids
     partial = directory.with_name(f".{directory.name}.partial")
     try:
         if is_primary:
@@ -106,48 +101,64 @@ def export_llama(
         multihost_utils.sync_global_devices("zerojax export")
 
 
-def _plan(leaves: Mapping[str, Any], model: Any) -> list[_Tensor]:
-    """Returns the tensors to write, in the model's order, after checking every leaf against the model."""
-    names = {path: name for path, name in OUTER_NAMES.items() if path != "head/kernel" or not model.tie_embeddings}
-    for layer in range(model.num_layers):
-        for path, (name, inputs) in LAYER_NAMES.items():
-            names[f"layer_{layer}/{path}"] = (f"model.layers.{layer}.{name}", inputs)
-    for path in [*names, *leaves]:
-        if path not in leaves or path not in names:
-            what = "is missing" if path in names else "is no weight of this Llama"
+def params_from_tensors(tensors: Mapping[str, np.ndarray], family: family_lib.Family, model: Any) -> dict[str, Any]:
+    """Returns the params that hold Hugging Face's tensors, in their dtype.
+
+    Args:
+      tensors: by their names in transformers, laid out as there.
+      family: the model's family.
+      model: the model's config.
+
+    Raises:
+      UserError: a tensor is missing, unknown or of another shape.
+    """
+    wanted = _tensors(family, model)
+    for name in [*(tensor.name for tensor in wanted), *tensors]:
+        if name not in tensors or name not in {tensor.name for tensor in wanted}:
+            what = "is missing" if name not in tensors else "is no tensor of this model"
+            raise UserError(f"{name}: {what}; give the config that the tensors were saved with")
+    params: dict[str, Any] = {}
+    for tensor in wanted:
+        array = np.asarray(tensors[tensor.name])
+        if array.shape != tensor.shape:
+            raise UserError(
+                f"{tensor.name}: has shape {array.shape}, and the model's config says {tensor.shape}; "
+                f"give the config that the tensors were saved with"
+            )
+        *folders, leaf = tensor.path.split("/")
+        inner = functools.reduce(lambda node, name: node.setdefault(name, {}), folders, params)
+        inner[leaf] = (array.T if tensor.inputs else array).reshape(tensor.leaf_shape)
+    return params
+
+
+def _tensors(family: family_lib.Family, model: Any) -> list[_Tensor]:
+    """Returns the model's tensors: those outside of layers, then layer by layer, each group in the order of the family's table."""
+    table = family.huggingface.tensors(model)
+    order = list(table)
+    found = []
+    for path, leaf in tree.flatten(family_lib.abstract_params(family.parts(model))):
+        layer = _LAYER.search(path)
+        entry = _LAYER.sub("_{}/", path)
+        name, inputs = table[entry]
+        number = layer[1] if layer else -1
+        found.append((int(number), order.index(entry), _Tensor(name.format(number), path, leaf.shape, inputs)))
+    return [tensor for *_, tensor in sorted(found)]
+
+
+def _check(leaves: Mapping[str, Any], tensors: list[_Tensor]) -> None:
+    """Checks every leaf against the model."""
+    shapes = {tensor.path: tensor.leaf_shape for tensor in tensors}
+    for path in [*shapes, *leaves]:
+        if path not in leaves or path not in shapes:
+            what = "is missing" if path in shapes else "is no weight of this model"
             raise UserError(f"params/{path}: {what}; export with the config that the weights were trained with")
-    shapes = _shapes(model)
-    tensors = []
-    for path, (name, inputs) in names.items():
-        expected = shapes[path.split("/", 1)[1] if path.startswith("layer_") else path]
+    for path, expected in shapes.items():
         shape = tuple(leaves[path].shape)
         if shape != expected:
             raise UserError(
                 f"params/{path}: has shape {shape}, and the model's settings say {expected}; "
                 f"export with the config that the weights were trained with, unpadded"
             )
-        split = (math.prod(shape[inputs:]), math.prod(shape[:inputs])) if inputs else shape
-        tensors.append(_Tensor(name, path, split, inputs))
-    return tensors
-
-
-def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each kind of leaf."""
-    embed, mlp, head_dim = model.embed_dim, model.mlp_dim, model.head_dim
-    return {
-        "embed/embedding": (model.vocab_size, embed),
-        "norm/scale": (embed,),
-        "head/kernel": (embed, model.vocab_size),
-        "attention_norm/scale": (embed,),
-        "attention/q/kernel": (embed, model.num_heads, head_dim),
-        "attention/k/kernel": (embed, model.num_kv_heads, head_dim),
-        "attention/v/kernel": (embed, model.num_kv_heads, head_dim),
-        "attention/o/kernel": (model.num_heads, head_dim, embed),
-        "mlp_norm/scale": (embed,),
-        "mlp/gate/kernel": (embed, mlp),
-        "mlp/up/kernel": (embed, mlp),
-        "mlp/down/kernel": (mlp, embed),
-    }
 
 
 def _pack(tensors: list[_Tensor], max_bytes: int) -> dict[str, list[_Tensor]]:
@@ -160,31 +171,6 @@ def _pack(tensors: list[_Tensor], max_bytes: int) -> dict[str, list[_Tensor]]:
     if len(groups) == 1:
         return {ONE_FILE: groups[0]}
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
-
-
-def _config(model: Any, bos_token_id: int | None, eos_token_id: int | None) -> dict[str, Any]:
-    """Returns the contents of config.json."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.embed_dim,
-        "intermediate_size": model.mlp_dim,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "max_position_embeddings": model.max_seq_len,
-        "rope_theta": model.rope_theta,
-        "rms_norm_eps": model.norm_eps,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": model.tie_embeddings,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": bos_token_id,
-        "eos_token_id": eos_token_id,
-    }
 
 
 def _make_fetch(is_primary: bool) -> Callable[[Any], np.ndarray | None]:

@@ -33,7 +33,7 @@ class Run:
     def __init__(
         self,
         program: program_lib.Program,
-        streams: feed.Streams,
+        streams: feed.Feed,
         saver: checkpointer.Checkpointer,
         folder: pathlib.Path,
     ):
@@ -208,7 +208,8 @@ class Run:
 
     def _evaluate(self, state: Any) -> None:
         self._record(self._reader.flush())
-        loss = self._streams.evaluation_loss(state.params)
+        count = self._program.config.evaluate.batches
+        loss = self._streams.held_out_mean(lambda batch: self._program.eval_loss(state.params, batch), count)
         if loss is None:
             return
         self._evaluation = (self.step, loss)
@@ -237,9 +238,10 @@ class Run:
         sampler = generate.make_sampler(
             self._program.logits, settings.length, settings.temperature, rows=mesh_lib.ways(self._program.mesh)
         )
-        prompt = np.concatenate([[tokenizer.bos_id], tokenizer.encode(settings.prompt)]).astype(np.int32)
-        tokens = sampler(state.params, prompt, jax.random.key(self._program.config.seed))
-        return tokenizer.decode(np.asarray(tokens)[1:])
+        objective = self._program.objective
+        inputs, prompt = objective.prompt(tokenizer, settings.prompt)
+        tokens = sampler(state.params, inputs, prompt, jax.random.key(self._program.config.seed))
+        return objective.answer(tokenizer, settings.prompt, np.asarray(tokens))
 
 
 def _is_due(step: int, every: int) -> bool:

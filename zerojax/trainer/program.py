@@ -4,8 +4,9 @@ config -> mesh -> model -> optimizer -> abstract state -> partition (the stage a
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,15 +16,16 @@ from jax.sharding import Mesh, NamedSharding
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, train_state
+from zerojax.data import feed, objectives
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
-from zerojax.models import llama, presets
+from zerojax.models import families
+from zerojax.models import family as family_lib
+from zerojax.ops import attention
 from zerojax.optim import registry
 from zerojax.trainer import config as config_lib
 from zerojax.zero import explicit, stages, step, where_used
 from zerojax.zero import loss_scale as loss_scale_lib
-
-BLOCKS, HEADS = r"layer_\d+", "head"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +33,14 @@ class Program:
     """All that a run needs but data and weights.
 
     Attributes:
-      config, mesh, model: the settings, the devices and the model's shape.
+      config, mesh: the settings and the devices.
+      family, model: the model's family, and its config.
       sizes: the three batch sizes.
       partition: the placement of the train state.
       baseline: the same run's placement at stage 0, to compare with.
-      train_step: (state, {"tokens": int32[(accum,) batch, length + 1]}) -> (state, metrics).
-      eval_loss: (params, tokens: int32[batch, length + 1]) -> float32[].
-      logits: (params, tokens: int32[batch, length]) -> float32[batch, length, vocab].
+      train_step: (state, batch) -> (state, metrics); see `abstract_batch`.
+      eval_loss: (params, a batch of one pass) -> float32[].
+      logits: (params, inputs, tokens: int32[batch, length]) -> float32[batch, length, vocab], as `family.logits`.
       tx: the optimizer as the state applies it.
       create: (float32 weights) -> the first state.
       copy_dtype: the dtype of the 16-bit weights kept beside the master weights; None where none are kept.
@@ -47,7 +50,8 @@ class Program:
     config: config_lib.Config
     mesh: Mesh
     sizes: config_lib.BatchSizes
-    model: llama.LlamaConfig
+    family: family_lib.Family
+    model: Any
     tx: optax.GradientTransformation
     create: Callable[[Any], Any]
     partition: stages.Partition
@@ -59,21 +63,30 @@ class Program:
     loss_scale: loss_scale_lib.LossScale | None
 
     @property
+    def objective(self) -> objectives.Objective:
+        """Returns what the model learns from text."""
+        return objectives.OBJECTIVES[self.family.objective]
+
+    @property
     def batch_sharding(self) -> NamedSharding:
-        """Returns the sharding of a training batch's tokens."""
+        """Returns the sharding of a training batch's arrays."""
         return mesh_lib.batch_sharding(self.mesh, 0 if self.sizes.grad_accum == 1 else 1)
 
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns a training batch, abstract and placed."""
+        """Returns a training batch, abstract and placed: {name: int32[(accum,) batch, length]}."""
         accum, rows = self.sizes.grad_accum, self.sizes.global_batch_size // self.sizes.grad_accum
-        shape = (rows, self.config.seq_len + 1) if accum == 1 else (accum, rows, self.config.seq_len + 1)
-        return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)}
+        leading = (rows,) if accum == 1 else (accum, rows)
+        lengths = self.objective.lengths(self.config.seq_len)
+        return {
+            name: jax.ShapeDtypeStruct((*leading, length), jnp.int32, sharding=self.batch_sharding)
+            for name, length in lengths.items()
+        }
 
     @property
     def flops_per_token(self) -> float:
-        """Returns the operations that a step takes for each token, recomputation left out."""
-        return llama.flops_per_token(self.model, self.config.seq_len)
+        """Returns the floating-point operations of training on one of the `seq_len` tokens of a sequence."""
+        return self.family.flops_per_token(self.model, self.objective.lengths(self.config.seq_len))
 
     @property
     def logical_abstract_state(self) -> Any:
@@ -96,15 +109,12 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
     sizes = config_lib.batch_sizes(config, mesh_lib.ways(mesh))
     policy = precision.PRECISIONS[config.precision]
     loss_scale = loss_scale_lib.make(policy.scales_loss, **dataclasses.asdict(config.loss_scale))
-    model = _model(config, mesh, policy.compute_dtype, tokenizer_vocab)
+    family, model = _model(config, mesh, policy.compute_dtype, tokenizer_vocab)
     schedule, inner = _optimizer(config, policy)
     copy_dtype = policy.copy_dtype(splits_params=stages.STAGES[config.zero.stage].params)
     tx = inner if copy_dtype is None else precision.with_master_weights(inner)
 
-    network = llama.Llama(model)
-    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    plain = llama.Llama(dataclasses.replace(model, attention="xla"))  # shapes only; cuDNN traces on GPUs alone
-    params = jax.eval_shape(lambda tokens: plain.init(jax.random.key(0), tokens), tokens)["params"]
+    params = family_lib.abstract_params(_parts(family, model))
     create = functools.partial(
         _state, policy=policy, tx=tx, inner=inner, copy_dtype=copy_dtype, loss_scale=loss_scale, seed=config.seed
     )
@@ -120,12 +130,13 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
         config=config,
         mesh=mesh,
         sizes=sizes,
+        family=family,
         model=model,
         tx=tx,
         create=create,
         partition=partition,
         baseline=_baseline(params, create, policy, mesh),
-        **_functions(config, sizes, network, partition, policy.compute_dtype, schedule, loss_scale),
+        **_functions(config, sizes, family, model, partition, policy.compute_dtype, schedule, loss_scale),
         copy_dtype=copy_dtype,
         loss_scale=loss_scale,
     )
@@ -134,23 +145,18 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
 def _functions(
     config: config_lib.Config,
     sizes: config_lib.BatchSizes,
-    network: llama.Llama,
+    family: family_lib.Family,
+    model: Any,
     partition: stages.Partition,
     compute_dtype: Any,
     schedule: Callable[[Any], Any],
     loss_scale: loss_scale_lib.LossScale | None,
 ) -> dict[str, Callable[..., Any]]:
     """Returns the program's train_step, eval_loss and logits."""
-    how: dict[str, Any] = {"compute_dtype": compute_dtype, "blocks": BLOCKS, "heads": HEADS}
-
-    def mean_loss(params: Any, tokens: jax.Array) -> Any:
-        return network.apply({"params": params}, tokens, method="loss")
+    how: dict[str, Any] = {"compute_dtype": compute_dtype, "blocks": family.blocks, "heads": family.heads}
 
     def loss_fn(params: Any, batch: Any, state: Any) -> tuple[jax.Array, dict]:
-        return mean_loss(params, batch["tokens"]), {"metrics": {"learning_rate": schedule(state.step)}}
-
-    def logits(params: Any, tokens: jax.Array) -> Any:
-        return network.apply({"params": params}, tokens)
+        return family.loss(model, params, batch), {"metrics": {"learning_rate": schedule(state.step)}}
 
     return {
         "train_step": step.make_train_step(
@@ -163,8 +169,10 @@ def _functions(
             reduce_dtype=precision.DTYPES[config.reduce_dtype],
             **how,
         ),
-        "eval_loss": jax.jit(explicit.mean(mean_loss, partition, **how)),
-        "logits": where_used.where_used(logits, partition.placements, remat="full", **how),
+        "eval_loss": jax.jit(explicit.mean(functools.partial(family.loss, model), partition, **how)),
+        "logits": where_used.where_used(
+            functools.partial(family.logits, model), partition.placements, remat="full", **how
+        ),
     }
 
 
@@ -177,14 +185,33 @@ def init_state(program: Program) -> Any:
     wanted = program.logical_abstract_state.params
     params: dict[str, Any] = {}
     compiled: list[tuple[nn.Module, Any, Callable[..., Any]]] = []
-    for number, (name, (module, example)) in enumerate(llama.parts(_any_device(program.model)).items()):
+    for number, (name, (module, inputs)) in enumerate(_parts(program.family, program.model).items()):
         init = next((init for known, leaves, init in compiled if (known, leaves) == (module, wanted[name])), None)
         if init is None:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted[name])
-            init = jax.jit(functools.partial(_init_part, module, example, wanted[name]), out_shardings=shardings)
+            init = jax.jit(functools.partial(_init_part, module, inputs, wanted[name]), out_shardings=shardings)
             compiled.append((module, wanted[name], init))
         params[name] = init(key, number)
     return jax.jit(program.create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
+
+
+def open_feed(program: Program, tokenizer: tokenizer_lib.Tokenizer, data_dir: str | os.PathLike) -> feed.Feed:
+    """Returns the feed of the program's batches; see `feed.Feed`."""
+    config = program.config
+    return feed.Feed(
+        program.mesh,
+        tokenizer,
+        program.objective,
+        name=config.data.name,
+        text_key=config.data.text_key,
+        train_split=config.data.train_split,
+        eval_split=config.data.eval_split,
+        data_dir=data_dir,
+        global_batch_size=program.sizes.global_batch_size,
+        grad_accum=program.sizes.grad_accum,
+        seq_len=config.seq_len,
+        seed=config.seed,
+    )
 
 
 def restored_state(program: Program, logical: Any, *, rescales: bool = False) -> Any:
@@ -205,9 +232,10 @@ def restored_state(program: Program, logical: Any, *, rescales: bool = False) ->
     return jax.jit(restore, out_shardings=program.partition.shardings, donate_argnums=0)(logical)
 
 
-def _init_part(module: nn.Module, example: jax.ShapeDtypeStruct, wanted: Any, key: jax.Array, number: int) -> Any:
+def _init_part(module: nn.Module, inputs: family_lib.Inputs, wanted: Any, key: jax.Array, number: int) -> Any:
     """Initialises the weights of the module of this number, with zeros where the partition padded a leaf."""
-    params = module.init(jax.random.fold_in(key, number), jnp.zeros(example.shape, example.dtype))["params"]
+    arrays = [jnp.zeros(like.shape, like.dtype) for like in inputs]
+    params = module.init(jax.random.fold_in(key, number), *arrays)["params"]
 
     def fit(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.pad(leaf, [(0, want - have) for want, have in zip(like.shape, leaf.shape)])
@@ -233,13 +261,16 @@ def _baseline(params: Any, create: Any, policy: precision.Precision, mesh: Mesh)
     return stages.partition_state(jax.eval_shape(state, params), mesh=mesh, stage=0)
 
 
-def _model(config: config_lib.Config, mesh: Mesh, compute_dtype: Any, tokenizer_vocab: int) -> llama.LlamaConfig:
-    """Fills the preset's open fields."""
+def _model(
+    config: config_lib.Config, mesh: Mesh, compute_dtype: Any, tokenizer_vocab: int
+) -> tuple[family_lib.Family, Any]:
+    """Returns the preset's family, and the preset with its open fields filled."""
     chosen = config.model
-    if chosen.preset not in presets.PRESETS:
-        known = ", ".join(presets.PRESETS)
+    if chosen.preset not in families.PRESETS:
+        known = ", ".join(families.PRESETS)
         raise UserError(f"config.model.preset: must be one of {known}, and is {chosen.preset!r}")
-    preset = presets.PRESETS[chosen.preset]
+    family = families.PRESETS[chosen.preset]
+    preset = family.presets[chosen.preset]
     vocab = (
         chosen.vocab_size
         or preset.vocab_size
@@ -251,32 +282,18 @@ def _model(config: config_lib.Config, mesh: Mesh, compute_dtype: Any, tokenizer_
             f"config.model.vocab_size: {vocab} is smaller than the tokenizer's {tokenizer_vocab} ids; "
             f"set --config.model.vocab_size={tokenizer_vocab}"
         )
-    if config.seq_len > preset.max_seq_len:
+    if preset.max_seq_len and config.seq_len > preset.max_seq_len:
         raise UserError(
             f"config.seq_len: {config.seq_len} is longer than the {preset.max_seq_len} positions of preset {chosen.preset}"
         )
-    return dataclasses.replace(
-        preset,
-        vocab_size=vocab,
-        num_layers=chosen.num_layers or preset.num_layers,
-        attention=_attention(chosen.attention, mesh.devices.flat[0].platform, compute_dtype),
-    )
+    kernel = attention.choose_kernel(chosen.attention, family.attention, mesh.devices.flat[0].platform, compute_dtype)
+    layers = chosen.num_layers or preset.num_layers
+    return family, dataclasses.replace(preset, vocab_size=vocab, num_layers=layers, attention=kernel)
 
 
-def _any_device(model: llama.LlamaConfig) -> llama.LlamaConfig:
-    """Returns the model for tracing its initialisation: cuDNN's attention refuses float32 weights and other devices."""
-    return dataclasses.replace(model, attention="xla")
-
-
-def _attention(wanted: str, platform: str, compute_dtype: Any) -> Literal["xla", "cudnn"]:
-    """Picks the attention kernel: cuDNN's on GPUs for 16-bit floats, XLA's elsewhere."""
-    can_cudnn = platform in ("gpu", "cuda") and compute_dtype != jnp.float32
-    if wanted == "cudnn" and not can_cudnn:
-        raise UserError(
-            f"config.model.attention: cudnn needs an NVIDIA GPU and 16-bit arithmetic; this run has {platform} and "
-            f"{jnp.dtype(compute_dtype).name}; set --config.model.attention=xla"
-        )
-    return "cudnn" if wanted == "cudnn" or (wanted == "auto" and can_cudnn) else "xla"
+def _parts(family: family_lib.Family, model: Any) -> family_lib.Parts:
+    """Returns the parts for tracing their initialisation: cuDNN's attention refuses float32 weights and other devices."""
+    return family.parts(dataclasses.replace(model, attention="xla"))
 
 
 def _optimizer(

@@ -22,7 +22,7 @@ def meta(program: program_lib.Program) -> dict[str, Any]:
 
 
 def check(
-    program: program_lib.Program, saver: checkpointer.Checkpointer, step: int, streams: feed.Streams
+    program: program_lib.Program, saver: checkpointer.Checkpointer, step: int, streams: feed.Feed
 ) -> Mapping[str, Any]:
     """Sees whether this run can go on from a checkpoint, before anything is compiled or allocated, and moves the data there.
 

@@ -1,4 +1,4 @@
-"""Checks the table of shapes against published sizes. This module tests zerojax.models.presets."""
+"""Checks the presets against published sizes. This module tests zerojax.models.llama.family."""
 
 import dataclasses
 
@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from zerojax.models import llama, presets
+from zerojax.models.llama import family as presets
+from zerojax.models.llama import model as llama
 
 # Llama 3 model cards; the 1B shape is 3.2's with an output projection of its own (1.24 B + 128256 * 2048).
 PUBLISHED = {"llama3_1b": 1_498_482_688, "llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496}
@@ -16,8 +17,8 @@ PUBLISHED = {"llama3_1b": 1_498_482_688, "llama3_8b": 8_030_261_248, "llama3_70b
 def test_big_presets_have_their_published_number_of_weights(name):
     shape = presets.PRESETS[name]
     trees = [
-        jax.eval_shape(module.init, jax.random.key(0), example)["params"]
-        for module, example in llama.parts(shape).values()
+        jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"]
+        for module, inputs in llama.parts(shape).values()
     ]
     assert sum(leaf.size for leaf in jax.tree.leaves(trees)) == PUBLISHED[name] == llama.count_params(shape)
 

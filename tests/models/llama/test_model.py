@@ -1,4 +1,4 @@
-"""Checks the model against its definition. This module tests zerojax.models.llama."""
+"""Checks the model against its definition. This module tests zerojax.models.llama.model."""
 
 import dataclasses
 import functools
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.models import llama, presets
+from zerojax.models.llama import family as presets
+from zerojax.models.llama import model as llama
 from zerojax.ops import losses
 
 ROUNDING = 2e-5  # float32 sums of some hundred terms in another order
@@ -124,8 +125,8 @@ def test_the_model_computes_its_equations():
 def test_parts_make_up_the_models_own_tree(tied):
     config = dataclasses.replace(CONFIG, tie_embeddings=tied)
     made = {
-        name: jax.eval_shape(module.init, jax.random.key(0), example)["params"]
-        for name, (module, example) in llama.parts(config).items()
+        name: jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"]
+        for name, (module, inputs) in llama.parts(config).items()
     }
     params = shapes_of(config)
     describe = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), tree)  # noqa: E731

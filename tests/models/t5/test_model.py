@@ -1,0 +1,136 @@
+"""Checks the model against transformers and its equations. This module tests zerojax.models.t5.model."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from zerojax import tree
+from zerojax.interop import huggingface
+from zerojax.models import families, family
+from zerojax.models.t5 import model as t5
+from zerojax.ops import losses
+
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "huggingface" / "t5"
+LOGITS_TOLERANCE = 2e-5  # float32 rounding in two implementations
+CONFIG = dataclasses.replace(families.PRESETS["t5_test"].presets["t5_test"], vocab_size=61)
+# The form of config.json there: T5 before v1.1, with ReLU and a shared table.
+FIRST = t5.T5Config(
+    384, 2, embed_dim=64, num_heads=4, head_dim=16, mlp_dim=128, mlp="relu", tie_embeddings=True, norm_eps=1e-6
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def make_params(config=CONFIG):
+    random = np.random.default_rng(0)
+    shapes = family.abstract_params(t5.parts(config))
+    return jax.tree.map(lambda leaf: jnp.asarray(random.normal(0, 0.1, leaf.shape), leaf.dtype), shapes)
+
+
+def make_batch(inputs=14, targets=9):
+    draw = np.random.default_rng(1).integers
+    return (jnp.asarray(draw(CONFIG.vocab_size, size=(2, size)), jnp.int32) for size in (inputs, targets))
+
+
+def logits(params, *arrays, config=CONFIG):
+    return t5.T5(config).apply({"params": params}, *arrays)
+
+
+def test_logits_and_loss_are_those_of_transformers():
+    tensors = safetensors.numpy.load_file(GOLDEN / "model.safetensors")
+    expected = dict(np.load(GOLDEN / "expected.npz"))
+    params = huggingface.params_from_tensors(tensors, families.PRESETS["t5_test"], FIRST)
+    labels = expected["labels"]
+    decoded = np.pad(labels, ((0, 0), (1, 0)))[:, :-1]  # begins with 0
+    found = logits(params, expected["input_ids"], decoded, expected["attention_mask"] > 0, config=FIRST)
+    np.testing.assert_allclose(found, expected["logits"], atol=LOGITS_TOLERANCE)
+    np.testing.assert_allclose(losses.cross_entropy(found, labels), expected["loss"], atol=LOGITS_TOLERANCE)
+
+
+def test_a_later_target_changes_no_earlier_logits_and_every_input_changes_all():
+    params = make_params()
+    inputs, targets = make_batch()
+    before = logits(params, inputs, targets)
+    after = logits(params, inputs, targets.at[:, 5].add(1) % CONFIG.vocab_size)
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert (abs(before - after)[:, 5:].max(axis=(0, 2)) > 0).all()
+    other = logits(params, inputs.at[:, -1].add(1) % CONFIG.vocab_size, targets)
+    assert (abs(before - other).max(axis=(0, 2)) > 0).all()
+
+
+def test_masked_inputs_change_nothing():
+    params = make_params()
+    inputs, targets = make_batch()
+    mask = jnp.broadcast_to(jnp.arange(14) < 10, (2, 14))
+    masked = logits(params, inputs, targets, mask)
+    other = logits(params, inputs.at[:, 10:].set(0), targets, mask)
+    np.testing.assert_array_equal(masked, other)
+    np.testing.assert_allclose(masked, logits(params, inputs[:, :10], targets), atol=LOGITS_TOLERANCE)
+
+
+def test_the_loss_is_the_cross_entropy_of_the_next_targets():
+    for config in (CONFIG, dataclasses.replace(CONFIG, tie_embeddings=True)):
+        params = make_params(config)
+        inputs, targets = make_batch()
+        found = t5.T5(config).apply({"params": params}, inputs, targets, method="loss")
+        expected = losses.cross_entropy(logits(params, inputs, targets[:, :-1], config=config), targets[:, 1:])
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_parts_make_up_the_models_own_tree():
+    for config in (CONFIG, FIRST):
+        tokens = jnp.zeros((1, 2), jnp.int32)
+        own = jax.eval_shape(t5.T5(config).init, jax.random.key(0), tokens, tokens)["params"]
+        found = family.abstract_params(t5.parts(config))
+        assert jax.tree.map(lambda leaf: leaf.shape, own) == jax.tree.map(lambda leaf: leaf.shape, found)
+
+
+def test_equal_layers_are_equal_modules():
+    parts = t5.parts(CONFIG)
+    assert parts["encoder_0"] == parts["encoder_1"] and parts["decoder_0"] == parts["decoder_1"]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_distances_have_a_bucket_each_and_then_ones_that_widen(is_causal):
+    distances = -np.arange(200)
+    buckets = np.asarray(t5.bucket_of(jnp.asarray(distances), 32, 128, is_causal=is_causal))
+    exact, last = (16, 31) if is_causal else (8, 15)
+    np.testing.assert_array_equal(buckets[:exact], np.arange(exact))
+    assert (np.diff(buckets) >= 0).all() and (buckets[128:] == last).all() and set(buckets) == set(range(last + 1))
+    widths = np.bincount(buckets)[exact:last]
+    assert widths[0] < widths[-1]
+    behind = np.asarray(t5.bucket_of(jnp.asarray(-distances), 32, 128, is_causal=is_causal))
+    np.testing.assert_array_equal(behind[1:], np.zeros(199) if is_causal else buckets[1:] + 16)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_weights_compute_in_16_bits_and_logits_are_float32(dtype):
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), make_params())
+    batch = tuple(make_batch())
+    shape = jax.eval_shape(lambda p: t5.T5(CONFIG).apply({"params": p}, *batch, method="hidden"), params)
+    assert shape.dtype == dtype
+    found, exact = logits(params, *batch), logits(make_params(), *batch)
+    assert found.dtype == jnp.float32
+    rounding = 8 * float(jnp.finfo(dtype).eps)  # some roundings to 16 bits, one after the other
+    np.testing.assert_allclose(found, exact, atol=rounding * float(abs(exact).max()))
+
+
+def test_flops_are_six_for_each_weight_and_token_and_twelve_for_each_pair():
+    c, inputs, targets = CONFIG, 10, 4
+    sizes = {path: leaf.size for path, leaf in tree.flatten(family.abstract_params(t5.parts(c)))}
+
+    def tokens_of(path):
+        if path.startswith("embed") or "bias" in path:
+            return 0
+        reads_inputs = path.startswith("encoder") or "cross/k" in path or "cross/v" in path
+        return inputs if reads_inputs else targets
+
+    pairs = inputs**2 + targets**2 / 2 + inputs * targets
+    attention = 12 * c.num_layers * c.num_heads * c.head_dim * pairs
+    expected = attention + 6 * sum(size * tokens_of(path) for path, size in sizes.items())
+    assert t5.flops_per_row(c, inputs, targets) == expected

@@ -1,0 +1,63 @@
+"""Checks what holds for every family. This module tests zerojax.models.family."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from zerojax import tree
+from zerojax.data import objectives
+from zerojax.models import families
+from zerojax.models import family as family_lib
+
+pytestmark = pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: next(iter(family.presets)))
+SEQ_LEN = 16
+
+
+def small(family):
+    """Returns the family's first preset with two layers and a vocabulary."""
+    return dataclasses.replace(next(iter(family.presets.values())), vocab_size=320, num_layers=2)
+
+
+def abstract_batch(family):
+    lengths = objectives.OBJECTIVES[family.objective].lengths(SEQ_LEN)
+    return {name: jax.ShapeDtypeStruct((2, length), jnp.int32) for name, length in lengths.items()}
+
+
+def test_the_loss_of_its_objectives_batch_is_one_float32(family):
+    config = small(family)
+    params = family_lib.abstract_params(family.parts(config))
+    loss = jax.eval_shape(lambda params, batch: family.loss(config, params, batch), params, abstract_batch(family))
+    assert (loss.shape, loss.dtype) == ((), jnp.float32)
+
+
+def test_logits_score_every_token_that_is_continued(family):
+    config, tokens = small(family), jax.ShapeDtypeStruct((2, 5), jnp.int32)
+    params = family_lib.abstract_params(family.parts(config))
+    inputs = abstract_batch(family)
+    inputs.popitem()  # the last array is the one that is continued
+    logits = jax.eval_shape(lambda *arrays: family.logits(config, *arrays), params, inputs, tokens)
+    assert (logits.shape, logits.dtype) == ((2, 5, 320), jnp.float32)
+
+
+def test_every_layer_is_a_block_and_the_head_is_a_head(family):
+    names = list(family.parts(small(family)))
+    blocks = [name for name in names if re.fullmatch(family.blocks, name)]
+    assert len(blocks) % 2 == 0 and blocks
+    assert [name for name in names if re.fullmatch(family.heads, name)] == ["head"]
+
+
+def test_every_weight_has_a_name_at_hugging_face_and_none_has_two(family):
+    table, names = family.huggingface.tensors(small(family)), {}
+    for path, _ in tree.flatten(family_lib.abstract_params(family.parts(small(family)))):
+        name, _ = table[re.sub(r"_\d+/", "_{}/", path)]
+        names[path] = name.format(*re.findall(r"_(\d+)/", path))
+    assert len(set(names.values())) == len(names)
+
+
+def test_weights_are_counted_from_their_shapes(family):
+    parts = family.parts(small(family))
+    made = [jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"] for module, inputs in parts.values()]
+    assert family_lib.count_params(parts) == sum(leaf.size for leaf in jax.tree.leaves(made))

@@ -1,0 +1,93 @@
+"""Checks attention against its equation, and which kernel is chosen. This module tests zerojax.ops.attention."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zerojax.errors import UserError
+from zerojax.ops import attention
+
+ROUNDING = 1e-5  # float32 sums of some terms in another order
+BOTH = ("xla", "cudnn")
+
+
+def by_hand(q, k, v, *, is_causal=False, bias=0.0, mask=None, scale=None):
+    """Softmax of the scores, in float64 and head by head."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = np.einsum("bthn,bshn->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale) + bias
+    if is_causal:
+        scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
+    if mask is not None:
+        scores = np.where(mask[:, None, None, :], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bhts,bshn->bthn", weights / weights.sum(-1, keepdims=True), v)
+
+
+def arrays(queries=5, keys=5, heads=4, kv_heads=2):
+    draw = np.random.default_rng(0).normal
+    shapes = [(2, queries, heads, 8), (2, keys, kv_heads, 8), (2, keys, kv_heads, 8)]
+    return [jnp.asarray(draw(size=shape), jnp.float32) for shape in shapes]
+
+
+def test_causal_attention_with_shared_heads():
+    q, k, v = arrays()
+    found = attention.attend(q, k, v, "xla", is_causal=True)
+    np.testing.assert_allclose(found, by_hand(q, k, v, is_causal=True), atol=ROUNDING)
+
+
+def test_a_bias_is_added_to_scores_that_a_scale_multiplies():
+    q, k, v = arrays(queries=3, keys=6)
+    bias = np.random.default_rng(1).normal(size=(4, 3, 6)).astype(np.float32)
+    found = attention.attend(q, k, v, "xla", is_causal=False, bias_HTS=jnp.asarray(bias), scale=1.0)
+    np.testing.assert_allclose(found, by_hand(q, k, v, bias=bias, scale=1.0), atol=ROUNDING)
+
+
+def test_masked_keys_are_not_seen():
+    q, k, v = arrays(queries=3, keys=6)
+    mask = np.arange(6) < np.array([[6], [2]])
+    found = attention.attend(q, k, v, "xla", is_causal=False, mask_BS=jnp.asarray(mask))
+    np.testing.assert_allclose(found, by_hand(q, k, v, mask=mask), atol=ROUNDING)
+
+
+def test_float16_comes_out_as_float16():
+    q, k, v = (x.astype(jnp.float16) for x in arrays())
+    assert attention.attend(q, k, v, "xla", is_causal=True).dtype == jnp.float16
+
+
+@pytest.mark.parametrize(
+    "wanted, known, platform, dtype, expected",
+    [
+        ("auto", BOTH, "gpu", jnp.bfloat16, "cudnn"),
+        ("auto", BOTH, "cuda", jnp.float16, "cudnn"),
+        ("auto", BOTH, "gpu", jnp.float32, "xla"),
+        ("auto", BOTH, "tpu", jnp.bfloat16, "xla"),
+        ("auto", ("xla",), "gpu", jnp.bfloat16, "xla"),
+        ("xla", BOTH, "gpu", jnp.bfloat16, "xla"),
+        ("cudnn", BOTH, "gpu", jnp.bfloat16, "cudnn"),
+    ],
+)
+def test_auto_is_cudnn_on_gpus_in_16_bits_where_the_family_can(wanted, known, platform, dtype, expected):
+    assert attention.choose_kernel(wanted, known, platform, dtype) == expected
+
+
+@pytest.mark.parametrize(
+    "known, platform, dtype, message",
+    [
+        (BOTH, "cpu", jnp.bfloat16, "cudnn needs an NVIDIA GPU and 16-bit arithmetic; this run has cpu and bfloat16"),
+        (BOTH, "gpu", jnp.float32, "this run has gpu and float32; set --config.model.attention=xla"),
+        (("xla",), "gpu", jnp.bfloat16, "this preset runs xla alone, and the config says cudnn"),
+    ],
+)
+def test_a_kernel_that_cannot_run_is_refused(known, platform, dtype, message):
+    with pytest.raises(UserError, match=message):
+        attention.choose_kernel("cudnn", known, platform, dtype)
+
+
+def test_gradients_reach_the_bias():
+    q, k, v = arrays()
+    grad = jax.grad(lambda bias: attention.attend(q, k, v, "xla", is_causal=True, bias_HTS=bias).sum())(
+        jnp.zeros((4, 5, 5))
+    )
+    assert grad.shape == (4, 5, 5) and abs(grad).max() > 0

@@ -1,0 +1,166 @@
+"""What a model learns from text. This module turns windows of tokens into rows, prompts into a model's inputs, and its answers into text.
+
+An objective's arrays have lengths that `seq_len` alone decides, so a batch needs neither padding nor a mask.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.errors import UserError
+
+NOISE_DENSITY, MEAN_SPAN = 0.15, 3  # of T5 (arXiv:1910.10683, section 3.1.4)
+START = 0  # T5's decoder begins with its padding id
+GAP = "___"  # stands for a missing span in a prompt
+_SPANS = 1910_10683  # sets the draws of spans apart from other draws of the same seed, row and position
+
+
+class Form(NamedTuple):
+    """How a window becomes a row.
+
+    Attributes:
+      window: tokens of text that a row is made of.
+      arrays: (window: int32[window], key) -> {name: int32[length]}. `key` is a few integers of which no two windows have the same.
+    """
+
+    window: int
+    arrays: Callable[[np.ndarray, tuple[int, ...]], dict[str, np.ndarray]]
+
+
+class Objective(Protocol):
+    """What the feed, the program and the sample need of an objective."""
+
+    def lengths(self, seq_len: int) -> dict[str, int]:
+        """Returns the lengths of a row's arrays, by name."""
+
+    def form(self, tokenizer: tokenizer_lib.Tokenizer, seq_len: int) -> Form:
+        """Returns how windows become rows."""
+
+    def prompt(self, tokenizer: tokenizer_lib.Tokenizer, text: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Returns a prompt's inputs by name, and the tokens that the model goes on from: int32[length]."""
+
+    def answer(self, tokenizer: tokenizer_lib.Tokenizer, text: str, tokens: np.ndarray) -> str:
+        """Returns the text that the tokens, those gone on from among them, make of a prompt."""
+
+
+class NextToken:
+    """A row is {"tokens": int32[seq_len + 1]}: inputs are tokens[:-1], labels tokens[1:]."""
+
+    def lengths(self, seq_len: int) -> dict[str, int]:
+        """Returns the length of `tokens`."""
+        return {"tokens": seq_len + 1}
+
+    def form(self, tokenizer: tokenizer_lib.Tokenizer | None, seq_len: int) -> Form:
+        """Returns the form whose rows are windows as they are; the tokenizer does not count."""
+        return Form(seq_len + 1, lambda window, key: {"tokens": window})
+
+    def prompt(self, tokenizer: tokenizer_lib.Tokenizer, text: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Returns no inputs, and the text behind the separator."""
+        return {}, np.concatenate([[tokenizer.bos_id], tokenizer.encode(text)]).astype(np.int32)
+
+    def answer(self, tokenizer: tokenizer_lib.Tokenizer, text: str, tokens: np.ndarray) -> str:
+        """Returns the prompt and what continues it."""
+        return tokenizer.decode(tokens[1:])
+
+
+class SpanCorruption:
+    """A row is {"inputs": int32[seq_len], "targets": int32[length]}: spans of the text are missing in `inputs`, and stand in `targets`.
+
+    Of a window of n tokens, about 0.15 n are cut out in spans of 3 tokens on average. Each span leaves a sentinel in `inputs`; `targets`
+    begin with START, name each sentinel before its span, and end with one more sentinel:
+
+        text     Thank you for inviting me to your party last week
+        inputs   Thank you <0> me to your party <1> week
+        targets  START <0> for inviting <1> last <2>
+
+    A decoder reads targets[:-1] and learns targets[1:]. As in T5, a window begins with text that stays and ends with a span.
+    """
+
+    def lengths(self, seq_len: int) -> dict[str, int]:
+        """Returns the lengths of both arrays.
+
+        Raises:
+          UserError: `seq_len` leaves no room for a token and a sentinel.
+        """
+        _, noise, spans = _sizes(seq_len)
+        return {"inputs": seq_len, "targets": 1 + noise + spans + 1}
+
+    def form(self, tokenizer: tokenizer_lib.Tokenizer, seq_len: int) -> Form:
+        """Returns the form that cuts spans out of windows.
+
+        Raises:
+          UserError: the tokenizer has fewer sentinels than a row needs.
+        """
+        window, noise, spans = _sizes(seq_len)
+        sentinels = np.asarray(tokenizer.sentinels, np.int32)
+        if len(sentinels) < spans + 1:
+            raise UserError(
+                f"config.data.tokenizer: span corruption of config.seq_len={seq_len} tokens needs {spans + 1} sentinels, and the tokenizer "
+                f'has {len(sentinels)}; shorten config.seq_len, or give "bytes" or a tokenizer with <extra_id_0>, <extra_id_1>, ...'
+            )
+
+        def arrays(tokens: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
+            # RandomState's results never change between versions of numpy.
+            random = np.random.RandomState(np.random.PCG64([*key, _SPANS]))
+            kept, cut = (_partition(random, count, spans) for count in (window - noise, noise))
+            pieces = np.split(tokens, np.cumsum(np.stack([kept, cut], axis=1).ravel())[:-1])
+            marks = [sentinels[i : i + 1] for i in range(spans + 1)]
+            inputs = [part for pair in zip(pieces[::2], marks) for part in pair]
+            targets = [part for pair in zip(marks, pieces[1::2]) for part in pair]
+            start = np.array([START], np.int32)
+            return {"inputs": np.concatenate(inputs), "targets": np.concatenate([start, *targets, marks[-1]])}
+
+        return Form(window, arrays)
+
+    def prompt(self, tokenizer: tokenizer_lib.Tokenizer, text: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Returns the text with a sentinel for each GAP, and what targets begin with; a text without a GAP gets one at its end."""
+        pieces = _pieces(text)
+        marked = [tokenizer.encode(pieces[0])]
+        for piece, sentinel in zip(pieces[1:], tokenizer.sentinels):
+            marked += [np.array([sentinel]), tokenizer.encode(piece)]
+        return {"inputs": np.concatenate(marked).astype(np.int32)}, np.array([START], np.int32)
+
+    def answer(self, tokenizer: tokenizer_lib.Tokenizer, text: str, tokens: np.ndarray) -> str:
+        """Returns the prompt with its gaps filled, each with what stands behind its sentinel; a gap without an answer stays one."""
+        pieces, found = _pieces(text), tokens.tolist()
+        ends = [i for i, token in enumerate(found) if token in set(tokenizer.sentinels)] + [len(found)]
+        spans = {
+            found[at]: tokenizer.decode(found[at + 1 : end]) for at, end in reversed(list(itertools.pairwise(ends)))
+        }
+        filled = [pieces[0]]
+        for piece, sentinel in zip(pieces[1:], tokenizer.sentinels):
+            filled += [spans.get(sentinel, GAP), piece]
+        return "".join(filled)
+
+
+OBJECTIVES: Mapping[str, Objective] = {"next_token": NextToken(), "span_corruption": SpanCorruption()}
+
+
+def _pieces(text: str) -> list[str]:
+    return text.split(GAP) if GAP in text else [text, ""]
+
+
+@functools.cache
+def _sizes(seq_len: int) -> tuple[int, int, int]:
+    """Returns the tokens of the longest window whose inputs are `seq_len` long, how many of them are cut out, and in how many spans."""
+    found = None
+    for window in range(2, 2 * seq_len + 2):  # inputs grow by 0 or 1 with each token, so no length is left out
+        noise = min(max(round(window * NOISE_DENSITY), 1), window - 1)
+        spans = max(round(noise / MEAN_SPAN), 1)
+        if window - noise + spans == seq_len:
+            found = window, noise, spans
+    if found is None:
+        raise UserError(
+            f"config.seq_len: span corruption needs 2 tokens or more, and it is {seq_len}; set --config.seq_len=128"
+        )
+    return found
+
+
+def _partition(random: np.random.RandomState, count: int, parts: int) -> np.ndarray:
+    """Returns sizes above 0 that add up to `count`, every way of parting equally likely: int64[parts]."""
+    cuts = np.sort(random.permutation(count - 1)[: parts - 1]) + 1
+    return np.diff(np.concatenate([[0], cuts, [count]]))

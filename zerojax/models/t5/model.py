@@ -1,0 +1,242 @@
+"""An encoder-decoder in T5's form. This module knows nothing of meshes, stages or rematerialisation.
+
+Both stacks add one learned bias to the scores of their self-attention, by the distance of query and key, which all layers share
+(arXiv:1910.10683, section 2.1). It is computed once a stack and handed to the layers. v1.1 has gated GELU and a head of its own.
+
+Shapes: B batch, S encoder length, T decoder length, D embed, H heads, N head dim, F mlp, V vocabulary.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from zerojax.models import family, layers
+from zerojax.ops import attention as attention_lib
+from zerojax.ops import losses
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config:
+    """The model's shape (arXiv:1910.10683; v1.1: arXiv:2002.05202)."""
+
+    vocab_size: int
+    num_layers: int  # of the encoder, and as many of the decoder
+    embed_dim: int
+    num_heads: int
+    head_dim: int
+    mlp_dim: int
+    mlp: Literal["gated_gelu", "relu"] = "gated_gelu"
+    tie_embeddings: bool = False
+    buckets: int = 32  # of distances
+    max_distance: int = 128  # longer ones share the last bucket
+    norm_eps: float = 1e-6
+    max_seq_len: int | None = None  # distances have no end
+    attention: attention_lib.Kernel = "xla"
+
+
+class RelativeBias(nn.Module):
+    """What the distance of query and key adds to each head's score, for all layers of a stack."""
+
+    config: T5Config
+    is_causal: bool
+
+    @nn.compact
+    def __call__(self, positions_T: jax.Array) -> jax.Array:
+        """Returns float[H, T, T] for int32[T] positions."""
+        c = self.config
+        initializer = nn.initializers.normal(c.embed_dim**-0.5)
+        table_KH = self.param("embedding", initializer, (c.buckets, c.num_heads))
+        distance_TT = positions_T[None, :] - positions_T[:, None]
+        bucket_TT = bucket_of(distance_TT, c.buckets, c.max_distance, is_causal=self.is_causal)
+        # As a product: the table's gradient adds up T * T terms in float32, and needs no scatter.
+        hit_TTK = jax.nn.one_hot(bucket_TT, c.buckets, dtype=table_KH.dtype)
+        return jnp.einsum("tsk,kh->hts", hit_TTK, table_KH)
+
+
+class Attention(nn.Module):
+    """Attention of queries to memory, without a scale of the scores: the initialisation of `q` holds it."""
+
+    config: T5Config
+    is_causal: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        memory_BSD: jax.Array,
+        bias_HTS: jax.Array | None = None,
+        mask_BS: jax.Array | None = None,
+    ) -> jax.Array:
+        c = self.config
+        heads, inner = (c.num_heads, c.head_dim), c.num_heads * c.head_dim
+        q_BTHN = layers.Linear(heads, stddev=(c.embed_dim * c.head_dim) ** -0.5, name="q")(x_BTD)
+        k_BSHN = layers.Linear(heads, stddev=c.embed_dim**-0.5, name="k")(memory_BSD)
+        v_BSHN = layers.Linear(heads, stddev=c.embed_dim**-0.5, name="v")(memory_BSD)
+        with jax.named_scope("attention"):
+            y_BTHN = attention_lib.attend(
+                q_BTHN,
+                k_BSHN,
+                v_BSHN,
+                c.attention,
+                is_causal=self.is_causal,
+                bias_HTS=bias_HTS,
+                mask_BS=mask_BS,
+                scale=1.0,
+            )
+        return layers.Linear((c.embed_dim,), contracted=2, stddev=inner**-0.5, name="o")(y_BTHN)
+
+
+class MLP(nn.Module):
+    """down(gelu(gate(x)) * up(x)) in v1.1 (GEGLU, arXiv:2002.05202), down(relu(up(x))) before."""
+
+    config: T5Config
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        c = self.config
+        stddev = c.embed_dim**-0.5
+        h_BTF = layers.Linear((c.mlp_dim,), stddev=stddev, name="up")(x_BTD)
+        if c.mlp == "gated_gelu":
+            h_BTF = nn.gelu(layers.Linear((c.mlp_dim,), stddev=stddev, name="gate")(x_BTD), approximate=True) * h_BTF
+        else:
+            h_BTF = nn.relu(h_BTF)
+        return layers.Linear((c.embed_dim,), stddev=c.mlp_dim**-0.5, name="down")(h_BTF)
+
+
+class EncoderLayer(nn.Module):
+    """One residual self-attention and one residual MLP."""
+
+    config: T5Config
+
+    @nn.compact
+    def __call__(self, x_BSD: jax.Array, bias_HSS: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
+        c = self.config
+        y_BSD = layers.RMSNorm(c.norm_eps, name="attention_norm")(x_BSD)
+        x_BSD = x_BSD + Attention(c, name="attention")(y_BSD, y_BSD, bias_HSS, mask_BS)
+        return x_BSD + MLP(c, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x_BSD))
+
+
+class DecoderLayer(nn.Module):
+    """One residual causal self-attention, one residual attention to the encoder's states, and one residual MLP."""
+
+    config: T5Config
+
+    @nn.compact
+    def __call__(
+        self, x_BTD: jax.Array, bias_HTT: jax.Array, encoded_BSD: jax.Array, mask_BS: jax.Array | None = None
+    ) -> jax.Array:
+        c = self.config
+        y_BTD = layers.RMSNorm(c.norm_eps, name="attention_norm")(x_BTD)
+        x_BTD = x_BTD + Attention(c, is_causal=True, name="attention")(y_BTD, y_BTD, bias_HTT)
+        y_BTD = layers.RMSNorm(c.norm_eps, name="cross_norm")(x_BTD)
+        x_BTD = x_BTD + Attention(c, name="cross")(y_BTD, encoded_BSD, None, mask_BS)
+        return x_BTD + MLP(c, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD))
+
+
+class T5(nn.Module):
+    """The whole model; weights lie under embed, encoder_bias, encoder_0, ..., encoder_norm, the decoder's alike, and head."""
+
+    config: T5Config
+
+    def setup(self) -> None:
+        modules = {name: module.clone() for name, (module, _) in parts(self.config).items()}
+        numbers = range(self.config.num_layers)
+        self.embed = modules["embed"]
+        self.encoder_bias, self.encoder_norm = modules["encoder_bias"], modules["encoder_norm"]
+        self.decoder_bias, self.decoder_norm = modules["decoder_bias"], modules["decoder_norm"]
+        self.encoder = [modules[f"encoder_{i}"] for i in numbers]
+        self.decoder = [modules[f"decoder_{i}"] for i in numbers]
+        if not self.config.tie_embeddings:
+            self.head = modules["head"]
+
+    def hidden(self, inputs_BS: jax.Array, targets_BT: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
+        """Returns the normalised states that the head reads: float[B, T, D]; `mask_BS` is False for inputs that are padding."""
+        masks = () if mask_BS is None else (mask_BS,)
+        x_BSD = self.embed(inputs_BS)
+        bias_HSS = self.encoder_bias(jnp.arange(inputs_BS.shape[1]))
+        for layer in self.encoder:
+            x_BSD = layer(x_BSD, bias_HSS, *masks)
+        encoded_BSD = self.encoder_norm(x_BSD)
+        x_BTD = self.embed(targets_BT)
+        bias_HTT = self.decoder_bias(jnp.arange(targets_BT.shape[1]))
+        for layer in self.decoder:
+            x_BTD = layer(x_BTD, bias_HTT, encoded_BSD, *masks)
+        x_BTD = self.decoder_norm(x_BTD)
+        # A table that is shared with the input has rows of length sqrt(D).
+        return x_BTD * self.config.embed_dim**-0.5 if self.config.tie_embeddings else x_BTD
+
+    def __call__(self, inputs_BS: jax.Array, targets_BT: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
+        """Returns logits of the token behind each target: float32[B, T, V] from int32[B, S] and int32[B, T]."""
+        x_BTD = self.hidden(inputs_BS, targets_BT, mask_BS)
+        return layers.logits(x_BTD, self.embed.embedding.T) if self.config.tie_embeddings else self.head(x_BTD)
+
+    def loss(self, inputs_BS: jax.Array, targets_BU: jax.Array) -> jax.Array:
+        """Returns the mean loss of each target's next one: float32[] from int32[B, S] and int32[B, T + 1]; no row is padded."""
+        x_BTD, labels_BT = self.hidden(inputs_BS, targets_BU[:, :-1]), targets_BU[:, 1:]
+        with jax.named_scope("loss"):
+            if self.config.tie_embeddings:
+                return losses.one_pass_cross_entropy(x_BTD, self.embed.embedding.T, labels_BT)
+            return self.head.loss(x_BTD, labels_BT)
+
+
+def parts(config: T5Config) -> family.Parts:
+    """Returns the modules that make up the weight tree, each with the inputs to initialise it on."""
+    c = config
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    positions = jax.ShapeDtypeStruct((1,), jnp.int32)
+    states = jax.ShapeDtypeStruct((1, 1, c.embed_dim), jnp.float32)
+    bias = jax.ShapeDtypeStruct((c.num_heads, 1, 1), jnp.float32)
+    embed = layers.Embed(c.vocab_size, c.embed_dim, embedding_init=nn.initializers.normal(1.0))
+    found: family.Parts = {"embed": (embed, (tokens,))}
+    found["encoder_bias"] = (RelativeBias(c, is_causal=False), (positions,))
+    found |= {f"encoder_{i}": (EncoderLayer(c), (states, bias)) for i in range(c.num_layers)}
+    found["encoder_norm"] = (layers.RMSNorm(c.norm_eps), (states,))
+    found["decoder_bias"] = (RelativeBias(c, is_causal=True), (positions,))
+    found |= {f"decoder_{i}": (DecoderLayer(c), (states, bias, states)) for i in range(c.num_layers)}
+    found["decoder_norm"] = (layers.RMSNorm(c.norm_eps), (states,))
+    head = layers.Head(c.embed_dim, c.vocab_size, stddev=c.embed_dim**-0.5)
+    return found if c.tie_embeddings else found | {"head": (head, (states,))}
+
+
+def bucket_of(distance: jax.Array, buckets: int, max_distance: int, *, is_causal: bool) -> jax.Array:
+    """Returns the bucket of each distance (key's position less query's), of the same shape.
+
+    Half of the buckets hold one distance each; those of the other half grow with the logarithm of the distance, up to `max_distance`.
+    Where keys may lie behind the query, these have the upper half of all buckets.
+    """
+    bucket = jnp.zeros_like(distance)
+    if is_causal:
+        distance = jnp.maximum(-distance, 0)
+    else:
+        buckets //= 2
+        bucket += jnp.where(distance > 0, buckets, 0)
+        distance = abs(distance)
+    exact = buckets // 2
+    ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact) / math.log(max_distance / exact)
+    far = jnp.minimum(exact + (ratio * (buckets - exact)).astype(distance.dtype), buckets - 1)
+    return bucket + jnp.where(distance < exact, distance, far)
+
+
+def flops_per_row(config: T5Config, inputs: int, targets: int) -> float:
+    """Returns the floating-point operations of training on a row of so many input tokens and decoded tokens (nothing recomputed).
+
+    A weight costs 6 for each token that it multiplies; keys and values of the attention to the encoder multiply its tokens, and tables
+    multiply none. Scores and their use cost 12 * heads * head_dim a pair of tokens, and half of that where attention is causal.
+    """
+    c = config
+    shapes = family.abstract_params(parts(c))
+    sizes = {name: sum(leaf.size for leaf in jax.tree.leaves(part)) for name, part in shapes.items()}
+    encoder, decoder = (
+        sum(size for name, size in sizes.items() if name.startswith(side) and not name.endswith("bias"))
+        for side in ("encoder", "decoder")
+    )
+    inner = c.num_heads * c.head_dim
+    across = c.num_layers * 2 * c.embed_dim * inner  # keys and values of the encoder's states
+    head = c.embed_dim * c.vocab_size
+    weights = (encoder + across) * inputs + (decoder - across + head) * targets
+    pairs = inputs**2 + targets**2 / 2 + inputs * targets
+    return 6.0 * weights + 12.0 * c.num_layers * inner * pairs
