@@ -24,6 +24,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
+from zerojax import mesh as mesh_lib
 from zerojax.zero import float32_grads, gather, remat
 
 Body = Callable[..., Any]
@@ -187,7 +188,7 @@ def _block_backward(plan: _Plan, kept: _Kept, cotangents: tuple[Any, Tokens]) ->
     pull = jax.tree.unflatten(kept.structure, leaves)
     if jnp.dtype(plan.reduction.dtype) == jnp.float32 and plan.placements:
         mesh = next(iter(plan.placements.values())).stored.mesh
-        pull = float32_grads.in_float32(pull, platform=mesh.devices.flat[0].platform)
+        pull = float32_grads.in_float32(pull, platform=mesh_lib.platform(mesh))
     grads, *inputs = pull(arrived)
     inputs = [
         jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, tangent) for tangent in inputs
