@@ -68,11 +68,6 @@ class How:
                 f"offload: {self.offload!r} says what is kept in the host's memory, and remat='none' keeps everything on the device; "
                 "set offload to '', or remat to 'dots' or 'full'"
             )
-        if self.recompute and (precision := remat.precision_of_all()):
-            raise UserError(
-                f"recompute: {self.recompute!r} tells products apart by their precision, and jax_default_matmul_precision is {precision!r} "
-                "for all; leave that unset, or set recompute to '', or remat to 'full'"
-            )
 
 
 def where_used(
