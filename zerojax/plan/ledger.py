@@ -20,7 +20,7 @@ from zerojax.hlo import collectives, syntax
 from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import attribution
 from zerojax.plan.attribution import ROLES, WEIGHT_ROLES, Weight
-from zerojax.zero import gather
+from zerojax.zero import placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +119,9 @@ def weights_of(weights: Mapping[str, Any], mesh: Mesh) -> dict[str, Weight]:
     splitting = [mesh_lib.DATA] if mesh_lib.DATA in mesh.shape else list(mesh.shape)
     found = {}
     for path, given in weights.items():
-        if isinstance(given, gather.Placement):
+        if isinstance(given, placement.Placement):
             shape = given.shape or ()
-            places = (given.used, given.stored, given.grad, given.opt_state)
+            places = (given.used, given.stored, given.grad, given.update)
             found[path] = Weight(path, shape, *(place.shard_shape(shape) for place in places))
             continue
         shape, sharding = tuple(given.shape), getattr(given, "sharding", None)

@@ -20,6 +20,7 @@ from zerojax.plan import departures, findings, flops, ledger, targets
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program
 from zerojax.zero import memory, stages
+from zerojax.zero import placement as placement_lib
 
 HOST, TEMPORARIES = "host memory", "activations and temporaries"
 
@@ -93,7 +94,7 @@ def plan_step(
     *args: Any,
     mesh: Mesh,
     target: str = "here",
-    placement: stages.Partition | None = None,
+    placement: placement_lib.Partition | None = None,
     tokens: int = 0,
     compute_dtype: Any = None,
     passes: int = 1,
@@ -209,7 +210,7 @@ def _received(sent: ledger.Ledger) -> dict[tuple[str, ...], float]:
 
 
 def _memory(
-    held: buffers.Buffers, placement: stages.Partition | None, passes: int, by_hand: bool
+    held: buffers.Buffers, placement: placement_lib.Partition | None, passes: int, by_hand: bool
 ) -> tuple[MemoryRow, ...]:
     """Returns the memory by role, three ways."""
     assigned = {**held.arguments_by_role, HOST: held.host}
@@ -233,7 +234,7 @@ def _memory(
     return tuple(MemoryRow(role, theory.get(role), arithmetic.get(role), assigned.get(role, 0)) for role in roles)
 
 
-def _theory(placement: stages.Partition, passes: int, by_hand: bool) -> tuple[dict[str, int], dict[str, int]]:
+def _theory(placement: placement_lib.Partition, passes: int, by_hand: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Returns bytes by role as the stage's table has them, and as the shardings do."""
     splits, ways = stages.STAGES[placement.stage], placement.mesh.shape[stages.DATA]
     is_split = {

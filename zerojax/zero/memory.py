@@ -9,10 +9,11 @@ from rich.table import Table
 from pallas_kernels import blockwise
 from zerojax import display, precision, tree
 from zerojax.hlo import buffer_roles
-from zerojax.zero import gather, stages
+from zerojax.zero import gather, placement, stages
 
 ROLES = {
     stages.PARAMS: "params",
+    stages.FROZEN: "frozen params",
     "grads": "gradients",
     stages.OPT_STATE: "optimizer state",
     stages.OTHER: "other",
@@ -22,9 +23,11 @@ MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / blockwise.BLOCK}
 
 
 def bytes_per_device(
-    partition: stages.Partition, *, accumulates: bool = False, by_hand: bool = False
+    partition: placement.Partition, *, accumulates: bool = False, by_hand: bool = False
 ) -> dict[str, int]:
     """Returns {role: bytes on each device}, from the shardings' arithmetic; what activations need is not counted.
+
+    Frozen weights are counted apart, and have no gradients.
 
     Gradients live while a step runs, in the dtype of the weights they belong to, or in float32 where they accumulate over several passes,
     or are summed by hand (`make_train_step`'s reduce_dtype): then one pass leaves them laid out as the optimizer's state.
@@ -35,8 +38,8 @@ def bytes_per_device(
         counted[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
         if role == stages.PARAMS:
             item = 4 if accumulates or by_hand else jnp.dtype(leaf.dtype).itemsize
-            place, reduction = partition.placements[path], gather.Reduction(jnp.float32, at_once=not accumulates)
-            kept = reduction.target(place) if by_hand else place.grad
+            where, reduction = partition.placements[path], gather.Reduction(jnp.float32, at_once=not accumulates)
+            kept = reduction.target(where) if by_hand else where.grad
             counted["grads"] += item * math.prod(kept.shard_shape(leaf.shape))
     return counted
 
@@ -69,18 +72,19 @@ def bytes_per_parameter(
     }
 
 
-def per_parameter_line(partition: stages.Partition, name: str, moments: str) -> str:
+def per_parameter_line(partition: placement.Partition, name: str, moments: str) -> str:
     """Says how many bytes of state each device holds for each parameter, as counted from the shardings."""
     counted = bytes_per_device(partition)
     weights = [leaf for path, leaf in tree.flatten(partition.abstract_state) if path in partition.placements]
-    each = {role: counted[role] / sum(map(tree.size, weights)) for role in (stages.PARAMS, stages.OPT_STATE)}
+    lasting = (stages.PARAMS, *([stages.FROZEN] if counted[stages.FROZEN] else []), stages.OPT_STATE)
+    each = {role: counted[role] / sum(map(tree.size, weights)) for role in lasting}
     shown = ", ".join(f"{ROLES[role]} {value:.4g}" for role, value in each.items())
     return f"precision {name}, moments {moments}: {sum(each.values()):.4g} bytes a parameter on each device ({shown})"
 
 
 def memory_table(
-    partition: stages.Partition,
-    baseline: stages.Partition,
+    partition: placement.Partition,
+    baseline: placement.Partition,
     accumulates: bool = False,
     by_hand: bool = False,
 ) -> Table:
@@ -90,7 +94,8 @@ def memory_table(
     table = Table(title=f"Bytes on each device: stage {partition.stage}, data={partition.mesh.shape['data']}")
     for column in ("role", f"stage {partition.stage}", "stage 0", "saved"):
         table.add_column(column, justify="left" if column == "role" else "right")
-    for role, name in ROLES.items():
+    shown = {role: name for role, name in ROLES.items() if role != stages.FROZEN or there[role]}
+    for role, name in shown.items():
         table.add_row(name, display.human(here[role]), display.human(there[role]), _saved(here[role], there[role]))
     table.add_section()
     total, total_there = sum(here.values()), sum(there.values())
