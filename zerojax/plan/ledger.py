@@ -21,7 +21,7 @@ from zerojax.hlo import collectives, syntax
 from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import attribution
 from zerojax.plan.attribution import WeightDims
-from zerojax.zero import gather
+from zerojax.zero import placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,9 +120,9 @@ def weights_of(weights: Mapping[str, Any], mesh: Mesh) -> dict[str, WeightDims]:
     gathered_over = [mesh_lib.DATA] if mesh_lib.DATA in mesh.shape else list(mesh.shape)
     found = {}
     for path, given in weights.items():
-        if isinstance(given, gather.Placement):
+        if isinstance(given, placement.Placement):
             shape = given.shape or ()
-            places = (given.used, given.stored, given.grad, given.opt_state)
+            places = (given.used, given.stored, given.grad, given.update)
             found[path] = WeightDims(path, shape, *(place.shard_shape(shape) for place in places))
             continue
         shape, sharding = tuple(given.shape), getattr(given, "sharding", None)
