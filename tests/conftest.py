@@ -1,9 +1,16 @@
-"""Gives every test 8 emulated CPU devices. They must be asked for before jax starts."""
+"""Gives every test 8 emulated CPU devices, and compiles roughly. Both must be asked for before jax starts.
+
+Compiling is most of the time of most tests. Without LLVM's optimizations and XLA's fusion emitters a train step compiles in a
+quarter of the time; sharding is decided the same.
+"""
 
 import os
 
+import rough
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {rough.XLA_FLAGS}"
+os.environ.update(rough.JAX)
 
 import pytest
 import runs
@@ -27,21 +34,13 @@ def compiled_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cache_dir(compiled_dir):
-    """Compiles each program of the small runs once and roughly: a second run of the same shapes takes a second, not ten."""
+    """Compiles each program of the small runs once: a second run of the same shapes takes a second, not ten."""
     with runs.jax_settings(
-        jax_disable_most_optimizations=True,
         jax_compilation_cache_dir=str(compiled_dir),
         jax_persistent_cache_min_compile_time_secs=0.0,
         jax_persistent_cache_min_entry_size_bytes=-1,
     ):
         yield compiled_dir
-
-
-@pytest.fixture(scope="module")
-def quick_compilation():
-    """Compiling is most of the time of many tests, and LLVM's best code a third of that."""
-    with runs.jax_settings(jax_disable_most_optimizations=True):
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import rough
 from jax.experimental.compilation_cache import compilation_cache
 
 from zerojax import train
@@ -135,7 +136,8 @@ def environment(cache: pathlib.Path) -> dict[str, str]:
     return {
         **kept,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        **rough.JAX,
+        "XLA_FLAGS": rough.XLA_FLAGS,
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

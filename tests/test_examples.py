@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+import rough
 from flax import nnx
 from flax.training import train_state
 
@@ -36,14 +37,6 @@ SMALL = {
     "nnx_model": {"HIDDEN": 64, "LAYERS": 2, "BATCH": 32},
     "own_train_step": {"HIDDEN": 64, "FEATURES": 64, "BATCH": 16},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_compilation():
-    """Compiles in half the time: sharding is decided the same, only the machine code is worse."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache
@@ -291,9 +284,7 @@ def test_weights_of_another_model_are_refused_where_used():
 @pytest.mark.parametrize("name", SMALL)
 def test_an_example_runs_as_a_command(name):
     command = [sys.executable, str(FOLDER / f"{name}.py"), "--stage", "2", "--steps", "2"]
-    environ = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {
-        "PYTHONPATH": str(FOLDER.parent)
-    }
+    environ = {**os.environ, "XLA_FLAGS": rough.XLA_FLAGS, "PYTHONPATH": str(FOLDER.parent)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ)
     assert done.returncode == 0, done.stderr
     assert "stage 2 on 8 devices:" in done.stdout and "loss: " in done.stdout

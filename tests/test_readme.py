@@ -11,6 +11,7 @@ import sys
 import tomllib
 
 import pytest
+import rough
 
 import zerojax
 from configs import base
@@ -50,8 +51,7 @@ def run_code(tmp_path_factory):
 
 
 def _run(page, folder):
-    environ = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    environ |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environ = {**os.environ, "XLA_FLAGS": rough.XLA_FLAGS, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", "\n".join(blocks(page, "python"))]
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=LIMIT)
 

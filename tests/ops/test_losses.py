@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 from zerojax import precision
 from zerojax.ops import losses
@@ -19,9 +18,6 @@ COMPILES = hypothesis.settings(
     deadline=None, derandomize=True, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
 )
 EMBED, VOCAB = 16, 24
-
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def make_inputs(batch=8, length=6, dtype=jnp.float32):

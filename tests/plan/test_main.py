@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import rough
 import runs
 
 SMALL = [
@@ -24,7 +25,7 @@ def run(*arguments):
         "--config.global_batch_size=8",
         *arguments,
     ]
-    environ = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environ = {**os.environ, "XLA_FLAGS": rough.XLA_FLAGS}
     return subprocess.run(command, capture_output=True, text=True, cwd=runs.ROOT, env=environ, timeout=runs.LIMIT)
 
 

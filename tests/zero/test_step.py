@@ -36,9 +36,6 @@ SCHEDULE = optax.linear_schedule(3e-3, 3e-4, STEPS)
 TX = optax.adamw(SCHEDULE, b1=0.9, b2=0.95, weight_decay=0.1)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 @functools.cache
 def make_params():
     random = np.random.default_rng(0)

@@ -33,9 +33,6 @@ BRANCHES = st.dictionaries(NAMES, SHAPES, min_size=1, max_size=2)
 TREES = st.dictionaries(NAMES, SHAPES | BRANCHES, min_size=1, max_size=3)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 def make_state(params):
     return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1e-3))
 

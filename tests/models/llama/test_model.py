@@ -18,9 +18,6 @@ ROUNDING = 2e-5  # float32 sums of some hundred terms in another order
 CONFIG = dataclasses.replace(presets.PRESETS["test"], vocab_size=61)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 def shapes_of(config):
     return jax.eval_shape(llama.Llama(config).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
 
