@@ -96,8 +96,8 @@ def test_whole_shards_move_nothing_but_the_magnitudes_of_shared_blocks():
                 rules.Rule("adam"), [leaf], [True], SCALARS, jnp.zeros(1, jnp.uint32), [sharding], "jnp"
             )
 
-        scales = NamedSharding(mesh, sharded.quantized.scales_spec(spec, shape, mesh))
+        scales = NamedSharding(mesh, sharded.eight_bit.scales_spec(spec, shape, mesh))
         placed = rules.Leaf(sharding, sharding, (sharding, scales), (sharding, scales))
         text = jax.jit(step, in_shardings=(placed,)).lower(leaf).compile().as_text()
-        assert ("all-gather" in text) == bool(sharded.quantized.shared_axes(spec, shape, mesh)), spec
+        assert ("all-gather" in text) == bool(sharded.eight_bit.shared_axes(spec, shape, mesh)), spec
         assert "all-to-all" not in text and "collective-permute" not in text

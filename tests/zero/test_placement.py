@@ -1,4 +1,4 @@
-"""Checks weights that are frozen: what has gradients, moments and updates, and what lies where. This module tests zerojax.zero.placement."""
+"""Checks frozen weights: they have no gradients, moments and updates. This module tests zerojax.zero.placement."""
 
 import functools
 import itertools

@@ -179,6 +179,7 @@ class Blocks:
             return call(*args, **kwargs)
         if self._recompute.fullmatch(path):
             self.recomputed.add(path)
+            assert context.module.scope is not None  # `intercept` leaves modules without one alone
             result = _recomputed(call, args, kwargs, path, context.module.scope)
         else:
             result = call(*args, **kwargs)
