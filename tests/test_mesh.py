@@ -1,5 +1,6 @@
 """Checks how devices and batches are laid out. This module tests zerojax.mesh."""
 
+import compile_only
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -57,6 +58,8 @@ def test_a_batch_is_split_over_replica_and_data_alone(batch_dim):
     assert len({str(s.index) for s in batch.addressable_shards}) == mesh_lib.ways(mesh)
 
 
-def test_replicated_keeps_an_array_whole_everywhere():
-    array = jax.device_put(jnp.arange(6.0), mesh_lib.replicated(mesh_lib.make_mesh()))
-    assert [s.data.shape for s in array.addressable_shards] == [(6,)] * DEVICES
+def test_a_platform_has_one_name_whoever_made_its_devices():
+    here = mesh_lib.make_mesh()
+    gpus = mesh_lib.make_mesh(devices=compile_only.devices())
+    assert [mesh_lib.platform(where) for where in (None, here, here.devices.flat[0])] == ["cpu"] * 3
+    assert [mesh_lib.platform(where) for where in (gpus, gpus.devices.flat[0])] == ["gpu"] * 2

@@ -11,11 +11,11 @@ from zerojax.mesh import batch_sharding, make_mesh
 from zerojax.ops.embedding import embedding_lookup
 from zerojax.precision import with_master_weights
 from zerojax.train_state import TrainState
-from zerojax.zero.gather import Placement
 from zerojax.zero.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
 from zerojax.zero.memory import memory_table
+from zerojax.zero.placement import Partition, Placement
 from zerojax.zero.shard_state import pad, shard_train_state, unpad
-from zerojax.zero.stages import Partition, partition_state
+from zerojax.zero.stages import partition_state
 from zerojax.zero.step import make_train_step
 from zerojax.zero.where_used import where_used
 

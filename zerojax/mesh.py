@@ -52,11 +52,13 @@ def batch_sharding(mesh: Mesh, batch_dim: int = 0) -> NamedSharding:
     return NamedSharding(mesh, P(*[None] * batch_dim, BATCH_AXES))
 
 
+def platform(where: Mesh | jax.Device | None = None) -> str:
+    """Returns what kind of devices a mesh, a device, or by default this process has: "gpu" (of any maker), "tpu" or "cpu"."""
+    device = where.devices.flat[0] if isinstance(where, Mesh) else where
+    name = jax.default_backend() if device is None else device.platform
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
 def ways(mesh: Mesh) -> int:
     """Returns in how many parts a batch is split."""
     return mesh.shape[REPLICA] * mesh.shape[DATA]
-
-
-def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding that keeps an array whole on every device."""
-    return NamedSharding(mesh, P())

@@ -128,15 +128,36 @@ def to_logical(state: PyTree) -> PyTree:
     """
     if not isinstance(state.opt_state, MasterWeightsState):
         return state
-    return state.replace(params=state.opt_state.master, opt_state=state.opt_state.inner)
+    params = jax.tree.map(_master_of, state.opt_state.master, state.params, is_leaf=_is_frozen)
+    return state.replace(params=params, opt_state=state.opt_state.inner)
 
 
-def from_logical(logical: PyTree, copy_dtype: Any) -> PyTree:
-    """Undoes `to_logical`: params become a copy of the master weights in `copy_dtype`; None keeps no copy."""
+def from_logical(logical: PyTree, copy_dtype: Any, like: PyTree = None) -> PyTree:
+    """Undoes `to_logical`: params become a copy of the master weights in `copy_dtype`; None keeps no copy.
+
+    Args:
+      logical: what `to_logical` returned.
+      copy_dtype: the dtype of the copy.
+      like: a state of the wanted form, whose frozen weights have no master weights; None: none are frozen.
+    """
     if copy_dtype is None:
         return logical
+    master = logical.params
+    if like is not None:
+        master = jax.tree.map(
+            lambda own, leaf: own if _is_frozen(own) else leaf, like.opt_state.master, master, is_leaf=_is_frozen
+        )
     params = cast_floating(logical.params, copy_dtype)
-    return logical.replace(params=params, opt_state=MasterWeightsState(logical.params, logical.opt_state))
+    return logical.replace(params=params, opt_state=MasterWeightsState(master, logical.opt_state))
+
+
+def _master_of(master: Any, param: Any) -> Any:
+    return param if _is_frozen(master) else master
+
+
+def _is_frozen(node: Any) -> bool:
+    """Says whether a node of master weights stands for a frozen weight, which has none."""
+    return isinstance(node, optax.MaskedNode)
 
 
 def floating(name: str, dtype: Any) -> Any:

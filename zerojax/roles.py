@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 # Leaves of a train state.
 PARAMS = "params"  # weights as the forward pass reads them
+FROZEN = "frozen"  # weights that are not trained: no gradient, no optimizer state
 OPT_STATE = "opt_state"  # what the optimizer keeps from step to step: master weights, moments, counts
 OTHER = "other"  # none of these; of temporaries and collectives, none of the roles below
 
@@ -39,4 +40,4 @@ SENT_OF_WEIGHTS = (WEIGHTS_FORWARD, WEIGHTS_BACKWARD, GRADIENTS, UPDATED_WEIGHTS
 SENT = (*SENT_OF_WEIGHTS, ACTIVATIONS, SCALARS, OTHER)
 
 # Roles that are names of fields, in words.
-WORDS: Mapping[str, str] = {OPT_STATE: "optimizer state"}
+WORDS: Mapping[str, str] = {FROZEN: "frozen params", OPT_STATE: "optimizer state"}

@@ -1,6 +1,6 @@
-"""Arithmetic on PartitionSpecs. This module says which mesh axes one names, takes an axis out, trims its end, and picks a dim to pad."""
+"""Arithmetic on PartitionSpecs. This module says which mesh axes one names, takes axes out, and trims its end."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
@@ -13,12 +13,17 @@ def axes(spec: P) -> set[str]:
 
 def without(spec: P, axis: str) -> P:
     """Returns the spec with one mesh axis dropped, and no None at its end."""
+    return only(spec, axes(spec) - {axis})
 
-    def drop(entry: Any) -> Any:
-        kept = tuple(name for name in names(entry) if name != axis)
-        return kept[0] if len(kept) == 1 else kept or None
 
-    return trimmed([drop(entry) for entry in spec])
+def only(spec: P, kept: Collection[str]) -> P:
+    """Returns the spec with all mesh axes dropped but those kept, and no None at its end."""
+
+    def keep(entry: Any) -> Any:
+        found = tuple(name for name in names(entry) if name in kept)
+        return found[0] if len(found) == 1 else found or None
+
+    return trimmed([keep(entry) for entry in spec])
 
 
 def trimmed(entries: list) -> P:
@@ -30,13 +35,3 @@ def trimmed(entries: list) -> P:
 def names(entry: Any) -> tuple[str, ...]:
     """Returns the mesh axes that one entry of a spec names."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
-def pad_dim(shape: Sequence[int], base: P, ways: int) -> tuple[int | None, tuple[int, ...]]:
-    """Picks the longest dim that `base` leaves free, and returns it with what to add to each dim so that it divides."""
-    taken = tuple(base) + (None,) * (len(shape) - len(base))
-    free = [dim for dim in range(len(shape)) if taken[dim] is None]
-    if not free:
-        return None, ()
-    dim = max(free, key=lambda d: shape[d])
-    return dim, tuple(-shape[d] % ways if d == dim else 0 for d in range(len(shape)))

@@ -65,6 +65,6 @@ def test_rows_split_over_devices_draw_what_one_device_draws():
     def split(table, tokens):
         return logits_fn(table, jax.lax.with_sharding_constraint(tokens, mesh_lib.batch_sharding(mesh)))
 
-    table = jax.device_put(make_table(), mesh_lib.replicated(mesh))
+    table = jax.device_put(make_table(), jax.NamedSharding(mesh, jax.P()))
     found = generate.make_sampler(split, 8, 1.0, rows=8)(table, prompt, key)
     assert found.tolist() == generate.make_sampler(logits_fn, 8, 1.0, rows=1)(make_table(), prompt, key).tolist()

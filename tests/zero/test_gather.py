@@ -13,13 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax.zero import gather
+from zerojax.zero.placement import Placement
 
 MESHES = {"8": (1, 8), "2 x 4": (2, 4), "8 replicas": (8, 1)}
 
 
-def placement(mesh: Any, stored: P, grad: P, opt_state: P, padding: tuple[int, ...] = ()) -> gather.Placement:
+def placement(mesh: Any, stored: P, grad: P, opt_state: P, padding: tuple[int, ...] = ()) -> Placement:
     specs = [NamedSharding(mesh, spec) for spec in (stored, P(), grad, opt_state)]
-    return gather.Placement(*specs, padding=padding, shape=(16, 24))
+    return Placement(*specs, update=specs[-1], padding=padding, shape=(16, 24))
 
 
 STAGES = {
@@ -30,7 +31,7 @@ STAGES = {
 }
 
 
-def by_hand(weight: jax.Array, place: gather.Placement, reduction: gather.Reduction, dtype: Any) -> tuple:
+def by_hand(weight: jax.Array, place: Placement, reduction: gather.Reduction, dtype: Any) -> tuple:
     """Returns (what the forward pass saw, the summed gradient); device i's own gradient is (i + 1) * the weight's positions."""
     mesh = place.stored.mesh
     seen_shape = tuple(n - p for n, p in zip(weight.shape, place.padding or (0, 0)))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from zerojax.errors import UserError
 from zerojax.zero import remat
 
 X, W = jnp.ones((3, 4)), jnp.ones((4, 5))
@@ -17,11 +18,7 @@ def kept(policy, marked=False):
     """Returns the shapes kept of tanh(x w) ** 2, beside the inputs."""
 
     def f(x, w):
-        if marked:
-            with remat.not_kept():
-                y = x @ w
-        else:
-            y = x @ w
+        [y] = remat.not_kept(lambda: [x @ w]) if marked else [x @ w]
         return jnp.sum(jnp.tanh(y) ** 2)
 
     leaves = jax.tree.leaves(jax.eval_shape(lambda x, w: jax.vjp(jax.checkpoint(f, policy=policy), x, w)[1], X, W))
@@ -72,21 +69,49 @@ def test_what_is_named_for_the_host_stays_as_it_was_made():
     assert remat.for_host("word") == "word" and remat.for_host(None) is None
 
 
-@pytest.mark.parametrize("precision", ["highest", "default"])
-def test_a_precision_set_for_all_is_left_as_it_is(precision):
-    with jax.default_matmul_precision(precision), remat.not_kept():
-        text = str(jax.make_jaxpr(jnp.dot)(X, W))
-    assert precision.upper() in text
-
-
-def test_a_mark_changes_no_arithmetic():
+@pytest.mark.parametrize("precision", [None, "highest", "default"])
+def test_a_mark_leaves_the_precision_and_the_compiled_program_as_they_are(precision):
     def product(x, w):
         return x @ w
 
     def marked(x, w):
-        with remat.not_kept():
-            return product(x, w)
+        return remat.not_kept(lambda: [product(x, w)])[0]
 
-    texts = [jax.jit(f).lower(X, W).compile().as_text() for f in (marked, product)]
+    with jax.default_matmul_precision(precision):
+        assert (precision or "default").upper() in str(jax.make_jaxpr(marked)(X, W))
+        assert kept(remat.REMAT["dots"], marked=True) == []
+        texts = [jax.jit(f).lower(X, W).compile().as_text() for f in (marked, product)]
     computed = [[line.split("metadata")[0] for line in text.splitlines() if " dot(" in line] for text in texts]
     assert computed[0] == computed[1] and computed[0]
+
+
+@pytest.mark.parametrize("precision", ["default", jax.lax.Precision.DEFAULT, ("default", "default")])
+def test_a_product_whose_model_says_default_is_kept(precision):
+    def f(x, w):
+        return jnp.sum(jnp.tanh(jnp.dot(x, w, precision=precision)) ** 2)
+
+    found = jax.eval_shape(lambda x, w: jax.vjp(jax.checkpoint(f, policy=remat.REMAT["dots"]), x, w)[1], X, W)
+    assert (3, 5) in [leaf.shape for leaf in jax.tree.leaves(found)]
+
+
+def test_marks_reach_matmuls_in_functions_that_are_called_or_mapped():
+    """In jitted functions, loops, branches and checkpoints, and under vmap."""
+
+    def wrapped(x, w):
+        y = jax.jit(jnp.dot)(x, w)
+        y = y + jax.checkpoint(jnp.dot)(x, w)
+        y = y + jax.lax.cond(x[0, 0] > 0, jnp.dot, lambda x, w: jnp.dot(x, 2 * w), x, w)
+        return y + jax.lax.scan(lambda carry, _: (carry + jnp.dot(x, w), None), y, length=2)[0]
+
+    def f(x, w):
+        [y] = remat.not_kept(lambda: [wrapped(x, w)])
+        return jnp.sum(jnp.tanh(y) ** 2)
+
+    for loss in (f, lambda x, w: jnp.sum(jax.vmap(f, (0, None))(jnp.stack([x, x]), w))):
+        found = jax.eval_shape(lambda x, w: jax.vjp(jax.checkpoint(loss, policy=remat.REMAT["dots"]), x, w)[1], X, W)  # noqa: B023
+        assert not [leaf.shape for leaf in jax.tree.leaves(found) if leaf.shape[-2:] == (3, 5)]
+
+
+def test_a_matmul_with_a_dot_algorithm_takes_no_mark():
+    with pytest.raises(UserError, match=r"^recompute: a matmul .* has the dot algorithm .*F32_F32_F32"):
+        remat.not_kept(lambda: [jnp.dot(X, W, precision="F32_F32_F32")])

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import itertools
 import math
+import pathlib
+import traceback
 from typing import Any
 
 import flax.linen as nn
@@ -317,3 +319,28 @@ def test_with_64_bits_enabled_no_dtype_of_the_state_changes(accum):
         )
         after, _ = train(on, batch)
     assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, on)
+
+
+MOST_FRAMES = 9  # of zerojax between the public step and the user's loss: what a traceback of a user's mistake shows
+
+
+@pytest.mark.parametrize(
+    ("reduce", "blocks", "accum", "frozen"),
+    list(itertools.product([None, jnp.float32], ["", r"layers_\d"], [1, 2], [False, True])),
+)
+def test_few_frames_lie_between_the_step_and_the_users_loss(reduce, blocks, accum, frozen):
+    model, depths = nn.Sequential([nn.Dense(8), nn.Dense(8)]), set()
+    params = model.init(jax.random.key(0), jnp.ones((1, 8)))["params"]
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    options = {"mesh": mesh_lib.make_mesh(), "trainable": "layers_1" if frozen else ""}
+    state, part = shard_state.shard_train_state(state, **options)
+    package = str(pathlib.Path(step.__file__).parent.parent)
+
+    def loss_fn(params, batch, state):
+        depths.add(sum(frame.filename.startswith(package) for frame in traceback.extract_stack()))
+        return jnp.mean(model.apply({"params": params}, batch) ** 2)
+
+    how = {"grad_accum": accum, "blocks": blocks, "reduce_dtype": reduce}
+    batch = jnp.ones((16, 8) if accum == 1 else (2, 16, 8))
+    jax.eval_shape(step.make_train_step(loss_fn, part, **how), state, batch)
+    assert max(depths) <= MOST_FRAMES

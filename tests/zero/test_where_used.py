@@ -338,14 +338,69 @@ def test_recompute_that_cannot_take_effect_is_an_error(options, message):
         where_used.where_used(loss_fn, part.placements, **options)(state.params, tokens())
 
 
-def test_products_cannot_be_told_apart_under_a_precision_set_for_all():
-    how = where_used.How(blocks="layer", recompute="mlp/up", offload="mlp/gate")
-    how.check()
-    with (
-        jax.default_matmul_precision("highest"),
-        pytest.raises(UserError, match=r"^recompute: 'mlp/up' tells .* is 'highest'"),
-    ):
-        how.check()
+def matmuls(loss_of_stored, params, precision=None):
+    """Counts the matmuls of a loss and its gradients."""
+    with jax.default_matmul_precision(precision):
+        jaxpr = jax.make_jaxpr(jax.grad(loss_of_stored))(params, tokens())
+    return sum(equation.primitive.name == "dot_general" for equation in jaxprs.equations(jaxpr.jaxpr))
+
+
+@pytest.mark.parametrize("precision", ["default", "highest"])
+def test_a_precision_set_for_all_changes_nothing_of_what_is_kept(precision):
+    _, params, loss_fn = small_llama()
+    state, part = shard(params)
+    counts = {}
+    for recompute in ("", r"layer_0/mlp/up", r".*/mlp/up"):
+        stored = where_used.where_used(loss_fn, part.placements, blocks=r"layer_\d+", recompute=recompute)
+        counts[recompute] = matmuls(stored, state.params)
+        assert matmuls(stored, state.params, precision) == counts[recompute]
+    assert [counts[r] - counts[""] for r in counts] == [0, 1, 2]
+
+
+class TwoBlocks(nn.Module):
+    """Two blocks of two matmuls, the second of which need not be kept, and a head."""
+
+    precision: str | None
+
+    @nn.compact
+    def __call__(self, x):
+        for number in range(2):
+            y = nn.tanh(nn.Dense(32, precision=self.precision, name=f"up_{number}")(x))
+            x = x + nn.tanh(nn.Dense(6, precision=self.precision, name=f"down_{number}")(y))
+        return nn.Dense(1, precision=self.precision)(x)
+
+
+def test_a_model_that_says_default_itself_keeps_what_dots_keeps():
+    def count(precision, recompute):
+        model = nn.Sequential([TwoBlocks(precision), TwoBlocks(precision)])
+        params = model.init(jax.random.key(0), jnp.ones((3, 6)))["params"]
+        state, part = shard(params)
+
+        def loss_fn(params, tokens):
+            return jnp.mean(model.apply({"params": params}, tokens.astype(jnp.float32) / 67) ** 2)
+
+        options = {"blocks": r"layers_\d", "recompute": recompute}
+        return matmuls(where_used.where_used(loss_fn, part.placements, **options), state.params)
+
+    first, both = r"layers_0/up_0", r"layers_\d/(up|down)_0"
+    assert count(None, "") == count("default", "")
+    assert count(None, first) == count("default", first) == count(None, "") + 1
+    assert count(None, both) == count("default", both) == count(None, "") + 4
+
+
+def test_a_module_that_changes_variables_is_not_computed_again():
+    model, x = Net(), jnp.ones((8, 16))
+    variables = model.init({"params": jax.random.key(0)}, x, True)
+    state, part = shard(variables["params"])
+    for recompute in (r"block_\d/Dense_0", r"block_\d/BatchNorm_0"):
+        options = {"blocks": r"block_\d", "recompute": recompute}
+        stored = where_used.where_used(functools.partial(net_loss, Net()), part.placements, **options)
+        step = functools.partial(jax.eval_shape, lambda p, f=stored: f(p, variables["batch_stats"], x, False)[0])
+        if "Dense" in recompute:
+            assert step(state.params).shape == ()
+        else:
+            with pytest.raises(UserError, match=r"^recompute: block_0/BatchNorm_0 changes variables"):
+                step(state.params)
 
 
 def test_an_unknown_policy_is_an_error():

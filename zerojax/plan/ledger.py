@@ -21,7 +21,7 @@ from zerojax.hlo import collectives, syntax
 from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import attribution
 from zerojax.plan.attribution import WeightDims
-from zerojax.zero import gather
+from zerojax.zero import placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ def weights_of(weights: Mapping[str, Any], mesh: Mesh) -> dict[str, WeightDims]:
     gathered_over = [mesh_lib.DATA] if mesh_lib.DATA in mesh.shape else list(mesh.shape)
     found = {}
     for path, given in weights.items():
-        if isinstance(given, gather.Placement):
+        if isinstance(given, placement.Placement):
             shape = given.shape or ()
             found[path] = WeightDims(
                 path,
@@ -128,7 +128,8 @@ def weights_of(weights: Mapping[str, Any], mesh: Mesh) -> dict[str, WeightDims]:
                 used=given.used.shard_shape(shape),
                 stored=given.stored.shard_shape(shape),
                 grad=given.grad.shard_shape(shape),
-                moments=given.opt_state.shard_shape(shape),
+                moments=given.update.shard_shape(shape),
+                trainable=given.trainable,
             )
             continue
         shape, sharding = tuple(given.shape), getattr(given, "sharding", None)

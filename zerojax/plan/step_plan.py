@@ -19,6 +19,7 @@ from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import bound as bound_lib
 from zerojax.plan import departures, findings, flops, ledger, targets
 from zerojax.zero import memory, stages
+from zerojax.zero import placement as placement_lib
 
 LARGEST = 10  # leaves and temporaries that are listed
 
@@ -102,7 +103,7 @@ def plan_step(
     *args: Any,
     mesh: Mesh,
     target: str = "here",
-    placement: stages.Partition | None = None,
+    placement: placement_lib.Partition | None = None,
     tokens: int = 0,
     compute_dtype: Any = None,
     passes: int = 1,
@@ -180,7 +181,7 @@ def _received(sent: ledger.Ledger) -> dict[tuple[str, ...], float]:
 
 
 def _memory(
-    held: buffers_lib.Buffers, placement: stages.Partition | None, passes: int, by_hand: bool
+    held: buffers_lib.Buffers, placement: placement_lib.Partition | None, passes: int, by_hand: bool
 ) -> tuple[MemoryRow, ...]:
     """Returns the memory by role, three ways."""
     assigned = {**held.arguments_by_role, roles.HOST: held.host}
@@ -204,7 +205,7 @@ def _memory(
     return tuple(MemoryRow(role, theory.get(role), arithmetic.get(role), assigned.get(role, 0)) for role in shown)
 
 
-def _theory(placement: stages.Partition, passes: int, by_hand: bool) -> tuple[dict[str, int], dict[str, int]]:
+def _theory(placement: placement_lib.Partition, passes: int, by_hand: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Returns bytes by role as the stage's table has them, and as the shardings do."""
     splits, ways = stages.STAGES[placement.stage], placement.mesh.shape[stages.DATA]
     is_sharded = {
@@ -222,7 +223,7 @@ def _theory(placement: stages.Partition, passes: int, by_hand: bool) -> tuple[di
         part = NamedSharding(placement.mesh, specs.without(leaf.sharding.spec, stages.DATA)).shard_shape(leaf.shape)
         theory[role] += tree.nbytes(leaf, part) / (ways if is_sharded[role] else 1)
         arithmetic[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
-        if role == roles.PARAMS:
+        if role == roles.PARAMS and placement.placements[path].trainable:
             item = 4 / leaf.dtype.itemsize if passes > 1 or by_hand else 1
             theory[roles.GRADIENTS] += item * tree.nbytes(leaf, part) / (ways if splits.grads else 1)
     counted = memory.bytes_per_device(placement, accumulates=passes > 1, by_hand=by_hand)

@@ -20,7 +20,7 @@ from zerojax.errors import UserError
 from zerojax.models import llama, presets
 from zerojax.optim import registry
 from zerojax.trainer import config as config_lib
-from zerojax.zero import explicit, stages, step, where_used
+from zerojax.zero import explicit, placement, stages, step, where_used
 from zerojax.zero import loss_scale as loss_scale_lib
 
 BLOCKS, HEADS = r"layer_\d+", "head"
@@ -50,8 +50,8 @@ class Program:
     model: llama.LlamaConfig
     tx: optax.GradientTransformation
     create: Callable[[Any], Any]
-    partition: stages.Partition
-    baseline: stages.Partition
+    partition: placement.Partition
+    baseline: placement.Partition
     train_step: Callable[..., Any]
     eval_loss: Callable[..., Any]
     logits: Callable[..., Any]
@@ -135,7 +135,7 @@ def _functions(
     config: config_lib.Config,
     sizes: config_lib.BatchSizes,
     network: llama.Llama,
-    partition: stages.Partition,
+    partition: placement.Partition,
     compute_dtype: Any,
     schedule: Callable[[Any], Any],
     loss_scale: loss_scale_lib.LossScale | None,
@@ -227,7 +227,7 @@ def _first_scale(loss_scale: loss_scale_lib.LossScale | None) -> Any:
     return () if loss_scale is None else loss_scale.init()
 
 
-def _baseline(params: Any, create: Any, policy: precision.Precision, mesh: Mesh) -> stages.Partition:
+def _baseline(params: Any, create: Any, policy: precision.Precision, mesh: Mesh) -> placement.Partition:
     """Returns what stage 0 would hold: everything whole, and a copy to compute with where that is in fewer bits."""
     state = functools.partial(create, copy_dtype=policy.copy_dtype(splits_params=False))
     return stages.partition_state(jax.eval_shape(state, params), mesh=mesh, stage=0)

@@ -11,7 +11,7 @@ from zerojax.checkpoint import files as step_files
 from zerojax.data import feed
 from zerojax.errors import UserError
 from zerojax.trainer import program as program_lib
-from zerojax.zero import stages
+from zerojax.zero import placement
 
 OPTIONAL = ("loss_scale",)  # a run may go on with one, or without, whatever the saved one did
 
@@ -62,7 +62,7 @@ def rescales(program: program_lib.Program, saved: Mapping[str, Any]) -> bool:
     return None not in (before, now) and before != now
 
 
-def padded_shapes(partition: stages.Partition) -> dict[str, list[int]]:
+def padded_shapes(partition: placement.Partition) -> dict[str, list[int]]:
     """Returns the unpadded shape of each leaf that is stored padded, by its path in a checkpoint."""
     return {path: list(leaf.shape) for path, leaf in _logical_leaves(partition) if leaf.padding}
 
@@ -79,12 +79,12 @@ def logical_params(program: program_lib.Program, state: Any) -> Any:
     return tree.map_with_path(cut, logical)
 
 
-def _shapes(partition: stages.Partition) -> dict[str, list[int]]:
+def _shapes(partition: placement.Partition) -> dict[str, list[int]]:
     """Returns every leaf's shape as the model sees it, by its path in a checkpoint."""
     return {path: list(leaf.shape) for path, leaf in _logical_leaves(partition)}
 
 
-def _logical_leaves(partition: stages.Partition) -> list[tuple[str, stages.Leaf]]:
+def _logical_leaves(partition: placement.Partition) -> list[tuple[str, placement.Decision]]:
     """Returns what was decided for each leaf of a checkpoint."""
     decided = tree.map_with_path(lambda path, _: partition.leaves[path], partition.abstract_state)
     return tree.flatten(precision.to_logical(decided))

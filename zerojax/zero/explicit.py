@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
-from zerojax import tree
+from zerojax import specs, tree
 from zerojax.errors import UserError
-from zerojax.zero import accumulate, gather, overlap, where_used
+from zerojax.zero import accumulate, gather, overlap, placement, where_used
 
 
 def value_and_grad(
@@ -45,14 +45,19 @@ def value_and_grad(
     reduction = gather.Reduction(reduce_dtype, at_once=passes == 1)
     find = _finder(partition)
     axes = _manual_axes(partition.mesh)
-    device_loss = _device_loss(loss_fn, partition, reduction, compute_dtype, how)
 
     def on_device(params: Any, batch: Any, state: Any) -> Any:
         sinks = tree.map_with_path(lambda path, leaf: gather.sink(find(path, leaf), reduction), params)
 
         def of_sinks(inputs: tuple[Any, overlap.Tokens], batch: Any, state: Any) -> tuple[jax.Array, Any]:
             sinks, tokens = inputs
-            return device_loss(jax.tree.map(gather.Weight, params, sinks), tokens, batch, state)
+            chain = overlap.Chain(find, compute_dtype, reduction, tokens)
+            device_loss = _device_loss(loss_fn, partition, how, chain)
+            loss, aux = device_loss(jax.tree.map(gather.Weight, params, sinks), batch, state)
+            return loss / mesh_lib.ways(partition.mesh), {
+                **aux,
+                "tokens": chain.tokens,
+            }  # the sum over devices is the mean
 
         gradients = accumulate.value_and_grad(of_sinks, passes)
         with _leaks_named():
@@ -68,7 +73,9 @@ def value_and_grad(
                 "leave reduce_dtype away"
             )
         _refuse_complex(params)
-        grad_specs = tree.map_with_path(lambda path, _: _by_hand(find(path, None).opt_state.spec, axes), params)
+        grad_specs = tree.map_with_path(
+            lambda path, _: specs.only(find(path, None).update.spec, axes), partition.trainable_part(params)
+        )
         run = _mapped(on_device, partition, params, batch, 0 if passes == 1 else 1, ((P(), P()), grad_specs))
         return run(params, batch, state)
 
@@ -84,51 +91,35 @@ def mean(
     def with_aux(params: Any, batch: Any, _: Any) -> tuple[jax.Array, dict]:
         return loss_fn(params, batch), {}
 
-    device_loss = _device_loss(with_aux, partition, reduction, compute_dtype, where_used.How(blocks, heads, "full"))
-
     def on_device(params: Any, batch: Any, _: Any) -> jax.Array:
         weights = tree.map_with_path(
             lambda path, leaf: gather.Weight(leaf, gather.sink(find(path, leaf), reduction)), params
         )
-        loss, aux = device_loss(weights, overlap.no_tokens(), batch, None)
-        return jax.lax.psum(_read(aux["tokens"], loss), mesh_lib.BATCH_AXES)
+        chain = overlap.Chain(find, compute_dtype, reduction, overlap.no_tokens())
+        loss, _ = _device_loss(with_aux, partition, where_used.How(blocks, heads, "full"), chain)(weights, batch, None)
+        return jax.lax.psum(_read(chain.tokens, loss / mesh_lib.ways(partition.mesh)), mesh_lib.BATCH_AXES)
 
     return lambda params, batch: _mapped(on_device, partition, params, batch, 0, P())(params, batch, None)
 
 
 def _device_loss(
-    loss_fn: Callable[..., Any],
-    partition: Any,
-    reduction: gather.Reduction,
-    compute_dtype: Any,
-    how: where_used.How,
+    loss_fn: Callable[..., Any], partition: Any, how: where_used.How, chain: overlap.Chain
 ) -> Callable[..., Any]:
-    """Returns f(`Weight`s, tokens, batch, state) -> (loss, aux) of one device, with the tokens that come out in `aux["tokens"]`.
-
-    The loss is divided by the number of devices, so that a sum over them is the mean.
-    """
-    find = _finder(partition)
-
-    def loss_of(weights: Any, tokens: overlap.Tokens, *args: Any) -> tuple[jax.Array, Any]:
-        blocks = overlap.Chain(find, compute_dtype, reduction, tokens)
-        wrapped = where_used.wrap(
-            loss_fn,
-            blocks.gather_leaf,
-            how,
-            moves=where_used.moves(partition.placements),
-            run=blocks,
-            is_weight=lambda node: isinstance(node, gather.Weight),
-        )
-        loss, aux = wrapped(weights, *args)
-        return loss / mesh_lib.ways(partition.mesh), {**aux, "tokens": blocks.tokens}
-
-    return loss_of
+    """Returns f(`Weight`s, batch, state) -> (loss, aux) of one device, whose blocks run in the chain's order."""
+    return where_used.wrap(
+        loss_fn,
+        chain.gather_leaf,
+        how,
+        moves=where_used.moves(partition.placements),
+        run=chain,
+        is_weight=lambda node: isinstance(node, gather.Weight),
+    )
 
 
 def _mapped(run: Callable, partition: Any, params: Any, batch: Any, batch_dim: int, out_specs: Any) -> Callable:
     """Returns `run(params, batch, state)` on each device's shards, `state` whole."""
     axes, find = _manual_axes(partition.mesh), _finder(partition)
-    param_specs = tree.map_with_path(lambda path, _: _by_hand(find(path, None).stored.spec, axes), params)
+    param_specs = tree.map_with_path(lambda path, _: specs.only(find(path, None).stored.spec, axes), params)
     batch_spec = P(*[None] * batch_dim, mesh_lib.BATCH_AXES)
     batch_specs = jax.tree.map(lambda leaf: batch_spec if leaf.ndim > batch_dim else P(), batch)
     return jax.shard_map(
@@ -141,15 +132,15 @@ def _mapped(run: Callable, partition: Any, params: Any, batch: Any, batch_dim: i
     )
 
 
-def _finder(partition: Any) -> Callable[[str, Any], gather.Placement]:
+def _finder(partition: Any) -> Callable[[str, Any], placement.Placement]:
     """Returns f(path, shard or None) -> the weight's placement."""
 
-    def wanted(place: gather.Placement) -> Any:
-        return gather.local_shape(place.shape or (), place.stored)
+    def wanted(weight: placement.Placement) -> Any:
+        return gather.local_shape(weight.shape or (), weight.stored)
 
     find = where_used.finder(partition.placements, lambda leaf: leaf.shape, wanted)
 
-    def found(path: str, leaf: Any) -> gather.Placement:
+    def found(path: str, leaf: Any) -> placement.Placement:
         place = find(path, leaf)
         if place is None:
             raise UserError(
@@ -163,16 +154,6 @@ def _finder(partition: Any) -> Callable[[str, Any], gather.Placement]:
 def _manual_axes(mesh: Any) -> set[str]:
     """Returns the axes whose collectives are said here; `model` is left to the compiler where it splits anything."""
     return {axis for axis, size in mesh.shape.items() if axis in mesh_lib.BATCH_AXES or size == 1}
-
-
-def _by_hand(spec: P, axes: set[str]) -> P:
-    """Returns the part of a spec that names `axes`."""
-
-    def keep(entry: Any) -> Any:
-        names = tuple(name for name in ((entry,) if isinstance(entry, str) else entry or ()) if name in axes)
-        return names[0] if len(names) == 1 else names or None
-
-    return P(*[keep(entry) for entry in spec])
 
 
 def _with_own_keys(state: Any) -> Any:

@@ -19,26 +19,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import NamedSharding
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """Where one weight lives: as stored, as used in the forward pass, where its gradient goes, where its moments are.
-
-    `padding` says how many elements longer the stored array is than what the model sees, dim by dim; () for none. `shape` is the
-    stored array's; a weight of another shape is not the one meant. None fits any.
-    """
-
-    stored: NamedSharding
-    used: NamedSharding
-    grad: NamedSharding
-    opt_state: NamedSharding
-    padding: tuple[int, ...] = ()
-    shape: tuple[int, ...] | None = None
+from zerojax.zero.placement import Placement
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -88,7 +74,7 @@ class Reduction:
 
     def target(self, placement: Placement) -> NamedSharding:
         """Returns how a pass leaves this weight's gradient laid out."""
-        return placement.used if self.waits(placement) else placement.opt_state
+        return placement.used if self.waits(placement) else placement.update
 
 
 @jax.tree_util.register_dataclass
@@ -99,15 +85,17 @@ class Weight:
     Attributes:
       stored: the shard, as `Placement.stored` lays it out.
       sink: zeros, float32, of the shape that the gradient has on this device (`sink`). The gradient flows here, since where it is split
-        and the weight is not, it has another shape than the weight.
+        and the weight is not, it has another shape than the weight. A frozen weight has none: `optax.MaskedNode()`.
     """
 
     stored: jax.Array
-    sink: jax.Array
+    sink: Any
 
 
-def sink(placement: Placement, reduction: Reduction) -> jax.Array:
-    """Returns the zeros that a weight's gradient on this device is shaped like."""
+def sink(placement: Placement, reduction: Reduction) -> Any:
+    """Returns the zeros that a weight's gradient on this device is shaped like; of a frozen weight nothing, see `Weight`."""
+    if not placement.trainable:
+        return optax.MaskedNode()
     assert placement.shape is not None
     return jnp.zeros(local_shape(placement.shape, reduction.target(placement)), jnp.float32)
 
@@ -122,7 +110,7 @@ def local_shape(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, .
 def gather_shard(weight: Weight, placement: Placement, dtype: Any, reduction: Reduction) -> jax.Array:
     """Returns a weight whole and in `dtype` from this device's shard; call it inside `jax.shard_map` over replica and data.
 
-    The gradient goes to `weight.sink`: the sum over devices, as `placement.opt_state` lays it out, or this device's own
+    The gradient goes to `weight.sink`: the sum over devices, as `placement.update` lays it out, or this device's own
     addend where `reduction.waits`.
     """
     return whole(weight.stored, placement, dtype)
@@ -148,8 +136,8 @@ def reduce_rest(grad: jax.Array, placement: Placement, reduction: Reduction) -> 
 
 
 def _sum(grad: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
-    """Returns the sum over devices, each keeping the part that `placement.opt_state` gives it, in float32."""
-    grad, dim, mesh = grad.astype(dtype), _data_dim(placement.opt_state), placement.opt_state.mesh
+    """Returns the sum over devices, each keeping the part that `placement.update` gives it, in float32."""
+    grad, dim, mesh = grad.astype(dtype), _data_dim(placement.update), placement.update.mesh
     if dim is None:
         axes: tuple[str, ...] = mesh_lib.BATCH_AXES
     else:
@@ -165,7 +153,8 @@ def _shard_forward(weight: Weight, placement: Placement, dtype: Any, reduction: 
 
 
 def _shard_backward(placement: Placement, dtype: Any, reduction: Reduction, _: None, grad: jax.Array) -> tuple[Any]:
-    return (Weight(None, reduce_pass(grad, placement, reduction)),)  # type: ignore[arg-type]  # None: no gradient
+    total = reduce_pass(grad, placement, reduction) if placement.trainable else optax.MaskedNode()
+    return (Weight(None, total),)  # type: ignore[arg-type]  # None: no gradient
 
 
 gather_shard.defvjp(_shard_forward, _shard_backward)

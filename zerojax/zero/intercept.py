@@ -24,6 +24,7 @@ from flax.core import Scope
 from flax.traverse_util import unflatten_dict
 
 from zerojax import tree
+from zerojax.errors import UserError
 from zerojax.zero import remat
 
 Policy = Callable[..., bool] | None
@@ -178,8 +179,7 @@ class Blocks:
             return call(*args, **kwargs)
         if self._recompute.fullmatch(path):
             self.recomputed.add(path)
-            with remat.not_kept():
-                result = call(*args, **kwargs)
+            result = _recomputed(call, args, kwargs, path, context.module.scope)
         else:
             result = call(*args, **kwargs)
         if not self._offload.fullmatch(path):
@@ -189,6 +189,23 @@ class Blocks:
 
     def _is_head(self, path: str | None) -> bool:
         return self._heads is not None and path is not None and bool(self._heads.fullmatch(path))
+
+
+def _recomputed(call: Callable, args: tuple, kwargs: dict, path: str, scope: Scope) -> Any:
+    """Runs a call whose matmuls the backward pass computes again."""
+    result, before = _Result(), jax.tree.leaves(scope.mutable_variables())
+
+    def run() -> list[jax.Array]:
+        arrays = result.take(call(*args, **kwargs))
+        after = jax.tree.leaves(scope.mutable_variables())
+        if len(before) != len(after) or any(old is not new for old, new in zip(before, after)):
+            raise UserError(
+                f"recompute: {path} changes variables (batch statistics, sown values), and cannot be computed again; name modules "
+                "inside it, or leave it out"
+            )
+        return arrays
+
+    return result.give(remat.not_kept(run))
 
 
 def block_of(leaf_path: str, pattern: re.Pattern) -> str | None:

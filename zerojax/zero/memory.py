@@ -8,16 +8,18 @@ from rich.table import Table
 
 from zerojax import display, precision, roles, tree
 from zerojax.optim import eight_bit
-from zerojax.zero import gather, stages
+from zerojax.zero import gather, placement, stages
 
-ROLES = (roles.PARAMS, roles.GRADIENTS, roles.OPT_STATE, roles.OTHER)
+ROLES = (roles.PARAMS, roles.FROZEN, roles.GRADIENTS, roles.OPT_STATE, roles.OTHER)
 MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": eight_bit.BYTES}  # of a moment for each parameter
 
 
 def bytes_per_device(
-    partition: stages.Partition, *, accumulates: bool = False, by_hand: bool = False
+    partition: placement.Partition, *, accumulates: bool = False, by_hand: bool = False
 ) -> dict[str, int]:
     """Returns {role: bytes on each device}, from the shardings' arithmetic; what activations need is not counted.
+
+    Frozen weights are counted apart, and have no gradients.
 
     Gradients live while a step runs. They have the dtype of their weights, or float32 where they accumulate over several passes or are
     summed by explicit collectives (`make_train_step`'s reduce_dtype): then one pass leaves them sharded as the optimizer state.
@@ -28,8 +30,8 @@ def bytes_per_device(
         counted[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
         if role == roles.PARAMS:
             item = 4 if accumulates or by_hand else jnp.dtype(leaf.dtype).itemsize
-            place, reduction = partition.placements[path], gather.Reduction(jnp.float32, at_once=not accumulates)
-            kept = reduction.target(place) if by_hand else place.grad
+            where, reduction = partition.placements[path], gather.Reduction(jnp.float32, at_once=not accumulates)
+            kept = reduction.target(where) if by_hand else where.grad
             counted[roles.GRADIENTS] += item * math.prod(kept.shard_shape(leaf.shape))
     return counted
 
@@ -62,18 +64,19 @@ def bytes_per_parameter(
     }
 
 
-def per_parameter_line(partition: stages.Partition, name: str, moments: str) -> str:
+def per_parameter_line(partition: placement.Partition, name: str, moments: str) -> str:
     """Says how many bytes of state each device holds for each parameter, as counted from the shardings."""
     counted = bytes_per_device(partition)
     weights = [leaf for path, leaf in tree.flatten(partition.abstract_state) if path in partition.placements]
-    each = {role: counted[role] / sum(map(tree.size, weights)) for role in (roles.PARAMS, roles.OPT_STATE)}
+    lasting = (roles.PARAMS, *([roles.FROZEN] if counted[roles.FROZEN] else []), roles.OPT_STATE)
+    each = {role: counted[role] / sum(map(tree.size, weights)) for role in lasting}
     shown = ", ".join(f"{roles.WORDS.get(role, role)} {value:.4g}" for role, value in each.items())
     return f"precision {name}, moments {moments}: {sum(each.values()):.4g} bytes a parameter on each device ({shown})"
 
 
 def memory_table(
-    partition: stages.Partition,
-    baseline: stages.Partition,
+    partition: placement.Partition,
+    baseline: placement.Partition,
     accumulates: bool = False,
     by_hand: bool = False,
 ) -> Table:
@@ -83,7 +86,7 @@ def memory_table(
     table = Table(title=f"Bytes on each device: stage {partition.stage}, data={partition.mesh.shape['data']}")
     for column in ("role", f"stage {partition.stage}", "stage 0", "saved"):
         table.add_column(column, justify="left" if column == "role" else "right")
-    for role in ROLES:
+    for role in (role for role in ROLES if role != roles.FROZEN or there[role]):
         sizes = (display.human(here[role]), display.human(there[role]), _saved(here[role], there[role]))
         table.add_row(roles.WORDS.get(role, role), *sizes)
     table.add_section()

@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+import optax
 
-from zerojax.zero import float32_grads, gather, remat
+from zerojax import mesh as mesh_lib
+from zerojax.zero import float32_grads, gather, placement, remat
 
 Body = Callable[..., Any]
 
@@ -48,7 +50,7 @@ class _Plan:
     """One block's call: what it computes, and how its weights move."""
 
     body: Body
-    placements: Mapping[str, gather.Placement]
+    placements: Mapping[str, placement.Placement]
     dtype: Any
     reduction: gather.Reduction
     policy: Any
@@ -59,6 +61,11 @@ class _Plan:
     def _whole(self, path: str, shard: jax.Array) -> jax.Array:
         with jax.named_scope(path):
             return gather.whole(shard, self.placements[path], self.dtype)
+
+    def parted(self, weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the weights that have gradients, and the frozen ones."""
+        frozen = {path: weight for path, weight in weights.items() if not self.placements[path].trainable}
+        return {path: weight for path, weight in weights.items() if path not in frozen}, frozen
 
     def reduce(self, grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         return {path: self._sum(path, grad) for path, grad in grads.items()}
@@ -79,7 +86,7 @@ class Chain:
 
     def __init__(
         self,
-        find: Callable[[str, Any], gather.Placement],
+        find: Callable[[str, Any], placement.Placement],
         dtype: Any,
         reduction: gather.Reduction,
         tokens: Tokens,
@@ -157,7 +164,8 @@ def _block_forward(plan: _Plan, weights: dict[str, gather.Weight], tokens: Token
     whole, tokens, arrays, _ = _begin(plan, stored, tokens, arrays)
     # The barrier in `_begin` keeps apart what both passes compute; jax.checkpoint's own would hold back what comes from the host.
     body = plan.body if plan.policy is None else jax.checkpoint(plan.body, policy=plan.policy, prevent_cse=False)
-    outputs, pull = jax.vjp(body, whole, *arrays)
+    trained, frozen = plan.parted(whole)
+    outputs, pull = jax.vjp(lambda trained, *arrays: body({**trained, **frozen}, *arrays), trained, *arrays)
     leaves, structure = jax.tree.flatten(pull)
     path_of = {id(weight): path for path, weight in whole.items()}
     paths = tuple(path_of.get(id(leaf)) for leaf in leaves)
@@ -187,7 +195,7 @@ def _block_backward(plan: _Plan, kept: _Kept, cotangents: tuple[Any, Tokens]) ->
     pull = jax.tree.unflatten(kept.structure, leaves)
     if jnp.dtype(plan.reduction.dtype) == jnp.float32 and plan.placements:
         mesh = next(iter(plan.placements.values())).stored.mesh
-        pull = float32_grads.in_float32(pull, platform=mesh.devices.flat[0].platform)
+        pull = float32_grads.in_float32(pull, platform=mesh_lib.platform(mesh))
     grads, *inputs = pull(arrived)
     inputs = [
         jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, tangent) for tangent in inputs
@@ -195,7 +203,8 @@ def _block_backward(plan: _Plan, kept: _Kept, cotangents: tuple[Any, Tokens]) ->
     # All products are made, and the block after this one has its gradients summed, before the block before this one begins.
     grads, inputs, end = jax.lax.optimization_barrier((grads, inputs, tokens.end))
     sums, end = jax.lax.optimization_barrier((plan.reduce(grads), end))
-    sinks = {path: gather.Weight(None, total) for path, total in sums.items()}  # type: ignore[arg-type]  # no gradient
+    totals = {**dict.fromkeys(kept.stored, optax.MaskedNode()), **sums}
+    sinks = {path: gather.Weight(None, total) for path, total in totals.items()}  # type: ignore[arg-type]  # no gradient
     return sinks, tokens._replace(end=end), tuple(inputs)
 
 

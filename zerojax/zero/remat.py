@@ -2,19 +2,23 @@
 
 Gathered weights are never kept, nor are values that are a weight in another dress: a cast, a transpose, a slice.
 
-A policy sees a primitive and its parameters, not the place in the model. Products made under `not_kept` are told apart by their
-precision: it says DEFAULT where others leave it unsaid, which is the same arithmetic. Arrays for the host's memory have a name.
+A policy sees a primitive and its parameters, not the place in the model. So `not_kept` rewrites the matmuls of a traced function: their
+precision, a pair, becomes a pair of the same values and of a class of this module. JAX reads the values, and only the policy the class, so
+the arithmetic and the compiled program stay, and no model can write the mark. It holds as long as JAX hands the pair on as it is; the
+tests of this module fail where it does not. Arrays for the host's memory have a name.
 """
 
-import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.core
 import jax
+import jax.extend.core as jex
 from jax.ad_checkpoint import checkpoint_name
+
+from zerojax.errors import UserError
 
 # Values that are a weight moved or cast, or are cheap to move again: keeping one would keep a gathered weight.
 _MOVES = frozenset(
@@ -23,8 +27,6 @@ _MOVES = frozenset(
 )
 _PRODUCTS = frozenset("dot_general conv_general_dilated ragged_dot ragged_dot_general".split())
 
-
-_SAID = jax.lax.Precision.DEFAULT
 _HOST = "zerojax: in the host's memory"
 _to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
@@ -74,19 +76,46 @@ def for_host(value: Any) -> Any:
     return value if is_leaf else jax.tree.map(for_host, value, is_leaf=is_part)
 
 
-@contextlib.contextmanager
-def not_kept() -> Iterator[None]:
-    """Marks the matrix products made inside, so that "dots" does not keep them; no mark where a precision is set for all."""
-    if precision_of_all() is not None:
-        yield
-        return
-    with jax.default_matmul_precision("default"):
-        yield
+class _NotKept(tuple):
+    """The precision of a matmul's two operands; "dots" does not keep a matmul whose precision is of this class."""
 
 
-def precision_of_all() -> Any:
-    """Returns the precision that is set for all matrix products, with which `not_kept` marks none; None where none is."""
-    return jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+def not_kept(function: Callable[[], list[jax.Array]]) -> list[jax.Array]:
+    """Returns what `function` returns, its matmuls marked so that "dots" does not keep them.
+
+    Raises:
+      UserError: a matmul has a dot algorithm in place of a precision, which takes no mark.
+    """
+    closed = jax.make_jaxpr(function)()
+    return jex.jaxpr_as_fun(closed.replace(jaxpr=_marked(closed.jaxpr)))()
+
+
+def _marked(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
+    return jaxpr.replace(eqns=[eqn.replace(params=_marked_params(eqn)) for eqn in jaxpr.eqns])
+
+
+def _marked_params(eqn: jex.JaxprEqn) -> dict[str, Any]:
+    """Returns an equation's parameters with the mark, in the programs that it calls too."""
+    params = {name: _marked_inside(value) for name, value in eqn.params.items()}
+    if eqn.primitive.name in _PRODUCTS:
+        precision = params["precision"] or (jax.lax.Precision.DEFAULT,) * 2
+        if not isinstance(precision, tuple) or not all(isinstance(part, jax.lax.Precision) for part in precision):
+            raise UserError(
+                f"recompute: a matmul of a module that it names has the dot algorithm {precision}, and only one with a precision can be "
+                "told from the rest; give a jax.lax.Precision or none, set recompute to '', or remat to 'full'"
+            )
+        params["precision"] = _NotKept(precision)
+    return params
+
+
+def _marked_inside(value: Any) -> Any:
+    if isinstance(value, jex.Jaxpr):
+        return _marked(value)
+    if isinstance(value, jex.ClosedJaxpr):
+        return value.replace(jaxpr=_marked(value.jaxpr))
+    if type(value) is tuple:  # branches of a cond
+        return tuple(map(_marked_inside, value))
+    return value
 
 
 def _keep_all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -96,12 +125,7 @@ def _keep_all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
 def _keep_products(primitive: Any, *_: Any, **params: Any) -> bool:
     # cuDNN's forward also returns the softmax statistics, so that the backward pass need not run it again.
     is_product = primitive.name in _PRODUCTS or "dot_product_attention_fwd" in primitive.name
-    return is_product and not _is_marked(params)
-
-
-def _is_marked(params: dict[str, Any]) -> bool:
-    precision = params.get("precision")
-    return precision == _SAID or precision == (_SAID, _SAID)
+    return is_product and not isinstance(params.get("precision"), _NotKept)
 
 
 # The rest is computed again.

@@ -6,17 +6,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from zerojax import tree
+from zerojax import roles, tree
 from zerojax.errors import UserError
-from zerojax.zero import stages
+from zerojax.zero import placement, stages
 
 
 def shard_train_state(
-    state_or_init: Any, *init_args: Any, mesh: Mesh, stage: int = 3, **options: Any
-) -> tuple[Any, stages.Partition]:
+    state_or_init: Any, *init_args: Any, mesh: Mesh, stage: int = 3, trainable: str = "", **options: Any
+) -> tuple[Any, placement.Partition]:
     """Shards a train state by ZeRO stage, in one call.
 
     Args:
@@ -25,6 +26,10 @@ def shard_train_state(
       *init_args: arguments of the init function; those made of arrays are traced, others (a config, a size) are passed as they are.
       mesh: from `make_mesh`.
       stage: 0 to 3.
+      trainable: a regex over paths of weights, such as "lora|head"; weights in whose path it is not found are frozen: they have no
+        gradient and no update. The optimizer state of a state with `tx`, `params` and `opt_state` is cut down to the trainable
+        weights, for which `tx.init` makes it of params with `optax.MaskedNode()` in place of the frozen ones; a state of another kind
+        must come without that of frozen weights. Empty: all are trained.
       **options: `overrides`, `min_size`, `indivisible` and `roles` of `partition_state`.
 
     Returns:
@@ -36,9 +41,9 @@ def shard_train_state(
     >>> state, partition = shard_train_state(init, jax.random.key(0), mesh=make_mesh(), stage=3)
     """
     if callable(state_or_init) and jax.tree_util.all_leaves([state_or_init]):
-        traced, init = _close_over_settings(state_or_init, init_args)
+        traced, init = _close_over_settings(state_or_init, init_args, trainable)
         abstract_state = jax.eval_shape(init, *traced)
-        partition = stages.partition_state(abstract_state, mesh=mesh, stage=stage, **options)
+        partition = stages.partition_state(abstract_state, mesh=mesh, stage=stage, trainable=trainable, **options)
         # Leaves alone: an init function that makes its own optimizer returns another tree type each time it is called.
         init_leaves = jax.jit(
             lambda *args: jax.tree.leaves(pad(init(*args), partition)),
@@ -47,8 +52,9 @@ def shard_train_state(
         return jax.tree.unflatten(jax.tree.structure(abstract_state), init_leaves(*traced)), partition
     if init_args:
         raise UserError("shard_train_state: init arguments go with an init function, and a state was given")
-    partition = stages.partition_state(_checked(state_or_init), mesh=mesh, stage=stage, **options)
-    return jax.tree.map(_copy_to, pad(state_or_init, partition), partition.shardings), partition
+    state = _trained(_checked(state_or_init), trainable)
+    partition = stages.partition_state(state, mesh=mesh, stage=stage, trainable=trainable, **options)
+    return jax.tree.map(_copy_to, pad(state, partition), partition.shardings), partition
 
 
 def _checked(state: Any) -> Any:
@@ -66,24 +72,46 @@ def _checked(state: Any) -> Any:
     return state
 
 
+def _trained(state: Any, trainable: str) -> Any:
+    """Returns a train state whose optimizer state is that of its trainable weights alone."""
+    parts = ("tx", "params", "opt_state")
+    if not trainable or not all(hasattr(state, name) for name in (*parts, "replace")):
+        return state
+    role_of = stages.leaf_roles({"params": state.params}, trainable=trainable)
+
+    def keep(path: str, leaf: Any) -> Any:
+        return optax.MaskedNode() if role_of[f"params/{path}"] == roles.FROZEN else leaf
+
+    wanted = jax.eval_shape(state.tx.init, tree.map_with_path(keep, state.params))
+    leaves = dict(tree.flatten(state.opt_state))
+    try:
+        return state.replace(opt_state=tree.map_with_path(lambda path, _: leaves[path], wanted))
+    except KeyError as error:
+        raise UserError(
+            f"trainable: the state's tx.init makes opt_state/{error.args[0]}, which the state does not have; create the optimizer state "
+            "with this tx"
+        ) from error
+
+
 def _copy_to(leaf: Any, sharding: NamedSharding) -> jax.Array:
     # device_put shares buffers that lie right already, and a donated buffer is gone: for the caller's state, and for a second
     # leaf that is the same array (averaged weights that begin as the weights).
     return jax.device_put(leaf.copy() if isinstance(leaf, jax.Array) else leaf, sharding)
 
 
-def _close_over_settings(init: Callable[..., Any], args: tuple) -> tuple[list, Callable[..., Any]]:
-    """Returns the arguments that are made of arrays, and `init` as a function of these alone."""
+def _close_over_settings(init: Callable[..., Any], args: tuple, trainable: str) -> tuple[list, Callable[..., Any]]:
+    """Returns the arguments that are made of arrays, and `init` as a function of these alone; see `_trained`."""
     is_traced = [all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(arg)) for arg in args]
 
     def closed(*traced: Any) -> Any:
         given = iter(traced)
-        return _checked(init(*[next(given) if is_array else arg for is_array, arg in zip(is_traced, args)]))
+        state = init(*[next(given) if is_array else arg for is_array, arg in zip(is_traced, args)])
+        return _trained(_checked(state), trainable)
 
     return [arg for is_array, arg in zip(is_traced, args) if is_array], closed
 
 
-def pad(state: Any, partition: stages.Partition) -> Any:
+def pad(state: Any, partition: placement.Partition) -> Any:
     """Adds the zeros that `indivisible="pad"` asked for; other leaves pass through."""
 
     def extend(path: str, leaf: Any) -> Any:
@@ -93,7 +121,7 @@ def pad(state: Any, partition: stages.Partition) -> Any:
     return tree.map_with_path(extend, state)
 
 
-def unpad(state: Any, partition: stages.Partition) -> Any:
+def unpad(state: Any, partition: placement.Partition) -> Any:
     """Removes what `pad` added."""
 
     def cut(path: str, leaf: Any) -> Any:

@@ -27,8 +27,8 @@ from zerojax import specs as specs_lib
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.optim import eight_bit
-from zerojax.roles import OPT_STATE, OTHER, PARAMS
-from zerojax.zero import gather
+from zerojax.roles import FROZEN, OPT_STATE, OTHER, PARAMS
+from zerojax.zero import placement
 
 DATA = mesh_lib.DATA
 
@@ -49,7 +49,8 @@ STAGES: dict[int, Splits] = {
     3: Splits(opt_state=True, grads=True, params=True),
 }
 
-# The first regex found in a leaf's path says its role. NNX variables are told by type instead.
+# The first regex found in a leaf's path says its role. NNX variables are told by type instead. Params are frozen where `trainable`
+# does not find them: they are stored and gathered as the stage says, and have no gradient and no optimizer state.
 ROLES: tuple[tuple[str, str], ...] = (
     (r"(^|/)opt_state(/|$)", OPT_STATE),
     (r"(^|/)params(/|$)", PARAMS),
@@ -57,53 +58,6 @@ ROLES: tuple[tuple[str, str], ...] = (
 )
 
 Overrides = Sequence[tuple[str, P | Sequence]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """What was decided for one leaf: `spec` as stored, `split` as it is where its role is split, and why."""
-
-    role: str
-    shape: tuple[int, ...]
-    dtype: Any
-    spec: P
-    split: P
-    reason: str
-    padding: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Partition:
-    """A train state's placement. Trees have the state's shape.
-
-    Attributes:
-      mesh: the device mesh.
-      stage: the ZeRO stage.
-      abstract_state: ShapeDtypeStructs as stored, with shardings.
-      specs: PartitionSpecs.
-      shardings: NamedShardings.
-      leaves: what was decided, by path.
-      placements: where each weight is stored, used, and its gradient reduced to, by path.
-    """
-
-    mesh: Mesh
-    stage: int
-    abstract_state: Any
-    specs: Any
-    shardings: Any
-    leaves: Mapping[str, Leaf]
-    placements: Mapping[str, gather.Placement]
-
-    @property
-    def kept_whole(self) -> dict[str, str]:
-        """Says, for each weight that the stage would split but that stays whole, why."""
-        whole = {path: leaf for path, leaf in self.leaves.items() if leaf.role == PARAMS and leaf.reason != "split"}
-        return {path: leaf.reason for path, leaf in whole.items() if DATA not in specs_lib.axes(leaf.split)}
-
-    @property
-    def batch_sharding(self) -> NamedSharding:
-        """Returns the sharding for arrays whose first dim counts examples."""
-        return mesh_lib.batch_sharding(self.mesh)
 
 
 def split_dim(shape: Sequence[int], base: P, axis_size: int) -> int | None:
@@ -121,6 +75,16 @@ def split_dim(shape: Sequence[int], base: P, axis_size: int) -> int | None:
     return None
 
 
+def pad_dim(shape: Sequence[int], base: P, ways: int) -> tuple[int | None, tuple[int, ...]]:
+    """Picks the longest dim that `base` leaves free, and returns it with what to add to each dim so that it divides."""
+    taken = tuple(base) + (None,) * (len(shape) - len(base))
+    free = [dim for dim in range(len(shape)) if taken[dim] is None]
+    if not free:
+        return None, ()
+    dim = max(free, key=lambda d: shape[d])
+    return dim, tuple(-shape[d] % ways if d == dim else 0 for d in range(len(shape)))
+
+
 def partition_state(
     abstract_state: Any,
     *,
@@ -130,7 +94,8 @@ def partition_state(
     min_size: int = 1024,
     indivisible: str = "whole",
     roles: Sequence[tuple[str, str]] = ROLES,
-) -> Partition:
+    trainable: str = "",
+) -> placement.Partition:
     """Decides the placement of a train state without allocating anything.
 
     Args:
@@ -143,9 +108,12 @@ def partition_state(
       min_size: leaves of fewer elements stay whole.
       indivisible: where no dim divides, "whole" keeps the leaf whole, "pad" pads its longest free dim with zeros.
       roles: ordered (path regex, role) that tell params and optimizer state apart.
+      trainable: a regex; weights in whose path it is not found are frozen. The optimizer state must leave them out, as that of
+        `shard_train_state` does. Empty: all are trained.
 
     Raises:
-      UserError: an unknown stage, choice or mesh axis, an override that fits no leaf or its shape, or a state without params.
+      UserError: an unknown stage, choice or mesh axis, an override that fits no leaf or its shape, a state without params, `trainable` that
+        is found in no weight's path, or optimizer state of a frozen weight.
 
     >>> partition = partition_state(jax.eval_shape(init, key), mesh=make_mesh(), stage=2)
     """
@@ -156,11 +124,14 @@ def partition_state(
     if DATA not in mesh.shape:
         raise UserError(f"mesh: needs an axis named 'data', and has {tuple(mesh.shape)}; see zerojax.make_mesh")
     abstract_state = tree.abstract(abstract_state)
-    role_of = leaf_roles(abstract_state, roles)
-    if PARAMS not in role_of.values():
+    role_of = leaf_roles(abstract_state, roles, trainable)
+    if PARAMS not in role_of.values() and FROZEN not in role_of.values():
         raise UserError("state: no leaf lies under 'params'; pass roles=[(path regex, 'params'), ...] to say which do")
+    if PARAMS not in role_of.values():
+        known = ", ".join([path for path, role in role_of.items() if role == FROZEN][:3])
+        raise UserError(f"trainable: {trainable!r} is found in no weight's path; paths look like {known}")
     rule = _Rule(mesh, STAGES[stage], tuple(overrides), min_size, indivisible)
-    weights = {path: leaf for path, leaf in tree.flatten(abstract_state) if role_of[path] == PARAMS}
+    weights = {path: leaf for path, leaf in tree.flatten(abstract_state) if role_of[path] in (PARAMS, FROZEN)}
     rule.check_overrides(weights)
     index = tree.suffix_index(weights)
     blocks = eight_bit.moments(abstract_state)
@@ -169,6 +140,11 @@ def partition_state(
         place, shape = blocks.get(path, (path, leaf.shape))
         owner = tree.longest_suffix(index, place)
         weight = owner if owner is not None and weights[owner].shape == shape else None
+        if role_of[path] == OPT_STATE and weight is not None and role_of[weight] == FROZEN:
+            raise UserError(
+                f"{path}: belongs to {weight}, which trainable={trainable!r} freezes; give shard_train_state a state with `tx`, "
+                "`params` and `opt_state`, or create the optimizer state of the trainable weights alone"
+            )
         decided = rule.decide(weight, jax.ShapeDtypeStruct(shape, leaf.dtype), role_of[path])
         leaves[path] = decided if shape == leaf.shape else _scales(decided, leaf.shape, mesh)
     return _assemble(mesh, stage, abstract_state, leaves)
@@ -197,16 +173,16 @@ class _Rule:
                 known = ", ".join(list(weights)[:3])
                 raise UserError(f"overrides: {pattern!r} is found in no weight's path; paths look like {known}")
 
-    def decide(self, weight: str | None, leaf: Any, role: str) -> Leaf:
+    def decide(self, weight: str | None, leaf: Any, role: str) -> placement.Decision:
         # What belongs to no weight (a count, a factored moment) has a shape of its own: no override is meant for it.
         base, final = (P(), False) if weight is None else self._override(weight, leaf.shape)
         whole = specs_lib.without(base, DATA)
         split, reason, padding = self._split(leaf, base, final)
         if role == OTHER:
-            return Leaf(role, leaf.shape, leaf.dtype, whole, whole, "neither weight nor moment")
-        is_split = self.splits.params if role == PARAMS else self.splits.opt_state
-        pads = padding if self.splits.opt_state else ()
-        return Leaf(role, leaf.shape, leaf.dtype, split if is_split else whole, split, reason, pads)
+            return placement.Decision(role, leaf.shape, leaf.dtype, whole, whole, "neither weight nor moment")
+        is_split = self.splits.opt_state if role == OPT_STATE else self.splits.params
+        pads = padding if is_split or (role == PARAMS and self.splits.opt_state) else ()
+        return placement.Decision(role, leaf.shape, leaf.dtype, split if is_split else whole, split, reason, pads)
 
     def _override(self, path: str, shape: tuple[int, ...]) -> tuple[P, bool]:
         """Returns the spec to start from, and whether it is also the last word."""
@@ -242,7 +218,7 @@ class _Rule:
         padding: tuple[int, ...] = ()
         dim = split_dim(leaf.shape, base, ways)
         if dim is None and self.indivisible == "pad":
-            dim, padding = specs_lib.pad_dim(leaf.shape, base, ways)
+            dim, padding = pad_dim(leaf.shape, base, ways)
         if dim is None:
             return base, f"no dim of {leaf.shape} divides by data={ways}", ()
         entries = list(base) + [None] * (len(leaf.shape) - len(base))
@@ -250,7 +226,7 @@ class _Rule:
         return specs_lib.trimmed(entries), "split", padding
 
 
-def _scales(codes: Leaf, shape: tuple[int, ...], mesh: Mesh) -> Leaf:
+def _scales(codes: placement.Decision, shape: tuple[int, ...], mesh: Mesh) -> placement.Decision:
     """Returns what the decision about a moment's codes means for its scales."""
     stored = _padded(codes.shape, codes.padding)
     padding = tuple(n - have for n, have in zip(eight_bit.scales_shape(stored), shape))
@@ -258,8 +234,16 @@ def _scales(codes: Leaf, shape: tuple[int, ...], mesh: Mesh) -> Leaf:
     return dataclasses.replace(codes, shape=shape, spec=spec, split=split, padding=padding if any(padding) else ())
 
 
-def leaf_roles(abstract_state: Any, roles: Sequence[tuple[str, str]] = ROLES) -> dict[str, str]:
-    """Returns each leaf's role by path."""
+def leaf_roles(abstract_state: Any, roles: Sequence[tuple[str, str]] = ROLES, trainable: str = "") -> dict[str, str]:
+    """Returns each leaf's role by path.
+
+    Raises:
+      UserError: `trainable` is no regex.
+    """
+    try:
+        is_trained = re.compile(trainable).search
+    except (re.error, TypeError) as error:
+        raise UserError(f"trainable: {trainable!r} is no regex: {error}; give one such as 'lora|head'") from error
     found = {}
     for path, node in jax.tree_util.tree_leaves_with_path(
         abstract_state, is_leaf=lambda n: isinstance(n, nnx.Variable)
@@ -269,11 +253,14 @@ def leaf_roles(abstract_state: Any, roles: Sequence[tuple[str, str]] = ROLES) ->
         if isinstance(node, nnx.Variable) and role != OPT_STATE:
             role = PARAMS if isinstance(node, nnx.Param) else OTHER
         for inner, _ in jax.tree_util.tree_leaves_with_path(node):
-            found[tree.path_string((*path, *inner))] = role
+            inner_path = tree.path_string((*path, *inner))
+            found[inner_path] = FROZEN if role == PARAMS and not is_trained(inner_path) else role
     return found
 
 
-def _assemble(mesh: Mesh, stage: int, abstract_state: Any, leaves: dict[str, Leaf]) -> Partition:
+def _assemble(
+    mesh: Mesh, stage: int, abstract_state: Any, leaves: dict[str, placement.Decision]
+) -> placement.Partition:
     """Turns decisions into trees."""
     specs = tree.map_with_path(lambda path, _: leaves[path].spec, abstract_state)
     shardings = tree.map_with_path(lambda path, _: NamedSharding(mesh, leaves[path].spec), abstract_state)
@@ -284,18 +271,23 @@ def _assemble(mesh: Mesh, stage: int, abstract_state: Any, leaves: dict[str, Lea
 
     placements = {}
     for path, leaf in leaves.items():
-        if leaf.role == PARAMS:
+        if leaf.role in (PARAMS, FROZEN):
             whole = NamedSharding(mesh, specs_lib.without(leaf.split, DATA))
             split = NamedSharding(mesh, leaf.split)
-            placements[path] = gather.Placement(
+            kept = split if STAGES[stage].opt_state else whole
+            placements[path] = placement.Placement(
                 stored=NamedSharding(mesh, leaf.spec),
                 used=whole,
                 grad=split if STAGES[stage].grads else whole,
-                opt_state=split if STAGES[stage].opt_state else whole,
+                opt_state=kept,
+                update=kept,
                 padding=leaf.padding,
                 shape=_padded(leaf.shape, leaf.padding),
+                trainable=leaf.role == PARAMS,
             )
-    return Partition(mesh, stage, tree.map_with_path(stored, abstract_state), specs, shardings, leaves, placements)
+    return placement.Partition(
+        mesh, stage, tree.map_with_path(stored, abstract_state), specs, shardings, leaves, placements
+    )
 
 
 def _padded(shape: tuple[int, ...], padding: tuple[int, ...]) -> tuple[int, ...]:

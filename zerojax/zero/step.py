@@ -3,9 +3,8 @@
 With loss scaling a step whose gradients are not all finite is skipped: the state stays as it was, but for the scale itself.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from zerojax import mesh as mesh_lib
 from zerojax import precision, tree
 from zerojax.errors import UserError
-from zerojax.zero import accumulate, explicit, where_used, xla_options
+from zerojax.zero import accumulate, explicit, placement, where_used, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
 
@@ -34,6 +33,8 @@ def make_train_step(
     offload: str = "",
     reduce_dtype: Any = None,
     donate: bool = True,
+    fetch: Callable[[Any], Any] = lambda state: state,
+    store: Callable[[Any], Any] = lambda state: state,
 ) -> Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]:
     """Builds `train_step(state, batch) -> (state, metrics)`, compiled, from a loss written for one device and whole weights.
 
@@ -41,7 +42,7 @@ def make_train_step(
       loss_fn: `loss_fn(params, batch, state) -> loss`, or `-> (loss, {"state": {field: value}, "metrics": {name: value}})`, both
         keys optional, where the loss is a mean over the batch. `state` gives what else a forward pass reads (batch statistics, `step`, a
         random key); the fields returned replace the state's.
-      partition: the placement from `shard_train_state`.
+      partition: the placement from `shard_train_state`. Weights that it freezes have no gradient and stay as they are, to the bit.
       clip_norm: scales gradients so that their global norm is at most this; 0 does not.
       grad_accum: forward and backward passes a step; the batch's leaves then are [grad_accum, examples, ...].
       compute_dtype: dtype of floating weights and inputs in the forward pass; None keeps them.
@@ -51,11 +52,14 @@ def make_train_step(
       reduce_dtype: the dtype in which gradients are summed over devices; the loss then sees one device's examples, and its means are
         averaged (as DDP, FSDP and DeepSpeed do). None: the loss sees the whole batch, and the compiler sums as the products are.
       donate: reuses the old state's memory; the state passed in is then gone.
+      fetch: f(state) -> state, its optimizer state brought from where it is stored to where the update is computed; the identity.
+      store: f(state) -> state, its optimizer state brought back to where it is stored; the identity.
 
     Returns:
       The step. Its metrics are scalars: loss, grad_norm, what the loss returned, and with loss scaling loss_scale (this step's),
       skipped_steps (so far), overflow_leaf (the number of the first gradient that was not finite, or -1) and is_exhausted. The state
-      must have `params` and `apply_gradients(grads=...)`, as flax's TrainState and its subclasses do.
+      must have `params` and `apply_gradients(grads=...)`, as flax's TrainState and its subclasses do. Where weights are frozen,
+      `apply_gradients` sees params and gradients with `optax.MaskedNode()` in their place.
 
     Raises:
       UserError: settings that contradict each other or the state.
@@ -71,7 +75,7 @@ def make_train_step(
     how = where_used.How(blocks, heads, remat, recompute, offload)
     how.check()
     gradients = _gradients(_with_aux(loss_fn, scaling), partition, how, grad_accum, reduce_dtype, compute_dtype)
-    place = functools.partial(_place_as_opt_state, partition)
+    place = functools.partial(_place_for_update, partition.placements)
     update = update_lib.make(partition)
 
     def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
@@ -80,14 +84,15 @@ def make_train_step(
             (_, aux), grads = gradients(state.params, batch, state)
         with jax.named_scope("clip"):
             grads, unscale = place(grads), 1.0 / scaling.scale(state)
-            squares = jax.tree.map(lambda g: _sum_of_squares(g, unscale), grads)
+            squares = jax.tree.map(lambda g: _sum_of_squares(g, unscale), grads, is_leaf=placement.is_frozen)
             norm = jnp.sqrt(sum(jax.tree.leaves(squares)))
             # A norm of 0 gives inf, and so 1.
             factor = unscale * jnp.minimum(1.0, clip_norm / norm) if clip_norm else unscale
             verdict = scaling.verdict(squares)
         with jax.named_scope("update"):
-            new_state = update(state, state.replace(**aux.get("state", {})), grads, factor, verdict.finite)
-            new_state, told = scaling.adjust(new_state, verdict)
+            before = fetch(state)
+            new_state = update(before, before.replace(**aux.get("state", {})), grads, factor, verdict.finite)
+            new_state, told = scaling.adjust(store(new_state), verdict)
             # Cast and add on the shards; only then gather, so that 16-bit params travel.
             new_state = new_state.replace(params=place(new_state.params))
         return new_state, {**aux["metrics"], "grad_norm": norm, **told}
@@ -101,8 +106,10 @@ def make_train_step(
     )
 
 
-def _sum_of_squares(grad: jax.Array, unscale: jax.Array) -> jax.Array:
-    """Returns float32[]."""
+def _sum_of_squares(grad: Any, unscale: jax.Array) -> jax.Array:
+    """Returns float32[]; 0 for a frozen weight, which has no gradient."""
+    if placement.is_frozen(grad):
+        return jnp.zeros((), jnp.float32)
     if jnp.iscomplexobj(grad):
         return _sum_of_squares(grad.real, unscale) + _sum_of_squares(grad.imag, unscale)
     return jnp.sum(jnp.square(grad.astype(jnp.float32) * unscale))
@@ -122,14 +129,20 @@ def _compiler_options(partition: Any, blocks: str, reduce_dtype: Any, compute_dt
 def _gradients(
     loss_fn: Callable[..., Any], partition: Any, how: where_used.How, passes: int, reduce_dtype: Any, compute_dtype: Any
 ) -> Callable[..., Any]:
-    """Returns f(params, batch, state) -> ((loss, aux), grads), summed over devices by the compiler or by hand."""
-    if reduce_dtype is None:
-        kept = dataclasses.asdict(how)
-        loss_of_stored = where_used.where_used(loss_fn, partition.placements, compute_dtype=compute_dtype, **kept)
-        return accumulate.value_and_grad(loss_of_stored, passes)
-    return explicit.value_and_grad(
-        loss_fn, partition, how, passes=passes, reduce_dtype=reduce_dtype, compute_dtype=compute_dtype
-    )
+    """Returns f(params, batch, state) -> ((loss, aux), grads of the trainable part), summed by the compiler or by `explicit`."""
+    if reduce_dtype is not None:
+        return explicit.value_and_grad(
+            loss_fn, partition, how, passes=passes, reduce_dtype=reduce_dtype, compute_dtype=compute_dtype
+        )
+    loss_of_stored = where_used.with_gathers(loss_fn, partition.placements, how, compute_dtype)
+
+    def gradients(params: Any, batch: Any, state: Any) -> Any:
+        def loss_of_part(part: Any, batch: Any, state: Any) -> tuple[Any, dict]:
+            return loss_of_stored(placement.with_frozen(part, params), batch, state)
+
+        return accumulate.value_and_grad(loss_of_part, passes)(partition.trainable_part(params), batch, state)
+
+    return gradients
 
 
 def _split_batch(mesh: Any, batch: Any, grad_accum: int) -> Any:
@@ -167,12 +180,14 @@ def _with_aux(loss_fn: Callable[..., Any], scaling: loss_scale_lib.Unscaled) -> 
     return with_aux
 
 
-def _place_as_opt_state(partition: Any, params_like: Any) -> Any:
-    """Constrains a tree shaped like params to where its optimizer state lies, so that the update is local."""
-    index = tree.suffix_index(partition.placements)
+def _place_for_update(placements: Mapping[str, placement.Placement], params_like: Any) -> Any:
+    """Constrains a tree shaped like params to where the update is computed, so that it is local; frozen weights stay where they are."""
+    index = tree.suffix_index(placements)
 
     def constrain(path: str, leaf: Any) -> Any:
         found = tree.longest_suffix(index, path)
-        return leaf if found is None else jax.lax.with_sharding_constraint(leaf, partition.placements[found].opt_state)
+        if found is None or not placements[found].trainable:
+            return leaf
+        return jax.lax.with_sharding_constraint(leaf, placements[found].update)
 
     return tree.map_with_path(constrain, params_like)

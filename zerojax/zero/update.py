@@ -9,30 +9,46 @@ import jax.numpy as jnp
 from flax.training import train_state
 
 from zerojax import precision, tree
+from zerojax.zero import placement
 
 
 def make(partition: Any) -> Callable[..., Any]:
     """Returns update(before, after, grads, factor, finite) -> the new train state.
 
-    Its arguments are the state that the step began with; the same with the fields that the loss returned; gradients, laid out as the
-    optimizer state; float32[] or a number, which multiplies them; bool[], whether the step is taken, or None where every one is. A step
-    that is not taken leaves the state of its beginning, to the last bit. Gradients keep their dtype where every step is taken, and are
-    float32 otherwise: in 16 bits they may vanish without their loss scale.
+    Its arguments are the state that the step began with; the same with the fields that the loss returned; gradients of the trainable
+    part, laid out as `Placement.update` says; float32[] or a number, which multiplies them; bool[], whether the step is taken, or None
+    where every one is. A step that is not taken leaves the state of its beginning, to the last bit. Gradients keep their dtype where every
+    step is taken, and are float32 otherwise: in 16 bits they may vanish without their loss scale.
 
     Args:
       partition: the state's placement.
     """
+    apply = _apply(partition)
+
+    def update(before: Any, after: Any, grads: Any, factor: Any, finite: Any) -> Any:
+        own_before, own_after = (
+            state.replace(params=partition.trainable_part(state.params)) for state in (before, after)
+        )
+        new = apply(own_before, own_after, grads, factor, finite)
+        return new.replace(params=placement.with_frozen(new.params, before.params))
+
+    return update
+
+
+def _apply(partition: Any) -> Callable[..., Any]:
+    """Returns f(before, after, grads, factor, finite) -> the new train state, where params are the trainable ones alone."""
     state = partition.abstract_state
     tx = getattr(state, "tx", None)
     # A state that applies gradients in a way of its own (averages of weights, say) is left to do so.
     is_flax = getattr(type(state), "apply_gradients", None) is train_state.TrainState.apply_gradients
     if not isinstance(tx, precision.OnePass) or not is_flax:
         return _by_parts
-    if not all(f"params/{path}" in partition.placements for path, _ in tree.flatten(state.params)):
+    trained = partition.trainable_part(state.params)
+    if not all(f"params/{path}" in partition.placements for path, _ in tree.flatten(trained)):
         return (
             _by_parts  # some are placed in another role, and no shardings of a gradient and moments are known for them
         )
-    shardings = tree.map_with_path(lambda path, _: partition.placements[f"params/{path}"].opt_state, state.params)
+    shardings = tree.map_with_path(lambda path, _: partition.placements[f"params/{path}"].update, trained)
     return functools.partial(_in_one_pass, functools.partial(tx.apply, shardings=shardings))
 
 

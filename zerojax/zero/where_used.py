@@ -21,7 +21,7 @@ from flax import nnx
 
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.zero import gather, remat
+from zerojax.zero import gather, placement, remat
 from zerojax.zero import intercept as blocks_lib
 
 Loss = Callable[..., Any]
@@ -68,16 +68,11 @@ class How:
                 f"offload: {self.offload!r} says what is kept in the host's memory, and remat='none' keeps everything on the device; "
                 "set offload to '', or remat to 'dots' or 'full'"
             )
-        if self.recompute and (precision := remat.precision_of_all()):
-            raise UserError(
-                f"recompute: {self.recompute!r} tells products apart by their precision, and jax_default_matmul_precision is {precision!r} "
-                "for all; leave that unset, or set recompute to '', or remat to 'full'"
-            )
 
 
 def where_used(
     loss_fn: Loss,
-    placements: Mapping[str, gather.Placement],
+    placements: Mapping[str, placement.Placement],
     *,
     compute_dtype: Any = None,
     blocks: str = "",
@@ -91,7 +86,7 @@ def where_used(
     Args:
       loss_fn: called as `loss_fn(params, *args, **kwargs)`; differentiate the result with respect to `params`. These may be
         an NNX module, whose other variables (batch statistics, random counts) change as the loss changes them.
-      placements: where each weight lives, by path (`Partition.placements`).
+      placements: where each weight lives, by path (`Partition.placements`). Frozen weights have gradients of 0, and none is computed.
       compute_dtype: the dtype of floating weights in the forward pass; None keeps the stored one.
       blocks: a regex over Linen module paths ("layer_\\d+"); calls to a matching module gather their own weights and are
         rematerialised one by one. Empty: leaf by leaf at the top, and the whole loss is rematerialised by `remat`.
@@ -111,13 +106,22 @@ def where_used(
 
     >>> grads = jax.grad(where_used(loss_fn, partition.placements, blocks=r"layer_\\d+"))(state.params, batch)
     """
+    return with_gathers(loss_fn, placements, How(blocks, heads, remat, recompute, offload), compute_dtype)
+
+
+def with_gathers(
+    loss_fn: Loss, placements: Mapping[str, placement.Placement], how: How, compute_dtype: Any = None
+) -> Loss:
+    """Returns `where_used` of a loss, its settings as one value."""
     find = finder(placements, lambda leaf: leaf.shape, lambda place: place.shape)
 
     def gather_leaf(path: str, leaf: Any) -> Any:
         found = find(path, leaf)
-        return leaf if found is None else gather.gather(leaf, found, compute_dtype)
+        if found is None:
+            return leaf
+        return gather.gather(leaf if found.trainable else jax.lax.stop_gradient(leaf), found, compute_dtype)
 
-    return wrap(loss_fn, gather_leaf, How(blocks, heads, remat, recompute, offload), moves=moves(placements))
+    return wrap(loss_fn, gather_leaf, how, moves=moves(placements))
 
 
 def wrap(
@@ -198,14 +202,14 @@ class _Made:
 
 
 def finder(
-    placements: Mapping[str, gather.Placement],
+    placements: Mapping[str, placement.Placement],
     shape_of: Callable[[Any], Any],
-    wanted: Callable[[gather.Placement], Any],
-) -> Callable[[str, Any], gather.Placement | None]:
+    wanted: Callable[[placement.Placement], Any],
+) -> Callable[[str, Any], placement.Placement | None]:
     """Returns f(path, leaf) -> the placement of that weight, or None; a leaf of another shape than `wanted` is refused."""
     index = tree.suffix_index(placements)
 
-    def find(path: str, leaf: Any) -> gather.Placement | None:
+    def find(path: str, leaf: Any) -> placement.Placement | None:
         found = tree.longest_suffix(index, path)
         if found is None:
             return None
@@ -219,12 +223,12 @@ def finder(
     return find
 
 
-def moves(placements: Mapping[str, gather.Placement]) -> bool:
+def moves(placements: Mapping[str, placement.Placement]) -> bool:
     """Says whether any weight is stored otherwise than used."""
     return any(place.stored != place.used for place in placements.values())
 
 
-def largest_block(placements: Mapping[str, gather.Placement], blocks: str) -> int:
+def largest_block(placements: Mapping[str, placement.Placement], blocks: str) -> int:
     """Returns the number of weights in the largest of the blocks that a regex names; 0 where it names none."""
     sizes: dict[str, int] = {}
     for path, place in placements.items():

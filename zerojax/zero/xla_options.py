@@ -19,6 +19,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from zerojax import mesh as mesh_lib
+
 # Known to jax 0.10.2, 0.11 and 0.12.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "gpu": {
@@ -43,7 +45,7 @@ def for_mesh(mesh: Mesh, *, gathered: int = 0, summed: int = 0, kept: int = 0) -
       summed: bytes of its gradients, whole.
       kept: bytes of its gradients that a device keeps where they are split.
     """
-    platform = {"cuda": "gpu"}.get(mesh.devices.flat[0].platform, mesh.devices.flat[0].platform)
+    platform = mesh_lib.platform(mesh)
     if mesh.size == 1 or platform not in OPTIONS:
         return {}
     merged = {"all_gather": gathered, "all_reduce": summed, "reduce_scatter": kept}
