@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 # Leaves of a train state.
 PARAMS = "params"  # weights as the forward pass reads them
-FROZEN = "frozen"  # weights that no update changes: no gradient, no optimizer state
+FROZEN = "frozen"  # weights that are not trained: no gradient, no optimizer state
 OPT_STATE = "opt_state"  # what the optimizer keeps from step to step: master weights, moments, counts
 OTHER = "other"  # none of these; of temporaries and collectives, none of the roles below
 

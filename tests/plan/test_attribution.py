@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ WEIGHTS = {
 }
 
 
-def roles(body, **shapes):
+def roles(body, weights=WEIGHTS, **shapes):
     """Returns (role, weights) of the collectives among the instructions of an entry."""
     arguments = "\n".join(
         f'  %{name} = {shape} parameter({n}), metadata={{op_name="{label}"}}'
@@ -31,7 +33,7 @@ def roles(body, **shapes):
     text = f"HloModule jit_step, is_scheduled=true\n\nENTRY %main (a: f32[]) -> f32[] {{\n{arguments}\n{body}\n}}\n"
     flow = hlo_flow.flow(syntax.parse(text))
     mesh = Mesh(np.asarray(jax.devices()[:8]), ("x",), axis_types=(AxisType.Auto,))
-    owner = attribution.Attribution(flow, WEIGHTS)
+    owner = attribution.Attribution(flow, weights)
     return [owner.role(found, part) for found in collectives.collectives(flow, mesh) for part in found.parts]
 
 
@@ -71,6 +73,13 @@ def test_a_sum_of_a_weights_dims_is_its_gradient_whole_or_shard(dims):
     body = f"""  %g = f32[{dims}] dot(%w, %w)
   %ar = f32[{dims}] all-reduce(%g), {GROUPS}, metadata={{op_name="jit(step)/transpose(jvp(Net))/up/dot_general"}}"""
     assert roles(body, w=UP) == [(GRADIENTS, ("up/kernel",))]
+
+
+def test_a_sum_of_a_frozen_weights_dims_is_no_gradient():
+    frozen = {path: dataclasses.replace(known, trainable=False) for path, known in WEIGHTS.items()}
+    body = f"""  %ar = f32[64,4096] all-reduce(%g), {GROUPS}, to_apply=%sum"""
+    given = ("f32[64,4096]", "batch")
+    assert roles(body, g=given)[0][0] == GRADIENTS and roles(body, frozen, g=given) == [(ACTIVATIONS, ())]
 
 
 def test_equal_shapes_are_told_apart_by_the_modules_that_a_name_goes_through():

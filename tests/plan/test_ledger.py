@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,6 +54,13 @@ def test_theory_gathers_and_scatters_in_every_pass_and_sums_whole_gradients_once
     assert ledger.theory({"w": split}, 8, passes=4)[WEIGHTS_FORWARD] == pytest.approx(4 * 7 / 8)
     assert ledger.theory({"w": split}, 8, passes=4)[GRADIENTS] == pytest.approx(4 * 7 / 8)
     assert ledger.theory({"w": whole}, 8, passes=4)[GRADIENTS] == pytest.approx(2 * 7 / 8)
+
+
+def test_theory_gathers_frozen_weights_and_neither_reduces_nor_updates_them():
+    frozen = dataclasses.replace(weight(64, stored=8), trainable=False)
+    found = ledger.theory({"w": frozen, "v": weight(64, stored=8, grad=8, moments=8)}, 8)
+    assert found[WEIGHTS_FORWARD] == found[WEIGHTS_BACKWARD] == pytest.approx(7 / 8)
+    assert found[GRADIENTS] == pytest.approx(7 / 16) and found[UPDATED_WEIGHTS] == 0
 
 
 def test_weights_given_as_arrays_are_used_whole_along_data_and_split_along_other_axes():

@@ -128,3 +128,30 @@ def test_the_report_counts_the_state_as_the_plan_does():
     counted = memory.bytes_per_device(built.partition)
     rows = {row.role: row.arithmetic for row in plan.memory}
     assert counted[roles.PARAMS] == rows[roles.PARAMS] and counted[roles.GRADIENTS] == rows[roles.GRADIENTS]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_frozen_weights_are_gathered_and_have_no_gradients_and_no_moments(stage):
+    model = nn.Sequential([nn.Dense(64), jnp.tanh, nn.Dense(64)])
+    mesh = zerojax.make_mesh()
+
+    def plan(trainable):
+        params = model.init(jax.random.key(0), jnp.zeros((1, 64)))["params"]
+        state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
+        state, part = zerojax.shard_train_state(state, mesh=mesh, stage=stage, trainable=trainable)
+        step = zerojax.make_train_step(
+            lambda params, batch, state: jnp.mean(model.apply({"params": params}, batch) ** 2), part
+        )
+        batch = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=part.batch_sharding)
+        return step_plan.plan_step(step, part.abstract_state, batch, mesh=mesh, target="cpu", placement=part)
+
+    every, top = plan(""), plan("layers_2")
+    rows, fewer = ({row.role: row for row in found.memory} for found in (every, top))
+    assert fewer[roles.PARAMS] == rows[roles.PARAMS]
+    assert fewer[roles.GRADIENTS].theory == rows[roles.GRADIENTS].theory / 2
+    assert fewer[roles.GRADIENTS].arithmetic == rows[roles.GRADIENTS].arithmetic / 2
+    assert abs(fewer[roles.MOMENTS].theory - rows[roles.MOMENTS].theory / 2) <= COUNTERS
+    assert top.theory[roles.GRADIENTS] == pytest.approx(every.theory[roles.GRADIENTS] / 2)
+    assert top.theory[roles.WEIGHTS_FORWARD] == every.theory[roles.WEIGHTS_FORWARD]
+    trained = {path for row in top.ledger.rows if row.role == roles.GRADIENTS for path in row.weights}
+    assert trained and all("layers_2" in path for path in trained)

@@ -175,7 +175,7 @@ def test_the_bytes_table_counts_no_gradients_and_no_moments_of_frozen_weights(st
     )
     assert counted["frozen"] == frozen and every["frozen"] == 0
     assert counted["params"] + counted["frozen"] == every["params"]
-    assert counted["grads"] >= grads and counted["grads"] < every["grads"]
+    assert counted["gradients"] >= grads and counted["gradients"] < every["gradients"]
     assert counted["opt_state"] < every["opt_state"]
     table = memory.memory_table(part, shard(0)[1])
     assert "frozen params" in list(table.columns[0].cells)

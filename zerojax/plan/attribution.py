@@ -19,7 +19,10 @@ _SCALAR_SIZE = 4096  # elements; smaller reductions that are no weight's gradien
 
 @dataclasses.dataclass(frozen=True)
 class WeightDims:
-    """One weight's dims: of the array, and on a device as used in the forward pass, as stored, of its gradient, and of its moments."""
+    """One weight's dims: of the array, and on a device as used in the forward pass, as stored, of its gradient, and of its moments.
+
+    A weight that is not `trainable` has neither gradient nor moments.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -27,6 +30,7 @@ class WeightDims:
     stored: tuple[int, ...]
     grad: tuple[int, ...]
     moments: tuple[int, ...]
+    trainable: bool = True
 
     @property
     def size(self) -> int:
@@ -63,12 +67,13 @@ class Attribution:
         matched = self._matching(part)
         sums = found.kind in collectives.REDUCTIONS or found.kind == "collective-permute"  # a ring of permutes sums too
         is_statistic = phase == roles.WEIGHTS_FORWARD and len(_key(part.taken.dims)) < 2
-        if matched and sums and not is_statistic:
-            return roles.GRADIENTS, self._named(matched, part)
+        trained = [weight for weight in matched if weight.trainable]
+        if trained and sums and not is_statistic:
+            return roles.GRADIENTS, self._named(trained, part)
         if found.kind in collectives.REDUCTIONS and part.taken.elements <= _SCALAR_SIZE:
             return roles.SCALARS, ()
-        if matched and found.kind == "all-gather" and phase == roles.UPDATED_WEIGHTS:
-            return roles.UPDATED_WEIGHTS, self._named(matched, part)
+        if trained and found.kind == "all-gather" and phase == roles.UPDATED_WEIGHTS:
+            return roles.UPDATED_WEIGHTS, self._named(trained, part)
         return roles.ACTIVATIONS, ()
 
     def readers(self, found: collectives.Collective, part: collectives.Part) -> tuple[syntax.Instruction, ...]:

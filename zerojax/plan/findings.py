@@ -311,7 +311,7 @@ def _spares_a_gradient(ledger: ledger_lib.Ledger, row: ledger_lib.Row) -> bool:
     spared = [
         w.size
         for path, w in ledger.weights.items()
-        if path not in reduced and path.split("/")[-2:-1] and path.split("/")[-2] in through
+        if w.trainable and path not in reduced and path.split("/")[-2:-1] and path.split("/")[-2] in through
     ]
     return attribution.is_backward(row.op_name) and row.elements <= max(spared, default=0)
 

@@ -122,8 +122,15 @@ def weights_of(weights: Mapping[str, Any], mesh: Mesh) -> dict[str, WeightDims]:
     for path, given in weights.items():
         if isinstance(given, placement.Placement):
             shape = given.shape or ()
-            places = (given.used, given.stored, given.grad, given.update)
-            found[path] = WeightDims(path, shape, *(place.shard_shape(shape) for place in places))
+            found[path] = WeightDims(
+                path,
+                shape,
+                used=given.used.shard_shape(shape),
+                stored=given.stored.shard_shape(shape),
+                grad=given.grad.shard_shape(shape),
+                moments=given.update.shard_shape(shape),
+                trainable=given.trainable,
+            )
             continue
         shape, sharding = tuple(given.shape), getattr(given, "sharding", None)
         used = stored = shape
@@ -142,7 +149,8 @@ def theory(weights: Mapping[str, WeightDims], ways: int, passes: int = 1) -> dic
     A weight of u elements in use, s as stored, and g where its gradient or its moments are kept, moves: u - s to be gathered, twice, if
     it is stored sharded; 2 u (n - 1) / n to be all-reduced over n devices, or u - g and then 2 g (r - 1) / r over the r = n g / u copies of
     a shard; and s - g to be gathered again after the update. With all leaves sharded N ways these are the paper's:
-    2 (N - 1) / N parameters, and 3 (N - 1) / N where weights are sharded too (ZeRO, arXiv:1910.02054, section 7).
+    2 (N - 1) / N parameters, and 3 (N - 1) / N where weights are sharded too (ZeRO, arXiv:1910.02054, section 7). A weight that is not
+    trainable is gathered, for the gradients of activations too, and neither reduced nor updated.
 
     Args:
       weights: see `weights_of`.
@@ -153,11 +161,13 @@ def theory(weights: Mapping[str, WeightDims], ways: int, passes: int = 1) -> dic
     found = dict.fromkeys(roles.SENT_OF_WEIGHTS, 0.0)
     for weight in weights.values():
         used, stored = weight.size, math.prod(weight.stored)
+        found[roles.WEIGHTS_FORWARD] += passes * (used - stored) / total
+        found[roles.WEIGHTS_BACKWARD] += passes * (used - stored) / total
+        if not weight.trainable:
+            continue
         shard = min(math.prod(weight.grad), math.prod(weight.moments))
         copies = max(1.0, ways * shard / used)
         reduced = used - shard + 2 * shard * (copies - 1) / copies
-        found[roles.WEIGHTS_FORWARD] += passes * (used - stored) / total
-        found[roles.WEIGHTS_BACKWARD] += passes * (used - stored) / total
         found[roles.GRADIENTS] += (passes if math.prod(weight.grad) < used else 1) * reduced / total
         found[roles.UPDATED_WEIGHTS] += max(0, stored - math.prod(weight.moments)) / total
     return found
