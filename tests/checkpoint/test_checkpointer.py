@@ -433,7 +433,8 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 rank = int(sys.argv[2])
 jax.distributed.initialize(f"localhost:{sys.argv[3]}", 2, rank)
 from jax.sharding import NamedSharding, PartitionSpec as P
-from zerojax import checkpoint, tree
+from zerojax import tree
+from zerojax.checkpoint import checkpointer as checkpoint
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
 whole = np.arange(32, dtype=np.float32).reshape(8, 4)
 sharding = NamedSharding(mesh, P("data"))

@@ -138,8 +138,9 @@ def test_slurm_tells_all_that_is_needed():
     with listener() as port:
         pass
     slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_PROCID": "0"}
-    program = "from zerojax.launch import devices, processes\nlaunch.detect_scheduler = lambda environ: 'Slurm'\n" + (
-        "processes.initialize(); import jax; print(jax.distributed.is_initialized(), devices.describe())"
+    program = (
+        "from zerojax.launch import devices, processes\nprocesses.detect_scheduler = lambda environ: 'Slurm'\n"
+        + ("processes.initialize(); import jax; print(jax.distributed.is_initialized(), devices.describe())")
     )
     done = programs.python(program, JAX_PLATFORMS="cpu", SLURM_LOCALID="0", JAX_COORDINATOR_PORT=str(port), **slurm)
     assert done.stdout == "True 1 x cpu, 1 process\n", done.stderr

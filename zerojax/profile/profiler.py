@@ -40,6 +40,15 @@ class Profiler:
             self._is_tracing = False
             jax.profiler.stop_trace()
 
+    @property
+    def folder(self) -> pathlib.Path:
+        """Returns where the trace is written."""
+        return self._folder / FOLDER
+
+    def is_missed(self, done: int) -> bool:
+        """Says whether the trace was to begin within the first `done` steps."""
+        return self._first <= self._last and self._first <= done
+
     def begins(self, step: int) -> bool:
         """Says whether the trace begins before `step`."""
         return step == self._first <= self._last
@@ -63,7 +72,7 @@ class Profiler:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # Python's own calls would fill the trace
         try:
-            jax.profiler.start_trace(str(self._folder / FOLDER), profiler_options=options)
+            jax.profiler.start_trace(str(self.folder), profiler_options=options)
         except (RuntimeError, OSError) as error:
             raise _failed(error) from error
         self._is_tracing = True
@@ -82,7 +91,7 @@ class Profiler:
         self._is_tracing = False
         try:
             jax.profiler.stop_trace()
-            path = traces.newest(self._folder / FOLDER)
+            path = traces.newest(self.folder)
             found = breakdown.profile(traces.read(path) if path else (), sent, self._first, self._last)
             files.replace(self._folder / FILE, json.dumps(as_json(found), indent=1) + "\n")
         except (RuntimeError, OSError) as error:
