@@ -87,28 +87,20 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
 
     health = _open_health(config, program, saver, start)
     with signals.StopSignal() as stop, _open_recorder(config, program, health, folder, start) as recorder:
-        is_over = start.step == config.steps
-        plan = None if is_over else _compile(program, recorder, folder, start)
+        plan = _compile(program, recorder, folder, start) if start.step < config.steps else None
         with memory_guard.explained(program, plan), _open_profiler(config, folder) as profile:
-            state = _first_state(config, program, saver, folder, start)
-            _tell_start(config, state, start, recorder)
-            recorder.open(start.step, is_over=is_over)
-            end = loop.End(state, start.step, is_stopped=is_over and stop.agreed(at_once=True))
-            if profile.is_missed(start.step) and not end.is_stopped:
-                recorder.say(f"nothing is profiled: step {config.profile.start} was done before this run")
-            if plan is not None:
-                end = loop.run(
-                    plan,
-                    state,
-                    start.step,
-                    when=_when(config),
-                    streams=streams,
-                    evaluate=streams.evaluation_loss,
-                    checkpoints=loop.Checkpoints(saver, resume.meta(program)),
-                    recorder=recorder,
-                    profile=profile,
-                    stop=stop,
-                )
+            end = loop.run(
+                plan,
+                functools.partial(_first_state, config, program, saver, folder, start, recorder),
+                start.step,
+                when=_when(config),
+                streams=streams,
+                evaluate=streams.evaluation_loss,
+                checkpoints=loop.Checkpoints(saver, resume.meta(program)),
+                recorder=recorder,
+                profile=profile,
+                stop=stop,
+            )
     if end.is_stopped:
         return say(f"stopped by a signal at step {end.step}, saved; the same command resumes")
 
@@ -230,6 +222,7 @@ def _first_state(
     saver: checkpointer.Checkpointer,
     folder: pathlib.Path,
     start: resume.Start,
+    recorder: recorder_lib.Recorder,
 ) -> Any:
     """Makes the first state, sharded as it is made, or restores the saved one; from here on the folder is this run's."""
     if start.saved is None:
@@ -239,13 +232,11 @@ def _first_state(
         state = resume.state(program, saver, start.step, start.saved)
     if processes.is_primary():
         workdir.save(folder, config_lib.to_dict(config))
-    return state
-
-
-def _tell_start(config: config_lib.Config, state: Any, start: resume.Start, recorder: recorder_lib.Recorder) -> None:
     held = display.human(memory.measured_bytes(state, jax.local_devices()[0]))
     counted = f"{held} of state on each device, counted from its arrays"
     recorder.say(f"starts at step {start.step} of {config.steps}; {counted}")
+    recorder.open(start.step, is_over=start.step == config.steps)
+    return state
 
 
 def _leave_unheard(line: str) -> None:

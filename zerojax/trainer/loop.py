@@ -61,8 +61,8 @@ class End(NamedTuple):
 
 
 def run(
-    plan: step_plan.Plan,
-    state: Any,
+    plan: step_plan.Plan | None,
+    first_state: Callable[[], Any],
     step: int,
     *,
     when: When,
@@ -73,17 +73,23 @@ def run(
     checkpoints: Checkpoints,
     stop: signals.StopSignal,
 ) -> End:
-    """Trains from `step`, whose state is given, to the last step or to a signal; the state's buffers are donated.
+    """Trains from `step` to the last step or to a signal.
 
     Args:
-      plan: of the train step, which it holds compiled.
+      plan: of the train step, which it holds compiled; None where no step is left.
+      first_state: returns the state of `step`, which is made here: nobody else may keep what each step replaces.
       evaluate: (params) -> the held-out loss, or None where there is no text for it.
 
     Raises:
       UserError: numbers are not finite, or the disk is full.
     """
+    state = first_state()
+    is_stopped = plan is None and stop.agreed(at_once=True)
+    if profile.is_missed(step) and not is_stopped:
+        recorder.say(f"nothing is profiled: step {profile.first} was done before this run")
+    if plan is None:
+        return End(state, step, is_stopped)
     recorder.begin()
-    is_stopped = False
     while step < when.steps and not is_stopped:
         step += 1
         if profile.begins(step):
