@@ -3,13 +3,14 @@
 python -m zerojax.train --config configs/zero3.py --workdir runs/mine --config.steps=50
 """
 
+import contextlib
 import functools
 import logging
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,15 +22,19 @@ from zerojax.checkpoint import checkpointer
 from zerojax.data import batches, source
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
-from zerojax.interop import huggingface
-from zerojax.launch import devices, processes, start_up
+from zerojax.launch import devices, processes, signals, start_up
+from zerojax.plan import report as plan_report
+from zerojax.plan import step_plan
 from zerojax.profile import profiler
-from zerojax.trainer import command, loop, metrics, resume, workdir
+from zerojax.trainer import command, loop, memory_guard, metrics, progress, results, resume, workdir
 from zerojax.trainer import config as config_lib
+from zerojax.trainer import health as health_lib
 from zerojax.trainer import program as program_lib
+from zerojax.trainer import recorder as recorder_lib
 from zerojax.zero import memory
 
 INTERRUPTED = 130  # the status of a command that SIGINT ended
+STEPS_BEFORE_COMPARING = 2  # the first steps of a program reach its peak
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of all that the run writes; one that holds a run resumes it.")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, to join processes by hand.")
@@ -67,77 +72,171 @@ def main() -> None:
 
 def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     """Runs all chapters of a training in `folder`."""
-    program, run, first_state, done = prepare(config, folder)
-    state, finished = run.train(first_state, start=done)
-    if not finished:
-        return say(f"stopped by a signal at step {run.step}, saved; the same command resumes")
-    run.finish(state)
-    if config.export.format == "huggingface":
-        params = resume.logical_params(program, state)
-        huggingface.export(params, program.family, program.model, folder / "export")
-        say(f"weights exported to {folder / 'export'}")
-    say(f"done: {folder}")
-    return None
-
-
-def prepare(
-    config: config_lib.Config, folder: pathlib.Path
-) -> tuple[program_lib.Program, loop.Run, Callable[[], Any], int]:
-    """Returns the program, a run of it, what makes its first state or takes its saved one, and the steps done."""
     say(f"devices: {devices.describe()}; everything goes to {folder}")
-    settings = config_lib.to_dict(config)
-    workdir.check(folder, settings)
-    others = {"evaluate": config.evaluate.every, "checkpoint": config.checkpoint.every}
-    profiler.check(config.profile.start, config.profile.steps, config.steps, others)
+    _check_folder(config, folder)
     start_up.wake_devices()
 
     tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
-    with start_up.without_collector():
-        program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
-    accumulates = program.sizes.grad_accum > 1
-    say(display.as_text(memory.memory_table(program.partition, program.baseline, accumulates, by_hand=True)))
-    say(memory.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
+    program = _build(config, tokenizer)
+    streams = program_lib.open_feed(program, tokenizer, _prepare_data(config, folder))
+    kept = config.checkpoint
+    saver = checkpointer.Checkpointer(folder / "checkpoints", keep_last=kept.keep_last, keep_best=kept.keep_best)
+    start = resume.find(program, saver, streams, folder, steps=config.steps)
+    if start.saved is not None and resume.rescales(program, start.saved):
+        say("the loss scale starts afresh: config.loss_scale sets another first one than before")
 
-    data_dir = pathlib.Path(config.data.dir or folder / "datasets")
-    if config.data.name != batches.RANDOM:
-        if processes.is_primary():
-            source.prepare(config.data.name, data_dir)
-        processes.barrier("data")
-    streams = program_lib.open_feed(program, tokenizer, data_dir)
+    health = _open_health(config, program, saver, start)
+    with signals.StopSignal() as stop, _open_recorder(config, program, health, folder, start) as recorder:
+        plan = _compile(program, recorder, folder, start) if start.step < config.steps else None
+        with memory_guard.explained(program, plan), _open_profiler(config, folder) as profile:
+            end = loop.run(
+                plan,
+                functools.partial(_first_state, config, program, saver, folder, start, recorder),
+                start.step,
+                when=_when(config),
+                streams=streams,
+                evaluate=functools.partial(program_lib.held_out_loss, program, streams),
+                checkpoints=loop.Checkpoints(saver, resume.meta(program)),
+                recorder=recorder,
+                profile=profile,
+                stop=stop,
+            )
+    if end.is_stopped:
+        return say(f"stopped by a signal at step {end.step}, saved; the same command resumes")
 
-    saver = checkpointer.Checkpointer(
-        folder / "checkpoints", keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
-    )
-    done = saver.latest_step()
-    if (done or 0) > config.steps:
-        raise UserError(
-            f"config.steps: is {config.steps}, and the run in {folder} is at step {done}; set --config.steps={done} "
-            "or more, or choose another --workdir"
-        )
-    if done is not None:
-        saved = resume.check(program, saver, done, streams)
-        if processes.is_primary() and (folder / metrics.FILE).exists():
-            metrics.read(folder)  # lest a line that is none be found after compiling
-        if resume.rescales(program, saved):
-            say("the loss scale starts afresh: config.loss_scale sets another first one than before")
-
-    def first_state() -> Any:
-        if done is None:
-            with start_up.without_collector():
-                state = program_lib.init_state(program)
-        else:
-            state = resume.state(program, saver, done, saved)
-        if processes.is_primary():
-            workdir.save(folder, settings)
-        return state
-
-    return program, loop.Run(program, streams, saver, folder), first_state, done or 0
+    if skipped := health.summary():
+        say(skipped)
+    if config.sample.length:
+        text = results.sample(program, tokenizer, end.state.params, **vars(config.sample), seed=config.seed)
+        say(f"a sample, from {config.sample.prompt!r}:\n{text}")
+    saver.close()
+    streams.close()
+    if processes.is_primary():
+        results.draw(folder)
+    if config.export.format == "huggingface":
+        results.export(program, end.state, folder / "export")
+        say(f"weights exported to {folder / 'export'}")
+    return say(f"done: {folder}")
 
 
 def say(text: str) -> None:
     """Prints a line on the primary process."""
     if processes.is_primary():
         print(text, flush=True)
+
+
+def _check_folder(config: config_lib.Config, folder: pathlib.Path) -> None:
+    """Refuses a folder that holds another run, and steps to trace that the run does not have."""
+    workdir.check(folder, config_lib.to_dict(config))
+    others = {"evaluate": config.evaluate.every, "checkpoint": config.checkpoint.every}
+    profiler.check(config.profile.start, config.profile.steps, config.steps, others)
+
+
+def _build(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> program_lib.Program:
+    """Returns the program, from the mesh to the sharded train step, and prints its memory table; nothing is allocated."""
+    with start_up.without_collector():
+        program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
+    accumulates = program.sizes.grad_accum > 1
+    say(display.as_text(memory.memory_table(program.partition, program.baseline, accumulates, by_hand=True)))
+    say(memory.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
+    return program
+
+
+def _prepare_data(config: config_lib.Config, folder: pathlib.Path) -> pathlib.Path:
+    """Has the primary process prepare the dataset, and returns where it lies."""
+    data_dir = pathlib.Path(config.data.dir or folder / "datasets")
+    if config.data.name != batches.RANDOM:
+        if processes.is_primary():
+            source.prepare(config.data.name, data_dir)
+        processes.barrier("data")
+    return data_dir
+
+
+def _open_health(
+    config: config_lib.Config, program: program_lib.Program, saver: checkpointer.Checkpointer, start: resume.Start
+) -> health_lib.Health:
+    return health_lib.Health(
+        program.partition.abstract_state.params,
+        saver,
+        start=start.step,
+        learning_rate=config.optimizer.learning_rate,
+        min_scale=config.loss_scale.min_scale,
+    )
+
+
+@contextlib.contextmanager
+def _open_recorder(
+    config: config_lib.Config,
+    program: program_lib.Program,
+    health: health_lib.Health,
+    folder: pathlib.Path,
+    start: resume.Start,
+) -> Iterator[recorder_lib.Recorder]:
+    """Opens the log and the display; leaving closes both."""
+    is_primary = processes.is_primary()
+    log = metrics.MetricsLog(folder, enabled=is_primary)
+    shown = progress.Progress(config.steps, start=start.step, log_every=config.log_every, enabled=is_primary)
+    tokens = program.sizes.global_batch_size * config.seq_len
+    with log, shown:
+        yield recorder_lib.Recorder(log, shown, health, tokens=tokens, is_logged=_when(config).logs)
+
+
+def _open_profiler(config: config_lib.Config, folder: pathlib.Path) -> profiler.Profiler:
+    traced = config.profile
+    return profiler.Profiler(folder, traced.start, traced.steps, enabled=processes.is_primary())
+
+
+def _when(config: config_lib.Config) -> loop.When:
+    return loop.When(
+        steps=config.steps,
+        log_every=config.log_every,
+        evaluate_every=config.evaluate.every,
+        save_every=config.checkpoint.every,
+        saves_at_end=config.checkpoint.at_end,
+    )
+
+
+def _compile(
+    program: program_lib.Program, recorder: recorder_lib.Recorder, folder: pathlib.Path, start: resume.Start
+) -> step_plan.Plan:
+    """Returns the plan of the compiled step, told before the first one runs and compared with what the first ones take."""
+    with start_up.without_collector():
+        plan = memory_guard.compile_step(program)
+    recorder.say(f"compiled in {plan.compile_seconds:.1f} s; {plan_report.verdict(plan)}")
+    if processes.is_primary():
+        memory_guard.write(folder, program, plan, None)
+
+    def compare() -> None:
+        measured = metrics.device_memory().get("device_peak_bytes")
+        recorder.say(memory_guard.compared(plan, measured))
+        if processes.is_primary():
+            memory_guard.write(folder, program, plan, measured)
+
+    recorder.after(start.step + STEPS_BEFORE_COMPARING, compare)
+    return plan
+
+
+def _first_state(
+    config: config_lib.Config,
+    program: program_lib.Program,
+    saver: checkpointer.Checkpointer,
+    folder: pathlib.Path,
+    start: resume.Start,
+    recorder: recorder_lib.Recorder,
+) -> Any:
+    """Makes the first state, sharded as it is made, or restores the saved one; from here on the folder is this run's."""
+    if start.saved is None:
+        with start_up.without_collector():
+            state = program_lib.init_state(program)
+    else:
+        state = resume.state(program, saver, start.step, start.saved)
+    if processes.is_primary():
+        workdir.save(folder, config_lib.to_dict(config))
+    held = display.human(memory.measured_bytes(state, jax.local_devices()[0]))
+    counted = f"{held} of state on each device, counted from its arrays"
+    recorder.say(f"starts at step {start.step} of {config.steps}; {counted}")
+    recorder.open(start.step, is_over=start.step == config.steps)
+    return state
 
 
 def _leave_unheard(line: str) -> None:

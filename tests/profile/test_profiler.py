@@ -79,6 +79,7 @@ def test_a_trace_begins_once_holds_its_steps_and_ends_once(tmp_path, first, coun
     assert [step for step in range(1, 9) if tracer.holds(step)] == expected
     assert [step for step in range(1, 9) if tracer.begins(step)] == expected[:1]
     assert [step for step in range(1, 9) if tracer.ends(step)] == expected[-1:]
+    assert [done for done in range(9) if tracer.is_missed(done)] == (list(range(first, 9)) if count else [])
 
 
 @pytest.mark.parametrize(

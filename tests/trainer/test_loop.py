@@ -1,5 +1,6 @@
-"""Checks what a run writes and in which order. This module tests zerojax.loop."""
+"""Checks what a run writes and in which order. This module tests zerojax.trainer.loop."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -39,18 +40,11 @@ def finished(cache_dir, stdlib_dir, tmp_path_factory):
     return runs.run(tmp_path_factory.mktemp("finished"), **changes), changes
 
 
-def open_run(folder: pathlib.Path, **changes):
-    """Returns the program, the streams and a Run, as train.train makes them."""
+def opened(folder: pathlib.Path, **changes):
+    """Returns the program and the streams, as train.train makes them."""
     bytes_of_text = tokenizer.load_tokenizer("bytes")
     built = program.build(runs.config(**changes), tokenizer_vocab=bytes_of_text.vocab_size)
-    streams = program.open_feed(built, bytes_of_text, folder)
-    saver = checkpointer.Checkpointer(folder / "checkpoints", keep_last=2, keep_best=0)
-    return built, streams, loop.Run(built, streams, saver, folder)
-
-
-def evaluation_loss(built: program.Program, streams, params) -> float:
-    """Returns what a run measures on held-out text."""
-    return streams.held_out_mean(lambda batch: built.eval_loss(params, batch), built.config.evaluate.batches)
+    return built, program.open_feed(built, bytes_of_text, folder)
 
 
 def test_a_byte_model_learns_from_the_standard_library_within_30_steps(finished):
@@ -151,13 +145,13 @@ def test_two_accumulated_passes_give_the_losses_of_one(tmp_path):
 
 
 def test_the_evaluation_loss_of_the_same_weights_is_the_same_number_whenever_asked(tmp_path):
-    built, streams, _ = open_run(tmp_path, **runs.EVALUATED)
+    built, streams = opened(tmp_path, **runs.EVALUATED)
     params = program.init_state(built).params
-    first = evaluation_loss(built, streams, params)
+    first = program.held_out_loss(built, streams, params)
     before = streams.position()
     for _ in range(3):
         streams.next()
-    assert evaluation_loss(built, streams, params) == first == evaluation_loss(built, streams, params)
+    assert program.held_out_loss(built, streams, params) == first == program.held_out_loss(built, streams, params)
     assert before != streams.position()  # which evaluating does not touch
     streams.close()
 
@@ -165,14 +159,14 @@ def test_the_evaluation_loss_of_the_same_weights_is_the_same_number_whenever_ask
 def test_accumulated_evaluation_reads_the_same_text(tmp_path):
     found = []
     for accum in (1, 2):
-        built, streams, _ = open_run(tmp_path, global_batch_size=16, grad_accum=accum, **runs.EVALUATED)
-        found.append(evaluation_loss(built, streams, program.init_state(built).params))
+        built, streams = opened(tmp_path, global_batch_size=16, grad_accum=accum, **runs.EVALUATED)
+        found.append(program.held_out_loss(built, streams, program.init_state(built).params))
         streams.close()
     np.testing.assert_allclose(*found, rtol=MEAN_ORDER)
 
 
 def test_batches_lie_split_over_the_devices_in_the_order_of_rows(tmp_path):
-    built, streams, _ = open_run(tmp_path, global_batch_size=16)
+    built, streams = opened(tmp_path, global_batch_size=16)
     whole = np.asarray(streams.next()["tokens"])
     streams.move_to({str(row): {**position, "index": 0} for row, position in streams.position().items()})
     again = streams.next()["tokens"]
@@ -201,3 +195,18 @@ def test_a_steps_numbers_are_read_after_the_next_step_is_dispatched(tmp_path, mo
     runs.run(tmp_path)
     late = [f"{word} {step + (word == 'dispatched')}" for step in range(1, 6) for word in ("dispatched", "wrote")]
     assert events == ["dispatched 1", *late, "wrote 6"]
+
+
+WHEN = loop.When(steps=10, log_every=4, evaluate_every=3, save_every=0, saves_at_end=True)
+
+
+@pytest.mark.parametrize(
+    ("claim", "steps"), [(WHEN.logs, [4, 8, 10]), (WHEN.evaluates, [3, 6, 9, 10]), (WHEN.saves, [10])]
+)
+def test_things_are_due_every_so_many_steps_and_at_the_last(claim, steps):
+    assert [step for step in range(1, 11) if claim(step)] == steps
+
+
+def test_the_last_step_is_saved_only_where_that_is_wanted():
+    when = dataclasses.replace(WHEN, save_every=5, saves_at_end=False)
+    assert [step for step in range(1, 11) if when.saves(step)] == [5]

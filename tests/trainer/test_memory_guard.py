@@ -9,7 +9,7 @@ import zerojax
 from zerojax import train
 from zerojax.models.llama import model as llama
 from zerojax.plan import targets
-from zerojax.trainer import loop, memory_guard, plans, program
+from zerojax.trainer import memory_guard, plans, program
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_a_run_that_is_out_of_memory_ends_with_the_plan_and_one_line(tmp_path, m
 
     compile_step = memory_guard.compile_step
     monkeypatch.setattr(
-        loop.memory_guard, "compile_step", lambda built: dataclasses.replace(compile_step(built), compiled=no_room)
+        memory_guard, "compile_step", lambda built: dataclasses.replace(compile_step(built), compiled=no_room)
     )
     with pytest.raises(zerojax.UserError, match="out of device memory"):
         train.train(runs.config(), tmp_path)
@@ -104,7 +104,7 @@ def test_another_error_of_the_runtime_is_not_taken_for_it(tmp_path, monkeypatch)
 
     compile_step = memory_guard.compile_step
     monkeypatch.setattr(
-        loop.memory_guard, "compile_step", lambda built: dataclasses.replace(compile_step(built), compiled=broken)
+        memory_guard, "compile_step", lambda built: dataclasses.replace(compile_step(built), compiled=broken)
     )
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         train.train(runs.config(), tmp_path)

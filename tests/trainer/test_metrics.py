@@ -1,6 +1,5 @@
-"""Checks the log, the late reader and the display. This module tests zerojax.metrics."""
+"""Checks the log and its reader. This module tests zerojax.trainer.metrics."""
 
-import io
 import json
 import math
 import os
@@ -106,15 +105,11 @@ def test_a_full_disk_is_reported_once_and_then_the_log_is_silent(tmp_path, full,
     file.close()
 
 
-def test_a_disabled_log_and_display_write_nothing(tmp_path):
+def test_a_disabled_log_writes_nothing(tmp_path):
     with metrics.MetricsLog(tmp_path, enabled=False) as file:
         file.resume_at(3)
         file.write(4, {"loss": 1.0})
-    out = io.StringIO()
-    with metrics.Progress(10, enabled=False, out=out) as progress:
-        progress.update(1, loss=1.0)
-        progress.print("hello")
-    assert not list(tmp_path.iterdir()) and not out.getvalue()
+    assert not list(tmp_path.iterdir())
 
 
 def test_device_memory_takes_what_the_backend_tells(monkeypatch):
@@ -125,25 +120,3 @@ def test_device_memory_takes_what_the_backend_tells(monkeypatch):
     assert metrics.device_memory() == {}
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     assert metrics.device_memory() == {"device_bytes_in_use": 3, "device_peak_bytes": 5}
-
-
-def test_without_a_terminal_there_is_one_line_an_interval_and_one_at_the_end():
-    out = io.StringIO()
-    with metrics.Progress(7, log_every=3, out=out) as progress:
-        progress.print("[bold] is kept")
-        for step in range(1, 8):
-            progress.update(step, loss=2.0, tokens_per_second=12345.0)
-    lines = out.getvalue().splitlines()
-    assert lines[0] == "[bold] is kept"
-    assert [line.split("  ")[0] for line in lines[1:]] == ["step 3/7", "step 6/7", "step 7/7"]
-    assert "loss 2  tokens_per_second 12.35k  eta 0:00:00" in lines[1]
-
-
-def test_a_terminal_gets_a_bar_with_text_above_it(monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes any file for a terminal
-    monkeypatch.setenv("TERM", "xterm")
-    out = io.StringIO()
-    with metrics.Progress(4, out=out) as progress:
-        progress.print("[bold] is kept")
-        progress.update(2, loss=2.5)
-    assert "[bold] is kept" in out.getvalue() and "2/4" in out.getvalue() and "loss 2.5" in out.getvalue()

@@ -36,7 +36,7 @@ HANG_WHILE_BUILDING = """
 import signal
 import time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background inherit that it is ignored
-from zerojax import program
+from zerojax.trainer import program
 program.build = lambda *_, **__: (print("building", flush=True), [time.sleep(0.1) for _ in range(600)])
 """
 STOP_AT_2 = """
@@ -323,7 +323,7 @@ def test_a_signal_while_a_finished_run_is_restored_ends_it_before_it_samples(com
     folder = shutil.copytree(three_steps, tmp_path / "run")
     code = """
 import os, signal
-from zerojax import resume
+from zerojax.trainer import resume
 state = resume.state
 resume.state = lambda *args, **how: (os.kill(os.getpid(), signal.SIGTERM), state(*args, **how))[-1]
 """

@@ -25,11 +25,14 @@ class Profiler:
     """Traces the steps `first` to `first + count - 1` into `folder`; with a count of 0, none.
 
     A context manager: leaving it ends a trace that is under way. Where `enabled` is False it only says when a trace would begin and end.
+
+    Attributes:
+      first: the first step that is traced, if one is.
     """
 
     def __init__(self, folder: pathlib.Path, first: int, count: int, *, enabled: bool) -> None:
         self._folder, self._enabled = folder, enabled
-        self._first, self._last = first, first + count - 1
+        self.first, self._last = first, first + count - 1
         self._is_tracing = False
 
     def __enter__(self) -> "Profiler":
@@ -40,17 +43,26 @@ class Profiler:
             self._is_tracing = False
             jax.profiler.stop_trace()
 
+    @property
+    def folder(self) -> pathlib.Path:
+        """Returns where the trace is written."""
+        return self._folder / FOLDER
+
+    def is_missed(self, done: int) -> bool:
+        """Says whether the trace was to begin within the first `done` steps."""
+        return self.first <= self._last and self.first <= done
+
     def begins(self, step: int) -> bool:
         """Says whether the trace begins before `step`."""
-        return step == self._first <= self._last
+        return step == self.first <= self._last
 
     def holds(self, step: int) -> bool:
         """Says whether `step` is one that is traced."""
-        return self._first <= step <= self._last
+        return self.first <= step <= self._last
 
     def ends(self, step: int) -> bool:
         """Says whether the trace ends after `step`."""
-        return step == self._last >= self._first
+        return step == self._last >= self.first
 
     def start(self) -> None:
         """Starts tracing; what was dispatched before should have ended.
@@ -63,7 +75,7 @@ class Profiler:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # Python's own calls would fill the trace
         try:
-            jax.profiler.start_trace(str(self._folder / FOLDER), profiler_options=options)
+            jax.profiler.start_trace(str(self.folder), profiler_options=options)
         except (RuntimeError, OSError) as error:
             raise _failed(error) from error
         self._is_tracing = True
@@ -82,8 +94,8 @@ class Profiler:
         self._is_tracing = False
         try:
             jax.profiler.stop_trace()
-            path = traces.newest(self._folder / FOLDER)
-            found = breakdown.profile(traces.read(path) if path else (), sent, self._first, self._last)
+            path = traces.newest(self.folder)
+            found = breakdown.profile(traces.read(path) if path else (), sent, self.first, self._last)
             files.replace(self._folder / FILE, json.dumps(as_json(found), indent=1) + "\n")
         except (RuntimeError, OSError) as error:
             raise _failed(error) from error

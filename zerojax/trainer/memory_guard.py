@@ -1,7 +1,9 @@
 """Holds a run to its plan. This module compiles the step, compares planned with measured peak memory, and helps when memory is short."""
 
+import contextlib
 import json
 import pathlib
+from collections.abc import Iterator
 
 import jax
 
@@ -53,6 +55,17 @@ def write(folder: pathlib.Path, program: program_lib.Program, plan: step_plan.Pl
     }
     with files.writing(path):
         files.replace(path, json.dumps(content, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def explained(program: program_lib.Program, plan: step_plan.Plan | None) -> Iterator[None]:
+    """Turns a lack of device memory in the block into a UserError that says what would help."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if OUT_OF_MEMORY not in str(error):
+            raise
+        raise too_large(program, plan) from error
 
 
 def compared(plan: step_plan.Plan, measured: int | None) -> str:

@@ -214,6 +214,11 @@ def open_feed(program: Program, tokenizer: tokenizer_lib.Tokenizer, data_dir: st
     )
 
 
+def held_out_loss(program: Program, batches: feed.Feed, params: Any) -> float | None:
+    """Returns the mean loss over the first `evaluate.batches` global batches of held-out text; None where there is no such text."""
+    return batches.held_out_mean(lambda batch: program.eval_loss(params, batch), program.config.evaluate.batches)
+
+
 def restored_state(program: Program, logical: Any, *, rescales: bool = False) -> Any:
     """Returns the state made from its checkpointed form (see `precision.to_logical`); the form is used up.
 

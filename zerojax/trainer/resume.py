@@ -1,5 +1,7 @@
 """Goes on where a checkpoint ends. This module brings the saved state, and the data, to where a run stood, stored padded or not."""
 
+import dataclasses
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +12,8 @@ from zerojax.checkpoint import checkpointer
 from zerojax.checkpoint import files as step_files
 from zerojax.data import feed
 from zerojax.errors import UserError
+from zerojax.launch import processes
+from zerojax.trainer import metrics
 from zerojax.trainer import program as program_lib
 from zerojax.zero import placement
 
@@ -19,6 +23,41 @@ OPTIONAL = ("loss_scale",)  # a run may go on with one, or without, whatever the
 def meta(program: program_lib.Program) -> dict[str, Any]:
     """Returns what is saved beside a state: the shapes of padded leaves before their padding, and which loss scale the run began with."""
     return {"padded": padded_shapes(program.partition), "first_loss_scale": _first_scale(program)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The step at which a run begins, and the `meta` of the checkpoint that it goes on from; None for a run that is new."""
+
+    step: int
+    saved: Mapping[str, Any] | None
+
+
+def find(
+    program: program_lib.Program,
+    saver: checkpointer.Checkpointer,
+    streams: feed.Feed,
+    folder: pathlib.Path,
+    *,
+    steps: int,
+) -> Start:
+    """Finds the newest checkpoint of a run of `steps` steps in `folder`, and moves the data there; see `check`.
+
+    Raises:
+      UserError: the run cannot go on from it, or has gone further; the line says what to do.
+    """
+    done = saver.latest_step()
+    if done is None:
+        return Start(0, None)
+    if done > steps:
+        raise UserError(
+            f"config.steps: is {steps}, and the run in {folder} is at step {done}; set --config.steps={done} "
+            "or more, or choose another --workdir"
+        )
+    saved = check(program, saver, done, streams)
+    if processes.is_primary() and (folder / metrics.FILE).exists():
+        metrics.read(folder)  # lest a line that is none be found after compiling
+    return Start(done, saved)
 
 
 def check(

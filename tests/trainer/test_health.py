@@ -1,0 +1,74 @@
+"""Judges steps by their numbers. This module tests zerojax.trainer.health; tests/test_skipped_steps.py has whole runs."""
+
+import math
+import pathlib
+
+import jax
+import pytest
+
+from zerojax.errors import UserError
+from zerojax.trainer import health as health_lib
+
+GOOD = {"loss": 2.0, "grad_norm": 1.0}
+SCALED = {**GOOD, "loss_scale": 8.0, "overflow_leaf": -1.0, "is_exhausted": 0.0}
+OVERFLOW = {**SCALED, "grad_norm": math.inf, "overflow_leaf": 1.0}
+
+
+class Saver:
+    """Stands in for a checkpointer that holds `saved` steps."""
+
+    def __init__(self, *saved: int):
+        self.directory, self._saved = pathlib.Path("checkpoints"), saved
+
+    def wait(self):
+        pass
+
+    def steps(self):
+        return list(self._saved)
+
+
+def health(*saved: int, start: int = 0) -> health_lib.Health:
+    params = {name: jax.ShapeDtypeStruct((2,), "float32") for name in ("a", "b")}
+    return health_lib.Health(params, Saver(*saved), start=start, learning_rate=0.01, min_scale=1.0)
+
+
+def test_a_finite_step_is_good():
+    run = health(start=3)
+    for step, numbers in ((4, GOOD), (5, SCALED)):
+        run.count(step, run.flaw(numbers))
+    assert (run.last_good, run.skipped, run.summary()) == (5, 0, None)
+
+
+@pytest.mark.parametrize(("name", "value"), [("loss", math.nan), ("grad_norm", math.inf)])
+def test_a_number_that_is_not_finite_ends_the_run_and_names_the_last_good_checkpoint(name, value):
+    run = health(1, 2, 3)
+    run.count(1, None)
+    run.count(2, None)
+    with pytest.raises(UserError) as caught:
+        run.count(3, run.flaw({**GOOD, name: value}))
+    assert str(caught.value) == (
+        f"step 3: {name} is {value}; the last good checkpoint is of step 1 in checkpoints; "
+        "lower config.optimizer.learning_rate (now 0.01) and start anew, or look at the data"
+    )
+
+
+def test_where_no_checkpoint_is_good_the_line_says_so():
+    assert "no checkpoint before it is good in checkpoints" in str(health(4).end(5, "eval_loss is nan"))
+
+
+def test_an_overflow_is_a_skipped_step_with_the_name_of_the_leaf():
+    run = health()
+    flaw = run.flaw(OVERFLOW)
+    assert flaw.is_skipped and flaw.why == "the gradient of params/b is not finite at loss scale 8"
+    run.count(1, flaw)
+    assert "1 steps were skipped" in run.summary() and "none was taken" in run.summary()
+    run.count(2, None)
+    assert (run.last_good, run.skipped) == (2, 1) and "none was taken" not in run.summary()
+
+
+def test_an_overflow_at_the_smallest_scale_ends_the_run():
+    run = health()
+    with pytest.raises(
+        UserError, match=r"which is the smallest; .* lower config.loss_scale.min_scale \(now 1\), or lower"
+    ):
+        run.count(1, run.flaw({**OVERFLOW, "is_exhausted": 1.0}))

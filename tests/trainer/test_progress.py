@@ -1,0 +1,35 @@
+"""Checks what is shown of a run. This module tests zerojax.trainer.progress."""
+
+import io
+
+from zerojax.trainer import progress
+
+
+def test_a_disabled_display_writes_nothing():
+    out = io.StringIO()
+    with progress.Progress(10, enabled=False, out=out) as shown:
+        shown.update(1, loss=1.0)
+        shown.print("hello")
+    assert not out.getvalue()
+
+
+def test_without_a_terminal_there_is_one_line_an_interval_and_one_at_the_end():
+    out = io.StringIO()
+    with progress.Progress(7, log_every=3, out=out) as shown:
+        shown.print("[bold] is kept")
+        for step in range(1, 8):
+            shown.update(step, loss=2.0, tokens_per_second=12345.0)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "[bold] is kept"
+    assert [line.split("  ")[0] for line in lines[1:]] == ["step 3/7", "step 6/7", "step 7/7"]
+    assert "loss 2  tokens_per_second 12.35k  eta 0:00:00" in lines[1]
+
+
+def test_a_terminal_gets_a_bar_with_text_above_it(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes any file for a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    out = io.StringIO()
+    with progress.Progress(4, out=out) as shown:
+        shown.print("[bold] is kept")
+        shown.update(2, loss=2.5)
+    assert "[bold] is kept" in out.getvalue() and "2/4" in out.getvalue() and "loss 2.5" in out.getvalue()

@@ -1,0 +1,95 @@
+"""Records steps one late. This module tests zerojax.trainer.recorder."""
+
+import io
+import math
+
+import jax.numpy as jnp
+import pytest
+
+from zerojax.errors import UserError
+from zerojax.trainer import health as health_lib
+from zerojax.trainer import metrics, progress, recorder
+
+
+class Health(health_lib.Health):
+    """Takes every run for one without checkpoints."""
+
+    def __init__(self):
+        super().__init__({}, None, start=0, learning_rate=0.1, min_scale=1.0)
+
+    def end(self, step, why, way_out=""):
+        return UserError(f"step {step}: {why}")
+
+
+@pytest.fixture
+def out():
+    return io.StringIO()
+
+
+@pytest.fixture
+def opened(tmp_path, out):
+    with metrics.MetricsLog(tmp_path, enabled=True) as log, progress.Progress(4, log_every=1, out=out) as shown:
+        found = recorder.Recorder(log, shown, Health(), tokens=100, is_logged=lambda step: step != 2)
+        found.open(0, is_over=False)
+        found.begin()
+        yield found
+
+
+def numbers(loss=2.0):
+    return {"loss": jnp.float32(loss), "grad_norm": jnp.float32(1)}
+
+
+def steps(tmp_path):
+    return [record["step"] for record in metrics.read(tmp_path)]
+
+
+def test_a_step_is_recorded_when_the_next_one_is_pushed_or_on_demand(opened, tmp_path):
+    opened.push(1, numbers())
+    assert steps(tmp_path) == []
+    opened.push(2, numbers())
+    assert steps(tmp_path) == [1]
+    opened.push(3, numbers())
+    opened.flush()
+    opened.flush()
+    assert steps(tmp_path) == [1, 3]  # the second is not logged
+
+
+def test_a_record_holds_the_times_of_its_step(opened, tmp_path):
+    opened.push(1, numbers())
+    opened.flush()
+    (record,) = metrics.read(tmp_path)
+    assert record["tokens_per_second"] == pytest.approx(100 / record["step_seconds"])
+    assert 0 <= record["host_seconds"] <= record["step_seconds"]
+
+
+def test_an_action_is_done_once_after_the_line_of_its_step(opened, out):
+    opened.after(2, lambda: opened.say("compared"))
+    for step in (1, 2, 3):
+        opened.push(step, numbers())
+    opened.flush()
+    assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [
+        "step 1/4",
+        "step 2/4",
+        "compared",
+        "step 3/4",
+    ]
+
+
+def test_a_step_that_ends_the_run_is_logged_before_it_does(opened, tmp_path):
+    opened.push(2, numbers(math.nan))
+    with pytest.raises(UserError, match="step 2: loss is nan"):
+        opened.flush()
+    assert steps(tmp_path) == [2]
+
+
+def test_an_evaluation_that_is_not_finite_is_logged_and_ends_the_run(opened, tmp_path, out):
+    opened.evaluated(1, 2.5)
+    with pytest.raises(UserError, match="step 3: eval_loss is nan"):
+        opened.evaluated(2, math.nan)
+    assert steps(tmp_path) == [1, 2] and "step 1: evaluation loss 2.5000 on held-out text" in out.getvalue()
+
+
+def test_a_finished_run_opens_no_file(tmp_path, out):
+    with metrics.MetricsLog(tmp_path, enabled=True) as log, progress.Progress(4, out=out) as shown:
+        recorder.Recorder(log, shown, Health(), tokens=1, is_logged=bool).open(4, is_over=True)
+    assert not list(tmp_path.iterdir())

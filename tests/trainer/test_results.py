@@ -1,0 +1,32 @@
+"""Leaves behind what a run is for. This module tests zerojax.trainer.results; test_loop.py has whole runs."""
+
+import pytest
+import runs
+
+from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.trainer import metrics, program, results
+
+pytestmark = pytest.mark.usefixtures("cache_dir")
+
+
+@pytest.fixture(scope="module")
+def built(cache_dir):
+    return program.build(runs.config(), tokenizer_vocab=320)
+
+
+def test_a_sample_begins_with_its_prompt_and_depends_on_the_seed(built):
+    params = program.init_state(built).params
+    sample = {"prompt": "def ", "length": 6, "temperature": 1.0}
+    first, again, other = (
+        results.sample(built, tokenizer_lib.load_tokenizer("bytes"), params, **sample, seed=seed) for seed in (0, 0, 1)
+    )
+    assert first == again != other and first.startswith("def ")
+
+
+def test_an_export_and_the_curves_lie_in_the_folder(built, tmp_path):
+    results.export(built, program.init_state(built), tmp_path / "export")
+    with metrics.MetricsLog(tmp_path, enabled=True) as log:
+        log.write(1, {"loss": 2.0})
+    results.draw(tmp_path)
+    assert (tmp_path / "losses.png").stat().st_size > 1000
+    assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "export").iterdir()}

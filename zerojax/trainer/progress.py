@@ -1,0 +1,78 @@
+"""Shows how far a run is. This module draws a bar on a terminal, and prints lines elsewhere."""
+
+import math
+import sys
+import time
+from typing import TextIO
+
+import rich.console
+import rich.progress
+
+
+class Progress:
+    """Shows how far a run is: a bar on a terminal, else a line every `log_every` steps; if `enabled`."""
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        start: int = 0,
+        log_every: int = 1,
+        enabled: bool = True,
+        out: TextIO | None = None,
+    ) -> None:
+        """Expects `steps` in all, of which `start` are done; `out` is stdout unless given."""
+        self._steps, self._log_every, self._enabled = steps, log_every, enabled
+        self._out = out or sys.stdout
+        self._began: tuple[int, float] | None = None  # the first step seen (it compiled) and when it ended
+        self._bar: rich.progress.Progress | None = None
+        console = rich.console.Console(file=self._out)
+        if enabled and (console.is_terminal or console.is_jupyter):
+            columns = rich.progress.BarColumn(24), rich.progress.MofNCompleteColumn(), "{task.fields[text]}"
+            self._bar = rich.progress.Progress(*columns, console=console)
+            self._task = self._bar.add_task("", total=steps, completed=start, text="starting")
+
+    def __enter__(self) -> "Progress":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, step: int, **values: float) -> None:
+        """Shows that `step` is done, with `values` by name, as in loss=3.2, tokens_per_second=1.2e5."""
+        if not self._enabled:
+            return
+        if self._began is None:
+            self._began = (step, time.monotonic())
+        words = [f"{name} {_short(value)}" for name, value in values.items()]
+        text = "  ".join([*words, f"eta {self._eta(step)}"])
+        if self._bar:
+            self._bar.update(self._task, completed=step, text=text)
+        elif step % self._log_every == 0 or step == self._steps:
+            self.print(f"step {step}/{self._steps}  {text}")
+
+    def print(self, text: str) -> None:
+        """Prints `text`, as it is, above the bar."""
+        if self._bar:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif self._enabled:
+            print(text, file=self._out, flush=True)
+
+    def _eta(self, step: int) -> str:
+        """Returns h:mm:ss to the last step, by the pace since the first step seen."""
+        first, began = self._began or (step, 0.0)
+        if step == first:
+            return "?"
+        seconds = round((time.monotonic() - began) / (step - first) * (self._steps - step))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+def _short(value: float) -> str:
+    """Returns four digits: 3.142, 1.2e-05, 12.35k."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size <= abs(value) < math.inf:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"

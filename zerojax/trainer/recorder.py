@@ -1,0 +1,117 @@
+"""Tells what became of each step. This module logs a step's numbers, shows them and has them judged, one step late: no device waits."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from zerojax.trainer import health as health_lib
+from zerojax.trainer import metrics, progress, timing
+from zerojax.zero import loss_scale
+
+
+class Recorder:
+    """Records steps in order, with the time that each took.
+
+    The log and the display belong to the caller, who closes them.
+    """
+
+    def __init__(
+        self,
+        log: metrics.MetricsLog,
+        shown: progress.Progress,
+        health: health_lib.Health,
+        *,
+        tokens: int,
+        is_logged: Callable[[int], bool],
+    ):
+        """Writes to `log` the steps that `is_logged`, and those with a flaw; a step trains on `tokens` tokens."""
+        self._log, self._shown, self._health = log, shown, health
+        self._tokens, self._is_logged = tokens, is_logged
+        self._reader = timing.LateReader()
+        self._after: dict[int, Callable[[], None]] = {}
+        self._own = timing.OwnTime()
+        self._clock = 0.0  # when the step before arrived
+
+    def say(self, text: str) -> None:
+        """Prints a line above the display."""
+        self._shown.print(text)
+
+    def after(self, step: int, action: Callable[[], None]) -> None:
+        """Has `action` done when `step` is recorded."""
+        self._after[step] = action
+
+    def open(self, step: int, *, is_over: bool) -> None:
+        """Cuts off the log what an earlier part of the run wrote after `step`, and opens it unless no step is left."""
+        self._log.resume_at(step)
+        if not is_over:
+            self._log.open()
+
+    def begin(self) -> None:
+        """Starts the clocks, before the first step."""
+        self._own = timing.OwnTime()
+        self.resume()
+
+    def resume(self) -> None:
+        """Starts the step's clock again: what was done since the step before is not the next one's."""
+        self._clock = time.perf_counter()
+
+    def away(self) -> contextlib.AbstractContextManager[None]:
+        """Leaves what happens inside out of the host's own work."""
+        return self._own.away()
+
+    def push(self, step: int, numbers: dict[str, Any]) -> None:
+        """Starts reading a step's metrics, scalars on devices, and records the step before."""
+        numbers = numbers | {"host_seconds": self._own.lap()}
+        with self._own.away():
+            reading = self._reader.push(step, numbers)
+        self._record(reading)
+
+    def flush(self) -> None:
+        """Waits for the step pushed last, and records it."""
+        self._record(self._reader.flush())
+
+    def settle(self, state: Any) -> None:
+        """Waits until all that was dispatched has ended and is recorded."""
+        jax.block_until_ready(state)
+        self.flush()
+        self.resume()
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """Records an evaluation.
+
+        Raises:
+          UserError: the loss is not finite.
+        """
+        self._log.write(step, {"eval_loss": loss})
+        if not math.isfinite(loss):
+            raise self._health.end(step + 1, f"eval_loss is {loss}")
+        self.say(f"step {step}: evaluation loss {loss:.4f} on held-out text")
+        self.resume()
+
+    def saved(self) -> None:
+        """Brings the log to the disk beside a checkpoint."""
+        self._log.flush()
+        self.resume()
+
+    def _record(self, read: timing.Reading | None) -> None:
+        """Logs a step's numbers, which have arrived; stops the run where they are not finite and the step was not skipped."""
+        if read is None:
+            return
+        step, told, arrived = read
+        seconds, self._clock = arrived - self._clock, arrived
+        numbers = {name: value for name, value in told.items() if name not in loss_scale.VERDICT}
+        numbers["tokens_per_second"] = self._tokens / seconds
+        numbers["step_seconds"] = seconds
+        flaw = self._health.flaw(told)
+        if flaw or self._is_logged(step):
+            self._log.write(step, numbers | metrics.device_memory())
+        if flaw and flaw.is_skipped:
+            self.say(f"step {step}: skipped, {flaw.why}")
+        self._health.count(step, flaw)
+        self._shown.update(step, **{name: numbers[name] for name in ("loss", "grad_norm", "tokens_per_second")})
+        if action := self._after.pop(step, None):
+            action()
