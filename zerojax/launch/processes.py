@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from zerojax import xla_flags
 from zerojax.errors import UserError
 from zerojax.launch import accelerators
 
@@ -57,7 +58,7 @@ def emulate_cpu_devices(count: int) -> bool:
     Raises:
       UserError: JAX's backends have started, which fixes the number of devices.
     """
-    is_counted = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    is_counted = "xla_force_host_platform_device_count" in xla_flags.names()
     try:
         if not accelerators.pass_over_absent():
             return False

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from zerojax import display, precision
+from zerojax import display
 from zerojax import mesh as mesh_lib
 from zerojax.checkpoint import checkpointer
+from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed
 from zerojax.errors import UserError
 from zerojax.inference import generate
@@ -224,7 +225,7 @@ class Run:
         seen, loss = self._evaluation or (None, None)
         self._saver.save(
             self.step,
-            precision.to_logical(state),
+            logical_lib.to_logical(state),
             self._streams.position(),
             meta=resume.meta(self._program),
             eval_loss=loss if seen == self.step else None,
