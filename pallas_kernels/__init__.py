@@ -2,7 +2,6 @@
 
     update.update_leaves   AdamW, Adam with coupled decay and Lion over many leaves, in place: unscale, clip factor, update, weight decay,
                            skip on overflow, a 16-bit copy; moments in float32, bfloat16 or 8-bit blocks; stochastic rounding
-    norm.sums_of_squares   unscale, finite check and squared norm of gradients, each read once
     blockwise              the 8-bit code of moments
     rounding               random bits from a counter, and stochastic rounding to bfloat16
     rules                  the arithmetic of an update, which kernel and twin share

@@ -66,7 +66,7 @@ class Rule:
     native: bool = False
 
 
-class Leaf(NamedTuple):
+class Operands(NamedTuple):
     """The arrays of one weight, all of one shape. A moment is an array, or (codes, scales): see blockwise. Lion has no nu."""
 
     grad: Any
@@ -88,7 +88,7 @@ def advance(
     rule: Rule,
     scalars: Scalars,
     decays: bool,
-    leaf: Leaf,
+    leaf: Operands,
     noise: tuple[jax.Array, ...] | None,
     scales_of: Callable[[jax.Array], jax.Array] = blockwise.scales_of,
 ) -> Updated:

@@ -16,12 +16,12 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import blockwise, rounding
 from pallas_kernels import tiles as tiles_lib
-from pallas_kernels.rules import Leaf, Rule, Scalars, Updated, advance
+from pallas_kernels.rules import Operands, Rule, Scalars, Updated, advance
 from pallas_kernels.tiles import Launch, Spot, Tiles
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Shard:
     """What is known of a leaf when it is traced.
 
     Attributes:
@@ -48,8 +48,8 @@ LAUNCHES = {
 
 def update_leaves(
     rule: Rule,
-    leaves: Sequence[Leaf],
-    places: Sequence[Place],
+    leaves: Sequence[Operands],
+    places: Sequence[Shard],
     scalars: Scalars,
     seeds: Sequence[jax.Array],
     *,
@@ -75,12 +75,17 @@ def update_leaves(
 
 
 def _update_by_twin(
-    rule: Rule, leaves: Sequence[Leaf], places: Sequence[Place], scalars: Scalars, seeds: Sequence[jax.Array], _: Any
+    rule: Rule,
+    leaves: Sequence[Operands],
+    places: Sequence[Shard],
+    scalars: Scalars,
+    seeds: Sequence[jax.Array],
+    _: Any,
 ) -> list[Updated]:
     return [update_ref(rule, scalars, place, leaf, seed) for leaf, place, seed in zip(leaves, places, seeds)]
 
 
-def update_ref(rule: Rule, scalars: Scalars, place: Place, leaf: Leaf, seed: jax.Array) -> Updated:
+def update_ref(rule: Rule, scalars: Scalars, place: Shard, leaf: Operands, seed: jax.Array) -> Updated:
     """Updates one leaf in plain jnp: the kernel's twin."""
     shape = leaf.param.shape
     noise = None
@@ -98,7 +103,7 @@ def update_ref(rule: Rule, scalars: Scalars, place: Place, leaf: Leaf, seed: jax
             else blocks.split(stored)
         )
 
-    split_leaf = Leaf(*[None if part is None else split(part) for part in leaf])
+    split_leaf = Operands(*[None if part is None else split(part) for part in leaf])
     noise = None if noise is None else tuple(blocks.split(bits) for bits in noise)
     done = advance(rule, scalars, place.decays, split_leaf, noise, blocks.scales_of)
 
@@ -112,7 +117,7 @@ def update_ref(rule: Rule, scalars: Scalars, place: Place, leaf: Leaf, seed: jax
     return Updated(*[None if part is None else join(part) for part in done])
 
 
-def _noise(index: jax.Array, place: Place, words: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+def _noise(index: jax.Array, place: Shard, words: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """Returns random bits for elements of a shard, the same as for these elements in the whole array."""
     seed, *positions = words
     for (run, ways), position in zip(place.splits, positions):
@@ -123,8 +128,8 @@ def _noise(index: jax.Array, place: Place, words: Sequence[jax.Array]) -> tuple[
 
 def _update_by_kernel(
     rule: Rule,
-    leaves: Sequence[Leaf],
-    places: Sequence[Place],
+    leaves: Sequence[Operands],
+    places: Sequence[Shard],
     scalars: Scalars,
     seeds: Sequence[jax.Array],
     launch: Launch | None,
@@ -162,7 +167,7 @@ def _update_by_kernel(
     return [results[n] for n in range(len(leaves))]
 
 
-def _traits(number: int, leaf: Leaf, place: Place, rule: Rule) -> tuple:
+def _traits(number: int, leaf: Operands, place: Shard, rule: Rule) -> tuple:
     """Returns the kind of a leaf's update, then what leaves of one group have in common."""
     dtypes = tuple(part.dtype for part in jax.tree.leaves(leaf))
     if not isinstance(leaf.mu, tuple):
@@ -174,8 +179,8 @@ def _traits(number: int, leaf: Leaf, place: Place, rule: Rule) -> tuple:
 @functools.partial(jax.jit, static_argnames=("rule", "place", "launch", "interpret"))
 def _launch(
     rule: Rule,
-    leaves: Sequence[Leaf],
-    place: Place,
+    leaves: Sequence[Operands],
+    place: Shard,
     scalars: jax.Array,
     seeds: jax.Array | None,
     *,
@@ -193,7 +198,7 @@ def _launch(
 
     inputs = [jax.tree.map(jnp.ravel, leaf) for leaf in leaves]
     outputs = [_output(rule, leaf) for leaf in inputs]
-    kept = [Leaf(None, None if rule.changes else leaf.param, leaf.mu, leaf.nu) for leaf in inputs]
+    kept = [Operands(None, None if rule.changes else leaf.param, leaf.mu, leaf.nu) for leaf in inputs]
     aliases = _aliases((scalars, seeds, inputs), outputs, kept)
     call = pl.pallas_call(
         functools.partial(_kernel, rule, place, tiles, (scalars, seeds, inputs), outputs),
@@ -208,7 +213,7 @@ def _launch(
     return [_shaped(updated, leaf) for updated, leaf in zip(done, leaves)]
 
 
-def _output(rule: Rule, leaf: Leaf) -> Updated:
+def _output(rule: Rule, leaf: Operands) -> Updated:
     """Returns the shapes and dtypes of what the kernel writes for a leaf."""
     like = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
     shape = leaf.param.shape
@@ -217,13 +222,13 @@ def _output(rule: Rule, leaf: Leaf) -> Updated:
     return Updated(param, like(leaf.mu), like(leaf.nu), copy)
 
 
-def _shaped(updated: Updated, leaf: Leaf) -> Updated:
+def _shaped(updated: Updated, leaf: Operands) -> Updated:
     """Gives results the shapes of the arrays that they follow."""
     like = Updated(leaf.param, leaf.mu, leaf.nu, None if updated.copy is None else leaf.param)
     return jax.tree.map(lambda x, old: x.reshape(old.shape), updated, like)
 
 
-def _aliases(arguments: Any, outputs: list[Updated], kept: list[Leaf]) -> dict[int, int]:
+def _aliases(arguments: Any, outputs: list[Updated], kept: list[Operands]) -> dict[int, int]:
     """Returns which results take which argument's memory, by number."""
     inside = {id(x): number for number, x in enumerate(jax.tree.leaves(arguments))}
     olds = [Updated(leaf.param, leaf.mu, leaf.nu, updated.copy and None) for leaf, updated in zip(kept, outputs)]
@@ -237,7 +242,7 @@ def _aliases(arguments: Any, outputs: list[Updated], kept: list[Leaf]) -> dict[i
     return aliases
 
 
-def _kernel(rule: Rule, place: Place, tiles: tuple[Tiles, ...], arguments: Any, outputs: Any, *refs: Any) -> None:
+def _kernel(rule: Rule, place: Shard, tiles: tuple[Tiles, ...], arguments: Any, outputs: Any, *refs: Any) -> None:
     """Each program finds its leaf and its tile, and updates it."""
     counts = len(jax.tree.leaves(arguments))
     scalars_ref, seeds_ref, inputs = jax.tree.unflatten(jax.tree.structure(arguments), refs[:counts])
@@ -251,7 +256,7 @@ def _kernel(rule: Rule, place: Place, tiles: tuple[Tiles, ...], arguments: Any, 
         done = advance(rule, scalars, place.decays, leaf, noise)
         choose(lambda number, masked: _store(tiles[number], spot, masked, results[number], done))
 
-    def load(spot: Spot, number: int, masked: bool) -> tuple[Leaf, list[jax.Array]]:
+    def load(spot: Spot, number: int, masked: bool) -> tuple[Operands, list[jax.Array]]:
         words = [seeds_ref[number, word] for word in range(1 + len(place.splits))] if rule.stochastic else []
         return _load(tiles[number], spot, masked, inputs[number]), words
 
@@ -259,7 +264,7 @@ def _kernel(rule: Rule, place: Place, tiles: tuple[Tiles, ...], arguments: Any, 
     tiles_lib.run(tiles, pl.num_programs(0) - 1 - pl.program_id(0), work)
 
 
-def _load(tile: Tiles, spot: Spot, masked: bool, leaf: Leaf) -> Leaf:
+def _load(tile: Tiles, spot: Spot, masked: bool, leaf: Operands) -> Operands:
     """Reads one tile of a leaf."""
     numbers, masks = (spot.elements, spot.scales), tile.masks(spot, masked)
 
@@ -268,7 +273,7 @@ def _load(tile: Tiles, spot: Spot, masked: bool, leaf: Leaf) -> Leaf:
             return tuple(tiles_lib.load(*each, KEEP) for each in zip(part, numbers, masks))
         return None if part is None else tiles_lib.load(part, numbers[0], masks[0], KEEP)
 
-    return Leaf(*map(load, leaf))
+    return Operands(*map(load, leaf))
 
 
 def _store(tile: Tiles, spot: Spot, masked: bool, result: Updated, done: Updated) -> None:

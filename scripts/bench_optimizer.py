@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from pallas_kernels import norm, tiles, update
-from zerojax.optim import fused
+from pallas_kernels import update
+from zerojax.optim import fused, one_pass
 
 LEAF = (8192, 8192)
 BATCHES, STEPS = 15, 5
@@ -52,7 +52,7 @@ IN_BLOCKS = [(1024, 4), (2048, 8), (512, 2)]
 
 
 def check_right(implementation: str) -> list[dict]:
-    """Compares CHECKED steps over ragged shapes with float64 numpy, for every policy, then a step that is skipped, and the norm."""
+    """Compares CHECKED steps over ragged shapes with float64 numpy, for every policy, then a step that is skipped."""
     rng = np.random.default_rng(0)
     start = {k: rng.standard_normal(s).astype(np.float32) for k, s in RAGGED.items()}
     slopes = {k: rng.standard_normal(s).astype(np.float32) for k, s in RAGGED.items()}
@@ -75,15 +75,7 @@ def check_right(implementation: str) -> list[dict]:
             same = all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (kept, (params, state)))))
             rows.append({"what": f"{name} {dtype} {moments}", "implementation": implementation, "error": error})
             rows[-1] |= {"allowed": allowed, "skips": same, "is_right": bool(error <= allowed and same)}
-    total = np.sqrt(sum(np.sum(np.asarray(g, np.float64) ** 2) for g in slopes.values()))
-    found, finite = jax.jit(functools.partial(fused.global_norm_and_finite, implementation=implementation))(slopes)
-    refused = fused.global_norm_and_finite(bad, implementation=implementation)[1]
-    error = abs(float(found) / total - 1)
-    is_right = bool(error < 1e-6 and finite and not refused)
-    return [
-        *rows,
-        {"what": "norm", "implementation": implementation, "error": error, "allowed": 1e-6, "is_right": is_right},
-    ]
+    return rows
 
 
 def in_float64(name: str, start: dict, slopes: dict) -> dict:
@@ -103,7 +95,7 @@ def in_float64(name: str, start: dict, slopes: dict) -> dict:
     return found
 
 
-def make(name: str, moments: str, implementation: str, rounds: bool) -> fused.Fused:
+def make(name: str, moments: str, implementation: str, rounds: bool) -> one_pass.OnePass:
     maker = fused.fused_adamw if name == "adamw" else fused.fused_lion
     return maker(RATE, **HYPER, moments=moments, stochastic_rounding=rounds, implementation=implementation)
 
@@ -140,7 +132,7 @@ def time_copy() -> dict:
 def time_update(tx, dtype: str, grad_dtype: str, leaves: int, copies: bool, clips: bool = False) -> tuple[float, float]:
     """Returns (seconds of a step, bytes that it must move)."""
     params, grads = normal(leaves, LEAF, dtype), normal(leaves, LEAF, grad_dtype)
-    is_fused = isinstance(tx, fused.Fused)
+    is_fused = isinstance(tx, one_pass.OnePass)
     step = functools.partial(fused_step, tx, copies, clips) if is_fused else functools.partial(optax_step, tx)
     state = jax.jit(tx.init)(params)
     moved = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves((params, state)))
@@ -153,9 +145,8 @@ def time_update(tx, dtype: str, grad_dtype: str, leaves: int, copies: bool, clip
 def fused_step(tx, copies: bool, clips: bool, params, state, _, grads):
     scale, finite = jnp.float32(0.5), jnp.isfinite(state.count.astype(jnp.float32))
     if clips:
-        implementation = tx.apply.args[0].implementation
-        size, finite = fused.global_norm_and_finite(grads, 1.0, implementation=implementation)
-        scale = jnp.minimum(1.0, 1.0 / size)
+        size = optax.global_norm(grads)
+        scale, finite = jnp.minimum(1.0, 1.0 / size), jnp.isfinite(size)
     how = {"copy_dtype": jnp.bfloat16} if copies else {}
     return tx.apply(grads, state, params, scale=scale, finite=finite, **how)
 
@@ -163,18 +154,6 @@ def fused_step(tx, copies: bool, clips: bool, params, state, _, grads):
 def optax_step(tx, params, state, _, grads):
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, None
-
-
-def time_norms(leaves: int) -> list[dict]:
-    grads = normal(leaves, LEAF, "float32")
-    rows = []
-    launches = {"jnp": None, "pallas": norm.LAUNCHES["pallas"], "pallas, a launch each": tiles.Launch(elements=2048)}
-    for how, launch in launches.items():
-        implementation = how.split(",")[0]
-        add_up = jax.jit(functools.partial(norm.sums_of_squares, implementation=implementation, launch=launch))
-        seconds = clock(lambda _, add_up=add_up: (add_up(grads, 1.0),), None)
-        rows.append(row("norm, fp32 gradients", how, seconds, 4 * leaves * 2**26))
-    return rows
 
 
 def row(what: str, how: str, seconds: float, moved: float) -> dict:
@@ -239,8 +218,6 @@ def main() -> None:
                 update.LAUNCHES[kind] = dataclasses.replace(default, elements=elements, num_warps=warps)
         save([row(what, how, *time_update(tx, dtype, grads, leaves, kept, clips))])
     update.LAUNCHES.update(defaults)
-    if not args.match:
-        save(time_norms(8))
     for implementation in ("pallas", "jnp"):
         save(check_right(implementation), "right")
     show(report)

@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "zerojax"
 
 # Which rooms a room may import, beside itself; everybody may import the ground. One row a room.
-GROUND = {"display", "errors", "files", "mesh", "precision", "roles", "specs", "train_state", "tree"}
+GROUND = {"display", "errors", "files", "mesh", "precision", "roles", "specs", "train_state", "tree", "xla_flags"}
 KERNELS = "pallas_kernels"
 ROOMS: dict[str, set[str]] = {
     "ops": {KERNELS},
@@ -48,7 +48,14 @@ ROOMS: dict[str, set[str]] = {
 COMMAND_LINES = {"__main__", "train", "plan.__main__"}  # define flags; imported by nobody
 KNOW_FLAGS = COMMAND_LINES | {"trainer.command"}
 KNOW_THEIR_PROCESS = {"checkpoint", "data", "interop", "launch", "trainer", "train"}
-KNOW_STAGES = {"zero.stages", "zero.shard_state", "zero.memory", "trainer", "plan"}  # may say the word in code
+KNOW_STAGES = {
+    "zero.stages",
+    "zero.placement",
+    "zero.shard_state",
+    "zero.memory",
+    "trainer",
+    "plan",
+}  # may say the word in code
 MOST_MODULES = 16  # of a folder
 STILL: dict[str, set[str]] = {}
 LONGEST_FUNCTION, TRAIN_STEP = 60, 40

@@ -158,9 +158,3 @@ def test_a_setting_that_cannot_take_effect_is_refused(name):
     changes, message = BAD[name]
     with pytest.raises(UserError, match=message):
         program.build(runs.config(**changes), tokenizer_vocab=320)
-
-
-def test_the_defaults_of_the_configs_are_those_of_the_class():
-    group = runs.config().loss_scale
-    assert loss_scale.make(True, **vars(group)) == loss_scale.DynamicLossScale()
-    assert loss_scale.make(False, **vars(group)) is None

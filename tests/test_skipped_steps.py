@@ -13,9 +13,8 @@ import pytest
 from flax.training.train_state import TrainState
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision
 from zerojax.errors import UserError
-from zerojax.optim import fused
+from zerojax.optim import fused, master_weights
 from zerojax.zero import loss_scale, shard_state, step
 
 STEPS, BAD_STEPS = 12, (0, 3, 4, 9)
@@ -53,7 +52,7 @@ ROUNDED = fused.fused_adamw(optax.linear_schedule(3e-2, 1e-3, STEPS), moments="b
 
 
 def start(scaler, stage, copy_dtype=None, tx=TX):
-    tx = precision.with_master_weights(tx) if copy_dtype else tx
+    tx = master_weights.with_master_weights(tx) if copy_dtype else tx
     state = ScaledState.create(
         apply_fn=None, params=params_of(copy_dtype or jnp.float32), tx=tx, loss_scale=scaler.init()
     )
@@ -145,7 +144,7 @@ def test_gradients_too_small_for_float16_reach_the_weights():
     moved = {}
     for name, scaler in (("scaled", loss_scale.DynamicLossScale()), ("unscaled", loss_scale.StaticLossScale(1.0))):
         params = {"w": jnp.ones((8, 8), jnp.float16)}
-        tx = precision.with_master_weights(optax.sgd(2.0**18))
+        tx = master_weights.with_master_weights(optax.sgd(2.0**18))
         state = ScaledState.create(apply_fn=None, params=params, tx=tx, loss_scale=scaler.init())
         state, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=1, min_size=0)
         state, _ = step.make_train_step(tiny, part, compute_dtype=jnp.float16, loss_scale=scaler)(state, batch)

@@ -9,7 +9,8 @@
 from zerojax.errors import UserError
 from zerojax.mesh import batch_sharding, make_mesh
 from zerojax.ops.embedding import embedding_lookup
-from zerojax.precision import with_master_weights
+from zerojax.optim.fused import fused_adamw, fused_lion
+from zerojax.optim.master_weights import with_master_weights
 from zerojax.train_state import TrainState
 from zerojax.zero.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
 from zerojax.zero.memory import memory_table
@@ -29,6 +30,8 @@ __all__ = [
     "UserError",
     "batch_sharding",
     "embedding_lookup",
+    "fused_adamw",
+    "fused_lion",
     "make_mesh",
     "make_train_step",
     "memory_table",

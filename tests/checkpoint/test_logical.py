@@ -3,13 +3,15 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
-from zerojax import tree
+from zerojax import train_state, tree
 from zerojax.checkpoint import logical
+from zerojax.optim import master_weights
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
@@ -40,3 +42,20 @@ def test_a_sharding_that_does_not_fit_is_told_before_a_file_is_read():
     assert logical.form(jax.ShapeDtypeStruct((16,), jnp.float32, sharding=spec)).sharding == spec
     with pytest.raises(ValueError, match="evenly divide"):
         logical.form(jax.ShapeDtypeStruct((15,), jnp.float32, sharding=spec))
+
+
+@pytest.mark.parametrize("copy_dtype", [None, jnp.bfloat16])
+def test_the_logical_form_is_the_same_with_and_without_a_copy(copy_dtype):
+    keys = jax.random.split(jax.random.key(0))
+    params = {"kernel": jax.random.normal(keys[0], (16, 8)), "scale": jax.random.normal(keys[1], (8,))}
+    state = train_state.create(params, optax.adamw(1e-3), jax.random.key(0))
+    stored = logical.from_logical(state, copy_dtype)
+    if copy_dtype is None:
+        assert stored is state
+    else:
+        assert jax.tree.leaves(stored.params)[0].dtype == copy_dtype
+        expected = master_weights.with_master_weights(optax.adamw(1e-3)).init(stored.params)
+        assert jax.tree.structure(stored.opt_state) == jax.tree.structure(expected)
+    again = logical.to_logical(stored)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, again, state)

@@ -2,6 +2,7 @@
 
 import functools
 
+import compile_only
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -220,16 +221,31 @@ def test_it_runs_on_shards(moments):
     )
 
 
-def test_the_norm_and_its_verdict():
-    mesh = mesh_lib.make_mesh()
-    grads = {"kernel": jnp.asarray(problem()[0]["kernel"]), "scale": jnp.asarray(problem()[0]["scale"])}
-    shardings = {"kernel": NamedSharding(mesh, P("data")), "scale": NamedSharding(mesh, P())}
-    expected = 0.5 * float(optax.global_norm(grads))
-    for how in ({}, {"shardings": shardings}, {"shardings": shardings, "implementation": "interpret"}):
-        norm, finite = fused.global_norm_and_finite(grads, 0.5, **how)
-        assert float(norm) == pytest.approx(expected, rel=1e-6) and bool(finite)
-        bad = {**grads, "scale": grads["scale"].at[7].set(jnp.inf)}
-        assert not bool(fused.global_norm_and_finite(bad, 0.5, **how)[1])
+@pytest.mark.parametrize(
+    ("how", "is_kernel"),
+    [
+        ({}, False),
+        ({"moments": "bf16"}, False),
+        ({"moments": "bf16", "stochastic_rounding": True}, True),
+        ({"moments": "int8"}, True),
+        ({"moments": "int8", "implementation": "jnp"}, False),
+    ],
+)
+def test_by_default_a_kernel_runs_where_it_is_faster_on_a_gpu(how, is_kernel):
+    for devices, is_gpu in ((compile_only.devices(), True), (jax.devices(), False)):
+        params = {"w": jax.ShapeDtypeStruct((64, 512), jnp.float32)}
+        tx = fused.fused_adamw(1e-3, **how)
+        shardings = {"w": NamedSharding(mesh_lib.make_mesh(devices=devices), P("data"))}
+        state = jax.eval_shape(tx.init, params)
+        step = jax.make_jaxpr(functools.partial(tx.apply, shardings=shardings))(params, state, params)
+        assert ("pallas_call" in str(step)) == (is_kernel and is_gpu)
+
+
+def test_a_kernel_is_refused_where_it_cannot_run():
+    for name in ("pallas", "grouped"):
+        with pytest.raises(UserError, match=rf"^implementation: '{name}' is compiled for GPUs, and this is a cpu"):
+            fused.choose(name, "plain", mesh_lib.make_mesh())
+    assert fused.choose("interpret", "plain", mesh_lib.make_mesh()) == "interpret"
 
 
 def test_8_bit_moments_take_the_bytes_that_arithmetic_says():

@@ -49,11 +49,11 @@ def make_leaf(shape, grad_dtype="float32", dtype="float32", moments="float32", s
         mu, nu = encoded(mu, jnp.int8), encoded(nu, jnp.uint8)
     else:
         mu, nu = mu.astype(moments), nu.astype(moments)
-    return rules.Leaf(draw().astype(grad_dtype), draw().astype(dtype), mu, nu if name == "adam" else None)
+    return rules.Operands(draw().astype(grad_dtype), draw().astype(dtype), mu, nu if name == "adam" else None)
 
 
 def run(implementation, rule, leaves, numbers=None, places=None, launch=None):
-    places = places or [update.Place(True)] * len(leaves)
+    places = places or [update.Shard(True)] * len(leaves)
     seeds = [jnp.asarray([n + 7] + [0] * len(place.splits), jnp.uint32) for n, place in enumerate(places)]
     how = functools.partial(update.update_leaves, rule, places=places, implementation=implementation, launch=launch)
     return jax.jit(lambda leaves, numbers: how(leaves=leaves, scalars=numbers, seeds=seeds))(
@@ -95,7 +95,7 @@ def in_float64(rule, leaf, decays=True):
 @pytest.mark.parametrize("rule", [rules.Rule("adam"), rules.Rule("adam", decoupled=False), rules.Rule("lion")], ids=str)
 def test_one_step_is_the_equations_in_float64(implementation, rule):
     leaves = [make_leaf(shape, seed=n, name=rule.name) for n, shape in enumerate([(1,), (257, 3), (5000,), (2, 4096)])]
-    places = [update.Place(decays) for decays in (True, False, True, True)]
+    places = [update.Shard(decays) for decays in (True, False, True, True)]
     for done, leaf, place in zip(run(implementation, rule, leaves, places=places, launch=SMALL_TILES), leaves, places):
         for found, expected in zip(done[:3], in_float64(rule, leaf, place.decays)):
             if expected is not None:
@@ -196,7 +196,7 @@ def test_leaves_of_a_group_are_each_updated_as_alone(moments):
         make_leaf(shape, "bfloat16" if n % 4 == 3 else "float32", moments=moments, seed=n)
         for n, shape in enumerate(shapes)
     ]
-    places = [update.Place(n != 2) for n in range(len(shapes))]
+    places = [update.Shard(n != 2) for n in range(len(shapes))]
     assert_alike(*(run(how, rule, leaves, places=places, launch=SMALL_TILES) for how in ("interpret", "jnp")))
 
 

@@ -8,6 +8,7 @@ import pytest
 import runs
 
 from zerojax import precision
+from zerojax.checkpoint import logical as logical_lib
 from zerojax.models.llama import model as llama
 from zerojax.ops import losses
 from zerojax.optim import registry
@@ -52,7 +53,7 @@ def test_the_first_weights_depend_on_the_seed_alone():
     def weights(devices: int = 8, **changes):
         with runs.on_devices(devices):
             built = build(**changes)
-            return jax.tree.map(np.asarray, precision.to_logical(program.init_state(built)).params)
+            return jax.tree.map(np.asarray, logical_lib.to_logical(program.init_state(built)).params)
 
     expected = weights(zero__stage=0)
     for changes in ({"zero__stage": 3}, {"zero__stage": 1, "precision": "bf16"}, {"devices": 1}):
@@ -71,7 +72,7 @@ def plain_losses(cache_dir):
         optax.clip_by_global_norm(settings.clip_norm),
         optax.adamw(schedule, settings.b1, settings.b2, settings.eps, weight_decay=0.1, mask=registry.decays),
     )
-    params = jax.device_put(precision.to_logical(program.init_state(built)).params, jax.devices()[0])
+    params = jax.device_put(logical_lib.to_logical(program.init_state(built)).params, jax.devices()[0])
     opt_state = tx.init(params)
 
     def loss_fn(params, tokens):
@@ -183,7 +184,7 @@ def test_a_restored_state_is_the_state_that_was_saved():
     for changes in ({"precision": "bf16", "zero__stage": 1}, {"zero__stage": 3}):
         built = build(**changes)
         state = program.init_state(built)
-        copy = jax.tree.map(jnp.copy, precision.to_logical(state))
+        copy = jax.tree.map(jnp.copy, logical_lib.to_logical(state))
         restored = program.restored_state(built, copy)
         assert jax.tree.structure(restored.opt_state) == jax.tree.structure(state.opt_state)
         jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(restored), jax.tree.leaves(state))

@@ -14,7 +14,7 @@ import pytest
 import runs
 
 import zerojax
-from zerojax import precision
+from zerojax.checkpoint import logical as logical_lib
 from zerojax.trainer import memory_guard, program, resume
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order by another stage or number of devices
@@ -218,7 +218,7 @@ def test_a_checkpoint_moves_between_precisions_bit_for_bit(tmp_path):
     for name, stage in chain:
         copy = pathlib.Path(shutil.copytree(folder, tmp_path / f"{name}{stage}"))
         _, state = runs.restored(copy, 2, precision=name, zero__stage=stage)
-        leaves.append(jax.tree.map(np.asarray, jax.tree.leaves(precision.to_logical(state))))
+        leaves.append(jax.tree.map(np.asarray, jax.tree.leaves(logical_lib.to_logical(state))))
     for found in leaves[1:]:
         jax.tree.map(np.testing.assert_array_equal, found, leaves[0])
     fp32 = runs.run(tmp_path / "fp32", precision="fp32")

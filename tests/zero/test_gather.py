@@ -41,7 +41,7 @@ def by_hand(weight: jax.Array, place: Placement, reduction: gather.Reduction, dt
         factor = 1.0 + jax.lax.axis_index(mesh_lib.BATCH_AXES)
 
         def loss(sink):
-            used = gather.gather_shard(gather.Weight(shard, sink), place, dtype, reduction)
+            used = gather.gather_shard(gather.ShardAndSink(shard, sink), place, dtype, reduction)
             return jnp.sum(used.astype(jnp.float32) * own * factor), used
 
         grad, used = jax.grad(loss, has_aux=True)(gather.sink(place, reduction))

@@ -64,7 +64,7 @@ def apply(
         by_hand.append((sorted(params), policy))
         return body({path: used(leaf) for path, leaf in params.items()}, *arrays)
 
-    found = intercept.Blocks(
+    found = intercept.Interceptor(
         pattern, heads, lambda _, leaf: used(leaf), remat.REMAT["dots"], run=run_block if run else None, **options
     )
     given = {

@@ -8,6 +8,7 @@ from flax.training.train_state import TrainState
 
 from zerojax import display, precision, roles
 from zerojax import mesh as mesh_lib
+from zerojax.optim import master_weights
 from zerojax.zero import memory, shard_state, stages
 
 SHAPES = {"kernel": (64, 40), "bias": (24,), "table": (48, 8)}
@@ -20,7 +21,7 @@ def make_state(tx, dtype=jnp.float32):
 
 
 def make_partition(stage, ways=8, dtype=jnp.float32, **options):
-    tx = optax.adam(1e-3) if dtype == jnp.float32 else precision.with_master_weights(optax.adam(1e-3))
+    tx = optax.adam(1e-3) if dtype == jnp.float32 else master_weights.with_master_weights(optax.adam(1e-3))
     mesh = mesh_lib.make_mesh(data=ways, devices=jax.devices()[:ways])
     state = make_state(tx, dtype)
     return stages.partition_state(state, mesh=mesh, stage=stage, **{"min_size": 0, **options})

@@ -13,9 +13,10 @@ import pytest
 from flax.training.train_state import TrainState
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision, roles, tree
+from zerojax import roles, tree
+from zerojax.checkpoint import logical as logical_lib
 from zerojax.errors import UserError
-from zerojax.optim import fused
+from zerojax.optim import fused, master_weights
 from zerojax.zero import loss_scale, memory, placement, shard_state, stages, step, where_used
 
 STEPS, ROWS, WIDTH = 3, 16, 24
@@ -184,7 +185,7 @@ def test_the_bytes_table_counts_no_gradients_and_no_moments_of_frozen_weights(st
 @pytest.mark.parametrize("stage", [1, 3])
 def test_master_weights_are_kept_for_trained_weights_alone(stage):
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params())
-    state, part = shard(stage, precision.with_master_weights(make_tx(0)), params)
+    state, part = shard(stage, master_weights.with_master_weights(make_tx(0)), params)
     state, _ = train(state, part, compute_dtype=jnp.bfloat16, reduce_dtype=jnp.float32, blocks=BLOCKS)
     assert state.params["layer_0"]["base"]["kernel"].dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state.master)} == {jnp.dtype(jnp.float32)}
@@ -193,12 +194,12 @@ def test_master_weights_are_kept_for_trained_weights_alone(stage):
 
 def test_the_logical_form_holds_all_weights_and_comes_back():
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params())
-    state, _ = shard(2, precision.with_master_weights(make_tx(0)), params)
-    logical = precision.to_logical(state)
+    state, _ = shard(2, master_weights.with_master_weights(make_tx(0)), params)
+    logical = logical_lib.to_logical(state)
     assert jax.tree.structure(logical.params) == jax.tree.structure(state.params)
     assert logical.params["layer_0"]["base"]["kernel"].dtype == jnp.bfloat16
     assert logical.params["head"]["kernel"].dtype == jnp.float32
-    again = precision.from_logical(logical, jnp.bfloat16, like=state)
+    again = logical_lib.from_logical(logical, jnp.bfloat16, like=state)
     assert jax.tree.structure(again) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, again, state)
     assert jax.tree.map(jnp.dtype, again) == jax.tree.map(jnp.dtype, state)

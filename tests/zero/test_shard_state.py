@@ -9,8 +9,9 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision, tree
+from zerojax import tree
 from zerojax.errors import UserError
+from zerojax.optim import master_weights
 from zerojax.zero import shard_state, stages
 
 # A last place: a compiled init may round a product otherwise than an eager one.
@@ -59,7 +60,7 @@ TABLE = {
 @pytest.mark.parametrize(("stage", "is_16_bit"), TABLE)
 def test_each_device_holds_the_papers_bytes_a_parameter(stage, is_16_bit, ways):
     keeps_copy = is_16_bit and not stages.STAGES[stage].params
-    tx = precision.with_master_weights(optax.adam(1e-3)) if keeps_copy else optax.adam(1e-3)
+    tx = master_weights.with_master_weights(optax.adam(1e-3)) if keeps_copy else optax.adam(1e-3)
     dtype = jnp.bfloat16 if keeps_copy else jnp.float32
     mesh = make_mesh(ways)
     state, part = shard_state.shard_train_state(init(jax.random.key(0), tx, dtype), mesh=mesh, stage=stage, min_size=0)

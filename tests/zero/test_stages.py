@@ -14,8 +14,9 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision, tree
+from zerojax import tree
 from zerojax.errors import UserError
+from zerojax.optim import master_weights
 from zerojax.zero import stages
 
 FAST = hypothesis.settings(max_examples=120, deadline=None, derandomize=True)
@@ -30,7 +31,7 @@ ADAM_TREES = lambda adam: [adam.mu, adam.nu]  # noqa: E731
 TRANSFORMATIONS = {
     "adamw": (optax.adamw(1e-3), lambda s: ADAM_TREES(s[0])),
     "master": (
-        precision.with_master_weights(optax.adamw(1e-3)),
+        master_weights.with_master_weights(optax.adamw(1e-3)),
         lambda s: [s.master, *ADAM_TREES(s.inner[0])],
     ),
     "chain": (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), lambda s: ADAM_TREES(s[1][0])),

@@ -17,11 +17,12 @@ import pytest
 from flax.training.train_state import TrainState
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision
+from zerojax.checkpoint import logical as logical_lib
 from zerojax.errors import UserError
 from zerojax.models.llama import family as presets
 from zerojax.models.llama import model as llama
 from zerojax.ops import losses
+from zerojax.optim import master_weights
 from zerojax.zero import shard_state, stages, step
 
 STEPS, ROWS, LENGTH = 30, 48, 17
@@ -80,9 +81,9 @@ def truth() -> tuple[np.ndarray, np.ndarray]:
 def run(stage, mesh=(1, 8), *, accum=1, blocks=r"layer_\d+", remat="dots", dtype=None, reduce=jnp.float32, **options):
     """Trains 30 steps; returns losses, gradient norms and the last state."""
     keeps_copy = dtype is not None and not stages.STAGES[stage].params
-    tx = precision.with_master_weights(TX) if keeps_copy else TX
+    tx = master_weights.with_master_weights(TX) if keeps_copy else TX
     state = TrainState.create(apply_fn=None, params=make_params(), tx=TX)
-    state = precision.from_logical(state, dtype if keeps_copy else None).replace(tx=tx)
+    state = logical_lib.from_logical(state, dtype if keeps_copy else None).replace(tx=tx)
     mesh = mesh_lib.make_mesh(*mesh, devices=jax.devices()[: math.prod(mesh)])
     state, part = shard_state.shard_train_state(state, mesh=mesh, stage=stage, **options)
 

@@ -11,6 +11,8 @@ from flax.training.train_state import TrainState
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision
+from zerojax.optim import master_weights
+from zerojax.optim import one_pass as one_pass_lib
 from zerojax.zero import shard_state, update
 
 ROUNDING = 1e-6  # the same float32 products and sums, fused otherwise
@@ -40,7 +42,7 @@ def sgd_in_one_pass(rate=0.5, decay=0.9):
         new, state = step(grads, state, params, 1.0, None)
         return jax.tree.map(lambda n, p: n - p, new, params), state
 
-    tx = precision.OnePass(init, plain)
+    tx = one_pass_lib.OnePass(init, plain)
     tx.apply = apply
     return tx, given
 
@@ -58,7 +60,7 @@ GRADS = {"w": jnp.linspace(2, -2, 64).reshape(8, 8), "b": jnp.arange(8.0)}
 @pytest.mark.parametrize("copies", [False, True])
 def test_the_one_pass_form_gives_the_state_of_the_other(finite, copies):
     tx, given = sgd_in_one_pass()
-    wrap = precision.with_master_weights if copies else lambda tx: tx
+    wrap = master_weights.with_master_weights if copies else lambda tx: tx
     dtype = jnp.bfloat16 if copies else jnp.float32
     state, part = sharded(wrap(tx), dtype=dtype)
     assert hasattr(state.tx, "apply")

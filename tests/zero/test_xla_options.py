@@ -6,6 +6,7 @@ import jax.export
 import jax.numpy as jnp
 
 import zerojax
+from zerojax import xla_flags
 from zerojax.zero import xla_options
 
 KINDS = ("all_gather", "all_reduce", "reduce_scatter")
@@ -34,14 +35,15 @@ def test_one_device_has_no_collectives_to_place():
 
 
 def test_a_flag_that_the_user_set_is_left_alone(monkeypatch):
+    mesh = zerojax.make_mesh(devices=compile_only.devices())
     monkeypatch.setenv(
         "XLA_FLAGS", "--xla_gpu_experimental_collective_start_as_early_as_possible=false --xla_dump_to=/tmp/x"
     )
-    options = xla_options.for_mesh(zerojax.make_mesh(devices=compile_only.devices()))
+    options = xla_options.for_mesh(mesh, but=xla_flags.names())
     assert "xla_gpu_experimental_parallel_collective_overlap_limit" in options
     assert "xla_gpu_experimental_collective_start_as_early_as_possible" not in options
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_all_gather_combine_threshold_bytes=1")
-    options = xla_options.for_mesh(zerojax.make_mesh(devices=compile_only.devices()), gathered=2**28)
+    options = xla_options.for_mesh(mesh, gathered=2**28, but=xla_flags.names())
     assert "xla_gpu_all_gather_combine_threshold_bytes" not in options
 
 

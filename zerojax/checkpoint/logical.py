@@ -1,11 +1,53 @@
-"""Says in which form a leaf lies in a checkpoint. This module turns leaves into plain arrays by path, and back."""
+"""Says in which form a state lies in a checkpoint. This module makes states logical, and their leaves plain arrays by path, and back."""
 
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 
-from zerojax import tree
+from zerojax import precision, tree
+from zerojax.optim import master_weights
+
+
+def to_logical(state: Any) -> Any:
+    """Returns a TrainState without its 16-bit copy: params are the master weights. Checkpoints store this form.
+
+    The form is the same for every stage and precision, so that each restores into any other; only its dtypes differ, and
+    are cast on the way.
+    """
+    if not isinstance(state.opt_state, master_weights.MasterWeightsState):
+        return state
+    params = jax.tree.map(_master_of, state.opt_state.master, state.params, is_leaf=_is_frozen)
+    return state.replace(params=params, opt_state=state.opt_state.inner)
+
+
+def from_logical(logical: Any, copy_dtype: Any, like: Any = None) -> Any:
+    """Undoes `to_logical`: params become a copy of the master weights in `copy_dtype`; None keeps no copy.
+
+    Args:
+      logical: what `to_logical` returned.
+      copy_dtype: the dtype of the copy.
+      like: a state of the wanted form, whose frozen weights have no master weights; None: none are frozen.
+    """
+    if copy_dtype is None:
+        return logical
+    master = logical.params
+    if like is not None:
+        master = jax.tree.map(
+            lambda own, leaf: own if _is_frozen(own) else leaf, like.opt_state.master, master, is_leaf=_is_frozen
+        )
+    params = precision.cast_floating(logical.params, copy_dtype)
+    return logical.replace(params=params, opt_state=master_weights.MasterWeightsState(master, logical.opt_state))
+
+
+def _master_of(master: Any, param: Any) -> Any:
+    return param if _is_frozen(master) else master
+
+
+def _is_frozen(node: Any) -> bool:
+    """Says whether a node of master weights stands for a frozen weight, which has none."""
+    return isinstance(node, optax.MaskedNode)
 
 
 def to_stored(state: Any) -> dict[str, Any]:

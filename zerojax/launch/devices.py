@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import jax
 
+from zerojax import xla_flags
 from zerojax.errors import UserError
 
 # part of a JAX plugin's name -> device files, of which one exists where its hardware does; what can hide them
@@ -34,7 +35,7 @@ def emulate_cpu_devices(count: int) -> bool:
     Raises:
       UserError: JAX's backends have started, which fixes the number of devices.
     """
-    is_counted = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    is_counted = "xla_force_host_platform_device_count" in xla_flags.names()
     try:
         if not pass_over_absent():
             return False

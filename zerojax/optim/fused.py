@@ -13,17 +13,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
-from pallas_kernels import norm, rounding, rules, update
-from zerojax import errors, precision, tree
+from pallas_kernels import rounding, rules, update
+from zerojax import errors, tree
+from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
-from zerojax.optim import eight_bit, kernels, sharded
+from zerojax.optim import eight_bit, sharded
+from zerojax.optim.one_pass import OnePass
 
 MOMENTS = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "int8": jnp.int8}
 
 
-class Fused(precision.OnePass):
-    """An optax transformation with `apply`, see `fused_adamw`."""
+# What "auto" means, by kind of device and of update; everything else is "jnp". Figures: docs/benchmarks/optimizer.md.
+AUTO = {("gpu", "coded"): "pallas", ("gpu", "plain"): "grouped"}
+IMPLEMENTATIONS = ("auto", *update.IMPLEMENTATIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,7 @@ def fused_adamw(
     stochastic_rounding: bool = False,
     decoupled: bool = True,
     implementation: str = "auto",
-) -> Fused:
+) -> OnePass:
     """Returns AdamW (Loshchilov and Hutter, arXiv:1711.05101), or Adam with coupled (L2) decay, whose step is one pass.
 
     The result has, beside optax's `init` and `update`,
@@ -69,14 +73,14 @@ def fused_adamw(
       b1, b2, eps, weight_decay: as in `optax.adamw`. With 1 - b2 below 2**-9, a second moment in bf16 that is rounded to nearest
         stands still once it has grown: ask for `stochastic_rounding`.
       mask: which weights decay, a tree of bools or a function of params, as in `optax.adamw`; None decays all.
-      moments: how mu and nu are stored: "fp32", "bf16", or "int8" (see zerojax.quantized), which leaves vectors and small weights in fp32.
+      moments: how mu and nu are stored: "fp32", "bf16", or "int8" (see `eight_bit`), which leaves vectors and small weights in fp32.
       stochastic_rounding: what is stored in bf16 or int8 from one step to the next (params, mu, nu) is rounded up or down at random,
         so that small changes add up in the mean. Bits depend on the key, the count, the leaf and the element, and not on
         the sharding, unless it pads the last dims.
         Copies are rounded to nearest.
       decoupled: False adds weight_decay * params to the gradient (Kingma and Ba, arXiv:1412.6980, with L2).
       implementation: "pallas" (GPUs), "jnp" (plain, fused by XLA), "grouped" (GPUs: small leaves together by the kernel, large ones
-        by XLA), "interpret" (the kernel anywhere, slow) or "auto", see `kernels.AUTO`.
+        by XLA), "interpret" (the kernel anywhere, slow) or "auto", see `AUTO`.
 
     Raises:
       UserError: an unknown name; from `init`, params that are not floating, or stochastic rounding where nothing would be rounded.
@@ -98,52 +102,41 @@ def fused_lion(
     moments: str = "fp32",
     stochastic_rounding: bool = False,
     implementation: str = "auto",
-) -> Fused:
+) -> OnePass:
     """Returns Lion (Chen et al., arXiv:2302.06675, Algorithm 2) whose step is one pass; see `fused_adamw`. Its state has no nu."""
     rule = rules.Rule("lion", stochastic=stochastic_rounding)
     return _transformation(_Settings(rule, learning_rate, b1, b2, 0.0, weight_decay, mask, moments, implementation))
 
 
-def global_norm_and_finite(
-    grads: Any, scale: Any = 1.0, *, shardings: Any = None, implementation: str = "auto"
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the global norm of grads * scale, float32, and whether it is finite, bool; each gradient is read once.
+def choose(implementation: str, kind: str, mesh: Mesh | None) -> str:
+    """Returns what "auto" means for arrays on a mesh, or, where none is told, on the one device there is.
 
-    It is not finite where any element is not, nor where the norm exceeds 1.8e19, whose square float32 cannot hold.
-
-    Args:
-      grads: a pytree of floating arrays.
-      scale: a float32 scalar, the loss scale's inverse.
-      shardings: NamedShardings like grads: each device reads its shard, and the sums are added over the mesh axes that split it.
-      implementation: as in `fused_adamw`.
+    Raises:
+      UserError: a kernel for GPUs on other devices.
     """
-    structure: Any = jax.tree.structure(grads)
-    leaves = jax.tree.leaves(grads)
-    scale = jnp.asarray(scale, jnp.float32)
-    if not leaves:
-        return jnp.zeros(()), jnp.ones((), bool)
-    if shardings is None:
-        squares = norm.sums_of_squares(leaves, scale, implementation=kernels.choose(implementation, "norm", None))
-        total = sum(squares, jnp.zeros((), jnp.float32))
-        return jnp.sqrt(total), jnp.isfinite(total)
-    placed = structure.flatten_up_to(shardings)
-    total = sharded.sum_of_squares(
-        leaves, scale, placed, kernels.choose(implementation, "norm", sharded.mesh_of(placed))
-    )
-    return jnp.sqrt(total), jnp.isfinite(total)
+    platform = mesh_lib.platform(mesh)
+    if implementation in ("pallas", "grouped") and platform != "gpu":
+        raise UserError(
+            f"implementation: {implementation!r} is compiled for GPUs, and this is a {platform}; use 'auto' or 'jnp'"
+        )
+    if implementation != "auto":
+        return implementation
+    if mesh is None and jax.device_count() > 1:
+        return "jnp"  # arrays may be sharded in ways that are not known here, and XLA shards no kernel
+    return AUTO.get((platform, kind), "jnp")
 
 
-def _transformation(settings: _Settings) -> Fused:
+def _transformation(settings: _Settings) -> OnePass:
     if settings.moments not in MOMENTS:
         raise UserError(f"moments: must be one of {', '.join(MOMENTS)}, and is {settings.moments!r}")
-    if settings.implementation not in kernels.IMPLEMENTATIONS:
-        known = ", ".join(kernels.IMPLEMENTATIONS)
+    if settings.implementation not in IMPLEMENTATIONS:
+        known = ", ".join(IMPLEMENTATIONS)
         raise UserError(f"implementation: must be one of {known}, and is {settings.implementation!r}")
     for name in ("b1", "b2"):
         value = getattr(settings, name)
         if isinstance(value, (int, float)) and not 0 <= value < 1:
             raise UserError(f"{name}: must be at least 0 and below 1, and is {value}")
-    fused = Fused(functools.partial(_init, settings), functools.partial(_update, settings))
+    fused = OnePass(functools.partial(_init, settings), functools.partial(_update, settings))
     fused.apply = functools.partial(_apply, settings)
     return fused
 
@@ -216,20 +209,20 @@ def _step(
             None if rule.copy_dtype is None else params,
         )
     moments = [structure.flatten_up_to(moment) for moment in state[1:]]
-    leaves = [rules.Leaf(*arrays) for arrays in zip(structure.flatten_up_to(grads), weights, *_as_tuples(moments))]
+    leaves = [rules.Operands(*arrays) for arrays in zip(structure.flatten_up_to(grads), weights, *_as_tuples(moments))]
     decays = _decays(settings, params)
     count = optax.safe_increment(state.count)
     scalars = _scalars(settings, state.count, count, scale, finite)
     seeds = rounding.fold(_seed(key, state.count), jnp.arange(len(leaves)))
     kind = "coded" if rule.stochastic or settings.moments == "int8" else "plain"
     if shardings is None:
-        chosen = kernels.choose(settings.implementation, kind, None)
-        places = [update.Place(decay) for decay in decays]
+        chosen = choose(settings.implementation, kind, None)
+        places = [update.Shard(decay) for decay in decays]
         words = [seeds[n, None] for n in range(len(leaves))]
         done = update.update_leaves(rule, leaves, places, scalars, words, implementation=chosen)
     else:
         placed = structure.flatten_up_to(shardings)
-        chosen = kernels.choose(settings.implementation, kind, sharded.mesh_of(placed))
+        chosen = choose(settings.implementation, kind, sharded.mesh_of(placed))
         done = sharded.update_leaves(rule, leaves, decays, scalars, seeds, placed, chosen)
     news, *new_moments, copies = (structure.unflatten(list(parts)) for parts in zip(*_from_tuples(done, moments)))
     if finite is not None:

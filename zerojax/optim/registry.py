@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax import precision
 from zerojax.errors import UserError
 from zerojax.optim import fused
+from zerojax.optim import one_pass as one_pass_lib
 
 Schedule = Callable[[Any], Any]
 
@@ -121,7 +121,7 @@ def make_optimizer(
     return _in_the_form_of(plain, rounding)
 
 
-def _in_the_form_of(plain: optax.GradientTransformation, one_pass: Any) -> precision.OnePass:
+def _in_the_form_of(plain: optax.GradientTransformation, one_pass: Any) -> one_pass_lib.OnePass:
     """Returns `one_pass` with its state where `plain` has it, so that a checkpoint of either restores into the other."""
     kinds = (optax.ScaleByAdamState, optax.ScaleByLionState)
 
@@ -145,6 +145,6 @@ def _in_the_form_of(plain: optax.GradientTransformation, one_pass: Any) -> preci
         params, inner, copies = one_pass.apply(grads, find(state), params, **how)
         return params, put(state, inner), copies
 
-    found = precision.OnePass(lambda params: put(plain.init(params), one_pass.init(params)), update)
+    found = one_pass_lib.OnePass(lambda params: put(plain.init(params), one_pass.init(params)), update)
     found.apply = apply
     return found

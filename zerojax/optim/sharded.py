@@ -1,7 +1,7 @@
 """Runs the kernels of `pallas_kernels` on each device's shard. This module knows how a spec cuts a weight, its moments and their blocks.
 
-A kernel knows of no mesh and XLA splits none, so each runs under `jax.shard_map`: a device updates what it holds, and nothing moves but the
-sum of a norm, and the magnitudes of 8-bit blocks that lie on several devices.
+A kernel knows of no mesh and XLA splits none, so each runs under `jax.shard_map`: a device updates what it holds, and nothing moves but
+the magnitudes of 8-bit blocks that lie on several devices.
 """
 
 import math
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import norm, rules, update
+from pallas_kernels import rules, update
 from zerojax import specs
 from zerojax.optim import eight_bit
 
@@ -23,38 +23,9 @@ def mesh_of(shardings: Sequence[NamedSharding]) -> Any:
     return shardings[0].mesh
 
 
-def sum_of_squares(
-    grads: Sequence[jax.Array], scale: jax.Array, shardings: Sequence[NamedSharding], implementation: str
-) -> jax.Array:
-    """Returns the sum of (grads * scale)**2 over whole arrays, float32[]: each device reads its shard once.
-
-    Args:
-      grads: floating arrays.
-      scale: float32[].
-      shardings: one for each array; sums are added over the mesh axes that split it.
-      implementation: a key of norm.IMPLEMENTATIONS.
-    """
-
-    def add_up(grads: list[jax.Array], scale: jax.Array) -> jax.Array:
-        by_axes: dict[tuple[str, ...], jax.Array] = {}
-        for square, sharding in zip(norm.sums_of_squares(grads, scale, implementation=implementation), shardings):
-            names = tuple(sorted(specs.axes(sharding.spec)))
-            by_axes[names] = by_axes.get(names, jnp.zeros((), jnp.float32)) + square
-        sums = [jax.lax.psum(square, names) if names else square for names, square in by_axes.items()]
-        return sum(sums, jnp.zeros((), jnp.float32))
-
-    return jax.shard_map(
-        add_up,
-        mesh=mesh_of(shardings),
-        in_specs=([sharding.spec for sharding in shardings], P()),
-        out_specs=P(),
-        check_vma=False,
-    )(list(grads), scale)
-
-
 def update_leaves(
     rule: rules.Rule,
-    leaves: Sequence[rules.Leaf],
+    leaves: Sequence[rules.Operands],
     decays: Sequence[bool],
     scalars: rules.Scalars,
     seeds: jax.Array,
@@ -75,7 +46,7 @@ def update_leaves(
     mesh = mesh_of(shardings)
     cuts = [_cuts(sharding.spec, leaf.param.shape, mesh) for leaf, sharding in zip(leaves, shardings)]
     places = [
-        update.Place(
+        update.Shard(
             decay,
             tuple((run, ways) for run, ways, _ in cut),
             eight_bit.shared_axes(sharding.spec, leaf.param.shape, mesh) if isinstance(leaf.mu, tuple) else (),
@@ -86,7 +57,7 @@ def update_leaves(
     copies = rule.copy_dtype is not None
     out_specs = [rules.Updated(spec.param, spec.mu, spec.nu, spec.param if copies else None) for spec in leaf_specs]
 
-    def update_shards(leaves: list[rules.Leaf], scalars: rules.Scalars, seeds: jax.Array) -> list[rules.Updated]:
+    def update_shards(leaves: list[rules.Operands], scalars: rules.Scalars, seeds: jax.Array) -> list[rules.Updated]:
         words = [
             jnp.stack([seeds[number], *[jax.lax.axis_index(names).astype(jnp.uint32) for _, _, names in cut]])
             for number, cut in enumerate(cuts)
@@ -102,13 +73,13 @@ def update_leaves(
     )(list(leaves), jax.tree.map(lambda s: jnp.asarray(s, jnp.float32), scalars), seeds)
 
 
-def _leaf_specs(leaf: rules.Leaf, spec: P, mesh: Mesh) -> rules.Leaf:
+def _leaf_specs(leaf: rules.Operands, spec: P, mesh: Mesh) -> rules.Operands:
     """Returns the specs of a leaf's arrays; scales of 8-bit blocks have one of their own."""
 
     def of(part: Any) -> Any:
         return (spec, eight_bit.scales_spec(spec, part[0].shape, mesh)) if isinstance(part, tuple) else spec
 
-    return rules.Leaf(*[None if part is None else of(part) for part in leaf])
+    return rules.Operands(*[None if part is None else of(part) for part in leaf])
 
 
 def _cuts(spec: P, shape: Sequence[int], mesh: Mesh) -> list[tuple[int, int, tuple[str, ...]]]:

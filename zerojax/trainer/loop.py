@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax import display, precision
+from zerojax import display
 from zerojax.checkpoint import checkpointer
+from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed
 from zerojax.launch import signals
 from zerojax.plan import step_plan
@@ -142,7 +143,7 @@ def _save(
 ) -> None:
     """Saves a state whose numbers are known to be finite."""
     recorder.flush()
-    logical = precision.to_logical(state)
+    logical = logical_lib.to_logical(state)
     checkpoints.saver.save(step, logical, streams.position(), meta=checkpoints.meta, eval_loss=eval_loss)
     recorder.saved()
 

@@ -16,14 +16,16 @@ from jax.sharding import Mesh, NamedSharding
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, train_state
+from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, objectives
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
 from zerojax.models import families
 from zerojax.models import family as family_lib
 from zerojax.ops import attention
-from zerojax.optim import registry
+from zerojax.optim import master_weights, registry
 from zerojax.trainer import config as config_lib
+from zerojax.trainer import loss_scale_config
 from zerojax.zero import explicit, placement, stages, step, where_used
 from zerojax.zero import loss_scale as loss_scale_lib
 
@@ -91,7 +93,7 @@ class Program:
     @property
     def logical_abstract_state(self) -> Any:
         """Returns the state as checkpoints store it, abstract and placed."""
-        return precision.to_logical(self.partition.abstract_state)
+        return logical_lib.to_logical(self.partition.abstract_state)
 
 
 def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Sequence[Any] | None = None) -> Program:
@@ -108,11 +110,11 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
     mesh = mesh_lib.make_mesh(config.mesh.replica, config.mesh.data, config.mesh.model, devices=devices)
     sizes = config_lib.batch_sizes(config, mesh_lib.ways(mesh))
     policy = precision.PRECISIONS[config.precision]
-    loss_scale = loss_scale_lib.make(policy.scales_loss, **dataclasses.asdict(config.loss_scale))
+    loss_scale = loss_scale_config.make(policy.scales_loss, **dataclasses.asdict(config.loss_scale))
     family, model = _model(config, mesh, policy.compute_dtype, tokenizer_vocab)
     schedule, inner = _optimizer(config, policy)
     copy_dtype = policy.copy_dtype(splits_params=stages.STAGES[config.zero.stage].params)
-    tx = inner if copy_dtype is None else precision.with_master_weights(inner)
+    tx = inner if copy_dtype is None else master_weights.with_master_weights(inner)
 
     params = family_lib.abstract_params(_parts(family, model))
     create = functools.partial(
@@ -220,14 +222,14 @@ def held_out_loss(program: Program, batches: feed.Feed, params: Any) -> float | 
 
 
 def restored_state(program: Program, logical: Any, *, rescales: bool = False) -> Any:
-    """Returns the state made from its checkpointed form (see `precision.to_logical`); the form is used up.
+    """Returns the state made from its checkpointed form (see `logical_lib.to_logical`); the form is used up.
 
     A loss scale that the checkpoint lacked, whose leaves then are abstract, starts afresh; another does if `rescales`, but for its count.
     """
     is_lacking = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(logical.loss_scale))
 
     def restore(logical: Any) -> Any:
-        state = precision.from_logical(logical, program.copy_dtype).replace(tx=program.tx)
+        state = logical_lib.from_logical(logical, program.copy_dtype).replace(tx=program.tx)
         if not program.loss_scale or not (is_lacking or rescales):
             return state
         skipped = {} if is_lacking else {"skipped_steps": state.loss_scale.skipped_steps}
@@ -253,7 +255,7 @@ def _state(
 ) -> Any:
     weights = precision.cast_floating(params, policy.weight_dtype)
     logical = train_state.create(weights, inner, jax.random.key(seed), loss_scale=_first_scale(loss_scale))
-    return precision.from_logical(logical, copy_dtype).replace(tx=tx)
+    return logical_lib.from_logical(logical, copy_dtype).replace(tx=tx)
 
 
 def _first_scale(loss_scale: loss_scale_lib.LossScale | None) -> Any:

@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 
-from zerojax import precision, tree
+from zerojax import tree
 from zerojax.checkpoint import checkpointer
 from zerojax.checkpoint import files as step_files
+from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed
 from zerojax.errors import UserError
 from zerojax.launch import processes
@@ -108,7 +109,7 @@ def padded_shapes(partition: placement.Partition) -> dict[str, list[int]]:
 
 def logical_params(program: program_lib.Program, state: Any) -> Any:
     """Returns the float32 weights as the model sees them, without padding."""
-    logical = precision.to_logical(state).params
+    logical = logical_lib.to_logical(state).params
     padded = padded_shapes(program.partition)
 
     def cut(path: str, leaf: jax.Array) -> jax.Array:
@@ -126,7 +127,7 @@ def _shapes(partition: placement.Partition) -> dict[str, list[int]]:
 def _logical_leaves(partition: placement.Partition) -> list[tuple[str, placement.Decision]]:
     """Returns what was decided for each leaf of a checkpoint."""
     decided = tree.map_with_path(lambda path, _: partition.leaves[path], partition.abstract_state)
-    return tree.flatten(precision.to_logical(decided))
+    return tree.flatten(logical_lib.to_logical(decided))
 
 
 def _first_scale(program: program_lib.Program) -> list[float] | None:

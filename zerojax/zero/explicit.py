@@ -53,7 +53,7 @@ def value_and_grad(
             sinks, tokens = inputs
             chain = overlap.Chain(find, compute_dtype, reduction, tokens)
             device_loss = _device_loss(loss_fn, partition, how, chain)
-            loss, aux = device_loss(jax.tree.map(gather.Weight, params, sinks), batch, state)
+            loss, aux = device_loss(jax.tree.map(gather.ShardAndSink, params, sinks), batch, state)
             return loss / mesh_lib.ways(partition.mesh), {
                 **aux,
                 "tokens": chain.tokens,
@@ -93,7 +93,7 @@ def mean(
 
     def on_device(params: Any, batch: Any, _: Any) -> jax.Array:
         weights = tree.map_with_path(
-            lambda path, leaf: gather.Weight(leaf, gather.sink(find(path, leaf), reduction)), params
+            lambda path, leaf: gather.ShardAndSink(leaf, gather.sink(find(path, leaf), reduction)), params
         )
         chain = overlap.Chain(find, compute_dtype, reduction, overlap.no_tokens())
         loss, _ = _device_loss(with_aux, partition, where_used.How(blocks, heads, "full"), chain)(weights, batch, None)
@@ -105,14 +105,14 @@ def mean(
 def _device_loss(
     loss_fn: Callable[..., Any], partition: Any, how: where_used.How, chain: overlap.Chain
 ) -> Callable[..., Any]:
-    """Returns f(`Weight`s, batch, state) -> (loss, aux) of one device, whose blocks run in the chain's order."""
+    """Returns f(`ShardAndSink`s, batch, state) -> (loss, aux) of one device, whose blocks run in the chain's order."""
     return where_used.wrap(
         loss_fn,
         chain.gather_leaf,
         how,
         moves=where_used.moves(partition.placements),
         run=chain,
-        is_weight=lambda node: isinstance(node, gather.Weight),
+        is_weight=lambda node: isinstance(node, gather.ShardAndSink),
     )
 
 

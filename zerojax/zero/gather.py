@@ -79,7 +79,7 @@ class Reduction:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Weight:
+class ShardAndSink:
     """One device's part of a weight, and the array whose gradient stands for the weight's.
 
     Attributes:
@@ -93,7 +93,7 @@ class Weight:
 
 
 def sink(placement: Placement, reduction: Reduction) -> Any:
-    """Returns the zeros that a weight's gradient on this device is shaped like; of a frozen weight nothing, see `Weight`."""
+    """Returns the zeros that a weight's gradient on this device is shaped like; of a frozen weight nothing, see `ShardAndSink`."""
     if not placement.trainable:
         return optax.MaskedNode()
     assert placement.shape is not None
@@ -107,7 +107,7 @@ def local_shape(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, .
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather_shard(weight: Weight, placement: Placement, dtype: Any, reduction: Reduction) -> jax.Array:
+def gather_shard(weight: ShardAndSink, placement: Placement, dtype: Any, reduction: Reduction) -> jax.Array:
     """Returns a weight whole and in `dtype` from this device's shard; call it inside `jax.shard_map` over replica and data.
 
     The gradient goes to `weight.sink`: the sum over devices, as `placement.update` lays it out, or this device's own
@@ -148,13 +148,15 @@ def _sum(grad: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
     return (jax.lax.psum(grad, axes) if axes else grad).astype(jnp.float32)
 
 
-def _shard_forward(weight: Weight, placement: Placement, dtype: Any, reduction: Reduction) -> tuple[jax.Array, None]:
+def _shard_forward(
+    weight: ShardAndSink, placement: Placement, dtype: Any, reduction: Reduction
+) -> tuple[jax.Array, None]:
     return whole(weight.stored, placement, dtype), None
 
 
 def _shard_backward(placement: Placement, dtype: Any, reduction: Reduction, _: None, grad: jax.Array) -> tuple[Any]:
     total = reduce_pass(grad, placement, reduction) if placement.trainable else optax.MaskedNode()
-    return (Weight(None, total),)  # type: ignore[arg-type]  # None: no gradient
+    return (ShardAndSink(None, total),)  # type: ignore[arg-type]  # None: no gradient
 
 
 gather_shard.defvjp(_shard_forward, _shard_backward)

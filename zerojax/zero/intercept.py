@@ -32,7 +32,7 @@ Policy = Callable[..., bool] | None
 Run = Callable[[Callable[..., Any], dict[str, Any], list[jax.Array], Policy], Any]
 
 
-class Blocks:
+class Interceptor:
     """Intercepts calls to blocks.
 
     Args:
@@ -179,8 +179,7 @@ class Blocks:
             return call(*args, **kwargs)
         if self._recompute.fullmatch(path):
             self.recomputed.add(path)
-            assert context.module.scope is not None  # `intercept` leaves modules without one alone
-            result = _recomputed(call, args, kwargs, path, context.module.scope)
+            result = _recomputed(call, args, kwargs, path, context.module)
         else:
             result = call(*args, **kwargs)
         if not self._offload.fullmatch(path):
@@ -192,8 +191,10 @@ class Blocks:
         return self._heads is not None and path is not None and bool(self._heads.fullmatch(path))
 
 
-def _recomputed(call: Callable, args: tuple, kwargs: dict, path: str, scope: Scope) -> Any:
+def _recomputed(call: Callable, args: tuple, kwargs: dict, path: str, module: nn.Module) -> Any:
     """Runs a call whose matmuls the backward pass computes again."""
+    scope = module.scope
+    assert scope is not None
     result, before = _Result(), jax.tree.leaves(scope.mutable_variables())
 
     def run() -> list[jax.Array]:

@@ -5,7 +5,8 @@
     verdict   an inf or NaN in any gradient, on any device, is an overflow: nothing of that step is kept
     adjust    see `DynamicLossScale`
 
-All of it is part of the compiled step. Every device sees the same sums, so all skip alike, and no device waits for the host.
+What a step does with it is in `update`. All of it is part of the compiled step. Every device sees the same sums, so all skip alike, and
+no device waits for the host.
 """
 
 import dataclasses
@@ -145,110 +146,6 @@ class DynamicLossScale:
         stops = ~jnp.asarray(finite) & halves & (state.scale <= self.min_scale) & (self.on_minimum == "raise")
         stopped = state._replace(skipped_steps=after.skipped_steps, is_exhausted=jnp.ones((), bool))
         return jax.tree.map(lambda at_end, else_: jnp.where(stops, at_end, else_), stopped, after)
-
-
-def make(is_scaled: bool, *, static: float, **dynamic: Any) -> LossScale | None:
-    """Returns the loss scale that the group `loss_scale` of a config describes; None where the precision needs none.
-
-    Raises:
-      UserError: a setting that cannot take effect, or is out of its range.
-    """
-    defaults = {"static": 0.0, **dataclasses.asdict(DynamicLossScale())}
-    unread = dynamic if static else {}
-    for name, value in (unread if is_scaled else {"static": static, **dynamic}).items():
-        if value != defaults[name]:
-            why = "config.loss_scale.static is set" if is_scaled else "config.precision is not fp16"
-            raise UserError(
-                f"config.loss_scale.{name}: is {value!r} and cannot take effect, since {why}; leave it at {defaults[name]!r}"
-            )
-    if not is_scaled:
-        return None
-    try:
-        return StaticLossScale(static) if static else DynamicLossScale(**dynamic)
-    except UserError as error:  # a static scale's field has the name `static` in a config
-        raise UserError(f"config.{error}".replace("loss_scale.scale", "loss_scale.static")) from error
-
-
-class Verdict(NamedTuple):
-    """What a step's gradients are.
-
-    Attributes:
-      finite: bool[], whether all are finite; None where nobody asks, and every step is taken.
-      leaf: int32[], the number of the first that is not, or -1; None likewise.
-    """
-
-    finite: Any = None
-    leaf: Any = None
-
-
-class Unscaled:
-    """The identity of loss scaling: scale 1, and every step is taken."""
-
-    def scale(self, state: Any) -> Any:
-        """Returns what multiplies the loss."""
-        return 1.0
-
-    def verdict(self, squares: Any) -> Verdict:
-        """Judges a step by its gradients' sums of squares."""
-        return Verdict()
-
-    def adjust(self, state: Any, verdict: Verdict) -> tuple[Any, dict[str, jax.Array]]:
-        """Returns the train state with the scale adjusted, and what to report."""
-        return state, {}
-
-
-@dataclasses.dataclass(frozen=True)
-class Scaled(Unscaled):
-    """Loss scaling inside a train step; the train state's field `loss_scale` holds its state."""
-
-    scaler: LossScale
-
-    def scale(self, state: Any) -> jax.Array:
-        """Returns what multiplies the loss."""
-        return state.loss_scale.scale
-
-    def verdict(self, squares: Any) -> Verdict:
-        """Judges a step by its gradients' sums of squares, unscaled and over all devices: a tree of float32[].
-
-        A sum is not finite if an element is not, or if one is beyond 1e19, which no float16 is.
-        """
-        is_bad = ~jnp.isfinite(jnp.stack(jax.tree.leaves(squares)))
-        finite = ~jnp.any(is_bad)
-        return Verdict(finite, jnp.where(finite, -1, jnp.argmax(is_bad)))
-
-    def adjust(self, state: Any, verdict: Verdict) -> tuple[Any, dict[str, jax.Array]]:
-        """Returns the train state with the scale adjusted, and what to report."""
-        adjusted = self.scaler.update(state.loss_scale, verdict.finite)
-        return state.replace(loss_scale=adjusted), {
-            "loss_scale": state.loss_scale.scale,
-            "skipped_steps": adjusted.skipped_steps,
-            "overflow_leaf": verdict.leaf,
-            "is_exhausted": adjusted.is_exhausted,
-        }
-
-
-def in_step(loss_scale: LossScale | None, abstract_state: Any) -> Unscaled:
-    """Returns what a train step does about loss scaling; None is nothing.
-
-    Raises:
-      UserError: the train state has no place for the scale, or has one that would never be read.
-    """
-    if loss_scale is not None and not callable(getattr(loss_scale, "update", None)):
-        raise UserError(
-            f"make_train_step: loss_scale must be a DynamicLossScale or a StaticLossScale, and is {loss_scale!r}; "
-            "for a constant one give StaticLossScale(1024.0)"
-        )
-    is_there = isinstance(getattr(abstract_state, "loss_scale", None), LossScaleState)
-    if loss_scale is None and is_there:
-        raise UserError(
-            "make_train_step: the state holds a loss scale and none was given; pass loss_scale=, or create the state without one"
-        )
-    if loss_scale is not None and not is_there:
-        raise UserError(
-            "make_train_step: loss scaling needs a field `loss_scale` in the train state; declare `loss_scale: Any` in your TrainState "
-            "and create it with loss_scale=scaler.init()"
-        )
-    return Unscaled() if loss_scale is None else Scaled(loss_scale)
 
 
 def overflow(metrics: Mapping[str, Any], params: Any) -> str | None:

@@ -94,7 +94,9 @@ class Chain:
         self._find, self._dtype, self._reduction = find, dtype, reduction
         self.tokens, self._trace = tokens, _trace()
 
-    def __call__(self, body: Body, weights: dict[str, gather.Weight], arrays: list[jax.Array], policy: Any) -> Any:
+    def __call__(
+        self, body: Body, weights: dict[str, gather.ShardAndSink], arrays: list[jax.Array], policy: Any
+    ) -> Any:
         if _trace() != self._trace:
             return self._unordered(body, weights, arrays, policy)
         placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
@@ -102,18 +104,20 @@ class Chain:
         outputs, self.tokens = _block(plan, weights, self.tokens, tuple(arrays))
         return outputs
 
-    def gather_leaf(self, path: str, weight: gather.Weight) -> jax.Array:
+    def gather_leaf(self, path: str, weight: gather.ShardAndSink) -> jax.Array:
         """Returns one weight whole, without a place in the order."""
         with jax.named_scope(path):
             return gather.gather_shard(weight, self._find(path, weight.stored), self._dtype, self._reduction)
 
-    def _unordered(self, body: Body, weights: dict[str, gather.Weight], arrays: list[jax.Array], policy: Any) -> Any:
+    def _unordered(
+        self, body: Body, weights: dict[str, gather.ShardAndSink], arrays: list[jax.Array], policy: Any
+    ) -> Any:
         """Runs a block without its place in the order: inside a transformation of the model's own tokens cannot pass in and out.
 
         It may be differentiated in every way, such as for the gradient of a gradient's norm.
         """
 
-        def run(weights: dict[str, gather.Weight], *arrays: jax.Array) -> Any:
+        def run(weights: dict[str, gather.ShardAndSink], *arrays: jax.Array) -> Any:
             return body({path: self.gather_leaf(path, weight) for path, weight in weights.items()}, *arrays)
 
         if policy is not None:
@@ -126,7 +130,7 @@ def _trace() -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _block(plan: _Plan, weights: dict[str, gather.Weight], tokens: Tokens, arrays: tuple) -> tuple[Any, Tokens]:
+def _block(plan: _Plan, weights: dict[str, gather.ShardAndSink], tokens: Tokens, arrays: tuple) -> tuple[Any, Tokens]:
     stored = {path: weight.stored for path, weight in weights.items()}
     whole, tokens, arrays, _ = _begin(plan, stored, tokens, arrays)
     return plan.body(whole, *arrays), tokens
@@ -159,7 +163,9 @@ class _Kept:
     structure: Any = dataclasses.field(metadata={"static": True})
 
 
-def _block_forward(plan: _Plan, weights: dict[str, gather.Weight], tokens: Tokens, arrays: tuple) -> tuple[Any, _Kept]:
+def _block_forward(
+    plan: _Plan, weights: dict[str, gather.ShardAndSink], tokens: Tokens, arrays: tuple
+) -> tuple[Any, _Kept]:
     stored = {path: weight.stored for path, weight in weights.items()}
     whole, tokens, arrays, _ = _begin(plan, stored, tokens, arrays)
     # The barrier in `_begin` keeps apart what both passes compute; jax.checkpoint's own would hold back what comes from the host.
@@ -204,7 +210,7 @@ def _block_backward(plan: _Plan, kept: _Kept, cotangents: tuple[Any, Tokens]) ->
     grads, inputs, end = jax.lax.optimization_barrier((grads, inputs, tokens.end))
     sums, end = jax.lax.optimization_barrier((plan.reduce(grads), end))
     totals = {**dict.fromkeys(kept.stored, optax.MaskedNode()), **sums}
-    sinks = {path: gather.Weight(None, total) for path, total in totals.items()}  # type: ignore[arg-type]  # no gradient
+    sinks = {path: gather.ShardAndSink(None, total) for path, total in totals.items()}  # type: ignore[arg-type]  # no gradient
     return sinks, tokens._replace(end=end), tuple(inputs)
 
 

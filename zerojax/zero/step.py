@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision, tree
+from zerojax import precision, tree, xla_flags
 from zerojax.errors import UserError
 from zerojax.zero import accumulate, explicit, placement, where_used, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
@@ -71,7 +71,7 @@ def make_train_step(
         raise UserError(f"grad_accum: must be at least 1, and is {grad_accum}")
     compute_dtype = precision.floating("compute_dtype", compute_dtype)
     reduce_dtype = precision.floating("reduce_dtype", reduce_dtype)
-    scaling = loss_scale_lib.in_step(loss_scale, partition.abstract_state)
+    scaling = update_lib.in_step(loss_scale, partition.abstract_state)
     how = where_used.How(blocks, heads, remat, recompute, offload)
     how.check()
     gradients = _gradients(_with_aux(loss_fn, scaling), partition, how, grad_accum, reduce_dtype, compute_dtype)
@@ -123,7 +123,7 @@ def _compiler_options(partition: Any, blocks: str, reduce_dtype: Any, compute_dt
     gathered = weights * jnp.dtype(compute_dtype or jnp.float32).itemsize
     summed = weights * jnp.dtype(reduce_dtype).itemsize
     kept = summed // partition.mesh.shape[mesh_lib.DATA]
-    return xla_options.for_mesh(partition.mesh, gathered=gathered, summed=summed, kept=kept)
+    return xla_options.for_mesh(partition.mesh, gathered=gathered, summed=summed, kept=kept, but=xla_flags.names())
 
 
 def _gradients(
@@ -165,7 +165,7 @@ def _split_batch(mesh: Any, batch: Any, grad_accum: int) -> Any:
     return tree.map_with_path(split, batch)
 
 
-def _with_aux(loss_fn: Callable[..., Any], scaling: loss_scale_lib.Unscaled) -> Callable[..., tuple[Any, dict]]:
+def _with_aux(loss_fn: Callable[..., Any], scaling: update_lib.Unscaled) -> Callable[..., tuple[Any, dict]]:
     """Lets a loss return its value alone, and scales it; the loss itself becomes a metric."""
 
     def with_aux(params: Any, batch: Any, state: Any) -> tuple[Any, dict]:

@@ -21,8 +21,7 @@ from flax import nnx
 
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.zero import gather, placement, remat
-from zerojax.zero import intercept as blocks_lib
+from zerojax.zero import gather, intercept, placement, remat
 
 Loss = Callable[..., Any]
 
@@ -130,14 +129,14 @@ def wrap(
     how: How,
     *,
     moves: bool,
-    run: blocks_lib.Run | None = None,
+    run: intercept.Run | None = None,
     is_weight: Callable[[Any], bool] = lambda leaf: False,
 ) -> Loss:
     """Returns `loss_fn` of weights that `gather_leaf(path, leaf)` makes whole; see `where_used`.
 
     Args:
       moves: says whether any weight is stored otherwise than used.
-      run: see `intercept.Blocks`.
+      run: see `intercept.Interceptor`.
       is_weight: tells what `gather_leaf` takes, where that is no array.
     """
     how.check()
@@ -157,7 +156,7 @@ def wrap(
 
     def by_block(params: Any, *args: Any, **kwargs: Any) -> Any:
         made = _Made()
-        inside = blocks_lib.Blocks(
+        inside = intercept.Interceptor(
             how.blocks,
             how.heads,
             gather_leaf,
@@ -232,7 +231,7 @@ def largest_block(placements: Mapping[str, placement.Placement], blocks: str) ->
     """Returns the number of weights in the largest of the blocks that a regex names; 0 where it names none."""
     sizes: dict[str, int] = {}
     for path, place in placements.items():
-        block = blocks_lib.block_of(path, re.compile(blocks))
+        block = intercept.block_of(path, re.compile(blocks))
         if block is not None:
             sizes[block] = sizes.get(block, 0) + math.prod(place.shape or ())
     return max(sizes.values(), default=0)
@@ -244,7 +243,7 @@ def variables(params: Any) -> dict[str, Any]:
     return {tree.path_string(path): node.get_raw_value() for path, node in nodes if _is_other_variable(node)}
 
 
-def _check_found(inside: blocks_lib.Blocks, how: How, moves: bool) -> None:
+def _check_found(inside: intercept.Interceptor, how: How, moves: bool) -> None:
     if not inside.entered:
         raise UserError(
             f"blocks: {how.blocks!r} matches no Linen module called in the loss; it is a regex over module paths such as "

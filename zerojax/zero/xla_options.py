@@ -11,9 +11,7 @@ Measured: docs/benchmarks/gpu.md.
 """
 
 import functools
-import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -36,14 +34,17 @@ _MERGED = 30 << 20
 _ROOM = 9 / 8
 
 
-def for_mesh(mesh: Mesh, *, gathered: int = 0, summed: int = 0, kept: int = 0) -> dict[str, Any]:
-    """Returns the options for a step on these devices, but for those that XLA_FLAGS sets: the user has the last word.
+def for_mesh(
+    mesh: Mesh, *, gathered: int = 0, summed: int = 0, kept: int = 0, but: Collection[str] = ()
+) -> dict[str, Any]:
+    """Returns the options for a step on these devices.
 
     Args:
       mesh: the devices.
       gathered: bytes of the largest block's weights, whole.
       summed: bytes of its gradients, whole.
       kept: bytes of its gradients that a device keeps where they are split.
+      but: names of options to leave out: those that the user has set (`xla_flags.names`), who has the last word.
     """
     platform = mesh_lib.platform(mesh)
     if mesh.size == 1 or platform not in OPTIONS:
@@ -53,8 +54,7 @@ def for_mesh(mesh: Mesh, *, gathered: int = 0, summed: int = 0, kept: int = 0) -
     options |= {
         f"xla_gpu_{kind}_combine_threshold_bytes": max(round(count * _ROOM), _MERGED) for kind, count in merged.items()
     }
-    said = set(re.findall(r"--([a-z0-9_]+)", os.environ.get("XLA_FLAGS", "")))
-    return {name: value for name, value in options.items() if name not in said}
+    return {name: value for name, value in options.items() if name not in but}
 
 
 def jit(run: Callable[..., Any], options: Mapping[str, Any], **how: Any) -> Any:

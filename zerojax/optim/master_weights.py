@@ -1,0 +1,60 @@
+"""Keeps float32 master weights beside 16-bit params. This module wraps any optax transformation so that it updates them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zerojax import precision
+from zerojax.optim.one_pass import OnePass
+
+PyTree = Any
+
+
+class MasterWeightsState(NamedTuple):
+    """float32 weights and the state of the transformation that updates them."""
+
+    master: PyTree
+    inner: optax.OptState
+
+
+def with_master_weights(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Wraps `inner` so that it updates a float32 copy of 16-bit params, which then are that copy, rounded.
+
+    The returned updates are float32 and bridge the stored params to the new master, so that `optax.apply_updates`, and with
+    it any TrainState, ends on `master.astype(params.dtype)` up to a last-place tie (Micikevicius et al., arXiv:1710.03740, 3.1).
+    Where `inner` has a one-pass form, so has the result.
+
+    >>> tx = with_master_weights(optax.adamw(1e-3))
+    """
+    apply_inner: Any = inner.apply if isinstance(inner, OnePass) else None
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: PyTree) -> MasterWeightsState:
+        # A copy, never an alias: state and params are donated as separate buffers.
+        master = jax.tree.map(lambda p: jnp.array(p, dtype=precision.widened(p.dtype), copy=True), params)
+        return MasterWeightsState(master, inner.init(master))
+
+    def update(
+        grads: PyTree, state: MasterWeightsState, params: PyTree, **extra: Any
+    ) -> tuple[PyTree, MasterWeightsState]:
+        grads = jax.tree.map(lambda g, m: g.astype(m.dtype), grads, state.master)
+        updates, inner_state = inner.update(grads, state.inner, state.master, **extra)
+        master = optax.apply_updates(state.master, updates)
+        bridge = jax.tree.map(lambda m, p: m - p.astype(m.dtype), master, params)
+        return bridge, MasterWeightsState(master, inner_state)
+
+    def apply(grads: PyTree, state: MasterWeightsState, params: PyTree, **how: Any) -> tuple[PyTree, Any, None]:
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}
+        copy_dtype = dtypes.pop() if len(dtypes) == 1 else None
+        master, inner_state, copies = apply_inner(grads, state.inner, state.master, copy_dtype=copy_dtype, **how)
+        if copies is None:
+            copies = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
+        return copies, MasterWeightsState(master, inner_state), None
+
+    if apply_inner is None:
+        return optax.GradientTransformationExtraArgs(init, update)
+    one_pass = OnePass(init, update)
+    one_pass.apply = apply
+    return one_pass
