@@ -86,7 +86,7 @@ def get_config():
     c.checkpoint.keep_best = 1  # checkpoints of the lowest evaluation loss kept beside them
 
     c.sample = config_dict.ConfigDict()
-    c.sample.prompt = "def "
+    c.sample.prompt = "def "  # a T5 preset fills in each ___ of it
     c.sample.length = 160  # tokens; 0: none
     c.sample.temperature = 0.8  # 0: the likeliest token
 

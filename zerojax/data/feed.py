@@ -12,7 +12,7 @@ from zerojax import mesh as mesh_lib
 from zerojax.data import batches, objectives
 from zerojax.data import tokenizer as tokenizer_lib
 
-Batch = dict[str, jax.Array]
+Batch = dict[str, jax.Array]  # name -> int32[(accum,) batch, length]
 
 
 class Feed:

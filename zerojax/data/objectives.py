@@ -13,8 +13,8 @@ import numpy as np
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
 
-NOISE_DENSITY, MEAN_SPAN = 0.15, 3  # of T5 (arXiv:1910.10683, section 3.1.4)
-START = 0  # T5's decoder begins with its padding id
+NOISE_DENSITY, MEAN_SPAN = 0.15, 3  # tokens (arXiv:1910.10683, section 3.1.4)
+START = 0  # the padding id there, and no byte of a text
 GAP = "___"  # stands for a missing span in a prompt
 _SPANS = 1910_10683  # sets the draws of spans apart from other draws of the same seed, row and position
 
@@ -77,7 +77,7 @@ class SpanCorruption:
         inputs   Thank you <0> me to your party <1> week
         targets  START <0> for inviting <1> last <2>
 
-    A decoder reads targets[:-1] and learns targets[1:]. As in T5, a window begins with text that stays and ends with a span.
+    A decoder reads targets[:-1] and learns targets[1:]. A window begins with text that stays and ends with a span.
     """
 
     def lengths(self, seq_len: int) -> dict[str, int]:

@@ -106,7 +106,7 @@ class FileTokenizer:
 
     @functools.cached_property
     def sentinels(self) -> Sequence[int]:
-        """Returns the ids of <extra_id_0>, <extra_id_1>, ..., T5's own."""
+        """Returns the ids of <extra_id_0>, <extra_id_1>, ..., as files with sentinels name them."""
         found: list[int] = []
         while (number := self.model.token_to_id(f"<extra_id_{len(found)}>")) is not None:
             found.append(number)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 
 import hypothesis
 import hypothesis.strategies as st
@@ -9,11 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
+from zerojax.interop import huggingface
+from zerojax.models import families
 from zerojax.models.llama import family as presets
 from zerojax.models.llama import model as llama
 from zerojax.ops import losses
 
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "huggingface" / "llama"
 ROUNDING = 2e-5  # float32 sums of some hundred terms in another order
 CONFIG = dataclasses.replace(presets.PRESETS["test"], vocab_size=61)
 
@@ -172,3 +177,15 @@ def test_flops_of_the_8b_shape_by_hand():
     assert llama.flops_per_token(presets.PRESETS["llama3_8b"], 8192) == 6 * multiplied + attention
     tied = dataclasses.replace(CONFIG, tie_embeddings=True)
     assert llama.flops_per_token(tied, 16) == llama.flops_per_token(CONFIG, 16)
+
+
+def test_logits_are_those_of_transformers():
+    tensors = safetensors.numpy.load_file(GOLDEN / "model.safetensors")
+    expected = np.load(GOLDEN / "expected.npz")
+    config = llama.LlamaConfig(
+        384, 2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=160, rope_theta=5e5, norm_eps=1e-6
+    )
+    params = huggingface.params_from_tensors(tensors, families.PRESETS["test"], config)
+    found = logits(config, params, expected["input_ids"])
+    is_text = expected["attention_mask"] > 0  # padding comes behind the text, which does not see it
+    np.testing.assert_allclose(found[is_text], expected["logits"][is_text], atol=ROUNDING)

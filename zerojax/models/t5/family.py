@@ -14,7 +14,7 @@ _v1_1 = functools.partial(T5Config, 32128, head_dim=64)
 
 PRESETS: dict[str, T5Config] = {
     "t5_test": T5Config(0, 2, embed_dim=64, num_heads=4, head_dim=16, mlp_dim=128),
-    "t5_tiny": T5Config(0, 4, embed_dim=128, num_heads=4, head_dim=32, mlp_dim=256),
+    "t5_tiny": T5Config(0, 2, embed_dim=128, num_heads=4, head_dim=32, mlp_dim=256),
     "t5_v1_1_small": _v1_1(8, embed_dim=512, num_heads=6, mlp_dim=1024),
     "t5_v1_1_base": _v1_1(12, embed_dim=768, num_heads=12, mlp_dim=2048),
     "t5_v1_1_large": _v1_1(24, embed_dim=1024, num_heads=16, mlp_dim=2816),
