@@ -1,7 +1,6 @@
 """Tests zerojax.export."""
 
 import dataclasses
-import errno
 import json
 import os
 import pathlib
@@ -10,6 +9,7 @@ import subprocess
 import sys
 import weakref
 
+import file_systems
 import jax
 import ml_dtypes
 import numpy as np
@@ -234,10 +234,7 @@ def test_a_full_disk_is_reported_and_the_earlier_export_stays(tmp_path, monkeypa
     params = random_params(model)
     huggingface.export_llama(params, model, tmp_path / "out")
 
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(huggingface, "_write_tensor", full)
+    monkeypatch.setattr(huggingface, "_write_tensor", file_systems.full)
     with pytest.raises(UserError, match="no space left on the disk") as caught:
         huggingface.export_llama(params, model, tmp_path / "out")
     assert str(tmp_path / "out") in str(caught.value)
