@@ -337,17 +337,19 @@ def test_orbax_says_nothing_below_warning(tmp_path, caplog):
 def run_python(code, *args, **kwargs):
     env = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "checkpoint"), os.environ.get("PYTHONPATH", "")]
+        ),
     }
     command = [sys.executable, "-c", code, *map(str, args)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs)
 
 
 SAVE_FOREVER = """
-import conftest, itertools, sys, test_checkpoint
-saver = test_checkpoint.open_in(sys.argv[1], keep_last=2)
+import conftest, itertools, sys, test_checkpointer
+saver = test_checkpointer.open_in(sys.argv[1], keep_last=2)
 for step in itertools.count((saver.latest_step() or 0) + 1):
-    saver.save(step, test_checkpoint.small_state(step, rows=4096), {"0": step}, meta={"step": step})
+    saver.save(step, test_checkpointer.small_state(step, rows=4096), {"0": step}, meta={"step": step})
     print(step, flush=True)
 """
 
@@ -376,12 +378,12 @@ def test_a_kill_at_any_moment_leaves_the_last_complete_step(tmp_path):
 
 
 FILL_THE_DISK = """
-import conftest, sys, time, test_checkpoint
+import conftest, sys, time, test_checkpointer
 from zerojax import tree
 from zerojax.errors import UserError
-saver = test_checkpoint.open_in(sys.argv[1], keep_last=1)
-big = test_checkpoint.jax.random.normal(test_checkpoint.jax.random.key(0), (2 ** 20,))
-saver.save(10, test_checkpoint.small_state(10), {}, meta={})
+saver = test_checkpointer.open_in(sys.argv[1], keep_last=1)
+big = test_checkpointer.jax.random.normal(test_checkpointer.jax.random.key(0), (2 ** 20,))
+saver.save(10, test_checkpointer.small_state(10), {}, meta={})
 saver.save(20, {"big": big}, {}, meta={})
 
 def save_two():
@@ -395,9 +397,9 @@ for attempt in (saver.wait, save_two):
         print("no error")
     except UserError as error:
         print("USER ERROR", error)
-restored, _ = saver.restore(10, tree.abstract(test_checkpoint.small_state(0)))
-test_checkpoint.assert_bits_equal(restored, test_checkpoint.small_state(10))
-saver.save(50, test_checkpoint.small_state(50), {}, meta={})
+restored, _ = saver.restore(10, tree.abstract(test_checkpointer.small_state(0)))
+test_checkpointer.assert_bits_equal(restored, test_checkpointer.small_state(10))
+saver.save(50, test_checkpointer.small_state(50), {}, meta={})
 saver.close()
 print("LATEST", saver.latest_step())
 """
@@ -407,7 +409,9 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_survives_it(tmp_path):
     script = f'mount -t tmpfs -o size=3m tmpfs {tmp_path} && exec "$@"'
     env = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "checkpoint"), os.environ.get("PYTHONPATH", "")]
+        ),
     }
     command = [sys.executable, "-c", FILL_THE_DISK, str(tmp_path / "run")]
     result = file_systems.in_a_namespace(script, command, env)

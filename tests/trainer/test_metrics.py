@@ -4,11 +4,11 @@ import io
 import json
 import math
 import os
-import pathlib
 import signal
 import subprocess
 import sys
 
+import event_files
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -28,18 +28,6 @@ def log(workdir, steps, resume: int | None = None, **values):
             file.write(step, values or {"loss": 1.0 / step})
 
 
-def events(workdir) -> list[event_pb2.Event]:
-    """Reads the event files: length (8 bytes), its checksum (4), the event, its checksum (4)."""
-    found = []
-    for path in sorted(pathlib.Path(workdir, metrics.TENSORBOARD).iterdir()):
-        data, at = path.read_bytes(), 0
-        while at < len(data):
-            size = int.from_bytes(data[at : at + 8], "little")
-            found.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + size]))
-            at += 16 + size
-    return found
-
-
 def test_a_written_step_is_read_back(tmp_path):
     log(tmp_path, [1, 2], loss=0.25, tokens=7, grad_norm=np.float32(0.5))
     row = {"loss": 0.25, "tokens": 7, "grad_norm": 0.5}
@@ -48,13 +36,13 @@ def test_a_written_step_is_read_back(tmp_path):
 
 def test_tensorboard_holds_the_same_scalars(tmp_path):
     log(tmp_path, [3, 4], loss=0.25, learning_rate=0.5)
-    scalars = {(e.step, v.tag): v.simple_value for e in events(tmp_path) for v in e.summary.value}
+    scalars = {(e.step, v.tag): v.simple_value for e in event_files.read(tmp_path) for v in e.summary.value}
     assert scalars == {(s, name): x for s in (3, 4) for name, x in (("loss", 0.25), ("learning_rate", 0.5))}
 
 
 def test_tensorboard_is_told_where_a_resumed_run_starts(tmp_path):
     log(tmp_path, [3], resume=2)
-    assert [e.step for e in events(tmp_path) if e.session_log.status == event_pb2.SessionLog.START] == [3]
+    assert [e.step for e in event_files.read(tmp_path) if e.session_log.status == event_pb2.SessionLog.START] == [3]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
