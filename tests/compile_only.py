@@ -20,7 +20,13 @@ from zerojax import tree
 from zerojax.plan import findings, ledger, targets
 
 WIDTH, HIDDEN, EXAMPLES = 256, 512, 512
-FAST = {"xla_gpu_autotune_level": 0}  # kernels are never run here
+# Kernels are never run here. The text of a program is the same without what makes their code better.
+FAST = {
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_disable_gpuasm_optimizations": True,
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
 
 
 class Block(nn.Module):

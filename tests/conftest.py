@@ -28,8 +28,11 @@ def stdlib_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def compiled_dir(tmp_path_factory):
-    """Keeps the compiled programs of all small runs."""
-    return tmp_path_factory.mktemp("compiled")
+    """Keeps the compiled programs of all small runs, for all worker processes of these tests."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "compiled"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="module")

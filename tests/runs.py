@@ -19,7 +19,6 @@ from unittest import mock
 import jax
 import rough
 from jax.experimental.compilation_cache import compilation_cache
-from tensorboardX.proto import event_pb2
 
 from zerojax import train
 from zerojax.checkpoint import checkpointer
@@ -129,18 +128,6 @@ def losses(folder: pathlib.Path) -> dict[int, float]:
 def evaluations(folder: pathlib.Path) -> list[tuple[int, float]]:
     """Returns (step, evaluation loss) of every evaluation."""
     return [(line["step"], line["eval_loss"]) for line in metrics.read(folder) if "eval_loss" in line]
-
-
-def events(workdir: pathlib.Path) -> list[event_pb2.Event]:
-    """Reads the event files: length (8 bytes), its checksum (4), the event, its checksum (4)."""
-    found = []
-    for path in sorted(pathlib.Path(workdir, metrics.TENSORBOARD).iterdir()):
-        data, at = path.read_bytes(), 0
-        while at < len(data):
-            size = int.from_bytes(data[at : at + 8], "little")
-            found.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + size]))
-            at += 16 + size
-    return found
 
 
 def environment(cache: pathlib.Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+import file_systems
 import jax
 import numpy as np
 import pytest
@@ -243,23 +244,8 @@ def test_a_dataset_on_a_read_only_disk_is_read(cache_dir, stdlib_dir, tmp_path):
     script = 'mount --bind $D $D && mount -o remount,ro,bind $D && ! touch $D/x 2>/dev/null && "$@" >/dev/null'
     command = [sys.executable, "-m", "zerojax.train", *runs.flags(data__name="python_stdlib", data__dir=stdlib_dir)]
     environ = runs.environment(cache_dir) | {"D": str(stdlib_dir)}
-    result = in_a_namespace(script, [*command, f"--workdir={tmp_path}"], environ)
+    result = file_systems.in_a_namespace(script, [*command, f"--workdir={tmp_path}"], environ)
     assert (result.returncode, result.stderr) == (0, ""), result.stderr
-
-
-def in_a_namespace(script: str, command: list[str], environ: dict[str, str]) -> subprocess.CompletedProcess:
-    """Runs a shell script, whose arguments are `command`, where it may mount file systems."""
-    namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    if shutil.which("unshare") is None or subprocess.run([*namespace, "mount -t tmpfs tmpfs /mnt"]).returncode:
-        pytest.skip("this system lets no user mount a file system")
-    return subprocess.run(
-        [*namespace, script, "sh", *command],
-        cwd=runs.ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=runs.LIMIT,
-    )
 
 
 @pytest.mark.slow
@@ -271,7 +257,7 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_resumes(cache_dir, fini
     # A checkpoint takes over 1 MB, so the second or third finds the disk full; keep_last=9 deletes none.
     settings = runs.flags(checkpoint__every=1, checkpoint__keep_last=9)
     command = [sys.executable, "-m", "zerojax.train", *settings, f"--workdir={tmp_path}/run"]
-    result = in_a_namespace(script, command, runs.environment(cache_dir) | {"T": str(tmp_path)})
+    result = file_systems.in_a_namespace(script, command, runs.environment(cache_dir) | {"T": str(tmp_path)})
     before, after = result.stdout.split("second ")
     assert before.startswith("first 2\n1\n") and after.startswith("0\n"), (result.stdout, result.stderr)
     assert result.stderr.count("\n") == 1 and "no space left on the disk" in result.stderr, result.stderr

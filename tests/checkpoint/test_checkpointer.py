@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import file_systems
 import flax.nnx as nnx
 import flax.training.train_state
 import jax
@@ -405,18 +406,15 @@ print("LATEST", saver.latest_step())
 
 
 def test_a_full_disk_is_reported_and_the_last_checkpoint_survives_it(tmp_path):
-    mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    script = f'mount -t tmpfs -o size=3m tmpfs {tmp_path} && exec "$0" "$@"'
-    if shutil.which("unshare") is None or subprocess.run([*mount, script, "true"], capture_output=True).returncode:
-        pytest.skip("this system lets no user mount a tmpfs, on which to run out of space")
+    script = f'mount -t tmpfs -o size=3m tmpfs {tmp_path} && exec "$@"'
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(
             [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "checkpoint"), os.environ.get("PYTHONPATH", "")]
         ),
     }
-    command = [*mount, script, sys.executable, "-c", FILL_THE_DISK, str(tmp_path / "run")]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", FILL_THE_DISK, str(tmp_path / "run")]
+    result = file_systems.in_a_namespace(script, command, env)
     errors = [line for line in result.stdout.splitlines() if line.startswith("USER ERROR")]
     assert [
         f"saving step {step} failed: no space left on the disk" in line for step, line in zip((20, 30), errors)

@@ -1,7 +1,6 @@
 """Tests zerojax.interop.huggingface."""
 
 import dataclasses
-import errno
 import functools
 import json
 import os
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import weakref
 
+import file_systems
 import jax
 import ml_dtypes
 import numpy as np
@@ -269,10 +269,7 @@ def test_a_full_disk_is_reported_and_the_earlier_export_stays(tmp_path, monkeypa
     params = random_params(model)
     huggingface.export(params, LLAMA, model, tmp_path / "out")
 
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(huggingface, "_write_tensor", full)
+    monkeypatch.setattr(huggingface, "_write_tensor", file_systems.full)
     with pytest.raises(UserError, match="no space left on the disk") as caught:
         huggingface.export(params, LLAMA, model, tmp_path / "out")
     assert str(tmp_path / "out") in str(caught.value)

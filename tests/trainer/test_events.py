@@ -3,8 +3,8 @@
 import itertools
 import threading
 
+import event_files
 import pytest
-import runs
 
 from zerojax.trainer import events, metrics
 
@@ -25,7 +25,7 @@ def test_what_is_written_before_the_library_is_there_is_in_the_file_all_the_same
         file.write(step, {"loss": step / 4, "tokens": step})
     arrived.set()
     file.close()
-    found = runs.events(tmp_path)
+    found = event_files.read(tmp_path)
     scalars = [(e.step, v.tag, v.simple_value) for e in found for v in e.summary.value]
     assert scalars == [(s, tag, x) for s in (1, 2, 3) for tag, x in (("loss", s / 4), ("tokens", s))]
     times = [e.wall_time for e in found if e.summary.value]

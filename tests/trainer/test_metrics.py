@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 
+import event_files
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-import runs
 from tensorboardX.proto import event_pb2
 
 from zerojax.errors import UserError
@@ -35,13 +35,13 @@ def test_a_written_step_is_read_back(tmp_path):
 
 def test_tensorboard_holds_the_same_scalars(tmp_path):
     log(tmp_path, [3, 4], loss=0.25, learning_rate=0.5)
-    scalars = {(e.step, v.tag): v.simple_value for e in runs.events(tmp_path) for v in e.summary.value}
+    scalars = {(e.step, v.tag): v.simple_value for e in event_files.read(tmp_path) for v in e.summary.value}
     assert scalars == {(s, name): x for s in (3, 4) for name, x in (("loss", 0.25), ("learning_rate", 0.5))}
 
 
 def test_tensorboard_is_told_where_a_resumed_run_starts(tmp_path):
     log(tmp_path, [3], resume=2)
-    assert [e.step for e in runs.events(tmp_path) if e.session_log.status == event_pb2.SessionLog.START] == [3]
+    assert [e.step for e in event_files.read(tmp_path) if e.session_log.status == event_pb2.SessionLog.START] == [3]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

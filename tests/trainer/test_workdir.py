@@ -5,6 +5,7 @@ import os
 import pathlib
 import runpy
 
+import file_systems
 import pytest
 
 from zerojax.errors import UserError
@@ -88,11 +89,7 @@ def test_a_file_in_the_folders_place_is_refused(tmp_path):
 
 def test_a_save_that_fails_keeps_the_old_config(tmp_path, monkeypatch):
     workdir.save(tmp_path, settings(steps=1))
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "replace", file_systems.full)
     with pytest.raises(UserError, match="cannot be written \\(No space left on device\\)"):
         workdir.save(tmp_path, settings(steps=2))
     assert json.loads((tmp_path / workdir.CONFIG_FILE).read_text())["steps"] == 1
