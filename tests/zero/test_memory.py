@@ -1,4 +1,4 @@
-"""Checks counted bytes against arrays. This module tests zerojax.report."""
+"""Checks counted bytes against arrays. This module tests zerojax.zero.memory."""
 
 import jax
 import jax.numpy as jnp
