@@ -7,7 +7,7 @@ Bytes a parameter with Adam and float32 moments, N-way `data` (ZeRO, arXiv:1910.
     bf16, fp16   2 + 12    2 + 12/N      12/N      stage 3 keeps no 16-bit copy: it casts, then gathers
     bf16_sr      2 + 8     2 + 8/N       10/N      no master: 16-bit weights are updated, and rounded at random
 
-Moments take 4 bytes fewer in bf16, and about 6 fewer in int8; `report.bytes_per_parameter` counts any of these.
+Moments take 4 bytes fewer in bf16, and about 6 fewer in int8; `memory.bytes_per_parameter` counts any of these.
 """
 
 import dataclasses

@@ -1,5 +1,6 @@
-"""Checks that any leaf survives its stored form. This module tests zerojax.stored."""
+"""Checks that any leaf survives its stored form. This module tests zerojax.checkpoint.logical."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,4 +59,4 @@ def test_the_logical_form_is_the_same_with_and_without_a_copy(copy_dtype):
         assert jax.tree.structure(stored.opt_state) == jax.tree.structure(expected)
     again = logical.to_logical(stored)
     assert jax.tree.structure(again) == jax.tree.structure(state)
-    jax.tree.map(np.testing.assert_array_equal, again, state)
+    chex.assert_trees_all_equal(again, state)

@@ -1,4 +1,4 @@
-"""Checks the form and the placement of 8-bit moments. This module tests zerojax.quantized."""
+"""Checks the form and the placement of 8-bit moments. This module tests zerojax.optim.eight_bit."""
 
 import hypothesis
 import hypothesis.strategies as st

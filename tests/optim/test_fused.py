@@ -1,7 +1,8 @@
-"""Compares the fused optimizers with optax in float64. This module tests zerojax.fused."""
+"""Compares the fused optimizers with optax in float64. This module tests zerojax.optim.fused."""
 
 import functools
 
+import chex
 import compile_only
 import jax
 import jax.numpy as jnp
@@ -191,7 +192,7 @@ def test_a_step_that_is_not_taken_leaves_all_as_it_was(moments, implementation):
         "scale": grads["scale"].at[299].set(jnp.nan) if hasattr(grads["scale"], "at") else grads["scale"] * np.nan,
     }
     after = step(bad, before[1], before[0], False)
-    jax.tree.map(np.testing.assert_array_equal, after, before)
+    chex.assert_trees_all_equal(after, before)
 
 
 def test_random_bits_follow_the_key_and_the_count_and_nothing_else():

@@ -1,5 +1,6 @@
-"""Checks that names mean what optax means. This module tests zerojax.optim."""
+"""Checks that names mean what optax means. This module tests zerojax.optim.registry."""
 
+import chex
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -48,7 +49,7 @@ def test_adamw_is_optax_with_the_given_settings():
     mask = {"kernel": True, "scale": False}
     expected = three_steps(optax.adamw(1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask), make_params())
     found = three_steps(registry.make_optimizer("adamw", 1e-2, weight_decay=0.1, **OPTIONS), make_params())
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    chex.assert_trees_all_equal(found, expected)
 
 
 @pytest.mark.parametrize("moments", ["bf16", "int8"])

@@ -1,4 +1,4 @@
-"""Compares updates of shards with updates of whole arrays. This module tests zerojax.shards."""
+"""Compares updates of shards with updates of whole arrays. This module tests zerojax.optim.sharded."""
 
 import functools
 

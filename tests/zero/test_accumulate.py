@@ -1,5 +1,6 @@
-"""Checks that several passes give what one gives. This module tests zerojax.accumulate."""
+"""Checks that several passes give what one gives. This module tests zerojax.zero.accumulate."""
 
+import chex
 import flax.struct
 import hypothesis
 import hypothesis.strategies as st
@@ -46,7 +47,7 @@ def test_the_mean_over_passes_is_the_mean_over_the_batch(passes, rows):
     (loss, _), grads = accumulate.value_and_grad(loss_fn, 1)(PARAMS, batch, state)
     (found, aux), found_grads = accumulate.value_and_grad(loss_fn, passes)(PARAMS, in_passes(batch, passes), state)
     np.testing.assert_allclose(found, loss, rtol=ROUNDING)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=ROUNDING), found_grads, grads)
+    chex.assert_trees_all_close(found_grads, grads, atol=ROUNDING, rtol=1e-7)
     assert aux["state"]["passes"] == passes
 
 

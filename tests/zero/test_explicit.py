@@ -1,4 +1,4 @@
-"""Checks passes over each device's own examples against plain autodiff on one device. This module tests zerojax.per_device."""
+"""Checks passes over each device's own examples against plain autodiff on one device. This module tests zerojax.zero.explicit."""
 
 import contextlib
 import functools

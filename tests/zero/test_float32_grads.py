@@ -1,8 +1,9 @@
-"""Checks gradients in float32 against those of products of float32 operands. This module tests zerojax.products."""
+"""Checks gradients in float32 against those of products of float32 operands. This module tests zerojax.zero.float32_grads."""
 
 import functools
 from typing import Any
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -138,4 +139,4 @@ def test_a_gradient_that_something_else_reads_too_stays_as_it_is():
 def test_float32_stays_as_it_is():
     params = {name: leaf.astype(jnp.float32) for name, leaf in weights().items()}
     y, pull = jax.vjp(block, params, inputs().astype(jnp.float32))
-    jax.tree.map(np.testing.assert_array_equal, pull(y), float32_grads.in_float32(pull, platform="cpu")(y))
+    chex.assert_trees_all_equal(pull(y), float32_grads.in_float32(pull, platform="cpu")(y))

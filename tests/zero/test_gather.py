@@ -1,4 +1,4 @@
-"""Checks the gather in its two forms against numpy. This module tests zerojax.gather."""
+"""Checks the gather in its two forms against numpy. This module tests zerojax.zero.gather."""
 
 from typing import Any
 

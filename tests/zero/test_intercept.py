@@ -1,4 +1,4 @@
-"""Checks which calls are taken for blocks and how they run. This module tests zerojax.blocks."""
+"""Checks which calls are taken for blocks and how they run. This module tests zerojax.zero.intercept."""
 
 import flax.linen as nn
 import jax

@@ -1,4 +1,4 @@
-"""Checks the loss scale against DeepSpeed's own traces and a plain Python scaler. This module tests zerojax.loss_scale."""
+"""Checks the loss scale against DeepSpeed's own traces and a plain Python scaler. This module tests zerojax.zero.loss_scale."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Checks the order that blocks and collectives get from the compiler. This module tests zerojax.chain; test_per_device its values."""
+"""Checks the order that blocks and collectives get from the compiler. This module tests zerojax.zero.overlap; test_explicit its values."""
 
 import functools
 import re

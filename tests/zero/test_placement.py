@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -201,7 +202,7 @@ def test_the_logical_form_holds_all_weights_and_comes_back():
     assert logical.params["head"]["kernel"].dtype == jnp.float32
     again = logical_lib.from_logical(logical, jnp.bfloat16, like=state)
     assert jax.tree.structure(again) == jax.tree.structure(state)
-    jax.tree.map(np.testing.assert_array_equal, again, state)
+    chex.assert_trees_all_equal(again, state)
     assert jax.tree.map(jnp.dtype, again) == jax.tree.map(jnp.dtype, state)
 
 

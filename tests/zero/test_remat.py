@@ -1,4 +1,4 @@
-"""Checks what policies keep. This module tests zerojax.remat."""
+"""Checks what policies keep. This module tests zerojax.zero.remat."""
 
 import collections
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Checks that a state lands where its partition says. This module tests zerojax.place."""
+"""Checks that a state lands where its partition says. This module tests zerojax.zero.shard_state."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Checks the table of stages and the rule that picks the dim. This module tests zerojax.partition."""
+"""Checks the table of stages and the rule that picks the dim. This module tests zerojax.zero.stages."""
 
 import math
 import re

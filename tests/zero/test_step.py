@@ -1,4 +1,4 @@
-"""Checks whole training steps against optax on one device. This module tests zerojax.step."""
+"""Checks whole training steps against optax on one device. This module tests zerojax.zero.step."""
 
 import dataclasses
 import functools
@@ -8,6 +8,7 @@ import pathlib
 import traceback
 from typing import Any
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -244,7 +245,7 @@ def test_a_batch_may_come_from_the_host_or_lie_on_the_mesh():
     batch = linear_batch()
     host, placed = jax.device_get(batch), jax.device_put(batch, part.batch_sharding)
     results = [jax.device_get(train_step(state, b)[0].params) for b in (host, placed)]
-    jax.tree.map(np.testing.assert_array_equal, *results)
+    chex.assert_trees_all_equal(*results)
 
 
 BAD_BATCHES = {
@@ -343,3 +344,16 @@ def test_few_frames_lie_between_the_step_and_the_users_loss(reduce, blocks, accu
     batch = jnp.ones((16, 8) if accum == 1 else (2, 16, 8))
     jax.eval_shape(step.make_train_step(loss_fn, part, **how), state, batch)
     assert max(depths) <= MOST_FRAMES
+
+
+@pytest.mark.parametrize("reduce", [None, jnp.float32])
+def test_a_loss_is_traced_once_a_pass_and_a_second_step_traces_nothing(reduce):
+    chex.clear_trace_counter()
+    params = {"w": jnp.ones((16, 8))}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    state, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh())
+    loss_fn = chex.assert_max_traces(lambda params, batch, state: jnp.mean((batch @ params["w"]) ** 2), n=1)
+    train_step = step.make_train_step(loss_fn, part, reduce_dtype=reduce)
+    for _ in range(2):
+        state, _ = train_step(state, jnp.ones((8, 16)))
+    chex.assert_tree_all_finite(state.params)

@@ -1,4 +1,4 @@
-"""Checks that an optimizer's one-pass form is used, and does what the other does. This module tests zerojax.update."""
+"""Checks that an optimizer's one-pass form is used, and does what the other does. This module tests zerojax.zero.update."""
 
 import functools
 

@@ -1,8 +1,9 @@
-"""Checks gathers where weights are used: values, gradients, dtypes and what is kept. This module tests zerojax.used."""
+"""Checks gathers where weights are used: values, gradients, dtypes and what is kept. This module tests zerojax.zero.where_used."""
 
 import collections
 import functools
 
+import chex
 import flax.linen as nn
 import hypothesis
 import hypothesis.strategies as st
@@ -44,7 +45,7 @@ def shard(params, stage=3, mesh=None, **options):
 
 
 def assert_close(found, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=ROUNDING, rtol=ROUNDING), found, expected)
+    chex.assert_trees_all_close(found, expected, atol=ROUNDING, rtol=ROUNDING)
 
 
 @hypothesis.settings(COMPILES, max_examples=6)

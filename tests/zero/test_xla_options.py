@@ -1,4 +1,4 @@
-"""Checks which options a step is compiled with. This module tests zerojax.xla_options."""
+"""Checks which options a step is compiled with. This module tests zerojax.zero.xla_options."""
 
 import compile_only
 import jax

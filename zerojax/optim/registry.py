@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by name. This module maps names to optax, and to `zerojax.fused` where optax rounds too much."""
+"""Optimizers and learning-rate schedules by name. This module maps names to optax, and to `fused` where optax rounds too much."""
 
 from collections.abc import Callable
 from typing import Any
@@ -96,7 +96,7 @@ def make_optimizer(
       name: a key of OPTIMIZERS.
       learning_rate: a number, or a schedule of the steps taken before.
       b1, b2, eps, weight_decay: the optimizer's own; what it does not have is ignored.
-      moments: how moments are stored: "fp32", "bf16" or "int8" (see `zerojax.fused`), which are rounded stochastically.
+      moments: how moments are stored: "fp32", "bf16" or "int8" (see `fused`), which are rounded stochastically.
       rounds_weights: whether weights are stored in bf16 and rounded stochastically.
 
     Raises:

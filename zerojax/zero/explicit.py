@@ -2,7 +2,7 @@
 
 The loss sees one device's examples, and its means are averaged over devices, as DDP, FSDP and DeepSpeed do. Against leaving collectives to
 the compiler this gives three things: gradients are summed in float32 whatever the products' dtype, several passes can add up before
-the sum, and a block's collectives are put beside its neighbours' arithmetic (`chain`).
+the sum, and a block's collectives are put beside its neighbours' arithmetic (`overlap`).
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 XLA's scheduler hides a collective behind what it believes the collective takes, which on GPUs of one host is far less than it does take
 beside matrix products, and lets one be under way at a time. A matrix product holds every processor until it ends, so a collective that
 starts beside the last product before its use is waited for in full. With these options collectives start as early as they may, several
-at a time; the order that `chain` gives a step bounds how early.
+at a time; the order that `overlap` gives a step bounds how early.
 
 For the same reason each collective waits for a product to end before it starts, and a layer has as few ends as products. So a block's
 weights are gathered by one collective and their gradients summed by one, where XLA would merge small ones alone.
@@ -30,7 +30,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 # XLA merges collectives of one kind up to this many bytes of results, unless told otherwise.
 _MERGED = 30 << 20
-# Room beside a block's own weights for small ones outside of blocks; `chain` keeps blocks apart.
+# Room beside a block's own weights for small ones outside of blocks; `overlap` keeps blocks apart.
 _ROOM = 9 / 8
 
 
