@@ -3,8 +3,8 @@
     python -m zerojax.train --config configs/t5_tiny.py
 
 Devices: any number that divides 32; without an accelerator 8 CPU devices are emulated. Result: a byte-level model of 0.87M parameters on
-the Python standard library's source; training loss from 4.2 at step 10 to about 2.4 in 300 steps, evaluation loss about 2.6, and a prompt with
-its gaps filled, within minutes on two cores. So few steps teach which bytes are common, and little of the text around a gap.
+the Python standard library's source; training loss from 4.2 at step 10 to about 2.4 in 300 steps, evaluation loss about 2.6, and a prompt
+with its gaps filled, within minutes on two cores. So few steps teach which bytes are common, and little of the text around a gap.
 """
 
 from configs import base

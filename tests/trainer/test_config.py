@@ -10,14 +10,15 @@ import typing
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+import runs
 
 from zerojax import precision
 from zerojax.data import objectives
 from zerojax.errors import UserError
 from zerojax.models import families
 from zerojax.trainer import config as config_lib
+from zerojax.zero import loss_scale, stages
 from zerojax.zero import remat as remat_lib
-from zerojax.zero import stages
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
@@ -236,3 +237,9 @@ def test_what_does_not_fit_is_named_by_its_place(name):
     changes, message = MISFITS[name]
     with pytest.raises(UserError, match=message):
         config_lib.read(Outer, {**FITTING, **changes}, "c")
+
+
+def test_the_defaults_of_the_loss_scale_are_those_of_the_class():
+    group = runs.config().loss_scale
+    assert config_lib.make_loss_scale(group, is_scaled=True) == loss_scale.DynamicLossScale()
+    assert config_lib.make_loss_scale(group, is_scaled=False) is None

@@ -18,7 +18,8 @@ from typing import Any
 from zerojax import precision
 from zerojax.errors import UserError
 from zerojax.optim import fused
-from zerojax.zero import loss_scale, remat, stages
+from zerojax.zero import loss_scale as loss_scale_lib
+from zerojax.zero import remat, stages
 
 # place -> the values allowed there, from the table of whoever acts on them
 CHOICES: dict[str, tuple] = {
@@ -26,7 +27,7 @@ CHOICES: dict[str, tuple] = {
     "zero.indivisible": stages.INDIVISIBLE,
     "precision": tuple(precision.PRECISIONS),
     "optimizer.moments": tuple(fused.MOMENTS),
-    "loss_scale.on_minimum": loss_scale.ON_MINIMUM,
+    "loss_scale.on_minimum": loss_scale_lib.ON_MINIMUM,
     "reduce_dtype": tuple(precision.DTYPES),
     "model.remat": tuple(remat.REMAT),
     "model.attention": ("auto", "xla", "cudnn"),
@@ -310,6 +311,29 @@ def _value(hint: type, value: Any, place: str) -> Any:
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)) or (hint is float and not is_number):
         raise UserError(f"{place}: must be {hint.__name__}, and is {value!r}")
     return value
+
+
+def make_loss_scale(group: LossScaleSettings, *, is_scaled: bool) -> loss_scale_lib.LossScale | None:
+    """Returns the loss scale that the group `loss_scale` describes; None where the precision needs none.
+
+    Raises:
+      UserError: a setting that cannot take effect, or is out of its range.
+    """
+    static, dynamic = group.static, {name: value for name, value in vars(group).items() if name != "static"}
+    defaults = {"static": 0.0, **dataclasses.asdict(loss_scale_lib.DynamicLossScale())}
+    unread = dynamic if static else {}
+    for name, value in (unread if is_scaled else {"static": static, **dynamic}).items():
+        if value != defaults[name]:
+            why = "config.loss_scale.static is set" if is_scaled else "config.precision is not fp16"
+            raise UserError(
+                f"config.loss_scale.{name}: is {value!r} and cannot take effect, since {why}; leave it at {defaults[name]!r}"
+            )
+    if not is_scaled:
+        return None
+    try:
+        return loss_scale_lib.StaticLossScale(static) if static else loss_scale_lib.DynamicLossScale(**dynamic)
+    except UserError as error:  # a static scale's field has the name `static` in a config
+        raise UserError(f"config.{error}".replace("loss_scale.scale", "loss_scale.static")) from error
 
 
 def _check_override(override: Any) -> None:

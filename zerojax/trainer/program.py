@@ -25,7 +25,6 @@ from zerojax.models import family as family_lib
 from zerojax.ops import attention
 from zerojax.optim import master_weights, registry
 from zerojax.trainer import config as config_lib
-from zerojax.trainer import loss_scale_config
 from zerojax.zero import explicit, placement, stages, step, where_used
 from zerojax.zero import loss_scale as loss_scale_lib
 
@@ -110,7 +109,7 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
     mesh = mesh_lib.make_mesh(config.mesh.replica, config.mesh.data, config.mesh.model, devices=devices)
     sizes = config_lib.batch_sizes(config, mesh_lib.ways(mesh))
     policy = precision.PRECISIONS[config.precision]
-    loss_scale = loss_scale_config.make(policy.scales_loss, **dataclasses.asdict(config.loss_scale))
+    loss_scale = config_lib.make_loss_scale(config.loss_scale, is_scaled=policy.scales_loss)
     family, model = _model(config, mesh, policy.compute_dtype, tokenizer_vocab)
     schedule, inner = _optimizer(config, policy)
     copy_dtype = policy.copy_dtype(splits_params=stages.STAGES[config.zero.stage].params)
