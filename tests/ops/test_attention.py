@@ -60,7 +60,7 @@ def test_float16_comes_out_as_float16():
     "wanted, known, platform, dtype, expected",
     [
         ("auto", BOTH, "gpu", jnp.bfloat16, "cudnn"),
-        ("auto", BOTH, "cuda", jnp.float16, "cudnn"),
+        ("auto", BOTH, "gpu", jnp.float16, "cudnn"),
         ("auto", BOTH, "gpu", jnp.float32, "xla"),
         ("auto", BOTH, "tpu", jnp.bfloat16, "xla"),
         ("auto", ("xla",), "gpu", jnp.bfloat16, "xla"),

@@ -57,7 +57,7 @@ def choose_kernel(wanted: str, known: Sequence[str], platform: str, compute_dtyp
     Args:
       wanted: "auto", or a kernel.
       known: the kernels that the model family can run.
-      platform: the devices' platform.
+      platform: of the devices, as `mesh.platform` names it.
       compute_dtype: the dtype of the arithmetic.
 
     Raises:
@@ -68,7 +68,7 @@ def choose_kernel(wanted: str, known: Sequence[str], platform: str, compute_dtyp
             f"config.model.attention: this preset runs {' and '.join(known)} alone, and the config says {wanted}; "
             f"set --config.model.attention=auto"
         )
-    can_cudnn = "cudnn" in known and platform in ("gpu", "cuda") and compute_dtype != jnp.float32
+    can_cudnn = "cudnn" in known and platform == "gpu" and compute_dtype != jnp.float32
     if wanted == "cudnn" and not can_cudnn:
         raise UserError(
             f"config.model.attention: cudnn needs an NVIDIA GPU and 16-bit arithmetic; this run has {platform} and "
