@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import runs
 
-from zerojax import precision, tree
+from zerojax import tree
+from zerojax.checkpoint import logical
 
 # A run whose checkpoint was written before modules moved into packages, and what the code of that day makes of it: the state's
 # bytes, and the losses of two more steps at each stage.
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("cache_dir")
 def test_a_checkpoint_of_older_code_restores_bit_for_bit_and_goes_on_at_every_stage(tmp_path, stage):
     folder = pathlib.Path(shutil.copytree(OLD_RUN, tmp_path / "run"))
     _, state = runs.restored(folder, 3, zero__stage=stage, **OLD_SETTINGS)
-    found = {path: digest(leaf) for path, leaf in tree.flatten(precision.to_logical(state))}
+    found = {path: digest(leaf) for path, leaf in tree.flatten(logical.to_logical(state))}
     assert found == EXPECTED["sha256"]
     runs.run(folder, steps=5, zero__stage=stage, **OLD_SETTINGS)
     losses = [runs.losses(folder)[step] for step in (4, 5)]

@@ -25,8 +25,6 @@ ROUNDING = 2e-6  # the same float32 terms, summed in another order
 TRAINABLE = "lora|head"
 BLOCKS = r"layer_\d"
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 class Layer(nn.Module):
     """A weight that is frozen beside two that are trained."""

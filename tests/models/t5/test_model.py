@@ -23,8 +23,6 @@ FIRST = t5.T5Config(
     384, 2, embed_dim=64, num_heads=4, head_dim=16, mlp_dim=128, mlp="relu", tie_embeddings=True, norm_eps=1e-6
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def make_params(config=CONFIG):
     random = np.random.default_rng(0)
