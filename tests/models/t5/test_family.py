@@ -10,8 +10,7 @@ import safetensors.numpy
 from zerojax.models import family
 from zerojax.models.t5 import family as t5
 from zerojax.models.t5 import model
-from zerojax.plan import step_plan
-from zerojax.trainer import program
+from zerojax.trainer import plans, program
 
 # The models google/t5-v1_1-* at Hugging Face.
 PUBLISHED = {
@@ -65,4 +64,4 @@ def test_the_plan_finds_nothing_to_mend_but_what_xla_does_on_cpus():
     dropped = {2: set(), 3: {"gathered weights are kept for the backward pass"}}
     for stage, rules in dropped.items():
         built = program.build(runs.config(**TEST, model__remat="dots", zero__stage=stage), tokenizer_vocab=320)
-        assert {finding.rule for finding in step_plan.plan_program(built, "here").findings} <= rules
+        assert {finding.rule for finding in plans.plan_program(built, "here").findings} <= rules
