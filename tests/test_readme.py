@@ -62,7 +62,7 @@ def test_python_blocks_of_a_page_run_as_they_stand(page, run_code):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_readme_example_learns_on_eight_split_devices(run_code):
+def test_readme_example_learns_on_eight_emulated_devices(run_code):
     out = run_code(README).stdout
     losses = [float(loss) for loss in re.findall(r"^\d+ ([\d.]+)$", out, re.MULTILINE)]
     assert len(losses) == 20
@@ -122,5 +122,5 @@ def test_links_to_files_lead_somewhere(page):
 
 def test_the_table_of_stages_is_the_one_in_the_code():
     rows = re.findall(r"^\| (\d) \| (\w+) \| (\w+) \| (\w+)", README.read_text(), re.MULTILINE)
-    shown = {int(stage): tuple(word == "split" for word in roles) for stage, *roles in rows}
+    shown = {int(stage): tuple(word == "sharded" for word in roles) for stage, *roles in rows}
     assert shown == {stage: (s.opt_state, s.grads, s.params) for stage, s in stages.STAGES.items()}
