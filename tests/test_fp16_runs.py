@@ -113,7 +113,9 @@ def test_a_static_scale_stays(tmp_path):
 def test_a_resumed_run_takes_the_first_scale_that_its_config_sets_anew(tmp_path, capsys):
     def scales_of(last, **changes):
         runs.run(tmp_path, precision="fp16", steps=last, **changes)
-        return [line["loss_scale"] for line in metrics.read(tmp_path)], capsys.readouterr().out.count("starts afresh")
+        return [line["loss_scale"] for line in metrics.read(tmp_path)], capsys.readouterr().out.count(
+            "loss scale is reset"
+        )
 
     assert scales_of(2, loss_scale__init_scale=2.0**26, loss_scale__hysteresis=1) == ([2.0**26, 2.0**25], 0)
     assert scales_of(3, loss_scale__init_scale=2.0**26, loss_scale__window=7) == ([2.0**26, 2.0**25, 2.0**24], 0)

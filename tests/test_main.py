@@ -42,9 +42,9 @@ def test_help_lists_every_command_and_imports_none(monkeypatch, capsys):
     ("arguments", "words"),
     [
         ([], "a command is missing; give one of train, plan"),
-        (["trian"], "'trian' is no command; did you mean 'train'?"),
-        (["xyz"], "'xyz' is no command; known: train, plan"),
-        (["--config=configs/zero3.py"], "is no command; known: train, plan"),
+        (["trian"], "'trian' is not a command; did you mean 'train'?"),
+        (["xyz"], "'xyz' is not a command; known: train, plan"),
+        (["--config=configs/zero3.py"], "is not a command; known: train, plan"),
     ],
 )
 def test_what_is_no_command_ends_in_one_line_with_status_2(monkeypatch, capsys, arguments, words):

@@ -54,7 +54,7 @@ REFUSED = {  # name -> (arguments, what the one line says)
 }  # fmt: skip
 BASE = "from configs import base\ndef get_config():\n    c = base.get_config()\n"
 BROKEN_FILES = {
-    "syntax": ("def get_config(:\n", "broken.py:1: invalid syntax; mend the config file"),
+    "syntax": ("def get_config(:\n", "broken.py:1: invalid syntax; fix the config file"),
     "raises": ("def get_config():\n    return 1 / 0\n", "broken.py:2: ZeroDivisionError: division by zero"),
     "import": ("from configs import zero9\n", "broken.py:1: ImportError"),
     "typo": (BASE + "    c.lock()\n    c.stepz = 3\n", "broken.py:5: "),

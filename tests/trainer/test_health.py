@@ -48,7 +48,7 @@ def test_a_number_that_is_not_finite_ends_the_run_and_names_the_last_good_checkp
         run.count(3, run.flaw({**GOOD, name: value}))
     assert str(caught.value) == (
         f"step 3: {name} is {value}; the last good checkpoint is of step 1 in checkpoints; "
-        "lower config.optimizer.learning_rate (now 0.01) and start anew, or look at the data"
+        "lower config.optimizer.learning_rate (now 0.01) and start over, or check the data"
     )
 
 

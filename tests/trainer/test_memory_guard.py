@@ -30,16 +30,16 @@ def test_the_plan_and_the_measured_peak_are_written_side_by_side(tmp_path, built
     assert (saved["device_kind"], saved["flops_per_token"]) == ("cpu", llama.flops_per_token(built.model, 32))
 
 
-def test_the_comparison_says_the_difference_or_that_it_is_not_known(plan):
+def test_the_comparison_states_the_difference_or_that_it_is_not_known(plan):
     assert "+10.0%" in memory_guard.compared(plan, round(plan.peak * 1.1))
-    assert "does not tell" in memory_guard.compared(plan, None)
+    assert "does not report" in memory_guard.compared(plan, None)
 
 
 def test_out_of_memory_names_the_changes_that_fit(built, plan, monkeypatch, capsys):
-    whole = plans.search_config
+    search_config = plans.search_config
 
     def with_memory(config, target, **kwargs):
-        return whole(config, target, memory=plan.peak * 0.9, **kwargs)
+        return search_config(config, target, memory=plan.peak * 0.9, **kwargs)
 
     monkeypatch.setattr(plans, "search_config", with_memory)
     error = memory_guard.too_large(built, plan)
@@ -67,7 +67,7 @@ def test_a_run_that_is_out_of_memory_ends_with_the_plan_and_one_line(tmp_path, m
 
 @pytest.mark.parametrize("is_pool", [True, False])
 def test_a_step_that_needs_more_than_may_be_allocated_ends_before_anything_is(tmp_path, monkeypatch, capsys, is_pool):
-    """What a device has beyond that is not known well enough to refuse a run for it."""
+    """Memory beyond JAX's pool is not known well enough to refuse a run."""
     plan_program, made = plans.plan_program, []
 
     def plan_on_less(*args, **how):
