@@ -77,7 +77,7 @@ def test_auto_is_cudnn_on_gpus_in_16_bits_where_the_family_can(wanted, known, pl
     [
         (BOTH, "cpu", jnp.bfloat16, "cudnn needs an NVIDIA GPU and 16-bit arithmetic; this run has cpu and bfloat16"),
         (BOTH, "gpu", jnp.float32, "this run has gpu and float32; set --config.model.attention=xla"),
-        (("xla",), "gpu", jnp.bfloat16, "this preset runs xla alone, and the config says cudnn"),
+        (("xla",), "gpu", jnp.bfloat16, "this preset supports only xla, and the config sets cudnn"),
     ],
 )
 def test_a_kernel_that_cannot_run_is_refused(known, platform, dtype, message):
