@@ -186,9 +186,9 @@ def test_weights_that_are_not_this_models_are_refused_by_name(tmp_path):
     params = random_params(model)
     cases = {
         "params/layer_2/attention_norm/scale: is missing": dataclasses.replace(model, num_layers=3),
-        "params/layer_1/attention/k/kernel: is no weight": dataclasses.replace(model, num_layers=1),
-        "params/head/kernel: is no weight": dataclasses.replace(model, tie_embeddings=True),
-        "params/embed/embedding: has shape (48, 16), and the model's settings say (40, 16)": dataclasses.replace(
+        "params/layer_1/attention/k/kernel: is not a weight": dataclasses.replace(model, num_layers=1),
+        "params/head/kernel: is not a weight": dataclasses.replace(model, tie_embeddings=True),
+        "params/embed/embedding: has shape (48, 16), but the model's config gives (40, 16)": dataclasses.replace(
             model, vocab_size=40
         ),
     }
@@ -220,8 +220,8 @@ def test_tensors_that_are_not_this_models_are_refused_by_name():
     missing = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
     cases = {
         "model.norm.weight: is missing": missing,
-        "extra: is no tensor of this model": tensors | {"extra": tensors["model.norm.weight"]},
-        "lm_head.weight: has shape (16, 48), and the model's config says (48, 16)": tensors
+        "extra: is not a tensor of this model": tensors | {"extra": tensors["model.norm.weight"]},
+        "lm_head.weight: has shape (16, 48), but the model's config gives (48, 16)": tensors
         | {"lm_head.weight": tensors["lm_head.weight"].T},
     }
     for message, given in cases.items():
