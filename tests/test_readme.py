@@ -57,12 +57,12 @@ def _run(page, folder):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
-def test_python_blocks_of_a_page_run_as_they_stand(page, run_code):
+def test_python_blocks_of_a_page_run_unchanged(page, run_code):
     done = run_code(page)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_readme_example_learns_on_eight_split_devices(run_code):
+def test_readme_example_learns_sharded_over_eight_devices(run_code):
     out = run_code(README).stdout
     losses = [float(loss) for loss in re.findall(r"^\d+ ([\d.]+)$", out, re.MULTILINE)]
     assert len(losses) == 20

@@ -1,4 +1,4 @@
-"""Judges steps by their numbers. This module tests zerojax.trainer.health; tests/test_skipped_steps.py has whole runs."""
+"""Judges steps by their numbers. This module tests zerojax.trainer.health; tests/test_fp16_runs.py has full runs."""
 
 import math
 import pathlib
@@ -15,7 +15,7 @@ OVERFLOW = {**SCALED, "grad_norm": math.inf, "overflow_leaf": 1.0}
 
 
 class Saver:
-    """Stands in for a checkpointer that holds `saved` steps."""
+    """A fake checkpointer that holds `saved` steps."""
 
     def __init__(self, *saved: int):
         self.directory, self._saved = pathlib.Path("checkpoints"), saved

@@ -47,7 +47,7 @@ def test_out_of_memory_names_the_changes_that_fit(built, plan, monkeypatch, caps
     assert "changes that would fit" in capsys.readouterr().out
 
 
-def test_where_nothing_is_known_to_fit_the_way_out_is_a_smaller_run(built, plan, capsys):
+def test_if_nothing_fits_the_way_out_is_a_smaller_run(built, plan, capsys):
     assert "more devices" in str(memory_guard.too_large(built, plan))
 
 
@@ -87,7 +87,7 @@ def test_a_step_that_needs_more_than_may_be_allocated_ends_before_anything_is(tm
     assert (memory_guard.SHORT in capsys.readouterr().out) == is_pool
 
 
-def test_a_state_is_made_after_the_plan_and_for_want_of_room_ends_with_it(tmp_path, monkeypatch, capsys):
+def test_a_state_is_made_after_the_plan_and_is_explained_by_it_if_it_does_not_fit(tmp_path, monkeypatch, capsys):
     def no_room(built):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
 
@@ -98,7 +98,7 @@ def test_a_state_is_made_after_the_plan_and_for_want_of_room_ends_with_it(tmp_pa
     assert "compiled in" in out and "starts at step" not in out
 
 
-def test_another_error_of_the_runtime_is_not_taken_for_it(tmp_path, monkeypatch):
+def test_another_runtime_error_is_not_taken_for_out_of_memory(tmp_path, monkeypatch):
     def broken(state, batch):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
