@@ -42,7 +42,7 @@ def get_config():
     c.model.preset = "tiny"  # a name in a PRESETS table in zerojax/models
     c.model.vocab_size = 0  # rows of the embedding; 0: the preset's, or the tokenizer's if the preset has none
     c.model.num_layers = 0  # 0: the preset's
-    c.model.remat = "dots"  # residuals kept: "none" keeps all, "dots" keeps matmuls, "full" keeps only layer inputs
+    c.model.remat = "dots"  # residuals kept: "none" all but weights, "dots" matmuls, "full" only layer inputs
     c.model.recompute = ""  # a regex of modules in layers whose matmuls "dots" recomputes (r"layer_\d+/mlp/up")
     c.model.offload = ""  # a regex of modules whose outputs are offloaded to host memory until the backward pass
     c.model.attention = "auto"  # "xla", "cudnn" (Ampere or newer, bf16), or "auto": by device and precision

@@ -337,7 +337,7 @@ def make_loss_scale(group: LossScaleSettings, *, is_scaled: bool) -> loss_scale_
 
 
 def _check_override(override: Any) -> None:
-    """Checks the form of one (path regex, axes); what it fits is for the partition to say."""
+    """Checks the form of one (path regex, axes). The partition checks it against the leaves."""
     form = "config.zero.overrides: must be ((path regex, (mesh axis or None for each dim)), ...)"
     if not isinstance(override, list | tuple) or len(override) != 2:
         raise UserError(f"{form}, and one of them is {override!r}")
