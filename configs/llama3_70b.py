@@ -3,7 +3,7 @@
     srun python -m zerojax.train --config configs/llama3_70b.py --workdir /shared/runs/70b --config.data.name=random
 
 Devices: 32 or more GPUs of 80 GB. Weights and moments take 12 bytes per weight, 850 GB in total. scripts/slurm.sbatch starts such a
-run. Text and result: as configs/llama3_1b.py.
+run. Text: as configs/llama3_1b.py. Result: as there.
 """
 
 from configs import llama3_1b

@@ -3,7 +3,7 @@
     python -m zerojax.train --config configs/llama3_8b.py --config.data.name=random --config.steps=20
 
 Devices: 8 GPUs of 80 GB or more, and 13.2 GB of host memory for each. Weights and moments take 12 bytes per weight, 96 GB in total.
-Text and result: as configs/llama3_1b.py; see docs/benchmarks/.
+Text: as configs/llama3_1b.py. Result: as there; see docs/benchmarks/.
 """
 
 from configs import llama3_1b

@@ -2,8 +2,8 @@
 
     python -m zerojax.train --config configs/llama3_8b_lean.py --config.data.name=random --config.steps=20
 
-Devices: 8 GPUs of 40 GB or more, and 13.2 GB of host memory for each, which holds the output of the widest matmul. Text and result: as
-configs/llama3_8b.py. A step takes about 15% longer; see docs/benchmarks/.
+Devices: 8 GPUs of 40 GB or more, and 13.2 GB of host memory for each, which holds the output of the widest matmul. Text: as
+configs/llama3_8b.py. Result: as there, in steps that take about 15% longer; see docs/benchmarks/.
 """
 
 from configs import llama3_8b
