@@ -1,8 +1,8 @@
-"""Every setting with its default, unit and effect. The other configs are diffs against this one.
+"""Every setting with its default, unit and effect. The other configs override some of them.
 
     python -m zerojax.train --config configs/base.py
 
-Devices: any; without an accelerator 8 CPU devices are emulated. Result: as configs/zero3.py.
+Devices: any number that divides 32; without an accelerator 8 CPU devices are emulated. Result: as configs/zero3.py.
 """
 
 from ml_collections import config_dict
@@ -11,38 +11,40 @@ from ml_collections import config_dict
 def get_config():
     c = config_dict.ConfigDict()
 
-    c.seed = 0  # seeds the weights, the order of the data and the sample
+    c.seed = 0  # of the weights, the data order and the sample
     c.steps = 150  # optimizer steps
-    # global_batch_size = micro_batch_size * grad_accum * data * replica; one of the three may be 0: derived
-    c.global_batch_size = 32  # sequences an optimizer step, over all devices
-    c.micro_batch_size = 0  # sequences a device and forward pass
-    c.grad_accum = 1  # forward and backward passes an optimizer step
-    c.seq_len = 128  # tokens a sequence
-    # "fp32"; "bf16" and "fp16": 16-bit arithmetic, float32 master weights (fp16: see loss_scale); "bf16_sr": 16-bit weights alone,
-    # rounded stochastically
+    # global_batch_size = micro_batch_size * grad_accum * data * replica; one of the three may be 0, and is then derived
+    c.global_batch_size = 32  # sequences per optimizer step, over all devices
+    c.micro_batch_size = 0  # sequences per device and forward pass
+    c.grad_accum = 1  # forward and backward passes per optimizer step
+    c.seq_len = 128  # tokens per sequence
+    # "fp32"; "bf16" and "fp16": 16-bit arithmetic, float32 master weights (fp16: see loss_scale); "bf16_sr": 16-bit weights without
+    # master weights, rounded stochastically
     c.precision = "bf16"
-    c.reduce_dtype = "fp32"  # gradients are summed over devices in it: "fp32", or "bf16" (half the bytes, rounded sums)
-    c.log_every = 10  # steps between lines of metrics.jsonl; 1 logs every step
-    c.emulate_devices = 8  # CPU devices to emulate where no accelerator is found
+    c.reduce_dtype = "fp32"  # of the gradient reduction over devices: "fp32", or "bf16" (half the bytes, rounded sums)
+    c.log_every = 10  # steps between lines of metrics.jsonl
+    c.emulate_devices = 8  # CPU devices to emulate if there is no accelerator
 
     c.mesh = config_dict.ConfigDict()
-    c.mesh.replica = 1  # whole copies of the sharded state (hybrid sharding)
-    c.mesh.data = -1  # ways in which ZeRO splits; -1: all devices that are left
-    c.mesh.model = 1  # tensor parallel ways, used by leaves whose override names `model`
+    c.mesh.replica = 1  # replicas of the sharded state (hybrid sharding)
+    c.mesh.data = -1  # ZeRO shards over it; -1: all remaining devices
+    c.mesh.model = 1  # tensor parallel size, used by leaves whose override names `model`
 
     c.zero = config_dict.ConfigDict()
-    c.zero.stage = 3  # 0 nothing split, 1 optimizer state, 2 + gradients, 3 + params
-    c.zero.min_size = 1024  # elements; a smaller leaf stays whole on every device
-    c.zero.indivisible = "whole"  # a leaf with no dim that divides: "whole" keeps it whole, "pad" pads one dim
+    c.zero.stage = 3  # sharded: 0 nothing, 1 optimizer state, 2 + gradients, 3 + params
+    c.zero.min_size = 1024  # elements; a smaller leaf is replicated
+    c.zero.indivisible = (
+        "whole"  # a leaf with no divisible dim: "whole" replicates it, "pad" pads one dim and shards it
+    )
     c.zero.overrides = ()  # ordered ((path regex, (mesh axis or None for each dim)), ...); the first match wins
 
     c.model = config_dict.ConfigDict()
-    c.model.preset = "tiny"  # a name in a table PRESETS below zerojax/models
-    c.model.vocab_size = 0  # entries of the embedding; 0: the preset's, or the tokenizer's if it has none
+    c.model.preset = "tiny"  # a name in a PRESETS table in zerojax/models
+    c.model.vocab_size = 0  # rows of the embedding; 0: the preset's, or the tokenizer's if the preset has none
     c.model.num_layers = 0  # 0: the preset's
-    c.model.remat = "dots"  # kept for the backward pass: "none" recomputes least, "dots" keeps matmuls, "full" nothing
-    c.model.recompute = ""  # a regex over modules in layers whose products "dots" does not keep (r"layer_\d+/mlp/up")
-    c.model.offload = ""  # the same for modules whose results wait in the host's memory for the backward pass
+    c.model.remat = "dots"  # residuals kept: "none" all but weights, "dots" matmuls, "full" only layer inputs
+    c.model.recompute = ""  # a regex of modules in layers whose matmuls "dots" recomputes (r"layer_\d+/mlp/up")
+    c.model.offload = ""  # a regex of modules whose outputs are offloaded to host memory until the backward pass
     c.model.attention = "auto"  # "xla", "cudnn" (Ampere or newer, bf16), or "auto": by device and precision
 
     c.optimizer = config_dict.ConfigDict()
@@ -54,39 +56,39 @@ def get_config():
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.95
     c.optimizer.eps = 1e-8
-    c.optimizer.weight_decay = 0.1  # on leaves of two or more dims
-    c.optimizer.clip_norm = 1.0  # bound on the global gradient norm; 0: none
-    c.optimizer.moments = "fp32"  # stored in "fp32", "bf16" or "int8": 4, 2 or 1 bytes; adam, adamw and lion alone
+    c.optimizer.weight_decay = 0.1  # on leaves with two or more dims
+    c.optimizer.clip_norm = 1.0  # maximum of the global gradient norm; 0: no clipping
+    c.optimizer.moments = "fp32"  # stored in "fp32", "bf16" or "int8": 4, 2 or 1 bytes; only for adam, adamw and lion
 
-    c.loss_scale = config_dict.ConfigDict()  # what multiplies the loss with precision "fp16"
+    c.loss_scale = config_dict.ConfigDict()  # multiplies the loss with precision "fp16"
     c.loss_scale.static = 0.0  # a constant scale; 0: dynamic, by the fields below
-    c.loss_scale.init_scale = 2.0**16  # the first one
-    c.loss_scale.window = 1000  # steps without an overflow after which it doubles
-    c.loss_scale.hysteresis = 2  # overflows until it halves; each skips its step
-    c.loss_scale.consecutive_hysteresis = False  # True: only overflows in a row count
-    c.loss_scale.min_scale = 1.0  # the smallest one
-    c.loss_scale.on_minimum = "raise"  # an overflow there stops the run; "hold": it goes on
+    c.loss_scale.init_scale = 2.0**16  # the initial scale
+    c.loss_scale.window = 1000  # steps without an overflow before it doubles
+    c.loss_scale.hysteresis = 2  # overflows before it halves; each skips its step
+    c.loss_scale.consecutive_hysteresis = False  # True: counts only consecutive overflows
+    c.loss_scale.min_scale = 1.0  # the smallest scale
+    c.loss_scale.on_minimum = "raise"  # an overflow at the smallest scale ends the run; "hold": the run continues
 
     c.data = config_dict.ConfigDict()
     c.data.name = "python_stdlib"  # a tensorflow-datasets name ("lm1b"), or "random" for random tokens
     c.data.train_split = "train"
-    c.data.eval_split = "validation"  # held out; "" for none
-    c.data.text_key = "text"  # the feature that holds the text
+    c.data.eval_split = "validation"  # held-out split; "": none
+    c.data.text_key = "text"  # the name of the text feature
     c.data.tokenizer = "bytes"  # "bytes", or the path of a Hugging Face tokenizer.json
-    c.data.dir = ""  # where prepared datasets live; "": WORKDIR/datasets
+    c.data.dir = ""  # folder of prepared datasets; "": WORKDIR/datasets
 
     c.evaluate = config_dict.ConfigDict()
-    c.evaluate.every = 50  # steps between evaluations; 0: only at the end
+    c.evaluate.every = 50  # steps between evaluations; 0: only after the last step
     c.evaluate.batches = 16  # of global_batch_size sequences
 
     c.checkpoint = config_dict.ConfigDict()
-    c.checkpoint.every = 50  # steps between checkpoints; 0: none before the end
-    c.checkpoint.at_end = True  # False: the last step is not saved (a stop by a signal always is)
+    c.checkpoint.every = 50  # steps between checkpoints; 0: none before the last step
+    c.checkpoint.at_end = True  # False: the last step is not saved (a stop by a signal is always saved)
     c.checkpoint.keep_last = 2  # newest checkpoints kept
-    c.checkpoint.keep_best = 1  # checkpoints of the lowest evaluation loss kept beside them
+    c.checkpoint.keep_best = 1  # checkpoints of the lowest evaluation loss, also kept
 
     c.sample = config_dict.ConfigDict()
-    c.sample.prompt = "def "  # a T5 preset fills in each ___ of it
+    c.sample.prompt = "def "  # a T5 preset fills in each ___
     c.sample.length = 160  # tokens; 0: none
     c.sample.temperature = 0.8  # 0: the likeliest token
 
@@ -94,6 +96,6 @@ def get_config():
     c.export.format = "none"  # "huggingface" writes bf16 safetensors and config.json to WORKDIR/export
 
     c.profile = config_dict.ConfigDict()
-    c.profile.start = 10  # the first step to trace; the first two of a run are slower
+    c.profile.start = 10  # the first step to trace; the first two steps of a run are slower
     c.profile.steps = 0  # steps to trace into WORKDIR/profile, with a table of their time by phase; 0: none
     return c

@@ -2,11 +2,11 @@
 
     python -m zerojax.train --config configs/llama3_1b.py --config.data.name=random --config.steps=20
 
-Devices: GPUs with 80 GB or more each (one will do; with more the state splits). The text is the Python standard library's
-as bytes unless --config.data.name says otherwise: "random" for random tokens, or a dataset such as "lm1b" with
---config.data.tokenizer=TOKENIZER.json, a Hugging Face tokenizer of 128,256 entries or fewer. Result: on random bytes
-the loss falls from 11.8, a uniform guess over the vocabulary, towards 5.8, one over the byte tokenizer's 320 ids; for
-speed and memory see docs/benchmarks/.
+Devices: one or more GPUs with 80 GB or more each; the state is sharded over all. The default text is the Python standard library
+as bytes. --config.data.name=random trains on random tokens, and a dataset such as "lm1b" needs
+--config.data.tokenizer=TOKENIZER.json, a Hugging Face tokenizer of 128,256 entries or fewer. Result: on random tokens
+the loss falls from 11.8, a uniform guess over the vocabulary, towards 5.8, one over the byte tokenizer's 320 ids. Speed and
+memory: docs/benchmarks/.
 """
 
 from configs import base

@@ -2,8 +2,8 @@
 
     python -m zerojax.train --config configs/llama3_8b.py --config.data.name=random --config.steps=20
 
-Devices: 8 GPUs of 80 GB or more (weights and moments alone take 12 bytes a weight, 96 GB, over all of them), and 13.2 GB of the host's
-memory for each. The text and how to change it: as configs/llama3_1b.py. Result: as there; see docs/benchmarks/.
+Devices: 8 GPUs of 80 GB or more, and 13.2 GB of host memory for each. Weights and moments take 12 bytes per weight, 96 GB in total.
+Text: as configs/llama3_1b.py. Result: as there; see docs/benchmarks/.
 """
 
 from configs import llama3_1b
@@ -14,6 +14,6 @@ def get_config():
     c.model.preset = "llama3_8b"
     c.seq_len = 8192
     c.micro_batch_size = 2
-    # 55.6 GB a GPU on 8 of them, and 69 GB without. The last layers' backward pass comes too soon for a copy to the host and back.
+    # 55.6 GB per GPU on 8 GPUs, and 69 GB without offload. The last layers' backward pass comes too soon for a copy to the host and back.
     c.model.offload = r"layer_(1?\d|2[0-7])/mlp/up"
     return c

@@ -1,9 +1,9 @@
-"""Llama 3's 8B shapes in the least memory: the GPU keeps the layers' inputs alone for the backward pass, 23.6 GB a GPU on 8 of them.
+"""Llama 3's 8B shapes in the least memory: only the layers' inputs are kept on the GPU for the backward pass, 23.6 GB per GPU on 8 GPUs.
 
     python -m zerojax.train --config configs/llama3_8b_lean.py --config.data.name=random --config.steps=20
 
-Devices: 8 GPUs of 40 GB or more, and 13.2 GB of the host's memory for each: the widest product waits there. The text and how to change
-it: as configs/llama3_8b.py. Result: as there; a step takes about 15% longer; see docs/benchmarks/.
+Devices: 8 GPUs of 40 GB or more, and 13.2 GB of host memory for each, which holds the output of the widest matmul. Text: as
+configs/llama3_8b.py. Result: as there, in steps that take about 15% longer; see docs/benchmarks/.
 """
 
 from configs import llama3_8b

@@ -2,8 +2,8 @@
 
     python examples/linen_language_model.py --stage 3 --steps 40
 
-The model is ordinary Flax. What shards it is in `train`: a mesh, a sharded state, a train step. It needs no accelerator: without
-one, 8 CPU devices are emulated.
+The model is ordinary Flax. `train` shards it with a mesh, a sharded state and a train step. Without an accelerator, 8 CPU devices are
+emulated.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from zerojax.launch import devices as devices_lib
 from zerojax.zero import memory
 
 VOCAB, EMBED, HEADS, LAYERS, LENGTH = 256, 128, 4, 3, 64
-GRAD_ACCUM, MICRO_BATCH = 2, 16  # 2 passes of 16 examples a step, 2 examples of each pass on each of 8 devices
+GRAD_ACCUM, MICRO_BATCH = 2, 16  # 2 passes of 16 examples per step; on 8 devices, 2 examples per device and pass
 
 
 class Block(nn.Module):
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Learned positions, a stack of blocks, and an output layer that is the embedding, transposed."""
+    """Learned positions, a stack of blocks, and an output layer tied to the embedding."""
 
     dropout: float = 0.1
 
@@ -65,7 +65,7 @@ class TrainState(train_state.TrainState):
 
 
 def create_state(key: jax.Array, learning_rate: float = 1e-3) -> TrainState:
-    """Returns the state before the first step."""
+    """Returns the initial state."""
     model = GPT()
     params_key, dropout_key = jax.random.split(key)
     params = model.init(params_key, jnp.zeros((1, LENGTH), jnp.int32), deterministic=True)["params"]
@@ -111,7 +111,7 @@ def train(stage: int, steps: int, compute_dtype: str | None = "bfloat16", device
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains as the command line says, and prints the memory and the losses."""
+    """Trains with the command line's settings, and prints the memory and the losses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
@@ -122,8 +122,8 @@ def main(argv: list[str] | None = None) -> None:
     baseline = zerojax.partition_state(partition.abstract_state, mesh=partition.mesh, stage=0)
     rich.print(zerojax.memory_table(partition, baseline, accumulates=GRAD_ACCUM > 1))
     here = display.human(memory.measured_bytes(state, partition.mesh.devices.flat[0]))
-    whole = display.human(sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
-    print(f"stage {args.stage} on {partition.mesh.size} devices: {here} of state on each, {whole} at stage 0")
+    replicated = display.human(sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+    print(f"stage {args.stage} on {partition.mesh.size} devices: {here} of state on each, {replicated} at stage 0")
     print(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
 
 

@@ -2,8 +2,8 @@
 
     python examples/linen_vision_batch_norm.py --stage 3 --steps 30
 
-Batch statistics stay what they are on one device, means over the global batch: the loss is written for whole arrays, and only
-their placement differs by stage. Without an accelerator, 8 CPU devices are emulated.
+Batch statistics are means over the global batch, as on one device: the loss function takes global arrays, and only their shardings
+differ by stage. Without an accelerator, 8 CPU devices are emulated.
 """
 
 import argparse
@@ -28,7 +28,7 @@ WIDTHS = (32, 64, 128)
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norm, beside a shortcut."""
+    """Two convolutions with batch norm, and a shortcut."""
 
     width: int
     stride: int
@@ -46,7 +46,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, one residual block a width, global average pooling and a classifier."""
+    """A stem, one residual block per width, global average pooling and a classifier."""
 
     @nn.compact
     def __call__(self, images: jax.Array, is_training: bool = True) -> jax.Array:
@@ -63,7 +63,7 @@ class TrainState(train_state.TrainState):
 
 
 def create_state(key: jax.Array) -> TrainState:
-    """Returns the state before the first step."""
+    """Returns the initial state."""
     model = ResNet()
     variables = model.init(key, jnp.zeros((1, SIZE, SIZE, 3)))
     tx = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.05, momentum=0.9, nesterov=True))
@@ -73,7 +73,7 @@ def create_state(key: jax.Array) -> TrainState:
 
 
 def loss_fn(params: dict, batch: dict, state: TrainState) -> tuple[jax.Array, dict]:
-    """Returns the mean loss, and the statistics that replace the state's."""
+    """Returns the mean loss, and the new batch statistics for the state."""
     variables = {"params": params, "batch_stats": state.batch_stats}
     logits, changed = state.apply_fn(variables, batch["image"], mutable=["batch_stats"])
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
@@ -82,7 +82,7 @@ def loss_fn(params: dict, batch: dict, state: TrainState) -> tuple[jax.Array, di
 
 
 def batches() -> Iterator[dict]:
-    """Yields noisy images, each class a pattern of its own."""
+    """Yields noisy images, with one pattern per class."""
     rng = np.random.default_rng(0)
     patterns = rng.normal(size=(CLASSES, SIZE, SIZE, 3))
     while True:
@@ -104,7 +104,7 @@ def train(stage: int, steps: int, compute_dtype: str | None = None, devices: lis
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains as the command line says, and prints the memory and the losses."""
+    """Trains with the command line's settings, and prints the memory and the losses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
@@ -115,8 +115,8 @@ def main(argv: list[str] | None = None) -> None:
     baseline = zerojax.partition_state(partition.abstract_state, mesh=partition.mesh, stage=0)
     rich.print(zerojax.memory_table(partition, baseline))
     here = display.human(memory.measured_bytes(state, partition.mesh.devices.flat[0]))
-    whole = display.human(sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
-    print(f"stage {args.stage} on {partition.mesh.size} devices: {here} of state on each, {whole} at stage 0")
+    replicated = display.human(sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+    print(f"stage {args.stage} on {partition.mesh.size} devices: {here} of state on each, {replicated} at stage 0")
     print(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
 
 

@@ -1,9 +1,9 @@
-"""Trains an NNX model with its nnx.Optimizer, sharded by ZeRO stage. This module shows one's own train step over NNX state.
+"""Trains an NNX model with its nnx.Optimizer, sharded by ZeRO stage. This module shows a custom train step over NNX state.
 
     python examples/nnx_model.py --stage 3 --steps 40
 
-The train step is a plain `jax.jit` over what `nnx.split` returns. `zerojax.where_used` wraps the loss, and `stages.shardings`
-says where the state lies before and after. Without an accelerator, 8 CPU devices are emulated.
+The train step is a plain `jax.jit` over the result of `nnx.split`. `zerojax.where_used` wraps the loss function, and
+`partition.shardings` holds the state's shardings. Without an accelerator, 8 CPU devices are emulated.
 """
 
 import argparse
@@ -41,19 +41,19 @@ class Classifier(nnx.Module):
 
 
 def create(key: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
-    """Returns the model and its optimizer, split into structure and arrays."""
+    """Returns the graph definition and the state of the model and its optimizer."""
     model = Classifier(nnx.Rngs(key))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
     return nnx.split((model, optimizer))
 
 
 def loss_fn(model: Classifier, batch: dict) -> jax.Array:
-    """Returns the mean loss; batch statistics and the dropout count change in the model."""
+    """Returns the mean loss. Updates the batch statistics and the dropout count in the model."""
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["features"]), batch["label"]).mean()
 
 
 def batches() -> Iterator[dict]:
-    """Yields points around one centre a class."""
+    """Yields points around one centre per class."""
     rng = np.random.default_rng(0)
     centres = rng.normal(size=(CLASSES, FEATURES))
     while True:
@@ -89,7 +89,7 @@ def train(stage: int, steps: int, compute_dtype: str | None = None, devices: lis
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains as the command line says, and prints the memory and the losses."""
+    """Trains with the command line's settings, and prints the memory and the losses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
@@ -100,8 +100,8 @@ def main(argv: list[str] | None = None) -> None:
     baseline = zerojax.partition_state(partition.abstract_state, mesh=partition.mesh, stage=0)
     rich.print(zerojax.memory_table(partition, baseline))
     here = display.human(memory.measured_bytes(state, partition.mesh.devices.flat[0]))
-    whole = display.human(sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
-    print(f"stage {args.stage} on {partition.mesh.size} devices: {here} of state on each, {whole} at stage 0")
+    replicated = display.human(sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+    print(f"stage {args.stage} on {partition.mesh.size} devices: {here} of state on each, {replicated} at stage 0")
     print(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
 
 

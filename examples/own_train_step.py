@@ -1,4 +1,4 @@
-"""Shards a Flax training loop that existed before. This module shows the lines that change, each marked with "# zerojax".
+"""Shards an existing Flax training loop. This module marks each line that changes with "# zerojax".
 
     python examples/own_train_step.py --stage 3 --steps 60
 
@@ -39,7 +39,7 @@ class Autoencoder(nn.Module):
 
 
 def make_optimizer(learning_rate: float) -> optax.GradientTransformation:
-    """Returns Adam with clipping, and weight decay on matrices alone."""
+    """Returns Adam with clipping, and weight decay on matrices only."""
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.scale_by_adam(),
@@ -49,14 +49,14 @@ def make_optimizer(learning_rate: float) -> optax.GradientTransformation:
 
 
 def create_state(key: jax.Array) -> TrainState:
-    """Returns the state before the first step."""
+    """Returns the initial state."""
     model = Autoencoder()
     params = model.init(key, jnp.zeros((1, FEATURES)))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=make_optimizer(2e-3))
 
 
 def batches() -> Iterator[np.ndarray]:
-    """Yields points of a curved surface with few dimensions in a space of many."""
+    """Yields points on a low-dimensional curved surface in a high-dimensional space."""
     rng = np.random.default_rng(0)
     directions = rng.normal(size=(CODE // 2, FEATURES))
     while True:
@@ -93,7 +93,7 @@ def train(stage: int, steps: int, compute_dtype: str | None = None, devices: lis
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains as the command line says, and prints the memory and the losses."""
+    """Trains with the command line's settings, and prints the memory and the losses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
@@ -104,8 +104,8 @@ def main(argv: list[str] | None = None) -> None:
     baseline = zerojax.partition_state(partition.abstract_state, mesh=partition.mesh, stage=0)
     rich.print(zerojax.memory_table(partition, baseline))
     here = display.human(memory.measured_bytes(state, partition.mesh.devices.flat[0]))
-    whole = display.human(sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
-    print(f"stage {args.stage} on {partition.mesh.size} devices: {here} of state on each, {whole} at stage 0")
+    replicated = display.human(sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+    print(f"stage {args.stage} on {partition.mesh.size} devices: {here} of state on each, {replicated} at stage 0")
     print(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
 
 

@@ -1,8 +1,8 @@
-"""Measures the fused optimizers on one GPU: right first, then fast. Figures and what follows from them: docs/benchmarks/optimizer.md.
+"""Measures the speed and the accuracy of the fused optimizers on one GPU. Figures and conclusions: docs/benchmarks/optimizer.md.
 
     python scripts/bench_optimizer.py --out runs/optimizer
 
-Writes optimizer.json there and prints a table. Times are medians of batches of steps, inputs donated, so that steps are in place.
+Writes optimizer.json there and prints a table. Times are medians over batches of steps. Inputs are donated, so steps update in place.
 """
 
 import argparse
@@ -37,7 +37,7 @@ RAGGED = {
 }
 RATE, DECAY = 1e-2, 0.1
 HYPER = {"b1": 0.9, "b2": 0.95, "weight_decay": DECAY}
-# (params, moments) -> largest root mean square error of params after CHECKED steps, in units of the distance that they moved.
+# (params, moments) -> maximum RMS error of params after CHECKED steps, relative to the distance that they moved.
 POLICIES = {
     ("float32", "fp32"): 3e-6,
     ("float32", "bf16"): 0.01,
@@ -46,13 +46,13 @@ POLICIES = {
     ("bfloat16", "bf16"): 0.1,
     ("bfloat16", "int8"): 0.1,
 }
-# Elements and warps of a program, those of update.LAUNCHES first.
+# (elements, warps) of a program; the first is that of update.LAUNCHES.
 LAUNCHES = [(1024, 8), (512, 4), (2048, 8)]
 IN_BLOCKS = [(1024, 4), (2048, 8), (512, 2)]
 
 
 def check_right(implementation: str) -> list[dict]:
-    """Compares CHECKED steps over ragged shapes with float64 numpy, for every policy, then a step that is skipped."""
+    """Compares CHECKED steps over ragged shapes with float64 numpy for every policy, and checks that a skipped step changes nothing."""
     rng = np.random.default_rng(0)
     start = {k: rng.standard_normal(s).astype(np.float32) for k, s in RAGGED.items()}
     slopes = {k: rng.standard_normal(s).astype(np.float32) for k, s in RAGGED.items()}
@@ -79,7 +79,7 @@ def check_right(implementation: str) -> list[dict]:
 
 
 def in_float64(name: str, start: dict, slopes: dict) -> dict:
-    """Returns params after CHECKED steps of the equations."""
+    """Returns params after CHECKED steps, computed in float64."""
     b1, b2, found = HYPER["b1"], HYPER["b2"], {}
     for k, slope in slopes.items():
         p, m, v = start[k].astype(np.float64), 0.0, 0.0
@@ -130,7 +130,7 @@ def time_copy() -> dict:
 
 
 def time_update(tx, dtype: str, grad_dtype: str, leaves: int, copies: bool, clips: bool = False) -> tuple[float, float]:
-    """Returns (seconds of a step, bytes that it must move)."""
+    """Returns (seconds per step, bytes that a step must read and write)."""
     params, grads = normal(leaves, LEAF, dtype), normal(leaves, LEAF, grad_dtype)
     is_fused = isinstance(tx, one_pass.OnePass)
     step = functools.partial(fused_step, tx, copies, clips) if is_fused else functools.partial(optax_step, tx)
@@ -192,7 +192,7 @@ def cases() -> list[tuple]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="runs/optimizer")
-    parser.add_argument("--match", default="", help="only cases whose name holds this")
+    parser.add_argument("--match", default="", help="run only cases whose name contains this")
     parser.add_argument("--seconds", type=float, default=100, help="start no case after this long")
     args = parser.parse_args()
     began = time.monotonic()

@@ -1,5 +1,5 @@
-// Measures what a layer's matrix products reach when they run without a pause, with each of cuBLASLt's first kernels: the floor that a
-// step's products have on a GPU that is held at its power limit. Shapes: one layer of Llama 3.1 8B, 16,384 tokens, bf16.
+// Measures the rate of a layer's matmuls when they run without a pause, for each of cuBLASLt's first kernels. This bounds the time of a
+// step's matmuls on a GPU at its power limit. Shapes: one layer of Llama 3.1 8B, 16,384 tokens, bf16.
 //
 //     nvcc -O2 -arch=sm_90a scripts/bench_products.cu -o bench_products -lcublasLt -lnvidia-ml
 //     ./bench_products SECONDS_A_KERNEL KERNELS_A_PRODUCT
@@ -23,7 +23,7 @@
     }                                                                 \
   } while (0)
 
-// Normally distributed values: power depends on the bits that change.
+// Normally distributed values: power depends on the number of bits that change.
 __global__ void fill(__nv_bfloat16* p, size_t n, float scale, unsigned seed) {
   for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
     unsigned x = (unsigned)(i * 2654435761u) ^ seed;
@@ -78,7 +78,7 @@ int main(int argc, char** argv) {
       {"o dx", 16384, 4096, 4096, INPUT, false},        {"o dw", 16384, 4096, 4096, WEIGHT, false},
   };
   for (auto& p : products) {
-    // C[m, n] = A[m, k] B[k, n] by rows is C^T[n, m] = B^T A^T by columns, which is what cuBLAS takes.
+    // Row-major C[m, n] = A[m, k] B[k, n] is column-major C^T[n, m] = B^T A^T, the layout of cuBLAS.
     int m, n, k, lda, ldb;
     cublasOperation_t ta = CUBLAS_OP_N, tb = CUBLAS_OP_N;
     if (p.kind == FORWARD) {
@@ -114,10 +114,10 @@ int main(int argc, char** argv) {
       }
       CHECK(cudaDeviceSynchronize());
       unsigned clock = 0;
-      auto rate = [&](double wanted) {  // TFLOP/s over that many seconds
+      auto rate = [&](double duration) {  // TFLOP/s over that many seconds
         int batch = (int)(0.02 / (operations / 7e14)) + 1, done = 0;
         double began = now();
-        while (now() - began < wanted) {
+        while (now() - began < duration) {
           for (int j = 0; j < batch; j++) run();
           done += batch;
           cudaDeviceSynchronize();
@@ -126,7 +126,7 @@ int main(int argc, char** argv) {
         nvmlDeviceGetClockInfo(device, NVML_CLOCK_SM, &clock);
         return done * operations / took * 1e-12;
       };
-      rate(0.4 * seconds);  // until the clock has settled
+      rate(0.4 * seconds);  // until the clock settles
       double reached = rate(seconds);
       int tile = 0, stages = 0;
       unsigned short cluster = 0;

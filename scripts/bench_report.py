@@ -1,6 +1,6 @@
-"""Reads what runs of the trainer wrote, and sums them up. This script's half of scripts/bench_train.py starts nothing.
+"""Summarises the files that runs of the trainer wrote. This module is the half of scripts/bench_train.py that starts no runs.
 
-The median over runs of the median over steps is a setting's step; see `summary`.
+The step time of a setting is the median over runs of the median over steps; see `summary`.
 """
 
 import importlib.metadata
@@ -22,8 +22,8 @@ from zerojax.plan import targets  # noqa: E402
 from zerojax.trainer import memory_guard, metrics  # noqa: E402
 
 SCHEMA = 1
-# The first step ends late, and after the second the trainer compares memory. The numbers of all but the last wait for the next step's
-# first copies to the host, where a run has such: all alike, so that the last alone seems short.
+# The first step is slow, and after the second the trainer compares memory. If steps copy arrays to the host, the metrics of each step
+# arrive after the next step's first copies, except for the last step, which therefore seems short.
 COUNTED = slice(2, -1)
 OK, NOT_STARTED = "ok", "not started: no time left"
 RECORDED = re.compile(r"(XLA|JAX|NCCL|CUDA|NVIDIA|TF|LIBTPU|OMP)_")  # environment variables
@@ -31,7 +31,7 @@ PACKAGES = "jax jaxlib jax-cuda13-plugin jax-cuda12-plugin libtpu flax optax num
 
 
 def measured(folder: pathlib.Path) -> dict[str, Any]:
-    """Reads what a run wrote to its folder, as far as it came."""
+    """Returns the figures in a run's folder, as far as the run wrote them."""
     found: dict[str, Any] = {}
     if (folder / memory_guard.FILE).exists():
         saved = json.loads((folder / memory_guard.FILE).read_text())
@@ -58,10 +58,10 @@ def measured(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns one row of several runs of a setting.
+    """Returns one row for the runs of a setting.
 
-    Its step is the median over runs of the median over steps; the shortest and the longest step are of all that count. Causal MFU is
-    flops_per_token x tokens/s/device over the device's peak (see flops_per_token in zerojax.models.family).
+    Its step time is the median over runs of the median over counted steps. The shortest and the longest step are over all counted steps.
+    Causal MFU is flops_per_token x tokens/s/device / peak FLOP/s of the device (see flops_per_token in zerojax.models.family).
     """
     good = [found for found in runs if found["status"] == OK and found.get("step_s", ())[COUNTED]]
     if not good:
@@ -90,7 +90,7 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the rows as a table in Markdown; an empty cell is not known."""
+    """Returns the rows as a Markdown table. Unknown values are empty cells."""
     forms = {
         "setting": lambda row: row["name"],
         "devices": lambda row: f"{row['devices']:d}",
@@ -112,7 +112,7 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     def cell(form: Any, row: Mapping[str, Any]) -> str:
         try:
             return form(row)
-        except (KeyError, TypeError):  # what a run that failed, or this kind of device, does not tell
+        except (KeyError, TypeError):  # a failed run or this device kind does not report it
             return ""
 
     lines = [list(forms), ["---"] * len(forms)]
@@ -120,8 +120,8 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def told(found: Mapping[str, Any]) -> str:
-    """Says in a line how a run ended."""
+def outcome(found: Mapping[str, Any]) -> str:
+    """Returns a line on how a run ended."""
     if found["status"] != OK or not found.get("step_s", ())[COUNTED]:
         return found["status"]
     step = statistics.median(found["step_s"][COUNTED])
@@ -129,7 +129,7 @@ def told(found: Mapping[str, Any]) -> str:
 
 
 def provenance(arguments: Sequence[str]) -> dict[str, Any]:
-    """Returns what the figures depend on beside the settings: the code, the versions, the flags, the machine."""
+    """Returns everything else that the figures depend on: the code, the versions, the flags and the machine."""
     versions = {}
     for name in PACKAGES.split():
         try:
@@ -154,7 +154,7 @@ def _git(*words: str) -> str | None:
 
 
 def _output(*words: str) -> str | None:
-    """Returns what a command says, or None where there is none of its name, or it fails."""
+    """Returns a command's stdout, or None if the command is missing or fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,10 +1,10 @@
-"""Measures the update of 400 leaves of 4,096 elements beside that of one leaf of their size. Figures: docs/benchmarks/optimizer.md.
+"""Measures the update of 400 leaves of 4,096 elements, and of one leaf of their total size. Figures: docs/benchmarks/optimizer.md.
 
     python scripts/bench_small_leaves.py --out runs/small-leaves
 
-Writes small_leaves.json there and prints a table. Of each update it tells the time in which kernels run, and what the update adds to a
-program whose other work keeps the GPU busy, so that the host is ahead, as it is in training: the median time between the end of one spell
-of that work and the start of the next. Both are from a trace of 50 updates in one program.
+Writes small_leaves.json there and prints a table with two times for each update. The first is the time in which its kernels run. The
+second is the time that the update adds to a program whose other work keeps the GPU busy, so that the host runs ahead, as in training: the
+median time between the end of one piece of that work and the start of the next. Both come from a trace of 50 updates in one program.
 """
 
 import argparse
@@ -31,7 +31,7 @@ GRAPHS = {"xla_enable_command_buffers_during_profiling": True}
 SIDE_BY_SIDE = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 PLAIN = update.LAUNCHES["plain"]
 ONE, MANY = (1, (1600, 1024)), (400, (4, 1024))
-# leaves, implementation, leaves of a launch, XLA's options
+# leaves, implementation, leaves per launch, XLA options
 SETTINGS = [
     (ONE, "jnp", 1, {}),
     (ONE, "pallas", 1, {}),
@@ -46,7 +46,7 @@ SETTINGS = [
 
 
 def spin(x: jax.Array) -> jax.Array:
-    """Returns x after keeping the GPU busy for some 0.6 ms with a chain of sums, which nothing else on it makes longer."""
+    """Returns x after a chain of sums that keeps the GPU busy for about 0.6 ms. Other work does not make it longer."""
 
     def kernel(x_ref, out_ref):
         x = x_ref[...]
@@ -58,16 +58,16 @@ def spin(x: jax.Array) -> jax.Array:
 
 
 def measure(leaves: tuple[int, tuple], implementation: str, group: int, options: dict) -> dict:
-    """Returns the figures of AdamW with float32 weights and moments, bf16 gradients and copies."""
+    """Returns the times of AdamW with float32 weights and moments, bf16 gradients and bf16 copies of the weights."""
     update.LAUNCHES["plain"] = dataclasses.replace(PLAIN, group=group)
     tx = bench.make("adamw", "fp32", implementation, False)
     (params,), (grads,) = (bench.normal(1, (leaves[0], *leaves[1]), dtype) for dtype in ("float32", "bfloat16"))
-    params, grads = list(params), list(grads)  # cut from one array: 400 generators take minutes to compile
+    params, grads = list(params), list(grads)  # slices of one array: 400 random generators take minutes to compile
     start = (jnp.ones(128), (params, tx.init(params), [p.astype(jnp.bfloat16) for p in params]))
 
     def once(_, carry):
         spun, (params, state, _) = spin(carry[0]), carry[1]
-        # The update waits for the spinning, also where XLA would run both at once.
+        # The update depends on the spin, so XLA cannot run both at once.
         return spun, tx.apply(grads, state, params, scale=spun[0], finite=spun[0] > 0, copy_dtype=jnp.bfloat16)
 
     began = time.perf_counter()
@@ -86,7 +86,7 @@ def measure(leaves: tuple[int, tuple], implementation: str, group: int, options:
 
 
 def traced(program, carry) -> list[traces.Kernel]:
-    """Returns the kernels of a run of a program, in order."""
+    """Runs a program and returns its kernels in order."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(program(carry))

@@ -1,15 +1,15 @@
-"""Measures training: runs a table of settings through the ordinary trainer, and prints the speed and the memory of each.
+"""Measures training: runs each setting with the trainer, and prints its speed and memory.
 
     python scripts/bench_train.py --settings 1b 8b --processes 8 --repeat 3 --limit_s 540
     python scripts/bench_train.py --run "lean: configs/llama3_1b.py model.remat=full micro_batch_size=4" --run "plain: configs/llama3_1b.py"
 
-A setting is a config file and words: `key=value` changes the config, `processes=8` starts a process a GPU, and NAME=value sets an
-environment variable (XLA_FLAGS adds to those that are set). Random tokens are trained on, nothing is evaluated or saved, and every step
-is logged, unless the words say otherwise. Each run is a process of its own, since a device's peak is counted over a process's life. One
-that fails is a row of the table; runs are repeated in turns, so that what drifts drifts for all.
+A setting is a config file and words: `key=value` changes the config, `processes=8` starts one process per GPU, and NAME=value sets an
+environment variable (XLA_FLAGS is appended to the variable's value). By default a run trains on random tokens, evaluates and saves
+nothing, and logs every step. Each run is its own process, since a device's peak memory counts from the start of the process. A failed
+run is a row of the table. Settings take turns when repeated, so that drift affects all of them.
 
-A step's time is that between the arrivals of its numbers and of those of the step before, as in metrics.jsonl; the first two and the last
-are not counted. Everything lies in --workdir: a folder and a log for each run, and bench.json with every step of every run.
+A step's time runs from the arrival of the previous step's metrics to the arrival of its own, as in metrics.jsonl. The first two steps and
+the last are not counted. --workdir holds a folder and a log for each run, and bench.json with every step of every run.
 """
 
 import argparse
@@ -28,12 +28,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import bench_report  # beside this script
+import bench_report  # in this folder
 
 from zerojax.trainer import memory_guard
 
 ROOT = bench_report.ROOT
-TAIL = 300  # characters of what a failed run said last
+TAIL = 300  # last characters of a failed run's output
 ONE_B, EIGHT_B = "configs/llama3_1b.py", "configs/llama3_8b.py"
 SETTINGS = {
     "tiny": "configs/zero3.py",
@@ -72,7 +72,7 @@ OUT_OF_MEMORY, TOO_LATE = "out of memory", "stopped: time is up"
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One row: a config file, what it changes in it and in the environment, and over how many processes it runs."""
+    """One row: a config file, its overrides, environment variables, and the number of processes."""
 
     name: str
     config: str
@@ -82,7 +82,7 @@ class Setting:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the settings and returns the status to leave with: 1 where no run ended well."""
+    """Runs the settings and returns the exit status: 1 if no run succeeded."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
             else:
                 found = run(setting, folder / f"{setting.name}-{turn}", options.steps, left)
             runs[setting.name].append(found)
-            print(f"{setting.name}, run {turn + 1} of {options.repeat}: {bench_report.told(found)}", flush=True)
+            print(f"{setting.name}, run {turn + 1} of {options.repeat}: {bench_report.outcome(found)}", flush=True)
             write(folder / "bench.json", arguments, settings, runs)
     print("\n" + bench_report.table({name: bench_report.summary(found) for name, found in runs.items()}))
     print(f"\neach step of each run: {folder / 'bench.json'}")
@@ -111,10 +111,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def chosen(names: Sequence[str], free: Sequence[str], processes: int) -> list[Setting]:
-    """Returns the settings that are named, and those given as "name: words".
+    """Returns the named settings, and those given as "name: words".
 
     Raises:
-      ValueError: a name is not known or comes twice, or a word is neither form.
+      ValueError: a name is unknown or repeated, or a word has no known form.
     """
     given = []
     for name in names:
@@ -135,14 +135,14 @@ def chosen(names: Sequence[str], free: Sequence[str], processes: int) -> list[Se
 
 
 def split(words: str) -> list[str]:
-    r"""Returns the words as a shell does, but that a backslash is one: layer_\d+ is a regex."""
+    r"""Splits words as a shell does, but keeps backslashes, as in the regex layer_\d+."""
     lexer = shlex.shlex(words, posix=True)
     lexer.whitespace_split, lexer.escape, lexer.commenters = True, "", ""
     return list(lexer)
 
 
 def parse(name: str, words: str, processes: int = 1) -> Setting:
-    """Reads a setting's words. Raises ValueError where one is of no known form."""
+    """Parses a setting's words. Raises ValueError if a word has no known form."""
     config, *rest = split(words) or [""]
     if not config.endswith(".py"):
         raise ValueError(
@@ -165,7 +165,7 @@ def parse(name: str, words: str, processes: int = 1) -> Setting:
 
 
 def command(setting: Setting, folder: pathlib.Path, steps: int) -> list[str]:
-    """Returns the command of a run; it is an ordinary training."""
+    """Returns the command of a run of the trainer."""
     config = pathlib.Path(setting.config)
     short = {
         "steps": str(steps),
@@ -183,21 +183,21 @@ def command(setting: Setting, folder: pathlib.Path, steps: int) -> list[str]:
 
 
 def environment(setting: Setting, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a run: flags of XLA add up, where the last one counts."""
+    """Returns the environment of a run. The setting's XLA_FLAGS follow the inherited ones, since XLA takes the last value of a flag."""
     flags = " ".join(filter(None, [environ.get("XLA_FLAGS"), setting.environ.get("XLA_FLAGS")]))
     path = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
     return {**environ, **setting.environ, **({"XLA_FLAGS": flags} if flags else {}), "PYTHONPATH": path}
 
 
 def likely_seconds(runs: Mapping[str, Sequence[Mapping]], name: str) -> float:
-    """Returns what a run will take at least: what the setting took last, or else the shortest of all that ended well."""
+    """Returns a run's expected seconds: those of the setting's last run, or else of the shortest successful run."""
     own = [found["seconds"] for found in runs[name] if "seconds" in found]
     others = [found["seconds"] for several in runs.values() for found in several if found["status"] == bench_report.OK]
     return own[-1] if own else min(others, default=0.0)
 
 
 def run(setting: Setting, folder: pathlib.Path, steps: int, limit: float) -> dict[str, Any]:
-    """Runs a setting once, for `limit` seconds at most, and returns what it measured, and how it ended."""
+    """Runs a setting once, for up to `limit` seconds, and returns its figures and its status."""
     words, status, last = command(setting, folder, steps), "", ""
     found: dict[str, Any] = {"command": shlex.join(words)}
     began = time.monotonic()
@@ -223,7 +223,7 @@ def run(setting: Setting, folder: pathlib.Path, steps: int, limit: float) -> dic
                     found["first_step_s"] = time.monotonic() - began
                 if memory_guard.SHORT in line and not status:
                     status = OUT_OF_MEMORY
-                    _end(process, setting)  # it would look for settings that fit
+                    _end(process, setting)  # else it would search for settings that fit
         code = process.wait()
     finally:
         timer.cancel()
@@ -235,7 +235,7 @@ def run(setting: Setting, folder: pathlib.Path, steps: int, limit: float) -> dic
 
 
 def _end(process: subprocess.Popen, setting: Setting) -> None:
-    """Kills a run; the launcher kills its processes, which are in sessions of their own, when SIGQUIT tells it to."""
+    """Kills a run. On SIGQUIT the launcher kills its processes, which have their own sessions."""
     if setting.processes > 1 and process.poll() is None:
         process.send_signal(signal.SIGQUIT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -264,12 +264,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     known = ", ".join([*SETTINGS, *GROUPS])
     parser.add_argument("--settings", nargs="+", default=[], metavar="NAME", help=f"named settings: {known}")
-    parser.add_argument("--run", action="append", default=[], metavar="NAME: WORDS", help="a setting of your own")
+    parser.add_argument("--run", action="append", default=[], metavar="NAME: WORDS", help="a custom setting")
     parser.add_argument("--repeat", type=_positive, default=1, help="runs of each setting")
-    parser.add_argument("--steps", type=_positive, default=12, help="optimizer steps of a run, the first 2 not counted")
-    parser.add_argument("--processes", type=_positive, default=1, help="1: one with all devices; else a process a GPU")
-    parser.add_argument("--limit_s", type=float, default=86400, help="seconds after which all has ended")
-    parser.add_argument("--workdir", type=pathlib.Path, help="a new folder for all that is written; runs/bench-TIME")
+    parser.add_argument(
+        "--steps", type=_positive, default=12, help="optimizer steps per run; the first 2 and the last are not counted"
+    )
+    parser.add_argument(
+        "--processes", type=_positive, default=1, help="1: one process with all devices; else one process per GPU"
+    )
+    parser.add_argument("--limit_s", type=float, default=86400, help="seconds until all runs are ended")
+    parser.add_argument("--workdir", type=pathlib.Path, help="a new folder for all files; default runs/bench-TIME")
     return parser
 
 
@@ -280,5 +284,5 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no run is left behind
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no run stays alive
     sys.exit(main(sys.argv[1:]))

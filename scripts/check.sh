@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks a change in a few minutes: format, lint, types, the import floors, the fast tests, the README and the API pages.
-# The whole test suite is `python -m pytest`. Run in an environment with `pip install -e ".[dev]"`.
+# Checks a change in a few minutes: format, lint, types, import rules, fast tests, the README and the API pages.
+# `python -m pytest` runs the full test suite. Run in an environment with `pip install -e ".[dev]"`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the API pages of the package and its modules from the docstrings into site/, with pdoc. Open site/index.html.
+# Builds the API pages from the docstrings into site/, with pdoc. Open site/index.html.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 modules=$(find zerojax pallas_kernels -name "*.py" ! -name "__init__.py" | sort | sed 's|\.py$||; s|/|.|g')

@@ -1,13 +1,13 @@
-"""Starts N processes of one command on this host as one run. This script hands out flags and ends it as one.
+"""Starts N processes of one command on this host as one run. This script adds their flags and ends them together.
 
     python scripts/launch_local.py --processes 2 -- python -m zerojax.train --config configs/zero3.py
 
 Each process gets `--coordinator 127.0.0.1:PORT --num_processes N --process_id I` appended. On GPUs add
---gpus_per_process 1: each process then sees a GPU of its own, and dispatches faster than one with all would.
+--gpus_per_process 1: each process then sees one GPU, and dispatches faster than one process with all GPUs.
 On CPU each process emulates its devices.
 
-Output is prefixed with [I]; with --log_dir only process 0's is shown, the others' go to its process_I.log.
-SIGTERM and SIGINT are passed on; SIGQUIT kills all. When a process fails, the others are ended and its status is returned.
+Output lines are prefixed with [I]. With --log_dir only process 0's output is shown, and others write to process_I.log in that folder.
+SIGTERM and SIGINT are passed on. SIGQUIT kills all processes. If one fails, the others are ended and its status is returned.
 """
 
 import argparse
@@ -28,7 +28,7 @@ TAIL_LINES = 20  # of a failed process's log file
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the processes and returns the status to leave with: the first failed process's, else 0."""
+    """Runs the processes and returns the exit status: that of the first failed process, or 0."""
     parser = _parser()
     options = parser.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -63,10 +63,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def child_environment(environ: Mapping[str, str], index: int, processes: int, gpus: int) -> dict[str, str]:
-    """Returns the environment of process `index`, in which it sees `gpus` GPUs of its own (0: all).
+    """Returns the environment of process `index`, which sees only its own `gpus` GPUs (0: all).
 
     Raises:
-      ValueError: CUDA_VISIBLE_DEVICES lists fewer GPUs than the processes take.
+      ValueError: CUDA_VISIBLE_DEVICES lists fewer GPUs than the processes need.
     """
     environment = {**environ, "PYTHONUNBUFFERED": "1"}
     if not gpus:
@@ -85,9 +85,11 @@ def child_environment(environ: Mapping[str, str], index: int, processes: int, gp
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, required=True, help="how many to start")
-    parser.add_argument("--gpus_per_process", type=int, default=0, help="GPUs that each sees; 0: all")
-    parser.add_argument("--log_dir", type=pathlib.Path, help="for the output of all but process 0")
-    parser.add_argument("--grace_seconds", type=float, default=10, help="from SIGTERM to SIGKILL when one failed")
+    parser.add_argument("--gpus_per_process", type=int, default=0, help="GPUs that each process sees; 0: all")
+    parser.add_argument("--log_dir", type=pathlib.Path, help="folder for the output of all processes but 0")
+    parser.add_argument(
+        "--grace_seconds", type=float, default=10, help="from SIGTERM to SIGKILL after a process failed"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
     return parser
 
@@ -100,7 +102,7 @@ def _free_port() -> int:
 
 
 def _start(command: list[str], environment: Mapping[str, str]) -> subprocess.Popen:
-    """Starts one process, in a session of its own: a terminal's Ctrl-C reaches it through us alone, once."""
+    """Starts one process in its own session, so that a terminal's Ctrl-C reaches it once, through this script."""
     return subprocess.Popen(
         command,
         env=environment,
@@ -112,7 +114,7 @@ def _start(command: list[str], environment: Mapping[str, str]) -> subprocess.Pop
 
 
 def _output(index: int, log_dir: pathlib.Path | None) -> contextlib.AbstractContextManager[TextIO]:
-    """Returns where process `index` writes: our stdout, or its log file."""
+    """Returns the output of process `index`: this script's stdout, or a log file."""
     if index == 0 or log_dir is None:
         return contextlib.nullcontext(sys.stdout)
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -124,7 +126,7 @@ def _log_file(log_dir: pathlib.Path, index: int) -> pathlib.Path:
 
 
 def _copy(source, out: TextIO, prefix: str) -> None:
-    """Copies lines until the process and its own children have closed their end."""
+    """Copies lines until the process and its children close the pipe."""
     with source:
         for line in source:
             out.write(prefix + line.decode(errors="replace").rstrip("\n") + "\n")
@@ -132,7 +134,7 @@ def _copy(source, out: TextIO, prefix: str) -> None:
 
 
 def _forward_signals(children: list[subprocess.Popen], stack: contextlib.ExitStack) -> None:
-    """Passes SIGTERM and SIGINT on to the children until `stack` is left; they decide when to end. SIGQUIT kills them."""
+    """Passes SIGTERM and SIGINT on to the children, which decide when to end, and kills them on SIGQUIT, until `stack` closes."""
 
     def forward(number: int, frame: object) -> None:
         for child in children:
@@ -143,7 +145,7 @@ def _forward_signals(children: list[subprocess.Popen], stack: contextlib.ExitSta
 
 
 def _wait(children: list[subprocess.Popen]) -> int | None:
-    """Waits for all to end, or one to fail; returns the index of the first that failed."""
+    """Waits until all end or one fails. Returns the index of the first that failed."""
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def watch(index: int) -> None:
@@ -160,7 +162,7 @@ def _wait(children: list[subprocess.Popen]) -> int | None:
 
 
 def _end(children: list[subprocess.Popen], grace_seconds: float) -> None:
-    """Terminates what still runs, and kills it `grace_seconds` later."""
+    """Terminates running children, and kills them after `grace_seconds`."""
     running = [child for child in children if child.poll() is None]
     for child in running:
         child.terminate()
@@ -174,7 +176,7 @@ def _end(children: list[subprocess.Popen], grace_seconds: float) -> None:
 
 
 def _report(index: int, returncode: int, log_dir: pathlib.Path | None) -> int:
-    """Says which process failed, and shows the end of its log if that is in a file; returns its status."""
+    """Prints which process failed and the end of its log file, if any. Returns its status."""
     status = returncode if returncode > 0 else 128 - returncode
     how = f"status {status}" if returncode > 0 else signal.Signals(-returncode).name
     print(f"launch_local: process {index} ended with {how}; ended the others", file=sys.stderr)

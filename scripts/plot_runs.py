@@ -1,11 +1,11 @@
-"""Draws the training losses of several runs into one picture, and prints their last losses.
+"""Plots the training losses of several runs in one picture, and prints their last losses.
 
     for p in fp32 bf16 fp16 bf16_sr; do
       python -m zerojax.train --config configs/zero3.py --config.precision=$p --config.steps=300 --workdir runs/$p
     done
     python scripts/plot_runs.py --out docs/images/precisions.png runs/fp32 runs/bf16 runs/fp16 runs/bf16_sr
 
-Training losses are means over the last 10 steps; dots are evaluation losses.
+Training losses are means over the last 10 steps. Dots are evaluation losses.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def read(folder: pathlib.Path) -> tuple[dict[int, float], list[tuple[int, float]
 
 
 def mean(losses: dict[int, float], step: int) -> float:
-    """Returns the mean of the last losses up to a step; steps that were skipped may have none."""
+    """Returns the mean of the last losses up to a step. A skipped step may have no loss."""
     last = [losses[s] for s in range(step - MEAN_OVER + 1, step + 1) if s in losses]
     return sum(last) / len(last)
 

@@ -1,4 +1,4 @@
-"""Compiles small train steps for GPUs that are not there. The model is plain Flax: nothing in it knows of this project."""
+"""Compiles small train steps for compile-only GPUs. This module's model is plain Flax and does not use zerojax."""
 
 import functools
 import sys
@@ -20,7 +20,7 @@ from zerojax import tree
 from zerojax.plan import findings, ledger, targets
 
 WIDTH, HIDDEN, EXAMPLES = 256, 512, 512
-# Kernels are never run here. The text of a program is the same without what makes their code better.
+# Kernels are never run here, so their code need not be fast. The text of a program is the same.
 FAST = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_disable_gpuasm_optimizations": True,
@@ -30,7 +30,7 @@ FAST = {
 
 
 class Block(nn.Module):
-    """A residual block; the norm's scale makes every kernel's backward pass read the kernel."""
+    """A residual block. Because of the norm's scale, every kernel's backward pass reads the kernel."""
 
     @nn.compact
     def __call__(self, x):
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 def gpus(target: str = "h200", topology: str = "1x8") -> list:
-    """Returns compile-only GPUs. A missing compiler skips the test only where none is published: elsewhere the extra `test` brings it."""
+    """Returns compile-only GPUs. Skips the test only where no compiler is published; elsewhere the extra `test` installs it."""
     if sys.platform != "linux":
         pytest.skip("JAX's CUDA compiler is published for Linux")
     return targets.devices(target, topology)
@@ -65,26 +65,26 @@ def devices(count: int = 8) -> tuple:
 
 
 def optimized() -> Any:
-    """Compiles as users do, whatever was set before: other tests compile roughly, and keep what they compile."""
+    """Sets optimized, uncached compilation as users have it, since other tests turn optimizations off and the cache on."""
     return runs.jax_settings(jax_disable_most_optimizations=False, jax_enable_compilation_cache=False)
 
 
 def mesh(axes: tuple[str, ...] = ("fsdp",), shape: tuple[int, ...] = (8,)) -> Mesh:
-    """Returns a mesh with axes of any name."""
+    """Returns a mesh with the named axes."""
     return Mesh(np.asarray(devices()).reshape(shape), axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def create(
     key: jax.Array, tx: Any = None, dtype: Any = jnp.float32, depth: int | None = None
 ) -> train_state.TrainState:
-    """Returns the first state."""
-    net = Net() if depth is None else Net(depth)  # which tests replace by other modules
+    """Returns the initial state."""
+    net = Net() if depth is None else Net(depth)  # tests replace Net by other modules
     params = jax.tree.map(lambda w: w.astype(dtype), net.init(key, jnp.zeros((1, WIDTH)))["params"])
     return train_state.TrainState.create(apply_fn=net.apply, params=params, tx=tx or optax.adam(1e-3))
 
 
 def plain_state(on: Mesh, split: P = P("fsdp"), **kwargs: Any) -> train_state.TrainState:
-    """Returns an abstract state whose matrices are split as told and the rest whole."""
+    """Returns an abstract state whose matrices have the spec `split` and whose other leaves are replicated."""
 
     def place(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(on, split if leaf.ndim > 1 else P()))
@@ -93,7 +93,7 @@ def plain_state(on: Mesh, split: P = P("fsdp"), **kwargs: Any) -> train_state.Tr
 
 
 def plain_step(state, batch, used=lambda params: params):
-    """A train step as people write them."""
+    """A plain train step, as users write it."""
 
     def loss_fn(params):
         error = state.apply_fn({"params": used(params)}, batch) - batch
@@ -136,11 +136,11 @@ def staged(
 
 
 def staged_text(stage: int, reduce_dtype: Any = None, offload: str = "", depth: int | None = None) -> str:
-    """Returns that step's compiled text."""
+    """Returns the compiled text of that step."""
     return _staged(stage, 8, 1, "dots", 1, reduce_dtype, offload, depth)[0]
 
 
-@functools.cache  # which takes arguments left out for others
+@functools.cache  # the key differs for omitted arguments, so callers pass all
 def _staged(
     stage: int,
     count: int,

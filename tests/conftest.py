@@ -1,7 +1,7 @@
-"""Gives every test 8 emulated CPU devices, and compiles roughly. Both must be asked for before jax starts.
+"""Gives every test 8 emulated CPU devices, and compiles with few optimizations. Both must be set before jax starts.
 
-Compiling is most of the time of most tests. Without LLVM's optimizations and XLA's fusion emitters a train step compiles in a
-quarter of the time; sharding is decided the same.
+Most tests spend most of their time compiling. Without LLVM's optimizations and XLA's fusion emitters a train step compiles in a
+quarter of the time. Shardings do not change.
 """
 
 import os
@@ -20,7 +20,7 @@ from zerojax.data import source
 
 @pytest.fixture(scope="session")
 def stdlib_dir(tmp_path_factory):
-    """Prepares python_stdlib once for all runs: under a second, 3.5 MB on disk."""
+    """Prepares python_stdlib once for all runs, in under a second and 3.5 MB on disk."""
     data_dir = tmp_path_factory.mktemp("datasets")
     source.prepare("python_stdlib", data_dir)
     return data_dir
@@ -28,7 +28,7 @@ def stdlib_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def compiled_dir(tmp_path_factory):
-    """Keeps the compiled programs of all small runs, for all worker processes of these tests."""
+    """Returns the folder of compiled programs of all small runs, which all test workers share."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "compiled"
     folder.mkdir(exist_ok=True)
@@ -37,7 +37,7 @@ def compiled_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cache_dir(compiled_dir):
-    """Compiles each program of the small runs once: a second run of the same shapes takes a second, not ten."""
+    """Compiles each program of the small runs once. A second run of the same shapes takes a second, not ten."""
     with runs.jax_settings(
         jax_compilation_cache_dir=str(compiled_dir),
         jax_persistent_cache_min_compile_time_secs=0.0,

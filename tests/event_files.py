@@ -1,4 +1,4 @@
-"""Reads what a run tells TensorBoard. This module takes its event files apart without TensorBoard."""
+"""Reads a run's events for TensorBoard. This module parses the event files without TensorBoard."""
 
 import pathlib
 

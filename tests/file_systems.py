@@ -1,4 +1,4 @@
-"""Runs out of disk space on purpose. This module holds the error itself, and a place where commands may mount file systems."""
+"""Simulates full and read-only disks. This module holds the error, and runs commands where they may mount file systems."""
 
 import errno
 import os
@@ -11,12 +11,12 @@ import runs
 
 
 def full(*_: Any, **__: Any) -> NoReturn:
-    """Fails as any write to a full disk does."""
+    """Raises the error of a write to a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def in_a_namespace(script: str, command: list[str], environ: dict[str, str]) -> subprocess.CompletedProcess:
-    """Runs a shell script, whose arguments are `command`, where it may mount file systems."""
+    """Runs a shell script with arguments `command` in a namespace where it may mount file systems."""
     namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     mount = [*namespace, "mount -t tmpfs tmpfs /mnt"]
     if shutil.which("unshare") is None or subprocess.run(mount, capture_output=True).returncode:

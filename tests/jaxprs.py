@@ -1,4 +1,4 @@
-"""Reads traced programs. This module helps tests that ask what a jaxpr does."""
+"""Reads traced programs. This module lists the equations of a jaxpr."""
 
 import jax
 

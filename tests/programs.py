@@ -1,4 +1,4 @@
-"""Runs short Python programs, each in a process of its own. This module keeps what our own tests set away from them."""
+"""Runs short Python programs, each in its own process. This module removes the settings of our tests from their environment."""
 
 import os
 import pathlib
@@ -10,7 +10,7 @@ LIMIT = 120  # seconds; a test that waits longer hangs
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Returns ours, without what conftest set and any scheduler."""
+    """Returns this process's environment without the variables of conftest and of schedulers."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "SLURM_", "OMPI_"))}
     return {**kept, "PYTHONPATH": str(ROOT), **variables}
 

@@ -1,4 +1,4 @@
-"""Compiles roughly, so that tests are quick. This module holds the settings, for this process and for those that tests start."""
+"""Turns optimizations off, so that tests compile fast. This module holds the settings for this process and its child processes."""
 
 import importlib.metadata
 

@@ -1,7 +1,7 @@
 """Starts small runs of the trainer for tests. This module holds their settings, and a process that forks commands.
 
-Importing the trainer takes seconds, so `Commands` imports it once and forks a child for each command line: the child then is
-`python -m zerojax.train ARGUMENTS` in all but its start.
+Importing the trainer takes seconds, so `Commands` imports it once and forks a child for each command line. Apart from its start, the
+child behaves as `python -m zerojax.train ARGUMENTS`.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ SMALL: Mapping[str, Any] = {
     "global_batch_size": 8,
     "log_every": 1,
     "optimizer.learning_rate": 0.01,
-    "optimizer.schedule": "constant",  # a run of fewer steps is the beginning of one of more, and shares its programs
+    "optimizer.schedule": "constant",  # so a short run equals the start of a longer one, and shares its programs
     "optimizer.warmup_steps": 2,
     "data.name": "random",
     "data.eval_split": "",
@@ -95,7 +95,7 @@ def run(folder: pathlib.Path, *, devices: int = 8, **changes: Any) -> pathlib.Pa
 
 @contextlib.contextmanager
 def jax_settings(**values: Any) -> Iterator[None]:
-    """Sets what JAX compiles by, for a while."""
+    """Sets options of JAX inside the block."""
     before = {name: jax.config.values[name] for name in values}
     try:
         _set(values)
@@ -107,7 +107,7 @@ def jax_settings(**values: Any) -> Iterator[None]:
 def _set(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         jax.config.update(name, value)
-    compilation_cache.reset_cache()  # it looks at the settings once
+    compilation_cache.reset_cache()  # JAX reads the cache settings only once
 
 
 def on_devices(count: int) -> Any:
@@ -131,7 +131,7 @@ def evaluations(folder: pathlib.Path) -> list[tuple[int, float]]:
 
 
 def environment(cache: pathlib.Path) -> dict[str, str]:
-    """Returns ours, without what conftest set, with a cache of compiled programs."""
+    """Returns this process's environment without conftest's variables, and with a cache of compiled programs."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "SLURM_", "OMPI_"))}
     return {
         **kept,
@@ -154,7 +154,7 @@ class Command:
     status: int | None = None
 
     def wait(self) -> "Command":
-        """Waits for its end."""
+        """Waits until it ends."""
         if self.status is None:
             self.status = int(self.driver.stdout.readline())
         return self
@@ -165,17 +165,17 @@ class Command:
 
     @property
     def out(self) -> str:
-        """Returns what it has written to stdout so far."""
+        """Returns its stdout so far."""
         return pathlib.Path(self.files[1]).read_text()
 
     @property
     def err(self) -> str:
-        """Returns what it has written to stderr so far."""
+        """Returns its stderr so far."""
         return pathlib.Path(self.files[2]).read_text()
 
     @property
     def error_line(self) -> str:
-        """Returns the one line of a refusal, which left with status 2."""
+        """Returns the error line of a command that ended with status 2."""
         assert (self.status, self.err.count("\n")) == (2, 1), (self.status, self.out, self.err)
         assert self.err.startswith("zerojax: ")
         return self.err.strip()
@@ -197,7 +197,7 @@ class Commands:
         )
 
     def start(self, *arguments: str, before: str = "", unset: tuple[str, ...] = (), **environ: str) -> Command:
-        """Starts `python -m zerojax.train ARGUMENTS`; the child first runs the Python code `before`."""
+        """Starts `python -m zerojax.train ARGUMENTS`. The child first runs the Python code `before`."""
         self._count += 1
         files = [os.devnull, *(str(self._folder / f"{self._count}.{stream}") for stream in ("out", "err"))]
         for file in files[1:]:
@@ -229,7 +229,7 @@ def open_commands(folder: pathlib.Path, cache: pathlib.Path) -> Iterator[Command
 
 
 def restored(folder: pathlib.Path, step: int, **changes: Any) -> tuple[program.Program, Any]:
-    """Returns the program and the state that a run in `folder` would go on with."""
+    """Returns the program and the state with which a run in `folder` would resume."""
     built = program.build(config(**changes), tokenizer_vocab=320)
     streams = program.open_feed(built, tokenizer.load_tokenizer("bytes"), folder)
     saver = checkpointer.Checkpointer(folder / "checkpoints", keep_last=2, keep_best=0)

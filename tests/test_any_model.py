@@ -1,4 +1,4 @@
-"""Checks models and losses that do unusual things with blocks and weights against plain autodiff. This module tests used, blocks, chain."""
+"""Compares unusual models and losses with plain autodiff. This module tests zerojax.zero's used, blocks and chain."""
 
 import contextlib
 import functools
@@ -40,7 +40,7 @@ class Plain(nn.Module):
 
 
 class LearnedField(nn.Module):
-    """A weight of the model's own reaches the blocks as a field."""
+    """Blocks get a weight of the model as a field."""
 
     @nn.compact
     def __call__(self, x):
@@ -49,7 +49,7 @@ class LearnedField(nn.Module):
 
 
 class Closure(nn.Module):
-    """A function that reads a weight, and one that calls a module, reach the blocks as fields."""
+    """Blocks get a function that reads a weight, and one that calls a module, as fields."""
 
     @nn.compact
     def __call__(self, x):
@@ -59,7 +59,7 @@ class Closure(nn.Module):
 
 
 class Shared(nn.Module):
-    """Blocks share a module by a field, and by an argument."""
+    """Blocks share a module through a field and through an argument."""
 
     @nn.compact
     def __call__(self, x):
@@ -69,7 +69,7 @@ class Shared(nn.Module):
 
 
 class OnlyCalls(nn.Module):
-    """A block without weights, one that is called with numpy's True, and one twice."""
+    """One block has no weights, one is called with numpy's True, and one is called twice."""
 
     @nn.compact
     def __call__(self, x):
@@ -80,7 +80,7 @@ class OnlyCalls(nn.Module):
 
 
 class Where(nn.Module):
-    """Computes by its place in the model."""
+    """Its computation depends on its path in the model."""
 
     @nn.compact
     def __call__(self, y):
@@ -88,7 +88,7 @@ class Where(nn.Module):
 
 
 class ByPath(nn.Module):
-    """A module inside a block asks where it is."""
+    """A module inside a block reads its path."""
 
     @nn.compact
     def __call__(self, x):
@@ -102,7 +102,7 @@ class Flagged(nn.Module):
 
 
 class ReturnsFlags(nn.Module):
-    """Blocks return what is no array, and the model computes by it."""
+    """Blocks return values that are not arrays, and the model uses them."""
 
     @nn.compact
     def __call__(self, x):
@@ -176,17 +176,17 @@ WARN = {
     "changed weights",
     "a jit around the model",
     "a gradient inside",
-}  # where weights are not gathered by their blocks, which is told
+}  # blocks do not gather their weights here, and a warning reports it
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32], ids=["whole batch", "by device"])
+@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32], ids=["global batch", "by device"])
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_plain_autodiff(name, reduce_dtype):
     compare_with_autodiff(*CASES[name], reduce_dtype, "", is_told=name in WARN and reduce_dtype is not None)
 
 
 @pytest.mark.parametrize("name", ["all weights read by the loss", "a gradient penalty"])
-def test_what_waits_on_the_host_changes_no_loss(name):
+def test_offloading_changes_no_loss(name):
     compare_with_autodiff(*CASES[name], jnp.float32, r"layer_\d/Dense_0", is_told=False)
 
 

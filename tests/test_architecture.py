@@ -1,4 +1,5 @@
-"""Holds the house together: rooms, who may say what, and how large things are. This module reads the source, and runs none of it."""
+"""Checks the architecture: imports between rooms, which module may use which names, and sizes. This module reads the source without
+running it."""
 
 import ast
 import functools
@@ -14,7 +15,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "zerojax"
 
-# Which rooms a room may import, beside itself; everybody may import the ground. One row a room.
+# room -> the other rooms that it may import. Every room may import the ground.
 GROUND = {"display", "errors", "files", "mesh", "precision", "roles", "specs", "train_state", "tree", "xla_flags"}
 KERNELS = "pallas_kernels"
 ROOMS: dict[str, set[str]] = {
@@ -45,7 +46,7 @@ ROOMS: dict[str, set[str]] = {
         "profile",
     },
 }
-COMMAND_LINES = {"__main__", "train", "plan.__main__"}  # define flags; imported by nobody
+COMMAND_LINES = {"__main__", "train", "plan.__main__"}  # define flags; no module imports them
 KNOW_FLAGS = COMMAND_LINES | {"trainer.command"}
 KNOW_THEIR_PROCESS = {"checkpoint", "data", "interop", "launch", "trainer", "train"}
 KNOW_STAGES = {
@@ -55,8 +56,8 @@ KNOW_STAGES = {
     "zero.memory",
     "trainer",
     "plan",
-}  # may say the word in code
-MOST_MODULES = 16  # of a folder
+}  # may use the name `stage` in code
+MOST_MODULES = 16  # in a folder
 STILL: dict[str, set[str]] = {}
 LONGEST_FUNCTION, TRAIN_STEP = 60, 40
 
@@ -131,7 +132,7 @@ def test_kernels_are_imported_where_a_row_says_so(name):
 
 
 def test_no_room_imports_itself_in_a_circle():
-    """Neither rooms nor modules do: whoever is imported can be understood first."""
+    """Neither rooms nor modules have import cycles, so an imported module can be understood first."""
     graph = {name: own_imports(path) for name, path in MODULES.items()}
     graph |= {
         room: {
@@ -152,13 +153,13 @@ def test_rooms_hold_few_modules():
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_says_in_its_first_lines_what_lives_there_what_may_not_and_where_to_add(room):
-    told = ast.get_docstring(parse(PACKAGE / room / "__init__.py")) or ""
-    assert len(re.findall(r"[.](?=\s|$)", told)) >= 3, told
+def test_a_room_states_what_it_holds_what_it_does_not_and_where_to_add(room):
+    doc = ast.get_docstring(parse(PACKAGE / room / "__init__.py")) or ""
+    assert len(re.findall(r"[.](?=\s|$)", doc)) >= 3, doc
     assert not [node for node in parse(PACKAGE / room / "__init__.py").body if not isinstance(node, ast.Expr)]
 
 
-def test_command_lines_are_imported_by_nobody_and_alone_define_flags():
+def test_command_lines_are_never_imported_and_only_they_define_flags():
     for path in [*MODULES.values(), PACKAGE / "__init__.py"]:
         assert not own_imports(path) & COMMAND_LINES, path
         has_flags = any(
@@ -168,7 +169,7 @@ def test_command_lines_are_imported_by_nobody_and_alone_define_flags():
 
 
 def test_the_library_loads_neither_the_plan_nor_the_reader_of_compiled_programs():
-    """Which a program that only trains does not need."""
+    """A program that only trains does not need them."""
     script = (
         "import sys, zerojax; print([name for name in sys.modules if name.startswith(('zerojax.hlo', 'zerojax.plan'))])"
     )
@@ -177,7 +178,7 @@ def test_the_library_loads_neither_the_plan_nor_the_reader_of_compiled_programs(
 
 
 def test_all_modules_can_be_imported_by_one_process():
-    """As the builder of the API pages does."""
+    """The builder of the API pages imports all modules."""
     for name in MODULES:
         importlib.import_module(f"zerojax.{name}")
 
@@ -221,7 +222,7 @@ def test_the_models_know_nothing_of_meshes_or_sharding():
             assert not [word for word in ("sharding", "Mesh", "checkpoint", "remat", "psum") if word in words], name
 
 
-def test_a_family_is_named_in_its_folder_and_in_the_table_of_families_alone():
+def test_a_family_is_named_only_in_its_folder_and_in_the_table_of_families():
     folders = {path.name for path in (PACKAGE / "models").iterdir() if path.is_dir() and path.name != "__pycache__"}
     for name, path in MODULES.items():
         if name == "models.families":

@@ -1,4 +1,4 @@
-"""Checks that a table of settings becomes a table of figures. This module tests scripts/bench_train.py and scripts/bench_report.py."""
+"""Checks the benchmark of training. This module tests scripts/bench_train.py and scripts/bench_report.py."""
 
 import ast
 import importlib
@@ -48,7 +48,7 @@ EXAMPLE = {
 
 @pytest.fixture(scope="module")
 def benched(tmp_path_factory, cache_dir):
-    """Runs a small setting twice and one that is wrong; returns what was printed, and bench.json."""
+    """Runs a small setting twice and an invalid one. Returns stdout and bench.json."""
     folder = tmp_path_factory.mktemp("bench") / "out"
     command = [
         sys.executable,
@@ -74,7 +74,7 @@ def test_a_setting_is_run_by_the_trainer_and_its_figures_follow_from_its_steps(b
     assert row["step_s"] == statistics.median(statistics.median(timed) for timed in steps)
     assert (row["shortest_s"], row["longest_s"]) == (min(map(min, steps)), max(map(max, steps)))
     assert row["tokens_per_s_per_device"] == pytest.approx(8 * 32 / 4 / row["step_s"])
-    assert row["host_share"] > 0 and row["mfu"] is None and row["measured_bytes"] is None  # a CPU tells neither
+    assert row["host_share"] > 0 and row["mfu"] is None and row["measured_bytes"] is None  # unknown on CPUs
     model = config_lib.dataclasses.replace(presets.PRESETS["test"], vocab_size=320, num_layers=1)
     assert small["runs"][0]["flops_per_token"] == llama.flops_per_token(model, 32)
 
@@ -93,7 +93,7 @@ def test_a_setting_that_fails_is_a_row_with_the_trainers_own_line(benched):
     assert [line.split(" ")[1] for line in lines] == ["setting", "---", "small", "wrong"]
 
 
-def test_what_the_figures_depend_on_is_saved(benched):
+def test_the_provenance_of_the_figures_is_saved(benched):
     saved = benched[1]
     assert (
         saved["versions"].keys() >= {"jax", "jaxlib", "flax"} and saved["environment"]["JAX_DISABLE_MOST_OPTIMIZATIONS"]
@@ -107,7 +107,7 @@ def test_what_the_figures_depend_on_is_saved(benched):
 
 
 @pytest.mark.parametrize("name", bench_train.SETTINGS)
-def test_every_named_setting_passes_the_door(name):
+def test_every_named_setting_is_valid(name):
     setting = bench_train.parse(name, bench_train.SETTINGS[name])
     raw = importlib.import_module(setting.config.removesuffix(".py").replace("/", ".")).get_config()
     raw.update_from_flattened_dict({key: literal(value) for key, value in setting.overrides.items()})
@@ -126,7 +126,7 @@ def test_groups_name_settings():
     assert {name for names in bench_train.GROUPS.values() for name in names} <= set(bench_train.SETTINGS)
 
 
-def test_regexes_and_quoted_flags_stay_whole():
+def test_regexes_and_quoted_flags_stay_one_word():
     setting = bench_train.parse("a", r"a.py model.offload=layer_(1?\d)/up 'XLA_FLAGS=--one --two' x='a #b'")
     assert setting.overrides == {"model.offload": r"layer_(1?\d)/up", "x": "a #b"}
     assert setting.environ == {"XLA_FLAGS": "--one --two"}
@@ -168,7 +168,7 @@ def pretend(monkeypatch, program):
     return bench_train.parse("a", "configs/zero3.py")
 
 
-def test_a_run_out_of_memory_is_ended_when_it_says_so(tmp_path, monkeypatch):
+def test_a_run_out_of_memory_is_ended_at_its_message(tmp_path, monkeypatch):
     setting = pretend(monkeypatch, "import time; print('out of device memory: looking for'); time.sleep(60)")
     began = time.monotonic()
     assert bench_train.run(setting, tmp_path / "a-0", 4, 60)["status"] == "out of memory"
@@ -193,7 +193,7 @@ def test_a_run_is_expected_to_take_what_it_took_or_else_the_shortest_of_others(o
     assert bench_train.likely_seconds({"a": [{"status": "failed", "seconds": failed}], "b": []}, "b") == 0
 
 
-def test_the_first_steps_and_the_last_are_left_out_and_rates_follow_from_the_median():
+def test_the_first_steps_and_the_last_are_not_counted_and_rates_follow_from_the_median():
     row = bench_report.summary([EXAMPLE, {**EXAMPLE, "step_s": [9.0, 9.0, 4.0, 4.0, 4.0, 0.1]}])
     assert (row["step_s"], row["shortest_s"], row["longest_s"]) == (3.0, 1.0, 4.0)
     assert row["tokens_per_s_per_device"] == pytest.approx(1000 / 2 / 3)

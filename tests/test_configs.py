@@ -1,4 +1,4 @@
-"""Tests configs/: each passes the door, says how to run it, and builds a program."""
+"""Tests configs/: each is valid, names its command, and builds a program."""
 
 import importlib
 import pathlib
@@ -22,7 +22,7 @@ def load(name):
 
 
 @pytest.mark.parametrize("name", [file.stem for file in FILES])
-def test_every_config_passes_the_door_and_opens_with_its_command_devices_and_result(name):
+def test_every_config_is_valid_and_opens_with_its_command_devices_and_result(name):
     _, doc = load(name)
     assert f"python -m zerojax.train --config configs/{name}.py" in doc
     assert "Devices: " in doc

@@ -1,4 +1,4 @@
-"""Checks the one exception, and what is asked of others. This module tests zerojax.errors."""
+"""Checks UserError and the helpers for other exceptions. This module tests zerojax.errors."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ def caused_by(cause: BaseException) -> BaseException:
         try:
             raise RuntimeError("outer") from cause
         except RuntimeError:
-            raise KeyError("outermost")  # noqa: B904  this one has a context and no cause
+            raise KeyError("outermost")  # noqa: B904  this error has a context and no cause
     except KeyError as error:
         return error
 

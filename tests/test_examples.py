@@ -1,4 +1,4 @@
-"""Tests that the examples train alike at every stage, as plain JAX does on one device, and in the memory that the table says."""
+"""Tests that the examples train as plain JAX on one device at every stage, in the memory that the table shows."""
 
 import functools
 import importlib.util
@@ -30,7 +30,7 @@ BF16_TOLERANCE = 2e-2
 # means over 64 x 16 x 16 float32 values, after STEPS steps of weights that differ in the last bits
 STATISTICS_TOLERANCE = 1e-4
 
-# What makes each example small enough for a test; every weight matrix still divides by 8 devices.
+# Settings that make each example small. Every weight matrix still divides by 8 devices.
 SMALL = {
     "linen_language_model": {"VOCAB": 256, "EMBED": 32, "HEADS": 2, "LAYERS": 1, "LENGTH": 16, "MICRO_BATCH": 8},
     "linen_vision_batch_norm": {"WIDTHS": (16, 32), "SIZE": 8, "BATCH": 32},
@@ -58,12 +58,12 @@ def run(name, stage):
 
 @functools.cache
 def run_plain(name):
-    """Returns (losses, state) of the same training in JAX and optax alone, on one device."""
+    """Returns (losses, state) of the same training in plain JAX and optax on one device."""
     return PLAIN[name](load(name))
 
 
 def plain_linen(example):
-    """Steps a TrainState; loss_fn(params, batch, state) returns what replaces the state's fields."""
+    """Steps a TrainState. loss_fn(params, batch, state) returns new values of the state's fields."""
     passes = getattr(example, "GRAD_ACCUM", 1)
     clip = optax.clip_by_global_norm(1.0) if passes > 1 else optax.identity()
 
@@ -132,7 +132,7 @@ def test_losses_at_every_stage_are_those_of_plain_jax_on_one_device(name):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_persistent_bytes_fall_with_the_stage_as_the_table_says(name):
+def test_persistent_bytes_fall_with_the_stage_as_in_the_table(name):
     measured = {}
     for stage in STAGES:
         _, state, partition = run(name, stage)
@@ -142,7 +142,7 @@ def test_persistent_bytes_fall_with_the_stage_as_the_table_says(name):
         assert said["params"] < said["gradients"] * 8 if stage < 2 else said["params"] >= said["gradients"]
     assert measured[0] == sum(leaf.nbytes for leaf in jax.tree.leaves(run(name, 0)[1]))
     assert measured[0] > measured[1] == measured[2] > measured[3]
-    assert measured[3] < measured[0] / 4  # an eighth, and the small leaves that stay whole
+    assert measured[3] < measured[0] / 4  # an eighth, and the small replicated leaves
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -225,7 +225,7 @@ class AveragedState(train_state.TrainState):
     average: dict
 
 
-def test_a_concrete_state_with_aliased_leaves_trains_and_the_callers_copy_lives():
+def test_a_concrete_state_with_aliased_leaves_trains_and_the_callers_copy_stays_valid():
     plain = autoencoder_state(jax.random.key(0), optax.adam(1e-3)).replace(step=jnp.int32(0))
     aliased = AveragedState(**vars(plain), average=plain.params)
     for stage in (0, 3):
@@ -259,7 +259,7 @@ class Tied(nnx.Module):
         self.decoder = self.encoder
 
 
-def test_nnx_modules_that_share_a_variable_are_refused_unsplit_and_kept_tied_split():
+def test_nnx_modules_that_share_a_variable_need_nnx_split_which_keeps_them_tied():
     def create(key):
         return Tied(nnx.Rngs(key))
 

@@ -13,7 +13,7 @@ from zerojax.errors import UserError
 from zerojax.trainer import metrics, program
 from zerojax.zero import loss_scale
 
-# The first scales are far too large for float16, and halve at once.
+# The initial scale is far too large for float16, and halves at once.
 OVERFLOWING = {"precision": "fp16", "loss_scale__init_scale": 2.0**24, "loss_scale__hysteresis": 1, "steps": 12}
 SCALED = ("loss", "grad_norm", "learning_rate", "loss_scale", "skipped_steps")
 
@@ -26,9 +26,9 @@ def overflowed(cache_dir, tmp_path_factory):
     return runs.run(tmp_path_factory.mktemp("overflowed"), **OVERFLOWING)
 
 
-def test_overflows_skip_steps_and_the_run_goes_on_and_learns_at_its_own_pace(overflowed):
+def test_overflows_skip_steps_and_the_run_learns_by_the_steps_taken(overflowed):
     lines = metrics.read(overflowed)
-    assert [line["step"] for line in lines] == list(range(1, 13))  # the batches go on
+    assert [line["step"] for line in lines] == list(range(1, 13))  # a skipped step uses up its batch
     is_skipped = np.array([line["grad_norm"] is None for line in lines])
     assert is_skipped[0] and 2 <= is_skipped.sum() <= 8 and not is_skipped[-1]
     assert [line["skipped_steps"] for line in lines] == np.cumsum(is_skipped).tolist()
@@ -42,7 +42,7 @@ def test_overflows_skip_steps_and_the_run_goes_on_and_learns_at_its_own_pace(ove
     assert not {"overflow_leaf", "is_exhausted"} & lines[0].keys()
 
 
-def test_a_skipped_step_names_the_leaf_and_is_logged_whatever_log_every_says(tmp_path, capsys):
+def test_a_skipped_step_names_the_leaf_and_is_logged_for_any_log_every(tmp_path, capsys):
     runs.run(tmp_path, **{**OVERFLOWING, "log_every": 5, "steps": 3})
     told = [line for line in capsys.readouterr().out.splitlines() if ": skipped" in line]
     first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
@@ -52,7 +52,7 @@ def test_a_skipped_step_names_the_leaf_and_is_logged_whatever_log_every_says(tmp
 
 
 @pytest.mark.parametrize("cut", [2, 9])  # among the overflows, and after them
-def test_a_run_cut_in_two_gives_the_numbers_of_one_scale_and_all(tmp_path, overflowed, cut):
+def test_a_run_resumed_halfway_gives_the_numbers_and_scales_of_one_run(tmp_path, overflowed, cut):
     runs.run(tmp_path, **{**OVERFLOWING, "steps": cut})
     runs.run(tmp_path, **OVERFLOWING)
     assert runs.numbers(tmp_path, names=SCALED) == runs.numbers(overflowed, names=SCALED)
@@ -76,7 +76,7 @@ def test_a_checkpoint_moves_into_and_out_of_float16(tmp_path, overflowed):
 
 
 def test_a_checkpoint_moves_into_and_out_of_weights_without_a_master(tmp_path):
-    """Into bfloat16 each weight is rounded to nearest; out of it nothing is lost, and moments are the same throughout."""
+    """Into bfloat16 each weight is rounded to nearest. Out of it nothing is lost. Moments do not change."""
     runs.run(tmp_path, precision="fp32", steps=2)
     _, first = runs.restored(tmp_path, 2, precision="fp32")
     _, rounded = runs.restored(tmp_path, 2, precision="bf16_sr", zero__stage=1)
@@ -101,7 +101,7 @@ def test_at_the_smallest_scale_the_run_stops_by_name_or_holds(commands, tmp_path
     runs.run(tmp_path / "hold", **{**stuck, "loss_scale__on_minimum": "hold", "steps": 5})
     assert [line["skipped_steps"] for line in metrics.read(tmp_path / "hold")] == [1, 2, 3, 4, 5]
     line = commands(*runs.flags(**stuck), f"--workdir={tmp_path / 'hold'}").error_line
-    # Of the checkpoint that it resumed from nobody knows that it gives a finite loss.
+    # The checkpoint of step 5, from which it resumed, is not known to give a finite loss.
     assert line.startswith("zerojax: step 6: ") and "; the last good checkpoint is of step 4 in " in line
 
 
@@ -110,10 +110,12 @@ def test_a_static_scale_stays(tmp_path):
     assert [line["loss_scale"] for line in metrics.read(tmp_path)] == [1024.0] * 3
 
 
-def test_a_resumed_run_takes_the_first_scale_that_its_config_sets_anew(tmp_path, capsys):
+def test_a_resumed_run_takes_a_new_initial_scale_from_its_config(tmp_path, capsys):
     def scales_of(last, **changes):
         runs.run(tmp_path, precision="fp16", steps=last, **changes)
-        return [line["loss_scale"] for line in metrics.read(tmp_path)], capsys.readouterr().out.count("starts afresh")
+        return [line["loss_scale"] for line in metrics.read(tmp_path)], capsys.readouterr().out.count(
+            "loss scale is reset"
+        )
 
     assert scales_of(2, loss_scale__init_scale=2.0**26, loss_scale__hysteresis=1) == ([2.0**26, 2.0**25], 0)
     assert scales_of(3, loss_scale__init_scale=2.0**26, loss_scale__window=7) == ([2.0**26, 2.0**25, 2.0**24], 0)
@@ -122,7 +124,7 @@ def test_a_resumed_run_takes_the_first_scale_that_its_config_sets_anew(tmp_path,
     assert [line["skipped_steps"] for line in metrics.read(tmp_path)][-2:] == [3, 3]  # and the count goes on
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_its_scale_afresh_again(tmp_path, monkeypatch):
+def test_a_run_killed_before_its_first_checkpoint_resets_its_scale_again(tmp_path, monkeypatch):
     changes = {"precision": "fp16", "checkpoint__every": 0}
     runs.run(tmp_path, steps=2, loss_scale__init_scale=2.0**10, **changes)
     with monkeypatch.context() as killed, pytest.raises(InterruptedError):

@@ -1,4 +1,4 @@
-"""Starts sub-commands. This module tests zerojax.__main__."""
+"""Checks the sub-commands. This module tests zerojax.__main__."""
 
 import importlib.util
 import pathlib
@@ -18,7 +18,7 @@ def started(*words: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_a_sub_command_is_the_module_that_can_be_started_by_itself(name):
+def test_a_sub_command_is_a_module_that_python_m_also_starts(name):
     module = cli.COMMANDS[name][0]
     through, direct = started("zerojax", name, "--help"), started(module, "--help")
     assert (through.returncode, through.stdout) == (direct.returncode, direct.stdout)
@@ -42,12 +42,12 @@ def test_help_lists_every_command_and_imports_none(monkeypatch, capsys):
     ("arguments", "words"),
     [
         ([], "a command is missing; give one of train, plan"),
-        (["trian"], "'trian' is no command; did you mean 'train'?"),
-        (["xyz"], "'xyz' is no command; known: train, plan"),
-        (["--config=configs/zero3.py"], "is no command; known: train, plan"),
+        (["trian"], "'trian' is not a command; did you mean 'train'?"),
+        (["xyz"], "'xyz' is not a command; known: train, plan"),
+        (["--config=configs/zero3.py"], "is not a command; known: train, plan"),
     ],
 )
-def test_what_is_no_command_ends_in_one_line_with_status_2(monkeypatch, capsys, arguments, words):
+def test_an_unknown_command_ends_in_one_line_with_status_2(monkeypatch, capsys, arguments, words):
     monkeypatch.setattr(sys, "argv", ["zerojax", *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import runs
 
-SUM_ORDER = 1e-6  # relative: the same float32 sums over eight devices, of which four lie in another process
+SUM_ORDER = 1e-6  # relative: the same float32 sums over eight devices, four of them in another process
 TEXT = {**runs.EVALUATED, "data__name": "python_stdlib", "evaluate__every": 3}
 SCRIPT = runs.ROOT / "scripts" / "launch_local.py"
 

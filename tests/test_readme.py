@@ -57,7 +57,7 @@ def _run(page, folder):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
-def test_python_blocks_of_a_page_run_as_they_stand(page, run_code):
+def test_python_blocks_of_a_page_run_unchanged(page, run_code):
     done = run_code(page)
     assert (done.returncode, done.stderr) == (0, "")
 

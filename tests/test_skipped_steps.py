@@ -1,4 +1,4 @@
-"""Checks that a step that overflows leaves no trace but a smaller scale. This module tests loss scaling inside zerojax.step."""
+"""Checks that a step that overflows changes only the loss scale. This module tests loss scaling in zerojax.zero.step."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ from zerojax.zero import loss_scale, shard_state, step
 
 STEPS, BAD_STEPS = 12, (0, 3, 4, 9)
 TX = optax.adamw(optax.linear_schedule(3e-2, 1e-3, STEPS), weight_decay=0.1)
-ANOTHER_PROGRAM = 1e-6  # the same float32 arithmetic, fused otherwise by the compiler
-LAST_PLACES = 2e-3  # relative: float16 has 11 bits, and another scale rounds what is below 2**-14 otherwise
+ANOTHER_PROGRAM = 1e-6  # the same float32 arithmetic, fused differently by the compiler
+LAST_PLACES = 2e-3  # relative: float16 has 11 bits, and another scale rounds values below 2**-14 differently
 
 
 class ScaledState(TrainState):
@@ -42,7 +42,7 @@ def loss_fn(params, batch, state):
 
 
 def batch_of(number, spoil=None):
-    """Returns a batch; `spoil` becomes one number of one row, which lies on one device."""
+    """Returns a batch. `spoil` becomes one number of one row, so it is on one device."""
     keys = jax.random.split(jax.random.key(100 + number))
     x = jax.random.normal(keys[0], (16, 8))
     return {"x": x if spoil is None else x.at[5, 3].set(spoil), "y": jax.random.normal(keys[1], (16, 8))}
@@ -63,7 +63,7 @@ def without_scale(state):
     return jax.tree.map(np.asarray, jax.tree.leaves(state.replace(loss_scale=())))
 
 
-# compute dtype, scaler, copy dtype, optimizer, stage, passes, how close the run that never saw the bad batches must be
+# compute dtype, scaler, copy dtype, optimizer, stage, passes, tolerance to the run without the bad batches
 RUNS = {
     "float16, static": (jnp.float16, loss_scale.StaticLossScale(2.0**10), None, TX, 3, 1, 0),
     "float16, static, copies, 2 passes": (jnp.float16, loss_scale.StaticLossScale(2.0**10), jnp.float16, TX, 1, 2, 0),
@@ -135,7 +135,7 @@ def test_a_power_of_two_costs_no_bits_and_no_scale_is_the_scale_1():
 
 
 def test_gradients_too_small_for_float16_reach_the_weights():
-    """Without the scale they are zero; with it they are those of float32."""
+    """Without the scale they are zero. With it they are those of float32."""
 
     def tiny(params, batch, state):
         return 2.0**-18 * jnp.mean((batch["x"] @ params["w"]).astype(jnp.float32))
@@ -156,7 +156,7 @@ def test_gradients_too_small_for_float16_reach_the_weights():
 
 @pytest.fixture(scope="module")
 def spoilt_gradients():
-    """Returns f(leaf, row, column, value): one step whose gradient has `value` at one element, and what it left."""
+    """Returns f(leaf, row, column, value): takes one step whose gradient has `value` at one element, and returns the result."""
     scaler = loss_scale.DynamicLossScale(hysteresis=1)
     before, part = start(scaler, 3)
 
@@ -192,7 +192,7 @@ def test_one_bad_element_anywhere_skips_the_step_and_its_leaf_is_named(spoilt_gr
 
 
 @pytest.mark.parametrize("on_minimum", loss_scale.ON_MINIMUM)
-def test_at_the_minimum_the_step_tells_that_the_run_is_to_stop_or_holds(on_minimum):
+def test_at_the_minimum_the_step_reports_that_the_run_must_end_or_holds(on_minimum):
     scaler = loss_scale.DynamicLossScale(4.0, hysteresis=1, min_scale=2.0, on_minimum=on_minimum)
     state, part = start(scaler, 3)
     train_step = step.make_train_step(loss_fn, part, loss_scale=scaler)
@@ -243,7 +243,7 @@ def test_batch_statistics_and_random_keys_of_a_skipped_step_are_those_before_it(
     assert not any(np.array_equal(a, b) for a, b in zip(plain(taken), plain(state)))
 
 
-def test_a_state_without_the_field_or_with_one_that_nobody_reads_is_refused():
+def test_a_state_without_the_field_or_with_an_unread_one_is_refused():
     scaler = loss_scale.DynamicLossScale()
     plain = TrainState.create(apply_fn=None, params=params_of(), tx=TX)
     _, part = shard_state.shard_train_state(plain, mesh=mesh_lib.make_mesh())

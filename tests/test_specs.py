@@ -21,14 +21,14 @@ AXES = ("replica", "data", "model")
         (P("data", None, "model"), {"data", "model"}, P(None, None, "model")),
     ],
 )
-def test_axes_are_named_and_data_is_taken_out(spec, axes, rest):
+def test_axes_are_listed_and_data_is_removed(spec, axes, rest):
     assert specs.axes(spec) == axes
     assert specs.without(spec, "data") == rest
 
 
 @hypothesis.settings(max_examples=50, deadline=None, derandomize=True)
 @hypothesis.given(st.permutations(AXES), st.lists(st.integers(0, 3), min_size=3, max_size=3), st.sampled_from(AXES))
-def test_without_takes_out_one_axis_and_no_other(order, dims, axis):
+def test_without_removes_only_one_axis(order, dims, axis):
     entries = [tuple(name for name, at in zip(order, dims) if at == dim) or None for dim in range(4)]
     rest = specs.without(P(*entries), axis)
     assert specs.axes(rest) == set(AXES) - {axis}
@@ -36,6 +36,6 @@ def test_without_takes_out_one_axis_and_no_other(order, dims, axis):
     assert not rest or rest[-1] is not None
 
 
-def test_trimmed_drops_what_says_nothing():
+def test_trimmed_drops_trailing_nones():
     assert specs.trimmed([None, "data", None]) == P(None, "data")
     assert specs.trimmed([None, None]) == P()

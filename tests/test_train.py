@@ -1,4 +1,4 @@
-"""Checks the command line: what it writes, what it refuses, and that a refusal loses nothing. This module tests zerojax.train."""
+"""Checks the command line: its output, its refusals, and that a refusal loses no data. This module tests zerojax.train."""
 
 import glob
 import json
@@ -16,7 +16,7 @@ import runs
 from zerojax.checkpoint import checkpointer
 from zerojax.trainer import program
 
-REFUSED = {  # name -> (arguments, what the one line says)
+REFUSED = {  # name -> (arguments, words of the error line)
     "unknown key": ([*runs.flags(), "--config.stepz=3"], "--config.stepz=3: unknown config key 'stepz'; did you mean 'steps'?"),
     "unknown group": ([*runs.flags(), "--config.zeroo.stage=3"], "unknown config key 'zeroo'; did you mean 'zero'?"),
     "unknown key like none": ([*runs.flags(), "--config.qqq=3"], "--config.qqq=3: unknown config key 'qqq'; configs/base.py"),
@@ -54,7 +54,7 @@ REFUSED = {  # name -> (arguments, what the one line says)
 }  # fmt: skip
 BASE = "from configs import base\ndef get_config():\n    c = base.get_config()\n"
 BROKEN_FILES = {
-    "syntax": ("def get_config(:\n", "broken.py:1: invalid syntax; mend the config file"),
+    "syntax": ("def get_config(:\n", "broken.py:1: invalid syntax; fix the config file"),
     "raises": ("def get_config():\n    return 1 / 0\n", "broken.py:2: ZeroDivisionError: division by zero"),
     "import": ("from configs import zero9\n", "broken.py:1: ImportError"),
     "typo": (BASE + "    c.lock()\n    c.stepz = 3\n", "broken.py:5: "),
@@ -81,7 +81,7 @@ def test_a_broken_config_file_is_named_with_its_line(commands, tmp_path, name):
 
 @pytest.mark.parametrize("key", ["train_split", "eval_split"])
 @pytest.mark.parametrize("split", ["nope", "validation[:0]"])
-def test_a_split_that_is_not_there_or_empty_is_named_before_the_first_step(commands, tmp_path, stdlib_dir, key, split):
+def test_a_missing_or_empty_split_is_named_before_the_first_step(commands, tmp_path, stdlib_dir, key, split):
     settings = {"data__name": "python_stdlib", "data__dir": stdlib_dir, f"data__{key}": split}
     command = commands(*runs.flags(**settings), f"--workdir={tmp_path}")
     assert "known splits: " in command.error_line and "starts at step" not in command.out
@@ -124,12 +124,12 @@ def test_another_configs_folder_is_refused_and_left_as_it_is(commands, copied):
     assert contents(copied) == before
 
 
-def test_a_truncated_checkpoint_is_named_and_the_one_before_it_serves(commands, copied):
+def test_a_truncated_checkpoint_is_named_and_the_one_before_it_restores(commands, copied):
     largest = max((copied / "checkpoints" / "6").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
     command = commands(*runs.flags(steps=7), f"--workdir={copied}")
     assert "checkpoints/6: checkpoint is damaged" in command.error_line and "step 5 is intact" in command.error_line
-    shutil.rmtree(copied / "checkpoints" / "6")  # as the line says
+    shutil.rmtree(copied / "checkpoints" / "6")  # as the line advises
     runs.run(copied)
     assert list(runs.losses(copied)) == list(range(1, 7))
 
@@ -149,7 +149,7 @@ def test_stray_files_among_checkpoints_are_left_alone(copied):
     (copied / "checkpoints" / "6" / "notes.txt").write_text("mine")
     runs.run(copied, steps=9, checkpoint__every=1, checkpoint__keep_last=1, checkpoint__keep_best=0)
     names = sorted(path.name for path in (copied / "checkpoints").iterdir())
-    assert names == ["6", "9", "notes.txt"]  # what holds a file of somebody's is not deleted
+    assert names == ["6", "9", "notes.txt"]  # a step with a foreign file is not deleted
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_stray_files_among_checkpoints_are_left_alone(copied):
         (b'{"step": "2"}\n', 'metrics.jsonl:1: not the record of a "step"'),
     ],
 )
-def test_a_metrics_file_edited_by_hand_is_named_with_its_line(commands, copied, text, words):
+def test_an_invalid_line_of_the_metrics_file_is_named(commands, copied, text, words):
     (copied / "metrics.jsonl").write_bytes(text)
     assert words in commands(*runs.flags(steps=7), f"--workdir={copied}").error_line
     assert (copied / "metrics.jsonl").read_bytes() == text
@@ -176,7 +176,7 @@ def test_a_metrics_file_with_nan_or_gone_does_not_stop_a_run(copied):
     assert list(runs.losses(copied)) == [8]
 
 
-def test_a_config_file_edited_by_hand_is_refused(commands, copied):
+def test_an_invalid_saved_config_is_refused(commands, copied):
     for text in ("{", "[]"):
         (copied / "config.json").write_text(text)
         assert "config.json: is not" in commands(*runs.flags(), f"--workdir={copied}").error_line
@@ -196,7 +196,7 @@ def test_an_infinite_loss_names_its_step_and_a_checkpoint_that_restores_to_finit
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state)))
 
 
-def test_an_infinite_evaluation_loss_is_no_good_end(commands, tmp_path):
+def test_an_infinite_evaluation_loss_ends_the_run_with_an_error(commands, tmp_path):
     settings = {"name": "sgd", "weight_decay": 0.0, "clip_norm": 0.0, "learning_rate": 1e30, "warmup_steps": 1}
     changes = {**runs.EVALUATED, "steps": 2, **{f"optimizer__{key}": value for key, value in settings.items()}}
     command = commands(*runs.flags(**changes), f"--workdir={tmp_path}")
@@ -204,7 +204,7 @@ def test_an_infinite_evaluation_loss_is_no_good_end(commands, tmp_path):
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-def test_a_reader_that_leaves_ends_the_run_in_one_line(commands, tmp_path):
+def test_a_closed_stdout_ends_the_run_in_one_line(commands, tmp_path):
     close = "import os; ends = os.pipe(); os.dup2(ends[1], 1); os.close(ends[0]); os.close(ends[1])"
     assert "stdout is closed" in commands(*runs.flags(), f"--workdir={tmp_path}", before=close).error_line
 
@@ -225,7 +225,7 @@ def test_overrides_come_through_the_command_line_and_resume(commands, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(glob.glob("/dev/nvidia[0-9]*")), reason="there is an accelerator, and it would be used")
-def test_a_bare_environment_trains_and_says_that_devices_are_emulated(cache_dir, stdlib_dir, tmp_path):
+def test_a_bare_environment_trains_and_reports_emulated_devices(cache_dir, stdlib_dir, tmp_path):
     keep = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
     environ = {key: value for key, value in runs.environment(cache_dir).items() if key in keep or key[:3] == "JAX"}
     settings = runs.flags(data__name="python_stdlib", data__dir=stdlib_dir, sample__length=4)

@@ -1,4 +1,4 @@
-"""Checks the trainer's state. This module tests zerojax.state."""
+"""Checks the trainer's state. This module tests zerojax.train_state."""
 
 import jax
 import jax.numpy as jnp

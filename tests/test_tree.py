@@ -68,7 +68,7 @@ def test_a_random_key_counts_as_its_words():
 @FAST
 @hypothesis.given(TREES.filter(lambda nested: nested != 0))
 def test_the_path_below_params_finds_its_own_weight(nested):
-    """Also where one path ends another: `kernel` is `params/kernel`, and never `params/a/kernel`."""
+    """`kernel` is `params/kernel`, never `params/a/kernel`, even though it is a suffix of both."""
     weights = [path for path, _ in tree.flatten({"params": nested})]
     index = tree.suffix_index(weights)
     for path in weights:

@@ -1,4 +1,4 @@
-"""Checks the names of options that a user has set. This module tests zerojax.xla_flags."""
+"""Checks the names of the user's options. This module tests zerojax.xla_flags."""
 
 import pytest
 

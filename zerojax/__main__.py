@@ -1,4 +1,4 @@
-"""The command `zerojax`. This module starts one of its sub-commands, each of which is a module that can be started by itself.
+"""The command `zerojax`. This module starts one of its sub-commands. Each is a module that `python -m` also starts.
 
 zerojax train --config configs/zero3.py         the same as: python -m zerojax.train --config configs/zero3.py
 """
@@ -7,15 +7,15 @@ import difflib
 import runpy
 import sys
 
-# name -> the module, which is imported when it is chosen, and what it does
+# name -> (module, which is imported only when chosen; help text)
 COMMANDS = {
-    "train": ("zerojax.train", "Trains a language model as a config says."),
-    "plan": ("zerojax.plan", "Says what a run will need and send, without running it."),
+    "train": ("zerojax.train", "Trains a language model from a config."),
+    "plan": ("zerojax.plan", "Reports the memory and communication of a run, without running it."),
 }
 
 
 def main() -> None:
-    """Runs the sub-command that the command line names, as `python -m MODULE` does; an unknown one ends with one line and status 2."""
+    """Runs the named sub-command as `python -m MODULE` does. An unknown name ends with one line and status 2."""
     name, *arguments = sys.argv[1:] or [""]
     if name in ("-h", "--help", "help"):
         print(usage())
@@ -31,16 +31,16 @@ def usage() -> str:
     """Returns the list of sub-commands."""
     rows = [f"  {name:<8}{what}" for name, (_, what) in COMMANDS.items()]
     return "\n".join(
-        ["usage: zerojax COMMAND [flags]", "", *rows, "", "zerojax COMMAND --help lists the flags of one."]
+        ["usage: zerojax COMMAND [flags]", "", *rows, "", "zerojax COMMAND --help lists the flags of a command."]
     )
 
 
 def _refused(name: str) -> str:
-    """Says what is wrong with a name that is no command's."""
+    """Returns the error for a name that is not a command."""
     if not name:
         return f"a command is missing; give one of {', '.join(COMMANDS)}"
     near = difflib.get_close_matches(name, COMMANDS, 1)
-    return f"{name!r} is no command; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}")
+    return f"{name!r} is not a command; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}")
 
 
 if __name__ == "__main__":

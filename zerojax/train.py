@@ -1,4 +1,4 @@
-"""Trains a language model as a config says. This module is the command line `python -m zerojax.train`; it reads as a list of chapters.
+"""Trains a language model from a config. This module is the command line `python -m zerojax.train`; `train` lists its phases in order.
 
 python -m zerojax.train --config configs/zero3.py --workdir runs/mine --config.steps=50
 """
@@ -33,18 +33,22 @@ from zerojax.trainer import program as program_lib
 from zerojax.trainer import recorder as recorder_lib
 from zerojax.zero import memory
 
-INTERRUPTED = 130  # the status of a command that SIGINT ended
-STEPS_BEFORE_COMPARING = 2  # the first steps of a program reach its peak
+INTERRUPTED = 130  # the exit status of a command that SIGINT ends
+STEPS_BEFORE_COMPARING = 2  # a program reaches its peak memory in its first steps
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of all that the run writes; one that holds a run resumes it.")
-_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, to join processes by hand.")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Folder for all files of the run. A folder that holds a run resumes it."
+)
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator", None, "host:port of process 0, to join processes without a scheduler."
+)
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes in the run.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "This process's number, from 0.")
 
 
 def main() -> None:
-    """Parses the command line and trains; a wrong input ends with one line and status 2."""
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a failed write is told by the checkpointer, once
+    """Parses the command line and trains. An invalid input ends the process with one line and status 2."""
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # the checkpointer reports a failed write, once
     sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
     try:
         config = config_lib.from_dict(command.parse(sys.argv))
@@ -71,7 +75,7 @@ def main() -> None:
 
 
 def train(config: config_lib.Config, folder: pathlib.Path) -> None:
-    """Runs all chapters of a training in `folder`."""
+    """Runs all phases of a training run in `folder`."""
     say(f"devices: {devices.describe()}; everything goes to {folder}")
     _check_folder(config, folder)
     start_up.wake_devices()
@@ -83,7 +87,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     saver = checkpointer.Checkpointer(folder / "checkpoints", keep_last=kept.keep_last, keep_best=kept.keep_best)
     start = resume.find(program, saver, streams, folder, steps=config.steps)
     if start.saved is not None and resume.rescales(program, start.saved):
-        say("the loss scale starts afresh: config.loss_scale sets another first one than before")
+        say("the loss scale is reset: config.loss_scale has another initial scale than before")
 
     health = _open_health(config, program, saver, start)
     with signals.StopSignal() as stop, _open_recorder(config, program, health, folder, start) as recorder:
@@ -126,14 +130,14 @@ def say(text: str) -> None:
 
 
 def _check_folder(config: config_lib.Config, folder: pathlib.Path) -> None:
-    """Refuses a folder that holds another run, and steps to trace that the run does not have."""
+    """Refuses a folder that holds another run, and a profile of steps that the run does not have."""
     workdir.check(folder, config_lib.to_dict(config))
     others = {"evaluate": config.evaluate.every, "checkpoint": config.checkpoint.every}
     profiler.check(config.profile.start, config.profile.steps, config.steps, others)
 
 
 def _build(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> program_lib.Program:
-    """Returns the program, from the mesh to the sharded train step, and prints its memory table; nothing is allocated."""
+    """Returns the program, from the mesh to the sharded train step, and prints its memory table. Allocates nothing."""
     with start_up.without_collector():
         program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
     accumulates = program.sizes.grad_accum > 1
@@ -143,7 +147,7 @@ def _build(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> pro
 
 
 def _prepare_data(config: config_lib.Config, folder: pathlib.Path) -> pathlib.Path:
-    """Has the primary process prepare the dataset, and returns where it lies."""
+    """Prepares the dataset on the primary process, and returns its folder."""
     data_dir = pathlib.Path(config.data.dir or folder / "datasets")
     if config.data.name != batches.RANDOM:
         if processes.is_primary():
@@ -172,7 +176,7 @@ def _open_recorder(
     folder: pathlib.Path,
     start: resume.Start,
 ) -> Iterator[recorder_lib.Recorder]:
-    """Opens the log and the display; leaving closes both."""
+    """Opens the log and the display, and closes both at the end of the block."""
     is_primary = processes.is_primary()
     log = metrics.MetricsLog(folder, enabled=is_primary)
     shown = progress.Progress(config.steps, start=start.step, log_every=config.log_every, enabled=is_primary)
@@ -199,7 +203,7 @@ def _when(config: config_lib.Config) -> loop.When:
 def _compile(
     program: program_lib.Program, recorder: recorder_lib.Recorder, folder: pathlib.Path, start: resume.Start
 ) -> step_plan.Plan:
-    """Returns the plan of the compiled step, told before the first one runs and compared with what the first ones take."""
+    """Compiles the step and returns its plan. Prints the plan, and compares it with the measured peak after the first steps."""
     with start_up.without_collector():
         plan = memory_guard.compile_step(program)
     recorder.say(f"compiled in {plan.compile_seconds:.1f} s; {plan_report.verdict(plan)}")
@@ -224,7 +228,7 @@ def _first_state(
     start: resume.Start,
     recorder: recorder_lib.Recorder,
 ) -> Any:
-    """Makes the first state, sharded as it is made, or restores the saved one; from here on the folder is this run's."""
+    """Initialises the state with its shardings or restores it, and writes the config: the folder now belongs to this run."""
     if start.saved is None:
         with start_up.without_collector():
             state = program_lib.init_state(program)
@@ -240,26 +244,26 @@ def _first_state(
 
 
 def _leave_unheard(line: str) -> None:
-    """Ends the process where stdout takes nothing more."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes it once more
+    """Ends the process when stdout cannot be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout at exit
     print(f"zerojax: {line}", file=sys.stderr, flush=True)
     processes.leave(2)
 
 
-def _report_unraisable(report: Callable[[Any], object], what: Any) -> None:
-    """Drops what writes in flight say when another has failed and closed Orbax's event loop: that one's line is enough."""
-    if str(what.exc_value) != "Event loop is closed":
-        report(what)
+def _report_unraisable(report: Callable[[Any], object], unraisable: Any) -> None:
+    """Drops errors of writes in flight after another write fails and closes Orbax's event loop. The first error is reported."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        report(unraisable)
 
 
 def _choose_workdir() -> pathlib.Path:
     """Returns --workdir, or a new folder named after the config and the time."""
     if _WORKDIR.value == "":
-        raise UserError("--workdir: is empty; name a folder, or leave the flag away for a new one under runs/")
+        raise UserError("--workdir: is empty; name a folder, or omit the flag for a new one under runs/")
     if _WORKDIR.value:
         return pathlib.Path(_WORKDIR.value).resolve()
     if jax.process_count() > 1:
-        raise UserError("--workdir: a run of several processes needs one that all of them reach; name it")
+        raise UserError("--workdir: a run of several processes needs a folder that all of them can reach; name it")
     name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem
     return pathlib.Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
 

@@ -79,7 +79,7 @@ def error_of(function, *args, **kwargs):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_])
 def test_every_dtype_comes_back_bit_for_bit_on_four_devices_and_another_spec(tmp_path, dtype, spec):
     bits = np.random.default_rng(0).integers(0, 2 if dtype == jnp.bool_ else 250, (16, 24, 4), np.uint8)
-    array = bits.view(dtype)  # any bits at all: NaN, infinities and subnormals among them
+    array = bits.view(dtype)  # arbitrary bits, with NaN, infinities and subnormals
     saver = open_in(tmp_path)
     saver.save(1, {"w": on(mesh_of(8), P("data"), array)}, {}, meta={})
     sharding = NamedSharding(mesh_of(4, "model"), spec)
@@ -134,7 +134,7 @@ def test_linen_train_states_and_nnx_states_come_back_with_their_structure(tmp_pa
     assert_bits_equal(restored, state)
 
 
-def test_the_saved_state_is_that_of_the_call_though_its_buffers_are_donated(tmp_path):
+def test_the_saved_state_is_that_of_the_call_even_if_its_buffers_are_donated(tmp_path):
     step = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)
     saver = open_in(tmp_path)
     state, rows, meta = small_state(0, rows=4096), {"0": [1]}, {"seed": 1}
@@ -169,7 +169,7 @@ def test_saving_a_saved_step_again_changes_nothing(tmp_path):
     saver.close()
 
 
-def test_padded_leaves_are_cut_or_filled_where_the_caller_says_so(tmp_path):
+def test_padded_leaves_are_cut_or_padded_if_they_are_resizable(tmp_path):
     logical = np.arange(40, dtype=np.float32).reshape(10, 4)
     saver = open_in(tmp_path)
     saver.save(1, {"embed": on(mesh_of(8), P("data"), np.pad(logical, ((0, 6), (0, 0))))}, {}, meta={})
@@ -196,7 +196,7 @@ def test_another_models_state_is_refused_by_the_names_of_its_leaves(tmp_path):
     saver.close()
 
 
-def test_floating_leaves_are_cast_to_what_is_wanted(tmp_path):
+def test_floating_leaves_are_cast_to_the_wanted_dtype(tmp_path):
     saver = open_in(tmp_path)
     exact = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
     saver.save(1, {"w": exact, "half": exact.astype(jnp.bfloat16)}, {}, meta={})
@@ -213,7 +213,7 @@ def test_floating_leaves_are_cast_to_what_is_wanted(tmp_path):
     saver.close()
 
 
-def test_optional_leaves_may_be_missing_or_be_there_unasked(tmp_path):
+def test_optional_leaves_may_be_missing_or_unwanted(tmp_path):
     saver = open_in(tmp_path)
     saver.save(1, {"w": np.ones(3)}, {}, meta={})
     saver.save(2, {"w": np.ones(3), "more": {"a": np.ones(2), "b": np.ones(2)}, "other": np.ones(1)}, {}, meta={})
@@ -277,7 +277,7 @@ def test_every_file_of_a_step_that_is_cut_or_deleted_is_found_and_nothing_is_los
     saver.close()
 
 
-def test_what_orbax_cannot_read_is_called_damaged_and_a_full_memory_is_not(tmp_path, monkeypatch):
+def test_a_step_that_orbax_cannot_read_is_damaged_and_a_full_memory_is_not_damage(tmp_path, monkeypatch):
     save_steps(tmp_path, 10)
     saver = open_in(tmp_path)
 
@@ -327,7 +327,7 @@ def test_a_step_whose_deletion_was_killed_goes_with_the_next_save(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["20", "30"]
 
 
-def test_orbax_says_nothing_below_warning(tmp_path, caplog):
+def test_orbax_logs_nothing_below_warning(tmp_path, caplog):
     with caplog.at_level(logging.DEBUG, logger="absl"):
         save_steps(tmp_path, 10)
         logging.getLogger("absl").info("from another package")
@@ -438,18 +438,18 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from zerojax import tree
 from zerojax.checkpoint import checkpointer
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
-whole = np.arange(32, dtype=np.float32).reshape(8, 4)
+full = np.arange(32, dtype=np.float32).reshape(8, 4)
 sharding = NamedSharding(mesh, P("data"))
-state = {"w": jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index]),
+state = {"w": jax.make_array_from_callback(full.shape, sharding, lambda index: full[index]),
          "rng": jax.random.key(1), "count": 3}
 saver = checkpointer.Checkpointer(sys.argv[1], keep_last=1, keep_best=0)
 for step in (1, 2):
     saver.save(step, state, {str(rank): {"at": "x" * (5 + 10 * rank)}}, meta={}, eval_loss=1.0)
 wanted = tree.abstract(state)
-wanted["w"] = jax.ShapeDtypeStruct(whole.shape, np.float32, sharding=NamedSharding(mesh, P(None, "data")))
+wanted["w"] = jax.ShapeDtypeStruct(full.shape, np.float32, sharding=NamedSharding(mesh, P(None, "data")))
 restored, data_state = saver.restore(2, wanted)
 for shard in restored["w"].addressable_shards:
-    np.testing.assert_array_equal(shard.data, whole[shard.index])
+    np.testing.assert_array_equal(shard.data, full[shard.index])
 saver.close()
 print("STATE", json.dumps(data_state, sort_keys=True))
 """
@@ -473,7 +473,7 @@ def test_two_processes_save_together_and_each_gets_the_rows_of_both(tmp_path):
     assert data_state == rows and state["count"] == 3
 
 
-def test_a_second_write_that_failed_with_the_first_is_not_told_again():
+def test_a_second_write_that_failed_with_the_first_is_not_reported_again():
     def record(message):
         return logging.LogRecord("asyncio", logging.ERROR, "base_events.py", 1, message, (), ValueError)
 

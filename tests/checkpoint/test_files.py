@@ -1,4 +1,4 @@
-"""Checks what a directory of checkpoints is taken for. This module tests zerojax.step_files."""
+"""Checks how directories of checkpoints are read. This module tests zerojax.checkpoint.files."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from zerojax.errors import UserError
 
 
 def write_step(directory, step, loss=None):
-    """Writes a step as a save leaves it: three items and the list of their sizes."""
+    """Writes the files of a complete step: three items and their sizes."""
     unfinished = directory / f"{step}.{step_files.UNFINISHED}-1"
     for item in step_files.ITEMS:
         (unfinished / item).mkdir(parents=True)
@@ -43,7 +43,7 @@ def test_an_intact_step_is_found(tmp_path):
         (lambda path: (path / step_files.SIZES).unlink(), r"sizes\.json: No such file"),
     ],
 )
-def test_damage_is_told_with_the_newest_intact_step_before_it(tmp_path, damage, flaw):
+def test_damage_is_reported_with_the_newest_intact_step_before_it(tmp_path, damage, flaw):
     for step in (1, 2, 3):
         write_step(tmp_path, step)
     damage(tmp_path / "3")
@@ -55,7 +55,7 @@ def test_damage_is_told_with_the_newest_intact_step_before_it(tmp_path, damage, 
         step_files.intact(tmp_path, 3)
 
 
-def test_a_step_that_is_not_there_or_not_ours_is_told(tmp_path):
+def test_a_missing_or_foreign_step_is_refused(tmp_path):
     with pytest.raises(UserError, match="no checkpoint of step 3; it holds no checkpoint at all"):
         step_files.intact(tmp_path, 3)
     write_step(tmp_path, 2)

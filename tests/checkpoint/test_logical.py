@@ -1,4 +1,4 @@
-"""Checks that any leaf survives its stored form. This module tests zerojax.checkpoint.logical."""
+"""Checks that every kind of leaf is restored from its stored form. This module tests zerojax.checkpoint.logical."""
 
 import chex
 import jax
@@ -38,7 +38,7 @@ def test_numbers_become_arrays_and_arrays_stay_where_they_are():
     assert logical.from_stored(found["b"], tree.abstract(2)) == 2
 
 
-def test_a_sharding_that_does_not_fit_is_told_before_a_file_is_read():
+def test_a_sharding_that_does_not_divide_is_refused_before_a_file_is_read():
     spec = NamedSharding(mesh_lib.make_mesh(), P("data"))
     assert logical.form(jax.ShapeDtypeStruct((16,), jnp.float32, sharding=spec)).sharding == spec
     with pytest.raises(ValueError, match="evenly divide"):

@@ -1,4 +1,4 @@
-"""Checks sampling against loops written by hand. This module tests zerojax.generate."""
+"""Checks sampling against plain loops. This module tests zerojax.inference.generate."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def test_the_prompt_is_kept_and_the_length_is_as_asked():
         assert found[:2].tolist() == [2, 7] and (found >= 0).all() and (found < VOCAB).all()
 
 
-def test_draws_depend_on_the_key_and_on_nothing_else():
+def test_draws_depend_only_on_the_key():
     sample = generate.make_sampler(logits_fn, 20, 1.0, rows=1)
     first, again, other = (sample(make_table(), {}, np.array([1], np.int32), jax.random.key(k)) for k in (0, 0, 1))
     assert first.tolist() == again.tolist() != other.tolist()
@@ -59,7 +59,7 @@ def test_tokens_are_drawn_as_often_as_their_probability():
     assert (abs(counts / 2000 - np.exp(log_p)) < four_deviations).all()
 
 
-def test_rows_split_over_devices_draw_what_one_device_draws():
+def test_rows_sharded_over_devices_draw_the_tokens_of_one_device():
     mesh, prompt, key = mesh_lib.make_mesh(), np.array([1, 2], np.int32), jax.random.key(3)
 
     def split(table, inputs, tokens):
@@ -70,7 +70,7 @@ def test_rows_split_over_devices_draw_what_one_device_draws():
     assert found.tolist() == generate.make_sampler(logits_fn, 8, 1.0, rows=1)(make_table(), {}, prompt, key).tolist()
 
 
-def test_the_arrays_beside_the_tokens_reach_every_row_of_the_model():
+def test_further_inputs_reach_every_row_of_the_model():
     def scores(table, inputs, tokens):
         assert inputs["hint"].shape == (3, 4)
         return jnp.broadcast_to(jax.nn.one_hot(inputs["hint"][:, -1], VOCAB)[:, None], (*tokens.shape, VOCAB))

@@ -71,7 +71,7 @@ def random_params(model):
 
 
 def expected_tensors(params, model):
-    """Writes out Hugging Face's names and layouts one by one."""
+    """Lists Hugging Face's tensors one by one."""
     d, h, k, n = model.embed_dim, model.num_heads, model.num_kv_heads, model.head_dim
     tensors = {"model.embed_tokens.weight": params["embed"]["embedding"], "model.norm.weight": params["norm"]["scale"]}
     if not model.tie_embeddings:
@@ -166,7 +166,7 @@ def test_one_leaf_at_a_time_is_on_the_host_and_none_stays(tmp_path, monkeypatch)
         copy = as_numpy(array, *args, **kwargs)
         if isinstance(array, jax.Array):
             live.add(id(array))
-            weakref.finalize(array, live.discard, id(array))  # an array keeps its host copy as long as it lives
+            weakref.finalize(array, live.discard, id(array))  # an array caches its host copy
             most = max(most, len(live))
         return copy
 
@@ -181,14 +181,14 @@ def test_offloaded_weights_are_exported_too(tmp_path):
     assert_exported(tmp_path / "out", params, Model())
 
 
-def test_weights_that_are_not_this_models_are_refused_by_name(tmp_path):
+def test_weights_of_another_model_are_refused_by_name(tmp_path):
     model = Model()
     params = random_params(model)
     cases = {
         "params/layer_2/attention_norm/scale: is missing": dataclasses.replace(model, num_layers=3),
-        "params/layer_1/attention/k/kernel: is no weight": dataclasses.replace(model, num_layers=1),
-        "params/head/kernel: is no weight": dataclasses.replace(model, tie_embeddings=True),
-        "params/embed/embedding: has shape (48, 16), and the model's settings say (40, 16)": dataclasses.replace(
+        "params/layer_1/attention/k/kernel: is not a weight": dataclasses.replace(model, num_layers=1),
+        "params/head/kernel: is not a weight": dataclasses.replace(model, tie_embeddings=True),
+        "params/embed/embedding: has shape (48, 16), but the model's config gives (40, 16)": dataclasses.replace(
             model, vocab_size=40
         ),
     }
@@ -200,7 +200,7 @@ def test_weights_that_are_not_this_models_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("preset", ["test", "t5_test"])
-def test_what_was_exported_comes_back_as_params(tmp_path, preset):
+def test_an_export_is_read_back_as_params(tmp_path, preset):
     chosen = families.PRESETS[preset]
     model = dataclasses.replace(chosen.presets[preset], vocab_size=48)
     random = np.random.default_rng(0)
@@ -214,14 +214,14 @@ def test_what_was_exported_comes_back_as_params(tmp_path, preset):
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
-def test_tensors_that_are_not_this_models_are_refused_by_name():
+def test_tensors_of_another_model_are_refused_by_name():
     model = Model(num_layers=1)
     tensors = expected_tensors(random_params(model), model)
     missing = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
     cases = {
         "model.norm.weight: is missing": missing,
-        "extra: is no tensor of this model": tensors | {"extra": tensors["model.norm.weight"]},
-        "lm_head.weight: has shape (16, 48), and the model's config says (48, 16)": tensors
+        "extra: is not a tensor of this model": tensors | {"extra": tensors["model.norm.weight"]},
+        "lm_head.weight: has shape (16, 48), but the model's config gives (48, 16)": tensors
         | {"lm_head.weight": tensors["lm_head.weight"].T},
     }
     for message, given in cases.items():

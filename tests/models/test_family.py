@@ -1,4 +1,4 @@
-"""Checks what holds for every family. This module tests zerojax.models.family."""
+"""Checks the properties of every family. This module tests zerojax.models.family."""
 
 import dataclasses
 import re
@@ -37,7 +37,7 @@ def test_logits_score_every_token_that_is_continued(family):
     config, tokens = small(family), jax.ShapeDtypeStruct((2, 5), jnp.int32)
     params = family_lib.abstract_params(family.parts(config))
     inputs = abstract_batch(family)
-    inputs.popitem()  # the last array is the one that is continued
+    inputs.popitem()  # the last array is the one to continue
     logits = jax.eval_shape(lambda *arrays: family.logits(config, *arrays), params, inputs, tokens)
     assert (logits.shape, logits.dtype) == ((2, 5, 320), jnp.float32)
 

@@ -12,7 +12,7 @@ ROUNDING = 1e-5  # float32 sums of some terms in another order
 BOTH = ("xla", "cudnn")
 
 
-def by_hand(q, k, v, *, is_causal=False, bias=0.0, mask=None, scale=None):
+def reference(q, k, v, *, is_causal=False, bias=0.0, mask=None, scale=None):
     """Softmax of the scores, in float64 and head by head."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
@@ -34,21 +34,21 @@ def arrays(queries=5, keys=5, heads=4, kv_heads=2):
 def test_causal_attention_with_shared_heads():
     q, k, v = arrays()
     found = attention.attend(q, k, v, "xla", is_causal=True)
-    np.testing.assert_allclose(found, by_hand(q, k, v, is_causal=True), atol=ROUNDING)
+    np.testing.assert_allclose(found, reference(q, k, v, is_causal=True), atol=ROUNDING)
 
 
 def test_a_bias_is_added_to_scores_that_a_scale_multiplies():
     q, k, v = arrays(queries=3, keys=6)
     bias = np.random.default_rng(1).normal(size=(4, 3, 6)).astype(np.float32)
     found = attention.attend(q, k, v, "xla", is_causal=False, bias_HTS=jnp.asarray(bias), scale=1.0)
-    np.testing.assert_allclose(found, by_hand(q, k, v, bias=bias, scale=1.0), atol=ROUNDING)
+    np.testing.assert_allclose(found, reference(q, k, v, bias=bias, scale=1.0), atol=ROUNDING)
 
 
 def test_masked_keys_are_not_seen():
     q, k, v = arrays(queries=3, keys=6)
     mask = np.arange(6) < np.array([[6], [2]])
     found = attention.attend(q, k, v, "xla", is_causal=False, mask_BS=jnp.asarray(mask))
-    np.testing.assert_allclose(found, by_hand(q, k, v, mask=mask), atol=ROUNDING)
+    np.testing.assert_allclose(found, reference(q, k, v, mask=mask), atol=ROUNDING)
 
 
 def test_float16_comes_out_as_float16():
@@ -77,7 +77,7 @@ def test_auto_is_cudnn_on_gpus_in_16_bits_where_the_family_can(wanted, known, pl
     [
         (BOTH, "cpu", jnp.bfloat16, "cudnn needs an NVIDIA GPU and 16-bit arithmetic; this run has cpu and bfloat16"),
         (BOTH, "gpu", jnp.float32, "this run has gpu and float32; set --config.model.attention=xla"),
-        (("xla",), "gpu", jnp.bfloat16, "this preset runs xla alone, and the config says cudnn"),
+        (("xla",), "gpu", jnp.bfloat16, "this preset supports only xla, and the config sets cudnn"),
     ],
 )
 def test_a_kernel_that_cannot_run_is_refused(known, platform, dtype, message):

@@ -1,4 +1,4 @@
-"""Checks rows and their gradients against numpy. This module tests zerojax.embedding."""
+"""Checks rows and their gradients against numpy. This module tests zerojax.ops.embedding."""
 
 import functools
 
@@ -24,14 +24,14 @@ def gradient(lookup, tokens, grad, dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("shape", [(), (7,), (2, 0), (3, 5, 2)])
-def test_rows_are_those_that_take_gives(dtype, shape):
+def test_rows_are_those_of_take(dtype, shape):
     tokens = jax.random.randint(jax.random.key(1), shape, 0, VOCAB)
     rows = zerojax.embedding_lookup(table(dtype), tokens)
     np.testing.assert_array_equal(rows, jnp.take(table(dtype), tokens, axis=0))
 
 
 def test_gradients_of_common_tokens_add_up_in_float32():
-    """A text's commonest token: in bfloat16 its gradient no longer changes after some hundreds of examples."""
+    """In bfloat16 the gradient of a text's most common token stops changing after some hundreds of examples."""
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(np.minimum(rng.zipf(1.3, 20_000) - 1, VOCAB - 1))
     grad = jnp.asarray(1 + 0.1 * rng.standard_normal((20_000, EMBED)), jnp.bfloat16).astype(jnp.float32)
@@ -106,10 +106,10 @@ def test_rows_of_each_devices_tokens_in_a_shard_map():
         return jax.lax.psum(jnp.sum(jnp.sin(zerojax.embedding_lookup(t, tokens).astype(jnp.float32))), "data")
 
     specs = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
-    split = jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=jax.sharding.PartitionSpec())
-    whole = jax.grad(lambda t: jnp.sum(jnp.sin(zerojax.embedding_lookup(t, tokens).astype(jnp.float32))))
+    sharded = jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=jax.sharding.PartitionSpec())
+    unsharded = jax.grad(lambda t: jnp.sum(jnp.sin(zerojax.embedding_lookup(t, tokens).astype(jnp.float32))))
     np.testing.assert_allclose(
-        jax.grad(split)(table(jnp.bfloat16), tokens).astype(jnp.float32),
-        whole(table(jnp.bfloat16)).astype(jnp.float32),
+        jax.grad(sharded)(table(jnp.bfloat16), tokens).astype(jnp.float32),
+        unsharded(table(jnp.bfloat16)).astype(jnp.float32),
         rtol=2**-7,
     )

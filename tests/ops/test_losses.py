@@ -1,4 +1,4 @@
-"""Checks losses against autodiff and against each other. This module tests zerojax.losses."""
+"""Checks losses against autodiff and against each other. This module tests zerojax.ops.losses."""
 
 import functools
 
@@ -13,7 +13,7 @@ from zerojax import precision
 from zerojax.ops import losses
 
 ROUNDING = 5e-7  # the same float32 sums in another order; values are of order 1
-# Each example compiles a program: a failure is told as it was found, and not shrunk for minutes.
+# Each example compiles a program, so failures are not shrunk, which would take minutes.
 COMPILES = hypothesis.settings(
     deadline=None, derandomize=True, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
 )
@@ -77,7 +77,7 @@ def test_one_pass_gradients_have_the_dtypes_of_what_they_belong_to():
     loss, (d_hidden, d_kernel) = value_and_grads(losses.one_pass_cross_entropy, inputs)
     assert (loss.dtype, d_hidden.dtype, d_kernel.dtype) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
     exact = value_and_grads(plain, precision.cast_floating(inputs, jnp.float32))
-    np.testing.assert_allclose(loss, exact[0], rtol=1e-5)  # logits are float32 products of the same 16-bit numbers
+    np.testing.assert_allclose(loss, exact[0], rtol=1e-5)  # logits are float32 matmuls of the same 16-bit numbers
     for found, expected in zip((d_hidden, d_kernel), exact[1]):
         scale = float(abs(expected).max())
         # softmax - onehot is rounded to 8 bits, and the gradient once more
@@ -85,7 +85,7 @@ def test_one_pass_gradients_have_the_dtypes_of_what_they_belong_to():
 
 
 def test_one_pass_loses_no_gradient_to_float16():
-    """A scaled loss has the gradients of float32, although 1 / tokens, and the gradient itself, are no float16."""
+    """A scaled loss has the gradients of float32, although 1 / tokens and the gradient itself underflow in float16."""
     hidden, kernel, labels = make_inputs(batch=8, length=512, dtype=jnp.float16)
     hidden, kernel = hidden * 2**-12, kernel * 2**-4
     scale = 2.0**14

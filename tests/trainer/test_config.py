@@ -1,4 +1,4 @@
-"""Checks that nothing wrong passes the door. This module tests zerojax.config."""
+"""Checks that no invalid setting is accepted. This module tests zerojax.trainer.config."""
 
 import dataclasses
 import importlib
@@ -54,7 +54,7 @@ def places(cls=config_lib.Config, prefix="") -> set[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_config_file_is_valid_and_says_how_to_run_it(name):
+def test_every_config_file_is_valid_and_names_its_command(name):
     config = config_lib.from_dict(load(name))
     ways = 8 if config.mesh.data == -1 else config.mesh.data * config.mesh.replica
     sizes = config_lib.batch_sizes(config, ways)
@@ -168,7 +168,7 @@ def test_batch_sizes_obey_the_product_rule_wherever_it_can_be_solved(total, micr
     if is_determined:
         offered = int(str(caught.value).rpartition("--config.global_batch_size=")[2])
         fixed = dataclasses.replace(config, global_batch_size=offered)
-        config_lib.batch_sizes(fixed, ways)  # the way out that the line offers is one
+        config_lib.batch_sizes(fixed, ways)  # the suggested size is valid
 
 
 @pytest.mark.parametrize("value", [1.0, -0.1, 2.0])
@@ -233,7 +233,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_what_does_not_fit_is_named_by_its_place(name):
+def test_a_misfit_is_named_by_its_place(name):
     changes, message = MISFITS[name]
     with pytest.raises(UserError, match=message):
         config_lib.read(Outer, {**FITTING, **changes}, "c")

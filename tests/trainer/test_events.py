@@ -1,4 +1,4 @@
-"""Tests the file of events for TensorBoard."""
+"""Tests TensorBoard's event file. This module tests zerojax.trainer.events."""
 
 import itertools
 import threading
@@ -10,7 +10,7 @@ from zerojax.trainer import events, metrics
 
 
 @pytest.mark.parametrize("arrives_after", [0, 1, 2, 3])
-def test_what_is_written_before_the_library_is_there_is_in_the_file_all_the_same(tmp_path, monkeypatch, arrives_after):
+def test_values_written_before_the_library_is_imported_are_in_the_file(tmp_path, monkeypatch, arrives_after):
     arrived, library = threading.Event(), events._import
 
     def slow_import():

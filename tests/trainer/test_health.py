@@ -1,4 +1,4 @@
-"""Judges steps by their numbers. This module tests zerojax.trainer.health; tests/test_skipped_steps.py has whole runs."""
+"""Judges steps by their numbers. This module tests zerojax.trainer.health; tests/test_fp16_runs.py has full runs."""
 
 import math
 import pathlib
@@ -15,7 +15,7 @@ OVERFLOW = {**SCALED, "grad_norm": math.inf, "overflow_leaf": 1.0}
 
 
 class Saver:
-    """Stands in for a checkpointer that holds `saved` steps."""
+    """A fake checkpointer that holds `saved` steps."""
 
     def __init__(self, *saved: int):
         self.directory, self._saved = pathlib.Path("checkpoints"), saved
@@ -48,7 +48,7 @@ def test_a_number_that_is_not_finite_ends_the_run_and_names_the_last_good_checkp
         run.count(3, run.flaw({**GOOD, name: value}))
     assert str(caught.value) == (
         f"step 3: {name} is {value}; the last good checkpoint is of step 1 in checkpoints; "
-        "lower config.optimizer.learning_rate (now 0.01) and start anew, or look at the data"
+        "lower config.optimizer.learning_rate (now 0.01) and start over, or check the data"
     )
 
 

@@ -1,4 +1,4 @@
-"""Checks what a run writes and in which order. This module tests zerojax.trainer.loop."""
+"""Checks the output of a run and its order. This module tests zerojax.trainer.loop."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("cache_dir")
 
 @pytest.fixture(scope="module")
 def finished(cache_dir, stdlib_dir, tmp_path_factory):
-    """Returns the folder and the settings of a run over text that does all there is to do."""
+    """Returns the folder and the settings of a run over text that evaluates, saves, samples and exports."""
     changes = {
         "data__name": "python_stdlib",
         "data__dir": str(stdlib_dir),
@@ -49,7 +49,7 @@ def opened(folder: pathlib.Path, **changes):
 
 def test_a_byte_model_learns_from_the_standard_library_within_30_steps(finished):
     losses = list(runs.losses(finished[0]).values())
-    assert losses[0] == pytest.approx(np.log(320), abs=0.1)  # it starts as a uniform guess
+    assert losses[0] == pytest.approx(np.log(320), abs=0.1)  # the first loss is that of a uniform guess
     assert np.mean(losses[-4:]) < losses[0] - 2
     assert runs.evaluations(finished[0])[-1][1] < losses[0] - 2  # held-out text too
 
@@ -152,7 +152,7 @@ def test_the_evaluation_loss_of_the_same_weights_is_the_same_number_whenever_ask
     for _ in range(3):
         streams.next()
     assert program.held_out_loss(built, streams, params) == first == program.held_out_loss(built, streams, params)
-    assert before != streams.position()  # which evaluating does not touch
+    assert before != streams.position()  # evaluating does not move the position
     streams.close()
 
 
@@ -165,16 +165,16 @@ def test_accumulated_evaluation_reads_the_same_text(tmp_path):
     np.testing.assert_allclose(*found, rtol=MEAN_ORDER)
 
 
-def test_batches_lie_split_over_the_devices_in_the_order_of_rows(tmp_path):
+def test_batches_are_sharded_over_the_devices_in_the_order_of_rows(tmp_path):
     built, streams = opened(tmp_path, global_batch_size=16)
-    whole = np.asarray(streams.next()["tokens"])
+    rows = np.asarray(streams.next()["tokens"])
     streams.move_to({str(row): {**position, "index": 0} for row, position in streams.position().items()})
     again = streams.next()["tokens"]
     assert again.shape == (16, 33) and again.sharding == built.batch_sharding
-    np.testing.assert_array_equal(again, whole)
+    np.testing.assert_array_equal(again, rows)
     assert [shard.data.shape for shard in again.addressable_shards] == [(2, 33)] * 8
     for row in (0, 5, 15):
-        np.testing.assert_array_equal(whole[row], np.random.default_rng([0, row, 0]).integers(320, size=33))
+        np.testing.assert_array_equal(rows[row], np.random.default_rng([0, row, 0]).integers(320, size=33))
     streams.close()
 
 
@@ -207,6 +207,6 @@ def test_things_are_due_every_so_many_steps_and_at_the_last(claim, steps):
     assert [step for step in range(1, 11) if claim(step)] == steps
 
 
-def test_the_last_step_is_saved_only_where_that_is_wanted():
+def test_the_last_step_is_saved_only_if_asked():
     when = dataclasses.replace(WHEN, save_every=5, saves_at_end=False)
     assert [step for step in range(1, 11) if when.saves(step)] == [5]

@@ -30,16 +30,16 @@ def test_the_plan_and_the_measured_peak_are_written_side_by_side(tmp_path, built
     assert (saved["device_kind"], saved["flops_per_token"]) == ("cpu", llama.flops_per_token(built.model, 32))
 
 
-def test_the_comparison_says_the_difference_or_that_it_is_not_known(plan):
+def test_the_comparison_states_the_difference_or_that_it_is_not_known(plan):
     assert "+10.0%" in memory_guard.compared(plan, round(plan.peak * 1.1))
-    assert "does not tell" in memory_guard.compared(plan, None)
+    assert "does not report" in memory_guard.compared(plan, None)
 
 
 def test_out_of_memory_names_the_changes_that_fit(built, plan, monkeypatch, capsys):
-    whole = plans.search_config
+    search_config = plans.search_config
 
     def with_memory(config, target, **kwargs):
-        return whole(config, target, memory=plan.peak * 0.9, **kwargs)
+        return search_config(config, target, memory=plan.peak * 0.9, **kwargs)
 
     monkeypatch.setattr(plans, "search_config", with_memory)
     error = memory_guard.too_large(built, plan)
@@ -47,7 +47,7 @@ def test_out_of_memory_names_the_changes_that_fit(built, plan, monkeypatch, caps
     assert "changes that would fit" in capsys.readouterr().out
 
 
-def test_where_nothing_is_known_to_fit_the_way_out_is_a_smaller_run(built, plan, capsys):
+def test_if_nothing_fits_the_way_out_is_a_smaller_run(built, plan, capsys):
     assert "more devices" in str(memory_guard.too_large(built, plan))
 
 
@@ -67,7 +67,7 @@ def test_a_run_that_is_out_of_memory_ends_with_the_plan_and_one_line(tmp_path, m
 
 @pytest.mark.parametrize("is_pool", [True, False])
 def test_a_step_that_needs_more_than_may_be_allocated_ends_before_anything_is(tmp_path, monkeypatch, capsys, is_pool):
-    """What a device has beyond that is not known well enough to refuse a run for it."""
+    """Memory beyond JAX's pool is not known well enough to refuse a run."""
     plan_program, made = plans.plan_program, []
 
     def plan_on_less(*args, **how):
@@ -87,7 +87,7 @@ def test_a_step_that_needs_more_than_may_be_allocated_ends_before_anything_is(tm
     assert (memory_guard.SHORT in capsys.readouterr().out) == is_pool
 
 
-def test_a_state_is_made_after_the_plan_and_for_want_of_room_ends_with_it(tmp_path, monkeypatch, capsys):
+def test_a_state_is_made_after_the_plan_and_is_explained_by_it_if_it_does_not_fit(tmp_path, monkeypatch, capsys):
     def no_room(built):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
 
@@ -98,7 +98,7 @@ def test_a_state_is_made_after_the_plan_and_for_want_of_room_ends_with_it(tmp_pa
     assert "compiled in" in out and "starts at step" not in out
 
 
-def test_another_error_of_the_runtime_is_not_taken_for_it(tmp_path, monkeypatch):
+def test_another_runtime_error_is_not_taken_for_out_of_memory(tmp_path, monkeypatch):
     def broken(state, batch):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 

@@ -39,7 +39,7 @@ def test_tensorboard_holds_the_same_scalars(tmp_path):
     assert scalars == {(s, name): x for s in (3, 4) for name, x in (("loss", 0.25), ("learning_rate", 0.5))}
 
 
-def test_tensorboard_is_told_where_a_resumed_run_starts(tmp_path):
+def test_tensorboard_knows_where_a_resumed_run_starts(tmp_path):
     log(tmp_path, [3], resume=2)
     assert [e.step for e in event_files.read(tmp_path) if e.session_log.status == event_pb2.SessionLog.START] == [3]
 
@@ -48,7 +48,7 @@ def test_tensorboard_is_told_where_a_resumed_run_starts(tmp_path):
 def test_what_is_not_finite_is_null_and_named(tmp_path, value):
     log(tmp_path, [1], loss=value, grad_norm=2.0)
     text = (tmp_path / metrics.FILE).read_text()
-    record = json.loads(text, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
+    record = json.loads(text, parse_constant=pytest.fail)  # NaN and Infinity are not JSON
     assert record == {"step": 1, "loss": None, "grad_norm": 2.0, "not_finite": {"loss": str(value)}}
 
 
@@ -112,7 +112,7 @@ def test_a_disabled_log_writes_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_device_memory_takes_what_the_backend_tells(monkeypatch):
+def test_device_memory_holds_the_statistics_of_the_backend(monkeypatch):
     class Device:
         def memory_stats(self):
             return {"bytes_in_use": 3, "peak_bytes_in_use": 5, "bytes_limit": 9}

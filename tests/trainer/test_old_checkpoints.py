@@ -1,4 +1,4 @@
-"""Checks that what an older zerojax wrote is read. This module restores a committed checkpoint and goes on from it."""
+"""Checks that checkpoints of older code are read. This module restores a committed checkpoint and trains on from it."""
 
 import hashlib
 import json
@@ -13,8 +13,8 @@ import runs
 from zerojax import tree
 from zerojax.checkpoint import logical
 
-# A run whose checkpoint was written before modules moved into packages, and what the code of that day makes of it: the state's
-# bytes, and the losses of two more steps at each stage.
+# The checkpoint was written before modules moved into packages. expected.json holds the results of that code: the state's bytes, and the
+# losses of two more steps at each stage.
 OLD_RUN = runs.ROOT / "tests" / "golden" / "checkpoint_v0"
 OLD_SETTINGS = {"precision": "bf16", "seq_len": 16}
 EXPECTED = json.loads((OLD_RUN / "expected.json").read_text())
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("cache_dir")
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_checkpoint_of_older_code_restores_bit_for_bit_and_goes_on_at_every_stage(tmp_path, stage):
+def test_a_checkpoint_of_older_code_restores_bit_for_bit_and_trains_on_at_every_stage(tmp_path, stage):
     folder = pathlib.Path(shutil.copytree(OLD_RUN, tmp_path / "run"))
     _, state = runs.restored(folder, 3, zero__stage=stage, **OLD_SETTINGS)
     found = {path: digest(leaf) for path, leaf in tree.flatten(logical.to_logical(state))}

@@ -31,7 +31,7 @@ def test_with_room_for_all_one_wins_and_the_others_fit(roomy):
     assert all(o.reason.startswith("fits") for o in roomy[1:]) and all(o.is_compiled for o in roomy)
 
 
-def test_what_does_not_fit_loses_with_the_bytes_it_lacks(config, roomy):
+def test_a_candidate_that_does_not_fit_names_the_bytes_it_lacks(config, roomy):
     peaks = sorted(o.peak for o in roomy)
     tight = plans.search_config(config, "cpu", "1x8", grid=GRID, memory=peaks[1])
     lost = {o.candidate for o in roomy if o.peak > peaks[1]}
@@ -45,13 +45,13 @@ def test_state_that_is_too_large_alone_is_not_compiled(config):
     assert all("alone take" in o.reason or "does not fit" in o.reason for o in outcomes)
 
 
-def test_settings_that_go_with_another_remat_are_given_up(config):
+def test_settings_that_need_another_remat_are_dropped(config):
     model = dataclasses.replace(config.model, recompute="layer_0/mlp/up", offload="layer_1/mlp/up")
     kept = {remat: (m := plans.with_remat(model, remat)).recompute + m.offload for remat in ("none", "dots", "full")}
     assert kept == {"none": "", "dots": "layer_0/mlp/uplayer_1/mlp/up", "full": "layer_1/mlp/up"}
 
 
-def test_over_several_hosts_state_is_split_over_all_devices_or_those_of_each_host(config):
+def test_over_several_hosts_state_is_sharded_over_all_devices_or_those_of_each_host(config):
     grid = {**search.default_grid(compile_only.gpus(topology="2x8")), "stage": (3,), "remat": ("full",)}
     found = plans.search_config(config, "h200", "2x8", grid={**grid, "micro_batch_size": (1,)}, most_compiles=0)
     assert [(o.candidate.replica, o.candidate.grad_accum) for o in found] == [(2, 1), (1, 1)]

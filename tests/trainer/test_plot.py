@@ -1,4 +1,4 @@
-"""Checks that plots are drawn from what there is. This module tests zerojax.plot."""
+"""Checks that a plot shows the records that exist. This module tests zerojax.trainer.plot."""
 
 import matplotlib.image
 import numpy as np

@@ -1,4 +1,4 @@
-"""Checks what is built from settings, against plain optax and the table of bytes. This module tests zerojax.program."""
+"""Checks programs against plain optax and the table of bytes. This module tests zerojax.trainer.program."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from zerojax.zero import memory
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums in another order, over 30 steps
 FEW_BITS = 1e-2  # relative, over 12 steps in which the loss halves: eight bits of weights or of moments
-COUNTERS = 3 * 4 + 2 * 4  # bytes beside weights and moments: step, two counts of optax, a random key
+COUNTERS = 3 * 4 + 2 * 4  # further bytes than weights and moments: the step, two counts of optax, a random key
 
 pytestmark = pytest.mark.usefixtures("cache_dir")
 
@@ -135,7 +135,7 @@ def test_every_policy_learns_as_float32_does(plain_losses, changes):
         state, numbers = built.train_step(state, {"tokens": jax.device_put(tokens, built.batch_sharding)})
         found.append(float(numbers["loss"]))
     np.testing.assert_allclose(found[:12], plain_losses[:12], rtol=FEW_BITS)
-    assert np.mean(found[-5:]) < np.mean(plain_losses[-5:]) + 0.2  # from 5.8; float16 may have skipped a step
+    assert np.mean(found[-5:]) < np.mean(plain_losses[-5:]) + 0.2  # from 5.8; float16 may skip a step
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == built.partition.shardings
 
 
@@ -170,12 +170,12 @@ def test_odd_shapes_train_evaluate_sample_and_export(tmp_path, name):
 
 
 def test_a_model_axis_gives_the_losses_of_none(tmp_path):
-    whole = runs.run(tmp_path / "whole")
-    split = runs.run(tmp_path / "split", **{**ODD["tensor parallel"], "global_batch_size": 8})
-    np.testing.assert_allclose(runs.numbers(split), runs.numbers(whole), rtol=SUM_ORDER)
+    plain = runs.run(tmp_path / "plain")
+    sharded = runs.run(tmp_path / "split", **{**ODD["tensor parallel"], "global_batch_size": 8})
+    np.testing.assert_allclose(runs.numbers(sharded), runs.numbers(plain), rtol=SUM_ORDER)
 
 
-def test_the_batch_is_split_below_the_passes():
+def test_a_batch_is_sharded_within_each_pass():
     assert build(global_batch_size=16).batch_sharding.spec == jax.P(("replica", "data"))
     assert build(global_batch_size=16, grad_accum=2).batch_sharding.spec == jax.P(None, ("replica", "data"))
 

@@ -1,4 +1,4 @@
-"""Checks what is shown of a run. This module tests zerojax.trainer.progress."""
+"""Checks the display of a run. This module tests zerojax.trainer.progress."""
 
 import io
 
@@ -26,7 +26,7 @@ def test_without_a_terminal_there_is_one_line_an_interval_and_one_at_the_end():
 
 
 def test_a_terminal_gets_a_bar_with_text_above_it(monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes any file for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat any file as a terminal
     monkeypatch.setenv("TERM", "xterm")
     out = io.StringIO()
     with progress.Progress(4, out=out) as shown:

@@ -1,4 +1,4 @@
-"""Records steps one late. This module tests zerojax.trainer.recorder."""
+"""Checks that steps are recorded one step late. This module tests zerojax.trainer.recorder."""
 
 import io
 import math
@@ -12,7 +12,7 @@ from zerojax.trainer import metrics, progress, recorder
 
 
 class Health(health_lib.Health):
-    """Takes every run for one without checkpoints."""
+    """The health of a run without checkpoints."""
 
     def __init__(self):
         super().__init__({}, None, start=0, learning_rate=0.1, min_scale=1.0)

@@ -1,4 +1,4 @@
-"""Leaves behind what a run is for. This module tests zerojax.trainer.results; test_loop.py has whole runs."""
+"""Checks the results of a run. This module tests zerojax.trainer.results; test_loop.py has full runs."""
 
 import pytest
 import runs
@@ -23,7 +23,7 @@ def test_a_sample_begins_with_its_prompt_and_depends_on_the_seed(built):
     assert first == again != other and first.startswith("def ")
 
 
-def test_an_export_and_the_curves_lie_in_the_folder(built, tmp_path):
+def test_an_export_and_the_curves_are_in_the_folder(built, tmp_path):
     results.export(built, program.init_state(built), tmp_path / "export")
     with metrics.MetricsLog(tmp_path, enabled=True) as log:
         log.write(1, {"loss": 2.0})

@@ -1,4 +1,4 @@
-"""Checks that a run goes on as if it had never stopped. This module tests the trainer's resuming, killed, asked or moved."""
+"""Checks that a resumed run gives the numbers of one that never stopped. This module tests zerojax.trainer.resume."""
 
 import os
 import pathlib
@@ -50,7 +50,7 @@ def next_batch(streams):
     return following(streams)
 streams_lib.Feed.next = next_batch
 """
-# From outside, two signals during one long call into C would count as one.
+# Two signals from another process would count as one during a long call into C.
 INTERRUPT_TWICE_AT_2 = STOP_AT_2.replace(
     "os.kill(os.getpid(), signal.SIGTERM)", "[os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
 )
@@ -64,7 +64,7 @@ def recorded(folder: pathlib.Path) -> tuple[list, list]:
 
 
 def said(err: str) -> str:
-    """Returns what a run said beside orbax's word that a busy disk took its time."""
+    """Returns the stderr of a run without Orbax's warning about a slow disk."""
     return "".join(line for line in err.splitlines(True) if "Waiting for previous save to complete took" not in line)
 
 
@@ -119,14 +119,14 @@ def test_a_run_killed_at_any_moment_gives_the_numbers_of_one_that_was_not(comman
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_run_asked_to_stop_saves_ends_with_status_0_and_goes_on(commands, uninterrupted, tmp_path, number):
+def test_a_run_stopped_by_a_signal_saves_ends_with_status_0_and_resumes(commands, uninterrupted, tmp_path, number):
     arguments, numbers = uninterrupted
     arguments = [*arguments, "--config.checkpoint.every=0", f"--workdir={tmp_path}"]
     command = commands.start(*arguments, before=SLOW)
     wait_for(lambda: lines(tmp_path) >= 3, command)
     command.kill(number)
     if number == signal.SIGTERM:
-        command.kill(number)  # a second SIGTERM asks for the same
+        command.kill(number)  # a second SIGTERM has no further effect
     assert command.wait().status == 0 and said(command.err) == "", command.err
     (step,) = (int(path.name) for path in (tmp_path / "checkpoints").iterdir())
     assert f"stopped by a signal at step {step}, saved; the same command resumes" in command.out
@@ -191,7 +191,7 @@ def in_one_piece(cache_dir, tmp_path_factory):
     ],
     ids=["3on8-1on4", "0on8-3on8", "3on8-3on2x4", "2on1-0on2"],
 )
-def test_a_checkpoint_of_any_stage_and_device_count_goes_on_in_any_other(tmp_path, in_one_piece, before, after):
+def test_a_checkpoint_of_any_stage_and_device_count_resumes_in_any_other(tmp_path, in_one_piece, before, after):
     numbers, evaluation = in_one_piece
     runs.run(tmp_path, steps=3, **before)
     runs.run(tmp_path, steps=6, **runs.EVALUATED, **after)
@@ -291,7 +291,7 @@ UNFIT = {
         "damaged",
     ),
     "sizes in a list": (lambda step: (step / "sizes.json").write_text("[]"), {}, "damaged"),
-    "a state that says nothing of its arrays": (
+    "a state without metadata of its arrays": (
         lambda step: scramble(step / "state" / "_METADATA", "?"),
         {},
         "damaged",
@@ -305,12 +305,12 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("case", UNFIT)
-def test_what_cannot_be_resumed_is_told_before_anything_is_compiled_and_changes_nothing(
+def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_compiling_and_changes_nothing(
     three_steps, tmp_path, monkeypatch, case
 ):
     spoil, changes, words = UNFIT[case]
     folder = pathlib.Path(shutil.copytree(three_steps, tmp_path / "run"))
-    (folder / "config.json").unlink()  # it would tell other settings first
+    (folder / "config.json").unlink()  # else the difference of the configs is reported first
     spoil(folder / "checkpoints" / "3")
     before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     monkeypatch.setattr(memory_guard, "compile_step", lambda *_: pytest.fail("compiled"))

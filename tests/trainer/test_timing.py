@@ -1,4 +1,4 @@
-"""Checks when numbers arrive, and that waits are not counted as work. This module tests zerojax.timing."""
+"""Checks when numbers arrive, and that waits are not counted as work. This module tests zerojax.trainer.timing."""
 
 import time
 
@@ -19,7 +19,7 @@ def test_the_late_reader_returns_the_step_before_as_floats():
     assert [reading[:2] for reading in got[1:-1]] == expected
 
 
-def test_the_late_reader_tells_when_a_step_arrived_however_late_it_is_asked():
+def test_the_arrival_time_does_not_depend_on_when_it_is_read():
     reader = timing.LateReader()
     began = time.perf_counter()
     reader.push(1, {"loss": jnp.float32(1.0)})
@@ -35,7 +35,7 @@ def test_the_late_reader_needs_no_implicit_transfer():
         assert reader.flush()[:2] == (1, {"loss": 3.0})
 
 
-def test_own_time_leaves_out_what_is_done_elsewhere(monkeypatch):
+def test_own_time_excludes_away_blocks(monkeypatch):
     now = iter([0.0, 1.0, 5.0, 5.5, 6.0, 6.25])
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     own = timing.OwnTime()

@@ -1,4 +1,4 @@
-"""Checks that a folder belongs to one run. This module tests zerojax.workdir."""
+"""Checks that a folder belongs to one run. This module tests zerojax.trainer.workdir."""
 
 import json
 import os
@@ -39,13 +39,13 @@ def test_the_saved_config_is_the_resolved_one(tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"steps": 500}, {"zero.stage": 1}, {"mesh.data": 4}, {"precision": "fp32"}])
-def test_what_says_where_and_how_to_compute_may_change(tmp_path, change):
+def test_settings_of_where_and_how_to_compute_may_change(tmp_path, change):
     workdir.save(tmp_path, settings())
     workdir.check(tmp_path, settings(**change))
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"model.num_layers": 9}, {"optimizer.b1": 0.5}, {"seq_len": 64}])
-def test_what_says_what_is_computed_may_not_and_the_line_names_both_values(tmp_path, change):
+def test_settings_of_what_is_computed_may_not_change_and_the_line_names_both_values(tmp_path, change):
     workdir.save(tmp_path, settings())
     ((place, value),) = change.items()
     with pytest.raises(UserError, match=rf"config\.{place}=.*, and this run has {value}; use the same") as caught:

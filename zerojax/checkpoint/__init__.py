@@ -1,6 +1,7 @@
 """Train states on disk.
 
-Here live the checkpointer, the files of a step and the logical form in which a state is stored, the same for every stage and precision.
-No config and no loop.
-A new kind of leaf gets its stored form in `logical`.
+This room holds the checkpointer, the files of a step and the logical form of a stored state. That form is the same for every stage and
+precision.
+It holds no config and no loop.
+To store a new kind of leaf, add its stored form to `logical`.
 """

@@ -1,7 +1,7 @@
 """Saves train states in the background and restores them onto any mesh. This module wraps Orbax.
 
-A step holds three items: `state`, one logical array for each leaf under the leaf's path, whatever Python
-classes or shardings held it; `data`, JSON, where each row of the data stands; `meta`, JSON.
+A step holds three items. `state` holds one global array for each leaf under the leaf's path, independent of Python classes and
+shardings. `data` is JSON: the position of each row in the data. `meta` is JSON.
 """
 
 import contextlib
@@ -25,20 +25,20 @@ from zerojax.errors import UserError
 
 
 class Checkpointer:
-    """Keeps the newest `keep_last` checkpoints of a directory and the `keep_best` of lowest evaluation loss.
+    """Keeps the newest `keep_last` checkpoints of a directory and the `keep_best` with the lowest evaluation loss.
 
-    All processes of a run call every method alike, on one directory that all of them reach.
+    All processes of a run must call every method in the same order, on one directory that all of them can reach.
     """
 
     def __init__(self, directory: str | os.PathLike, *, keep_last: int, keep_best: int):
-        """Opens or creates `directory` and removes what a killed save left unfinished.
+        """Opens or creates `directory` and removes unfinished steps of killed saves.
 
         Raises:
-          UserError: the directory cannot be written, or holds things but no checkpoint.
+          UserError: the directory cannot be written, or holds other files and no checkpoint.
         """
         self.directory = step_files.open_directory(directory)
         self._losses = step_files.losses(self.directory)
-        self._saving = -1  # the step that was saved last
+        self._saving = -1  # the last step saved
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_worth_showing)
         jsons = {"data": ocp.JsonCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
@@ -58,19 +58,19 @@ class Checkpointer:
     def save(
         self, step: int, state: Any, data_state: Mapping, *, meta: Mapping, eval_loss: float | None = None
     ) -> None:
-        """Copies `state` to the host and writes it in the background; a step already saved is left alone.
+        """Copies `state` to the host and writes it in the background. Does nothing if the step exists.
 
-        While an earlier save is being written this waits for it: the host holds one copy of the state.
+        Waits for an earlier save first, so that the host holds only one copy of the state.
 
         Args:
           step: optimizer steps done.
-          state: any pytree of arrays, random keys and numbers; its buffers may be donated afterwards.
-          data_state: JSON, by row; each process gives its own rows and the checkpoint holds all of them.
+          state: any pytree of arrays, random keys and numbers. Its buffers may be donated afterwards.
+          data_state: JSON by row. Each process passes its own rows, and the checkpoint holds all rows.
           meta: JSON, the same on every process.
-          eval_loss: ranks the checkpoint for `keep_best`; without it, or if NaN, only its age counts.
+          eval_loss: ranks the checkpoint for `keep_best`. A checkpoint with None or NaN is kept only by its age.
 
         Raises:
-          UserError: this save or the one before failed; the last complete checkpoint is untouched.
+          UserError: this save or the previous one failed. The last complete checkpoint is untouched.
         """
         if step in self._manager.all_steps() or (self.directory / str(step)).exists():
             return
@@ -91,7 +91,7 @@ class Checkpointer:
         """Returns when the save in progress, if any, is complete on disk.
 
         Raises:
-          UserError: it failed, for instance because the disk is full.
+          UserError: the save failed, for instance because the disk is full.
         """
         try:
             self._manager.wait_until_finished()
@@ -114,15 +114,15 @@ class Checkpointer:
         """
         path = step_files.intact(self.directory, step)
         with self._read(step):
-            found = step_files.read_json(path, "meta")["meta"]
-        if not isinstance(found, dict):
-            raise step_files.damaged(self.directory, step, "meta is no table")
-        return found
+            meta = step_files.read_json(path, "meta")["meta"]
+        if not isinstance(meta, dict):
+            raise step_files.damaged(self.directory, step, "meta is not a table")
+        return meta
 
     def check(
         self, step: int, abstract_state: Any, resizable: frozenset[str] = frozenset(), optional: Sequence[str] = ()
     ) -> dict:
-        """Looks, without reading an array, whether `restore` can read the step, and returns the data state; see there."""
+        """Checks that `restore` can read the step, without reading an array. Takes its arguments and returns the data state."""
         path, _ = self._find(step, abstract_state, resizable, optional)
         with self._read(step):
             return step_files.read_json(path, "data")
@@ -130,21 +130,20 @@ class Checkpointer:
     def restore(
         self, step: int, abstract_state: Any, resizable: frozenset[str] = frozenset(), optional: Sequence[str] = ()
     ) -> tuple[Any, dict]:
-        """Reads a step into the structure and shardings of `abstract_state`, however it was sharded before.
+        """Reads a step into the structure and shardings of `abstract_state`. The saved shardings may differ.
 
         Args:
           step: a complete step.
-          abstract_state: a pytree of ShapeDtypeStruct; a leaf without a sharding comes back as a numpy array. Floating leaves are
-            cast to the dtype wanted.
-          resizable: paths ("params/embed/embedding") of padded leaves, each dim of which is cut, or filled
-            with zeros, at its end to the size wanted.
-          optional: beginnings of paths ("loss_scale") of leaves that the step may lack, or hold unasked.
+          abstract_state: a pytree of ShapeDtypeStruct. A leaf without a sharding is returned as a numpy array. Floating leaves are
+            cast to the dtype of `abstract_state`.
+          resizable: paths ("params/embed/embedding") of padded leaves. Each of their dims is cut, or padded with zeros, at its end.
+          optional: prefixes of paths ("loss_scale") of leaves that the step may lack, or may hold in excess.
 
         Returns:
-          The state, in which optional leaves that the step lacks are as abstract as they came, and the data state of all processes.
+          The state, and the data state of all processes. Optional leaves that the step lacks stay abstract.
 
         Raises:
-          UserError: the step is missing, foreign or damaged, or its state is another model's.
+          UserError: the step is missing, foreign or damaged, or its state is of another model.
         """
         leaves = tree.flatten(abstract_state)
         path, wanted = self._find(step, abstract_state, resizable, optional)
@@ -159,7 +158,7 @@ class Checkpointer:
     def _find(
         self, step: int, abstract_state: Any, resizable: frozenset[str], optional: Sequence[str]
     ) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
-        """Returns an intact step's path, and what of the state is to be read from it."""
+        """Returns an intact step's path, and the abstract leaves to read from it."""
         self.wait()
         wanted = {name: logical.form(leaf) for name, leaf in tree.flatten(abstract_state)}
         path = self._manager.directory / step_files.intact(self.directory, step).name
@@ -172,10 +171,10 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _read(self, step: int) -> Iterator[None]:
-        """Turns what goes wrong in reading a step into a line that says that it is damaged."""
+        """Turns errors in reading a step into a UserError: the step is damaged."""
         try:
             yield
-        except (UserError, RuntimeError):  # JAX says RuntimeError when a device has no memory left
+        except (UserError, RuntimeError):  # JAX raises RuntimeError when a device is out of memory
             raise
         except Exception as error:
             if any(isinstance(cause, MemoryError) for cause in errors.causes(error)):
@@ -183,24 +182,24 @@ class Checkpointer:
             raise step_files.damaged(self.directory, step, _brief(error)) from error
 
     def close(self) -> None:
-        """Waits for the save in progress and ends the background threads; raises as `wait` does."""
+        """Waits for the save in progress and ends the background threads. Raises as `wait` does."""
         try:
             self.wait()
         finally:
             self._manager.close()
 
     def _complete(self) -> None:
-        """Adds the sizes to the step being saved; Orbax calls this between writing and committing it."""
+        """Adds the file sizes to the step being saved. Orbax calls this after writing a step and before committing it."""
         if jax.process_index() == 0:
             step_files.write_sizes(self.directory, self._saving)
 
     def _failed(self, error: Exception) -> UserError:
-        """Returns the error to raise, and forgets the step that did not reach the disk."""
+        """Returns the error to raise, and forgets the step that was not saved."""
         self._losses.pop(self._saving, None)
-        self._manager.reload()  # Orbax has already forgotten the steps that this save was to replace
+        self._manager.reload()  # Orbax has already forgotten the steps that this save would have replaced
         last, is_full = self.latest_step(), errors.is_disk_full(error)
         safe = "no step is complete yet" if last is None else f"step {last} is complete and untouched"
-        cause = "no space left on the disk; free some" if is_full else f"{_brief(error)}; mend that"
+        cause = "no space left on the disk; free some" if is_full else f"{_brief(error)}; fix that"
         return UserError(
             f"{self.directory}: saving step {self._saving} failed: {cause} or choose another directory, "
             f"then run again; {safe}"
@@ -209,10 +208,10 @@ class Checkpointer:
 
 @dataclasses.dataclass(frozen=True)
 class _Keep:
-    """Orbax's preservation policy: the newest, the best, and any step not in `losses`: it is not ours.
+    """Orbax's preservation policy: keeps the newest, the best, and any step not in `losses`, which zerojax did not write.
 
-    Orbax's own policies do not serve. `BestN` ranks by metrics, an item of Orbax's own that no step here holds, and keeps every step
-    while there are no more than N; `LatestN` counts the steps of others.
+    Orbax's own policies do not work here. `BestN` ranks by Orbax's item `metrics`, which these steps lack, and keeps every step
+    up to N of them. `LatestN` also counts foreign steps.
     """
 
     keep_last: int
@@ -229,7 +228,7 @@ class _Keep:
 
 
 def _as_json(value: Mapping) -> dict:
-    """Returns a copy as JSON gives it back; later changes to `value` do not reach the background write."""
+    """Returns a copy through JSON, so that later changes to `value` do not reach the background write."""
     return json.loads(json.dumps(value))
 
 
@@ -248,7 +247,7 @@ def _merge_over_processes(rows: Mapping) -> dict:
 
 
 def _restore_args(leaf: jax.ShapeDtypeStruct, is_resizable: bool) -> ocp.RestoreArgs:
-    """Tells Orbax where a leaf goes."""
+    """Returns Orbax's arguments to restore a leaf."""
     if leaf.sharding is None:
         return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
     return ocp.ArrayRestoreArgs(
@@ -261,7 +260,7 @@ def _is_below(path: str, starts: Sequence[str]) -> bool:
 
 
 def _check_same_state(path: Any, saved: Mapping, wanted: Mapping, resizable: frozenset[str]) -> None:
-    """Raises an error that names the leaves in which the saved state differs from the one wanted."""
+    """Raises an error that names the leaves in which the saved and the wanted state differ."""
     way_out = "the config's model differs from the checkpoint's; set it as saved or choose another directory"
     missing = [name for name in wanted if name not in saved]
     unexpected = [name for name in saved if name not in wanted]
@@ -280,11 +279,11 @@ def _check_same_state(path: Any, saved: Mapping, wanted: Mapping, resizable: fro
 
 
 def _brief(error: BaseException) -> str:
-    """Returns an error's kind and the start of its text, in one line."""
+    """Returns an error's type and the start of its text, in one line."""
     return f"{type(error).__name__}: {errors.one_line(error, 160)}"
 
 
 def _is_worth_showing(record: logging.LogRecord) -> bool:
-    """Passes what other packages log, and from Orbax warnings; its tracebacks are of errors that it also raises."""
+    """Passes records of other packages, and Orbax's warnings without tracebacks: Orbax also raises those errors."""
     is_orbax = "/orbax/" in record.pathname or (record.name == "asyncio" and "/orbax/" in record.getMessage())
     return not is_orbax or (record.levelno >= logging.WARNING and not record.exc_info)

@@ -1,7 +1,7 @@
-"""Knows what lies in a directory of checkpoints. This module tells complete steps from damaged and foreign.
+"""Reads a directory of checkpoints. This module tells complete steps from damaged and foreign ones.
 
-A complete step is DIRECTORY/STEP with the items state, data and meta, and sizes.json, which lists the bytes
-of every file: a cut or lost file is found before anything is read. An incomplete step has a temporary name.
+A complete step is DIRECTORY/STEP with the items state, data and meta, and sizes.json. That file lists the bytes of every
+file, so a truncated or missing file is found before anything is read. An incomplete step has a temporary name.
 """
 
 import json
@@ -15,15 +15,15 @@ from zerojax.errors import UserError
 ITEMS = ("state", "data", "meta")
 SIZES = "sizes.json"
 WRITTEN = {*ITEMS, SIZES, "_CHECKPOINT_METADATA", "commit_success.txt"}
-UNFINISHED = "orbax-checkpoint-tmp"  # in the name of a step that Orbax is writing
+UNFINISHED = "orbax-checkpoint-tmp"  # in the temporary name of a step
 SHOWN = 3  # names listed in an error before "and N more"
 
 
 def open_directory(directory: str | os.PathLike) -> pathlib.Path:
-    """Returns the absolute path of a directory into which checkpoints can be written, created if need be.
+    """Returns the absolute path of a directory that can hold checkpoints. Creates it if it does not exist.
 
     Raises:
-      UserError: it cannot be created or written, or holds things but no checkpoint.
+      UserError: it cannot be created or written, or holds other files and no checkpoint.
     """
     if "://" in str(directory):
         raise UserError(f"{directory}: checkpoints need a mounted file system; give a directory's path")
@@ -49,7 +49,7 @@ def steps(directory: pathlib.Path) -> list[int]:
 
 
 def losses(directory: pathlib.Path) -> dict[int, float]:
-    """Returns the evaluation loss of each step that holds only what a save writes, and so may be deleted.
+    """Returns the evaluation loss of each step that holds only files of a save, and so may be deleted.
 
     A step without a loss, or with a damaged one, has an infinite loss.
     """
@@ -58,7 +58,7 @@ def losses(directory: pathlib.Path) -> dict[int, float]:
 
 
 def intact(directory: pathlib.Path, step: int) -> pathlib.Path:
-    """Returns the path of a step whose files are all there in full.
+    """Returns the path of a step whose files are all complete.
 
     Raises:
       UserError: the step is missing, foreign or damaged.
@@ -76,20 +76,20 @@ def intact(directory: pathlib.Path, step: int) -> pathlib.Path:
 
 
 def damaged(directory: pathlib.Path, step: int, flaw: str) -> UserError:
-    """Returns the error to raise on a damaged step; it names the newest intact step before it."""
+    """Returns the error for a damaged step. It names the newest intact step before it."""
     path = directory / str(step)
     earlier = (number for number in reversed(steps(directory)) if number < step)
     safe = next((number for number in earlier if _flaw(directory / str(number)) is None), None)
     way_out = (
         f"step {safe} is intact: delete or move {path} out of {directory} to resume from step {safe}"
         if safe is not None
-        else "no earlier step is intact: choose another directory to start anew"
+        else "no earlier step is intact: choose another directory to start over"
     )
     return UserError(f"{path}: checkpoint is damaged ({flaw}); {way_out}")
 
 
 def write_sizes(directory: pathlib.Path, step: int) -> None:
-    """Lists the files of a step that is all written and not yet complete."""
+    """Writes the sizes of a step's files, once all are written and before the step is complete."""
     (path,) = directory.glob(f"{step}.{UNFINISHED}*")
     (path / SIZES).write_text(json.dumps(_sizes(path)))
 
@@ -115,7 +115,7 @@ def _loss(path: pathlib.Path) -> float:
 
 
 def _flaw(path: pathlib.Path) -> str | None:
-    """Returns what is wrong with the files of a step, or None if all are there in full."""
+    """Returns the first flaw of a step's files, or None if all are complete."""
     try:
         saved, found = json.loads((path / SIZES).read_text()), _sizes(path)
     except OSError as error:
@@ -123,7 +123,7 @@ def _flaw(path: pathlib.Path) -> str | None:
     except ValueError:
         return f"{SIZES} is cut"
     if not isinstance(saved, dict):
-        return f"{SIZES} is no table"
+        return f"{SIZES} is not a table"
     for name, size in saved.items():
         if name not in found:
             return f"{name} is missing"

@@ -1,4 +1,4 @@
-"""Says in which form a state lies in a checkpoint. This module makes states logical, and their leaves plain arrays by path, and back."""
+"""Defines the form of a state in a checkpoint. This module converts states to that form, and their leaves to plain arrays, and back."""
 
 from typing import Any
 
@@ -13,8 +13,7 @@ from zerojax.optim import master_weights
 def to_logical(state: Any) -> Any:
     """Returns a TrainState without its 16-bit copy: params are the master weights. Checkpoints store this form.
 
-    The form is the same for every stage and precision, so that each restores into any other; only its dtypes differ, and
-    are cast on the way.
+    The form is the same for every stage and precision, so each restores into any other. Only dtypes differ, and restoring casts them.
     """
     if not isinstance(state.opt_state, master_weights.MasterWeightsState):
         return state
@@ -23,12 +22,12 @@ def to_logical(state: Any) -> Any:
 
 
 def from_logical(logical: Any, copy_dtype: Any, like: Any = None) -> Any:
-    """Undoes `to_logical`: params become a copy of the master weights in `copy_dtype`; None keeps no copy.
+    """Inverts `to_logical`: params become a copy of the master weights in `copy_dtype`. None makes no copy.
 
     Args:
-      logical: what `to_logical` returned.
+      logical: a result of `to_logical`.
       copy_dtype: the dtype of the copy.
-      like: a state of the wanted form, whose frozen weights have no master weights; None: none are frozen.
+      like: a state with the same frozen weights, which have no master weights; None if no weights are frozen.
     """
     if copy_dtype is None:
         return logical
@@ -46,12 +45,12 @@ def _master_of(master: Any, param: Any) -> Any:
 
 
 def _is_frozen(node: Any) -> bool:
-    """Says whether a node of master weights stands for a frozen weight, which has none."""
+    """Returns whether a node of the master weights belongs to a frozen weight, which has no master weight."""
     return isinstance(node, optax.MaskedNode)
 
 
 def to_stored(state: Any) -> dict[str, Any]:
-    """Returns {path: array}: keys as their data, numbers and process-local arrays as copies in numpy."""
+    """Returns {path: array}: random keys as their data, numbers and process-local arrays as numpy copies."""
 
     def convert(leaf: Any) -> Any:
         array = jax.random.key_data(leaf) if _is_key(leaf) else leaf
@@ -67,22 +66,22 @@ def to_stored(state: Any) -> dict[str, Any]:
 
 
 def form(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns the abstract array in which a leaf is stored, with the sharding wanted."""
+    """Returns the abstract array that stores a leaf, with the leaf's sharding."""
     wanted = tree.abstract(leaf)
     if _is_key(leaf):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(wanted.shape, wanted.dtype))
         wanted = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=wanted.sharding)
     if wanted.sharding is not None:
-        wanted.sharding.shard_shape(wanted.shape)  # raises here, where it cannot pass for a damaged file
+        wanted.sharding.shard_shape(wanted.shape)  # raises here, so that the error is not taken for a damaged file
     return wanted
 
 
 def from_stored(array: Any, leaf: Any) -> Any:
-    """Returns a restored array in the form of the abstract leaf."""
+    """Returns a restored array as the kind of the abstract leaf: an array or a random key."""
     if not _is_key(leaf):
         return array
     aval = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    impls: list = []  # only a traced key tells its implementation
+    impls: list = []  # only a traced key has its implementation
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), aval)
     return jax.random.wrap_key_data(array, impl=impls[0])
 

@@ -1,6 +1,6 @@
 """Text out of a trained model.
 
-Here lives sampling from weights that stay sharded.
-No training and no file format.
-A way to pick the next token goes into `generate`.
+This room holds sampling from weights that stay sharded.
+It holds no training and no file format.
+To pick the next token in another way, extend `generate`.
 """

@@ -1,4 +1,4 @@
-"""Continues a prompt. This module samples token by token from a model whose weights stay split."""
+"""Continues a prompt. This module samples token by token from a model whose weights stay sharded."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +12,15 @@ def make_sampler(
 ) -> Callable[[Any, dict[str, Any], jax.typing.ArrayLike, jax.Array], jax.Array]:
     """Builds `sample(params, inputs, prompt: int32[prompt_length], key) -> int32[prompt_length + length]`, compiled.
 
-    `inputs` are the arrays beside the tokens that the model reads, such as an encoder's: {name: int32[length]}.
+    `inputs` are further arrays that the model reads, such as an encoder's: {name: int32[length]}.
 
-    Each new token runs the model over the whole window: no cache, so this is for looking at a model, not for serving it.
+    Each new token runs the model over the full window, without a cache. Use it to inspect a model, not to serve it.
 
     Args:
       logits_fn: (params, inputs: {name: int32[rows, length]}, tokens: int32[rows, window]) -> float[rows, window, vocab].
       length: tokens to add.
-      temperature: divides the logits before a token is drawn; 0 takes the likeliest.
-      rows: copies of the prompt run side by side, so that a batch can be split over devices; the first is returned.
+      temperature: divides the logits before a token is drawn; 0 takes the likeliest token.
+      rows: the number of copies of the prompt in the batch, which is sharded over devices. The first is returned.
     """
 
     def sample(params: Any, inputs: dict[str, jax.Array], prompt: jax.Array, key: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """Other projects' file formats.
 
-Here live readers and writers of Hugging Face folders.
-No training.
-A format is a file here; the names and layouts of a family's tensors belong to the family.
+This room holds readers and writers of Hugging Face folders.
+It holds no training.
+To add a format, add a file here. The names and layouts of a family's tensors belong to the family.
 """

@@ -1,7 +1,7 @@
-"""Hugging Face's form of weights. This module writes a model's as safetensors, and makes a model's of theirs.
+"""Hugging Face's format of weights. This module writes a model's weights as safetensors, and converts Hugging Face's tensors to params.
 
-Names and layouts are the family's. Leaves stream out: each is gathered alone, cast to bfloat16, laid out as [out, in] and written into
-its file, so no host ever holds the model.
+The family defines names and layouts. Leaves are exported one at a time: each is gathered, cast to bfloat16, laid out as [out, in] and
+written to its file. No host ever holds the full model.
 """
 
 import functools
@@ -28,11 +28,11 @@ from zerojax.models import family as family_lib
 
 SHARD_BYTES = 5 * 2**30
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
-_LAYER = re.compile(r"_(\d+)/")  # the number of a layer in a path
+_LAYER = re.compile(r"_(\d+)/")  # the layer number in a path
 
 
 class _Tensor(NamedTuple):
-    """One tensor: its name there, its path here, its shape here, and how many leading dims of that are inputs."""
+    """One tensor: its name at Hugging Face, its path and shape in our params, and the number of leading input dims of that shape."""
 
     name: str
     path: str
@@ -41,7 +41,7 @@ class _Tensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape there."""
+        """Returns the shape at Hugging Face."""
         ours, inputs = self.leaf_shape, self.inputs
         return (math.prod(ours[inputs:]), math.prod(ours[:inputs])) if inputs else ours
 
@@ -60,22 +60,22 @@ def export(
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
 ) -> None:
-    """Writes bfloat16 safetensors and config.json, which `from_pretrained` of the family's class in transformers loads.
+    """Writes bfloat16 safetensors and config.json for `from_pretrained` of the family's class in transformers.
 
-    All processes call this alike; the first one writes. The directory appears, or replaces an earlier export,
-    only when it is complete.
+    All processes must call it; the first one writes. The directory is created, or replaces an earlier export, only when it is
+    complete.
 
     Args:
-      params: the model's parameters, sharded in any way; nothing padded.
+      params: the model's parameters, with any sharding and without padding.
       family: the model's family.
       model: the model's config.
-      directory: holds nothing yet, or an earlier export.
-      max_shard_bytes: bound on the tensors of one file; a larger tensor gets a file of its own.
+      directory: new, empty, or with an earlier export.
+      max_shard_bytes: limit on the tensors of one file. A larger tensor gets its own file.
       bos_token_id: the token that begins a text, for config.json.
       eos_token_id: the token that ends a text, for config.json.
 
     Raises:
-      UserError: a leaf is missing, unknown or of another shape; the directory holds other files; the disk is full.
+      UserError: a leaf is missing, unknown or of another shape, the directory holds other files, or the disk is full.
     """
     leaves = dict(tree.flatten(params))
     tensors = _tensors(family, model)
@@ -95,17 +95,17 @@ def export(
             _replace(directory, partial)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        cause = "no space left on the disk; free some" if errors.is_disk_full(error) else f"{error.strerror}; mend that"
+        cause = "no space left on the disk; free some" if errors.is_disk_full(error) else f"{error.strerror}; fix that"
         raise UserError(f"{directory}: export failed: {cause} or choose another directory") from error
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("zerojax export")
 
 
 def params_from_tensors(tensors: Mapping[str, np.ndarray], family: family_lib.Family, model: Any) -> dict[str, Any]:
-    """Returns the params that hold Hugging Face's tensors, in their dtype.
+    """Returns params made of Hugging Face's tensors, in the tensors' dtype.
 
     Args:
-      tensors: by their names in transformers, laid out as there.
+      tensors: by their names in transformers, in its layout.
       family: the model's family.
       model: the model's config.
 
@@ -115,14 +115,14 @@ def params_from_tensors(tensors: Mapping[str, np.ndarray], family: family_lib.Fa
     wanted = _tensors(family, model)
     for name in [*(tensor.name for tensor in wanted), *tensors]:
         if name not in tensors or name not in {tensor.name for tensor in wanted}:
-            what = "is missing" if name not in tensors else "is no tensor of this model"
+            what = "is missing" if name not in tensors else "is not a tensor of this model"
             raise UserError(f"{name}: {what}; give the config that the tensors were saved with")
     params: dict[str, Any] = {}
     for tensor in wanted:
         array = np.asarray(tensors[tensor.name])
         if array.shape != tensor.shape:
             raise UserError(
-                f"{tensor.name}: has shape {array.shape}, and the model's config says {tensor.shape}; "
+                f"{tensor.name}: has shape {array.shape}, but the model's config gives {tensor.shape}; "
                 f"give the config that the tensors were saved with"
             )
         *folders, leaf = tensor.path.split("/")
@@ -132,7 +132,7 @@ def params_from_tensors(tensors: Mapping[str, np.ndarray], family: family_lib.Fa
 
 
 def _tensors(family: family_lib.Family, model: Any) -> list[_Tensor]:
-    """Returns the model's tensors: those outside of layers, then layer by layer, each group in the order of the family's table."""
+    """Returns the model's tensors: first those outside layers, then layer by layer. Each group is in the order of the family's table."""
     table = family.huggingface.tensors(model)
     order = list(table)
     found = []
@@ -150,19 +150,19 @@ def _check(leaves: Mapping[str, Any], tensors: list[_Tensor]) -> None:
     shapes = {tensor.path: tensor.leaf_shape for tensor in tensors}
     for path in [*shapes, *leaves]:
         if path not in leaves or path not in shapes:
-            what = "is missing" if path in shapes else "is no weight of this model"
+            what = "is missing" if path in shapes else "is not a weight of this model"
             raise UserError(f"params/{path}: {what}; export with the config that the weights were trained with")
     for path, expected in shapes.items():
         shape = tuple(leaves[path].shape)
         if shape != expected:
             raise UserError(
-                f"params/{path}: has shape {shape}, and the model's settings say {expected}; "
+                f"params/{path}: has shape {shape}, but the model's config gives {expected}; "
                 f"export with the config that the weights were trained with, unpadded"
             )
 
 
 def _pack(tensors: list[_Tensor], max_bytes: int) -> dict[str, list[_Tensor]]:
-    """Fills files in order, each up to `max_bytes`; returns {file name: tensors}."""
+    """Assigns tensors to files in order, each up to `max_bytes`. Returns {file name: tensors}."""
     groups: list[list[_Tensor]] = [[]]
     for tensor in tensors:
         if groups[-1] and sum(other.nbytes for other in groups[-1]) + tensor.nbytes > max_bytes:
@@ -174,7 +174,7 @@ def _pack(tensors: list[_Tensor], max_bytes: int) -> dict[str, list[_Tensor]]:
 
 
 def _make_fetch(is_primary: bool) -> Callable[[Any], np.ndarray | None]:
-    """Returns the function that brings one leaf to this host in bfloat16, if this process writes."""
+    """Returns a function that gathers one leaf in bfloat16 and, on the primary process, copies it to the host."""
 
     @jax.jit
     def cast(leaf: jax.Array) -> jax.Array:
@@ -184,13 +184,13 @@ def _make_fetch(is_primary: bool) -> Callable[[Any], np.ndarray | None]:
         if not isinstance(leaf, jax.Array):
             return np.asarray(leaf).astype(ml_dtypes.bfloat16)
         kind = next(iter(leaf.sharding.device_set)).default_memory().kind  # type: ignore[attr-defined]
-        leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind(kind))  # offloaded leaves come to the device
-        # Always a new array: an array keeps the numpy copy made of it, which would add up to the whole model.
+        leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind(kind))  # moves offloaded leaves to the device
+        # Always a new array: an array caches its numpy copy, and the copies would add up to the full model.
         leaf = cast(leaf)
         if leaf.is_fully_addressable:
             return np.asarray(leaf)
-        whole = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, P()))
-        return np.asarray(whole.addressable_data(0)) if is_primary else None
+        gathered = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, P()))
+        return np.asarray(gathered.addressable_data(0)) if is_primary else None
 
     return fetch
 
@@ -203,7 +203,7 @@ def _write(
     fetch: Callable[[Any], np.ndarray | None],
     is_primary: bool,
 ) -> None:
-    """Writes every file of the export; processes that do not write join in gathering each leaf."""
+    """Writes every file of the export. All processes take part in gathering each leaf."""
     if not is_primary:
         for tensor in (tensor for group in shards.values() for tensor in group):
             fetch(leaves[tensor.path])
@@ -224,7 +224,7 @@ def _write(
 
 
 def _write_header(file: BinaryIO, group: list[_Tensor]) -> None:
-    """Writes safetensors' header: its length as a little-endian uint64, then JSON padded to 8 bytes."""
+    """Writes the safetensors header: its length as a little-endian uint64, then JSON padded to 8 bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for tensor in group:
@@ -237,14 +237,14 @@ def _write_header(file: BinaryIO, group: list[_Tensor]) -> None:
 
 
 def _write_tensor(file: BinaryIO, tensor: _Tensor, array: np.ndarray) -> None:
-    """Writes one array as [out, in], row by row of memory."""
+    """Writes one array as [out, in] in row-major order."""
     if tensor.inputs:
         array = array.reshape(tensor.shape[::-1]).T
     file.write(np.ascontiguousarray(array).view(np.uint16).data)
 
 
 def _prepare(directory: pathlib.Path, partial: pathlib.Path) -> None:
-    """Makes the empty directory to write into, after checking what the final one holds."""
+    """Creates the empty directory `partial`, after checking the contents of the final directory."""
     old = _old(directory)
     if old.exists() and not directory.exists():
         old.rename(directory)  # an export was killed between its two renames
@@ -262,7 +262,7 @@ def _prepare(directory: pathlib.Path, partial: pathlib.Path) -> None:
 
 
 def _replace(directory: pathlib.Path, partial: pathlib.Path) -> None:
-    """Gives the complete export its final name, in the place of an earlier one."""
+    """Renames the complete export to its final name, and deletes an earlier export."""
     old = _old(directory)
     if directory.exists():
         directory.rename(old)

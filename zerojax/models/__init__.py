@@ -1,6 +1,6 @@
 """Model families.
 
-Here live networks as plain Flax and, for each, the one value that the trainer, the plan and the export are handed.
-No mesh, no sharding, no rematerialisation.
-A family is a folder and a line in the table of families; a preset of a family is a line in its own table.
+This room holds networks in plain Flax and, for each, a `Family` that the trainer, the plan and the export use.
+It holds no mesh, no sharding and no rematerialisation.
+To add a family, add a folder and a line to `families`. To add a preset, add a line to the family's own table.
 """

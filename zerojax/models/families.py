@@ -1,4 +1,4 @@
-"""The table of families. This module names each family once; whoever needs one finds it by a preset's name."""
+"""The table of families. This module names each family once. A preset's name selects its family."""
 
 from zerojax.models import family
 from zerojax.models.llama import family as llama

@@ -1,7 +1,7 @@
-"""What a model family is. This module holds the one value that the trainer, the plan, the sampler and the export are handed.
+"""Defines a model family. This module holds the `Family` that the trainer, the plan, the sampler and the export use.
 
-A family's config is a frozen dataclass of its own. The trainer reads and fills four of its fields: `vocab_size` (0 in a preset: the
-tokenizer's), `num_layers`, `attention` (a kernel of `ops.attention`) and `max_seq_len` (None where no sequence is too long).
+Each family has its own config, a frozen dataclass. The trainer reads or sets four of its fields: `vocab_size` (0 in a preset takes the
+tokenizer's), `num_layers`, `attention` (a kernel of `ops.attention`) and `max_seq_len` (None for no limit).
 """
 
 import dataclasses
@@ -13,17 +13,17 @@ import flax.linen as nn
 import jax
 
 Inputs = tuple[jax.ShapeDtypeStruct, ...]
-# name -> (the module whose weights lie under that name, inputs to initialise it on)
+# name in the weight tree -> (module, inputs to initialise it with)
 Parts = dict[str, tuple[nn.Module, Inputs]]
 
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFace:
-    """How Hugging Face names and lays out the family's weights.
+    """Hugging Face's names and layouts of the family's weights.
 
     Attributes:
       tensors: (config) -> {our path: (Hugging Face's name, the number of leading dims of ours that are inputs)}. "{}" stands for a layer's
-        number. A leaf [inputs..., outputs...] is stored as [outputs, inputs]; with 0 inputs it is stored as it is.
+        number. A leaf [inputs..., outputs...] is stored as [outputs, inputs]. A leaf with 0 inputs is stored unchanged.
       config: (config) -> the contents of config.json, without the dtype and the token ids.
     """
 
@@ -37,18 +37,18 @@ class Family:
 
     Attributes:
       presets: configs by name.
-      parts: (config) -> the modules that make up the weight tree. Equal modules initialise alike, so one compiled function serves every
-        layer, where one for the whole tree takes minutes.
-      objective: what the family learns from text, a name in `data.objectives`; it says which arrays a batch holds.
+      parts: (config) -> the modules that make up the weight tree. Equal modules share one compiled initialiser. Compiling one
+        initialiser for the full tree takes minutes.
+      objective: a name in `data.objectives`. It defines the arrays of a batch.
       loss: (config, params, batch) -> float32[], the mean over the batch.
-      logits: (config, params, inputs, tokens: int32[batch, length]) -> float32[batch, length, vocab]: the scores of the token behind each
-        of `tokens`. `inputs` are the arrays of a prompt beside the tokens that are continued, by name.
+      logits: (config, params, inputs, tokens: int32[batch, length]) -> float32[batch, length, vocab]: the scores of the token after each
+        of `tokens`. `inputs` are the other arrays of a prompt, by name.
       blocks: a regex over the paths of its repeated modules; see `zerojax.make_train_step`.
-      heads: the same for its output projections.
-      attention: the kernels that the family can run.
-      flops_per_token: (config, lengths) -> the floating-point operations of training on one of a row's `seq_len` tokens; `lengths` are
-        those of a row's arrays, by name.
-      huggingface: the names and layout of its weights in Hugging Face's files.
+      heads: a regex over the paths of its output projections.
+      attention: the attention kernels that the family supports.
+      flops_per_token: (config, lengths) -> the floating-point operations of training per token; a row has `seq_len` tokens. `lengths` are
+        the lengths of a row's arrays, by name.
+      huggingface: the names and layouts of its weights in Hugging Face's files.
     """
 
     presets: Mapping[str, Any]
@@ -64,7 +64,7 @@ class Family:
 
 
 def abstract_params(parts: Parts) -> dict[str, Any]:
-    """Returns the weight tree that parts make up, as ShapeDtypeStructs; the one source of a model's shapes."""
+    """Returns the weight tree of the parts as ShapeDtypeStructs. This is the only source of a model's shapes."""
     return {name: _abstract_part(module, inputs) for name, (module, inputs) in parts.items()}
 
 

@@ -1,6 +1,6 @@
-"""Modules that several families are built of. This module holds a norm, a linear map, an embedding and an output projection.
+"""Modules that several families share. This module holds a norm, a linear layer, an embedding and an output projection.
 
-Weights come in the dtype of the arithmetic; the norm runs in float32. Shapes: B batch, T length, D embed, V vocabulary.
+Weights have the compute dtype. The norm computes in float32. Shapes: B batch, T length, D embed, V vocabulary.
 """
 
 import math
@@ -36,20 +36,20 @@ class Linear(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         kept, contracted = x.shape[: x.ndim - self.contracted], x.shape[x.ndim - self.contracted :]
         kernel = self.param("kernel", nn.initializers.normal(self.stddev), (*contracted, *self.features))
-        # As matrices: of more dims, XLA lays out the kernel's gradient in another order than the kernel, and turns its state each step.
+        # A matmul of matrices: with more dims, XLA gives the kernel's gradient another layout than the kernel, and transposes it each step.
         y = x.reshape(*kept, -1) @ kernel.reshape(math.prod(contracted), -1)
         return y.reshape(*kept, *self.features)
 
 
 class Embed(nn.Embed):
-    """Looks tokens up; the table's gradient adds up in float32."""
+    """Looks tokens up. The table's gradient is accumulated in float32."""
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         return embedding.embedding_lookup(self.embedding, tokens_BT)
 
 
 class Head(nn.Module):
-    """The output projection; its kernel is float[D, V]."""
+    """The output projection, with a kernel float[D, V]."""
 
     embed_dim: int
     vocab_size: int
@@ -63,7 +63,7 @@ class Head(nn.Module):
         return logits(x_BTD, self.kernel)
 
     def loss(self, x_BTD: jax.Array, labels_BT: jax.Array) -> jax.Array:
-        """Returns the mean cross-entropy of the labels, without the logits at once."""
+        """Returns the mean cross-entropy of the labels, without materialising all logits."""
         return losses.one_pass_cross_entropy(x_BTD, self.kernel, labels_BT)
 
 

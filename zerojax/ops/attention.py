@@ -1,4 +1,4 @@
-"""Attention, and the choice of its kernel. This module calls XLA's or cuDNN's.
+"""Attention, and the choice of its kernel. This module calls XLA's or cuDNN's kernel.
 
 Shapes: B batch, T queries, S keys, H query heads, K key and value heads, N head dim.
 """
@@ -28,16 +28,17 @@ def attend(
     """Returns softmax(scale * q k^T + bias) v: float[B, T, H, N].
 
     Args:
-      q_BTHN, k_BSKN, v_BSKN: queries, keys and values; H is a multiple of K, and heads share keys and values in runs of H / K.
-      kernel: what computes it.
-      is_causal: a query sees no key behind it.
-      bias_HTS: float[H, T, S], added to the scores; None for none.
-      mask_BS: bool[B, S], False for keys that no query sees; None for none.
+      q_BTHN, k_BSKN, v_BSKN: queries, keys and values. H is a multiple of K, and H / K adjacent query heads share keys and values.
+      kernel: the implementation.
+      is_causal: a query sees no later key.
+      bias_HTS: float[H, T, S], added to the scores; None for no bias.
+      mask_BS: bool[B, S], False for keys that no query sees; None for no mask.
       scale: multiplies the scores; None: 1 / sqrt(N).
     """
-    # jax asks for products of float16 in a way that its CPU backend refuses.
+    # JAX's CPU backend does not support the float16 matmuls of this function.
     dtype = jnp.float32 if kernel == "xla" and q_BTHN.dtype == jnp.float16 else q_BTHN.dtype
-    q_BTHN, k_BSKN, v_BSKN, given = q_BTHN.astype(dtype), k_BSKN.astype(dtype), v_BSKN.astype(dtype), q_BTHN.dtype
+    out_dtype = q_BTHN.dtype
+    q_BTHN, k_BSKN, v_BSKN = q_BTHN.astype(dtype), k_BSKN.astype(dtype), v_BSKN.astype(dtype)
     y_BTHN = jax.nn.dot_product_attention(
         q_BTHN,
         k_BSKN,
@@ -48,24 +49,24 @@ def attend(
         is_causal=is_causal,
         implementation=kernel,
     )
-    return y_BTHN.astype(given)
+    return y_BTHN.astype(out_dtype)
 
 
 def choose_kernel(wanted: str, known: Sequence[str], platform: str, compute_dtype: Any) -> Kernel:
-    """Returns the kernel to run: of "auto", cuDNN's on GPUs for 16-bit floats, and XLA's elsewhere.
+    """Returns the kernel to run. "auto" takes cuDNN's on GPUs in 16-bit arithmetic, and XLA's elsewhere.
 
     Args:
       wanted: "auto", or a kernel.
-      known: the kernels that the model family can run.
-      platform: of the devices, as `mesh.platform` names it.
-      compute_dtype: the dtype of the arithmetic.
+      known: the kernels that the model family supports.
+      platform: of the devices, as returned by `mesh.platform`.
+      compute_dtype: the dtype of the matmuls.
 
     Raises:
       UserError: the wanted kernel cannot run.
     """
     if wanted not in ("auto", *known):
         raise UserError(
-            f"config.model.attention: this preset runs {' and '.join(known)} alone, and the config says {wanted}; "
+            f"config.model.attention: this preset supports only {' and '.join(known)}, and the config sets {wanted}; "
             f"set --config.model.attention=auto"
         )
     can_cudnn = "cudnn" in known and platform == "gpu" and compute_dtype != jnp.float32

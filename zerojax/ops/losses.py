@@ -1,12 +1,12 @@
-"""Next-token losses. This module holds the plain cross-entropy and one that never keeps its logits.
+"""Next-token losses. This module holds the plain cross-entropy and a one-pass form that never stores all logits.
 
-The one-pass form computes loss and gradients together, chunk by chunk, in the forward pass: logits of one chunk exist at a time and are
-never computed twice. With p = softmax(z), z = h W and label y, a token's gradient is dz = p - onehot(y), so
+The one-pass form computes loss and gradients together in the forward pass, chunk by chunk. Only one chunk's logits exist at a time, and
+they are computed once. With p = softmax(z), z = h W and label y, a token's gradient is dz = p - onehot(y), so
 
     dh = dz W^T        dW = sum over tokens of h^T dz
 
-and the backward pass only scales what is kept: h-sized dh and W-sized dW. The mean's 1 / tokens goes into dh there, together with
-what the caller multiplies the loss by: alone it is too small for float16. For the same reason dW is kept in float32 beside float16.
+and the backward pass only scales the residuals dh and dW. It multiplies dh by 1 / tokens and the loss's cotangent together, since
+1 / tokens alone is too small for float16. For the same reason dW is stored in float32 if the weights are float16.
 """
 
 import functools
@@ -38,15 +38,15 @@ def _one_pass(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, chunk: in
 def one_pass_cross_entropy(
     hidden: jax.Array, kernel: jax.Array, labels: jax.Array, *, chunk_tokens: int = 4096
 ) -> jax.Array:
-    """Returns `cross_entropy(hidden @ kernel, labels)` without ever holding more than a chunk of the logits.
+    """Returns `cross_entropy(hidden @ kernel, labels)`, and never stores more than one chunk of the logits.
 
-    For one device's tokens, as a loss sees them where `make_train_step` is given a `reduce_dtype`.
+    Takes one device's tokens: call it in a loss function under `make_train_step` with `reduce_dtype`.
 
     Args:
       hidden: float[batch, length, embed].
-      kernel: float[embed, vocab], whole.
+      kernel: float[embed, vocab], not sharded.
       labels: int32[batch, length].
-      chunk_tokens: tokens whose logits exist at a time.
+      chunk_tokens: tokens per chunk.
 
     Returns:
       The mean over all tokens, float32[].
@@ -56,11 +56,11 @@ def one_pass_cross_entropy(
 
 def _one_pass_forward(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, chunk: int) -> tuple[jax.Array, Any]:
     loss, (d_hidden, d_kernel) = _chunks(hidden, kernel, labels, chunk, with_grads=True)
-    return loss, (d_hidden, d_kernel.astype(_kept_dtype(kernel)), jnp.zeros((0,), kernel.dtype))
+    return loss, (d_hidden, d_kernel.astype(_residual_dtype(kernel)), jnp.zeros((0,), kernel.dtype))
 
 
-def _one_pass_backward(chunk: int, kept: tuple[jax.Array, ...], scale: jax.Array) -> tuple:
-    d_hidden, d_kernel, like = kept
+def _one_pass_backward(chunk: int, residuals: tuple[jax.Array, ...], scale: jax.Array) -> tuple:
+    d_hidden, d_kernel, like = residuals
     total = d_hidden.size // d_hidden.shape[-1]
     d_hidden = (d_hidden.astype(jnp.float32) * (scale / total)).astype(d_hidden.dtype)
     return d_hidden, (d_kernel.astype(jnp.float32) * scale).astype(like.dtype), None
@@ -70,12 +70,12 @@ _one_pass.defvjp(_one_pass_forward, _one_pass_backward)
 
 
 def _chunks(hidden: Any, kernel: Any, labels: Any, chunk: int, *, with_grads: bool) -> tuple[jax.Array, Any]:
-    """Returns the mean loss, and its gradients: of the sum's with respect to hidden, of the mean's to kernel."""
+    """Returns the mean loss, the gradient of the summed loss by hidden, and the gradient of the mean loss by kernel."""
     shape, total = hidden.shape, labels.size
     hidden, labels = hidden.reshape(-1, shape[-1]), labels.reshape(-1)
     tokens = labels.size
     count = -(-tokens // chunk)
-    extra = -tokens % count  # equal chunks, so that the loop body has one shape; what fills the last has no label
+    extra = -tokens % count  # equal chunks, so that the loop body has one shape; padding has no label
     if extra:
         hidden, labels = jnp.pad(hidden, ((0, extra), (0, 0))), jnp.pad(labels, (0, extra), constant_values=_NO_LABEL)
     hidden, labels = hidden.reshape(count, -1, shape[-1]), labels.reshape(count, -1)
@@ -100,6 +100,6 @@ def _chunks(hidden: Any, kernel: Any, labels: Any, chunk: int, *, with_grads: bo
     return jnp.sum(losses), (d_hidden.reshape(-1, shape[-1])[:tokens].reshape(shape), d_kernel / total)
 
 
-def _kept_dtype(kernel: jax.Array) -> Any:
-    """Returns the dtype in which the kernel's gradient waits for the factor of the loss."""
+def _residual_dtype(kernel: jax.Array) -> Any:
+    """Returns the dtype in which the kernel's gradient is stored until the backward pass scales it."""
     return jnp.float32 if kernel.dtype == jnp.float16 else kernel.dtype

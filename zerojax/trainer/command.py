@@ -1,4 +1,4 @@
-"""Reads a command line with a config file in it. This module turns whatever goes wrong there into one line."""
+"""Reads a command line that names a config file. This module turns every error in either into one line."""
 
 import pathlib
 import re
@@ -16,16 +16,16 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "A config file, such a
 
 
 def parse(argv: list[str]) -> Any:
-    """Reads the flags; config files may import each other as `from configs import base`, wherever they lie.
+    """Reads the flags. Config files in any folder may import each other as `from configs import base`.
 
     Args:
-      argv: the command line, the program's name first.
+      argv: the command line, with the program's name first.
 
     Returns:
-      What `get_config` of the file after --config returned, with its overrides.
+      The result of `get_config` in the file after --config, with the overrides applied.
 
     Raises:
-      UserError: an unknown flag or key, a config file that is missing or fails; the line names it.
+      UserError: a flag or key is unknown, or the config file is missing or fails. The line names it.
     """
     logging.set_verbosity(logging.WARNING)
     for index, word in enumerate(argv):
@@ -42,7 +42,7 @@ def parse(argv: list[str]) -> Any:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
         raise UserError(f"command line: {errors.one_line(error)}") from error
-    except Exception as error:  # a config file is code, and may raise anything
+    except Exception as error:  # a config file is code and may raise anything
         raise UserError(_why_no_config(error, argv)) from error
     if _CONFIG.value is None:
         raise UserError("--config: is missing; name a config file, such as --config configs/zero3.py")
@@ -52,14 +52,14 @@ def parse(argv: list[str]) -> Any:
 
 
 def _why_no_config(error: Exception, argv: list[str]) -> str:
-    """Writes the line for a config file that failed, or for an override of a key that it does not have."""
+    """Returns the error line for a config file that failed, or for an override of an unknown key."""
     if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}: {error.msg}; mend the config file"
+        return f"{error.filename}:{error.lineno}: {error.msg}; fix the config file"
     frames = traceback.extract_tb(error.__traceback__)[1:]
     inside = [frame for frame in frames if not re.search(r"/(absl|ml_collections)/|importlib", frame.filename)]
     if inside:
         place = f"{inside[-1].filename}:{inside[-1].lineno}"
-        return f"{place}: {type(error).__name__}: {errors.one_line(error)}; mend the config file"
+        return f"{place}: {type(error).__name__}: {errors.one_line(error)}; fix the config file"
     key, near = re.search(r"\w+", errors.one_line(error)), re.search(r'mean "(\w+)"', errors.one_line(error))
     overrides = [word for word in argv if word.startswith("--config.")]
     override = next((word for word in overrides if key and key[0] in re.split("[.=]", word)), None)

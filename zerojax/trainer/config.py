@@ -1,10 +1,10 @@
-"""Turns an ml_collections config into frozen settings. This module is the door: past it nothing is unchecked.
+"""Turns an ml_collections config into frozen settings. This module checks every setting before anything uses it.
 
-`configs/base.py` holds every field with its default, unit and effect; the dataclasses here say only which fields
-exist and of which type, and the tables which values are allowed. Fields that can be derived take 0 (or -1) to mean "derive".
+`configs/base.py` holds every field with its default, unit and effect. The dataclasses here declare only the fields and their
+types, and the tables hold the allowed values. In a field that can be derived, 0 (or -1) means "derive".
 
-Nothing else reads nested mappings as strictly. ml_collections makes no dataclasses of them. dacite does not say in which group
-an unknown key is, takes True for a whole number and "x" for a tuple, leaves 1 an int where a float is declared, and passes NaN.
+No library reads nested mappings as strictly. ml_collections does not make dataclasses of them. dacite does not name the group of
+an unknown key. It accepts True as an int, "x" as a tuple and NaN, and keeps 1 an int where a float is declared.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from zerojax.optim import fused
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import remat, stages
 
-# place -> the values allowed there, from the table of whoever acts on them
+# place -> the values allowed there, from the table of the module that uses them
 CHOICES: dict[str, tuple] = {
     "zero.stage": tuple(stages.STAGES),
     "zero.indivisible": stages.INDIVISIBLE,
@@ -61,7 +61,7 @@ NOT_NEGATIVE = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class MeshSettings:
-    """Sizes of the mesh axes; data = -1 takes all devices that are left."""
+    """Sizes of the mesh axes; data = -1 takes all remaining devices."""
 
     replica: int
     data: int
@@ -70,7 +70,7 @@ class MeshSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ZeroSettings:
-    """What is split over the `data` axis, and which leaves are exempt."""
+    """Which arrays are sharded over the `data` axis, and which leaves are exempt."""
 
     stage: int
     min_size: int
@@ -80,7 +80,7 @@ class ZeroSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
-    """The decoder's shape and what its backward pass keeps."""
+    """The model's shape, and the residuals kept for its backward pass."""
 
     preset: str
     vocab_size: int
@@ -93,7 +93,7 @@ class ModelSettings:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
-    """An optax transformation and schedule by name."""
+    """The names and hyperparameters of an optax transformation and a schedule."""
 
     name: str
     learning_rate: float
@@ -135,7 +135,7 @@ class DataSettings:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateSettings:
-    """How often, and over how many batches, held-out loss is measured."""
+    """How often the held-out loss is measured, and over how many batches."""
 
     every: int
     batches: int
@@ -143,7 +143,7 @@ class EvaluateSettings:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSettings:
-    """How often to save and what to keep."""
+    """How often to save, and which checkpoints to keep."""
 
     every: int
     at_end: bool
@@ -162,7 +162,7 @@ class SampleSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ExportSettings:
-    """The form in which final weights leave."""
+    """The format in which the final weights are exported."""
 
     format: str
 
@@ -212,10 +212,10 @@ class BatchSizes:
 
 
 def from_dict(raw: Mapping[str, Any]) -> Config:
-    """Reads a nested mapping (a ConfigDict will do) into a checked `Config`.
+    """Reads a nested mapping, such as a ConfigDict, into a checked `Config`.
 
     Raises:
-      UserError: an unknown or missing key, a wrong type, or a value outside its choices; the line names it.
+      UserError: a key is unknown or missing, or a value has a wrong type or is not allowed. The line names it.
     """
     config = read(Config, raw, "config")
     for override in config.zero.overrides:
@@ -251,11 +251,11 @@ def read(cls: type, raw: Mapping[str, Any], place: str) -> Any:
 
     Args:
       cls: the dataclass.
-      raw: a value for every field; whole numbers serve as floats and lists as tuples.
-      place: what the mapping is called in errors.
+      raw: a value for every field. Ints are accepted as floats, and lists as tuples.
+      place: the name of the mapping in errors.
 
     Raises:
-      UserError: an unknown or missing key, or a value of another type; the line names it.
+      UserError: a key is unknown or missing, or a value has a wrong type. The line names it.
     """
     hints = typing.get_type_hints(cls)
     if not isinstance(raw, Mapping) and not hasattr(raw, "items"):
@@ -281,7 +281,7 @@ def batch_sizes(config: Config, ways: int) -> BatchSizes:
     """Derives the batch size that is 0 from the other two and `ways` = data * replica.
 
     Raises:
-      UserError: fewer than two sizes are known, or the product does not come out.
+      UserError: fewer than two sizes are set, or they contradict each other.
     """
     total, micro, accum = config.global_batch_size, config.micro_batch_size, config.grad_accum
     rule = "global_batch_size = micro_batch_size * grad_accum * data * replica"
@@ -314,10 +314,10 @@ def _value(hint: type, value: Any, place: str) -> Any:
 
 
 def make_loss_scale(group: LossScaleSettings, *, is_scaled: bool) -> loss_scale_lib.LossScale | None:
-    """Returns the loss scale that the group `loss_scale` describes; None where the precision needs none.
+    """Returns the loss scale that the group `loss_scale` describes, or None where the precision needs none.
 
     Raises:
-      UserError: a setting that cannot take effect, or is out of its range.
+      UserError: a setting cannot take effect or is out of range.
     """
     static, dynamic = group.static, {name: value for name, value in vars(group).items() if name != "static"}
     defaults = {"static": 0.0, **dataclasses.asdict(loss_scale_lib.DynamicLossScale())}
@@ -337,7 +337,7 @@ def make_loss_scale(group: LossScaleSettings, *, is_scaled: bool) -> loss_scale_
 
 
 def _check_override(override: Any) -> None:
-    """Checks the form of one (path regex, axes); what it fits is for the partition to say."""
+    """Checks the form of one (path regex, axes). The partition checks it against the leaves."""
     form = "config.zero.overrides: must be ((path regex, (mesh axis or None for each dim)), ...)"
     if not isinstance(override, list | tuple) or len(override) != 2:
         raise UserError(f"{form}, and one of them is {override!r}")
@@ -351,14 +351,14 @@ def _check_override(override: Any) -> None:
 
 
 def _is_axis(axis: Any) -> bool:
-    """Says whether an entry can stand for one dim: an axis, several, or none."""
+    """Returns whether an entry is valid for one dim: an axis, several axes, or None."""
     if isinstance(axis, list | tuple):
         return all(isinstance(name, str) for name in axis)
     return axis is None or isinstance(axis, str)
 
 
 def _lookup(config: Config, place: str) -> Any:
-    """Follows a dotted place into the settings."""
+    """Returns the setting at a dotted place."""
     value: Any = config
     for name in place.split("."):
         value = getattr(value, name)

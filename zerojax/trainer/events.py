@@ -1,7 +1,6 @@
-"""Writes numbers for TensorBoard. This module imports tensorboardX beside the first steps.
+"""Writes numbers for TensorBoard. This module imports tensorboardX in a thread while the first steps run.
 
-tensorboardX brings PyTorch in where that is installed, which takes seconds that a run would otherwise start later. Until it is there,
-numbers wait in memory.
+tensorboardX imports PyTorch where that is installed, which takes seconds. Until the import is done, numbers wait in memory.
 """
 
 import concurrent.futures
@@ -13,15 +12,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-FLUSH_SECONDS = 10  # between flushes, which wait for the disk
+FLUSH_SECONDS = 10  # between flushes; a flush waits for the disk
 
 
 class Events:
-    """A file of events in a folder. Written by the caller, not by a thread: a full disk is noticed and never hangs the run.
+    """A file of events in a folder. The caller writes it, not a thread, so a full disk raises an error and never hangs the run.
 
     Args:
-      folder: where to; made if need be.
-      first_step: of this part of a resumed run: TensorBoard hides what an earlier part logged from there on. None for no such part.
+      folder: of the file; created if it does not exist.
+      first_step: of this part of a resumed run. TensorBoard hides events from earlier parts at or after this step. None hides nothing.
     """
 
     def __init__(self, folder: pathlib.Path, first_step: int | None):
@@ -36,10 +35,10 @@ class Events:
         importer.shutdown(wait=False)
 
     def write(self, step: int, values: Mapping[str, float | int]) -> None:
-        """Writes a step's numbers, now or as soon as that can be.
+        """Writes a step's numbers, or keeps them in memory until tensorboardX is imported.
 
         Raises:
-          OSError: the disk is full, or cannot be written.
+          OSError: the disk is full or cannot be written.
         """
         self._waiting.append((time.time(), step, {name: float(value) for name, value in values.items()}))
         if self._library.done():
@@ -49,12 +48,12 @@ class Events:
             self._next_flush = time.monotonic() + FLUSH_SECONDS
 
     def flush(self) -> None:
-        """Brings what is written to the disk. Raises OSError where it is full."""
+        """Flushes the file to disk. Raises OSError if the disk is full."""
         if self._file is not None:
             self._file.flush()
 
     def close(self) -> None:
-        """Writes what waits, and closes the file. Raises OSError where the disk is full."""
+        """Writes all waiting numbers and closes the file. Raises OSError if the disk is full."""
         try:
             if self._waiting:
                 self._write_waiting()
@@ -84,5 +83,5 @@ def _import() -> tuple[Any, Any, Any]:
     from tensorboardX import record_writer, summary
     from tensorboardX.proto import event_pb2
 
-    logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # it warns of NaN, which is logged on purpose
+    logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # it warns about NaN, which is logged on purpose
     return event_pb2, summary, record_writer

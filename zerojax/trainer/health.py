@@ -1,4 +1,4 @@
-"""Says whether a run is sound. This module judges each step by its numbers, and ends a run with the name of its last good checkpoint."""
+"""Checks that a run is healthy. This module judges each step by its metrics, and ends a run with the name of its last good checkpoint."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from zerojax.zero import loss_scale
 
 @dataclasses.dataclass(frozen=True)
 class Flaw:
-    """What is wrong with a step: whether it was skipped, and whether it overflowed at the smallest loss scale."""
+    """The reason why a step is bad, whether it was skipped, and whether it overflowed at the smallest loss scale."""
 
     why: str
     is_skipped: bool
@@ -20,23 +20,23 @@ class Flaw:
 
 
 class Health:
-    """Counts the steps that were skipped, and remembers the last good one.
+    """Counts the skipped steps, and remembers the last good step.
 
     Attributes:
       last_good: the last step whose loss and gradients were finite.
-      skipped: steps skipped so far, since their gradients overflowed.
+      skipped: steps skipped so far because their gradients overflowed.
     """
 
     def __init__(
         self, params: Any, saver: checkpointer.Checkpointer, *, start: int, learning_rate: float, min_scale: float
     ):
-        """Begins after step `start`; `params` is the tree of weights, abstract or not; the rates are the config's, for errors."""
+        """Begins after step `start`. `params` is the weight tree, abstract or not. Errors quote `learning_rate` and `min_scale`."""
         self.last_good, self.skipped = start, 0
         self._params, self._saver = params, saver
         self._learning_rate, self._min_scale = learning_rate, min_scale
 
     def flaw(self, numbers: Mapping[str, float]) -> Flaw | None:
-        """Returns what is wrong with a step of these metrics; None where nothing is."""
+        """Returns the flaw of a step with these metrics, or None if the step is good."""
         overflow = loss_scale.overflow(numbers, self._params)
         if overflow is not None:
             return Flaw(overflow, is_skipped=True, is_exhausted=bool(numbers["is_exhausted"]))
@@ -47,7 +47,7 @@ class Health:
         """Counts a step as good or as skipped.
 
         Raises:
-          UserError: the run cannot go on after it.
+          UserError: the run cannot continue after this step.
         """
         if flaw is None:
             self.last_good = step
@@ -60,18 +60,18 @@ class Health:
             raise self.end(step, flaw.why)
 
     def end(self, step: int, why: str, way_out: str = "") -> UserError:
-        """Returns the error to raise; weights are good that gave the step after them a finite loss."""
+        """Returns the error to raise. A checkpoint is good if the step after it had a finite loss."""
         self._saver.wait()
         good = max((saved for saved in self._saver.steps() if saved < self.last_good), default=None)
         kept = "no checkpoint before it is good" if good is None else f"the last good checkpoint is of step {good}"
         return UserError(
             f"step {step}: {why}; {kept} in {self._saver.directory}; "
-            f"{way_out and way_out + ', or '}lower config.optimizer.learning_rate (now {self._learning_rate}) and start anew, "
-            "or look at the data"
+            f"{way_out and way_out + ', or '}lower config.optimizer.learning_rate (now {self._learning_rate}) and start over, "
+            "or check the data"
         )
 
     def summary(self) -> str | None:
-        """Returns a line about the steps that were skipped, if any were."""
+        """Returns a line about the skipped steps, or None if there were none."""
         if not self.skipped:
             return None
         rest = "" if self.last_good else ", and none was taken: config.loss_scale starts too high for so few steps"

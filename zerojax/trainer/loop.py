@@ -1,4 +1,4 @@
-"""The loop over batches. This module feeds the compiled train step, and evaluates, saves and profiles when due."""
+"""The training loop. This module feeds batches to the compiled train step, and evaluates, saves and profiles when due."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,11 +18,11 @@ from zerojax.trainer import recorder as recorder_lib
 
 @dataclasses.dataclass(frozen=True)
 class When:
-    """After which steps what is done; every 0 steps is never.
+    """The steps after which the loop logs, evaluates and saves. An interval of 0 means never.
 
     Attributes:
       steps: the last step.
-      log_every, evaluate_every, save_every: steps between two lines of the log, evaluations and checkpoints.
+      log_every, evaluate_every, save_every: steps between log lines, evaluations and checkpoints.
       saves_at_end: whether the last step is saved.
     """
 
@@ -33,28 +33,28 @@ class When:
     saves_at_end: bool
 
     def logs(self, step: int) -> bool:
-        """Says whether a step is logged."""
+        """Returns whether a step is logged."""
         return step == self.steps or _is_due(step, self.log_every)
 
     def evaluates(self, step: int) -> bool:
-        """Says whether the weights are evaluated after a step."""
+        """Returns whether the weights are evaluated after a step."""
         return step == self.steps or _is_due(step, self.evaluate_every)
 
     def saves(self, step: int) -> bool:
-        """Says whether the state is saved after a step."""
+        """Returns whether the state is saved after a step."""
         return self.saves_at_end if step == self.steps else _is_due(step, self.save_every)
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """Where states are saved, and the `meta` saved beside each."""
+    """The checkpointer of the states, and the `meta` saved with each."""
 
     saver: checkpointer.Checkpointer
     meta: Mapping[str, Any]
 
 
 class End(NamedTuple):
-    """Where a run ended: the state after `step`, and whether a signal stopped it there."""
+    """The end of a run: the last step, the state after it, and whether a signal stopped the run there."""
 
     state: Any
     step: int
@@ -74,12 +74,12 @@ def run(
     checkpoints: Checkpoints,
     stop: signals.StopSignal,
 ) -> End:
-    """Trains from `step` to the last step or to a signal.
+    """Trains from `step` until the last step or a signal.
 
     Args:
-      plan: of the train step, which it holds compiled; None where no step is left.
-      first_state: returns the state of `step`, which is made here: nobody else may keep what each step replaces.
-      evaluate: (params) -> the held-out loss, or None where there is no text for it.
+      plan: holds the compiled train step; None if no step is left.
+      first_state: returns the state at `step`. The loop creates it, so that nothing else holds buffers that each step donates.
+      evaluate: (params) -> the held-out loss, or None if there is no held-out text.
 
     Raises:
       UserError: numbers are not finite, or the disk is full.
@@ -100,7 +100,7 @@ def run(
         with jax.profiler.StepTraceAnnotation("train", step_num=step), recorder.away():
             state, numbers = plan.compiled(state, batch)
         if profile.holds(step):
-            numbers["profiled"] = 1  # slower, and not to be counted with others
+            numbers["profiled"] = 1  # slower than other steps, so timings leave it out
         recorder.push(step, numbers)
         if profile.ends(step):
             _end_profile(profile, plan, state, recorder)
@@ -113,11 +113,11 @@ def run(
 
 
 def _end_profile(profile: profiler.Profiler, plan: step_plan.Plan, state: Any, recorder: recorder_lib.Recorder) -> None:
-    """Writes the trace and shows where the time of its steps went."""
+    """Writes the trace and prints the time of its steps by phase."""
     recorder.settle(state)
-    found = profile.stop(plan.ledger)
-    if found is not None:
-        recorder.say(display.as_text(profiler.table(found)))
+    breakdown = profile.stop(plan.ledger)
+    if breakdown is not None:
+        recorder.say(display.as_text(profiler.table(breakdown)))
         recorder.say(f"the trace is in {profile.folder}")
     recorder.resume()
 
@@ -125,7 +125,7 @@ def _end_profile(profile: profiler.Profiler, plan: step_plan.Plan, state: Any, r
 def _evaluate(
     evaluate: Callable[[Any], float | None], state: Any, step: int, recorder: recorder_lib.Recorder
 ) -> float | None:
-    """Measures the held-out loss; returns None where there is no text for it."""
+    """Returns the held-out loss, or None if there is no held-out text."""
     recorder.flush()
     loss = evaluate(state.params)
     if loss is not None:
@@ -141,7 +141,7 @@ def _save(
     eval_loss: float | None,
     recorder: recorder_lib.Recorder,
 ) -> None:
-    """Saves a state whose numbers are known to be finite."""
+    """Saves the state, after checking that the metrics of its step are finite."""
     recorder.flush()
     logical = logical_lib.to_logical(state)
     checkpoints.saver.save(step, logical, streams.position(), meta=checkpoints.meta, eval_loss=eval_loss)

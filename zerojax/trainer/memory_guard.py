@@ -1,4 +1,5 @@
-"""Holds a run to its plan. This module compiles the step, compares planned with measured peak memory, and helps when memory is short."""
+"""Checks device memory against the plan. This module compiles the step, compares the planned with the measured peak, and suggests
+settings that fit when memory is short."""
 
 import contextlib
 import json
@@ -18,15 +19,15 @@ from zerojax.trainer import program as program_lib
 
 FILE = "plan.json"
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-SHORT = "out of device memory"  # how a run's message about it begins
-_TRIES = 6  # leaner settings that are compiled after the run's own did not fit
+SHORT = "out of device memory"  # the start of the error message
+_TRIES = 6  # the number of leaner settings to compile when the run's own do not fit
 
 
 def compile_step(program: program_lib.Program) -> step_plan.Plan:
-    """Compiles the program's train step for the devices it is built on; the plan holds the step, ready to run.
+    """Compiles the program's train step for its own devices. The returned plan holds the compiled step.
 
     Raises:
-      UserError: it cannot be compiled within the devices' memory, or needs more than JAX may allocate there.
+      UserError: XLA runs out of memory while compiling, or the step needs more memory than JAX may allocate.
     """
     try:
         plan = plans.plan_program(program, "here", from_cache=True)
@@ -40,7 +41,7 @@ def compile_step(program: program_lib.Program) -> step_plan.Plan:
 
 
 def write(folder: pathlib.Path, program: program_lib.Program, plan: step_plan.Plan, measured: int | None) -> None:
-    """Writes the plan, with the measured peak beside the planned one and what a token costs, to plan.json.
+    """Writes the plan, the planned and the measured peak, and the FLOPs per token to plan.json.
 
     Raises:
       UserError: the folder cannot be written.
@@ -59,7 +60,7 @@ def write(folder: pathlib.Path, program: program_lib.Program, plan: step_plan.Pl
 
 @contextlib.contextmanager
 def explained(program: program_lib.Program, plan: step_plan.Plan | None) -> Iterator[None]:
-    """Turns a lack of device memory in the block into a UserError that says what would help."""
+    """Turns an out-of-memory error in the block into a UserError that names settings that fit."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -69,20 +70,20 @@ def explained(program: program_lib.Program, plan: step_plan.Plan | None) -> Iter
 
 
 def compared(plan: step_plan.Plan, measured: int | None) -> str:
-    """Says in a line how the measured peak compares with the planned one."""
+    """Returns a line that compares the measured peak with the planned one."""
     planned = f"planned peak {display.human(plan.peak)} on each device"
     if measured is None:
-        return f"{planned}; this backend does not tell what is in use"
+        return f"{planned}; this backend does not report its memory use"
     return f"{planned}, measured {display.human(measured)} ({measured / plan.peak - 1:+.1%})"
 
 
 def too_large(program: program_lib.Program, plan: step_plan.Plan | None) -> UserError:
-    """Prints what fills the memory and which changes would fit, and returns the error that ends the run."""
+    """Prints the largest uses of memory and the changes that would fit. Returns the error that ends the run."""
     if processes.is_primary():
         print(f"{SHORT}: looking for settings that fit", flush=True)
     lines = []
     if plan is not None:
-        if plan.buffers.source != buffers.ASSIGNMENT:  # it came from the cache of compiled programs
+        if plan.buffers.source != buffers.ASSIGNMENT:  # the cache of compiled programs omits the buffer assignment
             plan = plans.plan_program(program, "here")
         lines.append(display.as_text(plan_report.memory_table(plan)))
         if plan.buffers.at_peak:

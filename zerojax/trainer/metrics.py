@@ -1,7 +1,7 @@
-"""Records a run's numbers without stalling the device. This module holds the log and its reader.
+"""Records a run's metrics. This module holds the log and its reader.
 
-A line of WORKDIR/metrics.jsonl is {"step": s, "loss": ..., ...}. JSON has no NaN: a value that is not finite
-is null, and "not_finite" says what it was: {"step": 3, "loss": null, "not_finite": {"loss": "nan"}}.
+A line of WORKDIR/metrics.jsonl is {"step": s, "loss": ..., ...}. JSON has no NaN, so a value that is not finite
+is written as null, and "not_finite" holds the value: {"step": 3, "loss": null, "not_finite": {"loss": "nan"}}.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ TENSORBOARD = "tensorboard"
 class MetricsLog:
     """Appends steps to WORKDIR/metrics.jsonl and to WORKDIR/tensorboard; a no-op where `enabled` is False.
 
-    Each line is flushed at once, so a killed process leaves at most one cut line, the last.
+    Each line is flushed at once, so a killed process can truncate only the last line.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, enabled: bool) -> None:
@@ -39,13 +39,15 @@ class MetricsLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with contextlib.suppress(UserError) if kind else contextlib.nullcontext():  # what ends the run is told first
+        with (
+            contextlib.suppress(UserError) if kind else contextlib.nullcontext()
+        ):  # the error that ends the run matters more
             self.close()
 
     def resume_at(self, step: int) -> None:
-        """Drops all lines after `step` and a cut last line, so that no step appears twice.
+        """Removes all lines after `step` and a truncated last line, so that no step appears twice.
 
-        Call it before the first `write`, with 0 in a new run.
+        Call it before the first `write`. In a new run, `step` is 0.
 
         Raises:
           UserError: the file cannot be read or rewritten.
@@ -61,7 +63,7 @@ class MetricsLog:
             files.replace(path, "".join(map(_line, kept)))
 
     def open(self) -> None:
-        """Opens the files; else the first `write` does. The library that writes events is imported meanwhile.
+        """Opens the files, which starts the import of tensorboardX. Without this call the first `write` opens them.
 
         Raises:
           UserError: the disk is full or cannot be written.
@@ -71,10 +73,10 @@ class MetricsLog:
                 self._opened()
 
     def write(self, step: int, values: Mapping[str, float | int]) -> None:
-        """Appends `values` of `step`.
+        """Appends the `values` of `step`.
 
         Raises:
-          UserError: the disk is full or cannot be written; after that the log is silent.
+          UserError: the disk is full or cannot be written. Later calls then write nothing.
         """
         if not self._enabled:
             return
@@ -90,7 +92,7 @@ class MetricsLog:
             raise
 
     def flush(self) -> None:
-        """Brings what is written to the disk, as for a checkpoint, after which a resumed run goes on.
+        """Flushes the event file to disk, so that the log is complete up to a checkpoint.
 
         Raises:
           UserError: the disk is full.
@@ -100,7 +102,7 @@ class MetricsLog:
                 self._events.flush()
 
     def close(self) -> None:
-        """Writes what is pending and closes the files; `write` does nothing after it.
+        """Writes pending values and closes the files. A later `write` does nothing.
 
         Raises:
           UserError: the disk is full.
@@ -108,7 +110,10 @@ class MetricsLog:
         self._enabled = False
         opened = [file for file in (self._lines, self._events) if file is not None]
         self._lines = self._events = None
-        with files.writing(self._workdir), contextlib.ExitStack() as stack:  # closes each, also where another fails
+        with (
+            files.writing(self._workdir),
+            contextlib.ExitStack() as stack,
+        ):  # closes each file, even if another fails to close
             for file in opened:
                 stack.callback(file.close)
 
@@ -120,10 +125,10 @@ class MetricsLog:
 
 
 def read(workdir: str | os.PathLike) -> list[dict]:
-    """Returns the records of WORKDIR/metrics.jsonl in order, without a last line that was cut.
+    """Returns the records of WORKDIR/metrics.jsonl in order, without a truncated last line.
 
     Raises:
-      UserError: there is no such file, or a line before the last is not a record.
+      UserError: the file cannot be read, or a line before the last is not a record.
     """
     path = pathlib.Path(workdir) / FILE
     try:
@@ -131,7 +136,7 @@ def read(workdir: str | os.PathLike) -> list[dict]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the workdir of a run") from error
     records = []
-    for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is empty, or cut
+    for number, line in enumerate(lines[:-1], 1):  # the text after the last newline is empty or truncated
         try:
             record = json.loads(line, parse_constant=lambda name: None)
         except ValueError as error:
@@ -143,14 +148,14 @@ def read(workdir: str | os.PathLike) -> list[dict]:
 
 
 def device_memory() -> dict[str, int]:
-    """Returns bytes in use on this process's first device, now and at most; {} where that is not known."""
+    """Returns the bytes in use on this process's first device, current and peak, or {} if the backend does not report them."""
     stats = jax.local_devices()[0].memory_stats() or {}
     names = {"device_bytes_in_use": "bytes_in_use", "device_peak_bytes": "peak_bytes_in_use"}
     return {name: stats[key] for name, key in names.items() if key in stats}
 
 
 def _as_json(values: Mapping[str, float | int]) -> dict[str, Any]:
-    """Returns Python numbers, null for what is not finite, and the names of those."""
+    """Returns Python numbers, with None for values that are not finite, and those values by name."""
     plain = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
     broken = {name: str(value) for name, value in plain.items() if not math.isfinite(value)}
     finite = {name: None if name in broken else value for name, value in plain.items()}

@@ -1,4 +1,4 @@
-"""Plans the train step of a config: once, or the best of many settings. This module is where settings meet the plan's room."""
+"""Plans the train step of a config, or searches for the fastest settings. This module connects the config to `zerojax.plan`."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from zerojax.zero import memory as memory_lib
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Settings that would fit: what to add to the command line, and the peak on each device in bytes."""
+    """Settings that would fit: the flags to add to the command line, and the peak on each device in bytes."""
 
     flags: str
     peak: int
@@ -24,10 +24,10 @@ class Change:
 def plan_config(
     config: config_lib.Config, target: str, topology: str = "", *, compiler_options: Mapping[str, Any] | None = None
 ) -> step_plan.Plan:
-    """Plans the trainer's step under a config, for devices that need not be there.
+    """Plans the trainer's step under a config. The target devices need not be present.
 
     Raises:
-      UserError: the config, the target or the topology is wrong, or an extra is not installed.
+      UserError: the config, the target or the topology is invalid, or an extra is not installed.
     """
     program = program_lib.build(config, devices=targets.devices(target, topology))
     return plan_program(program, target, compiler_options=compiler_options)
@@ -40,7 +40,7 @@ def plan_program(
     from_cache: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> step_plan.Plan:
-    """Plans a program that is built, on its own mesh."""
+    """Plans a built program on its own mesh."""
     config, sizes = program.config, program.sizes
     return step_plan.plan_step(
         program.train_step,
@@ -68,12 +68,12 @@ def search_config(
     memory: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[search.Outcome]:
-    """Returns what became of each setting, the fastest that fits first; see `search.search`.
+    """Returns the outcome of each setting, with the fastest that fits first; see `search.search`.
 
     Args:
-      config: what to train; its global batch is kept (where it is 0, that of its micro-batch and accumulation).
+      config: what to train. Every candidate keeps its global batch size, which is derived if it is 0.
       target, topology: see `targets.devices`.
-      grid: choices by setting; None: see `search.default_grid`.
+      grid: choices by setting; None takes `search.default_grid`.
       most_compiles, memory, say: see `search.search`.
 
     Raises:
@@ -102,9 +102,9 @@ def search_config(
 
 
 def changes_that_fit(program: program_lib.Program, *, most_compiles: int) -> list[Change]:
-    """Compiles leaner settings for this machine's devices and returns those that fit, the fastest first.
+    """Compiles leaner settings for this machine's devices and returns those that fit, with the fastest first.
 
-    Leaner are a higher stage, a policy that keeps fewer residuals, and smaller micro-batches.
+    Leaner settings have a higher stage, a remat policy that keeps fewer residuals, or a smaller micro-batch.
     """
     # The tokenizer may have set the size of the vocabulary.
     model = dataclasses.replace(program.config.model, vocab_size=program.model.vocab_size)
@@ -118,14 +118,14 @@ def changes_that_fit(program: program_lib.Program, *, most_compiles: int) -> lis
     }
     try:
         outcomes = search_config(config, "here", grid=grid, most_compiles=most_compiles)
-    except UserError:  # the memory of this kind of device is not known
+    except UserError:  # the memory of this device kind is not known
         return []
     fitting = (outcome for outcome in outcomes if outcome.is_compiled and "does not fit" not in outcome.reason)
     return [Change(_flags(program.config, outcome.candidate), outcome.peak or 0) for outcome in fitting]
 
 
 def with_remat(model: config_lib.ModelSettings, remat: str) -> config_lib.ModelSettings:
-    """Returns the model's settings with another `remat`, and of those that go with it what still can."""
+    """Returns the model's settings with another `remat`, without the `recompute` and `offload` that it does not allow."""
     return dataclasses.replace(
         model,
         remat=remat,
@@ -147,7 +147,7 @@ def _applied(config: config_lib.Config, candidate: search.Candidate) -> config_l
 
 
 def _flags(config: config_lib.Config, candidate: search.Candidate) -> str:
-    """Writes a candidate as command-line overrides."""
+    """Returns a candidate as command-line overrides."""
     model = with_remat(config.model, candidate.remat)
     settings: dict[str, Any] = {
         "zero.stage": (config.zero.stage, candidate.stage),

@@ -1,4 +1,4 @@
-"""Draws loss curves from a run's records. This module turns a list of dicts into one PNG."""
+"""Plots a run's loss curves. This module turns a list of records into one PNG."""
 
 import math
 import os
@@ -18,10 +18,10 @@ LEARNING_RATE = ("learning_rate", "learning rate", INK, "--", "")
 
 
 def plot_losses(records: list[dict], path: str | os.PathLike) -> None:
-    """Writes a PNG of training and evaluation loss over steps, above gradient norm and learning rate.
+    """Writes a PNG: training and evaluation loss over steps above, gradient norm and learning rate below.
 
     Args:
-      records: as `metrics.read` returns them; an absent value is skipped, one that is None breaks the line.
+      records: as `metrics.read` returns them. A missing value is skipped; None leaves a gap in the line.
       path: of the PNG.
 
     Raises:
@@ -29,7 +29,7 @@ def plot_losses(records: list[dict], path: str | os.PathLike) -> None:
     """
     if not any(_points(records, series[0])[0] for series in LOSSES):
         raise UserError(f"{path}: no record has a loss or eval_loss to plot; run at least log_every steps")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second, which no run waits for to start
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes half a second, so not at the start of a run
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
@@ -54,14 +54,14 @@ def plot_losses(records: list[dict], path: str | os.PathLike) -> None:
 
 
 def _points(records: list[dict], key: str) -> tuple[list[int], list[float]]:
-    """Returns the steps and values of `key`; NaN stands for None."""
+    """Returns the steps and values of `key`, with NaN for None."""
     pairs = [(record["step"], record[key]) for record in records if key in record]
     steps = [step for step, _ in pairs]
     return steps, [math.nan if value is None else value for _, value in pairs]
 
 
 def _draw(axes: "Axes", records: list[dict], series: tuple[str, str, str, str, str]) -> None:
-    """Draws one series, where the records hold it."""
+    """Draws one series, if the records hold it."""
     key, label, color, line, marker = series
     steps, values = _points(records, key)
     if steps:
@@ -70,7 +70,7 @@ def _draw(axes: "Axes", records: list[dict], series: tuple[str, str, str, str, s
 
 
 def _style(axes: "Axes") -> None:
-    """Keeps a light grid and no frame."""
+    """Draws a light grid and no frame."""
     axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, labelcolor=INK)

@@ -1,5 +1,5 @@
-"""Builds a training program from settings, before anything is allocated. This module is where the rooms meet:
-config -> mesh -> model -> optimizer -> abstract state -> partition (the stage acts here, once) -> train and evaluation steps.
+"""Builds a training program from settings without allocating anything. This module connects the other rooms:
+config -> mesh -> model -> optimizer -> abstract state -> partition (the only use of the stage) -> train and evaluation steps.
 """
 
 import dataclasses
@@ -31,21 +31,21 @@ from zerojax.zero import loss_scale as loss_scale_lib
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """All that a run needs but data and weights.
+    """Everything that a run needs, except data and weights.
 
     Attributes:
       config, mesh: the settings and the devices.
       family, model: the model's family, and its config.
       sizes: the three batch sizes.
-      partition: the placement of the train state.
-      baseline: the same run's placement at stage 0, to compare with.
+      partition: the shardings of the train state.
+      baseline: the same run's shardings at stage 0, for comparison.
       train_step: (state, batch) -> (state, metrics); see `abstract_batch`.
       eval_loss: (params, a batch of one pass) -> float32[].
       logits: (params, inputs, tokens: int32[batch, length]) -> float32[batch, length, vocab], as `family.logits`.
-      tx: the optimizer as the state applies it.
-      create: (float32 weights) -> the first state.
-      copy_dtype: the dtype of the 16-bit weights kept beside the master weights; None where none are kept.
-      loss_scale: what scales the loss; None where nothing does.
+      tx: the optimizer that the state applies, with master weights where they are kept.
+      create: (float32 weights) -> the initial state.
+      copy_dtype: the dtype of the 16-bit weights stored with the master weights; None if there are none.
+      loss_scale: the loss scale; None if the loss is not scaled.
     """
 
     config: config_lib.Config
@@ -65,7 +65,7 @@ class Program:
 
     @property
     def objective(self) -> objectives.Objective:
-        """Returns what the model learns from text."""
+        """Returns the training objective of the model family."""
         return objectives.OBJECTIVES[self.family.objective]
 
     @property
@@ -75,7 +75,7 @@ class Program:
 
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns a training batch, abstract and placed: {name: int32[(accum,) batch, length]}."""
+        """Returns an abstract training batch with shardings: {name: int32[(accum,) batch, length]}."""
         accum, rows = self.sizes.grad_accum, self.sizes.global_batch_size // self.sizes.grad_accum
         leading = (rows,) if accum == 1 else (accum, rows)
         lengths = self.objective.lengths(self.config.seq_len)
@@ -86,25 +86,25 @@ class Program:
 
     @property
     def flops_per_token(self) -> float:
-        """Returns the floating-point operations of training on one of the `seq_len` tokens of a sequence."""
+        """Returns the floating-point operations of training per token; a sequence has `seq_len` tokens."""
         return self.family.flops_per_token(self.model, self.objective.lengths(self.config.seq_len))
 
     @property
     def logical_abstract_state(self) -> Any:
-        """Returns the state as checkpoints store it, abstract and placed."""
+        """Returns the abstract state in the form that checkpoints store, with shardings."""
         return logical_lib.to_logical(self.partition.abstract_state)
 
 
 def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Sequence[Any] | None = None) -> Program:
-    """Builds the program; allocates nothing.
+    """Builds the program. Allocates nothing.
 
     Args:
       config: checked settings.
-      tokenizer_vocab: the tokenizer's number of ids; 0 looks it up where the model's size depends on it.
-      devices: the devices to lay out; all where None. Compile-only devices will do.
+      tokenizer_vocab: the tokenizer's number of ids. 0 loads the tokenizer if the model's size depends on it.
+      devices: the devices of the mesh; None takes all. Compile-only devices are allowed.
 
     Raises:
-      UserError: settings that contradict each other or the devices.
+      UserError: settings contradict each other or the devices.
     """
     mesh = mesh_lib.make_mesh(config.mesh.replica, config.mesh.data, config.mesh.model, devices=devices)
     sizes = config_lib.batch_sizes(config, mesh_lib.ways(mesh))
@@ -178,20 +178,21 @@ def _functions(
 
 
 def init_state(program: Program) -> Any:
-    """Returns the first state, every leaf born where the partition puts it.
+    """Returns the initial state, created with the partition's shardings.
 
-    Weights are initialised in float32 part by part; equal parts share one compiled function.
+    Weights are initialised in float32, part by part. Equal parts share one compiled function.
     """
     key = jax.random.key(program.config.seed)
-    wanted = program.logical_abstract_state.params
+    abstract_params = program.logical_abstract_state.params
     params: dict[str, Any] = {}
     compiled: list[tuple[nn.Module, Any, Callable[..., Any]]] = []
     for number, (name, (module, inputs)) in enumerate(_parts(program.family, program.model).items()):
-        init = next((init for known, leaves, init in compiled if (known, leaves) == (module, wanted[name])), None)
+        abstract = abstract_params[name]
+        init = next((init for known, leaves, init in compiled if (known, leaves) == (module, abstract)), None)
         if init is None:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted[name])
-            init = jax.jit(functools.partial(_init_part, module, inputs, wanted[name]), out_shardings=shardings)
-            compiled.append((module, wanted[name], init))
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+            init = jax.jit(functools.partial(_init_part, module, inputs, abstract), out_shardings=shardings)
+            compiled.append((module, abstract, init))
         params[name] = init(key, number)
     return jax.jit(program.create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
 
@@ -216,14 +217,15 @@ def open_feed(program: Program, tokenizer: tokenizer_lib.Tokenizer, data_dir: st
 
 
 def held_out_loss(program: Program, batches: feed.Feed, params: Any) -> float | None:
-    """Returns the mean loss over the first `evaluate.batches` global batches of held-out text; None where there is no such text."""
+    """Returns the mean loss over the first `evaluate.batches` global batches of held-out text, or None if there is none."""
     return batches.held_out_mean(lambda batch: program.eval_loss(params, batch), program.config.evaluate.batches)
 
 
 def restored_state(program: Program, logical: Any, *, rescales: bool = False) -> Any:
-    """Returns the state made from its checkpointed form (see `logical_lib.to_logical`); the form is used up.
+    """Returns the state from its checkpointed form (see `logical_lib.to_logical`), whose buffers are donated.
 
-    A loss scale that the checkpoint lacked, whose leaves then are abstract, starts afresh; another does if `rescales`, but for its count.
+    A loss scale that the checkpoint lacks has abstract leaves and is initialised. With `rescales`, a restored loss scale is initialised
+    too, but keeps its count of skipped steps.
     """
     is_lacking = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(logical.loss_scale))
 
@@ -238,15 +240,15 @@ def restored_state(program: Program, logical: Any, *, rescales: bool = False) ->
     return jax.jit(restore, out_shardings=program.partition.shardings, donate_argnums=0)(logical)
 
 
-def _init_part(module: nn.Module, inputs: family_lib.Inputs, wanted: Any, key: jax.Array, number: int) -> Any:
-    """Initialises the weights of the module of this number, with zeros where the partition padded a leaf."""
+def _init_part(module: nn.Module, inputs: family_lib.Inputs, abstract: Any, key: jax.Array, number: int) -> Any:
+    """Initialises the weights of part `number`, with zeros where the partition pads a leaf."""
     arrays = [jnp.zeros(like.shape, like.dtype) for like in inputs]
     params = module.init(jax.random.fold_in(key, number), *arrays)["params"]
 
     def fit(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.pad(leaf, [(0, want - have) for want, have in zip(like.shape, leaf.shape)])
 
-    return jax.tree.map(fit, params, wanted)
+    return jax.tree.map(fit, params, abstract)
 
 
 def _state(
@@ -262,7 +264,7 @@ def _first_scale(loss_scale: loss_scale_lib.LossScale | None) -> Any:
 
 
 def _baseline(params: Any, create: Any, policy: precision.Precision, mesh: Mesh) -> placement.Partition:
-    """Returns what stage 0 would hold: everything whole, and a copy to compute with where that is in fewer bits."""
+    """Returns the partition at stage 0: everything is replicated, with a 16-bit copy of the weights if the precision needs one."""
     state = functools.partial(create, copy_dtype=policy.copy_dtype(splits_params=False))
     return stages.partition_state(jax.eval_shape(state, params), mesh=mesh, stage=0)
 
@@ -270,7 +272,7 @@ def _baseline(params: Any, create: Any, policy: precision.Precision, mesh: Mesh)
 def _model(
     config: config_lib.Config, mesh: Mesh, compute_dtype: Any, tokenizer_vocab: int
 ) -> tuple[family_lib.Family, Any]:
-    """Returns the preset's family, and the preset with its open fields filled."""
+    """Returns the preset's family, and the preset with its derived fields set."""
     chosen = config.model
     if chosen.preset not in families.PRESETS:
         known = ", ".join(families.PRESETS)
@@ -298,7 +300,7 @@ def _model(
 
 
 def _parts(family: family_lib.Family, model: Any) -> family_lib.Parts:
-    """Returns the parts for tracing their initialisation: cuDNN's attention refuses float32 weights and other devices."""
+    """Returns the parts for tracing their initialisation, without cuDNN's attention, which requires GPUs and 16-bit weights."""
     return family.parts(dataclasses.replace(model, attention="xla"))
 
 

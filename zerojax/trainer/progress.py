@@ -1,4 +1,4 @@
-"""Shows how far a run is. This module draws a bar on a terminal, and prints lines elsewhere."""
+"""Shows the progress of a run. This module draws a bar on a terminal and prints lines elsewhere."""
 
 import math
 import sys
@@ -10,7 +10,7 @@ import rich.progress
 
 
 class Progress:
-    """Shows how far a run is: a bar on a terminal, else a line every `log_every` steps; if `enabled`."""
+    """Shows a bar on a terminal, or else a line every `log_every` steps. Shows nothing unless `enabled`."""
 
     def __init__(
         self,
@@ -21,10 +21,10 @@ class Progress:
         enabled: bool = True,
         out: TextIO | None = None,
     ) -> None:
-        """Expects `steps` in all, of which `start` are done; `out` is stdout unless given."""
+        """Takes the total number of `steps` and the number done at the `start`. `out` defaults to stdout."""
         self._steps, self._log_every, self._enabled = steps, log_every, enabled
         self._out = out or sys.stdout
-        self._began: tuple[int, float] | None = None  # the first step seen (it compiled) and when it ended
+        self._began: tuple[int, float] | None = None  # the first step seen, which is slower, and the time of its end
         self._bar: rich.progress.Progress | None = None
         console = rich.console.Console(file=self._out)
         if enabled and (console.is_terminal or console.is_jupyter):
@@ -55,14 +55,14 @@ class Progress:
             self.print(f"step {step}/{self._steps}  {text}")
 
     def print(self, text: str) -> None:
-        """Prints `text`, as it is, above the bar."""
+        """Prints `text` unchanged above the bar."""
         if self._bar:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._enabled:
             print(text, file=self._out, flush=True)
 
     def _eta(self, step: int) -> str:
-        """Returns h:mm:ss to the last step, by the pace since the first step seen."""
+        """Returns the time to the last step as h:mm:ss, from the mean step time since the first step seen."""
         first, began = self._began or (step, 0.0)
         if step == first:
             return "?"

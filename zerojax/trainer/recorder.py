@@ -1,4 +1,4 @@
-"""Tells what became of each step. This module logs a step's numbers, shows them and has them judged, one step late: no device waits."""
+"""Records each step. This module logs, shows and checks a step's metrics one step late, so that no device waits."""
 
 import contextlib
 import math
@@ -14,9 +14,9 @@ from zerojax.zero import loss_scale
 
 
 class Recorder:
-    """Records steps in order, with the time that each took.
+    """Records steps in order, with the time of each.
 
-    The log and the display belong to the caller, who closes them.
+    The caller owns the log and the display, and closes them.
     """
 
     def __init__(
@@ -28,24 +28,24 @@ class Recorder:
         tokens: int,
         is_logged: Callable[[int], bool],
     ):
-        """Writes to `log` the steps that `is_logged`, and those with a flaw; a step trains on `tokens` tokens."""
+        """Writes steps with `is_logged(step)` or a flaw to `log`. A step trains on `tokens` tokens."""
         self._log, self._shown, self._health = log, shown, health
         self._tokens, self._is_logged = tokens, is_logged
         self._reader = timing.LateReader()
         self._after: dict[int, Callable[[], None]] = {}
         self._own = timing.OwnTime()
-        self._clock = 0.0  # when the step before arrived
+        self._clock = 0.0  # the arrival time of the previous step's metrics
 
     def say(self, text: str) -> None:
         """Prints a line above the display."""
         self._shown.print(text)
 
     def after(self, step: int, action: Callable[[], None]) -> None:
-        """Has `action` done when `step` is recorded."""
+        """Runs `action` when `step` is recorded."""
         self._after[step] = action
 
     def open(self, step: int, *, is_over: bool) -> None:
-        """Cuts off the log what an earlier part of the run wrote after `step`, and opens it unless no step is left."""
+        """Removes lines after `step` from the log, and opens the log unless the run is over."""
         self._log.resume_at(step)
         if not is_over:
             self._log.open()
@@ -56,26 +56,26 @@ class Recorder:
         self.resume()
 
     def resume(self) -> None:
-        """Starts the step's clock again: what was done since the step before is not the next one's."""
+        """Restarts the step's clock, so that work between two steps does not count for the next step."""
         self._clock = time.perf_counter()
 
     def away(self) -> contextlib.AbstractContextManager[None]:
-        """Leaves what happens inside out of the host's own work."""
+        """Excludes the time inside the block from `host_seconds`."""
         return self._own.away()
 
     def push(self, step: int, numbers: dict[str, Any]) -> None:
-        """Starts reading a step's metrics, scalars on devices, and records the step before."""
+        """Starts to read a step's metrics, which are scalars on devices, and records the previous step."""
         numbers = numbers | {"host_seconds": self._own.lap()}
         with self._own.away():
             reading = self._reader.push(step, numbers)
         self._record(reading)
 
     def flush(self) -> None:
-        """Waits for the step pushed last, and records it."""
+        """Waits for the last pushed step and records it."""
         self._record(self._reader.flush())
 
     def settle(self, state: Any) -> None:
-        """Waits until all that was dispatched has ended and is recorded."""
+        """Waits until all dispatched steps are done and recorded."""
         jax.block_until_ready(state)
         self.flush()
         self.resume()
@@ -93,20 +93,20 @@ class Recorder:
         self.resume()
 
     def saved(self) -> None:
-        """Brings the log to the disk beside a checkpoint."""
+        """Flushes the log to disk after a checkpoint is saved."""
         self._log.flush()
         self.resume()
 
     def _record(self, read: timing.Reading | None) -> None:
-        """Logs a step's numbers, which have arrived; stops the run where they are not finite and the step was not skipped."""
+        """Logs a step's metrics. Ends the run if they are not finite and the step was not skipped."""
         if read is None:
             return
-        step, told, arrived = read
+        step, values, arrived = read
         seconds, self._clock = arrived - self._clock, arrived
-        numbers = {name: value for name, value in told.items() if name not in loss_scale.VERDICT}
+        numbers = {name: value for name, value in values.items() if name not in loss_scale.VERDICT}
         numbers["tokens_per_second"] = self._tokens / seconds
         numbers["step_seconds"] = seconds
-        flaw = self._health.flaw(told)
+        flaw = self._health.flaw(values)
         if flaw or self._is_logged(step):
             self._log.write(step, numbers | metrics.device_memory())
         if flaw and flaw.is_skipped:

@@ -1,4 +1,4 @@
-"""What a run leaves behind after its last step. This module samples text, draws the curves and exports the weights."""
+"""Writes the results of a run after its last step. This module samples text, plots the losses and exports the weights."""
 
 import pathlib
 from typing import Any
@@ -24,7 +24,7 @@ def sample(
     temperature: float,
     seed: int,
 ) -> str:
-    """Returns `prompt` and the `length` tokens that the model puts behind it; every process takes part."""
+    """Returns `prompt` and `length` sampled tokens after it. All processes must call it."""
     sampler = generate.make_sampler(program.logits, length, temperature, rows=mesh_lib.ways(program.mesh))
     inputs, start = program.objective.prompt(tokenizer, prompt)
     tokens = sampler(params, inputs, start, jax.random.key(seed))
@@ -32,10 +32,10 @@ def sample(
 
 
 def draw(folder: pathlib.Path) -> None:
-    """Draws the losses of the folder's log to losses.png."""
+    """Plots the losses in the folder's log to losses.png."""
     plot.plot_losses(metrics.read(folder), folder / "losses.png")
 
 
 def export(program: program_lib.Program, state: Any, folder: pathlib.Path) -> None:
-    """Writes the weights to `folder` in the form of Hugging Face; every process takes part."""
+    """Writes the weights to `folder` in Hugging Face's format. All processes must call it."""
     huggingface.export(resume.logical_params(program, state), program.family, program.model, folder)

@@ -1,4 +1,4 @@
-"""Goes on where a checkpoint ends. This module brings the saved state, and the data, to where a run stood, stored padded or not."""
+"""Resumes a run from a checkpoint. This module restores the saved state, padded or not, and the position in the data."""
 
 import dataclasses
 import pathlib
@@ -18,17 +18,17 @@ from zerojax.trainer import metrics
 from zerojax.trainer import program as program_lib
 from zerojax.zero import placement
 
-OPTIONAL = ("loss_scale",)  # a run may go on with one, or without, whatever the saved one did
+OPTIONAL = ("loss_scale",)  # a run may resume with or without one, whether the checkpoint has one or not
 
 
 def meta(program: program_lib.Program) -> dict[str, Any]:
-    """Returns what is saved beside a state: the shapes of padded leaves before their padding, and which loss scale the run began with."""
+    """Returns the `meta` saved with a state: the unpadded shapes of padded leaves, and the initial loss scale."""
     return {"padded": padded_shapes(program.partition), "first_loss_scale": _first_scale(program)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """The step at which a run begins, and the `meta` of the checkpoint that it goes on from; None for a run that is new."""
+    """The step at which a run begins, and the `meta` of the checkpoint that it resumes from; None for a new run."""
 
     step: int
     saved: Mapping[str, Any] | None
@@ -42,10 +42,10 @@ def find(
     *,
     steps: int,
 ) -> Start:
-    """Finds the newest checkpoint of a run of `steps` steps in `folder`, and moves the data there; see `check`.
+    """Finds the newest checkpoint of a run of `steps` steps in `folder`, and moves the data to its position; see `check`.
 
     Raises:
-      UserError: the run cannot go on from it, or has gone further; the line says what to do.
+      UserError: the run cannot resume from it, or is past `steps` already. The line names the way out.
     """
     done = saver.latest_step()
     if done is None:
@@ -57,25 +57,25 @@ def find(
         )
     saved = check(program, saver, done, streams)
     if processes.is_primary() and (folder / metrics.FILE).exists():
-        metrics.read(folder)  # lest a line that is none be found after compiling
+        metrics.read(folder)  # reports an invalid line before compiling
     return Start(done, saved)
 
 
 def check(
     program: program_lib.Program, saver: checkpointer.Checkpointer, step: int, streams: feed.Feed
 ) -> Mapping[str, Any]:
-    """Sees whether this run can go on from a checkpoint, before anything is compiled or allocated, and moves the data there.
+    """Checks that this run can resume from a checkpoint before it compiles or allocates, and moves the data to its position.
 
     Returns:
-      The checkpoint's `meta`. Each reading of one looks at all of a step's files, of which there may be thousands.
+      The checkpoint's `meta`. Reading it again would check all files of the step again, possibly thousands.
 
     Raises:
-      UserError: it is damaged, or another model's.
+      UserError: the checkpoint is damaged or of another model.
     """
     saved = saver.meta(step)
     before, now = saved.get("padded", {}), _shapes(program.partition)
     if not isinstance(before, Mapping) or not all(isinstance(shape, list) for shape in before.values()):
-        raise step_files.damaged(saver.directory, step, "meta: padded is no table of shapes")
+        raise step_files.damaged(saver.directory, step, "meta: padded is not a table of shapes")
     for path, shape in before.items():
         if now.get(path, shape) != shape:
             raise UserError(
@@ -87,28 +87,28 @@ def check(
 
 
 def state(program: program_lib.Program, saver: checkpointer.Checkpointer, step: int, saved: Mapping[str, Any]) -> Any:
-    """Returns the state saved at `step`, placed as this run places it; `saved` is what `check` returned.
+    """Returns the state saved at `step` with this run's shardings. `saved` is the result of `check`.
 
     Raises:
-      UserError: the checkpoint is damaged, or another model's.
+      UserError: the checkpoint is damaged or of another model.
     """
     logical, _ = saver.restore(step, program.logical_abstract_state, _resizable(program, saved), OPTIONAL)
     return program_lib.restored_state(program, logical, rescales=rescales(program, saved))
 
 
 def rescales(program: program_lib.Program, saved: Mapping[str, Any]) -> bool:
-    """Says whether this run is to begin with another loss scale than the one that the checkpoint's began with."""
+    """Returns whether this config's initial loss scale differs from that of the run that saved the checkpoint."""
     before, now = saved.get("first_loss_scale"), _first_scale(program)
     return None not in (before, now) and before != now
 
 
 def padded_shapes(partition: placement.Partition) -> dict[str, list[int]]:
-    """Returns the unpadded shape of each leaf that is stored padded, by its path in a checkpoint."""
+    """Returns the unpadded shape of each padded leaf, by its path in a checkpoint."""
     return {path: list(leaf.shape) for path, leaf in _logical_leaves(partition) if leaf.padding}
 
 
 def logical_params(program: program_lib.Program, state: Any) -> Any:
-    """Returns the float32 weights as the model sees them, without padding."""
+    """Returns the float32 weights without padding."""
     logical = logical_lib.to_logical(state).params
     padded = padded_shapes(program.partition)
 
@@ -120,22 +120,22 @@ def logical_params(program: program_lib.Program, state: Any) -> Any:
 
 
 def _shapes(partition: placement.Partition) -> dict[str, list[int]]:
-    """Returns every leaf's shape as the model sees it, by its path in a checkpoint."""
+    """Returns every leaf's unpadded shape, by its path in a checkpoint."""
     return {path: list(leaf.shape) for path, leaf in _logical_leaves(partition)}
 
 
 def _logical_leaves(partition: placement.Partition) -> list[tuple[str, placement.Decision]]:
-    """Returns what was decided for each leaf of a checkpoint."""
+    """Returns the sharding decision for each leaf of a checkpoint."""
     decided = tree.map_with_path(lambda path, _: partition.leaves[path], partition.abstract_state)
     return tree.flatten(logical_lib.to_logical(decided))
 
 
 def _first_scale(program: program_lib.Program) -> list[float] | None:
-    """Returns what a loss scale begins with, or None where there is none."""
+    """Returns the settings of the initial loss scale, or None if there is no loss scale."""
     settings = program.config.loss_scale
     return None if program.loss_scale is None else [float(settings.static), float(settings.init_scale)]
 
 
 def _resizable(program: program_lib.Program, saved: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the paths of leaves that are padded now or were when they were saved."""
+    """Returns the paths of leaves that are padded in this run or in the checkpoint."""
     return frozenset(saved.get("padded", {}).keys() | padded_shapes(program.partition).keys())

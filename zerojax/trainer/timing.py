@@ -1,4 +1,4 @@
-"""Tells when a step's numbers arrived, and how long the host worked for it. This module makes no device wait for the host."""
+"""Measures when a step's metrics arrive, and how long the host works on it. This module never makes a device wait for the host."""
 
 import concurrent.futures
 import contextlib
@@ -10,7 +10,7 @@ import jax
 
 
 class Reading(NamedTuple):
-    """A step's numbers, and when they arrived, in seconds of `time.perf_counter`."""
+    """A step's metrics and their arrival time, in seconds of `time.perf_counter`."""
 
     step: int
     numbers: dict[str, float]
@@ -20,7 +20,7 @@ class Reading(NamedTuple):
 class LateReader:
     """Reads a step's metrics one step late, so that no device waits for the host.
 
-    A thread waits for them, so that the time of arrival is the step's own and not that of whoever asks.
+    A thread waits for them, so the arrival time does not depend on when the caller asks.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class LateReader:
         self._pending: concurrent.futures.Future[Reading] | None = None
 
     def push(self, step: int, metrics: Any) -> Reading | None:
-        """Starts copying `metrics`, a pytree of scalars, and returns the step pushed before, or None.
+        """Starts to copy `metrics`, a pytree of scalars, and returns the previously pushed step, or None.
 
         Names in nested trees are joined by "/": {"eval": {"loss": x}} is {"eval/loss": float}.
         """
@@ -37,7 +37,7 @@ class LateReader:
         return before.result() if before else None
 
     def flush(self) -> Reading | None:
-        """Waits for the step pushed last and returns it, or None if it has been returned."""
+        """Waits for the last pushed step and returns it, or None if it was already returned."""
         last, self._pending = self._pending, None
         return last.result() if last else None
 
@@ -51,22 +51,22 @@ def _read(step: int, metrics: Any) -> Reading:
 
 
 class OwnTime:
-    """Adds up the wall time in which this thread did its own work, and did not call or wait for devices."""
+    """Adds up this thread's wall time, without the time spent in `away` blocks, which call or wait for devices."""
 
     def __init__(self) -> None:
         self._began, self._away = time.perf_counter(), 0.0
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """Leaves out what happens inside."""
-        left = time.perf_counter()
+        """Excludes the time inside the block."""
+        began = time.perf_counter()
         try:
             yield
         finally:
-            self._away += time.perf_counter() - left
+            self._away += time.perf_counter() - began
 
     def lap(self) -> float:
-        """Returns the seconds of own work since the last lap."""
+        """Returns the seconds of this thread's own work since the last lap."""
         now = time.perf_counter()
         seconds = now - self._began - self._away
         self._began, self._away = now, 0.0

@@ -1,4 +1,4 @@
-"""Keeps a run's folder honest. This module saves the resolved config beside the results and refuses to resume another run."""
+"""Ties a folder to one run. This module saves the resolved config with the results, and refuses to resume with a different one."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from zerojax.errors import UserError
 
 CONFIG_FILE = "config.json"
 
-# What may change between the parts of one run: where and how it computes, not what. `steps` may grow.
+# Settings that may change when a run resumes: where and how it computes, but not what. `steps` may grow.
 FREE = (
     "steps",
     "log_every",
@@ -38,10 +38,10 @@ FREE = (
 
 
 def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
-    """Compares `config`, as nested plain dicts, with the one that the folder's run was last started with.
+    """Compares `config`, as nested plain dicts, with the config of the folder's last run.
 
     Raises:
-      UserError: the folder cannot be read or written, or belongs to a run with other settings; the line names the first.
+      UserError: the folder cannot be read or written, or its run has other settings. The line names the first difference.
     """
     folder = pathlib.Path(workdir)
     try:
@@ -66,7 +66,7 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
 
 
 def save(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
-    """Writes the resolved config, whole or not at all.
+    """Writes the resolved config atomically.
 
     Raises:
       UserError: the folder cannot be written.

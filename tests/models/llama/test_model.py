@@ -28,7 +28,7 @@ def shapes_of(config):
 
 
 def make_params(config=CONFIG):
-    """Draws weights in numpy: compiling the initialisers takes longer than all else here."""
+    """Draws weights in numpy, since compiling the initialisers takes longer than all other work here."""
     random = np.random.default_rng(0)
     return jax.tree.map(lambda leaf: jnp.asarray(random.normal(0, 0.1, leaf.shape), leaf.dtype), shapes_of(config))
 
@@ -57,7 +57,7 @@ def test_a_later_token_changes_no_earlier_logits(changed):
 
 @hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
 @hypothesis.given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 10), st.sampled_from([1e4, 5e5]))
-def test_rotated_products_depend_on_distance_alone(i, j, shift, theta):
+def test_rotated_scores_depend_only_on_distance(i, j, shift, theta):
     x = jax.random.normal(jax.random.key(0), (2, 16))
     rotated = llama.rotate(jnp.broadcast_to(x[:, None, None], (2, 31, 1, 16)), theta)[:, :, 0]
     np.testing.assert_allclose(rotated[0, i] @ rotated[1, j], rotated[0, i + shift] @ rotated[1, j + shift], atol=1e-4)
@@ -87,7 +87,7 @@ def test_grouped_attention_is_full_attention_with_repeated_heads():
     np.testing.assert_allclose(logits(CONFIG, params, make_tokens()), logits(full, wide, make_tokens()), atol=ROUNDING)
 
 
-def by_hand(c, params, tokens):
+def reference(c, params, tokens):
     """The equations in numpy, one sequence and one head at a time."""
 
     def norm(x, scale):
@@ -119,7 +119,7 @@ def by_hand(c, params, tokens):
 
 def test_the_model_computes_its_equations():
     params, tokens = make_params(), make_tokens(batch=1)
-    expected = by_hand(CONFIG, params, np.asarray(tokens[0]))
+    expected = reference(CONFIG, params, np.asarray(tokens[0]))
     np.testing.assert_allclose(logits(CONFIG, params, tokens)[0], expected, atol=1e-4, rtol=1e-4)
 
 
@@ -166,11 +166,11 @@ def test_16_bit_weights_compute_in_16_bits_and_logits_are_float32(dtype):
     assert shape.dtype == dtype
     found, exact = logits(CONFIG, params, make_tokens()), logits(CONFIG, make_params(), make_tokens())
     assert found.dtype == jnp.float32
-    rounding = 8 * float(jnp.finfo(dtype).eps)  # some roundings to 16 bits, one after the other
+    rounding = 8 * float(jnp.finfo(dtype).eps)  # several successive roundings to 16 bits
     np.testing.assert_allclose(found, exact, atol=rounding * float(abs(exact).max()))
 
 
-def test_flops_of_the_8b_shape_by_hand():
+def test_flops_of_the_8b_shape_are_those_of_the_formula():
     """8.03 B weights, less the 128256 x 4096 table that is looked up; scores and their use: 2 * 2 * 3 / 2 T * 4096."""
     multiplied = 8_030_261_248 - 128_256 * 4096
     attention = 32 * 6 * 32 * 128 * 8192
@@ -187,5 +187,5 @@ def test_logits_are_those_of_transformers():
     )
     params = huggingface.params_from_tensors(tensors, families.PRESETS["test"], config)
     found = logits(config, params, expected["input_ids"])
-    is_text = expected["attention_mask"] > 0  # padding comes behind the text, which does not see it
+    is_text = expected["attention_mask"] > 0  # padding follows the text, so the text does not attend to it
     np.testing.assert_allclose(found[is_text], expected["logits"][is_text], atol=ROUNDING)

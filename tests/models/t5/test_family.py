@@ -32,25 +32,25 @@ def test_big_presets_have_their_published_number_of_weights(name):
 
 
 @pytest.fixture(scope="module")
-def unsplit(cache_dir, stdlib_dir, tmp_path_factory):
+def unsharded(cache_dir, stdlib_dir, tmp_path_factory):
     """Returns the folder of six steps at stage 0."""
     return runs.run(tmp_path_factory.mktemp("stage0"), zero__stage=0, **TEST, data__dir=str(stdlib_dir))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_every_stage_gives_the_losses_of_stage_0(tmp_path, stdlib_dir, unsplit, stage):
+def test_every_stage_gives_the_losses_of_stage_0(tmp_path, stdlib_dir, unsharded, stage):
     found = runs.run(tmp_path, zero__stage=stage, **TEST, data__dir=str(stdlib_dir))
-    np.testing.assert_allclose(runs.numbers(found), runs.numbers(unsplit), rtol=SUM_ORDER)
+    np.testing.assert_allclose(runs.numbers(found), runs.numbers(unsharded), rtol=SUM_ORDER)
     losses = runs.losses(found)
     assert losses[6] < losses[1]
 
 
-def test_a_resumed_run_goes_on_exactly(tmp_path, stdlib_dir, unsplit, capsys):
+def test_a_resumed_run_goes_on_exactly(tmp_path, stdlib_dir, unsharded, capsys):
     settings = {**TEST, "data__dir": str(stdlib_dir), "zero__stage": 0}
     runs.run(tmp_path, **settings, steps=3)
     finish = {"sample__length": 4, "sample__prompt": "def ___(self):", "export__format": "huggingface"}
     runs.run(tmp_path, **settings, **finish, **runs.EVALUATED)
-    assert runs.numbers(tmp_path) == runs.numbers(unsplit)
+    assert runs.numbers(tmp_path) == runs.numbers(unsharded)
     assert runs.evaluations(tmp_path)[-1][0] == 6
     assert "a sample, from 'def ___(self):':\ndef " in capsys.readouterr().out
     exported = safetensors.numpy.load_file(tmp_path / "export" / "model.safetensors")
@@ -59,8 +59,8 @@ def test_a_resumed_run_goes_on_exactly(tmp_path, stdlib_dir, unsplit, capsys):
     assert config["model_type"] == "t5" and config["feed_forward_proj"] == "gated-gelu"
 
 
-def test_the_plan_finds_nothing_to_mend_but_what_xla_does_on_cpus():
-    """There it drops the barriers that let the backward pass gather again, of every model's step at stage 3."""
+def test_the_plan_has_no_finding_but_that_of_xla_on_cpus():
+    """XLA on CPUs drops the barriers that make the backward pass gather again, in every model's step at stage 3."""
     dropped = {2: set(), 3: {"gathered weights are kept for the backward pass"}}
     for stage, rules in dropped.items():
         built = program.build(runs.config(**TEST, model__remat="dots", zero__stage=stage), tokenizer_vocab=320)

@@ -18,7 +18,7 @@ from zerojax.ops import losses
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "huggingface" / "t5"
 LOGITS_TOLERANCE = 2e-5  # float32 rounding in two implementations
 CONFIG = dataclasses.replace(families.PRESETS["t5_test"].presets["t5_test"], vocab_size=61)
-# The form of config.json there: T5 before v1.1, with ReLU and a shared table.
+# A config of T5 before v1.1, with ReLU and tied embeddings.
 FIRST = t5.T5Config(
     384, 2, embed_dim=64, num_heads=4, head_dim=16, mlp_dim=128, mlp="relu", tie_embeddings=True, norm_eps=1e-6
 )
@@ -94,7 +94,7 @@ def test_equal_layers_are_equal_modules():
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_distances_have_a_bucket_each_and_then_ones_that_widen(is_causal):
+def test_small_distances_have_a_bucket_each_and_large_ones_share_wider_buckets(is_causal):
     distances = -np.arange(200)
     buckets = np.asarray(t5.bucket_of(jnp.asarray(distances), 32, 128, is_causal=is_causal))
     exact, last = (16, 31) if is_causal else (8, 15)
@@ -114,7 +114,7 @@ def test_16_bit_weights_compute_in_16_bits_and_logits_are_float32(dtype):
     assert shape.dtype == dtype
     found, exact = logits(params, *batch), logits(make_params(), *batch)
     assert found.dtype == jnp.float32
-    rounding = 8 * float(jnp.finfo(dtype).eps)  # some roundings to 16 bits, one after the other
+    rounding = 8 * float(jnp.finfo(dtype).eps)  # several successive roundings to 16 bits
     np.testing.assert_allclose(found, exact, atol=rounding * float(abs(exact).max()))
 
 

@@ -1,6 +1,6 @@
-"""Decoders in Llama's form.
+"""Llama decoders.
 
-`model` holds the network; `family` its presets, the names of Hugging Face's tensors and the family's value.
-No mesh, no sharding, no rematerialisation.
-A preset is a line in the table of `family`.
+`model` holds the network. `family` holds its presets, the names of Hugging Face's tensors and the `Family`.
+There is no mesh, no sharding and no rematerialisation here.
+To add a preset, add a line to the table in `family`.
 """

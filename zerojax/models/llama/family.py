@@ -1,4 +1,4 @@
-"""Llama as a family. This module holds its presets, the names of its tensors at Hugging Face, and the value that stands for it."""
+"""Llama as a family. This module holds its presets, the names of its tensors at Hugging Face, and its `Family`."""
 
 import functools
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from zerojax.models import family
 from zerojax.models.llama import model
 from zerojax.models.llama.model import LlamaConfig
 
-# Their base of 500,000 for rotary positions serves up to 32,768 of them (arXiv:2407.21783, section 3.2).
+# The rotary base of 500,000 supports up to 32,768 positions (arXiv:2407.21783, section 3.2).
 _llama3 = functools.partial(LlamaConfig, 128256, rope_theta=500000.0, max_seq_len=32768)
 
 PRESETS: dict[str, LlamaConfig] = {
@@ -21,7 +21,7 @@ PRESETS: dict[str, LlamaConfig] = {
     "llama3_70b": _llama3(80, embed_dim=8192, num_heads=64, num_kv_heads=8, head_dim=128, mlp_dim=28672),
 }
 
-# Query and key need no permutation: the model rotates the first half of a head's dims against the second, as Hugging Face's does.
+# Query and key need no permutation: like Hugging Face's, the model rotates the first half of a head's dims against the second.
 TENSORS = {
     "embed/embedding": ("model.embed_tokens.weight", 0),
     "norm/scale": ("model.norm.weight", 0),
@@ -43,7 +43,7 @@ def _loss(config: LlamaConfig, params: Any, batch: Mapping[str, jax.Array]) -> j
 
 
 def _logits(config: LlamaConfig, params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
-    assert not inputs, "the whole prompt is tokens to continue"
+    assert not inputs, "a decoder's prompt has no other arrays than its tokens"
     return cast(jax.Array, model.Llama(config).apply({"params": params}, tokens))
 
 

@@ -1,7 +1,7 @@
-"""A decoder-only language model in Llama's form. This module knows nothing of meshes, stages or rematerialisation.
+"""Llama, a decoder-only language model. This module knows no meshes, stages or rematerialisation.
 
-RMSNorm, rotary positions, grouped-query attention, SwiGLU: layers are a plain unrolled list of named modules, and whoever trains it
-decides where weights are gathered. Weights come in the dtype of the arithmetic; norms and softmax run in float32.
+It has RMSNorm, rotary positions, grouped-query attention and SwiGLU. Layers are a plain unrolled list of named modules, and the train
+step decides where weights are gathered. Weights have the compute dtype. Norms and softmax compute in float32.
 
 Shapes: B batch, T length, D embed, H query heads, K key and value heads, N head dim, F mlp, V vocabulary.
 """
@@ -78,7 +78,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole model; weights lie under embed, layer_0, layer_1, ..., norm and head."""
+    """The full model. Its weights are under embed, layer_0, layer_1, ..., norm and head."""
 
     config: LlamaConfig
 
@@ -90,7 +90,7 @@ class Llama(nn.Module):
             self.head = modules["head"]
 
     def hidden(self, tokens_BT: jax.Array) -> jax.Array:
-        """Returns the normalised states that the head reads: float[B, T, D]."""
+        """Returns the normalised hidden states, the head's input: float[B, T, D]."""
         x_BTD = self.embed(tokens_BT)
         for layer in self.layer:
             x_BTD = layer(x_BTD)
@@ -102,7 +102,7 @@ class Llama(nn.Module):
         return layers.logits(x_BTD, self.embed.embedding.T) if self.config.tie_embeddings else self.head(x_BTD)
 
     def loss(self, tokens_BS: jax.Array) -> jax.Array:
-        """Returns the mean loss of each token's next one: float32[] from tokens int32[B, T + 1]."""
+        """Returns the mean next-token loss: float32[] from tokens int32[B, T + 1]."""
         x_BTD, labels_BT = self.hidden(tokens_BS[:, :-1]), tokens_BS[:, 1:]
         with jax.named_scope("loss"):
             if self.config.tie_embeddings:
@@ -111,7 +111,7 @@ class Llama(nn.Module):
 
 
 def parts(config: LlamaConfig) -> family.Parts:
-    """Returns the modules that make up the weight tree, each with the inputs to initialise it on."""
+    """Returns the modules that make up the weight tree, each with the inputs to initialise it with."""
     c = config
     tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),)
     states = (jax.ShapeDtypeStruct((1, 1, c.embed_dim), jnp.float32),)
@@ -123,14 +123,14 @@ def parts(config: LlamaConfig) -> family.Parts:
 
 
 def rotate(x_BTHN: jax.Array, theta: float) -> jax.Array:
-    """Turns pairs (x_i, x_{i + N/2}) by position * theta^(-2i/N) (RoPE, arXiv:2104.09864; halves as Hugging Face lays them)."""
+    """Rotates pairs (x_i, x_{i + N/2}) by position * theta^(-2i/N) (RoPE, arXiv:2104.09864; the pairing is Hugging Face's)."""
     length, half = x_BTHN.shape[1], x_BTHN.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle_TN = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
     sin, cos = jnp.sin(angle_TN)[:, None, :], jnp.cos(angle_TN)[:, None, :]
     first, second = jnp.split(x_BTHN.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BTHN.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BTHN.dtype)
 
 
 def count_params(config: LlamaConfig) -> int:
@@ -139,13 +139,13 @@ def count_params(config: LlamaConfig) -> int:
 
 
 def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
-    """Returns the floating-point operations of training on one token: 6 a weight outside the embedding table, and
-    6 * layers * heads * head_dim * seq_len for causal attention (its lower half once; nothing recomputed)."""
+    """Returns the floating-point operations of training on one token: 6 per weight outside the embedding table, and
+    6 * layers * heads * head_dim * seq_len for causal attention (only its lower half, without recomputation)."""
     c = config
     used = count_params(c) - (0 if c.tie_embeddings else c.vocab_size * c.embed_dim)
     return 6.0 * used + 6.0 * c.num_layers * c.num_heads * c.head_dim * seq_len
 
 
 def _residual_stddev(config: LlamaConfig) -> float:
-    # Each layer adds two terms to the residual stream; this keeps its variance at the end near that of one (GPT-2).
+    # Each layer adds two terms to the residual stream. This keeps the final variance near that of one term (GPT-2).
     return 0.02 / (2 * config.num_layers) ** 0.5

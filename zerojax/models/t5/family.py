@@ -1,4 +1,4 @@
-"""T5 as a family. This module holds its presets, the names of its tensors at Hugging Face, and the value that stands for it."""
+"""T5 as a family. This module holds its presets, the names of its tensors at Hugging Face, and its `Family`."""
 
 import functools
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ def _mlp(ours: str, theirs: str, config: T5Config) -> dict[str, tuple[str, int]]
 
 
 def _tensors(config: T5Config) -> dict[str, tuple[str, int]]:
-    """Returns Hugging Face's names; the first layer of a stack holds the table of distances there, and the others read it."""
+    """Returns Hugging Face's names. There, the first layer of a stack holds the table of relative biases, and the others read it."""
     return {
         "embed/embedding": ("shared.weight", 0),
         "encoder_bias/embedding": ("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", 0),
@@ -99,7 +99,7 @@ FAMILY = family.Family(
     logits=_logits,
     blocks=r"(encoder|decoder)_\d+",
     heads="head",
-    attention=("xla",),  # cuDNN's has not been tried with a learned bias
+    attention=("xla",),  # cuDNN's kernel is not tested with a learned bias
     flops_per_token=_flops_per_token,
     huggingface=family.HuggingFace(_tensors, _huggingface_config),
 )

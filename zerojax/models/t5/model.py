@@ -1,7 +1,7 @@
-"""An encoder-decoder in T5's form. This module knows nothing of meshes, stages or rematerialisation.
+"""T5, an encoder-decoder. This module knows no meshes, stages or rematerialisation.
 
-Both stacks add one learned bias to the scores of their self-attention, by the distance of query and key, which all layers share
-(arXiv:1910.10683, section 2.1). It is computed once a stack and handed to the layers. v1.1 has gated GELU and a head of its own.
+Each stack adds a learned bias to the scores of its self-attention. It depends on the distance between query and key, and all layers
+share it (arXiv:1910.10683, section 2.1). It is computed once per stack and passed to the layers. v1.1 has gated GELU and an untied head.
 
 Shapes: B batch, S encoder length, T decoder length, D embed, H heads, N head dim, F mlp, V vocabulary.
 """
@@ -24,7 +24,7 @@ class T5Config:
     """The model's shape (arXiv:1910.10683; v1.1: arXiv:2002.05202)."""
 
     vocab_size: int
-    num_layers: int  # of the encoder, and as many of the decoder
+    num_layers: int  # of the encoder and of the decoder, each
     embed_dim: int
     num_heads: int
     head_dim: int
@@ -32,14 +32,14 @@ class T5Config:
     mlp: Literal["gated_gelu", "relu"] = "gated_gelu"
     tie_embeddings: bool = False
     buckets: int = 32  # of distances
-    max_distance: int = 128  # longer ones share the last bucket
+    max_distance: int = 128  # longer distances share the last bucket
     norm_eps: float = 1e-6
-    max_seq_len: int | None = None  # distances have no end
+    max_seq_len: int | None = None  # relative distances have no limit
     attention: attention_lib.Kernel = "xla"
 
 
 class RelativeBias(nn.Module):
-    """What the distance of query and key adds to each head's score, for all layers of a stack."""
+    """The bias of each head's scores by the distance between query and key, for all layers of a stack."""
 
     config: T5Config
     is_causal: bool
@@ -52,13 +52,13 @@ class RelativeBias(nn.Module):
         table_KH = self.param("embedding", initializer, (c.buckets, c.num_heads))
         distance_TT = positions_T[None, :] - positions_T[:, None]
         bucket_TT = bucket_of(distance_TT, c.buckets, c.max_distance, is_causal=self.is_causal)
-        # As a product: the table's gradient adds up T * T terms in float32, and needs no scatter.
+        # As a matmul, the table's gradient sums T * T terms in float32 and needs no scatter.
         hit_TTK = jax.nn.one_hot(bucket_TT, c.buckets, dtype=table_KH.dtype)
         return jnp.einsum("tsk,kh->hts", hit_TTK, table_KH)
 
 
 class Attention(nn.Module):
-    """Attention of queries to memory, without a scale of the scores: the initialisation of `q` holds it."""
+    """Attention of queries to memory. Scores are not scaled: the initialisation of `q` includes the scale."""
 
     config: T5Config
     is_causal: bool = False
@@ -91,7 +91,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(gelu(gate(x)) * up(x)) in v1.1 (GEGLU, arXiv:2002.05202), down(relu(up(x))) before."""
+    """down(gelu(gate(x)) * up(x)) in v1.1 (GEGLU, arXiv:2002.05202), down(relu(up(x))) before v1.1."""
 
     config: T5Config
 
@@ -138,7 +138,7 @@ class DecoderLayer(nn.Module):
 
 
 class T5(nn.Module):
-    """The whole model; weights lie under embed, encoder_bias, encoder_0, ..., encoder_norm, the decoder's alike, and head."""
+    """The full model. Its weights are under embed, encoder_bias, encoder_0, ..., encoder_norm, the same for decoder_, and head."""
 
     config: T5Config
 
@@ -154,7 +154,7 @@ class T5(nn.Module):
             self.head = modules["head"]
 
     def hidden(self, inputs_BS: jax.Array, targets_BT: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
-        """Returns the normalised states that the head reads: float[B, T, D]; `mask_BS` is False for inputs that are padding."""
+        """Returns the normalised hidden states, the head's input: float[B, T, D]. `mask_BS` is False for padding inputs."""
         masks = () if mask_BS is None else (mask_BS,)
         x_BSD = self.embed(inputs_BS)
         bias_HSS = self.encoder_bias(jnp.arange(inputs_BS.shape[1]))
@@ -166,16 +166,16 @@ class T5(nn.Module):
         for layer in self.decoder:
             x_BTD = layer(x_BTD, bias_HTT, encoded_BSD, *masks)
         x_BTD = self.decoder_norm(x_BTD)
-        # A table that is shared with the input has rows of length sqrt(D).
+        # Rows of a tied embedding table have length sqrt(D).
         return x_BTD * self.config.embed_dim**-0.5 if self.config.tie_embeddings else x_BTD
 
     def __call__(self, inputs_BS: jax.Array, targets_BT: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
-        """Returns logits of the token behind each target: float32[B, T, V] from int32[B, S] and int32[B, T]."""
+        """Returns logits of the token after each target: float32[B, T, V] from int32[B, S] and int32[B, T]."""
         x_BTD = self.hidden(inputs_BS, targets_BT, mask_BS)
         return layers.logits(x_BTD, self.embed.embedding.T) if self.config.tie_embeddings else self.head(x_BTD)
 
     def loss(self, inputs_BS: jax.Array, targets_BU: jax.Array) -> jax.Array:
-        """Returns the mean loss of each target's next one: float32[] from int32[B, S] and int32[B, T + 1]; no row is padded."""
+        """Returns the mean next-target loss: float32[] from int32[B, S] and int32[B, T + 1]. Rows are not padded."""
         x_BTD, labels_BT = self.hidden(inputs_BS, targets_BU[:, :-1]), targets_BU[:, 1:]
         with jax.named_scope("loss"):
             if self.config.tie_embeddings:
@@ -184,7 +184,7 @@ class T5(nn.Module):
 
 
 def parts(config: T5Config) -> family.Parts:
-    """Returns the modules that make up the weight tree, each with the inputs to initialise it on."""
+    """Returns the modules that make up the weight tree, each with the inputs to initialise it with."""
     c = config
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     positions = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -203,10 +203,10 @@ def parts(config: T5Config) -> family.Parts:
 
 
 def bucket_of(distance: jax.Array, buckets: int, max_distance: int, *, is_causal: bool) -> jax.Array:
-    """Returns the bucket of each distance (key's position less query's), of the same shape.
+    """Returns the bucket of each distance (key position - query position), with the same shape.
 
-    Half of the buckets hold one distance each; those of the other half grow with the logarithm of the distance, up to `max_distance`.
-    Where keys may lie behind the query, these have the upper half of all buckets.
+    Half of the buckets hold one distance each. The others grow with the logarithm of the distance, up to `max_distance`.
+    Unless attention is causal, keys after the query have the upper half of all buckets.
     """
     bucket = jnp.zeros_like(distance)
     if is_causal:
@@ -222,10 +222,10 @@ def bucket_of(distance: jax.Array, buckets: int, max_distance: int, *, is_causal
 
 
 def flops_per_row(config: T5Config, inputs: int, targets: int) -> float:
-    """Returns the floating-point operations of training on a row of so many input tokens and decoded tokens (nothing recomputed).
+    """Returns the floating-point operations of training on a row of `inputs` encoder and `targets` decoder tokens, without recomputation.
 
-    A weight costs 6 for each token that it multiplies; keys and values of the attention to the encoder multiply its tokens, and tables
-    multiply none. Scores and their use cost 12 * heads * head_dim a pair of tokens, and half of that where attention is causal.
+    A weight costs 6 per token that it multiplies. Keys and values of cross-attention multiply the encoder's tokens. Embedding tables
+    cost nothing. Scores and their use cost 12 * heads * head_dim per pair of tokens, and half of that in causal attention.
     """
     c = config
     shapes = family.abstract_params(parts(c))
