@@ -52,7 +52,7 @@ def test_a_partition_splits_codes_as_their_weight_and_scales_in_shapes_that_divi
     mesh = mesh_lib.make_mesh()
     part = stages.partition_state(state, mesh=mesh, stage=stage, min_size=0, indivisible=indivisible)
     stored = part.abstract_state["opt_state"]["mu"]["w"]
-    assert part.leaves["opt_state/mu/w/codes"].split == part.leaves["params/w"].split
+    assert part.leaves["opt_state/mu/w/codes"].sharded == part.leaves["params/w"].sharded
     assert stored.scales.shape == eight_bit.scales_shape(stored.codes.shape)
     for leaf in jax.tree.leaves(stored):
         leaf.sharding.shard_shape(leaf.shape)  # raises where a dim does not divide

@@ -164,12 +164,12 @@ BAD = {
     "minimum": (lambda: loss_scale.DynamicLossScale(min_scale=-1.0), r"^loss_scale\.min_scale: must be a number from"),
     "window": (
         lambda: loss_scale.DynamicLossScale(window=0),
-        r"^loss_scale\.window: must be a whole number from 1 to 2\*\*31 - 1, and is 0$",
+        r"^loss_scale\.window: must be an integer from 1 to 2\*\*31 - 1, and is 0$",
     ),
-    "half a step": (lambda: loss_scale.DynamicLossScale(window=2.5), r"^loss_scale\.window: must be a whole number"),
+    "half a step": (lambda: loss_scale.DynamicLossScale(window=2.5), r"^loss_scale\.window: must be an integer"),
     "hysteresis": (
         lambda: loss_scale.DynamicLossScale(hysteresis=0),
-        r"^loss_scale\.hysteresis: must be a whole number from 1",
+        r"^loss_scale\.hysteresis: must be an integer from 1",
     ),
     "order": (
         lambda: loss_scale.DynamicLossScale(init_scale=2.0, min_scale=4.0),

@@ -107,7 +107,7 @@ def test_a_line_says_what_a_parameter_takes_here():
 def test_the_table_says_what_is_saved_and_what_stays_whole():
     part, baseline = make_partition(3, min_size=100), make_partition(0)
     text = display.as_text(memory.memory_table(part, baseline))
-    assert "stage 3, data=8" in text and "kept whole: 1 x fewer than 100 elements" in text
+    assert "stage 3, data=8" in text and "replicated: 1 x fewer than 100 elements" in text
     here, there = (sum(memory.bytes_per_device(p).values()) for p in (part, baseline))
     row = next(line for line in text.splitlines() if "total" in line)
     assert display.human(here) in row and display.human(there) in row and f"{1 - here / there:.0%}" in row
@@ -116,4 +116,4 @@ def test_the_table_says_what_is_saved_and_what_stays_whole():
 def test_a_table_of_stage_0_has_nothing_saved_and_no_caption():
     part = make_partition(0)
     text = display.as_text(memory.memory_table(part, part))
-    assert "kept whole" not in text and "0%" in next(line for line in text.splitlines() if "total" in line)
+    assert "replicated" not in text and "0%" in next(line for line in text.splitlines() if "total" in line)

@@ -139,7 +139,7 @@ def test_the_state_given_stays_usable_after_its_copy_is_donated():
 
 
 def test_arguments_for_a_state_are_refused():
-    with pytest.raises(UserError, match="init arguments go with an init function"):
+    with pytest.raises(UserError, match="init arguments need an init function"):
         shard_state.shard_train_state(init(jax.random.key(0)), jax.random.key(0), mesh=make_mesh(8))
 
 

@@ -77,17 +77,17 @@ def assert_valid(state, part):
 
 @FAST
 @hypothesis.given(SHAPES, st.integers(1, 9), st.data())
-def test_split_dim_is_the_first_free_dim_that_divides(shape, ways, data):
+def test_shard_dim_is_the_first_free_dim_that_divides(shape, ways, data):
     base = P(*data.draw(st.lists(st.sampled_from([None, "model"]), max_size=len(shape))))
-    dim = stages.split_dim(shape, base, ways)
+    dim = stages.shard_dim(shape, base, ways)
     free = [d for d in range(len(shape)) if d >= len(base) or base[d] is None]
     assert dim == next((d for d in free if shape[d] % ways == 0), None)
-    assert dim == stages.split_dim(list(shape), base, ways)
+    assert dim == stages.shard_dim(list(shape), base, ways)
 
 
-def test_split_dim_leaves_empty_dims_alone():
-    assert stages.split_dim((0, 8), P(), 8) == 1
-    assert stages.split_dim((), P(), 8) is None
+def test_shard_dim_leaves_empty_dims_alone():
+    assert stages.shard_dim((0, 8), P(), 8) == 1
+    assert stages.shard_dim((), P(), 8) is None
 
 
 @FAST
@@ -117,7 +117,7 @@ def test_all_that_belongs_to_one_weight_is_split_on_one_dim(shapes, ways, stage,
     splits = stages.STAGES[stage]
     for path, spec in tree.flatten(part.specs.params):
         placement = part.placements[f"params/{path}"]
-        split = part.leaves[f"params/{path}"].split
+        split = part.leaves[f"params/{path}"].sharded
         assert data_dims(spec) == data_dims(placement.stored.spec) == (data_dims(split) if splits.params else [])
         assert data_dims(placement.grad.spec) == (data_dims(split) if splits.grads else [])
         assert data_dims(placement.opt_state.spec) == (data_dims(split) if splits.opt_state else [])
@@ -129,7 +129,7 @@ def test_all_that_belongs_to_one_weight_is_split_on_one_dim(shapes, ways, stage,
         stored = dict(tree.flatten(part.abstract_state.params))
         assert all(leaf.shape == stored[path].shape for path, leaf in tree.flatten(mirror))
     if override is not None:
-        assert part.leaves[f"params/{chosen}"].split == override
+        assert part.leaves[f"params/{chosen}"].sharded == override
 
 
 @FAST
@@ -148,7 +148,7 @@ def test_a_leaf_is_split_unless_a_stated_reason_keeps_it_whole(shapes, ways, sta
         elif not divides and indivisible == "whole":
             assert reason == f"no dim of {leaf.shape} divides by data={ways}"
         else:
-            assert reason is None and len(data_dims(decided.split)) == 1
+            assert reason is None and len(data_dims(decided.sharded)) == 1
             assert bool(decided.padding) == (not divides)
         longest = max(leaf.shape, default=0)
         added = [extra for extra in decided.padding if extra]
@@ -242,7 +242,7 @@ def test_nnx_variables_are_told_by_type():
 
 def test_roles_may_be_told_by_regex():
     state = {"weights": {"w": jnp.zeros((64, 64))}, "momentum": {"w": jnp.zeros((64, 64))}, "stats": jnp.zeros((4096,))}
-    with pytest.raises(UserError, match="no leaf lies under 'params'"):
+    with pytest.raises(UserError, match="no leaf has the role 'params'"):
         stages.partition_state(state, mesh=make_mesh(8))
     roles = [("^weights", "params"), ("^momentum", "opt_state")]
     part = stages.partition_state(state, mesh=make_mesh(8), stage=2, roles=roles)
@@ -264,7 +264,7 @@ BAD = {
     "dims": ({"overrides": [("kernel", P(None, None, "data"))]}, r"has 3 dims, and the leaf has shape \(64, 63\)"),
     "divide": (
         {"overrides": [("kernel", P(None, "data"))]},
-        r"splits dim 1 of \(64, 63\) in 8, which does not divide 63",
+        r"shards dim 1 of \(64, 63\) in 8, which does not divide 63",
     ),
     "pair": ({"overrides": ["kernel"]}, r"overrides: each is a pair \(path regex, PartitionSpec\)"),
     "string": ({"overrides": [("kernel", "data")]}, r"overrides: each is a pair \(path regex, PartitionSpec\)"),

@@ -283,7 +283,7 @@ def test_recompute_keeps_less_and_changes_no_gradient():
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_offload_keeps_in_the_hosts_memory_and_changes_no_gradient(remat):
-    """On the device it keeps what there is without the modules' products."""
+    """The device keeps everything but the modules' matmuls."""
     _, params, loss_fn = small_llama()
     state, part = shard(params)
     kept, found = {}, {}
@@ -311,21 +311,21 @@ def test_offload_keeps_in_the_hosts_memory_and_changes_no_gradient(remat):
         ({"blocks": r"layer_\d+", "offload": "mlp/up"}, r"^offload: 'mlp/up' matches no module called inside a block"),
         (
             {"blocks": ".*", "offload": ".*", "remat": "none"},
-            r"^offload: '\.\*' says what is kept in the host's memory",
+            r"^offload: '\.\*' names modules whose results are kept in host memory",
         ),
         (
             {"blocks": r"layer_\d+", "offload": ".*/mlp/up", "recompute": ".*/mlp/(up|gate)"},
-            r"^recompute: '.*' and offload: '.*' both name layer_\d/mlp/up",
+            r"^recompute: '.*' and offload: '.*' both match layer_\d/mlp/up",
         ),
         (
             {"blocks": r"layer_\d+", "recompute": "mlp/up"},
             r"^recompute: 'mlp/up' matches no module called inside a block",
         ),
         ({"blocks": r"layer_\d+", "recompute": "mlp/("}, r"^recompute: 'mlp/\(' is no regex"),
-        ({"recompute": "mlp/up"}, r"^recompute: 'mlp/up' goes with `blocks`, and none are given"),
+        ({"recompute": "mlp/up"}, r"^recompute: 'mlp/up' needs `blocks`, and it is empty"),
         (
             {"blocks": ".*", "recompute": ".*", "remat": "full"},
-            r"^recompute: '\.\*' says which products remat='dots' does",
+            r"^recompute: '\.\*' names matmuls that remat='dots' does",
         ),
     ],
 )
