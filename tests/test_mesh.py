@@ -1,4 +1,4 @@
-"""Checks how devices and batches are laid out. This module tests zerojax.mesh."""
+"""Checks the mesh and the sharding of batches. This module tests zerojax.mesh."""
 
 import compile_only
 import hypothesis
@@ -16,7 +16,7 @@ SIZES = st.sampled_from([1, 2, 3, 4, 8])
 
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @hypothesis.given(SIZES, SIZES | st.just(-1), SIZES)
-def test_a_mesh_takes_every_device_once_or_says_why_not(replica, data, model):
+def test_a_mesh_takes_every_device_once_or_is_refused_with_a_reason(replica, data, model):
     left = DEVICES // (replica * model) if data == -1 else data
     if replica * left * model != DEVICES:
         with pytest.raises(UserError, match=r"^mesh: replica .*but there are 8; choose"):
@@ -50,7 +50,7 @@ def test_a_mesh_larger_than_the_machine_names_both_numbers():
 
 
 @pytest.mark.parametrize("batch_dim", [0, 1])
-def test_a_batch_is_split_over_replica_and_data_alone(batch_dim):
+def test_a_batch_is_sharded_over_replica_and_data_only(batch_dim):
     mesh = mesh_lib.make_mesh(replica=2, data=2, model=2)
     shape = (1,) * batch_dim + (8, 3)
     batch = jax.device_put(jnp.zeros(shape), mesh_lib.batch_sharding(mesh, batch_dim))

@@ -36,6 +36,6 @@ def test_without_takes_out_one_axis_and_no_other(order, dims, axis):
     assert not rest or rest[-1] is not None
 
 
-def test_trimmed_drops_what_says_nothing():
+def test_trimmed_drops_trailing_none():
     assert specs.trimmed([None, "data", None]) == P(None, "data")
     assert specs.trimmed([None, None]) == P()

@@ -1,4 +1,4 @@
-"""Counts bytes per device by role. This module prints, before anything is allocated, the bytes of a state and the share that its stage saves."""
+"""Counts bytes per device by role. This module shows, before any allocation, the bytes of a state and the share that its stage saves."""
 
 import math
 from typing import Any

@@ -48,7 +48,7 @@ STAGES: dict[int, Sharded] = {
     3: Sharded(opt_state=True, grads=True, params=True),
 }
 
-INDIVISIBLE = ("whole", "pad")  # what happens to a leaf of which no dim divides
+INDIVISIBLE = ("whole", "pad")  # of a leaf with no dim that divides
 
 # The first regex found in a leaf's path gives its role. The role of an NNX variable follows from its type. Params whose path does not
 # match `trainable` are frozen: they are stored and gathered like other params, but have no gradient and no optimizer state.
