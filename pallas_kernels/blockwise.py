@@ -1,15 +1,16 @@
-"""Stores moments in 8 bits a value and one float32 scale a block. This module is the code, inside a kernel and outside one.
+"""Stores moments as 8-bit codes with one float32 scale a block. This module holds the code, for use inside and outside of kernels.
 
-A block is BLOCK neighbours along the last dim of a weight, the last one ragged, and its scale is the largest magnitude in it (block-wise
-quantization: Dettmers et al., 8-bit optimizers via block-wise quantization, arXiv:2110.02861, section 2.1). As there, codes lie dense near
-zero, since moments of one block span many powers of ten. In place of the paper's table (dynamic tree quantization, section 2.2) a code is a
-power, which a kernel can form without a table:
+A block is BLOCK neighbours along the last dim of a weight; the last block of a row may be shorter. Its scale is its largest magnitude
+(block-wise quantization: Dettmers et al., 8-bit optimizers via block-wise quantization, arXiv:2110.02861, section 2.1). As there, codes are
+dense near zero, since moments of one block span many powers of ten. Instead of the paper's table (dynamic tree quantization, section 2.2)
+a code is a power, which a kernel computes without a table:
 
     mu (signed, int8):     x = scale * sign(code) * (|code| / 127)**2     the smallest is 6e-5 of the scale
     nu (unsigned, uint8):  x = scale * (code / 255)**4                    the smallest is 2e-10 of the scale
 
-so that near the scale neighbours are 1.6% apart in both. nu is divided by, so what is above zero never becomes zero: its code is at
-least 1. Blocks are the paper's idea with 256 values in place of 2,048: they cost 1/64 byte a value and fit a row of a kernel's tile.
+Near the scale, neighbouring values differ by 1.6% in both. The update divides by nu, so a nu above zero never becomes zero: its code is at
+least 1. Blocks have 256 values instead of the paper's 2,048. Their scales cost 1/64 byte a value, and a block fits a row of a kernel's
+tile.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ _SIGNED, _UNSIGNED = 127.0, 255.0
 
 
 def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Returns float32 values. The code's dtype, int8 or uint8, says which of the two codes it is.
+    """Returns float32 values. The dtype of the codes, int8 or uint8, selects one of the two codes.
 
     Args:
       codes: int8 or uint8 [..., BLOCK].
@@ -50,27 +51,27 @@ def encode(
       x: float32 [..., BLOCK], at most `scales` in magnitude.
       scales: float32 [...]. A block whose scale is below SMALLEST_SCALE is coded as if its values were next to zero.
       dtype: int8 or uint8 (x is then not negative).
-      bits: uint32 [..., BLOCK] below 2**16: the code is one of the two neighbours and its value is x in the mean; None takes the nearer
+      bits: uint32 [..., BLOCK] below 2**16, random: the code is one of the two nearest, and its expected value is x. None: the nearest
         code.
       sqrt: the square root to use.
     """
-    # A kernel's time goes into these lines: what can be is done once a block, and there is no division by an element.
+    # A kernel spends its time here: as much as possible is computed once a block, and no element is a divisor.
     is_signed = dtype == jnp.int8
     levels, power = (_SIGNED, 2) if is_signed else (_UNSIGNED, 4)
     inverse = jnp.where(scales >= SMALLEST_SCALE, levels**power / scales, 0.0)
     r = jnp.abs(x) * inverse[..., None]  # a code's value is code**power in this unit
-    place = sqrt(r) if is_signed else sqrt(sqrt(r))
+    level = sqrt(r) if is_signed else sqrt(sqrt(r))
     if bits is None:
-        code = jnp.floor(place + 0.5)
+        code = jnp.floor(level + 0.5)
     else:
-        low = jnp.floor(place)
+        low = jnp.floor(level)
         high = low + 1
         below = low * low if is_signed else (low * low) * (low * low)
         gap = low + high if is_signed else (high * high) * (high * high) - below
         code = jnp.where(bits.astype(jnp.float32) * (1 / 65536) * gap < r - below, high, low)
     code = jnp.minimum(code, levels)
     code = jnp.where(x < 0, -code, code) if is_signed else jnp.maximum(code, (x > 0).astype(jnp.float32))
-    # Through int32: a direct cast of floats to uint8 is not defined alike on all backends.
+    # Through int32, because backends differ in direct casts of floats to uint8.
     return code.astype(jnp.int32).astype(dtype)
 
 
@@ -81,11 +82,10 @@ def scales_of(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Views a local array [..., n] as [..., parts, part] where each part lies in one block.
+    """Views a local array [..., n] as [..., parts, part], each part inside one block.
 
-    A part is a block, and the last one is filled up with zeros. Where shards of the last dim end inside blocks (`joins` names the mesh axes
-    that split it), parts are shorter, every device holds the scales of whole rows, and devices tell each other the largest magnitudes
-    of their parts.
+    A part is a block, and the last one is padded with zeros. If shards of the last dim end inside blocks, `joins` names the mesh axes of
+    that dim. Parts are then shorter, scales are replicated along the last dim, and devices exchange the largest magnitudes of their parts.
     """
 
     shape: tuple[int, ...]
@@ -107,18 +107,18 @@ class Blocks:
 
     def scales_of(self, x: jax.Array) -> jax.Array:
         """Returns the scale of each part's block."""
-        return self.local_scales(self.whole_scales(scales_of(x)))
+        return self.local_scales(self.row_scales(scales_of(x)))
 
     def local_scales(self, scales: jax.Array) -> jax.Array:
-        """Returns the scales [..., parts] of this device's parts, from those of whole rows [..., blocks]."""
+        """Returns the scales [..., parts] of this device's parts, from those of global rows [..., blocks]."""
         if not self.joins:
             return scales
         parts = self.shape[-1] // self.part
         spread = jnp.repeat(scales, BLOCK // self.part, axis=-1)
         return jax.lax.dynamic_slice_in_dim(spread, jax.lax.axis_index(self.joins) * parts, parts, axis=-1)
 
-    def whole_scales(self, largest: jax.Array) -> jax.Array:
-        """Returns the scales of whole rows [..., blocks], from the largest magnitude [..., parts] of this device's parts."""
+    def row_scales(self, largest: jax.Array) -> jax.Array:
+        """Returns the scales of global rows [..., blocks], from the largest magnitude [..., parts] of this device's parts."""
         if not self.joins:
             return largest
         row = jax.lax.all_gather(largest, self.joins, axis=largest.ndim - 1, tiled=True)

@@ -1,13 +1,13 @@
-"""Instructions of the GPU that JAX has no name for. This module is for compiled kernels alone: elsewhere nothing knows them."""
+"""GPU instructions that JAX does not expose. This module is for compiled kernels only, because other code cannot use them."""
 
 import jax
 from jax.experimental.pallas import triton as pltriton
 
 
 def sqrt(x: jax.Array) -> jax.Array:
-    """Returns square roots of float32 in one instruction; numbers below 1.2e-38 are taken for zero.
+    """Returns square roots of float32 in one instruction; numbers below 1.2e-38 count as zero.
 
-    `jnp.sqrt` in a kernel is right for those too, in four instructions.
+    `jnp.sqrt` in a kernel is correct for those too, and takes four instructions.
     """
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return pltriton.elementwise_inline_asm(

@@ -1,6 +1,6 @@
-"""Draws random bits from a counter and rounds with them. This module works alike inside a kernel and outside one.
+"""Draws random bits from a counter and rounds with them. This module works the same inside and outside of kernels.
 
-The bits of an element are a hash of its index in the whole array and of a seed, so they depend neither on how the array is split nor on the
+The bits of an element are a hash of its index in the global array and of a seed, so they depend neither on the sharding nor on the
 kernel's blocks (counter-based generators: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 """
 
@@ -23,7 +23,7 @@ def mix(x: jax.Array) -> jax.Array:
 
 
 def fold(seed: jax.Array, word: Any) -> jax.Array:
-    """Returns the seed with a number folded in, such as a step count or a leaf's place. Both are uint32."""
+    """Returns the seed with a number folded in, such as a step count or a leaf's index. Both are uint32."""
     return mix(mix(seed + _u32(GOLDEN)) ^ jnp.asarray(word).astype(jnp.uint32))
 
 
@@ -31,7 +31,7 @@ def noise(index: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array, jax.
     """Returns three draws of 16 bits for each element.
 
     Args:
-      index: uint32 of any shape, the element's index in the whole array, modulo 2**32.
+      index: uint32 of any shape, the element's index in the global array, modulo 2**32.
       seed: uint32, one for each array and step.
     """
     first = mix(index ^ seed)
@@ -41,9 +41,9 @@ def noise(index: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array, jax.
 
 
 def stochastic_round(x: jax.Array, bits: jax.Array) -> jax.Array:
-    """Rounds float32 to one of the two nearest bfloat16, up with a chance equal to the fraction: the mean is x.
+    """Rounds float32 to one of the two nearest bfloat16, up with a probability equal to the fraction: the expected value is x.
 
-    Adds 16 random bits below the last place and truncates. NaN and infinities stay what they are.
+    Adds 16 random bits below the last place and truncates. NaN and infinities are unchanged.
 
     Args:
       x: float32 of any shape.

@@ -2,7 +2,7 @@
 
     adam    m = b1 m + (1 - b1) g            v = b2 v + (1 - b2) g^2
             p = p - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + wd p)      decoupled decay: AdamW, arXiv:1711.05101
-            with coupled decay g + wd p takes g's place, and the last term goes    Adam with L2, arXiv:1412.6980
+            with coupled decay g is g + wd p, and the last term is omitted          Adam with L2, arXiv:1412.6980
     lion    p = p - lr (sign(b1 m + (1 - b1) g) + wd p)      m = b2 m + (1 - b2) g      arXiv:2302.06675, Algorithm 2
 
 where g is the stored gradient times `scale`.
@@ -20,13 +20,13 @@ from pallas_kernels import blockwise, native, rounding
 
 
 class Scalars(NamedTuple):
-    """What an update needs beside the arrays: float32 scalars.
+    """The inputs of an update beside the arrays: float32 scalars.
 
     Attributes:
       scale: multiplies gradients: the loss scale's inverse times the clip factor.
-      finite: above 0 where the step is taken.
+      finite: above 0 if the step is taken.
       learning_rate, weight_decay, b1, b2, eps: as in the equations.
-      rest1, rest2: 1 - b1 and 1 - b2, formed in higher precision.
+      rest1, rest2: 1 - b1 and 1 - b2, computed in higher precision.
       correct1, correct2: 1 / (1 - b1^t) and 1 / (1 - b2^t).
     """
 
@@ -45,16 +45,16 @@ class Scalars(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Which update, known when it is traced.
+    """The update, as known when it is traced.
 
     Attributes:
       name: a key of RULES.
-      decoupled: weight decay acts on the weight, and not through the gradient.
-      stochastic: what is stored in fewer bits than 32 is rounded stochastically.
-      skips: looks at `Scalars.finite`.
-      changes: returns what to add to the params, in float32, and not the new params.
+      decoupled: weight decay acts on the weight instead of the gradient.
+      stochastic: results that are stored in fewer than 32 bits are rounded stochastically.
+      skips: the step is skipped unless `Scalars.finite`.
+      changes: the update returns the float32 change of the params instead of the new params.
       copy_dtype: the dtype of a copy of the new params; None writes none.
-      native: runs inside a compiled kernel, and may use `native`'s instructions.
+      native: the update runs inside a compiled kernel, and may use the instructions of `native`.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Operands(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """What an update returns for one weight: `param` is the new one, or the change."""
+    """The result of an update for one weight: `param` is the new weight, or its change."""
 
     param: Any
     mu: Any
@@ -99,8 +99,8 @@ def advance(
       scalars: see `Scalars`.
       decays: whether this weight takes weight decay.
       leaf: arrays [...], or [..., BLOCK] with scales [...] where moments are in 8 bits.
-      noise: three draws of 16 bits for each element, where the rule is stochastic.
-      scales_of: the largest magnitude of a block; a caller that holds parts of blocks joins them here.
+      noise: three draws of 16 bits for each element, if the rule is stochastic.
+      scales_of: returns the largest magnitude of each block; a caller that holds parts of blocks combines them here.
     """
     draws = iter(noise if rule.stochastic and noise is not None else ())
     old = leaf.param.astype(jnp.float32)
@@ -114,7 +114,7 @@ def advance(
     if rule.skips:
         taken = scalars.finite > 0
         before = Updated(leaf.param, leaf.mu, leaf.nu)
-        updated = jax.tree.map(lambda new, kept: jnp.where(taken, new, kept), updated, before)
+        updated = jax.tree.map(lambda new, old: jnp.where(taken, new, old), updated, before)
         change = jnp.where(taken, change, 0.0)
     if rule.copy_dtype is not None:
         updated = updated._replace(copy=updated.param.astype(rule.copy_dtype))
@@ -161,6 +161,6 @@ def _write(
 
 
 def _round(draws: Iterator[jax.Array], x: jax.Array, dtype: Any) -> jax.Array:
-    """Rounds at random where there are draws. Only what is rounded takes one, and what is not drawn is not computed."""
+    """Rounds stochastically if there are draws. Only rounded arrays take one, and draws that are not taken are not computed."""
     bits = next(draws, None) if dtype == jnp.bfloat16 else None
     return x.astype(dtype) if bits is None else rounding.stochastic_round(x, bits)

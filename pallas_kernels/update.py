@@ -1,4 +1,4 @@
-"""Updates weights and moments in one pass, in place. This module holds the kernel, its twin, and how leaves are shared out among launches.
+"""Updates weights and moments in one pass, in place. This module holds the kernel, its twin, and how leaves are divided among launches.
 
 A kernel reads gradient, weight and moments of a tile once, and writes weight, moments and the 16-bit copy over the old ones.
 """
@@ -22,23 +22,23 @@ from pallas_kernels.tiles import Launch, Spot, Tiles
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """What is known of a leaf when it is traced.
+    """The static properties of one leaf's shard.
 
     Attributes:
-      decays: it takes weight decay.
-      splits: how an index in the local array becomes one in the whole array, last dim first: for each dim that is split, the elements
-        of one local run along it, and the number of parts.
-      joins: mesh axes over which blocks of 8-bit moments are shared between devices; empty where each lies on one.
+      decays: whether it takes weight decay.
+      sharded_dims: for each sharded dim, last dim first, the elements of one local run along it and the number of shards. They turn an
+        index in the local array into one in the global array.
+      joins: mesh axes over which devices share blocks of 8-bit moments; empty if each block is on one device.
     """
 
     decays: bool = False
-    splits: tuple[tuple[int, int], ...] = ()
+    sharded_dims: tuple[tuple[int, int], ...] = ()
     joins: tuple[str, ...] = ()
 
 
-# Lines that are read stay in the L2 cache until they are written: some 2% faster (docs/benchmarks/optimizer.md).
+# Lines stay in the L2 cache between read and write: some 2% faster (docs/benchmarks/optimizer.md).
 KEEP = "evict_last"
-# How kernels are launched, by what a leaf's update does; of those tried on an H200 the fastest over all updates of a kind.
+# Launches by the kind of a leaf's update: for each kind the fastest of those measured on an H200.
 LAUNCHES = {
     "plain": Launch(group=48, joins=True),
     "rounded": Launch(),
@@ -49,7 +49,7 @@ LAUNCHES = {
 def update_leaves(
     rule: Rule,
     leaves: Sequence[Operands],
-    places: Sequence[Shard],
+    shards: Sequence[Shard],
     scalars: Scalars,
     seeds: Sequence[jax.Array],
     *,
@@ -60,41 +60,41 @@ def update_leaves(
 
     Args:
       rule: which update.
-      leaves: for each weight the gradient (float32 or 16-bit), the weight, and its moments; of one shape, any shape.
-      places: one for each leaf.
+      leaves: for each weight the gradient (float32 or 16-bit), the weight, and its moments, all of one shape; any shape.
+      shards: one for each leaf.
       scalars: float32 scalars.
-      seeds: for each leaf uint32[1 + splits]: the seed of its random bits, then this device's place along each split dim.
+      seeds: for each leaf uint32[1 + sharded dims]: the seed of its random bits, then this device's index along each sharded dim.
       implementation: a key of IMPLEMENTATIONS.
-      launch: how to launch; None takes LAUNCHES.
+      launch: how the kernel is launched; None: as in LAUNCHES.
 
     Returns:
-      For each leaf the new arrays. Under jit with donated inputs they take the old ones' memory.
+      The new arrays of each leaf. Under jit with donated inputs they reuse the memory of the old ones.
     """
     scalars = Scalars(*[jnp.asarray(s, jnp.float32) for s in scalars])
-    return IMPLEMENTATIONS[implementation](rule, leaves, places, scalars, seeds, launch)
+    return IMPLEMENTATIONS[implementation](rule, leaves, shards, scalars, seeds, launch)
 
 
 def _update_by_twin(
     rule: Rule,
     leaves: Sequence[Operands],
-    places: Sequence[Shard],
+    shards: Sequence[Shard],
     scalars: Scalars,
     seeds: Sequence[jax.Array],
     _: Any,
 ) -> list[Updated]:
-    return [update_ref(rule, scalars, place, leaf, seed) for leaf, place, seed in zip(leaves, places, seeds)]
+    return [update_ref(rule, scalars, shard, leaf, seed) for leaf, shard, seed in zip(leaves, shards, seeds)]
 
 
-def update_ref(rule: Rule, scalars: Scalars, place: Shard, leaf: Operands, seed: jax.Array) -> Updated:
+def update_ref(rule: Rule, scalars: Scalars, shard: Shard, leaf: Operands, seed: jax.Array) -> Updated:
     """Updates one leaf in plain jnp: the kernel's twin."""
     shape = leaf.param.shape
     noise = None
     if rule.stochastic:
         index = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-        noise = _noise(index, place, [seed[i] for i in range(1 + len(place.splits))])
+        noise = _noise(index, shard, [seed[i] for i in range(1 + len(shard.sharded_dims))])
     if not isinstance(leaf.mu, tuple):
-        return advance(rule, scalars, place.decays, leaf, noise)
-    blocks = blockwise.Blocks(shape, place.joins)
+        return advance(rule, scalars, shard.decays, leaf, noise)
+    blocks = blockwise.Blocks(shape, shard.joins)
 
     def split(stored: Any) -> Any:
         return (
@@ -105,22 +105,20 @@ def update_ref(rule: Rule, scalars: Scalars, place: Shard, leaf: Operands, seed:
 
     split_leaf = Operands(*[None if part is None else split(part) for part in leaf])
     noise = None if noise is None else tuple(blocks.split(bits) for bits in noise)
-    done = advance(rule, scalars, place.decays, split_leaf, noise, blocks.scales_of)
+    done = advance(rule, scalars, shard.decays, split_leaf, noise, blocks.scales_of)
 
     def join(stored: Any) -> Any:
         return (
-            (blocks.join(stored[0]), blocks.whole_scales(stored[1]))
-            if isinstance(stored, tuple)
-            else blocks.join(stored)
+            (blocks.join(stored[0]), blocks.row_scales(stored[1])) if isinstance(stored, tuple) else blocks.join(stored)
         )
 
     return Updated(*[None if part is None else join(part) for part in done])
 
 
-def _noise(index: jax.Array, place: Shard, words: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns random bits for elements of a shard, the same as for these elements in the whole array."""
+def _noise(index: jax.Array, shard: Shard, words: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Returns random bits for elements of a shard; they are those of the same elements in the global array."""
     seed, *positions = words
-    for (run, ways), position in zip(place.splits, positions):
+    for (run, ways), position in zip(shard.sharded_dims, positions):
         outer, inner = index // jnp.uint32(run), index % jnp.uint32(run)
         index = (outer * jnp.uint32(ways) + position) * jnp.uint32(run) + inner
     return rounding.noise(index, seed)
@@ -129,7 +127,7 @@ def _noise(index: jax.Array, place: Shard, words: Sequence[jax.Array]) -> tuple[
 def _update_by_kernel(
     rule: Rule,
     leaves: Sequence[Operands],
-    places: Sequence[Shard],
+    shards: Sequence[Shard],
     scalars: Scalars,
     seeds: Sequence[jax.Array],
     launch: Launch | None,
@@ -137,27 +135,27 @@ def _update_by_kernel(
     interpret: bool,
     in_groups: bool = False,
 ) -> list[Updated]:
-    """Updates leaves by the kernel; `in_groups` leaves large ones, and those that are launched alone, to the twin."""
+    """Updates leaves by the kernel; with `in_groups` the twin updates large leaves and those that are launched alone."""
     rule_of_kernel = dataclasses.replace(rule, native=not interpret)
     alike: dict[tuple, list[int]] = {}
     results: dict[int, Updated] = {}
     for n, leaf in enumerate(leaves):
-        if tiles_lib.fits(leaf.param.size) and not places[n].joins:
-            alike.setdefault(_traits(n, leaf, places[n], rule), []).append(n)
+        if tiles_lib.fits(leaf.param.size) and not shards[n].joins:
+            alike.setdefault(_traits(n, leaf, shards[n], rule), []).append(n)
         else:
-            results[n] = update_ref(rule, scalars, places[n], leaf, seeds[n])
+            results[n] = update_ref(rule, scalars, shards[n], leaf, seeds[n])
     for (kind, *_), numbers in alike.items():
         how = launch or (tiles_lib.INTERPRETED if interpret else LAUNCHES[kind])
         for group in tiles_lib.groups([leaves[n].param.size for n in numbers], how):
-            members = [numbers[place] for place in group]
+            members = [numbers[index] for index in group]
             if in_groups and not how.gathers([leaves[n].param.size for n in members]):
                 for n in members:
-                    results[n] = update_ref(rule, scalars, places[n], leaves[n], seeds[n])
+                    results[n] = update_ref(rule, scalars, shards[n], leaves[n], seeds[n])
                 continue
             done = _launch(
                 rule_of_kernel,
                 [leaves[n] for n in members],
-                places[members[0]],
+                shards[members[0]],
                 jnp.stack(scalars),
                 jnp.stack([seeds[n] for n in members]) if rule.stochastic else None,
                 launch=how,
@@ -167,27 +165,27 @@ def _update_by_kernel(
     return [results[n] for n in range(len(leaves))]
 
 
-def _traits(number: int, leaf: Operands, place: Shard, rule: Rule) -> tuple:
-    """Returns the kind of a leaf's update, then what leaves of one group have in common."""
+def _traits(number: int, leaf: Operands, shard: Shard, rule: Rule) -> tuple:
+    """Returns the kind of a leaf's update, and the other properties that the leaves of one launch share."""
     dtypes = tuple(part.dtype for part in jax.tree.leaves(leaf))
     if not isinstance(leaf.mu, tuple):
-        return "rounded" if rule.stochastic else "plain", place, dtypes
+        return "rounded" if rule.stochastic else "plain", shard, dtypes
     is_flat = leaf.param.shape[-1] % blockwise.BLOCK == 0
-    return "blocks", place, dtypes, None if is_flat else number  # blocks that end inside rows make tiles of their own
+    return "blocks", shard, dtypes, None if is_flat else number  # blocks that end inside rows have tiles of their own
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "place", "launch", "interpret"))
+@functools.partial(jax.jit, static_argnames=("rule", "shard", "launch", "interpret"))
 def _launch(
     rule: Rule,
     leaves: Sequence[Operands],
-    place: Shard,
+    shard: Shard,
     scalars: jax.Array,
     seeds: jax.Array | None,
     *,
     launch: Launch,
     interpret: bool,
 ) -> list[Updated]:
-    """Runs the kernel over a leaf, or a group of alike ones. Seeds are uint32 [leaves, words]."""
+    """Runs the kernel over one leaf, or a group of similar ones. Seeds are uint32 [leaves, words]."""
     elements = launch.tile_of([leaf.param.size for leaf in leaves])
     tiles = tuple(
         tiles_lib.in_blocks(leaf.param.shape, elements)
@@ -201,7 +199,7 @@ def _launch(
     kept = [Operands(None, None if rule.changes else leaf.param, leaf.mu, leaf.nu) for leaf in inputs]
     aliases = _aliases((scalars, seeds, inputs), outputs, kept)
     call = pl.pallas_call(
-        functools.partial(_kernel, rule, place, tiles, (scalars, seeds, inputs), outputs),
+        functools.partial(_kernel, rule, shard, tiles, (scalars, seeds, inputs), outputs),
         out_shape=jax.tree.leaves(outputs),
         grid=(sum(tile.programs for tile in tiles),),
         input_output_aliases=aliases,
@@ -214,7 +212,7 @@ def _launch(
 
 
 def _output(rule: Rule, leaf: Operands) -> Updated:
-    """Returns the shapes and dtypes of what the kernel writes for a leaf."""
+    """Returns the shapes and dtypes of the kernel's outputs for a leaf."""
     like = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
     shape = leaf.param.shape
     copy = None if rule.copy_dtype is None else jax.ShapeDtypeStruct(shape, rule.copy_dtype)
@@ -223,26 +221,26 @@ def _output(rule: Rule, leaf: Operands) -> Updated:
 
 
 def _shaped(updated: Updated, leaf: Operands) -> Updated:
-    """Gives results the shapes of the arrays that they follow."""
+    """Reshapes results to the shapes of the arrays that they replace."""
     like = Updated(leaf.param, leaf.mu, leaf.nu, None if updated.copy is None else leaf.param)
     return jax.tree.map(lambda x, old: x.reshape(old.shape), updated, like)
 
 
 def _aliases(arguments: Any, outputs: list[Updated], kept: list[Operands]) -> dict[int, int]:
-    """Returns which results take which argument's memory, by number."""
+    """Returns {index of an argument: index of the result that reuses its memory}."""
     inside = {id(x): number for number, x in enumerate(jax.tree.leaves(arguments))}
     olds = [Updated(leaf.param, leaf.mu, leaf.nu, updated.copy and None) for leaf, updated in zip(kept, outputs)]
     aliases, number = {}, 0
     for old, updated in zip(olds, outputs):
         for source, target in zip(old, updated):
-            for place in range(len(jax.tree.leaves(target))):
+            for part in range(len(jax.tree.leaves(target))):
                 if source is not None:
-                    aliases[inside[id(jax.tree.leaves(source)[place])]] = number
+                    aliases[inside[id(jax.tree.leaves(source)[part])]] = number
                 number += 1
     return aliases
 
 
-def _kernel(rule: Rule, place: Shard, tiles: tuple[Tiles, ...], arguments: Any, outputs: Any, *refs: Any) -> None:
+def _kernel(rule: Rule, shard: Shard, tiles: tuple[Tiles, ...], arguments: Any, outputs: Any, *refs: Any) -> None:
     """Each program finds its leaf and its tile, and updates it."""
     counts = len(jax.tree.leaves(arguments))
     scalars_ref, seeds_ref, inputs = jax.tree.unflatten(jax.tree.structure(arguments), refs[:counts])
@@ -251,16 +249,16 @@ def _kernel(rule: Rule, place: Shard, tiles: tuple[Tiles, ...], arguments: Any, 
     def work(own: jax.Array, choose: tiles_lib.Choose) -> None:
         spot = tiles[0].at(own)
         leaf, words = choose(functools.partial(load, spot))
-        noise = _noise(spot.elements.astype(jnp.uint32), place, words) if rule.stochastic else None
+        noise = _noise(spot.elements.astype(jnp.uint32), shard, words) if rule.stochastic else None
         scalars = Scalars(*[scalars_ref[field] for field in range(len(Scalars._fields))])
-        done = advance(rule, scalars, place.decays, leaf, noise)
+        done = advance(rule, scalars, shard.decays, leaf, noise)
         choose(lambda number, masked: _store(tiles[number], spot, masked, results[number], done))
 
     def load(spot: Spot, number: int, masked: bool) -> tuple[Operands, list[jax.Array]]:
-        words = [seeds_ref[number, word] for word in range(1 + len(place.splits))] if rule.stochastic else []
+        words = [seeds_ref[number, word] for word in range(1 + len(shard.sharded_dims))] if rule.stochastic else []
         return _load(tiles[number], spot, masked, inputs[number]), words
 
-    # The last tile first: of what the norm read, the end is still in the L2 cache.
+    # The last tile first, because the L2 cache still holds the end of what the norm read.
     tiles_lib.run(tiles, pl.num_programs(0) - 1 - pl.program_id(0), work)
 
 

@@ -1,4 +1,4 @@
-"""Checks readable numbers and tables. This module tests zerojax.display."""
+"""Formats text for people. This module tests zerojax.display."""
 
 import pytest
 from rich.table import Table
@@ -10,7 +10,7 @@ from zerojax import display
     "count, text",
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1.5 * 2**30, "1.50 GiB"), (2**60, "1048576.00 TiB")],
 )
-def test_bytes_are_shown_in_the_most_readable_unit(count, text):
+def test_bytes_are_shown_in_the_unit_that_reads_best(count, text):
     assert display.human(count) == text
 
 

@@ -1,4 +1,4 @@
-"""Checks UserError and the helpers for other exceptions. This module tests zerojax.errors."""
+"""Checks the one exception, and functions that read others. This module tests zerojax.errors."""
 
 import errno
 import os
@@ -55,7 +55,7 @@ def test_other_errors_are_no_full_disk():
 @pytest.mark.parametrize(
     "text, line", [("one\ntwo", "one"), ("\n  one\n", "one"), ("", "ValueError"), ("x" * 500, "x" * 400)]
 )
-def test_the_first_line_is_the_first_that_says_something(text, line):
+def test_the_first_line_is_the_first_that_is_not_blank(text, line):
     assert errors.first_line(ValueError(text)) == line
 
 

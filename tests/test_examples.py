@@ -275,7 +275,7 @@ def test_weights_of_another_model_are_refused_where_used():
     _, _, partition = run("own_train_step", 3)
     loss_fn = zerojax.where_used(lambda params: jnp.sum(params["code"]["kernel"]), partition.placements)
     with pytest.raises(
-        zerojax.UserError, match=r"code/kernel: has shape \(8, 8\), and the weight placed as params/code"
+        zerojax.UserError, match=r"code/kernel: has shape \(8, 8\), and the weight stored as params/code"
     ):
         loss_fn({"code": {"kernel": jnp.zeros((8, 8))}})
 

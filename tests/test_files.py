@@ -1,4 +1,4 @@
-"""Checks that files are replaced atomically. This module tests zerojax.files."""
+"""Replaces files completely. This module tests zerojax.files."""
 
 import os
 
@@ -25,7 +25,7 @@ def test_the_former_text_stays_where_the_new_one_cannot_be_written(tmp_path, mon
     assert (tmp_path / "plan.json").read_text() == "one\n"
 
 
-def test_a_failed_write_is_one_line_with_the_path_the_reason_and_the_way_out(tmp_path):
+def test_a_disk_error_is_one_line_with_the_path_the_reason_and_the_way_out(tmp_path):
     path = tmp_path / "absent" / "plan.json"
     with pytest.raises(UserError) as caught, files.writing(path, "choose another folder"):
         files.replace(path, "one\n")

@@ -1,4 +1,4 @@
-"""Checks the order of devices and the sharding of batches. This module tests zerojax.mesh."""
+"""Checks the mesh and the sharding of batches. This module tests zerojax.mesh."""
 
 import compile_only
 import hypothesis
@@ -16,7 +16,7 @@ SIZES = st.sampled_from([1, 2, 3, 4, 8])
 
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @hypothesis.given(SIZES, SIZES | st.just(-1), SIZES)
-def test_a_mesh_takes_every_device_once_or_raises_an_error(replica, data, model):
+def test_a_mesh_takes_every_device_once_or_is_refused_with_a_reason(replica, data, model):
     left = DEVICES // (replica * model) if data == -1 else data
     if replica * left * model != DEVICES:
         with pytest.raises(UserError, match=r"^mesh: replica .*but there are 8; choose"):

@@ -254,5 +254,5 @@ def test_a_state_without_the_field_or_with_an_unread_one_is_refused():
     with pytest.raises(UserError, match=r"create it with loss_scale=scaler\.init"):
         step.make_train_step(loss_fn, part, loss_scale=scaler)
     _, part = start(scaler, 3)
-    with pytest.raises(UserError, match="the state holds a loss scale and none was given; pass loss_scale="):
+    with pytest.raises(UserError, match="the state has a loss scale, and `loss_scale` is None; pass loss_scale="):
         step.make_train_step(loss_fn, part)

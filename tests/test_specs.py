@@ -36,6 +36,6 @@ def test_without_removes_only_one_axis(order, dims, axis):
     assert not rest or rest[-1] is not None
 
 
-def test_trimmed_drops_trailing_nones():
+def test_trimmed_drops_trailing_none():
     assert specs.trimmed([None, "data", None]) == P(None, "data")
     assert specs.trimmed([None, None]) == P()

@@ -1,4 +1,4 @@
-"""ZeRO for JAX: optimizer state, gradients and params of any Flax model, split by one table of specs.
+"""ZeRO for JAX: shards the optimizer state, gradients and params of any Flax model by one table of specs.
 
 >>> mesh = zerojax.make_mesh()
 >>> state, partition = zerojax.shard_train_state(init, jax.random.key(0), mesh=mesh, stage=3)

@@ -1,4 +1,4 @@
-"""Words for people. This module writes byte counts and tables as plain text."""
+"""Text for people. This module formats byte counts and tables as plain text."""
 
 from rich.console import Console
 from rich.table import Table

@@ -1,17 +1,17 @@
-"""The one exception that means "the input is wrong". This module holds it, and what is asked of all other exceptions."""
+"""The one exception that means "the input is wrong". This module holds it, and functions that read other exceptions."""
 
 import errno
 from collections.abc import Iterator
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-# As Python, TensorStore and array_record word them; tensorflow-datasets looks for space first, in its own words.
+# The messages of Python, TensorStore and array_record, and that of tensorflow-datasets, which checks for space first.
 _NO_SPACE_WORDS = ("No space left", "quota exceeded", "Not enough disk space")
 
 
 class UserError(ValueError):
-    """Says in one line which rule broke, the value, the place and the way out.
+    """Names in one line the broken rule, the value, the place and the way out.
 
-    The command lines print it without a traceback and leave with status 2.
+    The command lines print it without a traceback and exit with status 2.
     """
 
 
@@ -23,7 +23,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Says whether an error, or one that caused it, means that the disk or the user's share of it is full."""
+    """Returns whether an error, or one that caused it, means that the disk or the user's quota is full."""
     return any(
         getattr(cause, "errno", None) in _NO_SPACE or any(words in str(cause) for words in _NO_SPACE_WORDS)
         for cause in causes(error)
@@ -31,7 +31,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's text that is not blank, or the error's kind where it has no text."""
+    """Returns the first line of an error's text that is not blank, or the error's type if it has no text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:400] if lines else type(error).__name__
 

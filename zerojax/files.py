@@ -1,4 +1,4 @@
-"""Small files that a crash must not leave half written. This module replaces them, and says in one line what a disk refuses."""
+"""Small files that a crash must not leave half written. This module replaces them, and reports disk errors in one line."""
 
 import contextlib
 import os
@@ -9,10 +9,10 @@ from zerojax.errors import UserError
 
 
 def replace(path: str | os.PathLike, text: str) -> None:
-    """Writes `text` beside `path` and renames it to `path`: a reader finds the former text or the new one, never a part.
+    """Writes `text` beside `path` and renames it to `path`: a reader finds the old text or the new one, never a part.
 
     Raises:
-      OSError: the disk is full, or the folder cannot be written; the former file is untouched.
+      OSError: the disk is full, or the folder cannot be written; the old file is unchanged.
     """
     path = pathlib.Path(path)
     new = path.with_name(f"{path.name}.new")

@@ -1,37 +1,37 @@
-"""What bytes are for. This module is the vocabulary of roles: tables, JSON, specs and findings take their words from here.
+"""Roles of bytes. This module is the vocabulary of roles that tables, JSON, specs and findings use.
 
-A leaf of a train state has a role, which the stage's table acts on; so have the bytes that a compiled step holds and those that it sends.
+A leaf of a train state has a role, and the table of stages acts on roles. The bytes that a compiled step holds or sends have roles too.
 """
 
 from collections.abc import Mapping
 
 # Leaves of a train state.
 PARAMS = "params"  # weights as the forward pass reads them
-FROZEN = "frozen"  # weights that are not trained: no gradient, no optimizer state
-OPT_STATE = "opt_state"  # what the optimizer keeps from step to step: master weights, moments, counts
-OTHER = "other"  # none of these; of temporaries and collectives, none of the roles below
+FROZEN = "frozen"  # untrained weights: no gradient, no optimizer state
+OPT_STATE = "opt_state"  # of the optimizer, from step to step: master weights, moments, counts
+OTHER = "other"  # no other role
 
 # Leaves of the optimizer state, and of a step's arguments.
 MASTER = "master weights"  # float32 copies of 16-bit weights
 MOMENTS = "moments"  # the rest of the optimizer state
-REST = "batch and the rest"  # what is neither weights nor optimizer state
+REST = "batch and the rest"  # neither weights nor optimizer state
 
-# What lives while a step runs.
-GRADIENTS = "gradients"  # of weights; of collectives, their sums over devices
+# Temporaries of a step.
+GRADIENTS = "gradients"  # of weights; for collectives, their sums over devices
 GATHERED = "gathered weights"  # replicated copies of sharded weights
-COLLECTIVE_BUFFERS = "collective buffers"  # what other collectives read and write
+COLLECTIVE_BUFFERS = "collective buffers"  # inputs and outputs of other collectives
 ACTIVATIONS = "activations"  # outputs of the forward pass, recomputed ones too
 ACTIVATION_GRADIENTS = "activation gradients"
 LOSS = "loss"  # temporaries of the loss and the head
 UPDATE = "optimizer"  # temporaries of clipping and of the update
-PACKING = "packing"  # memory between temporaries that nothing uses
+PACKING = "packing"  # unused memory between temporaries
 TEMPORARY = (GRADIENTS, GATHERED, COLLECTIVE_BUFFERS, ACTIVATIONS, ACTIVATION_GRADIENTS, LOSS, UPDATE, OTHER)
 
 # Sums of roles, as rows of a plan.
 TEMPORARIES = "activations and temporaries"  # all temporaries but gradients, gathered weights and collective buffers
-HOST = "host memory"  # whatever lies in the host's memory
+HOST = "host memory"  # arrays in host memory
 
-# What collectives send.
+# Bytes that collectives send.
 WEIGHTS_FORWARD = "weights forward"  # weights gathered for the forward pass
 WEIGHTS_BACKWARD = "weights backward"  # weights gathered for the backward pass
 UPDATED_WEIGHTS = "updated weights"  # weights gathered after the update
@@ -39,5 +39,5 @@ SCALARS = "scalars"  # losses, norms and statistics
 SENT_OF_WEIGHTS = (WEIGHTS_FORWARD, WEIGHTS_BACKWARD, GRADIENTS, UPDATED_WEIGHTS)
 SENT = (*SENT_OF_WEIGHTS, ACTIVATIONS, SCALARS, OTHER)
 
-# Roles that are names of fields, in words.
+# Words for roles that are names of fields.
 WORDS: Mapping[str, str] = {FROZEN: "frozen params", OPT_STATE: "optimizer state"}

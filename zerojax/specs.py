@@ -1,4 +1,4 @@
-"""Arithmetic on PartitionSpecs. This module says which mesh axes one names, takes axes out, and trims its end."""
+"""Arithmetic on PartitionSpecs. This module lists the mesh axes of a spec, removes axes, and trims its end."""
 
 from collections.abc import Collection
 from typing import Any
@@ -12,12 +12,12 @@ def axes(spec: P) -> set[str]:
 
 
 def without(spec: P, axis: str) -> P:
-    """Returns the spec with one mesh axis dropped, and no None at its end."""
+    """Returns the spec without one mesh axis, and without trailing None."""
     return only(spec, axes(spec) - {axis})
 
 
 def only(spec: P, kept: Collection[str]) -> P:
-    """Returns the spec with all mesh axes dropped but those kept, and no None at its end."""
+    """Returns the spec with only the mesh axes in `kept`, and without trailing None."""
 
     def keep(entry: Any) -> Any:
         found = tuple(name for name in names(entry) if name in kept)
@@ -27,7 +27,7 @@ def only(spec: P, kept: Collection[str]) -> P:
 
 
 def trimmed(entries: list) -> P:
-    """Returns the entries as a spec with no None at its end."""
+    """Returns the entries as a spec without trailing None."""
     length = max((i + 1 for i, entry in enumerate(entries) if entry), default=0)
     return P(*entries[:length])
 

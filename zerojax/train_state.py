@@ -1,4 +1,4 @@
-"""The trainer's state. This module adds a random key and a loss scale to flax's TrainState; any other serves the library as well."""
+"""The trainer's state. This module adds a random key and a loss scale to flax's TrainState. The library takes any other TrainState too."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ class TrainState(train_state.TrainState):
     """step, params, opt_state, a random key and a loss scale; `apply_fn` and `tx` are static.
 
     Attributes:
-      rng: the key from which each step folds its own, so that a resumed run draws what an uninterrupted one would.
-      loss_scale: a `loss_scale.LossScaleState`, or () where the loss is not scaled.
+      rng: the key from which each step folds its own, so that a resumed run draws the same numbers as an uninterrupted one.
+      loss_scale: a `loss_scale.LossScaleState`, or () if the loss is not scaled.
     """
 
     rng: jax.Array
@@ -19,7 +19,7 @@ class TrainState(train_state.TrainState):
 
 
 def create(params: Any, tx: Any, rng: jax.Array, apply_fn: Any = None, loss_scale: Any = ()) -> TrainState:
-    """Returns the state before the first step; the key is stored as its raw words, which every checkpoint format takes."""
+    """Returns the state before the first step; the key is stored as raw words, which every checkpoint format supports."""
     if jax.dtypes.issubdtype(rng.dtype, jax.dtypes.prng_key):
         rng = jax.random.key_data(rng)
     return TrainState.create(apply_fn=apply_fn, params=params, tx=tx, rng=rng, loss_scale=loss_scale)

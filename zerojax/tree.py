@@ -21,7 +21,7 @@ def flatten(tree: Any, is_leaf: IsLeaf = None) -> list[tuple[str, Any]]:
 
 
 def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
-    """Maps `function(path, leaf, *others)` over trees of one shape."""
+    """Maps `function(path, leaf, *others)` over trees of one structure."""
 
     def named(path: tuple, *leaves: Any) -> Any:
         return function(path_string(path), *leaves)
@@ -49,7 +49,7 @@ def size(leaf: Any) -> int:
 
 
 def nbytes(leaf: Any, shape: Iterable[int] | None = None) -> int:
-    """Returns the bytes of a leaf, or of a part of it with the given shape."""
+    """Returns the bytes of a leaf, or of a shard with the given shape."""
     dtype = dtype_of(leaf)
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         dtype = jax.numpy.uint32
@@ -60,9 +60,9 @@ def nbytes(leaf: Any, shape: Iterable[int] | None = None) -> int:
 
 
 def suffix_index(paths: Iterable[str]) -> dict[str, str]:
-    """Returns every trailing part of every path, mapped to the path; of paths with one suffix the one of fewest parts is kept.
+    """Returns {suffix: path} for every suffix of every path; if several paths share a suffix, it maps to the one of fewest parts.
 
-    So `kernel` is `params/kernel`, and never `params/layer_0/kernel`.
+    So `kernel` maps to `params/kernel`, and never to `params/layer_0/kernel`.
     """
     index: dict[str, str] = {}
     for path in sorted(paths, key=lambda path: path.count("/")):
@@ -73,7 +73,7 @@ def suffix_index(paths: Iterable[str]) -> dict[str, str]:
 
 
 def longest_suffix(index: dict[str, str], path: str) -> str | None:
-    """Returns the indexed path that shares most trailing parts with `path`, or None where not even the last is shared.
+    """Returns the indexed path that shares the longest suffix with `path`, or None if they do not even share the last part.
 
     `opt_state/0/mu/layer_0/kernel` finds `params/layer_0/kernel`.
     """

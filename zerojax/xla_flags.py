@@ -1,8 +1,8 @@
-"""Says which of XLA's options the user has set. This module reads XLA_FLAGS, and nothing else does.
+"""Returns the XLA options that the user has set. This module is the only reader of XLA_FLAGS.
 
-XLA_FLAGS is XLA's own command line: XLA reads it when it starts, and it holds for every program of the process, whoever wrote it. An option
-that a library gives with one program wins over it, without a word. So a library that gives options has to know which the user has
-set, in any program and not in those of a command line of ours alone; XLA does not say it. Nothing here sets the variable.
+XLA reads XLA_FLAGS when it starts, and applies it to every program of the process. Options that a library passes with one program override
+it silently. So a library that passes options must know which ones the user has set, and XLA does not report them. Nothing here sets the
+variable.
 """
 
 import os

@@ -37,7 +37,7 @@ def test_vectors_and_small_weights_keep_float32(shape, takes):
         (P(), (8, 700), (), P()),
     ],
 )
-def test_scales_lie_with_their_codes_where_shards_end_at_blocks_and_are_whole_elsewhere(spec, shape, axes, scales):
+def test_scales_are_sharded_as_their_codes_if_shards_end_at_blocks_and_else_replicated(spec, shape, axes, scales):
     mesh = mesh_lib.make_mesh(replica=1 if "replica" not in str(spec) else 2)
     assert eight_bit.shared_axes(spec, shape, mesh) == axes
     assert eight_bit.scales_spec(spec, shape, mesh) == scales
@@ -52,7 +52,7 @@ def test_a_partition_splits_codes_as_their_weight_and_scales_in_shapes_that_divi
     mesh = mesh_lib.make_mesh()
     part = stages.partition_state(state, mesh=mesh, stage=stage, min_size=0, indivisible=indivisible)
     stored = part.abstract_state["opt_state"]["mu"]["w"]
-    assert part.leaves["opt_state/mu/w/codes"].split == part.leaves["params/w"].split
+    assert part.leaves["opt_state/mu/w/codes"].sharded == part.leaves["params/w"].sharded
     assert stored.scales.shape == eight_bit.scales_shape(stored.codes.shape)
     for leaf in jax.tree.leaves(stored):
         leaf.sharding.shard_shape(leaf.shape)  # raises where a dim does not divide

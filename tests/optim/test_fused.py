@@ -249,13 +249,13 @@ def test_a_kernel_is_refused_where_it_cannot_run():
     assert fused.choose("interpret", "plain", mesh_lib.make_mesh()) == "interpret"
 
 
-def test_8_bit_moments_take_the_bytes_that_arithmetic_says():
+def test_8_bit_moments_take_the_computed_bytes():
     state = fused.fused_adamw(RATE, moments="int8").init({"w": jnp.zeros((64, 512)), "b": jnp.zeros(512)})
     assert isinstance(state.mu["w"], eight_bit.Quantized) and state.mu["b"].dtype == jnp.float32
     assert sum(leaf.nbytes for leaf in jax.tree.leaves((state.mu["w"], state.nu["w"]))) == 2 * 64 * 512 * (1 + 4 / 256)
 
 
-def test_what_cannot_be_is_refused():
+def test_impossible_settings_are_refused():
     params = {"w": jnp.zeros((4, 4))}
     with pytest.raises(UserError, match=r"^moments: must be one of fp32, bf16, int8, and is 'fp8'"):
         fused.fused_adamw(RATE, moments="fp8")

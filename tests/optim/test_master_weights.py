@@ -55,7 +55,7 @@ def test_the_master_is_the_float32_run_and_params_are_the_master_rounded(name):
         assert params[key].dtype == jnp.bfloat16
         rounded = state.master[key].astype(jnp.bfloat16)
         differs = np.asarray(params[key] != rounded)
-        # A tie: the master lies within one float32 rounding of the middle between two 16-bit neighbours.
+        # A tie: the master is within one float32 rounding of the middle between two 16-bit neighbours.
         gap = np.abs(np.asarray(params[key], np.float64) - np.asarray(state.master[key], np.float64))
         other = np.abs(np.asarray(rounded, np.float64) - np.asarray(state.master[key], np.float64))
         np.testing.assert_allclose(gap[differs], other[differs], rtol=1e-4)
@@ -78,9 +78,9 @@ def test_one_update_bridges_any_16_bit_weight_to_any_master(start, end):
     weight = np.asarray(start, jnp.bfloat16)
     bridge = np.float32(end) - weight.astype(np.float32)
     landed = (weight.astype(np.float32) + bridge).astype(jnp.bfloat16)
-    wanted = np.float32(end).astype(jnp.bfloat16)
+    rounded = np.float32(end).astype(jnp.bfloat16)
     eps32 = np.finfo(np.float32).eps * max(abs(end), abs(float(weight)))
-    assert landed == wanted or abs(float(landed) - end) <= abs(float(wanted) - end) + 2 * eps32
+    assert landed == rounded or abs(float(landed) - end) <= abs(float(rounded) - end) + 2 * eps32
 
 
 def test_the_master_never_aliases_params():

@@ -1,4 +1,4 @@
-"""Compares updates of shards with updates of whole arrays. This module tests zerojax.optim.sharded."""
+"""Compares updates of shards with updates of global arrays. This module tests zerojax.optim.sharded."""
 
 import functools
 
@@ -16,8 +16,8 @@ from zerojax.optim import sharded
 SCALARS = rules.Scalars(0.5, 1.0, 0.01, 0.1, 0.9, 0.1, 0.95, 0.05, 1e-8, 3.0, 5.0)
 SPECS = {
     P("data"): (8, 300),
-    P(None, "data"): (3, 1024),  # whole blocks: shards of 256
-    P("replica", "data"): (6, 80),  # blocks lie on 4 devices, and are ragged
+    P(None, "data"): (3, 1024),  # full blocks: shards of 256
+    P("replica", "data"): (6, 80),  # blocks are on 4 devices, and are ragged
     P(
         ("replica", "data"),
     ): (16, 257),
@@ -48,7 +48,7 @@ def placed_on(mesh):
 
 
 @pytest.mark.parametrize(("moments", "implementation"), [("bfloat16", "interpret"), ("int8", "jnp")])
-def test_shards_are_updated_as_the_whole_is_with_the_same_random_bits(moments, implementation):
+def test_shards_are_updated_as_the_global_array_with_the_same_random_bits(moments, implementation):
     rule = rules.Rule("adam", stochastic=True, copy_dtype=jnp.dtype("float16"))
     leaves = [leaf_of(shape, moments, n) for n, shape in enumerate(SPECS.values())]
     seeds = jnp.arange(len(leaves), dtype=jnp.uint32) + 5
@@ -57,15 +57,15 @@ def test_shards_are_updated_as_the_whole_is_with_the_same_random_bits(moments, i
         sharded.update_leaves, rule, shardings=placed_on(mesh_lib.make_mesh(replica=2)), implementation=implementation
     )
     found = jax.jit(lambda leaves, seeds: on_shards(leaves, decays, SCALARS, seeds))(leaves, seeds)
-    whole = functools.partial(update.update_leaves, rule, places=[update.Shard(decay) for decay in decays])
-    expected = jax.jit(lambda ls, seeds: whole(ls, scalars=SCALARS, seeds=[seeds[n, None] for n in range(len(ls))]))(
-        leaves, seeds
-    )
+    update_global = functools.partial(update.update_leaves, rule, shards=[update.Shard(decay) for decay in decays])
+    expected = jax.jit(
+        lambda ls, seeds: update_global(ls, scalars=SCALARS, seeds=[seeds[n, None] for n in range(len(ls))])
+    )(leaves, seeds)
     for spec, one, other in zip(SPECS, found, expected):
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)):
             assert a.shape == b.shape and a.dtype == b.dtype
             differs = np.asarray(a, np.float64) != np.asarray(b, np.float64)
-            # XLA fuses products and sums in shards of another shape otherwise, and a last place of float32 may tip a random rounding.
+            # XLA fuses products and sums differently in shards of another shape, and a last place of float32 may tip a random rounding.
             assert np.mean(differs) < (0.3 if a.dtype == jnp.float32 else 0.002), (spec, a.dtype)
             is_code = a.dtype in (jnp.int8, jnp.uint8)
             apart = (
@@ -74,7 +74,7 @@ def test_shards_are_updated_as_the_whole_is_with_the_same_random_bits(moments, i
             np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), **apart)
 
 
-def test_whole_shards_move_nothing_but_the_magnitudes_of_shared_blocks():
+def test_updates_of_shards_send_nothing_but_the_magnitudes_of_shared_blocks():
     mesh = mesh_lib.make_mesh(replica=2)
     for spec, shape in SPECS.items():
         leaf = leaf_of(shape, "int8", 0)
@@ -86,7 +86,7 @@ def test_whole_shards_move_nothing_but_the_magnitudes_of_shared_blocks():
             )
 
         scales = NamedSharding(mesh, sharded.eight_bit.scales_spec(spec, shape, mesh))
-        placed = rules.Operands(sharding, sharding, (sharding, scales), (sharding, scales))
-        text = jax.jit(step, in_shardings=(placed,)).lower(leaf).compile().as_text()
+        shardings = rules.Operands(sharding, sharding, (sharding, scales), (sharding, scales))
+        text = jax.jit(step, in_shardings=(shardings,)).lower(leaf).compile().as_text()
         assert ("all-gather" in text) == bool(sharded.eight_bit.shared_axes(spec, shape, mesh)), spec
         assert "all-to-all" not in text and "collective-permute" not in text

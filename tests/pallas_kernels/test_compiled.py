@@ -1,4 +1,4 @@
-"""Compiles the kernels for a GPU that is not there, and reads what they take of its memory."""
+"""Compiles the kernels for a GPU that is not there, and reads the memory that they take."""
 
 import functools
 
@@ -21,11 +21,13 @@ def compiled(tx):
     """Returns the compiled update of one large weight, on eight devices, and three small ones, on each."""
     mesh = zerojax.make_mesh(devices=compile_only.devices())
 
-    def placed(shape, spec, dtype):
+    def abstract(shape, spec, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     def weights(dtype):
-        return {"large": placed(LARGE, P("data"), dtype)} | {str(n): placed(SMALL, P(), dtype) for n in range(COUNT)}
+        return {"large": abstract(LARGE, P("data"), dtype)} | {
+            str(n): abstract(SMALL, P(), dtype) for n in range(COUNT)
+        }
 
     params, grads = weights(jnp.float32), weights(jnp.bfloat16)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)

@@ -18,7 +18,7 @@ def test_all_bits_together_give_the_value_itself_in_the_mean(is_negative, expone
     np.testing.assert_allclose(found.mean(), x, rtol=1e-6)
 
 
-def test_what_is_exact_or_not_finite_stays():
+def test_exact_and_not_finite_values_are_unchanged():
     x = jnp.asarray([0.0, -0.0, 1.5, -3.0, np.inf, -np.inf, np.nan], jnp.float32)
     for bits in (0, 1, 2**16 - 1):
         found = rounding.stochastic_round(x, jnp.full(x.shape, bits, jnp.uint32))

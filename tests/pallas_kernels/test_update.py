@@ -54,8 +54,8 @@ def make_leaf(shape, grad_dtype="float32", dtype="float32", moments="float32", s
 
 def run(implementation, rule, leaves, numbers=None, places=None, launch=None):
     places = places or [update.Shard(True)] * len(leaves)
-    seeds = [jnp.asarray([n + 7] + [0] * len(place.splits), jnp.uint32) for n, place in enumerate(places)]
-    how = functools.partial(update.update_leaves, rule, places=places, implementation=implementation, launch=launch)
+    seeds = [jnp.asarray([n + 7] + [0] * len(place.sharded_dims), jnp.uint32) for n, place in enumerate(places)]
+    how = functools.partial(update.update_leaves, rule, shards=places, implementation=implementation, launch=launch)
     return jax.jit(lambda leaves, numbers: how(leaves=leaves, scalars=numbers, seeds=seeds))(
         leaves, numbers or scalars()
     )
@@ -214,7 +214,7 @@ def test_groups_hold_every_array_once_and_tiles_every_element(sizes):
         assert not large or len(group) == 1 or all(size % SMALL_TILES.elements == 0 for size in large)
     for size in sizes:
         cut = tiles.flat(size, 1024)
-        assert cut.width * (cut.programs - 1) < size <= cut.width * cut.programs and cut.whole * cut.width <= size
+        assert cut.width * (cut.programs - 1) < size <= cut.width * cut.programs and cut.full * cut.width <= size
 
 
 def all_tiles(shape):
@@ -226,14 +226,14 @@ def all_tiles(shape):
 @hypothesis.given(st.lists(st.integers(1, 1500), min_size=1, max_size=2).map(tuple))
 @hypothesis.example((1, 5000))
 @hypothesis.example((300,))
-def test_tiles_cover_every_element_once_and_whole_ones_have_no_other(shape):
+def test_tiles_cover_every_element_once_and_full_ones_have_no_other(shape):
     for cut in all_tiles(shape):
         numbers = []
         spots = [cut.at(jnp.int32(own)) for own in range(cut.programs)] if cut.programs < 200 else []
         for own, spot in enumerate(spots):
             there, scales = (np.asarray(mask) for mask in cut.masks(spot))
             numbers.extend(np.broadcast_to(spot.elements, there.shape)[there].tolist())
-            if own < cut.whole:
+            if own < cut.full:
                 assert there.all() and scales.all()
         assert not spots or sorted(numbers) == list(range(int(np.prod(shape))))
 
@@ -255,7 +255,7 @@ def test_every_program_of_a_group_finds_a_tile_of_its_own(sizes):
 
 @pytest.mark.parametrize("moments", ["float32", "int8"])
 def test_leaves_of_a_group_have_no_arithmetic_of_their_own(moments):
-    """Instructions that run for the first time are what a launch of small leaves waits for."""
+    """Launches of small leaves are bound by instruction-cache misses."""
     leaves = [make_leaf((4, 256), "float32", moments=moments) for _ in range(4)]
     rule = rules.Rule("adam", copy_dtype="bfloat16")
     step = functools.partial(run, "pallas", rule, launch=SMALL_TILES)

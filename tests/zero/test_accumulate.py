@@ -1,4 +1,4 @@
-"""Checks that several passes give what one gives. This module tests zerojax.zero.accumulate."""
+"""Checks that several passes return the result of one. This module tests zerojax.zero.accumulate."""
 
 import chex
 import flax.struct
@@ -11,7 +11,7 @@ import numpy as np
 from zerojax.zero import accumulate
 
 ROUNDING = 2e-6  # the same float32 terms, summed in another order
-# Each example compiles a program: a failure is told as it was found, and not shrunk for minutes.
+# Each example compiles a program: a failure is reported as found, without minutes of shrinking.
 COMPILES = hypothesis.settings(
     deadline=None, derandomize=True, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
 )

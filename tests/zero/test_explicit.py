@@ -77,7 +77,7 @@ def loss_of(net: nn.Module, params: Any, batch: Any, state: Any) -> tuple[jax.Ar
     ],
 )
 @pytest.mark.parametrize("nested", [False, True])
-def test_gradients_are_those_of_the_whole_batch_laid_out_as_the_moments(stage, mesh, passes, options, nested):
+def test_gradients_are_those_of_the_global_batch_sharded_as_the_moments(stage, mesh, passes, options, nested):
     net = Net(nested)
     params, state, part = sharded(stage, mesh)
     loss_fn = functools.partial(loss_of, net)
@@ -98,7 +98,7 @@ def test_gradients_are_those_of_the_whole_batch_laid_out_as_the_moments(stage, m
         assert grad.sharding.is_equivalent_to(part.placements[f"params/{path}"].opt_state, grad.ndim)
 
 
-def test_a_mean_is_that_of_the_whole_batch():
+def test_a_mean_is_that_of_the_global_batch():
     params, state, part = sharded(3)
     mean = explicit.mean(
         lambda p, b: Net().apply({"params": p}, b), part, compute_dtype=None, blocks=BLOCKS, heads="head"

@@ -1,4 +1,4 @@
-"""Checks gradients in float32 against those of products of float32 operands. This module tests zerojax.zero.float32_grads."""
+"""Checks gradients in float32 against those of matmuls of float32 operands. This module tests zerojax.zero.float32_grads."""
 
 import functools
 from typing import Any
@@ -26,7 +26,7 @@ def weights() -> dict[str, jax.Array]:
 
 
 def block(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """`down` is reshaped and its product scaled, `up` is used twice, once transposed, and of `cut` a part is read."""
+    """`down` is reshaped and its matmul scaled, `up` is used twice, once transposed, and a slice of `cut` is read."""
     hidden = jnp.tanh(x @ params["up"])
     y = x + jnp.einsum("rh,hi->ri", hidden, params["down"].reshape(HIDDEN, IN)) * params["scale"]
     return y + hidden @ params["up"].T + x @ params["cut"][:, :IN]
@@ -61,19 +61,19 @@ def test_rounded_they_are_the_gradients_of_jax(wrap):
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_products_and_sums_alone_come_in_float32(wrap):
+def test_only_matmuls_and_sums_are_float32(wrap):
     _, (wide, wide_x) = pulled(wrap)
     assert {name: str(grad.dtype) for name, grad in wide.items()} == {
         "up": "float32",
         "down": "float32",
         "scale": "float32",
-        "cut": "bfloat16",  # padded after its product
+        "cut": "bfloat16",  # padded after its matmul
     }
     assert wide_x.dtype == jnp.bfloat16
 
 
 def test_they_are_as_close_as_float32_allows():
-    """A product of one layer: nothing before it is rounded, so its float32 result is that of float32 operands."""
+    """A matmul of one layer: nothing before it is rounded, so its float32 result is that of float32 operands."""
 
     def layer(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return x @ w["up"]

@@ -31,8 +31,8 @@ STAGES = {
 }
 
 
-def by_hand(weight: jax.Array, place: Placement, reduction: gather.Reduction, dtype: Any) -> tuple:
-    """Returns (what the forward pass saw, the summed gradient); device i's own gradient is (i + 1) * the weight's positions."""
+def explicit(weight: jax.Array, place: Placement, reduction: gather.Reduction, dtype: Any) -> tuple:
+    """Returns (the used weight, the summed gradient); device i's own gradient is (i + 1) * the weight's positions."""
     mesh = place.stored.mesh
     seen_shape = tuple(n - p for n, p in zip(weight.shape, place.padding or (0, 0)))
     own = jnp.arange(np.prod(seen_shape), dtype=jnp.float32).reshape(seen_shape) % 7
@@ -65,11 +65,11 @@ def by_hand(weight: jax.Array, place: Placement, reduction: gather.Reduction, dt
 def test_a_shard_is_gathered_and_its_gradient_summed(stage, mesh, at_once, dtype, padding):
     place = placement(mesh_lib.make_mesh(*MESHES[mesh]), *STAGES[stage], padding=padding)
     weight = jnp.arange(16.0 * 24).reshape(16, 24)
-    used, grad, own = by_hand(weight, place, gather.Reduction(jnp.float32, at_once), dtype)
+    used, grad, own = explicit(weight, place, gather.Reduction(jnp.float32, at_once), dtype)
     rows, columns = own.shape
     np.testing.assert_array_equal(used, weight[:rows, :columns].astype(dtype or jnp.float32))
     expected = np.zeros((16, 24))
-    expected[:rows, :columns] = 36 * np.asarray(own)  # 1 + 2 + ... + 8; whole numbers, exact in any order
+    expected[:rows, :columns] = 36 * np.asarray(own)  # 1 + 2 + ... + 8; integers, exact in any order
     np.testing.assert_array_equal(grad, expected)
     assert grad.dtype == jnp.float32
 
@@ -78,7 +78,7 @@ def test_the_sum_is_made_in_the_dtype_asked_for():
     place = placement(mesh_lib.make_mesh(), *STAGES["3"])
 
     def sums(dtype):
-        jaxpr = jax.make_jaxpr(lambda w: by_hand(w, place, gather.Reduction(dtype), jnp.bfloat16)[:2])(
+        jaxpr = jax.make_jaxpr(lambda w: explicit(w, place, gather.Reduction(dtype), jnp.bfloat16)[:2])(
             jnp.ones((16, 24))
         )
         return [line for line in str(jaxpr).splitlines() if "reduce_scatter[" in line]
@@ -88,7 +88,7 @@ def test_the_sum_is_made_in_the_dtype_asked_for():
 
 
 @pytest.mark.parametrize(("stage", "waits"), [("0", True), ("1", True), ("2", False), ("3", False)])
-def test_what_stays_whole_waits_for_the_last_pass(stage, waits):
+def test_replicated_gradients_wait_for_the_last_pass(stage, waits):
     place = placement(mesh_lib.make_mesh(), *STAGES[stage])
     assert gather.Reduction(jnp.float32, at_once=False).waits(place) == waits
     assert not gather.Reduction(jnp.float32).waits(place)

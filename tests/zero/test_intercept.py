@@ -56,12 +56,12 @@ X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
 def apply(
     rate=0.0, pattern=r"block_\d", heads="", stored=lambda leaf: leaf, used=lambda leaf: leaf, run=True, **options
 ):
-    """Returns the output, with weights stored as `stored` says and `used` their inverse, and what ran by hand: (paths, policy)."""
-    net, by_hand = Net(rate), []
+    """Returns the output, with weights stored as `stored` says and `used` their inverse, and the calls of `run`: (paths, policy)."""
+    net, plain = Net(rate), []
     params = net.init(jax.random.key(0), X)["params"]
 
     def run_block(body, params, arrays, policy):
-        by_hand.append((sorted(params), policy))
+        plain.append((sorted(params), policy))
         return body({path: used(leaf) for path, leaf in params.items()}, *arrays)
 
     found = intercept.Interceptor(
@@ -74,36 +74,36 @@ def apply(
         output = net.apply({"params": given}, X, rngs={"dropout": jax.random.key(1)} if rate else None)
     expected = net.apply({"params": params}, X, rngs={"dropout": jax.random.key(1)} if rate else None)
     np.testing.assert_allclose(output, expected, rtol=1e-6)
-    return found, by_hand
+    return found, plain
 
 
 @pytest.mark.parametrize("run", [True, False])
 def test_blocks_find_their_weights_in_another_shape(run):
-    """Where a weight is stored as a shard, its shape is not what the module's own `setup` asks for."""
-    found, by_hand = apply(stored=lambda leaf: leaf[None], used=lambda leaf: leaf[0], run=run)
+    """The shape of a sharded weight is not the one that the module's own `setup` expects."""
+    found, plain = apply(stored=lambda leaf: leaf[None], used=lambda leaf: leaf[0], run=run)
     assert found.entered == {"block_0", "block_1"}
-    assert len(by_hand) == (3 if run else 0)  # block_0 is called twice
+    assert len(plain) == (3 if run else 0)  # block_0 is called twice
     if run:
         paths = [f"block_0/{leaf}" for leaf in ("inner/dense/bias", "inner/dense/kernel", "scale")]
-        assert by_hand[0][0] == paths
+        assert plain[0][0] == paths
 
 
-def test_what_draws_random_numbers_is_not_run_by_hand():
-    found, by_hand = apply(rate=0.5)
-    assert found.entered == {"block_0", "block_1"} and not by_hand
+def test_a_block_that_draws_random_numbers_is_not_plain():
+    found, plain = apply(rate=0.5)
+    assert found.entered == {"block_0", "block_1"} and not plain
 
 
-def test_what_shares_a_module_is_not_run_by_hand():
-    found, by_hand = apply(pattern="shares_0")
-    assert found.entered == {"shares_0"} and not by_hand
+def test_a_block_that_shares_a_module_is_not_plain():
+    found, plain = apply(pattern="shares_0")
+    assert found.entered == {"shares_0"} and not plain
 
 
 def test_heads_are_blocks_without_rematerialisation():
-    _, by_hand = apply(pattern="block_0", heads="block_1")
-    assert [policy is None for _, policy in by_hand] == [False, True, False]
+    _, plain = apply(pattern="block_0", heads="block_1")
+    assert [policy is None for _, policy in plain] == [False, True, False]
 
 
-def test_only_whole_paths_match_and_the_outermost_wins():
+def test_only_full_paths_match_and_the_outermost_wins():
     found, _ = apply(pattern=r"block_\d(/inner)?")
     assert found.entered == {"block_0", "block_1"}
     found, _ = apply(pattern="inner", run=False)
@@ -111,7 +111,7 @@ def test_only_whole_paths_match_and_the_outermost_wins():
     assert found.owns("params/inner/dense/kernel") and not found.owns("params/block_0/inner/dense/kernel")
 
 
-def test_products_of_named_modules_are_marked():
+def test_matmuls_of_named_modules_are_marked():
     found, _ = apply(recompute=r"block_1/inner/dense", offload=r"block_0/inner(/dense)?")
     assert found.recomputed == {"block_1/inner/dense"}
     assert found.offloaded == {"block_0/inner", "block_0/inner/dense"}

@@ -15,7 +15,7 @@ import pytest
 from zerojax.errors import UserError
 from zerojax.zero import loss_scale
 
-# DeepSpeed 0.19.8's dynamic loss scaler run on seeded overflow sequences; the file says the same of itself.
+# DeepSpeed 0.19.8's dynamic loss scaler run on seeded overflow sequences; the file says so too.
 TRACES = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "loss_scale_traces.json").read_text())["traces"]
 
 
@@ -110,16 +110,16 @@ def test_any_sequence_gives_what_the_rule_gives(scaler, overflows):
 
 @hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
 @hypothesis.given(SCALERS, st.lists(st.booleans(), min_size=40, max_size=40), st.integers(0, 40))
-def test_a_state_says_all_there_is_to_say(scaler, overflows, cut):
+def test_a_state_is_all_that_a_run_needs_to_continue(scaler, overflows, cut):
     """A sequence may be cut anywhere, as a checkpoint cuts it."""
-    whole = run(scaler, np.array(overflows))
+    uninterrupted = run(scaler, np.array(overflows))
     state = scaler.init()
     for overflow in overflows[:cut]:
         state = scaler.update(state, not overflow)
     state = jax.tree.map(jnp.asarray, jax.device_get(state))
     for overflow in overflows[cut:]:
         state = scaler.update(state, not overflow)
-    assert [leaf.item() for leaf in state] == [leaf[-1].item() for leaf in whole]
+    assert [leaf.item() for leaf in state] == [leaf[-1].item() for leaf in uninterrupted]
 
 
 def test_a_scale_that_never_overflows_stops_growing_where_its_reciprocal_would_lose_bits():
@@ -164,12 +164,12 @@ BAD = {
     "minimum": (lambda: loss_scale.DynamicLossScale(min_scale=-1.0), r"^loss_scale\.min_scale: must be a number from"),
     "window": (
         lambda: loss_scale.DynamicLossScale(window=0),
-        r"^loss_scale\.window: must be a whole number from 1 to 2\*\*31 - 1, and is 0$",
+        r"^loss_scale\.window: must be an integer from 1 to 2\*\*31 - 1, and is 0$",
     ),
-    "half a step": (lambda: loss_scale.DynamicLossScale(window=2.5), r"^loss_scale\.window: must be a whole number"),
+    "half a step": (lambda: loss_scale.DynamicLossScale(window=2.5), r"^loss_scale\.window: must be an integer"),
     "hysteresis": (
         lambda: loss_scale.DynamicLossScale(hysteresis=0),
-        r"^loss_scale\.hysteresis: must be a whole number from 1",
+        r"^loss_scale\.hysteresis: must be an integer from 1",
     ),
     "order": (
         lambda: loss_scale.DynamicLossScale(init_scale=2.0, min_scale=4.0),

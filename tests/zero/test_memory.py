@@ -60,11 +60,11 @@ def test_gradients_take_their_weights_bytes_or_float32_where_they_accumulate(sta
 
 
 @pytest.mark.parametrize("stage", stages.STAGES)
-def test_gradients_summed_by_hand_take_float32_and_one_pass_leaves_them_as_the_moments(stage):
+def test_gradients_of_explicit_collectives_take_float32_and_after_one_pass_are_sharded_as_the_moments(stage):
     part = make_partition(stage, dtype=jnp.bfloat16)
     several = memory.bytes_per_device(part, accumulates=True, by_hand=True)[roles.GRADIENTS]
     once = memory.bytes_per_device(part, by_hand=True)[roles.GRADIENTS]
-    assert several == GRADS[stage](8, 4) * COUNT  # stage 1 adds whole gradients up over the passes
+    assert several == GRADS[stage](8, 4) * COUNT  # stage 1 adds up replicated gradients over the passes
     assert once == GRADS[2 if stage else 0](8, 4) * COUNT
 
 
@@ -83,11 +83,11 @@ BYTES = {
 
 @pytest.mark.parametrize("name, moments", BYTES)
 def test_bytes_a_parameter_are_those_of_the_table_in_the_docs(name, moments):
-    whole, middle, split = BYTES[name, moments]
+    replicated, middle, sharded = BYTES[name, moments]
     policy = precision.PRECISIONS[name]
     for ways in (1, 8, 64):
         found = [sum(memory.bytes_per_parameter(policy, s, ways, moments=moments).values()) for s in (0, 1, 2, 3)]
-        assert found == pytest.approx([whole, middle(ways), middle(ways), split(ways)], rel=1e-12)
+        assert found == pytest.approx([replicated, middle(ways), middle(ways), sharded(ways)], rel=1e-12)
 
 
 def test_no_master_saves_four_bytes_and_16_bit_moments_four_more():
@@ -97,17 +97,17 @@ def test_no_master_saves_four_bytes_and_16_bit_moments_four_more():
     assert (total("bf16") - total("bf16_sr"), total("bf16") - total("bf16_sr", "bf16")) == (4, 8)
 
 
-def test_a_line_says_what_a_parameter_takes_here():
+def test_a_line_has_the_bytes_of_a_parameter():
     line = memory.per_parameter_line(make_partition(2, dtype=jnp.bfloat16), "bf16", "fp32")
     assert (
         line == "precision bf16, moments fp32: 3.501 bytes a parameter on each device (params 2, optimizer state 1.501)"
     )
 
 
-def test_the_table_says_what_is_saved_and_what_stays_whole():
+def test_the_table_has_the_bytes_saved_and_the_leaves_that_stay_replicated():
     part, baseline = make_partition(3, min_size=100), make_partition(0)
     text = display.as_text(memory.memory_table(part, baseline))
-    assert "stage 3, data=8" in text and "kept whole: 1 x fewer than 100 elements" in text
+    assert "stage 3, data=8" in text and "replicated: 1 x fewer than 100 elements" in text
     here, there = (sum(memory.bytes_per_device(p).values()) for p in (part, baseline))
     row = next(line for line in text.splitlines() if "total" in line)
     assert display.human(here) in row and display.human(there) in row and f"{1 - here / there:.0%}" in row
@@ -116,4 +116,4 @@ def test_the_table_says_what_is_saved_and_what_stays_whole():
 def test_a_table_of_stage_0_has_nothing_saved_and_no_caption():
     part = make_partition(0)
     text = display.as_text(memory.memory_table(part, part))
-    assert "kept whole" not in text and "0%" in next(line for line in text.splitlines() if "total" in line)
+    assert "replicated" not in text and "0%" in next(line for line in text.splitlines() if "total" in line)

@@ -44,19 +44,19 @@ def test_a_block_gathers_no_sooner_than_the_block_before_it_runs():
 
 
 def test_a_block_gathers_again_no_sooner_than_the_block_after_it_runs_backward():
-    """So that two blocks' weights are whole, and not all of them."""
+    """At any time two blocks' weights are gathered, and not all of them."""
     gathers = places("all-gather-start(", BACKWARD, "block_0/")
     assert max(places(BACKWARD, "block_2/wide", "dot_general")) < min(gathers)
     assert min(gathers) < min(places(BACKWARD, "block_0/narrow", "dot_general"))
 
 
 def test_a_blocks_gradients_are_summed_before_the_block_before_it_ends():
-    """So that at any time one block's gradients are whole, and not all of them."""
+    """At any time one block's gradients are unreduced, and not all of them."""
     sums = places("reduce-scatter-done(", "block_2/")
     assert max(sums) < min(places("reduce-scatter-start(", "block_0/"))
 
 
-def test_what_waits_on_the_host_comes_and_goes_beside_the_neighbours():
+def test_copies_to_and_from_the_host_overlap_the_neighbours():
     """A copy to the host has ended when the second block after its own does; one from it begins beside the block after its own."""
     depth = 6
     options = {"offload": r"block_\d/wide", "depth": depth}
@@ -89,7 +89,7 @@ def moved(kind: str, *words: str) -> list[int]:
 
 
 def test_a_blocks_weights_take_one_collective_at_a_time():
-    """Large ones too, which XLA would gather one by one, each waiting for a product to end."""
+    """Large ones too, which XLA would gather one by one, each waiting for a matmul to end."""
     weights = 9
     for layer in ("layer_0/", "layer_1/"):
         gathers, sums = moved("all-gather", layer), moved("reduce-scatter", layer)
@@ -108,8 +108,8 @@ def test_the_last_block_gathers_again_beside_the_head():
     assert head_there < again < head
 
 
-def test_weights_gradients_leave_their_products_in_float32():
-    """No cast of a whole gradient stands between a product and its sum."""
+def test_matmuls_return_weight_gradients_in_float32():
+    """There is no cast of an unsharded gradient between a matmul and its sum."""
     for line in layers():
         if "reduce-scatter-start(" in line and "layer_1/" in line:
             operands = re.findall(r"%[\w.-]+", line.split("reduce-scatter-start(")[1].split(")")[0])
@@ -117,12 +117,12 @@ def test_weights_gradients_leave_their_products_in_float32():
     for name in operands:
         while " bitcast(" in made[name] or " slice(" in made[name] or " get-tuple-element(" in made[name]:
             name = re.search(r"(?:bitcast|slice|get-tuple-element)\((%[\w.-]+)\)", made[name])[1]
-        if not re.search(r"= f32\[\d+\]", made[name]):  # vectors are no products
+        if not re.search(r"= f32\[\d+\]", made[name]):  # vectors are not matmuls
             assert "convert" not in name, made[name]
 
 
 def test_state_needs_no_turning_before_it_is_updated():
-    """XLA lays out a gradient as its product makes it; another order than the state's costs copies of all moments, twice."""
+    """XLA lays out a gradient as its matmul makes it; another order than the state's costs copies of all moments, twice."""
     turned = [
         line for line in layers() if "/update/" in line and re.search(r" (copy|transpose)\(|transpose_fusion", line)
     ]

@@ -108,12 +108,12 @@ def train(state, part, accum=1, **options):
 def assert_frozen_are_the_same_and_trained_close(found, expected, tolerance=ROUNDING):
     """Frozen weights bit for bit; trained weights have moved, and are close."""
     before = dict(tree.flatten(make_params()))
-    for (path, leaf), (_, wanted) in zip(tree.flatten(found), tree.flatten(expected), strict=True):
+    for (path, leaf), (_, target) in zip(tree.flatten(found), tree.flatten(expected), strict=True):
         if "base" in path:
             np.testing.assert_array_equal(np.asarray(leaf), np.asarray(before[path].astype(leaf.dtype)))
         else:
             assert np.abs(np.asarray(leaf, np.float32) - before[path]).max() > 1e-3
-            np.testing.assert_allclose(np.asarray(leaf, np.float32), wanted, atol=tolerance, rtol=tolerance)
+            np.testing.assert_allclose(np.asarray(leaf, np.float32), target, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
@@ -150,7 +150,7 @@ def test_no_gradient_of_a_frozen_weight_is_computed_or_summed(blocks, reduce_dty
 
 
 @pytest.mark.parametrize("stage", stages.STAGES)
-def test_frozen_weights_are_placed_as_all_are_and_have_no_moments(stage):
+def test_frozen_weights_are_sharded_like_others_and_have_no_moments(stage):
     state, part = shard(stage)
     _, every = shard(stage, trainable="")
     assert state.params["layer_0"]["base"]["kernel"].sharding == every.shardings.params["layer_0"]["base"]["kernel"]

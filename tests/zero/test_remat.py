@@ -1,4 +1,4 @@
-"""Checks what policies keep. This module tests zerojax.zero.remat."""
+"""Checks the residuals that policies keep. This module tests zerojax.zero.remat."""
 
 import collections
 from typing import Any, NamedTuple
@@ -25,18 +25,18 @@ def kept(policy, marked=False):
     return [leaf.shape for leaf in leaves if leaf.shape not in (X.shape, W.shape)]
 
 
-def test_dots_keeps_products_full_nothing_and_none_more():
+def test_dots_keeps_matmuls_full_nothing_and_none_more():
     assert kept(remat.REMAT["dots"]) == [(3, 5)]
     assert kept(remat.REMAT["full"]) == []
     assert len(kept(remat.REMAT["none"])) > 1
 
 
-def test_marked_products_are_not_kept():
+def test_marked_matmuls_are_not_kept():
     assert kept(remat.REMAT["dots"], marked=True) == []
 
 
 @pytest.mark.parametrize("name", ["dots", "full"])
-def test_what_is_named_for_the_host_is_kept_there_and_not_on_the_device(name):
+def test_arrays_named_for_the_host_are_kept_there_and_not_on_the_device(name):
     def f(x, w):
         y, said = remat.for_host((x @ w, "word"))
         assert said == "word"
@@ -56,7 +56,7 @@ def test_what_is_named_for_the_host_is_kept_there_and_not_on_the_device(name):
     assert remat.policy(name) is remat.REMAT[name]
 
 
-def test_what_is_named_for_the_host_stays_as_it_was_made():
+def test_naming_for_the_host_keeps_the_tree():
     class Pair(NamedTuple):
         first: Any
         second: Any
@@ -71,22 +71,22 @@ def test_what_is_named_for_the_host_stays_as_it_was_made():
 
 @pytest.mark.parametrize("precision", [None, "highest", "default"])
 def test_a_mark_leaves_the_precision_and_the_compiled_program_as_they_are(precision):
-    def product(x, w):
+    def matmul(x, w):
         return x @ w
 
     def marked(x, w):
-        return remat.not_kept(lambda: [product(x, w)])[0]
+        return remat.not_kept(lambda: [matmul(x, w)])[0]
 
     with jax.default_matmul_precision(precision):
         assert (precision or "default").upper() in str(jax.make_jaxpr(marked)(X, W))
         assert kept(remat.REMAT["dots"], marked=True) == []
-        texts = [jax.jit(f).lower(X, W).compile().as_text() for f in (marked, product)]
+        texts = [jax.jit(f).lower(X, W).compile().as_text() for f in (marked, matmul)]
     computed = [[line.split("metadata")[0] for line in text.splitlines() if " dot(" in line] for text in texts]
     assert computed[0] == computed[1] and computed[0]
 
 
 @pytest.mark.parametrize("precision", ["default", jax.lax.Precision.DEFAULT, ("default", "default")])
-def test_a_product_whose_model_says_default_is_kept(precision):
+def test_a_matmul_with_a_precision_of_default_is_kept(precision):
     def f(x, w):
         return jnp.sum(jnp.tanh(jnp.dot(x, w, precision=precision)) ** 2)
 

@@ -1,4 +1,4 @@
-"""Checks that a state lands where its partition says. This module tests zerojax.zero.shard_state."""
+"""Checks that a state is sharded as its partition describes. This module tests zerojax.zero.shard_state."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from zerojax.errors import UserError
 from zerojax.optim import master_weights
 from zerojax.zero import shard_state, stages
 
-# A last place: a compiled init may round a product otherwise than an eager one.
+# A last place: a compiled init may round a matmul differently than an eager one.
 LAST_PLACE = 1e-6
 
 
@@ -38,7 +38,7 @@ def make_mesh(data: int):
 
 
 def bytes_held(state, device) -> int:
-    """Counts what one device holds of params, master weights and moments: all but the counts."""
+    """Counts the bytes on one device of params, master weights and moments: all but the counts."""
     leaves = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.ndim]
     return sum(s.data.nbytes for leaf in leaves for s in leaf.addressable_shards if s.device == device)
 
@@ -71,7 +71,7 @@ def test_each_device_holds_the_papers_bytes_a_parameter(stage, is_16_bit, ways):
 
 
 @pytest.mark.parametrize("stage", stages.STAGES)
-def test_leaves_kept_whole_explain_every_byte_above_the_table(stage):
+def test_replicated_leaves_explain_every_byte_above_the_table(stage):
     ways, min_size = 8, 100
     state, part = shard_state.shard_train_state(
         init(jax.random.key(0)), mesh=make_mesh(ways), stage=stage, min_size=min_size
@@ -86,7 +86,7 @@ def test_leaves_kept_whole_explain_every_byte_above_the_table(stage):
 
 
 @pytest.mark.parametrize("stage", stages.STAGES)
-def test_replicas_hold_whole_copies_of_the_split_state(stage):
+def test_replicas_hold_copies_of_the_sharded_state(stage):
     mesh = mesh_lib.make_mesh(replica=2, data=4)
     state, _ = shard_state.shard_train_state(init(jax.random.key(0)), mesh=mesh, stage=stage, min_size=0)
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
@@ -94,7 +94,7 @@ def test_replicas_hold_whole_copies_of_the_split_state(stage):
 
 
 @pytest.mark.parametrize(("stage", "indivisible"), [(0, "pad"), (1, "pad"), (2, "whole"), (3, "pad")])
-def test_an_init_function_and_its_state_are_placed_alike(stage, indivisible):
+def test_an_init_function_and_its_state_are_sharded_alike(stage, indivisible):
     mesh, options = make_mesh(3), {"stage": stage, "min_size": 0, "indivisible": indivisible}
     concrete = init(jax.random.key(1))
     born, part = shard_state.shard_train_state(init, jax.random.key(1), mesh=mesh, **options)
@@ -109,15 +109,15 @@ def test_an_init_function_and_its_state_are_placed_alike(stage, indivisible):
 def test_padding_adds_zeros_at_the_end_of_one_dim():
     params = {"odd": jnp.ones((67, 5))}
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
-    placed, part = shard_state.shard_train_state(state, mesh=make_mesh(8), stage=3, min_size=0, indivisible="pad")
-    assert placed.params["odd"].shape == placed.opt_state[0].mu["odd"].shape == (72, 5)
-    assert {s.data.shape for s in placed.params["odd"].addressable_shards} == {(9, 5)}
-    assert placed.params["odd"][:67].min() == 1 and abs(placed.params["odd"][67:]).max() == 0
+    sharded, part = shard_state.shard_train_state(state, mesh=make_mesh(8), stage=3, min_size=0, indivisible="pad")
+    assert sharded.params["odd"].shape == sharded.opt_state[0].mu["odd"].shape == (72, 5)
+    assert {s.data.shape for s in sharded.params["odd"].addressable_shards} == {(9, 5)}
+    assert sharded.params["odd"][:67].min() == 1 and abs(sharded.params["odd"][67:]).max() == 0
     assert part.leaves["params/odd"].shape == (67, 5)
 
 
-def test_nothing_whole_exists_while_an_init_function_runs():
-    """What the compiled init holds beside its outputs is below one whole leaf, and so are a device's outputs."""
+def test_nothing_unsharded_exists_while_an_init_function_runs():
+    """The temporaries of the compiled init are smaller than one unsharded leaf, and so are a device's outputs."""
     mesh, shape = make_mesh(8), (4096, 256)
 
     def big(key):
@@ -126,20 +126,20 @@ def test_nothing_whole_exists_while_an_init_function_runs():
 
     born = jax.jit(lambda key: shard_state.shard_train_state(big, key, mesh=mesh, stage=3)[0])
     memory = born.lower(jax.random.key(0)).compile().memory_analysis()
-    whole = 4 * shape[0] * shape[1]
-    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < whole
+    unsharded = 4 * shape[0] * shape[1]
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < unsharded
 
 
 def test_the_state_given_stays_usable_after_its_copy_is_donated():
     state = init(jax.random.key(0))
     mesh = mesh_lib.make_mesh(data=1, devices=jax.devices()[:1])
-    placed, _ = shard_state.shard_train_state(state, mesh=mesh, stage=3)
-    jax.jit(lambda s: jax.tree.map(lambda leaf: leaf + 1, s), donate_argnums=0)(placed)
+    sharded, _ = shard_state.shard_train_state(state, mesh=mesh, stage=3)
+    jax.jit(lambda s: jax.tree.map(lambda leaf: leaf + 1, s), donate_argnums=0)(sharded)
     assert jnp.isfinite(state.params["table"]).all()
 
 
 def test_arguments_for_a_state_are_refused():
-    with pytest.raises(UserError, match="init arguments go with an init function"):
+    with pytest.raises(UserError, match="init arguments need an init function"):
         shard_state.shard_train_state(init(jax.random.key(0)), jax.random.key(0), mesh=make_mesh(8))
 
 

@@ -68,7 +68,7 @@ def data_dims(spec: P) -> list[int]:
 
 
 def assert_valid(state, part):
-    """Says that every sharding divides its array, which is the only thing that XLA asks."""
+    """Checks that every sharding divides its array, which XLA requires."""
     for path, leaf in tree.flatten(part.abstract_state):
         leaf.sharding.shard_shape(leaf.shape)
         assert len(data_dims(leaf.sharding.spec)) <= 1, path
@@ -77,17 +77,17 @@ def assert_valid(state, part):
 
 @FAST
 @hypothesis.given(SHAPES, st.integers(1, 9), st.data())
-def test_split_dim_is_the_first_free_dim_that_divides(shape, ways, data):
+def test_shard_dim_is_the_first_free_dim_that_divides(shape, ways, data):
     base = P(*data.draw(st.lists(st.sampled_from([None, "model"]), max_size=len(shape))))
-    dim = stages.split_dim(shape, base, ways)
+    dim = stages.shard_dim(shape, base, ways)
     free = [d for d in range(len(shape)) if d >= len(base) or base[d] is None]
     assert dim == next((d for d in free if shape[d] % ways == 0), None)
-    assert dim == stages.split_dim(list(shape), base, ways)
+    assert dim == stages.shard_dim(list(shape), base, ways)
 
 
-def test_split_dim_leaves_empty_dims_alone():
-    assert stages.split_dim((0, 8), P(), 8) == 1
-    assert stages.split_dim((), P(), 8) is None
+def test_shard_dim_leaves_empty_dims_alone():
+    assert stages.shard_dim((0, 8), P(), 8) == 1
+    assert stages.shard_dim((), P(), 8) is None
 
 
 @FAST
@@ -100,7 +100,7 @@ def test_split_dim_leaves_empty_dims_alone():
     st.sampled_from(["whole", "pad"]),
     st.data(),
 )
-def test_all_that_belongs_to_one_weight_is_split_on_one_dim(shapes, ways, stage, name, min_size, indivisible, data):
+def test_all_leaves_of_one_weight_are_sharded_on_one_dim(shapes, ways, stage, name, min_size, indivisible, data):
     """Params, master, moments and gradients, for every stage, optimizer and shape, overrides included."""
     tx, mirrors = TRANSFORMATIONS[name]
     dtype = jnp.bfloat16 if name == "master" else jnp.float32
@@ -114,13 +114,15 @@ def test_all_that_belongs_to_one_weight_is_split_on_one_dim(shapes, ways, stage,
         state, mesh=make_mesh(ways), stage=stage, min_size=min_size, indivisible=indivisible, overrides=overrides
     )
     assert_valid(state, part)
-    splits = stages.STAGES[stage]
+    roles_sharded = stages.STAGES[stage]
     for path, spec in tree.flatten(part.specs.params):
         placement = part.placements[f"params/{path}"]
-        split = part.leaves[f"params/{path}"].split
-        assert data_dims(spec) == data_dims(placement.stored.spec) == (data_dims(split) if splits.params else [])
-        assert data_dims(placement.grad.spec) == (data_dims(split) if splits.grads else [])
-        assert data_dims(placement.opt_state.spec) == (data_dims(split) if splits.opt_state else [])
+        sharded = part.leaves[f"params/{path}"].sharded
+        assert (
+            data_dims(spec) == data_dims(placement.stored.spec) == (data_dims(sharded) if roles_sharded.params else [])
+        )
+        assert data_dims(placement.grad.spec) == (data_dims(sharded) if roles_sharded.grads else [])
+        assert data_dims(placement.opt_state.spec) == (data_dims(sharded) if roles_sharded.opt_state else [])
         assert data_dims(placement.used.spec) == []
     for mirror in mirrors(part.specs.opt_state):
         for path, spec in tree.flatten(mirror):
@@ -129,12 +131,12 @@ def test_all_that_belongs_to_one_weight_is_split_on_one_dim(shapes, ways, stage,
         stored = dict(tree.flatten(part.abstract_state.params))
         assert all(leaf.shape == stored[path].shape for path, leaf in tree.flatten(mirror))
     if override is not None:
-        assert part.leaves[f"params/{chosen}"].split == override
+        assert part.leaves[f"params/{chosen}"].sharded == override
 
 
 @FAST
 @hypothesis.given(PARAMS, WAYS, st.sampled_from([1, 2, 3]), st.sampled_from([0, 20]), st.sampled_from(["whole", "pad"]))
-def test_a_leaf_is_split_unless_a_stated_reason_keeps_it_whole(shapes, ways, stage, min_size, indivisible):
+def test_a_leaf_is_sharded_unless_a_reason_is_given(shapes, ways, stage, min_size, indivisible):
     state = abstract_state(shapes, optax.adam(1e-3))
     mesh = make_mesh(ways)
     part = stages.partition_state(state, mesh=mesh, stage=stage, min_size=min_size, indivisible=indivisible)
@@ -148,7 +150,7 @@ def test_a_leaf_is_split_unless_a_stated_reason_keeps_it_whole(shapes, ways, sta
         elif not divides and indivisible == "whole":
             assert reason == f"no dim of {leaf.shape} divides by data={ways}"
         else:
-            assert reason is None and len(data_dims(decided.split)) == 1
+            assert reason is None and len(data_dims(decided.sharded)) == 1
             assert bool(decided.padding) == (not divides)
         longest = max(leaf.shape, default=0)
         added = [extra for extra in decided.padding if extra]
@@ -157,7 +159,7 @@ def test_a_leaf_is_split_unless_a_stated_reason_keeps_it_whole(shapes, ways, sta
 
 @hypothesis.settings(FAST, max_examples=30)
 @hypothesis.given(PARAMS, WAYS, st.sampled_from(list(stages.STAGES)), st.booleans())
-def test_factored_moments_are_placed_validly_beside_any_override(shapes, ways, stage, overridden):
+def test_factored_moments_have_valid_shardings_beside_any_override(shapes, ways, stage, overridden):
     state = abstract_state(shapes, optax.adafactor(1e-3, min_dim_size_to_factor=4))
     matrices = [path for path, leaf in tree.flatten(state.params) if leaf.ndim >= 2 and leaf.shape[1] % ways == 0]
     overrides = [(f"{re.escape(path)}$", P(None, "data")) for path in matrices] if overridden else []
@@ -166,7 +168,7 @@ def test_factored_moments_are_placed_validly_beside_any_override(shapes, ways, s
     assert_valid(state, part)
 
 
-def test_stage_0_splits_nothing_and_pads_nothing():
+def test_stage_0_shards_nothing_and_pads_nothing():
     state = abstract_state({"kernel": (64, 64), "odd": (67, 3)}, optax.adam(1e-3))
     part = stages.partition_state(state, mesh=make_mesh(8), stage=0, min_size=0, indivisible="pad")
     assert {str(spec) for spec in jax.tree.leaves(part.specs)} == {str(P())}
@@ -194,16 +196,16 @@ def test_the_first_override_found_wins_for_a_weight_and_all_that_belongs_to_it()
     assert part.kept_whole == {"params/b/kernel": "override"}
 
 
-@pytest.mark.parametrize(("shape", "whole", "split"), [((64, 64), P(None, "model"), P("data", "model"))])
+@pytest.mark.parametrize(("shape", "base", "sharded"), [((64, 64), P(None, "model"), P("data", "model"))])
 @pytest.mark.parametrize("stage", stages.STAGES)
-def test_the_stage_adds_data_to_an_override_of_other_axes(stage, shape, whole, split):
+def test_the_stage_adds_data_to_an_override_of_other_axes(stage, shape, base, sharded):
     mesh = make_mesh(2, model=2)
     state = abstract_state({"kernel": shape}, optax.adam(1e-3))
-    part = stages.partition_state(state, mesh=mesh, stage=stage, overrides=[("kernel", whole)])
-    splits = stages.STAGES[stage]
-    assert part.leaves["params/kernel"].spec == (split if splits.params else whole)
-    assert part.leaves["opt_state/0/mu/kernel"].spec == (split if splits.opt_state else whole)
-    assert part.placements["params/kernel"].used.spec == whole
+    part = stages.partition_state(state, mesh=mesh, stage=stage, overrides=[("kernel", base)])
+    roles_sharded = stages.STAGES[stage]
+    assert part.leaves["params/kernel"].spec == (sharded if roles_sharded.params else base)
+    assert part.leaves["opt_state/0/mu/kernel"].spec == (sharded if roles_sharded.opt_state else base)
+    assert part.placements["params/kernel"].used.spec == base
 
 
 def test_a_base_that_takes_every_dim_keeps_the_leaf_as_it_is():
@@ -214,7 +216,7 @@ def test_a_base_that_takes_every_dim_keeps_the_leaf_as_it_is():
     assert "params/kernel" in part.kept_whole
 
 
-def test_an_override_may_split_a_dim_over_two_axes():
+def test_an_override_may_shard_a_dim_over_two_axes():
     state = abstract_state({"kernel": (64, 63)}, optax.adam(1e-3))
     part = stages.partition_state(
         state, mesh=make_mesh(2, model=2), overrides=[("kernel", P(("model", "data")))], stage=2
@@ -223,7 +225,7 @@ def test_an_override_may_split_a_dim_over_two_axes():
     assert part.leaves["params/kernel"].spec == P("model")
 
 
-def test_nnx_variables_are_told_by_type():
+def test_the_roles_of_nnx_variables_follow_their_types():
     class Net(nnx.Module):
         def __init__(self, rngs):
             self.linear = nnx.Linear(64, 64, rngs=rngs)
@@ -240,9 +242,9 @@ def test_nnx_variables_are_told_by_type():
     assert all(found == "opt_state" for path, found in role.items() if path.startswith("opt_state"))
 
 
-def test_roles_may_be_told_by_regex():
+def test_roles_may_be_given_by_regex():
     state = {"weights": {"w": jnp.zeros((64, 64))}, "momentum": {"w": jnp.zeros((64, 64))}, "stats": jnp.zeros((4096,))}
-    with pytest.raises(UserError, match="no leaf lies under 'params'"):
+    with pytest.raises(UserError, match="no leaf has the role 'params'"):
         stages.partition_state(state, mesh=make_mesh(8))
     roles = [("^weights", "params"), ("^momentum", "opt_state")]
     part = stages.partition_state(state, mesh=make_mesh(8), stage=2, roles=roles)
@@ -264,7 +266,7 @@ BAD = {
     "dims": ({"overrides": [("kernel", P(None, None, "data"))]}, r"has 3 dims, and the leaf has shape \(64, 63\)"),
     "divide": (
         {"overrides": [("kernel", P(None, "data"))]},
-        r"splits dim 1 of \(64, 63\) in 8, which does not divide 63",
+        r"shards dim 1 of \(64, 63\) in 8, which does not divide 63",
     ),
     "pair": ({"overrides": ["kernel"]}, r"overrides: each is a pair \(path regex, PartitionSpec\)"),
     "string": ({"overrides": [("kernel", "data")]}, r"overrides: each is a pair \(path regex, PartitionSpec\)"),

@@ -1,4 +1,4 @@
-"""Checks whole training steps against optax on one device. This module tests zerojax.zero.step."""
+"""Checks training steps against optax on one device. This module tests zerojax.zero.step."""
 
 import dataclasses
 import functools
@@ -112,12 +112,12 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 1, 2 passes": {"stage": 1, "accum": 2},
     "stage 2, 4 x 2, 2 passes, none": {"stage": 2, "mesh": (4, 2), "accum": 2, "remat": "none"},
     "stage 3": {"stage": 3},
-    "stage 3, whole model, full": {"stage": 3, "blocks": "", "remat": "full"},
+    "stage 3, no blocks, full": {"stage": 3, "blocks": "", "remat": "full"},
     "stage 3, 2 x 3, padded": {"stage": 3, "mesh": (2, 3), "indivisible": "pad", "min_size": 0},
     "stage 3, 2 x 2 x 2": {"stage": 3, "mesh": (2, 2, 2), "overrides": [("up/kernel", (None, "model"))]},
     "stage 1, by the compiler": {"stage": 1, "reduce": None},
     "stage 2, by the compiler, padded, none": {"stage": 2, "reduce": None, "indivisible": "pad", "remat": "none"},
-    "stage 3, 2 x 4, by the compiler, whole model, 2 passes, full": {
+    "stage 3, 2 x 4, by the compiler, no blocks, 2 passes, full": {
         "stage": 3,
         "mesh": (2, 4),
         "reduce": None,
@@ -243,8 +243,8 @@ def test_a_batch_may_come_from_the_host_or_lie_on_the_mesh():
     state, part = shard(linear_state())
     train_step = step.make_train_step(linear_loss, part, donate=False)
     batch = linear_batch()
-    host, placed = jax.device_get(batch), jax.device_put(batch, part.batch_sharding)
-    results = [jax.device_get(train_step(state, b)[0].params) for b in (host, placed)]
+    host, sharded = jax.device_get(batch), jax.device_put(batch, part.batch_sharding)
+    results = [jax.device_get(train_step(state, b)[0].params) for b in (host, sharded)]
     chex.assert_trees_all_equal(*results)
 
 
@@ -273,7 +273,9 @@ def test_a_batch_that_does_not_fit_is_named(name):
 def test_an_unknown_result_of_the_loss_is_named():
     state, part = shard(linear_state())
     train_step = step.make_train_step(lambda p, b, s: (linear_loss(p, b, s), {"stats": {}}), part)
-    with pytest.raises(UserError, match=r"^loss_fn: returned \['stats'\] beside the loss; known are 'state' and 'metr"):
+    with pytest.raises(
+        UserError, match=r"^loss_fn: returned \['stats'\] beside the loss; allowed are 'state' and 'metr"
+    ):
         train_step(state, linear_batch())
 
 
@@ -321,7 +323,7 @@ def test_with_64_bits_enabled_no_dtype_of_the_state_changes(accum):
     assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, on)
 
 
-MOST_FRAMES = 9  # of zerojax between the public step and the user's loss: what a traceback of a user's mistake shows
+MOST_FRAMES = 9  # of zerojax between the public step and the user's loss: as a traceback of a user's mistake shows
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Checks that an optimizer's one-pass form is used, and does what the other does. This module tests zerojax.zero.update."""
+"""Checks that an optimizer's one-pass form is used, and has the same result as the other. This module tests zerojax.zero.update."""
 
 import functools
 
@@ -15,11 +15,11 @@ from zerojax.optim import master_weights
 from zerojax.optim import one_pass as one_pass_lib
 from zerojax.zero import shard_state, update
 
-ROUNDING = 1e-6  # the same float32 products and sums, fused otherwise
+ROUNDING = 1e-6  # the same float32 matmuls and sums, fused differently
 
 
 def sgd_in_one_pass(rate=0.5, decay=0.9):
-    """Momentum, with the form that a fused optimizer has; `apply` records what it was given."""
+    """Momentum, with the form that a fused optimizer has; `apply` records its arguments."""
     given = []
 
     def init(params):

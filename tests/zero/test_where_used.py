@@ -1,4 +1,4 @@
-"""Checks gathers where weights are used: values, gradients, dtypes and what is kept. This module tests zerojax.zero.where_used."""
+"""Checks gathers where weights are used: values, gradients, dtypes and residuals. This module tests zerojax.zero.where_used."""
 
 import collections
 import functools
@@ -24,7 +24,7 @@ from zerojax.zero import gather, shard_state, stages, where_used
 from zerojax.zero import remat as remat_lib
 
 ROUNDING = 2e-6  # the same float32 terms, summed in another order
-# Each example compiles a program: a failure is told as it was found, and not shrunk for minutes.
+# Each example compiles a program: a failure is reported as found, without minutes of shrinking.
 COMPILES = hypothesis.settings(
     deadline=None, derandomize=True, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
 )
@@ -55,7 +55,7 @@ def assert_close(found, expected):
     st.sampled_from(["whole", "pad"]),
     st.sampled_from(list(remat_lib.REMAT)),
 )
-def test_gradients_are_those_of_the_plain_loss_placed_as_the_stage_says(shapes, stage, indivisible, remat):
+def test_gradients_are_those_of_the_plain_loss_sharded_by_the_stage(shapes, stage, indivisible, remat):
     shapes, structure = jax.tree.flatten(shapes, is_leaf=lambda node: isinstance(node, tuple))
     values = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
     params = jax.tree.unflatten(structure, values)
@@ -73,16 +73,16 @@ def test_gradients_are_those_of_the_plain_loss_placed_as_the_stage_says(shapes, 
     for path, grad in tree.flatten(grads):
         placement = part.placements[f"params/{path}"]
         assert grad.sharding.is_equivalent_to(placement.grad, grad.ndim)
-        whole = dict(tree.flatten(expected))[path]
-        assert_close(grad[tuple(slice(n) for n in whole.shape)], whole)
-        assert np.abs(np.asarray(grad)).sum() == pytest.approx(float(abs(whole).sum()), rel=1e-4), (
+        full = dict(tree.flatten(expected))[path]
+        assert_close(grad[tuple(slice(n) for n in full.shape)], full)
+        assert np.abs(np.asarray(grad)).sum() == pytest.approx(float(abs(full).sum()), rel=1e-4), (
             "padding took gradient"
         )
 
 
 @pytest.mark.parametrize("blocks", ["", r"layer_\d+"])
 def test_weights_are_cast_before_they_are_gathered(blocks):
-    """So that 2 bytes an element travel: no constraint in the forward pass holds a whole float32 weight."""
+    """2 bytes an element are sent: no constraint in the forward pass holds a gathered float32 weight."""
     _, params, loss_fn = small_llama()
     state, part = shard(params)
     stored = where_used.where_used(loss_fn, part.placements, compute_dtype=jnp.bfloat16, blocks=blocks)
@@ -90,9 +90,9 @@ def test_weights_are_cast_before_they_are_gathered(blocks):
     gathers = [e for e in jaxprs.equations(jaxpr.jaxpr) if e.primitive.name == "sharding_constraint"]
     count = sum(p.stored != p.used for p in part.placements.values())
     assert count == len(part.placements)
-    for placed in ("stored", "used"):
-        wanted = {getattr(p, placed) for p in part.placements.values()}
-        found = [e.invars[0].aval.dtype for e in gathers if e.params["sharding"] in wanted]
+    for field in ("stored", "used"):
+        shardings = {getattr(p, field) for p in part.placements.values()}
+        found = [e.invars[0].aval.dtype for e in gathers if e.params["sharding"] in shardings]
         assert len(found) >= count and set(found) == {jnp.dtype(jnp.bfloat16)}
 
 
@@ -156,10 +156,10 @@ def test_without_rematerialisation_gathered_weights_would_be_kept():
     state, part = shard(params)
 
     def naive(params, tokens):
-        whole = tree.map_with_path(
+        full = tree.map_with_path(
             lambda path, leaf: gather.gather(leaf, part.placements[f"params/{path}"], jnp.bfloat16), params
         )
-        return loss_fn(whole, tokens)
+        return loss_fn(full, tokens)
 
     inside = {leaf.size for path, leaf in tree.flatten(params) if leaf.ndim > 1 and "layer_" in path}
     assert inside <= set(kept_16_bit_sizes(naive, state.params))
@@ -283,7 +283,7 @@ def test_recompute_keeps_less_and_changes_no_gradient():
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_offload_keeps_in_the_hosts_memory_and_changes_no_gradient(remat):
-    """On the device it keeps what there is without the modules' products."""
+    """The device keeps everything but the modules' matmuls."""
     _, params, loss_fn = small_llama()
     state, part = shard(params)
     kept, found = {}, {}
@@ -311,21 +311,21 @@ def test_offload_keeps_in_the_hosts_memory_and_changes_no_gradient(remat):
         ({"blocks": r"layer_\d+", "offload": "mlp/up"}, r"^offload: 'mlp/up' matches no module called inside a block"),
         (
             {"blocks": ".*", "offload": ".*", "remat": "none"},
-            r"^offload: '\.\*' says what is kept in the host's memory",
+            r"^offload: '\.\*' names modules whose results are kept in host memory",
         ),
         (
             {"blocks": r"layer_\d+", "offload": ".*/mlp/up", "recompute": ".*/mlp/(up|gate)"},
-            r"^recompute: '.*' and offload: '.*' both name layer_\d/mlp/up",
+            r"^recompute: '.*' and offload: '.*' both match layer_\d/mlp/up",
         ),
         (
             {"blocks": r"layer_\d+", "recompute": "mlp/up"},
             r"^recompute: 'mlp/up' matches no module called inside a block",
         ),
         ({"blocks": r"layer_\d+", "recompute": "mlp/("}, r"^recompute: 'mlp/\(' is no regex"),
-        ({"recompute": "mlp/up"}, r"^recompute: 'mlp/up' goes with `blocks`, and none are given"),
+        ({"recompute": "mlp/up"}, r"^recompute: 'mlp/up' needs `blocks`, and it is empty"),
         (
             {"blocks": ".*", "recompute": ".*", "remat": "full"},
-            r"^recompute: '\.\*' says which products remat='dots' does",
+            r"^recompute: '\.\*' names matmuls that remat='dots' does",
         ),
     ],
 )
@@ -368,7 +368,7 @@ class TwoBlocks(nn.Module):
         return nn.Dense(1, precision=self.precision)(x)
 
 
-def test_a_model_that_says_default_itself_keeps_what_dots_keeps():
+def test_a_model_with_a_precision_of_default_keeps_the_residuals_of_dots():
     def count(precision, recompute):
         model = nn.Sequential([TwoBlocks(precision), TwoBlocks(precision)])
         params = model.init(jax.random.key(0), jnp.ones((3, 6)))["params"]

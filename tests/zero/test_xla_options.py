@@ -30,7 +30,7 @@ def test_small_blocks_leave_xlas_own_bounds():
     assert {options[f"xla_gpu_{kind}_combine_threshold_bytes"] for kind in KINDS} == {30 << 20}
 
 
-def test_one_device_has_no_collectives_to_place():
+def test_one_device_has_no_collectives_to_overlap():
     assert xla_options.for_mesh(zerojax.make_mesh(devices=compile_only.devices()[:1])) == {}
 
 

@@ -1,9 +1,9 @@
-"""Keeps moments in 8 bits a value and one float32 scale a block. This module knows their form as a pytree, and where scales lie.
+"""Stores moments as 8-bit codes with one float32 scale a block. This module defines their pytree and the sharding of their scales.
 
-The layout depends on the weight's shape alone, so that a checkpoint restores into any mesh: codes have the weight's shape and are
-split as it is; scales have its shape with the last dim counted in blocks of 256 (the last one ragged), and are split on the same dims.
-Where the last dim is split and shards do not end at blocks, scales stay whole along it, and an update exchanges the largest magnitude
-of each shard's part of a block. The code itself is `pallas_kernels.blockwise` (arXiv:2110.02861).
+The layout depends on the weight's shape only, so a checkpoint restores into any mesh. Codes have the weight's shape and sharding. Scales
+have its shape with the last dim counted in blocks of 256 (the last block may be shorter), and are sharded on the same dims. If the last
+dim is sharded and shards do not end at blocks, scales are replicated along it. An update then exchanges the largest magnitude of each
+shard's part of a block. The code itself is `pallas_kernels.blockwise` (arXiv:2110.02861).
 """
 
 import math
@@ -19,9 +19,9 @@ from pallas_kernels import blockwise
 from zerojax import specs as specs_lib
 from zerojax import tree
 
-SMALLEST = 4096  # elements of a weight below which 8 bits save nothing worth their noise
-BYTES = 1 + 4 / blockwise.BLOCK  # of a value, with its part of the block's float32 scale
-NARROWEST = 8  # values of a row, whose scale is 4 bytes
+SMALLEST = 4096  # elements; 8 bits save too little for a smaller weight
+BYTES = 1 + 4 / blockwise.BLOCK  # of a value, with its share of the block's float32 scale
+NARROWEST = 8  # values of a row; its scale takes 4 bytes
 
 
 class Quantized(NamedTuple):
@@ -32,7 +32,7 @@ class Quantized(NamedTuple):
 
 
 def takes(shape: Sequence[int]) -> bool:
-    """Says whether a weight of that shape has 8-bit moments: vectors (norms, biases), small and very narrow weights keep float32."""
+    """Returns whether a weight of that shape has 8-bit moments: not for vectors (norms, biases), small and very narrow weights."""
     return len(shape) >= 2 and math.prod(shape) >= SMALLEST and shape[-1] >= NARROWEST
 
 
@@ -51,7 +51,7 @@ def zeros(shape: Sequence[int], dtype: Any) -> Quantized:
 
 
 def shared_axes(spec: P, shape: Sequence[int], mesh: Mesh) -> tuple[str, ...]:
-    """Returns the mesh axes that split the last dim inside a block; none where every shard ends at a block's end."""
+    """Returns the mesh axes that shard the last dim inside a block; none if every shard ends at the end of a block."""
     names = specs_lib.names(spec[len(shape) - 1]) if len(spec) == len(shape) else ()
     names = tuple(name for name in names if mesh.shape[name] > 1)
     ways = math.prod(mesh.shape[name] for name in names)
@@ -59,16 +59,16 @@ def shared_axes(spec: P, shape: Sequence[int], mesh: Mesh) -> tuple[str, ...]:
 
 
 def scales_spec(spec: P, shape: Sequence[int], mesh: Mesh) -> P:
-    """Returns how the scales of a weight of that shape and spec are split."""
+    """Returns the spec of the scales of a weight of that shape and spec."""
     return specs_lib.trimmed(list(spec)[:-1]) if shared_axes(spec, shape, mesh) else spec
 
 
 def moments(state: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns, for the path of every codes and scales in a state, the path of their moment and the weight's shape."""
+    """Returns {path of codes or scales: (path of their moment, shape of the weight)} for a state."""
     found = {}
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda n: isinstance(n, Quantized)):
         if isinstance(node, Quantized):
-            place = tree.path_string(path)
+            moment = tree.path_string(path)
             for inner, _ in tree.flatten(node):
-                found[f"{place}/{inner}"] = (place, tuple(node.codes.shape))
+                found[f"{moment}/{inner}"] = (moment, tuple(node.codes.shape))
     return found

@@ -1,8 +1,8 @@
-"""Optimizers whose whole update is one pass over memory. This module wraps the kernels of `pallas_kernels` as optax transformations.
+"""Optimizers whose update is one pass over memory. This module wraps the kernels of `pallas_kernels` as optax transformations.
 
-`update` is optax's: it returns updates, so that these optimizers go where others go (`optax.chain`, `masked`, `inject_hyperparams`).
-`apply` does the rest of a step in the same pass: it unscales and clips gradients, leaves everything as it was where a gradient is not
-finite, writes params and moments over the old ones, and writes a 16-bit copy of the params. State is optax's own: count, mu, nu.
+`update` is optax's: it returns updates, so these optimizers work inside `optax.chain`, `masked` and `inject_hyperparams`. `apply` does
+the rest of a step in the same pass. It unscales and clips gradients, changes nothing if a gradient is not finite, overwrites params and
+moments, and writes a 16-bit copy of the params. The state is optax's own: count, mu, nu.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from zerojax.optim.one_pass import OnePass
 MOMENTS = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "int8": jnp.int8}
 
 
-# What "auto" means, by kind of device and of update; everything else is "jnp". Figures: docs/benchmarks/optimizer.md.
+# The meaning of "auto", by kind of device and of update; otherwise it is "jnp". Figures: docs/benchmarks/optimizer.md.
 AUTO = {("gpu", "coded"): "pallas", ("gpu", "plain"): "grouped"}
 IMPLEMENTATIONS = ("auto", *update.IMPLEMENTATIONS)
 
@@ -58,32 +58,31 @@ def fused_adamw(
 ) -> OnePass:
     """Returns AdamW (Loshchilov and Hutter, arXiv:1711.05101), or Adam with coupled (L2) decay, whose step is one pass.
 
-    The result has, beside optax's `init` and `update`,
+    Beside optax's `init` and `update` the result has
 
         apply(grads, state, params, *, scale=1.0, finite=None, copy_dtype=None, shardings=None, key=None) -> (params, state, copies)
 
-    where `scale` (float32 scalar) multiplies gradients first; `finite` (bool scalar) says whether the step is taken: if not, params,
-    moments and count stay as they are; `copies` are the new params in `copy_dtype`, or None; `shardings` (NamedShardings like params)
-    say how params, moments and gradients are split: the update then runs on each device's shard and moves nothing between devices;
-    `key` (a random key) seeds stochastic rounding. `update` takes `scale`, `finite`, `shardings` and `key` too. Inputs that jit
-    donates are overwritten. What "pallas" does without `shardings` runs on one device.
+    `scale` (float32 scalar) multiplies gradients first. If `finite` (bool scalar) is False, params, moments and count do not change.
+    `copies` are the new params in `copy_dtype`, or None. `shardings` (NamedShardings like params) are those of params, moments and
+    gradients: the update then runs on each device's shard and sends nothing between devices. `key` (a random key) seeds stochastic
+    rounding. `update` takes `scale`, `finite`, `shardings` and `key` too. Inputs that jit donates are overwritten. Without `shardings`,
+    "pallas" runs on one device.
 
     Args:
-      learning_rate: a number, or a schedule of the count of steps taken before.
+      learning_rate: a number, or a schedule: f(steps taken before).
       b1, b2, eps, weight_decay: as in `optax.adamw`. With 1 - b2 below 2**-9, a second moment in bf16 that is rounded to nearest
-        stands still once it has grown: ask for `stochastic_rounding`.
+        stops changing once it has grown: set `stochastic_rounding`.
       mask: which weights decay, a tree of bools or a function of params, as in `optax.adamw`; None decays all.
-      moments: how mu and nu are stored: "fp32", "bf16", or "int8" (see `eight_bit`), which leaves vectors and small weights in fp32.
-      stochastic_rounding: what is stored in bf16 or int8 from one step to the next (params, mu, nu) is rounded up or down at random,
-        so that small changes add up in the mean. Bits depend on the key, the count, the leaf and the element, and not on
-        the sharding, unless it pads the last dims.
-        Copies are rounded to nearest.
+      moments: how mu and nu are stored: "fp32", "bf16", or "int8" (see `eight_bit`); "int8" keeps vectors and small weights in fp32.
+      stochastic_rounding: params, mu and nu that are stored in bf16 or int8 are rounded up or down at random, so that small changes
+        add up in expectation. The random bits depend on the key, the count, the leaf and the element. They do not depend on the
+        sharding, unless it pads the last dims. Copies are rounded to nearest.
       decoupled: False adds weight_decay * params to the gradient (Kingma and Ba, arXiv:1412.6980, with L2).
-      implementation: "pallas" (GPUs), "jnp" (plain, fused by XLA), "grouped" (GPUs: small leaves together by the kernel, large ones
-        by XLA), "interpret" (the kernel anywhere, slow) or "auto", see `AUTO`.
+      implementation: "pallas" (GPUs), "jnp" (plain, fused by XLA), "grouped" (GPUs: the kernel for groups of small leaves, XLA for
+        large ones), "interpret" (the kernel on any device, slow) or "auto", see `AUTO`.
 
     Raises:
-      UserError: an unknown name; from `init`, params that are not floating, or stochastic rounding where nothing would be rounded.
+      UserError: a name is unknown; from `init`: params are not floating, or stochastic rounding has nothing to round.
 
     >>> tx = fused_adamw(3e-4, weight_decay=0.1, moments="int8", stochastic_rounding=True)
     >>> params, state, copies = tx.apply(grads, state, params, scale=1 / loss_scale, finite=finite, copy_dtype=jnp.bfloat16)
@@ -109,10 +108,10 @@ def fused_lion(
 
 
 def choose(implementation: str, kind: str, mesh: Mesh | None) -> str:
-    """Returns what "auto" means for arrays on a mesh, or, where none is told, on the one device there is.
+    """Returns the meaning of "auto" for arrays on a mesh; None: on a single device.
 
     Raises:
-      UserError: a kernel for GPUs on other devices.
+      UserError: a kernel for GPUs is requested on other devices.
     """
     platform = mesh_lib.platform(mesh)
     if implementation in ("pallas", "grouped") and platform != "gpu":
@@ -122,7 +121,7 @@ def choose(implementation: str, kind: str, mesh: Mesh | None) -> str:
     if implementation != "auto":
         return implementation
     if mesh is None and jax.device_count() > 1:
-        return "jnp"  # arrays may be sharded in ways that are not known here, and XLA shards no kernel
+        return "jnp"  # the arrays' shardings are unknown here, and XLA does not shard kernels
     return AUTO.get((platform, kind), "jnp")
 
 
@@ -175,7 +174,9 @@ def _update(
     if params is None:
         raise UserError("update: the fused optimizers need params; call update(grads, state, params)")
     rule = dataclasses.replace(settings.rule, changes=True, skips=finite is not None)
-    how = {name: extra[name] for name in ("scale", "shardings", "key") if name in extra}  # the rest is meant for others
+    how = {
+        name: extra[name] for name in ("scale", "shardings", "key") if name in extra
+    }  # the rest is for other transformations
     updates, state, _ = _step(settings, rule, grads, state, params, finite, **how)
     return updates, state
 
@@ -202,7 +203,7 @@ def _step(
     """Returns (params or updates, state, copies)."""
     structure: Any = jax.tree.structure(params)
     weights = jax.tree.leaves(params)
-    if not weights:  # of a mask, or a label, that nothing has
+    if not weights:  # of a mask or a label that matches nothing
         return (
             params,
             state._replace(count=optax.safe_increment(state.count)),
@@ -217,13 +218,13 @@ def _step(
     kind = "coded" if rule.stochastic or settings.moments == "int8" else "plain"
     if shardings is None:
         chosen = choose(settings.implementation, kind, None)
-        places = [update.Shard(decay) for decay in decays]
+        shards = [update.Shard(decay) for decay in decays]
         words = [seeds[n, None] for n in range(len(leaves))]
-        done = update.update_leaves(rule, leaves, places, scalars, words, implementation=chosen)
+        done = update.update_leaves(rule, leaves, shards, scalars, words, implementation=chosen)
     else:
-        placed = structure.flatten_up_to(shardings)
-        chosen = choose(settings.implementation, kind, sharded.mesh_of(placed))
-        done = sharded.update_leaves(rule, leaves, decays, scalars, seeds, placed, chosen)
+        sharding_leaves = structure.flatten_up_to(shardings)
+        chosen = choose(settings.implementation, kind, sharded.mesh_of(sharding_leaves))
+        done = sharded.update_leaves(rule, leaves, decays, scalars, seeds, sharding_leaves, chosen)
     news, *new_moments, copies = (structure.unflatten(list(parts)) for parts in zip(*_from_tuples(done, moments)))
     if finite is not None:
         count = jnp.where(finite, count, state.count)
@@ -257,12 +258,12 @@ def _decays(settings: _Settings, params: Any) -> list[bool]:
         )
     except ValueError as error:
         raise UserError(
-            f"mask: must be a tree of bools like the params or the beginning of one, and does not fit them: {errors.first_line(error)}"
+            f"mask: must be a tree of bools like the params or a prefix of one, and does not fit them: {errors.first_line(error)}"
         ) from error
 
 
 def _scalars(settings: _Settings, before: jax.Array, count: jax.Array, scale: Any, finite: Any) -> rules.Scalars:
-    """Returns the numbers of this step. Bias corrections go by expm1, since 1 - b2**t loses digits in float32."""
+    """Returns the scalars of this step. Bias corrections use expm1, since 1 - b2**t loses digits in float32."""
     rate = settings.learning_rate(before) if callable(settings.learning_rate) else settings.learning_rate
 
     def correct(decay: Any) -> Any:

@@ -20,11 +20,11 @@ class MasterWeightsState(NamedTuple):
 
 
 def with_master_weights(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wraps `inner` so that it updates a float32 copy of 16-bit params, which then are that copy, rounded.
+    """Wraps `inner` so that it updates a float32 copy of 16-bit params, which become that copy, rounded.
 
-    The returned updates are float32 and bridge the stored params to the new master, so that `optax.apply_updates`, and with
-    it any TrainState, ends on `master.astype(params.dtype)` up to a last-place tie (Micikevicius et al., arXiv:1710.03740, 3.1).
-    Where `inner` has a one-pass form, so has the result.
+    The returned updates are float32 differences between the new master and the stored params. `optax.apply_updates`, and so any
+    TrainState, then returns `master.astype(params.dtype)` up to a last-place tie (Micikevicius et al., arXiv:1710.03740, 3.1).
+    If `inner` has a one-pass form, the result has one too.
 
     >>> tx = with_master_weights(optax.adamw(1e-3))
     """
@@ -42,8 +42,8 @@ def with_master_weights(inner: optax.GradientTransformation) -> optax.GradientTr
         grads = jax.tree.map(lambda g, m: g.astype(m.dtype), grads, state.master)
         updates, inner_state = inner.update(grads, state.inner, state.master, **extra)
         master = optax.apply_updates(state.master, updates)
-        bridge = jax.tree.map(lambda m, p: m - p.astype(m.dtype), master, params)
-        return bridge, MasterWeightsState(master, inner_state)
+        difference = jax.tree.map(lambda m, p: m - p.astype(m.dtype), master, params)
+        return difference, MasterWeightsState(master, inner_state)
 
     def apply(grads: PyTree, state: MasterWeightsState, params: PyTree, **how: Any) -> tuple[PyTree, Any, None]:
         dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}

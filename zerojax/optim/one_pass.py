@@ -1,4 +1,4 @@
-"""Says what an optimizer is whose whole update is one pass over memory. This module holds its form, which steps and wrappers look for."""
+"""Defines the form of an optimizer whose update is one pass over memory. This module holds the class that steps and wrappers look for."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import optax
 
 
 class OnePass(optax.GradientTransformationExtraArgs):
-    """An optax transformation with a form that does all of a step's update while it reads memory once, beside optax's own.
+    """An optax transformation with a second form, which does a step's update while it reads memory once.
 
     `apply(grads, state, params, *, scale, finite, shardings, copy_dtype=None) -> (params, state, copies)`; see `fused.fused_adamw`.
     """

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by name. This module maps names to optax, and to `fused` where optax rounds too much."""
+"""Optimizers and learning-rate schedules by name. This module maps names to optax, and to `fused` where stochastic rounding is needed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +38,7 @@ SCHEDULES: dict[str, Callable[[float, int, int, float], Schedule]] = {
 
 
 def decays(params: Any) -> Any:
-    """Says which leaves take weight decay: matrices do, scales and biases do not."""
+    """Returns which leaves take weight decay: matrices do, scales and biases do not."""
     return jax.tree.map(lambda p: jnp.ndim(p) >= 2, params)
 
 
@@ -55,7 +55,7 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 WITHOUT_DECAY = ("adam", "sgd")
 
-# The same with moments in 16 or 8 bits, and with 16-bit weights rounded stochastically.
+# The same with moments in 16 or 8 bits, and with stochastically rounded 16-bit weights.
 FUSED: dict[str, Callable[..., Any]] = {
     "adam": lambda lr, b1, b2, eps, wd, **how: fused.fused_adamw(lr, b1, b2, eps, 0.0, **how),
     "adamw": lambda lr, b1, b2, eps, wd, **how: fused.fused_adamw(lr, b1, b2, eps, wd, mask=decays, **how),
@@ -67,7 +67,7 @@ def make_schedule(name: str, peak: float, warmup_steps: int, steps: int, final_f
     """Returns the learning rate as a function of the step, counted from 0.
 
     Raises:
-      UserError: an unknown name, or a warm-up longer than the run.
+      UserError: the name is unknown, or the warm-up is longer than the run.
     """
     if name not in SCHEDULES:
         raise UserError(f"config.optimizer.schedule: must be one of {', '.join(SCHEDULES)}, and is {name!r}")
@@ -94,13 +94,13 @@ def make_optimizer(
 
     Args:
       name: a key of OPTIMIZERS.
-      learning_rate: a number, or a schedule of the steps taken before.
-      b1, b2, eps, weight_decay: the optimizer's own; what it does not have is ignored.
-      moments: how moments are stored: "fp32", "bf16" or "int8" (see `fused`), which are rounded stochastically.
+      learning_rate: a number, or a schedule: f(steps taken before).
+      b1, b2, eps, weight_decay: of the optimizer; those that it does not have are ignored.
+      moments: how moments are stored: "fp32", "bf16" or "int8" (see `fused`); the last two are rounded stochastically.
       rounds_weights: whether weights are stored in bf16 and rounded stochastically.
 
     Raises:
-      UserError: an unknown name, weight decay for one that has none, or 16-bit weights or moments for one that cannot round them.
+      UserError: the name is unknown; the optimizer has no weight decay; or it cannot round 16-bit weights or moments.
     """
     if name not in OPTIMIZERS:
         raise UserError(f"config.optimizer.name: must be one of {', '.join(OPTIMIZERS)}, and is {name!r}")
@@ -113,16 +113,16 @@ def make_optimizer(
     if moments == "fp32" and not rounds_weights:
         return plain
     if name not in FUSED:
-        place, value = ("optimizer.moments", moments) if moments != "fp32" else ("precision", "bf16_sr")
+        option, value = ("optimizer.moments", moments) if moments != "fp32" else ("precision", "bf16_sr")
         raise UserError(
-            f"config.{place}: {value} needs an optimizer among {', '.join(FUSED)}, and config.optimizer.name is {name!r}"
+            f"config.{option}: {value} needs an optimizer among {', '.join(FUSED)}, and config.optimizer.name is {name!r}"
         )
     rounding = FUSED[name](learning_rate, b1, b2, eps, weight_decay, moments=moments, stochastic_rounding=True)
-    return _in_the_form_of(plain, rounding)
+    return _with_state_of(plain, rounding)
 
 
-def _in_the_form_of(plain: optax.GradientTransformation, one_pass: Any) -> one_pass_lib.OnePass:
-    """Returns `one_pass` with its state where `plain` has it, so that a checkpoint of either restores into the other."""
+def _with_state_of(plain: optax.GradientTransformation, one_pass: Any) -> one_pass_lib.OnePass:
+    """Returns `one_pass` with the state tree of `plain`, so that a checkpoint of either restores into the other."""
     kinds = (optax.ScaleByAdamState, optax.ScaleByLionState)
 
     def is_part(node: Any) -> bool:
@@ -145,6 +145,6 @@ def _in_the_form_of(plain: optax.GradientTransformation, one_pass: Any) -> one_p
         params, inner, copies = one_pass.apply(grads, find(state), params, **how)
         return params, put(state, inner), copies
 
-    found = one_pass_lib.OnePass(lambda params: put(plain.init(params), one_pass.init(params)), update)
-    found.apply = apply
-    return found
+    result = one_pass_lib.OnePass(lambda params: put(plain.init(params), one_pass.init(params)), update)
+    result.apply = apply
+    return result

@@ -1,7 +1,7 @@
-"""Runs the kernels of `pallas_kernels` on each device's shard. This module knows how a spec cuts a weight, its moments and their blocks.
+"""Runs the kernels of `pallas_kernels` on each device's shard. This module derives the shards from the spec of a weight.
 
-A kernel knows of no mesh and XLA splits none, so each runs under `jax.shard_map`: a device updates what it holds, and nothing moves but
-the magnitudes of 8-bit blocks that lie on several devices.
+A kernel knows no mesh and XLA does not shard kernels, so each runs under `jax.shard_map`. A device updates its own shards. Only the largest
+magnitudes of 8-bit blocks that several devices share are sent.
 """
 
 import math
@@ -19,7 +19,7 @@ from zerojax.optim import eight_bit
 
 
 def mesh_of(shardings: Sequence[NamedSharding]) -> Any:
-    """Returns the mesh of shardings, which all have the same."""
+    """Returns the mesh that all shardings share."""
     return shardings[0].mesh
 
 
@@ -36,22 +36,22 @@ def update_leaves(
 
     Args:
       rule: which update.
-      leaves: whole arrays, as there.
+      leaves: global arrays, as there.
       decays: for each leaf, whether it decays.
       scalars: as there.
       seeds: uint32 [leaves], one for each leaf.
-      shardings: how each leaf's gradient, weight and moments are split.
+      shardings: of each leaf's gradient, weight and moments.
       implementation: a key of update.IMPLEMENTATIONS.
     """
     mesh = mesh_of(shardings)
-    cuts = [_cuts(sharding.spec, leaf.param.shape, mesh) for leaf, sharding in zip(leaves, shardings)]
-    places = [
+    sharded_dims = [_sharded_dims(sharding.spec, leaf.param.shape, mesh) for leaf, sharding in zip(leaves, shardings)]
+    shards = [
         update.Shard(
             decay,
-            tuple((run, ways) for run, ways, _ in cut),
+            tuple((run, ways) for run, ways, _ in dims),
             eight_bit.shared_axes(sharding.spec, leaf.param.shape, mesh) if isinstance(leaf.mu, tuple) else (),
         )
-        for leaf, decay, cut, sharding in zip(leaves, decays, cuts, shardings)
+        for leaf, decay, dims, sharding in zip(leaves, decays, sharded_dims, shardings)
     ]
     leaf_specs = [_leaf_specs(leaf, sharding.spec, mesh) for leaf, sharding in zip(leaves, shardings)]
     copies = rule.copy_dtype is not None
@@ -59,10 +59,10 @@ def update_leaves(
 
     def update_shards(leaves: list[rules.Operands], scalars: rules.Scalars, seeds: jax.Array) -> list[rules.Updated]:
         words = [
-            jnp.stack([seeds[number], *[jax.lax.axis_index(names).astype(jnp.uint32) for _, _, names in cut]])
-            for number, cut in enumerate(cuts)
+            jnp.stack([seeds[number], *[jax.lax.axis_index(names).astype(jnp.uint32) for _, _, names in dims]])
+            for number, dims in enumerate(sharded_dims)
         ]
-        return update.update_leaves(rule, leaves, places, scalars, words, implementation=implementation)
+        return update.update_leaves(rule, leaves, shards, scalars, words, implementation=implementation)
 
     return jax.shard_map(
         update_shards,
@@ -74,7 +74,7 @@ def update_leaves(
 
 
 def _leaf_specs(leaf: rules.Operands, spec: P, mesh: Mesh) -> rules.Operands:
-    """Returns the specs of a leaf's arrays; scales of 8-bit blocks have one of their own."""
+    """Returns the specs of a leaf's arrays; scales of 8-bit blocks have a spec of their own."""
 
     def of(part: Any) -> Any:
         return (spec, eight_bit.scales_spec(spec, part[0].shape, mesh)) if isinstance(part, tuple) else spec
@@ -82,8 +82,8 @@ def _leaf_specs(leaf: rules.Operands, spec: P, mesh: Mesh) -> rules.Operands:
     return rules.Operands(*[None if part is None else of(part) for part in leaf])
 
 
-def _cuts(spec: P, shape: Sequence[int], mesh: Mesh) -> list[tuple[int, int, tuple[str, ...]]]:
-    """Returns for each dim that is split, last first, the elements of one local run along it, the parts, and the axes."""
+def _sharded_dims(spec: P, shape: Sequence[int], mesh: Mesh) -> list[tuple[int, int, tuple[str, ...]]]:
+    """Returns for each sharded dim, last first, the elements of one local run along it, the number of shards, and the axes."""
     found = []
     for dim in reversed(range(len(spec))):
         names = specs.names(spec[dim])

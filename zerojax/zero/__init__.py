@@ -1,6 +1,6 @@
-"""The idea of ZeRO: which role is sharded at which stage, and a train step that keeps to it.
+"""ZeRO: which roles are sharded at which stage, and the train step that follows from it.
 
-Here live the table of stages and the rule that picks a dim, placement, the gather where a weight is used, and the train step.
-No config, no model, no file format and no reading of compiled programs.
-A stage is a row of `stages.STAGES`; what a step does more is an identity in `step.make_train_step` until it is asked for.
+This room holds the table of stages, the rule that picks a dim, placements, the gather of a weight where it is used, and the train step.
+It has no config, no model, no file format and no reader of compiled programs.
+A stage is a row of `stages.STAGES`. Optional parts of a step are identities in `step.make_train_step` unless asked for.
 """

@@ -14,10 +14,10 @@ def value_and_grad(loss_fn: Callable[..., Any], passes: int) -> Callable[..., An
 
     Args:
       loss_fn: `loss_fn(params, batch, *args) -> (mean loss, aux)`.
-      passes: the number of micro-batches; with 1 the batch is taken whole, else its leaves are [passes, ...].
+      passes: the number of micro-batches; above 1 the leaves of the batch are [passes, ...].
 
-    Gradients add up in float32 or wider, placed as each pass leaves them: a split gradient stays split. Of `aux["state"]` the last
-    pass's values are kept, and each pass sees what the one before returned; the rest of `aux`, such as `metrics`, is averaged.
+    Gradients add up in float32 or wider, with the sharding that each pass returns: a sharded gradient stays sharded. Each pass sees the
+    `aux["state"]` of the one before, and the last is returned. The rest of `aux`, such as `metrics`, is averaged.
     """
     one_pass = jax.value_and_grad(loss_fn, has_aux=True)
     if passes == 1:

@@ -1,8 +1,8 @@
-"""Runs forward and backward pass on each device's own examples. This module says every collective of them itself, in a dtype of choice.
+"""Runs forward and backward pass on each device's own examples. This module calls their collectives itself, in a chosen dtype.
 
-The loss sees one device's examples, and its means are averaged over devices, as DDP, FSDP and DeepSpeed do. Against leaving collectives to
-the compiler this gives three things: gradients are summed in float32 whatever the products' dtype, several passes can add up before
-the sum, and a block's collectives are put beside its neighbours' arithmetic (`overlap`).
+The loss function sees one device's examples, and means are averaged over devices, as in DDP, FSDP and DeepSpeed. This has three benefits
+over collectives inserted by the compiler. Gradients are summed in float32 whatever the dtype of the matmuls. Several passes can add up
+before the sum. A block's collectives overlap its neighbours' arithmetic (`overlap`).
 """
 
 import contextlib
@@ -31,15 +31,15 @@ def value_and_grad(
     """Returns f(params, batch, state) -> ((loss, aux), grads), the mean over devices and over `passes` micro-batches.
 
     Args:
-      loss_fn: `loss_fn(params, batch, state) -> (mean loss, aux)`, called with one device's examples and whole weights. Random keys in
-        `state` differ between devices.
-      partition: the placement.
-      how: where weights are gathered, and what the backward pass keeps.
-      passes: micro-batches; with 1 the batch is taken whole, else its leaves are [passes, ...].
+      loss_fn: `loss_fn(params, batch, state) -> (mean loss, aux)`, called with one device's examples and gathered weights. Random keys
+        in `state` differ between devices.
+      partition: how the train state is sharded.
+      how: where weights are gathered, and which residuals are kept.
+      passes: the number of micro-batches; above 1 the leaves of the batch are [passes, ...].
       reduce_dtype: the dtype in which gradients are summed over devices.
       compute_dtype: see `where_used.where_used`.
 
-    Gradients come in float32, laid out as the optimizer state. Where they stay whole (stages 0 and 1) several passes add up on each
+    Gradients are float32 and sharded as the optimizer state. If they stay replicated (stages 0 and 1), several passes add up on each
     device and are summed over devices once. Floating values of `aux` are averaged over devices.
     """
     reduction = gather.Reduction(reduce_dtype, at_once=passes == 1)
@@ -57,7 +57,7 @@ def value_and_grad(
             return loss / mesh_lib.ways(partition.mesh), {
                 **aux,
                 "tokens": chain.tokens,
-            }  # the sum over devices is the mean
+            }  # summed over devices: the mean
 
         gradients = accumulate.value_and_grad(of_sinks, passes)
         with _leaks_named():
@@ -69,8 +69,8 @@ def value_and_grad(
     def gradients(params: Any, batch: Any, state: Any) -> Any:
         if where_used.variables(params):
             raise UserError(
-                "reduce_dtype: NNX params with other variables (batch statistics, random counts) would change on each device alone; "
-                "leave reduce_dtype away"
+                "reduce_dtype: NNX params with other variables (batch statistics, random counts) would differ between devices; "
+                "omit reduce_dtype"
             )
         _refuse_complex(params)
         grad_specs = tree.map_with_path(
@@ -117,7 +117,7 @@ def _device_loss(
 
 
 def _mapped(run: Callable, partition: Any, params: Any, batch: Any, batch_dim: int, out_specs: Any) -> Callable:
-    """Returns `run(params, batch, state)` on each device's shards, `state` whole."""
+    """Returns `run(params, batch, state)` on each device's shards, with a replicated `state`."""
     axes, find = _manual_axes(partition.mesh), _finder(partition)
     param_specs = tree.map_with_path(lambda path, _: specs.only(find(path, None).stored.spec, axes), params)
     batch_spec = P(*[None] * batch_dim, mesh_lib.BATCH_AXES)
@@ -135,29 +135,29 @@ def _mapped(run: Callable, partition: Any, params: Any, batch: Any, batch_dim: i
 def _finder(partition: Any) -> Callable[[str, Any], placement.Placement]:
     """Returns f(path, shard or None) -> the weight's placement."""
 
-    def wanted(weight: placement.Placement) -> Any:
+    def local_shape(weight: placement.Placement) -> Any:
         return gather.local_shape(weight.shape or (), weight.stored)
 
-    find = where_used.finder(partition.placements, lambda leaf: leaf.shape, wanted)
+    find = where_used.finder(partition.placements, lambda leaf: leaf.shape, local_shape)
 
-    def found(path: str, leaf: Any) -> placement.Placement:
-        place = find(path, leaf)
-        if place is None:
+    def find_weight(path: str, leaf: Any) -> placement.Placement:
+        found = find(path, leaf)
+        if found is None:
             raise UserError(
-                f"reduce_dtype: params/{path} is not placed as a weight (see `roles`); leave reduce_dtype away"
+                f"reduce_dtype: params/{path} does not have the role of a weight (see `roles`); omit reduce_dtype"
             )
-        return place
+        return found
 
-    return found
+    return find_weight
 
 
 def _manual_axes(mesh: Any) -> set[str]:
-    """Returns the axes whose collectives are said here; `model` is left to the compiler where it splits anything."""
+    """Returns the axes of `jax.shard_map`; `model` is left to the compiler if its size is above 1."""
     return {axis for axis, size in mesh.shape.items() if axis in mesh_lib.BATCH_AXES or size == 1}
 
 
 def _with_own_keys(state: Any) -> Any:
-    """Folds the device's number into random keys, typed ones and raw words, so that devices draw apart."""
+    """Folds the device's index into random keys, typed or raw, so that devices draw different numbers."""
     number = jax.lax.axis_index(mesh_lib.BATCH_AXES)
 
     def fold(leaf: Any) -> Any:
@@ -172,13 +172,13 @@ def _refuse_complex(params: Any) -> None:
     for path, leaf in tree.flatten(params):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise UserError(
-                f"reduce_dtype: params/{path} is {leaf.dtype}, and sums over devices by hand are real; hold its real and its imaginary "
-                "part in two weights, or leave reduce_dtype away"
+                f"reduce_dtype: params/{path} is {leaf.dtype}, and sums in reduce_dtype are real; store its real and its imaginary "
+                "part as two weights, or omit reduce_dtype"
             )
 
 
 def _read(tokens: Any, values: Any) -> Any:
-    """Adds the tokens' zeros to the smallest of `values`: what nothing reads, the compiler drops, and with it the order."""
+    """Adds the tokens' zeros to the smallest of `values`, because the compiler drops tokens that nothing reads, and their order."""
     leaves, structure = jax.tree.flatten(values)
     smallest = min(range(len(leaves)), key=lambda number: leaves[number].size)
     leaves[smallest] += jnp.stack(jax.tree.leaves(tokens)).sum().astype(leaves[smallest].dtype)
@@ -192,7 +192,7 @@ def _leaks_named() -> Iterator[None]:
     except jax.errors.UnexpectedTracerError as error:
         raise UserError(
             "blocks: with reduce_dtype, a module that matches reads an array that is neither its weight nor its argument (a global, or an "
-            "attribute set outside); make it an argument, name other blocks, or leave reduce_dtype away"
+            "attribute set outside); make it an argument, name other blocks, or omit reduce_dtype"
         ) from error
 
 

@@ -1,8 +1,8 @@
-"""Lets the products and sums that make weights' gradients end in float32. This module rewrites a traced backward pass.
+"""Makes the matmuls and sums that compute weight gradients return float32. This module rewrites a traced backward pass.
 
-A matrix product adds up in float32 whatever its operands are. JAX gives a weight's gradient the weight's dtype, so it is rounded to 16
-bits, and cast back for a sum over devices in float32: half its precision lost, and a pass over memory more. Asked for float32, the product
-writes what it has. Sums over examples, which make the gradients of scales and biases, are made in 16 bits throughout, and gain more.
+A matmul accumulates in float32 whatever its operands are. JAX gives a weight's gradient the weight's dtype: it is rounded to 16 bits, then
+cast back for a sum over devices in float32. This loses half of the precision and costs a pass over memory. With a float32 result the
+matmul returns its accumulator. Sums over examples, which make the gradients of scales and biases, run in 16 bits throughout and gain more.
 """
 
 import collections
@@ -14,20 +14,19 @@ import jax.extend.core as jex
 import jax.extend.source_info_util as source
 import jax.numpy as jnp
 
-_PRODUCT = (
-    "dot_general"  # of convolutions in 16 bits XLA has none for GPUs that end in float32: it would cast what they read
-)
+# Not convolutions: on GPUs XLA has none of 16-bit operands with a float32 result, and would cast the operands.
+_MATMUL = "dot_general"
 _SUM, _CAST = "reduce_sum", "convert_element_type"
 _PASS_ON = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "add", "add_any"})
 _CHECKPOINTS = frozenset({"checkpoint", "remat2"})
 
 
 def in_float32(pull: Callable[..., tuple], *, platform: str) -> Callable[..., tuple]:
-    """Returns `pull` with those leaves of its first result in float32 that products, sums and casts, moved or added up, alone make.
+    """Returns `pull` with leaves of its first result in float32: those that only matmuls, sums, casts, moves and additions make.
 
     Args:
-      pull: a function such as `jax.vjp` returns; its first result holds the gradients of weights. Other results stay as they are.
-      platform: that of the devices. XLA's CPU backend refuses some products of 16-bit operands in float32; there the operands are cast.
+      pull: a function such as `jax.vjp` returns; its first result holds the gradients of weights. Other results are unchanged.
+      platform: of the devices. XLA's CPU backend refuses some matmuls of 16-bit operands with a float32 result; there operands are cast.
     """
 
     def run(*args: Any) -> tuple:
@@ -39,12 +38,12 @@ def in_float32(pull: Callable[..., tuple], *, platform: str) -> Callable[..., tu
 
 
 class _Widened:
-    """One program, and which of its equations end in float32.
+    """A program, and which of its equations return float32.
 
     Args:
       jaxpr: the program.
-      outputs: the numbers of its results that may come in float32.
-      casts: casts the operands of products, too.
+      outputs: the indices of its results that may be float32.
+      casts: casts the operands of matmuls, too.
     """
 
     def __init__(self, jaxpr: jex.Jaxpr, outputs: Collection[int], *, casts: bool):
@@ -52,13 +51,13 @@ class _Widened:
         self._makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         read = [var for eqn in jaxpr.eqns for var in eqn.invars] + list(jaxpr.outvars)
         self._reads = collections.Counter(var for var in read if isinstance(var, jex.Var))
-        self._ends: set[int] = set()  # products, sums and casts, by their identities
+        self._ends: set[int] = set()  # matmuls, sums and casts, by id
         self._passes_on: set[int] = set()
         self._inside: dict[int, _Widened] = {}
         self.widened = {number for number in outputs if self._widen(jaxpr.outvars[number])}
 
     def _widen(self, var: Any) -> bool:
-        """Marks what makes a variable, and says whether it comes in float32 now."""
+        """Marks the equations that make a variable, and returns whether it is float32 now."""
         eqn = self._makers.get(var) if isinstance(var, jex.Var) else None
         if eqn is None or self._reads[var] != 1 or _dtype(var) not in (jnp.bfloat16, jnp.float16):
             return False
@@ -66,10 +65,10 @@ class _Widened:
         if name == _SUM and self._widen(eqn.invars[0]):  # of a sum
             self._passes_on.add(id(eqn))
             return True
-        if name in (_PRODUCT, _SUM) or (name == _CAST and _dtype(eqn.invars[0]) == jnp.float32):
+        if name in (_MATMUL, _SUM) or (name == _CAST and _dtype(eqn.invars[0]) == jnp.float32):
             self._ends.add(id(eqn))
             return True
-        if name in _PASS_ON:  # a term of a sum that is widened beside one that cannot be is cast back
+        if name in _PASS_ON:  # if only one term of a sum can be widened, it is cast back
             if all(self._widen(term) for term in eqn.invars):
                 self._passes_on.add(id(eqn))
             return id(eqn) in self._passes_on
@@ -82,7 +81,7 @@ class _Widened:
         return program.widened != before
 
     def run(self, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """Returns the results, those in `widened` in float32."""
+        """Returns the results; those in `widened` are float32."""
         values: dict[Any, Any] = dict(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*consts, *args]))
 
         def read(atom: Any) -> Any:
@@ -114,8 +113,8 @@ class _Widened:
             if traced.consts:  # a checkpoint has none of its own
                 return program.run((), inputs)
             params["jaxpr"] = traced.jaxpr
-        found = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
-        return found if eqn.primitive.multiple_results else [found]
+        results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
+        return results if eqn.primitive.multiple_results else [results]
 
 
 def _as_traced(value: Any, atom: Any) -> Any:

@@ -1,16 +1,16 @@
-"""Gathers a split weight where it is used. This module holds the one operation that makes stage 3 work on any model.
+"""Gathers a sharded weight where it is used. This module holds the one operation that makes stage 3 work for any model.
 
-A weight is stored split, used whole, and its gradient leaves split again:
+A weight is stored sharded and used gathered, and its gradient is sharded again:
 
-    forward   w_used = all_gather(cast(w_stored))        2 bytes an element travel in bf16
-    backward  g = reduce_scatter(g_used)                 an all-reduce where gradients stay whole
+    forward   w_used = all_gather(cast(w_stored))        2 bytes an element are sent in bf16
+    backward  g = reduce_scatter(g_used)                 an all-reduce where gradients stay replicated
 
 It comes in two forms (ZeRO, arXiv:1910.02054, section 5; FSDP, arXiv:2304.11277, section 3).
 
-- `gather` asks the compiler: it sees whole arrays with a sharding. `with_sharding_constraint` alone cannot say this, because it
-  transposes to itself: a weight constrained to be whole forces its gradient to be whole. A custom_vjp says it.
-- `gather_shard` says the collectives itself: it sees one device's shards, inside `jax.shard_map`. Sums over devices are then made in a
-  dtype of choice, and may wait until the last of several passes.
+- `gather` works on global arrays, and the compiler inserts the collectives. `with_sharding_constraint` alone is not enough, because it
+  transposes to itself: a weight constrained to be replicated has a gradient constrained to be replicated. Hence a custom_vjp.
+- `gather_shard` works on one device's shards, inside `jax.shard_map`, and calls the collectives itself. Gradients are then summed over
+  devices in a chosen dtype, and the sum may wait until the last of several passes.
 """
 
 import dataclasses
@@ -29,18 +29,18 @@ from zerojax.zero.placement import Placement
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
-    """Returns a weight whole and in `dtype`; its gradient is reduced onto `placement.grad`, in the weight's own dtype.
+    """Returns a weight gathered and in `dtype`; its gradient is reduced to `placement.grad`, in the weight's own dtype.
 
     Args:
-      stored: the weight as `placement.stored` lays it out.
-      placement: where the weight and its gradient live.
+      stored: the weight, sharded as `placement.stored`.
+      placement: the shardings of the weight and its gradient.
       dtype: the dtype of a floating weight in the forward pass; None keeps the stored one.
     """
     return _gather_forward(stored, placement, dtype)[0]
 
 
 def _gather_forward(stored: jax.Array, placement: Placement, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    # Casting under the stored sharding, before the gather, halves the bytes that travel.
+    # Casting under the stored sharding, before the gather, halves the bytes that are sent.
     weight = precision.cast_floating(stored, dtype)
     if placement.stored != placement.used:
         weight = jax.lax.with_sharding_constraint(weight, placement.stored)
@@ -62,30 +62,30 @@ class Reduction:
 
     Attributes:
       dtype: the dtype of the sum.
-      at_once: sums in every backward pass; else gradients that stay whole wait, unsummed, for `reduce`.
+      at_once: whether every backward pass sums. If not, replicated gradients stay unsummed until `reduce_rest`.
     """
 
     dtype: Any
     at_once: bool = True
 
     def waits(self, placement: Placement) -> bool:
-        """Says whether a pass leaves this weight's gradient unsummed."""
+        """Returns whether a pass leaves this weight's gradient unsummed."""
         return not self.at_once and placement.grad == placement.used
 
     def target(self, placement: Placement) -> NamedSharding:
-        """Returns how a pass leaves this weight's gradient laid out."""
+        """Returns the sharding of this weight's gradient after a pass."""
         return placement.used if self.waits(placement) else placement.update
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ShardAndSink:
-    """One device's part of a weight, and the array whose gradient stands for the weight's.
+    """One device's shard of a weight, and the array that receives the weight's gradient.
 
     Attributes:
-      stored: the shard, as `Placement.stored` lays it out.
-      sink: zeros, float32, of the shape that the gradient has on this device (`sink`). The gradient flows here, since where it is split
-        and the weight is not, it has another shape than the weight. A frozen weight has none: `optax.MaskedNode()`.
+      stored: the shard, as in `Placement.stored`.
+      sink: zeros, float32, of the gradient's shape on this device (`sink`). The gradient is that of the sink, because its shape differs
+        from the weight's where only one of the two is sharded. A frozen weight has none: `optax.MaskedNode()`.
     """
 
     stored: jax.Array
@@ -93,7 +93,7 @@ class ShardAndSink:
 
 
 def sink(placement: Placement, reduction: Reduction) -> Any:
-    """Returns the zeros that a weight's gradient on this device is shaped like; of a frozen weight nothing, see `ShardAndSink`."""
+    """Returns zeros of the shape of a weight's gradient on this device; see `ShardAndSink`."""
     if not placement.trainable:
         return optax.MaskedNode()
     assert placement.shape is not None
@@ -101,23 +101,23 @@ def sink(placement: Placement, reduction: Reduction) -> Any:
 
 
 def local_shape(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
-    """Returns the shape of a device's shard where only replica and data are split by hand."""
+    """Returns the shape of a device's shard inside a `jax.shard_map` over replica and data."""
     ways = [sharding.mesh.shape[mesh_lib.DATA] if dim == _data_dim(sharding) else 1 for dim in range(len(shape))]
     return tuple(length // parts for length, parts in zip(shape, ways))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather_shard(weight: ShardAndSink, placement: Placement, dtype: Any, reduction: Reduction) -> jax.Array:
-    """Returns a weight whole and in `dtype` from this device's shard; call it inside `jax.shard_map` over replica and data.
+    """Returns a weight gathered and in `dtype` from this device's shard; call it inside `jax.shard_map` over replica and data.
 
-    The gradient goes to `weight.sink`: the sum over devices, as `placement.update` lays it out, or this device's own
-    addend where `reduction.waits`.
+    The gradient is that of `weight.sink`: the sum over devices, sharded as `placement.update`, or this device's own term if
+    `reduction.waits`.
     """
-    return whole(weight.stored, placement, dtype)
+    return all_gather(weight.stored, placement, dtype)
 
 
-def whole(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
-    """Returns a weight whole and in `dtype` from this device's shard."""
+def all_gather(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
+    """Returns a weight gathered and in `dtype` from this device's shard."""
     weight, dim = precision.cast_floating(stored, dtype), _data_dim(placement.stored)
     if dim is not None and dim != _data_dim(placement.used):
         weight = jax.lax.all_gather(weight, mesh_lib.DATA, axis=dim, tiled=True)
@@ -125,18 +125,18 @@ def whole(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
 
 
 def reduce_pass(grad: jax.Array, placement: Placement, reduction: Reduction) -> jax.Array:
-    """Returns what one backward pass adds to a weight's sink, from the gradient of the whole weight."""
+    """Returns a backward pass's gradient of a weight's sink, from its gradient of the gathered weight."""
     grad = _with_padding(grad, placement)
     return grad.astype(jnp.float32) if reduction.waits(placement) else _sum(grad, placement, reduction.dtype)
 
 
 def reduce_rest(grad: jax.Array, placement: Placement, reduction: Reduction) -> jax.Array:
-    """Sums over devices what the passes left unsummed."""
+    """Sums over devices a gradient that the passes left unsummed."""
     return _sum(grad, placement, reduction.dtype) if reduction.waits(placement) else grad
 
 
 def _sum(grad: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
-    """Returns the sum over devices, each keeping the part that `placement.update` gives it, in float32."""
+    """Returns the sum over devices in float32, sharded as `placement.update`."""
     grad, dim, mesh = grad.astype(dtype), _data_dim(placement.update), placement.update.mesh
     if dim is None:
         axes: tuple[str, ...] = mesh_lib.BATCH_AXES
@@ -151,7 +151,7 @@ def _sum(grad: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
 def _shard_forward(
     weight: ShardAndSink, placement: Placement, dtype: Any, reduction: Reduction
 ) -> tuple[jax.Array, None]:
-    return whole(weight.stored, placement, dtype), None
+    return all_gather(weight.stored, placement, dtype), None
 
 
 def _shard_backward(placement: Placement, dtype: Any, reduction: Reduction, _: None, grad: jax.Array) -> tuple[Any]:
@@ -163,7 +163,7 @@ gather_shard.defvjp(_shard_forward, _shard_backward)
 
 
 def _data_dim(sharding: NamedSharding) -> int | None:
-    """Returns the dim split over `data`."""
+    """Returns the dim sharded over `data`."""
     for dim, entry in enumerate(sharding.spec):
         if entry == mesh_lib.DATA or (isinstance(entry, tuple) and mesh_lib.DATA in entry):
             return dim

@@ -1,13 +1,13 @@
-"""Finds the calls to a model's blocks while it runs. This module lets each block gather its own weights, and the model know nothing of it.
+"""Intercepts the calls to a model's blocks. This module lets each block gather its own weights, in models that know nothing of it.
 
-Linen lets calls be intercepted. The outermost call of each module whose path matches runs under its own `jax.checkpoint` and gathers
-its weights inside it, so at any time about one block's weights are whole.
+Linen lets calls be intercepted. The outermost call of each module whose path matches runs under its own `jax.checkpoint` and gathers its
+weights inside it. At any time about one block's weights are gathered.
 
-Where the caller gives `run`, a plain block (params alone: no random keys, no other variables) is handed to it as a function of its
-weights and inputs, so that forward and backward pass can be written by hand.
+If the caller passes `run`, it gets each plain block (params alone: no random keys, no other variables) as a function of the block's weights
+and inputs. `run` then defines the block's forward and backward pass.
 
-The model may be given weights that are whole already. `stored_of` then says of which stored weight an array was made; a block takes those
-that it knows as stored, and others, which the loss has changed or made, as they are.
+The params of the model may already be gathered. `stored_of` then returns the stored weight that an array was made from. A block takes the
+stored weight if there is one. Arrays that the loss has changed or made have none, and the block uses them as they are.
 """
 
 import contextlib
@@ -36,15 +36,15 @@ class Interceptor:
     """Intercepts calls to blocks.
 
     Args:
-      pattern: a regex over Linen module paths that a block's matches in full.
+      pattern: a regex that matches a block's full Linen module path.
       heads: the same for blocks that are not rematerialised; "" for none.
       gather_leaf: f(path, stored) -> used.
-      policy: what a block keeps for its backward pass; None for no rematerialisation.
-      recompute: a regex over paths of modules inside blocks, whose products are not kept; "" for none.
-      offload: the same for modules whose results are kept in the host's memory.
-      run: runs plain blocks; None lifts all of them.
-      stored_of: f(array) -> (path, stored), or None where no weight is known to it; None: arrays are as stored, their paths the modules'.
-      is_leaf: tells weights as stored from the trees around them.
+      policy: the `jax.checkpoint` policy of a block; None for no rematerialisation.
+      recompute: a regex over paths of modules inside blocks, whose matmuls are not kept; "" for none.
+      offload: the same for modules whose results are kept in host memory.
+      run: runs plain blocks; None: all blocks are lifted by Linen.
+      stored_of: f(array) -> (path, stored), or None for an unknown array. None: arrays are as stored, and their paths are the modules'.
+      is_leaf: returns whether a node of the params is one stored weight.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class Interceptor:
         self._gather_leaf, self._policy, self._run, self._is_leaf = gather_leaf, policy, run, is_leaf
         self._stored_of = stored_of
         self._inside: str | None = None  # path of the block that runs
-        self._root: tuple[str, ...] = ()  # path of the module that stands for it while it runs
+        self._root: tuple[str, ...] = ()  # path of the block's root module while it runs
         self.entered: set[str] = set()
         self.headed: set[str] = set()
         self.recomputed: set[str] = set()
         self.offloaded: set[str] = set()
-        self.strangers: set[str] = set()  # blocks with weights that `stored_of` does not know
+        self.strangers: set[str] = set()  # blocks with weights for which `stored_of` returns None
 
     def owns(self, leaf_path: str) -> bool:
-        """Says whether a leaf lies inside a block."""
+        """Returns whether a leaf is inside a block."""
         return block_of(leaf_path, self._pattern) is not None
 
     def intercept(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
@@ -85,7 +85,7 @@ class Interceptor:
         if self._inside is not None:
             return self._inner(call, args, kwargs, context)
         path = "/".join(module.path)
-        # A lifted function is a call as well; the module's own methods that it calls come by later.
+        # A lifted function is a call too; the module's own methods that it calls are intercepted later.
         if not self._pattern.fullmatch(path) or not hasattr(type(module), context.method_name):
             return call(*args, **kwargs)
         if context.method_name == "setup":
@@ -101,20 +101,20 @@ class Interceptor:
         elif (
             known and self._run is not None and _is_plain(module) and not _reads_others((args, kwargs), is_field=False)
         ):
-            return self._by_hand(module, context.method_name, path, known, arrays, fill, policy)
+            return self._run_plain(module, context.method_name, path, known, arrays, fill, policy)
         return self._lifted(module, context.method_name, path, known, arrays, fill, policy)
 
     def _known(self, module: nn.Module, path: str) -> dict[str, tuple[str, Any] | None]:
-        """Returns for each of a module's weights, by its path in the module, its path in the params and itself as stored, or None."""
+        """Returns {path in the module: (path in the params, stored weight), or None if it is unknown} for a module's weights."""
         leaves = tree.flatten(module.variables.get("params", {}))
         if self._stored_of is None:
             return {leaf: (_join(path, leaf), value) for leaf, value in leaves}
         return {leaf: self._stored_of(value) for leaf, value in leaves}
 
-    def _by_hand(
+    def _run_plain(
         self, module: nn.Module, method: str, path: str, known: dict, arrays: list, fill: Callable, policy: Any
     ) -> Any:
-        alone, place = module.clone(parent=None), module.path
+        alone, module_path = module.clone(parent=None), module.path
         structure = jax.tree.structure(module.variables.get("params", {}))
         names, result = [name for name, _ in known.values()], _Result()
 
@@ -123,12 +123,12 @@ class Interceptor:
             params = jax.tree.unflatten(structure, [used[name] for name in names])
 
             def call(scope: Scope) -> Any:
-                for name in place:  # modules inside, and who intercepts their calls, read their path in the model
+                for name in module_path:  # inner modules and their interceptor read their path in the model
                     scope = scope.push(name)
                 return getattr(alone.clone(parent=scope), method)(*inner_args, **inner_kwargs)
 
-            with self._entered_as(path, place):
-                return result.take(flax.core.apply(call)({"params": unflatten_dict({place: params})}))
+            with self._entered_as(path, module_path):
+                return result.take(flax.core.apply(call)({"params": unflatten_dict({module_path: params})}))
 
         assert self._run is not None
         return result.give(self._run(body, dict(known.values()), arrays, policy))
@@ -149,8 +149,8 @@ class Interceptor:
 
         def gather_block(variables: Any) -> Any:
             def gather(leaf: str, value: Any) -> Any:
-                found = known.get(_inside(leaf))
-                return self._gather_leaf(found[0], value) if found else value
+                weight = known.get(_inside(leaf))
+                return self._gather_leaf(weight[0], value) if weight else value
 
             return tree.map_with_path(gather, variables, is_leaf=self._is_leaf)
 
@@ -159,7 +159,7 @@ class Interceptor:
             block = nn.remat(block, policy=policy)
         if self._stored_of is not None:
             block = nn.map_variables(block, "params", trans_in_fn=as_stored)
-        with self._entered_as(path, module.path):  # calls inside a block, flax's own of `run` too, are left alone
+        with self._entered_as(path, module.path):  # calls inside a block, also flax's own of `run`, pass
             return result.give(block(module, *arrays))
 
     @contextlib.contextmanager
@@ -172,10 +172,10 @@ class Interceptor:
             self._inside, self._root = before
 
     def _inner(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
-        """Runs a call inside a block, its products or its result marked where `recompute` or `offload` names the module."""
+        """Runs a call inside a block; marks its matmuls if `recompute` matches the module, and its result if `offload` does."""
         path = "/".join((self._inside or "", *context.module.path[len(self._root) :]))
         is_block = path == self._inside
-        if is_block or self._is_head(self._inside):  # heads keep all that they compute
+        if is_block or self._is_head(self._inside):  # heads keep all residuals
             return call(*args, **kwargs)
         if self._recompute.fullmatch(path):
             self.recomputed.add(path)
@@ -192,7 +192,7 @@ class Interceptor:
 
 
 def _recomputed(call: Callable, args: tuple, kwargs: dict, path: str, module: nn.Module) -> Any:
-    """Runs a call whose matmuls the backward pass computes again."""
+    """Runs a call whose matmuls are recomputed in the backward pass."""
     scope = module.scope
     assert scope is not None
     result, before = _Result(), jax.tree.leaves(scope.mutable_variables())
@@ -202,8 +202,8 @@ def _recomputed(call: Callable, args: tuple, kwargs: dict, path: str, module: nn
         after = jax.tree.leaves(scope.mutable_variables())
         if len(before) != len(after) or any(old is not new for old, new in zip(before, after)):
             raise UserError(
-                f"recompute: {path} changes variables (batch statistics, sown values), and cannot be computed again; name modules "
-                "inside it, or leave it out"
+                f"recompute: {path} changes variables (batch statistics, sown values), and cannot be recomputed; name modules inside "
+                "it, or omit it"
             )
         return arrays
 
@@ -211,20 +211,20 @@ def _recomputed(call: Callable, args: tuple, kwargs: dict, path: str, module: nn
 
 
 def block_of(leaf_path: str, pattern: re.Pattern) -> str | None:
-    """Returns the path of the outermost module around a leaf that a pattern matches in full, or None."""
+    """Returns the full path of the outermost module around a leaf that a pattern matches, or None."""
     parts = _inside(leaf_path).split("/")
     prefixes = ("/".join(parts[:end]) for end in range(1, len(parts)))
     return next((prefix for prefix in prefixes if pattern.fullmatch(prefix)), None)
 
 
 def _set_up(call: Callable) -> None:
-    """Runs a block's `setup`; where it asks for weights of its own, which are not whole here, the block's calls run it again."""
+    """Runs a block's `setup`. It fails here if it reads the block's weights, which are still sharded; the block's calls run it again."""
     with contextlib.suppress(flax.errors.ScopeParamShapeError):
         call()
 
 
 class _Result:
-    """Brings what a block returns beside arrays (a flag, a name) out of it as it is, which JAX's transformations would trace or refuse."""
+    """Passes non-arrays that a block returns (a flag, a name) around JAX's transformations, which would trace or refuse them."""
 
     def take(self, value: Any) -> list[Any]:
         arrays, self._fill = _arrays_of(value)
@@ -235,20 +235,20 @@ class _Result:
 
 
 def _arrays_of(value: Any) -> tuple[list[Any], Callable[[Any], Any]]:
-    """Returns the arrays in a value, and the function that puts others in their place."""
+    """Returns the arrays in a value, and a function that replaces them by others."""
     leaves, structure = jax.tree.flatten(value)
     is_array = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]  # a numpy scalar may be a static argument
     others = [leaf for array, leaf in zip(is_array, leaves) if not array]
 
     def fill(values: Any) -> Any:
-        given, rest = iter(values), iter(others)
-        return jax.tree.unflatten(structure, [next(given if array else rest) for array in is_array])
+        arrays, rest = iter(values), iter(others)
+        return jax.tree.unflatten(structure, [next(arrays if array else rest) for array in is_array])
 
     return [leaf for array, leaf in zip(is_array, leaves) if array], fill
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Says whether a call depends on the module's own params and its inputs alone, and changes nothing."""
+    """Returns whether a call reads only the module's own params and its inputs, and changes nothing."""
     scope = module.scope
     assert scope is not None
     fields = [field.name for field in dataclasses.fields(module) if field.name not in ("parent", "name")]
@@ -257,9 +257,9 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _reads_others(value: Any, *, is_field: bool) -> bool:
-    """Says whether fields or arguments bring in values that are no arguments: arrays, or modules that live elsewhere in the model.
+    """Returns whether fields or arguments hold other values that the call reads: arrays, or modules elsewhere in the model.
 
-    They may hide in functions: in what these are bound to, and in what they close over.
+    Functions may hold them too: in a bound method, in a partial or in a closure.
     """
     for leaf in jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, nn.Module)):
         if isinstance(leaf, nn.Module):

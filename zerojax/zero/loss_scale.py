@@ -2,11 +2,11 @@
 
     scale     d(scale * loss): small gradients become representable (Micikevicius et al., arXiv:1710.03740, section 3.2)
     unscale   g = g_scaled / scale, in float32
-    verdict   an inf or NaN in any gradient, on any device, is an overflow: nothing of that step is kept
+    verdict   an inf or NaN in any gradient, on any device, is an overflow: the step is skipped
     adjust    see `DynamicLossScale`
 
-What a step does with it is in `update`. All of it is part of the compiled step. Every device sees the same sums, so all skip alike, and
-no device waits for the host.
+`update` applies it in a step. All of it is compiled into the step. Every device sees the same sums, so all devices skip the same steps and
+none waits for the host.
 """
 
 import dataclasses
@@ -20,21 +20,21 @@ from zerojax import tree
 from zerojax.errors import UserError
 
 ON_MINIMUM = ("raise", "hold")
-VERDICT = ("overflow_leaf", "is_exhausted")  # metrics that are no measurements
+VERDICT = ("overflow_leaf", "is_exhausted")  # metrics that are not measurements
 LARGEST = (
     2.0**126
 )  # the largest power of two whose reciprocal is a normal float32; DeepSpeed's ceiling is that of float64
 
 
 class LossScaleState(NamedTuple):
-    """What a loss scale remembers between steps, as scalars.
+    """A loss scale's state between steps, as scalars.
 
     Attributes:
-      scale: float32[], what multiplies the next step's loss.
-      hysteresis: int32[], the overflow at which the scale halves, counted from the next one.
+      scale: float32[], the factor of the next step's loss.
+      hysteresis: int32[], the overflows until the scale halves.
       good_steps: int32[], steps since the last overflow, or since the first step.
       skipped_steps: int32[], overflows so far.
-      is_exhausted: bool[], whether the last step overflowed at the smallest scale, and the run is to stop.
+      is_exhausted: bool[], whether the last step overflowed at the smallest scale, and the run must stop.
     """
 
     scale: jax.Array
@@ -45,7 +45,7 @@ class LossScaleState(NamedTuple):
 
 
 class LossScale(Protocol):
-    """What `make_train_step` takes as `loss_scale`."""
+    """The protocol of `make_train_step`'s `loss_scale`."""
 
     def init(self) -> LossScaleState:
         """Returns the state before the first step."""
@@ -59,7 +59,7 @@ class StaticLossScale:
     """Multiplies the loss by a constant. A step that overflows is skipped, and the next one is tried at the same scale.
 
     Attributes:
-      scale: above 0; a power of two costs no bits.
+      scale: above 0; a power of two is exact.
     """
 
     scale: float
@@ -81,7 +81,7 @@ class DynamicLossScale:
     """Halves the scale when gradients overflow, and doubles it after good steps: DeepSpeed's `DynamicLossScaler`.
 
     An overflow with hysteresis h > 1 only sets h to h - 1; at h = 1 the scale becomes max(scale / 2, min_scale). A good step after n
-    good ones in a row, n > 0 a multiple of `window`, doubles the scale and refills h.
+    good ones in a row, where n > 0 is a multiple of `window`, doubles the scale and refills h.
 
     Attributes:
       init_scale: the first scale.
@@ -89,8 +89,8 @@ class DynamicLossScale:
       hysteresis: h when it is full, at least 1.
       consecutive_hysteresis: whether every good step refills h, so that only overflows in a row halve the scale.
       min_scale: the smallest scale.
-      on_minimum: what follows an overflow with h = 1 and the scale at `min_scale`: "raise" marks the state exhausted and changes nothing
-        else in it (see `raise_if_exhausted`), "hold" goes on at this scale.
+      on_minimum: the effect of an overflow with h = 1 and the scale at `min_scale`. "raise" marks the state exhausted and changes nothing
+        else in it (see `raise_if_exhausted`). "hold" continues at this scale.
 
     >>> scaler = DynamicLossScale()
     >>> state = TrainState.create(..., loss_scale=scaler.init())
@@ -110,7 +110,7 @@ class DynamicLossScale:
         for name in ("window", "hysteresis"):
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value < 2**31:
-                raise UserError(f"loss_scale.{name}: must be a whole number from 1 to 2**31 - 1, and is {value!r}")
+                raise UserError(f"loss_scale.{name}: must be an integer from 1 to 2**31 - 1, and is {value!r}")
         if not isinstance(self.consecutive_hysteresis, bool):
             raise UserError(
                 f"loss_scale.consecutive_hysteresis: must be True or False, and is {self.consecutive_hysteresis!r}"
@@ -132,7 +132,7 @@ class DynamicLossScale:
         """Returns the state after a step whose gradients were all finite (bool[]), or were not."""
         doubles = (state.good_steps > 0) & (state.good_steps % self.window == 0)
         refills = jnp.logical_or(self.consecutive_hysteresis, doubles)
-        halves = jnp.minimum(state.hysteresis, self.hysteresis) <= 1  # of a restored state it may be larger
+        halves = jnp.minimum(state.hysteresis, self.hysteresis) <= 1  # a restored state may hold more
         grown = jnp.where(doubles, jnp.minimum(state.scale * 2, LARGEST), state.scale)
         shrunk = jnp.where(halves, jnp.maximum(state.scale / 2, self.min_scale), state.scale)
         after = _counted(state, finite)._replace(
@@ -149,23 +149,23 @@ class DynamicLossScale:
 
 
 def overflow(metrics: Mapping[str, Any], params: Any) -> str | None:
-    """Says which gradient was the first that was not finite, and at which scale; None where the step was not skipped.
+    """Returns a text that names the first gradient that was not finite, and the scale; None if the step was not skipped.
 
     Args:
       metrics: of a train step; this waits for them.
       params: a tree of the weights, abstract or not.
     """
-    number = int(metrics.get("overflow_leaf", -1))
-    if number < 0:
+    index = int(metrics.get("overflow_leaf", -1))
+    if index < 0:
         return None
-    return f"the gradient of params/{tree.flatten(params)[number][0]} is not finite at loss scale {float(metrics['loss_scale']):g}"
+    return f"the gradient of params/{tree.flatten(params)[index][0]} is not finite at loss scale {float(metrics['loss_scale']):g}"
 
 
 def raise_if_exhausted(metrics: Mapping[str, Any], params: Any) -> None:
     """Stops a run whose gradients overflow at the smallest scale; call it with every step's metrics.
 
     Raises:
-      UserError: the step was such a one; the line names the first gradient that was not finite.
+      UserError: the step overflowed at the smallest scale; the line names the first gradient that was not finite.
     """
     if metrics.get("is_exhausted", False):
         raise UserError(
@@ -176,7 +176,7 @@ def raise_if_exhausted(metrics: Mapping[str, Any], params: Any) -> None:
 
 def _first(scale: float, hysteresis: int) -> LossScaleState:
     zero = jnp.zeros((), jnp.int32)
-    # A copy each: leaves that share a buffer cannot be donated.
+    # Copies, because leaves that share a buffer cannot be donated.
     return LossScaleState(
         jnp.asarray(scale, jnp.float32), jnp.asarray(hysteresis, jnp.int32), zero, zero.copy(), jnp.zeros((), bool)
     )

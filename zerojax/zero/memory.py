@@ -1,4 +1,4 @@
-"""Counts bytes per device by role. This module prints, before anything is allocated, what a state will hold and what it saves."""
+"""Counts bytes per device by role. This module shows, before any allocation, the bytes of a state and the share that its stage saves."""
 
 import math
 from typing import Any
@@ -11,18 +11,19 @@ from zerojax.optim import eight_bit
 from zerojax.zero import gather, placement, stages
 
 ROLES = (roles.PARAMS, roles.FROZEN, roles.GRADIENTS, roles.OPT_STATE, roles.OTHER)
-MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": eight_bit.BYTES}  # of a moment for each parameter
+MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": eight_bit.BYTES}  # of one moment of a parameter
 
 
 def bytes_per_device(
     partition: placement.Partition, *, accumulates: bool = False, by_hand: bool = False
 ) -> dict[str, int]:
-    """Returns {role: bytes on each device}, from the shardings' arithmetic; what activations need is not counted.
+    """Returns {role: bytes on each device}, computed from the shardings; activations are not counted.
 
-    Frozen weights are counted apart, and have no gradients.
+    Frozen weights have a role of their own, and no gradients.
 
-    Gradients live while a step runs. They have the dtype of their weights, or float32 where they accumulate over several passes or are
-    summed by explicit collectives (`make_train_step`'s reduce_dtype): then one pass leaves them sharded as the optimizer state.
+    Gradients exist while a step runs. They have the dtype of their weights, or float32 if they accumulate over several passes or are
+    summed by explicit collectives (`by_hand`: `make_train_step`'s reduce_dtype). With these, one pass leaves them sharded as the optimizer
+    state.
     """
     counted = dict.fromkeys(ROLES, 0)
     for path, leaf in tree.flatten(partition.abstract_state):
@@ -30,18 +31,18 @@ def bytes_per_device(
         counted[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
         if role == roles.PARAMS:
             item = 4 if accumulates or by_hand else jnp.dtype(leaf.dtype).itemsize
-            where, reduction = partition.placements[path], gather.Reduction(jnp.float32, at_once=not accumulates)
-            kept = reduction.target(where) if by_hand else where.grad
-            counted[roles.GRADIENTS] += item * math.prod(kept.shard_shape(leaf.shape))
+            weight, reduction = partition.placements[path], gather.Reduction(jnp.float32, at_once=not accumulates)
+            sharding = reduction.target(weight) if by_hand else weight.grad
+            counted[roles.GRADIENTS] += item * math.prod(sharding.shard_shape(leaf.shape))
     return counted
 
 
 def bytes_per_parameter(
     policy: precision.Precision, stage: int, ways: int, *, moments: str = "fp32", num_moments: int = 2
 ) -> dict[str, float]:
-    """Returns {role: bytes on each device for each parameter} of what lasts from step to step (ZeRO, arXiv:1910.02054, section 3.1).
+    """Returns {role: bytes on each device for each parameter} of the train state (ZeRO, arXiv:1910.02054, section 3.1).
 
-    Every leaf counts as sharded evenly where the stage shards its role. Gradients are not counted: they live while a step runs.
+    Every leaf counts as evenly sharded if the stage shards its role. Gradients are not counted, because they exist only during a step.
 
     Args:
       policy: a value of `precision.PRECISIONS`.
@@ -53,23 +54,23 @@ def bytes_per_parameter(
     >>> bytes_per_parameter(precision.PRECISIONS["bf16"], 2, 8)
     {'params': 2.0, 'master weights': 0.5, 'moments': 1.0}
     """
-    splits = stages.STAGES[stage]
-    weight, copy_dtype = jnp.dtype(policy.weight_dtype), policy.copy_dtype(splits_params=splits.params)
+    sharded = stages.STAGES[stage]
+    weight, copy_dtype = jnp.dtype(policy.weight_dtype), policy.copy_dtype(splits_params=sharded.params)
     params = weight.itemsize if copy_dtype is None else jnp.dtype(copy_dtype).itemsize
-    kept_ways = ways if splits.opt_state else 1
+    opt_state_ways = ways if sharded.opt_state else 1
     return {
-        roles.PARAMS: params / (ways if splits.params else 1),
-        roles.MASTER: 0.0 if copy_dtype is None else weight.itemsize / kept_ways,
-        roles.MOMENTS: num_moments * MOMENT_BYTES[moments] / kept_ways,
+        roles.PARAMS: params / (ways if sharded.params else 1),
+        roles.MASTER: 0.0 if copy_dtype is None else weight.itemsize / opt_state_ways,
+        roles.MOMENTS: num_moments * MOMENT_BYTES[moments] / opt_state_ways,
     }
 
 
 def per_parameter_line(partition: placement.Partition, name: str, moments: str) -> str:
-    """Says how many bytes of state each device holds for each parameter, as counted from the shardings."""
+    """Returns a line with the bytes of state that each device holds for each parameter, computed from the shardings."""
     counted = bytes_per_device(partition)
     weights = [leaf for path, leaf in tree.flatten(partition.abstract_state) if path in partition.placements]
-    lasting = (roles.PARAMS, *([roles.FROZEN] if counted[roles.FROZEN] else []), roles.OPT_STATE)
-    each = {role: counted[role] / sum(map(tree.size, weights)) for role in lasting}
+    stored = (roles.PARAMS, *([roles.FROZEN] if counted[roles.FROZEN] else []), roles.OPT_STATE)
+    each = {role: counted[role] / sum(map(tree.size, weights)) for role in stored}
     shown = ", ".join(f"{roles.WORDS.get(role, role)} {value:.4g}" for role, value in each.items())
     return f"precision {name}, moments {moments}: {sum(each.values()):.4g} bytes a parameter on each device ({shown})"
 
@@ -80,7 +81,7 @@ def memory_table(
     accumulates: bool = False,
     by_hand: bool = False,
 ) -> Table:
-    """Returns the bytes of a partition beside those of `baseline`, the same run at stage 0, as a table; see `bytes_per_device`."""
+    """Returns a table of the bytes of a partition and of `baseline`, the same run at stage 0; see `bytes_per_device`."""
     here = bytes_per_device(partition, accumulates=accumulates, by_hand=by_hand)
     there = bytes_per_device(baseline, accumulates=accumulates, by_hand=by_hand)
     table = Table(title=f"Bytes on each device: stage {partition.stage}, data={partition.mesh.shape['data']}")
@@ -98,7 +99,7 @@ def memory_table(
 
 
 def measured_bytes(state: Any, device: Any) -> int:
-    """Returns the bytes that a state's shards really take on one device."""
+    """Returns the measured bytes of a state's shards on one device."""
     shards = [s for _, leaf in tree.flatten(state) for s in leaf.addressable_shards if s.device == device]
     return sum(shard.data.nbytes for shard in shards)
 
@@ -107,8 +108,8 @@ def _saved(here: int, there: int) -> str:
     return f"{1 - here / there:.0%}" if there else "-"
 
 
-def _caption(whole: dict[str, str]) -> str:
+def _caption(replicated: dict[str, str]) -> str:
     reasons: dict[str, int] = {}
-    for reason in whole.values():
+    for reason in replicated.values():
         reasons[reason] = reasons.get(reason, 0) + 1
-    return "kept whole: " + "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
+    return "replicated: " + "; ".join(f"{count} x {reason}" for reason, count in reasons.items())

@@ -1,18 +1,18 @@
-"""Runs a model's blocks so that collectives hide behind the neighbours' arithmetic. This module orders them by hand.
+"""Runs a model's blocks so that their collectives overlap the arithmetic of their neighbours. This module fixes the order of both.
 
-    forward    gather(i + 1) beside block i       it may start when block i does, and not before
+    forward    gather(i + 1) beside block i       starts no earlier than block i
     backward   gather(i - 1) beside block i       likewise
-               reduce(i)     beside block i - 1   it ends before block i - 1's backward pass does
+               reduce(i)     beside block i - 1   ends before the backward pass of block i - 1
 
-So about two blocks' weights and one block's gradients are whole at any time, whatever the compiler's scheduler would rather do: left to
-itself it puts off weight gradients to the end, and with them everything that they read.
+At any time about two blocks' weights are gathered and one block's gradients are unreduced. Without this order XLA's scheduler puts weight
+gradients off to the end, and keeps everything that they read.
 
-A head's backward pass may be short, as it has kept all: the block before it gathers beside the head's forward pass.
+A head's backward pass may be short, because the head is not rematerialised. The block before it gathers beside the head's forward pass.
 
-What a block keeps in the host's memory (`remat.for_host`) leaves the device beside the block after it, and comes back beside that one's
-backward pass, or the one's before it.
+Arrays that a block keeps in host memory (`remat.for_host`) are copied to the host beside the next block. They are copied back beside the
+backward pass of the next block, or of the one before it.
 
-The order is said by `jax.lax.optimization_barrier`, which XLA's scheduler keeps: what leaves a barrier waits for all that enters it.
+`jax.lax.optimization_barrier` sets the order, and XLA's scheduler honours it: each output of a barrier waits for all of its inputs.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ Body = Callable[..., Any]
 
 
 class Tokens(NamedTuple):
-    """What passes through the blocks, see `Chain`: float32[], all 0."""
+    """The tokens that pass through the blocks, see `Chain`: float32[], all 0."""
 
     start: jax.Array
     end: jax.Array
@@ -47,7 +47,7 @@ def no_tokens() -> Tokens:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Plan:
-    """One block's call: what it computes, and how its weights move."""
+    """One block's call: its body, and how its weights are gathered and reduced."""
 
     body: Body
     placements: Mapping[str, placement.Placement]
@@ -56,13 +56,13 @@ class _Plan:
     policy: Any
 
     def gather(self, stored: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        return {path: self._whole(path, shard) for path, shard in stored.items()}
+        return {path: self._gather(path, shard) for path, shard in stored.items()}
 
-    def _whole(self, path: str, shard: jax.Array) -> jax.Array:
+    def _gather(self, path: str, shard: jax.Array) -> jax.Array:
         with jax.named_scope(path):
-            return gather.whole(shard, self.placements[path], self.dtype)
+            return gather.all_gather(shard, self.placements[path], self.dtype)
 
-    def parted(self, weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def divided(self, weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the weights that have gradients, and the frozen ones."""
         frozen = {path: weight for path, weight in weights.items() if not self.placements[path].trainable}
         return {path: weight for path, weight in weights.items() if path not in frozen}, frozen
@@ -71,17 +71,17 @@ class _Plan:
         return {path: self._sum(path, grad) for path, grad in grads.items()}
 
     def _sum(self, path: str, grad: jax.Array) -> jax.Array:
-        with jax.named_scope(path):  # traces and ledgers name the weight that a collective moves
+        with jax.named_scope(path):  # traces and ledgers name the weight of each collective
             return gather.reduce_pass(grad, self.placements[path], self.reduction)
 
 
 class Chain:
-    """Runs blocks so that each one's collectives wait for, and end before, what its neighbours do.
+    """Runs blocks so that each block's collectives overlap its neighbours' arithmetic in a fixed order.
 
-    Two tokens, scalar zeros, pass through the blocks in their order, and their cotangents in the opposite one. `start` leaves a block as
-    soon as the block's input has arrived, and the next block's gather waits for it. The cotangent of `end` leaves a block when its
-    gradients are summed, and the end of the next block's backward pass waits for it. `tokens` are those that the last block let go: they
-    and their cotangents hold the order as long as something that is kept reads them.
+    Tokens, scalar zeros, pass through the blocks in their order, and their cotangents in the reverse order. A block returns `start` once
+    its input is there, and the next block's gather waits for it. A block returns the cotangent of `end` once its gradients are summed, and
+    the end of the next block's backward pass waits for it. `sending` and `sent` do the same for copies to the host. The attribute `tokens`
+    holds the last block's tokens. XLA drops the order unless the program reads them and their cotangents.
     """
 
     def __init__(
@@ -105,16 +105,16 @@ class Chain:
         return outputs
 
     def gather_leaf(self, path: str, weight: gather.ShardAndSink) -> jax.Array:
-        """Returns one weight whole, without a place in the order."""
+        """Returns one gathered weight, outside of the order."""
         with jax.named_scope(path):
             return gather.gather_shard(weight, self._find(path, weight.stored), self._dtype, self._reduction)
 
     def _unordered(
         self, body: Body, weights: dict[str, gather.ShardAndSink], arrays: list[jax.Array], policy: Any
     ) -> Any:
-        """Runs a block without its place in the order: inside a transformation of the model's own tokens cannot pass in and out.
+        """Runs a block outside of the order, because tokens cannot pass through a transformation inside the model.
 
-        It may be differentiated in every way, such as for the gradient of a gradient's norm.
+        The result can be differentiated twice, such as for the gradient of a gradient's norm.
         """
 
         def run(weights: dict[str, gather.ShardAndSink], *arrays: jax.Array) -> Any:
@@ -132,73 +132,75 @@ def _trace() -> Any:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _block(plan: _Plan, weights: dict[str, gather.ShardAndSink], tokens: Tokens, arrays: tuple) -> tuple[Any, Tokens]:
     stored = {path: weight.stored for path, weight in weights.items()}
-    whole, tokens, arrays, _ = _begin(plan, stored, tokens, arrays)
-    return plan.body(whole, *arrays), tokens
+    gathered, tokens, arrays, _ = _begin(plan, stored, tokens, arrays)
+    return plan.body(gathered, *arrays), tokens
 
 
 def _begin(
-    plan: _Plan, stored: dict[str, jax.Array], tokens: Tokens, arrived: Any, away: Any = None
+    plan: _Plan, stored: dict[str, jax.Array], tokens: Tokens, arrived: Any, on_host: Any = None
 ) -> tuple[dict, Tokens, Any, Any]:
-    """Gathers a block's weights once the block before it has begun, and lets the next one gather when this one's are there.
+    """Gathers a block's weights once the block before it has begun; the next block's gather waits for them.
 
-    So a block's gathers stand alone in the order, and XLA makes them one collective (`xla_options`).
+    The gathers of two blocks are thus never merged, and XLA merges those of one block into one collective (`xla_options`).
 
-    Returns the whole weights, the tokens, what arrived and what is `away`: on the host, and may be fetched as early as the weights.
+    Returns the gathered weights, the tokens, `arrived` and `on_host`. Arrays on the host may be fetched as early as the weights.
     """
-    (stored, away), start = jax.lax.optimization_barrier(((stored, away), tokens.start))
-    start, arrived, whole = jax.lax.optimization_barrier((start, arrived, plan.gather(stored)))
-    return whole, tokens._replace(start=start), arrived, away
+    (stored, on_host), start = jax.lax.optimization_barrier(((stored, on_host), tokens.start))
+    start, arrived, gathered = jax.lax.optimization_barrier((start, arrived, plan.gather(stored)))
+    return gathered, tokens._replace(start=start), arrived, on_host
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Kept:
-    """What a block's backward pass needs: the weights as stored, and the vjp function's other leaves, here and on the host."""
+class _Residuals:
+    """A block's residuals: the stored weights, and the other leaves of the vjp function, on the device and on the host."""
 
     stored: dict[str, jax.Array]
-    here: list[jax.Array | None]
-    away: list[jax.Array | None]
+    on_device: list[jax.Array | None]
+    on_host: list[jax.Array | None]
     begun: jax.Array | None  # the token of a head's forward pass; None for other blocks
-    paths: tuple[str | None, ...] = dataclasses.field(metadata={"static": True})  # the weight that a leaf was
+    paths: tuple[str | None, ...] = dataclasses.field(metadata={"static": True})  # of the weight that a leaf is
     structure: Any = dataclasses.field(metadata={"static": True})
 
 
 def _block_forward(
     plan: _Plan, weights: dict[str, gather.ShardAndSink], tokens: Tokens, arrays: tuple
-) -> tuple[Any, _Kept]:
+) -> tuple[Any, _Residuals]:
     stored = {path: weight.stored for path, weight in weights.items()}
-    whole, tokens, arrays, _ = _begin(plan, stored, tokens, arrays)
-    # The barrier in `_begin` keeps apart what both passes compute; jax.checkpoint's own would hold back what comes from the host.
+    gathered, tokens, arrays, _ = _begin(plan, stored, tokens, arrays)
+    # The barrier in `_begin` prevents CSE of the two passes; that of jax.checkpoint would also delay copies from the host.
     body = plan.body if plan.policy is None else jax.checkpoint(plan.body, policy=plan.policy, prevent_cse=False)
-    trained, frozen = plan.parted(whole)
+    trained, frozen = plan.divided(gathered)
     outputs, pull = jax.vjp(lambda trained, *arrays: body({**trained, **frozen}, *arrays), trained, *arrays)
     leaves, structure = jax.tree.flatten(pull)
-    path_of = {id(weight): path for path, weight in whole.items()}
+    path_of = {id(weight): path for path, weight in gathered.items()}
     paths = tuple(path_of.get(id(leaf)) for leaf in leaves)
-    here = [leaf if path is None and not _is_on_host(leaf) else None for leaf, path in zip(leaves, paths)]
-    away = [leaf if path is None and _is_on_host(leaf) else None for leaf, path in zip(leaves, paths)]
-    # A copy to the host has the time of two blocks: it may take as long as a block's forward pass.
+    on_device = [leaf if path is None and not _is_on_host(leaf) else None for leaf, path in zip(leaves, paths)]
+    on_host = [leaf if path is None and _is_on_host(leaf) else None for leaf, path in zip(leaves, paths)]
+    # A copy to the host may take as long as a block's forward pass, so it ends two blocks later.
     outputs, _ = jax.lax.optimization_barrier((outputs, tokens.sent))
-    away, sending = jax.lax.optimization_barrier((away, tokens.sending))
+    on_host, sending = jax.lax.optimization_barrier((on_host, tokens.sending))
     tokens = tokens._replace(sent=tokens.sending, sending=sending)
     begun = tokens.start if plan.policy is None else None
-    return (outputs, tokens), _Kept(stored, here, away, begun, paths, structure)
+    return (outputs, tokens), _Residuals(stored, on_device, on_host, begun, paths, structure)
 
 
 def _is_on_host(leaf: jax.Array) -> bool:
     return jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 
-def _block_backward(plan: _Plan, kept: _Kept, cotangents: tuple[Any, Tokens]) -> tuple[Any, Tokens, Any]:
+def _block_backward(plan: _Plan, residuals: _Residuals, cotangents: tuple[Any, Tokens]) -> tuple[Any, Tokens, Any]:
     outputs, tokens = cotangents
-    whole, tokens, (arrived, here), away = _begin(plan, kept.stored, tokens, (outputs, kept.here), kept.away)
-    if kept.begun is not None:
-        tokens = tokens._replace(start=kept.begun)
+    gathered, tokens, (arrived, on_device), on_host = _begin(
+        plan, residuals.stored, tokens, (outputs, residuals.on_device), residuals.on_host
+    )
+    if residuals.begun is not None:
+        tokens = tokens._replace(start=residuals.begun)
     leaves = [
-        whole[path] if path is not None else near if far is None else far
-        for path, near, far in zip(kept.paths, here, away)
+        gathered[path] if path is not None else near if far is None else far
+        for path, near, far in zip(residuals.paths, on_device, on_host)
     ]
-    pull = jax.tree.unflatten(kept.structure, leaves)
+    pull = jax.tree.unflatten(residuals.structure, leaves)
     if jnp.dtype(plan.reduction.dtype) == jnp.float32 and plan.placements:
         mesh = next(iter(plan.placements.values())).stored.mesh
         pull = float32_grads.in_float32(pull, platform=mesh_lib.platform(mesh))
@@ -206,10 +208,10 @@ def _block_backward(plan: _Plan, kept: _Kept, cotangents: tuple[Any, Tokens]) ->
     inputs = [
         jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, tangent) for tangent in inputs
     ]
-    # All products are made, and the block after this one has its gradients summed, before the block before this one begins.
+    # The previous block begins once all matmuls here are done and the next block's gradients are summed.
     grads, inputs, end = jax.lax.optimization_barrier((grads, inputs, tokens.end))
     sums, end = jax.lax.optimization_barrier((plan.reduce(grads), end))
-    totals = {**dict.fromkeys(kept.stored, optax.MaskedNode()), **sums}
+    totals = {**dict.fromkeys(residuals.stored, optax.MaskedNode()), **sums}
     sinks = {path: gather.ShardAndSink(None, total) for path, total in totals.items()}  # type: ignore[arg-type]  # no gradient
     return sinks, tokens._replace(end=end), tuple(inputs)
 

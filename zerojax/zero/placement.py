@@ -1,8 +1,8 @@
-"""Says where each leaf of a train state lives. This module holds these decisions as values; `stages` makes them.
+"""Describes how each leaf of a train state is sharded. This module holds these decisions as values; `stages` makes them.
 
-Where the optimizer state is stored and where gradient and update are computed are two questions, and so two fields of a `Placement`.
-Frozen weights are stored and gathered as others are. They have no gradient, no moments and no update, so a step works on two parts of the
-params: `trainable_part` is what it differentiates and updates, and `with_frozen` puts the rest back.
+A `Placement` has one sharding for the stored optimizer state and one for the update, because the two may differ.
+Frozen weights are stored and gathered like other weights. They have no gradient, no moments and no update, so a step divides the params in
+two parts. It differentiates and updates the `trainable_part`; `with_frozen` adds the frozen weights again.
 """
 
 import dataclasses
@@ -21,17 +21,17 @@ from zerojax import tree
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where one weight lives, and what belongs to it.
+    """The shardings of one weight, its gradient and its optimizer state.
 
     Attributes:
-      stored: the weight between two steps.
-      used: the weight in the forward pass.
-      grad: the gradient as a backward pass leaves it.
-      opt_state: the moments and the master weight between two steps, with their memory kind.
-      update: the gradient, the moments and the weight while the update is computed.
-      padding: how many elements longer the stored array is than what the model sees, dim by dim; () for none.
-      shape: the stored array's; a weight of another shape is not the one meant. None fits any.
-      trainable: whether the weight has a gradient and an update. Of a frozen weight `grad`, `opt_state` and `update` are not read.
+      stored: of the weight between two steps.
+      used: of the weight in the forward pass.
+      grad: of the gradient that a backward pass returns.
+      opt_state: of the moments and the master weight between two steps, with their memory kind.
+      update: of the gradient, the moments and the weight during the update.
+      padding: for each dim, the elements by which the stored array is longer than the one that the model sees; () for none.
+      shape: of the stored array; a leaf of another shape is refused. None fits any.
+      trainable: whether the weight has a gradient and an update. If not, `grad`, `opt_state` and `update` are not read.
     """
 
     stored: NamedSharding
@@ -46,20 +46,20 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What was decided for one leaf: `spec` as stored, `split` as it is where its role is sharded, and why."""
+    """The decision for one leaf: `spec` as stored, `sharded` the spec at stages that shard its role, and the reason."""
 
     role: str
     shape: tuple[int, ...]
     dtype: Any
     spec: P
-    split: P
+    sharded: P
     reason: str
     padding: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """A train state's placement. Trees have the state's shape.
+    """How a train state is sharded. Trees have the state's structure.
 
     Attributes:
       mesh: the device mesh.
@@ -67,8 +67,8 @@ class Partition:
       abstract_state: ShapeDtypeStructs as stored, with shardings.
       specs: PartitionSpecs.
       shardings: NamedShardings.
-      leaves: what was decided, by path.
-      placements: where each weight is stored, used, and its gradient reduced to, by path.
+      leaves: the decision for each leaf, by path.
+      placements: the shardings of each weight, its gradient and its optimizer state, by path.
     """
 
     mesh: Mesh
@@ -81,9 +81,9 @@ class Partition:
 
     @property
     def kept_whole(self) -> dict[str, str]:
-        """Says, for each weight that the stage would shard but that stays replicated, why."""
-        whole = {path: self.leaves[path] for path in self.placements if self.leaves[path].reason != "split"}
-        return {path: leaf.reason for path, leaf in whole.items() if mesh_lib.DATA not in specs_lib.axes(leaf.split)}
+        """Returns the reason for each weight, by path, that the stage would shard but that stays replicated."""
+        kept = {path: self.leaves[path] for path in self.placements if self.leaves[path].reason != "sharded"}
+        return {path: leaf.reason for path, leaf in kept.items() if mesh_lib.DATA not in specs_lib.axes(leaf.sharded)}
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -91,7 +91,7 @@ class Partition:
         return mesh_lib.batch_sharding(self.mesh)
 
     def trainable_part(self, params: Any) -> Any:
-        """Returns params, or a tree like them, with `optax.MaskedNode()`, which has no leaves, in place of frozen weights."""
+        """Returns params, or a tree like them, with `optax.MaskedNode()` (a node without leaves) for each frozen weight."""
         if all(placement.trainable for placement in self.placements.values()):
             return params
         index = tree.suffix_index(self.placements)
@@ -104,17 +104,17 @@ class Partition:
 
 
 def with_frozen(part: Any, params: Any) -> Any:
-    """Returns the leaves of a trainable part, and those of `params` where it has none."""
+    """Returns a trainable part with the frozen weights of `params` added."""
     if not has_frozen(part):
         return part
     return jax.tree.map(lambda own, rest: rest if is_frozen(own) else own, part, params, is_leaf=is_frozen)
 
 
 def has_frozen(part: Any) -> bool:
-    """Says whether a tree leaves out weights that are frozen."""
+    """Returns whether a tree omits frozen weights."""
     return any(map(is_frozen, jax.tree.leaves(part, is_leaf=is_frozen)))
 
 
 def is_frozen(node: Any) -> bool:
-    """Says whether a node of a trainable part stands for a frozen weight."""
+    """Returns whether a node of a trainable part is in the place of a frozen weight."""
     return isinstance(node, optax.MaskedNode)

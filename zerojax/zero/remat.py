@@ -1,11 +1,11 @@
-"""Says what the backward pass keeps of the forward pass. This module chooses by primitive, so that models need no names placed in them.
+"""Chooses which residuals the backward pass keeps. This module chooses by primitive, so that models need no `checkpoint_name`.
 
-Gathered weights are never kept, nor are values that are a weight in another dress: a cast, a transpose, a slice.
+Gathered weights are never kept, nor are values derived from a weight by a cast, a transpose or a slice.
 
-A policy sees a primitive and its parameters, not the place in the model. So `not_kept` rewrites the matmuls of a traced function: their
-precision, a pair, becomes a pair of the same values and of a class of this module. JAX reads the values, and only the policy the class, so
-the arithmetic and the compiled program stay, and no model can write the mark. It holds as long as JAX hands the pair on as it is; the
-tests of this module fail where it does not. Arrays for the host's memory have a name.
+A policy sees a primitive and its parameters, but not its module. `not_kept` therefore rewrites the matmuls of a traced function. It
+replaces their precision, a pair, by an equal pair of a class of this module. JAX reads the values and the policy reads the class, so the
+arithmetic and the compiled program do not change. Models cannot set this mark. It requires that JAX passes the pair on unchanged; tests of
+this module fail if it does not. Arrays for host memory have a name.
 """
 
 import copy
@@ -20,12 +20,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zerojax.errors import UserError
 
-# Values that are a weight moved or cast, or are cheap to move again: keeping one would keep a gathered weight.
+# Their results may be a gathered weight, moved or cast, and are cheap to recompute.
 _MOVES = frozenset(
     "sharding_constraint convert_element_type transpose reshape broadcast_in_dim squeeze slice copy copy_p "
     "expand_dims rev custom_vjp_call optimization_barrier all_gather".split()
 )
-_PRODUCTS = frozenset("dot_general conv_general_dilated ragged_dot ragged_dot_general".split())
+_MATMULS = frozenset("dot_general conv_general_dilated ragged_dot ragged_dot_general".split())
 
 _HOST = "zerojax: in the host's memory"
 _to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -38,7 +38,7 @@ _to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
 
 @dataclasses.dataclass(frozen=True)
 class _Offloads:
-    """Keeps what `for_host` named in the host's memory, and of the rest what another policy keeps."""
+    """Keeps arrays named by `for_host` in host memory, and applies another policy to the rest."""
 
     rest: Callable[..., Any]
 
@@ -48,20 +48,20 @@ class _Offloads:
 
 
 def policy(name: str, *, offloads: bool = False) -> Callable[..., Any]:
-    """Returns the policy of a name in REMAT; `offloads` keeps what `for_host` named, in the host's memory."""
+    """Returns the policy of a name in REMAT; with `offloads`, arrays named by `for_host` are kept in host memory."""
     return _Offloads(REMAT[name]) if offloads else REMAT[name]
 
 
 def without_offload(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a policy that keeps nothing in the host's memory: JAX does not differentiate twice what is there."""
+    """Returns a policy that keeps nothing in host memory, because JAX cannot differentiate offloaded arrays twice."""
     return policy.rest if isinstance(policy, _Offloads) else policy
 
 
 def for_host(value: Any) -> Any:
-    """Names a module's arrays, so that a policy that offloads keeps them in the host's memory until the backward pass reads them."""
+    """Names a module's arrays, so that a policy that offloads keeps them in host memory until the backward pass reads them."""
     if isinstance(value, jax.Array):
         return checkpoint_name(value, _HOST)
-    if isinstance(value, (dict, flax.core.FrozenDict)):  # whose order JAX does not keep
+    if isinstance(value, (dict, flax.core.FrozenDict)):  # JAX does not keep their order
         named = {key: for_host(part) for key, part in value.items()}
         if isinstance(value, flax.core.FrozenDict):
             return flax.core.FrozenDict(named)
@@ -77,14 +77,14 @@ def for_host(value: Any) -> Any:
 
 
 class _NotKept(tuple):
-    """The precision of a matmul's two operands; "dots" does not keep a matmul whose precision is of this class."""
+    """The precision of a matmul's two operands; "dots" does not keep a matmul with a precision of this class."""
 
 
 def not_kept(function: Callable[[], list[jax.Array]]) -> list[jax.Array]:
-    """Returns what `function` returns, its matmuls marked so that "dots" does not keep them.
+    """Returns the result of `function`, with its matmuls marked so that "dots" does not keep them.
 
     Raises:
-      UserError: a matmul has a dot algorithm in place of a precision, which takes no mark.
+      UserError: a matmul has a dot algorithm instead of a precision, and cannot be marked.
     """
     closed = jax.make_jaxpr(function)()
     return jex.jaxpr_as_fun(closed.replace(jaxpr=_marked(closed.jaxpr)))()
@@ -95,14 +95,14 @@ def _marked(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
 
 
 def _marked_params(eqn: jex.JaxprEqn) -> dict[str, Any]:
-    """Returns an equation's parameters with the mark, in the programs that it calls too."""
+    """Returns an equation's parameters with the mark, also in its inner programs."""
     params = {name: _marked_inside(value) for name, value in eqn.params.items()}
-    if eqn.primitive.name in _PRODUCTS:
+    if eqn.primitive.name in _MATMULS:
         precision = params["precision"] or (jax.lax.Precision.DEFAULT,) * 2
         if not isinstance(precision, tuple) or not all(isinstance(part, jax.lax.Precision) for part in precision):
             raise UserError(
-                f"recompute: a matmul of a module that it names has the dot algorithm {precision}, and only one with a precision can be "
-                "told from the rest; give a jax.lax.Precision or none, set recompute to '', or remat to 'full'"
+                f"recompute: a matmul of a module that it matches has the dot algorithm {precision}, and only a matmul with a precision "
+                "can be marked; give a jax.lax.Precision or none, set recompute to '', or remat to 'full'"
             )
         params["precision"] = _NotKept(precision)
     return params
@@ -122,15 +122,15 @@ def _keep_all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
     return primitive.name not in _MOVES
 
 
-def _keep_products(primitive: Any, *_: Any, **params: Any) -> bool:
-    # cuDNN's forward also returns the softmax statistics, so that the backward pass need not run it again.
-    is_product = primitive.name in _PRODUCTS or "dot_product_attention_fwd" in primitive.name
-    return is_product and not isinstance(params.get("precision"), _NotKept)
+def _keep_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
+    # cuDNN's forward also returns the softmax statistics, so the backward pass does not run it again.
+    is_matmul = primitive.name in _MATMULS or "dot_product_attention_fwd" in primitive.name
+    return is_matmul and not isinstance(params.get("precision"), _NotKept)
 
 
-# The rest is computed again.
+# The rest is recomputed.
 REMAT: dict[str, Callable[..., bool]] = {
     "none": _keep_all_but_weights,
-    "dots": _keep_products,
+    "dots": _keep_matmuls,
     "full": jax.checkpoint_policies.nothing_saveable,
 }

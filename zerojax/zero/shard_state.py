@@ -1,4 +1,4 @@
-"""Puts a train state where its partition says. This module is the one call that shards somebody's own state."""
+"""Shards a train state. This module holds the one call that a user needs to shard a state of their own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,22 +21,22 @@ def shard_train_state(
     """Shards a train state by ZeRO stage, in one call.
 
     Args:
-      state_or_init: a function that returns the state (then nothing unsharded ever exists: it is evaluated abstractly, placed, and
-        compiled with sharded outputs), or a concrete state (then each leaf is copied to its place).
-      *init_args: arguments of the init function; those made of arrays are traced, others (a config, a size) are passed as they are.
+      state_or_init: a function that returns the state, or a concrete state. A function is evaluated abstractly and compiled with sharded
+        outputs, so no unsharded state ever exists. The leaves of a concrete state are copied to their shardings.
+      *init_args: arguments of the init function; arrays are traced, others (a config, a size) are passed unchanged.
       mesh: from `make_mesh`.
       stage: 0 to 3.
-      trainable: a regex over paths of weights, such as "lora|head"; weights in whose path it is not found are frozen: they have no
-        gradient and no update. The optimizer state of a state with `tx`, `params` and `opt_state` is cut down to the trainable
-        weights, for which `tx.init` makes it of params with `optax.MaskedNode()` in place of the frozen ones; a state of another kind
-        must come without that of frozen weights. Empty: all are trained.
+      trainable: a regex over paths of weights, such as "lora|head"; weights whose path does not match are frozen: they have no
+        gradient and no update. If the state has `tx`, `params` and `opt_state`, its optimizer state is reduced to that of the trainable
+        weights: `tx.init` of params with `optax.MaskedNode()` in place of the frozen ones. A state of another kind must omit the
+        optimizer state of frozen weights. Empty: all weights are trained.
       **options: `overrides`, `min_size`, `indivisible` and `roles` of `partition_state`.
 
     Returns:
       The sharded state, of the same tree type, and the `Partition` that train steps are built from.
 
     Raises:
-      UserError: what `partition_state` refuses, or NNX modules that share a variable.
+      UserError: `partition_state` refuses the state, or NNX modules share a variable.
 
     >>> state, partition = shard_train_state(init, jax.random.key(0), mesh=make_mesh(), stage=3)
     """
@@ -44,36 +44,36 @@ def shard_train_state(
         traced, init = _close_over_settings(state_or_init, init_args, trainable)
         abstract_state = jax.eval_shape(init, *traced)
         partition = stages.partition_state(abstract_state, mesh=mesh, stage=stage, trainable=trainable, **options)
-        # Leaves alone: an init function that makes its own optimizer returns another tree type each time it is called.
+        # Returns leaves, because an init function that makes its own optimizer returns another tree type at each call.
         init_leaves = jax.jit(
             lambda *args: jax.tree.leaves(pad(init(*args), partition)),
             out_shardings=jax.tree.leaves(partition.shardings),
         )
         return jax.tree.unflatten(jax.tree.structure(abstract_state), init_leaves(*traced)), partition
     if init_args:
-        raise UserError("shard_train_state: init arguments go with an init function, and a state was given")
+        raise UserError("shard_train_state: init arguments need an init function, and the first argument is a state")
     state = _trained(_checked(state_or_init), trainable)
     partition = stages.partition_state(state, mesh=mesh, stage=stage, trainable=trainable, **options)
     return jax.tree.map(_copy_to, pad(state, partition), partition.shardings), partition
 
 
 def _checked(state: Any) -> Any:
-    """Returns the state, unless two places in it hold one NNX variable: as a pytree they would come apart."""
-    places: dict[int, str] = {}
+    """Returns the state; refuses one that holds an NNX variable twice, because a pytree would duplicate it."""
+    path_by_id: dict[int, str] = {}
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda n: isinstance(n, nnx.Variable)):
         if not isinstance(node, nnx.Variable):
             continue
-        place = tree.path_string(path)
-        if places.setdefault(id(node), place) != place:
+        name = tree.path_string(path)
+        if path_by_id.setdefault(id(node), name) != name:
             raise UserError(
-                f"state: {places[id(node)]} and {place} are one nnx.Variable, which a pytree would hold twice; "
-                "give nnx.split(state) or nnx.state(state), which hold it once"
+                f"state: {path_by_id[id(node)]} and {name} are one nnx.Variable, which a pytree would hold twice; "
+                "pass nnx.split(state) or nnx.state(state), which hold it once"
             )
     return state
 
 
 def _trained(state: Any, trainable: str) -> Any:
-    """Returns a train state whose optimizer state is that of its trainable weights alone."""
+    """Returns a train state whose optimizer state is that of its trainable weights only."""
     parts = ("tx", "params", "opt_state")
     if not trainable or not all(hasattr(state, name) for name in (*parts, "replace")):
         return state
@@ -82,10 +82,10 @@ def _trained(state: Any, trainable: str) -> Any:
     def keep(path: str, leaf: Any) -> Any:
         return optax.MaskedNode() if role_of[f"params/{path}"] == roles.FROZEN else leaf
 
-    wanted = jax.eval_shape(state.tx.init, tree.map_with_path(keep, state.params))
+    own_opt_state = jax.eval_shape(state.tx.init, tree.map_with_path(keep, state.params))
     leaves = dict(tree.flatten(state.opt_state))
     try:
-        return state.replace(opt_state=tree.map_with_path(lambda path, _: leaves[path], wanted))
+        return state.replace(opt_state=tree.map_with_path(lambda path, _: leaves[path], own_opt_state))
     except KeyError as error:
         raise UserError(
             f"trainable: the state's tx.init makes opt_state/{error.args[0]}, which the state does not have; create the optimizer state "
@@ -94,25 +94,25 @@ def _trained(state: Any, trainable: str) -> Any:
 
 
 def _copy_to(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    # device_put shares buffers that lie right already, and a donated buffer is gone: for the caller's state, and for a second
-    # leaf that is the same array (averaged weights that begin as the weights).
+    # Copied first, because device_put shares a buffer that already has the sharding, and donation deletes it: for the caller's state, and
+    # for a second leaf that is the same array (averaged weights that begin as the weights).
     return jax.device_put(leaf.copy() if isinstance(leaf, jax.Array) else leaf, sharding)
 
 
 def _close_over_settings(init: Callable[..., Any], args: tuple, trainable: str) -> tuple[list, Callable[..., Any]]:
-    """Returns the arguments that are made of arrays, and `init` as a function of these alone; see `_trained`."""
+    """Returns the arguments that are arrays, and `init` as a function of these only; see `_trained`."""
     is_traced = [all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(arg)) for arg in args]
 
     def closed(*traced: Any) -> Any:
-        given = iter(traced)
-        state = init(*[next(given) if is_array else arg for is_array, arg in zip(is_traced, args)])
+        arrays = iter(traced)
+        state = init(*[next(arrays) if is_array else arg for is_array, arg in zip(is_traced, args)])
         return _trained(_checked(state), trainable)
 
     return [arg for is_array, arg in zip(is_traced, args) if is_array], closed
 
 
 def pad(state: Any, partition: placement.Partition) -> Any:
-    """Adds the zeros that `indivisible="pad"` asked for; other leaves pass through."""
+    """Adds the zeros of `indivisible="pad"`; other leaves are unchanged."""
 
     def extend(path: str, leaf: Any) -> Any:
         padding = partition.leaves[path].padding
@@ -122,7 +122,7 @@ def pad(state: Any, partition: placement.Partition) -> Any:
 
 
 def unpad(state: Any, partition: placement.Partition) -> Any:
-    """Removes what `pad` added."""
+    """Removes the zeros that `pad` added."""
 
     def cut(path: str, leaf: Any) -> Any:
         return leaf[tuple(slice(n) for n in partition.leaves[path].shape)] if partition.leaves[path].padding else leaf

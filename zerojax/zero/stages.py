@@ -1,14 +1,13 @@
-"""Decides which leaves of a train state are split, and on which dim. This module is the table of ZeRO's stages.
+"""Decides which leaves of a train state are sharded, and on which dim. This module is the table of ZeRO's stages.
 
-    stage   optimizer state   gradients            params
-    0       whole             whole (all-reduce)   whole
-    1       split             whole                whole
-    2       split             split                whole
-    3       split             split                split, gathered where used
+    stage   optimizer state   gradients                 params
+    0       replicated        replicated (all-reduce)   replicated
+    1       sharded           replicated                replicated
+    2       sharded           sharded                   replicated
+    3       sharded           sharded                   sharded, gathered where used
 
-One pure rule, `split_dim`, picks the dim from (shape, base spec, axis size). Every leaf that belongs to one weight (the weight,
-its master copy, its moments, its gradient) has its shape and its override, so the rule gives them the same dim and the optimizer
-update is local (ZeRO, arXiv:1910.02054, sections 5.1 to 5.3).
+`shard_dim` picks the dim from (shape, base spec, axis size). A weight, its master copy, its moments and its gradient share one shape and
+one override, so they get the same dim. The optimizer update is therefore local (ZeRO, arXiv:1910.02054, sections 5.1 to 5.3).
 """
 
 import dataclasses
@@ -34,25 +33,25 @@ DATA = mesh_lib.DATA
 
 
 @dataclasses.dataclass(frozen=True)
-class Splits:
-    """Which roles a stage splits over the `data` axis."""
+class Sharded:
+    """Which roles a stage shards over the `data` axis."""
 
     opt_state: bool
     grads: bool
     params: bool
 
 
-STAGES: dict[int, Splits] = {
-    0: Splits(opt_state=False, grads=False, params=False),
-    1: Splits(opt_state=True, grads=False, params=False),
-    2: Splits(opt_state=True, grads=True, params=False),
-    3: Splits(opt_state=True, grads=True, params=True),
+STAGES: dict[int, Sharded] = {
+    0: Sharded(opt_state=False, grads=False, params=False),
+    1: Sharded(opt_state=True, grads=False, params=False),
+    2: Sharded(opt_state=True, grads=True, params=False),
+    3: Sharded(opt_state=True, grads=True, params=True),
 }
 
-INDIVISIBLE = ("whole", "pad")  # what becomes of a leaf that has no dim to split
+INDIVISIBLE = ("whole", "pad")  # of a leaf with no dim that divides
 
-# The first regex found in a leaf's path says its role. NNX variables are told by type instead. Params are frozen where `trainable`
-# does not find them: they are stored and gathered as the stage says, and have no gradient and no optimizer state.
+# The first regex found in a leaf's path gives its role. The role of an NNX variable follows from its type. Params whose path does not
+# match `trainable` are frozen: they are stored and gathered like other params, but have no gradient and no optimizer state.
 ROLES: tuple[tuple[str, str], ...] = (
     (r"(^|/)opt_state(/|$)", OPT_STATE),
     (r"(^|/)params(/|$)", PARAMS),
@@ -62,12 +61,12 @@ ROLES: tuple[tuple[str, str], ...] = (
 Overrides = Sequence[tuple[str, P | Sequence]]
 
 
-def split_dim(shape: Sequence[int], base: P, axis_size: int) -> int | None:
-    """Picks the dim to split in `axis_size` parts: the first that divides and that `base` leaves free; None if none does.
+def shard_dim(shape: Sequence[int], base: P, axis_size: int) -> int | None:
+    """Picks the dim to shard `axis_size` ways: the first that divides and that `base` does not shard; None if there is none.
 
-    The first is the major one in memory, so that a shard is one contiguous run and a gather needs no reordering.
+    The first dim is the major one in memory: a shard is then contiguous, and a gather needs no reordering.
 
-    >>> split_dim((50257, 768), P(), 8)
+    >>> shard_dim((50257, 768), P(), 8)
     1
     """
     taken = tuple(base) + (None,) * (len(shape) - len(base))
@@ -78,7 +77,7 @@ def split_dim(shape: Sequence[int], base: P, axis_size: int) -> int | None:
 
 
 def pad_dim(shape: Sequence[int], base: P, ways: int) -> tuple[int | None, tuple[int, ...]]:
-    """Picks the longest dim that `base` leaves free, and returns it with what to add to each dim so that it divides."""
+    """Picks the longest dim that `base` does not shard; returns it and the padding of each dim that makes it divide."""
     taken = tuple(base) + (None,) * (len(shape) - len(base))
     free = [dim for dim in range(len(shape)) if taken[dim] is None]
     if not free:
@@ -98,24 +97,24 @@ def partition_state(
     roles: Sequence[tuple[str, str]] = ROLES,
     trainable: str = "",
 ) -> placement.Partition:
-    """Decides the placement of a train state without allocating anything.
+    """Decides how a train state is sharded, without allocating anything.
 
     Args:
       abstract_state: any pytree of arrays or ShapeDtypeStructs: a flax TrainState, NNX modules and optimizers, a dict.
       mesh: a mesh with a `data` axis (see `make_mesh`).
       stage: 0 to 3, the table above.
-      overrides: ordered (path regex, PartitionSpec); the first regex found in a leaf's path wins, for a weight and all that
-        belongs to it. A spec that names `data` is taken as it is, `P()` keeps the leaf whole, and a spec of other axes only
-        (`P(None, "model")`) is a base to which the stage adds `data`.
-      min_size: leaves of fewer elements stay whole.
-      indivisible: where no dim divides, "whole" keeps the leaf whole, "pad" pads its longest free dim with zeros.
-      roles: ordered (path regex, role) that tell params and optimizer state apart.
-      trainable: a regex; weights in whose path it is not found are frozen. The optimizer state must leave them out, as that of
-        `shard_train_state` does. Empty: all are trained.
+      overrides: ordered (path regex, PartitionSpec); the first regex found in a weight's path wins. It holds for the weight, its
+        master copy, its moments and its gradient. A spec that names `data` is final. `P()` keeps the leaf replicated. A spec of other
+        axes only (`P(None, "model")`) is a base to which the stage adds `data`.
+      min_size: leaves of fewer elements stay replicated.
+      indivisible: if no dim divides, "whole" keeps the leaf replicated and "pad" pads its longest free dim with zeros.
+      roles: ordered (path regex, role); the first regex found in a leaf's path gives its role.
+      trainable: a regex; weights whose path does not match are frozen. The optimizer state must omit them, as that of
+        `shard_train_state` does. Empty: all weights are trained.
 
     Raises:
-      UserError: an unknown stage, choice or mesh axis, an override that fits no leaf or its shape, a state without params, `trainable` that
-        is found in no weight's path, or optimizer state of a frozen weight.
+      UserError: the stage, `indivisible` or a mesh axis is unknown; an override matches no weight or does not fit its shape; the state
+        has no params; `trainable` matches no weight; or the optimizer state has leaves of a frozen weight.
 
     >>> partition = partition_state(jax.eval_shape(init, key), mesh=make_mesh(), stage=2)
     """
@@ -128,7 +127,9 @@ def partition_state(
     abstract_state = tree.abstract(abstract_state)
     role_of = leaf_roles(abstract_state, roles, trainable)
     if PARAMS not in role_of.values() and FROZEN not in role_of.values():
-        raise UserError("state: no leaf lies under 'params'; pass roles=[(path regex, 'params'), ...] to say which do")
+        raise UserError(
+            "state: no leaf has the role 'params'; pass roles=[(path regex, 'params'), ...] to name the weights"
+        )
     if PARAMS not in role_of.values():
         known = ", ".join([path for path, role in role_of.items() if role == FROZEN][:3])
         raise UserError(f"trainable: {trainable!r} is found in no weight's path; paths look like {known}")
@@ -139,8 +140,8 @@ def partition_state(
     blocks = eight_bit.moments(abstract_state)
     leaves = {}
     for path, leaf in tree.flatten(abstract_state):
-        place, shape = blocks.get(path, (path, leaf.shape))
-        owner = tree.longest_suffix(index, place)
+        moment, shape = blocks.get(path, (path, leaf.shape))
+        owner = tree.longest_suffix(index, moment)
         weight = owner if owner is not None and weights[owner].shape == shape else None
         if role_of[path] == OPT_STATE and weight is not None and role_of[weight] == FROZEN:
             raise UserError(
@@ -157,7 +158,7 @@ class _Rule:
     """The settings that decide one leaf."""
 
     mesh: Mesh
-    splits: Splits
+    sharded: Sharded
     overrides: tuple
     min_size: int
     indivisible: str
@@ -176,21 +177,22 @@ class _Rule:
                 raise UserError(f"overrides: {pattern!r} is found in no weight's path; paths look like {known}")
 
     def decide(self, weight: str | None, leaf: Any, role: str) -> placement.Decision:
-        # What belongs to no weight (a count, a factored moment) has a shape of its own: no override is meant for it.
+        # A leaf that belongs to no weight (a count, a factored moment) has a shape of its own, so overrides do not apply to it.
         base, final = (P(), False) if weight is None else self._override(weight, leaf.shape)
-        whole = specs_lib.without(base, DATA)
-        split, reason, padding = self._split(leaf, base, final)
+        replicated = specs_lib.without(base, DATA)
+        sharded, reason, padding = self._shard(leaf, base, final)
         if role == OTHER:
-            return placement.Decision(role, leaf.shape, leaf.dtype, whole, whole, "neither weight nor moment")
-        is_split = self.splits.opt_state if role == OPT_STATE else self.splits.params
-        pads = padding if is_split or (role == PARAMS and self.splits.opt_state) else ()
-        return placement.Decision(role, leaf.shape, leaf.dtype, split if is_split else whole, split, reason, pads)
+            return placement.Decision(role, leaf.shape, leaf.dtype, replicated, replicated, "neither weight nor moment")
+        is_sharded = self.sharded.opt_state if role == OPT_STATE else self.sharded.params
+        pads = padding if is_sharded or (role == PARAMS and self.sharded.opt_state) else ()
+        spec = sharded if is_sharded else replicated
+        return placement.Decision(role, leaf.shape, leaf.dtype, spec, sharded, reason, pads)
 
     def _override(self, path: str, shape: tuple[int, ...]) -> tuple[P, bool]:
-        """Returns the spec to start from, and whether it is also the last word."""
-        for pattern, given in self.overrides:
+        """Returns the spec to start from, and whether it is final."""
+        for pattern, entries in self.overrides:
             if re.search(pattern, path):
-                spec = P(*given)
+                spec = P(*entries)
                 self._check_spec(path, shape, spec)
                 return spec, len(specs_lib.axes(spec)) == 0 or DATA in specs_lib.axes(spec)
         return P(), False
@@ -205,35 +207,35 @@ class _Rule:
             ways = math.prod(self.mesh.shape[axis] for axis in specs_lib.axes(P(entry)))
             if shape[dim] % ways:
                 raise UserError(
-                    f"{path}: override {spec} splits dim {dim} of {shape} in {ways}, which does not divide {shape[dim]}"
+                    f"{path}: override {spec} shards dim {dim} of {shape} in {ways}, which does not divide {shape[dim]}"
                 )
 
-    def _split(self, leaf: Any, base: P, final: bool) -> tuple[P, str, tuple[int, ...]]:
-        """Returns the split spec, the reason, and the padding."""
+    def _shard(self, leaf: Any, base: P, final: bool) -> tuple[P, str, tuple[int, ...]]:
+        """Returns the sharded spec, the reason, and the padding."""
         ways = self.mesh.shape[DATA]
         if final:
-            return base, "split" if DATA in specs_lib.axes(base) else "override", ()
+            return base, "sharded" if DATA in specs_lib.axes(base) else "override", ()
         if ways == 1:
             return base, "data axis of 1", ()
         if math.prod(leaf.shape) < self.min_size or not leaf.shape:
             return base, f"fewer than {self.min_size} elements", ()
         padding: tuple[int, ...] = ()
-        dim = split_dim(leaf.shape, base, ways)
+        dim = shard_dim(leaf.shape, base, ways)
         if dim is None and self.indivisible == "pad":
             dim, padding = pad_dim(leaf.shape, base, ways)
         if dim is None:
             return base, f"no dim of {leaf.shape} divides by data={ways}", ()
         entries = list(base) + [None] * (len(leaf.shape) - len(base))
         entries[dim] = DATA
-        return specs_lib.trimmed(entries), "split", padding
+        return specs_lib.trimmed(entries), "sharded", padding
 
 
 def _scales(codes: placement.Decision, shape: tuple[int, ...], mesh: Mesh) -> placement.Decision:
-    """Returns what the decision about a moment's codes means for its scales."""
+    """Returns the decision for a moment's scales, from that for its codes."""
     stored = _padded(codes.shape, codes.padding)
     padding = tuple(n - have for n, have in zip(eight_bit.scales_shape(stored), shape))
-    spec, split = (eight_bit.scales_spec(s, stored, mesh) for s in (codes.spec, codes.split))
-    return dataclasses.replace(codes, shape=shape, spec=spec, split=split, padding=padding if any(padding) else ())
+    spec, sharded = (eight_bit.scales_spec(s, stored, mesh) for s in (codes.spec, codes.sharded))
+    return dataclasses.replace(codes, shape=shape, spec=spec, sharded=sharded, padding=padding if any(padding) else ())
 
 
 def leaf_roles(abstract_state: Any, roles: Sequence[tuple[str, str]] = ROLES, trainable: str = "") -> dict[str, str]:
@@ -250,8 +252,8 @@ def leaf_roles(abstract_state: Any, roles: Sequence[tuple[str, str]] = ROLES, tr
     for path, node in jax.tree_util.tree_leaves_with_path(
         abstract_state, is_leaf=lambda n: isinstance(n, nnx.Variable)
     ):
-        place = tree.path_string(path)
-        role = next((role for pattern, role in roles if re.search(pattern, place)), OTHER)
+        node_path = tree.path_string(path)
+        role = next((role for pattern, role in roles if re.search(pattern, node_path)), OTHER)
         if isinstance(node, nnx.Variable) and role != OPT_STATE:
             role = PARAMS if isinstance(node, nnx.Param) else OTHER
         for inner, _ in jax.tree_util.tree_leaves_with_path(node):
@@ -263,7 +265,7 @@ def leaf_roles(abstract_state: Any, roles: Sequence[tuple[str, str]] = ROLES, tr
 def _assemble(
     mesh: Mesh, stage: int, abstract_state: Any, leaves: dict[str, placement.Decision]
 ) -> placement.Partition:
-    """Turns decisions into trees."""
+    """Returns the partition that the decisions describe."""
     specs = tree.map_with_path(lambda path, _: leaves[path].spec, abstract_state)
     shardings = tree.map_with_path(lambda path, _: NamedSharding(mesh, leaves[path].spec), abstract_state)
 
@@ -274,15 +276,15 @@ def _assemble(
     placements = {}
     for path, leaf in leaves.items():
         if leaf.role in (PARAMS, FROZEN):
-            whole = NamedSharding(mesh, specs_lib.without(leaf.split, DATA))
-            split = NamedSharding(mesh, leaf.split)
-            kept = split if STAGES[stage].opt_state else whole
+            replicated = NamedSharding(mesh, specs_lib.without(leaf.sharded, DATA))
+            sharded = NamedSharding(mesh, leaf.sharded)
+            opt_state = sharded if STAGES[stage].opt_state else replicated
             placements[path] = placement.Placement(
                 stored=NamedSharding(mesh, leaf.spec),
-                used=whole,
-                grad=split if STAGES[stage].grads else whole,
-                opt_state=kept,
-                update=kept,
+                used=replicated,
+                grad=sharded if STAGES[stage].grads else replicated,
+                opt_state=opt_state,
+                update=opt_state,
                 padding=leaf.padding,
                 shape=_padded(leaf.shape, leaf.padding),
                 trainable=leaf.role == PARAMS,

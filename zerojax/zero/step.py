@@ -1,6 +1,6 @@
-"""One training step: gather, gradients, clip, update, metrics. This module builds it from a loss and a placement.
+"""One training step: gather, gradients, clip, update, metrics. This module builds it from a loss function and a partition.
 
-With loss scaling a step whose gradients are not all finite is skipped: the state stays as it was, but for the scale itself.
+With loss scaling a step whose gradients are not all finite is skipped: only the scale changes.
 """
 
 import functools
@@ -36,30 +36,30 @@ def make_train_step(
     fetch: Callable[[Any], Any] = lambda state: state,
     store: Callable[[Any], Any] = lambda state: state,
 ) -> Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]:
-    """Builds `train_step(state, batch) -> (state, metrics)`, compiled, from a loss written for one device and whole weights.
+    """Builds `train_step(state, batch) -> (state, metrics)`, compiled, from a loss function written for one device and unsharded weights.
 
     Args:
       loss_fn: `loss_fn(params, batch, state) -> loss`, or `-> (loss, {"state": {field: value}, "metrics": {name: value}})`, both
-        keys optional, where the loss is a mean over the batch. `state` gives what else a forward pass reads (batch statistics, `step`, a
-        random key); the fields returned replace the state's.
-      partition: the placement from `shard_train_state`. Weights that it freezes have no gradient and stay as they are, to the bit.
-      clip_norm: scales gradients so that their global norm is at most this; 0 does not.
-      grad_accum: forward and backward passes a step; the batch's leaves then are [grad_accum, examples, ...].
+        keys optional, and the loss is a mean over the batch. `state` holds the other inputs of the forward pass (batch statistics,
+        `step`, a random key). The returned fields replace the state's.
+      partition: from `shard_train_state`. Weights that it freezes have no gradient and stay bitwise unchanged.
+      clip_norm: the upper limit of the gradients' global norm; 0 for no limit.
+      grad_accum: forward and backward passes a step; above 1 the batch's leaves are [grad_accum, examples, ...].
       compute_dtype: dtype of floating weights and inputs in the forward pass; None keeps them.
-      loss_scale: a `DynamicLossScale` or `StaticLossScale`, for float16; the state's field `loss_scale` then holds its state. Gradients
-        reach the optimizer unscaled, in float32.
+      loss_scale: a `DynamicLossScale` or `StaticLossScale`, for float16; the state's field `loss_scale` then holds its state. The
+        optimizer gets unscaled gradients in float32.
       blocks, heads, remat, recompute, offload: see `where_used.where_used`.
-      reduce_dtype: the dtype in which gradients are summed over devices; the loss then sees one device's examples, and its means are
-        averaged (as DDP, FSDP and DeepSpeed do). None: the loss sees the whole batch, and the compiler sums as the products are.
-      donate: reuses the old state's memory; the state passed in is then gone.
-      fetch: f(state) -> state, its optimizer state brought from where it is stored to where the update is computed; the identity.
-      store: f(state) -> state, its optimizer state brought back to where it is stored; the identity.
+      reduce_dtype: the dtype in which gradients are summed over devices. The loss function then sees one device's examples, and its
+        means are averaged, as in DDP, FSDP and DeepSpeed. None: it sees the global batch, and the compiler sums in the matmuls' dtype.
+      donate: whether the step reuses the old state's memory; the old state is then deleted.
+      fetch: f(state) -> state that moves the optimizer state from its stored sharding to that of the update. Default: the identity.
+      store: f(state) -> state that moves the optimizer state back. Default: the identity.
 
     Returns:
-      The step. Its metrics are scalars: loss, grad_norm, what the loss returned, and with loss scaling loss_scale (this step's),
-      skipped_steps (so far), overflow_leaf (the number of the first gradient that was not finite, or -1) and is_exhausted. The state
-      must have `params` and `apply_gradients(grads=...)`, as flax's TrainState and its subclasses do. Where weights are frozen,
-      `apply_gradients` sees params and gradients with `optax.MaskedNode()` in their place.
+      The step. Its metrics are scalars: loss, grad_norm and the metrics that the loss function returned. With loss scaling there are also
+      loss_scale (of this step), skipped_steps (so far), overflow_leaf (the index of the first gradient that was not finite, or -1) and
+      is_exhausted. The state must have `params` and `apply_gradients(grads=...)`, as flax's TrainState and its subclasses do. If weights
+      are frozen, `apply_gradients` gets params and gradients with `optax.MaskedNode()` in their place.
 
     Raises:
       UserError: settings that contradict each other or the state.
@@ -75,15 +75,15 @@ def make_train_step(
     how = where_used.How(blocks, heads, remat, recompute, offload)
     how.check()
     gradients = _gradients(_with_aux(loss_fn, scaling), partition, how, grad_accum, reduce_dtype, compute_dtype)
-    place = functools.partial(_place_for_update, partition.placements)
+    constrain = functools.partial(_constrain_for_update, partition.placements)
     update = update_lib.make(partition)
 
     def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
-        batch = precision.cast_floating(_split_batch(partition.mesh, batch, grad_accum), compute_dtype)
+        batch = precision.cast_floating(_shard_batch(partition.mesh, batch, grad_accum), compute_dtype)
         with jax.named_scope("gradients"):
             (_, aux), grads = gradients(state.params, batch, state)
         with jax.named_scope("clip"):
-            grads, unscale = place(grads), 1.0 / scaling.scale(state)
+            grads, unscale = constrain(grads), 1.0 / scaling.scale(state)
             squares = jax.tree.map(lambda g: _sum_of_squares(g, unscale), grads, is_leaf=placement.is_frozen)
             norm = jnp.sqrt(sum(jax.tree.leaves(squares)))
             # A norm of 0 gives inf, and so 1.
@@ -92,10 +92,10 @@ def make_train_step(
         with jax.named_scope("update"):
             before = fetch(state)
             new_state = update(before, before.replace(**aux.get("state", {})), grads, factor, verdict.finite)
-            new_state, told = scaling.adjust(store(new_state), verdict)
-            # Cast and add on the shards; only then gather, so that 16-bit params travel.
-            new_state = new_state.replace(params=place(new_state.params))
-        return new_state, {**aux["metrics"], "grad_norm": norm, **told}
+            new_state, scaling_metrics = scaling.adjust(store(new_state), verdict)
+            # Cast and add on the shards, then gather, so that 16-bit params are sent.
+            new_state = new_state.replace(params=constrain(new_state.params))
+        return new_state, {**aux["metrics"], "grad_norm": norm, **scaling_metrics}
 
     return xla_options.jit(
         train_step,
@@ -116,14 +116,14 @@ def _sum_of_squares(grad: Any, unscale: jax.Array) -> jax.Array:
 
 
 def _compiler_options(partition: Any, blocks: str, reduce_dtype: Any, compute_dtype: Any) -> dict[str, Any]:
-    """Returns XLA's options for a step whose collectives are said by hand; none where they are the compiler's."""
+    """Returns XLA's options for a step with explicit collectives; none if the compiler inserts them."""
     if reduce_dtype is None:
         return {}
     weights = where_used.largest_block(partition.placements, blocks)
     gathered = weights * jnp.dtype(compute_dtype or jnp.float32).itemsize
     summed = weights * jnp.dtype(reduce_dtype).itemsize
-    kept = summed // partition.mesh.shape[mesh_lib.DATA]
-    return xla_options.for_mesh(partition.mesh, gathered=gathered, summed=summed, kept=kept, but=xla_flags.names())
+    scattered = summed // partition.mesh.shape[mesh_lib.DATA]
+    return xla_options.for_mesh(partition.mesh, gathered=gathered, summed=summed, kept=scattered, but=xla_flags.names())
 
 
 def _gradients(
@@ -145,12 +145,12 @@ def _gradients(
     return gradients
 
 
-def _split_batch(mesh: Any, batch: Any, grad_accum: int) -> Any:
-    """Constrains examples to lie split over replica and data, wherever the batch came from."""
+def _shard_batch(mesh: Any, batch: Any, grad_accum: int) -> Any:
+    """Shards examples over replica and data."""
     dim = 0 if grad_accum == 1 else 1
     ways = mesh_lib.ways(mesh)
 
-    def split(path: str, leaf: Any) -> Any:
+    def shard(path: str, leaf: Any) -> Any:
         if grad_accum > 1 and (leaf.ndim == 0 or leaf.shape[0] != grad_accum):
             raise UserError(f"batch/{path}: shape {leaf.shape} must begin with grad_accum={grad_accum}, then examples")
         if leaf.ndim <= dim:
@@ -162,26 +162,26 @@ def _split_batch(mesh: Any, batch: Any, grad_accum: int) -> Any:
             )
         return jax.lax.with_sharding_constraint(leaf, mesh_lib.batch_sharding(mesh, dim))
 
-    return tree.map_with_path(split, batch)
+    return tree.map_with_path(shard, batch)
 
 
 def _with_aux(loss_fn: Callable[..., Any], scaling: update_lib.Unscaled) -> Callable[..., tuple[Any, dict]]:
-    """Lets a loss return its value alone, and scales it; the loss itself becomes a metric."""
+    """Returns a loss function that always returns (scaled loss, aux); the unscaled loss is a metric."""
 
     def with_aux(params: Any, batch: Any, state: Any) -> tuple[Any, dict]:
         result = loss_fn(params, batch, state)
         loss, aux = result if isinstance(result, tuple) else (result, {})
         unknown = set(aux) - {"state", "metrics"}
         if unknown:
-            raise UserError(f"loss_fn: returned {sorted(unknown)} beside the loss; known are 'state' and 'metrics'")
+            raise UserError(f"loss_fn: returned {sorted(unknown)} beside the loss; allowed are 'state' and 'metrics'")
         loss = loss.astype(jnp.float32)
         return loss * scaling.scale(state), {**aux, "metrics": {"loss": loss, **aux.get("metrics", {})}}
 
     return with_aux
 
 
-def _place_for_update(placements: Mapping[str, placement.Placement], params_like: Any) -> Any:
-    """Constrains a tree shaped like params to where the update is computed, so that it is local; frozen weights stay where they are."""
+def _constrain_for_update(placements: Mapping[str, placement.Placement], params_like: Any) -> Any:
+    """Constrains a tree like params to the update's sharding, so that the update is local; frozen weights are unchanged."""
     index = tree.suffix_index(placements)
 
     def constrain(path: str, leaf: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Wraps a loss that somebody wrote for whole weights so that it takes them as stored. This module decides when a weight is gathered.
+"""Wraps a loss function written for unsharded weights so that it takes sharded ones. This module decides when a weight is gathered.
 
-When decides the memory:
+The time of the gather determines the memory:
 
-- by default every leaf is gathered on its own at the top of the loss, and the loss runs under `jax.checkpoint` with a policy
-  that never keeps a gathered weight, so the compiler gathers each again in the backward pass;
-- with `blocks` (a regex over module paths) Linen calls to the matching modules are intercepted: each runs under its own
-  `jax.checkpoint` and gathers its own weights inside it. At any time about one block's weights are whole.
+- By default every leaf is gathered on its own at the top of the loss. The loss runs under `jax.checkpoint` with a policy that never keeps
+  a gathered weight, so the compiler gathers each again in the backward pass.
+- With `blocks` (a regex over module paths) Linen calls to the matching modules are intercepted. Each runs under its own `jax.checkpoint`
+  and gathers its own weights inside it. At any time about one block's weights are gathered.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class How:
     offload: str = ""
 
     def check(self) -> None:
-        """Raises UserError for values that are unknown, or contradict each other."""
+        """Raises UserError for values that are unknown or contradict each other."""
         if self.remat not in remat.REMAT:
             raise UserError(f"remat: must be one of {', '.join(remat.REMAT)}, and is {self.remat!r}")
         examples = {
@@ -55,16 +55,16 @@ class How:
                 ) from error
             if pattern and not self.blocks:
                 raise UserError(
-                    f"{name}: {pattern!r} goes with `blocks`, and none are given; name the model's repeated modules there"
+                    f"{name}: {pattern!r} needs `blocks`, and it is empty; name the model's repeated modules there"
                 )
         if self.recompute and self.remat != "dots":
             raise UserError(
-                f"recompute: {self.recompute!r} says which products remat='dots' does not keep, and remat is {self.remat!r}; "
+                f"recompute: {self.recompute!r} names matmuls that remat='dots' does not keep, and remat is {self.remat!r}; "
                 "set recompute to '', or remat to 'dots'"
             )
         if self.offload and self.remat == "none":
             raise UserError(
-                f"offload: {self.offload!r} says what is kept in the host's memory, and remat='none' keeps everything on the device; "
+                f"offload: {self.offload!r} names modules whose results are kept in host memory, and remat='none' keeps all on the device; "
                 "set offload to '', or remat to 'dots' or 'full'"
             )
 
@@ -80,28 +80,27 @@ def where_used(
     recompute: str = "",
     offload: str = "",
 ) -> Loss:
-    """Wraps a loss written for whole weights so that it takes them as stored.
+    """Wraps a loss function written for unsharded weights so that it takes them as they are stored.
 
     Args:
-      loss_fn: called as `loss_fn(params, *args, **kwargs)`; differentiate the result with respect to `params`. These may be
-        an NNX module, whose other variables (batch statistics, random counts) change as the loss changes them.
-      placements: where each weight lives, by path (`Partition.placements`). Frozen weights have gradients of 0, and none is computed.
+      loss_fn: called as `loss_fn(params, *args, **kwargs)`; differentiate the result with respect to `params`. These may be an NNX
+        module; the changes that the loss makes to its other variables (batch statistics, random counts) are kept.
+      placements: the shardings of each weight, by path (`Partition.placements`). Gradients of frozen weights are 0 and not computed.
       compute_dtype: the dtype of floating weights in the forward pass; None keeps the stored one.
-      blocks: a regex over Linen module paths ("layer_\\d+"); calls to a matching module gather their own weights and are
-        rematerialised one by one. Empty: leaf by leaf at the top, and the whole loss is rematerialised by `remat`.
-      heads: a regex over paths of modules that gather their own weights as blocks do, and keep what they compute, such as an output
-        projection that forms its gradients together with the loss. Empty: none.
-      remat: what the backward pass keeps: "none" (all but weights), "dots" (matrix products), "full" (nothing).
-      recompute: a regex over paths of modules inside blocks (r"layer_\\d+/mlp/up"), whose matrix products remat="dots" does not keep
-        all the same. Empty: none.
-      offload: a regex over paths of modules inside blocks whose results wait in the host's pinned memory for the backward pass: they take
-        no device memory and are not computed again. What the backward pass does not read, such as the last product of a residual branch,
-        is kept nowhere. With reduce_dtype the copies run beside the neighbours' arithmetic; without it a loss that differentiates its own
-        gradient cannot be offloaded. Empty: none.
+      blocks: a regex over Linen module paths ("layer_\\d+"); each call to a matching module gathers its own weights and is
+        rematerialised on its own. Empty: leaves are gathered one by one at the top, and `remat` applies to the whole loss function.
+      heads: a regex over paths of modules that gather their own weights as blocks do, but are not rematerialised, such as an output
+        projection that computes its gradients together with the loss. Empty: none.
+      remat: the residuals that the backward pass keeps: "none" (all but weights), "dots" (results of matmuls), "full" (nothing).
+      recompute: a regex over paths of modules inside blocks (r"layer_\\d+/mlp/up"), whose matmuls remat="dots" does not keep. Empty: none.
+      offload: a regex over paths of modules inside blocks whose results are kept in pinned host memory until the backward pass. They
+        take no device memory and are not computed again. Results that the backward pass does not read, such as that of the last matmul
+        of a residual branch, are not kept. With reduce_dtype the copies overlap the arithmetic of neighbouring blocks. Without it, a
+        loss that differentiates its own gradient cannot be offloaded. Empty: none.
 
     Raises:
-      UserError: an unknown `remat`; `blocks`, `heads`, `recompute` or `offload` that match no call; or a weight whose shape is not that
-        of its placement.
+      UserError: `remat` is unknown; `blocks`, `heads`, `recompute` or `offload` match no call; or a weight's shape is not that of its
+        placement.
 
     >>> grads = jax.grad(where_used(loss_fn, partition.placements, blocks=r"layer_\\d+"))(state.params, batch)
     """
@@ -112,7 +111,7 @@ def with_gathers(
     loss_fn: Loss, placements: Mapping[str, placement.Placement], how: How, compute_dtype: Any = None
 ) -> Loss:
     """Returns `where_used` of a loss, its settings as one value."""
-    find = finder(placements, lambda leaf: leaf.shape, lambda place: place.shape)
+    find = finder(placements, lambda leaf: leaf.shape, lambda weight: weight.shape)
 
     def gather_leaf(path: str, leaf: Any) -> Any:
         found = find(path, leaf)
@@ -132,18 +131,18 @@ def wrap(
     run: intercept.Run | None = None,
     is_weight: Callable[[Any], bool] = lambda leaf: False,
 ) -> Loss:
-    """Returns `loss_fn` of weights that `gather_leaf(path, leaf)` makes whole; see `where_used`.
+    """Returns `loss_fn` as a function of stored weights, which `gather_leaf(path, leaf)` gathers; see `where_used`.
 
     Args:
-      moves: says whether any weight is stored otherwise than used.
+      moves: whether any weight is gathered: its stored and its used sharding differ.
       run: see `intercept.Interceptor`.
-      is_weight: tells what `gather_leaf` takes, where that is no array.
+      is_weight: returns whether a node of the params is one stored weight, if stored weights are not arrays.
     """
     how.check()
     policy = remat.policy(how.remat, offloads=bool(how.offload))
     keeps_all = how.remat == "none" and not moves
 
-    def whole(params: Any, *args: Any, **kwargs: Any) -> Any:
+    def at_top(params: Any, *args: Any, **kwargs: Any) -> Any:
         def loss_of(stored: Any) -> tuple[Any, dict[str, Any]]:
             used = _gather_params(stored, gather_leaf, is_weight)
             before = variables(used)
@@ -171,7 +170,7 @@ def wrap(
         def gather_outer(path: str, leaf: Any) -> Any:
             if not inside.owns(path):
                 return gather_leaf(path, leaf)
-            # Of whole weights that nothing but a block reads, nothing is left when compiled.
+            # XLA drops the gathered weights that only a block reads.
             return leaf if run is None else made.add(gather_leaf(path, leaf), path, leaf)
 
         outer = tree.map_with_path(gather_outer, params, is_leaf=is_weight)
@@ -180,20 +179,18 @@ def wrap(
         _check_found(inside, how, moves)
         return result
 
-    return by_block if how.blocks else whole
+    return by_block if how.blocks else at_top
 
 
 class _Made:
-    """Remembers of which weight an array was made, by the array's identity."""
+    """Maps a gathered array, by its identity, to the stored weight that it was made from."""
 
     def __init__(self) -> None:
-        self._by_id: dict[
-            int, tuple[Any, str, Any]
-        ] = {}  # the array too: as long as it lives no other has its identity
+        self._by_id: dict[int, tuple[Any, str, Any]] = {}  # holds the array, so that no other takes its id
 
-    def add(self, whole: Any, path: str, stored: Any) -> Any:
-        self._by_id[id(whole)] = whole, path, stored
-        return whole
+    def add(self, gathered: Any, path: str, stored: Any) -> Any:
+        self._by_id[id(gathered)] = gathered, path, stored
+        return gathered
 
     def stored_of(self, array: Any) -> tuple[str, Any] | None:
         found = self._by_id.get(id(array))
@@ -203,18 +200,18 @@ class _Made:
 def finder(
     placements: Mapping[str, placement.Placement],
     shape_of: Callable[[Any], Any],
-    wanted: Callable[[placement.Placement], Any],
+    expected: Callable[[placement.Placement], Any],
 ) -> Callable[[str, Any], placement.Placement | None]:
-    """Returns f(path, leaf) -> the placement of that weight, or None; a leaf of another shape than `wanted` is refused."""
+    """Returns f(path, leaf) -> the placement of that weight, or None. It refuses a leaf of another shape than `expected`."""
     index = tree.suffix_index(placements)
 
     def find(path: str, leaf: Any) -> placement.Placement | None:
         found = tree.longest_suffix(index, path)
         if found is None:
             return None
-        if leaf is not None and placements[found].shape is not None and shape_of(leaf) != wanted(placements[found]):
+        if leaf is not None and placements[found].shape is not None and shape_of(leaf) != expected(placements[found]):
             raise UserError(
-                f"{path}: has shape {shape_of(leaf)}, and the weight placed as {found} has {wanted(placements[found])}; where several "
+                f"{path}: has shape {shape_of(leaf)}, and the weight stored as {found} has {expected(placements[found])}; where several "
                 f"models share a state, pass the placements of this one alone; a block inside nn.scan or nn.vmap cannot be in `blocks`"
             )
         return placements[found]
@@ -223,22 +220,22 @@ def finder(
 
 
 def moves(placements: Mapping[str, placement.Placement]) -> bool:
-    """Says whether any weight is stored otherwise than used."""
-    return any(place.stored != place.used for place in placements.values())
+    """Returns whether any weight is gathered: its stored and its used sharding differ."""
+    return any(weight.stored != weight.used for weight in placements.values())
 
 
 def largest_block(placements: Mapping[str, placement.Placement], blocks: str) -> int:
     """Returns the number of weights in the largest of the blocks that a regex names; 0 where it names none."""
     sizes: dict[str, int] = {}
-    for path, place in placements.items():
+    for path, weight in placements.items():
         block = intercept.block_of(path, re.compile(blocks))
         if block is not None:
-            sizes[block] = sizes.get(block, 0) + math.prod(place.shape or ())
+            sizes[block] = sizes.get(block, 0) + math.prod(weight.shape or ())
     return max(sizes.values(), default=0)
 
 
 def variables(params: Any) -> dict[str, Any]:
-    """Returns the values of the NNX variables that are no params, which a forward pass may change in place."""
+    """Returns the values of the NNX variables other than params; a forward pass may change these in place."""
     nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_other_variable)
     return {tree.path_string(path): node.get_raw_value() for path, node in nodes if _is_other_variable(node)}
 
@@ -252,12 +249,12 @@ def _check_found(inside: intercept.Interceptor, how: How, moves: bool) -> None:
     if moves and inside.strangers:
         warnings.warn(
             f"blocks: weights of {', '.join(sorted(inside.strangers)[:3])} reach their block changed, or through a jax.jit, nn.remat or "
-            "nn.scan around it; they are gathered before it, and stay whole until the backward pass has used them",
+            "nn.scan around it; they are gathered before it and stay gathered until the backward pass has used them",
             stacklevel=2,
         )
     if how.heads and not inside.headed:
         raise UserError(
-            f"heads: {how.heads!r} matches no Linen module called in the loss outside of blocks; it is a regex over whole module paths "
+            f"heads: {how.heads!r} matches no Linen module called in the loss outside of blocks; it is a regex over full module paths "
             "such as 'head', or '' for none"
         )
     for name, pattern, found in (
@@ -266,13 +263,13 @@ def _check_found(inside: intercept.Interceptor, how: How, moves: bool) -> None:
     ):
         if pattern and not found:
             raise UserError(
-                f"{name}: {pattern!r} matches no module called inside a block; it is a regex over whole module paths "
+                f"{name}: {pattern!r} matches no module called inside a block; it is a regex over full module paths "
                 f"such as 'layer_\\d+/mlp/up'"
             )
     if both := inside.recomputed & inside.offloaded:
         raise UserError(
-            f"recompute: {how.recompute!r} and offload: {how.offload!r} both name {min(both)}, which can be computed again, or kept in the "
-            "host's memory; let one of them name it"
+            f"recompute: {how.recompute!r} and offload: {how.offload!r} both match {min(both)}, and a result is either computed again "
+            "or kept in host memory; let one of them match it"
         )
 
 
@@ -281,7 +278,7 @@ def _is_other_variable(node: Any) -> bool:
 
 
 def _gather_params(stored: Any, gather_leaf: Callable[[str, Any], Any], is_weight: Callable[[Any], bool]) -> Any:
-    """Gathers every leaf, save NNX variables that are no params (batch statistics, random keys): these are copied."""
+    """Gathers every weight; copies NNX variables other than params (batch statistics, random keys)."""
 
     def gather_node(path: tuple, node: Any) -> Any:
         if _is_other_variable(node):
@@ -295,7 +292,7 @@ def _gather_params(stored: Any, gather_leaf: Callable[[str, Any], Any], is_weigh
 
 
 def _set_variables(params: Any, values: Mapping[str, Any]) -> None:
-    """Changes the caller's NNX module as the loss changed its copy."""
+    """Sets the variables of the caller's NNX module that the loss changed in its copy."""
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_other_variable):
         if tree.path_string(path) in values:
             node.set_value(values[tree.path_string(path)])

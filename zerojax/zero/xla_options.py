@@ -1,13 +1,12 @@
-"""Says with which options XLA compiles a step that says its own collectives. This module holds them by platform.
+"""Chooses XLA's options for a step with explicit collectives. This module holds them by platform.
 
-XLA's scheduler hides a collective behind what it believes the collective takes, which on GPUs of one host is far less than it does take
-beside matrix products, and lets one be under way at a time. A matrix product holds every processor until it ends, so a collective that
-starts beside the last product before its use is waited for in full. With these options collectives start as early as they may, several
-at a time; the order that `overlap` gives a step bounds how early.
+XLA's scheduler overlaps a collective with as much arithmetic as it expects the collective to take. On GPUs of one host it expects far less
+than a collective takes beside matmuls, and it runs one at a time. A matmul holds every multiprocessor until it ends. A collective that
+starts beside the last matmul before its use is therefore waited for in full. With these options collectives start as early as possible,
+several at a time. The order that `overlap` gives a step bounds how early.
 
-For the same reason each collective waits for a product to end before it starts, and a layer has as few ends as products. So a block's
-weights are gathered by one collective and their gradients summed by one, where XLA would merge small ones alone.
-Measured: docs/benchmarks/gpu.md.
+For the same reason each collective waits for the end of a matmul before it starts, and a layer has few matmuls. So one collective gathers
+a block's weights and one sums their gradients; by default XLA merges only small ones. Measured: docs/benchmarks/gpu.md.
 """
 
 import functools
@@ -28,9 +27,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-# XLA merges collectives of one kind up to this many bytes of results, unless told otherwise.
+# By default XLA merges collectives of one kind up to this many bytes of results.
 _MERGED = 30 << 20
-# Room beside a block's own weights for small ones outside of blocks; `overlap` keeps blocks apart.
+# Room for small weights outside of blocks beside a block's own; `overlap` prevents merges across blocks.
 _ROOM = 9 / 8
 
 
@@ -41,10 +40,10 @@ def for_mesh(
 
     Args:
       mesh: the devices.
-      gathered: bytes of the largest block's weights, whole.
-      summed: bytes of its gradients, whole.
-      kept: bytes of its gradients that a device keeps where they are split.
-      but: names of options to leave out: those that the user has set (`xla_flags.names`), who has the last word.
+      gathered: bytes of the largest block's gathered weights.
+      summed: bytes of its unsharded gradients.
+      kept: bytes of one device's shard of its gradients.
+      but: names of options to omit, because the user has set them (`xla_flags.names`).
     """
     platform = mesh_lib.platform(mesh)
     if mesh.size == 1 or platform not in OPTIONS:
@@ -58,7 +57,7 @@ def for_mesh(
 
 
 def jit(run: Callable[..., Any], options: Mapping[str, Any], **how: Any) -> Any:
-    """Returns `jax.jit(run, **how)`, compiled with options for XLA; called while another function is traced, it is compiled as that one is.
+    """Returns `jax.jit(run, **how)`, compiled with XLA options. A call inside another traced function uses that function's options.
 
     >>> step = jit(lambda x: x + 1, for_mesh(mesh))
     """
@@ -66,7 +65,7 @@ def jit(run: Callable[..., Any], options: Mapping[str, Any], **how: Any) -> Any:
 
 
 class _WithOptions:
-    """A `jax.stages.Wrapped`. JAX takes options for a whole program alone; a function that becomes part of another goes without."""
+    """A `jax.stages.Wrapped`. JAX takes options for a whole program only, so a function inside another has none."""
 
     def __init__(self, run: Callable[..., Any], options: Mapping[str, Any], how: Mapping[str, Any]):
         functools.update_wrapper(self, run)
@@ -83,5 +82,5 @@ class _WithOptions:
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         return self._program.lower(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:  # what else a jitted function has
+    def __getattr__(self, name: str) -> Any:  # other attributes of a jitted function
         return getattr(self._program, name)
