@@ -34,7 +34,7 @@ REFUSED = {  # name -> (arguments, words of the error line)
     "override of one part": (runs.flags(zero__overrides="('embed',)"), "config.zero.overrides: must be ((path regex"),
     "override of no regex": (runs.flags(zero__overrides="(('emb[',('data',)),)"), "'emb[' is no regex"),
     "override of no axis": (runs.flags(zero__overrides="(('embed',('rows',)),)"), "['rows']"),
-    "override of no weight": (runs.flags(zero__overrides="(('emmbed',('data',)),)"), "'emmbed' is found in no weight's path"),
+    "override of no weight": (runs.flags(zero__overrides="(('emmbed',('data',)),)"), "'emmbed' matches no weight's path"),
     "batch": (runs.flags(global_batch_size=12), "config.global_batch_size: 12 does not fit"),
     "batch and micro batch": (runs.flags(micro_batch_size=2), "set --config.global_batch_size=16"),
     "mesh": (runs.flags(mesh__data=16), "mesh: replica 1 x data 16 x model 1 = 16 devices, but there are 8"),

@@ -260,11 +260,11 @@ def test_without_frozen_weights_the_trainable_part_is_the_params():
 @pytest.mark.parametrize(
     ("trainable", "message"),
     [
-        ("adapter", r"^trainable: 'adapter' is found in no weight's path"),
-        ("lora(", r"^trainable: 'lora\(' is no regex"),
+        ("adapter", r"^trainable: 'adapter' matches no weight's path"),
+        ("lora(", r"^trainable: 'lora\(' is not a regex"),
     ],
 )
-def test_a_pattern_that_fits_nothing_or_is_no_regex_is_refused(trainable, message):
+def test_a_pattern_that_matches_nothing_or_is_not_a_regex_is_refused(trainable, message):
     with pytest.raises(UserError, match=message):
         shard(trainable=trainable)
 

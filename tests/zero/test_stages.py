@@ -258,7 +258,7 @@ def test_roles_may_be_given_by_regex():
 BAD = {
     "stage 4": ({"stage": 4}, r"^stage: must be one of 0, 1, 2, 3, and is 4$"),
     "choice": ({"indivisible": "drop"}, r"^indivisible: must be 'whole' or 'pad', and is 'drop'"),
-    "no match": ({"overrides": [("absent", P())]}, r"'absent' is found in no weight's path; paths look like params/"),
+    "no match": ({"overrides": [("absent", P())]}, r"'absent' matches no weight's path; paths look like params/"),
     "axis": (
         {"overrides": [("kernel", P("tensor"))]},
         r"names \['tensor'\]; the mesh has \['replica', 'data', 'model'\]",

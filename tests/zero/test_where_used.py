@@ -321,7 +321,7 @@ def test_offload_keeps_in_the_hosts_memory_and_changes_no_gradient(remat):
             {"blocks": r"layer_\d+", "recompute": "mlp/up"},
             r"^recompute: 'mlp/up' matches no module called inside a block",
         ),
-        ({"blocks": r"layer_\d+", "recompute": "mlp/("}, r"^recompute: 'mlp/\(' is no regex"),
+        ({"blocks": r"layer_\d+", "recompute": "mlp/("}, r"^recompute: 'mlp/\(' is not a regex"),
         ({"recompute": "mlp/up"}, r"^recompute: 'mlp/up' needs `blocks`, and it is empty"),
         (
             {"blocks": ".*", "recompute": ".*", "remat": "full"},
@@ -418,5 +418,5 @@ def test_stage_0_without_rematerialisation_adds_no_collective():
 
 
 def test_blocks_that_are_no_regex_are_refused():
-    with pytest.raises(UserError, match=r"blocks: .* is no regex"):
+    with pytest.raises(UserError, match=r"blocks: .* is not a regex"):
         where_used.where_used(lambda params: 0.0, {}, blocks="layer_(")

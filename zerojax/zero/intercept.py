@@ -71,7 +71,7 @@ class Interceptor:
         self.headed: set[str] = set()
         self.recomputed: set[str] = set()
         self.offloaded: set[str] = set()
-        self.strangers: set[str] = set()  # blocks with weights for which `stored_of` returns None
+        self.with_unknown: set[str] = set()  # blocks with weights for which `stored_of` returns None
 
     def owns(self, leaf_path: str) -> bool:
         """Returns whether a leaf is inside a block."""
@@ -97,7 +97,7 @@ class Interceptor:
         policy = None if self._is_head(path) else self._policy
         known = self._known(module, path)
         if not all(known.values()):
-            self.strangers.add(path)
+            self.with_unknown.add(path)
         elif (
             known and self._run is not None and _is_plain(module) and not _reads_others((args, kwargs), is_field=False)
         ):

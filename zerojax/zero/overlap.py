@@ -81,7 +81,7 @@ class Chain:
     Tokens, scalar zeros, pass through the blocks in their order, and their cotangents in the reverse order. A block returns `start` once
     its input is there, and the next block's gather waits for it. A block returns the cotangent of `end` once its gradients are summed, and
     the end of the next block's backward pass waits for it. `sending` and `sent` do the same for copies to the host. The attribute `tokens`
-    holds the last block's tokens. XLA drops the order unless the program reads them and their cotangents.
+    holds the last block's tokens. The order is lost unless the program reads them and their cotangents.
     """
 
     def __init__(

@@ -132,7 +132,7 @@ def partition_state(
         )
     if PARAMS not in role_of.values():
         known = ", ".join([path for path, role in role_of.items() if role == FROZEN][:3])
-        raise UserError(f"trainable: {trainable!r} is found in no weight's path; paths look like {known}")
+        raise UserError(f"trainable: {trainable!r} matches no weight's path; paths look like {known}")
     rule = _Rule(mesh, STAGES[stage], tuple(overrides), min_size, indivisible)
     weights = {path: leaf for path, leaf in tree.flatten(abstract_state) if role_of[path] in (PARAMS, FROZEN)}
     rule.check_overrides(weights)
@@ -145,8 +145,8 @@ def partition_state(
         weight = owner if owner is not None and weights[owner].shape == shape else None
         if role_of[path] == OPT_STATE and weight is not None and role_of[weight] == FROZEN:
             raise UserError(
-                f"{path}: belongs to {weight}, which trainable={trainable!r} freezes; give shard_train_state a state with `tx`, "
-                "`params` and `opt_state`, or create the optimizer state of the trainable weights alone"
+                f"{path}: belongs to {weight}, which trainable={trainable!r} freezes; pass shard_train_state a state with `tx`, "
+                "`params` and `opt_state`, or create the optimizer state of the trainable weights only"
             )
         decided = rule.decide(weight, jax.ShapeDtypeStruct(shape, leaf.dtype), role_of[path])
         leaves[path] = decided if shape == leaf.shape else _scales(decided, leaf.shape, mesh)
@@ -174,7 +174,7 @@ class _Rule:
                 raise UserError(f"overrides: {pattern!r} is not a regex: {error}") from error
             if not is_found:
                 known = ", ".join(list(weights)[:3])
-                raise UserError(f"overrides: {pattern!r} is found in no weight's path; paths look like {known}")
+                raise UserError(f"overrides: {pattern!r} matches no weight's path; paths look like {known}")
 
     def decide(self, weight: str | None, leaf: Any, role: str) -> placement.Decision:
         # A leaf that belongs to no weight (a count, a factored moment) has a shape of its own, so overrides do not apply to it.
@@ -242,12 +242,12 @@ def leaf_roles(abstract_state: Any, roles: Sequence[tuple[str, str]] = ROLES, tr
     """Returns each leaf's role by path.
 
     Raises:
-      UserError: `trainable` is no regex.
+      UserError: `trainable` is not a regex.
     """
     try:
         is_trained = re.compile(trainable).search
     except (re.error, TypeError) as error:
-        raise UserError(f"trainable: {trainable!r} is no regex: {error}; give one such as 'lora|head'") from error
+        raise UserError(f"trainable: {trainable!r} is not a regex: {error}; pass one such as 'lora|head'") from error
     found = {}
     for path, node in jax.tree_util.tree_leaves_with_path(
         abstract_state, is_leaf=lambda n: isinstance(n, nnx.Variable)

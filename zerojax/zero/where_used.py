@@ -28,7 +28,7 @@ Loss = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """Where weights are gathered, and what the backward pass keeps; see `where_used`."""
+    """Where weights are gathered, and which residuals are kept; see `where_used`."""
 
     blocks: str = ""
     heads: str = ""
@@ -51,7 +51,7 @@ class How:
                 re.compile(pattern)
             except re.error as error:
                 raise UserError(
-                    f"{name}: {pattern!r} is no regex: {error}; give one over module paths, such as '{example}'"
+                    f"{name}: {pattern!r} is not a regex: {error}; pass one over module paths, such as '{example}'"
                 ) from error
             if pattern and not self.blocks:
                 raise UserError(
@@ -225,7 +225,7 @@ def moves(placements: Mapping[str, placement.Placement]) -> bool:
 
 
 def largest_block(placements: Mapping[str, placement.Placement], blocks: str) -> int:
-    """Returns the number of weights in the largest of the blocks that a regex names; 0 where it names none."""
+    """Returns the number of weights in the largest block that a regex matches; 0 if there are none."""
     sizes: dict[str, int] = {}
     for path, weight in placements.items():
         block = intercept.block_of(path, re.compile(blocks))
@@ -246,9 +246,9 @@ def _check_found(inside: intercept.Interceptor, how: How, moves: bool) -> None:
             f"blocks: {how.blocks!r} matches no Linen module called in the loss; it is a regex over module paths such as "
             f"'layer_0' or 'decoder/block_3', or '' to gather leaf by leaf"
         )
-    if moves and inside.strangers:
+    if moves and inside.with_unknown:
         warnings.warn(
-            f"blocks: weights of {', '.join(sorted(inside.strangers)[:3])} reach their block changed, or through a jax.jit, nn.remat or "
+            f"blocks: weights of {', '.join(sorted(inside.with_unknown)[:3])} reach their block changed, or through a jax.jit, nn.remat or "
             "nn.scan around it; they are gathered before it and stay gathered until the backward pass has used them",
             stacklevel=2,
         )
