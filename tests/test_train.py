@@ -48,8 +48,8 @@ REFUSED = {  # name -> (arguments, words of the error line)
     "decay without effect": (runs.flags(optimizer__name="sgd"), "config.optimizer.weight_decay: sgd applies none"),
     "warm-up": (runs.flags(optimizer__warmup_steps=7), "config.optimizer.warmup_steps: 7 is longer than the run of 6"),
     "dataset": (runs.flags(data__name="stdlibb"), "config.data.name: no dataset 'stdlibb'; nearest datasets"),
-    "steps to profile": (runs.flags(profile__start=6, profile__steps=2), "config.profile: steps 6 to 7 are to be traced"),
-    "one process of some": ([*runs.flags(), "--process_id=3"], "--coordinator: must be given with --process_id"),
+    "steps to profile": (runs.flags(profile__start=6, profile__steps=2), "config.profile: traces steps 6 to 7"),
+    "one process of some": ([*runs.flags(), "--process_id=3"], "--coordinator: must be set together with --process_id"),
     "empty workdir": ([*runs.flags(), "--workdir="], "--workdir: is empty"),
 }  # fmt: skip
 BASE = "from configs import base\ndef get_config():\n    c = base.get_config()\n"

@@ -99,7 +99,7 @@ def test_a_global_state_restores_on_another_number_of_processes(maker):
 
 
 @MAKERS
-def test_the_state_is_that_of_the_last_batch_handed_out(maker):
+def test_the_state_is_that_of_the_last_returned_batch(maker):
     made = maker()
     states = [made.get_state()]
     for _ in range(4):
@@ -137,14 +137,14 @@ def test_every_document_is_read_once_an_epoch(num_rows):
     source = [{"text": f"document {i:02d}"} for i in range(13)]
     epochs = 26 if num_rows == 1 else 2 * num_rows
     rows = np.concatenate(take(make(source, rows=range(num_rows), num_rows=num_rows, seq_len=11), epochs), axis=1)
-    order = list(itertools.chain(*zip(*map(documents_of, rows))))  # each window holds a separator and 11 bytes
+    order = list(itertools.chain(*zip(*map(documents_of, rows))))  # each window has a separator and 11 bytes
     for start in range(0, len(order) - 12, 13):
         assert sorted(order[start : start + 13]) == [example["text"].encode() for example in source]
     if num_rows == 1:
         assert order[:13] != order[13:26], "each epoch is shuffled anew"
 
 
-def test_windows_are_the_documents_joined_in_order_without_shuffle():
+def test_without_shuffle_windows_are_the_concatenated_documents_in_order():
     stream = np.concatenate([[BYTES.bos_id, *example["text"]] for example in DOCUMENTS * 3])
     rows = np.concatenate(take(make(rows=[0], num_rows=1, shuffle=False), 20), axis=1)
     np.testing.assert_array_equal(rows[0], stream[: rows.shape[1]])
@@ -197,7 +197,7 @@ def test_text_may_be_str_or_bytes():
     np.testing.assert_array_equal(take(make(text), 3), take(make(data), 3))
 
 
-def test_random_batches_depend_on_seed_row_and_index_alone():
+def test_random_batches_depend_only_on_seed_row_and_index():
     made = make_random()
     for _ in range(3):
         next(made)
@@ -212,7 +212,7 @@ def test_random_batches_depend_on_seed_row_and_index_alone():
 
 @pytest.mark.parametrize("change", [{"num_rows": 5}, {"seq_len": 9}, {"seed": 4}])
 @MAKERS
-def test_a_state_of_other_settings_is_refused(maker, change):
+def test_a_state_of_other_settings_is_an_error(maker, change):
     made, other = maker(), maker(**change)
     ((key, value),) = change.items()
     with pytest.raises(UserError, match=f"row 0 was saved with {key}={value} and this run has {key}={SIZES[key]}"):
@@ -221,7 +221,7 @@ def test_a_state_of_other_settings_is_refused(maker, change):
     other.close()
 
 
-def test_a_state_of_other_data_is_refused():
+def test_a_state_of_other_data_is_an_error():
     made, others = make(), [make(DOCUMENTS[1:]), make(shuffle=False), make_random()]
     for other, key in zip(others, ("documents", "shuffle", "shuffle")):
         with pytest.raises(UserError, match=f"was saved with {key}="):
@@ -230,17 +230,17 @@ def test_a_state_of_other_data_is_refused():
     made.close()
 
 
-def test_a_state_without_a_row_is_refused_and_changes_nothing():
+def test_a_state_without_a_row_is_an_error_and_changes_nothing():
     made = make()
     next(made)
     state = made.get_state()
-    with pytest.raises(UserError, match="row 3 is not among the 3 saved"):
+    with pytest.raises(UserError, match="row 3 is not among the 3 saved rows"):
         made.set_state({row: state[row] for row in "012"})
     expected = take(restored(make(), state), 1)
     np.testing.assert_array_equal(expected, take(made, 1))
 
 
-def test_an_empty_source_is_refused():
+def test_an_empty_source_is_an_error():
     with pytest.raises(UserError, match="no documents"):
         make([])
 
@@ -308,7 +308,7 @@ def test_a_thousand_rows_are_workable():
     assert time.monotonic() - start < 10
 
 
-def test_open_batches_goes_by_name(stdlib_dir):
+def test_open_batches_opens_random_tokens_and_datasets_by_name(stdlib_dir):
     sizes = SIZES | {"rows": [0, 1], "split": "validation", "data_dir": stdlib_dir}
     opened = batches.open_batches(batches.RANDOM, BYTES, text_key="text", **sizes)
     expected = batches.random_batches(BYTES.vocab_size, rows=[0, 1], **SIZES)

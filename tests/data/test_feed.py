@@ -14,7 +14,7 @@ def opened(folder, **changes):
 
 
 @pytest.mark.parametrize("changes", [{}, {"grad_accum": 2, "global_batch_size": 16}], ids=["one pass", "two passes"])
-def test_every_row_of_the_global_batch_is_there_once_and_lies_where_the_step_wants_it(tmp_path, changes):
+def test_the_global_batch_has_every_row_once_and_the_steps_batch_sharding(tmp_path, changes):
     streams = opened(tmp_path, **changes)
     tokens = streams.next()["tokens"]
     built = program.build(runs.config(**changes), tokenizer_vocab=BYTES.vocab_size)
@@ -25,7 +25,7 @@ def test_every_row_of_the_global_batch_is_there_once_and_lies_where_the_step_wan
     streams.close()
 
 
-def test_the_same_batches_come_after_moving_back(tmp_path):
+def test_moving_back_repeats_the_same_batches(tmp_path):
     streams = opened(tmp_path)
     start = streams.position()
     first = [np.asarray(streams.next()["tokens"]) for _ in range(2)]

@@ -51,7 +51,7 @@ def test_a_sixth_of_a_window_is_cut_out_in_spans_of_three_tokens():
     np.testing.assert_array_equal(in_targets, [*expected, expected[-1] + 1])
 
 
-def test_spans_depend_on_the_key_alone_and_differ_between_keys():
+def test_spans_depend_only_on_the_key_and_differ_between_keys():
     form, window = SPANS.form(BYTES, 64), np.arange(200, dtype=np.int32)
     window = window[: form.window]
     rows = [
@@ -60,14 +60,14 @@ def test_spans_depend_on_the_key_alone_and_differ_between_keys():
     assert rows[0] == rows[1] and rows[0] not in rows[2:] and rows[2] != rows[3]
 
 
-def test_every_way_of_parting_is_drawn():
+def test_every_partition_is_drawn():
     random = np.random.RandomState(0)
     drawn = {tuple(objectives._partition(random, 5, 3)) for _ in range(200)}
     assert drawn == {(1, 1, 3), (1, 3, 1), (3, 1, 1), (1, 2, 2), (2, 1, 2), (2, 2, 1)}
 
 
 @pytest.mark.parametrize("text", [True, False], ids=["text", "random tokens"])
-def test_batches_of_spans_resume_exactly_whoever_reads_which_rows(text):
+def test_batches_of_spans_resume_exactly_with_other_processes_reading_the_rows(text):
     form = SPANS.form(BYTES, FOUR_ROWS["seq_len"])
 
     def opened(rows):
@@ -76,20 +76,20 @@ def test_batches_of_spans_resume_exactly_whoever_reads_which_rows(text):
             return batches.make_batches(documents, BYTES, text_key="text", rows=rows, **FOUR_ROWS, form=form)
         return batches.random_batches(256, rows=rows, **FOUR_ROWS, form=form)
 
-    whole = opened(range(4))
-    next(whole)
-    state, second = whole.get_state(), next(whole)
+    every = opened(range(4))
+    next(every)
+    state, second = every.get_state(), next(every)
     for rows in ([0, 1], [2, 3]):
         part = opened(rows)
         part.set_state(state)
         for name, array in next(part).items():
             np.testing.assert_array_equal(array, second[name][rows])
         part.close()
-    whole.close()
+    every.close()
 
 
-def test_what_cannot_be_corrupted_is_refused():
-    with pytest.raises(UserError, match=r"config\.seq_len: span corruption needs 2 tokens or more, and it is 1"):
+def test_a_length_that_cannot_be_corrupted_is_an_error():
+    with pytest.raises(UserError, match=r"config\.seq_len: must be 2 or more for span corruption, and is 1"):
         SPANS.lengths(1)
     with pytest.raises(UserError, match=r"config\.data\.tokenizer: .* sentinels, and the tokenizer has 63"):
         SPANS.form(BYTES, 4096)
@@ -113,7 +113,7 @@ def test_the_first_answer_to_a_sentinel_counts():
     assert SPANS.answer(BYTES, "___", np.array([0, 257, *b"x", 257, *b"y"])) == "x"
 
 
-def test_next_tokens_are_windows_as_they_are():
+def test_next_token_rows_are_the_windows():
     following = objectives.OBJECTIVES["next_token"]
     assert following.lengths(8) == {"tokens": 9}
     form = following.form(BYTES, 8)

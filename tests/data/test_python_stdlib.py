@@ -10,7 +10,7 @@ from zerojax.errors import UserError
 
 
 def read(data_dir, split) -> dict[str, str]:
-    """Reads a whole split as {path: text}."""
+    """Reads a split as {path: text}."""
     opened = source.open_source("python_stdlib", split, data_dir)
     examples = [opened[i] for i in range(len(opened))]
     return {example["path"].decode(): example["text"].decode() for example in examples}
@@ -36,7 +36,7 @@ def test_the_order_is_the_same_in_another_build(stdlib_dir, tmp_path):
     assert list(read(tmp_path, "train")) == list(read(stdlib_dir, "train"))
 
 
-def test_tests_and_installed_packages_are_left_out(tmp_path):
+def test_tests_and_installed_packages_are_omitted(tmp_path):
     kept = ["json/decoder.py", "os.py", "unittest/case.py"]
     skipped = ["test/a.py", "lib2to3/tests/b.py", "idlelib/idle_test/c.py", "site-packages/d/e.py"]
     skipped += ["dist-packages/f.py", "__pycache__/g.py", "h.txt"]
@@ -46,7 +46,7 @@ def test_tests_and_installed_packages_are_left_out(tmp_path):
     assert python_stdlib.list_files(tmp_path) == kept
 
 
-def test_a_python_without_source_is_refused_in_one_line(tmp_path, monkeypatch):
+def test_a_python_without_source_is_an_error_of_one_line(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "empty"))
     with pytest.raises(UserError, match=r"this Python, and .* has none; install") as caught:

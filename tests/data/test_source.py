@@ -29,7 +29,7 @@ tfds.core.DatasetInfo.write_to_directory = die
 
 
 def refusal(function, *args) -> str:
-    """Returns the one line with which function(*args) refuses."""
+    """Returns the one-line error of function(*args)."""
     with pytest.raises(UserError) as caught:
         function(*args)
     assert "\n" not in str(caught.value)
@@ -69,11 +69,11 @@ def test_a_run_after_one_killed_in_preparation_works(tmp_path, stdlib_dir, where
     code = KILLED + where + f"source.prepare('python_stdlib', {str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert "holds no prepared" in refusal(source.open_source, "python_stdlib", "train", tmp_path)
+    assert "has no prepared" in refusal(source.open_source, "python_stdlib", "train", tmp_path)
     source.prepare("python_stdlib", tmp_path)
-    whole = source.open_source("python_stdlib", "train", stdlib_dir)
+    first = source.open_source("python_stdlib", "train", stdlib_dir)
     again = source.open_source("python_stdlib", "train", tmp_path)
-    assert [again[i] for i in range(len(again))] == [whole[i] for i in range(len(whole))]
+    assert [again[i] for i in range(len(again))] == [first[i] for i in range(len(first))]
 
 
 def test_two_runs_that_prepare_at_once_both_work(tmp_path, monkeypatch):
@@ -89,7 +89,7 @@ def test_two_runs_that_prepare_at_once_both_work(tmp_path, monkeypatch):
     assert len(source.open_source("python_stdlib", "train", tmp_path)) > 1
 
 
-def test_any_registered_dataset_goes_the_same_way(tmp_path):
+def test_any_registered_dataset_is_prepared_the_same_way(tmp_path):
     class Squares(tfds.core.GeneratorBasedBuilder):
         VERSION = tfds.core.Version("2.0.0")
 
@@ -115,7 +115,7 @@ def test_an_unknown_name_shows_the_nearest(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["", "a b", "lm1b/no_such_config", "lm1b:0.0.1"])
-def test_a_malformed_name_is_refused(tmp_path, name):
+def test_a_malformed_name_is_an_error(tmp_path, name):
     assert f"config.data.name: {name!r} cannot be opened" in refusal(source.prepare, name, tmp_path)
 
 
@@ -126,24 +126,24 @@ def test_an_unknown_split_shows_the_known(stdlib_dir, split):
     assert "train" in line and "validation" in line
 
 
-def test_an_empty_split_is_refused(stdlib_dir):
+def test_an_empty_split_is_an_error(stdlib_dir):
     assert "'train[:0]' of 'python_stdlib' is empty" in refusal(
         source.open_source, "python_stdlib", "train[:0]", stdlib_dir
     )
 
 
-def test_a_dataset_that_nobody_prepared_is_refused(tmp_path):
+def test_an_unprepared_dataset_is_an_error(tmp_path):
     line = refusal(source.open_source, "python_stdlib", "train", tmp_path)
-    assert f"config.data.dir: {str(tmp_path)!r} holds no prepared 'python_stdlib'" in line
+    assert f"config.data.dir: {str(tmp_path)!r} has no prepared 'python_stdlib'" in line
 
 
-def test_a_dataset_without_its_data_files_is_refused(broken_dir):
+def test_a_dataset_without_its_data_files_is_an_error(broken_dir):
     for path in broken_dir.rglob("*-train.*"):
         path.unlink()
     assert "delete it and run again" in refusal(source.open_source, "python_stdlib", "train", broken_dir)
 
 
-def test_a_dataset_without_its_description_is_refused(broken_dir):
+def test_a_dataset_without_its_description_is_an_error(broken_dir):
     (info,) = broken_dir.rglob("dataset_info.json")
     info.unlink()
     assert "lists no splits; delete it" in refusal(source.open_source, "python_stdlib", "train", broken_dir)
@@ -151,7 +151,7 @@ def test_a_dataset_without_its_description_is_refused(broken_dir):
     assert "cannot be opened" in refusal(source.open_source, "python_stdlib", "train", broken_dir)
 
 
-def test_a_dataset_prepared_in_another_format_is_refused(broken_dir):
+def test_a_dataset_prepared_in_another_format_is_an_error(broken_dir):
     (info,) = broken_dir.rglob("dataset_info.json")
     info.write_text(json.dumps(json.loads(info.read_text()) | {"fileFormat": "tfrecord"}))
     assert "TFRECORD" in refusal(source.open_source, "python_stdlib", "train", broken_dir)
@@ -175,7 +175,7 @@ def test_a_full_disk_names_the_directory(tmp_path, monkeypatch, error):
     assert f"config.data.dir: no space left in {str(tmp_path)!r}" in line
 
 
-def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     assert "config.data.dir: cannot write" in refusal(source.prepare, "python_stdlib", tmp_path / "file")
 

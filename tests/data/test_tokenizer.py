@@ -83,7 +83,7 @@ def test_a_special_token_spelled_out_in_a_document_is_plain_text(bpe):
     assert bpe.bos_id not in ids and bpe.decode(ids) == "a <s> b</s>"
 
 
-def test_sparse_ids_lie_below_the_vocab_size(tmp_path):
+def test_sparse_ids_are_below_the_vocab_size(tmp_path):
     path = tmp_path / "tokenizer.json"
     model = tokenizers.Tokenizer(models.WordLevel({"a": 5, "[BOS]": 9}, unk_token="a"))
     model.save(str(path))
@@ -97,14 +97,14 @@ def test_the_separator_is_the_best_known_name(tmp_path, names, expected):
     assert tokenizer.load_tokenizer(path).bos_id == names.index(expected)
 
 
-def test_a_vocabulary_without_a_separator_is_refused(tmp_path):
+def test_a_vocabulary_without_a_separator_is_an_error(tmp_path):
     path = write_tokenizer(tmp_path / "tokenizer.json", ("[SEP]",))
     with pytest.raises(UserError, match=r"no document separator; add one of <\|begin_of_text\|>, <s>"):
         tokenizer.load_tokenizer(path)
 
 
 @pytest.mark.parametrize("text", ["", "not json", "{}", json.dumps({"version": "1.0", "model": {"type": "Odd"}})])
-def test_a_corrupt_file_is_refused_in_one_line(tmp_path, text):
+def test_a_corrupt_file_is_an_error_of_one_line(tmp_path, text):
     path = tmp_path / "tokenizer.json"
     path.write_text(text)
     with pytest.raises(UserError, match="not a readable tokenizer") as caught:
@@ -113,8 +113,8 @@ def test_a_corrupt_file_is_refused_in_one_line(tmp_path, text):
 
 
 @pytest.mark.parametrize("spec", ["", "byte", ".", "nowhere/tokenizer.json"])
-def test_a_missing_file_is_refused_with_the_choices(spec):
-    with pytest.raises(UserError, match='is not a file; give "bytes" or the path'):
+def test_the_error_for_a_missing_file_lists_the_choices(spec):
+    with pytest.raises(UserError, match='is not a file; set it to "bytes" or the path'):
         tokenizer.load_tokenizer(spec)
 
 

@@ -1,4 +1,4 @@
-"""Checks how XLA's memory files are read. This module tests zerojax.buffer_dump."""
+"""Checks how XLA's memory dump is read. This module tests zerojax.hlo.buffer_dump."""
 
 import pytest
 

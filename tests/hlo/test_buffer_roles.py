@@ -1,4 +1,4 @@
-"""Checks what memory is said to hold. This module tests zerojax.hlo.buffer_roles."""
+"""Checks the roles of a step's memory. This module tests zerojax.hlo.buffer_roles."""
 
 import math
 
@@ -14,17 +14,17 @@ from zerojax.roles import ACTIVATION_GRADIENTS, GRADIENTS, MASTER, MOMENTS, PARA
 
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @hypothesis.given(st.lists(st.integers(2, 9), min_size=2, max_size=4), st.data())
-def test_a_weights_shape_is_known_with_dims_joined_and_turned(shape, data):
+def test_a_weights_shape_is_known_with_dims_merged_and_transposed(shape, data):
     cut = data.draw(st.integers(1, len(shape) - 1))
-    joined = (math.prod(shape[:cut]), 1, math.prod(shape[cut:]))
-    turned = data.draw(st.permutations(joined))
+    merged = (math.prod(shape[:cut]), 1, math.prod(shape[cut:]))
+    transposed = data.draw(st.permutations(merged))
     known = {
         form
-        for whole in buffer_roles.shapes([(PARAMS, tuple(shape), tuple(shape))])
-        for form in buffer_roles._forms(whole)
+        for known_shape in buffer_roles.shapes([(PARAMS, tuple(shape), tuple(shape))])
+        for form in buffer_roles._forms(known_shape)
     }
-    assert buffer_roles._key(tuple(turned)) in known
-    assert buffer_roles._key((*turned, 11)) not in known
+    assert buffer_roles._key(tuple(transposed)) in known
+    assert buffer_roles._key((*transposed, 11)) not in known
 
 
 @pytest.mark.parametrize(
@@ -40,16 +40,16 @@ def test_a_weights_shape_is_known_with_dims_joined_and_turned(shape, data):
         ("state/batch_stats/mean", REST),
     ],
 )
-def test_an_arguments_path_says_its_role(path, role):
+def test_an_arguments_path_decides_its_role(path, role):
     assert buffer_roles.argument_role(path) == role
 
 
 WIDTH, HIDDEN = 256, 1024
-ALIGNMENT = 0.01  # what rounding sizes up adds
+ALIGNMENT = 0.01  # of the size: XLA rounds sizes up
 
 
 def plain_step(params, x):
-    """A step that nobody here wrote: no scopes, no state, no mesh."""
+    """A step as another project may write it: no scopes, no state, no mesh."""
 
     def loss(params):
         y = x
@@ -62,7 +62,7 @@ def plain_step(params, x):
 
 
 def most(examples):
-    """Returns the most bytes of each role at a time."""
+    """Returns the maximum bytes of each role."""
     block = {"up": jax.ShapeDtypeStruct((WIDTH, HIDDEN), jnp.float32)}
     block["down"] = jax.ShapeDtypeStruct((HIDDEN, WIDTH), jnp.float32)
     x = jax.ShapeDtypeStruct((examples, WIDTH), jnp.float32)

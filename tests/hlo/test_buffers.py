@@ -1,4 +1,4 @@
-"""Checks what a step is said to keep in memory. This module tests zerojax.buffers."""
+"""Checks the reported memory of a step. This module tests zerojax.hlo.buffers."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from zerojax.roles import ACTIVATIONS, GATHERED, GRADIENTS, LOSS, MOMENTS, OTHER
 from zerojax.zero import stages, step
 
 WIDTH, HIDDEN, EXAMPLES = 256, 1024, 128
-WEIGHTS = 4 * 2 * WIDTH * HIDDEN  # bytes, whole
+WEIGHTS = 4 * 2 * WIDTH * HIDDEN  # bytes, unsharded
 
 
 def model(params, x):
@@ -31,7 +31,7 @@ def loss_fn(params, batch, _):
         return jnp.mean((y - batch["x"]) ** 2)
 
 
-def placed(stage, devices=None):
+def sharded(stage, devices=None):
     """Returns the partition of a state of two blocks, and an abstract batch."""
     block = {"up": jnp.zeros((WIDTH, HIDDEN)), "down": jnp.zeros((HIDDEN, WIDTH))}
     create = lambda: train_state.TrainState.create(  # noqa: E731
@@ -43,7 +43,7 @@ def placed(stage, devices=None):
 
 
 def compiled(stage, devices=None, **options):
-    found, batch = placed(stage, devices)
+    found, batch = sharded(stage, devices)
     train_step = step.make_train_step(loss_fn, found, **options)
     return buffers.compile_with_buffers(train_step.lower(found.abstract_state, batch))
 
@@ -59,8 +59,8 @@ def analysed(stats):
     )
 
 
-SMALL = 64  # bytes; constants are in one sum and not in the other
-POINTERS = 1024  # bytes; outputs that all lie in donated memory leave a table of where they are
+SMALL = 64  # bytes; constants are in only one of the sums
+POINTERS = 1024  # bytes; if all outputs reuse donated memory, only a table of pointers remains
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_curve_peaks_where_the_temporaries_are_listed(stage3):
     assert list(found.curve.positions) == sorted(set(found.curve.positions))
 
 
-def test_temporaries_say_what_they_are_and_which_line_made_them(stage3):
+def test_temporaries_have_their_role_and_source_line(stage3):
     program, found = stage3
     largest = {role: max(column) for role, column in found.curve.by_role.items()}
     weight = 4 * WIDTH * HIDDEN
@@ -112,7 +112,7 @@ def test_temporaries_say_what_they_are_and_which_line_made_them(stage3):
 def test_at_stage_0_no_weight_is_a_temporary_of_its_own():
     _, found = compiled(0, remat="none")
     assert max(found.curve.by_role[GATHERED]) < 4 * WIDTH * HIDDEN
-    # Both gradients of both blocks live until the last is known.
+    # Both gradients of both blocks are alive until the last is computed.
     assert max(found.curve.by_role[GRADIENTS]) >= WEIGHTS
 
 
@@ -124,7 +124,7 @@ def test_recomputing_all_keeps_fewer_activations_than_keeping_all():
     assert most(compiled(3, remat="full")[1]) < most(compiled(3, remat="none")[1])
 
 
-def test_without_an_assignment_the_totals_are_left(monkeypatch, stage3):
+def test_without_an_assignment_there_are_totals(monkeypatch, stage3):
     monkeypatch.setattr(buffer_dump, "read", lambda folder: None)
     _, found = compiled(3)
     _, full = stage3
@@ -135,7 +135,7 @@ def test_without_an_assignment_the_totals_are_left(monkeypatch, stage3):
     assert {a.path: a.is_donated for a in found.arguments} == {a.path: a.is_donated for a in full.arguments}
 
 
-def test_a_program_in_the_compilation_cache_is_assigned_anew(cache_dir, stage3):
+def test_a_program_in_the_compilation_cache_is_compiled_again(cache_dir, stage3):
     def double(x):
         return x * 2 + jnp.float32(1.25)
 
@@ -146,7 +146,7 @@ def test_a_program_in_the_compilation_cache_is_assigned_anew(cache_dir, stage3):
     assert jax.config.jax_enable_compilation_cache
 
 
-def test_with_and_without_an_assignment_the_same_waits_on_the_host(monkeypatch):
+def test_host_memory_is_the_same_with_and_without_an_assignment(monkeypatch):
     keep = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=["kept"],
@@ -170,20 +170,20 @@ def test_with_and_without_an_assignment_the_same_waits_on_the_host(monkeypatch):
     assert found.host == full.host == 2 * 4 * 64 * 256 * 256
 
 
-def test_values_in_one_place_are_counted_once():
+def test_values_at_the_same_offset_are_counted_once():
     names = [("start", 0, 4), ("carry", 2, 9), ("end", 9, 12), ("inside", 10, 11)]
     values = [buffer_dump.Value(name, "", 64, 0, "f32[16]", first, last) for name, first, last in names]
-    kept = buffers._one_at_a_time([*values, dataclasses.replace(values[1], name="elsewhere", offset=64)])
-    spans = {value.name: (value.start, value.end) for value in kept}
+    disjoint = buffers._one_at_a_time([*values, dataclasses.replace(values[1], name="elsewhere", offset=64)])
+    spans = {value.name: (value.start, value.end) for value in disjoint}
     assert spans == {"start": (0, 4), "carry": (5, 9), "elsewhere": (2, 9), "end": (10, 12)}
 
 
-def test_a_step_for_absent_gpus_gathers_in_wrappers_that_are_seen_through():
+def test_gathers_in_the_asynchronous_wrappers_of_gpu_programs_are_found():
     with compile_only.optimized():
         program, found = compiled(3, compile_only.gpus())
     assert found.source == buffers.ASSIGNMENT
     assert abs(found.peak - analysed(program.memory_analysis())) <= SMALL
     assert max(found.curve.by_role[GATHERED]) >= 4 * WIDTH * HIDDEN
     assert max(found.curve.by_role[GRADIENTS]) >= 4 * WIDTH * HIDDEN // 8
-    assert max(found.curve.by_role[OTHER]) < 4 * WIDTH * HIDDEN // 8  # what nobody can find is of no role
+    assert max(found.curve.by_role[OTHER]) < 4 * WIDTH * HIDDEN // 8  # values that cannot be found have no role
     assert found.arguments_by_role[PARAMS] == 2 * WEIGHTS // 8

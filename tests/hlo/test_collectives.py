@@ -69,7 +69,7 @@ def found():
     return {each.start.name: each for each in listed}
 
 
-def test_those_over_one_device_are_left_out(found):
+def test_collectives_over_one_device_are_omitted(found):
     assert set(found) == {"ag", "inner", "ar", "cp"}
     assert all(each.axes == ("data",) and each.ways == 8 for each in found.values())
 
@@ -82,11 +82,11 @@ def test_a_combined_gather_lists_each_output_once(found):
     ]
 
 
-def test_what_runs_between_start_and_done_is_counted_by_kind(found):
+def test_work_between_start_and_done_is_counted_by_kind(found):
     assert found["ag"].is_async and found["ag"].overlaps == {"matmul": 1}
 
 
-def test_a_wrapper_is_waited_for_where_it_was_started(found):
+def test_the_done_of_a_wrapper_is_in_the_computation_that_starts_it(found):
     inner = found["inner"]
     assert inner.kind == "reduce-scatter" and inner.is_async
     assert inner.overlaps == {"copy": 1}
@@ -94,14 +94,14 @@ def test_a_wrapper_is_waited_for_where_it_was_started(found):
     assert [p.taken.dims for p in inner.parts] == [(64, 4)]
 
 
-def test_a_flat_buffer_is_taken_apart_into_the_arrays_it_was_joined_from(found):
+def test_a_flat_buffer_is_listed_as_the_arrays_that_it_concatenates(found):
     assert [(p.number, p.taken.dims, p.value, p.op_name) for p in found["ar"].parts] == [
         (None, (8, 8), "work", "jit(f)/one/sum"),
         (None, (32,), "wide", "jit(f)/two/sum"),
     ]
 
 
-def test_one_that_says_it_is_synchronous_overlaps_nothing(found):
+def test_a_synchronous_collective_overlaps_nothing(found):
     assert not found["ar"].is_async and found["ar"].overlaps == {}
 
 
@@ -141,6 +141,6 @@ ENTRY %main (c: bf16[64,4]) -> bf16[8,4] {{
         ("copy", "", "copy"),
     ],
 )
-def test_work_is_named_in_a_word(opcode, attributes, kind):
+def test_work_has_a_kind(opcode, attributes, kind):
     module = syntax.parse(PROGRAM)
     assert collectives.work_kind(module, syntax.Instruction("x", opcode, (), (), attributes)) == kind

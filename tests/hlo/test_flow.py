@@ -48,12 +48,12 @@ def of(text):
     return hlo_flow.flow(syntax.parse(text))
 
 
-def test_a_loop_runs_as_often_as_its_counter_says():
+def test_a_loops_trip_count_is_computed_from_its_counter():
     # from 1, below 7, by 2: 1, 3, 5
     assert of(LOOP).calls["body"].times == 3
 
 
-def test_a_known_trip_count_is_taken_as_it_is():
+def test_a_known_trip_count_is_used():
     known = LOOP.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"12"}}')
     assert of(known).calls["body"].times == 12
 
@@ -63,7 +63,7 @@ def test_a_condition_that_is_not_understood_counts_once():
 
 
 def test_nested_loops_multiply():
-    # A compiled program of real nested scans: 3 turns of 5.
+    # A compiled program of real nested scans: 3 iterations of 5.
     def inner(x, _):
         return jnp.sin(x @ x), None
 
@@ -74,18 +74,18 @@ def test_nested_loops_multiply():
     assert max(call.times for call in of(text).calls.values()) == 15
 
 
-def test_an_operand_in_a_loop_is_traced_to_the_argument_it_is_a_cast_copy_of():
+def test_a_cast_copy_in_a_loop_is_traced_to_its_argument():
     flow = of(LOOP)
     found = hlo_flow.origins(flow, flow.module.computation("body"), "w16")
     assert [i.op_name for i in found] == ["params['w']"]
 
 
-def test_what_a_loop_stacked_is_traced_through_the_loop():
+def test_a_stacked_value_is_traced_through_its_loop():
     flow = of(LOOP)
     assert [i.name for i in hlo_flow.origins(flow, flow.module.entry, "slice")] == ["weight"]
 
 
-def test_products_end_a_trace():
+def test_matmuls_end_a_trace():
     flow = of(LOOP)
     assert hlo_flow.origins(flow, flow.module.computation("body"), "y") == ()
 
@@ -100,5 +100,5 @@ def test_readers_are_found_behind_moves_and_inside_loops():
 @pytest.mark.parametrize(
     "opcode, runs", [("fusion", ()), ("fusion-start", ()), ("call-start", ("c",)), ("call", ("c",))]
 )
-def test_fusions_are_not_programs_of_their_own(opcode, runs):
+def test_the_instructions_of_fusions_do_not_run_one_by_one(opcode, runs):
     assert hlo_flow.runs(syntax.Instruction("x", opcode, (), (), " calls=%c")) == runs

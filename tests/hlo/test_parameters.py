@@ -1,4 +1,4 @@
-"""Checks that a program's parameters find their leaves. This module tests zerojax.parameters."""
+"""Checks that a program's parameters are matched with their leaves. This module tests zerojax.hlo.parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def test_arguments_that_are_never_read_shift_no_name():
     assert named(some, arrays, scales) == [("state/b", (64, 8)), ("state/d", (2, 8)), ("scale/y", (64, 8))]
 
 
-def test_leaves_of_one_name_in_two_arguments_keep_their_own_shapes():
+def test_leaves_of_the_same_name_in_two_arguments_keep_their_own_shapes():
     def some(state, other):
         return state["b"] * 2, other["b"] * 2
 
@@ -34,7 +34,7 @@ def test_leaves_of_one_name_in_two_arguments_keep_their_own_shapes():
     assert named(some, arrays(2), arrays(4)) == [("state/b", (2, 8)), ("other/b", (4, 8))]
 
 
-def test_a_split_leaf_has_its_whole_shape_and_a_devices_part():
+def test_a_sharded_leaf_has_its_global_shape_and_its_shards_shape():
     sharding = mesh.batch_sharding(mesh.make_mesh())
     lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((16, 3), jnp.float32, sharding=sharding))
     found = parameters.leaves(lowered, syntax.parse(lowered.compile().as_text()))

@@ -64,5 +64,5 @@ def test_a_permutes_rings_count_as_groups():
     assert replica_groups.axes(groups, mesh_of((2, 4))) == ("data",)
 
 
-def test_groups_that_are_no_axis_are_said_to_be_unknown():
+def test_groups_that_match_no_axes_are_unknown():
     assert replica_groups.axes(((0, 3), (1, 2), (4, 7), (5, 6)), mesh_of((2, 4))) == ("?",)

@@ -84,7 +84,7 @@ def test_donation_is_read_as_output_to_parameter(module):
     assert module.aliases == {0: 2, 1: 0}
 
 
-def test_an_argument_keeps_its_label(module):
+def test_an_argument_keeps_its_name(module):
     assert module.entry.by_name["a"].op_name == "state.params['layer_0']['kernel']"
 
 
@@ -95,7 +95,7 @@ def test_a_source_is_the_innermost_frame_outside_the_libraries(module):
     assert module.source(found["a"]) == ""
 
 
-def test_a_frame_that_has_libraries_alone_is_still_named(module):
+def test_a_source_with_only_library_frames_is_the_innermost_one(module):
     text = PROGRAM.replace("/home/me/train.py", "/venv/lib/python3.12/site-packages/jax/x.py")
     found = syntax.parse(text)
     assert found.source(found.entry.by_name["f"]).endswith("linear.py:274 in Dense.__call__")
@@ -111,7 +111,7 @@ def test_a_frame_that_has_libraries_alone_is_still_named(module):
         ("", ("",)),
     ],
 )
-def test_joined_names_are_taken_apart(joined, expected):
+def test_combined_names_are_separated(joined, expected):
     assert syntax.op_names(joined) == expected
 
 
@@ -122,6 +122,6 @@ def test_bits_of_a_dtype(dtype, bits):
     assert syntax.bits(dtype) == bits
 
 
-def test_text_that_is_no_program_is_refused():
+def test_text_that_is_not_hlo_is_an_error():
     with pytest.raises(ValueError, match="as_text"):
         syntax.parse("module @jit_f { }")

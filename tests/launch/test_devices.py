@@ -1,4 +1,4 @@
-"""Checks which plugins are believed to have hardware, and what JAX is told. This module tests zerojax.launch.devices."""
+"""Checks which plugins count as having hardware, and JAX's settings. This module tests zerojax.launch.devices."""
 
 import os
 import subprocess
@@ -32,8 +32,8 @@ def test_a_plugin_has_hardware_where_its_device_files_are_and_are_not_hidden(
     assert devices._has_hardware(plugin, environ) == expected
 
 
-@pytest.mark.parametrize(("platforms", "said"), [("", "True"), ("cpu", "True cpu"), ("cuda,cpu", "False cuda,cpu")])
-def test_without_hardware_jax_is_kept_from_plugins_unless_it_was_told(platforms, said):
+@pytest.mark.parametrize(("platforms", "printed"), [("", "True"), ("cpu", "True cpu"), ("cuda,cpu", "False cuda,cpu")])
+def test_without_hardware_jax_loads_no_plugins_unless_the_platforms_are_set(platforms, printed):
     if any(devices._has_hardware(plugin, os.environ) for plugin in devices._plugins()):
         pytest.skip("there is an accelerator here")
     program = (
@@ -47,8 +47,8 @@ def test_without_hardware_jax_is_kept_from_plugins_unless_it_was_told(platforms,
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environ, timeout=runs.LIMIT
     )
-    told = "cpu" if devices._plugins() and not platforms else ""
-    assert done.stdout.strip() == f"{said} {told}".strip()
+    added = "cpu" if devices._plugins() and not platforms else ""
+    assert done.stdout.strip() == f"{printed} {added}".strip()
 
 
 COUNT = "from zerojax.launch import devices; import jax; print(devices.emulate_cpu_devices(6), devices.describe())"
@@ -73,7 +73,7 @@ def test_one_cpu_device_is_not_called_emulated():
     assert programs.python(program, JAX_PLATFORMS="cpu").stdout == "1 x cpu, 1 process\n"
 
 
-def test_a_platform_that_the_user_names_is_left_alone():
+def test_a_platform_that_the_user_sets_is_kept():
     program = (
         "from zerojax.launch import devices; import jax\n"
         "print(devices.emulate_cpu_devices(6), jax.config.jax_platforms, jax.config.jax_num_cpu_devices)"
@@ -81,7 +81,7 @@ def test_a_platform_that_the_user_names_is_left_alone():
     assert programs.python(program, JAX_PLATFORMS="cuda,cpu").stdout == "False cuda,cpu -1\n"
 
 
-def test_emulation_after_jax_started_is_refused():
+def test_emulation_after_jax_started_is_an_error():
     program = "import jax; jax.devices()\nfrom zerojax.launch import devices; devices.emulate_cpu_devices(6)"
     done = programs.python(program, JAX_PLATFORMS="cpu")
     assert done.stderr.splitlines()[-1].startswith("zerojax.errors.UserError: devices: JAX has started")

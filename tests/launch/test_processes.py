@@ -81,8 +81,8 @@ def listener():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (("a:1", 2, None), "--process_id: must be given with --coordinator, --num_processes"),
-        ((None, None, 0), "--coordinator: must be given with --process_id"),
+        (("a:1", 2, None), "--process_id: must be set together with --coordinator, --num_processes"),
+        ((None, None, 0), "--coordinator: must be set together with --process_id"),
         (("localhost", 2, 0), "--coordinator: must be HOST:PORT"),
         (("localhost:0", 2, 0), "--coordinator: must be HOST:PORT"),
         (("localhost:65536", 2, 0), "--coordinator: must be HOST:PORT"),
@@ -90,30 +90,30 @@ def listener():
         (("localhost:1", 2, -1), "--process_id: must be "),
     ],
 )
-def test_flags_that_do_not_fit_are_refused(flags, message):
+def test_inconsistent_flags_are_an_error(flags, message):
     with pytest.raises(UserError) as caught:
         processes.initialize(*flags)
     assert str(caught.value).startswith(message)
 
 
-def test_a_coordinator_that_is_not_there_is_named_within_the_time_limit():
+def test_an_absent_coordinator_is_named_within_the_time_limit():
     with listener() as port:
-        pass  # closed again: nobody answers
+        pass  # closed again: nothing answers
     began = time.monotonic()
     with pytest.raises(UserError, match=rf"nothing answers at 127\.0\.0\.1:{port} after 1 s"):
         processes.initialize(f"127.0.0.1:{port}", 2, 1, timeout_seconds=1)
     assert time.monotonic() - began < 10
 
 
-def test_a_port_that_is_taken_is_named():
-    with listener() as port, pytest.raises(UserError, match=rf"--coordinator: port {port} is no use here"):
+def test_a_port_in_use_is_named():
+    with listener() as port, pytest.raises(UserError, match=rf"--coordinator: port {port} cannot be opened"):
         processes.initialize(f"127.0.0.1:{port}", 2, 0)
 
 
-def test_who_waits_long_says_so_once(capsys):
-    with processes._says_if_waiting("still waiting", 0.01):
+def test_a_process_that_waits_long_prints_one_line(capsys):
+    with processes._prints_if_waiting("still waiting", 0.01):
         time.sleep(0.3)
-    with processes._says_if_waiting("not printed", 10):
+    with processes._prints_if_waiting("not printed", 10):
         pass
     assert capsys.readouterr().err == "still waiting\n"
 
@@ -130,11 +130,11 @@ def test_who_waits_long_says_so_once(capsys):
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
     ],
 )
-def test_a_scheduler_counts_where_it_started_several_processes(environ, expected):
+def test_a_scheduler_counts_if_it_started_several_processes(environ, expected):
     assert processes.detect_scheduler(environ) == expected
 
 
-def test_slurm_tells_all_that_is_needed():
+def test_slurm_provides_all_settings():
     with listener() as port:
         pass
     slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_PROCID": "0"}
@@ -146,7 +146,7 @@ def test_slurm_tells_all_that_is_needed():
     assert done.stdout == "True 1 x cpu, 1 process\n", done.stderr
 
 
-def test_a_scheduler_that_jax_cannot_read_ends_in_one_line():
+def test_a_scheduler_that_jax_cannot_join_is_an_error_of_one_line():
     done = programs.python(
         "from zerojax.launch import processes; processes.initialize()", JAX_PLATFORMS="cpu", OMPI_COMM_WORLD_SIZE="2"
     )
@@ -157,7 +157,7 @@ def test_a_scheduler_that_jax_cannot_read_ends_in_one_line():
 # --- one process
 
 
-def test_one_process_waits_for_nobody_and_is_the_primary_one():
+def test_a_single_process_does_not_wait_and_is_the_primary_one():
     processes.barrier("alone")
     assert processes.is_primary()
     with pytest.raises(SystemExit, match="3"):
@@ -209,7 +209,7 @@ def test_each_process_sees_gpus_of_its_own(visible, expected, monkeypatch):
     assert [lines_of(done.stdout, index)[0].split()[0] for index in range(2)] == expected
 
 
-def test_too_few_gpus_and_no_command_are_refused_in_one_line():
+def test_too_few_gpus_and_no_command_are_errors_of_one_line():
     few = launch_local(SHOW, "--processes", "2", "--gpus_per_process", "2", CUDA_VISIBLE_DEVICES="0,1,2")
     assert few.returncode == 2 and "need 4 GPUs" in few.stderr.splitlines()[-1]
     bare = subprocess.run(
@@ -218,7 +218,7 @@ def test_too_few_gpus_and_no_command_are_refused_in_one_line():
     assert bare.returncode == 2 and "no command" in bare.stderr.splitlines()[-1]
 
 
-def test_a_failed_process_ends_the_others_and_lends_its_status():
+def test_a_failed_process_ends_the_others_and_determines_the_status():
     program = "import sys, time; sys.exit(5) if sys.argv[-1] == '1' else time.sleep(100)"
     done = launch_local(program, "--processes", "3")
     assert done.returncode == 5 and "process 1 ended with status 5" in done.stderr

@@ -1,4 +1,4 @@
-"""Checks that a signal is a request that all processes share. This module tests zerojax.launch.signals; test_processes.py has several."""
+"""Checks that a signal stops all processes. This module tests zerojax.launch.signals on one process; test_processes.py has several."""
 
 import signal
 
@@ -19,7 +19,7 @@ def test_the_first_signal_asks_and_an_interrupt_after_it_interrupts():
                 signal.raise_signal(signal.SIGINT)
 
 
-def test_former_handlers_come_back():
+def test_former_handlers_are_restored():
     before = [signal.getsignal(number) for number in signals.StopSignal.SIGNALS]
     with signals.StopSignal():
         assert signal.getsignal(signal.SIGTERM) not in before

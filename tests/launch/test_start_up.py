@@ -1,4 +1,4 @@
-"""Tests what makes a run start sooner."""
+"""Checks the parts that make a run start faster. This module tests zerojax.launch.start_up."""
 
 import gc
 import subprocess
@@ -12,7 +12,7 @@ import runs
 from zerojax.launch import start_up
 
 
-def test_the_trainer_starts_without_the_libraries_that_it_needs_later_or_not_at_all():
+def test_the_trainer_starts_without_importing_slow_libraries_that_it_may_not_need():
     slow = ("torch", "tensorboardX", "tensorflow", "matplotlib.figure")
     code = f"import sys, zerojax.train; print([name for name in {slow} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -20,7 +20,7 @@ def test_the_trainer_starts_without_the_libraries_that_it_needs_later_or_not_at_
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_the_collector_is_as_it_was_before_whatever_happens(is_on):
+def test_the_collectors_state_is_restored_after_an_exception(is_on):
     was_on = gc.isenabled()
     (gc.enable if is_on else gc.disable)()
     try:
@@ -33,14 +33,14 @@ def test_the_collector_is_as_it_was_before_whatever_happens(is_on):
 
 
 @pytest.mark.parametrize("status", [0, 2])
-def test_a_process_that_ends_while_devices_wake_ends_as_it_says(status):
-    """A thread left inside JAX's client has the process aborted, now and then."""
+def test_a_process_that_ends_while_devices_wake_keeps_its_status(status):
+    """A thread that is still inside JAX's client sometimes aborts the process."""
     code = f"import sys; from zerojax.launch import start_up; start_up.wake_devices(); sys.exit({status})"
     ends = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True) for _ in range(4)]
     assert [end.returncode for end in ends] == [status] * 4, ends[0].stderr
 
 
-def test_who_computes_learns_what_is_wrong_with_a_device_and_not_who_woke_it(monkeypatch, capfd):
+def test_a_devices_error_does_not_appear_in_the_thread_that_wakes_it(monkeypatch, capfd):
     threads = []
 
     class Thread(start_up.threading.Thread):
@@ -62,12 +62,12 @@ def test_who_computes_learns_what_is_wrong_with_a_device_and_not_who_woke_it(mon
     assert float(jnp.sum(jax.device_put(jnp.ones(3)))) == 3
 
 
-@pytest.mark.parametrize("said, expected", [(None, 0.0), ("2.5", 2.5)])
-def test_the_environment_has_the_last_word_on_which_programs_are_kept(monkeypatch, said, expected):
+@pytest.mark.parametrize("variable, expected", [(None, 0.0), ("2.5", 2.5)])
+def test_the_environment_variable_takes_precedence_on_which_programs_are_kept(monkeypatch, variable, expected):
     name = "jax_persistent_cache_min_compile_time_secs"
     monkeypatch.delenv(name.upper(), raising=False)
-    if said:
-        monkeypatch.setenv(name.upper(), said)
+    if variable:
+        monkeypatch.setenv(name.upper(), variable)
     with runs.jax_settings(**{name: 2.5}):
         start_up.keep_every_program()
         assert jax.config.values[name] == expected
@@ -78,9 +78,9 @@ def test_a_second_start_compiles_nothing(commands, tmp_path):
 import atexit, jax
 jax.config.update("jax_compilation_cache_dir", {str(tmp_path / "cache")!r})
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-told = []
-jax.monitoring.register_event_listener(lambda event, **_: told.append(event.rsplit("/", 1)[-1]))
-atexit.register(lambda: print("compiled", told.count("compile_requests_use_cache") - told.count("cache_hits"), flush=True))
+events = []
+jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rsplit("/", 1)[-1]))
+atexit.register(lambda: print("compiled", events.count("compile_requests_use_cache") - events.count("cache_hits"), flush=True))
 """
     compiled = []
     for number in (1, 2):

@@ -14,9 +14,9 @@ GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
 
 
 def weight(path, *used):
-    """Returns a weight split 8 ways along its first dim."""
-    part = (used[0] // 8, *used[1:])
-    return attribution.WeightDims(path, used, used, part, part, part)
+    """Returns a weight sharded 8 ways on its first dim."""
+    shard = (used[0] // 8, *used[1:])
+    return attribution.WeightDims(path, used, used, shard, shard, shard)
 
 
 WEIGHTS = {
@@ -49,40 +49,40 @@ UP = ("f32[8,4096]", "state.params['up']['kernel']")
         ("jit(step)/add", UPDATED_WEIGHTS),
     ],
 )
-def test_a_gather_of_a_cast_weight_is_placed_by_autodiffs_names(op_name, role):
+def test_autodiffs_names_decide_the_pass_of_a_gather_of_a_cast_weight(op_name, role):
     body = f"""  %cast = bf16[8,4096] convert(%w)
   %ag = bf16[64,4096] all-gather(%cast), {GROUPS}, dimensions={{0}}, metadata={{op_name="{op_name}"}}"""
     assert roles(body, w=UP) == [(role, ("up/kernel",))]
 
 
-def test_a_gather_without_a_name_before_the_backward_pass_is_of_the_forward_pass():
+def test_a_gather_without_a_name_belongs_to_the_forward_pass_if_it_comes_before_the_backward_pass():
     body = f"""  %ag = f32[64,4096] all-gather(%w), {GROUPS}, dimensions={{0}}
   %dw = f32[64,4096] dot(%ag, %ag), metadata={{op_name="jit(step)/transpose(jvp(Net))/dot"}}
   %ag.2 = f32[64,4096] all-gather(%w), {GROUPS}, dimensions={{0}}"""
     assert [role for role, _ in roles(body, w=UP)] == [WEIGHTS_FORWARD, UPDATED_WEIGHTS]
 
 
-def test_a_gather_of_what_was_computed_is_of_activations_though_it_has_a_weights_shape():
+def test_a_gather_of_a_computed_value_moves_activations_even_with_a_weights_shape():
     body = f"""  %y = f32[8,4096] dot(%w, %w)
   %ag = f32[64,4096] all-gather(%y), {GROUPS}, dimensions={{0}}, metadata={{op_name="jit(step)/jvp(Net)/dot"}}"""
     assert roles(body, w=UP) == [(ACTIVATIONS, ())]
 
 
 @pytest.mark.parametrize("dims", ["64,4096", "4096,64", "8,4096"])
-def test_a_sum_of_a_weights_dims_is_its_gradient_whole_or_shard(dims):
+def test_a_reduction_with_a_weights_dims_or_its_shards_dims_sums_its_gradient(dims):
     body = f"""  %g = f32[{dims}] dot(%w, %w)
   %ar = f32[{dims}] all-reduce(%g), {GROUPS}, metadata={{op_name="jit(step)/transpose(jvp(Net))/up/dot_general"}}"""
     assert roles(body, w=UP) == [(GRADIENTS, ("up/kernel",))]
 
 
-def test_a_sum_of_a_frozen_weights_dims_is_no_gradient():
+def test_a_reduction_with_a_frozen_weights_dims_sums_no_gradient():
     frozen = {path: dataclasses.replace(known, trainable=False) for path, known in WEIGHTS.items()}
     body = f"""  %ar = f32[64,4096] all-reduce(%g), {GROUPS}, to_apply=%sum"""
-    given = ("f32[64,4096]", "batch")
-    assert roles(body, g=given)[0][0] == GRADIENTS and roles(body, frozen, g=given) == [(ACTIVATIONS, ())]
+    operand = ("f32[64,4096]", "batch")
+    assert roles(body, g=operand)[0][0] == GRADIENTS and roles(body, frozen, g=operand) == [(ACTIVATIONS, ())]
 
 
-def test_equal_shapes_are_told_apart_by_the_modules_that_a_name_goes_through():
+def test_the_modules_in_a_name_distinguish_weights_of_equal_shapes():
     body = f"""  %g = f32[4096,64] dot(%w, %w)
   %rs = f32[512,64] reduce-scatter(%g), {GROUPS}, dimensions={{0}}, metadata={{op_name="jit(step)/transpose(jvp(Net))/down/dot"}}"""
     assert roles(body, w=UP) == [(GRADIENTS, ("down/kernel",))]
@@ -104,7 +104,7 @@ def test_one_layer_of_a_stack_and_a_kernel_with_merged_dims_are_gradients_too():
         ("s32[64,4096]", "jit(step)/jvp(Net)/embed/gather", OTHER),
     ],
 )
-def test_what_is_no_weights_is_told_by_kind_and_size(type_text, name, role):
+def test_dtype_and_size_decide_the_role_of_a_reduction_that_has_no_weights_dims(type_text, name, role):
     body = f"""  %g = {type_text} custom-call(%w), custom_call_target="x"
   %ar = {type_text} all-reduce(%g), {GROUPS}, metadata={{op_name="{name}"}}"""
     assert roles(body, w=UP) == [(role, ())]

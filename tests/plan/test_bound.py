@@ -1,4 +1,4 @@
-"""Checks the least time of a step. This module tests zerojax.plan.bound and zerojax.plan.flops, against closed forms."""
+"""Checks the least time of a step. This module tests zerojax.plan.bound against closed forms."""
 
 import dataclasses
 import math
@@ -29,15 +29,14 @@ def test_one_pass_over_an_array_reads_and_writes_it_once():
     assert traffic(lambda x, y: x * y, (512, 512), (512, 512)) == 3 * 4 * 512 * 512
 
 
-def test_a_loop_that_takes_slices_moves_the_slices_alone():
+def test_a_loop_that_reads_slices_moves_only_the_slices():
     def sums(x):
         return jax.lax.scan(lambda c, row: (c + row, c * row), jnp.zeros(x.shape[1]), x)[0]
 
     rows, width = 64, 4096
-    whole = 4 * rows * width
-    assert (
-        whole < traffic(sums, (rows, width)) < 8 * whole
-    )  # each row some times; the array for every row would be 64 x
+    array = 4 * rows * width
+    # Each row moves a few times. If each iteration moved the array, the traffic would be 64 x.
+    assert array < traffic(sums, (rows, width)) < 8 * array
 
 
 FAKE = targets.Target(
@@ -59,7 +58,7 @@ class Device:
 
 
 class FakeMesh:
-    """A mesh of hosts, so far as the bound asks."""
+    """A mesh of hosts, with the attributes that the bound reads."""
 
     def __init__(self, shape, per_host):
         ids = np.arange(math.prod(shape))
@@ -86,15 +85,15 @@ def test_the_longest_term_binds(bf16, fp32, moved, received, host):
     assert found.most_tokens_per_second(64) == pytest.approx(64 / max(terms.values()), rel=ROUNDING)
 
 
-# Hosts of 4, one byte a second and adapter: over `data` inside a host the link carries all; over `replica` each device's own adapter does;
-# over both, the four rings of a host share its four adapters.
+# Hosts of 4 devices; each adapter carries one byte/s. `data` is inside a host, so the link carries all bytes. Over `replica`, each device's
+# own adapter does. Over both axes, the four rings of a host share its four adapters.
 @pytest.mark.parametrize("axes, seconds", [(("data",), 12 / 4), (("replica",), 12 / 1), (("replica", "data"), 12 / 4)])
 def test_bytes_between_hosts_travel_over_the_network(axes, seconds):
     found = bound.least_step(FAKE, FakeMesh((2, 4, 1), 4), flops={}, traffic=0, received={axes: 12.0})
     assert found.seconds["collectives"] == seconds
 
 
-def test_what_waits_on_the_host_goes_there_once_and_comes_back_once():
+def test_offloaded_residuals_move_to_the_host_once_and_back_once():
     for offload, blocks in (("", 0), (r"block_\d/wide", 3)):
         text = compile_only.staged_text(3, jnp.float32, offload)
         kept = blocks * 16 * compile_only.HIDDEN * 2  # a device's 16 examples, bf16

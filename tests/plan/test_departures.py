@@ -6,10 +6,10 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.plan import departures, ledger
 
-ROUNDING = 1e-6  # of the parameters: elements are whole numbers
+ROUNDING = 1e-6  # of the parameters: numbers of elements are integers
 
 
-def test_departures_account_for_all_that_differs_from_theory():
+def test_departures_add_up_to_the_difference_from_theory():
     on = mesh()
     state = plain_state(on)
     found = read(compile_plain(plain_step, state, on), state, on)
@@ -36,18 +36,18 @@ def test_a_weight_that_the_backward_pass_does_not_read_is_no_defect(monkeypatch)
     ]
 
 
-def test_whole_gradients_where_moments_are_split_are_explained():
+def test_replicated_gradients_with_sharded_moments_are_explained():
     found, _ = staged(1, grad_accum=4)
     assert {d.why for d in departures.departures(found, passes=4)} <= {
-        "moved in every turn of a loop",
-        "all-reduced: twice what a reduce-scatter moves",
+        "moved in every iteration of a loop",
+        "all-reduced, which moves twice as much as a reduce-scatter",
     }
     assert departures.departures(found, passes=4)
 
 
-def test_a_program_that_takes_weights_whole_is_explained():
+def test_a_program_with_replicated_weights_is_explained():
     on = mesh()
     planned = plain_state(on)
-    given = planned.replace(params=plain_state(on, split=P()).params)
-    found = read(compile_plain(plain_step, given, on), planned, on)
-    assert any("takes the weight whole" in d.why for d in departures.departures(found))
+    actual = planned.replace(params=plain_state(on, split=P()).params)
+    found = read(compile_plain(plain_step, actual, on), planned, on)
+    assert any("the weight is replicated in the program" in d.why for d in departures.departures(found))

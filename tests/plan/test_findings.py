@@ -1,4 +1,4 @@
-"""Most tests plant one defect in a train step, compile it for GPUs, and ask whether the findings name it."""
+"""Most tests put one defect into a train step, compile it for GPUs, and check that the findings name it."""
 
 import functools
 
@@ -14,13 +14,13 @@ import zerojax
 from zerojax import tree
 from zerojax.plan import findings, ledger
 
-ALL_REDUCED = "gradients are all-reduced where the plan scatters them"
-FLOAT32 = "weights are gathered in float32 where the arithmetic is 16-bit"
+ALL_REDUCED = "gradients are all-reduced, but the plan shards them"
+FLOAT32 = "weights are gathered in float32, but matmuls run in 16 bits"
 RESHARDED = "activations are resharded"
 KEPT = "gathered weights are kept for the backward pass"
-ANOTHER_DIM = "weights or gradients change the dim they are split on"
-EVERY_PASS = "gradients are summed over devices in each of 4 passes"
-LESS_SPLIT = "the step takes leaves less split than the plan says"
+ANOTHER_DIM = "weights or gradients change their sharded dim"
+EVERY_PASS = "replicated gradients are all-reduced in each of 4 passes"
+LARGER_SHARDS = "leaves of the state are replicated, or have larger shards than planned"
 NOT_DONATED = "the state is not donated"
 ON_DEVICE = "offloaded state stays on the device"
 
@@ -31,7 +31,7 @@ def test_this_projects_own_steps_have_no_findings(stage):
     assert rules(found, partition.abstract_state) == []
 
 
-def test_findings_come_costliest_first_and_name_a_way_out():
+def test_findings_are_sorted_by_cost_and_have_a_remedy():
     on = mesh()
     state = plain_state(on)
     found = read(compile_plain(plain_step, state, on, donate=False), state, on)
@@ -41,7 +41,7 @@ def test_findings_come_costliest_first_and_name_a_way_out():
     assert all(f.where and f.amount and f.remedy for f in listed)
 
 
-def test_the_cpu_backend_is_not_blamed_for_what_it_cannot_do():
+def test_rules_that_the_cpu_backend_cannot_satisfy_do_not_apply_to_it():
     on = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     state = plain_state(on)
     batch = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16, sharding=NamedSharding(on, P("fsdp")))
@@ -60,21 +60,21 @@ def test_a_plain_data_parallel_step_has_no_findings():
     assert rules(read(compile_plain(plain_step, state, on), state, on), state) == []
 
 
-def test_a_constraint_that_makes_weights_whole_is_found_to_all_reduce_gradients_and_to_gather_float32():
+def test_a_constraint_that_replicates_weights_is_found_to_all_reduce_gradients_and_to_gather_float32():
     on = mesh()
     state = plain_state(on)
 
-    def whole(params):
+    def replicated(params):
         return jax.tree.map(lambda w: jax.lax.with_sharding_constraint(w, NamedSharding(on, P())), params)
 
-    found = read(compile_plain(functools.partial(plain_step, used=whole), state, on), state, on)
+    found = read(compile_plain(functools.partial(plain_step, used=replicated), state, on), state, on)
     assert set(rules(found, state)) == {ALL_REDUCED, FLOAT32, KEPT}
     worst = next(f for f in findings.findings(found, planned=state) if f.rule == ALL_REDUCED)
     assert "block_" in worst.where and "zerojax.where_used" in worst.remedy
     assert worst.nbytes == 2 * 6 * 256 * 512 * 2 * 7 // 8
 
 
-def test_a_dtype_given_by_the_user_overrules_the_programs():
+def test_the_compute_dtype_argument_overrides_the_programs_dtype():
     on = mesh()
     state = plain_state(on)
 
@@ -98,35 +98,35 @@ def test_weights_kept_for_the_backward_pass_are_found_and_weights_gathered_again
 def test_a_constraint_that_reshards_activations_is_found(monkeypatch):
     on = mesh()
 
-    class Turned(nn.Module):
+    class Resharding(nn.Module):
         @nn.compact
         def __call__(self, x):
             x = nn.Dense(512, use_bias=False, dtype=jnp.bfloat16, name="wide")(x)
             x = jax.lax.with_sharding_constraint(x, NamedSharding(on, P(None, "fsdp")))
             return nn.Dense(256, use_bias=False, dtype=jnp.bfloat16, name="narrow")(jnp.tanh(x))
 
-    monkeypatch.setattr("compile_only.Net", Turned)
+    monkeypatch.setattr("compile_only.Net", Resharding)
     state = plain_state(on, split=P())
     found = read(compile_plain(plain_step, state, on), state, on)
     assert RESHARDED in rules(found, state)
 
 
-def test_weights_used_along_another_dim_than_they_are_stored_along_are_found():
+def test_weights_used_with_another_sharded_dim_than_stored_are_found():
     on = mesh()
     state = plain_state(on)
 
-    def turned(params):
+    def resharded(params):
         return jax.tree.map(
             lambda w: jax.lax.with_sharding_constraint(w, NamedSharding(on, P(None, "fsdp"))) if w.ndim > 1 else w,
             params,
         )
 
-    found = read(compile_plain(functools.partial(plain_step, used=turned), state, on), state, on)
+    found = read(compile_plain(functools.partial(plain_step, used=resharded), state, on), state, on)
     listed = {f.rule: f for f in findings.findings(found, planned=state)}
     assert "kernel" in listed[ANOTHER_DIM].where and "zerojax.partition_state" in listed[ANOTHER_DIM].remedy
 
 
-def test_gradients_that_are_whole_and_yet_summed_in_every_pass_are_found():
+def test_replicated_gradients_that_are_summed_in_every_pass_are_found():
     found, partition = staged(1, grad_accum=4)
     assert EVERY_PASS in rules(found, partition.abstract_state, passes=4)
 
@@ -140,13 +140,13 @@ def test_a_state_that_is_not_donated_is_found():
     assert findings.findings(found, planned=state)[0].nbytes == held
 
 
-def test_a_leaf_that_the_step_takes_whole_is_found():
+def test_a_leaf_that_the_step_takes_replicated_is_found():
     on = mesh()
     planned = plain_state(on)
-    given = planned.replace(params=plain_state(on, split=P()).params)
-    found = read(compile_plain(plain_step, given, on), planned, on)
-    assert LESS_SPLIT in rules(found, planned)
-    worst = next(f for f in findings.findings(found, planned=planned) if f.rule == LESS_SPLIT)
+    actual = planned.replace(params=plain_state(on, split=P()).params)
+    found = read(compile_plain(plain_step, actual, on), planned, on)
+    assert LARGER_SHARDS in rules(found, planned)
+    worst = next(f for f in findings.findings(found, planned=planned) if f.rule == LARGER_SHARDS)
     assert worst.nbytes == 6 * 256 * 512 * 4 * 7 // 8
     assert "opt_state" not in worst.where
 

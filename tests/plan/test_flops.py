@@ -31,7 +31,7 @@ def count(function, *shapes, dtype=jnp.bfloat16):
 @hypothesis.given(
     SIZES, SIZES, SIZES, SIZES, st.sampled_from([(jnp.bfloat16, "bf16"), (jnp.float32, "fp32"), (jnp.int8, "fp8")])
 )
-def test_a_product_takes_two_operations_an_element_and_term(b, m, k, n, kind):
+def test_a_matmul_takes_two_operations_per_element_and_term(b, m, k, n, kind):
     dtype, name = kind
     found = count(lambda x, y: jnp.einsum("bmk,bkn->bmn", x, y), (b, m, k), (b, k, n), dtype=dtype)
     assert found == {name: 2.0 * b * m * k * n}
@@ -39,7 +39,7 @@ def test_a_product_takes_two_operations_an_element_and_term(b, m, k, n, kind):
 
 @hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
 @hypothesis.given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 2]))
-def test_a_convolution_takes_its_kernel_for_each_output(c_in, c_out, window, groups):
+def test_a_convolution_uses_its_kernel_once_per_output(c_in, c_out, window, groups):
     def convolve(images, kernel):
         return jax.lax.conv_general_dilated(images, kernel, (1, 1), "VALID", feature_group_count=groups)
 
@@ -54,7 +54,7 @@ def test_loops_count_times_their_length_and_branches_by_the_longest():
     assert total(lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, length=7)[0], (4, 4)) == 7 * one
     assert total(lambda x: jax.lax.cond(x[0, 0] > 0, lambda: x @ x @ x, lambda: x @ x), (4, 4)) == 2 * one
     twice = jax.checkpoint(lambda x: jnp.sum(jnp.sin(x @ square) @ square))
-    # The value is dropped and the last product is not needed again: one product forward, two backward.
+    # The value is unused and the last matmul is not recomputed: one matmul forward, two backward.
     assert total(jax.grad(twice), (4, 4), dtype=jnp.float32) == 3 * one
     found = total(lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 9, lambda c: c @ c, x), (4, 4))
     assert found == one
@@ -92,7 +92,7 @@ def _config(**settings):
 
 
 @pytest.mark.parametrize("remat", ["none", "dots"])
-def test_a_train_step_counts_what_the_models_formula_says(remat):
+def test_the_count_of_a_train_step_equals_the_models_formula(remat):
     built, found = trained(**{"model.remat": remat})
     model, length = built.model, built.config.seq_len
     tokens = built.sizes.global_batch_size * length

@@ -1,4 +1,4 @@
-"""Checks what the compiler is told of GPUs. This module tests zerojax.gpu_configs."""
+"""Checks the descriptions of GPUs for the compiler. This module tests zerojax.plan.gpu_configs."""
 
 import re
 
@@ -12,7 +12,7 @@ FORMS = {"0.10": (0, 10, 2), "0.11": (0, 12, 0)}
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", GPUS)
-def test_the_compiler_is_told_the_figures_of_the_table(name, form):
+def test_a_description_has_the_figures_of_the_table(name, form):
     text, target = gpu_configs.text(name, FORMS[form]), targets.TARGETS[name]
     assert f"device_memory_size: {target.memory.value}" in text
     assert f" memory_bandwidth: {target.memory_bandwidth.value:.0f}" in text

@@ -6,7 +6,7 @@ import runs
 from zerojax.plan import json_form, step_plan
 
 
-def test_json_survives_the_trip_and_says_the_peak(plan):
+def test_json_round_trips_and_has_the_peak(plan):
     read = json.loads(json.dumps(json_form.as_json(plan), allow_nan=False))
     assert (read["peak_bytes"], read["devices"], read["stage"]) == (plan.peak, 8, 3)
     assert read["schema"] == json_form.SCHEMA

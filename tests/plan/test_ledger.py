@@ -14,46 +14,46 @@ import zerojax
 from zerojax.plan import attribution, departures, ledger
 from zerojax.roles import GRADIENTS, SENT_OF_WEIGHTS, UPDATED_WEIGHTS, WEIGHTS_BACKWARD, WEIGHTS_FORWARD
 
-PAPER = 0.01  # of what a stage sends: the norms' scales stay whole, and are all-reduced
+PAPER = 0.01  # of the amount that a stage sends: the norms' scales stay replicated, and are all-reduced
 SENT = {  # by stage and role, in units of (N - 1)/N parameters: section 7 of the paper
     0: {GRADIENTS: 2},
     1: {GRADIENTS: 1, UPDATED_WEIGHTS: 1},
     2: {GRADIENTS: 1, UPDATED_WEIGHTS: 1},
     3: {GRADIENTS: 1, WEIGHTS_FORWARD: 1, WEIGHTS_BACKWARD: 1},
 }
-ROUNDING = 1e-6  # of the parameters: elements are whole numbers
+ROUNDING = 1e-6  # of the parameters: numbers of elements are integers
 
 
 def weight(used, *, stored=1, grad=1, moments=1):
-    """Returns a weight of `used` elements whose parts are so many times smaller."""
+    """Returns a weight of `used` elements; `stored`, `grad` and `moments` are the numbers of shards."""
     return attribution.WeightDims("w", (used,), (used,), (used // stored,), (used // grad,), (used // moments,))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(ways=st.integers(2, 64), layers=st.integers(1, 5))
-def test_theory_is_the_papers_where_every_leaf_is_split(ways, layers):
+def test_theory_is_the_papers_if_every_leaf_is_sharded(ways, layers):
     stages = {
         0: (2, {}),
         1: (2, {"moments": ways}),
         2: (2, {"moments": ways, "grad": ways}),
         3: (3, {"moments": ways, "grad": ways, "stored": ways}),
     }
-    for params, split in stages.values():
-        weights = {str(i): weight(ways * (i + 1), **split) for i in range(layers)}
+    for params, shards in stages.values():
+        weights = {str(i): weight(ways * (i + 1), **shards) for i in range(layers)}
         np.testing.assert_allclose(sum(ledger.theory(weights, ways).values()), params * (ways - 1) / ways)
 
 
 def test_theory_counts_a_reduction_over_replicas_of_each_shard():
-    # 8 devices as 2 replicas of 4 parts: 3/4 to scatter, then 2 * 1/2 of a quarter
+    # 8 devices as 2 replicas of 4 shards: 3/4 for the reduce-scatter, then 2 * 1/2 of a quarter for the all-reduce
     found = ledger.theory({"w": weight(64, moments=4, grad=4)}, ways=8)
     assert found[GRADIENTS] == pytest.approx(3 / 4 + 1 / 4)
 
 
-def test_theory_gathers_and_scatters_in_every_pass_and_sums_whole_gradients_once():
-    split, whole = weight(64, stored=8, grad=8, moments=8), weight(64)
-    assert ledger.theory({"w": split}, 8, passes=4)[WEIGHTS_FORWARD] == pytest.approx(4 * 7 / 8)
-    assert ledger.theory({"w": split}, 8, passes=4)[GRADIENTS] == pytest.approx(4 * 7 / 8)
-    assert ledger.theory({"w": whole}, 8, passes=4)[GRADIENTS] == pytest.approx(2 * 7 / 8)
+def test_theory_gathers_and_scatters_in_every_pass_and_sums_replicated_gradients_once():
+    sharded, replicated = weight(64, stored=8, grad=8, moments=8), weight(64)
+    assert ledger.theory({"w": sharded}, 8, passes=4)[WEIGHTS_FORWARD] == pytest.approx(4 * 7 / 8)
+    assert ledger.theory({"w": sharded}, 8, passes=4)[GRADIENTS] == pytest.approx(4 * 7 / 8)
+    assert ledger.theory({"w": replicated}, 8, passes=4)[GRADIENTS] == pytest.approx(2 * 7 / 8)
 
 
 def test_theory_gathers_frozen_weights_and_neither_reduces_nor_updates_them():
@@ -63,7 +63,7 @@ def test_theory_gathers_frozen_weights_and_neither_reduces_nor_updates_them():
     assert found[GRADIENTS] == pytest.approx(7 / 16) and found[UPDATED_WEIGHTS] == 0
 
 
-def test_weights_given_as_arrays_are_used_whole_along_data_and_split_along_other_axes():
+def test_weights_passed_as_arrays_are_gathered_over_data_and_stay_sharded_over_other_axes():
     on = zerojax.make_mesh(data=4, model=2, devices=jax.devices()[:8])
     leaf = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=NamedSharding(on, P("data", "model")))
     found = ledger.weights_of({"w": leaf}, on)["w"]
@@ -72,7 +72,7 @@ def test_weights_given_as_arrays_are_used_whole_along_data_and_split_along_other
 
 @pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", SENT)
-def test_stages_send_what_the_paper_says_in_16_bits(stage, count):
+def test_stages_send_the_papers_amounts_in_16_bits(stage, count):
     found, _ = staged(stage, count)
     totals = found.totals()
     assert not departures.departures(found)
@@ -112,7 +112,7 @@ def test_gradients_summed_in_float32_take_twice_the_bytes_and_no_more_elements(s
     assert {row.dtype for row in found.rows if row.kind == "all-gather" and row.role in SENT_OF_WEIGHTS} == {"bf16"}
 
 
-def test_a_stage_whose_gradients_stay_whole_sums_them_once_over_all_passes():
+def test_a_stage_with_replicated_gradients_sums_them_once_over_all_passes():
     found, _ = staged(1, grad_accum=4, reduce_dtype=jnp.float32)
     scattered = [row for row in found.rows if row.role == GRADIENTS]
     assert {row.times for row in scattered} == {1}
@@ -127,7 +127,7 @@ def test_rows_of_a_replicated_mesh_name_the_axes_they_run_over():
     assert not departures.departures(found)
 
 
-def test_accumulation_multiplies_what_a_loop_sends():
+def test_accumulation_multiplies_the_bytes_that_a_loop_sends():
     found, _ = staged(2, grad_accum=4)
     expected = ledger.theory(found.weights, found.ways, passes=4)
     for role in (GRADIENTS, UPDATED_WEIGHTS):

@@ -41,8 +41,8 @@ def test_the_command_prints_json_and_draws(tmp_path):
     [
         (["--target=h300"], "target: must be one of"),
         (["--target=cpu", "--topology=4by4"], "topology"),
-        (["--target=cpu", "--topology=1x4", "--most_compiles=3"], "--most_compiles: is of --search alone"),
-        (["--target=cpu", "--topology=1x8", "--search"], "memory is not known"),
+        (["--target=cpu", "--topology=1x4", "--most_compiles=3"], "--most_compiles: only --search uses it"),
+        (["--target=cpu", "--topology=1x8", "--search"], "memory is unknown"),
         (["--target=cpu", "--topology=1x8", "--config.zero.stage=4"], "config.zero.stage"),
     ],
 )

@@ -10,7 +10,7 @@ CANDIDATES = [search.Candidate(stage, "dots", micro, 4 // micro, 1) for stage in
 
 
 def build(candidate: search.Candidate):
-    """Stands for a step: its bytes grow with the micro-batch, and shrink with the stage."""
+    """A fake step: its bytes grow with the micro-batch, and shrink with the stage."""
     held = 100 // (candidate.stage + 1)
     peak = held + 10 * candidate.micro_batch_size
     return held, lambda: types.SimpleNamespace(peak=peak, bound=None, tokens=0)
@@ -24,19 +24,19 @@ def test_a_candidate_whose_smaller_micro_batch_did_not_fit_is_not_compiled():
     assert reasons == {2: "does not fit: 5 B too much", 4: "micro-batch 2 does not fit"}
 
 
-def test_no_more_is_compiled_than_was_allowed():
+def test_the_number_of_compiles_is_limited():
     outcomes = search.search("h200", CANDIDATES, build, memory=1e12, most_compiles=1)
     assert sum(o.is_compiled for o in outcomes) == 1
-    assert sum("limit of 1" in o.reason for o in outcomes) == len(outcomes) - 1
+    assert sum("limit of 1 compiles" in o.reason for o in outcomes) == len(outcomes) - 1
 
 
-def test_a_line_is_said_for_each_step_that_is_built():
+def test_progress_has_a_line_for_each_step_that_is_built():
     said = []
     search.search("h200", CANDIDATES, build, memory=1e12, say=said.append)
     assert len(said) == len(CANDIDATES) and all(line.endswith(": fits") for line in said)
 
 
-def test_of_plans_as_fast_as_each_other_the_leanest_wins_and_without_rates_the_first():
+def test_among_equally_fast_plans_the_leanest_wins_and_without_rates_the_first():
     def outcome(stage, peak, rate):
         return search.Outcome(search.Candidate(stage, "dots", 1, 1, 1), peak, rate, "", True)
 
@@ -56,8 +56,8 @@ def test_the_replicas_of_the_default_grid_are_one_or_as_many_as_there_are_hosts(
     assert one["replica"] == [1] and two["replica"] == [1, 2]
 
 
-def test_a_target_of_unknown_memory_and_an_empty_list_of_candidates_are_refused():
-    with pytest.raises(zerojax.UserError, match="memory is not known"):
+def test_a_target_of_unknown_memory_and_an_empty_list_of_candidates_are_errors():
+    with pytest.raises(zerojax.UserError, match="memory is unknown"):
         search.search("cpu", CANDIDATES, build)
     with pytest.raises(zerojax.UserError, match="keeps the global batch"):
         search.search("h200", [], build)

@@ -18,7 +18,7 @@ from zerojax.trainer import plans, program
 from zerojax.zero import memory
 
 WORDS = 320  # entries of the vocabulary
-COUNTERS = 64  # bytes; the optimizer's step counts lie beside its moments
+COUNTERS = 64  # bytes; the row of the moments includes the optimizer's step counts
 PACKING = 0.05  # of the peak: temporaries are packed into one block, whose size may differ from the sum at the peak
 
 
@@ -30,18 +30,19 @@ def plan_of(stage: int, precision: str = "fp32", **changes):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_xla_assigns_to_the_state_what_the_shardings_say(stage):
+def test_xla_assigns_to_the_state_the_bytes_of_its_shardings(stage):
     rows = {row.role: row for row in plan_of(stage).memory}
     for role in (roles.PARAMS, roles.MOMENTS):
         assert rows[role].assigned == rows[role].arithmetic
 
 
-def test_theory_divides_what_the_stage_splits_and_arithmetic_counts_what_stays_whole():
-    whole, split = ({row.role: row for row in plan_of(stage).memory} for stage in (0, 3))
+def test_theory_divides_the_roles_that_the_stage_shards_and_arithmetic_counts_replicated_leaves():
+    replicated, sharded = ({row.role: row for row in plan_of(stage).memory} for stage in (0, 3))
     for role in (roles.PARAMS, roles.MOMENTS, roles.GRADIENTS):
-        assert split[role].theory == round(whole[role].theory / 8)
-        assert whole[role].arithmetic == whole[role].theory
-        assert split[role].theory < split[role].arithmetic < 1.1 * split[role].theory  # norms stay whole
+        assert sharded[role].theory == round(replicated[role].theory / 8)
+        assert replicated[role].arithmetic == replicated[role].theory
+        # norms stay replicated
+        assert sharded[role].theory < sharded[role].arithmetic < 1.1 * sharded[role].theory
 
 
 def test_master_weights_are_a_row_of_their_own():
@@ -79,11 +80,11 @@ def test_the_planned_step_is_the_step():
     assert planned["loss"] == plain["loss"]
 
 
-def test_a_device_of_unknown_memory_neither_fits_nor_does_not():
+def test_fits_is_none_for_a_device_of_unknown_memory():
     assert plan_of(3).usable is None and plan_of(3).fits is None
 
 
-def test_a_step_of_ones_own_is_planned_without_a_partition():
+def test_a_custom_step_is_planned_without_a_partition():
     mesh = zerojax.make_mesh()
     model = nn.Dense(64)
 

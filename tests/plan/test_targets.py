@@ -1,4 +1,4 @@
-"""Checks the devices that programs are compiled for. This module tests zerojax.targets and zerojax.gpu_configs."""
+"""Checks the devices that programs are compiled for. This module tests zerojax.plan.targets and zerojax.plan.gpu_configs."""
 
 import importlib.util
 import re
@@ -34,11 +34,11 @@ def test_every_figure_has_a_source_and_only_the_h200_is_measured(name):
 
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @hypothesis.given(st.sampled_from(GPUS), st.text(alphabet="0128x- ", max_size=6))
-def test_a_topology_of_another_form_is_refused_in_one_line(name, topology):
+def test_a_malformed_topology_is_an_error_of_one_line(name, topology):
     hypothesis.assume(not re.fullmatch(r"([1-9]\d*x)?[1-9]\d*", topology))
-    with pytest.raises(UserError, match="hosts x devices, such as 1x8") as refused:
+    with pytest.raises(UserError, match="needs hosts x devices, such as 1x8") as caught:
         targets.devices(name, topology)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name, topology", [("v5p", "4x4"), ("v5e", "4x4x4"), ("v6e", "0x4"), ("v6e", "")])
@@ -54,7 +54,7 @@ def test_a_missing_compiler_names_the_extra_to_install(monkeypatch, name, extra)
         targets.devices(name, "4x4x8" if name == "v5p" else "1x8")
 
 
-def test_an_unknown_target_lists_those_there_are():
+def test_the_error_for_an_unknown_target_lists_the_targets():
     with pytest.raises(UserError, match=r"must be one of h200, .*v6e, cpu, here, and is 'h20'"):
         targets.devices("h20", "1x8")
 
@@ -67,12 +67,12 @@ def test_cpu_and_here_are_the_devices_of_this_machine():
 
 
 @pytest.mark.parametrize("name, way_out", [("cpu", "JAX_NUM_CPU_DEVICES=16"), ("here", "choose fewer")])
-def test_more_devices_than_there_are_are_refused(name, way_out):
-    with pytest.raises(UserError, match=rf"2x8 asks for 16 devices, and {name} has 8; .*{way_out}"):
+def test_more_devices_than_exist_are_an_error(name, way_out):
+    with pytest.raises(UserError, match=rf"2x8 needs 16 devices, and {name} has 8; .*{way_out}"):
         targets.devices(name, "2x8")
 
 
-def test_compile_only_gpus_stand_beside_the_cpus_in_use():
+def test_compile_only_gpus_exist_beside_the_cpus_in_use():
     devices = compile_only.gpus(topology="2x4")
     assert [device.process_index for device in devices] == [0] * 4 + [1] * 4
     assert {device.device_kind for device in devices} == {"NVIDIA H200"}
@@ -82,23 +82,23 @@ def test_compile_only_gpus_stand_beside_the_cpus_in_use():
 @pytest.mark.parametrize("name", GPUS)
 def test_a_program_compiles_for_each_gpu(name):
     mesh = mesh_lib.make_mesh(devices=compile_only.gpus(name))
-    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
-    rows = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=split)
+    sharded, replicated = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    rows = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=sharded)
     with compile_only.optimized():
-        product = jax.jit(lambda a: a.T @ a, out_shardings=whole).lower(rows).compile()
-    assert "all-reduce" in product.as_text()
-    assert product.memory_analysis().argument_size_in_bytes == 64 * 64 * 2 // 8
+        matmul = jax.jit(lambda a: a.T @ a, out_shardings=replicated).lower(rows).compile()
+    assert "all-reduce" in matmul.as_text()
+    assert matmul.memory_analysis().argument_size_in_bytes == 64 * 64 * 2 // 8
 
 
-def test_the_tests_of_absent_gpus_do_not_see_how_other_tests_compile(tmp_path):
-    split = NamedSharding(mesh_lib.make_mesh(devices=compile_only.gpus()), P("data"))
-    rows = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=split)
+def test_other_tests_compile_settings_do_not_change_programs_for_absent_gpus(tmp_path):
+    sharded = NamedSharding(mesh_lib.make_mesh(devices=compile_only.gpus()), P("data"))
+    rows = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=sharded)
     rough = {"jax_disable_most_optimizations": True, "jax_compilation_cache_dir": str(tmp_path)}
     rough |= {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
 
     def compiled(settings):
         with runs.jax_settings(**settings):
-            return compile_only.compile_gpu(jax.jit(lambda a: a.T @ a, out_shardings=split).lower(rows))
+            return compile_only.compile_gpu(jax.jit(lambda a: a.T @ a, out_shardings=sharded).lower(rows))
 
     assert len({compiled(settings) for settings in ({}, rough, rough)}) == 1
     assert not list(tmp_path.iterdir())
@@ -113,5 +113,5 @@ def test_a_program_compiles_for_each_tpu(name, topology, count):
     sharding = NamedSharding(mesh_lib.make_mesh(devices=devices), P("data"))
     rows = jax.ShapeDtypeStruct((count * 8, 128), jnp.bfloat16, sharding=sharding)
     assert "all-reduce" in jax.jit(lambda a: a.T @ a).lower(rows).compile().as_text()
-    with pytest.raises(UserError, match=f"target {name}: the compiler of jax .* refuses topology"):
+    with pytest.raises(UserError, match=f"target {name}: the compiler of jax .* rejects topology"):
         targets.devices(name, topology.replace("2", "3").replace("4", "5"))

@@ -41,12 +41,12 @@ ENTRY %main (w: f32[4,8]) -> f32[4,8] {
 }
 """
 MILLISECOND = 1e6  # in nanoseconds
-# name, instruction as the trace says it, start and end: one step of 100 ms, of which 10 are idle
+# name, instruction in the trace, start and end: one step of 100 ms with 10 ms idle
 STEP = (
     ("ncclDevKernel_AllGather", "gather", 0, 20),
     ("nvjet_tst_128x256", "cublas-gemm.1", 15, 45),
     ("while.3", "while.3", 45, 65),
-    ("loop_fusion_7", "command_buffer_2", 45, 55),  # in a CUDA graph only the kernel's name tells
+    ("loop_fusion_7", "command_buffer_2", 45, 55),  # in a CUDA graph, only the kernel's name identifies it
     ("loop_fusion_7", "while.3", 55, 65),
     ("ncclDevKernel_ReduceScatter", "reduce-scatter-start", 60, 80),
     ("MemcpyD2D", "", 75, 85),
@@ -57,8 +57,8 @@ STEP = (
 @pytest.fixture(scope="module")
 def sent():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-    split = jax.NamedSharding(mesh, jax.P("data"))
-    return ledger.ledger(HLO, mesh, {"params/w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=split)})
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+    return ledger.ledger(HLO, mesh, {"params/w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=sharding)})
 
 
 def step(device="/device:GPU:0", at=0.0, module="jit_train_step", scale=1.0):
@@ -84,7 +84,7 @@ def milliseconds(shares):
     return {name: pytest.approx((s.owned * 1e3, s.hidden * 1e3, s.kernels)) for name, s in shares.items()}
 
 
-def test_a_step_is_divided_by_what_its_kernels_compute(sent):
+def test_a_step_is_divided_by_the_phases_of_its_kernels(sent):
     found = breakdown.profile(step(), sent, 3, 3)
     assert milliseconds(found.shares) == EXPECTED
     assert (found.devices, found.step_seconds) == (1, pytest.approx(0.1))
@@ -92,7 +92,7 @@ def test_a_step_is_divided_by_what_its_kernels_compute(sent):
     assert found.named == pytest.approx(known / (known + 10))
 
 
-def test_collectives_are_told_apart_by_what_they_send(sent):
+def test_collectives_are_divided_by_role(sent):
     found = breakdown.profile(step(), sent, 3, 3)
     assert milliseconds(found.collectives) == {"weights forward": (15, 5, 1), "gradients": (15, 5, 1)}
 
@@ -106,15 +106,15 @@ def test_steps_and_devices_are_averaged(sent):
     assert uneven.shares[phases.MATMULS].owned == pytest.approx(0.06)
 
 
-def test_the_kernels_that_took_longest_come_first_with_their_origin(sent):
+def test_the_kernels_that_took_longest_come_first_with_their_instruction(sent):
     found = breakdown.profile([*step(), *step(at=100)], sent, 3, 4).kernels
     first = breakdown.KernelTime("nvjet_tst_128x256", phases.MATMULS, 0.03, 1, "cublas-gemm.1", "jit(f)/dot_general")
     assert dataclasses.replace(found[0], seconds=round(found[0].seconds, 9)) == first
     assert [kernel.seconds for kernel in found] == sorted((kernel.seconds for kernel in found), reverse=True)
-    assert "while.3" not in {kernel.name for kernel in found}  # what runs in it counts
+    assert "while.3" not in {kernel.name for kernel in found}  # the kernels in it count
 
 
-def test_another_programs_kernels_are_told_by_their_names_alone(sent):
+def test_the_phase_of_another_programs_kernels_depends_on_their_names_alone(sent):
     found = breakdown.profile(step(module="jit_evaluate"), sent, 3, 3)
     assert found.named == 0
     assert found.shares[phases.OPTIMIZER].kernels == 0 and found.shares[phases.OTHER].kernels == 4

@@ -6,7 +6,7 @@ import pytest
 
 from zerojax.profile import phases
 
-# Whole numbers, so that an interval is a set of unit cells and every sum is exact.
+# Integers, so that an interval is a set of unit cells and every sum is exact.
 interval = st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple)
 intervals = st.lists(interval, max_size=12)
 kernels = st.dictionaries(st.sampled_from(phases.PHASES), intervals)
@@ -17,7 +17,7 @@ def cells(found):
 
 
 @hypothesis.given(intervals)
-def test_a_union_holds_the_same_moments_once_and_in_order(given):
+def test_a_union_has_the_same_moments_once_and_in_order(given):
     found = phases.union(given)
     assert cells(found) == cells(given) and phases.length(found) == len(cells(given))
     assert all(start < end for start, end in found)
@@ -31,7 +31,7 @@ def test_a_difference_is_that_of_sets(given, others):
 
 
 @hypothesis.given(intervals, intervals)
-def test_owned_and_hidden_time_are_what_runs_alone_and_beside_others(given, others):
+def test_owned_time_runs_alone_and_hidden_time_beside_others(given, others):
     share = phases.beside(given, phases.union(others))
     assert share == phases.Share(len(cells(given) - cells(others)), len(cells(given) & cells(others)), len(given))
 
@@ -43,14 +43,14 @@ def test_the_shares_add_up_to_the_time_from_the_first_kernel_to_the_last(given):
     if not everything:
         assert shares == {}
         return
-    whole = max(end for _, end in everything) - min(start for start, _ in everything)
-    assert sum(share.owned for share in shares.values()) == whole
-    assert shares[phases.IDLE].owned == whole - len(cells(everything))
+    total = max(end for _, end in everything) - min(start for start, _ in everything)
+    assert sum(share.owned for share in shares.values()) == total
+    assert shares[phases.IDLE].owned == total - len(cells(everything))
     assert list(shares) == [*phases.PHASES, phases.IDLE]
 
 
 @hypothesis.given(kernels)
-def test_collectives_own_what_no_computing_kernel_covers(given):
+def test_collectives_own_the_time_that_no_computing_kernel_covers(given):
     computing = cells([pair for name in phases.COMPUTE for pair in given.get(name, ())])
     sending = cells(given.get(phases.COLLECTIVES, ()))
     shares = phases.divide(given)

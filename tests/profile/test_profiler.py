@@ -23,7 +23,7 @@ def saved(profiled):
     return json.loads((profiled / profiler.FILE).read_text())
 
 
-def test_a_run_leaves_a_trace_and_a_table_of_the_steps_it_was_asked_for(profiled, saved):
+def test_a_run_writes_a_trace_and_a_table_of_the_configured_steps(profiled, saved):
     assert (saved["first_step"], saved["last_step"], saved["devices"]) == (3, 4, jax.device_count())
     folder = traces.newest(profiled / profiler.FOLDER).parent
     assert [path.suffix for path in sorted(folder.iterdir())] == [".gz", ".pb"]  # for Perfetto, and for XProf
@@ -47,21 +47,21 @@ def test_profiled_steps_are_marked_and_change_no_number(profiled, tmp_path):
     assert not (plain / profiler.FOLDER).exists() and not (plain / profiler.FILE).exists()
 
 
-def test_a_resumed_run_that_is_past_the_steps_says_so(profiled, capsys):
+def test_a_resumed_run_that_is_past_the_steps_reports_it(profiled, capsys):
     before = (profiled / profiler.FILE).read_bytes()
     runs.run(profiled, **PROFILED, steps=7, checkpoint__at_end=False)
     assert "nothing is profiled: step 3 was done before this run" in capsys.readouterr().out
     assert (profiled / profiler.FILE).read_bytes() == before
 
 
-def test_a_trace_that_is_under_way_ends_with_the_run(tmp_path):
-    for _ in range(2):  # a second one can only begin where the first has ended
+def test_a_trace_in_progress_ends_with_the_run(tmp_path):
+    for _ in range(2):  # a second one can begin only after the first has ended
         with pytest.raises(KeyboardInterrupt), profiler.Profiler(tmp_path, 1, 2, enabled=True) as tracer:
             tracer.start()
             raise KeyboardInterrupt
 
 
-def test_a_profiler_that_is_in_use_is_named_in_one_line(tmp_path):
+def test_a_profiler_in_use_is_an_error_of_one_line(tmp_path):
     with jax.profiler.trace(str(tmp_path)), pytest.raises(UserError, match=r"config\.profile: the profiler failed"):
         profiler.Profiler(tmp_path, 1, 2, enabled=True).start()
 
@@ -85,22 +85,22 @@ def test_a_trace_begins_once_holds_its_steps_and_ends_once(tmp_path, first, coun
 @pytest.mark.parametrize(
     "arguments, line",
     [
-        ((5, 3, 6, {}), "config.profile: steps 5 to 7 are to be traced, and config.steps is 6; set --config.steps=7 or"),
-        ((3, 3, 9, {"evaluate": 4}), "config.evaluate.every=4 comes after step 4, in between; set --config.profile.start=5"),
-        ((3, 3, 9, {"checkpoint": 3}), "config.checkpoint.every=3 comes after step 3, in between"),
+        ((5, 3, 6, {}), "config.profile: traces steps 5 to 7, and config.steps is 6; set --config.steps=7 or"),
+        ((3, 3, 9, {"evaluate": 4}), "config.evaluate.every=4 interrupts them after step 4; set --config.profile.start=5"),
+        ((3, 3, 9, {"checkpoint": 3}), "config.checkpoint.every=3 interrupts them after step 3"),
     ],
 )  # fmt: skip
-def test_steps_that_cannot_be_profiled_are_refused(arguments, line):
+def test_steps_that_cannot_be_profiled_are_an_error(arguments, line):
     with pytest.raises(UserError, match=re.escape(line)):
         profiler.check(*arguments)
 
 
 def test_steps_that_can_be_profiled_pass():
     profiler.check(3, 2, 4, {"evaluate": 4, "checkpoint": 2})  # both after the last of them, or before the first
-    profiler.check(9, 0, 4, {"evaluate": 1})  # nothing is asked for
+    profiler.check(9, 0, 4, {"evaluate": 1})  # no steps to profile
 
 
-def test_the_table_shows_a_row_for_each_phase_and_what_is_known(saved):
+def test_the_table_has_a_row_for_each_phase_and_the_matched_share(saved):
     shares = {name: phases.Share(0.1, 0.05, 2) for name in (*phases.PHASES, phases.IDLE)}
     found = breakdown.Profile(3, 4, 2, 0.8, shares, {"gradients": phases.Share(0.1, 0.05, 2)}, (), 0.9)
     text = display.as_text(profiler.table(found))
@@ -108,4 +108,4 @@ def test_the_table_shows_a_row_for_each_phase_and_what_is_known(saved):
         assert re.search(rf"│ +{name} +│ +100\.00 │", text), name
     assert "steps 3 to 4" in text and "12.5%" in text and "90%" in text
     empty = breakdown.Profile(3, 3, 0, 0.0, {}, {}, (), 0.0)
-    assert "the trace holds no kernels" in " ".join(display.as_text(profiler.table(empty)).split())
+    assert "the trace has no kernels" in " ".join(display.as_text(profiler.table(empty)).split())

@@ -61,7 +61,7 @@ def test_without_a_devices_plane_kernels_are_the_events_that_name_an_instruction
     ]
 
 
-def test_a_real_trace_holds_the_instructions_of_the_program_on_the_device_that_ran_it(tmp_path):
+def test_a_real_trace_has_the_instructions_of_the_program_on_the_device_that_ran_it(tmp_path):
     assert traces.newest(tmp_path) is None
     x = jax.device_put(jnp.ones((64, 64)), jax.devices()[3])
     step = jax.jit(lambda x: jnp.sin(x @ x).sum()).lower(x).compile()

@@ -1,7 +1,7 @@
-"""From a dataset's name to batches placed on devices.
+"""From a dataset's name to sharded batches.
 
-Here live sources, tokenizers, packing into windows, objectives that turn windows into rows, and the feed of a run.
-No model and no stage.
-A dataset that tensorflow-datasets does not know is a builder such as `python_stdlib`; what is learnt from text is an objective in
+This room holds sources, tokenizers, packing into windows, objectives that turn windows into rows, and the feed of a run.
+It knows no model and no stage.
+To add a dataset that tensorflow-datasets does not have, write a builder such as `python_stdlib`. To add a training objective, add it to
 `objectives`.
 """

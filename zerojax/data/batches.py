@@ -1,12 +1,12 @@
-"""Documents to token batches, the same on any number of processes. This module shuffles, packs, prefetches.
+"""Makes token batches of documents, the same on any number of processes. This module shuffles, packs and prefetches.
 
-A global batch has `num_rows` rows. Row r is a stream of its own: it reads documents r, r + num_rows,
-r + 2 * num_rows, ... of the endless order (every epoch a new permutation), puts the separator before each,
-joins them and cuts windows, which an objective turns into rows of arrays. A process
-reads only its own rows, so each document is tokenized once globally and no batch depends on who reads it.
+A global batch has `num_rows` rows. Each row is an independent stream. Row r reads documents r, r + num_rows, r + 2 * num_rows, ... of
+the endless order, which has a new permutation for every epoch. It puts the separator before each document, concatenates them and cuts
+windows. An objective turns each window into a row of arrays. A process reads only its own rows, so each document is tokenized once
+globally, and a batch does not depend on the process that reads it.
 
-A row's position, a few integers, is its only state. (grain's own concat-then-split would pack too, but its
-state holds tuples: after a round trip through JSON it drops a document, silently.)
+A row's only state is its position, a few integers. (grain's concat-then-split would pack too. But its state has tuples, and after a
+round trip through JSON it silently drops a document.)
 """
 
 import functools
@@ -24,32 +24,36 @@ from zerojax.data import source as source_lib
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
 
-PREFETCHED = 2  # batches that wait for the device
+PREFETCHED = 2  # batches that are made ahead
 RANDOM = "random"  # the data.name of random tokens
-# grain's index_shuffle needs no memory, but walks through blocks of 2**16: 4 us an index of a large source,
-# 5 ms one of 13 documents. Up to this many documents an epoch is permuted in memory instead.
+# grain's index_shuffle needs no memory, but walks through blocks of 2**16. It takes 4 us an index for a large source,
+# and 5 ms for one of 13 documents. Up to this many documents, an epoch is permuted in memory instead.
 SMALL = 2**14
 
 Position = tuple[int, ...]
-# (row, position) -> (the window there: int32[window], the position behind it)
+# (row, position) -> (the window there: int32[window], the position after it)
 ReadWindow = Callable[[int, Position], tuple[np.ndarray, Position]]
-# (row, position) -> (the arrays made of the window there, the position behind it)
+# (row, position) -> (the arrays of the window there, the position after it)
 ReadRow = Callable[[int, Position], tuple[dict[str, np.ndarray], Position]]
 
 
 class Batches:
-    """Hands out {name: int32[len(rows), length]} for ever, made ahead in a background thread."""
+    """Yields {name: int32[len(rows), length]} endlessly. A background thread makes batches ahead."""
 
     def __init__(self, read: ReadRow, start: dict[int, Position], fields: tuple[str, ...], settings: dict[str, int]):
-        """Starts each row of `start` at its position, whose integers are called `fields`.
+        """Starts each row of `start` at its position.
 
-        `settings` say what a saved position means; `set_state` refuses a state saved with others.
+        Args:
+          read: reads one row.
+          start: the first position of each row.
+          fields: the names of a position's integers.
+          settings: the settings on which the meaning of a position depends. `set_state` rejects a state with others.
         """
         self._rows = tuple(start)
         self._fields = fields
         self._settings = settings
         self._open = [grain.experimental.ThreadPrefetchDatasetIterator(_Rows(read, start), PREFETCHED)]
-        # Runs at close(), when self is collected, or at exit while threads can be joined: whichever is first.
+        # Runs at close(), when self is garbage-collected, or at exit while threads can still be joined: whichever is first.
         self._finalizer = weakref.finalize(self, _close, self._open)
 
     def __iter__(self) -> "Batches":
@@ -60,15 +64,15 @@ class Batches:
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the positions behind the last batch handed out, by row ("0", "1", ...); ready for JSON.
+        """Returns the positions after the last returned batch, by row ("0", "1", ...), as JSON values.
 
-        States of processes that read different rows merge with `|` into the global state.
+        The union (`|`) of the states of all processes is the global state.
         """
         positions = self._iterator.get_state()
         return {str(row): dict(zip(self._fields, positions[row], strict=True)) | self._settings for row in self._rows}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on behind the positions in `state`, which may hold more rows than are read here.
+        """Continues from the positions in `state`, which may have more rows than this process reads.
 
         Raises:
           UserError: a row is missing, or the state was saved with other settings.
@@ -76,7 +80,7 @@ class Batches:
         self._iterator.set_state({row: self._position(row, state) for row in self._rows})
 
     def close(self) -> None:
-        """Stops the background thread; `next` fails from then on."""
+        """Stops the background thread. `next` fails after that."""
         self._finalizer()
 
     @property
@@ -86,22 +90,22 @@ class Batches:
         return self._open[0]
 
     def _position(self, row: int, state: dict[str, Any]) -> Position:
-        """Reads the position of `row` out of `state`, checked."""
+        """Returns the position of `row` in `state`, and checks it."""
         saved = state.get(str(row)) if isinstance(state, Mapping) else "no table"
         if saved is None:
             raise UserError(
-                f"data state: row {row} is not among the {len(state)} saved; restore the merged state of all processes"
+                f"data state: row {row} is not among the {len(state)} saved rows; restore the merged state of all processes"
             )
         is_table = isinstance(saved, Mapping)
         for key, value in self._settings.items() if is_table else ():
             if saved.get(key) != value:
                 raise UserError(
                     f"data state: row {row} was saved with {key}={saved.get(key)} and this run has "
-                    f"{key}={value}; resume with the saved {key}, or start anew without the state"
+                    f"{key}={value}; resume with the saved {key}, or start without the state"
                 )
         if not is_table or not all(isinstance(saved.get(field), numbers.Integral) for field in self._fields):
             raise UserError(
-                f"data state: row {row} does not say {' and '.join(self._fields)}; restore an undamaged state, or start anew without it"
+                f"data state: row {row} does not have {' and '.join(self._fields)}; restore an undamaged state, or start without it"
             )
         return tuple(int(saved[field]) for field in self._fields)
 
@@ -120,20 +124,20 @@ def open_batches(
     shuffle: bool = True,
     objective: objectives.Objective = objectives.OBJECTIVES["next_token"],
 ) -> Batches:
-    """Returns the batches of a name: of a prepared dataset's `split`, or of random tokens.
+    """Returns batches of a prepared dataset's `split`, or of random tokens.
 
     Args:
       name: a dataset's name, or RANDOM.
-      tokenizer: for random tokens only its numbers count: vocab_size and sentinels.
-      text_key: the feature that holds the text.
-      split: a split of the dataset; random tokens have none.
-      data_dir: where `source.prepare` has put the dataset.
+      tokenizer: the tokenizer. For random tokens, only vocab_size and sentinels are used.
+      text_key: the feature with the text.
+      split: a split of the dataset. Random tokens ignore it.
+      data_dir: the directory in which `source.prepare` wrote the dataset.
       rows: the rows that this process reads, in the order of its batches.
-      num_rows: rows of the global batch.
-      seq_len: tokens a sequence.
-      seed: of the order of documents, or of the random tokens.
-      shuffle: False reads documents in their stored order, every epoch.
-      objective: what windows become.
+      num_rows: rows in the global batch.
+      seq_len: tokens in a sequence.
+      seed: the seed of the order of documents, or of the random tokens.
+      shuffle: if False, reads documents in stored order in every epoch.
+      objective: turns windows into rows.
 
     Raises:
       UserError: see `source.open_source`, `make_batches` and the objective's `form`.
@@ -158,9 +162,9 @@ def make_batches(
     shuffle: bool = True,
     form: objectives.Form | None = None,
 ) -> Batches:
-    """Returns batches of the documents source[i][text_key]; arguments as in `open_batches`.
+    """Returns batches of the documents source[i][text_key]. The arguments are those of `open_batches`.
 
-    `form` says what windows become; None: windows of seq_len + 1 tokens, as they are.
+    `form` turns windows into rows. If None, rows are windows of seq_len + 1 tokens.
 
     Raises:
       UserError: the source is empty, or its examples have no text at `text_key`.
@@ -196,7 +200,7 @@ def random_batches(
     seed: int,
     form: objectives.Form | None = None,
 ) -> Batches:
-    """Returns batches of uniform tokens below `vocab_size`; a window depends on (seed, row, index) alone."""
+    """Returns batches of uniformly random tokens below `vocab_size`. A window depends only on (seed, row, index)."""
     form = form or objectives.NextToken().form(None, seq_len)
 
     def read(row: int, position: Position) -> tuple[np.ndarray, Position]:
@@ -209,13 +213,13 @@ def random_batches(
 
 
 def _close(open_iterators: list[grain.experimental.ThreadPrefetchDatasetIterator]) -> None:
-    """Stops the thread and forgets the iterator, whose __del__ would fail while the interpreter goes down."""
+    """Stops the thread and drops the iterator, whose __del__ would fail while the interpreter shuts down."""
     while open_iterators:
         open_iterators.pop().close()
 
 
 class _Rows:
-    """Reads one window a row at each step: what the prefetch runs, with grain's get_state and set_state."""
+    """Reads one window per row at each step. The prefetch thread runs it, and uses grain's get_state and set_state."""
 
     def __init__(self, read: ReadRow, start: dict[int, Position]):
         self._read = read
@@ -223,7 +227,7 @@ class _Rows:
 
     def __next__(self) -> dict[str, np.ndarray]:
         pairs = {row: self._read(row, position) for row, position in self._positions.items()}
-        # A fresh dict: the prefetch keeps the state behind each batch that waits.
+        # A new dict, because the prefetch keeps the state after each batch that it made ahead.
         self._positions = {row: position for row, (_, position) in pairs.items()}
         rows = [row for row, _ in pairs.values()]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
@@ -236,21 +240,21 @@ class _Rows:
 
 
 def _rows(read: ReadWindow, form: objectives.Form, seed: int) -> ReadRow:
-    """Returns the reader of the arrays that a form makes of windows; they depend on (seed, row, position) alone."""
+    """Returns a reader of the arrays that a form makes of windows. Their random draws depend only on (seed, row, position)."""
 
     def read_row(row: int, position: Position) -> tuple[dict[str, np.ndarray], Position]:
-        window, behind = read(row, position)
-        return form.arrays(window, (seed, row, *position)), behind
+        window, next_position = read(row, position)
+        return form.arrays(window, (seed, row, *position)), next_position
 
     return read_row
 
 
 def _packing_reader(encode: Callable[[int], np.ndarray], num_rows: int, length: int) -> ReadWindow:
-    """Returns a reader of windows of `length` tokens from the documents of a row, joined.
+    """Returns a reader of windows of `length` tokens from the concatenated documents of a row.
 
-    A position is (document, offset): a place in the endless order of documents, and a token in that document.
+    A position is (document, offset): an index in the endless order of documents, and the index of a token in that document.
     """
-    # row -> (document, its tokens): encoded once, cut many times
+    # row -> (document, its tokens), so that a document is encoded once
     current: dict[int, tuple[int, np.ndarray]] = {}
 
     def read(row: int, position: Position) -> tuple[np.ndarray, Position]:
@@ -272,7 +276,7 @@ def _packing_reader(encode: Callable[[int], np.ndarray], num_rows: int, length: 
 
 
 def _shuffled(n: int, *, size: int, seed: int) -> int:
-    """Returns the source index of document `n` of the endless order: each epoch a new permutation."""
+    """Returns the source index of document `n` of the endless order. Each epoch is a new permutation."""
     epoch, index = divmod(n, size)
     if size <= SMALL:
         return int(_permutation(size, seed, epoch)[index])
@@ -282,18 +286,18 @@ def _shuffled(n: int, *, size: int, seed: int) -> int:
 
 @functools.lru_cache(maxsize=64)  # rows of one batch may be in different epochs
 def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns int64[size]; by RandomState, whose results never change between versions of numpy."""
+    """Returns a permutation, int64[size]. It uses RandomState, whose results are the same in all versions of numpy."""
     return np.random.RandomState(np.random.PCG64([seed, epoch])).permutation(size)
 
 
 @functools.cache
 def _spread(seed: int) -> int:
-    """Hashes `seed` to 32 bits, lest epoch 1 of seed 0 be epoch 0 of seed 1."""
+    """Hashes `seed` to 32 bits, so that epoch 1 of seed 0 is not epoch 0 of seed 1."""
     return int(np.random.SeedSequence(seed).generate_state(1)[0])
 
 
 def _check_text(example: Any, text_key: str) -> None:
-    """Checks that `example` has text at `text_key`."""
+    """Raises a UserError if `example` has no text at `text_key`."""
     if text_key not in example:
         raise UserError(f"config.data.text_key: no feature {text_key!r}; features: {', '.join(example)}")
     if not isinstance(example[text_key], str | bytes):

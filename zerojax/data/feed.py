@@ -1,4 +1,4 @@
-"""Feeds a run. This module gives each process its rows of every global batch, placed on its devices."""
+"""Feeds a run with batches. This module shards every global batch over the devices; each process reads only its own rows."""
 
 import os
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Batch = dict[str, jax.Array]  # name -> int32[(accum,) batch, length]
 
 
 class Feed:
-    """The batches of a run: this process's rows of each global batch, placed on its devices."""
+    """The sharded global batches of a run. This process reads the rows of its addressable devices."""
 
     def __init__(
         self,
@@ -34,17 +34,17 @@ class Feed:
         seq_len: int,
         seed: int,
     ):
-        """Opens the training text, and the held-out text where `eval_split` is not "".
+        """Opens the training text, and the held-out text unless `eval_split` is "".
 
         Args:
           mesh: the devices.
-          tokenizer, objective: how text becomes the arrays of a row.
+          tokenizer, objective: turn text into the arrays of a row.
           name, text_key, data_dir: see `batches.open_batches`.
           train_split, eval_split: splits of the dataset; "" for no held-out text.
-          global_batch_size: rows of a batch.
-          grad_accum: passes over which a batch is divided.
-          seq_len: tokens a sequence.
-          seed: of the order of the training text; the held-out text takes the next one.
+          global_batch_size: rows in a batch.
+          grad_accum: passes into which a batch is divided.
+          seq_len: tokens in a sequence.
+          seed: the seed of the order of the training text. The held-out text uses seed + 1.
 
         Raises:
           UserError: see `batches.open_batches`.
@@ -71,7 +71,7 @@ class Feed:
 
         self._train = opened(train_split, seed, shuffle=True)
         self._held_out = None
-        if eval_split:  # opened now, lest a wrong name be found after hours of training
+        if eval_split:  # opened now, so that a wrong name is an error before training
             self._held_out = opened(eval_split, seed + 1, shuffle=False)
             self._held_out_start = self._held_out.get_state()
 
@@ -80,21 +80,21 @@ class Feed:
         accum, rows = self._shape
         local = next(self._train)
         if accum == 1:
-            return self._placed(local, (rows,))
-        return self._placed({name: self._by_pass(array) for name, array in local.items()}, (accum, rows))
+            return self._shard(local, (rows,))
+        return self._shard({name: self._by_pass(array) for name, array in local.items()}, (accum, rows))
 
     def position(self) -> dict[str, Any]:
-        """Returns the position behind the last training batch, by row of this process."""
+        """Returns the position after the last training batch, by row of this process."""
         return self._train.get_state()
 
     def move_to(self, position: dict[str, Any]) -> None:
-        """Continues at a position, which may hold more rows than this process reads."""
+        """Continues from a position, which may have more rows than this process reads."""
         self._train.set_state(position)
 
     def held_out_mean(self, measure: Callable[[Batch], jax.Array], count: int) -> float | None:
-        """Returns the mean of `measure(batch)` over the first `count` global batches of held-out text, always the same.
+        """Returns the mean of `measure(batch)` over the first `count` global batches of held-out text, or None without such text.
 
-        None where there is no such text.
+        Every call uses the same batches.
         """
         if self._held_out is None:
             return None
@@ -104,14 +104,13 @@ class Feed:
         for _ in range(count):
             local = {name: self._by_pass(array) for name, array in next(self._held_out).items()}
             for number in range(accum):
-                batch = self._placed({name: array[number] for name, array in local.items()}, (rows,))
-                # One at a time: on emulated devices, programs with collectives that do not wait for each other can starve
-                # each other of threads.
+                batch = self._shard({name: array[number] for name, array in local.items()}, (rows,))
+                # One at a time: on emulated devices, concurrent programs with collectives can starve each other of threads.
                 total = jax.block_until_ready(total + measure(batch))
         return float(total) / (count * accum)
 
     def close(self) -> None:
-        """Ends the reading threads."""
+        """Stops the reading threads."""
         self._train.close()
         if self._held_out is not None:
             self._held_out.close()
@@ -119,14 +118,14 @@ class Feed:
     def _by_pass(self, array: np.ndarray) -> np.ndarray:
         return array.reshape(self._shape[0], len(self._local), -1)
 
-    def _placed(self, local: dict[str, np.ndarray], rows: tuple[int, ...]) -> Batch:
-        """Places this process's rows of arrays whose leading dims are `rows` in all."""
+    def _shard(self, local: dict[str, np.ndarray], rows: tuple[int, ...]) -> Batch:
+        """Returns global arrays with leading dims `rows`, made of this process's rows."""
         sharding = mesh_lib.batch_sharding(self._mesh, len(rows) - 1)
-        place = jax.make_array_from_process_local_data
-        return {name: place(sharding, array, (*rows, array.shape[-1])) for name, array in local.items()}
+        make_array = jax.make_array_from_process_local_data
+        return {name: make_array(sharding, array, (*rows, array.shape[-1])) for name, array in local.items()}
 
 
 def _local_indices(mesh: jax.sharding.Mesh, rows: int) -> list[int]:
-    """Returns which of a batch's rows lie on this process's devices, in order."""
-    places = mesh_lib.batch_sharding(mesh).addressable_devices_indices_map((rows,))
-    return sorted({row for place in places.values() if place for row in range(*place[0].indices(rows))})
+    """Returns the rows of a batch that are on this process's addressable devices, in order."""
+    indices = mesh_lib.batch_sharding(mesh).addressable_devices_indices_map((rows,))
+    return sorted({row for index in indices.values() if index for row in range(*index[0].indices(rows))})

@@ -1,6 +1,6 @@
-"""What a model learns from text. This module turns windows of tokens into rows, prompts into a model's inputs, and its answers into text.
+"""Training objectives on text. This module turns windows of tokens into rows, prompts into model inputs, and model outputs into text.
 
-An objective's arrays have lengths that `seq_len` alone decides, so a batch needs neither padding nor a mask.
+The lengths of an objective's arrays depend only on `seq_len`, so a batch needs neither padding nor a mask.
 """
 
 import functools
@@ -14,17 +14,17 @@ from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
 
 NOISE_DENSITY, MEAN_SPAN = 0.15, 3  # tokens (arXiv:1910.10683, section 3.1.4)
-START = 0  # the padding id there, and no byte of a text
-GAP = "___"  # stands for a missing span in a prompt
-_SPANS = 1910_10683  # sets the draws of spans apart from other draws of the same seed, row and position
+START = 0  # the padding id in that paper, and not a byte of text
+GAP = "___"  # marks a missing span in a prompt
+_SPANS = 1910_10683  # makes the draws of spans differ from other draws with the same seed, row and position
 
 
 class Form(NamedTuple):
-    """How a window becomes a row.
+    """Turns a window into a row.
 
     Attributes:
-      window: tokens of text that a row is made of.
-      arrays: (window: int32[window], key) -> {name: int32[length]}. `key` is a few integers of which no two windows have the same.
+      window: the number of tokens of text in a row.
+      arrays: (window: int32[window], key) -> {name: int32[length]}. `key` is a few integers, unique to each window.
     """
 
     window: int
@@ -32,19 +32,19 @@ class Form(NamedTuple):
 
 
 class Objective(Protocol):
-    """What the feed, the program and the sample need of an objective."""
+    """The interface of an objective to the feed, the program and the sampler."""
 
     def lengths(self, seq_len: int) -> dict[str, int]:
         """Returns the lengths of a row's arrays, by name."""
 
     def form(self, tokenizer: tokenizer_lib.Tokenizer, seq_len: int) -> Form:
-        """Returns how windows become rows."""
+        """Returns the form that turns windows into rows."""
 
     def prompt(self, tokenizer: tokenizer_lib.Tokenizer, text: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Returns a prompt's inputs by name, and the tokens that the model goes on from: int32[length]."""
+        """Returns a prompt's inputs by name, and the tokens that the model continues: int32[length]."""
 
     def answer(self, tokenizer: tokenizer_lib.Tokenizer, text: str, tokens: np.ndarray) -> str:
-        """Returns the text that the tokens, those gone on from among them, make of a prompt."""
+        """Returns the text for a prompt and the model's tokens, which include those that it continued."""
 
 
 class NextToken:
@@ -55,36 +55,36 @@ class NextToken:
         return {"tokens": seq_len + 1}
 
     def form(self, tokenizer: tokenizer_lib.Tokenizer | None, seq_len: int) -> Form:
-        """Returns the form whose rows are windows as they are; the tokenizer does not count."""
+        """Returns the form whose rows are the windows. The tokenizer is unused."""
         return Form(seq_len + 1, lambda window, key: {"tokens": window})
 
     def prompt(self, tokenizer: tokenizer_lib.Tokenizer, text: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Returns no inputs, and the text behind the separator."""
+        """Returns no inputs, and the separator followed by the text."""
         return {}, np.concatenate([[tokenizer.bos_id], tokenizer.encode(text)]).astype(np.int32)
 
     def answer(self, tokenizer: tokenizer_lib.Tokenizer, text: str, tokens: np.ndarray) -> str:
-        """Returns the prompt and what continues it."""
+        """Returns the prompt and its continuation."""
         return tokenizer.decode(tokens[1:])
 
 
 class SpanCorruption:
-    """A row is {"inputs": int32[seq_len], "targets": int32[length]}: spans of the text are missing in `inputs`, and stand in `targets`.
+    """A row is {"inputs": int32[seq_len], "targets": int32[length]}: `inputs` omit spans of the text, and `targets` contain them.
 
-    Of a window of n tokens, about 0.15 n are cut out in spans of 3 tokens on average. Each span leaves a sentinel in `inputs`; `targets`
-    begin with START, name each sentinel before its span, and end with one more sentinel:
+    About 0.15 n of a window's n tokens are cut out, in spans of 3 tokens on average. A sentinel replaces each span in `inputs`. `targets`
+    begin with START, have each sentinel before its span, and end with one more sentinel:
 
         text     Thank you for inviting me to your party last week
         inputs   Thank you <0> me to your party <1> week
         targets  START <0> for inviting <1> last <2>
 
-    A decoder reads targets[:-1] and learns targets[1:]. A window begins with text that stays and ends with a span.
+    A decoder reads targets[:-1] and learns targets[1:]. A window begins with text that is kept and ends with a span.
     """
 
     def lengths(self, seq_len: int) -> dict[str, int]:
         """Returns the lengths of both arrays.
 
         Raises:
-          UserError: `seq_len` leaves no room for a token and a sentinel.
+          UserError: `seq_len` is too short for a token and a sentinel.
         """
         _, noise, spans = _sizes(seq_len)
         return {"inputs": seq_len, "targets": 1 + noise + spans + 1}
@@ -100,11 +100,11 @@ class SpanCorruption:
         if len(sentinels) < spans + 1:
             raise UserError(
                 f"config.data.tokenizer: span corruption of config.seq_len={seq_len} tokens needs {spans + 1} sentinels, and the tokenizer "
-                f'has {len(sentinels)}; shorten config.seq_len, or give "bytes" or a tokenizer with <extra_id_0>, <extra_id_1>, ...'
+                f'has {len(sentinels)}; shorten config.seq_len, or choose "bytes" or a tokenizer with <extra_id_0>, <extra_id_1>, ...'
             )
 
         def arrays(tokens: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
-            # RandomState's results never change between versions of numpy.
+            # RandomState's results are the same in all versions of numpy.
             random = np.random.RandomState(np.random.PCG64([*key, _SPANS]))
             kept, cut = (_partition(random, count, spans) for count in (window - noise, noise))
             pieces = np.split(tokens, np.cumsum(np.stack([kept, cut], axis=1).ravel())[:-1])
@@ -117,7 +117,7 @@ class SpanCorruption:
         return Form(window, arrays)
 
     def prompt(self, tokenizer: tokenizer_lib.Tokenizer, text: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Returns the text with a sentinel for each GAP, and what targets begin with; a text without a GAP gets one at its end."""
+        """Returns the text with a sentinel for each GAP, and the first target token. A text without a GAP gets one at its end."""
         pieces = _pieces(text)
         marked = [tokenizer.encode(pieces[0])]
         for piece, sentinel in zip(pieces[1:], tokenizer.sentinels):
@@ -125,12 +125,10 @@ class SpanCorruption:
         return {"inputs": np.concatenate(marked).astype(np.int32)}, np.array([START], np.int32)
 
     def answer(self, tokenizer: tokenizer_lib.Tokenizer, text: str, tokens: np.ndarray) -> str:
-        """Returns the prompt with its gaps filled, each with what stands behind its sentinel; a gap without an answer stays one."""
-        pieces, found = _pieces(text), tokens.tolist()
-        ends = [i for i, token in enumerate(found) if token in set(tokenizer.sentinels)] + [len(found)]
-        spans = {
-            found[at]: tokenizer.decode(found[at + 1 : end]) for at, end in reversed(list(itertools.pairwise(ends)))
-        }
+        """Returns the prompt with each gap filled by the span after its sentinel. A gap without a span remains."""
+        pieces, ids = _pieces(text), tokens.tolist()
+        ends = [i for i, token in enumerate(ids) if token in set(tokenizer.sentinels)] + [len(ids)]
+        spans = {ids[at]: tokenizer.decode(ids[at + 1 : end]) for at, end in reversed(list(itertools.pairwise(ends)))}
         filled = [pieces[0]]
         for piece, sentinel in zip(pieces[1:], tokenizer.sentinels):
             filled += [spans.get(sentinel, GAP), piece]
@@ -146,21 +144,21 @@ def _pieces(text: str) -> list[str]:
 
 @functools.cache
 def _sizes(seq_len: int) -> tuple[int, int, int]:
-    """Returns the tokens of the longest window whose inputs are `seq_len` long, how many of them are cut out, and in how many spans."""
+    """Returns the length of the longest window whose inputs have length `seq_len`, and the numbers of its cut tokens and spans."""
     found = None
-    for window in range(2, 2 * seq_len + 2):  # inputs grow by 0 or 1 with each token, so no length is left out
+    for window in range(2, 2 * seq_len + 2):  # inputs grow by 0 or 1 with each token, so every length occurs
         noise = min(max(round(window * NOISE_DENSITY), 1), window - 1)
         spans = max(round(noise / MEAN_SPAN), 1)
         if window - noise + spans == seq_len:
             found = window, noise, spans
     if found is None:
         raise UserError(
-            f"config.seq_len: span corruption needs 2 tokens or more, and it is {seq_len}; set --config.seq_len=128"
+            f"config.seq_len: must be 2 or more for span corruption, and is {seq_len}; set --config.seq_len=128"
         )
     return found
 
 
 def _partition(random: np.random.RandomState, count: int, parts: int) -> np.ndarray:
-    """Returns sizes above 0 that add up to `count`, every way of parting equally likely: int64[parts]."""
+    """Returns positive sizes that add up to `count`, uniformly random: int64[parts]."""
     cuts = np.sort(random.permutation(count - 1)[: parts - 1]) + 1
     return np.diff(np.concatenate([[0], cuts, [count]]))

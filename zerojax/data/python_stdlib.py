@@ -1,4 +1,4 @@
-"""The Python standard library's own source as a dataset. This module needs no network: every Python ships it.
+"""The source of the Python standard library as a dataset. This module needs no network, because Python includes the source.
 
 Importing the module registers the builder, so that `tfds.builder("python_stdlib")` finds it by name.
 """
@@ -17,7 +17,7 @@ HELD_OUT_OF = 20  # one file in 20 is validation
 
 
 class PythonStdlib(tfds.core.GeneratorBasedBuilder):
-    """Builds the splits `train` and `validation`, one example a file: about 11 MB of text."""
+    """Builds the splits `train` and `validation`, with one example per file: about 11 MB of text."""
 
     VERSION = tfds.core.Version("1.0.0")
     RELEASE_NOTES = {"1.0.0": "First version."}  # noqa: RUF012  the name and type are the base class's
@@ -55,5 +55,5 @@ def list_files(root: pathlib.Path) -> list[str]:
 
 
 def is_held_out(path: str) -> bool:
-    """Says whether the file at relative `path` is validation: by a hash of the path, so files never move."""
+    """Returns whether the file at relative `path` is validation, by a hash of the path: a file never changes its split."""
     return zlib.crc32(path.encode()) % HELD_OUT_OF == 0

@@ -1,6 +1,6 @@
-"""Compiled programs as text.
+"""Readers of compiled programs as text.
 
-Here live the parser of HLO, data flow, replica groups, collectives and buffer assignments.
-No ZeRO and no config: any program of XLA can be read.
-A new opcode or attribute is read in `syntax`; a new kind of collective is a word of `collectives.KINDS`.
+This room holds the parser of HLO, and readers of data flow, replica groups, collectives and buffer assignments.
+It knows no ZeRO and no config: it reads any program of XLA.
+To read a new opcode or attribute, extend `syntax`. To read a new kind of collective, add it to `collectives.KINDS`.
 """

@@ -1,12 +1,12 @@
-"""Reads what XLA writes down of a program's memory. This module knows the text of three of its dump files.
+"""Reads XLA's dump of a program's memory. This module parses three of its files.
 
     ...-buffer-assignment.txt    allocation 12: size 4096, color 5, page 0, parameter 3, shape |...| at ShapeIndex {}, maybe-live-out:
                                   value: <17 fusion.2{0} @0> (size=4096,offset=0): f32[32,32]{1,0}
-    ...-live-range.txt           the order of all instructions, and from which to which each value lives
-    ...optimizations.txt         the program; here asynchronous instructions are wrapped in computations of their own
+    ...-live-range.txt           the order of all instructions, and the first and last position of each value's life
+    ...optimizations.txt         the program; it wraps each asynchronous instruction in a computation
 
-A color is a memory: 0 the device's, 5 the host's, others of a TPU on the chip.
-A loop's body is in that order once, at the loop.
+A color is a memory: 0 is the device's, 5 is the host's, and the others are on a TPU's chip.
+The order of instructions contains a loop's body once, at the loop.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ _INSTRUCTION = re.compile(r"^  (?:ROOT )?%(\S+) = ", re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-    """What one instruction computes, or one element of its tuple.
+    """The output of one instruction, or one element of its tuple.
 
     Attributes:
       name, index: the instruction, and the index in its tuple ("" for none).
-      nbytes, offset: where it lies in its allocation.
-      type: as HLO writes it.
-      start, end: the first and last position in the order of instructions where it lives.
+      nbytes, offset: its size and its offset in its allocation.
+      type: its type in HLO.
+      start, end: the first and last position in the order of instructions where it is alive.
     """
 
     name: str
@@ -50,15 +50,15 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Allocation:
-    """A range of memory and the values that lie in it, at one time or one after the other.
+    """A range of memory and the values that are stored in it, at the same time or one after the other.
 
     Attributes:
       kind: ARGUMENT, CONSTANT, OUTPUT, TEMPORARY or LOCAL (a register of a kernel).
       nbytes: its size.
       space: DEVICE, HOST or CHIP.
-      parameter: the number of the program's parameter, of an argument.
-      is_output: whether an output comes to lie here as well: a donated argument.
-      values: the values that live in it.
+      parameter: for an argument, the number of the program's parameter.
+      is_output: whether an output is stored here: of an argument, whether it is donated.
+      values: the values that are stored in it.
     """
 
     kind: str
@@ -74,9 +74,9 @@ class Dump:
     """The memory of one program.
 
     Attributes:
-      allocations: what it needs.
-      length: the number of instructions in order.
-      started: of an instruction in an asynchronous wrapper, the instruction that starts the wrapper.
+      allocations: its allocations.
+      length: the number of instructions in the order.
+      started: maps an instruction in an asynchronous wrapper to the instruction that starts the wrapper.
     """
 
     allocations: tuple[Allocation, ...]
@@ -85,7 +85,7 @@ class Dump:
 
 
 def read(folder: pathlib.Path) -> Dump | None:
-    """Returns the largest program whose memory was dumped into a folder, or None where there is none."""
+    """Returns the dump of the largest program in a folder, or None if there is none."""
     found = sorted(folder.glob(f"*{_ASSIGNMENT}"), key=lambda path: path.stat().st_size)
     if not found:
         return None
@@ -142,7 +142,7 @@ def _allocation(header: tuple[str, str | None, str], values: tuple[Value, ...], 
         kind = CONSTANT
     else:
         kind = OUTPUT if is_output else TEMPORARY
-    # A program of very many arguments takes them as one tuple: then the index in the tuple counts.
+    # A program with very many arguments takes them as one tuple. Then the number is the index in the tuple.
     number = int(parameter[2] or parameter[1]) if parameter is not None else None
     return Allocation(kind, int(size), _space(int(color or 0), is_gpu), number, is_output, values)
 

@@ -1,9 +1,9 @@
-"""Says what a step's memory holds: its arguments by path, its temporaries by what computes them. This module reads no file.
+"""Finds the role of a step's memory: of arguments by their path, of temporaries by their instruction. This module reads no file.
 
-A temporary is a gathered weight if it is a moved or cast copy of weights among the arguments, a gradient if it was reduced over devices or
-has a weight's shape and the backward pass makes it, else an activation or the gradient of one, by JAX's own marks `jvp` and `transpose`.
-An array that a matmul reads is no gradient of a weight, whatever its shape. Steps without named scopes are read too; the scopes `loss`,
-`clip` and `update` only add detail.
+A temporary is a gathered weight if it is a moved or cast copy of weights among the arguments. It is a gradient if a collective reduced it,
+or if it has a weight's shape and the backward pass computes it. Otherwise it is an activation or the gradient of one, by JAX's names `jvp`
+and `transpose`. An array that a matmul reads is no gradient of a weight, whatever its shape. Named scopes are not needed: the scopes
+`loss`, `clip` and `update` only add detail.
 """
 
 import re
@@ -14,7 +14,7 @@ from zerojax.hlo import flow as hlo_flow
 from zerojax.hlo import syntax
 from zerojax.hlo.buffer_dump import Value
 
-# The first regex found in an argument's path, its name in the step before it, says its role.
+# The first regex found in an argument's path, which begins with its name in the step, decides its role.
 PATH_ROLES: tuple[tuple[str, str], ...] = (
     (r"(^|/)opt_state/(.*/)?master(/|$)", roles_lib.MASTER),
     (r"(^|/)(opt_state|optimizer)(/|$)", roles_lib.MOMENTS),
@@ -25,12 +25,12 @@ PATH_ROLES: tuple[tuple[str, str], ...] = (
 _GATHERS = ("all-gather",)
 _REDUCTIONS = ("reduce-scatter", "all-reduce")
 _EXCHANGES = ("all-to-all", "collective-permute", "ragged-all-to-all", "collective-broadcast", "send", "recv")
-_PRODUCTS = ("dot", "convolution")
-_LIBRARY_PRODUCTS = re.compile(r'custom_call_target="[^"]*(cublas|gemm|matmul|cudnn|fmha|onednn|triton)')
+_MATMULS = ("dot", "convolution")
+_LIBRARY_MATMULS = re.compile(r'custom_call_target="[^"]*(cublas|gemm|matmul|cudnn|fmha|onednn|triton)')
 _SMALL = 4096  # elements; a smaller sum over devices is a loss, a norm or a statistic
-_NAMELESS_STEPS = 8  # how far back to look for an operation's name where XLA gave it none
+_NAMELESS_STEPS = 8  # operands to follow back in search of an op_name, if an instruction has none
 
-# The first regex found in the name of an operation that is no weight and no gradient says its role.
+# The first regex found in the op_name of a temporary that is no weight and no gradient decides its role.
 _SCOPES: tuple[tuple[str, str], ...] = (
     (r"/(jvp\()?loss\)?(/|$)", roles_lib.LOSS),
     (r"/transpose\((?!.*rematted)", roles_lib.ACTIVATION_GRADIENTS),
@@ -49,7 +49,7 @@ def argument_role(path: str, roles: Sequence[tuple[str, str]] = PATH_ROLES) -> s
 
 
 class Reader:
-    """Tells the role of values of one program."""
+    """Finds the role of the values of one program."""
 
     def __init__(
         self,
@@ -58,7 +58,14 @@ class Reader:
         weight_numbers: Iterable[int],
         weight_shapes: Iterable[tuple[int, ...]],
     ):
-        """Takes the program, `Dump.started`, the numbers of the parameters that are weights, and shapes that gradients may have."""
+        """Prepares to read a program.
+
+        Args:
+          flow: the program.
+          started: see `Dump.started`.
+          weight_numbers: the numbers of the parameters that are weights.
+          weight_shapes: shapes that gradients may have.
+        """
         self._flow, self._started = flow, started
         self._multiplied: dict[str, set[str]] = {}
         entry = flow.module.entry.parameters
@@ -67,30 +74,30 @@ class Reader:
         self._where = {i.name: call.computation for call in flow.calls.values() for i in call.computation.instructions}
 
     def find(self, value: Value) -> tuple[syntax.Computation, syntax.Instruction] | None:
-        """Returns where a value is computed, and by what."""
+        """Returns the computation and the instruction that compute a value."""
         name = self._started.get(value.name, value.name)
         where = self._where.get(name)
         return (where, where.by_name[name]) if where is not None else None
 
     def op_name(self, value: Value) -> str:
-        """Returns the scopes and the operation that a value was traced from; what XLA adds is named after what it works on."""
+        """Returns the scopes and the operation that a value was traced from. An instruction that XLA adds takes those of its operand."""
         found = self.find(value)
         return self._op_name(*found, value.index) if found is not None else ""
 
     def _op_name(self, where: syntax.Computation, instruction: syntax.Instruction, index: str) -> str:
         for _ in range(_NAMELESS_STEPS):
             names = syntax.op_names(instruction.op_name)
-            place = int(index.split(",")[0] or 0) if index else 0
+            element = int(index.split(",")[0] or 0) if index else 0
             if names[0]:
-                return names[place] if place < len(names) else names[0]
+                return names[element] if element < len(names) else names[0]
             call = self._flow.calls.get(where.name)
             if instruction.opcode == "parameter" and call is not None and call.site and call.caller:
-                where, instruction = call.caller, call.site  # a loop's body sees the loop's own tuple
+                where, instruction = call.caller, call.site  # the parameter of a loop's body is the loop's tuple
                 continue
             named = [where.by_name[operand] for operand in instruction.operands if operand in where.by_name]
             if not named:
                 return ""
-            instruction = named[place] if place < len(named) else named[0]
+            instruction = named[element] if element < len(named) else named[0]
         return ""
 
     def role(self, value: Value) -> str:
@@ -105,22 +112,22 @@ class Reader:
         if role := self._collective(where, instruction, elements):
             return role
         scope = next((role for pattern, role in _SCOPES if re.search(pattern, name)), roles_lib.OTHER)
-        is_changing = instruction.opcode in ("while", "parameter")  # a loop's own copy of what it changes
-        if not is_changing and scope != roles_lib.UPDATE and self._is_weight(where, instruction):
+        is_carried = instruction.opcode in ("while", "parameter")  # a loop's copy of an array that it changes
+        if not is_carried and scope != roles_lib.UPDATE and self._is_weight(where, instruction):
             return roles_lib.GATHERED
-        is_late = "transpose(" in name or "/clip" in name or scope == roles_lib.LOSS or is_changing
-        if is_late and any(_key(array.dims) in self._shapes for array in arrays):
-            # An activation may have a weight's shape by chance, but it, or what is made of it, is multiplied once more.
-            is_gradient = is_changing or not self._is_multiplied(where, instruction, value.index)
+        may_be_gradient = "transpose(" in name or "/clip" in name or scope == roles_lib.LOSS or is_carried
+        if may_be_gradient and any(_key(array.dims) in self._shapes for array in arrays):
+            # An activation may have a weight's shape by chance. But a later matmul depends on it, and on a gradient none does.
+            is_gradient = is_carried or not self._is_multiplied(where, instruction, value.index)
             return roles_lib.GRADIENTS if is_gradient else scope
         return scope
 
     def _is_multiplied(self, where: syntax.Computation, instruction: syntax.Instruction, index: str) -> bool:
-        """Says whether a matmul or an attention depends on a value, in the same computation."""
+        """Returns whether a matmul or an attention in the same computation depends on a value."""
         if where.name not in self._multiplied:
             found: set[str] = set()
             for earlier in reversed(where.instructions):
-                if any(user.name in found or self._is_product(user) for user in where.users.get(earlier.name, ())):
+                if any(user.name in found or self._is_matmul(user) for user in where.users.get(earlier.name, ())):
                     found.add(earlier.name)
             self._multiplied[where.name] = found
         known = self._multiplied[where.name]
@@ -130,13 +137,13 @@ class Reader:
             for u in users
             if not index or u.opcode != "get-tuple-element" or u.number("index") == int(index.split(",")[0])
         ]
-        return any(user.name in known or self._is_product(user) for user in own)
+        return any(user.name in known or self._is_matmul(user) for user in own)
 
-    def _is_product(self, instruction: syntax.Instruction) -> bool:
+    def _is_matmul(self, instruction: syntax.Instruction) -> bool:
         if instruction.opcode == "fusion":
-            return any(self._flow.module.mentions(called, *_PRODUCTS) for called in instruction.called)
-        return instruction.opcode in _PRODUCTS or (
-            instruction.opcode == "custom-call" and _LIBRARY_PRODUCTS.search(instruction.attributes) is not None
+            return any(self._flow.module.mentions(called, *_MATMULS) for called in instruction.called)
+        return instruction.opcode in _MATMULS or (
+            instruction.opcode == "custom-call" and _LIBRARY_MATMULS.search(instruction.attributes) is not None
         )
 
     def _collective(self, where: syntax.Computation, instruction: syntax.Instruction, elements: int) -> str:
@@ -148,7 +155,7 @@ class Reader:
         return roles_lib.COLLECTIVE_BUFFERS if kind in _EXCHANGES else ""
 
     def _kind(self, instruction: syntax.Instruction) -> str:
-        """Returns an opcode without -start and -done; of a wrapper, what it wraps."""
+        """Returns an opcode without -start and -done. For a wrapper, returns the collective that it wraps."""
         kind = instruction.opcode.removesuffix("-start").removesuffix("-done")
         if kind in ("async", "fusion"):
             wrapped = (*_GATHERS, *_REDUCTIONS, *_EXCHANGES)
@@ -162,17 +169,21 @@ class Reader:
 
 
 def shapes(arguments: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> Mapping[tuple[int, ...], None]:
-    """Returns the shapes that gradients may have: of (role, shape, shape on a device) those of weights and moments."""
+    """Returns the shapes that gradients may have: those of weights and moments.
+
+    Args:
+      arguments: (role, global shape, shape of a device's shard) of each argument.
+    """
     found: dict[tuple[int, ...], None] = {}
-    for role, shape, part in arguments:
+    for role, shape, shard in arguments:
         if role in (roles_lib.PARAMS, roles_lib.MASTER, roles_lib.MOMENTS) and len(shape) > 1:
-            sharded = [dim for dim, (n, m) in enumerate(zip(shape, part)) if n != m]
-            found |= dict.fromkeys((shape, part, *((shape[d] // part[d], *part) for d in sharded)))
+            sharded = [dim for dim, (n, m) in enumerate(zip(shape, shard)) if n != m]
+            found |= dict.fromkeys((shape, shard, *((shape[d] // shard[d], *shard) for d in sharded)))
     return found
 
 
 def _forms(shape: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
-    """Returns a shape, and what it becomes where neighbouring dims are joined, each sorted."""
+    """Returns a shape, and those with neighbouring dims merged, each sorted."""
     joined: set[tuple[int, ...]] = {shape[:1]}
     for size in shape[1:]:
         joined = {(*form, size) for form in joined} | {(*form[:-1], form[-1] * size) for form in joined}

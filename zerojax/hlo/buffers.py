@@ -1,9 +1,9 @@
-"""Shows what a compiled step keeps in memory, and when. This module compiles it and reads XLA's own buffer assignment.
+"""Finds the contents of a compiled step's memory over time. This module compiles the step and reads XLA's buffer assignment.
 
     peak = arguments + outputs that reuse no argument + constants + temporaries
 
-The temporaries lie in one block, which XLA packs so that values which live at different times share memory: its size is the most that
-lives at a time, and what the packing wastes. Compiled for a device that is there or for one that is not, the numbers are the same.
+XLA packs the temporaries into one block, in which values that are alive at different times share memory. The size of the block is the
+maximum of the bytes alive at a time, plus the waste of the packing. The numbers are the same for real and for compile-only devices.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ from zerojax.hlo import flow as hlo_flow
 from zerojax.hlo.buffer_dump import DEVICE, HOST, TEMPORARY, Dump, Value
 
 ASSIGNMENT, ANALYSIS = "buffer assignment", "memory analysis"
-_POINTS = 400  # of a curve; a step of 70B has a hundred thousand instructions
+_POINTS = 400  # maximum points of a curve; a step of a 70B model has a hundred thousand instructions
 
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """A leaf of the step's arguments, as one device holds it.
+    """A leaf of the step's arguments on one device.
 
     Attributes:
       path: the argument's name in the step, then the leaf's path in it ("state/params/layer_0/kernel").
-      role: one of `roles.PARAMS`, MASTER, MOMENTS and REST, or what the caller's table says.
+      role: one of `roles.PARAMS`, MASTER, MOMENTS and REST, or a role of the caller's table.
       nbytes: on one device.
       space: "device" or "host".
-      is_donated: whether an output comes to lie in its memory.
+      is_donated: whether an output reuses its memory.
     """
 
     path: str
@@ -48,14 +48,14 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Temporary:
-    """A value that lives at the peak.
+    """A value that is alive at the peak.
 
     Attributes:
-      name: the instruction that computes it; an element of its tuple as "name{2}".
+      name: the instruction that computes it; "name{2}" is element 2 of its tuple.
       role: one of `roles.TEMPORARY`.
       nbytes, type: its size and its type in HLO.
-      start, end: the first and last position in the order of instructions where it lives.
-      op_name, source: the scopes and the line of code that it was traced from; "" where XLA lost them.
+      start, end: the first and last position in the order of instructions where it is alive.
+      op_name, source: the scopes and the source line that it was traced from; "" if XLA lost them.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Temporary:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Bytes of temporaries over the order of instructions, at the fullest position of each of some hundred stretches."""
+    """Bytes of temporaries in the order of instructions, at the fullest position of each of a few hundred intervals."""
 
     positions: tuple[int, ...]
     by_role: Mapping[str, tuple[int, ...]]
@@ -78,19 +78,18 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """What a step holds on one device, in bytes.
+    """A step's memory on one device, in bytes.
 
     Attributes:
-      source: "buffer assignment", or "memory analysis" where XLA wrote no assignment: then there are totals, and nothing about what lives
-        when.
+      source: "buffer assignment", or "memory analysis" if XLA dumped no assignment. The analysis has totals only.
       arguments: every leaf.
       outputs, constants: outputs that reuse no argument's memory, and constants.
-      temporaries: the size of the block that temporaries lie in.
-      host: bytes in the host's memory.
-      peak_position, length: the position in the order of instructions where most temporaries live, and how many instructions there are.
-      at_peak: the temporaries that live there, the largest first.
-      curve: temporaries over the order of instructions; None without an assignment.
-      analysis: what `compiled.memory_analysis()` says is needed; it should be `peak`.
+      temporaries: the size of the block of temporaries.
+      host: bytes in host memory.
+      peak_position, length: the position of the peak in the order of instructions, and the number of instructions.
+      at_peak: the temporaries that are alive at the peak, the largest first.
+      curve: temporaries in the order of instructions; None without an assignment.
+      analysis: the total of `compiled.memory_analysis()`, which should equal `peak`.
       hlo_text: the compiled program.
     """
 
@@ -115,12 +114,12 @@ class Buffers:
 
     @property
     def arguments_by_role(self) -> dict[str, int]:
-        """Returns the bytes on the device of arguments, by role."""
+        """Returns the bytes of arguments in device memory, by role."""
         return _sums((a.role, a.nbytes) for a in self.arguments if a.space == DEVICE)
 
     @property
     def temporaries_by_role(self) -> dict[str, int]:
-        """Returns the bytes of what lives at the peak, by role; PACKING is what nothing uses."""
+        """Returns the bytes of temporaries at the peak, by role. PACKING is the unused part of the block."""
         found = _sums((t.role, t.nbytes) for t in self.at_peak)
         return found | {roles_lib.PACKING: self.temporaries - sum(found.values())}
 
@@ -132,13 +131,13 @@ def compile_with_buffers(
     from_cache: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> tuple[jax.stages.Compiled, Buffers]:
-    """Compiles a step and returns it with what it keeps in memory.
+    """Compiles a step and returns it with its memory.
 
     Args:
       lowered: `jax.jit(step).lower(abstract_state, abstract_batch)`.
-      roles: ordered (path regex, role) for arguments. What has the shape of "params", "master weights" or "moments" may be a gradient.
-      from_cache: where JAX keeps compiled programs on disk, uses them: then there are totals only, since XLA assigns nothing again.
-      compiler_options: XLA's.
+      roles: ordered (path regex, role) for arguments. Temporaries with shapes of "params", "master weights" or "moments" may be gradients.
+      from_cache: uses JAX's persistent compilation cache, if it is on. Then there are totals only, because XLA assigns no buffers.
+      compiler_options: XLA options.
 
     >>> compiled, buffers = compile_with_buffers(train_step.lower(partition.abstract_state, batch))
     """
@@ -147,21 +146,21 @@ def compile_with_buffers(
         return compiled, _buffers(lowered, compiled, None, roles)
     with tempfile.TemporaryDirectory(prefix="zerojax-buffers-") as folder:
         options = {**(compiler_options or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        with _compiled_anew():
+        with _without_cache():
             compiled = lowered.compile(compiler_options=options)
         dump = buffer_dump.read(pathlib.Path(folder))
     return compiled, _buffers(lowered, compiled, dump, roles)
 
 
 @contextlib.contextmanager
-def _compiled_anew() -> Iterator[None]:
-    """Leaves the persistent cache aside: a program that comes out of it is not assigned again, so nothing is written down."""
+def _without_cache() -> Iterator[None]:
+    """Turns off the persistent cache. XLA assigns no buffers for a program from the cache, and so dumps nothing."""
     is_enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     if not (is_enabled and jax.config.jax_compilation_cache_dir):  # type: ignore[attr-defined]
         yield
         return
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # it looks at the setting once
+    compilation_cache.reset_cache()  # the cache reads the setting only once
     try:
         yield
     finally:
@@ -203,7 +202,7 @@ def _buffers(lowered: Any, compiled: Any, dump: Dump | None, roles: Sequence[tup
 
 
 def _from_analysis(stats: Any, module: syntax.Module, leaves: Mapping, analysis: int, roles: Sequence) -> Buffers:
-    """Returns the totals alone."""
+    """Returns buffers with totals only."""
     donated = set(module.aliases.values())
     arguments = []
     for number, parameter in module.entry.parameters.items():
@@ -249,19 +248,19 @@ def _reader(
 
 
 def _one_at_a_time(values: Iterable[Value]) -> list[Value]:
-    """Shortens the lives of values at one offset so that none overlap: such values are one buffer under several names."""
-    free: dict[int, int] = {}
-    kept = []
+    """Shortens the lives of values at the same offset so that none overlap: such values are one buffer with several names."""
+    free_from: dict[int, int] = {}
+    disjoint = []
     for value in sorted(values, key=lambda v: (v.start, -v.nbytes)):
-        start = max(value.start, free.get(value.offset, 0))
+        start = max(value.start, free_from.get(value.offset, 0))
         if value.start >= 0 and start <= value.end:
-            kept.append(dataclasses.replace(value, start=start))
-            free[value.offset] = value.end + 1
-    return kept
+            disjoint.append(dataclasses.replace(value, start=start))
+            free_from[value.offset] = value.end + 1
+    return disjoint
 
 
 def _curve(values: Sequence[Value], reader: buffer_roles.Reader, length: int) -> tuple[Curve, int]:
-    """Returns the bytes that live, by role, and the position where they are most."""
+    """Returns the bytes that are alive, by role, and the position of their maximum."""
     changes = {role: np.zeros(length + 2, np.int64) for role in roles_lib.TEMPORARY}
     for value in values:
         change = changes[reader.role(value)]

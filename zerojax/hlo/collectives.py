@@ -1,7 +1,7 @@
-"""Lists the collectives that a compiled program runs. This module takes combined ones apart and says what runs beside them.
+"""Lists the collectives of a compiled program. This module separates combined collectives and counts the work scheduled beside each.
 
-XLA sends many arrays in one collective: as a tuple, or laid out flat in one buffer. Each array is listed on its own. One that runs
-asynchronously is two instructions, `-start` and `-done`, or a wrapper around a computation of its own; the output is counted once.
+XLA sends many arrays in one collective: as a tuple, or concatenated in one flat buffer. Each array is listed separately. An asynchronous
+collective is two instructions, `-start` and `-done`, or a wrapper around a computation. Its output is counted once.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ KINDS = frozenset(
     "all-gather reduce-scatter all-reduce all-to-all ragged-all-to-all collective-permute collective-broadcast".split()
 )
 REDUCTIONS = frozenset(("reduce-scatter", "all-reduce"))
-# What can run beside a collective; what is left out moves no data or is a collective itself.
+# Instructions that count as work beside a collective. The others move no data, or are collectives themselves.
 _WORK = frozenset(
     "fusion fusion-start dot convolution custom-call while conditional call sort scatter gather reduce reduce-window copy transpose "
     "dynamic-update-slice concatenate select-and-scatter rng".split()
@@ -27,9 +27,14 @@ _LAYOUT = frozenset("bitcast reshape copy convert transpose".split())
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One array of a collective: its index in the output tuple (None: in a flat buffer), what goes in and comes out.
+    """One array of a collective.
 
-    `value` names what goes in as it was before it was laid out flat; `op_name` says what it was traced from.
+    Attributes:
+      number: its index in the output tuple; None in a flat buffer.
+      taken: the type of the operand.
+      given: the type of the output.
+      value: the name of the operand, before it is copied to a flat buffer.
+      op_name: the scopes and the operation that it was traced from.
     """
 
     number: int | None
@@ -41,7 +46,17 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective. `where` and `result` are where and under what name its output is read: of the instruction that waits for it."""
+    """One collective.
+
+    Attributes:
+      kind: one of KINDS.
+      start: the instruction, or the -start of an asynchronous one.
+      call: the call of the computation that holds it.
+      axes, ways: the mesh axes that it runs over, and the number of devices.
+      where, result: the computation and the name in which its output is read: those of the -done of an asynchronous one.
+      is_async, overlaps: whether it is asynchronous, and the number of instructions by kind that run beside it.
+      parts: its arrays.
+    """
 
     kind: str
     start: syntax.Instruction
@@ -61,7 +76,7 @@ class Collective:
 
 
 def collectives(flow: hlo_flow.Flow, mesh: Mesh) -> Iterator[Collective]:
-    """Yields a program's collectives over two devices or more, computation by computation, in the order in which they run."""
+    """Yields a program's collectives over two devices or more, by computation, in execution order."""
     for call in flow.calls.values():
         for start in call.computation.instructions:
             kind = _kind(flow.module, start)
@@ -72,7 +87,7 @@ def collectives(flow: hlo_flow.Flow, mesh: Mesh) -> Iterator[Collective]:
 
 
 def work_kind(module: syntax.Module, instruction: syntax.Instruction) -> str:
-    """Returns what an instruction does, in a word: matmul, attention, loop, scatter, copy, elementwise, ..."""
+    """Returns an instruction's kind of work: matmul, attention, loop, scatter, copy, elementwise, ..."""
     if instruction.opcode == "custom-call":
         target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
         name = target[1].lower() if target else ""
@@ -90,7 +105,7 @@ def _kind(module: syntax.Module, start: syntax.Instruction) -> str:
     kind = start.opcode.removesuffix("-start")
     if kind in KINDS:
         return kind
-    # TPU programs hide a reduce-scatter in a fusion: an all-reduce of which each device keeps its slice.
+    # In TPU programs a reduce-scatter is a fusion: an all-reduce, then a slice on each device.
     if start.opcode == "fusion" and any(module.mentions(called, "all-reduce") for called in start.called):
         return "reduce-scatter"
     return ""
@@ -121,7 +136,7 @@ def _read(flow: hlo_flow.Flow, mesh: Mesh, call: hlo_flow.Call, start: syntax.In
 def _span(
     call: hlo_flow.Call, start: syntax.Instruction
 ) -> tuple[syntax.Computation, syntax.Instruction, syntax.Instruction | None]:
-    """Returns where a collective is waited for, what starts it there, and what waits; None if it is not asynchronous."""
+    """Returns the computation that waits for a collective, its start there, and its -done: None if it is not asynchronous."""
     where, begin = call.computation, start
     if call.site is not None and call.caller is not None and call.site.opcode.endswith("-start"):
         where, begin = call.caller, call.site
@@ -155,10 +170,10 @@ def _parts(
         joined = _joined(module, where, name)
         if len(joined) > 1 and sum(where.by_name[value].elements for value in joined) == taken.elements:
             names = syntax.op_names(start.op_name)
-            for place, value in enumerate(joined):
+            for index, value in enumerate(joined):
                 array = dataclasses.replace(where.by_name[value].arrays[0], dtype=given.dtype)
                 own = where.by_name[value].op_name or start.op_name
-                yield Part(None, array, array, value, names[place] if len(names) == len(joined) else own)
+                yield Part(None, array, array, value, names[index] if len(names) == len(joined) else own)
         else:
             yield Part(number, taken, given, name, _op_name(where, start, done or start, number, len(outputs)))
 
@@ -166,7 +181,7 @@ def _parts(
 def _op_name(
     where: syntax.Computation, start: syntax.Instruction, result: syntax.Instruction, number: int, count: int
 ) -> str:
-    """Returns what one output was traced from: its part of the combined name, else what reads it or is sent says."""
+    """Returns the op_name of one output: its part of the combined name, else the name of its reader or of its operand."""
     joined = syntax.op_names(start.op_name)
     if len(joined) == count and start.op_name:
         return joined[number]
@@ -180,7 +195,7 @@ def _op_name(
 
 
 def _joined(module: syntax.Module, where: syntax.Computation, name: str) -> tuple[str, ...]:
-    """Returns the values that a flat buffer was joined from, as they were before they were laid out flat."""
+    """Returns the values that a flat buffer concatenates, before they were flattened."""
     value = where.by_name[_unflattened(where, name)]
     if value.opcode == "concatenate":
         return tuple(_unflattened(where, operand) for operand in value.operands)

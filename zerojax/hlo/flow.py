@@ -1,8 +1,8 @@
-"""Follows a compiled program: what runs how often, where a value comes from, who reads it. This module reads no text.
+"""Follows values through a compiled program. This module counts how often computations run, and finds a value's origins and readers.
 
-A loop's body sees one tuple, and so does a wrapper that runs asynchronously; values are followed in and out of both. Nothing is followed
-through arithmetic that mixes values (matmuls, reductions, scatters): a value that was only moved, cast or updated element by element
-still belongs to the array it came from.
+The body of a loop and an asynchronous wrapper each take one tuple. Values are followed into and out of both. They are not followed
+through operations that mix elements (matmuls, reductions, scatters): a value that was only moved, cast or updated element by element
+still belongs to its original array.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from zerojax.hlo import syntax
 
-# Operations whose result is their first operand, moved or cast.
+# Operations that only move or cast their first operand.
 _MOVES = frozenset(
     "bitcast bitcast-convert convert copy copy-start transpose reshape slice dynamic-slice pad optimization-barrier "
     "all-gather all-gather-start reduce-precision".split()
@@ -18,12 +18,12 @@ _MOVES = frozenset(
 FUSIONS = ("fusion", "fusion-start")
 _ELEMENTWISE = frozenset("add subtract multiply divide select maximum minimum negate sqrt rsqrt".split())
 _MIXES = ("dot", "convolution", "scatter", "reduce", "custom-call", "gather", "sort")
-_PLACES_LIMIT = 4000  # values looked at for one question; real chains have tens
+_MAX_VISITED = 4000  # values visited for one query; real chains have tens
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A computation that runs: how many times in one run of the program, and from where."""
+    """A computation that runs: how often in one run of the program, and the computation and instruction that call it."""
 
     computation: syntax.Computation
     times: int
@@ -33,14 +33,14 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """A program with what runs in it."""
+    """A program with the calls of its computations, by name."""
 
     module: syntax.Module
     calls: Mapping[str, Call]
 
 
 def flow(module: syntax.Module) -> Flow:
-    """Returns a program with the computations that run: entry, loop bodies, branches, asynchronous wrappers; no fusions."""
+    """Returns a program with the computations that run: entry, loop bodies, branches and asynchronous wrappers, but no fusions."""
     found = {module.entry_name: Call(module.entry, 1)}
     pending = [(module.entry, 1)]
     while pending:
@@ -56,13 +56,13 @@ def flow(module: syntax.Module) -> Flow:
 
 
 def runs(site: syntax.Instruction) -> tuple[str, ...]:
-    """Returns the computations that an instruction runs as programs of their own."""
+    """Returns the computations whose instructions run one by one when this instruction runs."""
     is_async = site.opcode.endswith("-start") and site.opcode not in FUSIONS and " calls=" in site.attributes
     return site.called if is_async or site.opcode in ("while", "conditional", "call") else ()
 
 
 def trip_count(module: syntax.Module, caller: syntax.Computation, loop: syntax.Instruction) -> int:
-    """Returns how often a `while` runs its body: as XLA wrote it down, else from its counter's bound, start and step, else 1."""
+    """Returns how often a `while` runs its body: XLA's known trip count, else from its counter's bound, start and step, else 1."""
     known = loop.known_trip_count
     if known is not None:
         return known
@@ -75,25 +75,24 @@ def trip_count(module: syntax.Module, caller: syntax.Computation, loop: syntax.I
     bounds = {i.argument for i in condition.instructions if i.opcode == "constant" and i.argument.isdigit()}
     if compare is None or len(counters) != 1 or len(bounds) != 1:
         return 1
-    place = counters[0].number("index") or 0
+    index = counters[0].number("index") or 0
     body = module.computation(named["body"])
-    step = _step(body, place)
-    start = _constant(caller, caller.by_name[loop.operands[0]], place)
+    step = _step(body, index)
+    start = _constant(caller, caller.by_name[loop.operands[0]], index)
     return max(0, -(-(int(bounds.pop()) - start) // step)) if step > 0 else 1
 
 
 def origins(flow: Flow, computation: syntax.Computation, name: str) -> tuple[syntax.Instruction, ...]:
-    """Returns the entry's parameters that a value is a moved, cast or elementwise updated copy of."""
+    """Returns the entry's parameters of which a value is a moved, cast or elementwise updated copy."""
     found: dict[str, syntax.Instruction] = {}
     pending: list[tuple[syntax.Computation, str, int | None]] = [(computation, name, None)]
     seen: set[tuple[str, str, int | None]] = set()
-    while pending and len(seen) < _PLACES_LIMIT:
-        place = pending.pop()
-        where, what, index = place
-        if (where.name, what, index) in seen or what not in where.by_name:
+    while pending and len(seen) < _MAX_VISITED:
+        where, name, index = pending.pop()
+        if (where.name, name, index) in seen or name not in where.by_name:
             continue
-        seen.add((where.name, what, index))
-        value = where.by_name[what]
+        seen.add((where.name, name, index))
+        value = where.by_name[name]
         if value.opcode == "parameter" and where.name == flow.module.entry_name:
             found[value.name] = value
         else:
@@ -104,7 +103,7 @@ def origins(flow: Flow, computation: syntax.Computation, name: str) -> tuple[syn
 def _sources(
     flow: Flow, where: syntax.Computation, value: syntax.Instruction, index: int | None
 ) -> Iterator[tuple[syntax.Computation, str, int | None]]:
-    """Yields the values that this one is a copy of; `index` says which element of a tuple is meant."""
+    """Yields the values of which this one is a copy. `index` is the element of a tuple to follow; None follows all."""
     operands = value.operands
     if value.opcode == "parameter":
         call = flow.calls.get(where.name)
@@ -137,22 +136,22 @@ def _sources(
 
 
 def readers(flow: Flow, computation: syntax.Computation, name: str) -> tuple[syntax.Instruction, ...]:
-    """Returns the instructions that compute with a value, moves and casts on the way left out.
+    """Returns the instructions that compute with a value, without the moves and casts on the way.
 
-    A `dynamic-update-slice`, or a fusion that holds one, is a reader too: it keeps the value for after the loop.
+    A `dynamic-update-slice`, or a fusion with one, is a reader too: it keeps the value until after the loop.
     """
     found: dict[tuple[str, str], syntax.Instruction] = {}
     pending = [(computation, name)]
     seen: set[tuple[str, str]] = set()
-    while pending and len(seen) < _PLACES_LIMIT:
-        where, what = pending.pop()
-        if (where.name, what) in seen:
+    while pending and len(seen) < _MAX_VISITED:
+        where, name = pending.pop()
+        if (where.name, name) in seen:
             continue
-        seen.add((where.name, what))
-        size = _elements(where, what)
-        for user in where.users.get(what, ()):
+        seen.add((where.name, name))
+        size = _elements(where, name)
+        for user in where.users.get(name, ()):
             if user.opcode == "tuple":
-                pending.extend(_inside(flow, where, user, what))
+                pending.extend(_inside(flow, where, user, name))
             elif (
                 user.opcode in _MOVES
                 or user.opcode in ("get-tuple-element", "copy-done", "all-gather-done")
@@ -165,25 +164,25 @@ def readers(flow: Flow, computation: syntax.Computation, name: str) -> tuple[syn
 
 
 def stacks(flow: Flow, reader: syntax.Instruction) -> bool:
-    """Says whether an instruction writes what it reads into a larger array, as a loop does with what it keeps."""
+    """Returns whether an instruction writes its operand into a slice of a larger array, as a loop does to keep values."""
     kind = "dynamic-update-slice"
     return reader.opcode == kind or any(flow.module.mentions(called, kind) for called in reader.called)
 
 
 def _inside(
-    flow: Flow, where: syntax.Computation, packed: syntax.Instruction, what: str
+    flow: Flow, where: syntax.Computation, packed: syntax.Instruction, name: str
 ) -> Iterator[tuple[syntax.Computation, str]]:
-    """Yields a tuple's element as the body of the loop that takes the tuple sees it."""
+    """Yields the names of a tuple's element inside the loops that take the tuple."""
     for loop in where.users.get(packed.name, ()):
         if loop.opcode == "while":
             body = flow.module.computation(loop.computation_roles["body"])
-            for place, operand in enumerate(packed.operands):
-                if operand == what:
-                    yield from ((body, name) for name in body.elements.get(place, ()))
+            for index, operand in enumerate(packed.operands):
+                if operand == name:
+                    yield from ((body, inner) for inner in body.elements.get(index, ()))
 
 
 def _only_moves(flow: Flow, user: syntax.Instruction, size: int) -> bool:
-    """Says whether a fusion passes on a value of this size as it is, cast or transposed."""
+    """Returns whether a fusion only moves, casts or transposes a value of this size."""
     if user.opcode != "fusion" or user.elements != size or _mixes(flow, user):
         return False
     return len(user.operands) == 1 and not stacks(flow, user)
@@ -197,12 +196,12 @@ def _elements(where: syntax.Computation, name: str) -> int:
     return where.by_name[name].elements if name in where.by_name else 0
 
 
-def _step(body: syntax.Computation, place: int) -> int:
-    """Returns how much a body adds to the counter at index `place` of its tuple; 0 where it is not known."""
+def _step(body: syntax.Computation, index: int) -> int:
+    """Returns the number that a body adds to the counter at `index` of its tuple; 0 if it is unknown."""
     root = body.root
-    if root.opcode != "tuple" or place >= len(root.operands):
+    if root.opcode != "tuple" or index >= len(root.operands):
         return 0
-    value, total = body.by_name.get(root.operands[place]), 0
+    value, total = body.by_name.get(root.operands[index]), 0
     while value is not None and value.opcode in ("add", "copy", "bitcast"):
         constants = [
             body.by_name[o] for o in value.operands if o in body.by_name and body.by_name[o].opcode == "constant"
@@ -210,15 +209,15 @@ def _step(body: syntax.Computation, place: int) -> int:
         others = [o for o in value.operands if o not in {c.name for c in constants}]
         total += sum(int(c.argument) for c in constants if c.argument.isdigit())
         value = body.by_name.get(others[0]) if others else None
-    is_counter = value is not None and value.opcode == "get-tuple-element" and (value.number("index") or 0) == place
+    is_counter = value is not None and value.opcode == "get-tuple-element" and (value.number("index") or 0) == index
     return total if is_counter else 0
 
 
-def _constant(where: syntax.Computation, packed: syntax.Instruction, place: int) -> int:
-    """Returns the constant at index `place` of a tuple; 0 where it is none."""
-    if packed.opcode != "tuple" or place >= len(packed.operands):
+def _constant(where: syntax.Computation, packed: syntax.Instruction, index: int) -> int:
+    """Returns the constant at `index` of a tuple; 0 if the element is not constant."""
+    if packed.opcode != "tuple" or index >= len(packed.operands):
         return 0
-    value = where.by_name.get(packed.operands[place])
+    value = where.by_name.get(packed.operands[index])
     while value is not None and value.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
         value = where.by_name.get(value.operands[0])
     is_constant = value is not None and value.opcode == "constant" and value.argument.isdigit()

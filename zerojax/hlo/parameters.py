@@ -1,6 +1,6 @@
-"""Finds the leaves of a step's arguments among the parameters of its compiled program. This module reads names.
+"""Maps the parameters of a compiled program to the leaves of the step's arguments. This module matches their names.
 
-A program's parameters are the flattened arguments in order, less those that the step never reads, and JAX names each after its leaf:
+A program's parameters are the flattened arguments in order, without those that the step never reads. JAX names each after its leaf:
 "state.params['layer_0']['kernel']".
 """
 
@@ -22,8 +22,8 @@ class ArgumentLeaf:
 
     Attributes:
       path: the argument's name in the step, then the leaf's path in it ("state/params/layer_0/kernel").
-      shape: the array's.
-      part: that of a device's part.
+      shape: the global shape.
+      part: the shape of a device's shard.
     """
 
     path: str
@@ -34,23 +34,23 @@ class ArgumentLeaf:
 def leaves(lowered: jax.stages.Lowered | Any, module: syntax.Module) -> dict[int, ArgumentLeaf]:
     """Returns the leaves by the number of their parameter."""
     flat = jax.tree_util.tree_leaves_with_path(lowered.args_info)
-    # A path begins with which of (args, kwargs), and which argument of these.
-    waiting = [(tree.path_string(path[2:]), tuple(leaf.shape)) for path, leaf in flat]
+    # A path begins with the index in (args, kwargs) and the argument's own key.
+    arguments = [(tree.path_string(path[2:]), tuple(leaf.shape)) for path, leaf in flat]
     parameters = module.entry.parameters
-    found, place = {}, 0
+    found, first = {}, 0
     for number in sorted(parameters):
-        name, part = path_of(parameters[number].op_name), parameters[number].arrays[0].dims
-        known = next((n for n in range(place, len(waiting)) if _is_named(name, waiting[n][0])), None)
-        known = number if len(waiting) == len(parameters) else known
-        path, shape = waiting[known] if known is not None else ("", part)
-        shape = shape if len(shape) == len(part) else part
-        found[number] = ArgumentLeaf(name or path or f"argument {number}", shape, part)
-        place = place if known is None else known + 1
+        name, shard = path_of(parameters[number].op_name), parameters[number].arrays[0].dims
+        match = next((n for n in range(first, len(arguments)) if _is_named(name, arguments[n][0])), None)
+        match = number if len(arguments) == len(parameters) else match
+        path, shape = arguments[match] if match is not None else ("", shard)
+        shape = shape if len(shape) == len(shard) else shard
+        found[number] = ArgumentLeaf(name or path or f"argument {number}", shape, shard)
+        first = first if match is None else match + 1
     return found
 
 
 def path_of(op_name: str) -> str:
-    """Returns the path that JAX's name of an argument's leaf means.
+    """Returns the path of an argument's leaf from the name that JAX gives it.
 
     >>> path_of("state.opt_state[0].mu['layer_0']['kernel']")
     'state/opt_state/0/mu/layer_0/kernel'

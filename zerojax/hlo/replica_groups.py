@@ -1,10 +1,10 @@
-"""Names the mesh axes that a collective runs over. This module reads every form in which XLA prints device groups.
+"""Finds the mesh axes that a collective runs over. This module reads every form in which XLA prints device groups.
 
-    {{0,1},{2,3}}                                    listed
-    [2,4]<=[8], [2,4]<=[4,2]T(1,0)                   counted: reshape 0..7 to [4,2], transpose, reshape to 2 groups of 4
+    {{0,1},{2,3}}                                    a list of groups
+    [2,4]<=[8], [2,4]<=[4,2]T(1,0)                   an iota: reshape 0..7 to [4,2], transpose, reshape to 2 groups of 4
     mesh['replica'=2,'data'=4] {'data'}              a mesh, and the axes whose devices form a group
-    mesh['data'=8], device_ids=(0,2,4,...) {'data':(2)4}      the same with an order of its own, and a part of an axis
-    mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}         an order that is counted: reshape to [2,4], transpose
+    mesh['data'=8], device_ids=(0,2,4,...) {'data':(2)4}      a mesh with an order of devices, and a part of an axis
+    mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}         an order as an iota: reshape to [2,4], transpose
     {{0,1},{1,2},{2,3},{3,0}}                        source and target pairs of a permute
 
 Numbers are indices into the program's list of devices, which is the mesh's, flattened.
@@ -29,13 +29,13 @@ _AXIS_SIZE = re.compile(r"'?([^',=]+)'?=(\d+)")
 _AXIS_PART = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)")
 
 Groups = tuple[tuple[int, ...], ...]
-UNKNOWN = "?"  # of groups that are no axis of the mesh
+UNKNOWN = "?"  # the axis of groups that match no axes of the mesh
 
 
 def groups(attributes: str, devices: int) -> Groups:
-    """Returns the groups of a collective's attributes, each a tuple of device indices; a permute's rings count as groups.
+    """Returns the groups in a collective's attributes, each a tuple of device indices. A permute's rings count as groups.
 
-    Where none are given, all devices form one.
+    Without groups in the attributes, all devices form one.
     """
     pairs = _PAIRS.search(attributes)
     if pairs:
@@ -61,28 +61,28 @@ def parse(text: str, devices: int) -> Groups:
 
 
 def axes(found: Groups, mesh: Mesh) -> tuple[str, ...]:
-    """Returns the mesh axes (of more than one device) along which the groups lie; ("?",) where no set of axes gives them."""
-    wanted = frozenset(frozenset(group) for group in found if len(group) > 1)
-    return _axes(wanted, tuple(mesh.shape.items()))
+    """Returns the mesh axes (of more than one device) that form the groups, or ("?",) if no set of axes does."""
+    target = frozenset(frozenset(group) for group in found if len(group) > 1)
+    return _axes(target, tuple(mesh.shape.items()))
 
 
 @functools.lru_cache(maxsize=256)
-def _axes(wanted: frozenset[frozenset[int]], sizes: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+def _axes(target: frozenset[frozenset[int]], sizes: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
     grid = np.arange(np.prod([size for _, size in sizes], dtype=int)).reshape([size for _, size in sizes])
-    wide = [(place, name) for place, (name, size) in enumerate(sizes) if size > 1]
+    wide = [(dim, name) for dim, (name, size) in enumerate(sizes) if size > 1]
     for count in range(len(wide) + 1):
         for chosen in itertools.combinations(wide, count):
-            if _along(grid, tuple(place for place, _ in chosen)) == wanted:
+            if _along(grid, tuple(dim for dim, _ in chosen)) == target:
                 return tuple(name for _, name in chosen)
     return (UNKNOWN,)
 
 
-def _along(grid: np.ndarray, places: tuple[int, ...]) -> frozenset[frozenset[int]]:
-    """Returns the groups of devices that differ along some dims of the grid alone."""
-    if not places:
+def _along(grid: np.ndarray, dims: tuple[int, ...]) -> frozenset[frozenset[int]]:
+    """Returns the groups of devices that differ only along some dims of the grid."""
+    if not dims:
         return frozenset()
-    moved = np.moveaxis(grid, places, range(-len(places), 0))
-    ways = int(np.prod([grid.shape[place] for place in places]))
+    moved = np.moveaxis(grid, dims, range(-len(dims), 0))
+    ways = int(np.prod([grid.shape[dim] for dim in dims]))
     return frozenset(frozenset(group) for group in moved.reshape(-1, ways).tolist())
 
 
@@ -99,7 +99,7 @@ def _of_mesh(text: str) -> Groups:
     shape: list[int] = []
     chosen: list[int] = []
     for name, size in sizes.items():
-        done = 1  # devices of this axis laid out so far
+        done = 1  # devices of this axis that `shape` covers so far
         for before, part in sorted(parts.get(name, ())):
             if before > done:
                 shape.append(before // done)
@@ -109,7 +109,7 @@ def _of_mesh(text: str) -> Groups:
         shape.append(size // done)
     grid = order.reshape(shape)
     moved = np.moveaxis(grid, chosen, range(-len(chosen), 0))
-    return _as_groups(moved.reshape(-1, int(np.prod([shape[place] for place in chosen], dtype=int))))
+    return _as_groups(moved.reshape(-1, int(np.prod([shape[dim] for dim in chosen], dtype=int))))
 
 
 def _device_order(text: str, total: int) -> np.ndarray:
@@ -121,7 +121,7 @@ def _device_order(text: str, total: int) -> np.ndarray:
 
 
 def _counted(shape: str, order: str | None) -> np.ndarray:
-    """Returns 0, 1, 2, ... in a shape, its dims in another order."""
+    """Returns 0, 1, 2, ... reshaped to a shape, then transposed."""
     dims = [int(n) for n in shape.split(",")]
     numbers = np.arange(np.prod(dims)).reshape(dims)
     return numbers.transpose([int(n) for n in order.split(",")]) if order else numbers
@@ -136,7 +136,7 @@ def _as_groups(rows: np.ndarray) -> Groups:
 
 
 def _connected(pairs: Groups) -> Groups:
-    """Returns the sets of devices that pairs link."""
+    """Returns the sets of devices that the pairs connect."""
     group_of: dict[int, set[int]] = {}
     for source, target in pairs:
         joined = group_of.get(source, {source}) | group_of.get(target, {target})

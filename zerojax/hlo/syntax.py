@@ -1,13 +1,13 @@
-"""Reads the text of a compiled program: `compiled.as_text()` for GPUs, TPUs and CPUs. This module knows HLO's grammar alone.
+"""Reads the text of a compiled program: `compiled.as_text()` for GPUs, TPUs and CPUs. This module knows only HLO's grammar.
 
     HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }, ...
     FileNames / FunctionNames / FileLocations / StackFrames       numbered tables, for `stack_frame_id`
     %body (...) -> ... {                                          computations, in order of their first use
       %name = dtype[dims]{layout} opcode(%operands), attribute=value, metadata={op_name="..."}, backend_config={...}
     }
-    ENTRY %main (...) -> ... { ... }                              instructions are in the order in which they run
+    ENTRY %main (...) -> ... { ... }                              instructions are in execution order
 
-The text of a 70B model is tens of megabytes, so it is cut into computations once and each is read when it is asked for.
+The text of a 70B model is tens of megabytes. It is cut into computations once, and each computation is parsed at its first use.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ _roles = functools.lru_cache(maxsize=2**16)(_CALLED.findall)  # asked for severa
 _FIELD = re.compile(r"(\w+)=(\d+)")
 _HOST_MEMORY = "S(5)"
 
-# Libraries that are not where a user wrote an operation.
+# Libraries whose frames are not the user's source of an operation.
 LIBRARIES = re.compile(r"-packages/(jax|jaxlib|flax|optax|chex|haiku|equinox)/")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Array:
-    """The type of one array: `dtype` as HLO spells it (bf16, f32, s32, pred), dims as one device holds it."""
+    """The type of one array: its dtype in HLO (bf16, f32, s32, pred), and its dims on one device."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -54,7 +54,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-    """One line. `arrays` are the leaves of its output, tuples flattened; `attributes` is the text after the operands."""
+    """One line. `arrays` are the arrays of its output, with tuples flattened. `attributes` is the text after the operands."""
 
     name: str
     opcode: str
@@ -83,7 +83,7 @@ class Instruction:
 
     @property
     def known_trip_count(self) -> int | None:
-        """Returns how often a `while` runs, where XLA wrote it down."""
+        """Returns how often a `while` runs, or None if the text does not contain it."""
         found = _TRIPS.search(self.attributes)
         return int(found[1]) if found else None
 
@@ -100,7 +100,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A list of instructions, in the order in which they run."""
+    """A list of instructions, in execution order."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -113,11 +113,11 @@ class Computation:
     @functools.cached_property
     def position(self) -> Mapping[str, int]:
         """Returns each instruction's position in the order."""
-        return {instruction.name: place for place, instruction in enumerate(self.instructions)}
+        return {instruction.name: index for index, instruction in enumerate(self.instructions)}
 
     @functools.cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """Returns, by name, the instructions that read it."""
+        """Returns the instructions that read a value, by the value's name."""
         found: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):
@@ -131,7 +131,7 @@ class Computation:
 
     @functools.cached_property
     def elements(self) -> Mapping[int, tuple[str, ...]]:
-        """Returns, by index, the names under which elements of the first parameter, a tuple, are read."""
+        """Returns the names of the first parameter's elements (it is a tuple), by index."""
         tuple_name = self.parameters[0].name if 0 in self.parameters else ""
         found: dict[int, list[str]] = {}
         for user in self.users.get(tuple_name, ()):
@@ -141,13 +141,13 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """Returns the instruction whose value the computation returns; a schedule ends with it."""
+        """Returns the instruction whose value the computation returns. It is the last one."""
         return self.instructions[-1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A program: its header, where each computation's text lies, and the entry's name."""
+    """A program: its text, its header, each computation's span of the text, and the entry's name."""
 
     text: str
     header: str
@@ -156,14 +156,14 @@ class Module:
     _read: dict[str, Computation] = dataclasses.field(default_factory=dict, compare=False)
 
     def computation(self, name: str) -> Computation:
-        """Returns one computation, read now if it was not before."""
+        """Returns one computation. Parses it at the first call."""
         if name not in self._read:
             start, end = self.spans[name]
             self._read[name] = Computation(name, tuple(_instructions(self.text[start:end])))
         return self._read[name]
 
     def mentions(self, name: str, *opcodes: str) -> bool:
-        """Says whether a computation's own text holds one of the opcodes, without reading all of it."""
+        """Returns whether a computation's own text contains one of the opcodes, without parsing it."""
         start, end = self.spans.get(name, (0, 0))
         return any(self.text.find(f" {opcode}(", start, end) >= 0 for opcode in opcodes)
 
@@ -174,7 +174,7 @@ class Module:
 
     @functools.cached_property
     def aliases(self) -> Mapping[int, int]:
-        """Returns which output (its first index) reuses the memory of which parameter: what was donated."""
+        """Returns {first index of an output: parameter whose memory it reuses}: the donated parameters."""
         start = self.header.find("input_output_alias={")
         end = self.header.find(" }", start)
         found = _ALIAS.findall(self.header[start:end]) if start >= 0 else []
@@ -193,15 +193,15 @@ class Module:
             old = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
             return f"{old[1]}:{old[2]}" if old else ""
         frames = self._tables.get("StackFrames", {})
-        # The printer counts a frame's parent from one above its number: 1 is no parent, and a parent never equals its child.
+        # The printer adds 1 to a parent's number: 1 is no parent, and a parent never equals its child.
         shift = 1 if _fields(frames.get(1, "")).get("parent_frame_id") == 1 else 0
         innermost = ""
         while frame in frames:
             fields = _fields(frames[frame])
-            place = self._location(fields.get("file_location_id", 0))
-            innermost = innermost or place
-            if place and not skip.search(place):
-                return place
+            location = self._location(fields.get("file_location_id", 0))
+            innermost = innermost or location
+            if location and not skip.search(location):
+                return location
             frame = fields.get("parent_frame_id", 0) - shift
         return innermost
 
@@ -214,14 +214,14 @@ class Module:
 
 @functools.lru_cache(maxsize=1)  # buffers and collectives are read from the same text
 def parse(text: str) -> Module:
-    """Reads a program's text. Raises ValueError where it is none."""
+    """Reads a program's text. Raises ValueError if it is not HLO."""
     spans, entry = {}, ""
     for found in _COMPUTATION.finditer(text):
         end = text.find("\n}", found.end())
         spans[found[2]] = (found.end() + 1, len(text) if end < 0 else end)
         entry = found[2] if found[1] else entry
     if not entry:
-        raise ValueError("hlo: the text holds no ENTRY computation; pass what compiled.as_text() returns")
+        raise ValueError("hlo: the text has no ENTRY computation; pass the text of compiled.as_text()")
     header = re.search(r"^HloModule .*$", text, re.MULTILINE)
     return Module(text, header[0] if header else "", spans, entry)
 
@@ -238,7 +238,7 @@ def bits(dtype: str) -> int:
 
 @functools.lru_cache(maxsize=2**16)  # a program has few types
 def arrays(text: str) -> tuple[Array, ...]:
-    """Returns the arrays that a type names, tuples flattened."""
+    """Returns the arrays of a type, with tuples flattened."""
     return tuple(
         Array(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), _HOST_MEMORY in layout)
         for dtype, dims, layout in _ARRAY.findall(text)
@@ -260,17 +260,17 @@ def op_names(op_name: str) -> tuple[str, ...]:
 
 
 def _split_group(text: str, start: int) -> tuple[list[str], int]:
-    """Splits "a:b)rest" at its colons, those in inner parentheses left alone; returns the parts and where the rest begins."""
+    """Splits "a:b)rest" at the colons outside inner parentheses. Returns the parts and the position of the rest."""
     parts, depth, begin = [], 0, start
-    for place in range(start, len(text)):
-        if text[place] == "(":
+    for position in range(start, len(text)):
+        if text[position] == "(":
             depth += 1
-        elif text[place] == ")" and depth:
+        elif text[position] == ")" and depth:
             depth -= 1
-        elif text[place] == ")" or (text[place] == ":" and not depth):
-            parts.append(text[begin:place])
-            begin = place + 1
-            if text[place] == ")":
+        elif text[position] == ")" or (text[position] == ":" and not depth):
+            parts.append(text[begin:position])
+            begin = position + 1
+            if text[position] == ")":
                 return parts, begin
     return [], len(text)
 

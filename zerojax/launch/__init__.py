@@ -1,5 +1,5 @@
-"""Processes and devices before a run: who joins, what hardware is here, what starts when.
+"""Processes and devices before a run: joining processes, finding hardware, stopping together, faster start-up.
 
-No model, no state and no config.
-A scheduler is a line of `processes.detect_scheduler`; an accelerator a line of `devices.DEVICE_FILES`.
+This room knows no model, no state and no config.
+To add a scheduler, extend `processes.detect_scheduler`. To add an accelerator, add it to `devices.DEVICE_FILES`.
 """

@@ -1,6 +1,6 @@
-"""Knows which devices a run will have: accelerators whose hardware is here, else emulated CPU devices. This module starts no backend.
+"""Chooses the devices of a run: accelerators if this machine has any, else emulated CPU devices. This module starts no JAX backend.
 
-`describe` alone asks JAX for its devices, which starts one.
+Only `describe` lists JAX's devices, which starts a backend.
 """
 
 import glob
@@ -15,7 +15,7 @@ import jax
 from zerojax import xla_flags
 from zerojax.errors import UserError
 
-# part of a JAX plugin's name -> device files, of which one exists where its hardware does; what can hide them
+# part of a JAX plugin's name -> (device files, one of which exists if the hardware does; the variable that can hide the devices)
 DEVICE_FILES = {
     "cuda": (("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/dxg"), "CUDA_VISIBLE_DEVICES"),
     "rocm": (("/dev/kfd", "/dev/dxg"), "HIP_VISIBLE_DEVICES"),
@@ -24,16 +24,16 @@ DEVICE_FILES = {
 
 
 def emulate_cpu_devices(count: int) -> bool:
-    """Has JAX emulate `count` CPU devices in this process where it would find no accelerator.
+    """Makes JAX emulate `count` CPU devices in this process if it would find no accelerator.
 
-    Starts no backend. A count set before, by XLA_FLAGS=--xla_force_host_platform_device_count=N or by
-    `jax_num_cpu_devices`, is kept.
+    Starts no backend. An earlier count, by XLA_FLAGS=--xla_force_host_platform_device_count=N or by `jax_num_cpu_devices`, takes
+    precedence.
 
     Returns:
       Whether computation will run on (emulated) CPU devices.
 
     Raises:
-      UserError: JAX's backends have started, which fixes the number of devices.
+      UserError: JAX's backends have started, so the number of devices is fixed.
     """
     is_counted = "xla_force_host_platform_device_count" in xla_flags.names()
     try:
@@ -43,16 +43,16 @@ def emulate_cpu_devices(count: int) -> bool:
             jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:
         raise UserError(
-            f"devices: JAX has started, so {count} CPU devices cannot be emulated; call emulate_cpu_devices "
-            "before anything that computes or lists devices, or set JAX_NUM_CPU_DEVICES"
+            f"devices: JAX has started, so it cannot emulate {count} CPU devices; call emulate_cpu_devices "
+            "before any computation or listing of devices, or set JAX_NUM_CPU_DEVICES"
         ) from error
     return True
 
 
 def pass_over_absent() -> bool:
-    """Keeps JAX from plugins whose hardware is not here; starts no backend.
+    """Keeps JAX from loading plugins whose hardware is absent. Starts no backend.
 
-    A CUDA plugin without a GPU logs a traceback before JAX takes the CPU, and refuses to compile for absent GPUs afterwards.
+    Without a GPU, a CUDA plugin logs a traceback before JAX falls back to the CPU, and then cannot compile for absent GPUs.
 
     Returns:
       Whether computation will run on CPU devices.
@@ -72,7 +72,7 @@ def pass_over_absent() -> bool:
 
 
 def describe() -> str:
-    """Returns the devices and processes in words: "8 x cpu (emulated), 1 process"."""
+    """Returns the devices and processes as text: "8 x cpu (emulated), 1 process"."""
     emulated = " (emulated)" if jax.default_backend() == "cpu" and jax.local_device_count() > 1 else ""
     processes = jax.process_count()
     kind = jax.devices()[0].device_kind
@@ -88,7 +88,7 @@ def _plugins() -> list[str]:
 
 
 def _has_hardware(plugin: str, environ: Mapping[str, str]) -> bool:
-    """Says whether `plugin` would find a device; one that the table does not know is believed."""
+    """Returns whether `plugin` would find a device. A plugin that is not in DEVICE_FILES counts as one that would."""
     for kind, (files, visible) in DEVICE_FILES.items():
         if kind in plugin.lower():
             return environ.get(visible) not in ("", "-1") and any(glob.glob(pattern) for pattern in files)

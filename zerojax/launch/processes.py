@@ -1,15 +1,14 @@
-"""Joins processes into one run, and leaves it. This module asks which process it is.
+"""Joins processes into one run. This module connects a process to its peers, identifies it, and ends it.
 
-Order: `devices.emulate_cpu_devices`, `initialize`, then anything that touches a device. What JAX leaves to live with:
+Call `devices.emulate_cpu_devices` first, then `initialize`, then anything that uses a device. JAX has these limits:
 
-* A process whose peers never come, or that cannot reach its coordinator, is aborted by XLA (status 134 and a
-  C++ stack trace; no `except` sees it). `initialize` therefore looks for the coordinator first, with a plain
-  socket, and says after a while for whom it waits.
-* A dead peer: on CPU the collective in flight raises at once; on GPU it can block until heartbeats are missing
-  for HEARTBEAT_SECONDS, when XLA aborts the survivors (sooner if process 0, which coordinates, died).
-* A process that ends through the interpreter waits up to 300 s for its peers, and is aborted if they do not
-  end. One that failed therefore ends through `leave`.
-* JAX's preemption service swallows SIGTERM. `initialize` turns it off; `signals.StopSignal` takes its place.
+* XLA aborts a process whose peers never join, or that cannot reach its coordinator, with status 134 and a C++ stack trace. Python cannot
+  catch that. So `initialize` first connects to the coordinator with a plain socket, and prints a line if it waits long.
+* If a peer dies, a running collective raises at once on CPU. On GPU it can block for HEARTBEAT_SECONDS without heartbeats. Then XLA
+  aborts the survivors (sooner if process 0, the coordinator, died).
+* A process that ends normally waits up to 300 s for its peers, and is aborted if they do not end. So a failed process ends through
+  `leave`.
+* JAX's preemption service swallows SIGTERM. `initialize` turns it off. `signals.StopSignal` replaces it.
 """
 
 import contextlib
@@ -29,13 +28,13 @@ from jax.experimental import multihost_utils
 from zerojax import errors
 from zerojax.errors import UserError
 
-CONNECT_SECONDS = 300  # for all processes to come
-HEARTBEAT_SECONDS = 100  # without a sign of life, after which a process counts as dead
+CONNECT_SECONDS = 300  # for all processes to join
+HEARTBEAT_SECONDS = 100  # a process without heartbeats for this long counts as dead
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Where process 0 listens ("host:port"), how many processes there are, and which this one is."""
+    """The address of process 0 ("host:port"), the number of processes, and the index of this one."""
 
     coordinator: str
     num_processes: int
@@ -49,12 +48,12 @@ def initialize(
     *,
     timeout_seconds: int = CONNECT_SECONDS,
 ) -> None:
-    """Joins this process to its run: by the three arguments, else by Slurm, Open MPI or Kubernetes.
+    """Joins this process to its run, by the three arguments, or else by Slurm, Open MPI or Kubernetes.
 
-    Does nothing where none of these says that there are several processes.
+    Does nothing if there are no arguments and no scheduler started several processes.
 
     Raises:
-      UserError: some but not all three are given, one is out of range, process 0's port is taken, or nothing
+      UserError: some but not all three arguments are set, one is out of range, the port of process 0 is in use, or nothing
         answers at `coordinator` within `timeout_seconds`.
     """
     cluster = _checked(coordinator, num_processes, process_id)
@@ -64,25 +63,25 @@ def initialize(
     jax.config.update("jax_enable_preemption_service", False)
     bounds: dict[str, Any] = {"initialization_timeout": timeout_seconds, "heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
     who = f"process {process_id} of {num_processes} at {coordinator}" if cluster else f"this {scheduler} task"
-    with _says_if_waiting(f"{who}: still waiting for the others; gives up after {timeout_seconds} s"):
+    with _prints_if_waiting(f"{who}: still waiting for the others; gives up after {timeout_seconds} s"):
         if cluster:
-            _look_for_coordinator(cluster, timeout_seconds)
-            place = cluster.coordinator, cluster.num_processes, cluster.process_id
-            jax.distributed.initialize(*place, cluster_detection_method="deactivate", **bounds)
+            _check_coordinator(cluster, timeout_seconds)
+            arguments = cluster.coordinator, cluster.num_processes, cluster.process_id
+            jax.distributed.initialize(*arguments, cluster_detection_method="deactivate", **bounds)
             return
         try:
             jax.distributed.initialize(local_device_ids=_only_visible_device(os.environ), **bounds)
         except (RuntimeError, ValueError) as error:
-            way_out = "give --coordinator HOST:PORT, --num_processes and --process_id"
+            way_out = "set --coordinator HOST:PORT, --num_processes and --process_id"
             raise UserError(
                 f"launch: {who} could not join the others ({errors.first_line(error)}); {way_out}"
             ) from error
 
 
 def detect_scheduler(environ: Mapping[str, str]) -> str | None:
-    """Names the scheduler that started this process as one of several, where JAX can join them; else None.
+    """Returns the scheduler that started this process as one of several, if JAX can join them; else None.
 
-    Kubernetes counts for a pod of an Indexed Job where the `kubernetes` package (jax[k8s]) is installed.
+    Kubernetes counts if the process is in a pod of an Indexed Job and the `kubernetes` package (jax[k8s]) is installed.
     """
     several = {
         "Slurm": "SLURM_STEP_NODELIST" in environ and int(environ.get("SLURM_NTASKS", 1)) > 1,
@@ -94,18 +93,18 @@ def detect_scheduler(environ: Mapping[str, str]) -> str | None:
 
 
 def is_primary() -> bool:
-    """Says whether this process is the one that prints and writes what is written once."""
+    """Returns whether this is the process that prints, and that writes files which are written once."""
     return jax.process_index() == 0
 
 
 def barrier(name: str) -> None:
-    """Waits until every process has come to the barrier `name`; with one process returns at once."""
+    """Waits until every process has reached the barrier `name`. With one process, returns at once."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process with `status`; if there are others, at once, without waiting for them at exit."""
+    """Ends this process with `status`. If there are other processes, it does not wait for them at exit."""
     if jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -114,14 +113,14 @@ def leave(status: int) -> NoReturn:
 
 
 def _checked(coordinator: str | None, num_processes: int | None, process_id: int | None) -> Cluster | None:
-    """Returns the three flags as a Cluster, or None where none is given."""
+    """Returns the three flags as a Cluster, or None if none is set."""
     flags = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
     missing = [flag for flag, value in flags.items() if value is None]
     if len(missing) == len(flags):
         return None
     if missing:
-        given = ", ".join(flag for flag in flags if flag not in missing)
-        raise UserError(f"{missing[0]}: must be given with {given}; give all of {', '.join(flags)}, or none")
+        present = ", ".join(flag for flag in flags if flag not in missing)
+        raise UserError(f"{missing[0]}: must be set together with {present}; set all of {', '.join(flags)}, or none")
     assert coordinator is not None and num_processes is not None and process_id is not None
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -131,8 +130,8 @@ def _checked(coordinator: str | None, num_processes: int | None, process_id: int
     return Cluster(coordinator, num_processes, process_id)
 
 
-def _look_for_coordinator(cluster: Cluster, timeout_seconds: float) -> None:
-    """Raises a UserError for what XLA aborts on: process 0's port is taken, or nobody answers the others."""
+def _check_coordinator(cluster: Cluster, timeout_seconds: float) -> None:
+    """Raises a UserError where XLA would abort: the port of process 0 is in use, or nothing answers the other processes."""
     host, _, port = cluster.coordinator.rpartition(":")
     if cluster.process_id == 0:
         is_dual = socket.has_dualstack_ipv6()
@@ -140,7 +139,7 @@ def _look_for_coordinator(cluster: Cluster, timeout_seconds: float) -> None:
         try:
             socket.create_server(("", int(port)), family=family, dualstack_ipv6=is_dual).close()
         except OSError as error:
-            raise UserError(f"--coordinator: port {port} is no use here ({error.strerror}); try another") from error
+            raise UserError(f"--coordinator: port {port} cannot be opened ({error.strerror}); try another") from error
         return
     deadline = time.monotonic() + timeout_seconds
     while True:
@@ -150,20 +149,20 @@ def _look_for_coordinator(cluster: Cluster, timeout_seconds: float) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 what = f"nothing answers at {cluster.coordinator} after {timeout_seconds} s ({error})"
-                way_out = "start process 0 there, and let this host reach that port"
+                way_out = "start process 0 there, and make that port reachable from this host"
                 raise UserError(f"--coordinator: {what}; {way_out}") from error
         time.sleep(0.2)
 
 
 def _only_visible_device(environ: Mapping[str, str]) -> list[int] | None:
-    """Returns [0] where this task sees one GPU: JAX would look for the one of its number on the host."""
+    """Returns [0] if this task sees one GPU. JAX's default would be the GPU with the index of this task on the host."""
     visible = environ.get("CUDA_VISIBLE_DEVICES", "")
     return [0] if visible and "," not in visible else None
 
 
 @contextlib.contextmanager
-def _says_if_waiting(text: str, seconds: float = 15) -> Iterator[None]:
-    """Prints `text` to stderr, once, if the block is still running after `seconds`."""
+def _prints_if_waiting(text: str, seconds: float = 15) -> Iterator[None]:
+    """Prints `text` to stderr once if the block is still running after `seconds`."""
     timer = threading.Timer(seconds, print, [text], {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""Stops the processes of a run together when one of them is asked to. This module turns signals into an answer that all share."""
+"""Stops all processes of a run together when one of them gets a signal. This module turns signals into a decision that all share."""
 
 import signal
 from typing import Any
@@ -9,10 +9,9 @@ import numpy as np
 
 
 class StopSignal:
-    """Turns the first SIGTERM or SIGINT into a request to stop after the step; a SIGINT after it interrupts.
+    """Turns the first SIGTERM or SIGINT into a request to stop after the step. A SIGINT after that interrupts.
 
-    A context manager, for the main thread: leaving it puts the former handlers back. `requested` says whether
-    a signal came to this process.
+    A context manager for the main thread. Its exit restores the former handlers. `requested` is whether this process got a signal.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -31,10 +30,10 @@ class StopSignal:
             signal.signal(number, handler)
 
     def agreed(self, *, at_once: bool = False) -> bool:
-        """Returns the same on every process: whether any was asked to stop. Call it once a step on each.
+        """Returns on every process whether any process got a signal. Every process must call it once in a step.
 
-        The answer is one call late, unless wanted `at_once`, so that no device waits: a call dispatches a tiny reduction and reads
-        the one before. With one process it is `requested`.
+        Each call dispatches a tiny reduction and reads the previous one, so that no device waits. The result is therefore one call
+        late, unless `at_once` is True. With one process it is `requested`.
         """
         if jax.process_count() == 1:
             return self.requested
@@ -50,17 +49,17 @@ class StopSignal:
 
 
 def agreed(stop: bool) -> bool:
-    """Returns whether any process passed True; every process must call it at the same step.
+    """Returns whether any process passed True. Every process must call it at the same step.
 
-    It waits for the devices to finish what was dispatched before. In a loop, use `StopSignal.agreed`.
+    It waits for the devices to finish all dispatched work. In a loop, use `StopSignal.agreed`.
     """
     return stop if jax.process_count() == 1 else bool(jax.device_get(_any(stop)))
 
 
 def _any(stop: bool) -> jax.Array:
-    """Dispatches a reduction of every process's `stop`; the result is bool[] on all."""
+    """Dispatches a reduction of `stop` over all processes. The result is bool[], replicated."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("all",))
-    split = jax.NamedSharding(mesh, jax.P("all"))
+    sharding = jax.NamedSharding(mesh, jax.P("all"))
     with jax.transfer_guard("allow"):  # one byte a device
-        asked = jax.make_array_from_callback((mesh.size,), split, lambda index: np.full(1, stop))
-    return jax.jit(jnp.any, out_shardings=jax.NamedSharding(mesh, jax.P()))(asked)
+        stops = jax.make_array_from_callback((mesh.size,), sharding, lambda index: np.full(1, stop))
+    return jax.jit(jnp.any, out_shardings=jax.NamedSharding(mesh, jax.P()))(stops)

@@ -1,4 +1,4 @@
-"""Makes a run start sooner. This module overlaps, and leaves out, what the first step need not wait for."""
+"""Makes a run start faster. This module overlaps or avoids work that the first step does not need."""
 
 import contextlib
 import gc
@@ -12,19 +12,20 @@ _SHORTEST = "jax_persistent_cache_min_compile_time_secs"
 
 
 def keep_every_program() -> None:
-    """Has JAX keep programs that compile in less than a second too, where it keeps any on disk, unless the environment sets how long.
+    """Makes JAX's persistent cache, if it is on, keep programs that compile in less than a second too.
 
-    A run makes its state with a dozen of them, which together take a GPU's compiler seconds at every start.
+    A run makes its state with a dozen of them. Together they take seconds to compile for a GPU at every start. The environment variable
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS takes precedence.
     """
     if _SHORTEST.upper() not in os.environ:
         jax.config.update(_SHORTEST, 0.0)
 
 
 def wake_devices() -> None:
-    """Has this process's devices get ready, which takes a GPU seconds, while Python goes on.
+    """Initializes this process's devices in a background thread. A GPU takes seconds.
 
-    Whoever computes next waits for them, and is told what is wrong with them. A process that ends meanwhile waits too: one that left
-    the thread inside JAX's client would be aborted.
+    The next computation waits for the devices and raises their errors. A process that ends in the meantime waits too: it would be aborted
+    if the thread were still inside JAX's client.
     """
 
     def wake() -> None:
@@ -36,9 +37,9 @@ def wake_devices() -> None:
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """Puts Python's collector of cycles off: it walks all that a trace has made, over and over, and finds next to nothing.
+    """Turns off Python's garbage collector. It repeatedly walks all objects of a trace and frees almost nothing.
 
-    It takes a third of the time that it takes to trace a step of 8B parameters.
+    It takes a third of the time to trace a step of an 8B model.
     """
     was_enabled = gc.isenabled()
     gc.disable()

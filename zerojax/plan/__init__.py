@@ -1,7 +1,7 @@
-"""What a train step will need and send, before it runs: `python -m zerojax.plan`.
+"""The memory, the collectives and the least time of a train step, before it runs: `python -m zerojax.plan`.
 
-Here live the plan of a step, its ledger of collectives, findings, the bound on its time, devices to compile for, and the search.
-Nothing is allocated and nothing runs.
-No settings of the trainer: `trainer/plans.py` plans a config.
-A target is a line of `targets.TARGETS`; a finding is a function of `findings` and a line of `findings.RULES`.
+This room holds the plan of a step: its ledger of collectives, its findings, the bound on its time, compile targets and the search.
+It allocates nothing and runs nothing.
+It knows no trainer settings: `trainer/plans.py` plans a config.
+To add a target, add an entry to `targets.TARGETS`. To add a finding, add a function to `findings` and list it in `findings.RULES`.
 """

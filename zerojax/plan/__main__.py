@@ -1,4 +1,4 @@
-"""Says what a run will need and send, without running it. This module is the command line `python -m zerojax.plan`.
+"""Plans a run: its memory, collectives and least step time. This module is the command line `python -m zerojax.plan`.
 
 python -m zerojax.plan --config configs/llama3_8b.py --target h200 --topology 1x8
 python -m zerojax.plan --config configs/llama3_8b.py --target v5p --topology 4x4x8 --json
@@ -21,13 +21,13 @@ from zerojax.trainer import config as config_lib
 _TARGET = flags.DEFINE_string("target", "here", "Device kind: h200, h100, a100, b200, v5e, v5p, v6e, cpu, here.")
 _TOPOLOGY = flags.DEFINE_string("topology", "", "GPUs, CPUs: hosts x devices (1x8). TPUs: chips (4x4x8).")
 _JSON = flags.DEFINE_boolean("json", False, "Print JSON instead of tables (docs/plan.md).")
-_PICTURE = flags.DEFINE_string("picture", "", "Write a PNG of memory by role and over the program here.")
-_SEARCH = flags.DEFINE_boolean("search", False, "Look for the fastest plan that fits.")
-_MOST = flags.DEFINE_integer("most_compiles", 12, "Plans that --search compiles at most.")
+_PICTURE = flags.DEFINE_string("picture", "", "Write a PNG of memory, by role and over the program, to this path.")
+_SEARCH = flags.DEFINE_boolean("search", False, "Search for the fastest plan that fits.")
+_MOST = flags.DEFINE_integer("most_compiles", 12, "Maximum number of plans that --search compiles.")
 
 
 def main() -> None:
-    """Parses the command line and plans; a wrong input ends with one line and status 2."""
+    """Parses the command line and prints the plan. A UserError prints one line and exits with status 2."""
     try:
         config = config_lib.from_dict(command.parse(sys.argv))
         _prepare(config)
@@ -42,9 +42,9 @@ def main() -> None:
 
 
 def _prepare(config: config_lib.Config) -> None:
-    """Keeps JAX off real accelerators when planning for devices that are not here."""
+    """Hides real accelerators from JAX when it plans for absent devices."""
     if flags.FLAGS["most_compiles"].present and not _SEARCH.value:
-        raise UserError("--most_compiles: is of --search alone; add --search, or leave it away")
+        raise UserError("--most_compiles: only --search uses it; add --search, or omit --most_compiles")
     if _TARGET.value == "here":
         devices.emulate_cpu_devices(config.emulate_devices)
     else:
@@ -66,7 +66,7 @@ def _search(config: config_lib.Config) -> None:
         print(line, file=sys.stderr, flush=True)
 
     if _PICTURE.value:
-        raise UserError("--picture: shows one plan, and --search makes many; leave one of them away")
+        raise UserError("--picture: draws one plan, and --search makes many; omit one of them")
     outcomes = plans.search_config(config, _TARGET.value, _TOPOLOGY.value, most_compiles=_MOST.value, say=say)
     if _JSON.value:
         print(json.dumps(search.as_json(outcomes), indent=2), flush=True)

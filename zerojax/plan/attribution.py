@@ -1,8 +1,8 @@
-"""Says whose data a collective moves: a weight, its gradient, activations, or scalars. This module reads the program, not the source.
+"""Finds what a collective moves: a weight, its gradient, activations or scalars. This module reads the compiled program, not the source.
 
-Nothing here needs named scopes, so that steps written by others are read too. A gather is of a weight if its operand is a moved or cast
-copy of a weight among the program's inputs. A reduction is of a gradient if it has a weight's dims or those of its shard. Autodiff's own
-names, `jvp(...)` and `transpose(jvp(...))`, say which part of the step something belongs to; else its position in the schedule does.
+It needs no named scopes, so it also reads steps written without this package. A gather moves a weight if its operand is a moved or cast
+copy of a weight among the program's inputs. A reduction sums a gradient if it has the dims of a weight or of its shard. Autodiff's names,
+`jvp(...)` and `transpose(jvp(...))`, tell the forward from the backward pass. Where they are missing, the position in the schedule does.
 """
 
 import dataclasses
@@ -14,14 +14,21 @@ from zerojax import roles, tree
 from zerojax.hlo import collectives, parameters, syntax
 from zerojax.hlo import flow as hlo_flow
 
-_SCALAR_SIZE = 4096  # elements; smaller reductions that are no weight's gradient are losses, norms and statistics
+_SCALAR_SIZE = 4096  # elements; a smaller reduction that is not a gradient of a weight is a loss, a norm or a statistic
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightDims:
-    """One weight's dims: of the array, and on a device as used in the forward pass, as stored, of its gradient, and of its moments.
+    """The dims of one weight: `shape` is global; the others are those of one device's shard.
 
-    A weight that is not `trainable` has neither gradient nor moments.
+    Attributes:
+      path: the leaf's path.
+      shape: of the global array.
+      used: of the weight as the forward pass uses it.
+      stored: of the weight as stored.
+      grad: of its gradient.
+      moments: of its moments.
+      trainable: whether it has a gradient and moments.
     """
 
     path: str
@@ -39,14 +46,14 @@ class WeightDims:
 
 
 class Attribution:
-    """Looks weights up for one program."""
+    """Finds the weights that the collectives of one program move."""
 
     def __init__(self, flow: hlo_flow.Flow, weights: Mapping[str, WeightDims]):
         self._flow, self._weights = flow, weights
         self._paths = tree.suffix_index(weights)
         self._by_dims: dict[tuple[int, ...], list[WeightDims]] = {}
         self._by_size: dict[int, list[WeightDims]] = {}
-        # Of weights that may be a stack of layers' weights.
+        # Weights that may stack the weights of several layers.
         self._by_layer: dict[tuple[int, ...], list[WeightDims]] = {}
         for weight in weights.values():
             for dims in dict.fromkeys((weight.used, weight.grad, weight.moments, weight.stored)):
@@ -56,7 +63,7 @@ class Attribution:
                     self._by_layer.setdefault(_key(dims[1:]), []).append(weight)
 
     def role(self, found: collectives.Collective, part: collectives.Part) -> tuple[str, tuple[str, ...]]:
-        """Returns one of `roles.SENT`, and the paths of the weights it may be of; several where nothing tells them apart."""
+        """Returns one of `roles.SENT`, and the paths of the weights that it may belong to: several if they cannot be distinguished."""
         if not part.taken.dtype.startswith(("f", "bf")):
             return roles.OTHER, ()
         phase = self._phase(found, part.op_name)
@@ -77,13 +84,13 @@ class Attribution:
         return roles.ACTIVATIONS, ()
 
     def readers(self, found: collectives.Collective, part: collectives.Part) -> tuple[syntax.Instruction, ...]:
-        """Returns the instructions that compute with what one array's collective returns."""
+        """Returns the instructions that compute with the output of a collective for one array."""
         users = [u for u in found.where.users.get(found.result, ()) if u.opcode == "get-tuple-element"]
         names = [user.name for user in users if user.number("index") == part.number] or [found.result]
         return tuple(reader for name in names for reader in hlo_flow.readers(self._flow, found.where, name))
 
     def is_kept(self, readers: tuple[syntax.Instruction, ...]) -> bool:
-        """Says whether the backward pass is among the readers, or a loop that stacks the value for later."""
+        """Returns whether a reader is in the backward pass, or stacks the value in a loop for later use."""
         return any(is_backward(reader.op_name) or hlo_flow.stacks(self._flow, reader) for reader in readers)
 
     def _phase(self, found: collectives.Collective, op_name: str) -> str:
@@ -97,7 +104,7 @@ class Attribution:
         return roles.WEIGHTS_FORWARD if is_before else roles.UPDATED_WEIGHTS
 
     def _origin(self, found: collectives.Collective, part: collectives.Part) -> tuple[str, ...]:
-        """Returns the weights that what goes in is a copy of."""
+        """Returns the weights that the operand is a copy of."""
         inputs = hlo_flow.origins(self._flow, found.computation, part.value)
         labels = {parameters.path_of(i.op_name) for i in inputs if part.taken.elements <= i.elements}
         owners = {tree.longest_suffix(self._paths, label) for label in labels}
@@ -105,7 +112,7 @@ class Attribution:
         return tuple(sorted(path for path in owners if path is not None and _fits(self._weights[path], sizes)))
 
     def _matching(self, part: collectives.Part) -> list[WeightDims]:
-        """Returns the weights that have these dims, or whose shards have: in any order, else with some merged, else of one layer."""
+        """Returns the weights with these dims, global or of a shard: in any order, else with some dims merged, else one layer's dims."""
         for dims in (part.taken.dims, part.given.dims):
             key = _key(dims)
             if key in self._by_dims:
@@ -116,7 +123,7 @@ class Attribution:
         return []
 
     def _named(self, matched: list[WeightDims], part: collectives.Part) -> tuple[str, ...]:
-        """Returns the paths whose modules the op_name goes through, else those with the dims in this order, else all."""
+        """Returns the paths that share most modules with the op_name. If several do, dims in the same order decide."""
         modules = re.split(r"[/():]", part.op_name)
         orders = _squeezed(part.taken.dims), _squeezed(part.given.dims)
 
@@ -131,12 +138,12 @@ class Attribution:
 
 
 def is_backward(op_name: str) -> bool:
-    """Says whether autodiff traced this for the backward pass."""
+    """Returns whether autodiff traced this operation for the backward pass."""
     return "transpose(" in op_name or "rematted_computation" in op_name
 
 
 def _fits(weight: WeightDims, sizes: set[int]) -> bool:
-    """Says whether an array of one of the sizes can be this weight, or one layer of it where layers are stacked."""
+    """Returns whether an array of one of these sizes can be this weight, or one layer of a stacked weight."""
     known = {weight.size, math.prod(weight.stored), math.prod(weight.moments)}
     layers = weight.used[0] if len(weight.used) > 1 else 1
     return bool(sizes & (known | {n // layers for n in known}))

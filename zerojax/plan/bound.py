@@ -1,9 +1,9 @@
-"""Says how fast a step can be at best on a kind of device. This module divides what it does by what the device can.
+"""Bounds the time of a step on a kind of device from below. This module divides a step's work by the device's rates.
 
     step >= max( operations / matrix rate,     bytes moved / memory bandwidth,
                  bytes received / link bandwidth,  bytes to or from the host / its link )
 
-since all can run at the same time. Bytes moved are those that the compiled program's instructions read and write.
+It is the maximum because all four can run at the same time. Bytes moved are those that the compiled program's instructions read and write.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from zerojax.plan import targets
 
 COMPUTE, MEMORY, COLLECTIVES, HOST = "compute", "memory", "collectives", "host link"
 
-# Instructions that move nothing themselves; loops and branches are counted by what runs in them, and -done by its -start.
+# Instructions that move no bytes themselves. The bytes of a loop or a branch are those of its body, and those of a -done are its -start's.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all partition-id replica-id opt-barrier "
     "optimization-barrier domain add-dependency".split()
 )
-_PARTS = ("dynamic-slice", "slice", "gather")  # read as much of their first operand as they return
+_SLICES = ("dynamic-slice", "slice", "gather")  # read as many bytes of their first operand as they return
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,23 +31,23 @@ class Bound:
     """The least time of a step.
 
     Attributes:
-      seconds: of each term, by name: "compute", "memory", "collectives", and "host link" where something travels over it.
+      seconds: by term: "compute", "memory", "collectives", and "host link" if bytes travel over it.
     """
 
     seconds: Mapping[str, float]
 
     @property
     def step_seconds(self) -> float:
-        """Returns the least time of a step: that of the longest term."""
+        """Returns the least time of a step: its longest term."""
         return max(self.seconds.values())
 
     @property
     def binds(self) -> str:
-        """Returns the longest term."""
+        """Returns the name of the longest term."""
         return max(self.seconds, key=lambda term: self.seconds[term])
 
     def most_tokens_per_second(self, tokens: float) -> float:
-        """Returns the most tokens/s for a step over this many tokens."""
+        """Returns the highest possible tokens/s of a step of this many tokens."""
         return tokens / self.step_seconds
 
 
@@ -60,7 +60,7 @@ def least_step(
     received: Mapping[tuple[str, ...], float],
     host: float = 0,
 ) -> Bound | None:
-    """Returns the least time of a step, or None where the target's rates are not known.
+    """Returns the least time of a step, or None if the target's rates are unknown.
 
     Args:
       target: the kind of device.
@@ -68,14 +68,14 @@ def least_step(
       flops: operations of all devices together, by dtype (`flops.count`).
       traffic: bytes that one device reads and writes (`memory_traffic`).
       received: bytes that one device receives from others, by the mesh axes that they travel over.
-      host: bytes between one device and the host's memory, in the direction that has more (`host_traffic`).
+      host: bytes between one device and host memory, in the busier direction (`host_traffic`).
     """
     rates = {dtype: rate.value for dtype, rate in target.matrix_rates.items()}
     if not rates or target.memory_bandwidth is None or target.link is None:
         return None
     per_device = {dtype: count / mesh.size for dtype, count in flops.items()}
     seconds = {
-        # What the device has no rate for runs as 16-bit: fp8 on an A100, fp32 on a TPU at default precision.
+        # A dtype without a rate runs in 16 bits: fp8 on an A100, fp32 on a TPU at default precision.
         COMPUTE: sum(count / rates.get(dtype, rates["bf16"]) for dtype, count in per_device.items()),
         MEMORY: traffic / target.memory_bandwidth.value,
         COLLECTIVES: sum(_travel(target, mesh, axes, nbytes) for axes, nbytes in received.items()),
@@ -86,10 +86,10 @@ def least_step(
 
 
 def _travel(target: targets.Target, mesh: Mesh, axes: Iterable[str], nbytes: float) -> float:
-    """Returns the time that bytes take over some axes of the mesh.
+    """Returns the seconds that bytes take over some axes of the mesh.
 
-    A group with d devices on a host sends over d network adapters at once, rings through every host beginning at each (NCCL's channels), so
-    that of the bytes a device receives a d-th comes through its own adapter.
+    A group with d devices on a host uses d network adapters at once. NCCL runs one ring (channel) through every host per adapter,
+    so 1/d of the bytes that a device receives comes through its own adapter.
     """
     assert target.link is not None
     near = nbytes / target.link.value
@@ -101,7 +101,7 @@ def _travel(target: targets.Target, mesh: Mesh, axes: Iterable[str], nbytes: flo
 
 
 def _hosts(mesh: Mesh, axes: Iterable[str]) -> dict[int, int]:
-    """Returns how many devices each host has in the first group along some axes."""
+    """Returns the number of devices by host, in the first group along some axes."""
     names = set(axes)
     first = mesh.devices[tuple(slice(None) if name in names else 0 for name in mesh.axis_names)]
     found: dict[int, int] = {}
@@ -111,7 +111,7 @@ def _hosts(mesh: Mesh, axes: Iterable[str]) -> dict[int, int]:
 
 
 def host_traffic(flow: hlo_flow.Flow) -> tuple[int, int]:
-    """Returns the bytes that one device sends to the host's memory in a step, and those that come from it."""
+    """Returns the bytes that one device sends to host memory in a step, and the bytes that it fetches from there."""
     sent = fetched = 0
     for call in _counted(flow):
         where = call.computation
@@ -128,15 +128,15 @@ def host_traffic(flow: hlo_flow.Flow) -> tuple[int, int]:
 
 
 def _counted(flow: hlo_flow.Flow) -> list[hlo_flow.Call]:
-    """Returns the calls of computations, without those whose start instruction is counted itself."""
+    """Returns the calls of computations, without those whose -start instruction is counted."""
     return [call for call in flow.calls.values() if not (call.site is not None and call.site.opcode.endswith("-start"))]
 
 
 def memory_traffic(flow: hlo_flow.Flow) -> int:
-    """Returns the bytes that one device reads and writes in a step, from the compiled program, loops times their length.
+    """Returns the bytes that one device reads and writes in a step of the compiled program. A loop counts times its length.
 
-    Each instruction reads its operands and writes its output once. Where it reads a slice of an array, or updates a slice in place, only
-    the slice counts. Caches make the true traffic smaller; tiles that are read again make it larger.
+    Each instruction reads its operands and writes its output once. If it reads a slice of an array, or updates a slice in place, only
+    the slice counts. Caches make the true traffic smaller. Tiles that are read again make it larger.
     """
     return sum(
         call.times
@@ -155,24 +155,24 @@ def _moved(module: syntax.Module, where: syntax.Computation, instruction: syntax
         inside = module.computation(instruction.called[-1])
         used = [_used(inside, number, nbytes) for number, nbytes in enumerate(read)]
         return sum(used) + _written(inside)
-    if opcode in _PARTS:
+    if opcode in _SLICES:
         return 2 * written
     if opcode in ("dynamic-update-slice", "scatter"):
         return 2 * sum(read[1:])
     if opcode.endswith("-start") and opcode != "all-reduce-start":
-        return written  # a tuple of what goes in and what comes out
+        return written  # a tuple of the inputs and the outputs
     return sum(read) + written
 
 
 def _used(inside: syntax.Computation, number: int, nbytes: int) -> int:
-    """Returns how much of a fusion's operand is read."""
+    """Returns the bytes that a fusion reads of an operand."""
     parameter = inside.parameters.get(number)
     if parameter is None:
         return nbytes
     users = inside.users.get(parameter.name, ())
     while len(users) == 1 and users[0].opcode == "bitcast":
         parameter, users = users[0], inside.users.get(users[0].name, ())
-    if users and all(u.opcode in _PARTS and u.operands[0] == parameter.name for u in users):
+    if users and all(u.opcode in _SLICES and u.operands[0] == parameter.name for u in users):
         return min(nbytes, sum(_nbytes(user) for user in users))
     in_place = ("dynamic-update-slice", "scatter")
     if users and all(u.opcode in in_place and u.operands[0] == parameter.name for u in users):
@@ -181,7 +181,7 @@ def _used(inside: syntax.Computation, number: int, nbytes: int) -> int:
 
 
 def _written(inside: syntax.Computation) -> int:
-    """Returns what a fusion writes: of an array that is updated in place, the update."""
+    """Returns the bytes that a fusion writes: for an array updated in place, those of the update."""
     root = inside.root
     outputs = [inside.by_name[o] for o in root.operands if o in inside.by_name] if root.opcode == "tuple" else [root]
     total = 0

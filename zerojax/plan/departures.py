@@ -1,4 +1,4 @@
-"""Explains where a ledger and theory differ. This module compares them weight by weight, in units of the model's parameters."""
+"""Explains where a ledger differs from theory. This module compares them by group of weights, in units of the model's parameters."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from zerojax.plan import ledger as ledger_lib
 
 @dataclasses.dataclass(frozen=True)
 class Departure:
-    """Where one group of equal-shaped weights moves more or less than theory says, in units of the model's parameters."""
+    """A group of weights of one shape that moves more or less than theory expects, in units of the model's parameters."""
 
     role: str
     weights: tuple[str, ...]
@@ -20,7 +20,7 @@ class Departure:
 
 
 def departures(ledger: ledger_lib.Ledger, *, passes: int = 1, tolerance: float = 0.001) -> tuple[Departure, ...]:
-    """Returns where the ledger and `ledger.theory` differ by more than `tolerance` parameters, each with its reason."""
+    """Returns the groups of weights for which the ledger and `ledger.theory` differ by more than `tolerance` parameters, with reasons."""
     groups: dict[tuple[int, ...], list[attribution.WeightDims]] = {}
     for weight in ledger.weights.values():
         groups.setdefault(weight.used, []).append(weight)
@@ -28,7 +28,7 @@ def departures(ledger: ledger_lib.Ledger, *, passes: int = 1, tolerance: float =
     found: dict[tuple, list[tuple[ledger_lib.Row, float]]] = {}
     for row in ledger.rows:
         candidates = {group_of[path] for path in row.weights}
-        for key in candidates:  # where several groups are possible, each counts an equal part
+        for key in candidates:  # if several groups are possible, each counts an equal share
             found.setdefault((row.role, key), []).append((row, row.elements / len(candidates)))
     result = []
     for key, members in groups.items():
@@ -50,21 +50,23 @@ def _why(
     if role in (roles.WEIGHTS_FORWARD, roles.WEIGHTS_BACKWARD) and is_less:
         gathered = [r for r in ledger.rows if r.role == roles.WEIGHTS_FORWARD and set(r.weights) & set(paths)]
         if not gathered:
-            return "the program takes the weight whole, or moves activations in its stead"
-        kept = any(row.is_kept for row in gathered)
-        return "kept from the forward pass" if kept else "the backward pass does not read the weight"
+            return "the weight is replicated in the program, or the program moves activations instead"
+        is_kept = any(row.is_kept for row in gathered)
+        return "kept from the forward pass" if is_kept else "the backward pass does not read the weight"
     if role == roles.GRADIENTS and is_less:
         modules = {path.split("/")[-2] for path in paths if "/" in path}
         moved = [
             r for r in ledger.rows if r.role == roles.ACTIVATIONS and modules & set("/".join(r.read_by).split("/"))
         ]
         params = sum(row.elements for row in moved) / max(1, ledger.params)
-        return f"formed on its shards from gathered activations, {params:.3f} parameters" if moved else "not reduced"
-    is_split = any(min(map(math.prod, (w.grad, w.moments))) < w.size for w in (ledger.weights[path] for path in paths))
-    if is_split and any(row.kind == "all-reduce" for row in rows):
-        return "all-reduced: twice what a reduce-scatter moves"
+        return f"computed as shards from gathered activations, {params:.3f} parameters" if moved else "not reduced"
+    is_sharded = any(
+        min(map(math.prod, (w.grad, w.moments))) < w.size for w in (ledger.weights[path] for path in paths)
+    )
+    if is_sharded and any(row.kind == "all-reduce" for row in rows):
+        return "all-reduced, which moves twice as much as a reduce-scatter"
     if any(row.kind == "collective-permute" for row in rows):
-        return "a ring of permutes beside the product, whose first turn carries zeros"
+        return "summed by a ring of permutes beside the matmul; the first permute sends zeros"
     if any(row.times > 1 for row in rows):
-        return "moved in every turn of a loop"
+        return "moved in every iteration of a loop"
     return "moved more often than the plan needs" if rows else "not moved"

@@ -1,7 +1,7 @@
-"""Says what is wrong with a compiled train step, and what to do about it. This module holds the rules, and the table of them.
+"""Finds defects of a compiled train step and names a fix for each. This module holds the rules and their table.
 
-Each rule compares what the program does with what the plan says, never with what the source says: a defect counts only if it reached the
-compiled program. A new one is a function of a `Case` and a line of RULES.
+Each rule compares the compiled program with the plan, and never reads the source: a defect counts only if it is in the compiled program.
+To add a rule, write a function of a `Case` and list it in RULES.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from zerojax.hlo import collectives, parameters, syntax
 from zerojax.plan import attribution
 from zerojax.plan import ledger as ledger_lib
 
-SHARE = 0.01  # of the parameters, or of the state's bytes: less is not worth a line
-_NAMED = 3  # leaves a finding names before it counts the rest
-# Primitives of collectives that somebody wrote out; what the partitioner inserts bears the name of the operation that needed it.
+SHARE = 0.01  # of the parameters, or of the state's bytes; less is not reported
+_NAMED = 3  # leaves that a finding names; it counts the rest
+# Primitives of explicit collectives. A collective that the partitioner inserts has the name of the operation that needs it.
 _WRITTEN = frozenset(
     "all_gather all_to_all ppermute psum psum_scatter reduce_scatter ragged_all_to_all pbroadcast".split()
 )
@@ -27,7 +27,7 @@ _WRITTEN = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One defect: the rule it breaks, where, how much it costs a device (bytes a step sent, or bytes held), and the way out."""
+    """One defect: its rule, where it is, its cost on each device (bytes sent in a step, or bytes held), and the remedy."""
 
     rule: str
     where: str
@@ -38,7 +38,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What the rules look at."""
+    """The inputs of the rules."""
 
     ledger: ledger_lib.Ledger
     planned: Mapping[str, Any]
@@ -57,25 +57,25 @@ class Case:
 def findings(
     ledger: ledger_lib.Ledger, *, planned: Any = None, compute_dtype: Any = None, passes: int = 1
 ) -> tuple[Finding, ...]:
-    """Returns what is wrong, the costliest first.
+    """Returns the defects of a step, the costliest first.
 
     Args:
       ledger: the compiled step's.
-      planned: the state that the plan means the step to take, a pytree of ShapeDtypeStructs with shardings
-        (`Partition.abstract_state`); without it the rules about placement find nothing.
-      compute_dtype: the dtype of the forward pass; where None, that of most of the program's matmuls.
-      passes: forward and backward passes a step.
+      planned: the state that the plan wants the step to take: a pytree of ShapeDtypeStructs with shardings
+        (`Partition.abstract_state`). Without it, the rules about shardings and memory kinds find nothing.
+      compute_dtype: the dtype of the forward pass. If None, the dtype of most of the program's matmuls.
+      passes: forward and backward passes in a step.
     """
     is_16_bit = (
         _computes_in_16_bits(ledger.flow.module) if compute_dtype is None else jnp.dtype(compute_dtype).itemsize == 2
     )
     case = Case(ledger, dict(tree.flatten(planned)), is_16_bit, passes)
-    found = [finding for rule in RULES for finding in rule(case)]
-    return tuple(sorted(found, key=lambda finding: -finding.nbytes))
+    defects = [finding for rule in RULES for finding in rule(case)]
+    return tuple(sorted(defects, key=lambda finding: -finding.nbytes))
 
 
 def gradients_all_reduced(case: Case) -> Iterable[Finding]:
-    """Finds gradients that are all-reduced where the plan shards them."""
+    """Finds gradients that the program all-reduces although the plan shards them."""
     weights = case.ledger.weights
     rows = [
         row
@@ -84,18 +84,18 @@ def gradients_all_reduced(case: Case) -> Iterable[Finding]:
         and row.kind == "all-reduce"
         and any(_is_unsharded(row, weights[path]) for path in row.weights)
     ]
-    if rows and not case.is_cpu and _is_worth(case, rows):  # the CPU backend knows no reduce-scatter
+    if rows and not case.is_cpu and _is_large(case, rows):  # the CPU backend has no reduce-scatter
         yield _sent(
-            "gradients are all-reduced where the plan scatters them",
+            "gradients are all-reduced, but the plan shards them",
             rows,
-            "reduce each gradient into its shard: gather weights with zerojax.where_used, whose backward pass does. "
-            "A with_sharding_constraint that makes a weight whole makes its gradient whole too",
+            "reduce-scatter each gradient: gather weights with zerojax.where_used, whose backward pass reduce-scatters. "
+            "A with_sharding_constraint that replicates a weight replicates its gradient too",
         )
 
 
 def weights_gathered_in_float32(case: Case) -> Iterable[Finding]:
-    """Finds weights that travel in 32 bits and are used in 16."""
-    narrow = _stored_in_16_bits(case)
+    """Finds weights that are gathered in 32 bits and used in 16."""
+    stored_in_16_bits = _stored_in_16_bits(case)
     rows = [
         row
         for row in case.rows
@@ -103,21 +103,22 @@ def weights_gathered_in_float32(case: Case) -> Iterable[Finding]:
         and row.dtype == "f32"
         and (
             row.role in (roles.WEIGHTS_FORWARD, roles.WEIGHTS_BACKWARD)
-            or (row.role == roles.UPDATED_WEIGHTS and narrow & set(row.weights))
+            or (row.role == roles.UPDATED_WEIGHTS and stored_in_16_bits & set(row.weights))
         )
     ]
-    if rows and case.is_16_bit and not case.is_cpu and _is_worth(case, rows):  # the CPU backend computes in 32 bits
+    if rows and case.is_16_bit and not case.is_cpu and _is_large(case, rows):  # the CPU backend computes in 32 bits
         yield _sent(
-            "weights are gathered in float32 where the arithmetic is 16-bit",
+            "weights are gathered in float32, but matmuls run in 16 bits",
             rows,
-            "cast before the gather, under the stored sharding: zerojax.where_used(..., compute_dtype='bfloat16')",
+            "cast each weight's shard before the gather: zerojax.where_used(..., compute_dtype='bfloat16')",
         )
 
 
 def activations_resharded(case: Case) -> Iterable[Finding]:
-    """Finds activations that the partitioner moves and nobody asked to move.
+    """Finds activations that the partitioner reshards without an explicit collective.
 
-    Activations that it gathers to form shards of a weight's gradient do not count where that moves less than reducing the gradient.
+    The partitioner may gather activations to compute shards of a weight's gradient. That is no defect if it moves less than reducing
+    the gradient would.
     """
     rows = [
         row
@@ -125,13 +126,13 @@ def activations_resharded(case: Case) -> Iterable[Finding]:
         if row.role == roles.ACTIVATIONS
         and row.kind not in collectives.REDUCTIONS
         and row.op_name.rsplit("/", 1)[-1] not in _WRITTEN
-        and not _spares_a_gradient(case.ledger, row)
+        and not _replaces_a_gradient(case.ledger, row)
     ]
-    if rows and _is_worth(case, rows, share=SHARE / 10):
+    if rows and _is_large(case, rows, share=SHARE / 10):
         yield _sent(
             "activations are resharded",
             rows,
-            "keep the batch split on the first dim: gather the weight where it is used (zerojax.where_used), or constrain the "
+            "keep activations sharded on the batch dim: gather the weight where it is used (zerojax.where_used), or constrain the "
             "activation with zerojax.batch_sharding(mesh) before and after this operation",
         )
 
@@ -139,20 +140,20 @@ def activations_resharded(case: Case) -> Iterable[Finding]:
 def gathered_weights_kept(case: Case) -> Iterable[Finding]:
     """Finds gathered weights that stay in memory until the backward pass reads them."""
     rows = [row for row in case.rows if row.is_kept]
-    if rows and _is_worth(case, rows):
+    if rows and _is_large(case, rows):
         held = sum(_nbytes(row.dims, row.dtype) * row.times for row in rows)
         yield Finding(
             "gathered weights are kept for the backward pass",
             _where(rows),
             f"{display.human(held)} held from the forward pass to the backward pass",
-            "gather again in the backward pass: zerojax.where_used does, or jax.checkpoint around the block, the gather inside it, "
+            "gather again in the backward pass, as zerojax.where_used does; or wrap each block and its gather in jax.checkpoint "
             "with a policy that saves no weight (jax.checkpoint_policies.nothing_saveable)",
             held,
         )
 
 
 def reduced_in_every_pass(case: Case) -> Iterable[Finding]:
-    """Finds replicated gradients that are summed over devices in every micro-batch."""
+    """Finds replicated gradients that are all-reduced in every micro-batch."""
     weights = case.ledger.weights
     rows = [
         row
@@ -161,56 +162,57 @@ def reduced_in_every_pass(case: Case) -> Iterable[Finding]:
         and row.times >= case.passes > 1
         and all(math.prod(weights[p].grad) == weights[p].size for p in row.weights)
     ]
-    if rows and _is_worth(case, rows):
+    if rows and _is_large(case, rows):
         yield _sent(
-            f"gradients are summed over devices in each of {case.passes} passes",
+            f"replicated gradients are all-reduced in each of {case.passes} passes",
             rows,
-            "accumulate each device's own gradients in shard_map and reduce once, or take fewer and larger passes "
+            "accumulate each device's gradients in shard_map and reduce them once, or use fewer and larger passes "
             "(a smaller grad_accum)",
         )
 
 
 def sharded_on_another_dim(case: Case) -> Iterable[Finding]:
-    """Finds weights and gradients that change the dim they are sharded on."""
+    """Finds weights and gradients that an all-to-all moves from one sharded dim to another."""
     rows = [row for row in case.rows if row.role in roles.SENT_OF_WEIGHTS and "all-to-all" in row.kind]
-    if rows and _is_worth(case, rows):
+    if rows and _is_large(case, rows):
         yield _sent(
-            "weights or gradients change the dim they are split on",
+            "weights or gradients change their sharded dim",
             rows,
-            "split a weight, its gradient and its moments on one dim (zerojax.partition_state does), and constrain none of them to another",
+            "shard a weight, its gradient and its moments on the same dim, as zerojax.partition_state does, and constrain none of them "
+            "to another dim",
         )
 
 
 def replicated_leaves(case: Case) -> Iterable[Finding]:
-    """Finds leaves that the program takes replicated, or in larger shards than the plan says."""
-    wrong = {}
+    """Finds leaves that are replicated in the program, or have larger shards than in the plan."""
+    excess = {}
     for path, (parameter, leaf) in _arguments(case).items():
         planned = leaf.sharding.shard_shape(leaf.shape)
         if parameter.elements > math.prod(planned):
-            wrong[path] = parameter.arrays[0].nbytes - syntax.Array(parameter.arrays[0].dtype, planned).nbytes
-    if wrong:
+            excess[path] = parameter.arrays[0].nbytes - syntax.Array(parameter.arrays[0].dtype, planned).nbytes
+    if excess:
         yield Finding(
-            "the step takes leaves less split than the plan says",
-            _listed(wrong),
-            f"{display.human(sum(wrong.values()))} more on each device",
+            "leaves of the state are replicated, or have larger shards than planned",
+            _listed(excess),
+            f"{display.human(sum(excess.values()))} more on each device",
             "compile the step with the plan's shardings: jax.jit(..., in_shardings=(partition.shardings, None), "
-            "out_shardings=(partition.shardings, None)), and place the state with zerojax.shard_train_state",
-            sum(wrong.values()),
+            "out_shardings=(partition.shardings, None)), and shard the state with zerojax.shard_train_state",
+            sum(excess.values()),
         )
 
 
 def state_not_donated(case: Case) -> Iterable[Finding]:
-    """Finds arguments that are returned in new memory, so that the old and the new state are held together."""
+    """Finds arguments that the step returns in new memory, so that the device holds both the old and the new state."""
     module = case.ledger.flow.module
     arguments = module.entry.parameters
-    given = set(module.aliases.values())
+    donated = set(module.aliases.values())
     root = module.entry.root
-    fresh = [array for place, array in enumerate(root.arrays) if place not in module.aliases]
+    new_outputs = [array for index, array in enumerate(root.arrays) if index not in module.aliases]
     held = {}
     for number, parameter in arguments.items():
         array = parameter.arrays[0] if parameter.arrays else None
-        if array is not None and number not in given and array in fresh:
-            fresh.remove(array)
+        if array is not None and number not in donated and array in new_outputs:
+            new_outputs.remove(array)
             held[parameters.path_of(parameter.op_name) or parameter.name] = array.nbytes
     total = sum(array.nbytes for p in arguments.values() for array in p.arrays)
     if sum(held.values()) > SHARE * total:
@@ -218,25 +220,25 @@ def state_not_donated(case: Case) -> Iterable[Finding]:
             "the state is not donated",
             _listed(held),
             f"{display.human(sum(held.values()))} held twice",
-            "let the new state reuse the old one's memory: jax.jit(train_step, donate_argnums=0)",
+            "donate the old state, so that the new one reuses its memory: jax.jit(train_step, donate_argnums=0)",
             sum(held.values()),
         )
 
 
 def offloaded_state_on_device(case: Case) -> Iterable[Finding]:
-    """Finds leaves that the plan keeps in host memory and the program in the device's."""
-    wrong = {
+    """Finds leaves that the plan keeps in host memory and the program keeps in device memory."""
+    on_device = {
         path: parameter.arrays[0].nbytes
         for path, (parameter, leaf) in _arguments(case).items()
         if leaf.sharding.memory_kind not in (None, "device") and not parameter.arrays[0].is_on_host
     }
-    if wrong and not case.is_cpu:  # on the CPU both memories are one
+    if on_device and not case.is_cpu:  # on the CPU, host and device memory are the same
         yield Finding(
             "offloaded state stays on the device",
-            _listed(wrong),
-            f"{display.human(sum(wrong.values()))} of device memory",
-            "give jax.jit the shardings with their memory kinds, for what goes in and for what comes out",
-            sum(wrong.values()),
+            _listed(on_device),
+            f"{display.human(sum(on_device.values()))} of device memory",
+            "pass shardings with their memory kinds to jax.jit, as in_shardings and as out_shardings",
+            sum(on_device.values()),
         )
 
 
@@ -254,24 +256,24 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
 
 
 def _computes_in_16_bits(module: syntax.Module) -> bool:
-    """Says whether most matmuls and convolutions work on 16-bit floats."""
+    """Returns whether most matmuls and convolutions read 16-bit floats."""
     counted = {True: 0, False: 0}
     for name in module.spans:
         if not module.mentions(name, "dot", "convolution", "custom-call"):
             continue
         computation = module.computation(name)
-        for product in computation.instructions:
-            known = computation.by_name.get(product.operands[0]) if product.operands else None
-            is_product = product.opcode in ("dot", "convolution", "custom-call")
-            if known is not None and is_product and collectives.work_kind(module, product) == "matmul":
-                counted[syntax.bits(known.arrays[0].dtype) <= 16] += 1
+        for instruction in computation.instructions:
+            operand = computation.by_name.get(instruction.operands[0]) if instruction.operands else None
+            may_be_matmul = instruction.opcode in ("dot", "convolution", "custom-call")
+            if operand is not None and may_be_matmul and collectives.work_kind(module, instruction) == "matmul":
+                counted[syntax.bits(operand.arrays[0].dtype) <= 16] += 1
     return counted[True] > counted[False]
 
 
 def _arguments(case: Case) -> dict[str, tuple[syntax.Instruction, Any]]:
-    """Returns the program's parameters that the plan knows, by the plan's path, with the planned leaf."""
+    """Returns the program's parameters that are leaves of the planned state, by the leaf's path, each with the leaf."""
     index = tree.suffix_index(case.planned)
-    found: dict[str, tuple[syntax.Instruction, Any]] = {}
+    arguments: dict[str, tuple[syntax.Instruction, Any]] = {}
     for parameter in case.ledger.flow.module.entry.parameters.values():
         label = parameters.path_of(parameter.op_name)
         path = tree.longest_suffix(index, label)
@@ -279,54 +281,54 @@ def _arguments(case: Case) -> dict[str, tuple[syntax.Instruction, Any]]:
             continue
         leaf = case.planned[path]
         if isinstance(getattr(leaf, "sharding", None), NamedSharding):
-            found[path] = (parameter, leaf)
-    return found
+            arguments[path] = (parameter, leaf)
+    return arguments
 
 
 def _stored_in_16_bits(case: Case) -> set[str]:
-    """Returns the weights that the program takes in 16 bits: beside these, what is gathered in 32 is the master copy."""
+    """Returns the weights that the step takes in 16 bits. A 32-bit gather of one of these gathers its master copy."""
     index = tree.suffix_index(case.ledger.weights)
-    found: dict[
-        str, tuple[int, int]
-    ] = {}  # by weight, of the argument with the shortest label: moments have longer ones
+    # By weight: (length of the label, bits) of the argument with the shortest label. Labels of moments are longer.
+    shortest: dict[str, tuple[int, int]] = {}
     for parameter in case.ledger.flow.module.entry.parameters.values():
         label = parameters.path_of(parameter.op_name)
         path = tree.longest_suffix(index, label)
         if path is not None and parameter.arrays:
-            known = len(label), syntax.bits(parameter.arrays[0].dtype)
-            found[path] = min(known, found.get(path, known))
-    return {path for path, (_, bits) in found.items() if bits <= 16}
+            labelled = len(label), syntax.bits(parameter.arrays[0].dtype)
+            shortest[path] = min(labelled, shortest.get(path, labelled))
+    return {path for path, (_, bits) in shortest.items() if bits <= 16}
 
 
 def _is_unsharded(row: ledger_lib.Row, weight: attribution.WeightDims) -> bool:
-    """Says whether a reduction sums an unsharded gradient that the plan shards; sums of shards over replicas are right."""
-    parts = weight.size // max(1, math.prod(weight.grad))
-    return parts > 1 and math.prod(row.dims) == weight.size and row.ways % parts == 0
+    """Returns whether a reduction sums an unsharded gradient that the plan shards. Sums of shards over replicas are as planned."""
+    shards = weight.size // max(1, math.prod(weight.grad))
+    return shards > 1 and math.prod(row.dims) == weight.size and row.ways % shards == 0
 
 
-def _spares_a_gradient(ledger: ledger_lib.Ledger, row: ledger_lib.Row) -> bool:
-    """Says whether gathering these activations spares the reduction of a larger gradient, as with a large embedding."""
+def _replaces_a_gradient(ledger: ledger_lib.Ledger, row: ledger_lib.Row) -> bool:
+    """Returns whether gathering these activations replaces the reduction of a larger gradient, such as a large embedding's."""
     reduced = {path for other in ledger.rows if other.role == roles.GRADIENTS for path in other.weights}
-    through = {part for name in row.read_by for part in name.split("/")}
-    spared = [
+    modules = {part for name in row.read_by for part in name.split("/")}
+    replaced = [
         w.size
         for path, w in ledger.weights.items()
-        if w.trainable and path not in reduced and path.split("/")[-2:-1] and path.split("/")[-2] in through
+        if w.trainable and path not in reduced and path.split("/")[-2:-1] and path.split("/")[-2] in modules
     ]
-    return attribution.is_backward(row.op_name) and row.elements <= max(spared, default=0)
+    return attribution.is_backward(row.op_name) and row.elements <= max(replaced, default=0)
 
 
-def _is_worth(case: Case, rows: list[ledger_lib.Row], share: float = SHARE) -> bool:
+def _is_large(case: Case, rows: list[ledger_lib.Row], share: float = SHARE) -> bool:
+    """Returns whether the rows move more than a share of the parameters."""
     return sum(math.prod(row.dims) * row.times for row in rows) > share * case.ledger.params
 
 
 def _sent(rule: str, rows: list[ledger_lib.Row], remedy: str) -> Finding:
     nbytes = sum(row.nbytes for row in rows)
-    return Finding(rule, _where(rows), f"{display.human(nbytes)} sent by each device a step", remedy, nbytes)
+    return Finding(rule, _where(rows), f"each device sends {display.human(nbytes)} in a step", remedy, nbytes)
 
 
 def _where(rows: list[ledger_lib.Row]) -> str:
-    """Names the weights, or else the operations and lines, behind the rows."""
+    """Names the weights of the rows, or if there are none, their operations and source lines."""
     named: dict[str, int] = {}
     for row in sorted(rows, key=lambda row: -row.nbytes):
         source = f" ({row.source})" if row.source else ""
@@ -341,7 +343,7 @@ def _nbytes(dims: tuple[int, ...], dtype: str) -> int:
 
 
 def _listed(named: Mapping[str, int]) -> str:
-    """Returns the names that cost most, and how many more there are."""
+    """Returns the costliest names, and the number of the others."""
     first = sorted(named, key=lambda name: -named[name])[:_NAMED]
     rest = len(named) - len(first)
     return ", ".join(first) + (f" and {rest} more" if rest else "")

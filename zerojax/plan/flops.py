@@ -1,8 +1,8 @@
-"""Counts the floating-point operations of a traced step. This module walks its jaxpr, loops times their length, recomputation included.
+"""Counts the floating-point operations of a traced step. This module walks the step's jaxpr, which includes recomputation.
 
-XLA's own count omits loops and calls of cuDNN, and XLA gives none for compile-only devices. This count is of matmuls, convolutions and
-attention; elementwise operations are bound by memory. It is of all devices together, as if they shared the work evenly: work that several
-devices repeat counts once.
+A loop counts times its length. The count is of matmuls, convolutions and attention: elementwise operations are bound by memory. It is of
+all devices together, as if they shared the work evenly: work that several devices repeat counts once. XLA's own count omits loops and
+calls of cuDNN, and compile-only devices have none.
 """
 
 import math
@@ -14,14 +14,14 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-# Of cuDNN's attention over T queries and S keys of size H: scores and output; in the backward pass scores again, and four gradients.
-_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
+# Matmuls of cuDNN's attention. Forward: scores and output. Backward: scores again, and four gradients.
+_FORWARD_MATMULS, _BACKWARD_MATMULS = 2, 5
 
 
 def count(traced: jax.stages.Traced | Any) -> dict[str, float]:
-    """Returns the operations of one step on all devices together, by the dtype that matmuls run in.
+    """Returns the operations of one step on all devices together, by the dtype of the matmuls.
 
-    "bf16" is any of 16 bits, "fp8" any of 8, "fp32" the others. A `while` loop whose length is known only when it runs counts once.
+    "bf16" is any 16-bit dtype, "fp8" any 8-bit dtype and "fp32" any other. A `while` loop of unknown length counts once.
 
     Args:
       traced: `jax.jit(step).trace(state, batch)`, or a jaxpr.
@@ -32,7 +32,7 @@ def count(traced: jax.stages.Traced | Any) -> dict[str, float]:
     found: dict[str, float] = {}
     closed: Any = getattr(traced, "jaxpr", traced)
     jaxpr: Any = getattr(closed, "jaxpr", closed)
-    used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # as XLA drops what nobody reads
+    used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # XLA drops unused values too
     _walk(used, 1.0, found)
     return found
 
@@ -41,9 +41,9 @@ def _walk(jaxpr: Any, times: float, found: dict[str, float]) -> None:
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name in _PRODUCTS:
+        if name in _COUNTS:
             kind = _kind(*[v.aval.dtype for v in eqn.invars[:2]])
-            found[kind] = found.get(kind, 0.0) + times * _PRODUCTS[name](eqn)
+            found[kind] = found.get(kind, 0.0) + times * _COUNTS[name](eqn)
         elif name == "cond":
             _walk_longest(eqn.params["branches"], times, found)
         else:
@@ -62,7 +62,7 @@ def _walk_longest(branches: Any, times: float, found: dict[str, float]) -> None:
 
 
 def _repeats(eqn: Any) -> float:
-    """Returns how often an equation's inner jaxprs run, all devices together."""
+    """Returns how often an equation's inner jaxprs run, on all devices together."""
     if eqn.primitive.name == "scan":
         return eqn.params["length"]
     if eqn.primitive.name == "shard_map":
@@ -91,34 +91,35 @@ def _dot(eqn: Any) -> float:
 
 
 def _convolution(eqn: Any) -> float:
-    # Each output element sums over the kernel's elements that belong to one output feature.
+    # Each output element sums over the kernel elements of one output feature.
     kernel = eqn.invars[1].aval
     features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
     return 2.0 * eqn.outvars[0].aval.size * kernel.size / features
 
 
 def _ragged_dot(eqn: Any) -> float:
-    # [m, k] rows in groups, each with its own [k, n]: every row meets one.
+    # [m, k] rows in groups. Each group has its own [k, n], so each row is multiplied by one.
     rows, groups = eqn.invars[0].aval, eqn.invars[1].aval
     return 2.0 * rows.size * groups.shape[-1]
 
 
-def _attention(products: int) -> Callable[[Any], float]:
+def _attention(matmuls: int) -> Callable[[Any], float]:
     def counted(eqn: Any) -> float:
         query, key = eqn.invars[0].aval, eqn.invars[1].aval
-        keys = key.shape[2 if eqn.params["layout"] else 1]  # [batch, heads, length, dim], or length before heads
+        keys = key.shape[2 if eqn.params["layout"] else 1]  # [batch, heads, length, dim] or [batch, length, heads, dim]
         window = eqn.params.get("sliding_window_length") or keys
         share = 0.5 if "CAUSAL" in str(eqn.params["mask_type"]) else 1.0  # blocks above the diagonal are skipped
-        return products * 2.0 * query.size * min(keys * share, window)
+        return matmuls * 2.0 * query.size * min(keys * share, window)
 
     return counted
 
 
-_PRODUCTS: dict[str, Callable[[Any], float]] = {
+# Operations of an equation, by its primitive.
+_COUNTS: dict[str, Callable[[Any], float]] = {
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
     "ragged_dot": _ragged_dot,
     "ragged_dot_general": _ragged_dot,
-    "dot_product_attention_fwd_wrapper": _attention(_FORWARD_PRODUCTS),
-    "dot_product_attention_bwd_wrapper": _attention(_BACKWARD_PRODUCTS),
+    "dot_product_attention_fwd_wrapper": _attention(_FORWARD_MATMULS),
+    "dot_product_attention_bwd_wrapper": _attention(_BACKWARD_MATMULS),
 }

@@ -1,7 +1,7 @@
-"""Describes GPUs to XLA's compiler. This module derives each description from the one that was read off an H200.
+"""Describes GPUs to XLA's compiler. This module derives each description from that of an H200, which was read off the device.
 
-Two files hold what an H200 says of itself (a GpuTargetConfigProto as text): JAX 0.11 and later ask for rates that JAX 0.10 does not know.
-Other GPUs are edits of them, with figures from XLA's own descriptions of these devices (Apache 2.0) and NVIDIA's data sheets.
+Two files hold an H200's GpuTargetConfigProto as text, because JAX 0.11 and later need rates that JAX 0.10 does not accept.
+The other GPUs are edits of these files, with figures from XLA's descriptions of the devices (Apache 2.0) and NVIDIA's data sheets.
 """
 
 import re
@@ -23,7 +23,7 @@ def _device(kind: str, model: str, memory: int, bandwidth: int, l2: int) -> Edit
     )
 
 
-# Regexes and what to put in their place, in this order.
+# (regex, replacement) pairs, applied in this order.
 EDITS: dict[str, Edits] = {
     "h200": (),
     "h100": _device(
@@ -75,7 +75,7 @@ EDITS: dict[str, Edits] = {
 
 
 def text(name: str, jax_version: tuple[int, ...] = jax.__version_info__) -> str:
-    """Returns a GPU's description, in the form that a version of JAX reads."""
+    """Returns a GPU's description in the format of a version of JAX."""
     form = "0.10" if jax_version < (0, 11) else "0.11"
     described = (resources.files("zerojax.plan") / "target_configs" / f"h200-jax-{form}.txtpb").read_text()
     for pattern, replacement in EDITS[name]:

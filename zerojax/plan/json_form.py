@@ -1,6 +1,6 @@
-"""Writes a plan as JSON. This module names its fields, which docs/plan.md describes.
+"""Writes a plan as JSON. This module names its fields. docs/plan.md describes them.
 
-`SCHEMA` is their version: it grows by one when a field changes its meaning or goes.
+`SCHEMA` is their version. It increases by one when a field changes its meaning or is removed.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ SCHEMA = 1
 
 
 def as_json(plan: step_plan.Plan) -> dict[str, Any]:
-    """Returns the plan as JSON values; docs/plan.md names every field."""
+    """Returns the plan as JSON values."""
     bound = plan.bound
     return {
         "schema": SCHEMA,

@@ -1,6 +1,6 @@
-"""Counts what a compiled train step sends, and what theory says it must. This module is a table: a row for each array of each collective.
+"""Counts the bytes that a compiled train step sends, and those that theory expects. This module has a row for each collective's arrays.
 
-By the ring convention a device receives, and sends, per run of a collective over N devices:
+In a ring over N devices, each device receives and sends, each time that a collective runs:
 
     all-gather        (N - 1) / N of its output          all-to-all           (N - 1) / N of its output
     reduce-scatter    (N - 1) / N of its input           collective-permute   its output
@@ -29,17 +29,17 @@ class Row:
     """One array of one collective, counted for one step and one device.
 
     Attributes:
-      name, kind, computation: the instruction, what it does, and the computation it is in.
+      name, kind, computation: the instruction, its kind of collective, and its computation.
       dtype, dims: of the larger array: a gather's output, a reduction's input.
-      axes, ways: the mesh axes it runs over ("?" where they are none of the mesh's), and over how many devices.
-      elements, nbytes: what a device receives in a step, all runs counted.
+      axes, ways: the mesh axes that it runs over ("?" if they are no axes of the mesh), and the number of devices.
+      elements, nbytes: the amount that a device receives in a step, over all runs.
       times: how often it runs in a step.
       role: one of `roles.SENT`.
-      weights: the paths it may be of; several where the program does not say which.
-      is_async, overlaps: whether it runs beside other work, and beside how many instructions of which kind.
-      is_kept: a weight gathered in the forward pass that the backward pass reads too.
-      read_by: what computes with the result (op_names); of gathered weights and activations.
-      op_name, source: what it was traced from, and the line.
+      weights: the paths of the weights that it may belong to: several if the program does not distinguish them.
+      is_async, overlaps: whether it is asynchronous, and the number of instructions by kind that run beside it.
+      is_kept: whether it gathers a weight in the forward pass that the backward pass reads too.
+      read_by: the op_names of the instructions that read the result. Only for gathered weights and activations.
+      op_name, source: the operation and the source line that it was traced from.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """The rows of a program, in the order in which they run, with the weights and the mesh they were read against."""
+    """The rows of a program in execution order, with its weights and its mesh."""
 
     rows: tuple[Row, ...]
     weights: Mapping[str, WeightDims]
@@ -73,18 +73,18 @@ class Ledger:
 
     @property
     def params(self) -> int:
-        """Returns the elements of all weights as one device uses them: the unit of the totals."""
+        """Returns the number of elements of all weights as one device uses them: the unit of the totals."""
         return sum(weight.size for weight in self.weights.values())
 
     @property
     def ways(self) -> int:
-        """Returns the devices that a batch is sharded over: those of all mesh axes but `model`."""
+        """Returns the number of devices that a batch is sharded over: the size of all mesh axes but `model`."""
         return math.prod(size for axis, size in self.mesh.shape.items() if axis != mesh_lib.MODEL)
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """Returns {role: {"params": in units of the model's parameters, "bytes", "exposed"}} received by a device in a step.
+        """Returns {role: {"params", "bytes", "exposed"}} that a device receives in a step.
 
-        "exposed" counts the bytes of collectives that no other work is scheduled beside.
+        "params" is in units of the model's parameters. "exposed" counts the bytes of collectives with no work scheduled beside them.
         """
         found: dict[str, dict[str, float]] = {role: {"params": 0.0, "bytes": 0, "exposed": 0} for role in roles.SENT}
         for row in self.rows:
@@ -98,8 +98,8 @@ def ledger(hlo_text: str, mesh: Mesh, weights: Mapping[str, Any]) -> Ledger:
     """Reads the collectives of a compiled step.
 
     Args:
-      hlo_text: what `compiled.as_text()` returns.
-      mesh: the mesh it was compiled for, whatever its axes are called.
+      hlo_text: the text of `compiled.as_text()`.
+      mesh: the mesh that the step was compiled for. Its axes may have any names.
       weights: by path, `Partition.placements`, or arrays or ShapeDtypeStructs with shardings (see `weights_of`).
 
     >>> found = ledger(step.lower(state, batch).compile().as_text(), partition.mesh, partition.placements)
@@ -114,25 +114,25 @@ def ledger(hlo_text: str, mesh: Mesh, weights: Mapping[str, Any]) -> Ledger:
 def weights_of(weights: Mapping[str, Any], mesh: Mesh) -> dict[str, WeightDims]:
     """Returns each weight's dims.
 
-    A Placement says all of them. For an array with a sharding the rule is that weights are gathered over the axis `data`, or over every
-    axis where the mesh has none of that name, and that gradients and moments are sharded as the weight is.
+    A Placement has all of them. An array with a sharding is assumed to be gathered over the axis `data`, or over all axes of a mesh
+    without that axis. Its gradient and its moments are assumed to be sharded as the weight is.
     """
     gathered_over = [mesh_lib.DATA] if mesh_lib.DATA in mesh.shape else list(mesh.shape)
     found = {}
-    for path, given in weights.items():
-        if isinstance(given, placement.Placement):
-            shape = given.shape or ()
+    for path, weight in weights.items():
+        if isinstance(weight, placement.Placement):
+            shape = weight.shape or ()
             found[path] = WeightDims(
                 path,
                 shape,
-                used=given.used.shard_shape(shape),
-                stored=given.stored.shard_shape(shape),
-                grad=given.grad.shard_shape(shape),
-                moments=given.update.shard_shape(shape),
-                trainable=given.trainable,
+                used=weight.used.shard_shape(shape),
+                stored=weight.stored.shard_shape(shape),
+                grad=weight.grad.shard_shape(shape),
+                moments=weight.update.shard_shape(shape),
+                trainable=weight.trainable,
             )
             continue
-        shape, sharding = tuple(given.shape), getattr(given, "sharding", None)
+        shape, sharding = tuple(weight.shape), getattr(weight, "sharding", None)
         used = stored = shape
         if isinstance(sharding, NamedSharding):
             stored, spec = sharding.shard_shape(shape), sharding.spec
@@ -144,18 +144,23 @@ def weights_of(weights: Mapping[str, Any], mesh: Mesh) -> dict[str, WeightDims]:
 
 
 def theory(weights: Mapping[str, WeightDims], ways: int, passes: int = 1) -> dict[str, float]:
-    """Returns what a device must receive in a step, by role, in units of the weights' parameters.
+    """Returns the parameters that a device must receive in a step, by role, in units of the weights' parameters.
 
-    A weight of u elements in use, s as stored, and g where its gradient or its moments are kept, moves: u - s to be gathered, twice, if
-    it is stored sharded; 2 u (n - 1) / n to be all-reduced over n devices, or u - g and then 2 g (r - 1) / r over the r = n g / u copies of
-    a shard; and s - g to be gathered again after the update. With all leaves sharded N ways these are the paper's:
-    2 (N - 1) / N parameters, and 3 (N - 1) / N where weights are sharded too (ZeRO, arXiv:1910.02054, section 7). A weight that is not
-    trainable is gathered, for the gradients of activations too, and neither reduced nor updated.
+    Let a weight have u elements on a device as used, s as stored, and g in the smaller shard of its gradient and its moments. It moves:
+
+        forward pass, backward pass    u - s each                            all-gather
+        gradient                       2 u (n - 1) / n                       all-reduce over n devices, if g = u
+                                       u - g, then 2 g (r - 1) / r           reduce-scatter, then all-reduce of r = n g / u replicas
+        after the update               s - g                                 all-gather
+
+    If all leaves are sharded N ways, the sums are the paper's: 2 (N - 1) / N parameters, and 3 (N - 1) / N if weights are sharded too
+    (ZeRO, arXiv:1910.02054, section 7). A weight that is not trainable is gathered, in the backward pass too, but has no gradient and
+    no update.
 
     Args:
       weights: see `weights_of`.
-      ways: the devices that a batch is sharded over.
-      passes: forward and backward passes a step; each gathers, and each reduces gradients that are kept sharded.
+      ways: the number of devices that a batch is sharded over.
+      passes: forward and backward passes in a step. Each pass gathers, and each reduces the gradients that are sharded.
     """
     total = max(1, sum(weight.size for weight in weights.values()))
     found = dict.fromkeys(roles.SENT_OF_WEIGHTS, 0.0)
@@ -181,7 +186,7 @@ def _row(
     is_followed = role in (roles.WEIGHTS_FORWARD, roles.ACTIVATIONS)
     readers = owner.readers(found, part) if is_followed else ()
     if role == roles.WEIGHTS_FORWARD and readers and all(attribution.is_backward(reader.op_name) for reader in readers):
-        role = roles.WEIGHTS_BACKWARD  # named after the forward pass, and gathered for the backward pass alone
+        role = roles.WEIGHTS_BACKWARD  # it has a name of the forward pass, but only the backward pass reads it
     moved = _received(found.kind, larger.elements, found.ways) * found.call.times
     return Row(
         name=found.start.name,
@@ -206,7 +211,7 @@ def _row(
 
 
 def _received(kind: str, elements: int, ways: int) -> float:
-    """Returns the elements that a device receives; see the table above."""
+    """Returns the elements that a device receives, by the table above."""
     if kind == "collective-permute":
         return elements
     return (2.0 if kind == "all-reduce" else 1.0) * elements * (ways - 1) / ways

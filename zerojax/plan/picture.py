@@ -7,8 +7,8 @@ from zerojax.plan import step_plan
 
 
 def draw(plan: step_plan.Plan, path: str | os.PathLike) -> None:
-    """Draws memory by role, and temporaries over the order of the program, as a PNG."""
-    from matplotlib.figure import Figure  # half a second, which no run waits for to start
+    """Draws memory by role, and temporaries in program order, as a PNG."""
+    from matplotlib.figure import Figure  # imported here because it takes half a second
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 2))

@@ -1,4 +1,4 @@
-"""Shows a plan as text. This module writes its tables and the lines below them; it computes nothing of its own."""
+"""Shows a plan as text. This module formats its tables and the lines below them."""
 
 from typing import Any
 
@@ -10,17 +10,17 @@ from zerojax.plan import step_plan
 
 
 def text(plan: step_plan.Plan) -> str:
-    """Returns all of a plan as plain lines."""
+    """Returns the complete plan as plain text."""
     tables = [memory_table(plan), leaves_table(plan), temporaries_table(plan), ledger_table(plan)]
     shown = [display.as_text(table) for table in tables if table.row_count]
     return "\n\n".join([*shown, "\n".join(_lines(plan))])
 
 
 def verdict(plan: step_plan.Plan) -> str:
-    """Says in one line what the peak is and whether it fits."""
+    """Returns one line with the peak and whether it fits."""
     peak = f"peak {display.human(plan.peak)} on each device"
     if plan.usable is None or plan.target.memory is None:
-        return f"{peak}; the memory of {plan.target.name} is not known"
+        return f"{peak}; the memory of {plan.target.name} is unknown"
     word = "fits" if plan.fits else "does NOT fit"
     room = f"the {display.human(plan.usable)} that XLA may use"
     if not plan.target.is_pool:
@@ -29,8 +29,8 @@ def verdict(plan: step_plan.Plan) -> str:
 
 
 def memory_table(plan: step_plan.Plan) -> Table:
-    """Returns bytes by role: ZeRO's theory, the shardings' arithmetic, XLA's assignment."""
-    stage = "own step" if plan.stage is None else f"stage {plan.stage}"
+    """Returns a table of bytes by role: by ZeRO's theory, by the shardings, and by XLA's buffer assignment."""
+    stage = "custom step" if plan.stage is None else f"stage {plan.stage}"
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh_shape.items())
     table = Table(title=f"Memory on each device: {stage}, {plan.devices} x {plan.target.name}, {mesh}")
     for column in ("role", "ZeRO theory", "shardings", "XLA assigned"):
@@ -40,12 +40,12 @@ def memory_table(plan: step_plan.Plan) -> Table:
     table.add_section()
     table.add_row("peak", "", "", display.human(plan.peak))
     if plan.buffers.source != buffers.ASSIGNMENT:
-        table.caption = "this backend tells totals only: temporaries are not told apart"
+        table.caption = "this backend reports totals only: temporaries have no roles"
     return table
 
 
 def leaves_table(plan: step_plan.Plan) -> Table:
-    """Returns the largest leaves of the state."""
+    """Returns a table of the largest leaves of the state."""
     table = Table(title=f"The {step_plan.LARGEST} largest leaves")
     for column in ("leaf", "role", "bytes", "donated"):
         table.add_column(column, justify="right" if column == "bytes" else "left")
@@ -55,7 +55,7 @@ def leaves_table(plan: step_plan.Plan) -> Table:
 
 
 def temporaries_table(plan: step_plan.Plan) -> Table:
-    """Returns the largest temporaries at the peak, with where they come from."""
+    """Returns a table of the largest temporaries at the peak, with their source lines."""
     table = Table(title=f"The {step_plan.LARGEST} largest temporaries at the peak")
     for column in ("value", "role", "bytes", "from"):
         table.add_column(column, justify="right" if column == "bytes" else "left", overflow="fold")
@@ -67,18 +67,18 @@ def temporaries_table(plan: step_plan.Plan) -> Table:
 
 
 def ledger_table(plan: step_plan.Plan) -> Table:
-    """Returns what a device receives in a step, by role, kind and dtype."""
-    table = Table(title="Collectives in a step, received by each device")
-    for column in ("role", "kind", "dtype", "axes", "runs", "bytes", "params", "beside other work"):
+    """Returns a table of the bytes that a device receives in a step, by role, kind and dtype."""
+    table = Table(title="Collectives in a step: bytes received by each device")
+    for column in ("role", "kind", "dtype", "axes", "runs", "bytes", "params", "overlapped"):
         table.add_column(column, justify="left" if column in ("role", "kind", "dtype", "axes") else "right")
     groups: dict[tuple[str, str, str, str], list[Any]] = {}
     for row in plan.ledger.rows:
         groups.setdefault((row.role, row.kind, row.dtype, ",".join(row.axes)), []).append(row)
     for key, rows in groups.items():
         nbytes = sum(row.nbytes for row in rows)
-        hidden = sum(row.nbytes for row in rows if row.is_async and row.overlaps)
+        overlapped = sum(row.nbytes for row in rows if row.is_async and row.overlaps)
         params = sum(row.elements for row in rows) / max(1, plan.ledger.params)
-        share = f"{hidden / nbytes:.0%}" if nbytes else "-"
+        share = f"{overlapped / nbytes:.0%}" if nbytes else "-"
         table.add_row(*key, str(sum(r.times for r in rows)), display.human(nbytes), f"{params:.3f}", share)
     table.add_section()
     total = plan.ledger.totals()
@@ -93,12 +93,14 @@ def _lines(plan: step_plan.Plan) -> list[str]:
     lines = [verdict(plan)]
     if plan.bound is not None:
         terms = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in plan.bound.seconds.items())
-        line = f"a step takes at least {plan.bound.step_seconds * 1e3:.1f} ms ({plan.bound.binds} binds: {terms})"
+        line = f"a step takes at least {plan.bound.step_seconds * 1e3:.1f} ms, bound by {plan.bound.binds} ({terms})"
         if plan.tokens:
-            line += f"; at most {plan.bound.most_tokens_per_second(plan.tokens) / plan.devices:,.0f} tokens/s/device"
+            line += (
+                f": no more than {plan.bound.most_tokens_per_second(plan.tokens) / plan.devices:,.0f} tokens/s/device"
+            )
         lines.append(line)
     lines += [
-        f"departs from theory: {d.role}: {d.found:.3f} against {d.expected:.3f} parameters: {d.why}"
+        f"departure from theory: {d.role}: {d.found:.3f} parameters instead of {d.expected:.3f}: {d.why}"
         for d in plan.departures
     ]
     lines += [f"FINDING {f.rule}: {f.where}: {f.amount}. {f.remedy}" for f in plan.findings]

@@ -1,7 +1,7 @@
-"""Looks for the fastest plan that fits, by compilation alone. This module walks a grid of settings and says why each lost.
+"""Searches for the fastest plan that fits, by compilation alone. This module walks a grid of settings and reports why each one lost.
 
-Settings are tried from the fastest expected to the slowest. A setting is not compiled where its state alone exceeds the device, or where
-the same settings with a smaller micro-batch did not fit.
+It tries the settings that should be fastest first. It does not compile a setting whose state and gradients exceed the device's memory,
+or whose smaller micro-batch did not fit.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ from zerojax.zero import stages
 
 DEFAULT_GRID: Mapping[str, Sequence[Any]] = {
     "stage": tuple(stages.STAGES),
-    "remat": ("none", "dots", "full"),  # from the one that keeps most
+    "remat": ("none", "dots", "full"),  # in order of the residuals kept, most first
     "micro_batch_size": (1, 2, 4, 8),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One choice of settings; all candidates have the same global batch, by accumulation."""
+    """One choice of settings. All candidates have the same global batch, by gradient accumulation."""
 
     stage: int
     remat: str
@@ -36,7 +36,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a candidate: its peak and rate where it was compiled, and why it lost ("" for the best)."""
+    """The result of a candidate: its peak and its rate if it was compiled, and why it lost ("" for the best)."""
 
     candidate: Candidate
     peak: int | None
@@ -45,7 +45,7 @@ class Outcome:
     is_compiled: bool = False
 
 
-# Of a candidate: the bytes of state and gradients on each device, and a function that compiles its step and plans it.
+# Maps a candidate to the bytes of its state and gradients on each device, and to a function that compiles and plans its step.
 Build = Callable[[Candidate], tuple[int, Callable[[], step_plan.Plan]]]
 
 
@@ -60,41 +60,38 @@ def search(
 ) -> list[Outcome]:
     """Returns every candidate's outcome, the fastest that fits first.
 
-    The rate is the bound's: operations with recomputation, bytes and links at the target's rates. It ranks plans of one model on one
-    target; it is no forecast of a measured rate. Where the target's rates are not known, plans stay in the order of what they
-    recompute and send.
+    The rate is the upper bound of `plan.bound`, recomputation included. It ranks plans of one model on one target. It does not predict a
+    measured rate. If the target's rates are unknown, plans stay in the order of their expected cost.
 
     Args:
       target: see `targets.get`.
-      candidates: what to try (see `candidates_of`).
+      candidates: the candidates to try (see `candidates_of`).
       build: builds a candidate's step, without compiling it.
-      most_compiles: candidates compiled at most.
+      most_compiles: the maximum number of candidates to compile.
       memory: bytes that XLA may use on a device; None for the target's.
-      say: called with a line of progress for each.
+      say: called with a line of progress for each candidate that is built.
 
     Raises:
-      UserError: the target's memory is not known, or there are no candidates.
+      UserError: the target's memory is unknown, or there are no candidates.
     """
     if memory is None:
         memory = targets.get(target).usable
         if memory is None:
             raise UserError(
-                f"target {target}: its memory is not known, so nothing can be said to fit; name another target"
+                f"target {target}: its memory is unknown, so --search cannot tell what fits; choose another target"
             )
     if not candidates:
-        raise UserError(
-            "search: no choice of micro-batch and replica in the grid keeps the global batch; widen the grid"
-        )
+        raise UserError("search: no micro-batch and replica of the grid keeps the global batch; extend the grid")
     outcomes: list[Outcome] = []
     for candidate in sorted(candidates, key=_expected_cost):
         compiled = sum(outcome.is_compiled for outcome in outcomes)
-        reason = _known_to_lose(candidate, outcomes, memory)
+        reason = _why_skipped(candidate, outcomes, memory)
         if not reason and compiled >= most_compiles:
-            reason = f"not compiled: the limit of {most_compiles} was reached"
+            reason = f"not compiled: the limit of {most_compiles} compiles was reached"
         if reason:
             outcomes.append(Outcome(candidate, None, None, reason))
             continue
-        outcomes.append(_tried(candidate, build, memory))
+        outcomes.append(_try(candidate, build, memory))
         say(f"{words(candidate)}: {outcomes[-1].reason or 'fits'}")
     return _ranked(outcomes)
 
@@ -103,9 +100,9 @@ def candidates_of(grid: Mapping[str, Sequence[Any]], *, ways: int, global_batch_
     """Returns the grid's choices that keep the global batch.
 
     Args:
-      grid: choices by setting, those of DEFAULT_GRID and "replica".
-      ways: the devices that the batch is sharded over.
-      global_batch_size: examples of one step, over all devices and passes.
+      grid: choices by setting: those of DEFAULT_GRID, and "replica".
+      ways: the number of devices that the batch is sharded over.
+      global_batch_size: examples in one step, over all devices and passes.
     """
     found = []
     for stage, remat, micro, replica in itertools.product(
@@ -117,13 +114,13 @@ def candidates_of(grid: Mapping[str, Sequence[Any]], *, ways: int, global_batch_
 
 
 def default_grid(devices: Sequence[Any]) -> dict[str, Sequence[Any]]:
-    """Returns DEFAULT_GRID and two choices of replica x data: state sharded over all devices, and over those of each host."""
+    """Returns DEFAULT_GRID with two choices of "replica": state sharded over all devices, or over those of each host."""
     hosts = len({device.process_index for device in devices})
     return {**DEFAULT_GRID, "replica": sorted({1, hosts})}
 
 
-def _tried(candidate: Candidate, build: Build, memory: float) -> Outcome:
-    """Compiles a candidate, unless what it must hold is too much already."""
+def _try(candidate: Candidate, build: Build, memory: float) -> Outcome:
+    """Compiles a candidate, unless its state and gradients alone exceed the memory."""
     held, make_plan = build(candidate)
     if held > memory:
         return Outcome(candidate, held, None, f"state and gradients alone take {display.human(held)}")
@@ -143,7 +140,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     """Returns the outcomes as a table."""
     shown = Table(
         title="Plans, the fastest that fits first",
-        caption="model.recompute is left away unless remat is dots, and model.offload where it is none",
+        caption="model.recompute applies only if remat is dots; model.offload does not apply if remat is none",
     )
     for column in ("stage", "remat", "micro-batch", "accum", "replica", "peak", "most tokens/s", "why not"):
         shown.add_column(column, justify="left" if column in ("remat", "why not") else "right")
@@ -157,14 +154,14 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def _expected_cost(candidate: Candidate) -> tuple[float, int, int, int]:
-    """Orders candidates: fewest recomputed operations, fewest bytes sent, fewest passes, and most that stays inside a host."""
+    """Returns a sort key: fewest recomputed operations first, then fewest bytes sent, fewest passes, and most replicas."""
     recomputed = {"none": 0.0, "dots": 0.02, "full": 0.33}[candidate.remat]
     sent = 3 if stages.STAGES[candidate.stage].params else 2
     return (recomputed, sent * candidate.grad_accum, candidate.grad_accum, -candidate.replica)
 
 
-def _known_to_lose(candidate: Candidate, outcomes: Sequence[Outcome], memory: float) -> str:
-    """Says why a candidate need not be compiled, or "": a smaller micro-batch of the same did not fit."""
+def _why_skipped(candidate: Candidate, outcomes: Sequence[Outcome], memory: float) -> str:
+    """Returns why a candidate need not be compiled: the same settings with a smaller micro-batch did not fit. Otherwise returns ""."""
     for outcome in outcomes:
         tried = outcome.candidate
         same = (tried.stage, tried.remat, tried.replica) == (candidate.stage, candidate.remat, candidate.replica)
@@ -175,7 +172,7 @@ def _known_to_lose(candidate: Candidate, outcomes: Sequence[Outcome], memory: fl
 
 
 def _ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    def by_rate(outcome: Outcome) -> tuple[float, int]:  # and of plans as fast as each other, by what they need
+    def by_rate(outcome: Outcome) -> tuple[float, int]:  # plans of equal rate are sorted by their peak
         rate = outcome.tokens_per_second
         return (-rate, outcome.peak or 0) if rate else (0.0, 0)
 
@@ -190,6 +187,6 @@ def _ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def words(candidate: Candidate) -> str:
-    """Names a candidate's settings."""
+    """Returns a candidate's settings as text."""
     c = candidate
     return f"stage {c.stage}, remat {c.remat}, micro-batch {c.micro_batch_size} x {c.grad_accum}, replica {c.replica}"

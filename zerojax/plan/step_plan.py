@@ -1,6 +1,6 @@
-"""Compiles a train step ahead of time and says what it will need and send. This module allocates nothing and needs no accelerator.
+"""Plans a train step by compiling it ahead of time. This module allocates nothing and needs no accelerator.
 
-A plan joins four readings of one compiled program: its buffers, its collectives, what is wrong with it, and the least time it can take.
+A plan joins four analyses of one compiled program: its buffers, its collectives, its defects, and the least time that it can take.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ LARGEST = 10  # leaves and temporaries that are listed
 
 @dataclasses.dataclass(frozen=True)
 class MemoryRow:
-    """Bytes of one role on one device, three ways; None where a way says nothing.
+    """Bytes of one role on one device, computed in three ways; None if a way does not cover the role.
 
     Attributes:
-      theory: the role's bytes, divided by the size of `data` where the stage shards it (ZeRO, arXiv:1910.02054, figure 1).
-      arithmetic: what the shardings give: replicated leaves, padding and copies counted.
-      assigned: what XLA's buffer assignment holds; of gradients and temporaries, what lives at the peak.
+      theory: the role's bytes, divided by the size of `data` if the stage shards the role (ZeRO, arXiv:1910.02054, figure 1).
+      arithmetic: from the shardings, including replicated leaves, padding and copies.
+      assigned: from XLA's buffer assignment. For gradients and temporaries, those alive at the peak.
     """
 
     role: str
@@ -42,18 +42,18 @@ class MemoryRow:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a train step will need on each device, and send.
+    """The memory, the collectives and the least time of a train step on each device.
 
     Attributes:
       target: the kind of device.
-      devices, mesh_shape: how many, and how they are laid out.
-      stage: the ZeRO stage; None for a step of one's own.
-      tokens: tokens (or examples) of one step, over all devices; 0 where not said.
+      devices, mesh_shape: the number of devices, and the size of each mesh axis.
+      stage: the ZeRO stage; None for a step without a Partition.
+      tokens: tokens (or examples) in one step, over all devices; 0 if unknown.
       memory: rows by role.
-      buffers, ledger, findings, departures, bound: the readings.
-      theory: what the stage should send, by role, in units of the parameters.
-      compile_seconds: what the plan took.
-      compiled: the step itself; it runs where the devices are real.
+      buffers, ledger, findings, departures, bound: the analyses.
+      theory: the amount that the stage should send, by role, in units of the parameters.
+      compile_seconds: the time to trace, lower and compile.
+      compiled: the compiled step. It runs if the devices are real.
     """
 
     target: targets.Target
@@ -73,12 +73,12 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Returns the most bytes in use on a device."""
+        """Returns the peak of bytes in use on a device."""
         return self.buffers.peak
 
     @property
     def usable(self) -> int | None:
-        """Returns the bytes that XLA may use on a device, or None where its memory is not known."""
+        """Returns the bytes that XLA may use on a device, or None if its memory is unknown."""
         return self.target.usable
 
     @property
@@ -93,7 +93,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Says whether the step fits; None where the device's memory is not known."""
+        """Returns whether the step fits, or None if the device's memory is unknown."""
         return None if self.usable is None else self.peak <= self.usable
 
 
@@ -115,17 +115,17 @@ def plan_step(
 
     Args:
       train_step: a `jax.jit` function of (state, *args).
-      state: the train state, abstract: ShapeDtypeStructs with shardings on `mesh`; its weights lie under `params`.
+      state: the abstract train state: ShapeDtypeStructs with shardings on `mesh`. Its weights are under `params`.
       *args: the other arguments, abstract.
-      mesh: the mesh the step is lowered for, of compile-only devices (`targets.devices`) or real ones.
-      target: whose memory and rates to compare with.
-      placement: the state's partition; without it the stage is not known, and theory counts the shardings as given.
-      tokens: tokens of one step, for the time bound.
+      mesh: the mesh that the step is lowered for, of compile-only devices (`targets.devices`) or real ones.
+      target: the device whose memory and rates to compare with.
+      placement: the state's partition. Without it, the stage is unknown and theory follows the state's shardings.
+      tokens: tokens in one step, for the time bound.
       compute_dtype: dtype of the forward pass; None for that of most matmuls.
-      passes: forward and backward passes a step.
-      by_hand: whether gradients are summed by explicit collectives, in float32 (`make_train_step`'s reduce_dtype).
+      passes: forward and backward passes in a step.
+      by_hand: whether explicit collectives sum the gradients, in float32 (`make_train_step`'s reduce_dtype).
       from_cache: see `buffers.compile_with_buffers`.
-      compiler_options: XLA's, beside those of the step itself.
+      compiler_options: XLA options, in addition to the step's own.
 
     >>> plan = plan_step(train_step, partition.abstract_state, batch, mesh=mesh, target="h200", placement=partition)
     """
@@ -183,7 +183,7 @@ def _received(sent: ledger.Ledger) -> dict[tuple[str, ...], float]:
 def _memory(
     held: buffers_lib.Buffers, placement: placement_lib.Partition | None, passes: int, by_hand: bool
 ) -> tuple[MemoryRow, ...]:
-    """Returns the memory by role, three ways."""
+    """Returns the memory by role, computed in three ways."""
     assigned = {**held.arguments_by_role, roles.HOST: held.host}
     temporaries = held.temporaries_by_role if held.at_peak else {}
     for role in (roles.GRADIENTS, roles.GATHERED, roles.COLLECTIVE_BUFFERS):
@@ -206,26 +206,26 @@ def _memory(
 
 
 def _theory(placement: placement_lib.Partition, passes: int, by_hand: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns bytes by role as the stage's table has them, and as the shardings do."""
-    splits, ways = stages.STAGES[placement.stage], placement.mesh.shape[stages.DATA]
+    """Returns the bytes by role according to the stage's table, and according to the shardings."""
+    stage, ways = stages.STAGES[placement.stage], placement.mesh.shape[stages.DATA]
     is_sharded = {
-        roles.PARAMS: splits.params,
-        roles.MASTER: splits.opt_state,
-        roles.MOMENTS: splits.opt_state,
-        roles.GRADIENTS: splits.grads,
+        roles.PARAMS: stage.params,
+        roles.MASTER: stage.opt_state,
+        roles.MOMENTS: stage.opt_state,
+        roles.GRADIENTS: stage.grads,
     }
     theory, arithmetic = dict.fromkeys(is_sharded, 0.0), dict.fromkeys(is_sharded, 0)
     for path, leaf in tree.flatten(placement.abstract_state):
         role = buffer_roles.argument_role(f"state/{path}")
         if role not in is_sharded:
             continue
-        # A device's part if the leaf were replicated over `data`: other axes, such as `model`, still shard it.
-        part = NamedSharding(placement.mesh, specs.without(leaf.sharding.spec, stages.DATA)).shard_shape(leaf.shape)
-        theory[role] += tree.nbytes(leaf, part) / (ways if is_sharded[role] else 1)
+        # The shard of the leaf if it were replicated over `data`. Other axes, such as `model`, still shard it.
+        shape = NamedSharding(placement.mesh, specs.without(leaf.sharding.spec, stages.DATA)).shard_shape(leaf.shape)
+        theory[role] += tree.nbytes(leaf, shape) / (ways if is_sharded[role] else 1)
         arithmetic[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
         if role == roles.PARAMS and placement.placements[path].trainable:
             item = 4 / leaf.dtype.itemsize if passes > 1 or by_hand else 1
-            theory[roles.GRADIENTS] += item * tree.nbytes(leaf, part) / (ways if splits.grads else 1)
+            theory[roles.GRADIENTS] += item * tree.nbytes(leaf, shape) / (ways if stage.grads else 1)
     counted = memory.bytes_per_device(placement, accumulates=passes > 1, by_hand=by_hand)
     arithmetic[roles.GRADIENTS] = counted[roles.GRADIENTS]
     return {role: round(count) for role, count in theory.items()}, arithmetic

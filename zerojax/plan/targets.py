@@ -1,7 +1,7 @@
-"""Names the devices that programs can be compiled for without having them. This module knows their figures and the compiler's form of each.
+"""Names the devices that programs can be compiled for without having them. This module holds their figures and makes compile-only devices.
 
-A compile-only device has no memory and runs nothing, but programs lowered for a mesh of them go through all of XLA's pipeline, so their
-collectives, buffers and peak memory are those of the real machine. GPUs need the extra `plan-gpu`, TPUs `plan-tpu`.
+A compile-only device has no memory and runs nothing. Programs lowered for a mesh of such devices go through all of XLA's pipeline, so
+their collectives, buffers and peak memory are those of the real machine. GPUs need the extra `plan-gpu`, TPUs need `plan-tpu`.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ XLA = "published: XLA's description of the device, not measured"
 GOOGLE = "published: Cloud TPU documentation, not measured"
 
 
-# What XLA may use of a device's memory: the driver, NCCL, cuBLAS and cuDNN keep some for themselves.
+# The share of a device's memory that XLA may use: the driver, NCCL, cuBLAS and cuDNN need the rest.
 USABLE = 0.92
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A number and where it is from."""
+    """A number and its source."""
 
     value: float
     source: str
@@ -41,19 +41,19 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One kind of device. Rates are of one device, links one way; None is unknown.
+    """One kind of device. Rates are of one device, and those of links are for one direction. None means unknown.
 
     Attributes:
-      name: as on a command line.
+      name: the value of --target.
       kind: "gpu", "tpu" or "cpu".
-      device_kind: as JAX names the device.
+      device_kind: JAX's name of the device.
       memory: bytes of device memory.
-      memory_bandwidth: bytes/s to and from it.
-      matrix_rates: dense FLOP/s by dtype ("bf16", "fp8", "fp32"; on GPUs fp32 products run as TF32).
+      memory_bandwidth: bytes/s to and from device memory.
+      matrix_rates: dense FLOP/s by dtype ("bf16", "fp8", "fp32"; on GPUs fp32 matmuls run as TF32).
       link: bytes/s to devices of the same host (NVLink) or slice (ICI).
-      network: bytes/s to other hosts; None where the link reaches them (ICI) or there are none.
-      host_link: bytes/s to the host's memory.
-      is_pool: `memory` is what JAX may allocate, not what the device has.
+      network: bytes/s to other hosts; None if the link reaches them (ICI) or there are none.
+      host_link: bytes/s to host memory.
+      is_pool: whether `memory` is the amount that JAX may allocate, not all of the device's memory.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Target:
 
     @property
     def usable(self) -> int | None:
-        """Returns the bytes of memory that XLA may use, or None where the memory is not known."""
+        """Returns the bytes of memory that XLA may use, or None if the memory is unknown."""
         if self.memory is None:
             return None
         return int(self.memory.value if self.is_pool else self.memory.value * USABLE)
@@ -162,7 +162,7 @@ HERE = "here"  # the devices of this machine
 
 _TPU_DIMS = {"v5e": 2, "v5p": 3, "v6e": 2}
 
-# What libtpu asks of a machine that has no TPU, and that several processes may load it at a time.
+# libtpu needs these on a machine without a TPU. The last lets several processes load it at the same time.
 _LIBTPU_ENVIRON = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -173,28 +173,28 @@ _LIBTPU_ENVIRON = {
 
 
 def get(name: str) -> Target:
-    """Returns a target by name; "here" is the kind of device this machine has, its memory as the device itself says.
+    """Returns a target by name. "here" is this machine's kind of device, with the memory that the device reports.
 
     Raises:
-      UserError: no such target.
+      UserError: the target is unknown.
     """
     if name == HERE:
-        return _kind_of(jax.local_devices()[0])  # the memory of another process's device is not known here
+        return _kind_of(jax.local_devices()[0])  # a process cannot query the memory of non-addressable devices
     if name not in TARGETS:
         raise UserError(f"target: must be one of {', '.join([*TARGETS, HERE])}, and is {name!r}")
     return TARGETS[name]
 
 
 def devices(target: str, topology: str = "") -> list[Any]:
-    """Returns devices to lay a mesh over: compile-only ones, or real ones for the targets "cpu" and "here".
+    """Returns the devices for a mesh: real ones for the targets "cpu" and "here", compile-only ones for the others.
 
     Args:
       target: a name in TARGETS, or "here".
-      topology: GPUs and CPUs: hosts x devices ("1x8", "64x8"; "8" is one host). TPUs: the slice's chips ("4x4x8", "8x8").
-        May be empty for "here" and "cpu": all there are.
+      topology: for GPUs and CPUs, hosts x devices ("1x8", "64x8"; "8" is one host). For TPUs, the slice's chips ("4x4x8", "8x8").
+        "" means all devices, for "here" and "cpu" only.
 
     Raises:
-      UserError: an unknown target, a topology of the wrong form, or an extra that is not installed.
+      UserError: the target is unknown, the topology is malformed, or the target's extra is not installed.
 
     >>> mesh = zerojax.make_mesh(devices=devices("h200", "1x8"))
     """
@@ -226,43 +226,45 @@ def _tpus(target: Target, topology: str) -> list[Any]:
     return _compile_only(target, topology, platform="tpu", topology_name=f"{target.name}:{topology}")
 
 
-def _compile_only(target: Target, wanted: str, **description: Any) -> list[Any]:
-    with contextlib.suppress(RuntimeError):  # JAX has started, and knows what it has
+def _compile_only(target: Target, requested: str, **description: Any) -> list[Any]:
+    with contextlib.suppress(RuntimeError):  # JAX's backends have started
         devices_lib.pass_over_absent()
     try:
         return list(topologies.get_topology_desc(**description).devices)
     except Exception as error:  # the plugins raise JaxRuntimeError, ValueError, RuntimeError and NotImplementedError
         raise UserError(
-            f"target {target.name}: the compiler of jax {jax.__version__} refuses topology {wanted!r}: {errors.first_line(error)}"
+            f"target {target.name}: the compiler of jax {jax.__version__} rejects topology {requested!r}: {errors.first_line(error)}"
         ) from error
 
 
 def _real_devices(target: str, topology: str) -> list[Any]:
-    """Returns devices that are here; CPU devices are emulated where JAX has not started."""
+    """Returns this machine's devices. If JAX's backends have not started, emulates CPU devices."""
     hosts, per_host = _hosts(target, topology) if topology else (0, 0)
     count = hosts * per_host
     if target == "cpu":
-        with contextlib.suppress(UserError):  # JAX has started: with enough devices, all is well
+        with contextlib.suppress(UserError):  # JAX's backends have started, perhaps with enough devices
             devices_lib.emulate_cpu_devices(count or 1)
-    found = jax.devices("cpu") if target == "cpu" else jax.devices()
-    if count > len(found):
+    devices = jax.devices("cpu") if target == "cpu" else jax.devices()
+    if count > len(devices):
         way_out = f"set JAX_NUM_CPU_DEVICES={count} before JAX starts" if target == "cpu" else "choose fewer"
-        raise UserError(f"topology: {topology} asks for {count} devices, and {target} has {len(found)}; {way_out}")
-    return list(found[: count or len(found)])
+        raise UserError(f"topology: {topology} needs {count} devices, and {target} has {len(devices)}; {way_out}")
+    return list(devices[: count or len(devices)])
 
 
 def _hosts(target: str, topology: str) -> tuple[int, int]:
     if not re.fullmatch(r"([1-9]\d*x)?[1-9]\d*", topology):
-        raise UserError(f"topology: {target} takes hosts x devices, such as 1x8 or 64x8; got {topology!r}")
+        raise UserError(f"topology: {target} needs hosts x devices, such as 1x8 or 64x8; got {topology!r}")
     hosts, _, per_host = topology.rpartition("x")
     return int(hosts or 1), int(per_host)
 
 
 def _kind_of(device: Any) -> Target:
-    """Returns the target that a device is, or one without figures, with the memory that the device says it has."""
+    """Returns the device's target, or one without figures if the device is not in TARGETS, with the memory that the device reports."""
     known = next((t for t in TARGETS.values() if t.device_kind == device.device_kind), None)
     target = known or Target(HERE, device.platform, device.device_kind)
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None:
         return target
-    return dataclasses.replace(target, memory=Figure(limit, MEASURED + ": what JAX may allocate here"), is_pool=True)
+    return dataclasses.replace(
+        target, memory=Figure(limit, MEASURED + ": the amount that JAX may allocate here"), is_pool=True
+    )

@@ -1,6 +1,6 @@
-"""Where a step's time went, read from a trace.
+"""The time of a step by phase, from a trace.
 
-Here live the profiler, the reader of traces and the division of time into phases.
-No training.
-A phase is a word of `phases.PHASES` and a line of its tables.
+This room holds the profiler, the reader of traces and the division of time into phases.
+It does no training.
+To add a phase, add it to `phases.PHASES` and to the tables there.
 """

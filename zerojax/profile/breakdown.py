@@ -1,7 +1,7 @@
-"""Says where the time of a step went on its devices. This module joins a trace with the compiled step.
+"""Divides the device time of a step by phase and by kernel. This module joins a trace with the compiled step.
 
-A kernel's instruction says what it computes, in which scope it was traced, and whose data it sends. NCCL's kernels wait for their peers:
-their time includes the time by which the others are late.
+The instruction of a kernel determines its work, its scope and, for a collective, its role. NCCL's kernels wait for their peers, so their
+time includes the delay of the other devices.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ from zerojax.plan import ledger
 from zerojax.profile import phases, traces
 
 LARGEST = 25  # kernels that are listed
-_CONTAINERS = ("while", "conditional", "call")  # what runs in them is in the trace too
+_CONTAINERS = ("while", "conditional", "call")  # the trace has the kernels inside them too
 _NANOSECONDS = 1e9
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelTime:
-    """The kernels of one name in one phase: seconds and runs of a step on a device, and the longest one's origin."""
+    """The kernels of one name in one phase: seconds and runs in a step on a device, and the instruction of the longest run."""
 
     name: str
     phase: str
@@ -34,16 +34,16 @@ class KernelTime:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Where the time of a step went, in seconds of one device: the mean over steps and devices.
+    """The time of a step on one device in seconds: the mean over steps and devices.
 
     Attributes:
       first, last: the steps that were profiled.
-      devices: how many the trace holds: those of one process.
-      step_seconds: from the first kernel to the end of the last one, over the steps.
+      devices: the number of devices in the trace: those of one process.
+      step_seconds: the time from the start of the first kernel to the end of the last one, divided by the number of steps.
       shares: by phase, and for `phases.IDLE`; see `phases.divide`.
-      collectives: of that phase, by what is sent (`roles.SENT`).
-      kernels: those that took longest.
-      named: the share of the kernels' time for which an instruction of the step is known.
+      collectives: the shares of the collectives, by role (`roles.SENT`).
+      kernels: the kernels that took longest.
+      named: the share of kernel time for which the instruction of the step is known.
     """
 
     first: int
@@ -58,7 +58,7 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class _KernelRun:
-    """One run of a kernel, and what is known of it."""
+    """One run of a kernel with its instruction, phase and role."""
 
     kernel: traces.Kernel
     instruction: syntax.Instruction | None
@@ -75,11 +75,12 @@ class _KernelRun:
 
 
 def profile(kernels: Iterable[traces.Kernel], sent: ledger.Ledger, first: int, last: int) -> Profile:
-    """Returns where the time of the steps `first` to `last` went.
+    """Returns the time of the steps `first` to `last` by phase, role and kernel.
 
     Args:
-      kernels: all that ran in these steps, on any number of devices.
-      sent: the compiled step's collectives, with the step itself.
+      kernels: all kernels that ran in these steps, on any number of devices.
+      sent: the ledger of the compiled step.
+      first, last: the profiled steps.
     """
     by_device: dict[str, list[_KernelRun]] = {}
     by_name: dict[tuple[str, str], list[_KernelRun]] = {}
@@ -104,15 +105,15 @@ def profile(kernels: Iterable[traces.Kernel], sent: ledger.Ledger, first: int, l
 
 
 def _runs(kernels: Iterable[traces.Kernel], sent: ledger.Ledger) -> Iterator[_KernelRun]:
-    """Yields the kernels with what is known of them; loops and calls, whose kernels are in the trace too, are left out."""
+    """Yields the runs of kernels. Omits loops and calls, because the trace has the kernels inside them too."""
     known = _instructions(sent.flow)
     header = re.match(r"HloModule ([\w.\-]+)", sent.flow.module.header)
     role_of = {row.name: row.role for row in sorted(sent.rows, key=lambda row: row.nbytes)}
 
-    @functools.cache  # a step's kernels run again in every step and on every device
+    @functools.cache  # the same kernels run in every step and on every device
     def read(name: str, traced: str, module: str) -> tuple[syntax.Instruction | None, str, str]:
         instruction = known.get(traced)
-        # For kernels in a CUDA graph a trace names at most the graph or the loop; XLA names its own kernels after their instructions.
+        # For a kernel in a CUDA graph, the trace names only the graph or the loop. XLA names its own kernels after their instructions.
         if instruction is None or (instruction.opcode in _CONTAINERS and name != instruction.name):
             instruction = known.get(name)
         if instruction is None or module not in ("", header[1] if header else ""):
@@ -134,7 +135,7 @@ def _by_phase(runs: Sequence[_KernelRun]) -> dict[str, phases.Share]:
 
 
 def _by_role(runs: Sequence[_KernelRun]) -> dict[str, phases.Share]:
-    """Returns the shares of a device's collectives, each role's beside what computes."""
+    """Returns the shares of a device's collectives by role. Time beside computing kernels is hidden."""
     computing = phases.union(run.interval for run in runs if run.phase in phases.COMPUTE)
     sending = [run for run in runs if run.phase == phases.COLLECTIVES]
     of_role = {role: [run.interval for run in sending if run.role == role] for role in roles.SENT}
@@ -142,7 +143,7 @@ def _by_role(runs: Sequence[_KernelRun]) -> dict[str, phases.Share]:
 
 
 def _instructions(flow: hlo_flow.Flow) -> dict[str, syntax.Instruction]:
-    """Returns the instructions that run, by name and by the name that XLA gives their kernels."""
+    """Returns the instructions that run, by their names and by their kernels' names."""
     found: dict[str, syntax.Instruction] = {}
     for call in flow.calls.values():
         for instruction in call.computation.instructions:
@@ -152,13 +153,13 @@ def _instructions(flow: hlo_flow.Flow) -> dict[str, syntax.Instruction]:
 
 
 def _role(flow: hlo_flow.Flow, instruction: syntax.Instruction, role_of: Mapping[str, str]) -> str:
-    """Returns what a collective sends; the instruction may be its wrapper's, which runs it asynchronously."""
+    """Returns the role of a collective. The instruction may be its asynchronous wrapper."""
     inner = [i.name for name in hlo_flow.runs(instruction) for i in flow.module.computation(name).instructions]
     return next((role_of[name] for name in (instruction.name, *inner) if name in role_of), roles.OTHER)
 
 
 def _mean(parts: Sequence[Mapping[str, phases.Share]], count: int) -> dict[str, phases.Share]:
-    """Returns the mean of shares of several devices, in seconds; `count` is that of devices times that of steps."""
+    """Returns the mean of the shares of several devices, in seconds. `count` is the number of devices times the number of steps."""
     found = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         shares = [part[name] for part in parts if name in part]
@@ -169,7 +170,7 @@ def _mean(parts: Sequence[Mapping[str, phases.Share]], count: int) -> dict[str, 
 
 
 def _kernel_time(runs: Sequence[_KernelRun], count: int) -> KernelTime:
-    """Sums up the runs of the kernels of one name."""
+    """Adds up the runs of the kernels of one name."""
     longest = max(runs, key=lambda run: run.length)
     return KernelTime(
         name=longest.kernel.name,

@@ -1,8 +1,8 @@
 """Divides a device's time among the phases of a step. This module does arithmetic on intervals, and knows no trace and no program.
 
-Kernels of several streams run at the same time. A moment belongs to the first phase in PHASES that has a kernel running then, so that the
-times add up to the step's. The time that a phase runs beside an earlier one is hidden. Collectives come after all that computes: they
-cost a step only the time in which no other kernel runs.
+Kernels of several streams run at the same time. Each moment belongs to the first phase in PHASES that has a kernel running then, so the
+times add up to the step's. Time in which a phase runs beside an earlier one is hidden. Collectives come after all computing phases: they
+own only the time in which nothing is computed.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ COLLECTIVES, COPIES, IDLE = "collectives", "copies", "idle"
 COMPUTE = (ATTENTION, MATMULS, LOSS, OPTIMIZER, OTHER)
 PHASES = (*COMPUTE, COLLECTIVES, COPIES)  # the first that runs owns the moment
 
-# Kernels as libraries and XLA call them, for what the program's own text does not tell.
+# Names of kernels from libraries and XLA, for kernels whose instruction does not determine the phase.
 _KERNELS = {
     COLLECTIVES: re.compile(
         r"nccl|memcpyp2p|all[-_]?(gather|reduce|to[-_]?all)|reduce[-_]?scatter|collective[-_]?(permute|broadcast)", re.I
@@ -37,7 +37,7 @@ Interval = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """A phase's part of a stretch of time: the time that it owns, what it does beside phases before it, and its kernels."""
+    """A phase's share of an interval: the time that it owns, the time hidden beside earlier phases, and the number of its kernels."""
 
     owned: float
     hidden: float
@@ -48,9 +48,9 @@ def phase(kernel: str, work: str = "", op_name: str = "") -> str:
     """Returns the phase that a kernel belongs to.
 
     Args:
-      kernel: its name, or that of the instruction it computes.
-      work: what the instruction does, in the words of `collectives.work_kind`; "" where it is not known.
-      op_name: the scopes that it was traced in; "" where they are not known. Of several, joined by ";", the first counts.
+      kernel: its name, or that of its instruction.
+      work: the instruction's kind of work (`collectives.work_kind`); "" if it is unknown.
+      op_name: the scopes that it was traced in; "" if they are unknown. If ";" joins several, the first counts.
     """
     if _KERNELS[COLLECTIVES].match(work):
         return COLLECTIVES
@@ -62,30 +62,30 @@ def phase(kernel: str, work: str = "", op_name: str = "") -> str:
 
 
 def divide(kernels: Mapping[str, Sequence[Interval]]) -> dict[str, Share]:
-    """Divides the time from the first kernel's start to the last one's end.
+    """Divides the time from the start of the first kernel to the end of the last.
 
     Args:
-      kernels: by phase, the intervals in which its kernels run, in any order; they may overlap.
+      kernels: by phase, the intervals in which its kernels run, in any order. They may overlap.
 
     Returns:
-      By phase, and for IDLE, the shares; owned times add up to the time from the first start to the last end,
-      in the unit of the intervals. {} where nothing runs.
+      The shares by phase, and for IDLE, in the unit of the intervals. The owned times add up to the time from the first start to the
+      last end. {} if nothing runs.
     """
     everything = [interval for intervals in kernels.values() for interval in intervals]
     if not everything:
         return {}
-    found: dict[str, Share] = {}
-    taken: list[Interval] = []
+    shares: dict[str, Share] = {}
+    busy: list[Interval] = []
     for name in PHASES:
-        found[name] = beside(kernels.get(name, ()), taken)
-        taken = union([*taken, *kernels.get(name, ())])
+        shares[name] = beside(kernels.get(name, ()), busy)
+        busy = union([*busy, *kernels.get(name, ())])
     total = max(end for _, end in everything) - min(start for start, _ in everything)
-    found[IDLE] = Share(total - length(taken), 0.0, 0)
-    return found
+    shares[IDLE] = Share(total - length(busy), 0.0, 0)
+    return shares
 
 
 def beside(intervals: Sequence[Interval], others: Sequence[Interval]) -> Share:
-    """Returns the share of kernels that run beside others, which are disjoint and in order and own the moments they have."""
+    """Returns the share of kernels that run beside others. The others are disjoint and in order, and they own their moments."""
     busy = union(intervals)
     owned = length(subtract(busy, others))
     return Share(owned, length(busy) - owned, len(intervals))
@@ -107,26 +107,26 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def subtract(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Returns the moments of `intervals` that are not among `others`; both are disjoint and in order.
+    """Returns the moments of `intervals` that are not in `others`. Both are disjoint and in order.
 
     >>> subtract([(0, 10)], [(2, 3), (5, 12)])
     [(0, 2), (3, 5)]
     """
-    found, place = [], 0
+    found, first = [], 0
     for start, end in intervals:
-        while place < len(others) and others[place][1] <= start:
-            place += 1
-        here = place
-        while here < len(others) and others[here][0] < end:
-            if others[here][0] > start:
-                found.append((start, others[here][0]))
-            start = max(start, others[here][1])
-            here += 1
+        while first < len(others) and others[first][1] <= start:
+            first += 1
+        index = first
+        while index < len(others) and others[index][0] < end:
+            if others[index][0] > start:
+                found.append((start, others[index][0]))
+            start = max(start, others[index][1])
+            index += 1
         if start < end:
             found.append((start, end))
     return found
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Returns the sum of lengths."""
+    """Returns the sum of the lengths."""
     return sum(end - start for start, end in intervals)

@@ -1,6 +1,6 @@
-"""Profiles a few steps of a run. This module starts and stops the profiler, and shows where the time went.
+"""Profiles a few steps of a run. This module starts and stops the profiler, and shows the time by phase.
 
-The trace in WORKDIR/profile is for Perfetto and XProf, the table by phase for everybody; profile.json holds it.
+Perfetto and XProf read the trace in WORKDIR/profile. profile.json holds the table by phase.
 """
 
 import dataclasses
@@ -22,12 +22,13 @@ SCHEMA = 1
 
 
 class Profiler:
-    """Traces the steps `first` to `first + count - 1` into `folder`; with a count of 0, none.
+    """Traces the steps `first` to `first + count - 1` into `folder`. A count of 0 traces none.
 
-    A context manager: leaving it ends a trace that is under way. Where `enabled` is False it only says when a trace would begin and end.
+    A context manager: its exit stops a trace that is in progress. If `enabled` is False, it traces nothing and only reports when a trace
+    would begin and end.
 
     Attributes:
-      first: the first step that is traced, if one is.
+      first: the first traced step.
     """
 
     def __init__(self, folder: pathlib.Path, first: int, count: int, *, enabled: bool) -> None:
@@ -45,27 +46,27 @@ class Profiler:
 
     @property
     def folder(self) -> pathlib.Path:
-        """Returns where the trace is written."""
+        """Returns the folder of the trace."""
         return self._folder / FOLDER
 
     def is_missed(self, done: int) -> bool:
-        """Says whether the trace was to begin within the first `done` steps."""
+        """Returns whether the trace should have begun within the first `done` steps."""
         return self.first <= self._last and self.first <= done
 
     def begins(self, step: int) -> bool:
-        """Says whether the trace begins before `step`."""
+        """Returns whether the trace begins before `step`."""
         return step == self.first <= self._last
 
     def holds(self, step: int) -> bool:
-        """Says whether `step` is one that is traced."""
+        """Returns whether `step` is traced."""
         return self.first <= step <= self._last
 
     def ends(self, step: int) -> bool:
-        """Says whether the trace ends after `step`."""
+        """Returns whether the trace ends after `step`."""
         return step == self._last >= self.first
 
     def start(self) -> None:
-        """Starts tracing; what was dispatched before should have ended.
+        """Starts tracing. Earlier dispatched work should have finished.
 
         Raises:
           UserError: the profiler does not start.
@@ -73,7 +74,7 @@ class Profiler:
         if not self._enabled:
             return
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # Python's own calls would fill the trace
+        options.python_tracer_level = 0  # Python's function calls would fill the trace
         try:
             jax.profiler.start_trace(str(self.folder), profiler_options=options)
         except (RuntimeError, OSError) as error:
@@ -81,10 +82,12 @@ class Profiler:
         self._is_tracing = True
 
     def stop(self, sent: ledger.Ledger) -> breakdown.Profile | None:
-        """Stops tracing, once the traced steps have ended, and writes profile.json; None where this process traced nothing.
+        """Stops tracing and writes profile.json. Call it after the traced steps have finished.
+
+        Returns None if this process traced nothing.
 
         Args:
-          sent: the compiled step's collectives, with the step itself (`plan.ledger`).
+          sent: the ledger of the compiled step (`plan.ledger`).
 
         Raises:
           UserError: the trace cannot be written.
@@ -103,18 +106,18 @@ class Profiler:
 
 
 def check(first: int, count: int, steps: int, others: Mapping[str, int]) -> None:
-    """Checks that the steps to trace are among the run's, with nothing else between them.
+    """Checks that the run includes the steps to trace, and that nothing else runs between them.
 
     Args:
       first, count: `config.profile`.
-      steps: the run's.
-      others: by name, every how many steps something else is done.
+      steps: the number of steps of the run.
+      others: the period in steps of other work between steps, by its name in the config.
 
     Raises:
-      UserError: they are not.
+      UserError: the run ends before the last traced step, or other work runs between traced steps.
     """
     last = first + count - 1
-    traced = f"config.profile: steps {first} to {last} are to be traced"
+    traced = f"config.profile: traces steps {first} to {last}"
     if count and last > steps:
         raise UserError(
             f"{traced}, and config.steps is {steps}; set --config.steps={last} or an earlier --config.profile.start"
@@ -123,7 +126,7 @@ def check(first: int, count: int, steps: int, others: Mapping[str, int]) -> None
         due = next((step for step in range(first, last) if every and step % every == 0), None)
         if due is not None:
             raise UserError(
-                f"{traced}, and config.{name}.every={every} comes after step {due}, in between; "
+                f"{traced}, and config.{name}.every={every} interrupts them after step {due}; "
                 f"set --config.profile.start={due + 1}"
             )
 
@@ -144,15 +147,15 @@ def table(found: breakdown.Profile) -> Table:
     rows.add_section()
     rows.add_row("total", f"{found.step_seconds * 1e3:.2f}", "", "", "")
     rows.caption = (
-        f"hidden: while a phase above runs; the step is known for {found.named:.0%} of kernel time"
+        f"hidden: while a phase above runs; {found.named:.0%} of kernel time is matched to instructions of the step"
         if found.devices
-        else "the trace holds no kernels: on GPUs the profiler may lack the permission to count"
+        else "the trace has no kernels: on GPUs the profiler may lack permission to read performance counters"
     )
     return rows
 
 
 def as_json(found: breakdown.Profile) -> dict[str, Any]:
-    """Returns a profile as JSON values; docs/configuration.md names every field."""
+    """Returns a profile as JSON values. docs/configuration.md names every field."""
     return {
         "schema": SCHEMA,
         "first_step": found.first,

@@ -1,7 +1,8 @@
-"""Reads the kernels out of a profiler's trace. This module knows the file that `jax.profiler` writes, and reads it without TensorFlow.
+"""Reads the kernels of a profiler's trace. This module reads the file that `jax.profiler` writes, without TensorFlow.
 
-A trace is planes of lines of events. A GPU is a plane "/device:GPU:0" with a line for each stream; other lines of that plane repeat the
-same time by module, by step and so on. CPU devices have no planes: their kernels are the events, on any thread, that name an instruction.
+A trace has planes, a plane has lines, and a line has events. A GPU is a plane "/device:GPU:0" with a line for each stream. Other lines of
+that plane repeat the same time by module, by step and so on. CPU devices have no planes: their kernels are the events, on any thread,
+that name an instruction.
 """
 
 import dataclasses
@@ -19,9 +20,9 @@ class Kernel:
     """One run of a kernel, or a copy.
 
     Attributes:
-      device: the plane it is on, or the number of an emulated device.
-      name: as its library calls it.
-      instruction, module: the HLO instruction it was launched for, and its program; "" where the trace does not say.
+      device: its plane, or the number of an emulated device.
+      name: its name in its library.
+      instruction, module: its HLO instruction and program; "" if the trace does not name them.
       start, end: nanoseconds since the trace began.
     """
 
@@ -34,7 +35,7 @@ class Kernel:
 
 
 def newest(folder: pathlib.Path) -> pathlib.Path | None:
-    """Returns the trace that was written last below a folder, or None where there is none."""
+    """Returns the newest trace below a folder, or None if there is none."""
     found = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     return found[-1] if found else None
 
@@ -45,7 +46,7 @@ def read(path: pathlib.Path) -> list[Kernel]:
 
 
 def kernels(trace: ProfileData) -> Iterator[Kernel]:
-    """Yields the kernels of a trace: those of its GPUs, or where it has no device's plane those of CPU devices."""
+    """Yields the kernels of a trace: those of its GPUs, or of CPU devices if no plane is a device's."""
     planes = list(trace.planes)
     devices = [plane for plane in planes if plane.name.startswith(_DEVICES)]
     for plane in devices or planes:
