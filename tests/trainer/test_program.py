@@ -11,7 +11,7 @@ from zerojax import precision
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.models.llama import model as llama
 from zerojax.ops import losses
-from zerojax.optim import registry
+from zerojax.optim import registry, schedules
 from zerojax.trainer import program
 from zerojax.zero import memory
 
@@ -67,7 +67,7 @@ def plain_losses(cache_dir):
     built = build(steps=30)
     settings = built.config.optimizer
     model = llama.Llama(built.model)
-    schedule = registry.make_schedule(settings.schedule, settings.learning_rate, 2, 30, settings.final_fraction)
+    schedule = schedules.make(settings.schedule, settings.learning_rate, 2, 30, settings.final_fraction)
     tx = optax.chain(
         optax.clip_by_global_norm(settings.clip_norm),
         optax.adamw(schedule, settings.b1, settings.b2, settings.eps, weight_decay=0.1, mask=registry.decays),

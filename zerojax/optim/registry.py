@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by name. This module maps names to optax, and to `fused` where stochastic rounding is needed."""
+"""Optimizers by name. This module maps names to optax, and to `fused` where stochastic rounding is needed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,33 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from zerojax.errors import UserError
-from zerojax.optim import fused
+from zerojax.optim import fused, schedules
 from zerojax.optim import one_pass as one_pass_lib
-
-Schedule = Callable[[Any], Any]
-
-
-def _constant(peak: float, warmup: int, steps: int, final: float) -> Schedule:
-    return optax.schedules.warmup_constant_schedule(0.0 if warmup else peak, peak, warmup)
-
-
-def _linear(peak: float, warmup: int, steps: int, final: float) -> Schedule:
-    rise = optax.linear_schedule(0.0, peak, warmup)
-    fall = optax.linear_schedule(peak, peak * final, max(1, steps - warmup))
-    return optax.join_schedules([rise, fall], [warmup])
-
-
-def _cosine(peak: float, warmup: int, steps: int, final: float) -> Schedule:
-    rise = optax.linear_schedule(0.0, peak, warmup)
-    fall = optax.cosine_decay_schedule(peak, max(1, steps - warmup), alpha=final)
-    return optax.join_schedules([rise, fall], [warmup])
-
-
-SCHEDULES: dict[str, Callable[[float, int, int, float], Schedule]] = {
-    "constant": _constant,
-    "linear": _linear,
-    "cosine": _cosine,
-}
 
 
 def decays(params: Any) -> Any:
@@ -63,25 +38,9 @@ FUSED: dict[str, Callable[..., Any]] = {
 }
 
 
-def make_schedule(name: str, peak: float, warmup_steps: int, steps: int, final_fraction: float) -> Schedule:
-    """Returns the learning rate as a function of the step, counted from 0.
-
-    Raises:
-      UserError: the name is unknown, or the warm-up is longer than the run.
-    """
-    if name not in SCHEDULES:
-        raise UserError(f"config.optimizer.schedule: must be one of {', '.join(SCHEDULES)}, and is {name!r}")
-    if warmup_steps > steps:
-        raise UserError(
-            f"config.optimizer.warmup_steps: {warmup_steps} is longer than the run of {steps} steps; "
-            f"set --config.optimizer.warmup_steps={steps // 10}"
-        )
-    return SCHEDULES[name](peak, warmup_steps, steps, final_fraction)
-
-
 def make_optimizer(
     name: str,
-    learning_rate: float | Schedule,
+    learning_rate: float | schedules.Schedule,
     *,
     b1: float,
     b2: float,

@@ -23,7 +23,7 @@ from zerojax.errors import UserError
 from zerojax.models import families
 from zerojax.models import family as family_lib
 from zerojax.ops import attention
-from zerojax.optim import master_weights, registry
+from zerojax.optim import master_weights, registry, schedules
 from zerojax.trainer import config as config_lib
 from zerojax.zero import explicit, placement, stages, step, where_used
 from zerojax.zero import loss_scale as loss_scale_lib
@@ -306,9 +306,9 @@ def _parts(family: family_lib.Family, model: Any) -> family_lib.Parts:
 
 def _optimizer(
     config: config_lib.Config, policy: precision.Precision
-) -> tuple[registry.Schedule, optax.GradientTransformation]:
+) -> tuple[schedules.Schedule, optax.GradientTransformation]:
     chosen = config.optimizer
-    schedule = registry.make_schedule(
+    schedule = schedules.make(
         chosen.schedule, chosen.learning_rate, chosen.warmup_steps, config.steps, chosen.final_fraction
     )
     tx = registry.make_optimizer(

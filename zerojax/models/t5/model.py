@@ -57,7 +57,7 @@ class RelativeBias(nn.Module):
         return jnp.einsum("tsk,kh->hts", hit_TTK, table_KH)
 
 
-class Attention(nn.Module):
+class BiasedAttention(nn.Module):
     """Attention of queries to memory. Scores are not scaled: the initialisation of `q` includes the scale."""
 
     config: T5Config
@@ -90,7 +90,7 @@ class Attention(nn.Module):
         return layers.Linear((c.embed_dim,), contracted=2, stddev=inner**-0.5, name="o")(y_BTHN)
 
 
-class MLP(nn.Module):
+class FeedForward(nn.Module):
     """down(gelu(gate(x)) * up(x)) in v1.1 (GEGLU, arXiv:2002.05202), down(relu(up(x))) before v1.1."""
 
     config: T5Config
@@ -116,8 +116,8 @@ class EncoderLayer(nn.Module):
     def __call__(self, x_BSD: jax.Array, bias_HSS: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
         c = self.config
         y_BSD = layers.RMSNorm(c.norm_eps, name="attention_norm")(x_BSD)
-        x_BSD = x_BSD + Attention(c, name="attention")(y_BSD, y_BSD, bias_HSS, mask_BS)
-        return x_BSD + MLP(c, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x_BSD))
+        x_BSD = x_BSD + BiasedAttention(c, name="attention")(y_BSD, y_BSD, bias_HSS, mask_BS)
+        return x_BSD + FeedForward(c, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x_BSD))
 
 
 class DecoderLayer(nn.Module):
@@ -131,10 +131,10 @@ class DecoderLayer(nn.Module):
     ) -> jax.Array:
         c = self.config
         y_BTD = layers.RMSNorm(c.norm_eps, name="attention_norm")(x_BTD)
-        x_BTD = x_BTD + Attention(c, is_causal=True, name="attention")(y_BTD, y_BTD, bias_HTT)
+        x_BTD = x_BTD + BiasedAttention(c, is_causal=True, name="attention")(y_BTD, y_BTD, bias_HTT)
         y_BTD = layers.RMSNorm(c.norm_eps, name="cross_norm")(x_BTD)
-        x_BTD = x_BTD + Attention(c, name="cross")(y_BTD, encoded_BSD, None, mask_BS)
-        return x_BTD + MLP(c, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD))
+        x_BTD = x_BTD + BiasedAttention(c, name="cross")(y_BTD, encoded_BSD, None, mask_BS)
+        return x_BTD + FeedForward(c, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD))
 
 
 class T5(nn.Module):
