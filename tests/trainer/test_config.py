@@ -115,7 +115,7 @@ BAD = {
     "negative": ({"optimizer.clip_norm": -1.0}, r"^config\.optimizer\.clip_norm: must not be negative, and is -1\.0$"),
     "data axis 0": ({"mesh.data": 0}, r"^config\.mesh\.data: must be above 0, or -1 for all devices left, and is 0$"),
     "override": ({"zero.overrides": ("kernel",)}, r"^config\.zero\.overrides: must be .* one of them is 'kernel'$"),
-    "override regex": ({"zero.overrides": (("(", ()),)}, r"^config\.zero\.overrides: .* '\(' is no regex"),
+    "override regex": ({"zero.overrides": (("(", ()),)}, r"^config\.zero\.overrides: .* '\(' is not a regex"),
 }
 
 

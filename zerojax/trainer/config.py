@@ -345,7 +345,7 @@ def _check_override(override: Any) -> None:
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
-        raise UserError(f"{form}, and {pattern!r} is no regex ({error})") from error
+        raise UserError(f"{form}, and {pattern!r} is not a regex ({error})") from error
     if not isinstance(axes, list | tuple) or not all(_is_axis(axis) for axis in axes):
         raise UserError(f"{form}, and that of {pattern!r} names {axes!r}")
 
