@@ -36,6 +36,7 @@ from zerojax.zero import memory
 INTERRUPTED = 130  # the exit status of a command that SIGINT ends
 STEPS_BEFORE_COMPARING = 2  # a program reaches its peak memory in its first steps
 
+flags.declare_key_flag("config")  # for --help, which lists the flags of this module
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder for all files of the run. A folder that holds a run resumes it."
 )

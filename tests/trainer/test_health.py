@@ -61,9 +61,9 @@ def test_an_overflow_is_a_skipped_step_with_the_name_of_the_leaf():
     flaw = run.flaw(OVERFLOW)
     assert flaw.is_skipped and flaw.why == "the gradient of params/b is not finite at loss scale 8"
     run.count(1, flaw)
-    assert "1 steps were skipped" in run.summary() and "none was taken" in run.summary()
+    assert "1 steps were skipped" in run.summary() and "no step was taken" in run.summary()
     run.count(2, None)
-    assert (run.last_good, run.skipped) == (2, 1) and "none was taken" not in run.summary()
+    assert (run.last_good, run.skipped) == (2, 1) and "no step was taken" not in run.summary()
 
 
 def test_an_overflow_at_the_smallest_scale_ends_the_run():

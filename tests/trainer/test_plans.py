@@ -58,7 +58,7 @@ def test_over_several_hosts_state_is_sharded_over_all_devices_or_those_of_each_h
 
 
 def test_a_target_of_unknown_memory_is_refused(config):
-    with pytest.raises(zerojax.UserError, match="memory is not known"):
+    with pytest.raises(zerojax.UserError, match="memory is unknown"):
         plans.search_config(config, "cpu", "1x8")
 
 

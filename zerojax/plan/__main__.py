@@ -18,6 +18,7 @@ from zerojax.plan import report as plan_report
 from zerojax.trainer import command, plans
 from zerojax.trainer import config as config_lib
 
+flags.declare_key_flag("config")  # for --help, which lists the flags of this module
 _TARGET = flags.DEFINE_string("target", "here", "Device kind: h200, h100, a100, b200, v5e, v5p, v6e, cpu, here.")
 _TOPOLOGY = flags.DEFINE_string("topology", "", "GPUs, CPUs: hosts x devices (1x8). TPUs: chips (4x4x8).")
 _JSON = flags.DEFINE_boolean("json", False, "Print JSON instead of tables (docs/plan.md).")

@@ -100,7 +100,8 @@ def _lines(plan: step_plan.Plan) -> list[str]:
             )
         lines.append(line)
     lines += [
-        f"departure from theory: {d.role}: {d.found:.3f} parameters instead of {d.expected:.3f}: {d.why}"
+        f"departure from theory: {d.role}: {d.found:.3f} parameters instead of {d.expected:.3f}: {d.why} "
+        f"({', '.join(d.weights[:2])}{f' and {len(d.weights) - 2} more' if len(d.weights) > 2 else ''})"
         for d in plan.departures
     ]
     lines += [f"FINDING {f.rule}: {f.where}: {f.amount}. {f.remedy}" for f in plan.findings]

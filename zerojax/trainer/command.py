@@ -40,6 +40,8 @@ def parse(argv: list[str]) -> Any:
     app.define_help_flags()
     try:
         rest = flags.FLAGS(argv)
+    except SystemExit as end:  # absl prints the help and exits with 1
+        raise SystemExit(0) from end
     except flags.Error as error:
         raise UserError(f"command line: {errors.one_line(error)}") from error
     except Exception as error:  # a config file is code and may raise anything

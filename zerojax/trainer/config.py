@@ -233,7 +233,7 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
             raise UserError(f"config.{place}: must be above 0, and is {_lookup(config, place)}")
         if _lookup(config, place) < SMALLEST_NORMAL:
             raise UserError(
-                f"config.{place}: is 0 in float32 below {SMALLEST_NORMAL}, and is {_lookup(config, place)}; set it above that"
+                f"config.{place}: must be above {SMALLEST_NORMAL}, below which float32 has only 0, and is {_lookup(config, place)}"
             )
     for place in NOT_NEGATIVE:
         if _lookup(config, place) < 0:

@@ -20,7 +20,8 @@ class Events:
 
     Args:
       folder: of the file; created if it does not exist.
-      first_step: of this part of a resumed run. TensorBoard hides events from earlier parts at or after this step. None hides nothing.
+      first_step: the first step of this part of a resumed run; TensorBoard hides what earlier parts logged from that step on. None for a
+        run that is not resumed.
     """
 
     def __init__(self, folder: pathlib.Path, first_step: int | None):

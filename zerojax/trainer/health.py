@@ -74,5 +74,9 @@ class Health:
         """Returns a line about the skipped steps, or None if there were none."""
         if not self.skipped:
             return None
-        rest = "" if self.last_good else ", and none was taken: config.loss_scale starts too high for so few steps"
+        rest = (
+            ""
+            if self.last_good
+            else "; no step was taken, because config.loss_scale.init_scale is too high for so few steps"
+        )
         return f"{self.skipped} steps were skipped, since their gradients overflowed{rest}"

@@ -84,8 +84,8 @@ class ShardAndSink:
 
     Attributes:
       stored: the shard, as in `Placement.stored`.
-      sink: zeros, float32, of the gradient's shape on this device (`sink`). The gradient is that of the sink, because its shape differs
-        from the weight's where only one of the two is sharded. A frozen weight has none: `optax.MaskedNode()`.
+      sink: zeros, float32, of the gradient's shape on this device (`sink`). The loss is differentiated with respect to the sink, because a
+        gradient and its weight differ in shape where only one of them is sharded. A frozen weight has none: `optax.MaskedNode()`.
     """
 
     stored: jax.Array

@@ -87,7 +87,7 @@ def memory_table(
     table = Table(title=f"Bytes on each device: stage {partition.stage}, data={partition.mesh.shape['data']}")
     for column in ("role", f"stage {partition.stage}", "stage 0", "saved"):
         table.add_column(column, justify="left" if column == "role" else "right")
-    for role in (role for role in ROLES if role != roles.FROZEN or there[role]):
+    for role in (role for role in ROLES if role != roles.FROZEN or here[role] or there[role]):
         sizes = (display.human(here[role]), display.human(there[role]), _saved(here[role], there[role]))
         table.add_row(roles.WORDS.get(role, role), *sizes)
     table.add_section()

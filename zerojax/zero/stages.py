@@ -145,8 +145,8 @@ def partition_state(
         weight = owner if owner is not None and weights[owner].shape == shape else None
         if role_of[path] == OPT_STATE and weight is not None and role_of[weight] == FROZEN:
             raise UserError(
-                f"{path}: belongs to {weight}, which trainable={trainable!r} freezes; pass shard_train_state a state with `tx`, "
-                "`params` and `opt_state`, or create the optimizer state of the trainable weights only"
+                f"{path}: belongs to {weight}, which trainable={trainable!r} freezes, and so has no optimizer "
+                "state; call zerojax.shard_train_state, which makes that of the trainable weights alone, or pass the state that it returns"
             )
         decided = rule.decide(weight, jax.ShapeDtypeStruct(shape, leaf.dtype), role_of[path])
         leaves[path] = decided if shape == leaf.shape else _scales(decided, leaf.shape, mesh)

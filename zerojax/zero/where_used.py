@@ -6,6 +6,9 @@ The time of the gather determines the memory:
   a gathered weight, so the compiler gathers each again in the backward pass.
 - With `blocks` (a regex over module paths) Linen calls to the matching modules are intercepted. Each runs under its own `jax.checkpoint`
   and gathers its own weights inside it. At any time about one block's weights are gathered.
+
+With explicit collectives the loss gets gathered arrays, and a block finds its shards by the identity of these arrays. This relies
+on JAX passing a traced array on as the same Python object. Where it does not, a warning reports the weights that stay gathered.
 """
 
 import dataclasses

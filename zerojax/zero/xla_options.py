@@ -1,9 +1,9 @@
 """Chooses XLA's options for a step with explicit collectives. This module holds them by platform.
 
 XLA's scheduler overlaps a collective with as much arithmetic as it expects the collective to take. On GPUs of one host it expects far less
-than a collective takes beside matmuls, and it runs one at a time. A matmul holds every multiprocessor until it ends. A collective that
-starts beside the last matmul before its use is therefore waited for in full. With these options collectives start as early as possible,
-several at a time. The order that `overlap` gives a step bounds how early.
+than a collective takes beside matmuls, and it runs one at a time. A matmul holds every multiprocessor until it ends, so a collective that
+starts during the last matmul before its use overlaps with nothing. With these options collectives start as early as possible, several at a
+time. The order that `overlap` gives a step bounds how early.
 
 For the same reason each collective waits for the end of a matmul before it starts, and a layer has few matmuls. So one collective gathers
 a block's weights and one sums their gradients; by default XLA merges only small ones. Measured: docs/benchmarks/gpu.md.
