@@ -103,6 +103,13 @@ def test_gaps_of_a_prompt_become_sentinels_and_answers_fill_them():
     assert SPANS.answer(BYTES, "a ___ c ___", answer[:4]) == "a bb c ___"
 
 
+def test_more_gaps_than_sentinels_are_refused():
+    with pytest.raises(
+        UserError, match=r"^config\.sample\.prompt: has 64 gaps \(___\), and the tokenizer has 63 sentinels"
+    ):
+        SPANS.prompt(BYTES, "a___" * 64)
+
+
 def test_a_prompt_without_a_gap_is_continued():
     inputs, _ = SPANS.prompt(BYTES, "def ")
     assert inputs["inputs"].tolist() == [*b"def ", 257]

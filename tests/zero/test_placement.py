@@ -191,12 +191,15 @@ def test_master_weights_are_kept_for_trained_weights_alone(stage):
     assert_frozen_are_the_same_and_trained_close(state.params, truth(), 0.05)
 
 
-def test_the_logical_form_holds_all_weights_and_comes_back():
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params())
+@pytest.mark.parametrize("frozen_dtype", [jnp.bfloat16, jnp.float32])
+def test_the_logical_form_holds_all_weights_and_comes_back(frozen_dtype):
+    params = tree.map_with_path(
+        lambda path, leaf: leaf.astype(frozen_dtype if "base" in path else jnp.bfloat16), make_params()
+    )
     state, _ = shard(2, master_weights.with_master_weights(make_tx(0)), params)
     logical = logical_lib.to_logical(state)
     assert jax.tree.structure(logical.params) == jax.tree.structure(state.params)
-    assert logical.params["layer_0"]["base"]["kernel"].dtype == jnp.bfloat16
+    assert logical.params["layer_0"]["base"]["kernel"].dtype == frozen_dtype
     assert logical.params["head"]["kernel"].dtype == jnp.float32
     again = logical_lib.from_logical(logical, jnp.bfloat16, like=state)
     assert jax.tree.structure(again) == jax.tree.structure(state)
@@ -262,6 +265,7 @@ def test_without_frozen_weights_the_trainable_part_is_the_params():
     [
         ("adapter", r"^trainable: 'adapter' matches no weight's path"),
         ("lora(", r"^trainable: 'lora\(' is not a regex"),
+        ("param", r"^trainable: 'param' matches no weight's path"),  # which begins below params
     ],
 )
 def test_a_pattern_that_matches_nothing_or_is_not_a_regex_is_refused(trainable, message):
@@ -275,3 +279,11 @@ def test_moments_of_frozen_weights_are_refused():
         UserError, match=r"^opt_state/0/mu/.*/base/.*: belongs to params/.*trainable='lora.head' freezes"
     ):
         stages.partition_state(state, mesh=mesh_lib.make_mesh(), trainable=TRAINABLE)
+
+
+def test_a_count_of_the_optimizer_is_no_moment_of_a_frozen_weight_of_that_name():
+    params = {"norm": {"count": jnp.ones(())}, "lora": {"kernel": jnp.ones((8, 16))}}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+    _, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), trainable="lora")
+    assert part.leaves["params/norm/count"].role == roles.FROZEN
+    assert part.leaves["opt_state/0/count"].role == roles.OPT_STATE

@@ -22,7 +22,8 @@ def to_logical(state: Any) -> Any:
 
 
 def from_logical(logical: Any, copy_dtype: Any, like: Any = None) -> Any:
-    """Inverts `to_logical`: params become a copy of the master weights in `copy_dtype`. None makes no copy.
+    """Inverts `to_logical`: params become a copy of the master weights in `copy_dtype`. None makes no copy. Frozen weights keep
+    their dtype.
 
     Args:
       logical: a result of `to_logical`.
@@ -31,12 +32,13 @@ def from_logical(logical: Any, copy_dtype: Any, like: Any = None) -> Any:
     """
     if copy_dtype is None:
         return logical
-    master = logical.params
+    master, params = logical.params, precision.cast_floating(logical.params, copy_dtype)
     if like is not None:
-        master = jax.tree.map(
-            lambda own, leaf: own if _is_frozen(own) else leaf, like.opt_state.master, master, is_leaf=_is_frozen
+        owned = like.opt_state.master
+        params = jax.tree.map(
+            lambda own, copy, leaf: leaf if _is_frozen(own) else copy, owned, params, master, is_leaf=_is_frozen
         )
-    params = precision.cast_floating(logical.params, copy_dtype)
+        master = jax.tree.map(lambda own, leaf: own if _is_frozen(own) else leaf, owned, master, is_leaf=_is_frozen)
     return logical.replace(params=params, opt_state=master_weights.MasterWeightsState(master, logical.opt_state))
 
 

@@ -119,6 +119,11 @@ class SpanCorruption:
     def prompt(self, tokenizer: tokenizer_lib.Tokenizer, text: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Returns the text with a sentinel for each GAP, and the first target token. A text without a GAP gets one at its end."""
         pieces = _pieces(text)
+        if len(pieces) - 1 > len(tokenizer.sentinels):
+            raise UserError(
+                f"config.sample.prompt: has {len(pieces) - 1} gaps ({GAP}), and the tokenizer has {len(tokenizer.sentinels)} sentinels; "
+                "use fewer gaps"
+            )
         marked = [tokenizer.encode(pieces[0])]
         for piece, sentinel in zip(pieces[1:], tokenizer.sentinels):
             marked += [np.array([sentinel]), tokenizer.encode(piece)]

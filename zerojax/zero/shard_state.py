@@ -26,7 +26,7 @@ def shard_train_state(
       *init_args: arguments of the init function; arrays are traced, others (a config, a size) are passed unchanged.
       mesh: from `make_mesh`.
       stage: 0 to 3.
-      trainable: a regex over paths of weights, such as "lora|head"; weights whose path does not match are frozen: they have no
+      trainable: a regex over paths of weights below `params`, such as "lora|head"; weights whose path does not match are frozen, with no
         gradient and no update. If the state has `tx`, `params` and `opt_state`, its optimizer state is reduced to that of the trainable
         weights: `tx.init` of params with `optax.MaskedNode()` in place of the frozen ones. A state of another kind must omit the
         optimizer state of frozen weights. Empty: all weights are trained.

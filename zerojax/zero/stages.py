@@ -109,7 +109,7 @@ def partition_state(
       min_size: leaves of fewer elements stay replicated.
       indivisible: if no dim divides, "whole" keeps the leaf replicated and "pad" pads its longest free dim with zeros.
       roles: ordered (path regex, role); the first regex found in a leaf's path gives its role.
-      trainable: a regex; weights whose path does not match are frozen. The optimizer state must omit them, as that of
+      trainable: a regex; weights whose path below `params` does not match are frozen. The optimizer state must omit them, as that of
         `shard_train_state` does. Empty: all weights are trained.
 
     Raises:
@@ -131,7 +131,7 @@ def partition_state(
             "state: no leaf has the role 'params'; pass roles=[(path regex, 'params'), ...] to name the weights"
         )
     if PARAMS not in role_of.values():
-        known = ", ".join([path for path, role in role_of.items() if role == FROZEN][:3])
+        known = ", ".join([_within_params(path) for path, role in role_of.items() if role == FROZEN][:3])
         raise UserError(f"trainable: {trainable!r} matches no weight's path; paths look like {known}")
     rule = _Rule(mesh, STAGES[stage], tuple(overrides), min_size, indivisible)
     weights = {path: leaf for path, leaf in tree.flatten(abstract_state) if role_of[path] in (PARAMS, FROZEN)}
@@ -143,7 +143,7 @@ def partition_state(
         moment, shape = blocks.get(path, (path, leaf.shape))
         owner = tree.longest_suffix(index, moment)
         weight = owner if owner is not None and weights[owner].shape == shape else None
-        if role_of[path] == OPT_STATE and weight is not None and role_of[weight] == FROZEN:
+        if role_of[path] == OPT_STATE and weight is not None and role_of[weight] == FROZEN and _is_of(moment, weight):
             raise UserError(
                 f"{path}: belongs to {weight}, which trainable={trainable!r} freezes, and so has no optimizer "
                 "state; call zerojax.shard_train_state, which makes that of the trainable weights alone, or pass the state that it returns"
@@ -258,7 +258,7 @@ def leaf_roles(abstract_state: Any, roles: Sequence[tuple[str, str]] = ROLES, tr
             role = PARAMS if isinstance(node, nnx.Param) else OTHER
         for inner, _ in jax.tree_util.tree_leaves_with_path(node):
             inner_path = tree.path_string((*path, *inner))
-            found[inner_path] = FROZEN if role == PARAMS and not is_trained(inner_path) else role
+            found[inner_path] = FROZEN if role == PARAMS and not is_trained(_within_params(inner_path)) else role
     return found
 
 
@@ -292,6 +292,15 @@ def _assemble(
     return placement.Partition(
         mesh, stage, tree.map_with_path(stored, abstract_state), specs, shardings, leaves, placements
     )
+
+
+def _is_of(path: str, weight: str) -> bool:
+    """Returns whether a leaf's path ends with a weight's full path, so that no other weight or count can be meant."""
+    return f"/{path}".endswith(f"/{_within_params(weight)}")
+
+
+def _within_params(path: str) -> str:
+    return path.removeprefix("params/")
 
 
 def _padded(shape: tuple[int, ...], padding: tuple[int, ...]) -> tuple[int, ...]:
