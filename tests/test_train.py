@@ -176,6 +176,23 @@ def test_a_metrics_file_with_nan_or_gone_does_not_stop_a_run(copied):
     assert list(runs.losses(copied)) == [8]
 
 
+def test_files_lost_beside_checkpoints_are_named_and_written_again(copied, capsys):
+    for name in ("config.json", "metrics.jsonl"):
+        (copied / name).unlink()
+    runs.run(copied, steps=7)
+    out = capsys.readouterr().out
+    assert f"{copied}/config.json: is missing beside checkpoints" in out
+    assert f"{copied}/metrics.jsonl: is missing beside checkpoints" in out
+    runs.run(copied, steps=8)
+    assert "missing" not in capsys.readouterr().out and list(runs.losses(copied)) == [7, 8]
+
+
+def test_a_path_under_which_checkpoints_would_be_lost_is_refused_at_the_start(commands, tmp_path):
+    command = commands(*runs.flags(), f"--workdir={tmp_path}/run[1]")
+    assert "holds [ ], and checkpoints under such a name would be lost" in command.error_line
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_invalid_saved_config_is_refused(commands, copied):
     for text in ("{", "[]"):
         (copied / "config.json").write_text(text)

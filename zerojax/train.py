@@ -84,8 +84,10 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     program = _build(config, tokenizer)
     streams = program_lib.open_feed(program, tokenizer, _prepare_data(config, folder))
     kept = config.checkpoint
-    saver = checkpointer.Checkpointer(folder / "checkpoints", keep_last=kept.keep_last, keep_best=kept.keep_best)
+    saver = checkpointer.Checkpointer(folder / workdir.CHECKPOINTS, keep_last=kept.keep_last, keep_best=kept.keep_best)
     start = resume.find(program, saver, streams, folder, steps=config.steps)
+    if start.saved is not None and not saver.has_checksums(start.step):
+        say(f"checkpoint {start.step} was saved without checksums: only the sizes of its files could be checked")
     if start.saved is not None and resume.rescales(program, start.saved):
         say("the loss scale is reset: config.loss_scale has another initial scale than before")
 
@@ -130,8 +132,10 @@ def say(text: str) -> None:
 
 
 def _check_folder(config: config_lib.Config, folder: pathlib.Path) -> None:
-    """Refuses a folder that holds another run, and a profile of steps that the run does not have."""
+    """Refuses a folder that holds another run, and a profile of steps that the run does not have. Names files that are lost."""
     workdir.check(folder, config_lib.to_dict(config))
+    for line in workdir.lost(folder):
+        say(line)
     others = {"evaluate": config.evaluate.every, "checkpoint": config.checkpoint.every}
     profiler.check(config.profile.start, config.profile.steps, config.steps, others)
 

@@ -7,6 +7,7 @@ import runpy
 
 import file_systems
 import pytest
+import step_folders
 
 from zerojax.errors import UserError
 from zerojax.trainer import config as config_lib
@@ -85,6 +86,24 @@ def test_a_file_in_the_folders_place_is_refused(tmp_path):
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UserError, match="cannot be used"):
             workdir.check(place, settings())
+
+
+def test_a_name_under_which_checkpoints_would_be_lost_is_refused_at_the_start(tmp_path):
+    with pytest.raises(UserError, match=r"holds \[ \], and checkpoints under such a name would be lost"):
+        workdir.check(tmp_path / "run[1]", settings())
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_that_are_gone_beside_checkpoints_are_named(tmp_path):
+    assert workdir.lost(tmp_path / "absent") == []
+    (tmp_path / workdir.CHECKPOINTS).mkdir()
+    assert workdir.lost(tmp_path) == []
+    step_folders.write_step(tmp_path / workdir.CHECKPOINTS, 3)
+    config, log = workdir.lost(tmp_path)
+    assert config.startswith(f"{tmp_path}/config.json: is missing beside checkpoints")
+    assert "metrics up to the checkpoint are lost" in log
+    workdir.save(tmp_path, settings())
+    assert workdir.lost(tmp_path) == [log]
 
 
 def test_a_save_that_fails_keeps_the_old_config(tmp_path, monkeypatch):

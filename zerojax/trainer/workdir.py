@@ -7,9 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerojax import files
+from zerojax.checkpoint import files as step_files
 from zerojax.errors import UserError
+from zerojax.trainer import metrics
 
 CONFIG_FILE = "config.json"
+CHECKPOINTS = "checkpoints"
+LOST = {  # file -> what follows if a run has checkpoints and lacks it
+    CONFIG_FILE: "nothing shows whether the settings are those of the checkpoints",
+    metrics.FILE: "the metrics up to the checkpoint are lost",
+}
 
 # Settings that may change when a run resumes: where and how it computes, but not what. `steps` may grow.
 FREE = (
@@ -44,6 +51,7 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
       UserError: the folder cannot be read or written, or its run has other settings. The line names the first difference.
     """
     folder = pathlib.Path(workdir)
+    step_files.check_path(folder.absolute())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / CONFIG_FILE).exists():
@@ -63,6 +71,18 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
                 f"--workdir {folder}: was started with config.{place}={before.get(place)!r}, and this run has "
                 f"{now.get(place)!r}; use the same value to resume, or another --workdir"
             )
+
+
+def lost(workdir: str | os.PathLike) -> list[str]:
+    """Returns a line for each file that the folder's run wrote and that is missing now."""
+    folder = pathlib.Path(workdir)
+    if not step_files.steps(folder / CHECKPOINTS):
+        return []
+    missing = [name for name in LOST if not (folder / name).exists()]
+    return [
+        f"{folder / name}: is missing beside checkpoints: {LOST[name]}; restore it if there is a copy"
+        for name in missing
+    ]
 
 
 def save(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
