@@ -57,7 +57,9 @@ def main() -> None:
         processes.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
         if emulated:
             say(f"no accelerator found: emulating {jax.local_device_count()} CPU devices")
-        train(config, _choose_workdir())
+        folder = _choose_workdir()
+        with workdir.held(folder):
+            train(config, folder)
     except UserError as error:
         print(f"zerojax: {error}", file=sys.stderr, flush=True)
         processes.leave(2)
