@@ -170,6 +170,19 @@ def test_saving_a_saved_step_again_changes_nothing(tmp_path):
     saver.close()
 
 
+def test_a_name_that_is_taken_is_refused_instead_of_counted_as_saved(tmp_path):
+    save_steps(tmp_path, 10)
+    (tmp_path / "20").mkdir()
+    (tmp_path / "30").symlink_to(tmp_path / "absent")
+    (tmp_path / "40").write_text("mine")
+    saver = open_in(tmp_path)
+    for step in (20, 30, 40):
+        assert "move it away" in error_of(saver.save, step, small_state(step), {}, meta={})
+    saver.save(50, small_state(50), {}, meta={})
+    saver.close()
+    assert (tmp_path / "40").read_text() == "mine" and saver.steps() == [10, 20, 50]
+
+
 def test_padded_leaves_are_cut_or_padded_if_they_are_resizable(tmp_path):
     logical = np.arange(40, dtype=np.float32).reshape(10, 4)
     saver = open_in(tmp_path)

@@ -61,7 +61,7 @@ def test_the_first_step_of_a_resumed_run_blames_the_restored_state_and_not_the_l
     run = health(1, 3, start=3)
     flaw = run.flaw({**GOOD, "loss": math.nan})
     with pytest.raises(
-        UserError, match="step 4: loss is nan; .* is of step 1 .* was restored from step 3: move"
+        UserError, match=r"step 4: loss is nan; .* is of step 1 .* was restored from step 3: move"
     ) as caught:
         run.count(4, flaw)
     assert "learning_rate" not in str(caught.value)

@@ -61,7 +61,7 @@ class Checkpointer:
     def save(
         self, step: int, state: Any, data_state: Mapping, *, meta: Mapping, eval_loss: float | None = None
     ) -> None:
-        """Copies `state` to the host and writes it in the background. Does nothing if the step exists.
+        """Copies `state` to the host and writes it in the background. Does nothing if the step is saved already.
 
         Waits for an earlier save first, so that the host holds only one copy of the state.
 
@@ -73,11 +73,13 @@ class Checkpointer:
           eval_loss: ranks the checkpoint for `keep_best`. A checkpoint with None or NaN is kept only by its age.
 
         Raises:
-          UserError: this save or the previous one failed. The last complete checkpoint is untouched.
+          UserError: this save or the previous one failed, or something else has the step's name. The last complete checkpoint is
+            untouched.
         """
-        if step in self._manager.all_steps() or (self.directory / str(step)).exists():
-            return
         self.wait()
+        if os.path.lexists(self.directory / str(step)):
+            step_files.intact(self.directory, step, step_files.NONE)
+            return
         loss = math.inf if eval_loss is None or math.isnan(eval_loss) else float(eval_loss)
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(logical.to_stored(state)),

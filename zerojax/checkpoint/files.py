@@ -110,7 +110,7 @@ def find(directory: pathlib.Path, step: int) -> pathlib.Path:
       UserError: the step is missing or foreign.
     """
     path, there = directory / str(step), steps(directory)
-    if step not in there:
+    if not os.path.lexists(path):
         choice = f"choose one of steps {', '.join(map(str, there))}" if there else "it holds no checkpoint at all"
         raise UserError(f"{directory}: no checkpoint of step {step}; {choice}")
     if not any((path / name).exists() for name in (*ITEMS, SIZES)):
