@@ -6,6 +6,7 @@ import os
 import pathlib
 import runpy
 import socket
+import time
 
 import file_systems
 import pytest
@@ -150,6 +151,20 @@ def test_the_lock_of_another_host_is_refused_with_the_way_to_remove_it(tmp_path)
     message = refusal(tmp_path)
     assert "process 12 on node7 has held it since 2" in message and f"delete {path}" in message
     assert path.read_bytes() == before
+    os.utime(path, (time.time() - workdir.SILENT_SECONDS - 1,) * 2)
+    with workdir.held(tmp_path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_a_run_touches_its_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(workdir, "BEAT_SECONDS", 0.01)
+    with workdir.held(tmp_path):
+        path = tmp_path / workdir.LOCK_FILE
+        os.utime(path, (0, 0))
+        deadline = time.monotonic() + 30
+        while path.stat().st_mtime == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert path.stat().st_mtime > 0
 
 
 @pytest.mark.parametrize("began", ["another", None])

@@ -1,7 +1,7 @@
 """Ties a folder to one run. This module locks it, saves the resolved config with the results, and refuses to resume with a different one.
 
-The lock is WORKDIR/run.lock. The kernel holds it (flock) until the process ends, however it ends. The file names the process, since hosts
-that share a file system do not always see each other's locks.
+The lock is WORKDIR/run.lock. The kernel holds it (flock) until the process ends, however it ends. Hosts that share a file system do not
+always see each other's locks, so the file also names its process, and its time of change tells when that process was last alive.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,6 +24,8 @@ from zerojax.trainer import metrics
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 LOCK_FILE = "run.lock"
+BEAT_SECONDS = 60  # between two touches of the lock
+SILENT_SECONDS = 15 * 60  # after which the process of another host counts as dead
 WRITTEN = ("", "export", "profile", "tensorboard")  # folders in which files are written under fixed names
 LOST = {  # file -> what follows if a run has checkpoints and lacks it
     CONFIG_FILE: "nothing shows whether the settings are those of the checkpoints",
@@ -59,7 +62,7 @@ FREE = (
 def held(workdir: str | os.PathLike) -> Iterator[None]:
     """Holds a folder for this run alone inside the block. Every process of the run must enter; the primary takes the lock.
 
-    The lock of a dead process is taken over. That of another host is, only if its process ended in an ordinary way.
+    The lock of a dead process is taken over. A process of another host counts as dead after `SILENT_SECONDS` without a touch.
 
     Raises:
       UserError: another run holds the folder, or the folder cannot be used.
@@ -72,11 +75,18 @@ def held(workdir: str | os.PathLike) -> Iterator[None]:
             refused = error
     if signals.agreed(refused is not None):
         raise refused or UserError(f"--workdir {workdir}: cannot be used; process 0 says why")
+    if descriptor is None:
+        yield
+        return
+    is_over = threading.Event()
+    beats = threading.Thread(target=_beat, args=(descriptor, is_over), name="run.lock", daemon=True)
+    beats.start()
     try:
         yield
     finally:
-        if descriptor is not None:
-            _unlock(pathlib.Path(workdir) / LOCK_FILE, descriptor)
+        is_over.set()
+        beats.join()
+        _unlock(pathlib.Path(workdir) / LOCK_FILE, descriptor)
 
 
 def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
@@ -166,13 +176,21 @@ def _lock(path: pathlib.Path) -> int:
                 if not _is_open_at(path, descriptor):  # a run that ended removed it
                     os.close(descriptor)
                     continue
-                _check_holder(path, os.read(descriptor, 1 << 16), is_taken)
+                silence = time.time() - os.fstat(descriptor).st_mtime
+                _check_holder(path, os.read(descriptor, 1 << 16), is_taken, silence)
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps(_this_process()).encode() + b"\n", 0)
             except BaseException:
                 os.close(descriptor)
                 raise
             return descriptor
+
+
+def _beat(descriptor: int, is_over: threading.Event) -> None:
+    """Touches the lock until the run is over."""
+    while not is_over.wait(BEAT_SECONDS):
+        with contextlib.suppress(OSError):
+            os.utime(descriptor)
 
 
 def _unlock(path: pathlib.Path, descriptor: int) -> None:
@@ -201,22 +219,27 @@ def _is_open_at(path: pathlib.Path, descriptor: int) -> bool:
     return False
 
 
-def _check_holder(path: pathlib.Path, content: bytes, is_taken: bool | None) -> None:
-    """Raises a UserError if the process that wrote the lock may be alive."""
+def _check_holder(path: pathlib.Path, content: bytes, is_taken: bool | None, silence: float) -> None:
+    """Raises a UserError if the process that wrote the lock may be alive. It touched the lock `silence` seconds ago."""
     try:
         holder = json.loads(content)
         host, pid, since, began = holder["host"], int(holder["pid"]), holder["since"], holder["began"]
     except (ValueError, KeyError, TypeError):  # empty, or cut by a kill
-        host, pid, since, began = None, 0, "an unknown time", None
-    is_here = host == socket.gethostname()
+        host, pid, since, began = None, 0, "", None
     who = (
         f"--workdir {path.parent}: process {pid} on {host} has held it since {since}" if host else f"{path}: is locked"
     )
     if is_taken is False:
         raise UserError(f"{who}; wait for the end of that run, or choose another --workdir")
-    is_dead = is_here and (is_taken or (began is not None and _began(pid) != began))
-    if host is not None and not is_dead:
-        raise UserError(f"{who}; if that run is over, delete {path}, else choose another --workdir")
+    if host == socket.gethostname():
+        is_dead = is_taken or (began is not None and _began(pid) != began)
+    else:
+        is_dead = host is None or silence > SILENT_SECONDS
+    if not is_dead:
+        raise UserError(
+            f"{who}; if that run is over, delete {path} or wait until it has been silent for {SILENT_SECONDS // 60} minutes, "
+            "else choose another --workdir"
+        )
 
 
 def _this_process() -> dict[str, Any]:
