@@ -46,7 +46,7 @@ ROOMS: dict[str, set[str]] = {
         "profile",
     },
 }
-COMMAND_LINES = {"__main__", "train", "plan.__main__"}  # define flags; no module imports them
+COMMAND_LINES = {"__main__", "train", "plan.__main__", "checkpoint.__main__"}  # define flags; no module imports them
 KNOW_FLAGS = COMMAND_LINES | {"trainer.command"}
 KNOW_THEIR_PROCESS = {"checkpoint", "data", "interop", "launch", "trainer", "train"}
 KNOW_STAGES = {

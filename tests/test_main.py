@@ -41,10 +41,10 @@ def test_help_lists_every_command_and_imports_none(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "a command is missing; give one of train, plan"),
+        ([], "a command is missing; give one of train, plan, verify-checkpoint"),
         (["trian"], "'trian' is not a command; did you mean 'train'?"),
-        (["xyz"], "'xyz' is not a command; known: train, plan"),
-        (["--config=configs/zero3.py"], "is not a command; known: train, plan"),
+        (["xyz"], "'xyz' is not a command; known: train, plan, verify-checkpoint"),
+        (["--config=configs/zero3.py"], "is not a command; known: train, plan, verify-checkpoint"),
     ],
 )
 def test_an_unknown_command_ends_in_one_line_with_status_2(monkeypatch, capsys, arguments, words):

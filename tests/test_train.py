@@ -2,6 +2,7 @@
 
 import glob
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 import runs
 
 from zerojax.checkpoint import checkpointer
-from zerojax.trainer import program
+from zerojax.trainer import program, workdir
 
 REFUSED = {  # name -> (arguments, words of the error line)
     "unknown key": ([*runs.flags(), "--config.stepz=3"], "--config.stepz=3: unknown config key 'stepz'; did you mean 'steps'?"),
@@ -176,6 +177,41 @@ def test_a_metrics_file_with_nan_or_gone_does_not_stop_a_run(copied):
     assert list(runs.losses(copied)) == [8]
 
 
+def test_files_lost_beside_checkpoints_are_named_and_written_again(copied, capsys):
+    for name in ("config.json", "metrics.jsonl"):
+        (copied / name).unlink()
+    runs.run(copied, steps=7)
+    out = capsys.readouterr().out
+    assert f"{copied}/config.json: is missing beside checkpoints" in out
+    assert f"{copied}/metrics.jsonl: is missing beside checkpoints" in out
+    runs.run(copied, steps=8)
+    assert "missing" not in capsys.readouterr().out and list(runs.losses(copied)) == [7, 8]
+
+
+def test_a_path_under_which_checkpoints_would_be_lost_is_refused_at_the_start(commands, tmp_path):
+    command = commands(*runs.flags(), f"--workdir={tmp_path}/run[1]")
+    assert "holds [ ], and checkpoints under such a name would be lost" in command.error_line
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(commands, copied):
+    unfinished = copied / "checkpoints" / "7.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    with workdir.held(copied):
+        before = contents(copied)
+        line = commands(*runs.flags(steps=7), f"--workdir={copied}").error_line
+        assert f"--workdir {copied}: process {os.getpid()} on" in line and "has held it since" in line
+        assert contents(copied) == before and unfinished.exists()
+
+
+def test_a_folder_of_a_killed_run_is_free(commands, copied):
+    die = "import os; from zerojax import train; train.train = lambda *_: os.kill(os.getpid(), 9)"
+    assert commands(*runs.flags(), f"--workdir={copied}", before=die).status == -9
+    assert (copied / workdir.LOCK_FILE).exists()
+    assert commands(*runs.flags(), f"--workdir={copied}").status == 0
+    assert not (copied / workdir.LOCK_FILE).exists()
+
+
 def test_an_invalid_saved_config_is_refused(commands, copied):
     for text in ("{", "[]"):
         (copied / "config.json").write_text(text)
@@ -194,6 +230,21 @@ def test_an_infinite_loss_names_its_step_and_a_checkpoint_that_restores_to_finit
     state, _ = saver.restore(1, built.logical_abstract_state)
     saver.close()
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state)))
+
+
+def test_a_state_that_is_not_finite_replaces_no_checkpoint(commands, tmp_path):
+    settings = {"name": "adamw", "weight_decay": 1e6, "clip_norm": 0.0, "learning_rate": 3e38}
+    changes = {"checkpoint__every": 1, "checkpoint__keep_last": 1, "checkpoint__keep_best": 0}
+    changes |= {f"optimizer__{key}": value for key, value in settings.items()}
+    command = commands(*runs.flags(**changes), f"--workdir={tmp_path}")
+    # The rate is 0 in step 1 and huge in step 2, whose loss is that of the first weights.
+    assert "zerojax: step 2: params/" in command.error_line
+    assert (
+        "is not finite after it, so the state is not saved; the last good checkpoint is of step 1" in command.error_line
+    )
+    assert list(runs.losses(tmp_path)) == [1, 2] and [path.name for path in (tmp_path / "checkpoints").iterdir()] == [
+        "1"
+    ]
 
 
 def test_an_infinite_evaluation_loss_ends_the_run_with_an_error(commands, tmp_path):

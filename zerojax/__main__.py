@@ -11,6 +11,7 @@ import sys
 COMMANDS = {
     "train": ("zerojax.train", "Trains a language model from a config."),
     "plan": ("zerojax.plan", "Reports the memory and communication of a run, without running it."),
+    "verify-checkpoint": ("zerojax.checkpoint", "Checks the files of a run's checkpoints."),
 }
 
 
@@ -29,7 +30,7 @@ def main() -> None:
 
 def usage() -> str:
     """Returns the list of sub-commands."""
-    rows = [f"  {name:<8}{what}" for name, (_, what) in COMMANDS.items()]
+    rows = [f"  {name:<19}{what}" for name, (_, what) in COMMANDS.items()]
     return "\n".join(
         ["usage: zerojax COMMAND [flags]", "", *rows, "", "zerojax COMMAND --help lists the flags of a command."]
     )

@@ -58,7 +58,9 @@ def main() -> None:
         processes.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
         if emulated:
             say(f"no accelerator found: emulating {jax.local_device_count()} CPU devices")
-        train(config, _choose_workdir())
+        folder = _choose_workdir()
+        with workdir.held(folder):
+            train(config, folder)
     except UserError as error:
         print(f"zerojax: {error}", file=sys.stderr, flush=True)
         processes.leave(2)
@@ -85,8 +87,10 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     program = _build(config, tokenizer)
     streams = program_lib.open_feed(program, tokenizer, _prepare_data(config, folder))
     kept = config.checkpoint
-    saver = checkpointer.Checkpointer(folder / "checkpoints", keep_last=kept.keep_last, keep_best=kept.keep_best)
+    saver = checkpointer.Checkpointer(folder / workdir.CHECKPOINTS, keep_last=kept.keep_last, keep_best=kept.keep_best)
     start = resume.find(program, saver, streams, folder, steps=config.steps)
+    if start.saved is not None and not saver.has_checksums(start.step):
+        say(f"checkpoint {start.step} was saved without checksums: only the sizes of its files could be checked")
     if start.saved is not None and resume.rescales(program, start.saved):
         say("the loss scale is reset: config.loss_scale has another initial scale than before")
 
@@ -131,8 +135,10 @@ def say(text: str) -> None:
 
 
 def _check_folder(config: config_lib.Config, folder: pathlib.Path) -> None:
-    """Refuses a folder that holds another run, and a profile of steps that the run does not have."""
+    """Refuses a folder that holds another run, and a profile of steps that the run does not have. Names files that are lost."""
     workdir.check(folder, config_lib.to_dict(config))
+    for line in workdir.lost(folder):
+        say(line)
     others = {"evaluate": config.evaluate.every, "checkpoint": config.checkpoint.every}
     profiler.check(config.profile.start, config.profile.steps, config.steps, others)
 

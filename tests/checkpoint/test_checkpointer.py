@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import tree
 from zerojax.checkpoint import checkpointer
+from zerojax.checkpoint import files as step_files
 from zerojax.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -169,6 +170,19 @@ def test_saving_a_saved_step_again_changes_nothing(tmp_path):
     saver.close()
 
 
+def test_a_name_that_is_taken_is_refused_instead_of_counted_as_saved(tmp_path):
+    save_steps(tmp_path, 10)
+    (tmp_path / "20").mkdir()
+    (tmp_path / "30").symlink_to(tmp_path / "absent")
+    (tmp_path / "40").write_text("mine")
+    saver = open_in(tmp_path)
+    for step in (20, 30, 40):
+        assert "move it away" in error_of(saver.save, step, small_state(step), {}, meta={})
+    saver.save(50, small_state(50), {}, meta={})
+    saver.close()
+    assert (tmp_path / "40").read_text() == "mine" and saver.steps() == [10, 20, 50]
+
+
 def test_padded_leaves_are_cut_or_padded_if_they_are_resizable(tmp_path):
     logical = np.arange(40, dtype=np.float32).reshape(10, 4)
     saver = open_in(tmp_path)
@@ -275,6 +289,97 @@ def test_every_file_of_a_step_that_is_cut_or_deleted_is_found_and_nothing_is_los
         assert_bits_equal(saver.restore(step, wanted)[0], small_state(step))
     assert "no earlier step" not in error_of(saver.meta, 20)
     saver.close()
+
+
+def flip(random, path, others):
+    content = bytearray(path.read_bytes() or b"x")
+    content[random.integers(len(content))] ^= 1 << random.integers(8)
+    path.write_bytes(content)
+
+
+def swap(random, path, others):
+    other = others[random.integers(len(others))]
+    mine, theirs = path.read_bytes(), other.read_bytes()
+    path.write_bytes(theirs)
+    other.write_bytes(mine)
+
+
+DAMAGES = {
+    "flip": flip,
+    "cut": lambda random, path, others: os.truncate(path, random.integers(max(1, path.stat().st_size))),
+    "lengthen": lambda random, path, others: path.write_bytes(path.read_bytes() + random.bytes(1 + random.integers(9))),
+    "delete": lambda random, path, others: path.unlink(),
+    "swap": swap,
+    "add": lambda random, path, others: (path.parent / f"process_{random.integers(9)}.more").write_bytes(b"{}"),
+    "zero": lambda random, path, others: path.write_bytes(bytes(path.stat().st_size)),
+    "renumber": lambda random, path, others: None,
+}
+
+
+@pytest.mark.parametrize("seed", range(64))
+def test_no_damage_to_one_file_of_a_step_loads_in_silence(three_steps, tmp_path, seed):
+    random = np.random.default_rng(seed)
+    kind = list(DAMAGES)[seed % len(DAMAGES)]
+    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
+    files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    mine = [path for path in files if path.is_relative_to(tmp_path / "30")]
+    if kind == "add":  # a file beside the items is not read, and is the user's
+        mine = [path for path in mine if path.parent.name != "30"]
+    contents = {path: path.read_bytes() for path in files}
+    DAMAGES[kind](random, mine[random.integers(len(mine))], files)
+    step = 30
+    if kind == "renumber":
+        step = 31 + int(random.integers(1000))
+        (tmp_path / "30").rename(tmp_path / str(step))
+    is_damaged = kind == "renumber" or any(
+        not path.exists() or path.read_bytes() != contents.get(path)
+        for path in {*mine, *(tmp_path / "30").rglob("*")}
+        if not path.is_dir()
+    )
+    saver = open_in(tmp_path)
+    try:
+        if is_damaged:
+            message = error_of(saver.restore, step, tree.abstract(small_state(0)))
+            assert f"{tmp_path}/{step}: checkpoint is damaged (" in message
+            assert "step 20 is intact" in message or "step 10 is intact" in message  # a swap damages two
+        else:
+            assert kind == "swap"  # of a file with itself or with an equal one
+    finally:
+        saver.close()
+
+
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("three_steps")
+    save_steps(directory, 10, 20, 30)
+    return directory
+
+
+def test_a_step_whose_files_are_not_found_again_is_not_saved_and_replaces_nothing(tmp_path, monkeypatch):
+    save_steps(tmp_path, 10)
+    saver = open_in(tmp_path, keep_last=1)
+    read_back = step_files.read_back
+
+    def lose_a_file(directory, step):
+        next(path for path in directory.rglob("manifest.ocdbt") if path.parent.name == "state").unlink()
+        read_back(directory, step)
+
+    monkeypatch.setattr(step_files, "read_back", lose_a_file)
+    saver.save(20, small_state(20), {}, meta={})
+    message = error_of(saver.wait)
+    assert "saving step 20 failed" in message and "state/manifest.ocdbt" in message
+    assert "step 10 is complete and untouched" in message and saver.steps() == [10]
+    saver.close()
+
+
+def test_a_directory_that_is_removed_under_a_run_is_reported_in_one_line(tmp_path):
+    saver = open_in(tmp_path / "run")
+    saver.save(10, small_state(10), {}, meta={})
+    saver.wait()
+    saver.save(20, small_state(20), {}, meta={})
+    saver._manager.wait_until_finished()
+    shutil.rmtree(tmp_path / "run")
+    assert "saving step 20 failed" in error_of(saver.close)
 
 
 def test_a_step_that_orbax_cannot_read_is_damaged_and_a_full_memory_is_not_damage(tmp_path, monkeypatch):

@@ -5,20 +5,10 @@ import math
 import os
 
 import pytest
+from step_folders import write_step
 
 from zerojax.checkpoint import files as step_files
 from zerojax.errors import UserError
-
-
-def write_step(directory, step, loss=None):
-    """Writes the files of a complete step: three items and their sizes."""
-    unfinished = directory / f"{step}.{step_files.UNFINISHED}-1"
-    for item in step_files.ITEMS:
-        (unfinished / item).mkdir(parents=True)
-        (unfinished / item / "metadata").write_text(json.dumps({"eval_loss": loss}))
-    step_files.write_sizes(directory, step)
-    unfinished.rename(directory / str(step))
-    return directory / str(step)
 
 
 def test_only_whole_numbers_without_a_suffix_are_complete_steps(tmp_path):
@@ -40,6 +30,14 @@ def test_an_intact_step_is_found(tmp_path):
         (lambda path: os.truncate(path / "state" / "metadata", 3), r"state/metadata has 3 bytes of \d+"),
         (lambda path: (path / "data" / "metadata").unlink(), "data/metadata is missing"),
         (lambda path: (path / step_files.SIZES).write_text("{"), r"sizes\.json is cut"),
+        (
+            lambda path: (path / "meta" / "metadata").write_text('{"eval_loss": 12345}'),
+            "meta/metadata has 20 bytes of 19",
+        ),
+        (lambda path: (path / "data" / "metadata").write_text('{"eval_loss": nulx}'), "data/metadata is altered"),
+        (lambda path: (path / step_files.LATE[0]).write_text('{"eval_loss": nulx}'), "_CHECKPOINT_METADATA is altered"),
+        (lambda path: (path / step_files.LATE[1]).unlink(), r"commit_success\.txt is missing"),
+        (lambda path: (path / "state" / "d").write_text("x"), "state/d is not a file of this step"),
         (lambda path: (path / step_files.SIZES).unlink(), r"sizes\.json: No such file"),
     ],
 )
@@ -55,9 +53,59 @@ def test_damage_is_reported_with_the_newest_intact_step_before_it(tmp_path, dama
         step_files.intact(tmp_path, 3)
 
 
-def test_a_missing_or_foreign_step_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no checkpoint of step 3; it holds no checkpoint at all"):
+def test_a_step_under_another_number_is_damaged(tmp_path):
+    for step in (1, 2):
+        write_step(tmp_path, step)
+    (tmp_path / "2").rename(tmp_path / "7")
+    with pytest.raises(
+        UserError, match=r"7: checkpoint is damaged \(the folder holds step 2 under .*; step 1 is intact"
+    ):
+        step_files.intact(tmp_path, 7)
+
+
+def test_a_step_that_lacks_what_every_step_has_is_not_completed(tmp_path):
+    (tmp_path / f"3.{step_files.UNFINISHED}-1" / "data").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="was not written: 'state/_METADATA'"):
+        step_files.read_back(tmp_path, 3)
+    with pytest.raises(FileNotFoundError):
+        step_files.seal(tmp_path, 3)
+
+
+def test_a_kill_before_the_last_files_are_recorded_leaves_an_intact_step(tmp_path):
+    path = write_step(tmp_path, 3)
+    sealed = (path / step_files.SIZES).read_text()
+    path.rename(tmp_path / f"3.{step_files.UNFINISHED}-1")
+    step_files.read_back(tmp_path, 3)
+    (tmp_path / f"3.{step_files.UNFINISHED}-1").rename(path)
+    (path / f"{step_files.SIZES}.new").write_text(sealed[:10])
+    assert (path / step_files.SIZES).read_text() != sealed and step_files.intact(tmp_path, 3) == path
+    step_files.seal(tmp_path, 3)
+    assert (path / step_files.SIZES).read_text() == sealed and step_files.intact(tmp_path, 3) == path
+
+
+def test_a_step_of_older_code_is_checked_by_the_sizes_it_has(tmp_path):
+    path = write_step(tmp_path, 3)
+    assert step_files.has_checksums(tmp_path, 3)
+    sizes = {name: (path / name).stat().st_size for name in step_files.NEEDED}
+    (path / step_files.SIZES).write_text(json.dumps(sizes))
+    assert step_files.intact(tmp_path, 3) == path and not step_files.has_checksums(tmp_path, 3)
+    os.truncate(path / "data" / "metadata", 1)
+    with pytest.raises(UserError, match=r"data/metadata has 1 bytes of \d+"):
         step_files.intact(tmp_path, 3)
+
+
+@pytest.mark.parametrize("name", ["a[b]", "a*", "what?", "a\\b", "]", "b\udcff"])
+def test_a_path_under_which_checkpoints_would_be_lost_is_refused_before_it_is_made(tmp_path, name):
+    with pytest.raises(UserError, match="choose a path without it") as caught:
+        step_files.open_directory(tmp_path / name / "checkpoints")
+    str(caught.value).encode()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_or_foreign_step_is_refused(tmp_path):
+    for directory in (tmp_path, tmp_path / "gone"):
+        with pytest.raises(UserError, match="no checkpoint of step 3; it holds no checkpoint at all"):
+            step_files.intact(directory, 3)
     write_step(tmp_path, 2)
     with pytest.raises(UserError, match="no checkpoint of step 3; choose one of steps 2"):
         step_files.intact(tmp_path, 3)
@@ -71,7 +119,9 @@ def test_losses_skip_steps_that_hold_more_than_a_save_writes(tmp_path):
     write_step(tmp_path, 2)
     (write_step(tmp_path, 3, loss=0.1) / "notes.txt").write_text("mine")
     (write_step(tmp_path, 4, loss=0.2) / "meta" / "metadata").write_text("{")
-    assert step_files.losses(tmp_path) == {1: 0.5, 2: math.inf, 4: math.inf}
+    altered = write_step(tmp_path, 5, loss=0.5) / "meta" / "metadata"
+    altered.write_text(altered.read_text().replace("0.5", "0.1"))
+    assert step_files.losses(tmp_path) == {1: 0.5, 2: math.inf, 4: math.inf, 5: math.inf}
 
 
 def test_a_directory_of_other_things_is_refused_and_a_new_one_made(tmp_path):

@@ -4,6 +4,7 @@ import math
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from zerojax.errors import UserError
@@ -56,6 +57,18 @@ def test_where_no_checkpoint_is_good_the_line_says_so():
     assert "no checkpoint before it is good in checkpoints" in str(health(4).end(5, "eval_loss is nan"))
 
 
+def test_the_first_step_of_a_resumed_run_blames_the_restored_state_and_not_the_learning_rate():
+    run = health(1, 3, start=3)
+    flaw = run.flaw({**GOOD, "loss": math.nan})
+    with pytest.raises(
+        UserError, match=r"step 4: loss is nan; .* is of step 1 .* was restored from step 3: move"
+    ) as caught:
+        run.count(4, flaw)
+    assert "learning_rate" not in str(caught.value)
+    run.count(4, None)
+    assert "learning_rate" in str(run.end(5, "loss is nan"))
+
+
 def test_an_overflow_is_a_skipped_step_with_the_name_of_the_leaf():
     run = health()
     flaw = run.flaw(OVERFLOW)
@@ -72,3 +85,30 @@ def test_an_overflow_at_the_smallest_scale_ends_the_run():
         UserError, match=r"which is the smallest; .* lower config.loss_scale.min_scale \(now 1\), or lower"
     ):
         run.count(1, run.flaw({**OVERFLOW, "is_exhausted": 1.0}))
+
+
+def test_a_state_that_is_not_finite_ends_the_run_and_names_the_leaf_and_the_last_good_checkpoint():
+    run = health(1, 2)
+    run.count(3, None)
+    run.check(3, {"params": {"a": jnp.ones(2)}})
+    with pytest.raises(UserError, match=r"step 3: params/a is not finite after it, .* checkpoint is of step 2 in"):
+        run.check(3, {"params": {"a": jnp.array([1, jnp.inf])}})
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+def test_the_first_leaf_with_a_number_that_is_not_finite_is_found_on_any_device_and_memory(dtype, value, kind):
+    mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"), memory_kind=kind)
+    good = jnp.linspace(-1, 1, 64, dtype=dtype)
+    state = {"count": jnp.int32(2**31 - 1), "key": jax.random.key(0), "mu": good, "nu": jax.device_put(good, sharding)}
+    assert health_lib.first_not_finite(state) is None
+    bad = jax.device_put(good.at[61].set(value), sharding)
+    assert health_lib.first_not_finite({**state, "nu": bad, "w": bad}) == "nu"
+    assert bad.sharding == sharding
+
+
+def test_the_largest_and_smallest_numbers_are_finite():
+    limits = jnp.finfo(jnp.float32)
+    assert health_lib.first_not_finite({"w": jnp.array([limits.max, limits.min, limits.tiny / 4])}) is None

@@ -25,12 +25,13 @@ pytestmark = pytest.mark.usefixtures("cache_dir")
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_checkpoint_of_older_code_restores_bit_for_bit_and_trains_on_at_every_stage(tmp_path, stage):
+def test_a_checkpoint_of_older_code_restores_bit_for_bit_and_trains_on_at_every_stage(tmp_path, capsys, stage):
     folder = pathlib.Path(shutil.copytree(OLD_RUN, tmp_path / "run"))
     _, state = runs.restored(folder, 3, zero__stage=stage, **OLD_SETTINGS)
     found = {path: digest(leaf) for path, leaf in tree.flatten(logical.to_logical(state))}
     assert found == EXPECTED["sha256"]
     runs.run(folder, steps=5, zero__stage=stage, **OLD_SETTINGS)
+    assert "checkpoint 3 was saved without checksums" in capsys.readouterr().out
     losses = [runs.losses(folder)[step] for step in (4, 5)]
     np.testing.assert_allclose(losses, EXPECTED["losses_of_steps_4_and_5_by_stage"][str(stage)], rtol=OTHER_CPU)
 

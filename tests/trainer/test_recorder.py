@@ -89,6 +89,17 @@ def test_an_evaluation_that_is_not_finite_is_logged_and_ends_the_run(opened, tmp
     assert steps(tmp_path) == [1, 2] and "step 1: evaluation loss 2.5000 on held-out text" in out.getvalue()
 
 
+def test_a_state_is_checked_after_the_steps_before_it_are_recorded(opened, tmp_path):
+    opened.push(1, numbers())
+    opened.check(1, {"w": jnp.ones(2)})
+    assert steps(tmp_path) == [1]
+    opened.push(3, numbers(math.nan))
+    with pytest.raises(UserError, match="step 3: loss is nan"):
+        opened.check(3, {"w": jnp.array(math.nan)})
+    with pytest.raises(UserError, match="step 3: w is not finite after it"):
+        opened.check(3, {"w": jnp.array(math.nan)})
+
+
 def test_a_finished_run_opens_no_file(tmp_path, out):
     with metrics.MetricsLog(tmp_path, enabled=True) as log, progress.Progress(4, out=out) as shown:
         recorder.Recorder(log, shown, Health(), tokens=1, is_logged=bool).open(4, is_over=True)

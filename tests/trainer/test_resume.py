@@ -14,6 +14,7 @@ import pytest
 import runs
 
 import zerojax
+from zerojax.checkpoint import checksums
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.trainer import memory_guard, program, resume
 
@@ -266,9 +267,17 @@ def three_steps(cache_dir, tmp_path_factory):
     return runs.run(tmp_path_factory.mktemp("three"), steps=3, checkpoint__every=2)
 
 
-def scramble(path, text):
+def damage(path, text):
     """Writes other text of the same length."""
     path.write_text(text.ljust(path.stat().st_size)[: path.stat().st_size])
+
+
+def scramble(path, text):
+    """Writes other text of the same length as if it had been saved."""
+    damage(path, text)
+    folder, name = path.parent.parent, f"{path.parent.name}/{path.name}"
+    record = checksums.read(folder / "sizes.json")
+    checksums.write(folder / "sizes.json", record._replace(files={**record.files, **checksums.of(folder, [name])}))
 
 
 UNFIT = {
@@ -293,6 +302,17 @@ UNFIT = {
         lambda step: scramble(step / "meta" / "metadata", '{"meta":{"padded":{"x":1}}}'),
         {},
         "damaged",
+    ),
+    "data that changed": (lambda step: damage(step / "data" / "metadata", "{}"), {}, "(data/metadata is altered)"),
+    "arrays that changed": (
+        lambda step: damage(step / "state" / "manifest.ocdbt", "x"),
+        {},
+        "(state/manifest.ocdbt is altered); step 2 is intact",
+    ),
+    "another step's folder": (
+        lambda step: (step.rename(step.with_name("1")), step.with_name("2").rename(step)),
+        {},
+        "the folder holds step 2 under another number",
     ),
     "sizes in a list": (lambda step: (step / "sizes.json").write_text("[]"), {}, "damaged"),
     "a state without metadata of its arrays": (

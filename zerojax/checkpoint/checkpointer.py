@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ class Checkpointer:
         self.directory = step_files.open_directory(directory)
         self._losses = step_files.losses(self.directory)
         self._saving = -1  # the last step saved
+        self._is_sealed = True  # whether the last step saved is seen on disk, or failed
+        self._intact: set[int] = set()  # steps whose contents were read and are as saved
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_worth_showing)
         jsons = {"data": ocp.JsonCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
@@ -58,7 +61,7 @@ class Checkpointer:
     def save(
         self, step: int, state: Any, data_state: Mapping, *, meta: Mapping, eval_loss: float | None = None
     ) -> None:
-        """Copies `state` to the host and writes it in the background. Does nothing if the step exists.
+        """Copies `state` to the host and writes it in the background. Does nothing if the step is saved already.
 
         Waits for an earlier save first, so that the host holds only one copy of the state.
 
@@ -70,31 +73,36 @@ class Checkpointer:
           eval_loss: ranks the checkpoint for `keep_best`. A checkpoint with None or NaN is kept only by its age.
 
         Raises:
-          UserError: this save or the previous one failed. The last complete checkpoint is untouched.
+          UserError: this save or the previous one failed, or something else has the step's name. The last complete checkpoint is
+            untouched.
         """
-        if step in self._manager.all_steps() or (self.directory / str(step)).exists():
-            return
         self.wait()
+        if os.path.lexists(self.directory / str(step)):
+            step_files.intact(self.directory, step, step_files.NONE)
+            return
         loss = math.inf if eval_loss is None or math.isnan(eval_loss) else float(eval_loss)
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(logical.to_stored(state)),
             data=ocp.args.JsonSave(_merge_over_processes(data_state)),
             meta=ocp.args.JsonSave({"eval_loss": None if loss == math.inf else loss, "meta": _as_json(meta)}),
         )
-        self._losses[step], self._saving = loss, step
+        self._losses[step], self._saving, self._is_sealed = loss, step, False
         try:
             self._manager.save(step, args=items, force=True)
         except Exception as error:
             raise self._failed(error) from error
 
     def wait(self) -> None:
-        """Returns when the save in progress, if any, is complete on disk.
+        """Returns when the save in progress, if any, is complete on disk, where its files were read back and have checksums.
 
         Raises:
           UserError: the save failed, for instance because the disk is full.
         """
         try:
             self._manager.wait_until_finished()
+            if not self._is_sealed and jax.process_index() == 0:
+                step_files.seal(self.directory, self._saving)
+            self._is_sealed = True
         except Exception as error:
             raise self._failed(error) from error
 
@@ -106,13 +114,22 @@ class Checkpointer:
         """Returns the newest complete step, or None if there is none."""
         return max(self.steps(), default=None)
 
+    def has_checksums(self, step: int) -> bool:
+        """Returns whether a step was saved with checksums. If not, only the sizes of its files are checked.
+
+        Raises:
+          UserError: the step is missing, foreign or damaged.
+        """
+        self._checked(step)
+        return step_files.has_checksums(self.directory, step)
+
     def meta(self, step: int) -> dict:
         """Returns the `meta` saved with a step.
 
         Raises:
           UserError: the step is missing, foreign or damaged.
         """
-        path = step_files.intact(self.directory, step)
+        path = self._checked(step)
         with self._read(step):
             meta = step_files.read_json(path, "meta")["meta"]
         if not isinstance(meta, dict):
@@ -161,13 +178,20 @@ class Checkpointer:
         """Returns an intact step's path, and the abstract leaves to read from it."""
         self.wait()
         wanted = {name: logical.form(leaf) for name, leaf in tree.flatten(abstract_state)}
-        path = self._manager.directory / step_files.intact(self.directory, step).name
+        path = self._manager.directory / self._checked(step).name
         with self._read(step):
             saved = self._arrays.metadata(path / "state").tree
             wanted = {name: leaf for name, leaf in wanted.items() if name in saved or not _is_below(name, optional)}
             saved = {name: leaf for name, leaf in saved.items() if name in wanted or not _is_below(name, optional)}
             _check_same_state(path, saved, wanted, resizable)
         return path, wanted
+
+    def _checked(self, step: int) -> pathlib.Path:
+        """Returns the path of an intact step. Each process reads its share of the files, once, and learns what the others found."""
+        share = step_files.NONE if step in self._intact else slice(jax.process_index(), None, jax.process_count())
+        path = step_files.intact(self.directory, step, share, agree=_first_over_processes)
+        self._intact.add(step)
+        return path
 
     @contextlib.contextmanager
     def _read(self, step: int) -> Iterator[None]:
@@ -189,13 +213,14 @@ class Checkpointer:
             self._manager.close()
 
     def _complete(self) -> None:
-        """Adds the file sizes to the step being saved. Orbax calls this after writing a step and before committing it."""
+        """Reads back the step being saved. Orbax calls this after writing a step, before committing it and deleting older ones."""
         if jax.process_index() == 0:
-            step_files.write_sizes(self.directory, self._saving)
+            step_files.read_back(self.directory, self._saving)
 
     def _failed(self, error: Exception) -> UserError:
         """Returns the error to raise, and forgets the step that was not saved."""
         self._losses.pop(self._saving, None)
+        self._is_sealed = True
         self._manager.reload()  # Orbax has already forgotten the steps that this save would have replaced
         last, is_full = self.latest_step(), errors.is_disk_full(error)
         safe = "no step is complete yet" if last is None else f"step {last} is complete and untouched"
@@ -234,16 +259,26 @@ def _as_json(value: Mapping) -> dict:
 
 def _merge_over_processes(rows: Mapping) -> dict:
     """Returns the union of the processes' dicts of rows."""
-    if jax.process_count() == 1:
-        return _as_json(rows)
-    text = np.frombuffer(json.dumps(rows).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array(text.size))
-    padded = multihost_utils.process_allgather(np.pad(text, (0, int(sizes.max()) - text.size)))
     merged: dict = {}
-    for size, line in zip(sizes, padded):
-        for row, state in json.loads(line[:size].tobytes()).items():
+    for text in _gather(json.dumps(rows)):
+        for row, state in json.loads(text).items():
             assert merged.setdefault(row, state) == state, f"processes disagree on the data state of row {row}"
     return merged
+
+
+def _first_over_processes(flaw: str | None) -> str | None:
+    """Returns the flaw that the first process with one has found, or None."""
+    return next(filter(None, map(json.loads, _gather(json.dumps(flaw)))), None)
+
+
+def _gather(text: str) -> list[str]:
+    """Returns the texts of all processes, in their order."""
+    if jax.process_count() == 1:
+        return [text]
+    line = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array(line.size))
+    padded = multihost_utils.process_allgather(np.pad(line, (0, int(sizes.max()) - line.size)))
+    return [line[:size].tobytes().decode() for size, line in zip(sizes, padded)]
 
 
 def _restore_args(leaf: jax.ShapeDtypeStruct, is_resizable: bool) -> ocp.RestoreArgs:

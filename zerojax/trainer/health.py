@@ -5,6 +5,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from zerojax import tree
 from zerojax.checkpoint import checkpointer
 from zerojax.errors import UserError
 from zerojax.zero import loss_scale
@@ -32,6 +36,7 @@ class Health:
     ):
         """Begins after step `start`. `params` is the weight tree, abstract or not. Errors quote `learning_rate` and `min_scale`."""
         self.last_good, self.skipped = start, 0
+        self._start = start
         self._params, self._saver = params, saver
         self._learning_rate, self._min_scale = learning_rate, min_scale
 
@@ -59,15 +64,26 @@ class Health:
         else:
             raise self.end(step, flaw.why)
 
+    def check(self, step: int, state: Any) -> None:
+        """Checks the state after a step, which is about to be saved. All processes call it with the same state.
+
+        Raises:
+          UserError: a leaf holds a number that is not finite.
+        """
+        leaf = first_not_finite(state)
+        if leaf is not None:
+            raise self.end(step, f"{leaf} is not finite after it, so the state is not saved")
+
     def end(self, step: int, why: str, way_out: str = "") -> UserError:
         """Returns the error to raise. A checkpoint is good if the step after it had a finite loss."""
         self._saver.wait()
         good = max((saved for saved in self._saver.steps() if saved < self.last_good), default=None)
         kept = "no checkpoint before it is good" if good is None else f"the last good checkpoint is of step {good}"
+        lower = f"lower config.optimizer.learning_rate (now {self._learning_rate}) and start over"
+        if self._start and self.last_good == self._start:  # this run has taken no step that could be to blame
+            lower = f"the state was restored from step {self._start}: move that step away to resume from an earlier one"
         return UserError(
-            f"step {step}: {why}; {kept} in {self._saver.directory}; "
-            f"{way_out and way_out + ', or '}lower config.optimizer.learning_rate (now {self._learning_rate}) and start over, "
-            "or check the data"
+            f"step {step}: {why}; {kept} in {self._saver.directory}; {way_out and way_out + ', or '}{lower}, or check the data"
         )
 
     def summary(self) -> str | None:
@@ -80,3 +96,27 @@ class Health:
             else "; no step was taken, because config.loss_scale.init_scale is too high for so few steps"
         )
         return f"{self.skipped} steps were skipped, since their gradients overflowed{rest}"
+
+
+def first_not_finite(state: Any) -> str | None:
+    """Returns the path of the first floating leaf that holds a NaN or an infinity, or None if there is none.
+
+    Each leaf is reduced on its devices. Leaves in host memory are copied there one at a time.
+    """
+    floats = [(path, leaf) for path, leaf in tree.flatten(state) if jnp.issubdtype(tree.dtype_of(leaf), jnp.floating)]
+    verdicts = jax.device_get([_reduced(leaf) for _, leaf in floats])
+    return next((path for (path, _), is_finite in zip(floats, verdicts) if not is_finite), None)
+
+
+def _reduced(leaf: jax.Array) -> jax.Array:
+    """Returns whether all numbers of a leaf are finite, as bool[] on its devices."""
+    default = next(iter(leaf.sharding.device_set)).default_memory().kind  # type: ignore[attr-defined]
+    if leaf.sharding.memory_kind in (None, default):
+        return _all_finite(leaf)
+    on_devices = jax.device_put(leaf, leaf.sharding.with_memory_kind(default))
+    return jax.block_until_ready(_all_finite(on_devices))  # so that devices hold one copy at a time
+
+
+@jax.jit
+def _all_finite(leaf: jax.Array) -> jax.Array:
+    return jnp.isfinite(leaf).all()

@@ -141,9 +141,9 @@ def _save(
     eval_loss: float | None,
     recorder: recorder_lib.Recorder,
 ) -> None:
-    """Saves the state, after checking that the metrics of its step are finite."""
-    recorder.flush()
+    """Saves the state, after checking that it and the metrics of its step are finite."""
     logical = logical_lib.to_logical(state)
+    recorder.check(step, logical)
     checkpoints.saver.save(step, logical, streams.position(), meta=checkpoints.meta, eval_loss=eval_loss)
     recorder.saved()
 

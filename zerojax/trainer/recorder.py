@@ -92,6 +92,15 @@ class Recorder:
         self.say(f"step {step}: evaluation loss {loss:.4f} on held-out text")
         self.resume()
 
+    def check(self, step: int, state: Any) -> None:
+        """Records all pushed steps, and checks the state after `step`, which is about to be saved.
+
+        Raises:
+          UserError: a loss, a gradient norm or the state is not finite.
+        """
+        self.flush()
+        self._health.check(step, state)
+
     def saved(self) -> None:
         """Flushes the log to disk after a checkpoint is saved."""
         self._log.flush()

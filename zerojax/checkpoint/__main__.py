@@ -1,0 +1,78 @@
+"""Checks the checkpoints of a run without restoring them. This module is the command line `zerojax verify-checkpoint`.
+
+python -m zerojax.checkpoint runs/mine             all steps
+python -m zerojax.checkpoint runs/mine --step 100  one step
+"""
+
+import argparse
+import pathlib
+import sys
+from typing import NoReturn
+
+from zerojax import display
+from zerojax.checkpoint import checksums
+from zerojax.checkpoint import files as step_files
+from zerojax.errors import UserError
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses wrong arguments in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; --help lists the arguments")
+
+
+def main() -> None:
+    """Prints a line for each step, and ends with status 2 if one is damaged. A wrong input ends with one line and status 2."""
+    try:
+        arguments = _parse()
+        directory = _directory(arguments.workdir)
+        steps = step_files.steps(directory) if arguments.step is None else [arguments.step]
+        if not steps:
+            raise UserError(f"{directory}: holds no checkpoint; give the --workdir of a run")
+        is_intact = [_verify(directory, step) for step in steps]
+    except UserError as error:
+        print(f"zerojax: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    if not all(is_intact):
+        sys.exit(2)
+
+
+def _parse() -> argparse.Namespace:
+    parser = _Parser(
+        prog="zerojax verify-checkpoint",
+        usage="python -m zerojax.checkpoint WORKDIR [--step N]",
+        description="Reads all files of a run's checkpoints and compares them with their sizes and checksums.",
+    )
+    parser.add_argument("workdir", metavar="WORKDIR", type=pathlib.Path, help="the folder of a run, or of checkpoints")
+    parser.add_argument("--step", type=int, metavar="N", help="check this step alone")
+    return parser.parse_args()
+
+
+def _directory(folder: pathlib.Path) -> pathlib.Path:
+    """Returns the directory of checkpoints: the folder, or the one that a run keeps in it."""
+    try:
+        below = folder / "checkpoints"
+        directory = below if below.is_dir() else folder
+        next(iter(directory.iterdir()), None)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read ({error.strerror}); give the --workdir of a run") from error
+    return directory.absolute()
+
+
+def _verify(directory: pathlib.Path, step: int) -> bool:
+    """Prints a step's state, and returns whether it is intact."""
+    path = step_files.find(directory, step)
+    flaw = step_files.find_flaw(path)
+    if flaw is not None:
+        print(f"step {step}: damaged ({flaw})", flush=True)
+        return False
+    record = checksums.read(path / step_files.SIZES)
+    size = display.human(sum(file.size for file in record.files.values()))
+    how = "intact" if record.has_checksums else "has the sizes as saved; it was saved without checksums"
+    print(f"step {step}: {how}, {len(record.files)} files, {size}", flush=True)
+    return True
+
+
+if __name__ == "__main__":
+    main()
