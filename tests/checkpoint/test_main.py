@@ -16,6 +16,9 @@ def verify(monkeypatch, capsys):
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["zerojax", *map(str, arguments)])
+        monkeypatch.delitem(
+            sys.modules, "zerojax.checkpoint.__main__", raising=False
+        )  # runpy warns of an earlier import
         status = 0
         try:
             runpy.run_module("zerojax.checkpoint", run_name="__main__")
