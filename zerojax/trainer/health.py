@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 
 from zerojax import tree
 from zerojax.checkpoint import checkpointer
@@ -101,20 +103,30 @@ class Health:
 def first_not_finite(state: Any) -> str | None:
     """Returns the path of the first floating leaf that holds a NaN or an infinity, or None if there is none.
 
-    Each leaf is reduced on its devices. Leaves in host memory are copied there one at a time.
+    Each device reduces its own shards, without collectives, and processes then compare what they found. Shards in host memory are
+    copied to their device one at a time.
     """
     floats = [(path, leaf) for path, leaf in tree.flatten(state) if jnp.issubdtype(tree.dtype_of(leaf), jnp.floating)]
-    verdicts = jax.device_get([_reduced(leaf) for _, leaf in floats])
-    return next((path for (path, _), is_finite in zip(floats, verdicts) if not is_finite), None)
+    shards = [
+        (at, shard.data)
+        for at, (_, leaf) in enumerate(floats)
+        for shard in leaf.addressable_shards
+        if shard.replica_id == 0
+    ]
+    verdicts = jax.device_get([_reduced(data) for _, data in shards])
+    first = min((at for (at, _), is_finite in zip(shards, verdicts) if not is_finite), default=len(floats))
+    if jax.process_count() > 1:
+        first = int(multihost_utils.process_allgather(np.array(first)).min())
+    return floats[first][0] if first < len(floats) else None
 
 
-def _reduced(leaf: jax.Array) -> jax.Array:
-    """Returns whether all numbers of a leaf are finite, as bool[] on its devices."""
-    default = next(iter(leaf.sharding.device_set)).default_memory().kind  # type: ignore[attr-defined]
-    if leaf.sharding.memory_kind in (None, default):
-        return _all_finite(leaf)
-    on_devices = jax.device_put(leaf, leaf.sharding.with_memory_kind(default))
-    return jax.block_until_ready(_all_finite(on_devices))  # so that devices hold one copy at a time
+def _reduced(data: jax.Array) -> jax.Array:
+    """Returns whether all numbers of an array on one device are finite, as bool[] on that device."""
+    default = next(iter(data.devices())).default_memory().kind
+    if data.sharding.memory_kind in (None, default):
+        return _all_finite(data)
+    on_device = jax.device_put(data, data.sharding.with_memory_kind(default))
+    return jax.block_until_ready(_all_finite(on_device))  # so that a device holds one copy at a time
 
 
 @jax.jit
