@@ -206,7 +206,7 @@ def test_an_export_is_read_back_as_params(tmp_path, preset):
     random = np.random.default_rng(0)
     params = jax.tree.map(
         lambda leaf: random.normal(size=leaf.shape).astype(ml_dtypes.bfloat16),
-        family.abstract_params(chosen.parts(model)),
+        family.abstract_params(chosen.parts, model),
     )
     huggingface.export(params, chosen, model, tmp_path / "out")
     found = huggingface.params_from_tensors(load(tmp_path / "out"), chosen, model)

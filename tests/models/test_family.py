@@ -28,14 +28,14 @@ def abstract_batch(family):
 
 def test_the_loss_of_its_objectives_batch_is_one_float32(family):
     config = small(family)
-    params = family_lib.abstract_params(family.parts(config))
+    params = family_lib.abstract_params(family.parts, config)
     loss = jax.eval_shape(lambda params, batch: family.loss(config, params, batch), params, abstract_batch(family))
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
 
 
 def test_logits_score_every_token_that_is_continued(family):
     config, tokens = small(family), jax.ShapeDtypeStruct((2, 5), jnp.int32)
-    params = family_lib.abstract_params(family.parts(config))
+    params = family_lib.abstract_params(family.parts, config)
     inputs = abstract_batch(family)
     inputs.popitem()  # the last array is the one to continue
     logits = jax.eval_shape(lambda *arrays: family.logits(config, *arrays), params, inputs, tokens)
@@ -51,7 +51,7 @@ def test_every_layer_is_a_block_and_the_head_is_a_head(family):
 
 def test_every_weight_has_a_name_at_hugging_face_and_none_has_two(family):
     table, names = family.huggingface.tensors(small(family)), {}
-    for path, _ in tree.flatten(family_lib.abstract_params(family.parts(small(family)))):
+    for path, _ in tree.flatten(family_lib.abstract_params(family.parts, small(family))):
         name, _ = table[re.sub(r"_\d+/", "_{}/", path)]
         names[path] = name.format(*re.findall(r"_(\d+)/", path))
     assert len(set(names.values())) == len(names)
@@ -60,4 +60,13 @@ def test_every_weight_has_a_name_at_hugging_face_and_none_has_two(family):
 def test_weights_are_counted_from_their_shapes(family):
     parts = family.parts(small(family))
     made = [jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"] for module, inputs in parts.values()]
-    assert family_lib.count_params(parts) == sum(leaf.size for leaf in jax.tree.leaves(made))
+    assert family_lib.count_params(family.parts, small(family)) == sum(leaf.size for leaf in jax.tree.leaves(made))
+
+
+def test_shapes_and_operations_are_counted_on_any_device_whatever_the_attention_kernel(family):
+    """A GPU's kernel cannot be traced with float32 weights, nor elsewhere; the numbers do not depend on it."""
+    lengths = objectives.OBJECTIVES[family.objective].lengths(SEQ_LEN)
+    configs = [dataclasses.replace(small(family), attention=kernel) for kernel in family.attention]
+    assert len({family_lib.count_params(family.parts, config) for config in configs}) == 1
+    assert len({family.flops_per_token(config, lengths) for config in configs}) == 1
+    assert len({str(family_lib.abstract_params(family.parts, config)) for config in configs}) == 1

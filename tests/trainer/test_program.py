@@ -1,5 +1,6 @@
 """Checks programs against plain optax and the table of bytes. This module tests zerojax.trainer.program."""
 
+import compile_only
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -189,3 +190,12 @@ def test_a_restored_state_is_the_state_that_was_saved():
         assert jax.tree.structure(restored.opt_state) == jax.tree.structure(state.opt_state)
         jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(restored), jax.tree.leaves(state))
         assert [leaf.sharding for leaf in jax.tree.leaves(restored)] == jax.tree.leaves(built.partition.shardings)
+
+
+def test_a_program_for_gpus_counts_its_operations_and_describes_its_export():
+    built = program.build(runs.config(precision="bf16"), tokenizer_vocab=320, devices=compile_only.gpus())
+    assert built.model.attention == "cudnn"
+    here = program.build(runs.config(precision="bf16"), tokenizer_vocab=320)
+    assert built.flops_per_token == here.flops_per_token > 0
+    table = built.family.huggingface
+    assert table.config(built.model) == table.config(here.model)

@@ -136,7 +136,7 @@ def _tensors(family: family_lib.Family, model: Any) -> list[_Tensor]:
     table = family.huggingface.tensors(model)
     order = list(table)
     found = []
-    for path, leaf in tree.flatten(family_lib.abstract_params(family.parts(model))):
+    for path, leaf in tree.flatten(family_lib.abstract_params(family.parts, model)):
         layer = _LAYER.search(path)
         entry = _LAYER.sub("_{}/", path)
         name, inputs = table[entry]

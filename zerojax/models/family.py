@@ -63,14 +63,28 @@ class Family:
     huggingface: HuggingFace
 
 
-def abstract_params(parts: Parts) -> dict[str, Any]:
-    """Returns the weight tree of the parts as ShapeDtypeStructs. This is the only source of a model's shapes."""
-    return {name: _abstract_part(module, inputs) for name, (module, inputs) in parts.items()}
+def parts_to_initialise(parts: Callable[[Any], Parts], config: Any) -> Parts:
+    """Returns the parts of a config, with which any device can trace their initialisation.
+
+    cuDNN's attention requires GPUs and 16-bit weights. The weights do not depend on the kernel.
+    """
+    return parts(dataclasses.replace(config, attention="xla"))
 
 
-def count_params(parts: Parts) -> int:
-    """Returns the number of weights."""
-    return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(parts)))
+def abstract_params(parts: Callable[[Any], Parts], config: Any) -> dict[str, Any]:
+    """Returns the weight tree of a config as ShapeDtypeStructs. This is the only source of a model's shapes.
+
+    Args:
+      parts: (config) -> its parts; see `Family`.
+      config: the model's.
+    """
+    found = parts_to_initialise(parts, config)
+    return {name: _abstract_part(module, inputs) for name, (module, inputs) in found.items()}
+
+
+def count_params(parts: Callable[[Any], Parts], config: Any) -> int:
+    """Returns the number of weights of a config."""
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(parts, config)))
 
 
 @functools.lru_cache(maxsize=64)

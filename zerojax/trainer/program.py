@@ -115,7 +115,7 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
     copy_dtype = policy.copy_dtype(splits_params=stages.STAGES[config.zero.stage].params)
     tx = inner if copy_dtype is None else master_weights.with_master_weights(inner)
 
-    params = family_lib.abstract_params(_parts(family, model))
+    params = family_lib.abstract_params(family.parts, model)
     create = functools.partial(
         _state, policy=policy, tx=tx, inner=inner, copy_dtype=copy_dtype, loss_scale=loss_scale, seed=config.seed
     )
@@ -186,7 +186,9 @@ def init_state(program: Program) -> Any:
     abstract_params = program.logical_abstract_state.params
     params: dict[str, Any] = {}
     compiled: list[tuple[nn.Module, Any, Callable[..., Any]]] = []
-    for number, (name, (module, inputs)) in enumerate(_parts(program.family, program.model).items()):
+    for number, (name, (module, inputs)) in enumerate(
+        family_lib.parts_to_initialise(program.family.parts, program.model).items()
+    ):
         abstract = abstract_params[name]
         init = next((init for known, leaves, init in compiled if (known, leaves) == (module, abstract)), None)
         if init is None:
@@ -297,11 +299,6 @@ def _model(
     kernel = attention.choose_kernel(chosen.attention, family.attention, mesh_lib.platform(mesh), compute_dtype)
     layers = chosen.num_layers or preset.num_layers
     return family, dataclasses.replace(preset, vocab_size=vocab, num_layers=layers, attention=kernel)
-
-
-def _parts(family: family_lib.Family, model: Any) -> family_lib.Parts:
-    """Returns the parts for tracing their initialisation, without cuDNN's attention, which requires GPUs and 16-bit weights."""
-    return family.parts(dataclasses.replace(model, attention="xla"))
 
 
 def _optimizer(

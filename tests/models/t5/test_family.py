@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("cache_dir")
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_big_presets_have_their_published_number_of_weights(name):
-    assert family.count_params(model.parts(t5.PRESETS[name])) == PUBLISHED[name]
+    assert family.count_params(model.parts, t5.PRESETS[name]) == PUBLISHED[name]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ FIRST = t5.T5Config(
 
 def make_params(config=CONFIG):
     random = np.random.default_rng(0)
-    shapes = family.abstract_params(t5.parts(config))
+    shapes = family.abstract_params(t5.parts, config)
     return jax.tree.map(lambda leaf: jnp.asarray(random.normal(0, 0.1, leaf.shape), leaf.dtype), shapes)
 
 
@@ -84,7 +84,7 @@ def test_parts_make_up_the_models_own_tree():
     for config in (CONFIG, FIRST):
         tokens = jnp.zeros((1, 2), jnp.int32)
         own = jax.eval_shape(t5.T5(config).init, jax.random.key(0), tokens, tokens)["params"]
-        found = family.abstract_params(t5.parts(config))
+        found = family.abstract_params(t5.parts, config)
         assert jax.tree.map(lambda leaf: leaf.shape, own) == jax.tree.map(lambda leaf: leaf.shape, found)
 
 
@@ -120,7 +120,7 @@ def test_16_bit_weights_compute_in_16_bits_and_logits_are_float32(dtype):
 
 def test_flops_are_six_for_each_weight_and_token_and_twelve_for_each_pair():
     c, inputs, targets = CONFIG, 10, 4
-    sizes = {path: leaf.size for path, leaf in tree.flatten(family.abstract_params(t5.parts(c)))}
+    sizes = {path: leaf.size for path, leaf in tree.flatten(family.abstract_params(t5.parts, c))}
 
     def tokens_of(path):
         if path.startswith("embed") or "bias" in path:

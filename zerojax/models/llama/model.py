@@ -135,7 +135,7 @@ def rotate(x_BTHN: jax.Array, theta: float) -> jax.Array:
 
 def count_params(config: LlamaConfig) -> int:
     """Returns the number of weights."""
-    return family.count_params(parts(config))
+    return family.count_params(parts, config)
 
 
 def flops_per_token(config: LlamaConfig, seq_len: int) -> float:

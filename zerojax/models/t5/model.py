@@ -228,7 +228,7 @@ def flops_per_row(config: T5Config, inputs: int, targets: int) -> float:
     cost nothing. Scores and their use cost 12 * heads * head_dim per pair of tokens, and half of that in causal attention.
     """
     c = config
-    shapes = family.abstract_params(parts(c))
+    shapes = family.abstract_params(parts, c)
     sizes = {name: sum(leaf.size for leaf in jax.tree.leaves(part)) for name, part in shapes.items()}
     encoder, decoder = (
         sum(size for name, size in sizes.items() if name.startswith(side) and not name.endswith("bias"))
