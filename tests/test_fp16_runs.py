@@ -136,7 +136,7 @@ def test_a_run_killed_before_its_first_checkpoint_resets_its_scale_again(tmp_pat
 
 def test_a_run_that_took_no_step_says_so(tmp_path, capsys):
     runs.run(tmp_path, precision="fp16", loss_scale__static=2.0**40, steps=2)
-    assert "\n2 steps were skipped, since their gradients overflowed, and none was taken" in capsys.readouterr().out
+    assert "\n2 steps were skipped, since their gradients overflowed; no step was taken" in capsys.readouterr().out
 
 
 BAD = {

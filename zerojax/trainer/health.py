@@ -95,7 +95,7 @@ class Health:
         rest = (
             ""
             if self.last_good
-            else "; no step was taken, because config.loss_scale.init_scale is too high for so few steps"
+            else "; no step was taken, because config.loss_scale starts too high for so few steps"
         )
         return f"{self.skipped} steps were skipped, since their gradients overflowed{rest}"
 
