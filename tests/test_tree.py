@@ -82,3 +82,8 @@ def test_a_path_that_shares_no_part_finds_nothing():
     index = tree.suffix_index(["params/a/kernel"])
     assert tree.longest_suffix(index, "opt_state/0/count") is None
     assert tree.longest_suffix({}, "kernel") is None
+
+
+def test_a_weights_path_in_the_model_is_that_below_params():
+    assert tree.below_params("params/layer_0/kernel") == "layer_0/kernel"
+    assert tree.below_params("layer_0/params/kernel") == "layer_0/params/kernel"

@@ -20,6 +20,15 @@ def flatten(tree: Any, is_leaf: IsLeaf = None) -> list[tuple[str, Any]]:
     return [(path_string(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
 
 
+def below_params(path: str) -> str:
+    """Returns a weight's path below `params`, which is its path in the model.
+
+    >>> below_params("params/layer_0/kernel")
+    'layer_0/kernel'
+    """
+    return path.removeprefix("params/")
+
+
 def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
     """Maps `function(path, leaf, *others)` over trees of one structure."""
 

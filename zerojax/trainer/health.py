@@ -93,9 +93,7 @@ class Health:
         if not self.skipped:
             return None
         rest = (
-            ""
-            if self.last_good
-            else "; no step was taken, because config.loss_scale starts too high for so few steps"
+            "" if self.last_good else "; no step was taken, because config.loss_scale starts too high for so few steps"
         )
         return f"{self.skipped} steps were skipped, since their gradients overflowed{rest}"
 

@@ -144,12 +144,13 @@ class Interceptor:
 
         def as_stored(variables: Any) -> Any:
             return tree.map_with_path(
-                lambda leaf, value: known[_inside(leaf)][1] if known.get(_inside(leaf)) else value, variables
+                lambda leaf, value: known[tree.below_params(leaf)][1] if known.get(tree.below_params(leaf)) else value,
+                variables,
             )
 
         def gather_block(variables: Any) -> Any:
             def gather(leaf: str, value: Any) -> Any:
-                weight = known.get(_inside(leaf))
+                weight = known.get(tree.below_params(leaf))
                 return self._gather_leaf(weight[0], value) if weight else value
 
             return tree.map_with_path(gather, variables, is_leaf=self._is_leaf)
@@ -212,7 +213,7 @@ def _recomputed(call: Callable, args: tuple, kwargs: dict, path: str, module: nn
 
 def block_of(leaf_path: str, pattern: re.Pattern) -> str | None:
     """Returns the full path of the outermost module around a leaf that a pattern matches, or None."""
-    parts = _inside(leaf_path).split("/")
+    parts = tree.below_params(leaf_path).split("/")
     prefixes = ("/".join(parts[:end]) for end in range(1, len(parts)))
     return next((prefix for prefix in prefixes if pattern.fullmatch(prefix)), None)
 
@@ -276,9 +277,5 @@ def _reads_others(value: Any, *, is_field: bool) -> bool:
     return False
 
 
-def _inside(leaf_path: str) -> str:
-    return leaf_path.removeprefix("params/")
-
-
 def _join(module_path: str, leaf_path: str) -> str:
-    return f"{module_path}/{_inside(leaf_path)}"
+    return f"{module_path}/{tree.below_params(leaf_path)}"

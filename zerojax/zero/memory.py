@@ -70,7 +70,8 @@ def per_parameter_line(partition: placement.Partition, name: str, moments: str) 
     counted = bytes_per_device(partition)
     weights = [leaf for path, leaf in tree.flatten(partition.abstract_state) if path in partition.placements]
     stored = (roles.PARAMS, *([roles.FROZEN] if counted[roles.FROZEN] else []), roles.OPT_STATE)
-    each = {role: counted[role] / sum(map(tree.size, weights)) for role in stored}
+    total = sum(map(tree.size, weights))
+    each = {role: counted[role] / total for role in stored}
     shown = ", ".join(f"{roles.WORDS.get(role, role)} {value:.4g}" for role, value in each.items())
     return f"precision {name}, moments {moments}: {sum(each.values()):.4g} bytes a parameter on each device ({shown})"
 

@@ -131,7 +131,7 @@ def partition_state(
             "state: no leaf has the role 'params'; pass roles=[(path regex, 'params'), ...] to name the weights"
         )
     if PARAMS not in role_of.values():
-        known = ", ".join([_within_params(path) for path, role in role_of.items() if role == FROZEN][:3])
+        known = ", ".join([tree.below_params(path) for path, role in role_of.items() if role == FROZEN][:3])
         raise UserError(f"trainable: {trainable!r} matches no weight's path; paths look like {known}")
     rule = _Rule(mesh, STAGES[stage], tuple(overrides), min_size, indivisible)
     weights = {path: leaf for path, leaf in tree.flatten(abstract_state) if role_of[path] in (PARAMS, FROZEN)}
@@ -258,7 +258,7 @@ def leaf_roles(abstract_state: Any, roles: Sequence[tuple[str, str]] = ROLES, tr
             role = PARAMS if isinstance(node, nnx.Param) else OTHER
         for inner, _ in jax.tree_util.tree_leaves_with_path(node):
             inner_path = tree.path_string((*path, *inner))
-            found[inner_path] = FROZEN if role == PARAMS and not is_trained(_within_params(inner_path)) else role
+            found[inner_path] = FROZEN if role == PARAMS and not is_trained(tree.below_params(inner_path)) else role
     return found
 
 
@@ -296,11 +296,7 @@ def _assemble(
 
 def _is_of(path: str, weight: str) -> bool:
     """Returns whether a leaf's path ends with a weight's full path, so that no other weight or count can be meant."""
-    return f"/{path}".endswith(f"/{_within_params(weight)}")
-
-
-def _within_params(path: str) -> str:
-    return path.removeprefix("params/")
+    return f"/{path}".endswith(f"/{tree.below_params(weight)}")
 
 
 def _padded(shape: tuple[int, ...], padding: tuple[int, ...]) -> tuple[int, ...]:
