@@ -113,9 +113,9 @@ class _Traced:
     def locality(self) -> Locality:
         weights = [_Value(frozenset([number])) for number in range(len(self.names))]
         walk = _Walk(self.shapes)
-        state = walk.closed(self.init, weights)
+        state = walk.run(self.init, weights)
         while True:  # until no step adds a dependence; each round adds one or ends
-            outputs = walk.closed(self.update, [*weights, *state, *weights])
+            outputs = walk.run(self.update, [*weights, *state, *weights])
             updates, after = outputs[: len(weights)], outputs[len(weights) :]
             joined = [_join(pair, is_even=True) for pair in zip(state, after)]
             if joined == state:
@@ -164,14 +164,10 @@ class _Walk:
     def __init__(self, shapes: Sequence[tuple[int, ...]]):
         self._shapes = shapes
 
-    def closed(self, program: Any, inputs: Sequence[_Value]) -> list[_Value]:
-        """Walks a jaxpr, or a closed one with its constants."""
-        if not isinstance(program, jex.ClosedJaxpr):
-            return self._jaxpr(program, (), inputs)
-        return self._jaxpr(program.jaxpr, [_constant(value) for value in program.consts], inputs)
-
-    def _jaxpr(self, jaxpr: Any, consts: Sequence[_Value], inputs: Sequence[_Value]) -> list[_Value]:
-        known: dict[Any, _Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs]))
+    def run(self, program: Any, inputs: Sequence[_Value]) -> list[_Value]:
+        """Returns the results of a jaxpr, closed or not."""
+        jaxpr, consts = _opened(program)
+        known: dict[Any, _Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_constant, consts), *inputs]))
 
         def read(atom: Any) -> _Value:
             return _constant(atom.val) if isinstance(atom, jex.Literal) else known.get(atom, _EVEN)
@@ -196,8 +192,8 @@ class _Walk:
         if name in ("cond", "while", "scan"):
             return {"cond": self._cond, "while": self._while, "scan": self._scan}[name](eqn, inputs)
         inner = next((eqn.params[key] for key in _INNER if key in eqn.params), None)
-        if inner is not None and len(getattr(inner, "jaxpr", inner).invars) == len(inputs) and name != "shard_map":
-            return self.closed(inner, inputs)
+        if inner is not None and len(_opened(inner)[0].invars) == len(inputs) and name != "shard_map":
+            return self.run(inner, inputs)
         shape = getattr(eqn.outvars[0].aval, "shape", ()) if eqn.outvars else ()
         depends = any(value.leaves for value in inputs)
         is_even = name in (_ONE_TO_ONE | _MOVES if depends else _ONE_TO_ONE | _MOVES | _REDUCTIONS)
@@ -209,7 +205,7 @@ class _Walk:
 
     def _cond(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
         chosen, *operands = inputs
-        by_branch = [self.closed(branch, operands) for branch in eqn.params["branches"]]
+        by_branch = [self.run(branch, operands) for branch in eqn.params["branches"]]
         decided = [_mixed(chosen, "cond")] if chosen.leaves else []
         return [_join([*values, *decided], is_even=True) for values in zip(*by_branch)]
 
@@ -217,24 +213,32 @@ class _Walk:
         split = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         condition, body, carried = inputs[: split[0]], inputs[split[0] : split[1]], inputs[split[1] :]
         while True:
-            (goes_on,) = self.closed(eqn.params["cond_jaxpr"], [*condition, *carried])
+            (goes_on,) = self.run(eqn.params["cond_jaxpr"], [*condition, *carried])
             decided = [_mixed(goes_on, "while")] if goes_on.leaves else []
-            after = self.closed(eqn.params["body_jaxpr"], [*body, *carried])
+            after = self.run(eqn.params["body_jaxpr"], [*body, *carried])
             joined = [_join([*pair, *decided], is_even=True) for pair in zip(carried, after)]
             if joined == carried:
                 return carried
             carried = joined
 
     def _scan(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
-        split = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
+        # Constants, carry and rows, then carry and rows of results; rows have a dim less inside. JAX releases name the counts differently.
+        body = _opened(eqn.params["jaxpr"])[0]
+        rows_in, rows_out = (_has_rows(*pair) for pair in ((eqn.invars, body.invars), (eqn.outvars, body.outvars)))
+        num_carried = rows_out.count(False)
+        split = rows_in.count(False) - num_carried, rows_in.count(False)
         consts, carried = inputs[: split[0]], inputs[split[0] : split[1]]
         rows = [_mixed(value, "scan") if value.leaves else value for value in inputs[split[1] :]]
         while True:
-            after = self.closed(eqn.params["jaxpr"], [*consts, *carried, *rows])
+            after = self.run(eqn.params["jaxpr"], [*consts, *carried, *rows])
             joined = [_join(pair, is_even=True) for pair in zip(carried, after)]
             if joined == carried:
                 return [*carried, *(_mixed(value, "scan") for value in after[len(carried) :])]
             carried = joined
+
+
+def _has_rows(outside: Sequence[Any], inside: Sequence[Any]) -> list[bool]:
+    return [len(one.aval.shape) != len(other.aval.shape) for one, other in zip(outside, inside)]
 
 
 def _constant(value: Any) -> _Value:
@@ -255,10 +259,16 @@ def _join(values: Sequence[_Value], *, is_even: bool, by: str = "") -> _Value:
     return _Value(leaves)
 
 
+def _opened(program: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns a jaxpr and its constants. Newer JAX has one class for jaxprs with constants and without."""
+    return getattr(program, "jaxpr", program), getattr(program, "consts", ())
+
+
 def _same(a: Any, b: Any) -> bool:
     """Returns whether two programs are the same operations with the same constants, but for shapes."""
-    if isinstance(a, jex.ClosedJaxpr):
-        return len(a.consts) == len(b.consts) and all(map(_equal, a.consts, b.consts)) and _same(a.jaxpr, b.jaxpr)
+    (a, a_consts), (b, b_consts) = _opened(a), _opened(b)
+    if len(a_consts) != len(b_consts) or not all(map(_equal, a_consts, b_consts)):
+        return False
     if len(a.eqns) != len(b.eqns) or not _same_constants(a.outvars, b.outvars):
         return False
     return all(
