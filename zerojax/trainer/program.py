@@ -25,7 +25,7 @@ from zerojax.models import family as family_lib
 from zerojax.ops import attention
 from zerojax.optim import master_weights, registry, schedules
 from zerojax.trainer import config as config_lib
-from zerojax.zero import explicit, placement, stages, step, where_used
+from zerojax.zero import explicit, placement, shard_state, stages, step, where_used
 from zerojax.zero import loss_scale as loss_scale_lib
 
 
@@ -196,7 +196,13 @@ def init_state(program: Program) -> Any:
             init = jax.jit(functools.partial(_init_part, module, inputs, abstract), out_shardings=shardings)
             compiled.append((module, abstract, init))
         params[name] = init(key, number)
-    return jax.jit(program.create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
+
+    def create(params: Any) -> Any:
+        # The optimizer's state is that of the weights without padding.
+        state = program.create(shard_state.unpad({"params": params}, program.partition)["params"])
+        return shard_state.pad(state, program.partition)
+
+    return jax.jit(create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
 
 
 def open_feed(program: Program, tokenizer: tokenizer_lib.Tokenizer, data_dir: str | os.PathLike) -> feed.Feed:
