@@ -5,9 +5,12 @@ the rest of a step in the same pass. It unscales and clips gradients, changes no
 moments, and writes a 16-bit copy of the params. The state is optax's own: count, mu, nu.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,6 +31,8 @@ MOMENTS = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "int8": jnp.int8}
 # The meaning of "auto", by kind of device and of update; otherwise it is "jnp". Figures: docs/benchmarks/optimizer.md.
 AUTO = {("gpu", "coded"): "pallas", ("gpu", "plain"): "grouped"}
 IMPLEMENTATIONS = ("auto", *update.IMPLEMENTATIONS)
+
+_IS_PLAIN = contextvars.ContextVar("_IS_PLAIN", default=False)  # see `in_plain_jnp`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,12 +112,24 @@ def fused_lion(
     return _transformation(_Settings(rule, learning_rate, b1, b2, 0.0, weight_decay, mask, moments, implementation))
 
 
+@contextlib.contextmanager
+def in_plain_jnp() -> Iterator[None]:
+    """Makes updates that are traced inside take the plain form, on all devices, so that a reader of the program finds no kernel."""
+    token = _IS_PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _IS_PLAIN.reset(token)
+
+
 def choose(implementation: str, kind: str, mesh: Mesh | None) -> str:
     """Returns the meaning of "auto" for arrays on a mesh; None: on a single device.
 
     Raises:
       UserError: a kernel for GPUs is requested on other devices.
     """
+    if _IS_PLAIN.get():
+        return "jnp"
     platform = mesh_lib.platform(mesh)
     if implementation in ("pallas", "grouped") and platform != "gpu":
         raise UserError(
