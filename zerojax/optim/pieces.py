@@ -53,7 +53,7 @@ class Pieces:
         return tuple(array.shape[self.dim] for array in self.arrays)
 
     def __repr__(self) -> str:
-        return f"Pieces({len(self.arrays)} along dim {self.dim} of {self.shape})"
+        return f"Pieces({len(self.arrays)} along dim {self.dim})"
 
 
 def is_pieces(node: Any) -> bool:
@@ -104,5 +104,3 @@ def _over_shards(sharding: Any, shape: tuple[int, ...], arrays: Sequence[Any], f
         for device, parts in by_device.items()
     ]
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)
-
-
