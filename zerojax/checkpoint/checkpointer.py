@@ -23,6 +23,7 @@ from zerojax import errors, tree
 from zerojax.checkpoint import files as step_files
 from zerojax.checkpoint import logical
 from zerojax.errors import UserError
+from zerojax.optim import pieces
 
 
 class Checkpointer:
@@ -151,8 +152,8 @@ class Checkpointer:
 
         Args:
           step: a complete step.
-          abstract_state: a pytree of ShapeDtypeStruct. A leaf without a sharding is returned as a numpy array. Floating leaves are
-            cast to the dtype of `abstract_state`.
+          abstract_state: a pytree of ShapeDtypeStruct, of which some may be in pieces. A leaf without a sharding is returned as a numpy
+            array. Floating leaves are cast to the dtype of `abstract_state`.
           resizable: paths ("params/embed/embedding") of padded leaves. Each of their dims is cut, or padded with zeros, at its end.
           optional: prefixes of paths ("loss_scale") of leaves that the step may lack, or may hold in excess.
 
@@ -162,22 +163,28 @@ class Checkpointer:
         Raises:
           UserError: the step is missing, foreign or damaged, or its state is of another model.
         """
-        leaves = tree.flatten(abstract_state)
+        leaves = tree.flatten(abstract_state, is_leaf=pieces.is_pieces)
         path, wanted = self._find(step, abstract_state, resizable, optional)
+        restored = {name: leaf for name, leaf in leaves if name not in wanted}
+        # Leaves in pieces exist a second time while they are read, so these are read one at a time.
+        one_by_one = [name for name, leaf in leaves if name in wanted and pieces.is_pieces(leaf)]
+        for names in ([name for name in wanted if name not in one_by_one], *([name] for name in one_by_one)):
+            with self._read(step):
+                how = {name: _restore_args(wanted[name], name in resizable) for name in names}
+                args = ocp.args.PyTreeRestore(dict.fromkeys(names, 0), restore_args=how, partial_restore=True)
+                stored = self._arrays.restore(path / "state", args=args)
+            restored |= {name: logical.from_stored(stored[name], leaf) for name, leaf in leaves if name in names}
         with self._read(step):
-            how = {name: _restore_args(leaf, name in resizable) for name, leaf in wanted.items()}
-            args = ocp.args.PyTreeRestore(dict.fromkeys(wanted, 0), restore_args=how, partial_restore=True)
-            stored = self._arrays.restore(path / "state", args=args)
             data_state = step_files.read_json(path, "data")
-        restored = [logical.from_stored(stored[name], leaf) if name in stored else leaf for name, leaf in leaves]
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), restored), data_state
+        structure = jax.tree.structure(abstract_state, is_leaf=pieces.is_pieces)
+        return jax.tree.unflatten(structure, [restored[name] for name, _ in leaves]), data_state
 
     def _find(
         self, step: int, abstract_state: Any, resizable: frozenset[str], optional: Sequence[str]
     ) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
         """Returns an intact step's path, and the abstract leaves to read from it."""
         self.wait()
-        wanted = {name: logical.form(leaf) for name, leaf in tree.flatten(abstract_state)}
+        wanted = {name: logical.form(leaf) for name, leaf in tree.flatten(abstract_state, is_leaf=pieces.is_pieces)}
         path = self._manager.directory / self._checked(step).name
         with self._read(step):
             saved = self._arrays.metadata(path / "state").tree

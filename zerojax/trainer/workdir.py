@@ -44,6 +44,7 @@ FREE = (
     "loss_scale",
     "mesh",
     "zero",
+    "offload",
     "model.remat",
     "model.recompute",
     "model.offload",
