@@ -16,6 +16,7 @@ from zerojax.zero.loss_scale import DynamicLossScale, LossScaleState, StaticLoss
 from zerojax.zero.memory import memory_table
 from zerojax.zero.placement import Partition, Placement
 from zerojax.zero.shard_state import pad, shard_train_state, unpad
+from zerojax.zero.sharded_batch.totals import Mean, Sum
 from zerojax.zero.stages import partition_state
 from zerojax.zero.step import make_train_step
 from zerojax.zero.where_used import where_used
@@ -23,9 +24,11 @@ from zerojax.zero.where_used import where_used
 __all__ = [
     "DynamicLossScale",
     "LossScaleState",
+    "Mean",
     "Partition",
     "Placement",
     "StaticLossScale",
+    "Sum",
     "TrainState",
     "UserError",
     "batch_sharding",
