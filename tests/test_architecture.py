@@ -28,7 +28,7 @@ ROOMS: dict[str, set[str]] = {
     "checkpoint": {"optim"},
     "zero": {"optim", "ops"},
     "inference": {"models", "zero"},
-    "interop": {"models", "checkpoint"},
+    "interop": {"ops", "models", "checkpoint", "zero", "inference"},
     "plan": {"hlo", "zero", "launch"},
     "profile": {"hlo", "zero", "launch", "plan"},
     "trainer": {
@@ -54,6 +54,7 @@ KNOW_STAGES = {
     "zero.placement",
     "zero.shard_state",
     "zero.memory",
+    "interop.pretrained",
     "trainer",
     "plan",
 }  # may use the name `stage` in code
