@@ -37,7 +37,7 @@ _DTYPES: Mapping[str, np.dtype] = {
 _NAMED = "float32 float float64 double float16 half bfloat16 int64 long int32 int int16 short int8 uint8 bool complex64".split()
 
 
-class Record:
+class PickledObject:
     """An object of a class that is not built: its name, and its fields as plain values."""
 
     def __init__(self, name: str, *arguments: Any):
@@ -205,13 +205,13 @@ def _no_call(*_: Any) -> NoReturn:
     raise ValueError("a type is called")
 
 
-def _record(name: str) -> type[Record]:
+def _record(name: str) -> type[PickledObject]:
     """Returns a class whose instances keep a name and fields."""
 
     def build(self: Any, *arguments: Any) -> None:
-        Record.__init__(self, name, *arguments)
+        PickledObject.__init__(self, name, *arguments)
 
-    return type(name.rpartition(".")[2], (Record,), {"__init__": build, "__setstate__": _set_fields})
+    return type(name.rpartition(".")[2], (PickledObject,), {"__init__": build, "__setstate__": _set_fields})
 
 
 def _set_fields(self: Any, fields: Any) -> None:

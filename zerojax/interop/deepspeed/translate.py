@@ -127,6 +127,10 @@ def _batch(draft: Draft, devices: int | None) -> int | None:
             )
     elif not any(map(draft.has, names)):
         draft.absent(names[0], keys_lib.NO_EFFECT, "absent: the training script's; set config.global_batch_size")
+    if total and not devices:
+        most = next(count for count in range(8, 0, -1) if total // (micro or accum or 1) % count == 0)
+        if most < 8:  # the base config emulates 8
+            draft.put("emulate_devices", most, names[0])
     if draft.is_auto(names[1]) and "micro_batch_size" in draft.settings and not total:
         draft.say(
             names[1], keys_lib.NO_EFFECT, "auto is the training script's value; 1 is taken, set config.micro_batch_size"

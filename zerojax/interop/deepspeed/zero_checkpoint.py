@@ -113,7 +113,8 @@ def _tag(path: pathlib.Path) -> pathlib.Path:
 
 def _files(folder: pathlib.Path) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
     """Returns the files of the model's state and of the optimizer's, by rank."""
-    models, shards = {}, {}
+    models: dict[int, pathlib.Path] = {}
+    shards: dict[int, pathlib.Path] = {}
     for entry in sorted(folder.iterdir()):
         model, shard = _MODEL.fullmatch(entry.name), _OPTIM.fullmatch(entry.name)
         if re.match(r"layer_\d+|.*expert_\d+", entry.name):
@@ -374,7 +375,7 @@ def _copies(model: Mapping[str, Any], names: Any) -> dict[str, str]:
 def _scaler(state: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the fields of the loss scaler, if it scales."""
     found = state.get("loss_scaler")
-    if not isinstance(found, torch_files.Record):
+    if not isinstance(found, torch_files.PickledObject):
         return None
     fields = {name: value for name, value in vars(found).items() if not name.startswith("_")}
     return fields if fields.get("dynamic") or fields.get("cur_scale", 1.0) != 1.0 else None
@@ -387,7 +388,7 @@ def _updates(state: Mapping[str, Any]) -> int:
 
 def _count(state: Any) -> int:
     """Returns how often an optimizer has updated its first weight."""
-    first = next(iter(state.values()), {}) if isinstance(state, Mapping) else {}
+    first: Any = next(iter(state.values()), None) if isinstance(state, Mapping) else None
     return int(np.max(np.asarray(first.get("step", 0)))) if isinstance(first, Mapping) else 0
 
 
