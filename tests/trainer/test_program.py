@@ -198,7 +198,7 @@ def test_a_program_for_gpus_counts_its_operations_and_describes_its_export():
     here = program.build(runs.config(precision="bf16"), tokenizer_vocab=320)
     assert built.flops_per_token == here.flops_per_token > 0
     table = built.family.huggingface
-    assert table.config(built.model) == table.config(here.model)
+    assert table.write(built.model) == table.write(here.model)
 
 
 def test_a_factored_optimizers_state_is_that_of_the_weights_without_padding():

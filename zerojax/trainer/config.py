@@ -17,6 +17,7 @@ from typing import Any
 
 from zerojax import precision
 from zerojax.errors import UserError
+from zerojax.interop import huggingface
 from zerojax.optim import fused, registry, schedules
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import remat, stages
@@ -37,6 +38,7 @@ CHOICES: dict[str, tuple] = {
     "model.remat": tuple(remat.REMAT),
     "model.attention": ("auto", "xla", "cudnn"),
     "export.format": ("none", "huggingface"),
+    "export.dtype": ("auto", *huggingface.DTYPES),
 }
 POSITIVE = (
     "steps",
@@ -181,9 +183,10 @@ class SampleSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ExportSettings:
-    """The format in which the final weights are exported."""
+    """The format and the dtype in which the final weights are exported."""
 
     format: str
+    dtype: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +202,7 @@ class Config:
     """All settings of a run; see configs/base.py for units and effects."""
 
     seed: int
+    init_from: str
     steps: int
     global_batch_size: int
     micro_batch_size: int

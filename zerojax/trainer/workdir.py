@@ -26,6 +26,9 @@ LOST = {  # file -> what follows if a run has checkpoints and lacks it
     metrics.FILE: "the metrics up to the checkpoint are lost",
 }
 
+# Settings that runs before them lack -> the values under which nothing changes for these
+NEW = {"init_from": ("",)}
+
 # Settings that may change when a run resumes: where and how it computes, but not what. `steps` may grow.
 FREE = (
     "steps",
@@ -98,7 +101,8 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
     before, now = {**BEFORE, **_flat(saved)}, _flat(json.loads(json.dumps(config)))
     for place in sorted(before.keys() | now.keys()):
         is_free = any(place == free or place.startswith(free + ".") for free in FREE)
-        if not is_free and before.get(place) != now.get(place):
+        is_new = place not in before and now[place] in NEW.get(place, ())
+        if not is_free and not is_new and before.get(place) != now.get(place):
             raise UserError(
                 f"--workdir {folder}: was started with config.{place}={before.get(place)!r}, and this run has "
                 f"{now.get(place)!r}; use the same value to resume, or another --workdir"
