@@ -61,6 +61,7 @@ KNOW_STAGES = {
     "zero.shard_state",
     "zero.memory",
     "interop.deepspeed.own_step",  # DeepSpeed's word too
+    "interop.deepspeed.translate",
     "interop.pretrained",
     "trainer",
     "plan",

@@ -39,7 +39,8 @@ SMALL = {
 }
 
 
-def load_file(name):
+@functools.cache
+def load(name):
     spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
