@@ -292,6 +292,13 @@ def test_the_example_of_fine_tuning_learns_to_count_and_saves_what_it_learnt(tmp
     assert saved.loss(saved.params, batch) < 0.2 * losses[0]
 
 
+def test_the_example_of_a_deepspeed_config_trains_as_the_config_says(capsys):
+    example = load("deepspeed_config")
+    losses = example.train(example.CONFIG, 12)
+    assert losses[-1] < 0.8 * losses[0]
+    assert "zero_optimization.stage: taken; config.zero.stage = 3" in capsys.readouterr().out
+
+
 def test_a_restored_example_goes_on_as_if_it_had_not_stopped(tmp_path):
     """At stage 1 on 6 devices after stage 3 on 8, with other padding."""
     example = load("save_and_restore")

@@ -8,6 +8,7 @@
 
 from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.errors import UserError
+from zerojax.interop.deepspeed.own_step import from_deepspeed_config
 from zerojax.interop.pretrained import export_huggingface, load_huggingface
 from zerojax.mesh import batch_sharding, make_mesh
 from zerojax.ops.embedding import embedding_lookup
@@ -39,6 +40,7 @@ __all__ = [
     "batch_sharding",
     "embedding_lookup",
     "export_huggingface",
+    "from_deepspeed_config",
     "fused_adamw",
     "fused_lion",
     "load_huggingface",

@@ -20,6 +20,7 @@ from zerojax.trainer import metrics
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 LOCK_FILE = "run.lock"
+IMPORTED_FILE = "imported.json"  # where the first checkpoint comes from, if another program trained it
 WRITTEN = ("", "export", "profile", "tensorboard")  # folders in which files are written under fixed names
 LOST = {  # file -> what follows if a run has checkpoints and lacks it
     CONFIG_FILE: "nothing shows whether the settings are those of the checkpoints",
@@ -27,7 +28,12 @@ LOST = {  # file -> what follows if a run has checkpoints and lacks it
 }
 
 # Settings that runs before them lack -> the values under which nothing changes for these
-NEW = {"init_from": ("",)}
+NEW = {
+    "init_from": ("",),
+    "optimizer.warmup": ("linear",),
+    "optimizer.initial_fraction": (0.0,),
+    "optimizer.weight_decay_on": ("matrices",),
+}
 
 # Settings that may change when a run resumes: where and how it computes, but not what. `steps` may grow.
 FREE = (
@@ -109,7 +115,7 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
 def lost(workdir: str | os.PathLike) -> list[str]:
     """Returns a line for each file that the folder's run wrote and that is missing now."""
     folder = pathlib.Path(workdir)
-    if not step_files.steps(folder / CHECKPOINTS):
+    if not step_files.steps(folder / CHECKPOINTS) or (folder / IMPORTED_FILE).exists():
         return []
     missing = [name for name in LOST if not (folder / name).exists()]
     return [
