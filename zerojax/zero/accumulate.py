@@ -1,6 +1,5 @@
 """Gradient accumulation. This module runs several forward and backward passes and returns their mean."""
 
-import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -33,37 +32,63 @@ def value_and_grad(loss_fn: Callable[..., Any], passes: int, own_keys: Any = _NO
         first = jax.tree.map(lambda leaf: leaf[0], batch)
         (loss, aux), grads = jax.eval_shape(one_pass, params, first, state)
         fields = {name: getattr(state, name) for name in aux.pop("state", {})}
-        state_keys = [
-            path for path in own_keys[0] if path.split("/")[0] not in fields
-        ]  # the loss renews the others itself
         sums = jax.tree.map(_zeros, (loss, aux, grads))
 
         def add(carry: Any, numbered: Any) -> Any:
             (loss_sum, aux_sum, grad_sum), fields = carry
             number, micro_batch = numbered
-            own = keys.fold(state.replace(**fields) if fields else state, state_keys, number)
-            with keys.folded_in_linen(number):
-                (loss, aux), grads = one_pass(params, keys.fold(micro_batch, own_keys[1], number), own)
+            own = state.replace(**fields) if fields else state
+            (loss, aux), grads = numbered_pass(one_pass, own_keys, fields)(params, micro_batch, own, number)
             fields, weight = aux.pop("state", {}), aux.get("weight")
             loss_sum += loss if weight is None else weight * loss
-            grad_sum = tree.map_with_path(functools.partial(_add, weight), grad_sum, grads)
-            return ((loss_sum, outputs.added(aux_sum, aux), grad_sum), fields), None
+            return ((loss_sum, outputs.added(aux_sum, aux), added(grad_sum, grads, weight)), fields), None
 
         (sums, fields), _ = jax.lax.scan(add, (sums, fields), (jnp.arange(passes), batch))
         loss, aux, grads = sums
         count = aux.pop("weight", passes)
-        grads = tree.map_with_path(
-            lambda path, grad: grad if placement.is_overwritten(path) else _over(grad, count), grads
-        )
-        return (_over(loss, count), {**outputs.divided(aux, passes), "state": fields}), grads
+        return (_over(loss, count), {**outputs.divided(aux, passes), "state": fields}), averaged(grads, count)
 
     return accumulated
 
 
-def _add(weight: Any, path: str, total: jax.Array, grad: jax.Array) -> jax.Array:
-    if placement.is_overwritten(path):
-        return jnp.maximum(total, grad)
-    return total + (grad if weight is None else weight.astype(total.dtype) * grad)
+def numbered_pass(one_pass: Callable[..., Any], own_keys: Any, renewed: Collection[str]) -> Callable[..., Any]:
+    """Returns f(params, batch, state, number), which is `one_pass` with the number of the pass folded into random keys.
+
+    Args:
+      one_pass: f(params, batch, state).
+      own_keys: see `value_and_grad`.
+      renewed: fields of the state that the loss returns, and so renews the keys of.
+    """
+    state_keys = [path for path in own_keys[0] if path.split("/")[0] not in renewed]
+
+    def run(params: Any, batch: Any, state: Any, number: Any) -> Any:
+        with keys.folded_in_linen(number):
+            return one_pass(params, keys.fold(batch, own_keys[1], number), keys.fold(state, state_keys, number))
+
+    return run
+
+
+def begun(grads: Any, weight: Any) -> Any:
+    """Returns the sum of one pass's gradients, float32 or wider; see `added`."""
+    return added(jax.tree.map(_zeros, grads), grads, weight)
+
+
+def added(sums: Any, grads: Any, weight: Any) -> Any:
+    """Returns the sums of gradients with those of one more pass, times its weight; None: passes count alike."""
+
+    def add(path: str, total: jax.Array, grad: jax.Array) -> jax.Array:
+        if placement.is_overwritten(path):
+            return jnp.maximum(total, grad)
+        return total + (grad if weight is None else weight.astype(total.dtype) * grad)
+
+    return tree.map_with_path(add, sums, grads)
+
+
+def averaged(sums: Any, count: Any) -> Any:
+    """Returns the gradients of a step from their sums over passes; `count` is the number of passes, or the sum of their weights."""
+    return tree.map_with_path(
+        lambda path, total: total if placement.is_overwritten(path) else _over(total, count), sums
+    )
 
 
 def _over(total: jax.Array, count: Any) -> jax.Array:

@@ -7,6 +7,7 @@ before the sum. A block's collectives overlap its neighbours' arithmetic (`overl
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,8 @@ from zerojax import specs, tree
 from zerojax.errors import UserError
 from zerojax.zero import accumulate, gather, overlap, placement, where_used
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, totals
+
+Program = Callable[[], dependence.TracedLoss]
 
 
 def value_and_grad(
@@ -48,58 +51,136 @@ def value_and_grad(
     device and are summed over devices once. Values of `aux` are made equal on all devices by the rule of `outputs`.
     """
     reduction = gather.Reduction(reduce_dtype, at_once=passes == 1)
-    find, axes = _finder(partition), _manual_axes(partition.mesh)
     layout = layout or inputs.Layout(partition.mesh, passes, by_device=True)
+    of_device = _OfDevice(loss_fn, partition, how, reduction, compute_dtype, passes, overlap.Chain)
 
-    def on_device(
-        program: Callable[[], dependence.TracedLoss], own_keys: Any, params: Any, batch: Any, state: Any
-    ) -> Any:
-        sinks = tree.map_with_path(lambda path, leaf: gather.sink(find(path, leaf), reduction), params)
+    def on_device(program: Program, own_keys: Any, params: Any, batch: Any, state: Any) -> Any:
+        gradients = accumulate.value_and_grad(of_device.of_sinks(program, own_keys, params), passes, own_keys)
+        with _leaks_named():
+            (loss, aux), (grads, tokens) = gradients(of_device.sinks(params), batch, state)
+        grads = _read((tokens, aux.pop("tokens")), grads)
+        grads = tree.map_with_path(
+            lambda path, grad: gather.reduce_rest(grad, of_device.find(path, None), reduction), grads
+        )
+        aux = {"metrics": outputs.values(aux["metrics"], over_devices=True), "state": aux.get("state", {})}
+        return (jax.lax.psum(loss, mesh_lib.BATCH_AXES), aux), grads
+
+    return of_device.mapped(on_device, layout)
+
+
+def one_pass(
+    loss_fn: Callable[..., Any],
+    partition: Any,
+    how: where_used.How,
+    *,
+    passes: int,
+    reduce_dtype: Any,
+    compute_dtype: Any,
+    layout: inputs.Layout,
+    runner: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Returns f(params, batch, state, number) -> ((loss, aux), grads) of one pass, for a caller that adds up passes itself.
+
+    Its arguments are those of `value_and_grad`, and:
+      layout: that of one pass.
+      runner: makes what runs the blocks; takes the arguments of `overlap.Chain`.
+
+    `aux` has the state's fields, the metrics as `outputs.terms` of all devices, and the weight of the pass (`totals.objective`) if passes
+    differ. `number` is int32[], the number of the pass.
+    """
+    of_device = _OfDevice(loss_fn, partition, how, gather.Reduction(reduce_dtype), compute_dtype, passes, runner)
+
+    def on_device(program: Program, own_keys: Any, params: Any, batch: Any, state: Any, number: Any) -> Any:
+        run = jax.value_and_grad(of_device.of_sinks(program, own_keys, params), has_aux=True)
+        if passes > 1:
+            (_, aux), _ = jax.eval_shape(run, of_device.sinks(params), batch, state)
+            run = functools.partial(accumulate.numbered_pass(run, own_keys, aux.get("state", {})), number=number)
+        with _leaks_named():
+            (loss, aux), (grads, tokens) = run(of_device.sinks(params), batch, state)
+        grads = _read((tokens, aux.pop("tokens")), grads)
+        aux["metrics"] = outputs.of_all_devices(aux["metrics"])
+        return (jax.lax.psum(loss, mesh_lib.BATCH_AXES), aux), grads
+
+    return of_device.mapped(on_device, layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfDevice:
+    """What one device computes in a pass: the loss as a function of its gradients' sinks."""
+
+    loss_fn: Callable[..., Any]
+    partition: Any
+    how: where_used.How
+    reduction: gather.Reduction
+    compute_dtype: Any
+    passes: int
+    runner: Callable[..., Any]
+
+    @property
+    def find(self) -> Callable[[str, Any], placement.Placement]:
+        """Returns f(path, shard or None) -> the weight's placement."""
+        return _finder(self.partition)
+
+    def sinks(self, params: Any) -> tuple[Any, overlap.Tokens]:
+        """Returns what the loss is differentiated with respect to."""
+        find = self.find
+        found = tree.map_with_path(lambda path, leaf: gather.sink(find(path, leaf), self.reduction), params)
+        return found, overlap.no_tokens()
+
+    def of_sinks(self, program: Program, own_keys: Any, params: Any) -> Callable[..., tuple[jax.Array, Any]]:
+        """Returns f((sinks, tokens), batch, state) -> (loss, aux) of one device's pass."""
         device = jax.lax.axis_index(mesh_lib.BATCH_AXES)
 
         def of_sinks(inputs: tuple[Any, overlap.Tokens], batch: Any, state: Any) -> tuple[jax.Array, Any]:
             sinks, tokens = inputs
-            chain = overlap.Chain(find, compute_dtype, reduction, tokens)
-            device_loss = _device_loss(loss_fn, partition, how, chain)
+            chain = self.runner(self.find, self.compute_dtype, self.reduction, tokens)
+            device_loss = _device_loss(self.loss_fn, self.partition, self.how, chain)
             own = [keys.fold(values, paths, device) for values, paths in zip((state, batch), own_keys)]
             with keys.folded_in_linen(device):
                 loss, aux = device_loss(jax.tree.map(gather.ShardAndSink, params, sinks), *reversed(own))
-            ways = mesh_lib.ways(partition.mesh)
-            loss, aux = outputs.of_device(loss, aux, state, program, ways=ways, passes=passes)
+            ways = mesh_lib.ways(self.partition.mesh)
+            loss, aux = outputs.of_device(loss, aux, state, program, ways=ways, passes=self.passes)
             return loss, {**aux, "tokens": chain.tokens}
 
-        gradients = accumulate.value_and_grad(of_sinks, passes, own_keys)
-        with _leaks_named():
-            (loss, aux), (grads, tokens) = gradients((sinks, overlap.no_tokens()), batch, state)
-        grads = _read((tokens, aux.pop("tokens")), grads)
-        grads = tree.map_with_path(lambda path, grad: gather.reduce_rest(grad, find(path, None), reduction), grads)
-        aux = {"metrics": outputs.values(aux["metrics"], over_devices=True), "state": aux.get("state", {})}
-        return (jax.lax.psum(loss, mesh_lib.BATCH_AXES), aux), grads
+        return of_sinks
 
-    def gradients(params: Any, batch: Any, state: Any) -> Any:
-        if where_used.variables(params):
-            raise UserError(
-                "reduce_dtype: NNX params with other variables (batch statistics, random counts) would differ between devices; hold them "
-                "in a field of the state, which the loss returns, or omit reduce_dtype"
+    def mapped(self, on_device: Callable[..., Any], layout: inputs.Layout) -> Callable[..., Any]:
+        """Returns `on_device(program, own_keys, params, batch, state, ...)` over all devices, of (params, batch, state, ...)."""
+        axes, find, partition = manual_axes(self.partition.mesh), self.find, self.partition
+
+        def gradients(params: Any, batch: Any, state: Any, *rest: Any) -> Any:
+            if where_used.variables(params):
+                raise UserError(
+                    "reduce_dtype: NNX params with other variables (batch statistics, random counts) would differ between devices; hold "
+                    "them in a field of the state, which the loss returns, or omit reduce_dtype"
+                )
+            _refuse_complex(params)
+            used = where_used.abstract_used(params, partition, self.compute_dtype)
+            program = dependence.of_loss(self.loss_fn, used, batch, state, layout)
+            own_keys = keys.own(program, layout, batch, state)
+            grad_specs = tree.map_with_path(
+                lambda path, _: specs.only(find(path, None).update.spec, axes), partition.trainable_part(params)
             )
-        _refuse_complex(params)
-        program = dependence.of_loss(
-            loss_fn, where_used.abstract_used(params, partition, compute_dtype), batch, state, layout
-        )
-        own_keys = keys.own(program, layout, batch, state)
-        grad_specs = tree.map_with_path(
-            lambda path, _: specs.only(find(path, None).update.spec, axes), partition.trainable_part(params)
-        )
-        run = functools.partial(on_device, program, own_keys)
-        return _mapped(run, partition, params, layout.specs(batch), ((P(), P()), grad_specs))(params, batch, state)
+            run = functools.partial(on_device, program, own_keys)
+            mapped = _mapped(run, partition, params, layout.specs(batch), ((P(), P()), grad_specs), len(rest))
+            return mapped(params, batch, state, *rest)
 
-    return gradients
+        return gradients
 
 
 def mean(
-    loss_fn: Callable[..., Any], partition: Any, *, compute_dtype: Any, blocks: str, heads: str
+    loss_fn: Callable[..., Any],
+    partition: Any,
+    *,
+    compute_dtype: Any,
+    blocks: str,
+    heads: str,
+    runner: Callable[..., Any] = overlap.Chain,
 ) -> Callable[[Any, Any], jax.Array]:
-    """Returns f(params, batch) -> the loss over devices, forward only; `loss_fn(params, batch)` is a mean, a `Mean` or a `Sum`."""
+    """Returns f(params, batch) -> the loss over devices, forward only; `loss_fn(params, batch)` is a mean, a `Mean` or a `Sum`.
+
+    `runner` makes what runs the blocks; it takes the arguments of `overlap.Chain`.
+    """
     reduction, find = gather.Reduction(jnp.float32), _finder(partition)
 
     def with_aux(params: Any, batch: Any, _: Any) -> tuple[jax.Array, dict]:
@@ -109,7 +190,7 @@ def mean(
         weights = tree.map_with_path(
             lambda path, leaf: gather.ShardAndSink(leaf, gather.sink(find(path, leaf), reduction)), params
         )
-        chain = overlap.Chain(find, compute_dtype, reduction, overlap.no_tokens())
+        chain = runner(find, compute_dtype, reduction, overlap.no_tokens())
         loss, _ = _device_loss(with_aux, partition, where_used.How(blocks, heads, "full"), chain)(weights, batch, None)
         loss, _ = totals.objective(outputs.loss_over_devices(loss, mesh_lib.ways(partition.mesh)), 1)
         return jax.lax.psum(_read(chain.tokens, loss), mesh_lib.BATCH_AXES)
@@ -121,9 +202,7 @@ def mean(
     return mean_loss
 
 
-def _device_loss(
-    loss_fn: Callable[..., Any], partition: Any, how: where_used.How, chain: overlap.Chain
-) -> Callable[..., Any]:
+def _device_loss(loss_fn: Callable[..., Any], partition: Any, how: where_used.How, chain: Any) -> Callable[..., Any]:
     """Returns f(`ShardAndSink`s, batch, state) -> (loss, aux) of one device, whose blocks run in the chain's order."""
     return where_used.wrap(
         loss_fn,
@@ -135,9 +214,11 @@ def _device_loss(
     )
 
 
-def _mapped(run: Callable, partition: Any, params: Any, batch_specs: Any, out_specs: Any) -> Callable:
-    """Returns `run(params, batch, state)` on each device's shards, with a replicated `state`."""
-    axes, find = _manual_axes(partition.mesh), _finder(partition)
+def _mapped(
+    run: Callable, partition: Any, params: Any, batch_specs: Any, out_specs: Any, num_rest: int = 0
+) -> Callable:
+    """Returns `run(params, batch, state, ...)` on each device's shards; the state and what follows it are replicated."""
+    axes, find = manual_axes(partition.mesh), _finder(partition)
     param_specs = tree.map_with_path(lambda path, _: specs.only(find(path, None).stored.spec, axes), params)
     batch_specs = jax.tree.map(
         lambda spec: specs.only(spec, axes), batch_specs, is_leaf=lambda node: isinstance(node, P)
@@ -145,7 +226,7 @@ def _mapped(run: Callable, partition: Any, params: Any, batch_specs: Any, out_sp
     return jax.shard_map(
         run,
         mesh=partition.mesh,
-        in_specs=(param_specs, batch_specs, P()),
+        in_specs=(param_specs, batch_specs, P(), *[P()] * num_rest),
         out_specs=out_specs,
         axis_names=axes,
         check_vma=False,
@@ -171,7 +252,7 @@ def _finder(partition: Any) -> Callable[[str, Any], placement.Placement]:
     return find_weight
 
 
-def _manual_axes(mesh: Any) -> set[str]:
+def manual_axes(mesh: Any) -> set[str]:
     """Returns the axes of `jax.shard_map`; `model` is left to the compiler if its size is above 1."""
     return {axis for axis, size in mesh.shape.items() if axis in mesh_lib.BATCH_AXES or size == 1}
 

@@ -3,6 +3,7 @@
 With loss scaling a step whose gradients are not all finite is skipped: only the scale changes.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,10 +13,13 @@ import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, tree, xla_flags
+from zerojax.errors import UserError
 from zerojax.zero import accumulate, explicit, placement, where_used, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
-from zerojax.zero.offload import streamed
+from zerojax.zero.offload import blocks as blocks_lib
+from zerojax.zero.offload import blockwise, passes, streamed
+from zerojax.zero.offload import params as params_on_host
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, totals
 
 
@@ -80,33 +84,34 @@ def make_train_step(
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     loss_fn = outputs.with_aux(loss_fn, scaling.scale)
     gradients = _gradients(loss_fn, partition, how, layout, reduce_dtype, compute_dtype)
-    constrain = functools.partial(_constrain_for_update, partition.placements)
     updates = streamed.updates_of(partition, may_skip=loss_scale is not None)
-    resident = partition if updates is None else updates.rest.partition
-    update = update_lib.make(resident)
+    finish = _finish(partition, updates, scaling, clip_norm)
+
+    def squares_of(grads: Any, state: Any) -> Any:
+        of_leaf = functools.partial(_sum_of_squares, 1.0 / scaling.scale(state))
+        return tree.map_with_path(of_leaf, grads, is_leaf=placement.is_frozen)
 
     def train_step(state: Any, batch: Any) -> tuple[Any, ...]:
         batch = layout.place(batch, compute_dtype)
         with jax.named_scope("gradients"):
             (_, aux), grads = gradients(state.params, batch, state)
         with jax.named_scope("clip"):
-            grads, unscale = constrain(grads), 1.0 / scaling.scale(state)
-            squares = tree.map_with_path(
-                functools.partial(_sum_of_squares, unscale), grads, is_leaf=placement.is_frozen
-            )
-            norm = jnp.sqrt(sum(jax.tree.leaves(squares)))
-            # A norm of 0 gives inf, and so 1.
-            factor = unscale * jnp.minimum(1.0, clip_norm / norm) if clip_norm else unscale
-            verdict = scaling.verdict(squares)
-        with jax.named_scope("update"):
-            own, after = resident.trainable_part(grads), state.replace(**aux.get("state", {}))
-            new_state = update(state, after, own, factor, verdict.finite, numbers=updates and updates.rest.numbers)
-            new_state, scaling_metrics = scaling.adjust(new_state, verdict)
-            # Cast and add on the shards, then gather, so that 16-bit params are sent.
-            new_state = new_state.replace(params=constrain(new_state.params))
-        metrics = {**aux["metrics"], "grad_norm": norm, **scaling_metrics}
-        return new_state, metrics, *(updates.handed(state, grads, factor, verdict.finite) if updates else ())
+            grads = _constrain_for_update(partition.placements, grads)
+            squares = squares_of(grads, state)
+        new_state, metrics, factor, finite = finish(state, aux, grads, squares)
+        return new_state, metrics, *(updates.handed(state, grads, factor, finite) if updates else ())
 
+    if updates and params_on_host.are_on_host(partition):
+        one_pass = _by_block(loss_fn, partition, how, layout, reduce_dtype, compute_dtype)
+        return blockwise.BlockwiseStep(
+            passes.Passes(one_pass, layout, compute_dtype),
+            updates,
+            squares_of,
+            finish,
+            is_early=not clip_norm and loss_scale is None,
+            donate=donate,
+        )
+    resident = updates.rest.partition if updates else partition
     step = xla_options.jit(
         train_step,
         _compiler_options(partition, blocks, reduce_dtype, compute_dtype),
@@ -115,6 +120,58 @@ def make_train_step(
         out_shardings=(resident.shardings, None, *([updates.handed_shardings] if updates else [])),
     )
     return step if updates is None else streamed.StreamedStep(step, updates, donate=donate)
+
+
+def _finish(partition: Any, updates: Any, scaling: update_lib.Unscaled, clip_norm: float) -> Callable[..., Any]:
+    """Returns f(state, aux, grads, squares) -> (new state, metrics, factor, finite): a step after its gradients and their squares.
+
+    It updates what `updates` leaves to it. The gradients are multiplied by `factor`; a step that is not `finite` is skipped.
+    """
+    resident = updates.rest.partition if updates else partition
+    update = update_lib.make(resident)
+
+    def finish(state: Any, aux: Any, grads: Any, squares: Any) -> tuple[Any, ...]:
+        with jax.named_scope("clip"):
+            norm, unscale = jnp.sqrt(sum(jax.tree.leaves(squares))), 1.0 / scaling.scale(state)
+            # A norm of 0 gives inf, and so 1.
+            factor = unscale * jnp.minimum(1.0, clip_norm / norm) if clip_norm else unscale
+            verdict = scaling.verdict(squares)
+        with jax.named_scope("update"):
+            own, after = resident.trainable_part(grads), state.replace(**aux.get("state", {}))
+            new_state = update(state, after, own, factor, verdict.finite, numbers=updates and updates.rest.numbers)
+            new_state, scaling_metrics = scaling.adjust(new_state, verdict)
+            # Cast and add on the shards, then gather, so that 16-bit params are sent.
+            new_state = new_state.replace(params=_constrain_for_update(partition.placements, new_state.params))
+        return new_state, {**aux["metrics"], "grad_norm": norm, **scaling_metrics}, factor, verdict.finite
+
+    return finish
+
+
+def _by_block(
+    loss_fn: Callable[..., Any],
+    partition: Any,
+    how: where_used.How,
+    layout: inputs.Layout,
+    reduce_dtype: Any,
+    compute_dtype: Any,
+) -> Callable[..., Any]:
+    """Returns one pass with nested blocks, which fetch their params from host memory one after the other."""
+    if not how.blocks or reduce_dtype is None:
+        lacking = "reduce_dtype" if how.blocks else "blocks"
+        raise UserError(
+            f"offload.params: params in host memory are fetched block by block, and {lacking} is not given; pass "
+            "make_train_step(blocks=<regex of the model's repeated modules>, reduce_dtype=jnp.float32)"
+        )
+    return explicit.one_pass(
+        loss_fn,
+        partition,
+        how,
+        passes=layout.passes,
+        reduce_dtype=reduce_dtype,
+        compute_dtype=compute_dtype,
+        layout=dataclasses.replace(layout, passes=1),
+        runner=blocks_lib.Blocks,
+    )
 
 
 def _sum_of_squares(unscale: jax.Array, path: str, grad: Any) -> jax.Array:

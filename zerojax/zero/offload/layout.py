@@ -59,7 +59,7 @@ def place(partition: placement.Partition, offload: settings_lib.Offload, min_siz
     Raises:
       UserError: the state's update cannot be run leaf by leaf, or the state has nothing to offload.
     """
-    if not offload.is_on:
+    if offload.optimizer == settings_lib.NONE:
         return partition
     trained = _checked(partition)
     owned = leaves_of_weights(partition, min_size)
@@ -77,7 +77,7 @@ def place(partition: placement.Partition, offload: settings_lib.Offload, min_siz
     may_cut = local.kind == locality.ELEMENTWISE or isinstance(trained.tx, one_pass.OnePass)
     known = dict(tree.flatten(partition.abstract_state))
     nbytes = {weight: sum(shard_bytes(known[path]) for path in paths) for weight, paths in owned.items()}
-    chosen = _spread(nbytes, offload.fraction)
+    chosen = spread(nbytes, offload.fraction)
     cuts = {
         weight: cut
         for weight in chosen
@@ -120,7 +120,7 @@ def shard_bytes(leaf: Any) -> int:
     return tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
 
 
-def _spread(nbytes: Mapping[str, int], fraction: float) -> list[str]:
+def spread(nbytes: Mapping[str, int], fraction: float) -> list[str]:
     """Returns weights with at least that fraction of the bytes, spread evenly, and less than one weight more."""
     chosen, taken, seen = [], 0, 0
     for weight, count in nbytes.items():

@@ -16,7 +16,7 @@ from zerojax.errors import UserError
 NONE, HOST, NVME = "none", "host", "nvme"
 KINDS = (NONE, HOST, NVME)
 PARTS: Mapping[str, str] = {"optimizer": "opt_state", "params": "params"}  # part -> its column in the table of stages
-BUILT = {("optimizer", HOST)}
+BUILT = {("optimizer", HOST), ("params", HOST)}
 CHUNK_BYTES = 256 << 20  # 6 ms at 43 GB/s
 IN_FLIGHT = 8
 
@@ -29,6 +29,7 @@ class Offload:
       optimizer: where moments and master weights live: "none" (on the device), "host" (pinned memory) or "nvme" (a local disk).
       params: where the params live; the same values.
       fraction: of the optimizer state's bytes that is offloaded, from above 0 to 1. The rest stays on the device.
+      params_fraction: the same of the bytes of the params that may be offloaded.
       chunk_bytes: bytes of state on each device that are copied and updated together. A larger leaf is stored in pieces of about this size.
       in_flight: chunks that each device holds at once: those that arrive, are updated and leave. So the update needs about
         chunk_bytes * in_flight of device memory, whatever the model's size. Half of them arrive before the forward pass begins.
@@ -37,6 +38,7 @@ class Offload:
     optimizer: str = NONE
     params: str = NONE
     fraction: float = 1.0
+    params_fraction: float = 1.0
     chunk_bytes: int = CHUNK_BYTES
     in_flight: int = IN_FLIGHT
 
@@ -71,16 +73,18 @@ def _checked(offload: Offload) -> Offload:
     for part in PARTS:
         if getattr(offload, part) not in KINDS:
             raise UserError(f"offload.{part}: must be one of {', '.join(KINDS)}, and is {getattr(offload, part)!r}")
-    is_number = isinstance(offload.fraction, (int, float)) and not isinstance(offload.fraction, bool)
-    if not is_number or not 0 < offload.fraction <= 1:
-        raise UserError(f"offload.fraction: must be above 0 and at most 1, and is {offload.fraction!r}")
+    for name in ("fraction", "params_fraction"):
+        value = getattr(offload, name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= 1:
+            raise UserError(f"offload.{name}: must be above 0 and at most 1, and is {value!r}")
     for name, least in (("chunk_bytes", 1), ("in_flight", 2)):
         value = getattr(offload, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise UserError(f"offload.{name}: must be a whole number of at least {least}, and is {value!r}")
     unread = {"fraction", "chunk_bytes", "in_flight"} if (offload.optimizer, offload.params) == (NONE, NONE) else set()
-    if offload.optimizer == NONE:
-        unread |= {"fraction"}
+    unread |= {"fraction"} if offload.optimizer == NONE else set()
+    unread |= {"params_fraction"} if offload.params == NONE else set()
     for name in sorted(unread):
         if getattr(offload, name) != getattr(Offload(), name):
             raise UserError(

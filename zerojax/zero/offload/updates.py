@@ -180,11 +180,14 @@ class Updates:
 
     def handed(self, state: Any, grads: Any, factor: Any, finite: Any) -> tuple["Handed"]:
         """Returns what the program that computes gradients hands to the updates of the groups, as a tuple of one; called in its trace."""
+        by_path = {f"params/{path}": grad for path, grad in tree.flatten(grads)}
+        return (self.handed_to(state, {weight: by_path[weight] for weight in self.weights}, factor, finite),)
+
+    def handed_to(self, state: Any, grads: dict[str, Any], factor: Any, finite: Any) -> "Handed":
+        """Returns gradients by path with what else the updates of groups read of a state without offloaded leaves."""
         held = jax.tree.leaves(state.opt_state)
         shared = [held[self.rest.positions.index(n)] for n in self.shared]
-        by_path = {f"params/{path}": grad for path, grad in tree.flatten(grads)}
-        own = {weight: by_path[weight] for weight in self.weights}
-        return (Handed(own, shared, jnp.asarray(factor, jnp.float32), finite),)
+        return Handed(grads, shared, jnp.asarray(factor, jnp.float32), finite)
 
     @property
     def handed_shardings(self) -> "Handed":
@@ -259,7 +262,7 @@ class Updates:
         found = self._partition.placements[item.weight]
         mesh = self._partition.mesh
         replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        param = dict(tree.flatten(self._params))[item.weight.removeprefix("params/")]
+        param = layout.as_on_device(dict(tree.flatten(self._params))[item.weight.removeprefix("params/")])
         host, device, shared = (
             [layout.as_on_device(self._leaves[n][1]) for n in positions]
             for positions in (item.host, item.device, item.shared)

@@ -137,13 +137,20 @@ def values(metrics: Any, *, over_devices: bool) -> Any:
     """Returns the values of metrics given as `terms`, added over devices if they are one device's."""
 
     def value(term: Any) -> Any:
-        if isinstance(term, Same):
-            return term.value
-        if not over_devices:
-            return totals.value(term)
-        return totals.value(_psum(term)) if totals.is_total(term) else jax.lax.pmean(term, AXES)
+        return term.value if isinstance(term, Same) else totals.value(term)
 
-    return jax.tree.map(value, metrics, is_leaf=_is_term)
+    return jax.tree.map(value, of_all_devices(metrics) if over_devices else metrics, is_leaf=_is_term)
+
+
+def of_all_devices(metrics: Any) -> Any:
+    """Returns metrics given as `terms`, added over devices, as `terms`; call it inside `jax.shard_map`."""
+
+    def added_up(term: Any) -> Any:
+        if isinstance(term, Same):
+            return term
+        return _psum(term) if totals.is_total(term) else jax.lax.pmean(term, AXES)
+
+    return jax.tree.map(added_up, metrics, is_leaf=_is_term)
 
 
 def added(sums: Any, new: Any) -> Any:

@@ -1,0 +1,80 @@
+"""A small model whose blocks are of several kinds, and its gradients in two forms. This module serves the tests of zerojax.zero.offload."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+
+from zerojax import mesh as mesh_lib
+from zerojax.zero import explicit, overlap, shard_state, where_used
+from zerojax.zero.offload import blocks
+from zerojax.zero.sharded_batch import inputs, outputs
+
+X = jax.random.normal(jax.random.key(1), (16, 8))
+HOW: dict[str, Any] = {"passes": 1, "reduce_dtype": jnp.float32, "compute_dtype": None}
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, scale=None):
+        y = nn.Dense(8, name="narrow")(nn.tanh(nn.Dense(16, name="wide")(x)))
+        return x + (y if scale is None else y * scale)
+
+
+class Head(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.mean(jnp.square(nn.Dense(1, name="out")(x)))
+
+
+class Net(nn.Module):
+    """Reads one weight in two blocks and outside of them, and an array in each block."""
+
+    layers: int = 3
+    dropout: bool = False
+
+    @nn.compact
+    def __call__(self, x, scale):
+        shared = Block(name="block_shared")
+        x = shared(nn.Dense(8, name="embed")(x), scale)
+        for number in range(self.layers):
+            x = Block(name=f"block_{number}")(x, scale)
+        if self.dropout:
+            x = nn.Dropout(0.5, deterministic=False)(x)
+        penalty = jnp.sum(jnp.square(shared.variables["params"]["wide"]["kernel"]))
+        return Head(name="head")(shared(x)) + 1e-3 * penalty
+
+
+def loss_of(net: Net, params: Any, batch: Any, state: Any) -> tuple[jax.Array, dict]:
+    rngs = {"dropout": jax.random.fold_in(jax.random.key(0), state.step)} if net.dropout else {}
+    loss = net.apply({"params": params}, batch["x"], batch["scale"], rngs=rngs)
+    return loss, {"state": {"step": state.step + 1}, "metrics": {"twice": 2 * loss, "one": jnp.float32(1)}}
+
+
+def parts(net: Net, mesh: tuple[int, ...] = (1, 8), stage: int = 3, **how: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """Returns the gradients as a function of (params, batch, state), the same with nested blocks, and the arguments."""
+    scale = jnp.linspace(0.5, 1.5, 16)[:, None]
+    params = jax.eval_shape(net.init, {"params": jax.random.key(0), "dropout": jax.random.key(0)}, X, scale)["params"]
+    keys = iter(jax.random.split(jax.random.key(2), 99))
+    params = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape) / 3, params)
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+    state, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(*mesh), stage=stage, min_size=0)
+    batch = jax.device_put({"x": X, "scale": scale}, part.batch_sharding)
+    make = functools.partial(
+        explicit.one_pass,
+        outputs.with_aux(functools.partial(loss_of, net), lambda state: 1.0),
+        part,
+        where_used.How(r"block_\w+", **{"heads": "head"} | how),
+        layout=inputs.Layout(part.mesh, by_device=True),
+        **HOW,
+    )
+    args = state.params, batch, state.replace(params=(), opt_state=()), jax.numpy.int32(0)
+    return make(runner=overlap.Chain), make(runner=blocks.Blocks), *args
+
+
+def abstract(value: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), value)

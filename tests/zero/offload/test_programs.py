@@ -1,0 +1,58 @@
+"""Checks a step that is cut into programs against the same step as one program. This module tests zerojax.zero.offload.programs."""
+
+import jax
+import numpy as np
+import pytest
+from block_nets import Net, abstract, parts
+
+from zerojax import tree
+from zerojax.zero.offload import programs, schedule
+
+
+@pytest.mark.parametrize(
+    ("net", "mesh", "stage", "how"),
+    [
+        (Net(), (1, 8), 3, {}),
+        (Net(), (2, 4), 3, {"remat": "full", "heads": ""}),
+        (Net(dropout=True), (8, 1), 3, {"recompute": ".*/wide"}),
+        (Net(), (2, 2, 2), 3, {}),
+        (Net(1), (1, 8), 2, {}),
+    ],
+)
+def test_programs_one_after_the_other_are_the_step(net, mesh, stage, how):
+    plain, nested, *args = parts(net, mesh, stage, **how)
+    expected = jax.jit(plain)(*args)
+    found = schedule.Schedule(programs.cut(nested, *abstract(args)), {})(*args)
+    for (path, have), (_, want) in zip(tree.flatten(found), tree.flatten(expected), strict=True):
+        np.testing.assert_allclose(have, want, rtol=2e-5, atol=1e-6, err_msg=path)
+        assert have.sharding.is_equivalent_to(want.sharding, want.ndim), path
+        assert have.dtype == want.dtype, path
+
+
+def test_equal_layers_share_one_compiled_program_and_no_program_reads_what_it_does_not_need():
+    _, nested, *args = parts(Net(layers=5))
+    cut = programs.cut(nested, *abstract(args))
+    passes = [program for program in cut.programs if program.name in ("forward", "backward")]
+    assert len(passes) == 2 * (5 + 2 + 1)  # the layers, the shared block twice, the head
+    assert len({id(program.run) for program in passes}) <= 8, "layers of one shape are compiled once"
+    read = {number for program in cut.programs for number in program.reads}
+    written = [number for program in cut.programs for number in program.writes]
+    assert len(set(written)) == len(written)
+    results = {result for result in cut.results if isinstance(result, int)}
+    assert set(written) <= read | results, "every value has a reader"
+    weights = len(jax.tree.leaves(args[0]))
+    for program in passes:
+        assert len([number for number in program.reads if number < weights]) <= 4, "a block reads its own weights"
+
+
+def test_a_result_that_is_constant_is_returned():
+    _, nested, *args = parts(Net(1))
+    (_, aux), _ = schedule.Schedule(programs.cut(nested, *abstract(args)), {})(*args)
+    assert float(aux["metrics"]["one"]) == 1 and int(aux["state"]["step"]) == 1
+
+
+def test_bytes_are_those_on_one_device():
+    _, nested, *args = parts(Net(1))
+    cut = programs.cut(nested, *abstract(args))
+    for number, leaf in enumerate(jax.tree.leaves(args)):
+        assert cut.nbytes(number) == leaf.addressable_shards[0].data.nbytes

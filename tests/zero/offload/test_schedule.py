@@ -1,0 +1,46 @@
+"""Checks which weights are on the device while programs run. This module tests zerojax.zero.offload.schedule."""
+
+import jax
+import numpy as np
+import pytest
+from block_nets import Net, abstract, parts
+
+from zerojax.zero.offload import programs, schedule
+
+
+@pytest.fixture(scope="module")
+def net():
+    _, nested, *args = parts(Net(4), remat="full")
+    return programs.cut(nested, *abstract(args)), args
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_weights_from_the_host_give_the_same_and_few_are_on_the_device(net, ahead):
+    cut, (params, *rest) = net
+    expected = schedule.Schedule(cut, {})(params, *rest)
+    on_device = {number: leaf.sharding for number, leaf in enumerate(jax.tree.leaves(params))}
+    on_host = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")), params)
+    most = []
+
+    def done(index, written, values):
+        held = {number for number in values if number in on_device}
+        near = {n for program in cut.programs[index : index + ahead + 1] for n in program.reads if n in on_device}
+        assert held <= near, "a weight is held only near its use"
+        most.append(len(held))
+
+    found = schedule.Schedule(cut, on_device, ahead=ahead)(on_host, *rest, done=done)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert max(most) <= 4 * (ahead + 1) < len(on_device)
+
+
+def test_a_result_that_is_taken_as_it_comes_is_not_held(net):
+    cut, args = net
+    results = {result for result in cut.results if isinstance(result, int)}
+    taken = {}
+
+    def done(index, written, values):
+        for number in results.intersection(written):
+            taken[number], values[number] = values[number], None
+
+    found = schedule.Schedule(cut, {})(*args, done=done)
+    assert set(taken) == results and set(jax.tree.leaves(found, is_leaf=lambda leaf: leaf is None)) <= {None}

@@ -1,0 +1,119 @@
+"""Runs each pass of a block as one nested function of the traced step. This module marks where `programs` cuts the step.
+
+The forward pass of a block and its backward pass are each one `jax.jit` inside the trace, whose name begins with `NAME`. In one
+compiled program the nested functions are inlined and change nothing. Cut apart, each is a program that reads the weights of one block.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zerojax import mesh as mesh_lib
+from zerojax.zero import float32_grads, gather, overlap, placement, remat
+
+NAME = "zerojax_block"
+
+
+class Blocks:
+    """Runs the blocks of a loss, like `overlap.Chain`, but as nested functions without an order of their own.
+
+    Args:
+      find: f(path, shard) -> the weight's placement.
+      dtype: of the gathered weights.
+      reduction: how gradients are summed over devices.
+      tokens: returned unchanged; see `overlap.Chain`.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[str, Any], placement.Placement],
+        dtype: Any,
+        reduction: gather.Reduction,
+        tokens: overlap.Tokens,
+    ):
+        self._find, self._dtype, self._reduction, self.tokens = find, dtype, reduction, tokens
+
+    def __call__(
+        self, body: overlap.Body, weights: dict[str, gather.ShardAndSink], arrays: list[jax.Array], policy: Any
+    ) -> Any:
+        placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
+        kept = None if policy is None else remat.without_offload(policy)
+        plan = overlap.Plan(body, placements, self._dtype, self._reduction, kept)
+        return _block(plan, weights, tuple(arrays))
+
+    def gather_leaf(self, path: str, weight: gather.ShardAndSink) -> jax.Array:
+        """Returns one gathered weight, outside of any block."""
+        with jax.named_scope(path):
+            return gather.gather_shard(weight, self._find(path, weight.stored), self._dtype, self._reduction)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _block(plan: overlap.Plan, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> Any:
+    def run(stored: dict[str, jax.Array], arrays: tuple) -> Any:
+        return plan.body(plan.gather(stored), *arrays)
+
+    return _nested("loss", run)({path: weight.stored for path, weight in weights.items()}, arrays)
+
+
+def _forward(plan: overlap.Plan, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> tuple[Any, Any]:
+    stored = {path: weight.stored for path, weight in weights.items()}
+    static: dict[str, Any] = {}
+
+    def run(stored: dict[str, jax.Array], arrays: tuple) -> tuple[Any, list[jax.Array]]:
+        gathered = plan.gather(stored)
+        body = plan.body if plan.policy is None else jax.checkpoint(plan.body, policy=plan.policy, prevent_cse=False)
+        trained, frozen = plan.divided(gathered)
+        outputs, pull = jax.vjp(lambda trained, *arrays: body({**trained, **frozen}, *arrays), trained, *arrays)
+        leaves, structure = jax.tree.flatten(pull)
+        path_of = {id(weight): path for path, weight in gathered.items()}
+        paths = [path_of.get(id(leaf)) for leaf in leaves]
+        static.update(structure=structure, paths=paths)
+        return outputs, [leaf for leaf, path in zip(leaves, paths) if path is None]
+
+    outputs, residuals = _nested("forward", run)(stored, arrays)
+    return outputs, _Residuals(stored, residuals, static["structure"], tuple(static["paths"]))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("stored", "leaves"), meta_fields=("structure", "paths")
+)
+class _Residuals:
+    """The stored weights of a block, and the leaves of its vjp function that are no gathered weights."""
+
+    def __init__(self, stored: dict[str, jax.Array], leaves: list[jax.Array], structure: Any, paths: tuple):
+        self.stored, self.leaves, self.structure, self.paths = stored, leaves, structure, paths
+
+
+def _backward(plan: overlap.Plan, residuals: _Residuals, cotangents: Any) -> tuple[Any, Any]:
+    def run(stored: dict[str, jax.Array], leaves: list[jax.Array], cotangents: Any) -> tuple[Any, list[Any]]:
+        gathered, rest = plan.gather(stored), iter(leaves)
+        filled = [next(rest) if path is None else gathered[path] for path in residuals.paths]
+        pull = jax.tree.unflatten(residuals.structure, filled)
+        if jnp.dtype(plan.reduction.dtype) == jnp.float32 and plan.placements:
+            mesh = next(iter(plan.placements.values())).stored.mesh
+            pull = float32_grads.in_float32(pull, platform=mesh_lib.platform(mesh))
+        grads, *inputs = pull(cotangents)
+        inputs = [jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, i) for i in inputs]
+        return plan.reduce(grads), inputs
+
+    sums, inputs = _nested("backward", run)(residuals.stored, residuals.leaves, cotangents)
+    totals = {**dict.fromkeys(residuals.stored, optax.MaskedNode()), **sums}
+    sinks = {path: gather.ShardAndSink(None, total) for path, total in totals.items()}  # type: ignore[arg-type]  # no gradient
+    return sinks, tuple(inputs)
+
+
+_block.defvjp(_forward, _backward)
+
+
+def _nested(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function as a nested one of the trace, which `programs` finds by its name."""
+
+    def nested(*args: Any) -> Any:
+        return run(*args)
+
+    nested.__name__ = f"{NAME}_{name}"
+    return jax.jit(nested)

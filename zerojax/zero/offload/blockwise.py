@@ -1,0 +1,204 @@
+"""A train step that runs block by block, with optimizer state and params in host memory. This module orders its programs and copies.
+
+    forward      the weights of block i + 2 arrive beside block i
+    backward     the weights of block i - 2 arrive beside block i; the last pass hands over each gradient as it becomes final
+    update       group by group; the state of the next groups arrives and that of the groups before leaves beside it
+
+Where the factor of the gradients is known beforehand (no clip, no loss scale), a group is updated as soon as its gradients are there. Its
+copies then run beside the backward pass of the blocks before it, and no gradient outlives its block. Otherwise the groups wait for the
+norm. Measured on an H100: copies of 220 ms in each direction beside programs of 364 ms take 380 ms in all.
+"""
+
+import collections
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import tree
+from zerojax.zero import placement
+from zerojax.zero.offload import layout, streamed
+from zerojax.zero.offload import passes as passes_lib
+from zerojax.zero.offload import updates as updates_lib
+
+LEAD = 3  # programs between the sending of a group's first load and its update
+
+# finish(state, aux, grads, squares) -> (new state, metrics, factor, finite)
+Finish = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, jax.Array], Any, Any]]
+
+
+class BlockwiseStep(streamed.StreamedStep):
+    """`train_step(state, batch) -> (state, metrics)`, as a program for each pass of a block and for each update.
+
+    Args:
+      passes: the forward and backward passes.
+      updates: the updates of the offloaded weights.
+      squares: f({path: gradient}, state without params) -> {path: float32[]}, the sums of squares of unscaled gradients.
+      finish: what is left of a step. Its params and gradients have `optax.MaskedNode()` in place of weights that it does not update.
+      is_early: whether the factor of the gradients is 1 and every step is taken.
+      donate: whether the old state's memory is reused.
+    """
+
+    def __init__(
+        self,
+        passes: passes_lib.Passes,
+        updates: updates_lib.Updates,
+        squares: Callable[[Any, Any], Any],
+        finish: Finish,
+        *,
+        is_early: bool,
+        donate: bool,
+    ):
+        super().__init__(passes, updates, donate=donate)
+        self.passes, self.is_early, self.donate = passes, is_early, donate
+        self._squares = jax.jit(squares)
+        partition = updates.rest.partition
+        self._apart = {
+            f"params/{path}"
+            for path, leaf in tree.flatten(partition.abstract_state.params)
+            if layout.is_on_host(leaf) or f"params/{path}" in updates.weights
+        }
+        shardings = self._without(partition.shardings)
+        replicated = NamedSharding(partition.mesh, P())
+        handed = updates.handed_shardings._replace(grads={})
+        self._finish = jax.jit(
+            functools.partial(self._finished, finish),
+            donate_argnums=(0,) if donate else (),
+            out_shardings=(shardings, None, handed),
+        )
+        self._one = jax.device_put(np.float32(1), replicated) if self._is_real(partition) else None
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+        """Sends a step to the device. Returns before it ends, but not before its last stores have begun."""
+        rest = self.updates.rest.of(state)
+        one_pass = self.passes.one_pass(rest, batch)
+        last = len(one_pass.schedule.cut.programs)
+        ready_at = one_pass.ready_at
+        self.updates.set_grad_dtypes(dict.fromkeys(self.updates.weights, jnp.float32))
+        due = [max(ready_at[w] for w in group.weights) if self.is_early else last for group in self.updates.groups]
+        groups = _Groups(self, state, due)
+        bare = rest.replace(params=(), opt_state=())
+        squares: dict[str, jax.Array] = {}
+        grads: dict[str, jax.Array] = {}
+        shared = jax.tree.leaves(state.opt_state)
+        early = updates_lib.Handed(groups.grads, [shared[n] for n in self.updates.shared], self._one, None)
+
+        def ready(index: int, final: dict[str, jax.Array], weights: dict[str, jax.Array]) -> None:
+            if final:
+                squares.update(self._squares(final, bare))
+            for path, grad in final.items():
+                (groups.grads if path in groups.uses else grads)[path] = grad
+            if self.is_early:
+                groups.weights.update({path: weight for path, weight in weights.items() if path in groups.uses})
+                groups.update(index, early)
+            groups.load(index + LEAD)
+
+        aux = self.passes(rest, batch, ready)
+        trained = self.updates.rest.partition.trainable_part(state.params)
+        own = tree.map_with_path(lambda path, _: grads.get(f"params/{path}", optax.MaskedNode()), trained)
+        of_all = tree.map_with_path(lambda path, _: squares.get(f"params/{path}", np.float32(0)), state.params)
+        new_state, metrics, handed = self._finish(self._without(rest), aux, own, of_all)
+        groups.update(last, handed._replace(grads=groups.grads))
+        return self._put_together(state, new_state, groups), metrics
+
+    def _finished(self, finish: Finish, state: Any, aux: Any, grads: Any, squares: Any) -> Any:
+        new_state, metrics, factor, finite = finish(state, aux, grads, squares)
+        return new_state, metrics, self.updates.handed_to(state, {}, factor, finite)
+
+    def _without(self, state: Any) -> Any:
+        """Returns a state, or a tree like it, without the params that are updated by groups or in host memory."""
+        keep = lambda path, leaf: optax.MaskedNode() if f"params/{path}" in self._apart else leaf  # noqa: E731
+        return state.replace(params=tree.map_with_path(keep, state.params))
+
+    def _put_together(self, state: Any, new_state: Any, groups: "_Groups") -> Any:
+        """Returns the new state: what `finish` updated, what groups updated, and frozen params."""
+        leaves = groups.leaves | dict(zip(self.updates.rest.positions, jax.tree.leaves(new_state.opt_state)))
+        opt_state = jax.tree.unflatten(jax.tree.structure(state.opt_state), [leaves[n] for n in range(len(leaves))])
+        updated = groups.params | {f"params/{path}": leaf for path, leaf in tree.flatten(new_state.params)}
+        params = tree.map_with_path(lambda path, leaf: updated.get(f"params/{path}", leaf), state.params)
+        return new_state.replace(params=params, opt_state=opt_state)
+
+    @staticmethod
+    def _is_real(partition: placement.Partition) -> bool:
+        return partition.mesh.devices.flat[0] in jax.devices()
+
+
+class _Groups:
+    """The groups of one step: what has arrived, what is updated and what has been sent back.
+
+    Attributes:
+      grads: final gradients that wait for their update, by path.
+      weights: params on the device that wait for their update, by path.
+      params: new params, by path, where they are stored.
+      leaves: new leaves of the optimizer state, by position.
+      uses: the number of updates to come of each weight.
+    """
+
+    def __init__(self, step: BlockwiseStep, state: Any, due: Iterable[int]):
+        self._step, self._updates = step, step.updates
+        order = sorted(zip(due, range(len(step.updates.groups))))
+        self._waiting = collections.deque((index, step.updates.groups[number]) for index, number in order)
+        self._unsent = collections.deque(self._waiting)
+        self._arriving: collections.deque[list[jax.Array]] = collections.deque()
+        self._old = jax.tree.leaves(state.opt_state)
+        self.leaves: dict[int, jax.Array] = {}
+        self._old_params = {f"params/{path}": leaf for path, leaf in tree.flatten(state.params)}
+        self.uses = collections.Counter(weight for _, group in self._waiting for weight in group.weights)
+        self.grads: dict[str, jax.Array] = {}
+        self.weights: dict[str, jax.Array] = {}
+        self.params: dict[str, jax.Array] = {}
+
+    def load(self, until: int) -> None:
+        """Sends loads of the groups that are due by a program, as many as may be on the device."""
+        while self._unsent and self._unsent[0][0] <= until and len(self._arriving) < self._step.ahead:
+            self._step._make_room(len(self._arriving))
+            group = self._unsent.popleft()[1]
+            self._arriving.append(self._updates.load(group, self._old))
+            for weight in group.weights if not self._step.is_early else ():
+                self._bring(weight)
+
+    def update(self, index: int, handed: updates_lib.Handed) -> None:
+        """Sends the updates and the stores of the groups that are due by a program."""
+        while self._waiting and self._waiting[0][0] <= index:
+            due, group = self._waiting.popleft()
+            self.load(due)
+            for weight in group.weights:
+                self._bring(weight)
+            done = self._updates.update(group, self._arriving.popleft(), self._old, self.weights, handed)
+            stored = self._updates.store(group, done.leaving)
+            self._step._leaving.append(stored)
+            self.leaves.update(done.device)
+            self.leaves.update(zip(group.host, stored))
+            self.weights.update(done.params)
+            if self._step.donate:
+                for position in group.host:
+                    self._old[position].delete()
+            for weight in group.weights:
+                self._finish(weight)
+
+    def _bring(self, weight: str) -> None:
+        """Brings a param to the device."""
+        old = self._old_params[weight]
+        if weight not in self.weights:
+            self.weights[weight] = (
+                jax.device_put(old, layout.on_device(old.sharding)) if layout.is_on_host(old) else old
+            )
+
+    def _finish(self, weight: str) -> None:
+        """Sends a param back after its last update."""
+        self.uses[weight] -= 1
+        if self.uses[weight]:
+            return
+        old, new = self._old_params[weight], self.weights.pop(weight)
+        del self.grads[weight]
+        if layout.is_on_host(old):
+            new = jax.device_put(new, old.sharding)
+            if self._step.donate:
+                old.delete()
+        self.params[weight] = new

@@ -1,0 +1,75 @@
+"""Decides which params are stored in host memory between their uses. This module changes a partition accordingly.
+
+Frozen weights and weights whose optimizer state is offloaded are stored there, if they have at least `min_size` elements. A trained weight
+whose optimizer state stays on the device (`fraction`) stays with it. `params_fraction` takes weights spread evenly over the model, as
+`layout` does: those that stay on the device are not sent twice in each pass.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.zero import placement
+from zerojax.zero.offload import layout
+from zerojax.zero.offload import settings as settings_lib
+
+
+def place(partition: placement.Partition, offload: settings_lib.Offload, min_size: int) -> placement.Partition:
+    """Returns the partition with params in host memory.
+
+    Args:
+      partition: with its optimizer state placed (`layout.place`).
+      offload: the settings, which fit the stage.
+      min_size: weights of fewer elements stay on the device.
+
+    Raises:
+      UserError: a trained weight would be in host memory, and its optimizer state on the device; or no param is large enough.
+    """
+    if offload.params == settings_lib.NONE:
+        return partition
+    if offload.optimizer == settings_lib.NONE and any(
+        found.trainable and _elements(found) >= min_size for found in partition.placements.values()
+    ):
+        raise UserError(
+            f"offload.params: is {offload.params!r}, and the optimizer state of trained weights stays on the device, where their update "
+            "runs; set offload.optimizer too, or freeze the weights (trainable=)"
+        )
+    known = dict(tree.flatten(partition.abstract_state))
+    fitting = {
+        path: layout.shard_bytes(known[path])
+        for path, found in partition.placements.items()
+        if _elements(found) >= min_size and (not found.trainable or layout.is_offloaded(found))
+    }
+    if not fitting:
+        raise UserError(
+            f"offload.params: no weight has min_size={min_size} elements and offloaded optimizer state; lower min_size, or omit it"
+        )
+    chosen = set(layout.spread(fitting, offload.params_fraction))
+
+    def move(path: str, leaf: Any) -> Any:
+        if path not in chosen:
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.on_host(leaf.sharding))
+
+    abstract = tree.map_with_path(move, partition.abstract_state)
+    return dataclasses.replace(
+        partition,
+        abstract_state=abstract,
+        specs=jax.tree.map(lambda leaf: leaf.sharding.spec, abstract),
+        shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract),
+        offload=offload,
+        resident=partition.on_device,
+    )
+
+
+def are_on_host(partition: placement.Partition) -> bool:
+    """Returns whether any param is stored in host memory."""
+    return any(layout.is_on_host(leaf) for leaf in jax.tree.leaves(partition.abstract_state.params))
+
+
+def _elements(found: placement.Placement) -> int:
+    return math.prod(found.shape or ())

@@ -1,0 +1,178 @@
+"""Runs the forward and backward passes of a step as programs, and hands over each gradient as it becomes final. This module adds up passes.
+
+Params may be in host memory: a block's weights are fetched while the blocks before it run, in both directions. No tree of all gradients is
+made here. What receives the gradients decides how long they live.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from zerojax import tree
+from zerojax.zero import accumulate
+from zerojax.zero.offload import layout, programs, schedule
+from zerojax.zero.sharded_batch import inputs, outputs
+
+# ready(index of the program, gradients that became final, params from the host that no later program reads), both by path
+Ready = Callable[[int, dict[str, jax.Array], dict[str, jax.Array]], None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OnePass:
+    """One pass as programs.
+
+    Attributes:
+      schedule: the programs.
+      grads: the path of the weight whose gradient a value is, by number.
+      weights: the path of the param in host memory that a value is, by number.
+      weight: the number of the weight of the pass among passes; None if they count alike.
+    """
+
+    schedule: schedule.Schedule
+    grads: Mapping[int, str]
+    weights: Mapping[int, str]
+    weight: int | None
+
+    @property
+    def ready_at(self) -> dict[str, int]:
+        """Returns the program after which each gradient is final, by path."""
+        numbered = enumerate(self.schedule.cut.programs)
+        return {self.grads[n]: index for index, program in numbered for n in program.writes if n in self.grads}
+
+
+class Passes:
+    """The passes of a step.
+
+    Args:
+      one_pass: `explicit.one_pass` with `blocks.Blocks`.
+      batch: how the batch is sharded; its `passes` is the number of passes.
+      compute_dtype: the dtype that the batch is cast to; None keeps its own.
+    """
+
+    def __init__(self, one_pass: Callable[..., Any], batch: inputs.Layout, compute_dtype: Any):
+        self._one_pass, self._batch, self._count = one_pass, batch, batch.passes
+        self._prepare = jax.jit(lambda batch: self._batch.place(batch, compute_dtype))
+        self._take = jax.jit(self._taken)
+        self._cuts: dict[Any, OnePass] = {}
+
+    def one_pass(self, state: Any, batch: Any) -> OnePass:
+        """Returns the programs of one pass, for a state and a batch that may be abstract. They are cut and compiled once."""
+        micro = self._of_one_pass(jax.eval_shape(self._prepare, batch))
+        key = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(micro))
+        if key not in self._cuts:
+            number = jax.ShapeDtypeStruct((), np.int32)
+            stored = (tree.abstract(state.params), micro, tree.abstract(state), number)
+            leaves = jax.tree.leaves(stored)
+            on_host = {n: layout.on_device(leaf.sharding) for n, leaf in enumerate(leaves) if layout.is_on_host(leaf)}
+            cut = programs.cut(self._one_pass, *jax.tree.map(_on_device, stored))
+            (_, aux), grads = jax.tree.unflatten(cut.structure, cut.results)
+            self._cuts[key] = OnePass(
+                schedule.Schedule(cut, on_host),
+                {result: f"params/{path}" for path, result in tree.flatten(grads)},
+                {n: f"params/{path}" for n, (path, _) in enumerate(tree.flatten(state.params)) if n in on_host},
+                aux.get("weight") if self._count > 1 else None,
+            )
+        return self._cuts[key]
+
+    def __call__(self, state: Any, batch: Any, ready: Ready) -> Any:
+        """Runs the passes. Returns their aux: the values of the metrics, and the state's fields after the last."""
+        found, prepared, params = self.one_pass(state, batch), self._prepare(batch), state.params
+        sums: dict[str, jax.Array] = {}
+        weights: list[jax.Array] = []
+        totals: Any = None
+        fields: dict[str, Any] = {}
+        for number in range(self._count):
+            is_last = number == self._count - 1
+            micro = prepared if self._count == 1 else self._take(prepared, np.int32(number))
+            done = functools.partial(self._done, found, sums, weights, ready if is_last else None)
+            (_, aux), _ = found.schedule(params, micro, state, np.int32(number), done=done)
+            fields, metrics = aux.get("state", {}), aux["metrics"]
+            state = state.replace(**fields)
+            totals = metrics if totals is None else _added_metrics(totals, metrics)
+        return {"metrics": _values(totals, self._count), "state": fields}
+
+    def _done(
+        self,
+        found: OnePass,
+        sums: dict[str, jax.Array],
+        weights: list[jax.Array],
+        ready: Ready | None,
+        index: int,
+        written: Sequence[int],
+        values: dict[int, Any],
+    ) -> None:
+        """Adds the gradients that a program wrote to the sums. The last pass hands them over, with the params that are read no more."""
+        if found.weight is not None and found.weight in written:
+            weights.append(values[found.weight])
+        grads = {found.grads[number]: values[number] for number in written if number in found.grads}
+        values.update(dict.fromkeys((number for number in written if number in found.grads), None))
+        if grads and self._count > 1:
+            weight = weights[-1] if weights else None
+            earlier = {path: sums.pop(path) for path in grads if path in sums}
+            grads = _added(earlier, grads, weight) if earlier else _begun(grads, weight)
+        if ready is None:
+            sums.update(grads)
+            return
+        if grads and self._count > 1:
+            grads = _averaged(grads, sum(weights[1:], weights[0])) if weights else _divided(grads, self._count)
+        reads = found.schedule.cut.programs[index].reads
+        over = [n for n in reads if n in found.weights and n in values and found.schedule.is_last(n, index)]
+        ready(index, grads, {found.weights[number]: values.pop(number) for number in over})
+
+    def _of_one_pass(self, prepared: Any) -> Any:
+        """Returns the abstract batch of one pass, with shardings."""
+        cut = 0 if self._count == 1 else 1
+        micro = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[cut:], leaf.dtype), prepared)
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            micro,
+            self._shardings(micro),
+        )
+
+    def _taken(self, prepared: Any, number: Any) -> Any:
+        micro = jax.tree.map(lambda leaf: leaf[number], prepared)
+        return jax.lax.with_sharding_constraint(micro, self._shardings(micro))
+
+    def _shardings(self, micro: Any) -> Any:
+        """Returns the shardings of the batch of one pass."""
+        specs = dataclasses.replace(self._batch, passes=1).specs(micro)
+        return jax.tree.map(lambda _, spec: NamedSharding(self._batch.mesh, spec), micro, specs)
+
+
+def _on_device(leaf: Any) -> Any:
+    return layout.as_on_device(leaf) if layout.is_on_host(leaf) else leaf
+
+
+@jax.jit
+def _begun(grads: Any, weight: Any) -> Any:
+    return accumulate.begun(grads, weight)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _added(sums: Any, grads: Any, weight: Any) -> Any:
+    return accumulate.added(sums, grads, weight)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _averaged(sums: Any, count: Any) -> Any:
+    return accumulate.averaged(sums, count)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
+def _divided(sums: Any, count: int) -> Any:
+    return accumulate.averaged(sums, count)
+
+
+@jax.jit
+def _added_metrics(totals: Any, new: Any) -> Any:
+    return outputs.added(totals, new)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _values(metrics: Any, count: int) -> Any:
+    return outputs.values(outputs.divided(metrics, count) if count > 1 else metrics, over_devices=False)

@@ -1,0 +1,107 @@
+"""Runs the programs of a step in order, and brings weights from the host beside them. This module decides when each copy is sent.
+
+    sent      copies for program i + 2, program i, copies for program i + 3, program i + 1, ...
+
+A copy begins when the programs that were sent before it have ended, because its memory may be theirs. It runs beside the programs that
+are sent after it. So copies are sent some programs ahead. The memory of a copy is taken when it is sent, so the sender waits until the
+device is near. A value is dropped after the last program that reads it.
+"""
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from zerojax.zero.offload import programs as programs_lib
+
+AHEAD = 2  # programs between the sending of a copy and its use; with 1 a copy has the time of one program
+
+# done(index of the program, the numbers that it wrote, all values by number); it may take values that are read no more.
+Done = Callable[[int, Sequence[int], dict[int, Any]], None]
+
+
+class Schedule:
+    """Runs a `Cut`.
+
+    Args:
+      cut: the programs.
+      on_host: the numbers of the arguments' leaves that are stored on the host -> their sharding on the device.
+      ahead: programs between the sending of a copy and its use.
+    """
+
+    def __init__(self, cut: programs_lib.Cut, on_host: Mapping[int, Any], *, ahead: int = AHEAD):
+        self.cut, self._on_host, self._ahead = cut, on_host, ahead
+        last = {number: index for index, program in enumerate(cut.programs) for number in program.reads}
+        results = {number for number in cut.results if isinstance(number, int)}
+        self._last = {number: index for number, index in last.items() if number not in results or number in on_host}
+        self._host_reads = [[n for n in program.reads if n in on_host] for program in cut.programs]
+
+    def __call__(self, *args: Any, done: Done | None = None) -> Any:
+        """Returns the step's result.
+
+        Args:
+          *args: the arguments, those of `on_host` on the host.
+          done: called after each program is sent.
+        """
+        stored = jax.tree.leaves(args)
+        values: dict[int, Any] = {n: leaf for n, leaf in enumerate(stored) if n not in self._on_host}
+        running: collections.deque[jax.Array] = collections.deque()
+
+        def fetch(number: int) -> jax.Array:
+            return jax.device_put(stored[number], self._on_host[number])
+
+        for index in range(self._ahead):
+            self._fetch(index, values, fetch)
+        for index, program in enumerate(self.cut.programs):
+            self._fetch(index + self._ahead, values, fetch)
+            written = program.run(*[values[number] for number in program.reads])
+            values.update(zip(program.writes, written))
+            if written:
+                running.append(min(written, key=lambda value: value.nbytes))
+            del written
+            if done is not None:
+                done(index, program.writes, values)
+            self._drop(index, values)
+            if len(running) > self._ahead and not (oldest := running.popleft()).is_deleted():
+                jax.block_until_ready(oldest)
+        found = [values[result] if isinstance(result, int) else result for result in self.cut.results]
+        return jax.tree.unflatten(self.cut.structure, found)
+
+    def is_last(self, number: int, index: int) -> bool:
+        """Returns whether no program after this one reads a value, and it is no result."""
+        return self._last.get(number) == index
+
+    def peak(self, *, takes_results: bool = False) -> int:
+        """Returns the most bytes of values and temporaries on a device at once, without the arguments that no program reads.
+
+        Args:
+          takes_results: whether `done` takes each result that is no argument as it comes.
+        """
+        read = {number for program in self.cut.programs for number in program.reads}
+        values = {n: self.cut.nbytes(n) for n in range(self.cut.arguments) if n not in self._on_host and n in read}
+        results, peak = {number for number in self.cut.results if isinstance(number, int)}, 0
+        for index in range(self._ahead):
+            self._fetch(index, values, self.cut.nbytes)
+        for index, program in enumerate(self.cut.programs):
+            self._fetch(index + self._ahead, values, self.cut.nbytes)
+            values.update({number: self.cut.nbytes(number) for number in program.writes})
+            analysis = program.run.memory_analysis()
+            peak = max(peak, sum(values.values()) + (analysis.temp_size_in_bytes if analysis else 0))
+            self._drop(index, values)
+            for number in results.intersection(program.writes) if takes_results else ():
+                del values[number]
+        return peak
+
+    def _fetch(self, index: int, values: dict[int, Any], fetch: Callable[[int], Any]) -> None:
+        """Adds the values that a program reads from the host."""
+        for number in self._host_reads[index] if index < len(self._host_reads) else ():
+            if number not in values:
+                values[number] = fetch(number)
+
+    def _drop(self, index: int, values: dict[int, Any]) -> None:
+        """Drops what no later program reads, and weights that are read again only after `ahead` more programs."""
+        soon = {n for reads in self._host_reads[index + 1 : index + 1 + self._ahead] for n in reads}
+        for number in self.cut.programs[index].reads:
+            if self.is_last(number, index) or (number in self._on_host and number not in soon):
+                values.pop(number, None)
