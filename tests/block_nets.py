@@ -15,7 +15,7 @@ from zerojax.zero.offload import blocks
 from zerojax.zero.sharded_batch import inputs, outputs
 
 X = jax.random.normal(jax.random.key(1), (16, 8))
-HOW: dict[str, Any] = {"passes": 1, "reduce_dtype": jnp.float32, "compute_dtype": None}
+HOW: dict[str, Any] = {"reduce_dtype": jnp.float32, "compute_dtype": None}
 
 
 class Block(nn.Module):
@@ -55,8 +55,12 @@ def loss_of(net: Net, params: Any, batch: Any, state: Any) -> tuple[jax.Array, d
     return loss, {"state": {"step": state.step + 1}, "metrics": {"twice": 2 * loss, "one": jnp.float32(1)}}
 
 
-def parts(net: Net, mesh: tuple[int, ...] = (1, 8), stage: int = 3, **how: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """Returns the gradients as a function of (params, batch, state), the same with nested blocks, and the arguments."""
+def prepared_layout(passes: int, mesh: tuple[int, ...] = (1, 8)) -> inputs.Layout:
+    return inputs.Layout(mesh_lib.make_mesh(*mesh), passes, by_device=True)
+
+
+def parts(net: Net, mesh: tuple[int, ...] = (1, 8), stage: int = 3, passes: int = 1, **how: Any) -> tuple[Any, ...]:
+    """Returns one pass as a function of (params, batch, state, number), the same with nested blocks, and the arguments."""
     scale = jnp.linspace(0.5, 1.5, 16)[:, None]
     params = jax.eval_shape(net.init, {"params": jax.random.key(0), "dropout": jax.random.key(0)}, X, scale)["params"]
     keys = iter(jax.random.split(jax.random.key(2), 99))
@@ -69,7 +73,8 @@ def parts(net: Net, mesh: tuple[int, ...] = (1, 8), stage: int = 3, **how: Any) 
         outputs.with_aux(functools.partial(loss_of, net), lambda state: 1.0),
         part,
         where_used.How(r"block_\w+", **{"heads": "head"} | how),
-        layout=inputs.Layout(part.mesh, by_device=True),
+        layout=prepared_layout(1, mesh),
+        passes=passes,
         **HOW,
     )
     args = state.params, batch, state.replace(params=(), opt_state=()), jax.numpy.int32(0)

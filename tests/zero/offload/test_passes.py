@@ -1,0 +1,44 @@
+"""Checks that each gradient is handed over once, as soon as it is final. This module tests zerojax.zero.offload.passes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from block_nets import Net, parts, prepared_layout
+
+from zerojax import tree
+from zerojax.zero import accumulate
+from zerojax.zero.offload import passes
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_arrive_in_the_order_of_the_backward_pass_and_are_the_mean_over_passes(count):
+    plain, nested, params, batch, state, _ = parts(Net(2), passes=count)
+    state = state.replace(params=params)
+    together = (
+        batch if count == 1 else jax.tree.map(lambda leaf: jnp.stack([leaf * (n + 1) for n in range(count)]), batch)
+    )
+    found, order = {}, []
+
+    def ready(index, final, weights):
+        assert not weights, "no param is on the host"
+        assert not set(final) & set(found)
+        found.update(final)
+        order.extend([(index, path) for path in final])
+
+    steps = passes.Passes(nested, prepared_layout(count), None)
+    aux = steps(state, together, ready)
+    assert [index for index, _ in order] == sorted(index for index, _ in order)
+    blocks = [path.split("/")[1] for _, path in order if "block_" in path]
+    assert blocks.index("block_1") < blocks.index("block_0"), "the last block first"
+    assert steps.one_pass(state, together).ready_at == {path: index for index, path in order}
+    sums = None
+    for number in range(count):
+        micro = batch if count == 1 else jax.tree.map(lambda leaf, n=number: leaf[n], together)
+        (_, _), grads = jax.jit(plain)(params, micro, state, jnp.int32(number))
+        sums = accumulate.begun(grads, None) if sums is None else accumulate.added(sums, grads, None)
+    expected = dict(tree.flatten(accumulate.averaged(sums, count)))
+    assert {f"params/{path}" for path in expected} == set(found)
+    for path, grad in expected.items():
+        np.testing.assert_allclose(found[f"params/{path}"], grad, rtol=2e-5, atol=1e-6, err_msg=path)
+    assert float(aux["metrics"]["one"]) == 1
