@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision, train_state
+from zerojax import precision, roles, train_state
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, objectives
 from zerojax.data import tokenizer as tokenizer_lib
@@ -25,7 +25,7 @@ from zerojax.models import family as family_lib
 from zerojax.ops import attention
 from zerojax.optim import master_weights, pieces, registry, schedules
 from zerojax.trainer import config as config_lib
-from zerojax.zero import explicit, placement, stages, step, where_used
+from zerojax.zero import explicit, memory, placement, stages, step, where_used
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero.offload import create
 
@@ -179,6 +179,22 @@ def _functions(
     }
 
 
+def most_pinned_bytes(config: config_lib.Config) -> int:
+    """Returns an upper bound of the bytes of host memory that all processes of a run pin together. Uses no device."""
+    if not config_lib.make_offload(config.offload, config.zero.stage).is_on:
+        return 0
+    family, preset = _preset(config)
+    vocab = (
+        config.model.vocab_size or preset.vocab_size or tokenizer_lib.load_tokenizer(config.data.tokenizer).vocab_size
+    )
+    model = dataclasses.replace(preset, vocab_size=vocab, num_layers=config.model.num_layers or preset.num_layers)
+    count = family_lib.count_params(family.parts, model)
+    policy = precision.PRECISIONS[config.precision]
+    each = memory.bytes_per_parameter(policy, config.zero.stage, 1, moments=config.optimizer.moments)
+    held = count * (each[roles.MASTER] + each[roles.MOMENTS]) * config.mesh.replica
+    return round(held) + config.offload.in_flight * config.offload.chunk_bytes
+
+
 def init_state(program: Program) -> Any:
     """Returns the initial state, created with the partition's shardings.
 
@@ -199,7 +215,7 @@ def init_state(program: Program) -> Any:
             compiled.append((module, abstract, init))
         params[name] = init(key, number)
     if program.partition.offload:
-        leaves = create.from_init(program.create, [params], program.partition, donate=True)
+        leaves = create.from_init(program.create, [params], program.partition, donate=program.copy_dtype is None)
         return jax.tree.unflatten(jax.tree.structure(program.partition.abstract_state), leaves)
     return jax.jit(program.create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
 
@@ -296,11 +312,7 @@ def _model(
 ) -> tuple[family_lib.Family, Any]:
     """Returns the preset's family, and the preset with its derived fields set."""
     chosen = config.model
-    if chosen.preset not in families.PRESETS:
-        known = ", ".join(families.PRESETS)
-        raise UserError(f"config.model.preset: must be one of {known}, and is {chosen.preset!r}")
-    family = families.PRESETS[chosen.preset]
-    preset = family.presets[chosen.preset]
+    family, preset = _preset(config)
     vocab = (
         chosen.vocab_size
         or preset.vocab_size
@@ -319,6 +331,14 @@ def _model(
     kernel = attention.choose_kernel(chosen.attention, family.attention, mesh_lib.platform(mesh), compute_dtype)
     layers = chosen.num_layers or preset.num_layers
     return family, dataclasses.replace(preset, vocab_size=vocab, num_layers=layers, attention=kernel)
+
+
+def _preset(config: config_lib.Config) -> tuple[family_lib.Family, Any]:
+    name = config.model.preset
+    if name not in families.PRESETS:
+        known = ", ".join(families.PRESETS)
+        raise UserError(f"config.model.preset: must be one of {known}, and is {name!r}")
+    return families.PRESETS[name], families.PRESETS[name].presets[name]
 
 
 def _optimizer(
