@@ -6,6 +6,7 @@
 >>> state, metrics = train_step(state, batch)
 """
 
+from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.errors import UserError
 from zerojax.mesh import batch_sharding, make_mesh
 from zerojax.ops.embedding import embedding_lookup
@@ -22,6 +23,7 @@ from zerojax.zero.step import make_train_step
 from zerojax.zero.where_used import where_used
 
 __all__ = [
+    "Checkpointer",
     "DynamicLossScale",
     "LossScaleState",
     "Offload",

@@ -25,9 +25,9 @@ from zerojax.models import family as family_lib
 from zerojax.ops import attention
 from zerojax.optim import master_weights, pieces, registry, schedules
 from zerojax.trainer import config as config_lib
-from zerojax.zero import explicit, memory, placement, stages, step, where_used
+from zerojax.zero import explicit, memory, placement, shard_state, stages, step, where_used
 from zerojax.zero import loss_scale as loss_scale_lib
-from zerojax.zero.offload import create
+from zerojax.zero.offload import create as offload_create
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,10 +214,17 @@ def init_state(program: Program) -> Any:
             init = jax.jit(functools.partial(_init_part, module, inputs, abstract), out_shardings=shardings)
             compiled.append((module, abstract, init))
         params[name] = init(key, number)
+
+    def create(params: Any) -> Any:
+        # The optimizer's state is that of the weights without padding.
+        on_device = program.partition.on_device
+        state = program.create(shard_state.unpad({"params": params}, on_device)["params"])
+        return shard_state.pad(state, on_device)
+
     if program.partition.offload:
-        leaves = create.from_init(program.create, [params], program.partition, donate=program.copy_dtype is None)
+        leaves = offload_create.from_init(create, [params], program.partition, donate=program.copy_dtype is None)
         return jax.tree.unflatten(jax.tree.structure(program.partition.abstract_state), leaves)
-    return jax.jit(program.create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
+    return jax.jit(create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
 
 
 def open_feed(program: Program, tokenizer: tokenizer_lib.Tokenizer, data_dir: str | os.PathLike) -> feed.Feed:
@@ -272,7 +279,7 @@ def _with_copy(program: Program, logical: Any) -> Any:
     if not program.partition.offload or program.copy_dtype is None:
         return logical_lib.from_logical(logical, program.copy_dtype)
     wanted = program.partition.abstract_state.params
-    params = jax.tree.map(create.copied, logical.params, wanted, is_leaf=pieces.is_pieces)
+    params = jax.tree.map(offload_create.copied, logical.params, wanted, is_leaf=pieces.is_pieces)
     return logical.replace(
         params=params, opt_state=master_weights.MasterWeightsState(logical.params, logical.opt_state)
     )
