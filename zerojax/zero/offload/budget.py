@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zerojax import display, tree, xla_flags
+from zerojax import display, xla_flags
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.zero import placement
@@ -37,7 +37,7 @@ class Host:
 def pinned_bytes(partition: placement.Partition) -> int:
     """Returns the bytes that this process will pin: its devices' shards of offloaded leaves, and the chunks in flight."""
     here = [device for device in partition.mesh.devices.flat if device.process_index == jax.process_index()]
-    counts = [layout.shard_bytes(leaf) for _, leaf in tree.flatten(partition.abstract_state) if layout.is_on_host(leaf)]
+    counts = [layout.shard_bytes(leaf) for leaf in layout.host_leaves(partition)]
     if not counts:
         return 0
     # New leaves are stored while the old ones are still read.
