@@ -222,7 +222,8 @@ class Checkpointer:
         restored = {name: leaf for name, leaf in leaves if name not in wanted}
         # Leaves in pieces exist a second time while they are read, so these are read one at a time.
         one_by_one = [name for name, leaf in leaves if name in wanted and pieces.is_pieces(leaf)]
-        for names in ([name for name in wanted if name not in one_by_one], *([name] for name in one_by_one)):
+        others = [name for name in wanted if name not in one_by_one]
+        for names in filter(None, [others, *([name] for name in one_by_one)]):
             with self._read(step):
                 how = {name: _restore_args(wanted[name], name in resized) for name in names}
                 args = ocp.args.PyTreeRestore(dict.fromkeys(names, 0), restore_args=how, partial_restore=True)
