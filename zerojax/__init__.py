@@ -6,6 +6,7 @@
 >>> state, metrics = train_step(state, batch)
 """
 
+import zerojax.launch.early  # noqa: F401  first: it ends a command that is stopped during the imports below
 from zerojax.errors import UserError
 from zerojax.mesh import batch_sharding, make_mesh
 from zerojax.ops.embedding import embedding_lookup

@@ -11,7 +11,8 @@ import logging
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,7 +55,7 @@ class Checkpointer:
                 cleanup_tmp_directories=True,
                 lightweight_initialize=True,  # reads no file of a step, which may be damaged
                 preservation_policy=_Keep(keep_last, keep_best, self._losses),
-                async_options=ocp.AsyncOptions(post_finalization_callback=self._complete),
+                async_options=ocp.AsyncOptions(post_finalization_callback=self._complete, barrier_sync_fn=_barrier()),
             ),
         )
 
@@ -250,6 +251,24 @@ class _Keep:
         ranked = sorted((self.losses[step], -step) for step in ours if self.losses[step] < math.inf)
         kept = {*ours[-self.keep_last :], *(-negative for _, negative in ranked[: self.keep_best])}
         return [step in kept or step not in self.losses for step in steps]
+
+
+def _barrier() -> Callable[..., None] | None:
+    """Returns the barrier at which Orbax's threads wait for other processes; None for one process, which has none.
+
+    After its part of a save has failed, a thread of Orbax waits for the others before it raises the error. They wait for it at another
+    barrier, for minutes. So a barrier raises an error that is on its way.
+    """
+    if jax.process_count() == 1:
+        return None
+    waits = ocp.multihost.get_barrier_sync_fn()
+
+    def barrier(*, key: str, timeout_ms: int) -> None:
+        if (error := sys.exception()) is not None:
+            raise error
+        waits(key=key, timeout_ms=timeout_ms)
+
+    return barrier
 
 
 def _as_json(value: Mapping) -> dict:

@@ -85,11 +85,12 @@ def run(
       UserError: numbers are not finite, or the disk is full.
     """
     state = first_state()
-    is_stopped = plan is None and stop.agreed(at_once=True)
-    if profile.is_missed(step) and not is_stopped:
+    is_stopped = False
+    if profile.is_missed(step):
         recorder.say(f"nothing is profiled: step {profile.first} was done before this run")
     if plan is None:
         return End(state, step, is_stopped)
+    stop.saves()
     recorder.begin()
     while step < when.steps and not is_stopped:
         step += 1

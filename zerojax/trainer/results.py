@@ -1,11 +1,14 @@
 """Writes the results of a run after its last step. This module samples text, plots the losses and exports the weights."""
 
 import pathlib
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
+from zerojax import errors
 from zerojax import mesh as mesh_lib
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.inference import generate
@@ -39,3 +42,17 @@ def draw(folder: pathlib.Path) -> None:
 def export(program: program_lib.Program, state: Any, folder: pathlib.Path) -> None:
     """Writes the weights to `folder` in Hugging Face's format. All processes must call it."""
     huggingface.export(resume.logical_params(program, state), program.family, program.model, folder)
+
+
+def try_each(actions: Iterable[Callable[[], None]]) -> None:
+    """Runs all actions, also after one has failed. Raises the first error at the end, and prints the others to stderr."""
+    failures: list[Exception] = []
+    for action in actions:
+        try:
+            action()
+        except Exception as error:
+            failures.append(error)
+    for failure in failures[1:]:
+        print(f"zerojax: {type(failure).__name__}: {errors.one_line(failure)}", file=sys.stderr, flush=True)
+    if failures:
+        raise failures[0]

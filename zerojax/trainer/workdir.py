@@ -18,7 +18,7 @@ from typing import Any
 from zerojax import files
 from zerojax.checkpoint import files as step_files
 from zerojax.errors import UserError
-from zerojax.launch import processes, signals
+from zerojax.launch import ending, processes, signals
 from zerojax.trainer import metrics
 
 CONFIG_FILE = "config.json"
@@ -78,6 +78,8 @@ def held(workdir: str | os.PathLike) -> Iterator[None]:
     if descriptor is None:
         yield
         return
+    lock = pathlib.Path(workdir) / LOCK_FILE
+    forget = ending.before_end(lambda *_: _unlock(lock, descriptor))
     is_over = threading.Event()
     beats = threading.Thread(target=_beat, args=(descriptor, is_over), name="run.lock", daemon=True)
     beats.start()
@@ -86,7 +88,8 @@ def held(workdir: str | os.PathLike) -> Iterator[None]:
     finally:
         is_over.set()
         beats.join()
-        _unlock(pathlib.Path(workdir) / LOCK_FILE, descriptor)
+        forget()
+        _unlock(lock, descriptor)
 
 
 def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
