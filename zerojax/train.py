@@ -80,11 +80,11 @@ def train(config: config_lib.Config, folder: pathlib.Path, stop: signals.StopSig
     streams = program_lib.open_feed(program, tokenizer, _prepare_data(config, folder))
     kept = config.checkpoint
     saver = checkpointer.Checkpointer(folder / workdir.CHECKPOINTS, keep_last=kept.keep_last, keep_best=kept.keep_best)
-    start = resume.find(program, saver, streams, folder, steps=config.steps)
-    if start.saved is not None and not saver.has_checksums(start.step):
-        say(f"checkpoint {start.step} was saved without checksums: only the sizes of its files could be checked")
-    if start.saved is not None and resume.rescales(program, start.saved):
-        say("the loss scale is reset: config.loss_scale has another initial scale than before")
+    ending.before_end(lambda *_: saver.unlock())
+    fingerprints = streams.fingerprints()
+    start = resume.find(program, saver, streams, fingerprints, folder)
+    for note in resume.notes(program, saver, start, folder):
+        say(note)
 
     health = _open_health(config, program, saver, start)
     with _open_recorder(config, program, health, folder, start) as recorder:
@@ -97,7 +97,7 @@ def train(config: config_lib.Config, folder: pathlib.Path, stop: signals.StopSig
                 when=_when(config),
                 streams=streams,
                 evaluate=functools.partial(program_lib.held_out_loss, program, streams),
-                checkpoints=loop.Checkpoints(saver, resume.meta(program)),
+                checkpoints=loop.Checkpoints(saver, resume.meta(program, fingerprints)),
                 recorder=recorder,
                 profile=profile,
                 stop=stop,
@@ -178,7 +178,8 @@ def _open_recorder(
     shown = progress.Progress(config.steps, start=start.step, log_every=config.log_every, enabled=is_primary)
     tokens = program.sizes.global_batch_size * config.seq_len
     with log, shown:
-        yield recorder_lib.Recorder(log, shown, health, tokens=tokens, is_logged=_when(config).logs)
+        logged = 0 if start.saved is None else start.saved.get("logged")
+        yield recorder_lib.Recorder(log, shown, health, tokens=tokens, is_logged=_when(config).logs, logged=logged)
 
 
 def _open_profiler(config: config_lib.Config, folder: pathlib.Path) -> profiler.Profiler:

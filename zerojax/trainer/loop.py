@@ -145,7 +145,8 @@ def _save(
     """Saves the state, after checking that it and the metrics of its step are finite."""
     logical = logical_lib.to_logical(state)
     recorder.check(step, logical)
-    checkpoints.saver.save(step, logical, streams.position(), meta=checkpoints.meta, eval_loss=eval_loss)
+    about = {**checkpoints.meta, "logged": recorder.logged}
+    checkpoints.saver.save(step, logical, streams.position(), meta=about, eval_loss=eval_loss)
     recorder.saved()
 
 
