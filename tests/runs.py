@@ -24,7 +24,6 @@ from jax.experimental.compilation_cache import compilation_cache
 from zerojax import train
 from zerojax.checkpoint import checkpointer
 from zerojax.data import tokenizer
-from zerojax.launch import signals
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics, program, resume
 
@@ -93,7 +92,7 @@ def flags(**changes: Any) -> list[str]:
 def run(folder: pathlib.Path, *, devices: int = 8, **changes: Any) -> pathlib.Path:
     """Trains in this process, on the first `devices`, and returns the folder."""
     with on_devices(devices):
-        train.train(config(**changes), folder, signals.StopSignal())
+        train.train(config(**changes), folder)
     return folder
 
 

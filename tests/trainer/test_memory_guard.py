@@ -7,7 +7,6 @@ import runs
 
 import zerojax
 from zerojax import train
-from zerojax.launch import signals
 from zerojax.models.llama import model as llama
 from zerojax.plan import targets
 from zerojax.trainer import memory_guard, plans, program
@@ -61,7 +60,7 @@ def test_a_run_that_is_out_of_memory_ends_with_the_plan_and_one_line(tmp_path, m
         memory_guard, "compile_step", lambda built: dataclasses.replace(compile_step(built), compiled=no_room)
     )
     with pytest.raises(zerojax.UserError, match="out of device memory"):
-        train.train(runs.config(), tmp_path, signals.StopSignal())
+        train.train(runs.config(), tmp_path)
     out = capsys.readouterr().out
     assert out.index(memory_guard.SHORT) < out.index("Memory on each device")
 
@@ -83,7 +82,7 @@ def test_a_step_that_needs_more_than_may_be_allocated_ends_before_anything_is(tm
     monkeypatch.setattr(plans, "plan_program", plan_on_less)
     monkeypatch.setattr(train.program_lib, "init_state", init_state)
     with pytest.raises(zerojax.UserError if is_pool else KeyError, match="the step needs" if is_pool else "made"):
-        train.train(runs.config(), tmp_path, signals.StopSignal())
+        train.train(runs.config(), tmp_path)
     assert bool(made) != is_pool
     assert (memory_guard.SHORT in capsys.readouterr().out) == is_pool
 
@@ -94,7 +93,7 @@ def test_a_state_is_made_after_the_plan_and_is_explained_by_it_if_it_does_not_fi
 
     monkeypatch.setattr(train.program_lib, "init_state", no_room)
     with pytest.raises(zerojax.UserError, match="out of device memory: the step needs"):
-        train.train(runs.config(), tmp_path, signals.StopSignal())
+        train.train(runs.config(), tmp_path)
     out = capsys.readouterr().out
     assert "compiled in" in out and "starts at step" not in out
 
@@ -108,4 +107,4 @@ def test_another_runtime_error_is_not_taken_for_out_of_memory(tmp_path, monkeypa
         memory_guard, "compile_step", lambda built: dataclasses.replace(compile_step(built), compiled=broken)
     )
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
-        train.train(runs.config(), tmp_path, signals.StopSignal())
+        train.train(runs.config(), tmp_path)

@@ -20,6 +20,7 @@ from zerojax.trainer import metrics, workdir
 from zerojax.trainer import program as program_lib
 from zerojax.zero import placement
 
+IMPORTED = "imported"  # in `meta`: where a state that another program trained comes from
 OPTIONAL = ("loss_scale",)  # a run may resume with or without one, whether the checkpoint has one or not
 
 
@@ -29,14 +30,15 @@ FINGERPRINTS = {  # name -> (what it is of, what to do about another)
 }
 
 
-def meta(program: program_lib.Program, fingerprints: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the `meta` saved with a state: the initial loss scale, the config, the fingerprints of the data, and unpadded shapes."""
-    return {
-        "padded": padded_shapes(program.partition),
-        "first_loss_scale": _first_scale(program),
-        "config": config_lib.to_dict(program.config),
-        "fingerprints": dict(fingerprints),
-    }
+def meta(program: program_lib.Program, fingerprints: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Returns the `meta` saved with a state: the initial loss scale, unpadded shapes, and what the run may not change.
+
+    That is its config and the fingerprints of its data. A checkpoint that another program trained has neither: `fingerprints` is None.
+    """
+    found = {"padded": padded_shapes(program.partition), "first_loss_scale": _first_scale(program)}
+    if fingerprints is None:
+        return found
+    return {**found, "config": config_lib.to_dict(program.config), "fingerprints": dict(fingerprints)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +88,7 @@ def notes(
         lines.append(
             f"checkpoint {start.step} was saved without checksums: only the sizes of its files could be checked"
         )
-    if "fingerprints" not in start.saved:
+    if "fingerprints" not in start.saved and IMPORTED not in start.saved:
         what = "whether the text and the tokenizer are still the same"
         lines.append(f"checkpoint {start.step} was saved without fingerprints of its data: {what} could not be checked")
     if rescales(program, start.saved):
@@ -122,7 +124,9 @@ def check(
                 f"{saver.directory}/{step}: {path} was saved with shape {tuple(shape)}, and this config's model has "
                 f"{tuple(now[path])}; use the config it was saved with"
             )
-    streams.move_to(saver.check(step, program.logical_abstract_state, _resizable(program, saved), OPTIONAL))
+    position = saver.check(step, program.logical_abstract_state, _resizable(program, saved), OPTIONAL)
+    if IMPORTED not in saved:  # a state from elsewhere has no position in these data
+        streams.move_to(position)
     return saved
 
 

@@ -20,10 +20,19 @@ from zerojax.trainer import metrics
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 LOCK_FILE = "run.lock"
+IMPORTED_FILE = "imported.json"  # where the first checkpoint comes from, if another program trained it
 WRITTEN = ("", "export", "profile", "tensorboard")  # folders in which files are written under fixed names
 LOST = {  # file -> what follows if a run has checkpoints and lacks it
     CONFIG_FILE: "the settings are compared with those that the newest checkpoint holds, and it is written again",
     metrics.FILE: "the metrics up to the checkpoint are lost",
+}
+
+# Settings that runs before them lack -> the values under which nothing changes for these
+NEW = {
+    "init_from": ("",),
+    "optimizer.warmup": ("linear",),
+    "optimizer.initial_fraction": (0.0,),
+    "optimizer.weight_decay_on": ("matrices",),
 }
 
 # Settings that may change when a run resumes: where and how it computes, but not what. `steps` may grow.
@@ -115,7 +124,8 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> Difference 
     first, second = (_flat(json.loads(json.dumps(config))) for config in (before, now))
     for place in sorted(first.keys() | second.keys()):
         is_free = any(place == free or place.startswith(free + ".") for free in FREE)
-        if not is_free and first.get(place) != second.get(place):
+        is_new = place not in first and second[place] in NEW.get(place, ())
+        if not is_free and not is_new and first.get(place) != second.get(place):
             return Difference(place, first.get(place), second.get(place))
     return None
 
@@ -123,7 +133,7 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> Difference 
 def lost(workdir: str | os.PathLike) -> list[str]:
     """Returns a line for each file that the folder's run wrote and that is missing now."""
     folder = pathlib.Path(workdir)
-    if not step_files.steps(folder / CHECKPOINTS):
+    if not step_files.steps(folder / CHECKPOINTS) or (folder / IMPORTED_FILE).exists():
         return []
     missing = [name for name in LOST if not (folder / name).exists()]
     return [
