@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import mesh as mesh_lib
-from zerojax.data import batches, objectives
+from zerojax.data import batches, fingerprints, objectives, source
 from zerojax.data import tokenizer as tokenizer_lib
 
 Batch = dict[str, jax.Array]  # name -> int32[(accum,) batch, length]
@@ -70,6 +70,9 @@ class Feed:
             )
 
         self._train = opened(train_split, seed, shuffle=True)
+        self._is_text = name != batches.RANDOM
+        self._text = (name, train_split, data_dir, text_key)
+        self._tokenizer = tokenizer
         self._held_out = None
         if eval_split:  # opened now, so that a wrong name is an error before training
             self._held_out = opened(eval_split, seed + 1, shuffle=False)
@@ -86,6 +89,14 @@ class Feed:
     def position(self) -> dict[str, Any]:
         """Returns the position after the last training batch, by row of this process."""
         return self._train.get_state()
+
+    def fingerprints(self) -> dict[str, str]:
+        """Returns the fingerprints of the training text and the tokenizer. Random tokens have no text. All processes must call it."""
+        name, split, data_dir, text_key = self._text
+        found = {"tokenizer": fingerprints.of_tokenizer(self._tokenizer)}
+        if self._is_text:
+            found["text"] = fingerprints.of_text(source.open_source(name, split, data_dir), text_key)
+        return found
 
     def move_to(self, position: dict[str, Any]) -> None:
         """Continues from a position, which may have more rows than this process reads."""

@@ -12,7 +12,7 @@ from absl import flags
 
 from zerojax import display
 from zerojax.errors import UserError
-from zerojax.launch import devices, processes
+from zerojax.launch import devices, ending, processes
 from zerojax.plan import json_form, picture, search
 from zerojax.plan import report as plan_report
 from zerojax.trainer import command, plans
@@ -33,6 +33,7 @@ _HOST_GBPS = flags.DEFINE_float(
 
 def main() -> None:
     """Parses the command line and prints the plan. A UserError prints one line and exits with status 2."""
+    ending.guard_streams(lambda error: None)
     try:
         config = config_lib.from_dict(command.parse(sys.argv))
         _prepare(config)
@@ -41,8 +42,7 @@ def main() -> None:
         else:
             _plan(config)
     except UserError as error:
-        print(f"zerojax: {error}", file=sys.stderr, flush=True)
-        processes.leave(2)
+        processes.leave(2, f"zerojax: {error}")
     processes.leave(0)
 
 
