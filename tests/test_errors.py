@@ -3,6 +3,7 @@
 import errno
 import os
 
+import jax
 import pytest
 
 import zerojax
@@ -62,3 +63,17 @@ def test_the_first_line_is_the_first_that_is_not_blank(text, line):
 def test_all_lines_become_one():
     assert errors.one_line(ValueError("one\n  two")) == "one two"
     assert errors.one_line(ValueError("one two"), 5) == "one t"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "words of another language"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes."),
+        RuntimeError("std::bad_alloc"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_full_host_memory_is_known_by_type_by_number_and_by_words(error):
+    assert errors.is_host_memory_full(error) and errors.is_host_memory_full(caused_by(error))

@@ -11,15 +11,15 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from absl import flags
 from ml_collections import config_flags
 
-from zerojax import display, errors
+from zerojax import display, errors, files
 from zerojax.checkpoint import checkpointer
-from zerojax.data import batches, source
+from zerojax.data import batches, feed, source
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
 from zerojax.launch import devices, processes, signals, start_up
@@ -31,6 +31,7 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import health as health_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import recorder as recorder_lib
+from zerojax.trainer.checks import effects, host, texts
 from zerojax.zero import memory
 
 INTERRUPTED = 130  # the exit status of a command that SIGINT ends
@@ -66,11 +67,11 @@ def main() -> None:
         processes.leave(2)
     except BrokenPipeError:
         _leave_unheard("stdout is closed; the same command resumes from the last checkpoint")
-    except OSError as error:
-        if not errors.is_disk_full(error):
+    except (MemoryError, OSError, jax.errors.JaxRuntimeError) as error:
+        line = _why_short(error)
+        if line is None:
             raise
-        where = error.filename or "stdout, or another file of the run"
-        _leave_unheard(f"{where}: no space left on the device; make room, then run again to resume")
+        _leave_unheard(line)
     except KeyboardInterrupt:
         print("zerojax: interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
         processes.leave(INTERRUPTED)
@@ -80,15 +81,7 @@ def main() -> None:
 def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     """Runs all phases of a training run in `folder`."""
     say(f"devices: {devices.describe()}; everything goes to {folder}")
-    _check_folder(config, folder)
-    start_up.wake_devices()
-
-    tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
-    program = _build(config, tokenizer)
-    streams = program_lib.open_feed(program, tokenizer, _prepare_data(config, folder))
-    kept = config.checkpoint
-    saver = checkpointer.Checkpointer(folder / workdir.CHECKPOINTS, keep_last=kept.keep_last, keep_best=kept.keep_best)
-    start = resume.find(program, saver, streams, folder, steps=config.steps)
+    tokenizer, program, streams, saver, start = prepare(config, folder)
     if start.saved is not None and not saver.has_checksums(start.step):
         say(f"checkpoint {start.step} was saved without checksums: only the sizes of its files could be checked")
     if start.saved is not None and resume.rescales(program, start.saved):
@@ -116,8 +109,8 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     if skipped := health.summary():
         say(skipped)
     if config.sample.length:
-        text = results.sample(program, tokenizer, end.state.params, **vars(config.sample), seed=config.seed)
-        say(f"a sample, from {config.sample.prompt!r}:\n{text}")
+        sampled = results.sample(program, tokenizer, end.state.params, **vars(config.sample), seed=config.seed)
+        say(f"a sample, from {config.sample.prompt!r}:\n{sampled}")
     saver.close()
     streams.close()
     if processes.is_primary():
@@ -128,10 +121,39 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     return say(f"done: {folder}")
 
 
-def say(text: str) -> None:
+class Prepared(NamedTuple):
+    """What a run has before it compiles: all that its settings, its folder and its data can be refused for is checked."""
+
+    tokenizer: tokenizer_lib.Tokenizer
+    program: program_lib.Program
+    streams: feed.Feed
+    saver: checkpointer.Checkpointer
+    start: resume.Start
+
+
+def prepare(config: config_lib.Config, folder: pathlib.Path) -> Prepared:
+    """Checks a run's settings, its folder and its data, and opens both. Compiles nothing and allocates nothing on devices."""
+    _check_folder(config, folder)
+    for line in effects.unread(config):
+        say(line)
+    start_up.wake_devices()
+    tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
+    program = _build(config, tokenizer)
+    streams = program_lib.open_feed(program, tokenizer, _prepare_data(config, folder))
+    if streams.times > 1:
+        repeated = f"an evaluation reads the text of config.data.eval_split {streams.times:.1f} times"
+        say(f"config.evaluate.batches={config.evaluate.batches} is more than there is: {repeated}")
+    kept = config.checkpoint
+    saver = checkpointer.Checkpointer(folder / workdir.CHECKPOINTS, keep_last=kept.keep_last, keep_best=kept.keep_best)
+    return Prepared(
+        tokenizer, program, streams, saver, resume.find(program, saver, streams, folder, steps=config.steps)
+    )
+
+
+def say(line: str) -> None:
     """Prints a line on the primary process."""
     if processes.is_primary():
-        print(text, flush=True)
+        print(line, flush=True)
 
 
 def _check_folder(config: config_lib.Config, folder: pathlib.Path) -> None:
@@ -147,6 +169,8 @@ def _build(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> pro
     """Returns the program, from the mesh to the sharded train step, and prints its memory table. Allocates nothing."""
     with start_up.without_collector():
         program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
+    texts.check(program, tokenizer)
+    host.check(program)
     accumulates = program.sizes.grad_accum > 1
     say(display.as_text(memory.memory_table(program.partition, program.baseline, accumulates, by_hand=True)))
     say(memory.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
@@ -157,6 +181,8 @@ def _prepare_data(config: config_lib.Config, folder: pathlib.Path) -> pathlib.Pa
     """Prepares the dataset on the primary process, and returns its folder."""
     data_dir = pathlib.Path(config.data.dir or folder / "datasets")
     if config.data.name != batches.RANDOM:
+        if config.data.dir:
+            files.check_path(config.data.dir, "config.data.dir")
         if processes.is_primary():
             source.prepare(config.data.name, data_dir)
         processes.barrier("data")
@@ -250,6 +276,15 @@ def _first_state(
     return state
 
 
+def _why_short(error: Exception) -> str | None:
+    """Returns the line for an error that means a full disk or a full host memory, else None."""
+    if errors.is_disk_full(error):
+        where = getattr(error, "filename", None) or "stdout, or another file of the run"
+        return f"{where}: no space left on the device; make room, then run again to resume"
+    short = host.short(error)
+    return None if short is None else str(short)
+
+
 def _leave_unheard(line: str) -> None:
     """Ends the process when stdout cannot be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout at exit
@@ -268,7 +303,8 @@ def _choose_workdir() -> pathlib.Path:
     if _WORKDIR.value == "":
         raise UserError("--workdir: is empty; name a folder, or omit the flag for a new one under runs/")
     if _WORKDIR.value:
-        return pathlib.Path(_WORKDIR.value).resolve()
+        files.check_path(_WORKDIR.value, "--workdir")
+        return pathlib.Path(os.path.realpath(_WORKDIR.value))
     if jax.process_count() > 1:
         raise UserError("--workdir: a run of several processes needs a folder that all of them can reach; name it")
     name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem

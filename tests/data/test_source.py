@@ -140,7 +140,7 @@ def test_an_unprepared_dataset_is_an_error(tmp_path):
 def test_a_dataset_without_its_data_files_is_an_error(broken_dir):
     for path in broken_dir.rglob("*-train.*"):
         path.unlink()
-    assert "delete it and run again" in refusal(source.open_source, "python_stdlib", "train", broken_dir)
+    assert "delete the dataset and run again" in refusal(source.open_source, "python_stdlib", "train", broken_dir)
 
 
 def test_a_dataset_without_its_description_is_an_error(broken_dir):

@@ -35,8 +35,12 @@ class Checkpointer:
         """Opens or creates `directory` and removes unfinished steps of killed saves.
 
         Raises:
-          UserError: the directory cannot be written, or holds other files and no checkpoint.
+          UserError: the directory cannot be written, or holds other files and no checkpoint; or `keep_last` is below 1 or `keep_best`
+            negative, which would delete what was just saved.
         """
+        for name, value, least in (("keep_last", keep_last, 1), ("keep_best", keep_best, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UserError(f"{name}: must be a whole number of at least {least}, and is {errors.shown(value)}")
         self.directory = step_files.open_directory(directory)
         self._losses = step_files.losses(self.directory)
         self._saving = -1  # the last step saved

@@ -5,6 +5,7 @@ from typing import Any
 
 import optax
 
+from zerojax import errors
 from zerojax.errors import UserError
 
 Schedule = Callable[[Any], Any]
@@ -33,17 +34,26 @@ SCHEDULES: dict[str, Callable[[float, int, int, float], Schedule]] = {
 }
 
 
+FALLING = ("linear", "cosine")  # those that read the final fraction
+
+
 def make(name: str, peak: float, warmup_steps: int, steps: int, final_fraction: float) -> Schedule:
     """Returns the learning rate as a function of the step, counted from 0.
 
     Raises:
-      UserError: the name is unknown, or the warm-up is longer than the run.
+      UserError: the name is unknown.
     """
     if name not in SCHEDULES:
-        raise UserError(f"config.optimizer.schedule: must be one of {', '.join(SCHEDULES)}, and is {name!r}")
-    if warmup_steps > steps:
         raise UserError(
-            f"config.optimizer.warmup_steps: {warmup_steps} is longer than the run of {steps} steps; "
-            f"set --config.optimizer.warmup_steps={steps // 10}"
+            f"config.optimizer.schedule: must be one of {', '.join(SCHEDULES)}, and is {name!r}; {errors.choose(name, SCHEDULES)}"
         )
     return SCHEDULES[name](peak, warmup_steps, steps, final_fraction)
+
+
+def check(warmup_steps: int, steps: int) -> None:
+    """Raises a UserError if the warm-up is longer than the run."""
+    if warmup_steps > steps:
+        raise UserError(
+            f"config.optimizer.warmup_steps: {warmup_steps} is longer than the run of config.steps={steps} steps; "
+            f"set --config.optimizer.warmup_steps={steps // 10}"
+        )

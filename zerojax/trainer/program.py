@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision, train_state
+from zerojax import precision, specs, train_state
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, objectives
 from zerojax.data import tokenizer as tokenizer_lib
@@ -25,6 +25,7 @@ from zerojax.models import family as family_lib
 from zerojax.ops import attention
 from zerojax.optim import master_weights, registry, schedules
 from zerojax.trainer import config as config_lib
+from zerojax.trainer.checks import names
 from zerojax.zero import explicit, placement, stages, step, where_used
 from zerojax.zero import loss_scale as loss_scale_lib
 
@@ -96,7 +97,7 @@ class Program:
 
 
 def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Sequence[Any] | None = None) -> Program:
-    """Builds the program. Allocates nothing.
+    """Builds the program. Allocates nothing. Errors name config keys, the most basic first.
 
     Args:
       config: checked settings.
@@ -106,6 +107,11 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
     Raises:
       UserError: settings contradict each other or the devices.
     """
+    with names.of_config():
+        return _build(config, tokenizer_vocab, devices)
+
+
+def _build(config: config_lib.Config, tokenizer_vocab: int, devices: Sequence[Any] | None) -> Program:
     mesh = mesh_lib.make_mesh(config.mesh.replica, config.mesh.data, config.mesh.model, devices=devices)
     sizes = config_lib.batch_sizes(config, mesh_lib.ways(mesh))
     policy = precision.PRECISIONS[config.precision]
@@ -127,6 +133,8 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
         min_size=config.zero.min_size,
         indivisible=config.zero.indivisible,
     )
+    _check_model_axis(partition)
+    schedules.check(config.optimizer.warmup_steps, config.steps)
     return Program(
         config=config,
         mesh=mesh,
@@ -215,6 +223,7 @@ def open_feed(program: Program, tokenizer: tokenizer_lib.Tokenizer, data_dir: st
         grad_accum=program.sizes.grad_accum,
         seq_len=config.seq_len,
         seed=config.seed,
+        eval_batches=config.evaluate.batches,
     )
 
 
@@ -276,9 +285,6 @@ def _model(
 ) -> tuple[family_lib.Family, Any]:
     """Returns the preset's family, and the preset with its derived fields set."""
     chosen = config.model
-    if chosen.preset not in families.PRESETS:
-        known = ", ".join(families.PRESETS)
-        raise UserError(f"config.model.preset: must be one of {known}, and is {chosen.preset!r}")
     family = families.PRESETS[chosen.preset]
     preset = family.presets[chosen.preset]
     vocab = (
@@ -289,16 +295,28 @@ def _model(
     )
     if vocab < tokenizer_vocab:
         raise UserError(
-            f"config.model.vocab_size: {vocab} is smaller than the tokenizer's {tokenizer_vocab} ids; "
+            f"config.model.vocab_size: {vocab} is smaller than the {tokenizer_vocab} ids of config.data.tokenizer; "
             f"set --config.model.vocab_size={tokenizer_vocab}"
         )
     if preset.max_seq_len and config.seq_len > preset.max_seq_len:
         raise UserError(
-            f"config.seq_len: {config.seq_len} is longer than the {preset.max_seq_len} positions of preset {chosen.preset}"
+            f"config.seq_len: {config.seq_len} is longer than the {preset.max_seq_len} positions of config.model.preset={chosen.preset}; "
+            f"set --config.seq_len={preset.max_seq_len} or less"
         )
+    objectives.OBJECTIVES[family.objective].lengths(config.seq_len)  # refuses lengths that are too short
     kernel = attention.choose_kernel(chosen.attention, family.attention, mesh_lib.platform(mesh), compute_dtype)
     layers = chosen.num_layers or preset.num_layers
     return family, dataclasses.replace(preset, vocab_size=vocab, num_layers=layers, attention=kernel)
+
+
+def _check_model_axis(partition: placement.Partition) -> None:
+    """Raises a UserError if devices along `model` would only repeat each other's work."""
+    size = partition.mesh.shape[mesh_lib.MODEL]
+    if size > 1 and not any(mesh_lib.MODEL in specs.axes(leaf.sharded) for leaf in partition.leaves.values()):
+        raise UserError(
+            f"config.mesh.model: is {size}, and no weight is sharded over `model`, so its devices would repeat each other's work; "
+            "name weights in config.zero.overrides, or set --config.mesh.model=1"
+        )
 
 
 def _optimizer(

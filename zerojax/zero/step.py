@@ -16,6 +16,7 @@ from zerojax.errors import UserError
 from zerojax.zero import accumulate, explicit, placement, where_used, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
+from zerojax.zero.checks import arguments
 
 
 def make_train_step(
@@ -67,8 +68,8 @@ def make_train_step(
     >>> train_step = make_train_step(loss_fn, partition, clip_norm=1.0)
     >>> state, metrics = train_step(state, batch)
     """
-    if grad_accum < 1:
-        raise UserError(f"grad_accum: must be at least 1, and is {grad_accum}")
+    grad_accum, clip_norm = arguments.grad_accum(grad_accum), arguments.clip_norm(clip_norm)
+    arguments.weights(partition)
     compute_dtype = precision.floating("compute_dtype", compute_dtype)
     reduce_dtype = precision.floating("reduce_dtype", reduce_dtype)
     scaling = update_lib.in_step(loss_scale, partition.abstract_state)
@@ -100,6 +101,8 @@ def make_train_step(
     return xla_options.jit(
         train_step,
         _compiler_options(partition, blocks, reduce_dtype, compute_dtype),
+        before=lambda state, batch: arguments.is_usable(state),
+        explained=lambda state, batch: arguments.explained(partition, state),
         donate_argnums=(0,) if donate else (),
         in_shardings=(partition.shardings, None),
         out_shardings=(partition.shardings, None),
@@ -155,6 +158,7 @@ def _shard_batch(mesh: Any, batch: Any, grad_accum: int) -> Any:
             raise UserError(f"batch/{path}: shape {leaf.shape} must begin with grad_accum={grad_accum}, then examples")
         if leaf.ndim <= dim:
             return leaf
+        arguments.examples(path, leaf, dim)
         if leaf.shape[dim] % ways:
             raise UserError(
                 f"batch/{path}: dim {dim} of {leaf.shape} does not divide by data * replica = {ways}; "
@@ -174,7 +178,7 @@ def _with_aux(loss_fn: Callable[..., Any], scaling: update_lib.Unscaled) -> Call
         unknown = set(aux) - {"state", "metrics"}
         if unknown:
             raise UserError(f"loss_fn: returned {sorted(unknown)} beside the loss; allowed are 'state' and 'metrics'")
-        loss = loss.astype(jnp.float32)
+        loss = arguments.loss(loss)
         return loss * scaling.scale(state), {**aux, "metrics": {"loss": loss, **aux.get("metrics", {})}}
 
     return with_aux
