@@ -18,6 +18,8 @@ from zerojax import errors
 from zerojax.errors import UserError
 from zerojax.trainer.checks import ranges
 from zerojax.zero import loss_scale as loss_scale_lib
+from zerojax.zero import stages
+from zerojax.zero.offload import settings as offload_lib
 
 KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", tuple: "a tuple"}
 
@@ -82,6 +84,17 @@ class LossScaleSettings:
     consecutive_hysteresis: bool
     min_scale: float
     on_minimum: str
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadSettings:
+    """Which parts of the state live in host memory; see `zerojax.zero.offload.settings`."""
+
+    optimizer: str
+    params: str
+    fraction: float
+    chunk_bytes: int
+    in_flight: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +170,7 @@ class Config:
     model: ModelSettings
     optimizer: OptimizerSettings
     loss_scale: LossScaleSettings
+    offload: OffloadSettings
     data: DataSettings
     evaluate: EvaluateSettings
     checkpoint: CheckpointSettings
@@ -184,7 +198,22 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
     for override in config.zero.overrides:
         _check_override(override)
     ranges.check(config)
+    make_offload(config.offload, config.zero.stage)
     return config
+
+
+def make_offload(group: OffloadSettings, stage: int) -> offload_lib.Offload:
+    """Returns what the group `offload` describes.
+
+    Raises:
+      UserError: the stage does not allow it, or a setting is out of range or cannot take effect.
+    """
+    try:
+        chosen = offload_lib.read(vars(group))
+        offload_lib.check(chosen, stages.STAGES, stage)
+    except UserError as error:
+        raise UserError(f"config.{error}") from error
+    return chosen
 
 
 def read(cls: type, raw: Mapping[str, Any], place: str) -> Any:

@@ -32,7 +32,10 @@ def of_config() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        argument = re.match(r"\w+(?=[: ])", str(error))
-        if argument is None or argument[0] not in KEYS:
-            raise
-        raise UserError(KEYS[argument[0]] + str(error)[argument.end() :]) from error
+        line = str(error)
+        argument = re.match(r"\w+(?=[: ])", line)
+        if argument is not None and argument[0] in KEYS:
+            raise UserError(KEYS[argument[0]] + line[argument.end() :]) from error
+        if line.startswith("offload."):  # a field of `Offload`; the argument of a train step is a regex
+            raise UserError(f"config.{line}") from error
+        raise

@@ -11,6 +11,7 @@ from zerojax.models import families
 from zerojax.optim import fused, registry, schedules
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import remat, stages
+from zerojax.zero.offload import settings as offload_lib
 
 # place -> the values allowed there, from the table of the module that uses them
 CHOICES: dict[str, tuple] = {
@@ -21,6 +22,8 @@ CHOICES: dict[str, tuple] = {
     "optimizer.schedule": tuple(schedules.SCHEDULES),
     "optimizer.moments": tuple(fused.MOMENTS),
     "loss_scale.on_minimum": loss_scale_lib.ON_MINIMUM,
+    "offload.optimizer": offload_lib.KINDS,
+    "offload.params": offload_lib.KINDS,
     "reduce_dtype": tuple(precision.DTYPES),
     "model.preset": tuple(families.PRESETS),
     "model.remat": tuple(remat.REMAT),
@@ -29,7 +32,8 @@ CHOICES: dict[str, tuple] = {
 }
 POSITIVE = tuple(
     "steps seq_len log_every emulate_devices mesh.replica mesh.model optimizer.learning_rate optimizer.eps loss_scale.init_scale "
-    "loss_scale.window loss_scale.hysteresis loss_scale.min_scale evaluate.batches checkpoint.keep_last profile.start".split()
+    "loss_scale.window loss_scale.hysteresis loss_scale.min_scale offload.fraction offload.chunk_bytes offload.in_flight evaluate.batches "
+    "checkpoint.keep_last profile.start".split()
 )
 NOT_NEGATIVE = tuple(
     "seed global_batch_size micro_batch_size grad_accum zero.min_size model.vocab_size model.num_layers "
@@ -53,6 +57,7 @@ MOST: dict[str, tuple[float, str]] = {
     "model.vocab_size": (2**24, "each position has a logit for every id"),
     "optimizer.final_fraction": (1, "a schedule falls from its peak"),
     "optimizer.eps": (1, "gradients are far smaller, and the weights would hardly change"),
+    "offload.fraction": (1, "it is a share of the optimizer state"),
     "sample.length": (2**16, "each token runs the model over the full text"),
 }
 # place -> (the smallest value but 0, why)
