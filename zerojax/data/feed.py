@@ -22,7 +22,7 @@ class Feed:
     """The sharded global batches of a run. This process reads the rows of its addressable devices.
 
     Attributes:
-      times: at least so often an evaluation reads the held-out text; 0 without such text.
+      times: how often an evaluation reads the held-out text, at least; 1 if it reads a part of it, and 0 without such text.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Feed:
 
 
 def _times_read(held_out: batches.Batches, tokens: int, count: int) -> float:
-    """Returns how often `count` batches of `tokens` tokens read the held-out text, at least.
+    """Returns how often `count` batches of `tokens` tokens read the held-out text, at least, and 1 or more.
 
     Raises:
       UserError: more often than anyone can mean.
