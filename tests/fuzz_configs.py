@@ -246,6 +246,7 @@ MODULES = [
     "[",
     "\\d{99999999999}",
 ]
+WORDS = [value for value in ANYTHING if isinstance(value, str)]  # of fields that have no list below
 FIELDS: dict[str, list[Any]] = {
     "data.name": [
         "random",
@@ -382,7 +383,7 @@ def fitting(rng: random.Random, place: str, hint: type) -> Any:
         return tuple(
             (rng.choice(PATTERNS), tuple(rng.choices(AXES, k=rng.randrange(4)))) for _ in range(rng.randrange(3))
         )
-    return rng.choice(FIELDS.get(place) or {int: SIZES, float: RATES, bool: [True, False]}[hint])
+    return rng.choice(FIELDS.get(place) or {int: SIZES, float: RATES, bool: [True, False], str: WORDS}[hint])
 
 
 # ---- cases

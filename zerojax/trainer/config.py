@@ -64,11 +64,14 @@ class OptimizerSettings:
     learning_rate: float
     schedule: str
     warmup_steps: int
+    warmup: str
+    initial_fraction: float
     final_fraction: float
     b1: float
     b2: float
     eps: float
     weight_decay: float
+    weight_decay_on: str
     clip_norm: float
     moments: str
 
@@ -138,9 +141,10 @@ class SampleSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ExportSettings:
-    """The format in which the final weights are exported."""
+    """The format and the dtype in which the final weights are exported."""
 
     format: str
+    dtype: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +160,7 @@ class Config:
     """All settings of a run; see configs/base.py for units and effects."""
 
     seed: int
+    init_from: str
     steps: int
     global_batch_size: int
     micro_batch_size: int

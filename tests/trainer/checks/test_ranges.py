@@ -26,7 +26,11 @@ def test_every_number_has_a_range():
 
 def test_choices_are_those_of_the_modules_that_act_on_them():
     assert set(ranges.CHOICES["optimizer.name"]) == set(registry.OPTIMIZERS) == set(registry.READS)
-    assert set(ranges.CHOICES["optimizer.schedule"]) == set(schedules.SCHEDULES) > set(schedules.FALLING)
+    assert (
+        set(ranges.CHOICES["optimizer.schedule"])
+        == {*schedules.SCHEDULES, *schedules.DEEPSPEED}
+        > set(schedules.FALLING)
+    )
     assert tuple(ranges.CHOICES["zero.stage"]) == tuple(stages.STAGES)
     assert set(ranges.CHOICES["precision"]) == set(precision.PRECISIONS)
     assert set(ranges.CHOICES["model.remat"]) == set(remat_lib.REMAT)

@@ -43,30 +43,10 @@ def test_a_number_of_passes_is_whole_and_above_0(value):
         zerojax.make_train_step(loss_fn, shard()[1], grad_accum=value)
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
-@pytest.mark.parametrize(
-    "value, words",
-    [
-        (None, "returned None as the loss"),
-        ("text", "returned 'text' as the loss"),
-        (True, "returned True as the loss"),
-        (jnp.ones(8), r"a loss of shape \(8,\) and dtype float32"),
-        (jnp.int32(3), r"a loss of shape \(\) and dtype int32"),
-        (jnp.complex64(1), r"a loss of shape \(\) and dtype complex64"),
-        ({"loss": 1.0}, "as the loss"),
-    ],
-    ids=["None", "text", "bool", "vector", "integer", "complex", "dict"],
-)
-def test_a_loss_that_is_no_floating_scalar_is_refused(value, words, reduce_dtype):
-    state, partition = shard()
-    with pytest.raises(UserError, match=rf"^loss_fn: returned .*{words.removeprefix('returned ')}"):
-        zerojax.make_train_step(lambda *_: value, partition, reduce_dtype=reduce_dtype).trace(state, BATCH)
-
-
 def test_an_empty_batch_is_refused():
     state, partition = shard()
-    for accum, batch, dim in ((1, BATCH[:0], 0), (2, jnp.ones((2, 0, 64)), 1)):
-        with pytest.raises(UserError, match=rf"^batch/: dim {dim} of .* has no examples"):
+    for accum, batch in ((1, BATCH[:0]), (2, jnp.ones((2, 0, 64)))):
+        with pytest.raises(UserError, match=r"^batch/: has no examples, its shape is \(.*0, 64\)"):
             zerojax.make_train_step(loss_fn, partition, grad_accum=accum).trace(state, batch)
 
 

@@ -12,10 +12,13 @@ from zerojax.zero import stages
 DEFAULTS: dict[str, Any] = {
     "zero.min_size": 1024,
     "zero.indivisible": "whole",
+    "optimizer.warmup": "linear",
+    "optimizer.initial_fraction": 0.0,
     "optimizer.final_fraction": 0.1,
     "optimizer.b1": 0.9,
     "optimizer.b2": 0.95,
     "optimizer.eps": 1e-8,
+    "optimizer.weight_decay_on": "matrices",
     "data.train_split": "train",
     "data.text_key": "text",
     "data.dir": "",
@@ -25,6 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "checkpoint.keep_best": 1,
     "sample.prompt": "def ",
     "sample.temperature": 0.8,
+    "export.dtype": "auto",
     "profile.start": 10,
 }
 
@@ -52,6 +56,11 @@ def _ignored(config: Any) -> Iterator[tuple[str, str]]:
         f"the schedule {chosen.schedule} does not fall": ()
         if chosen.schedule in schedules.FALLING
         else ("optimizer.final_fraction",),
+        "config.optimizer.warmup_steps=0": ()
+        if chosen.warmup_steps
+        else ("optimizer.warmup", "optimizer.initial_fraction"),
+        "config.optimizer.weight_decay=0": () if chosen.weight_decay else ("optimizer.weight_decay_on",),
+        "config.export.format='none'": () if config.export.format != "none" else ("export.dtype",),
         "random tokens are not read from files": ("data.train_split", "data.text_key", "data.dir")
         if config.data.name == batches.RANDOM
         else (),

@@ -7,6 +7,7 @@ import numpy as np
 
 from zerojax import errors, precision
 from zerojax.errors import UserError
+from zerojax.interop import huggingface
 from zerojax.models import families
 from zerojax.optim import fused, registry, schedules
 from zerojax.zero import loss_scale as loss_scale_lib
@@ -19,8 +20,10 @@ CHOICES: dict[str, tuple] = {
     "zero.indivisible": stages.INDIVISIBLE,
     "precision": tuple(precision.PRECISIONS),
     "optimizer.name": tuple(registry.OPTIMIZERS),
-    "optimizer.schedule": tuple(schedules.SCHEDULES),
+    "optimizer.schedule": (*schedules.SCHEDULES, *schedules.DEEPSPEED),
     "optimizer.moments": tuple(fused.MOMENTS),
+    "optimizer.warmup": schedules.WARMUPS,
+    "optimizer.weight_decay_on": tuple(registry.DECAYS),
     "loss_scale.on_minimum": loss_scale_lib.ON_MINIMUM,
     "offload.optimizer": offload_lib.KINDS,
     "offload.params": offload_lib.KINDS,
@@ -29,6 +32,7 @@ CHOICES: dict[str, tuple] = {
     "model.remat": tuple(remat.REMAT),
     "model.attention": ("auto", "xla", "cudnn"),
     "export.format": ("none", "huggingface"),
+    "export.dtype": ("auto", *huggingface.DTYPES),
 }
 POSITIVE = tuple(
     "steps seq_len log_every emulate_devices mesh.replica mesh.model optimizer.learning_rate optimizer.eps loss_scale.init_scale "
@@ -37,8 +41,8 @@ POSITIVE = tuple(
 )
 NOT_NEGATIVE = tuple(
     "seed global_batch_size micro_batch_size grad_accum zero.min_size model.vocab_size model.num_layers "
-    "optimizer.warmup_steps optimizer.final_fraction optimizer.weight_decay optimizer.clip_norm loss_scale.static evaluate.every "
-    "checkpoint.every checkpoint.keep_best sample.length sample.temperature profile.steps".split()
+    "optimizer.warmup_steps optimizer.initial_fraction optimizer.final_fraction optimizer.weight_decay optimizer.clip_norm "
+    "loss_scale.static evaluate.every checkpoint.every checkpoint.keep_best sample.length sample.temperature profile.steps".split()
 )
 BELOW_ONE = ("optimizer.b1", "optimizer.b2")
 
@@ -55,6 +59,7 @@ MOST: dict[str, tuple[float, str]] = {
     "mesh.model": (2**20, "no machine has as many devices"),
     "model.num_layers": (512, "each layer is traced on its own"),
     "model.vocab_size": (2**24, "each position has a logit for every id"),
+    "optimizer.initial_fraction": (1, "a warm-up rises to the peak"),
     "optimizer.final_fraction": (1, "a schedule falls from its peak"),
     "optimizer.eps": (1, "gradients are far smaller, and the weights would hardly change"),
     "offload.fraction": (1, "it is a share of the optimizer state"),

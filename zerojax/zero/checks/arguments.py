@@ -17,6 +17,12 @@ from zerojax import errors, tree
 from zerojax.errors import UserError
 
 
+def checked(partition: Any, limit: Any) -> float:
+    """Returns the limit of the gradients' norm, after checking it and the partition's weights; see `clip_norm` and `weights`."""
+    weights(partition)
+    return clip_norm(limit)
+
+
 def clip_norm(value: Any) -> float:
     """Returns a limit of the gradients' global norm.
 
@@ -28,13 +34,12 @@ def clip_norm(value: Any) -> float:
     return 0.0 if math.isinf(value) else float(value)
 
 
-def grad_accum(value: Any) -> int:
-    """Returns a number of passes; raises a UserError if it is not a whole number above 0."""
+def grad_accum(value: Any) -> None:
+    """Raises a UserError if a number of passes is not a whole number above 0."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise UserError(f"grad_accum: must be a whole number, and is {errors.shown(value)}")
     if value < 1:
         raise UserError(f"grad_accum: must be at least 1, and is {value}")
-    return int(value)
 
 
 def weights(partition: Any) -> None:
@@ -48,30 +53,18 @@ def weights(partition: Any) -> None:
             )
 
 
-def loss(value: Any) -> jax.Array:
-    """Returns the loss that a loss function returned, in float32.
-
-    Raises:
-      UserError: it is not one number.
-    """
-    is_array = isinstance(value, jax.Array | numbers.Real) or hasattr(value, "__jax_array__") or hasattr(value, "dtype")
-    if not is_array or isinstance(value, bool):
-        raise UserError(
-            f"loss_fn: returned {errors.shown(value)} as the loss; return a scalar, the mean over the batch, or (loss, aux)"
-        )
-    array = jnp.asarray(value)
-    if array.shape != () or not jnp.issubdtype(array.dtype, jnp.floating):
-        raise UserError(
-            f"loss_fn: returned a loss of shape {array.shape} and dtype {array.dtype}; return a floating scalar, such as its mean over "
-            "the batch"
-        )
-    return array.astype(jnp.float32)
+def examples(path: str, leaf: Any) -> None:
+    """Raises a UserError if a leaf of a batch is empty: every mean over it would be NaN."""
+    if 0 in leaf.shape:
+        raise UserError(f"batch/{path}: has no examples, its shape is {leaf.shape}; pass at least one for each device")
 
 
-def examples(path: str, leaf: Any, dim: int) -> None:
-    """Raises a UserError if a leaf of a batch has no examples along `dim`: every mean over it would be NaN."""
-    if leaf.shape[dim] == 0:
-        raise UserError(f"batch/{path}: dim {dim} of {leaf.shape} has no examples; pass at least one for each device")
+def of_call(partition: Any) -> dict[str, Any]:
+    """Returns the checks of a step's calls, as arguments of `xla_options.jit`."""
+    return {
+        "before": lambda state, batch: is_usable(state),
+        "explained": lambda state, batch: explained(partition, state),
+    }
 
 
 def is_usable(state: Any) -> None:
