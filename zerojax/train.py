@@ -7,19 +7,20 @@ import contextlib
 import errno
 import functools
 import logging
+import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 from absl import flags
 from ml_collections import config_flags
 
-from zerojax import display
+from zerojax import display, files
 from zerojax.checkpoint import checkpointer
-from zerojax.data import batches, source
+from zerojax.data import batches, feed, source
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
 from zerojax.launch import devices, ending, processes, signals, start_up
@@ -31,6 +32,7 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import health as health_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import recorder as recorder_lib
+from zerojax.trainer.checks import effects, host, texts
 from zerojax.zero import memory
 from zerojax.zero.offload import budget
 
@@ -66,7 +68,7 @@ def main() -> None:
             with workdir.held(folder):
                 end = train(config, folder, stop)
         except Exception as error:
-            processes.leave_after(error)
+            processes.leave_after(host.short(error) or error)
         if end.is_stopped and stop.cause != signals.SIGNAL:
             processes.leave(2, f"zerojax: {stop.cause}: stopped at step {end.step}, saved; the same command resumes")
         processes.leave(0)
@@ -76,17 +78,7 @@ def train(config: config_lib.Config, folder: pathlib.Path, stop: signals.StopSig
     """Runs all phases of a training run in `folder`, until the last one or a stop, which only signals that `stop` hears request."""
     stop = stop or signals.StopSignal()
     say(f"devices: {devices.describe()}; everything goes to {folder}")
-    _check_folder(config, folder)
-    start_up.wake_devices()
-
-    tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
-    program = _build(config, tokenizer)
-    streams = program_lib.open_feed(program, tokenizer, _prepare_data(config, folder))
-    kept = config.checkpoint
-    saver = checkpointer.Checkpointer(folder / workdir.CHECKPOINTS, keep_last=kept.keep_last, keep_best=kept.keep_best)
-    ending.before_end(lambda *_: saver.unlock())
-    fingerprints = streams.fingerprints()
-    start = resume.find(program, saver, streams, fingerprints, folder)
+    tokenizer, program, streams, saver, fingerprints, start = prepare(config, folder)
     for note in resume.notes(program, saver, start, folder):
         say(note)
 
@@ -121,10 +113,41 @@ def train(config: config_lib.Config, folder: pathlib.Path, stop: signals.StopSig
     return end
 
 
-def say(text: str) -> None:
+class Prepared(NamedTuple):
+    """What a run has before it compiles: all that its settings, its folder and its data can be refused for is checked."""
+
+    tokenizer: tokenizer_lib.Tokenizer
+    program: program_lib.Program
+    streams: feed.Feed
+    saver: checkpointer.Checkpointer
+    fingerprints: Mapping[str, str]
+    start: resume.Start
+
+
+def prepare(config: config_lib.Config, folder: pathlib.Path) -> Prepared:
+    """Checks a run's settings, its folder and its data, and opens both. Compiles nothing and allocates nothing on devices."""
+    _check_folder(config, folder)
+    for line in effects.unread(config):
+        say(line)
+    start_up.wake_devices()
+    tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
+    program = _build(config, tokenizer)
+    streams = program_lib.open_feed(program, tokenizer, _prepare_data(config, folder))
+    if streams.times > 1:
+        repeated = f"an evaluation reads the text of config.data.eval_split {streams.times:.1f} times"
+        say(f"config.evaluate.batches={config.evaluate.batches} is more than there is: {repeated}")
+    kept = config.checkpoint
+    saver = checkpointer.Checkpointer(folder / workdir.CHECKPOINTS, keep_last=kept.keep_last, keep_best=kept.keep_best)
+    ending.before_end(lambda *_: saver.unlock())
+    fingerprints = streams.fingerprints()
+    start = resume.find(program, saver, streams, fingerprints, folder)
+    return Prepared(tokenizer, program, streams, saver, fingerprints, start)
+
+
+def say(line: str) -> None:
     """Prints a line on the primary process."""
     if processes.is_primary():
-        print(text, flush=True)
+        print(line, flush=True)
 
 
 def _check_folder(config: config_lib.Config, folder: pathlib.Path) -> None:
@@ -140,6 +163,8 @@ def _build(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> pro
     """Returns the program, from the mesh to the sharded train step, and prints its memory table. Allocates nothing."""
     with start_up.without_collector():
         program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
+    texts.check(program, tokenizer)
+    host.check(program)
     if program.source is not None:
         say(f"the model is that of {program.source.path}; config.model.preset is not read")
     accumulates = program.sizes.grad_accum > 1
@@ -152,6 +177,8 @@ def _prepare_data(config: config_lib.Config, folder: pathlib.Path) -> pathlib.Pa
     """Prepares the dataset on the primary process, and returns its folder."""
     data_dir = pathlib.Path(config.data.dir or folder / "datasets")
     if config.data.name != batches.RANDOM:
+        if config.data.dir:
+            files.check_path(config.data.dir, "config.data.dir")
         if processes.is_primary():
             source.prepare(config.data.name, data_dir)
         processes.barrier("data")
@@ -289,7 +316,8 @@ def _choose_workdir() -> pathlib.Path:
     if _WORKDIR.value == "":
         raise UserError("--workdir: is empty; name a folder, or omit the flag for a new one under runs/")
     if _WORKDIR.value:
-        return pathlib.Path(_WORKDIR.value).resolve()
+        files.check_path(_WORKDIR.value, "--workdir")
+        return pathlib.Path(os.path.realpath(_WORKDIR.value))
     if jax.process_count() > 1:
         raise UserError("--workdir: a run of several processes needs a folder that all of them can reach; name it")
     name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem

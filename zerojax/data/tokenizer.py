@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import tokenizers
 
+from zerojax import files
 from zerojax.errors import UserError
 
 # The first of these that is in the vocabulary separates documents.
@@ -51,6 +52,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec == "bytes":
         return ByteTokenizer()
     subject = f"config.data.tokenizer: {spec!r}"
+    if spec:
+        files.check_path(spec, "config.data.tokenizer")
     if not pathlib.Path(spec).is_file():
         raise UserError(f'{subject} is not a file; set it to "bytes" or the path of a Hugging Face tokenizer.json')
     try:

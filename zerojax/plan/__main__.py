@@ -17,6 +17,7 @@ from zerojax.plan import json_form, picture, search
 from zerojax.plan import report as plan_report
 from zerojax.trainer import command, plans
 from zerojax.trainer import config as config_lib
+from zerojax.trainer.checks import names
 
 flags.declare_key_flag("config")  # for --help, which lists the flags of this module
 _TARGET = flags.DEFINE_string("target", "here", "Device kind: h200, h100, a100, b200, v5e, v5p, v6e, cpu, here.")
@@ -37,10 +38,11 @@ def main() -> None:
     try:
         config = config_lib.from_dict(command.parse(sys.argv))
         _prepare(config)
-        if _SEARCH.value:
-            _search(config)
-        else:
-            _plan(config)
+        with names.of_config():
+            if _SEARCH.value:
+                _search(config)
+            else:
+                _plan(config)
     except UserError as error:
         processes.leave(2, f"zerojax: {error}")
     processes.leave(0)

@@ -10,6 +10,7 @@ from zerojax.errors import UserError
 from zerojax.plan import search, step_plan, targets
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
+from zerojax.trainer.checks import names
 from zerojax.zero import memory as memory_lib
 
 
@@ -46,23 +47,24 @@ def plan_program(
     compiler_options: Mapping[str, Any] | None = None,
     host_rate: float | None = None,
 ) -> step_plan.Plan:
-    """Plans a built program on its own mesh; see `step_plan.plan_step`."""
+    """Plans a built program on its own mesh; see `step_plan.plan_step`. Errors name config keys."""
     config, sizes = program.config, program.sizes
-    return step_plan.plan_step(
-        program.train_step,
-        program.partition.abstract_state,
-        program.abstract_batch,
-        mesh=program.mesh,
-        target=target,
-        placement=program.partition,
-        tokens=sizes.global_batch_size * config.seq_len,
-        compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
-        passes=sizes.grad_accum,
-        by_hand=True,
-        from_cache=from_cache,
-        compiler_options=compiler_options,
-        host_rate=host_rate,
-    )
+    with names.of_config():
+        return step_plan.plan_step(
+            program.train_step,
+            program.partition.abstract_state,
+            program.abstract_batch,
+            mesh=program.mesh,
+            target=target,
+            placement=program.partition,
+            tokens=sizes.global_batch_size * config.seq_len,
+            compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
+            passes=sizes.grad_accum,
+            by_hand=True,
+            from_cache=from_cache,
+            compiler_options=compiler_options,
+            host_rate=host_rate,
+        )
 
 
 def search_config(

@@ -53,7 +53,7 @@ class How:
             pattern = getattr(self, name)
             try:
                 re.compile(pattern)
-            except re.error as error:
+            except (re.error, TypeError, OverflowError) as error:
                 raise UserError(
                     f"{name}: {pattern!r} is not a regex: {error}; pass one over module paths, such as '{example}'"
                 ) from error
