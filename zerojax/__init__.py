@@ -6,6 +6,7 @@
 >>> state, metrics = train_step(state, batch)
 """
 
+from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.errors import UserError
 from zerojax.mesh import batch_sharding, make_mesh
 from zerojax.ops.embedding import embedding_lookup
@@ -14,6 +15,7 @@ from zerojax.optim.master_weights import with_master_weights
 from zerojax.train_state import TrainState
 from zerojax.zero.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
 from zerojax.zero.memory import memory_table
+from zerojax.zero.offload.settings import Offload
 from zerojax.zero.placement import Partition, Placement
 from zerojax.zero.shard_state import pad, shard_train_state, unpad
 from zerojax.zero.sharded_batch.totals import Mean, Sum
@@ -22,9 +24,11 @@ from zerojax.zero.step import make_train_step
 from zerojax.zero.where_used import where_used
 
 __all__ = [
+    "Checkpointer",
     "DynamicLossScale",
     "LossScaleState",
     "Mean",
+    "Offload",
     "Partition",
     "Placement",
     "StaticLossScale",

@@ -6,6 +6,7 @@ two parts. It differentiates and updates the `trainable_part`; `with_frozen` add
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +50,8 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The decision for one leaf: `spec` as stored, `sharded` the spec at stages that shard its role, and the reason."""
+    """The decision for one leaf: `spec` as stored, `sharded` the spec at stages that shard its role, the reason, and the path of the weight
+    whose shape or blocks it has ("" for none)."""
 
     role: str
     shape: tuple[int, ...]
@@ -58,6 +60,7 @@ class Decision:
     sharded: P
     reason: str
     padding: tuple[int, ...] = ()
+    weight: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,9 @@ class Partition:
       shardings: NamedShardings.
       leaves: the decision for each leaf, by path.
       placements: the shardings of each weight, its gradient and its optimizer state, by path.
+      offload: what lives in host memory; None for nothing.
+      resident: the partition of the same state with nothing offloaded; None if nothing is.
+      cuts: the slices of each weight whose offloaded state is in pieces, by path.
     """
 
     mesh: Mesh
@@ -81,12 +87,34 @@ class Partition:
     shardings: Any
     leaves: Mapping[str, Decision]
     placements: Mapping[str, Placement]
+    offload: Any = None
+    resident: "Partition | None" = None
+    cuts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def on_device(self) -> "Partition":
+        """Returns the partition of the same state with nothing offloaded."""
+        return self.resident or self
 
     @property
     def kept_whole(self) -> dict[str, str]:
-        """Returns the reason for each weight, by path, that the stage would shard but that stays replicated."""
-        kept = {path: self.leaves[path] for path in self.placements if self.leaves[path].reason != "sharded"}
-        return {path: leaf.reason for path, leaf in kept.items() if mesh_lib.DATA not in specs_lib.axes(leaf.sharded)}
+        """Returns the reason for each weight, by path, that the stage would shard but that stays replicated.
+
+        Other leaves that stay replicated follow if they are as large as a sharded one. Moments of a weight that is listed are not.
+        """
+        decided = {path: self.leaves[path] for path in self.placements if self.leaves[path].reason != "sharded"}
+        kept = {path: leaf.reason for path, leaf in decided.items() if not _over_data(leaf.sharded)}
+        smallest = min((math.prod(leaf.shape) for leaf in self.leaves.values() if _over_data(leaf.spec)), default=None)
+        if smallest is None:
+            return kept
+        index = tree.suffix_index(kept)
+        for path, leaf in self.leaves.items():
+            if path in self.placements or _over_data(leaf.spec) or math.prod(leaf.shape) < smallest:
+                continue
+            weight = tree.longest_suffix(index, path)
+            if weight is None or self.leaves[weight].shape != leaf.shape:
+                kept[path] = leaf.reason
+        return kept
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -104,6 +132,10 @@ class Partition:
             return leaf if found is None or self.placements[found].trainable else optax.MaskedNode()
 
         return tree.map_with_path(keep, params)
+
+
+def _over_data(spec: P) -> bool:
+    return mesh_lib.DATA in specs_lib.axes(spec)
 
 
 def is_overwritten(path: str) -> bool:

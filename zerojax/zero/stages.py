@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -28,6 +29,7 @@ from zerojax.errors import UserError
 from zerojax.optim import eight_bit
 from zerojax.roles import FROZEN, OPT_STATE, OTHER, PARAMS
 from zerojax.zero import placement
+from zerojax.zero.offload import layout, settings
 
 DATA = mesh_lib.DATA
 
@@ -96,6 +98,7 @@ def partition_state(
     indivisible: str = "whole",
     roles: Sequence[tuple[str, str]] = ROLES,
     trainable: str = "",
+    offload: settings.Offload | Mapping[str, Any] | str | None = None,
 ) -> placement.Partition:
     """Decides how a train state is sharded, without allocating anything.
 
@@ -107,14 +110,19 @@ def partition_state(
         master copy, its moments and its gradient. A spec that names `data` is final. `P()` keeps the leaf replicated. A spec of other
         axes only (`P(None, "model")`) is a base to which the stage adds `data`.
       min_size: leaves of fewer elements stay replicated.
-      indivisible: if no dim divides, "whole" keeps the leaf replicated and "pad" pads its longest free dim with zeros.
-      roles: ordered (path regex, role); the first regex found in a leaf's path gives its role.
+      indivisible: if no dim divides, "whole" keeps the leaf replicated and "pad" pads its longest free dim with zeros. `make_train_step`
+        hides the padding from models and optimizers. A step of your own hides it with `unpad(state, partition)`, also of
+        {"params": grads}, and `pad`.
+      roles: ordered (path regex, role); the first regex found in a leaf's path gives its role. A leaf that has none, and a weight's name
+        and shape (averaged weights, a momentum of your own), is sharded as the weight's moments.
       trainable: a regex; weights whose path below `params` does not match are frozen. The optimizer state must omit them, as that of
         `shard_train_state` does. Empty: all weights are trained.
+      offload: what lives in host memory: "host" for the optimizer state, an `Offload` or a dict of its fields; None for nothing.
 
     Raises:
       UserError: the stage, `indivisible` or a mesh axis is unknown; an override matches no weight or does not fit its shape; the state
-        has no params; `trainable` matches no weight; or the optimizer state has leaves of a frozen weight.
+        has no params; `trainable` matches no weight; the optimizer state has leaves of a frozen weight; or the stage or the optimizer does
+        not allow what `offload` says.
 
     >>> partition = partition_state(jax.eval_shape(init, key), mesh=make_mesh(), stage=2)
     """
@@ -124,6 +132,8 @@ def partition_state(
         raise UserError(f"indivisible: must be 'whole' or 'pad', and is {indivisible!r}")
     if DATA not in mesh.shape:
         raise UserError(f"mesh: needs an axis named 'data', and has {tuple(mesh.shape)}; see zerojax.make_mesh")
+    chosen = settings.read(offload)
+    settings.check(chosen, STAGES, stage)
     abstract_state = tree.abstract(abstract_state)
     role_of = leaf_roles(abstract_state, roles, trainable)
     if PARAMS not in role_of.values() and FROZEN not in role_of.values():
@@ -143,14 +153,18 @@ def partition_state(
         moment, shape = blocks.get(path, (path, leaf.shape))
         owner = tree.longest_suffix(index, moment)
         weight = owner if owner is not None and weights[owner].shape == shape else None
+        if role_of[path] == OTHER and weight is not None and _is_copy(path, leaf, weight, roles):
+            leaves[path] = rule.decide_copy(weight, leaf)
+            continue
         if role_of[path] == OPT_STATE and weight is not None and role_of[weight] == FROZEN and _is_of(moment, weight):
             raise UserError(
                 f"{path}: belongs to {weight}, which trainable={trainable!r} freezes, and so has no optimizer "
                 "state; call zerojax.shard_train_state, which makes that of the trainable weights alone, or pass the state that it returns"
             )
         decided = rule.decide(weight, jax.ShapeDtypeStruct(shape, leaf.dtype), role_of[path])
+        decided = dataclasses.replace(decided, weight=weight or "")
         leaves[path] = decided if shape == leaf.shape else _scales(decided, leaf.shape, mesh)
-    return _assemble(mesh, stage, abstract_state, leaves)
+    return layout.place(_assemble(mesh, stage, abstract_state, leaves), chosen, min_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +203,15 @@ class _Rule:
         pads = padding if is_sharded or (role == PARAMS and self.sharded.opt_state) else ()
         spec = sharded if is_sharded else replicated
         return placement.Decision(role, leaf.shape, leaf.dtype, spec, sharded, reason, pads)
+
+    def decide_copy(self, weight: str, leaf: Any) -> placement.Decision:
+        """Decides an array beside the params that is updated with a weight. It is never padded, since loss functions read it as it is."""
+        found = self.decide(weight, leaf, OPT_STATE)
+        if not found.padding:
+            return found
+        replicated = specs_lib.without(found.sharded, DATA)
+        reason = f"no dim of {leaf.shape} divides by data={self.mesh.shape[DATA]}"
+        return dataclasses.replace(found, spec=replicated, sharded=replicated, reason=reason, padding=())
 
     def _override(self, path: str, shape: tuple[int, ...]) -> tuple[P, bool]:
         """Returns the spec to start from, and whether it is final."""
@@ -295,6 +318,14 @@ def _assemble(
     return placement.Partition(
         mesh, stage, tree.map_with_path(stored, abstract_state), specs, shardings, leaves, placements
     )
+
+
+def _is_copy(path: str, leaf: Any, weight: str, roles: Sequence[tuple[str, str]]) -> bool:
+    """Returns whether a leaf without a role of its own is an average or a momentum: floating, and of the name of the weight."""
+    own = weight.partition("/")[2]  # below `params`, or the name of an NNX module in a tuple
+    if any(pattern and re.search(pattern, path) for pattern, _ in roles):
+        return False
+    return bool(own) and f"/{path}".endswith(f"/{own}") and jnp.issubdtype(tree.dtype_of(leaf), jnp.inexact)
 
 
 def _is_of(path: str, weight: str) -> bool:
