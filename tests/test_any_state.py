@@ -159,7 +159,6 @@ CASES: dict[str, tuple[Any, str]] = {
     "NNX with dropout and batch norm": (of_nnx, ""),
     "Equinox": (of_equinox, ""),
 }
-UNPADDED = {"an average of the weights"}  # it mixes its own leaves with params
 SPECS = [("class_weights", P())]
 
 
@@ -182,12 +181,7 @@ def truth(name, by_device):
     return losses, state
 
 
-RUNS = [
-    (name, *setting)
-    for name, (_, blocks) in CASES.items()
-    for setting in SETTINGS
-    if (blocks or not setting[1]) and not (name in UNPADDED and setting[3] == "pad")
-]
+RUNS = [(name, *setting) for name, (_, blocks) in CASES.items() for setting in SETTINGS if blocks or not setting[1]]
 
 
 @pytest.mark.parametrize(("name", "stage", "with_blocks", "reduce_dtype", "indivisible"), RUNS)

@@ -160,6 +160,22 @@ def wrap(
         _set_variables(params, changed)
         return result
 
+    if not how.blocks:
+        return at_top
+    return _by_block(loss_fn, gather_leaf, how, None if keeps_all else policy, moves, run, is_weight)
+
+
+def _by_block(
+    loss_fn: Loss,
+    gather_leaf: Callable[[str, Any], Any],
+    how: How,
+    policy: Any,
+    moves: bool,
+    run: Any,
+    is_weight: Callable[[Any], bool],
+) -> Loss:
+    """Returns `wrap` of a loss whose blocks gather their own weights."""
+
     def by_block(params: Any, *args: Any, **kwargs: Any) -> Any:
         stacks: set[str] = set()
         while True:
@@ -176,7 +192,7 @@ def wrap(
             how.blocks,
             how.heads,
             gather_leaf,
-            None if keeps_all else policy,
+            policy,
             recompute=how.recompute,
             offload=how.offload,
             run=run,
@@ -201,7 +217,7 @@ def wrap(
         _check_found(inside, how, moves)
         return result
 
-    return by_block if how.blocks else at_top
+    return by_block
 
 
 class _Made:
