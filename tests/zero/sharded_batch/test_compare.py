@@ -46,3 +46,20 @@ def test_each_value_that_differs_is_named_with_both_values_and_the_way_out():
     lines = found(loss_fn)
     assert [line.split(":")[0] for line in lines] == ["grad_norm", "loss", "state/mean"]
     assert all("% apart); return zerojax.Mean(total, weight)" in line and "\n" not in line for line in lines)
+
+
+def test_lines_that_draw_the_same_numbers_on_every_device_are_named():
+    closed_over = jax.random.key(0)
+
+    def loss_fn(params, batch, state):
+        noise = jax.random.normal(jax.random.fold_in(closed_over, state.step), batch["x"].shape)  # the same
+        apart = jax.random.normal(batch["key"])
+        return jnp.mean((batch["x"] @ params["w"]) ** 2) + 0.0 * (noise.sum() + apart)
+
+    state = WithMean.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1), mean=jnp.zeros(8))
+    state, part = zerojax.shard_train_state(state, mesh=zerojax.make_mesh(), stage=0)
+    (line,) = zerojax.compare_sums(loss_fn, part, state, {"x": X, "key": jax.random.key(1)})
+    assert (
+        f"test_compare.py:{loss_fn.__code__.co_firstlineno + 1}" in line
+        and "same random numbers on every device" in line
+    )

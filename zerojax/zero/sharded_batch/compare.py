@@ -5,12 +5,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from zerojax import tree
-from zerojax.zero import step
-from zerojax.zero.sharded_batch import keys
+from zerojax.zero import step, where_used
+from zerojax.zero.sharded_batch import dependence, inputs, keys
 
 _WAYS_OUT = (
     "return zerojax.Mean(total, weight) for a weighted mean and zerojax.Sum(total) for a sum, give batch norm "
@@ -29,6 +30,8 @@ def compare_sums(
     **options: Any,
 ) -> list[str]:
     """Runs one step with `reduce_dtype` and one without, and returns a line for each value that differs; [] if all agree.
+
+    There is also a line for each line of code that draws the same random numbers on every device.
 
     Call it once, before training, on a batch of a few examples a device. Neither step changes `state`. Losses that mix examples
     (contrastive ones, batch statistics), means with unequal weights, sums, and batch leaves that count no examples differ. A loss that
@@ -53,7 +56,33 @@ def compare_sums(
         after, metrics = train_step(state, batch)
         found.append({**_values(metrics), **_fields(after)})
     by_device, whole = found
-    return [line for name in whole for line in _difference(name, by_device[name], whole[name], tolerance)]
+    lines = [line for name in whole for line in _difference(name, by_device[name], whole[name], tolerance)]
+    return lines + _equal_draws(loss_fn, partition, state, batch, options)
+
+
+def _equal_draws(loss_fn: Callable[..., Any], partition: Any, state: Any, batch: Any, options: dict) -> list[str]:
+    """Returns a line for each line of the user's code that draws the same random numbers on every device."""
+    passes, batch_specs = options.get("grad_accum", 1), options.get("batch_specs", ())
+    layout = inputs.Layout(partition.mesh, passes, batch_specs, by_device=True)
+    batch = jax.eval_shape(layout.place, batch)
+    params = where_used.abstract_used(state.params, partition, options.get("compute_dtype"))
+
+    def aux_of(params: Any, batch: Any, state: Any) -> Any:
+        return None, loss_fn(params, batch, state)
+
+    own_keys = keys.own(dependence.of_loss(aux_of, params, batch, state, layout), layout, batch, state)
+
+    def on_device(params: Any, batch: Any, inputs: Any) -> Any:
+        own = [keys.fold(values, paths, inputs["device"]) for values, paths in zip((inputs["state"], batch), own_keys)]
+        with keys.folded_in_linen(inputs["device"]):
+            return aux_of(params, own[1], own[0])
+
+    everything = {"state": state, "device": jnp.int32(0)}
+    program = dependence.of_loss(on_device, params, batch, everything, layout)()
+    return [
+        f"{place}: draws the same random numbers on every device, since its key is that of all; fold it from a key in the state"
+        for place in program.draws_without("device")
+    ]
 
 
 def _fields(state: Any) -> dict[str, Any]:
