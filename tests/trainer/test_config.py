@@ -10,6 +10,7 @@ import typing
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+import runs
 
 from zerojax.errors import UserError
 from zerojax.trainer import config as config_lib

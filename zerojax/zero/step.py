@@ -93,7 +93,7 @@ def make_train_step(
             (_, aux), grads = gradients(state.params, batch, state)
         with jax.named_scope("clip"):
             grads, unscale = constrain(grads), 1.0 / scaling.scale(state)
-            squares = tree.map_with_path(functools.partial(_squares, unscale), grads, is_leaf=placement.is_frozen)
+            squares = _squares(grads, unscale)
             norm = jnp.sqrt(sum(jax.tree.leaves(squares)))  # 0 gives a ratio of inf, and so 1
             factor = unscale * jnp.minimum(1.0, clip_norm / norm) if clip_norm else unscale
             verdict = scaling.verdict(squares)
@@ -117,13 +117,17 @@ def make_train_step(
     return step if updates is None else streamed.StreamedStep(step, updates, donate=donate)
 
 
-def _squares(unscale: jax.Array, path: str, grad: Any) -> jax.Array:
-    """Returns float32[]; 0 for a frozen weight, which has no gradient, and for one that its gradient overwrites."""
-    if placement.is_frozen(grad) or placement.is_overwritten(path):
-        return jnp.zeros((), jnp.float32)
-    if jnp.iscomplexobj(grad):
-        return _squares(unscale, path, grad.real) + _squares(unscale, path, grad.imag)
-    return jnp.sum(jnp.square(grad.astype(jnp.float32) * unscale))
+def _squares(grads: Any, unscale: jax.Array) -> Any:
+    """Returns each gradient's sum of squares, float32[]; 0 for a frozen weight, and for one that its gradient overwrites."""
+
+    def of_leaf(path: str, grad: Any) -> jax.Array:
+        if placement.is_frozen(grad) or placement.is_overwritten(path):
+            return jnp.zeros((), jnp.float32)
+        if jnp.iscomplexobj(grad):
+            return of_leaf(path, grad.real) + of_leaf(path, grad.imag)
+        return jnp.sum(jnp.square(grad.astype(jnp.float32) * unscale))
+
+    return tree.map_with_path(of_leaf, grads, is_leaf=placement.is_frozen)
 
 
 def _compiler_options(partition: Any, blocks: str, reduce_dtype: Any, compute_dtype: Any) -> dict[str, Any]:
