@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
@@ -81,18 +81,23 @@ def make_generator(
                 f"max_new_tokens: the longest text would have {longest} tokens, and the model has {positions} positions; "
                 "shorten the prompt or lower max_new_tokens"
             )
-        extra = -count % mesh_lib.ways(mesh)  # rows are sharded; further ones repeat the first and are dropped
-
-        def put(array: np.ndarray) -> jax.Array:
-            padded = np.concatenate([array, np.repeat(array[:1], extra, axis=0)])
-            return jax.make_array_from_callback(padded.shape, rows, lambda index: padded[index])
-
-        arrays = jax.tree.map(put, (inputs, texts, lengths))
+        arrays = sharded_rows((inputs, texts, lengths), mesh)
         new = np.asarray(compiled(params, *arrays, np.uint32(seed)))[:count]
         before = texts if inputs else np.asarray(input_ids, np.int32)
         return np.concatenate([before, new[:, : _longest(new, special)]], axis=1)
 
     return generate
+
+
+def sharded_rows(arrays: Any, mesh: Mesh) -> Any:
+    """Returns arrays [rows, ...], equal on all processes, sharded over replica and data. Copies of the first row make the rows divide."""
+    rows, ways = mesh_lib.batch_sharding(mesh), mesh_lib.ways(mesh)
+
+    def put(array: np.ndarray) -> jax.Array:
+        padded = np.concatenate([array, np.repeat(array[:1], -len(array) % ways, axis=0)])
+        return jax.make_array_from_callback(padded.shape, rows, lambda index: padded[index])
+
+    return jax.tree.map(put, arrays)
 
 
 def _make_loop(

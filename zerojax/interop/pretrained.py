@@ -89,7 +89,10 @@ class Pretrained:
 
         A decoder's labels are its own inputs: the scores after a token are compared with the label of the next one.
         """
-        logits, labels = self.apply(params, batch), jnp.asarray(batch["labels"])
+        return self.loss_of(self.apply(params, batch), jnp.asarray(batch["labels"]))
+
+    def loss_of(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
+        """Returns `loss` from the logits that `apply` returns."""
         if not self.family.is_encoder_decoder:
             logits, labels = logits[:, :-1], labels[:, 1:]
         return losses.cross_entropy(logits, labels, ignored=NO_LABEL)
