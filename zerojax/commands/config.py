@@ -1,7 +1,7 @@
 """Asks eight questions and writes a config that runs. This module is the command line `zerojax config`.
 
 zerojax config                                 asks on a terminal, with the plan's answer beside the question of the stage
-zerojax config --yes --target h200 --topology 1x8 --model llama3_8b --out mine.py     asks nothing
+zerojax config --yes --target h200 --topology 1x8 --out mine.py     asks nothing
 """
 
 import argparse
