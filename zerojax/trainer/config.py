@@ -30,7 +30,7 @@ CHOICES: dict[str, tuple] = {
     "loss_scale.on_minimum": loss_scale_lib.ON_MINIMUM,
     "reduce_dtype": tuple(precision.DTYPES),
     "model.remat": tuple(remat.REMAT),
-    "model.attention": ("auto", "xla", "cudnn"),
+    "model.attention": ("auto", "xla", "cudnn", "splash"),
     "export.format": ("none", "huggingface"),
 }
 POSITIVE = (

@@ -302,7 +302,9 @@ def _model(
         raise UserError(
             f"config.seq_len: {config.seq_len} is longer than the {preset.max_seq_len} positions of preset {chosen.preset}"
         )
-    kernel = attention.choose_kernel(chosen.attention, family.attention, mesh_lib.platform(mesh), compute_dtype)
+    kernel = attention.choose_kernel(
+        chosen.attention, family.attention, mesh_lib.platform(mesh), compute_dtype, config.seq_len
+    )
     layers = chosen.num_layers or preset.num_layers
     return family, dataclasses.replace(preset, vocab_size=vocab, num_layers=layers, attention=kernel)
 

@@ -80,7 +80,7 @@ FAMILY = family.Family(
     logits=_logits,
     blocks=r"layer_\d+",
     heads="head",
-    attention=("xla", "cudnn"),
+    attention=("xla", "cudnn", "splash"),
     flops_per_token=_flops_per_token,
     huggingface=family.HuggingFace(lambda config: TENSORS, _huggingface_config),
 )
