@@ -15,8 +15,10 @@ from zerojax.optim.master_weights import with_master_weights
 from zerojax.train_state import TrainState
 from zerojax.zero.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
 from zerojax.zero.memory import memory_table
+from zerojax.zero.offload.settings import Offload
 from zerojax.zero.placement import Partition, Placement
 from zerojax.zero.shard_state import pad, shard_train_state, unpad
+from zerojax.zero.sharded_batch.totals import Mean, Sum
 from zerojax.zero.stages import partition_state
 from zerojax.zero.step import make_train_step
 from zerojax.zero.where_used import where_used
@@ -25,9 +27,12 @@ __all__ = [
     "Checkpointer",
     "DynamicLossScale",
     "LossScaleState",
+    "Mean",
+    "Offload",
     "Partition",
     "Placement",
     "StaticLossScale",
+    "Sum",
     "TrainState",
     "UserError",
     "batch_sharding",

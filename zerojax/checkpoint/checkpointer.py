@@ -26,6 +26,7 @@ from zerojax.checkpoint import files as step_files
 from zerojax.checkpoint import lock as lock_lib
 from zerojax.checkpoint import logical
 from zerojax.errors import UserError
+from zerojax.optim import pieces
 
 LOCK_FILE = ".lock"
 
@@ -199,7 +200,7 @@ class Checkpointer:
 
         Args:
           step: a complete step; None: the newest.
-          like: a `Partition`, or a pytree of ShapeDtypeStruct. A leaf without a sharding is returned as a numpy array. Floating leaves are
+          like: a `Partition`, or a pytree of ShapeDtypeStruct, of which some may be in pieces. A leaf without a sharding is returned as a numpy array. Floating leaves are
             cast to the dtype of `like`. Padding is added or removed as a `Partition` says.
           resizable: paths ("params/embed/embedding") of padded leaves. Each of their dims is cut, or padded with zeros, at its end.
           optional: prefixes of paths ("loss_scale") of leaves that the step may lack, or may hold in excess.
@@ -216,18 +217,23 @@ class Checkpointer:
             if step is None:
                 raise UserError(f"{self.directory}: holds no checkpoint to restore; save one first")
         abstract_state = like.abstract_state if _is_partition(like) else like
-        leaves = tree.flatten(abstract_state)
+        leaves = tree.flatten(abstract_state, is_leaf=pieces.is_pieces)
         path, wanted, resized = self._find(step, like, resizable, optional)
+        restored = {name: leaf for name, leaf in leaves if name not in wanted}
+        # Leaves in pieces exist a second time while they are read, so these are read one at a time.
+        one_by_one = [name for name, leaf in leaves if name in wanted and pieces.is_pieces(leaf)]
+        for names in ([name for name in wanted if name not in one_by_one], *([name] for name in one_by_one)):
+            with self._read(step):
+                how = {name: _restore_args(wanted[name], name in resized) for name in names}
+                args = ocp.args.PyTreeRestore(dict.fromkeys(names, 0), restore_args=how, partial_restore=True)
+                stored = self._arrays.restore(path / "state", args=args)
+            for name, leaf in leaves:
+                if name in names:
+                    restored[name] = logical.from_stored(_resized(stored[name], wanted[name]), leaf)
         with self._read(step):
-            how = {name: _restore_args(leaf, name in resized) for name, leaf in wanted.items()}
-            args = ocp.args.PyTreeRestore(dict.fromkeys(wanted, 0), restore_args=how, partial_restore=True)
-            stored = self._arrays.restore(path / "state", args=args)
             data_state = step_files.read_json(path, "data")
-        restored = [
-            logical.from_stored(_resized(stored[name], wanted[name]), leaf) if name in stored else leaf
-            for name, leaf in leaves
-        ]
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), restored), data_state
+        structure = jax.tree.structure(abstract_state, is_leaf=pieces.is_pieces)
+        return jax.tree.unflatten(structure, [restored[name] for name, _ in leaves]), data_state
 
     def _find(
         self, step: int, like: Any, resizable: frozenset[str], optional: Sequence[str]
@@ -235,7 +241,7 @@ class Checkpointer:
         """Returns an intact step's path, the abstract leaves to read from it, and the paths of those whose shapes may differ."""
         self.wait()
         abstract_state = like.abstract_state if _is_partition(like) else like
-        wanted = {name: logical.form(leaf) for name, leaf in tree.flatten(abstract_state)}
+        wanted = {name: logical.form(leaf) for name, leaf in tree.flatten(abstract_state, is_leaf=pieces.is_pieces)}
         path = self._checked(step)
         with self._read(step):
             saved = self._arrays.metadata(path / "state").tree
@@ -386,7 +392,7 @@ def _is_partition(like: Any) -> bool:
 
 def _unpadded_shapes(partition: Any) -> dict[str, tuple[int, ...]]:
     """Returns the unpadded shape of each padded leaf."""
-    return {path: tuple(leaf.shape) for path, leaf in partition.leaves.items() if leaf.padding}
+    return {path: tuple(leaf.shape) for path, leaf in partition.on_device.leaves.items() if leaf.padding}
 
 
 def _padded_shapes(partition: Any, state: Any) -> dict[str, tuple[int, ...]]:
@@ -395,8 +401,8 @@ def _padded_shapes(partition: Any, state: Any) -> dict[str, tuple[int, ...]]:
     Raises:
       UserError: the state is not one of the partition.
     """
-    stored = {path: leaf.shape for path, leaf in tree.flatten(partition.abstract_state)}
-    for path, leaf in tree.flatten(state):
+    stored = {path: leaf.shape for path, leaf in tree.flatten(partition.abstract_state, is_leaf=pieces.is_pieces)}
+    for path, leaf in tree.flatten(state, is_leaf=pieces.is_pieces):
         if stored.get(path) != np.shape(leaf):
             own = f"has shape {np.shape(leaf)}, and {stored[path]} there" if path in stored else "is not in it"
             raise UserError(f"save: {path} {own}; pass the partition that the state was sharded by")

@@ -33,6 +33,7 @@ AUTO = {("gpu", "coded"): "pallas", ("gpu", "plain"): "grouped"}
 IMPLEMENTATIONS = ("auto", *update.IMPLEMENTATIONS)
 
 _IS_PLAIN = contextvars.ContextVar("_IS_PLAIN", default=False)  # see `in_plain_jnp`
+_IS_PART = contextvars.ContextVar("_IS_PART", default=False)  # see `of_a_part`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +66,14 @@ def fused_adamw(
 
     Beside optax's `init` and `update` the result has
 
-        apply(grads, state, params, *, scale=1.0, finite=None, copy_dtype=None, shardings=None, key=None) -> (params, state, copies)
+        apply(grads, state, params, *, scale=1.0, finite=None, copy_dtype=None, shardings=None, key=None, numbers=None)
+            -> (params, state, copies)
 
     `scale` (float32 scalar) multiplies gradients first. If `finite` (bool scalar) is False, params, moments and count do not change.
     `copies` are the new params in `copy_dtype`, or None. `shardings` (NamedShardings like params) are those of params, moments and
     gradients: the update then runs on each device's shard and sends nothing between devices. `key` (a random key) seeds stochastic
-    rounding. `update` takes `scale`, `finite`, `shardings` and `key` too. Inputs that jit donates are overwritten. Without `shardings`,
-    "pallas" runs on one device.
+    rounding, and so does each leaf's number, in `numbers` (uint32[leaves]; None: its place in the tree). `update` takes `scale`, `finite`,
+    `shardings` and `key` too. Inputs that jit donates are overwritten. Without `shardings`, "pallas" runs on one device.
 
     Args:
       learning_rate: a number, or a schedule: f(steps taken before).
@@ -122,6 +124,16 @@ def in_plain_jnp() -> Iterator[None]:
         _IS_PLAIN.reset(token)
 
 
+@contextlib.contextmanager
+def of_a_part() -> Iterator[None]:
+    """Makes `init` take a part of the weights, in which stochastic rounding may have nothing to round."""
+    token = _IS_PART.set(True)
+    try:
+        yield
+    finally:
+        _IS_PART.reset(token)
+
+
 def choose(implementation: str, kind: str, mesh: Mesh | None) -> str:
     """Returns the meaning of "auto" for arrays on a mesh; None: on a single device.
 
@@ -163,7 +175,7 @@ def _init(settings: _Settings, params: Any) -> Any:
             raise UserError(
                 f"{path}: the fused optimizers update floating weights, and it is {leaf.dtype}; use optax.masked"
             )
-    if settings.rule.stochastic and settings.moments == "fp32" and not _has_bf16(params):
+    if settings.rule.stochastic and settings.moments == "fp32" and not _has_bf16(params) and not _IS_PART.get():
         raise UserError(
             "stochastic_rounding: nothing is stored in bf16 or int8: params are not bf16 and moments='fp32'; "
             "set moments='bf16' or 'int8', or stochastic_rounding=False"
@@ -216,22 +228,21 @@ def _step(
     scale: Any = 1.0,
     shardings: Any = None,
     key: Any = None,
+    numbers: Any = None,
 ) -> tuple[Any, Any, Any]:
     """Returns (params or updates, state, copies)."""
     structure: Any = jax.tree.structure(params)
     weights = jax.tree.leaves(params)
-    if not weights:  # of a mask or a label that matches nothing
-        return (
-            params,
-            state._replace(count=optax.safe_increment(state.count)),
-            None if rule.copy_dtype is None else params,
-        )
+    if not weights:  # of a mask or a label that matches nothing, or with all weights offloaded
+        count = optax.safe_increment(state.count)
+        count = count if finite is None else jnp.where(finite, count, state.count)
+        return params, state._replace(count=count), None if rule.copy_dtype is None else params
     moments = [structure.flatten_up_to(moment) for moment in state[1:]]
     leaves = [rules.Operands(*arrays) for arrays in zip(structure.flatten_up_to(grads), weights, *_as_tuples(moments))]
     decays = _decays(settings, params)
     count = optax.safe_increment(state.count)
     scalars = _scalars(settings, state.count, count, scale, finite)
-    seeds = rounding.fold(_seed(key, state.count), jnp.arange(len(leaves)))
+    seeds = rounding.fold(_seed(key, state.count), jnp.arange(len(leaves)) if numbers is None else numbers)
     kind = "coded" if rule.stochastic or settings.moments == "int8" else "plain"
     if shardings is None:
         chosen = choose(settings.implementation, kind, None)

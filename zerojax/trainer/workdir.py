@@ -38,6 +38,7 @@ FREE = (
     "loss_scale",
     "mesh",
     "zero",
+    "offload",
     "model.remat",
     "model.recompute",
     "model.offload",

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import optax
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -33,6 +34,7 @@ class Placement:
       padding: for each dim, the elements by which the stored array is longer than the one that the model sees; () for none.
       shape: of the stored array; a leaf of another shape is refused. None fits any.
       trainable: whether the weight has a gradient and an update. If not, `grad`, `opt_state` and `update` are not read.
+      overwritten: whether its gradient is its new value (`is_overwritten`).
     """
 
     stored: NamedSharding
@@ -43,11 +45,13 @@ class Placement:
     padding: tuple[int, ...] = ()
     shape: tuple[int, ...] | None = None
     trainable: bool = True
+    overwritten: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The decision for one leaf: `spec` as stored, `sharded` the spec at stages that shard its role, and the reason."""
+    """The decision for one leaf: `spec` as stored, `sharded` the spec at stages that shard its role, the reason, and the path of the weight
+    whose shape or blocks it has ("" for none)."""
 
     role: str
     shape: tuple[int, ...]
@@ -56,6 +60,7 @@ class Decision:
     sharded: P
     reason: str
     padding: tuple[int, ...] = ()
+    weight: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +75,9 @@ class Partition:
       shardings: NamedShardings.
       leaves: the decision for each leaf, by path.
       placements: the shardings of each weight, its gradient and its optimizer state, by path.
+      offload: what lives in host memory; None for nothing.
+      resident: the partition of the same state with nothing offloaded; None if nothing is.
+      cuts: the slices of each weight whose offloaded state is in pieces, by path.
     """
 
     mesh: Mesh
@@ -79,6 +87,14 @@ class Partition:
     shardings: Any
     leaves: Mapping[str, Decision]
     placements: Mapping[str, Placement]
+    offload: Any = None
+    resident: "Partition | None" = None
+    cuts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def on_device(self) -> "Partition":
+        """Returns the partition of the same state with nothing offloaded."""
+        return self.resident or self
 
     @property
     def kept_whole(self) -> dict[str, str]:
@@ -120,6 +136,14 @@ class Partition:
 
 def _over_data(spec: P) -> bool:
     return mesh_lib.DATA in specs_lib.axes(spec)
+
+
+def is_overwritten(path: str) -> bool:
+    """Returns whether a weight's gradient is its new value, as flax's TrainState does it: statistics of fp8 matmuls.
+
+    Such a gradient is neither summed, clipped nor scaled: over devices and passes it is the maximum.
+    """
+    return OVERWRITE_WITH_GRADIENT in path.split("/")
 
 
 def with_frozen(part: Any, params: Any) -> Any:

@@ -29,6 +29,7 @@ from zerojax.errors import UserError
 from zerojax.optim import eight_bit
 from zerojax.roles import FROZEN, OPT_STATE, OTHER, PARAMS
 from zerojax.zero import placement
+from zerojax.zero.offload import layout, settings
 
 DATA = mesh_lib.DATA
 
@@ -97,6 +98,7 @@ def partition_state(
     indivisible: str = "whole",
     roles: Sequence[tuple[str, str]] = ROLES,
     trainable: str = "",
+    offload: settings.Offload | Mapping[str, Any] | str | None = None,
 ) -> placement.Partition:
     """Decides how a train state is sharded, without allocating anything.
 
@@ -115,10 +117,12 @@ def partition_state(
         and shape (averaged weights, a momentum of your own), is sharded as the weight's moments.
       trainable: a regex; weights whose path below `params` does not match are frozen. The optimizer state must omit them, as that of
         `shard_train_state` does. Empty: all weights are trained.
+      offload: what lives in host memory: "host" for the optimizer state, an `Offload` or a dict of its fields; None for nothing.
 
     Raises:
       UserError: the stage, `indivisible` or a mesh axis is unknown; an override matches no weight or does not fit its shape; the state
-        has no params; `trainable` matches no weight; or the optimizer state has leaves of a frozen weight.
+        has no params; `trainable` matches no weight; the optimizer state has leaves of a frozen weight; or the stage or the optimizer does
+        not allow what `offload` says.
 
     >>> partition = partition_state(jax.eval_shape(init, key), mesh=make_mesh(), stage=2)
     """
@@ -128,6 +132,8 @@ def partition_state(
         raise UserError(f"indivisible: must be 'whole' or 'pad', and is {indivisible!r}")
     if DATA not in mesh.shape:
         raise UserError(f"mesh: needs an axis named 'data', and has {tuple(mesh.shape)}; see zerojax.make_mesh")
+    chosen = settings.read(offload)
+    settings.check(chosen, STAGES, stage)
     abstract_state = tree.abstract(abstract_state)
     role_of = leaf_roles(abstract_state, roles, trainable)
     if PARAMS not in role_of.values() and FROZEN not in role_of.values():
@@ -156,8 +162,9 @@ def partition_state(
                 "state; call zerojax.shard_train_state, which makes that of the trainable weights alone, or pass the state that it returns"
             )
         decided = rule.decide(weight, jax.ShapeDtypeStruct(shape, leaf.dtype), role_of[path])
+        decided = dataclasses.replace(decided, weight=weight or "")
         leaves[path] = decided if shape == leaf.shape else _scales(decided, leaf.shape, mesh)
-    return _assemble(mesh, stage, abstract_state, leaves)
+    return layout.place(_assemble(mesh, stage, abstract_state, leaves), chosen, min_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +195,8 @@ class _Rule:
         base, final = (P(), False) if weight is None else self._override(weight, leaf.shape)
         replicated = specs_lib.without(base, DATA)
         sharded, reason, padding = self._shard(leaf, base, final)
+        if weight is not None and placement.is_overwritten(weight):
+            return placement.Decision(role, leaf.shape, leaf.dtype, P(), P(), "overwritten with its gradient")
         if role == OTHER:
             return placement.Decision(role, leaf.shape, leaf.dtype, replicated, replicated, "neither weight nor moment")
         is_sharded = self.sharded.opt_state if role == OPT_STATE else self.sharded.params
@@ -304,6 +313,7 @@ def _assemble(
                 padding=leaf.padding,
                 shape=_padded(leaf.shape, leaf.padding),
                 trainable=leaf.role == PARAMS,
+                overwritten=placement.is_overwritten(path),
             )
     return placement.Partition(
         mesh, stage, tree.map_with_path(stored, abstract_state), specs, shardings, leaves, placements
