@@ -66,10 +66,12 @@ def splash(
 
     (length, heads), head_dim = q_BTHN.shape[1:3], q_BTHN.shape[3]
     block = next(size for size in _BLOCKS if length % size == 0)
-    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    sizes: dict[str, Any] = dict.fromkeys(
+        ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block
+    )
     kernel = lib.make_splash_mha(
         lib.MultiHeadMask([lib.CausalMask((length, length))] * heads),
-        block_sizes=lib.BlockSizes(**dict.fromkeys(names, block)),
+        block_sizes=lib.BlockSizes(**sizes),
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,

@@ -74,7 +74,8 @@ class Attribution:
                 return phase, paths
         matched = self._matching(part)
         sums = found.kind in collectives.REDUCTIONS or found.kind == "collective-permute"  # a ring of permutes sums too
-        is_statistic = phase == roles.WEIGHTS_FORWARD and len(_key(part.taken.dims)) < 2
+        is_vector = len(_key(part.taken.dims)) < 2
+        is_statistic = is_vector and phase == roles.WEIGHTS_FORWARD and self._is_read_in_forward_pass(found, part)
         trained = [weight for weight in matched if weight.trainable]
         if trained and sums and not is_statistic:
             return roles.GRADIENTS, self._named(trained, part)
@@ -89,6 +90,11 @@ class Attribution:
         users = [u for u in found.where.users.get(found.result, ()) if u.opcode == "get-tuple-element"]
         names = [user.name for user in users if user.number("index") == part.number] or [found.result]
         return tuple(reader for name in names for reader in hlo_flow.readers(self._flow, found.where, name))
+
+    def _is_read_in_forward_pass(self, found: collectives.Collective, part: collectives.Part) -> bool:
+        """Returns whether the forward pass reads a sum, as it does a batch's mean. Only clip and update read a gradient."""
+        names = [reader.op_name for reader in self.readers(found, part)]
+        return not names or any("jvp(" in name and not is_backward(name) for name in names)
 
     def is_kept(self, readers: tuple[syntax.Instruction, ...]) -> bool:
         """Returns whether a reader is in the backward pass, or stacks the value in a loop for later use."""
