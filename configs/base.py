@@ -12,6 +12,8 @@ def get_config():
     c = config_dict.ConfigDict()
 
     c.seed = 0  # of the weights, the data order and the sample
+    # a folder of transformers (config.json and safetensors): the model and its first weights; "": c.model's, drawn at random
+    c.init_from = ""
     c.steps = 150  # optimizer steps
     # global_batch_size = micro_batch_size * grad_accum * data * replica; one of the three may be 0, and is then derived
     c.global_batch_size = 32  # sequences per optimizer step, over all devices
@@ -46,7 +48,7 @@ def get_config():
     c.offload.in_flight = 8  # chunks on a device at once; half of them arrive before the forward pass
 
     c.model = config_dict.ConfigDict()
-    c.model.preset = "tiny"  # a name in a PRESETS table in zerojax/models
+    c.model.preset = "tiny"  # a name in a PRESETS table in zerojax/models; not read with init_from
     c.model.vocab_size = 0  # rows of the embedding; 0: the preset's, or the tokenizer's if the preset has none
     c.model.num_layers = 0  # 0: the preset's
     c.model.remat = "dots"  # residuals kept: "none" all but weights, "dots" matmuls, "full" only layer inputs
@@ -59,13 +61,16 @@ def get_config():
     c.optimizer = config_dict.ConfigDict()
     c.optimizer.name = "adamw"  # adam, adamw, adafactor, lamb, lion, sgd
     c.optimizer.learning_rate = 3e-3  # the schedule's peak
-    c.optimizer.schedule = "cosine"  # constant, linear, cosine
-    c.optimizer.warmup_steps = 20  # linear warm-up from 0
-    c.optimizer.final_fraction = 0.1  # of the peak, at the last step (linear, cosine)
+    c.optimizer.schedule = "cosine"  # constant, linear, cosine; WarmupLR, WarmupDecayLR, WarmupCosineLR as in DeepSpeed
+    c.optimizer.warmup_steps = 20  # steps of the warm-up
+    c.optimizer.warmup = "linear"  # the form of the warm-up: "linear", "log"
+    c.optimizer.initial_fraction = 0.0  # of the peak, at step 0 of a warm-up
+    c.optimizer.final_fraction = 0.1  # of the peak, at the last step (linear, cosine, WarmupCosineLR)
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.95
     c.optimizer.eps = 1e-8
-    c.optimizer.weight_decay = 0.1  # on leaves with two or more dims
+    c.optimizer.weight_decay = 0.1  # decoupled from the gradient
+    c.optimizer.weight_decay_on = "matrices"  # leaves with two or more dims; "all": biases and scales too
     c.optimizer.clip_norm = 1.0  # maximum of the global gradient norm; 0: no clipping
     c.optimizer.moments = "fp32"  # stored in "fp32", "bf16" or "int8": 4, 2 or 1 bytes; only for adam, adamw and lion
 
@@ -102,7 +107,8 @@ def get_config():
     c.sample.temperature = 0.8  # 0: the likeliest token
 
     c.export = config_dict.ConfigDict()
-    c.export.format = "none"  # "huggingface" writes bf16 safetensors and config.json to WORKDIR/export
+    c.export.format = "none"  # "huggingface" writes safetensors and config.json to WORKDIR/export
+    c.export.dtype = "auto"  # "fp32", "bf16", "fp16"; "auto": that of each tensor in init_from, or bf16 without one
 
     c.profile = config_dict.ConfigDict()
     c.profile.start = 10  # the first step to trace; the first two steps of a run are slower

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 import pathlib
+import runpy
 import subprocess
 import sys
 
@@ -278,6 +279,24 @@ def test_weights_of_another_model_are_refused_where_used():
         zerojax.UserError, match=r"code/kernel: has shape \(8, 8\), and the weight stored as params/code"
     ):
         loss_fn({"code": {"kernel": jnp.zeros((8, 8))}})
+
+
+def test_the_example_of_fine_tuning_learns_to_count_and_saves_what_it_learnt(tmp_path):
+    example = runpy.run_path(str(FOLDER / "fine_tune_huggingface.py"))
+    example["write_tiny_model"](tmp_path / "model")
+    losses, rows = example["train"](tmp_path / "model", tmp_path / "out", 3, 60)
+    assert losses[-1] < 0.1 * losses[0]
+    assert rows.shape == (2, example["LENGTH"]) and (np.diff(rows) % 64 == 3).all()
+    saved = zerojax.load_huggingface(tmp_path / "out", stage=0)
+    batch = next(example["batches"](64))
+    assert saved.loss(saved.params, batch) < 0.2 * losses[0]
+
+
+def test_the_example_of_a_deepspeed_config_trains_as_the_config_says(capsys):
+    example = load("deepspeed_config")
+    losses = example.train(example.CONFIG, 12)
+    assert losses[-1] < 0.8 * losses[0]
+    assert "zero_optimization.stage: taken; config.zero.stage = 3" in capsys.readouterr().out
 
 
 def test_a_restored_example_goes_on_as_if_it_had_not_stopped(tmp_path):

@@ -8,6 +8,8 @@
 
 from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.errors import UserError
+from zerojax.interop.deepspeed.own_step import from_deepspeed_config
+from zerojax.interop.pretrained import export_huggingface, load_huggingface
 from zerojax.mesh import batch_sharding, make_mesh
 from zerojax.ops.embedding import embedding_lookup
 from zerojax.optim.fused import fused_adamw, fused_lion
@@ -37,8 +39,11 @@ __all__ = [
     "UserError",
     "batch_sharding",
     "embedding_lookup",
+    "export_huggingface",
+    "from_deepspeed_config",
     "fused_adamw",
     "fused_lion",
+    "load_huggingface",
     "make_mesh",
     "make_train_step",
     "memory_table",

@@ -17,7 +17,8 @@ from typing import Any
 
 from zerojax import precision
 from zerojax.errors import UserError
-from zerojax.optim import fused
+from zerojax.interop import huggingface
+from zerojax.optim import fused, registry, schedules
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import remat, stages
 from zerojax.zero.offload import settings as offload_lib
@@ -28,6 +29,8 @@ CHOICES: dict[str, tuple] = {
     "zero.indivisible": stages.INDIVISIBLE,
     "precision": tuple(precision.PRECISIONS),
     "optimizer.moments": tuple(fused.MOMENTS),
+    "optimizer.warmup": schedules.WARMUPS,
+    "optimizer.weight_decay_on": tuple(registry.DECAYS),
     "loss_scale.on_minimum": loss_scale_lib.ON_MINIMUM,
     "offload.optimizer": offload_lib.KINDS,
     "offload.params": offload_lib.KINDS,
@@ -35,6 +38,7 @@ CHOICES: dict[str, tuple] = {
     "model.remat": tuple(remat.REMAT),
     "model.attention": ("auto", "xla", "cudnn", "splash"),
     "export.format": ("none", "huggingface"),
+    "export.dtype": ("auto", *huggingface.DTYPES),
 }
 POSITIVE = (
     "steps",
@@ -57,8 +61,8 @@ SMALLEST_NORMAL = 1.2e-38
 BELOW_ONE = ("optimizer.b1", "optimizer.b2")
 NOT_NEGATIVE = tuple(
     "seed global_batch_size micro_batch_size grad_accum zero.min_size model.vocab_size model.num_layers "
-    "optimizer.warmup_steps optimizer.final_fraction optimizer.weight_decay optimizer.clip_norm loss_scale.static evaluate.every "
-    "checkpoint.every checkpoint.keep_best sample.length sample.temperature profile.steps".split()
+    "optimizer.warmup_steps optimizer.initial_fraction optimizer.final_fraction optimizer.weight_decay optimizer.clip_norm "
+    "loss_scale.static evaluate.every checkpoint.every checkpoint.keep_best sample.length sample.temperature profile.steps".split()
 )
 
 
@@ -102,11 +106,14 @@ class OptimizerSettings:
     learning_rate: float
     schedule: str
     warmup_steps: int
+    warmup: str
+    initial_fraction: float
     final_fraction: float
     b1: float
     b2: float
     eps: float
     weight_decay: float
+    weight_decay_on: str
     clip_norm: float
     moments: str
 
@@ -176,9 +183,10 @@ class SampleSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ExportSettings:
-    """The format in which the final weights are exported."""
+    """The format and the dtype in which the final weights are exported."""
 
     format: str
+    dtype: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +202,7 @@ class Config:
     """All settings of a run; see configs/base.py for units and effects."""
 
     seed: int
+    init_from: str
     steps: int
     global_batch_size: int
     micro_batch_size: int

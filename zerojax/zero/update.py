@@ -142,7 +142,7 @@ def _dtype(leaf: Any) -> Any:
 def _in_one_pass(
     apply: Callable[..., Any], before: Any, after: Any, grads: Any, factor: Any, finite: Any, numbers: Any
 ) -> Any:
-    how = {"scale": factor, "finite": finite, "numbers": numbers}
+    how = {"scale": factor, "finite": finite} | ({} if numbers is None else {"numbers": numbers})
     params, opt_state = apply(grads, before.opt_state, before.params, **how)[:2]
     blank = {"params": (), "opt_state": ()}
     rest = _if_finite(finite, after.replace(step=after.step + 1, **blank), before.replace(**blank))
