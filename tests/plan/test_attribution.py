@@ -106,6 +106,14 @@ def test_a_gradient_may_have_its_weights_dims_split_in_any_order():
     assert roles(body, w=UP) == [(ACTIVATIONS, ())]
 
 
+def test_a_reduce_scatter_in_stages_is_known_by_the_weight_in_its_name():
+    """The second stage takes a quarter of the gradient, whose dims no shard has."""
+    for scope, expected in (("transpose(jvp(Net))/up/kernel", GRADIENTS), ("transpose(jvp(Net))/other", ACTIVATIONS)):
+        body = f"""  %g = f32[16,4096] custom-call(%w), custom_call_target="x"
+  %ar = f32[16,4096] all-reduce(%g), {GROUPS}, metadata={{op_name="jit(step)/{scope}/reduce_scatter"}}"""
+        assert [role for role, _ in roles(body, w=UP)] == [expected]
+
+
 def test_a_reduction_without_a_name_has_that_of_what_it_sums():
     """XLA names no reduction that it merges or makes asynchronous."""
     body = f"""  %g = f32[4096,64] dot(%w, %w), metadata={{op_name="jit(step)/transpose(jvp(Net))/down/dot_general"}}

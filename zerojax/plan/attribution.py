@@ -72,7 +72,7 @@ class Attribution:
             paths = self._origin(found, part)
             if paths:
                 return phase, paths
-        matched = self._matching(part)
+        matched = self._matching(part) or self._scattered(found, part)
         sums = found.kind in collectives.REDUCTIONS or found.kind == "collective-permute"  # a ring of permutes sums too
         is_vector = len(_key(part.taken.dims)) < 2
         is_statistic = is_vector and phase == roles.WEIGHTS_FORWARD and self._is_read_in_forward_pass(found, part)
@@ -117,6 +117,14 @@ class Attribution:
         owners = {tree.longest_suffix(self._paths, label) for label in labels}
         sizes = {part.given.elements, part.taken.elements}
         return tuple(sorted(path for path in owners if path is not None and _fits(self._weights[path], sizes)))
+
+    def _scattered(self, found: collectives.Collective, part: collectives.Part) -> list[WeightDims]:
+        """Returns the weight that an explicit reduce-scatter is named by. In several stages its dims are those of no shard."""
+        scope, _, primitive = part.op_name.rpartition("/")
+        path = tree.longest_suffix(self._paths, scope)
+        is_named = path is not None and f"/{scope}".endswith(f"/{tree.below_params(path)}")
+        is_scatter = found.kind in collectives.REDUCTIONS and primitive in ("reduce_scatter", "psum_scatter")
+        return [self._weights[path]] if path is not None and is_named and is_scatter else []
 
     def _matching(self, part: collectives.Part) -> list[WeightDims]:
         """Returns the weights with these dims, global or of a shard: in any order, else with dims merged or split, else one layer's dims.
