@@ -54,7 +54,9 @@ def get_config():
     c.model.remat = "dots"  # residuals kept: "none" all but weights, "dots" matmuls, "full" only layer inputs
     c.model.recompute = ""  # a regex of modules in layers whose matmuls "dots" recomputes (r"layer_\d+/mlp/up")
     c.model.offload = ""  # a regex of modules whose outputs are offloaded to host memory until the backward pass
-    c.model.attention = "auto"  # "xla", "cudnn" (Ampere or newer, bf16), or "auto": by device and precision
+    c.model.attention = (
+        "auto"  # "xla", "cudnn" (Ampere or newer, bf16), "splash" (TPUs, bf16), or "auto": by device and precision
+    )
 
     c.optimizer = config_dict.ConfigDict()
     c.optimizer.name = "adamw"  # adam, adamw, adafactor, lamb, lion, sgd

@@ -242,9 +242,9 @@ def _compile(
 
     def compare() -> None:
         measured = metrics.device_memory().get("device_peak_bytes")
-        recorder.say(memory_guard.compared(plan, measured))
+        recorder.say(memory_guard.compared(plan, measured, recorder.peak_at_start))
         if processes.is_primary():
-            memory_guard.write(folder, program, plan, measured)
+            memory_guard.write(folder, program, plan, measured, recorder.peak_at_start)
 
     recorder.after(start.step + STEPS_BEFORE_COMPARING, compare)
     return plan

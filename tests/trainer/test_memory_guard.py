@@ -36,6 +36,14 @@ def test_the_comparison_states_the_difference_or_that_it_is_not_known(plan):
     assert "does not report" in memory_guard.compared(plan, None)
 
 
+def test_a_peak_that_was_reached_before_the_steps_is_not_taken_for_theirs(plan):
+    """A process's peak never falls: tuning of kernels and the making of the state may have taken more than a small step."""
+    line = memory_guard.compared(plan, 3 * plan.peak, at_start=3 * plan.peak)
+    assert "kernels were tuned and the state was made" in line and "%" not in line
+    assert "+200.0%" in memory_guard.compared(plan, 3 * plan.peak, at_start=3 * plan.peak - 1)  # the steps took more
+    assert "-10.0%" in memory_guard.compared(plan, round(plan.peak * 0.9), at_start=plan.peak)
+
+
 def test_out_of_memory_names_the_changes_that_fit(built, plan, monkeypatch, capsys):
     search_config = plans.search_config
 

@@ -201,8 +201,8 @@ class Checkpointer:
 
         Args:
           step: a complete step; None: the newest.
-          like: a `Partition`, or a pytree of ShapeDtypeStruct, of which some may be in pieces. A leaf without a sharding is returned as a
-            numpy array. Floating leaves are cast to the dtype of `like`. Padding is added or removed as a `Partition` says.
+          like: a `Partition`, or a pytree of ShapeDtypeStruct, of which some may be in pieces. A leaf without a sharding is returned as
+            a numpy array. Floating leaves are cast to the dtype of `like`. Padding is added or removed as a `Partition` says.
           resizable: paths ("params/embed/embedding") of padded leaves. Each of their dims is cut, or padded with zeros, at its end.
           optional: prefixes of paths ("loss_scale") of leaves that the step may lack, or may hold in excess.
 

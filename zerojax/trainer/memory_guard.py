@@ -46,8 +46,14 @@ def compile_step(program: program_lib.Program) -> step_plan.Plan:
     return plan
 
 
-def write(folder: pathlib.Path, program: program_lib.Program, plan: step_plan.Plan, measured: int | None) -> None:
-    """Writes the plan, the planned and the measured peak, and the FLOPs per token to plan.json.
+def write(
+    folder: pathlib.Path,
+    program: program_lib.Program,
+    plan: step_plan.Plan,
+    measured: int | None,
+    at_start: int | None = None,
+) -> None:
+    """Writes the plan, the planned and the measured peak, the peak before the first step, and the FLOPs per token to plan.json.
 
     Raises:
       UserError: the folder cannot be written.
@@ -56,6 +62,7 @@ def write(folder: pathlib.Path, program: program_lib.Program, plan: step_plan.Pl
     content = {
         "planned_peak_bytes": plan.peak,
         "measured_peak_bytes": measured,
+        "peak_bytes_before_first_step": at_start,
         "device_kind": plan.target.device_kind,
         "flops_per_token": program.flops_per_token,
         "plan": json_form.as_json(plan),
@@ -76,11 +83,25 @@ def explained(program: program_lib.Program, plan: step_plan.Plan | None) -> Iter
         raise refused from error
 
 
-def compared(plan: step_plan.Plan, measured: int | None) -> str:
-    """Returns a line that compares the measured peak with the planned one."""
+def compared(plan: step_plan.Plan, measured: int | None, at_start: int | None = None) -> str:
+    """Returns a line that compares the measured peak with the planned one.
+
+    A backend reports the peak since the process started. The compiler's tuning of kernels and the making of the state come before the
+    first step; where they took more than the steps did, the steps' own peak is not known, but is no higher.
+
+    Args:
+      plan: of the step.
+      measured: the peak in bytes after some steps; None: the backend does not report it.
+      at_start: the peak before the first step.
+    """
     planned = f"planned peak {display.human(plan.peak)} on each device"
     if measured is None:
         return f"{planned}; this backend does not report its memory use"
+    if at_start is not None and plan.peak < measured <= at_start:
+        return (
+            f"{planned}; the steps took no more than the {display.human(measured)} that were in use at a time before them, while "
+            "kernels were tuned and the state was made"
+        )
     return f"{planned}, measured {display.human(measured)} ({measured / plan.peak - 1:+.1%})"
 
 

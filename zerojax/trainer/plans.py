@@ -12,6 +12,7 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer.checks import names
 from zerojax.zero import memory as memory_lib
+from zerojax.zero import placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,14 @@ def plan_config(
     """
     program = program_lib.build(config, devices=targets.devices(target, topology))
     return plan_program(program, target, compiler_options=compiler_options, host_rate=host_rate)
+
+
+def partitions(
+    config: config_lib.Config, target: str, topology: str = ""
+) -> tuple[placement.Partition, placement.Partition]:
+    """Returns how a config shards its state on the target's devices, and the same at stage 0. Compiles nothing."""
+    program = program_lib.build(config, devices=targets.devices(target, topology))
+    return program.partition, program.baseline
 
 
 def plan_program(

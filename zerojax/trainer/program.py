@@ -353,7 +353,8 @@ def _model(
             f"set --config.seq_len={model.max_seq_len} or less"
         )
     objectives.OBJECTIVES[family.objective].lengths(config.seq_len)  # refuses lengths that are too short
-    chosen = attention.choose_kernel(config.model.attention, family.attention, mesh_lib.platform(mesh), compute_dtype)
+    platform = mesh_lib.platform(mesh)
+    chosen = attention.choose_kernel(config.model.attention, family.attention, platform, compute_dtype, config.seq_len)
     return family, dataclasses.replace(model, attention=chosen)
 
 

@@ -40,6 +40,7 @@ class Recorder:
         self._after: dict[int, Callable[[], None]] = {}
         self._own = timing.OwnTime()
         self._clock = 0.0  # the arrival time of the previous step's metrics
+        self.peak_at_start: int | None = None  # bytes of device memory, before the first step
 
     def say(self, text: str) -> None:
         """Prints a line above the display."""
@@ -56,7 +57,8 @@ class Recorder:
             self._log.open()
 
     def begin(self) -> None:
-        """Starts the clocks, before the first step."""
+        """Starts the clocks and reads the device's memory, before the first step."""
+        self.peak_at_start = metrics.device_memory().get("device_peak_bytes")
         self._own = timing.OwnTime()
         self.resume()
 

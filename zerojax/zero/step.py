@@ -4,6 +4,7 @@ With loss scaling a step whose gradients are not all finite is skipped: only the
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -79,6 +80,7 @@ def make_train_step(
     scaling = update_lib.in_step(loss_scale, partition.abstract_state)
     how = where_used.How(blocks, heads, remat, recompute, offload)
     how.check()
+    _warn_of_missed(partition, blocks)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     loss_fn = outputs.with_aux(loss_fn, scaling.scale)
     gradients = _gradients(loss_fn, partition, how, layout, reduce_dtype, compute_dtype)
@@ -115,6 +117,17 @@ def make_train_step(
         out_shardings=(resident.shardings, None, *([updates.handed_shardings] if updates else [])),
     )
     return step if updates is None else streamed.StreamedStep(step, updates, donate=donate)
+
+
+def _warn_of_missed(partition: Any, blocks: str) -> None:
+    missed = where_used.missed_blocks(partition.placements, blocks) if blocks else ()
+    if missed:
+        more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
+        warnings.warn(
+            f"blocks: {blocks!r} does not match {', '.join(missed[:3])}{more}, though it matches modules of the same weights; theirs "
+            "are gathered for the whole loss. The regex must match a module's full path, all digits included: end it with \\d+",
+            stacklevel=3,
+        )
 
 
 def _squares(grads: Any, unscale: jax.Array) -> Any:

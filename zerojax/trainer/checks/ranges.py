@@ -30,7 +30,7 @@ CHOICES: dict[str, tuple] = {
     "reduce_dtype": tuple(precision.DTYPES),
     "model.preset": tuple(families.PRESETS),
     "model.remat": tuple(remat.REMAT),
-    "model.attention": ("auto", "xla", "cudnn"),
+    "model.attention": ("auto", "xla", "cudnn", "splash"),
     "export.format": ("none", "huggingface"),
     "export.dtype": ("auto", *huggingface.DTYPES),
 }
