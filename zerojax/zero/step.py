@@ -3,22 +3,20 @@
 With loss scaling a step whose gradients are not all finite is skipped: only the scale changes.
 """
 
-import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision, tree, xla_flags
-from zerojax.errors import UserError
+from zerojax import precision, xla_flags
 from zerojax.zero import accumulate, explicit, placement, where_used, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
-from zerojax.zero.offload import blocks as blocks_lib
-from zerojax.zero.offload import blockwise, passes, streamed
+from zerojax.zero.checks import arguments
+from zerojax.zero.offload import blockwise, streamed
 from zerojax.zero.offload import params as params_on_host
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, totals
 
@@ -76,111 +74,56 @@ def make_train_step(
     >>> train_step = make_train_step(loss_fn, partition, clip_norm=1.0)
     >>> state, metrics = train_step(state, batch)
     """
+    clip_norm = arguments.checked(partition, clip_norm)
     compute_dtype = precision.floating("compute_dtype", compute_dtype)
     reduce_dtype = precision.floating("reduce_dtype", reduce_dtype)
     scaling = update_lib.in_step(loss_scale, partition.abstract_state)
     how = where_used.How(blocks, heads, remat, recompute, offload)
     how.check()
+    _warn_of_missed(partition, blocks)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     loss_fn = outputs.with_aux(loss_fn, scaling.scale)
     gradients = _gradients(loss_fn, partition, how, layout, reduce_dtype, compute_dtype)
     updates = streamed.updates_of(partition, may_skip=loss_scale is not None)
-    finish = _finish(partition, updates, scaling, clip_norm)
-
-    def squares_of(grads: Any, state: Any) -> Any:
-        of_leaf = functools.partial(_sum_of_squares, 1.0 / scaling.scale(state))
-        return tree.map_with_path(of_leaf, grads, is_leaf=placement.is_frozen)
+    finish = update_lib.finish(partition, updates, scaling, clip_norm)
 
     def train_step(state: Any, batch: Any) -> tuple[Any, ...]:
         batch = layout.place(batch, compute_dtype)
         with jax.named_scope("gradients"):
             (_, aux), grads = gradients(state.params, batch, state)
         with jax.named_scope("clip"):
-            grads = _constrain_for_update(partition.placements, grads)
-            squares = squares_of(grads, state)
+            grads = update_lib.constrain(partition, grads)
+            squares = update_lib.squares(grads, 1.0 / scaling.scale(state))
         new_state, metrics, factor, finite = finish(state, aux, grads, squares)
         return new_state, metrics, *(updates.handed(state, grads, factor, finite) if updates else ())
 
-    if updates and params_on_host.are_on_host(partition):
-        one_pass = _by_block(loss_fn, partition, how, layout, reduce_dtype, compute_dtype)
-        return blockwise.BlockwiseStep(
-            passes.Passes(one_pass, layout, compute_dtype),
-            updates,
-            squares_of,
-            finish,
-            is_early=not clip_norm and loss_scale is None,
-            donate=donate,
-        )
-    resident = updates.rest.partition if updates else partition
+    resident = updates.rest.on_device if updates else partition
     step = xla_options.jit(
         train_step,
         _compiler_options(partition, blocks, reduce_dtype, compute_dtype),
+        **arguments.of_call(resident),
         donate_argnums=(0,) if donate else (),
         in_shardings=(resident.shardings, None),
         out_shardings=(resident.shardings, None, *([updates.handed_shardings] if updates else [])),
     )
-    return step if updates is None else streamed.StreamedStep(step, updates, donate=donate)
+    if updates is None:
+        return step
+    if not params_on_host.are_on_host(partition):
+        return streamed.StreamedStep(step, updates, donate=donate)
+    is_early = not clip_norm and loss_scale is None
+    run = blockwise.passes_of(loss_fn, partition, how, layout, reduce_dtype=reduce_dtype, compute_dtype=compute_dtype)
+    return blockwise.BlockwiseStep(step, updates, run, finish, scaling.scale, is_early=is_early, donate=donate)
 
 
-def _finish(partition: Any, updates: Any, scaling: update_lib.Unscaled, clip_norm: float) -> Callable[..., Any]:
-    """Returns f(state, aux, grads, squares) -> (new state, metrics, factor, finite): a step after its gradients and their squares.
-
-    It updates what `updates` leaves to it. The gradients are multiplied by `factor`; a step that is not `finite` is skipped.
-    """
-    resident = updates.rest.partition if updates else partition
-    update = update_lib.make(resident)
-
-    def finish(state: Any, aux: Any, grads: Any, squares: Any) -> tuple[Any, ...]:
-        with jax.named_scope("clip"):
-            norm, unscale = jnp.sqrt(sum(jax.tree.leaves(squares))), 1.0 / scaling.scale(state)
-            # A norm of 0 gives inf, and so 1.
-            factor = unscale * jnp.minimum(1.0, clip_norm / norm) if clip_norm else unscale
-            verdict = scaling.verdict(squares)
-        with jax.named_scope("update"):
-            own, after = resident.trainable_part(grads), state.replace(**aux.get("state", {}))
-            new_state = update(state, after, own, factor, verdict.finite, numbers=updates and updates.rest.numbers)
-            new_state, scaling_metrics = scaling.adjust(new_state, verdict)
-            # Cast and add on the shards, then gather, so that 16-bit params are sent.
-            new_state = new_state.replace(params=_constrain_for_update(partition.placements, new_state.params))
-        return new_state, {**aux["metrics"], "grad_norm": norm, **scaling_metrics}, factor, verdict.finite
-
-    return finish
-
-
-def _by_block(
-    loss_fn: Callable[..., Any],
-    partition: Any,
-    how: where_used.How,
-    layout: inputs.Layout,
-    reduce_dtype: Any,
-    compute_dtype: Any,
-) -> Callable[..., Any]:
-    """Returns one pass with nested blocks, which fetch their params from host memory one after the other."""
-    if not how.blocks or reduce_dtype is None:
-        lacking = "reduce_dtype" if how.blocks else "blocks"
-        raise UserError(
-            f"offload.params: params in host memory are fetched block by block, and {lacking} is not given; pass "
-            "make_train_step(blocks=<regex of the model's repeated modules>, reduce_dtype=jnp.float32)"
+def _warn_of_missed(partition: Any, blocks: str) -> None:
+    missed = where_used.missed_blocks(partition.placements, blocks) if blocks else ()
+    if missed:
+        more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
+        warnings.warn(
+            f"blocks: {blocks!r} does not match {', '.join(missed[:3])}{more}, though it matches modules of the same weights; theirs "
+            "are gathered for the whole loss. The regex must match a module's full path, all digits included: end it with \\d+",
+            stacklevel=3,
         )
-    return explicit.one_pass(
-        loss_fn,
-        partition,
-        how,
-        passes=layout.passes,
-        reduce_dtype=reduce_dtype,
-        compute_dtype=compute_dtype,
-        layout=dataclasses.replace(layout, passes=1),
-        runner=blocks_lib.Blocks,
-    )
-
-
-def _sum_of_squares(unscale: jax.Array, path: str, grad: Any) -> jax.Array:
-    """Returns float32[]; 0 for a frozen weight, which has no gradient, and for one that its gradient overwrites."""
-    if placement.is_frozen(grad) or placement.is_overwritten(path):
-        return jnp.zeros((), jnp.float32)
-    if jnp.iscomplexobj(grad):
-        return _sum_of_squares(unscale, path, grad.real) + _sum_of_squares(unscale, path, grad.imag)
-    return jnp.sum(jnp.square(grad.astype(jnp.float32) * unscale))
 
 
 def _compiler_options(partition: Any, blocks: str, reduce_dtype: Any, compute_dtype: Any) -> dict[str, Any]:
@@ -233,16 +176,3 @@ def _gradients(
         return (loss, {**aux, "metrics": outputs.values(aux["metrics"], over_devices=False)}), grads
 
     return gradients
-
-
-def _constrain_for_update(placements: Mapping[str, placement.Placement], params_like: Any) -> Any:
-    """Constrains a tree like params to the update's sharding, so that the update is local; frozen weights are unchanged."""
-    index = tree.suffix_index(placements)
-
-    def constrain(path: str, leaf: Any) -> Any:
-        found = tree.longest_suffix(index, path)
-        if found is None or not placements[found].trainable:
-            return leaf
-        return jax.lax.with_sharding_constraint(leaf, placements[found].update)
-
-    return tree.map_with_path(constrain, params_like)

@@ -154,6 +154,69 @@ def _if_finite(finite: Any, new: Any, old: Any) -> Any:
     return new if finite is None else jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
 
+def finish(partition: Any, updates: Any, scaling: "Unscaled", clip_norm: float) -> Callable[..., Any]:
+    """Returns f(state, aux, grads, squares) -> (new state, metrics, factor, finite): a step after its gradients and their `squares`.
+
+    Args:
+      partition: how the state is sharded.
+      updates: the updates of weights that are left to it (`offload.updates.Updates`), and not made here; None for none.
+      scaling: of the loss.
+      clip_norm: the upper limit of the gradients' global norm; 0 for no limit.
+
+    The gradients of `updates` are to be multiplied by `factor`. A step that is not `finite` is skipped.
+    """
+    resident = updates.rest.partition if updates else partition
+    update, numbers = make(resident), updates.rest.numbers if updates else None
+
+    def finish(state: Any, aux: Any, grads: Any, squares: Any) -> tuple[Any, ...]:
+        with jax.named_scope("clip"):
+            norm, unscale = jnp.sqrt(sum(jax.tree.leaves(squares))), 1.0 / scaling.scale(state)
+            factor = (
+                unscale * jnp.minimum(1.0, clip_norm / norm) if clip_norm else unscale
+            )  # a norm of 0 gives inf, so 1
+            verdict = scaling.verdict(squares)
+        with jax.named_scope("update"):
+            own, after = resident.trainable_part(grads), state.replace(**aux.get("state", {}))
+            new_state = update(state, after, own, factor, verdict.finite, numbers=numbers)
+            new_state, scaling_metrics = scaling.adjust(new_state, verdict)
+            # Cast and add on the shards, then gather, so that 16-bit params are sent.
+            new_state = new_state.replace(params=constrain(partition, new_state.params))
+        return new_state, {**aux["metrics"], "grad_norm": norm, **scaling_metrics}, factor, verdict.finite
+
+    return finish
+
+
+def squares(grads: Any, unscale: Any) -> Any:
+    """Returns each gradient's sum of squares, float32[]; 0 for a frozen weight, and for one that its gradient overwrites.
+
+    Args:
+      grads: the gradients by path, or a tree like the params.
+      unscale: multiplies them.
+    """
+
+    def of_leaf(path: str, grad: Any) -> jax.Array:
+        if placement.is_frozen(grad) or placement.is_overwritten(path):
+            return jnp.zeros((), jnp.float32)
+        if jnp.iscomplexobj(grad):
+            return of_leaf(path, grad.real) + of_leaf(path, grad.imag)
+        return jnp.sum(jnp.square(grad.astype(jnp.float32) * unscale))
+
+    return tree.map_with_path(of_leaf, grads, is_leaf=placement.is_frozen)
+
+
+def constrain(partition: Any, params_like: Any) -> Any:
+    """Constrains a tree like params to the update's sharding, so that the update is local; frozen weights are unchanged."""
+    index = tree.suffix_index(partition.placements)
+
+    def constrain_leaf(path: str, leaf: Any) -> Any:
+        found = tree.longest_suffix(index, path)
+        if found is None or not partition.placements[found].trainable:
+            return leaf
+        return jax.lax.with_sharding_constraint(leaf, partition.placements[found].update)
+
+    return tree.map_with_path(constrain_leaf, params_like)
+
+
 class Verdict(NamedTuple):
     """Whether a step's gradients are finite.
 
@@ -216,8 +279,14 @@ def in_step(loss_scale: loss_scale_lib.LossScale | None, abstract_state: Any) ->
     """Returns the loss scaling of a train step; None is no scaling.
 
     Raises:
-      UserError: the train state has no field for the scale, or has one that is never read.
+      UserError: the state is no train state, has no field for the scale, or has one that is never read.
     """
+    lacking = [name for name in ("params", "apply_gradients", "replace") if not hasattr(abstract_state, name)]
+    if lacking:
+        raise UserError(
+            f"make_train_step: the state is a {type(abstract_state).__name__} without {' and '.join(lacking)}; use flax's TrainState or a "
+            "subclass, or write your own step around zerojax.where_used (as examples/own_train_step.py and nnx_model.py do)"
+        )
     if loss_scale is not None and not callable(getattr(loss_scale, "update", None)):
         raise UserError(
             f"make_train_step: loss_scale must be a DynamicLossScale or a StaticLossScale, and is {loss_scale!r}; "

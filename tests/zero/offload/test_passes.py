@@ -26,7 +26,7 @@ def test_gradients_arrive_in_the_order_of_the_backward_pass_and_are_the_mean_ove
         found.update(final)
         order.extend([(index, path) for path in final])
 
-    steps = passes.Passes(nested, prepared_layout(count), None)
+    steps = passes.Passes(nested, (), prepared_layout(count), None)
     aux = steps(state, together, ready)
     assert [index for index, _ in order] == sorted(index for index, _ in order)
     blocks = [path.split("/")[1] for _, path in order if "block_" in path]

@@ -10,6 +10,7 @@ norm. Measured on an H100: copies of 220 ms in each direction beside programs of
 """
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,10 +23,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import tree
-from zerojax.zero import placement
-from zerojax.zero.offload import layout, streamed
+from zerojax.errors import UserError
+from zerojax.zero import explicit, placement, where_used
+from zerojax.zero import update as update_lib
+from zerojax.zero.offload import blocks, layout, streamed
 from zerojax.zero.offload import passes as passes_lib
 from zerojax.zero.offload import updates as updates_lib
+from zerojax.zero.sharded_batch import inputs
 
 LEAD = 3  # programs between the sending of a group's first load and its update
 
@@ -37,33 +41,31 @@ class BlockwiseStep(streamed.StreamedStep):
     """`train_step(state, batch) -> (state, metrics)`, as a program for each pass of a block and for each update.
 
     Args:
-      passes: the forward and backward passes.
+      gradients: the step without its updates as one program, for a plan of its collectives.
       updates: the updates of the offloaded weights.
-      squares: f({path: gradient}, state without params) -> {path: float32[]}, the sums of squares of unscaled gradients.
-      finish: what is left of a step. Its params and gradients have `optax.MaskedNode()` in place of weights that it does not update.
+      passes: the forward and backward passes.
+      finish: `update.finish`. Its params and gradients have `optax.MaskedNode()` in place of weights that it does not update.
+      scale: f(state) -> the factor of the loss.
       is_early: whether the factor of the gradients is 1 and every step is taken.
       donate: whether the old state's memory is reused.
     """
 
     def __init__(
         self,
-        passes: passes_lib.Passes,
+        gradients: Callable[..., Any],
         updates: updates_lib.Updates,
-        squares: Callable[[Any, Any], Any],
+        passes: passes_lib.Passes,
         finish: Finish,
+        scale: Callable[[Any], Any],
         *,
         is_early: bool,
         donate: bool,
     ):
-        super().__init__(passes, updates, donate=donate)
+        super().__init__(gradients, updates, donate=donate)
         self.passes, self.is_early, self.donate = passes, is_early, donate
-        self._squares = jax.jit(squares)
+        self._squares = jax.jit(lambda grads, state: update_lib.squares(grads, 1.0 / scale(state)))
         partition = updates.rest.partition
-        self._apart = {
-            f"params/{path}"
-            for path, leaf in tree.flatten(partition.abstract_state.params)
-            if layout.is_on_host(leaf) or f"params/{path}" in updates.weights
-        }
+        self._apart = {path for path in partition.placements if path in partition.on_host or path in updates.weights}
         shardings = self._without(partition.shardings)
         replicated = NamedSharding(partition.mesh, P())
         handed = updates.handed_shardings._replace(grads={})
@@ -106,6 +108,15 @@ class BlockwiseStep(streamed.StreamedStep):
         new_state, metrics, handed = self._finish(self._without(rest), aux, own, of_all)
         groups.update(last, handed._replace(grads=groups.grads))
         return self._put_together(state, new_state, groups), metrics
+
+    def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
+        """Traces the step without its updates as one program on the device, for the whole train state, abstract or not."""
+        on_device = state.replace(params=jax.tree.map(layout.as_on_device, tree.abstract(state.params)))
+        return super().trace(on_device, batch)
+
+    def with_gradients(self, compiled: jax.stages.Compiled) -> "BlockwiseStep":
+        """Returns the step itself: its programs are compiled when they are first needed."""
+        return self
 
     def _finished(self, finish: Finish, state: Any, aux: Any, grads: Any, squares: Any) -> Any:
         new_state, metrics, factor, finite = finish(state, aux, grads, squares)
@@ -202,3 +213,41 @@ class _Groups:
             if self._step.donate:
                 old.delete()
         self.params[weight] = new
+
+
+def passes_of(
+    loss_fn: Callable[..., Any],
+    partition: placement.Partition,
+    how: where_used.How,
+    layout: inputs.Layout,
+    *,
+    reduce_dtype: Any,
+    compute_dtype: Any,
+) -> passes_lib.Passes:
+    """Returns the passes of a step whose params are in host memory; its arguments are those of `explicit.value_and_grad`.
+
+    Raises:
+      UserError: the step has no blocks to fetch params for, or lets the compiler sum gradients; or activations are offloaded too.
+    """
+    if not how.blocks or reduce_dtype is None:
+        lacking = "reduce_dtype" if how.blocks else "blocks"
+        raise UserError(
+            f"offload.params: params in host memory are fetched block by block, and {lacking} is not given; pass "
+            "make_train_step(blocks=<regex of the model's repeated modules>, reduce_dtype=jnp.float32)"
+        )
+    if how.offload:
+        raise UserError(
+            f"offload: {how.offload!r} keeps activations in host memory within one program, and params in host memory make each block a "
+            "program of its own; set it to '' and remat to 'full', or keep the params on the device"
+        )
+    one_pass = explicit.one_pass(
+        loss_fn,
+        partition,
+        how,
+        passes=layout.passes,
+        reduce_dtype=reduce_dtype,
+        compute_dtype=compute_dtype,
+        layout=dataclasses.replace(layout, passes=1),
+        runner=blocks.Blocks,
+    )
+    return passes_lib.Passes(one_pass, partition.on_host, layout, compute_dtype)

@@ -38,11 +38,11 @@ def place(partition: placement.Partition, offload: settings_lib.Offload, min_siz
             f"offload.params: is {offload.params!r}, and the optimizer state of trained weights stays on the device, where their update "
             "runs; set offload.optimizer too, or freeze the weights (trainable=)"
         )
-    known = dict(tree.flatten(partition.abstract_state))
+    known, updated = dict(tree.flatten(partition.abstract_state)), set(layout.offloaded_weights(partition))
     fitting = {
         path: layout.shard_bytes(known[path])
         for path, found in partition.placements.items()
-        if _elements(found) >= min_size and (not found.trainable or layout.is_offloaded(found))
+        if _elements(found) >= min_size and (not found.trainable or path in updated)
     }
     if not fitting:
         raise UserError(
@@ -63,12 +63,13 @@ def place(partition: placement.Partition, offload: settings_lib.Offload, min_siz
         shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract),
         offload=offload,
         resident=partition.on_device,
+        on_host=partition.on_host | chosen,
     )
 
 
 def are_on_host(partition: placement.Partition) -> bool:
     """Returns whether any param is stored in host memory."""
-    return any(layout.is_on_host(leaf) for leaf in jax.tree.leaves(partition.abstract_state.params))
+    return any(path in partition.on_host for path in partition.placements)
 
 
 def _elements(found: placement.Placement) -> int:

@@ -6,7 +6,7 @@ made here. What receives the gradients decides how long they live.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -50,12 +50,15 @@ class Passes:
 
     Args:
       one_pass: `explicit.one_pass` with `blocks.Blocks`.
+      on_host: the paths of the leaves in host memory.
       batch: how the batch is sharded; its `passes` is the number of passes.
       compute_dtype: the dtype that the batch is cast to; None keeps its own.
     """
 
-    def __init__(self, one_pass: Callable[..., Any], batch: inputs.Layout, compute_dtype: Any):
-        self._one_pass, self._batch, self._count = one_pass, batch, batch.passes
+    def __init__(
+        self, one_pass: Callable[..., Any], on_host: Collection[str], batch: inputs.Layout, compute_dtype: Any
+    ):
+        self._one_pass, self._on_host, self._batch, self._count = one_pass, on_host, batch, batch.passes
         self._prepare = jax.jit(lambda batch: self._batch.place(batch, compute_dtype))
         self._take = jax.jit(self._taken)
         self._cuts: dict[Any, OnePass] = {}
@@ -66,15 +69,19 @@ class Passes:
         key = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(micro))
         if key not in self._cuts:
             number = jax.ShapeDtypeStruct((), np.int32)
-            stored = (tree.abstract(state.params), micro, tree.abstract(state), number)
-            leaves = jax.tree.leaves(stored)
-            on_host = {n: layout.on_device(leaf.sharding) for n, leaf in enumerate(leaves) if layout.is_on_host(leaf)}
-            cut = programs.cut(self._one_pass, *jax.tree.map(_on_device, stored))
+            state = jax.tree.map(layout.as_on_device, tree.abstract(state))
+            leaves = tree.flatten((state.params, micro, state, number))
+            names = [
+                path.replace("0/", "params/", 1) if path.startswith("0/") else path.partition("/")[2]
+                for path, _ in leaves
+            ]
+            on_host = {n: leaf.sharding for n, (_, leaf) in enumerate(leaves) if names[n] in self._on_host}
+            cut = programs.cut(self._one_pass, state.params, micro, state, number)
             (_, aux), grads = jax.tree.unflatten(cut.structure, cut.results)
             self._cuts[key] = OnePass(
                 schedule.Schedule(cut, on_host),
                 {result: f"params/{path}" for path, result in tree.flatten(grads)},
-                {n: f"params/{path}" for n, (path, _) in enumerate(tree.flatten(state.params)) if n in on_host},
+                {n: names[n] for n, (path, _) in enumerate(leaves) if n in on_host and path.startswith("0/")},
                 aux.get("weight") if self._count > 1 else None,
             )
         return self._cuts[key]
@@ -142,10 +149,6 @@ class Passes:
         """Returns the shardings of the batch of one pass."""
         specs = dataclasses.replace(self._batch, passes=1).specs(micro)
         return jax.tree.map(lambda _, spec: NamedSharding(self._batch.mesh, spec), micro, specs)
-
-
-def _on_device(leaf: Any) -> Any:
-    return layout.as_on_device(leaf) if layout.is_on_host(leaf) else leaf
 
 
 @jax.jit
