@@ -37,8 +37,9 @@ def value_and_grad(loss_fn: Callable[..., Any], passes: int, own_keys: Any = _NO
         def add(carry: Any, numbered: Any) -> Any:
             (loss_sum, aux_sum, grad_sum), fields = carry
             number, micro_batch = numbered
-            own = state.replace(**fields) if fields else state
-            (loss, aux), grads = numbered_pass(one_pass, own_keys, fields)(params, micro_batch, own, number)
+            before = state.replace(**fields) if fields else state
+            with keys.folded_in_linen(number):
+                (loss, aux), grads = one_pass(params, *of_pass(micro_batch, before, own_keys, fields, number))
             fields, weight = aux.pop("state", {}), aux.get("weight")
             loss_sum += loss if weight is None else weight * loss
             return ((loss_sum, outputs.added(aux_sum, aux), added(grad_sum, grads, weight)), fields), None
@@ -51,21 +52,17 @@ def value_and_grad(loss_fn: Callable[..., Any], passes: int, own_keys: Any = _NO
     return accumulated
 
 
-def numbered_pass(one_pass: Callable[..., Any], own_keys: Any, renewed: Collection[str]) -> Callable[..., Any]:
-    """Returns f(params, batch, state, number), which is `one_pass` with the number of the pass folded into random keys.
+def of_pass(batch: Any, state: Any, own_keys: Any, renewed: Collection[str], number: Any) -> tuple[Any, Any]:
+    """Returns the batch and the state of one of several passes, with its number folded into random keys.
 
     Args:
-      one_pass: f(params, batch, state).
+      batch, state: of the pass.
       own_keys: see `value_and_grad`.
       renewed: fields of the state that the loss returns, and so renews the keys of.
+      number: int32[], of the pass.
     """
     state_keys = [path for path in own_keys[0] if path.split("/")[0] not in renewed]
-
-    def run(params: Any, batch: Any, state: Any, number: Any) -> Any:
-        with keys.folded_in_linen(number):
-            return one_pass(params, keys.fold(batch, own_keys[1], number), keys.fold(state, state_keys, number))
-
-    return run
+    return keys.fold(batch, own_keys[1], number), keys.fold(state, state_keys, number)
 
 
 def begun(grads: Any, weight: Any) -> Any:

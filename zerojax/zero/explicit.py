@@ -92,10 +92,12 @@ def one_pass(
 
     def on_device(program: Program, own_keys: Any, params: Any, batch: Any, state: Any, number: Any) -> Any:
         run = jax.value_and_grad(of_device.of_sinks(program, own_keys, params), has_aux=True)
+        folded = contextlib.nullcontext()
         if passes > 1:
             (_, aux), _ = jax.eval_shape(run, of_device.sinks(params), batch, state)
-            run = functools.partial(accumulate.numbered_pass(run, own_keys, aux.get("state", {})), number=number)
-        with _leaks_named():
+            batch, state = accumulate.of_pass(batch, state, own_keys, aux.get("state", {}), number)
+            folded = keys.folded_in_linen(number)
+        with _leaks_named(), folded:
             (loss, aux), (grads, tokens) = run(of_device.sinks(params), batch, state)
         grads = _read((tokens, aux.pop("tokens")), grads)
         aux["metrics"] = outputs.of_all_devices(aux["metrics"])
