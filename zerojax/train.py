@@ -4,25 +4,26 @@ python -m zerojax.train --config configs/zero3.py --workdir runs/mine --config.s
 """
 
 import contextlib
+import errno
 import functools
 import logging
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from absl import flags
 from ml_collections import config_flags
 
-from zerojax import display, errors, files
+from zerojax import display, files
 from zerojax.checkpoint import checkpointer
 from zerojax.data import batches, feed, source
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
-from zerojax.launch import devices, processes, signals, start_up
+from zerojax.launch import devices, ending, processes, signals, start_up
 from zerojax.plan import report as plan_report
 from zerojax.plan import step_plan
 from zerojax.profile import profiler
@@ -33,8 +34,8 @@ from zerojax.trainer import program as program_lib
 from zerojax.trainer import recorder as recorder_lib
 from zerojax.trainer.checks import effects, host, texts
 from zerojax.zero import memory
+from zerojax.zero.offload import budget
 
-INTERRUPTED = 130  # the exit status of a command that SIGINT ends
 STEPS_BEFORE_COMPARING = 2  # a program reaches its peak memory in its first steps
 
 flags.declare_key_flag("config")  # for --help, which lists the flags of this module
@@ -52,43 +53,38 @@ def main() -> None:
     """Parses the command line and trains. An invalid input ends the process with one line and status 2."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # the checkpointer reports a failed write, once
     sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
-    try:
-        config = config_lib.from_dict(command.parse(sys.argv))
-        start_up.keep_every_program()
-        emulated = devices.emulate_cpu_devices(config.emulate_devices)
-        processes.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-        if emulated:
-            say(f"no accelerator found: emulating {jax.local_device_count()} CPU devices")
-        folder = _choose_workdir()
-        with workdir.held(folder):
-            train(config, folder)
-    except UserError as error:
-        print(f"zerojax: {error}", file=sys.stderr, flush=True)
-        processes.leave(2)
-    except BrokenPipeError:
-        _leave_unheard("stdout is closed; the same command resumes from the last checkpoint")
-    except (MemoryError, OSError, jax.errors.JaxRuntimeError) as error:
-        line = _why_short(error)
-        if line is None:
-            raise
-        _leave_unheard(line)
-    except KeyboardInterrupt:
-        print("zerojax: interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
-        processes.leave(INTERRUPTED)
-    processes.leave(0)
+    with signals.StopSignal(has_state=False) as stop:
+        ending.guard_streams(functools.partial(_unheard, stop))
+        try:
+            config = config_lib.from_dict(command.parse(sys.argv))
+            start_up.keep_every_program()
+            if pinned := program_lib.most_pinned_bytes(config):
+                start_up.size_pinned_pool(budget.pool_size_gb(pinned / (_NUM_PROCESSES.value or 1)))
+            emulated = devices.emulate_cpu_devices(config.emulate_devices)
+            processes.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+            if emulated:
+                say(f"no accelerator found: emulating {jax.local_device_count()} CPU devices")
+            folder = _choose_workdir()
+            with workdir.held(folder):
+                end = train(config, folder, stop)
+        except Exception as error:
+            processes.leave_after(error if isinstance(error, UserError) else host.short(error) or error)
+        if end.is_stopped and stop.cause != signals.SIGNAL:
+            processes.leave(2, f"zerojax: {stop.cause}: stopped at step {end.step}, saved; the same command resumes")
+        processes.leave(0)
 
 
-def train(config: config_lib.Config, folder: pathlib.Path) -> None:
-    """Runs all phases of a training run in `folder`."""
+def train(config: config_lib.Config, folder: pathlib.Path, stop: signals.StopSignal | None = None) -> loop.End:
+    """Runs all phases of a training run in `folder`, until the last one or a stop, which only signals that `stop` hears request."""
+    stop = stop or signals.StopSignal()
     say(f"devices: {devices.describe()}; everything goes to {folder}")
-    tokenizer, program, streams, saver, start = prepare(config, folder)
-    if start.saved is not None and not saver.has_checksums(start.step):
-        say(f"checkpoint {start.step} was saved without checksums: only the sizes of its files could be checked")
-    if start.saved is not None and resume.rescales(program, start.saved):
-        say("the loss scale is reset: config.loss_scale has another initial scale than before")
+    tokenizer, program, streams, saver, fingerprints, start = prepare(config, folder)
+    ending.before_end(lambda *_: saver.unlock())
+    for note in resume.notes(program, saver, start, folder):
+        say(note)
 
     health = _open_health(config, program, saver, start)
-    with signals.StopSignal() as stop, _open_recorder(config, program, health, folder, start) as recorder:
+    with _open_recorder(config, program, health, folder, start) as recorder:
         plan = _compile(program, recorder, folder, start) if start.step < config.steps else None
         with memory_guard.explained(program, plan), _open_profiler(config, folder) as profile:
             end = loop.run(
@@ -98,27 +94,24 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
                 when=_when(config),
                 streams=streams,
                 evaluate=functools.partial(program_lib.held_out_loss, program, streams),
-                checkpoints=loop.Checkpoints(saver, resume.meta(program)),
+                checkpoints=loop.Checkpoints(saver, resume.meta(program, fingerprints)),
                 recorder=recorder,
                 profile=profile,
                 stop=stop,
             )
     if end.is_stopped:
-        return say(f"stopped by a signal at step {end.step}, saved; the same command resumes")
+        say(f"stopped by {stop.cause} at step {end.step}, saved; the same command resumes")
+        return end
 
     if skipped := health.summary():
         say(skipped)
-    if config.sample.length:
-        sampled = results.sample(program, tokenizer, end.state.params, **vars(config.sample), seed=config.seed)
-        say(f"a sample, from {config.sample.prompt!r}:\n{sampled}")
+    if end.step in saver.steps():
+        stop.ends_at_once("the training is done and saved; the same command writes the results")
     saver.close()
     streams.close()
-    if processes.is_primary():
-        results.draw(folder)
-    if config.export.format == "huggingface":
-        results.export(program, end.state, folder / "export")
-        say(f"weights exported to {folder / 'export'}")
-    return say(f"done: {folder}")
+    _write_results(config, program, tokenizer, end.state, folder)
+    say(f"done: {folder}")
+    return end
 
 
 class Prepared(NamedTuple):
@@ -128,6 +121,7 @@ class Prepared(NamedTuple):
     program: program_lib.Program
     streams: feed.Feed
     saver: checkpointer.Checkpointer
+    fingerprints: Mapping[str, str]
     start: resume.Start
 
 
@@ -145,9 +139,9 @@ def prepare(config: config_lib.Config, folder: pathlib.Path) -> Prepared:
         say(f"config.evaluate.batches={config.evaluate.batches} is more than there is: {repeated}")
     kept = config.checkpoint
     saver = checkpointer.Checkpointer(folder / workdir.CHECKPOINTS, keep_last=kept.keep_last, keep_best=kept.keep_best)
-    return Prepared(
-        tokenizer, program, streams, saver, resume.find(program, saver, streams, folder, steps=config.steps)
-    )
+    fingerprints = streams.fingerprints()
+    start = resume.find(program, saver, streams, fingerprints, folder)
+    return Prepared(tokenizer, program, streams, saver, fingerprints, start)
 
 
 def say(line: str) -> None:
@@ -217,7 +211,8 @@ def _open_recorder(
     shown = progress.Progress(config.steps, start=start.step, log_every=config.log_every, enabled=is_primary)
     tokens = program.sizes.global_batch_size * config.seq_len
     with log, shown:
-        yield recorder_lib.Recorder(log, shown, health, tokens=tokens, is_logged=_when(config).logs)
+        logged = 0 if start.saved is None else start.saved.get("logged")
+        yield recorder_lib.Recorder(log, shown, health, tokens=tokens, is_logged=_when(config).logs, logged=logged)
 
 
 def _open_profiler(config: config_lib.Config, folder: pathlib.Path) -> profiler.Profiler:
@@ -278,20 +273,36 @@ def _first_state(
     return state
 
 
-def _why_short(error: Exception) -> str | None:
-    """Returns the line for an error that means a full disk or a full host memory, else None."""
-    if errors.is_disk_full(error):
-        where = getattr(error, "filename", None) or "stdout, or another file of the run"
-        return f"{where}: no space left on the device; make room, then run again to resume"
-    short = host.short(error)
-    return None if short is None else str(short)
+def _write_results(
+    config: config_lib.Config,
+    program: program_lib.Program,
+    tokenizer: tokenizer_lib.Tokenizer,
+    state: Any,
+    folder: pathlib.Path,
+) -> None:
+    """Prints a sample, draws the losses and exports the weights. A failure of one does not lose the others."""
+
+    def sample() -> None:
+        sampled = results.sample(program, tokenizer, state.params, **vars(config.sample), seed=config.seed)
+        say(f"a sample, from {config.sample.prompt!r}:\n{sampled}")
+
+    def export() -> None:
+        results.export(program, state, folder / "export")
+        say(f"weights exported to {folder / 'export'}")
+
+    wanted: list[tuple[Callable[[], None], bool]] = [
+        (sample, config.sample.length > 0),
+        (functools.partial(results.draw, folder), processes.is_primary()),
+        (export, config.export.format == "huggingface"),
+    ]
+    results.try_each(write for write, is_wanted in wanted if is_wanted)
 
 
-def _leave_unheard(line: str) -> None:
-    """Ends the process when stdout cannot be written."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout at exit
-    print(f"zerojax: {line}", file=sys.stderr, flush=True)
-    processes.leave(2)
+def _unheard(stop: signals.StopSignal, error: OSError) -> None:
+    """Stops the run, since stdout cannot be written."""
+    names = {errno.EPIPE: "stdout is closed", errno.ENOSPC: "stdout: no space left on the device"}
+    why = names.get(error.errno or 0, f"stdout cannot be written ({error.strerror})")
+    stop.request(why, f"zerojax: {why}; the same command resumes from the last checkpoint", 2)
 
 
 def _report_unraisable(report: Callable[[Any], object], unraisable: Any) -> None:

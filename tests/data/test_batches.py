@@ -329,7 +329,7 @@ class Damaged(list):
 
 def test_an_example_that_cannot_be_read_raises_its_own_error_from_the_thread():
     made = make(Damaged(DOCUMENTS))
-    with pytest.raises(UserError, match="example 5 cannot be read$"):
+    with pytest.raises(UserError, match=r"example 5 cannot be read$"):
         for _ in range(20):
             next(made)
     made.close()

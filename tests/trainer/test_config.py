@@ -124,6 +124,20 @@ BAD = {
     ),
     "a key that is no text": ({7: 1}, r"^config\.7: unknown config key; known: seed"),
     "no regex at all": ({"zero.overrides": ((b"x", ()),)}, r"b'x' is not a regex \(it is not text\)"),
+    "offload at stage 0": (
+        {"offload.optimizer": "host", "zero.stage": 0},
+        r"^config\.offload\.optimizer: is 'host', which works at stage 1, 2, 3, and the stage is 0; set the stage to 1",
+    ),
+    "offload kind": ({"offload.optimizer": "disk"}, r"^config\.offload\.optimizer: must be one of none, host, nvme"),
+    "params at stage 2": (
+        {"offload.params": "host", "zero.stage": 2},
+        r"^config\.offload\.params: is 'host', which works at stage 3, and the stage is 2",
+    ),
+    "offload unread": ({"offload.fraction": 0.5}, r"^config\.offload\.fraction: is 0\.5 and cannot take effect"),
+    "offload in flight": (
+        {"offload.optimizer": "host", "offload.in_flight": 1},
+        r"^config\.offload\.in_flight: must be a whole number of at least 2, and is 1",
+    ),
     "override regex": ({"zero.overrides": (("(", ()),)}, r"^config\.zero\.overrides: .* '\(' is not a regex"),
 }
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import mesh as mesh_lib
-from zerojax.data import batches, objectives, source
+from zerojax.data import batches, fingerprints, objectives, source
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
 
@@ -80,6 +80,9 @@ class Feed:
             )
 
         self._train = opened(train_split, seed, shuffle=True, key="config.data.train_split")
+        self._is_text = name != batches.RANDOM
+        self._text = (name, train_split, data_dir, text_key)
+        self._tokenizer = tokenizer
         self._held_out, self.times = None, 0.0
         if eval_split:  # opened now, so that a wrong name is an error before training
             if name != batches.RANDOM:
@@ -100,6 +103,14 @@ class Feed:
     def position(self) -> dict[str, Any]:
         """Returns the position after the last training batch, by row of this process."""
         return self._train.get_state()
+
+    def fingerprints(self) -> dict[str, str]:
+        """Returns the fingerprints of the training text and the tokenizer. Random tokens have no text. All processes must call it."""
+        name, split, data_dir, text_key = self._text
+        found = {"tokenizer": fingerprints.of_tokenizer(self._tokenizer)}
+        if self._is_text:
+            found["text"] = fingerprints.of_text(source.open_source(name, split, data_dir), text_key)
+        return found
 
     def move_to(self, position: dict[str, Any]) -> None:
         """Continues from a position, which may have more rows than this process reads."""

@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
+import json
 import pathlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
@@ -30,6 +31,10 @@ class Tokenizer(Protocol):
     @property
     def sentinels(self) -> Sequence[int]:
         """Returns the ids that mark missing spans. No text encodes to them."""
+
+    @property
+    def vocabulary(self) -> Any:
+        """Returns what determines the ids of text, as JSON values."""
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the ids of `text`, int32[length], without special tokens."""
@@ -84,6 +89,11 @@ class ByteTokenizer:
         """Returns the ids above the separator."""
         return range(self.bos_id + 1, self.vocab_size)
 
+    @property
+    def vocabulary(self) -> Any:
+        """Returns nothing: the ids are bytes."""
+        return []
+
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the bytes of `text` as int32[length]. A str is encoded as UTF-8."""
         data = text.encode("utf-8", errors="replace") if isinstance(text, str) else text
@@ -113,6 +123,14 @@ class FileTokenizer:
         while (number := self.model.token_to_id(f"<extra_id_{len(found)}>")) is not None:
             found.append(number)
         return found
+
+    @property
+    def vocabulary(self) -> Any:
+        """Returns the ids of all tokens, and the order of merges or the scores of tokens."""
+        model = json.loads(self.model.to_str())["model"]
+        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", [])]
+        scores = model["vocab"] if isinstance(model.get("vocab"), list) else []
+        return [sorted(self.model.get_vocab(with_added_tokens=True).items()), merges, scores]
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the ids of `text` as int32[length]. Bytes are decoded as UTF-8, with invalid bytes replaced."""

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision, specs, train_state
+from zerojax import precision, roles, specs, train_state
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, objectives
 from zerojax.data import tokenizer as tokenizer_lib
@@ -27,7 +27,7 @@ from zerojax.ops import attention
 from zerojax.optim import master_weights, pieces, registry, schedules
 from zerojax.trainer import config as config_lib
 from zerojax.trainer.checks import names
-from zerojax.zero import explicit, placement, shard_state, stages, step
+from zerojax.zero import explicit, memory, placement, shard_state, stages, step
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero.offload import create as offload_create
 
@@ -191,6 +191,19 @@ def _functions(
     }
 
 
+def most_pinned_bytes(config: config_lib.Config) -> int:
+    """Returns an upper bound of the bytes of host memory that all processes of a run pin together. Uses no device."""
+    if not config_lib.make_offload(config.offload, config.zero.stage).is_on:
+        return 0
+    source = folder_lib.open_folder(config.init_from) if config.init_from else None
+    family, model = _preset(config, 0) if source is None else _imported(config, source)
+    count = family_lib.count_params(family.parts, model)
+    policy = precision.PRECISIONS[config.precision]
+    each = memory.bytes_per_parameter(policy, config.zero.stage, 1, moments=config.optimizer.moments)
+    held = count * (each[roles.MASTER] + each[roles.MOMENTS]) * config.mesh.replica
+    return round(held) + config.offload.in_flight * config.offload.chunk_bytes
+
+
 def init_state(program: Program) -> Any:
     """Returns the initial state, created with the partition's shardings.
 
@@ -209,7 +222,7 @@ def init_state(program: Program) -> Any:
         return shard_state.pad(state, on_device)
 
     if program.partition.offload:
-        leaves = offload_create.from_init(create, [params], program.partition, donate=True)
+        leaves = offload_create.from_init(create, [params], program.partition, donate=program.copy_dtype is None)
         return jax.tree.unflatten(jax.tree.structure(program.partition.abstract_state), leaves)
     return jax.jit(create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
 
