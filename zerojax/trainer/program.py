@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from zerojax import mesh as mesh_lib
 from zerojax import files, precision, roles, specs, train_state
+from zerojax import mesh as mesh_lib
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, objectives
 from zerojax.data import tokenizer as tokenizer_lib
