@@ -6,6 +6,7 @@
 >>> state, metrics = train_step(state, batch)
 """
 
+import zerojax.launch.early  # noqa: F401  first: it ends a command that is stopped during the imports below
 from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.errors import UserError
 from zerojax.interop.deepspeed.own_step import from_deepspeed_config

@@ -55,7 +55,7 @@ class How:
             pattern = getattr(self, name)
             try:
                 re.compile(pattern)
-            except re.error as error:
+            except (re.error, TypeError, OverflowError) as error:
                 raise UserError(
                     f"{name}: {pattern!r} is not a regex: {error}; pass one over module paths, such as '{example}'"
                 ) from error
@@ -324,6 +324,37 @@ def largest_block(placements: Mapping[str, placement.Placement], blocks: str) ->
         if block is not None:
             sizes[block] = sizes.get(block, 0) + math.prod(weight.shape or ())
     return max(sizes.values(), default=0)
+
+
+def missed_blocks(placements: Mapping[str, placement.Placement], blocks: str) -> tuple[str, ...]:
+    """Returns the modules that a regex does not match, though one that it matches differs in the digits of its name alone.
+
+    Modules have the same weights if they have leaves of the same names and shapes.
+
+    >>> missed_blocks(placements, r"block_\\d")
+    ('block_10', 'block_11')
+    """
+    pattern = re.compile(blocks)
+    leaves_of: dict[str, set[tuple[str, Any]]] = {}
+    matched: set[str] = set()
+    for path, weight in placements.items():
+        below = tree.below_params(path)
+        block = intercept.block_of(path, pattern)
+        if block is not None:
+            matched.add(block)
+        parts = below.split("/")
+        for count in range(1, len(parts)):
+            if block is None or len(block.split("/")) == count:
+                leaves_of.setdefault("/".join(parts[:count]), set()).add(("/".join(parts[count:]), weight.shape))
+    kinds = {(_without_digits(name), frozenset(leaves_of[name])) for name in matched & leaves_of.keys()}
+    missed = [
+        name for name in leaves_of.keys() - matched if (_without_digits(name), frozenset(leaves_of[name])) in kinds
+    ]
+    return tuple(sorted(missed, key=lambda name: (len(name), name)))
+
+
+def _without_digits(path: str) -> str:
+    return re.sub(r"\d+", "0", path)
 
 
 def variables(params: Any) -> dict[str, Any]:
