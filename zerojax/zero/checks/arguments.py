@@ -96,7 +96,7 @@ def elsewhere(partition: Any, batch: Any) -> UserError | None:
             and leaf.sharding.device_set != set(partition.mesh.devices.flat)
         ):
             return UserError(
-                f"batch/{path}: is committed to {len(leaf.sharding.device_set)} device(s), and the state lies on {partition.mesh.size}; pass "
+                f"batch/{path}: is committed to {len(leaf.sharding.device_set)} device(s), and the state is on {partition.mesh.size}; call "
                 "jax.device_put(batch, partition.batch_sharding), or numpy arrays"
             )
     return None
