@@ -78,7 +78,6 @@ def make_train_step(
     scaling = update_lib.in_step(loss_scale, partition.abstract_state)
     how = where_used.How(blocks, heads, remat, recompute, offload)
     how.check()
-    _warn_of_missed(partition, blocks)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     loss_fn = outputs.with_aux(loss_fn, scaling.scale)
     gradients = _gradients(loss_fn, partition, how, layout, reduce_dtype, compute_dtype)
@@ -126,7 +125,7 @@ def _warn_of_missed(partition: Any, blocks: str) -> None:
         warnings.warn(
             f"blocks: {blocks!r} does not match {', '.join(missed[:3])}{more}, though it matches modules of the same weights; theirs "
             "are gathered for the whole loss. The regex must match a module's full path, all digits included: end it with \\d+",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -159,6 +158,7 @@ def _gradients(
     compute_dtype: Any,
 ) -> Callable[..., Any]:
     """Returns f(params, batch, state) -> ((loss, aux), grads of the trainable part), summed by the compiler or by `explicit`."""
+    _warn_of_missed(partition, how.blocks)
     passes = layout.passes
     if reduce_dtype is not None:
         return explicit.value_and_grad(
