@@ -38,6 +38,7 @@ SMALL = {
     "nnx_model": {"HIDDEN": 64, "LAYERS": 2, "BATCH": 32},
     "own_train_step": {"HIDDEN": 64, "FEATURES": 64, "BATCH": 16},
 }
+SIZES = {**SMALL, "offload_mlp": {"FEATURES": 64, "HIDDEN": 128, "BATCH": 32}}
 
 
 @functools.cache
@@ -45,7 +46,7 @@ def load(name):
     spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for constant, value in SMALL.get(name, {}).items():
+    for constant, value in SIZES.get(name, {}).items():
         assert hasattr(module, constant)
         setattr(module, constant, value)
     return module
@@ -279,6 +280,20 @@ def test_weights_of_another_model_are_refused_where_used():
         zerojax.UserError, match=r"code/kernel: has shape \(8, 8\), and the weight stored as params/code"
     ):
         loss_fn({"code": {"kernel": jnp.zeros((8, 8))}})
+
+
+def test_the_offloaded_mlp_trains_as_on_the_device_with_its_float32_state_on_the_host():
+    example = load("offload_mlp")
+    losses, state, partition = example.train(steps=6)
+    resident, expected, _ = example.train(steps=6, offload=None)
+    assert losses == resident
+    assert losses[-1] < losses[0]
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float16)}
+    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params)):
+        np.testing.assert_array_equal(one, other)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state) if leaf.sharding.memory_kind == "pinned_host")
+    assert kept > 0.99 * sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
+    assert partition.on_host
 
 
 def test_the_example_of_fine_tuning_learns_to_count_and_saves_what_it_learnt(tmp_path):

@@ -10,6 +10,7 @@ from zerojax import train
 from zerojax.models.llama import model as llama
 from zerojax.plan import targets
 from zerojax.trainer import memory_guard, plans, program
+from zerojax.trainer.checks import host
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +117,20 @@ def test_another_runtime_error_is_not_taken_for_out_of_memory(tmp_path, monkeypa
     )
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         train.train(runs.config(), tmp_path)
+
+
+def test_a_full_host_is_told_as_such_and_not_as_a_device(built, plan):
+    for error in (
+        MemoryError("too much"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."),
+    ):
+        with pytest.raises(zerojax.UserError, match=r"^out of host memory \("), memory_guard.explained(built, plan):
+            raise error
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory_guard.explained(built, plan):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+
+def test_a_step_that_the_host_of_cpu_devices_cannot_hold_is_refused_when_compiled(built, plan, monkeypatch):
+    monkeypatch.setattr(host, "total", lambda: plan.peak * 8 - 1)
+    with pytest.raises(zerojax.UserError, match=r"^out of host memory: the step needs "):
+        memory_guard.compile_step(built)

@@ -12,11 +12,12 @@ from absl import flags
 
 from zerojax import display
 from zerojax.errors import UserError
-from zerojax.launch import devices, processes
+from zerojax.launch import devices, ending, processes
 from zerojax.plan import json_form, picture, search, step_plan
 from zerojax.plan import report as plan_report
 from zerojax.trainer import command, plans
 from zerojax.trainer import config as config_lib
+from zerojax.trainer.checks import names
 from zerojax.zero import memory
 
 _LEANER = "--search looks for settings that fit; a smaller micro_batch_size or seq_len, remat='full' or more devices need less"
@@ -28,19 +29,24 @@ _PICTURE = flags.DEFINE_string("picture", "", "Write a PNG of memory, by role an
 _SEARCH = flags.DEFINE_boolean("search", False, "Search for the fastest plan that fits.")
 _MOST = flags.DEFINE_integer("most_compiles", 12, "Maximum number of plans that --search compiles.")
 
+_HOST_GBPS = flags.DEFINE_float(
+    "host_gbps", None, "GB/s to and from host memory at once; default: the target's.", 0.001
+)
+
 
 def main() -> None:
     """Parses the command line and prints the plan. A UserError prints one line and exits with status 2."""
+    ending.guard_streams(lambda error: None)
     try:
         config = config_lib.from_dict(command.parse(sys.argv))
         _prepare(config)
-        if _SEARCH.value:
-            _search(config)
-        else:
-            _plan(config)
+        with names.of_config():
+            if _SEARCH.value:
+                _search(config)
+            else:
+                _plan(config)
     except UserError as error:
-        print(f"zerojax: {error}", file=sys.stderr, flush=True)
-        processes.leave(2)
+        processes.leave(2, f"zerojax: {error}")
     processes.leave(0)
 
 
@@ -55,8 +61,9 @@ def _prepare(config: config_lib.Config) -> None:
 
 
 def _plan(config: config_lib.Config) -> None:
+    rate = None if _HOST_GBPS.value is None else _HOST_GBPS.value * 1e9
     try:
-        plan = plans.plan_config(config, _TARGET.value, _TOPOLOGY.value)
+        plan = plans.plan_config(config, _TARGET.value, _TOPOLOGY.value, host_rate=rate)
     except jax.errors.JaxRuntimeError as error:
         lack = step_plan.shortage(error)
         if lack is None:
@@ -87,6 +94,8 @@ def _search(config: config_lib.Config) -> None:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    if _HOST_GBPS.value is not None:
+        raise UserError("--host_gbps: --search does not use it; omit one of them")
     if _PICTURE.value:
         raise UserError("--picture: draws one plan, and --search makes many; omit one of them")
     outcomes = plans.search_config(config, _TARGET.value, _TOPOLOGY.value, most_compiles=_MOST.value, say=say)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import jax
 
 from zerojax import display, files
+from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.hlo import buffers
 from zerojax.launch import processes
@@ -16,6 +17,7 @@ from zerojax.plan import json_form, step_plan
 from zerojax.plan import report as plan_report
 from zerojax.trainer import plans
 from zerojax.trainer import program as program_lib
+from zerojax.trainer.checks import host
 
 FILE = "plan.json"
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -27,14 +29,18 @@ def compile_step(program: program_lib.Program) -> step_plan.Plan:
     """Compiles the program's train step for its own devices. The returned plan holds the compiled step.
 
     Raises:
-      UserError: XLA runs out of memory while compiling, or the step needs more memory than JAX may allocate.
+      UserError: XLA runs out of memory while compiling, or the step needs more memory than JAX may allocate, or than the host of CPU
+        devices has.
     """
     try:
         plan = plans.plan_program(program, "here", from_cache=True)
-    except jax.errors.JaxRuntimeError as error:
-        if OUT_OF_MEMORY not in str(error):
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        refused = _too_large(program, None, error)
+        if refused is None:
             raise
-        raise too_large(program, None) from error
+        raise refused from error
+    if mesh_lib.platform(program.mesh) == "cpu":
+        host.refuse("the step", plan.peak * len(program.mesh.local_devices))
     if plan.target.is_pool and not plan.fits:
         raise too_large(program, plan)
     return plan
@@ -67,13 +73,14 @@ def write(
 
 @contextlib.contextmanager
 def explained(program: program_lib.Program, plan: step_plan.Plan | None) -> Iterator[None]:
-    """Turns an out-of-memory error in the block into a UserError that names settings that fit."""
+    """Turns an out-of-memory error of a device in the block into a UserError that names settings that fit, and one of the host."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if OUT_OF_MEMORY not in str(error):
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        refused = _too_large(program, plan, error)
+        if refused is None:
             raise
-        raise too_large(program, plan) from error
+        raise refused from error
 
 
 def compared(plan: step_plan.Plan, measured: int | None, at_start: int | None = None) -> str:
@@ -98,6 +105,13 @@ def compared(plan: step_plan.Plan, measured: int | None, at_start: int | None = 
     return f"{planned}, measured {display.human(measured)} ({measured / plan.peak - 1:+.1%})"
 
 
+def _too_large(program: program_lib.Program, plan: step_plan.Plan | None, error: Exception) -> UserError | None:
+    """Returns the error to raise where the host or a device ran out of memory, else None."""
+    if (refused := host.short(error)) is not None:
+        return refused
+    return too_large(program, plan) if OUT_OF_MEMORY in str(error) else None
+
+
 def too_large(program: program_lib.Program, plan: step_plan.Plan | None) -> UserError:
     """Prints the largest uses of memory and the changes that would fit. Returns the error that ends the run."""
     if processes.is_primary():
@@ -115,7 +129,10 @@ def too_large(program: program_lib.Program, plan: step_plan.Plan | None) -> User
         lines += [f"  {change.flags}   (peak {display.human(change.peak)})" for change in fitting]
         way_out = f"add {fitting[0].flags}"
     else:
-        way_out = "use more devices, a shorter config.seq_len or a smaller model: no change of stage, remat or micro-batch fits"
+        way_out = (
+            "use more devices, a shorter config.seq_len or a smaller model: "
+            "no change of stage, remat, micro-batch or offload.optimizer fits"
+        )
     if processes.is_primary():
         print("\n".join(lines), flush=True)
     peak = f"the step needs {display.human(plan.peak)}, " if plan is not None else ""
