@@ -127,7 +127,7 @@ def _checked(how: where_used.How, partition: Any) -> where_used.How:
         warnings.warn(
             f"blocks: {blocks!r} does not match {', '.join(missed[:3])}{more}, though it matches modules of the same weights; theirs "
             "are gathered for the whole loss. The regex must match a module's full path, all digits included: end it with \\d+",
-            stacklevel=3,
+            stacklevel=4,
         )
     return how
 
@@ -165,6 +165,7 @@ def _gradients(
     compute_dtype: Any,
 ) -> Callable[..., Any]:
     """Returns f(params, batch, state) -> ((loss, aux), grads of the trainable part), summed by the compiler or by `explicit`."""
+    _warn_of_missed(partition, how.blocks)
     passes = layout.passes
     if reduce_dtype is not None:
         return explicit.value_and_grad(
