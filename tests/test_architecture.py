@@ -28,7 +28,7 @@ ROOMS: dict[str, set[str]] = {
     "checkpoint": {"optim"},
     "zero": {"optim", "ops"},
     "inference": {"models", "zero"},
-    "interop": {"ops", "models", "checkpoint", "zero", "inference"},
+    "interop": {"ops", "models", "checkpoint", "optim", "zero", "inference"},
     "plan": {"hlo", "zero", "launch"},
     "profile": {"hlo", "zero", "launch", "plan"},
     "trainer": {
@@ -60,6 +60,8 @@ KNOW_STAGES = {
     "zero.placement",
     "zero.shard_state",
     "zero.memory",
+    "interop.deepspeed.own_step",  # DeepSpeed's word too
+    "interop.deepspeed.translate",
     "interop.pretrained",
     "trainer",
     "plan",

@@ -1,6 +1,7 @@
 import types
 
 import compile_only
+import jax
 import pytest
 
 import zerojax
@@ -22,6 +23,21 @@ def test_a_candidate_whose_smaller_micro_batch_did_not_fit_is_not_compiled():
     late = [search.Candidate(3, "dots", 4, 1, 1), search.Candidate(3, "dots", 2, 1, 1)]
     reasons = {o.candidate.micro_batch_size: o.reason for o in search.search("h200", late[::-1], build, memory=40)}
     assert reasons == {2: "does not fit: 5 B too much", 4: "micro-batch 2 does not fit"}
+
+
+def test_a_candidate_that_the_compiler_refuses_for_its_memory_does_not_fit():
+    def build_short(candidate):
+        def compile_step():
+            raise jax.errors.JaxRuntimeError(
+                f"{'INTERNAL' if candidate.stage else 'RESOURCE_EXHAUSTED'}: Used 5.00G of 4.00G hbm."
+            )
+
+        return 1, compile_step
+
+    one, *_ = search.search("v5p", CANDIDATES[:1], build_short)
+    assert (one.peak, one.reason) == (None, "does not fit: the compiler needs 5.00G of 4.00G of hbm")
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        search.search("v5p", CANDIDATES[-1:], build_short)
 
 
 def test_the_number_of_compiles_is_limited():
@@ -49,6 +65,29 @@ def test_only_choices_that_keep_the_global_batch_are_candidates():
     grid = {"stage": (3,), "remat": ("full",), "micro_batch_size": (1, 2, 3), "replica": (1, 3)}
     found = search.candidates_of(grid, ways=8, global_batch_size=16)
     assert [(c.micro_batch_size, c.grad_accum, c.replica) for c in found] == [(1, 2, 1), (2, 1, 1)]
+
+
+def test_offload_is_tried_only_where_nothing_fits_without_and_the_stage_allows_it():
+    grid = {"stage": (0, 2), "remat": ("full",), "micro_batch_size": (1,), "replica": (1,), "offload": ("none", "host")}
+    candidates = search.candidates_of(grid, ways=1, global_batch_size=1)
+    assert [(c.stage, c.offload) for c in candidates] == [(0, "none"), (2, "none"), (2, "host")]
+
+    def build_either(candidate):
+        held = 100 if candidate.offload == "none" else 20
+        return held, lambda: types.SimpleNamespace(peak=held, bound=None, tokens=0)
+
+    for memory, expected in ((40, [(2, "host")]), (120, [(0, "none"), (2, "none")])):
+        outcomes = search.search("h200", candidates, build_either, memory=memory)
+        assert [(o.candidate.stage, o.candidate.offload) for o in outcomes if o.is_compiled] == expected
+    assert "without offload" in outcomes[-1].reason
+
+
+def test_an_optimizer_that_cannot_be_offloaded_loses_with_its_reason():
+    def build_one(candidate):
+        raise zerojax.UserError("offload.optimizer: no moment")
+
+    (outcome,) = search.search("h200", [search.Candidate(2, "full", 1, 1, 1, "host")], build_one, memory=1)
+    assert outcome.reason == "offload.optimizer: no moment"
 
 
 def test_the_replicas_of_the_default_grid_are_one_or_as_many_as_there_are_hosts():

@@ -32,21 +32,21 @@ DTYPES: Mapping[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# bytes of an element of the format's other dtypes, to check offsets
-_OTHERS = {
-    "I64": 8,
-    "U64": 8,
-    "I32": 4,
-    "U32": 4,
-    "I16": 2,
-    "U16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
+# name in a header -> dtype of other tensors
+OTHERS: Mapping[str, np.dtype] = {
+    "I64": np.dtype(np.int64),
+    "U64": np.dtype(np.uint64),
+    "I32": np.dtype(np.int32),
+    "U32": np.dtype(np.uint32),
+    "I16": np.dtype(np.int16),
+    "U16": np.dtype(np.uint16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
+_NAMES = {dtype: name for name, dtype in {**DTYPES, **OTHERS}.items()}
 
 
 class Entry(NamedTuple):
@@ -239,8 +239,8 @@ def _checked(path: pathlib.Path, name: str, told: Any) -> tuple[tuple[int, ...],
     numbers = (*shape, first, last)
     if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
         raise damaged(path, f"the shape or the offsets of tensor {name} are not whole numbers")
-    itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else _OTHERS.get(dtype)
-    if itemsize is not None and last - first != itemsize * math.prod(shape):
+    known = DTYPES.get(dtype, OTHERS.get(dtype))
+    if known is not None and last - first != known.itemsize * math.prod(shape):
         raise damaged(
             path, f"tensor {name} has {last - first} bytes, and its shape {shape} in {dtype} needs another number"
         )

@@ -57,8 +57,7 @@ def as_json(plan: step_plan.Plan) -> dict[str, Any]:
 
 def _stream(stream: streams.Stream) -> dict[str, Any]:
     return {
-        "host_bytes": stream.host,
-        "bytes_each_way": stream.each_way,
+        "host_bytes": stream.nbytes,
         "groups": stream.groups,
         "device_bytes_at_once": stream.at_once,
         "peak_bytes": stream.peak,

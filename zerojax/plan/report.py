@@ -115,7 +115,7 @@ def _lines(plan: step_plan.Plan) -> list[str]:
 
 def _stream_line(stream: streams.Stream) -> str:
     at_once = f"at most {display.human(stream.at_once)} on the device at once"
-    line = f"offload: {display.human(stream.each_way)} of optimizer state arrive and leave in {stream.groups} groups, {at_once}"
+    line = f"offload: {display.human(stream.nbytes)} of optimizer state arrive and leave in {stream.groups} groups, {at_once}"
     if stream.rate is None or stream.seconds is None or stream.exposed is None:
         return f"{line}; the rate to host memory is unknown"
     hidden = stream.seconds - stream.exposed

@@ -5,21 +5,21 @@ A plan joins four analyses of one compiled program: its buffers, its collectives
 
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
 
+from zerojax import errors, roles, specs, tree
 from zerojax import mesh as mesh_lib
-from zerojax import roles, specs, tree
 from zerojax.hlo import buffer_roles
 from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import bound as bound_lib
 from zerojax.plan import departures, findings, flops, ledger, streams, targets
 from zerojax.zero import memory, stages
 from zerojax.zero import placement as placement_lib
-from zerojax.zero.offload import layout
 
 LARGEST = 10  # leaves and temporaries that are listed
 
@@ -102,6 +102,17 @@ class Plan:
         return None if self.usable is None else self.peak <= self.usable
 
 
+def shortage(error: BaseException) -> str | None:
+    """Returns how much memory a compiler lacked, in one line, or None if an error means something else.
+
+    XLA's compiler for TPUs plans no program that exceeds the memory: it ends with an error. Those for GPUs and CPUs return the program.
+    """
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return None
+    found = re.search(r"Used (\S+) of (\S+) (\w+)", str(error))
+    return f"the compiler needs {found[1]} of {found[2]} of {found[3]}" if found else errors.one_line(error, 160)
+
+
 def plan_step(
     train_step: Any,
     state: Any,
@@ -115,6 +126,7 @@ def plan_step(
     by_hand: bool = False,
     from_cache: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
+    host_rate: float | None = None,
 ) -> Plan:
     """Plans any jitted train step.
 
@@ -131,16 +143,19 @@ def plan_step(
       by_hand: whether explicit collectives sum the gradients, in float32 (`make_train_step`'s reduce_dtype).
       from_cache: see `buffers.compile_with_buffers`.
       compiler_options: XLA options, in addition to the step's own.
+      host_rate: bytes/s to host memory and as many from it at the same time; None for the target's.
 
     >>> plan = plan_step(train_step, partition.abstract_state, batch, mesh=mesh, target="h200", placement=partition)
     """
     known = targets.get(target)
+    if host_rate is not None:
+        known = dataclasses.replace(known, host_duplex=targets.Figure(host_rate, "given"))
     began = time.perf_counter()
     traced = train_step.trace(state, *args)
     compiled, held = buffers_lib.compile_with_buffers(
         traced.lower(), from_cache=from_cache, compiler_options=compiler_options
     )
-    stream = streams.of(train_step, state, held, known)
+    stream = streams.of(train_step, held, known)
     seconds = time.perf_counter() - began
     weights = placement.placements if placement else _weights(state)
     sent = ledger.ledger(held.hlo_text, mesh, weights)
@@ -196,7 +211,7 @@ def _memory(
     stream: streams.Stream | None,
 ) -> tuple[MemoryRow, ...]:
     """Returns the memory by role, computed in three ways."""
-    assigned = {**held.arguments_by_role, roles.HOST: held.host + (stream.host if stream else 0)}
+    assigned = {**held.arguments_by_role, roles.HOST: held.host + (stream.nbytes if stream else 0)}
     temporaries = held.temporaries_by_role if held.at_peak else {}
     for role in (roles.GRADIENTS, roles.GATHERED, roles.COLLECTIVE_BUFFERS):
         assigned[role] = temporaries.get(role, 0)
@@ -233,7 +248,7 @@ def _theory(placement: placement_lib.Partition, passes: int, by_hand: bool) -> t
             continue
         # The shard of the leaf if it were replicated over `data`. Other axes, such as `model`, still shard it.
         shape = NamedSharding(placement.mesh, specs.without(leaf.sharding.spec, stages.DATA)).shard_shape(leaf.shape)
-        where = roles.HOST if layout.is_on_host(leaf) else role
+        where = roles.HOST if path in placement.on_host else role
         theory[where] = theory.get(where, 0.0) + tree.nbytes(leaf, shape) / (ways if is_sharded[role] else 1)
         arithmetic[where] = arithmetic.get(where, 0) + tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
         if role == roles.PARAMS and placement.placements[path].trainable:

@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 
-from zerojax import tree
 from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import targets
-from zerojax.zero.offload import layout, streamed
+from zerojax.zero.offload import streamed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +20,7 @@ class Stream:
     """The stream of one step on one device.
 
     Attributes:
-      host: bytes in host memory.
-      each_way: bytes that arrive, and as many that leave.
+      nbytes: bytes in host memory. As many arrive in each step, and leave.
       groups: the number of groups.
       before: device bytes of groups that arrive before the program of the gradients ends.
       at_once: device bytes of the groups in flight, and of the temporaries of an update.
@@ -30,8 +28,7 @@ class Stream:
       rate: bytes/s in each direction while both are in use; None if unknown.
     """
 
-    host: int
-    each_way: int
+    nbytes: int
     groups: int
     before: int
     at_once: int
@@ -41,20 +38,19 @@ class Stream:
     @property
     def seconds(self) -> float | None:
         """Returns the time of the copies, both directions at once."""
-        return None if self.rate is None else self.each_way / self.rate
+        return None if self.rate is None else self.nbytes / self.rate
 
     @property
     def exposed(self) -> float | None:
         """Returns the part of `seconds` in which the device only waits for copies. The rest runs beside gradients."""
-        return None if self.rate is None else max(0, self.each_way - self.before) / self.rate
+        return None if self.rate is None else max(0, self.nbytes - self.before) / self.rate
 
 
-def plan(step: streamed.StreamedStep, state: Any, gradients: buffers_lib.Buffers, target: targets.Target) -> Stream:
+def plan(step: streamed.StreamedStep, gradients: buffers_lib.Buffers, target: targets.Target) -> Stream:
     """Plans the stream of a step whose program of the gradients is compiled. Compiles the programs of the updates.
 
     Args:
       step: traced before, so that the gradients' dtypes are known.
-      state: the whole abstract state.
       gradients: the memory of the program of the gradients.
       target: the device.
     """
@@ -67,8 +63,7 @@ def plan(step: streamed.StreamedStep, state: Any, gradients: buffers_lib.Buffers
     in_flight = max(sum(counts[n : n + step.in_flight]) for n in range(len(counts)))
     rate = target.host_duplex or target.host_link
     return Stream(
-        host=sum(layout.shard_bytes(leaf) for _, leaf in tree.flatten(state) if layout.is_on_host(leaf)),
-        each_way=sum(counts),
+        nbytes=sum(counts),
         groups=len(groups),
         before=sum(counts[: step.ahead]),
         at_once=in_flight + extra,
@@ -77,9 +72,9 @@ def plan(step: streamed.StreamedStep, state: Any, gradients: buffers_lib.Buffers
     )
 
 
-def of(train_step: Any, state: Any, gradients: buffers_lib.Buffers, target: targets.Target) -> Stream | None:
+def of(train_step: Any, gradients: buffers_lib.Buffers, target: targets.Target) -> Stream | None:
     """Returns the stream of a step that has one."""
-    return plan(train_step, state, gradients, target) if isinstance(train_step, streamed.StreamedStep) else None
+    return plan(train_step, gradients, target) if isinstance(train_step, streamed.StreamedStep) else None
 
 
 def whole_step(train_step: Any, compiled: jax.stages.Compiled) -> Any:

@@ -10,7 +10,9 @@ from zerojax.errors import UserError
 from zerojax.plan import search, step_plan, targets
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
+from zerojax.trainer.checks import names
 from zerojax.zero import memory as memory_lib
+from zerojax.zero import placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +24,12 @@ class Change:
 
 
 def plan_config(
-    config: config_lib.Config, target: str, topology: str = "", *, compiler_options: Mapping[str, Any] | None = None
+    config: config_lib.Config,
+    target: str,
+    topology: str = "",
+    *,
+    compiler_options: Mapping[str, Any] | None = None,
+    host_rate: float | None = None,
 ) -> step_plan.Plan:
     """Plans the trainer's step under a config. The target devices need not be present.
 
@@ -30,7 +37,15 @@ def plan_config(
       UserError: the config, the target or the topology is invalid, or an extra is not installed.
     """
     program = program_lib.build(config, devices=targets.devices(target, topology))
-    return plan_program(program, target, compiler_options=compiler_options)
+    return plan_program(program, target, compiler_options=compiler_options, host_rate=host_rate)
+
+
+def partitions(
+    config: config_lib.Config, target: str, topology: str = ""
+) -> tuple[placement.Partition, placement.Partition]:
+    """Returns how a config shards its state on the target's devices, and the same at stage 0. Compiles nothing."""
+    program = program_lib.build(config, devices=targets.devices(target, topology))
+    return program.partition, program.baseline
 
 
 def plan_program(
@@ -39,23 +54,26 @@ def plan_program(
     *,
     from_cache: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
+    host_rate: float | None = None,
 ) -> step_plan.Plan:
-    """Plans a built program on its own mesh."""
+    """Plans a built program on its own mesh; see `step_plan.plan_step`. Errors name config keys."""
     config, sizes = program.config, program.sizes
-    return step_plan.plan_step(
-        program.train_step,
-        program.partition.abstract_state,
-        program.abstract_batch,
-        mesh=program.mesh,
-        target=target,
-        placement=program.partition,
-        tokens=sizes.global_batch_size * config.seq_len,
-        compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
-        passes=sizes.grad_accum,
-        by_hand=True,
-        from_cache=from_cache,
-        compiler_options=compiler_options,
-    )
+    with names.of_config():
+        return step_plan.plan_step(
+            program.train_step,
+            program.partition.abstract_state,
+            program.abstract_batch,
+            mesh=program.mesh,
+            target=target,
+            placement=program.partition,
+            tokens=sizes.global_batch_size * config.seq_len,
+            compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
+            passes=sizes.grad_accum,
+            by_hand=True,
+            from_cache=from_cache,
+            compiler_options=compiler_options,
+            host_rate=host_rate,
+        )
 
 
 def search_config(
@@ -90,7 +108,7 @@ def search_config(
     return search.search(
         target,
         search.candidates_of(
-            grid or search.default_grid(devices),
+            grid or search.default_grid(devices) | {"offload": _offloads(config)},
             ways=ways,
             global_batch_size=config_lib.batch_sizes(config, ways).global_batch_size,
         ),
@@ -104,7 +122,8 @@ def search_config(
 def changes_that_fit(program: program_lib.Program, *, most_compiles: int) -> list[Change]:
     """Compiles leaner settings for this machine's devices and returns those that fit, with the fastest first.
 
-    Leaner settings have a higher stage, a remat policy that keeps fewer residuals, or a smaller micro-batch.
+    Leaner settings have a higher stage, a remat policy that keeps fewer residuals, a smaller micro-batch, or the optimizer state in host
+    memory.
     """
     # The tokenizer may have set the size of the vocabulary.
     model = dataclasses.replace(program.config.model, vocab_size=program.model.vocab_size)
@@ -115,6 +134,7 @@ def changes_that_fit(program: program_lib.Program, *, most_compiles: int) -> lis
         "remat": _from(search.DEFAULT_GRID["remat"], config.model.remat),
         "micro_batch_size": tuple(size for size in (micro, micro // 2, micro // 4, 1) if size >= 1),
         "replica": (config.mesh.replica,),
+        "offload": _offloads(config),
     }
     try:
         outcomes = search_config(config, "here", grid=grid, most_compiles=most_compiles)
@@ -143,7 +163,13 @@ def _applied(config: config_lib.Config, candidate: search.Candidate) -> config_l
         zero=dataclasses.replace(config.zero, stage=candidate.stage),
         model=with_remat(config.model, candidate.remat),
         mesh=dataclasses.replace(config.mesh, replica=candidate.replica, data=-1),
+        offload=dataclasses.replace(config.offload, optimizer=candidate.offload),
     )
+
+
+def _offloads(config: config_lib.Config) -> Sequence[str]:
+    """Returns the choices for the optimizer state: what the config offloads stays offloaded."""
+    return _from(search.DEFAULT_GRID["offload"], config.offload.optimizer)
 
 
 def _flags(config: config_lib.Config, candidate: search.Candidate) -> str:
@@ -155,6 +181,7 @@ def _flags(config: config_lib.Config, candidate: search.Candidate) -> str:
             f"model.{name}": (getattr(config.model, name), getattr(model, name))
             for name in ("remat", "recompute", "offload")
         },
+        "offload.optimizer": (config.offload.optimizer, candidate.offload),
         "micro_batch_size": (config.micro_batch_size, candidate.micro_batch_size),
         "grad_accum": (config.grad_accum, candidate.grad_accum),
     }

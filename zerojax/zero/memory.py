@@ -30,7 +30,7 @@ def bytes_per_device(
     counted = dict.fromkeys(ROLES, 0)
     for path, leaf in tree.flatten(partition.abstract_state):
         role = partition.leaves[path].role
-        if layout.is_on_host(leaf):
+        if path in partition.on_host:
             continue
         counted[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
         if role == roles.PARAMS:
@@ -43,8 +43,7 @@ def bytes_per_device(
 
 def host_bytes(partition: placement.Partition) -> int:
     """Returns the bytes of the state in host memory for each device."""
-    leaves = jax.tree.leaves(partition.abstract_state)
-    return sum(layout.shard_bytes(leaf) for leaf in leaves if layout.is_on_host(leaf))
+    return sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(partition))
 
 
 def bytes_per_parameter(

@@ -77,6 +77,7 @@ class Partition:
       placements: the shardings of each weight, its gradient and its optimizer state, by path.
       offload: what lives in host memory; None for nothing.
       resident: the partition of the same state with nothing offloaded; None if nothing is.
+      on_host: the paths of the leaves in host memory. Shardings say it too, but not those of devices that are only compiled for.
       cuts: the slices of each weight whose offloaded state is in pieces, by path.
     """
 
@@ -89,6 +90,7 @@ class Partition:
     placements: Mapping[str, Placement]
     offload: Any = None
     resident: "Partition | None" = None
+    on_host: frozenset[str] = frozenset()
     cuts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property

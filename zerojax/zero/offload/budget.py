@@ -17,14 +17,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zerojax import display, tree
+from zerojax import display, xla_flags
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.zero import placement
 from zerojax.zero.offload import layout
 
-POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-DEFAULT_POOL_GB = 64
 _UNLIMITED = 1 << 60  # version 1 writes a number near 2**63 for no limit
 
 
@@ -39,7 +37,7 @@ class Host:
 def pinned_bytes(partition: placement.Partition) -> int:
     """Returns the bytes that this process will pin: its devices' shards of offloaded leaves, and the chunks in flight."""
     here = [device for device in partition.mesh.devices.flat if device.process_index == jax.process_index()]
-    counts = [layout.shard_bytes(leaf) for _, leaf in tree.flatten(partition.abstract_state) if layout.is_on_host(leaf)]
+    counts = [layout.shard_bytes(leaf) for leaf in layout.host_leaves(partition)]
     if not counts:
         return 0
     # New leaves are stored while the old ones are still read.
@@ -61,11 +59,11 @@ def check(partition: placement.Partition, *, host: Host | None = None, pool_gb: 
     if not own:
         return
     platform = mesh_lib.platform(partition.mesh)
-    pool_gb = _pool_gb() if pool_gb is None else pool_gb
+    pool_gb = xla_flags.pinned_pool_gb() if pool_gb is None else pool_gb
     if platform == "gpu" and own > pool_gb * 2**30:
         raise UserError(
             f"offload: this process pins {display.human(own)}, and XLA's pool of pinned memory has {pool_gb:g} GiB; set the environment "
-            f"variable {POOL}={pool_size_gb(own)} before JAX starts"
+            f"variable {xla_flags.PINNED_POOL}={pool_size_gb(own)} before JAX starts"
         )
     host = read_host() if host is None else host
     needed = own * _processes_here()
@@ -90,13 +88,6 @@ def pool_size_gb(pinned: float) -> int:
 def read_host(root: str | os.PathLike = "/") -> Host:
     """Reads the memory of this machine, from Linux's files below `root`. What cannot be read is None."""
     return Host(_mem_total(pathlib.Path(root)), _allowed(pathlib.Path(root)))
-
-
-def _pool_gb() -> float:
-    try:
-        return float(os.environ.get(POOL, DEFAULT_POOL_GB))
-    except ValueError as error:
-        raise UserError(f"{POOL}: must be a number of GiB, and is {os.environ[POOL]!r}") from error
 
 
 def _mem_total(root: pathlib.Path) -> int | None:

@@ -20,15 +20,12 @@ import jax
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import placement
-from zerojax.zero.offload import layout
 from zerojax.zero.offload import updates as updates_lib
 
 
 def updates_of(partition: placement.Partition, *, may_skip: bool) -> updates_lib.Updates | None:
     """Returns the updates of a partition's offloaded weights; None if the optimizer state stays on the device."""
-    if not any(layout.is_offloaded(weight) for weight in partition.placements.values()):
-        return None
-    return updates_lib.Updates(partition, may_skip=may_skip)
+    return updates_lib.Updates(partition, may_skip=may_skip) if partition.on_host else None
 
 
 class StreamedStep:
@@ -55,7 +52,7 @@ class StreamedStep:
             arriving.append(self.updates.load(groups[sent], leaves))
             sent += 1
         new_state, metrics, handed = self.gradients(self.updates.rest.of(state), batch)
-        params = {f"params/{path}": leaf for path, leaf in tree.flatten(new_state.params)}
+        params = dict(zip(self.updates.names, jax.tree.leaves(new_state.params)))
         new_leaves: dict[int, jax.Array] = {}
         for number, group in enumerate(groups):
             while sent < len(groups) and len(arriving) < self.ahead:
@@ -128,5 +125,5 @@ class StreamedStep:
         opt_state = jax.tree.unflatten(
             jax.tree.structure(state.opt_state), [new_leaves[n] for n in range(len(new_leaves))]
         )
-        updated = tree.map_with_path(lambda path, _: params[f"params/{path}"], new_state.params)
+        updated = jax.tree.unflatten(jax.tree.structure(state.params), [params[name] for name in self.updates.names])
         return new_state.replace(params=updated, opt_state=opt_state)
