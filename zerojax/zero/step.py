@@ -101,8 +101,7 @@ def make_train_step(
             own, after = resident.trainable_part(grads), state.replace(**aux.get("state", {}))
             new_state = update(state, after, own, factor, verdict.finite, numbers=updates and updates.rest.numbers)
             new_state, scaling_metrics = scaling.adjust(new_state, verdict)
-            # Cast and add on the shards, then gather, so that 16-bit params are sent.
-            new_state = new_state.replace(params=constrain(new_state.params))
+            new_state = new_state.replace(params=constrain(new_state.params))  # cast on the shards, then gathered
         metrics = {**aux["metrics"], "grad_norm": norm, **scaling_metrics}
         return new_state, metrics, *(updates.handed(state, grads, factor, verdict.finite) if updates else ())
 
