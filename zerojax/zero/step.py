@@ -126,7 +126,7 @@ def _checked(how: where_used.How, partition: Any) -> where_used.How:
         warnings.warn(
             f"blocks: {blocks!r} does not match {', '.join(missed[:3])}{more}, though it matches modules of the same weights; theirs "
             "are gathered for the whole loss. The regex must match a module's full path, all digits included: end it with \\d+",
-            stacklevel=4,
+            stacklevel=3,
         )
     return how
 
