@@ -68,7 +68,7 @@ def main() -> None:
             with workdir.held(folder):
                 end = train(config, folder, stop)
         except Exception as error:
-            processes.leave_after(host.short(error) or error)
+            processes.leave_after(error if isinstance(error, UserError) else host.short(error) or error)
         if end.is_stopped and stop.cause != signals.SIGNAL:
             processes.leave(2, f"zerojax: {stop.cause}: stopped at step {end.step}, saved; the same command resumes")
         processes.leave(0)
@@ -283,8 +283,8 @@ def _write_results(
     """Prints a sample, draws the losses and exports the weights. A failure of one does not lose the others."""
 
     def sample() -> None:
-        text = results.sample(program, tokenizer, state.params, **vars(config.sample), seed=config.seed)
-        say(f"a sample, from {config.sample.prompt!r}:\n{text}")
+        sampled = results.sample(program, tokenizer, state.params, **vars(config.sample), seed=config.seed)
+        say(f"a sample, from {config.sample.prompt!r}:\n{sampled}")
 
     def export() -> None:
         results.export(program, state, folder / "export")

@@ -71,6 +71,14 @@ def test_a_window_ends_at_the_querys_own_token(window):
     np.testing.assert_allclose(found, reference(q, k, v, bias=bias), atol=ROUNDING)
 
 
+def test_a_causal_query_that_sees_no_key_has_0():
+    q, k, v = arrays()
+    mask = jnp.array([[False, True, True, True, True], [True, True, False, False, False]])
+    found = attention.attend(q, k, v, "xla", is_causal=True, mask=mask, window=2)
+    is_blind = np.array([[True, False, False, False, False], [False, False, False, True, True]])
+    assert (np.asarray(found)[is_blind] == 0).all() and (np.asarray(found)[~is_blind] != 0).all()
+
+
 def test_float16_comes_out_as_float16():
     q, k, v = (x.astype(jnp.float16) for x in arrays())
     assert attention.attend(q, k, v, "xla", is_causal=True).dtype == jnp.float16

@@ -360,3 +360,10 @@ def test_a_loss_is_traced_once_a_pass_and_a_second_step_traces_nothing(reduce):
     for _ in range(2):
         state, _ = train_step(state, jnp.ones((8, 16)))
     chex.assert_tree_all_finite(state.params)
+
+
+def test_blocks_that_miss_a_module_of_the_same_weights_are_told_when_the_step_is_made():
+    params = {f"block_{n}": {"kernel": jax.ShapeDtypeStruct((16, 16), jnp.float32)} for n in range(12)}
+    partition = stages.partition_state({"params": params}, mesh=mesh_lib.make_mesh(), min_size=0)
+    with pytest.warns(UserWarning, match=r"^blocks: .* does not match block_10, block_11, though"):
+        step.make_train_step(lambda params, batch, state: 0.0, partition, blocks=r"block_\d")

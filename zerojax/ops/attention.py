@@ -28,7 +28,7 @@ def attend(
     scale: float | None = None,
     window: int = 0,
 ) -> jax.Array:
-    """Returns softmax(scale * q k^T + bias) v: float[B, T, H, N].
+    """Returns softmax(scale * q k^T + bias) v: float[B, T, H, N]. Under a mask, a causal query that sees no key has 0, as in PyTorch.
 
     Args:
       q_BTHN, k_BSKN, v_BSKN: queries, keys and values. H is a multiple of K, and H / K adjacent query heads share keys and values.
@@ -60,7 +60,17 @@ def attend(
         local_window_size=(window - 1, 0) if is_limited else None,
         implementation=kernel,
     )
+    if is_causal and mask is not None:
+        sees_BT = _sees_a_key(mask, q_BTHN.shape[1], window)
+        y_BTHN = jnp.where(sees_BT[:, :, None, None], y_BTHN, 0)
     return y_BTHN.astype(out_dtype)
+
+
+def _sees_a_key(mask: jax.Array, queries: int, window: int) -> jax.Array:
+    """Returns bool[B, T]: whether a causal query sees any key of a mask bool[B, S] or bool[B, T, S], with T = S."""
+    distance_TS = jnp.arange(queries)[:, None] - jnp.arange(queries)
+    seen_TS = (distance_TS >= 0) & (distance_TS < (window or queries))
+    return jnp.any(seen_TS & (mask[:, None] if mask.ndim == 2 else mask), axis=-1)
 
 
 def splash(

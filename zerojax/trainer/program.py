@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from zerojax import files, precision, roles, specs, train_state
 from zerojax import mesh as mesh_lib
-from zerojax import precision, roles, specs, train_state
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, objectives
 from zerojax.data import tokenizer as tokenizer_lib
@@ -118,7 +118,7 @@ def _build(config: config_lib.Config, tokenizer_vocab: int, devices: Sequence[An
     sizes = config_lib.batch_sizes(config, mesh_lib.ways(mesh))
     policy = precision.PRECISIONS[config.precision]
     loss_scale = config_lib.make_loss_scale(config.loss_scale, is_scaled=policy.scales_loss)
-    source = folder_lib.open_folder(config.init_from) if config.init_from else None
+    source = _source(config.init_from) if config.init_from else None
     family, model = _model(config, source, mesh, policy.compute_dtype, tokenizer_vocab)
     schedule, inner = _optimizer(config, policy)
     copy_dtype = policy.copy_dtype(splits_params=stages.STAGES[config.zero.stage].params)
@@ -195,7 +195,7 @@ def most_pinned_bytes(config: config_lib.Config) -> int:
     """Returns an upper bound of the bytes of host memory that all processes of a run pin together. Uses no device."""
     if not config_lib.make_offload(config.offload, config.zero.stage).is_on:
         return 0
-    source = folder_lib.open_folder(config.init_from) if config.init_from else None
+    source = _source(config.init_from) if config.init_from else None
     family, model = _preset(config, 0) if source is None else _imported(config, source)
     count = family_lib.count_params(family.parts, model)
     policy = precision.PRECISIONS[config.precision]
@@ -356,6 +356,15 @@ def _model(
     platform = mesh_lib.platform(mesh)
     chosen = attention.choose_kernel(config.model.attention, family.attention, platform, compute_dtype, config.seq_len)
     return family, dataclasses.replace(model, attention=chosen)
+
+
+def _source(path: str) -> folder_lib.Folder:
+    """Opens the folder that `config.init_from` names."""
+    files.check_path(path, "config.init_from")
+    try:
+        return folder_lib.open_folder(path)
+    except UserError as error:
+        raise UserError(f"config.init_from: {error}") from error
 
 
 def _preset(config: config_lib.Config, tokenizer_vocab: int) -> tuple[family_lib.Family, Any]:

@@ -92,7 +92,7 @@ def one_pass(
 
     def on_device(program: Program, own_keys: Any, params: Any, batch: Any, state: Any, number: Any) -> Any:
         run = jax.value_and_grad(of_device.of_sinks(program, own_keys, params), has_aux=True)
-        folded = contextlib.nullcontext()
+        folded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if passes > 1:
             (_, aux), _ = jax.eval_shape(run, of_device.sinks(params), batch, state)
             batch, state = accumulate.of_pass(batch, state, own_keys, aux.get("state", {}), number)

@@ -78,9 +78,7 @@ def make_train_step(
     compute_dtype = precision.floating("compute_dtype", compute_dtype)
     reduce_dtype = precision.floating("reduce_dtype", reduce_dtype)
     scaling = update_lib.in_step(loss_scale, partition.abstract_state)
-    how = where_used.How(blocks, heads, remat, recompute, offload)
-    how.check()
-    _warn_of_missed(partition, blocks)
+    how = _checked(where_used.How(blocks, heads, remat, recompute, offload), partition)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     loss_fn = outputs.with_aux(loss_fn, scaling.scale)
     gradients = _gradients(loss_fn, partition, how, layout, reduce_dtype, compute_dtype)
@@ -115,7 +113,10 @@ def make_train_step(
     return blockwise.BlockwiseStep(step, updates, run, finish, scaling.scale, is_early=is_early, donate=donate)
 
 
-def _warn_of_missed(partition: Any, blocks: str) -> None:
+def _checked(how: where_used.How, partition: Any) -> where_used.How:
+    """Returns `how`; refuses values that contradict each other, and warns of modules that `blocks` seems to mean and misses."""
+    how.check()
+    blocks = how.blocks
     missed = where_used.missed_blocks(partition.placements, blocks) if blocks else ()
     if missed:
         more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
@@ -124,6 +125,7 @@ def _warn_of_missed(partition: Any, blocks: str) -> None:
             "are gathered for the whole loss. The regex must match a module's full path, all digits included: end it with \\d+",
             stacklevel=3,
         )
+    return how
 
 
 def _compiler_options(partition: Any, blocks: str, reduce_dtype: Any, compute_dtype: Any) -> dict[str, Any]:

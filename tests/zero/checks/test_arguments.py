@@ -125,3 +125,10 @@ def test_a_mesh_with_a_data_axis_is_enough(mesh, reduce_dtype):
 
     expected = losses(zerojax.make_mesh(), jax.P(("replica", "data")))
     np.testing.assert_allclose(losses(mesh(), jax.P("data")), expected, rtol=1e-6)
+
+
+def test_a_batch_on_another_device_is_refused_with_the_call_that_moves_it():
+    state, partition = shard()
+    batch = jax.device_put(BATCH, jax.devices()[3])
+    with pytest.raises(UserError, match=r"^batch/: is committed to 1 device\(s\), .* jax.device_put\(batch, partition"):
+        zerojax.make_train_step(loss_fn, partition)(state, batch)

@@ -43,6 +43,7 @@ def _tensors(config: BartConfig) -> dict[str, Tensor]:
     found["logits_bias/bias"] = Tensor("final_logits_bias", form="row", is_optional=True)
     for side in ("encoder", "decoder"):
         ours, theirs = f"{side}_{{}}", f"model.{side}.layers.{{}}"
+        found[f"{side}_embed/embedding"] = Tensor(f"model.{side}.embed_tokens.weight")
         found[f"{side}_positions/embedding"] = Tensor(f"model.{side}.embed_positions.weight")
         found |= _norm(f"{side}_norm", f"model.{side}.layernorm_embedding")
         found |= _attention(f"{ours}/attention", f"{theirs}.self_attn")
@@ -114,6 +115,7 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> BartConfig:
         activation=f.activation("activation_function", "gelu"),
         scale_embeddings=f.flag("scale_embedding", False),
         tie_embeddings=f.flag("tie_word_embeddings", True) and HEAD not in names,
+        separate_embeddings={f"model.{side}.embed_tokens.weight" for side in ("encoder", "decoder")} <= set(names),
         stddev=f.number("init_std", 0.02),
     )
 

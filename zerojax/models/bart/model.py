@@ -38,6 +38,7 @@ class BartConfig:
     activation: str = "gelu"
     scale_embeddings: bool = False  # multiplies embeddings by sqrt(embed_dim)
     tie_embeddings: bool = True
+    separate_embeddings: bool = False  # the encoder and the decoder each have a table, and the shared one is not used
     stddev: float = 0.02
     attention: attention_lib.Kernel = "xla"
 
@@ -135,6 +136,9 @@ class Bart(nn.Module):
         self.embed, self.logits_bias = modules["embed"], modules["logits_bias"]
         self.encoder_positions, self.encoder_norm = modules["encoder_positions"], modules["encoder_norm"]
         self.decoder_positions, self.decoder_norm = modules["decoder_positions"], modules["decoder_norm"]
+        self.encoder_embed, self.decoder_embed = self.embed, self.embed
+        if self.config.separate_embeddings:
+            self.encoder_embed, self.decoder_embed = modules["encoder_embed"], modules["decoder_embed"]
         self.encoder = [modules[f"encoder_{i}"] for i in range(self.config.encoder_shape[0])]
         self.decoder = [modules[f"decoder_{i}"] for i in range(self.config.decoder_shape[0])]
         if not self.config.tie_embeddings:
@@ -144,7 +148,9 @@ class Bart(nn.Module):
         """Returns the encoder's states: float[B, S, D]. `mask_BS` is False for padding inputs."""
         masks = () if mask_BS is None else (mask_BS,)
         positions_S = jnp.arange(inputs_BS.shape[1])
-        x_BSD = self.encoder_norm(self._embedded(inputs_BS) + self.encoder_positions(OFFSET + positions_S))
+        x_BSD = self.encoder_norm(
+            self._scaled(self.encoder_embed(inputs_BS)) + self.encoder_positions(OFFSET + positions_S)
+        )
         for layer in self.encoder:
             x_BSD = layer(x_BSD, *masks)
         return x_BSD
@@ -194,12 +200,14 @@ class Bart(nn.Module):
             after.append(keys)
         return self._logits(x_B1D)[:, 0], (after, mask_BS)
 
-    def _embedded(self, tokens_BT: jax.Array) -> jax.Array:
-        c, x_BTD = self.config, self.embed(tokens_BT)
+    def _scaled(self, x_BTD: jax.Array) -> jax.Array:
+        c = self.config
         return x_BTD * math.sqrt(c.embed_dim) if c.scale_embeddings else x_BTD
 
     def _decoder_inputs(self, targets_BT: jax.Array, positions: jax.Array) -> jax.Array:
-        return self.decoder_norm(self._embedded(targets_BT) + self.decoder_positions(OFFSET + positions))
+        return self.decoder_norm(
+            self._scaled(self.decoder_embed(targets_BT)) + self.decoder_positions(OFFSET + positions)
+        )
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
         logits = layers.logits(x_BTD, self.embed.embedding.T) if self.config.tie_embeddings else self.head(x_BTD)
@@ -231,6 +239,8 @@ def parts(config: BartConfig) -> family.Parts:
     positions = layers.Embed(OFFSET + c.max_seq_len, c.embed_dim, embedding_init=normal)
     norm = layers.LayerNorm(NORM_EPS)
     found: family.Parts = {"embed": (embed, (tokens,))}
+    if c.separate_embeddings:
+        found |= {"encoder_embed": (embed, (tokens,)), "decoder_embed": (embed, (tokens,))}
     found |= {"encoder_positions": (positions, (tokens,)), "encoder_norm": (norm, (states,))}
     found |= {f"encoder_{i}": (BartEncoderLayer(c), (states,)) for i in range(c.encoder_shape[0])}
     found |= {"decoder_positions": (positions, (tokens,)), "decoder_norm": (norm, (states,))}

@@ -63,7 +63,7 @@ def of_call(partition: Any) -> dict[str, Any]:
     """Returns the checks of a step's calls, as arguments of `xla_options.jit`."""
     return {
         "before": lambda state, batch: is_usable(state),
-        "explained": lambda state, batch: explained(partition, state),
+        "explained": lambda state, batch: explained(partition, state) or elsewhere(partition, batch),
     }
 
 
@@ -84,6 +84,21 @@ def explained(partition: Any, state: Any) -> UserError | None:
         return UserError(
             f"state: {problem}; shard it with this partition's mesh, or build the step with the state's own partition"
         )
+    return None
+
+
+def elsewhere(partition: Any, batch: Any) -> UserError | None:
+    """Returns the error for a batch that is committed to other devices than the partition's, or None if it is not."""
+    for path, leaf in tree.flatten(batch):
+        if (
+            isinstance(leaf, jax.Array)
+            and leaf.committed
+            and leaf.sharding.device_set != set(partition.mesh.devices.flat)
+        ):
+            return UserError(
+                f"batch/{path}: is committed to {len(leaf.sharding.device_set)} device(s), and the state is on {partition.mesh.size}; call "
+                "jax.device_put(batch, partition.batch_sharding), or numpy arrays"
+            )
     return None
 
 

@@ -36,12 +36,13 @@ class Host:
 
 def pinned_bytes(partition: placement.Partition) -> int:
     """Returns the bytes that this process will pin: its devices' shards of offloaded leaves, and the chunks in flight."""
-    here = [device for device in partition.mesh.devices.flat if device.process_index == jax.process_index()]
     counts = [layout.shard_bytes(leaf) for leaf in layout.host_leaves(partition)]
     if not counts:
         return 0
     # New leaves are stored while the old ones are still read.
-    return len(here) * (sum(counts) + partition.offload.in_flight * max(partition.offload.chunk_bytes, max(counts)))
+    return len(partition.mesh.local_devices) * (
+        sum(counts) + partition.offload.in_flight * max(partition.offload.chunk_bytes, max(counts))
+    )
 
 
 def check(partition: placement.Partition, *, host: Host | None = None, pool_gb: float | None = None) -> None:

@@ -103,7 +103,7 @@ def _abstract(leaf: Any, without_first: bool = False) -> jax.ShapeDtypeStruct:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Given:
+class _BodyArguments:
     """What a body of a loop or a branch is given, in place of the equation of a call."""
 
     invars: Sequence[Any]
@@ -371,5 +371,5 @@ def _bodies(frame: _Frame, eqn: Any) -> Iterator[_Frame]:
             program.jaxpr if is_closed else program,
             program.consts if is_closed else (),
             frame,
-            _Given(inputs_of_body, eqn.source_info),
+            _BodyArguments(inputs_of_body, eqn.source_info),
         )
