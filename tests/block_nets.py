@@ -78,7 +78,7 @@ def parts(net: Net, mesh: tuple[int, ...] = (1, 8), stage: int = 3, passes: int 
         **HOW,
     )
     args = state.params, batch, state.replace(params=(), opt_state=()), jax.numpy.int32(0)
-    return make(runner=overlap.Chain), make(runner=blocks.Blocks), *args
+    return make(runner=overlap.Chain), make(runner=blocks.NestedBlocks), *args
 
 
 def abstract(value: Any) -> Any:

@@ -364,6 +364,7 @@ def test_a_loss_is_traced_once_a_pass_and_a_second_step_traces_nothing(reduce):
 
 def test_blocks_that_miss_a_module_of_the_same_weights_are_told_when_the_step_is_made():
     params = {f"block_{n}": {"kernel": jax.ShapeDtypeStruct((16, 16), jnp.float32)} for n in range(12)}
-    partition = stages.partition_state({"params": params}, mesh=mesh_lib.make_mesh(), min_size=0)
+    state = jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=optax.sgd(0.1)), params)
+    partition = stages.partition_state(state, mesh=mesh_lib.make_mesh(), min_size=0)
     with pytest.warns(UserWarning, match=r"^blocks: .* does not match block_10, block_11, though"):
         step.make_train_step(lambda params, batch, state: 0.0, partition, blocks=r"block_\d")

@@ -46,7 +46,7 @@ def no_tokens() -> Tokens:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class BlockCall:
     """One block's call: its body, and how its weights are gathered and reduced."""
 
     body: Body
@@ -100,7 +100,7 @@ class Chain:
         if _trace() != self._trace:
             return self._unordered(body, weights, arrays, policy)
         placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
-        plan = Plan(body, placements, self._dtype, self._reduction, policy)
+        plan = BlockCall(body, placements, self._dtype, self._reduction, policy)
         outputs, self.tokens = _block(plan, weights, self.tokens, tuple(arrays))
         return outputs
 
@@ -134,14 +134,16 @@ def _trace() -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _block(plan: Plan, weights: dict[str, gather.ShardAndSink], tokens: Tokens, arrays: tuple) -> tuple[Any, Tokens]:
+def _block(
+    plan: BlockCall, weights: dict[str, gather.ShardAndSink], tokens: Tokens, arrays: tuple
+) -> tuple[Any, Tokens]:
     stored = {path: weight.stored for path, weight in weights.items()}
     gathered, tokens, arrays, _ = _begin(plan, stored, tokens, arrays)
     return plan.body(gathered, *arrays), tokens
 
 
 def _begin(
-    plan: Plan, stored: dict[str, jax.Array], tokens: Tokens, arrived: Any, on_host: Any = None
+    plan: BlockCall, stored: dict[str, jax.Array], tokens: Tokens, arrived: Any, on_host: Any = None
 ) -> tuple[dict, Tokens, Any, Any]:
     """Gathers a block's weights once the block before it has begun; the next block's gather waits for them.
 
@@ -168,7 +170,7 @@ class _Residuals:
 
 
 def _block_forward(
-    plan: Plan, weights: dict[str, gather.ShardAndSink], tokens: Tokens, arrays: tuple
+    plan: BlockCall, weights: dict[str, gather.ShardAndSink], tokens: Tokens, arrays: tuple
 ) -> tuple[Any, _Residuals]:
     stored = {path: weight.stored for path, weight in weights.items()}
     gathered, tokens, arrays, _ = _begin(plan, stored, tokens, arrays)
@@ -193,7 +195,7 @@ def _is_on_host(leaf: jax.Array) -> bool:
     return jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 
-def _block_backward(plan: Plan, residuals: _Residuals, cotangents: tuple[Any, Tokens]) -> tuple[Any, Tokens, Any]:
+def _block_backward(plan: BlockCall, residuals: _Residuals, cotangents: tuple[Any, Tokens]) -> tuple[Any, Tokens, Any]:
     outputs, tokens = cotangents
     gathered, tokens, (arrived, on_device), on_host = _begin(
         plan, residuals.stored, tokens, (outputs, residuals.on_device), residuals.on_host

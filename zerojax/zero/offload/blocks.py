@@ -18,7 +18,7 @@ from zerojax.zero import float32_grads, gather, overlap, placement, remat
 NAME = "zerojax_block"
 
 
-class Blocks:
+class NestedBlocks:
     """Runs the blocks of a loss, like `overlap.Chain`, but as nested functions without an order of their own.
 
     Args:
@@ -42,7 +42,7 @@ class Blocks:
     ) -> Any:
         placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
         kept = None if policy is None else remat.without_offload(policy)
-        plan = overlap.Plan(body, placements, self._dtype, self._reduction, kept)
+        plan = overlap.BlockCall(body, placements, self._dtype, self._reduction, kept)
         return _block(plan, weights, tuple(arrays))
 
     def gather_leaf(self, path: str, weight: gather.ShardAndSink) -> jax.Array:
@@ -52,14 +52,14 @@ class Blocks:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _block(plan: overlap.Plan, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> Any:
+def _block(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> Any:
     def run(stored: dict[str, jax.Array], arrays: tuple) -> Any:
         return plan.body(plan.gather(stored), *arrays)
 
     return _nested("loss", run)({path: weight.stored for path, weight in weights.items()}, arrays)
 
 
-def _forward(plan: overlap.Plan, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> tuple[Any, Any]:
+def _forward(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> tuple[Any, Any]:
     stored = {path: weight.stored for path, weight in weights.items()}
     static: dict[str, Any] = {}
 
@@ -75,20 +75,20 @@ def _forward(plan: overlap.Plan, weights: dict[str, gather.ShardAndSink], arrays
         return outputs, [leaf for leaf, path in zip(leaves, paths) if path is None]
 
     outputs, residuals = _nested("forward", run)(stored, arrays)
-    return outputs, _Residuals(stored, residuals, static["structure"], tuple(static["paths"]))
+    return outputs, _Saved(stored, residuals, static["structure"], tuple(static["paths"]))
 
 
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=("stored", "leaves"), meta_fields=("structure", "paths")
 )
-class _Residuals:
+class _Saved:
     """The stored weights of a block, and the leaves of its vjp function that are no gathered weights."""
 
     def __init__(self, stored: dict[str, jax.Array], leaves: list[jax.Array], structure: Any, paths: tuple):
         self.stored, self.leaves, self.structure, self.paths = stored, leaves, structure, paths
 
 
-def _backward(plan: overlap.Plan, residuals: _Residuals, cotangents: Any) -> tuple[Any, Any]:
+def _backward(plan: overlap.BlockCall, residuals: _Saved, cotangents: Any) -> tuple[Any, Any]:
     def run(stored: dict[str, jax.Array], leaves: list[jax.Array], cotangents: Any) -> tuple[Any, list[Any]]:
         gathered, rest = plan.gather(stored), iter(leaves)
         filled = [next(rest) if path is None else gathered[path] for path in residuals.paths]

@@ -248,6 +248,6 @@ def passes_of(
         reduce_dtype=reduce_dtype,
         compute_dtype=compute_dtype,
         layout=dataclasses.replace(layout, passes=1),
-        runner=blocks.Blocks,
+        runner=blocks.NestedBlocks,
     )
     return passes_lib.Passes(one_pass, partition.on_host, layout, compute_dtype)

@@ -23,7 +23,7 @@ Ready = Callable[[int, dict[str, jax.Array], dict[str, jax.Array]], None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OnePass:
+class PassPrograms:
     """One pass as programs.
 
     Attributes:
@@ -49,7 +49,7 @@ class Passes:
     """The passes of a step.
 
     Args:
-      one_pass: `explicit.one_pass` with `blocks.Blocks`.
+      one_pass: `explicit.one_pass` with `blocks.NestedBlocks`.
       on_host: the paths of the leaves in host memory.
       batch: how the batch is sharded; its `passes` is the number of passes.
       compute_dtype: the dtype that the batch is cast to; None keeps its own.
@@ -61,9 +61,9 @@ class Passes:
         self._one_pass, self._on_host, self._batch, self._count = one_pass, on_host, batch, batch.passes
         self._prepare = jax.jit(lambda batch: self._batch.place(batch, compute_dtype))
         self._take = jax.jit(self._taken)
-        self._cuts: dict[Any, OnePass] = {}
+        self._cuts: dict[Any, PassPrograms] = {}
 
-    def one_pass(self, state: Any, batch: Any) -> OnePass:
+    def one_pass(self, state: Any, batch: Any) -> PassPrograms:
         """Returns the programs of one pass, for a state and a batch that may be abstract. They are cut and compiled once."""
         micro = self._of_one_pass(jax.eval_shape(self._prepare, batch))
         key = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(micro))
@@ -78,7 +78,7 @@ class Passes:
             on_host = {n: leaf.sharding for n, (_, leaf) in enumerate(leaves) if names[n] in self._on_host}
             cut = programs.cut(self._one_pass, state.params, micro, state, number)
             (_, aux), grads = jax.tree.unflatten(cut.structure, cut.results)
-            self._cuts[key] = OnePass(
+            self._cuts[key] = PassPrograms(
                 schedule.Schedule(cut, on_host),
                 {result: f"params/{path}" for path, result in tree.flatten(grads)},
                 {n: names[n] for n, (path, _) in enumerate(leaves) if n in on_host and path.startswith("0/")},
@@ -105,7 +105,7 @@ class Passes:
 
     def _done(
         self,
-        found: OnePass,
+        found: PassPrograms,
         sums: dict[str, jax.Array],
         weights: list[jax.Array],
         ready: Ready | None,

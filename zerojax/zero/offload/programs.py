@@ -24,7 +24,7 @@ from zerojax.zero.offload import blocks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class StepProgram:
     """One program of a step.
 
     Attributes:
@@ -41,7 +41,7 @@ class Program:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Cut:
+class CutStep:
     """A step as programs. Values have numbers: first the leaves of the arguments, then what the programs write.
 
     Attributes:
@@ -52,7 +52,7 @@ class Cut:
       structure: the tree of the result.
     """
 
-    programs: tuple[Program, ...]
+    programs: tuple[StepProgram, ...]
     values: tuple[jax.ShapeDtypeStruct, ...]
     arguments: int
     results: tuple[Any, ...]
@@ -64,7 +64,7 @@ class Cut:
         return tree.nbytes(value, value.sharding.shard_shape(value.shape) if value.sharding else value.shape)
 
 
-def cut(run: Callable[..., Any], *args: Any, compiler_options: Mapping[str, Any] | None = None) -> Cut:
+def cut(run: Callable[..., Any], *args: Any, compiler_options: Mapping[str, Any] | None = None) -> CutStep:
     """Cuts `run(*args)` into programs and compiles them.
 
     Args:
@@ -91,14 +91,14 @@ def cut(run: Callable[..., Any], *args: Any, compiler_options: Mapping[str, Any]
             number_of[var] = len(values)
             values.append(jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding))
         reads, writes = ([number_of[var] for var in group] for group in (part.reads, part.writes))
-        programs.append(Program(part.name, tuple(reads), tuple(writes), compiled[text]))
+        programs.append(StepProgram(part.name, tuple(reads), tuple(writes), compiled[text]))
     number_of |= {outer: number_of[var] for outer, var in zip(call.outvars, inner.outvars) if _is_var(var)}
     constants = {outer: var.val for outer, var in zip(call.outvars, inner.outvars) if not _is_var(var)}
     results = tuple(
         number_of[var] if var in number_of else jnp.asarray(constants[var], var.aval.dtype)
         for var in traced.jaxpr.outvars
     )
-    return Cut(tuple(programs), tuple(values), len(traced.jaxpr.invars), results, jax.tree.structure(shapes))
+    return CutStep(tuple(programs), tuple(values), len(traced.jaxpr.invars), results, jax.tree.structure(shapes))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ class _Part:
     """The operations of one program, as a trace.
 
     Attributes:
-      name: see `Program`.
+      name: see `StepProgram`.
       arguments: what `closed` is called with: variables or literals.
       writes: the variables that it returns.
       closed: the trace.

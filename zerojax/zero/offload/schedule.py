@@ -22,7 +22,7 @@ Done = Callable[[int, Sequence[int], dict[int, Any]], None]
 
 
 class Schedule:
-    """Runs a `Cut`.
+    """Runs a `CutStep`.
 
     Args:
       cut: the programs.
@@ -30,7 +30,7 @@ class Schedule:
       ahead: programs between the sending of a copy and its use.
     """
 
-    def __init__(self, cut: programs_lib.Cut, on_host: Mapping[int, Any], *, ahead: int = AHEAD):
+    def __init__(self, cut: programs_lib.CutStep, on_host: Mapping[int, Any], *, ahead: int = AHEAD):
         self.cut, self._on_host, self._ahead = cut, on_host, ahead
         last = {number: index for index, program in enumerate(cut.programs) for number in program.reads}
         results = {number for number in cut.results if isinstance(number, int)}
