@@ -187,6 +187,12 @@ def test_kernels_import_nothing_of_the_library(path):
     assert not {name for name in imports(path) if name.split(".")[0] in ("zerojax", "flax", "optax")}
 
 
+def test_few_modules_name_the_hosts_memory():
+    """Others ask `zero.offload.layout` or compare an array's memory kind with its device's default."""
+    known = {"zero.offload.layout", "zero.remat"}
+    assert {name for name, path in MODULES.items() if '"pinned_host"' in path.read_text()} <= known
+
+
 def test_only_some_modules_ask_which_process_they_are():
     for name, path in MODULES.items():
         if "jax.process_index" in path.read_text():

@@ -14,6 +14,7 @@ from zerojax.optim.master_weights import with_master_weights
 from zerojax.train_state import TrainState
 from zerojax.zero.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
 from zerojax.zero.memory import memory_table
+from zerojax.zero.offload.settings import Offload
 from zerojax.zero.placement import Partition, Placement
 from zerojax.zero.shard_state import pad, shard_train_state, unpad
 from zerojax.zero.stages import partition_state
@@ -23,6 +24,7 @@ from zerojax.zero.where_used import where_used
 __all__ = [
     "DynamicLossScale",
     "LossScaleState",
+    "Offload",
     "Partition",
     "Placement",
     "StaticLossScale",

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 from zerojax import precision, tree
-from zerojax.optim import master_weights
+from zerojax.optim import master_weights, pieces
 
 
 def to_logical(state: Any) -> Any:
@@ -52,24 +52,36 @@ def _is_frozen(node: Any) -> bool:
 
 
 def to_stored(state: Any) -> dict[str, Any]:
-    """Returns {path: array}: random keys as their data, numbers and process-local arrays as numpy copies."""
+    """Returns {path: array}: random keys as their data, numbers and process-local arrays as numpy copies, leaves in pieces as one.
+
+    With one process, leaves in host memory are numpy copies too, so that a save in the background does not keep pinned memory that the next
+    step needs.
+    """
 
     def convert(leaf: Any) -> Any:
-        array = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        array = pieces.join(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+        if isinstance(array, np.ndarray) and array is not leaf:
+            return array
         is_local = jax.process_count() > 1 and getattr(array, "is_fully_addressable", False)
-        if isinstance(array, jax.Array) and not is_local:
+        if isinstance(array, jax.Array) and not is_local and not _is_apart(array):
             return array
         return np.array(array, dtype=tree.dtype_of(array))
 
-    leaves = tree.flatten(state)
+    leaves = tree.flatten(state, is_leaf=pieces.is_pieces)
     stored = {name: convert(leaf) for name, leaf in leaves}
     assert len(stored) == len(leaves), "two leaves of the state have one path"
     return stored
 
 
+def _is_apart(array: jax.Array) -> bool:
+    """Returns whether this process holds all of an array in a memory other than its devices' own."""
+    kind, default = array.sharding.memory_kind, next(iter(array.devices())).default_memory().kind
+    return jax.process_count() == 1 and kind not in (None, default)
+
+
 def form(leaf: Any) -> jax.ShapeDtypeStruct:
     """Returns the abstract array that stores a leaf, with the leaf's sharding."""
-    wanted = tree.abstract(leaf)
+    wanted = tree.abstract(pieces.whole(leaf))
     if _is_key(leaf):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(wanted.shape, wanted.dtype))
         wanted = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=wanted.sharding)
@@ -79,7 +91,9 @@ def form(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def from_stored(array: Any, leaf: Any) -> Any:
-    """Returns a restored array as the kind of the abstract leaf: an array or a random key."""
+    """Returns a restored array as the kind of the abstract leaf: an array, an array in pieces or a random key."""
+    if pieces.is_pieces(leaf):
+        return pieces.split(array, leaf)
     if not _is_key(leaf):
         return array
     aval = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

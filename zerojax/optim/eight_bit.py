@@ -19,6 +19,7 @@ from pallas_kernels import blockwise
 from zerojax import specs as specs_lib
 from zerojax import tree
 
+BLOCK = blockwise.BLOCK  # values of the last dim that share a scale
 SMALLEST = 4096  # elements; 8 bits save too little for a smaller weight
 BYTES = 1 + 4 / blockwise.BLOCK  # of a value, with its share of the block's float32 scale
 NARROWEST = 8  # values of a row; its scale takes 4 bytes

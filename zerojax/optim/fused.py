@@ -5,9 +5,12 @@ the rest of a step in the same pass. It unscales and clips gradients, changes no
 moments, and writes a 16-bit copy of the params. The state is optax's own: count, mu, nu.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,6 +31,9 @@ MOMENTS = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "int8": jnp.int8}
 # The meaning of "auto", by kind of device and of update; otherwise it is "jnp". Figures: docs/benchmarks/optimizer.md.
 AUTO = {("gpu", "coded"): "pallas", ("gpu", "plain"): "grouped"}
 IMPLEMENTATIONS = ("auto", *update.IMPLEMENTATIONS)
+
+_IS_PLAIN = contextvars.ContextVar("_IS_PLAIN", default=False)  # see `in_plain_jnp`
+_IS_PART = contextvars.ContextVar("_IS_PART", default=False)  # see `of_a_part`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +66,14 @@ def fused_adamw(
 
     Beside optax's `init` and `update` the result has
 
-        apply(grads, state, params, *, scale=1.0, finite=None, copy_dtype=None, shardings=None, key=None) -> (params, state, copies)
+        apply(grads, state, params, *, scale=1.0, finite=None, copy_dtype=None, shardings=None, key=None, numbers=None)
+            -> (params, state, copies)
 
     `scale` (float32 scalar) multiplies gradients first. If `finite` (bool scalar) is False, params, moments and count do not change.
     `copies` are the new params in `copy_dtype`, or None. `shardings` (NamedShardings like params) are those of params, moments and
     gradients: the update then runs on each device's shard and sends nothing between devices. `key` (a random key) seeds stochastic
-    rounding. `update` takes `scale`, `finite`, `shardings` and `key` too. Inputs that jit donates are overwritten. Without `shardings`,
-    "pallas" runs on one device.
+    rounding, and so does each leaf's number, in `numbers` (uint32[leaves]; None: its place in the tree). `update` takes `scale`, `finite`,
+    `shardings` and `key` too. Inputs that jit donates are overwritten. Without `shardings`, "pallas" runs on one device.
 
     Args:
       learning_rate: a number, or a schedule: f(steps taken before).
@@ -107,12 +114,34 @@ def fused_lion(
     return _transformation(_Settings(rule, learning_rate, b1, b2, 0.0, weight_decay, mask, moments, implementation))
 
 
+@contextlib.contextmanager
+def in_plain_jnp() -> Iterator[None]:
+    """Makes updates that are traced inside take the plain form, on all devices, so that a reader of the program finds no kernel."""
+    token = _IS_PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _IS_PLAIN.reset(token)
+
+
+@contextlib.contextmanager
+def of_a_part() -> Iterator[None]:
+    """Makes `init` take a part of the weights, in which stochastic rounding may have nothing to round."""
+    token = _IS_PART.set(True)
+    try:
+        yield
+    finally:
+        _IS_PART.reset(token)
+
+
 def choose(implementation: str, kind: str, mesh: Mesh | None) -> str:
     """Returns the meaning of "auto" for arrays on a mesh; None: on a single device.
 
     Raises:
       UserError: a kernel for GPUs is requested on other devices.
     """
+    if _IS_PLAIN.get():
+        return "jnp"
     platform = mesh_lib.platform(mesh)
     if implementation in ("pallas", "grouped") and platform != "gpu":
         raise UserError(
@@ -146,7 +175,7 @@ def _init(settings: _Settings, params: Any) -> Any:
             raise UserError(
                 f"{path}: the fused optimizers update floating weights, and it is {leaf.dtype}; use optax.masked"
             )
-    if settings.rule.stochastic and settings.moments == "fp32" and not _has_bf16(params):
+    if settings.rule.stochastic and settings.moments == "fp32" and not _has_bf16(params) and not _IS_PART.get():
         raise UserError(
             "stochastic_rounding: nothing is stored in bf16 or int8: params are not bf16 and moments='fp32'; "
             "set moments='bf16' or 'int8', or stochastic_rounding=False"
@@ -199,22 +228,21 @@ def _step(
     scale: Any = 1.0,
     shardings: Any = None,
     key: Any = None,
+    numbers: Any = None,
 ) -> tuple[Any, Any, Any]:
     """Returns (params or updates, state, copies)."""
     structure: Any = jax.tree.structure(params)
     weights = jax.tree.leaves(params)
-    if not weights:  # of a mask or a label that matches nothing
-        return (
-            params,
-            state._replace(count=optax.safe_increment(state.count)),
-            None if rule.copy_dtype is None else params,
-        )
+    if not weights:  # of a mask or a label that matches nothing, or with all weights offloaded
+        count = optax.safe_increment(state.count)
+        count = count if finite is None else jnp.where(finite, count, state.count)
+        return params, state._replace(count=count), None if rule.copy_dtype is None else params
     moments = [structure.flatten_up_to(moment) for moment in state[1:]]
     leaves = [rules.Operands(*arrays) for arrays in zip(structure.flatten_up_to(grads), weights, *_as_tuples(moments))]
     decays = _decays(settings, params)
     count = optax.safe_increment(state.count)
     scalars = _scalars(settings, state.count, count, scale, finite)
-    seeds = rounding.fold(_seed(key, state.count), jnp.arange(len(leaves)))
+    seeds = rounding.fold(_seed(key, state.count), jnp.arange(len(leaves)) if numbers is None else numbers)
     kind = "coded" if rule.stochastic or settings.moments == "int8" else "plain"
     if shardings is None:
         chosen = choose(settings.implementation, kind, None)

@@ -46,7 +46,8 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The decision for one leaf: `spec` as stored, `sharded` the spec at stages that shard its role, and the reason."""
+    """The decision for one leaf: `spec` as stored, `sharded` the spec at stages that shard its role, the reason, and the path of the weight
+    whose shape or blocks it has ("" for none)."""
 
     role: str
     shape: tuple[int, ...]
@@ -55,6 +56,7 @@ class Decision:
     sharded: P
     reason: str
     padding: tuple[int, ...] = ()
+    weight: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,9 @@ class Partition:
       shardings: NamedShardings.
       leaves: the decision for each leaf, by path.
       placements: the shardings of each weight, its gradient and its optimizer state, by path.
+      offload: what lives in host memory; None for nothing.
+      resident: the partition of the same state with nothing offloaded; None if nothing is.
+      cuts: the slices of each weight whose offloaded state is in pieces, by path.
     """
 
     mesh: Mesh
@@ -78,6 +83,14 @@ class Partition:
     shardings: Any
     leaves: Mapping[str, Decision]
     placements: Mapping[str, Placement]
+    offload: Any = None
+    resident: "Partition | None" = None
+    cuts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def on_device(self) -> "Partition":
+        """Returns the partition of the same state with nothing offloaded."""
+        return self.resident or self
 
     @property
     def kept_whole(self) -> dict[str, str]:

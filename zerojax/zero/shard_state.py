@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from zerojax import roles, tree
 from zerojax.errors import UserError
 from zerojax.zero import placement, stages
+from zerojax.zero.offload import create
 
 
 def shard_train_state(
@@ -30,7 +31,7 @@ def shard_train_state(
         gradient and no update. If the state has `tx`, `params` and `opt_state`, its optimizer state is reduced to that of the trainable
         weights: `tx.init` of params with `optax.MaskedNode()` in place of the frozen ones. A state of another kind must omit the
         optimizer state of frozen weights. Empty: all weights are trained.
-      **options: `overrides`, `min_size`, `indivisible` and `roles` of `partition_state`.
+      **options: `overrides`, `min_size`, `indivisible`, `roles` and `offload` of `partition_state`.
 
     Returns:
       The sharded state, of the same tree type, and the `Partition` that train steps are built from.
@@ -44,6 +45,9 @@ def shard_train_state(
         traced, init = _close_over_settings(state_or_init, init_args, trainable)
         abstract_state = jax.eval_shape(init, *traced)
         partition = stages.partition_state(abstract_state, mesh=mesh, stage=stage, trainable=trainable, **options)
+        if partition.offload:
+            leaves = create.from_init(lambda *args: pad(init(*args), partition.on_device), traced, partition)
+            return jax.tree.unflatten(jax.tree.structure(partition.abstract_state), leaves), partition
         # Returns leaves, because an init function that makes its own optimizer returns another tree type at each call.
         init_leaves = jax.jit(
             lambda *args: jax.tree.leaves(pad(init(*args), partition)),
@@ -54,6 +58,9 @@ def shard_train_state(
         raise UserError("shard_train_state: init arguments need an init function, and the first argument is a state")
     state = _trained(_checked(state_or_init), trainable)
     partition = stages.partition_state(state, mesh=mesh, stage=stage, trainable=trainable, **options)
+    if partition.offload:
+        leaves = create.from_leaves(jax.tree.leaves(pad(state, partition.on_device)), partition, _copy_to)
+        return jax.tree.unflatten(jax.tree.structure(partition.abstract_state), leaves), partition
     return jax.tree.map(_copy_to, pad(state, partition), partition.shardings), partition
 
 

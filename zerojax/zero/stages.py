@@ -28,6 +28,7 @@ from zerojax.errors import UserError
 from zerojax.optim import eight_bit
 from zerojax.roles import FROZEN, OPT_STATE, OTHER, PARAMS
 from zerojax.zero import placement
+from zerojax.zero.offload import layout, settings
 
 DATA = mesh_lib.DATA
 
@@ -96,6 +97,7 @@ def partition_state(
     indivisible: str = "whole",
     roles: Sequence[tuple[str, str]] = ROLES,
     trainable: str = "",
+    offload: settings.Offload | Mapping[str, Any] | str | None = None,
 ) -> placement.Partition:
     """Decides how a train state is sharded, without allocating anything.
 
@@ -111,10 +113,12 @@ def partition_state(
       roles: ordered (path regex, role); the first regex found in a leaf's path gives its role.
       trainable: a regex; weights whose path below `params` does not match are frozen. The optimizer state must omit them, as that of
         `shard_train_state` does. Empty: all weights are trained.
+      offload: what lives in host memory: "host" for the optimizer state, an `Offload` or a dict of its fields; None for nothing.
 
     Raises:
       UserError: the stage, `indivisible` or a mesh axis is unknown; an override matches no weight or does not fit its shape; the state
-        has no params; `trainable` matches no weight; or the optimizer state has leaves of a frozen weight.
+        has no params; `trainable` matches no weight; the optimizer state has leaves of a frozen weight; or the stage or the optimizer does
+        not allow what `offload` says.
 
     >>> partition = partition_state(jax.eval_shape(init, key), mesh=make_mesh(), stage=2)
     """
@@ -124,6 +128,8 @@ def partition_state(
         raise UserError(f"indivisible: must be 'whole' or 'pad', and is {indivisible!r}")
     if DATA not in mesh.shape:
         raise UserError(f"mesh: needs an axis named 'data', and has {tuple(mesh.shape)}; see zerojax.make_mesh")
+    chosen = settings.read(offload)
+    settings.check(chosen, STAGES, stage)
     abstract_state = tree.abstract(abstract_state)
     role_of = leaf_roles(abstract_state, roles, trainable)
     if PARAMS not in role_of.values() and FROZEN not in role_of.values():
@@ -149,8 +155,9 @@ def partition_state(
                 "state; call zerojax.shard_train_state, which makes that of the trainable weights alone, or pass the state that it returns"
             )
         decided = rule.decide(weight, jax.ShapeDtypeStruct(shape, leaf.dtype), role_of[path])
+        decided = dataclasses.replace(decided, weight=weight or "")
         leaves[path] = decided if shape == leaf.shape else _scales(decided, leaf.shape, mesh)
-    return _assemble(mesh, stage, abstract_state, leaves)
+    return layout.place(_assemble(mesh, stage, abstract_state, leaves), chosen, min_size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from zerojax.errors import UserError
 from zerojax.zero import accumulate, explicit, placement, where_used, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
+from zerojax.zero.offload import streamed
 
 
 def make_train_step(
@@ -33,8 +34,6 @@ def make_train_step(
     offload: str = "",
     reduce_dtype: Any = None,
     donate: bool = True,
-    fetch: Callable[[Any], Any] = lambda state: state,
-    store: Callable[[Any], Any] = lambda state: state,
 ) -> Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]:
     """Builds `train_step(state, batch) -> (state, metrics)`, compiled, from a loss function written for one device and unsharded weights.
 
@@ -52,13 +51,12 @@ def make_train_step(
       reduce_dtype: the dtype in which gradients are summed over devices. The loss function then sees one device's examples, and its
         means are averaged, as in DDP, FSDP and DeepSpeed. None: it sees the global batch, and the compiler sums in the matmuls' dtype.
       donate: whether the step reuses the old state's memory; the old state is then deleted.
-      fetch: f(state) -> state that moves the optimizer state from its stored sharding to that of the update. Default: the identity.
-      store: f(state) -> state that moves the optimizer state back. Default: the identity.
 
     Returns:
-      The step. Its metrics are scalars: loss, grad_norm and the metrics that the loss function returned. With loss scaling there are also
-      loss_scale (of this step), skipped_steps (so far), overflow_leaf (the index of the first gradient that was not finite, or -1) and
-      is_exhausted. The state must have `params` and `apply_gradients(grads=...)`, as flax's TrainState and its subclasses do. If weights
+      The step: a compiled function, or a `streamed.StreamedStep` if the partition has offloaded leaves. Its metrics are scalars: loss,
+      grad_norm and the metrics that the loss function returned. With loss scaling there are also loss_scale (of this step), skipped_steps
+      (so far), overflow_leaf (the index of the first gradient that was not finite, or -1) and is_exhausted. The state must have
+      `params` and `apply_gradients(grads=...)`, as flax's TrainState and its subclasses do. If weights
       are frozen, `apply_gradients` gets params and gradients with `optax.MaskedNode()` in their place.
 
     Raises:
@@ -76,9 +74,11 @@ def make_train_step(
     how.check()
     gradients = _gradients(_with_aux(loss_fn, scaling), partition, how, grad_accum, reduce_dtype, compute_dtype)
     constrain = functools.partial(_constrain_for_update, partition.placements)
-    update = update_lib.make(partition)
+    updates = streamed.updates_of(partition, may_skip=loss_scale is not None)
+    resident = partition if updates is None else updates.rest.partition
+    update = update_lib.make(resident)
 
-    def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+    def train_step(state: Any, batch: Any) -> tuple[Any, ...]:
         batch = precision.cast_floating(_shard_batch(partition.mesh, batch, grad_accum), compute_dtype)
         with jax.named_scope("gradients"):
             (_, aux), grads = gradients(state.params, batch, state)
@@ -90,20 +90,22 @@ def make_train_step(
             factor = unscale * jnp.minimum(1.0, clip_norm / norm) if clip_norm else unscale
             verdict = scaling.verdict(squares)
         with jax.named_scope("update"):
-            before = fetch(state)
-            new_state = update(before, before.replace(**aux.get("state", {})), grads, factor, verdict.finite)
-            new_state, scaling_metrics = scaling.adjust(store(new_state), verdict)
+            own, after = resident.trainable_part(grads), state.replace(**aux.get("state", {}))
+            new_state = update(state, after, own, factor, verdict.finite, numbers=updates and updates.rest.numbers)
+            new_state, scaling_metrics = scaling.adjust(new_state, verdict)
             # Cast and add on the shards, then gather, so that 16-bit params are sent.
             new_state = new_state.replace(params=constrain(new_state.params))
-        return new_state, {**aux["metrics"], "grad_norm": norm, **scaling_metrics}
+        metrics = {**aux["metrics"], "grad_norm": norm, **scaling_metrics}
+        return new_state, metrics, *(updates.handed(state, grads, factor, verdict.finite) if updates else ())
 
-    return xla_options.jit(
+    step = xla_options.jit(
         train_step,
         _compiler_options(partition, blocks, reduce_dtype, compute_dtype),
         donate_argnums=(0,) if donate else (),
-        in_shardings=(partition.shardings, None),
-        out_shardings=(partition.shardings, None),
+        in_shardings=(resident.shardings, None),
+        out_shardings=(resident.shardings, None, *([updates.handed_shardings] if updates else [])),
     )
+    return step if updates is None else streamed.StreamedStep(step, updates, donate=donate)
 
 
 def _sum_of_squares(grad: Any, unscale: jax.Array) -> jax.Array:

@@ -28,6 +28,7 @@ def make(partition: Any) -> Callable[..., Any]:
       grads: gradients of the trainable part, sharded as `Placement.update`.
       factor: float32[] or a number that multiplies them.
       finite: bool[], whether the step is taken; None: every step is.
+      numbers: uint32[leaves], the number of each weight of the trainable part, which seeds stochastic rounding; None: its place.
 
     A skipped step returns `before`, bit for bit. Gradients keep their dtype if every step is taken, and are float32 otherwise: in 16 bits
     they may underflow without their loss scale.
@@ -37,18 +38,18 @@ def make(partition: Any) -> Callable[..., Any]:
     """
     apply = _apply(partition)
 
-    def update(before: Any, after: Any, grads: Any, factor: Any, finite: Any) -> Any:
+    def update(before: Any, after: Any, grads: Any, factor: Any, finite: Any, numbers: Any = None) -> Any:
         own_before, own_after = (
             state.replace(params=partition.trainable_part(state.params)) for state in (before, after)
         )
-        new = apply(own_before, own_after, grads, factor, finite)
+        new = apply(own_before, own_after, grads, factor, finite, numbers)
         return new.replace(params=placement.with_frozen(new.params, before.params))
 
     return update
 
 
 def _apply(partition: Any) -> Callable[..., Any]:
-    """Returns f(before, after, grads, factor, finite) -> the new train state, for states with trainable params only."""
+    """Returns f(before, after, grads, factor, finite, numbers) -> the new train state, for states with trainable params only."""
     state = partition.abstract_state
     tx = getattr(state, "tx", None)
     # A state with an `apply_gradients` of its own (for averages of weights, say) keeps it.
@@ -62,14 +63,17 @@ def _apply(partition: Any) -> Callable[..., Any]:
     return functools.partial(_in_one_pass, functools.partial(tx.apply, shardings=shardings))
 
 
-def _by_parts(before: Any, after: Any, grads: Any, factor: Any, finite: Any) -> Any:
+def _by_parts(before: Any, after: Any, grads: Any, factor: Any, finite: Any, numbers: Any) -> Any:
     grads = precision.cast_floating(grads, None if finite is None else jnp.float32)
     grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
     return _if_finite(finite, after.apply_gradients(grads=grads), before)
 
 
-def _in_one_pass(apply: Callable[..., Any], before: Any, after: Any, grads: Any, factor: Any, finite: Any) -> Any:
-    params, opt_state = apply(grads, before.opt_state, before.params, scale=factor, finite=finite)[:2]
+def _in_one_pass(
+    apply: Callable[..., Any], before: Any, after: Any, grads: Any, factor: Any, finite: Any, numbers: Any
+) -> Any:
+    how = {"scale": factor, "finite": finite, "numbers": numbers}
+    params, opt_state = apply(grads, before.opt_state, before.params, **how)[:2]
     blank = {"params": (), "opt_state": ()}
     rest = _if_finite(finite, after.replace(step=after.step + 1, **blank), before.replace(**blank))
     return rest.replace(params=params, opt_state=opt_state)

@@ -1,0 +1,51 @@
+"""Tests of zerojax.zero.offload.create: offloaded states begin as others do, and never exist on the device all at once."""
+
+import jax
+import jax.numpy as jnp
+import offloads
+import pytest
+
+import zerojax
+from zerojax.zero.offload import create, layout
+
+OPTIMIZERS = {
+    "moments": lambda: offloads.adam(),
+    "8-bit moments": lambda: zerojax.fused_adamw(1e-2, moments="int8"),
+    "master weights": lambda: zerojax.with_master_weights(offloads.adam()),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_offloaded_state_begins_as_one_on_the_device_does(name, monkeypatch):
+    monkeypatch.setattr(create, "MOST_BYTES", 1 << 10)
+    tx = OPTIMIZERS[name]()
+    offloaded, partition = offloads.sharded(tx, offloads.PIECES, dtype=jnp.bfloat16, stage=2)
+    resident, _ = offloads.sharded(tx, None, dtype=jnp.bfloat16, stage=2)
+    offloads.assert_equal(offloaded, resident)
+    again, _ = zerojax.shard_train_state(
+        resident, mesh=zerojax.make_mesh(), stage=2, offload=offloads.PIECES, min_size=64
+    )
+    assert jax.tree.structure(again) == jax.tree.structure(offloaded)
+    assert jax.tree.leaves(jax.tree.map(lambda leaf: leaf.sharding, again)) == jax.tree.leaves(partition.shardings)
+    offloads.assert_equal(again, resident)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(resident))
+
+
+def test_few_offloaded_leaves_are_on_the_device_at_once(monkeypatch):
+    """Every program that makes offloaded leaves returns a few, and they are on the host before the next one runs."""
+    monkeypatch.setattr(create, "MOST_BYTES", 1 << 10)
+    sizes, put = [], create._to_host
+
+    def noted(array, like):
+        held = {id(a): a for a in jax.live_arrays() if not layout.is_on_host(a) and a.size >= 1024}
+        sizes.append(sum(a.nbytes // 8 for a in held.values()))
+        return put(array, like)
+
+    monkeypatch.setattr(create, "_to_host", noted)
+    before = sum(a.nbytes // 8 for a in jax.live_arrays() if not layout.is_on_host(a) and a.size >= 1024)
+    state, partition = offloads.sharded(zerojax.with_master_weights(offloads.adam()), offloads.PIECES, stage=2)
+    whole = sum(
+        layout.shard_bytes(leaf) for leaf in jax.tree.leaves(partition.abstract_state) if layout.is_on_host(leaf)
+    )
+    assert max(sizes) - before <= 2 * (1 << 10) < whole
+    del state

@@ -1,0 +1,51 @@
+"""Tests of zerojax.zero.offload.settings: what is offloaded is read from three forms, and what cannot take effect is refused."""
+
+import pytest
+
+from zerojax.errors import UserError
+from zerojax.zero import stages
+from zerojax.zero.offload import settings
+
+
+@pytest.mark.parametrize("value", ["host", {"optimizer": "host"}, settings.Offload(optimizer="host")])
+def test_three_forms_mean_the_same(value):
+    assert settings.read(value) == settings.Offload(optimizer="host")
+
+
+@pytest.mark.parametrize("value", [None, "none", {}, settings.Offload()])
+def test_nothing_is_offloaded_by_default(value):
+    assert not settings.read(value).is_on
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        ("disk", "offload.optimizer: must be one of none, host, nvme, and is 'disk'"),
+        (True, "offload: must be one of"),
+        ({"optimiser": "host"}, "offload.optimiser: unknown; known are optimizer, params"),
+        ({"optimizer": "host", "fraction": 0}, "offload.fraction: must be above 0 and at most 1, and is 0"),
+        ({"optimizer": "host", "fraction": float("nan")}, "offload.fraction"),
+        ({"optimizer": "host", "chunk_bytes": 2.5e8}, "offload.chunk_bytes: must be a whole number"),
+        ({"optimizer": "host", "in_flight": 1}, "offload.in_flight: must be a whole number of at least 2"),
+        ({"fraction": 0.5}, "offload.fraction: is 0.5 and cannot take effect"),
+        ({"chunk_bytes": 4}, "offload.chunk_bytes: is 4 and cannot take effect"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_name(value, line):
+    with pytest.raises(UserError) as raised:
+        settings.read(value)
+    assert line in str(raised.value)
+
+
+@pytest.mark.parametrize("stage", stages.STAGES)
+@pytest.mark.parametrize("part", settings.PARTS)
+@pytest.mark.parametrize("kind", settings.KINDS)
+def test_a_part_is_offloaded_at_the_stages_that_shard_it(stage, part, kind):
+    chosen = settings.Offload(**{part: kind})
+    is_allowed = kind == "none" or (
+        getattr(stages.STAGES[stage], settings.PARTS[part]) and (part, kind) in settings.BUILT
+    )
+    if is_allowed:
+        return settings.check(chosen, stages.STAGES, stage)
+    with pytest.raises(UserError, match=f"offload.{part}"):
+        settings.check(chosen, stages.STAGES, stage)

@@ -1,0 +1,298 @@
+"""Finds how far each weight's update reaches. This module reads an optimizer's traced update, whatever closures and chains it is made of.
+
+An update is local in one of three degrees:
+
+    elementwise   an element's update depends on that element's gradient, weight and state, and on scalars that no weight determines
+                  (counts, schedules, hyperparameters). Pieces of a leaf, or a leaf padded with zeros, then update as the leaf does.
+    per_leaf      a leaf's update needs that whole leaf, at its own shape: a mean, a norm, a factored moment, the leaf's shape,
+                  random bits drawn for its elements. Leaves may be updated one after another.
+    global        a leaf's update, or a part of the state, depends on other leaves, such as a global norm
+
+The answer holds for all values, since no value is looked at: `clip_by_global_norm` is global however high its limit. It is cautious: an
+operation that is not known to be elementwise counts as one that mixes elements, so a per_leaf update may still be elementwise (a weight
+that is transposed and transposed back).
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+import optax
+
+from zerojax import errors, tree
+from zerojax.optim import fused
+
+ELEMENTWISE, PER_LEAF, GLOBAL = "elementwise", "per_leaf", "global"
+
+
+@dataclasses.dataclass(frozen=True)
+class Locality:
+    """How far an optimizer's updates reach: `kind` is ELEMENTWISE, PER_LEAF or GLOBAL, and `why` says what makes it more than the first."""
+
+    kind: str
+    why: str = ""
+
+
+def of(tx: optax.GradientTransformation, params: Any, pieces: Any = None) -> Locality:
+    """Returns the locality of an optimizer's update of these params. Traces the update twice and computes nothing.
+
+    Args:
+      tx: any optax transformation.
+      params: arrays or ShapeDtypeStructs, of their own shapes, since masks and factored moments depend on names and shapes.
+      pieces: the same tree with other shapes and as many dims, such as those of pieces or of padded leaves; an update that is traced
+        otherwise for these is per_leaf. None: each dim halved.
+
+    >>> locality.of(optax.adamw(1e-3), params).kind
+    'elementwise'
+    """
+    params = jax.tree.map(_plain, params)
+    pieces = jax.tree.map(_halved, params) if pieces is None else jax.tree.map(_plain, pieces)
+    try:
+        with fused.in_plain_jnp():
+            found = _Traced.make(tx, params)
+            local = found.locality()
+            if local.kind == ELEMENTWISE and not found.is_like(_Traced.make(tx, pieces)):
+                return Locality(PER_LEAF, "the update depends on the shapes of the weights")
+    except Exception as error:  # of the user's own code: it needs arguments that only a train step has, or reads values
+        return Locality(GLOBAL, f"its update cannot be traced ({errors.one_line(error, 100)})")
+    return local
+
+
+def _plain(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype alone; shardings would be traced too."""
+    return jax.ShapeDtypeStruct(np.shape(leaf), tree.dtype_of(leaf))
+
+
+def _halved(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(-(-n // 2) for n in leaf.shape), leaf.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """What an array of the traced update depends on.
+
+    Attributes:
+      leaves: the numbers of the weights that it depends on, through their gradients, themselves or their state.
+      is_even: with a weight: it has the weight's shape, and each element depends on the elements in the same place. Without one: all its
+        elements are equal.
+      by: the first operation that made it uneven.
+    """
+
+    leaves: frozenset[int] = frozenset()
+    is_even: bool = True
+    by: str = dataclasses.field(default="", compare=False)
+
+
+_EVEN = _Value()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """An optimizer's traced `init` and `update`."""
+
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+    init: jex.ClosedJaxpr
+    update: jex.ClosedJaxpr
+    num_state: int
+
+    @classmethod
+    def make(cls, tx: optax.GradientTransformation, params: Any) -> "_Traced":
+        tx = optax.with_extra_args_support(tx)
+        init, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
+        update, (_, after) = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
+        structures: list[Any] = [jax.tree.structure(tree) for tree in (state, after)]
+        if structures[0] != structures[1]:
+            raise ValueError("its state changes its structure")
+        names, leaves = zip(*tree.flatten(params)) if jax.tree.leaves(params) else ((), ())
+        return cls(list(names), [leaf.shape for leaf in leaves], init, update, len(jax.tree.leaves(state)))
+
+    def locality(self) -> Locality:
+        weights = [_Value(frozenset([number])) for number in range(len(self.names))]
+        walk = _Walk(self.shapes)
+        state = walk.run(self.init, weights)
+        while True:  # until no step adds a dependence; each round adds one or ends
+            outputs = walk.run(self.update, [*weights, *state, *weights])
+            updates, after = outputs[: len(weights)], outputs[len(weights) :]
+            joined = [_join(pair, is_even=True) for pair in zip(state, after)]
+            if joined == state:
+                break
+            state = joined
+        reaching = [
+            (f"the update of {name}", value, number) for number, (name, value) in enumerate(zip(self.names, updates))
+        ]
+        reaching += [("its state", value, min(value.leaves)) for value in state if value.leaves]
+        for what, value, own in reaching:
+            if value.leaves - {own}:
+                other = self.names[min(value.leaves - {own})]
+                return Locality(GLOBAL, f"{what} depends on {other}" + (" too" if own in value.leaves else ""))
+        for what, value, own in reaching:
+            if not value.is_even:
+                how = f" ({value.by})" if value.by else ""
+                return Locality(PER_LEAF, f"{what} depends on the whole of {self.names[own]}{how}")
+        return Locality(ELEMENTWISE)
+
+    def is_like(self, other: "_Traced") -> bool:
+        """Returns whether both are the same operations with the same constants, but for shapes."""
+        return _same(self.init, other.init) and _same(self.update, other.update)
+
+
+_ONE_TO_ONE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp "
+    "clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt "
+    "igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or polygamma "
+    "population_count pow pvary real reduce_precision rem round rsqrt select_n sharding_constraint shift_left "
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta".split()
+)
+_MOVES = frozenset("broadcast_in_dim reshape transpose squeeze expand_dims rev slice dynamic_slice copy".split())
+_REDUCTIONS = frozenset(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin reduce_xor".split()
+)
+_INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # the parameter that holds the program of a call
+
+
+class _Walk:
+    """Derives the dependences of a program's results from those of its arguments.
+
+    Args:
+      shapes: of the weights.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]):
+        self._shapes = shapes
+
+    def run(self, program: Any, inputs: Sequence[_Value]) -> list[_Value]:
+        """Returns the results of a jaxpr, closed or not."""
+        jaxpr, consts = _opened(program)
+        known: dict[Any, _Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_constant, consts), *inputs]))
+
+        def read(atom: Any) -> _Value:
+            return _constant(atom.val) if isinstance(atom, jex.Literal) else known.get(atom, _EVEN)
+
+        for eqn in jaxpr.eqns:
+            results = self._results(eqn, [read(atom) for atom in eqn.invars])
+            known.update(zip(eqn.outvars, [self._settle(*pair) for pair in zip(results, eqn.outvars)]))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _settle(self, value: _Value, var: Any) -> _Value:
+        """Returns the value with what its shape implies."""
+        shape = tuple(getattr(var.aval, "shape", ()))
+        if np.prod(shape) == 1 and all(self._shapes[number] == shape for number in value.leaves):
+            # A weight of one element is updated elementwise whatever happens to it.
+            return value if len(value.leaves) > 1 else dataclasses.replace(value, is_even=True)
+        return value
+
+    def _results(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
+        name = eqn.primitive.name
+        if name == "optimization_barrier":
+            return inputs
+        if name in ("cond", "while", "scan"):
+            return {"cond": self._cond, "while": self._while, "scan": self._scan}[name](eqn, inputs)
+        inner = next((eqn.params[key] for key in _INNER if key in eqn.params), None)
+        if inner is not None and len(_opened(inner)[0].invars) == len(inputs) and name != "shard_map":
+            return self.run(inner, inputs)
+        shape = getattr(eqn.outvars[0].aval, "shape", ()) if eqn.outvars else ()
+        depends = any(value.leaves for value in inputs)
+        is_even = name in (_ONE_TO_ONE | _MOVES if depends else _ONE_TO_ONE | _MOVES | _REDUCTIONS)
+        if name == "broadcast_in_dim" or depends:
+            # With a weight, each operand that depends on it must be in place: of the result's shape, and not moved.
+            is_even &= all(atom.aval.shape == shape for atom, value in zip(eqn.invars, inputs) if value.leaves)
+            is_even &= name in _ONE_TO_ONE or name in ("broadcast_in_dim", "reshape", "copy")
+        return [_join(inputs, is_even=is_even, by=name)] * len(eqn.outvars)
+
+    def _cond(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
+        chosen, *operands = inputs
+        by_branch = [self.run(branch, operands) for branch in eqn.params["branches"]]
+        decided = [_mixed(chosen, "cond")] if chosen.leaves else []
+        return [_join([*values, *decided], is_even=True) for values in zip(*by_branch)]
+
+    def _while(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
+        split = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        condition, body, carried = inputs[: split[0]], inputs[split[0] : split[1]], inputs[split[1] :]
+        while True:
+            (goes_on,) = self.run(eqn.params["cond_jaxpr"], [*condition, *carried])
+            decided = [_mixed(goes_on, "while")] if goes_on.leaves else []
+            after = self.run(eqn.params["body_jaxpr"], [*body, *carried])
+            joined = [_join([*pair, *decided], is_even=True) for pair in zip(carried, after)]
+            if joined == carried:
+                return carried
+            carried = joined
+
+    def _scan(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
+        # Constants, carry and rows, then carry and rows of results; rows have a dim less inside. JAX releases name the counts differently.
+        body = _opened(eqn.params["jaxpr"])[0]
+        rows_in, rows_out = (_has_rows(*pair) for pair in ((eqn.invars, body.invars), (eqn.outvars, body.outvars)))
+        num_carried = rows_out.count(False)
+        split = rows_in.count(False) - num_carried, rows_in.count(False)
+        consts, carried = inputs[: split[0]], inputs[split[0] : split[1]]
+        rows = [_mixed(value, "scan") if value.leaves else value for value in inputs[split[1] :]]
+        while True:
+            after = self.run(eqn.params["jaxpr"], [*consts, *carried, *rows])
+            joined = [_join(pair, is_even=True) for pair in zip(carried, after)]
+            if joined == carried:
+                return [*carried, *(_mixed(value, "scan") for value in after[len(carried) :])]
+            carried = joined
+
+
+def _has_rows(outside: Sequence[Any], inside: Sequence[Any]) -> list[bool]:
+    return [len(one.aval.shape) != len(other.aval.shape) for one, other in zip(outside, inside)]
+
+
+def _constant(value: Any) -> _Value:
+    array = value if isinstance(value, (np.ndarray, np.generic)) else None
+    is_even = np.size(value) <= 1 or (array is not None and bool(np.all(array == array.flat[0])))
+    return _Value(is_even=is_even, by="" if is_even else "a constant array")
+
+
+def _mixed(value: _Value, by: str) -> _Value:
+    return _Value(value.leaves, is_even=False, by=value.by or by)
+
+
+def _join(values: Sequence[_Value], *, is_even: bool, by: str = "") -> _Value:
+    leaves = frozenset().union(*(value.leaves for value in values))
+    uneven = next((value for value in values if not value.is_even), None)
+    if len(leaves) > 1 or not is_even or uneven is not None:
+        return _Value(leaves, is_even=False, by=uneven.by if uneven is not None and uneven.by else by)
+    return _Value(leaves)
+
+
+def _opened(program: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns a jaxpr and its constants. Newer JAX has one class for jaxprs with constants and without."""
+    return getattr(program, "jaxpr", program), getattr(program, "consts", ())
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Returns whether two programs are the same operations with the same constants, but for shapes."""
+    (a, a_consts), (b, b_consts) = _opened(a), _opened(b)
+    if len(a_consts) != len(b_consts) or not all(map(_equal, a_consts, b_consts)):
+        return False
+    if len(a.eqns) != len(b.eqns) or not _same_constants(a.outvars, b.outvars):
+        return False
+    return all(
+        x.primitive.name == y.primitive.name
+        and _same_constants(x.invars, y.invars)
+        and all(map(_same, _programs(x), _programs(y)))
+        for x, y in zip(a.eqns, b.eqns)
+    )
+
+
+def _same_constants(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    values = [[atom.val if isinstance(atom, jex.Literal) else None for atom in atoms] for atoms in (a, b)]
+    return len(a) == len(b) and all(map(_equal, *values))
+
+
+def _programs(eqn: Any) -> Iterator[Any]:
+    for value in eqn.params.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(part, (jex.Jaxpr, jex.ClosedJaxpr)):
+                yield part
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is None or b is None:
+        return a is b
+    is_scalar = np.size(a) == 1 and np.size(b) == 1  # larger constants have the shapes of weights
+    return not is_scalar or bool(np.all((a == b) | ((a != a) & (b != b))))  # two NaNs are the same constant

@@ -1,0 +1,213 @@
+"""Decides which leaves of a train state live in host memory, and in which pieces. This module changes a partition accordingly.
+
+Moments and master weights are offloaded, a weight's together. Counts, factored moments and the state of small weights stay on the device.
+A `fraction` below 1 takes weights spread evenly over the model: walking the weights in their order, one is taken while less than that
+fraction of the bytes so far is. So each part of the model has the same share of the traffic, and at least the fraction is offloaded.
+
+A weight whose state is larger than a chunk is stored in pieces (`optim.pieces`) if its update is elementwise. Pieces are slices along the
+first dim that the spec does not shard and that is long enough: the more major the dim, the longer the contiguous runs in memory.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax.training import train_state
+from jax.sharding import NamedSharding
+
+from zerojax import roles, specs, tree
+from zerojax.errors import UserError
+from zerojax.optim import eight_bit, locality, one_pass, pieces
+from zerojax.zero import placement
+from zerojax.zero.offload import settings as settings_lib
+
+MEMORY_KIND = "pinned_host"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Slices of a weight: their lengths along `dim`."""
+
+    dim: int
+    lengths: tuple[int, ...]
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Returns whether an array, an abstract array or a leaf in pieces lives in host memory."""
+    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == MEMORY_KIND
+
+
+def on_device(sharding: Any) -> Any:
+    """Returns a sharding in device memory."""
+    return NamedSharding(sharding.mesh, sharding.spec)
+
+
+def on_host(sharding: Any) -> Any:
+    """Returns a sharding in host memory."""
+    return NamedSharding(sharding.mesh, sharding.spec, memory_kind=MEMORY_KIND)
+
+
+def place(partition: placement.Partition, offload: settings_lib.Offload, min_size: int) -> placement.Partition:
+    """Returns the partition with what is offloaded in host memory.
+
+    Args:
+      partition: of a state on the device.
+      offload: the settings, which fit the stage.
+      min_size: weights of fewer elements keep their optimizer state on the device.
+
+    Raises:
+      UserError: the state's update cannot be run leaf by leaf, or the state has nothing to offload.
+    """
+    if not offload.is_on:
+        return partition
+    trained = _checked(partition)
+    owned = leaves_of_weights(partition, min_size)
+    if not owned:
+        raise UserError(
+            "offload.optimizer: no moment or master weight belongs to a weight of at least "
+            f"min_size={min_size} elements; lower min_size, or omit offload"
+        )
+    local = locality.of(trained.tx, trained.params)
+    if local.kind == locality.GLOBAL:
+        raise UserError(
+            f"offload.optimizer: the state is updated leaf by leaf, and with this optimizer {local.why}; "
+            "where it clips by the global norm, remove that and pass make_train_step(clip_norm=...)"
+        )
+    may_cut = local.kind == locality.ELEMENTWISE or isinstance(trained.tx, one_pass.OnePass)
+    known = dict(tree.flatten(partition.abstract_state))
+    nbytes = {weight: sum(shard_bytes(known[path]) for path in paths) for weight, paths in owned.items()}
+    chosen = _spread(nbytes, offload.fraction)
+    cuts = {
+        weight: cut
+        for weight in chosen
+        if may_cut
+        and (
+            cut := _cut(
+                partition.placements[weight], [known[p] for p in owned[weight]], nbytes[weight], offload.chunk_bytes
+            )
+        )
+    }
+    return _placed(partition, offload, {path: weight for weight in chosen for path in owned[weight]}, cuts)
+
+
+def leaves_of_weights(partition: placement.Partition, min_size: int) -> dict[str, list[str]]:
+    """Returns the paths of the moments and the master weight of each trained weight of at least `min_size` elements, by its path."""
+    found: dict[str, list[str]] = {}
+    weights = dict(tree.flatten(partition.abstract_state))
+    for path, leaf in partition.leaves.items():
+        if leaf.role == roles.OPT_STATE and leaf.weight and tree.size(weights[leaf.weight]) >= min_size:
+            found.setdefault(leaf.weight, []).append(path)
+    return {weight: found[weight] for weight in partition.placements if weight in found}
+
+
+def _checked(partition: placement.Partition) -> Any:
+    """Returns the abstract state with its trainable params only; refuses one whose update is unknown."""
+    state = partition.abstract_state
+    update = getattr(type(state), "apply_gradients", None)
+    if update is not train_state.TrainState.apply_gradients or not all(
+        hasattr(state, name) for name in ("tx", "params", "opt_state")
+    ):
+        raise UserError(
+            f"offload.optimizer: needs a flax TrainState that applies gradients as flax does, and the state is {type(state).__name__}, "
+            "whose own apply_gradients may read leaves together; use a TrainState without that method, or omit offload"
+        )
+    return state.replace(params=partition.trainable_part(state.params))
+
+
+def shard_bytes(leaf: Any) -> int:
+    """Returns the bytes of an abstract leaf on each device, or on the host for each device."""
+    return tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
+
+
+def _spread(nbytes: Mapping[str, int], fraction: float) -> list[str]:
+    """Returns weights with at least that fraction of the bytes, spread evenly, and less than one weight more."""
+    chosen, taken, seen = [], 0, 0
+    for weight, count in nbytes.items():
+        seen += count
+        if taken < fraction * seen:
+            chosen.append(weight)
+            taken += count
+    return chosen
+
+
+def _cut(weight: placement.Placement, leaves: list[Any], nbytes: int, chunk_bytes: int) -> Cut | None:
+    """Returns the slices of a weight whose optimizer state, `leaves`, is larger than a chunk; None for none."""
+    number = -(-nbytes // chunk_bytes)
+    shape, spec = tuple(weight.shape or ()), weight.update.spec
+    taken = [bool(specs.names(entry)) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
+    is_coded = any(leaf.shape != shape for leaf in leaves)  # 8-bit codes have scales of another shape
+    steps = [eight_bit.BLOCK if is_coded and dim == len(shape) - 1 else 1 for dim in range(len(shape))]
+    lengths = {dim: shape[dim] // steps[dim] for dim in range(len(shape)) if not taken[dim]}
+    if number < 2 or not lengths or max(lengths.values()) < 2:
+        return None
+    dim = next((dim for dim, length in lengths.items() if length >= number), max(lengths, key=lambda d: lengths[d]))
+    each = -(-shape[dim] // (number * steps[dim])) * steps[dim]
+    whole, rest = divmod(shape[dim], each)
+    cut = Cut(dim, (each,) * whole + ((rest,) if rest else ()))
+    smallest = [(*shape[:dim], length, *shape[dim + 1 :]) for length in set(cut.lengths)]
+    if len(cut.lengths) < 2 or (is_coded and not all(map(eight_bit.takes, smallest))):
+        return None
+    return cut
+
+
+def _placed(
+    partition: placement.Partition, offload: settings_lib.Offload, chosen: Mapping[str, str], cuts: Mapping[str, Cut]
+) -> placement.Partition:
+    """Returns the partition with the leaves of `chosen` (path -> weight) in host memory, in the pieces that `cuts` says."""
+    leaves: dict[str, placement.Decision] = {}
+
+    def parts_of(path: str, leaf: Any) -> Any:
+        """Returns the abstract leaf as it is stored, and notes its decisions."""
+        decision = partition.leaves[path]
+        cut = cuts.get(chosen.get(path, ""))
+        if path not in chosen:
+            leaves[path] = decision
+            return leaf
+        if cut is None:
+            leaves[path] = decision
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host(leaf.sharding))
+        weight_shape = partition.placements[chosen[path]].shape or ()
+        lengths = cut.lengths
+        if leaf.shape != weight_shape and cut.dim == len(weight_shape) - 1:
+            lengths = tuple(-(-length // eight_bit.BLOCK) for length in lengths)
+        parts = []
+        for number, length in enumerate(lengths):
+            piece = tuple(length if dim == cut.dim else n for dim, n in enumerate(leaf.shape))
+            unpadded = tuple(length if dim == cut.dim else n for dim, n in enumerate(decision.shape))
+            leaves[f"{path}/{number}"] = dataclasses.replace(decision, shape=unpadded)
+            parts.append(jax.ShapeDtypeStruct(piece, leaf.dtype, sharding=on_host(leaf.sharding)))
+        return pieces.Pieces(parts, cut.dim)
+
+    abstract = tree.map_with_path(parts_of, partition.abstract_state)
+    offloaded = set(chosen.values())
+    placements = {
+        path: dataclasses.replace(found, opt_state=on_host(found.opt_state)) if path in offloaded else found
+        for path, found in partition.placements.items()
+    }
+    return dataclasses.replace(
+        partition,
+        abstract_state=abstract,
+        specs=jax.tree.map(lambda leaf: leaf.sharding.spec, abstract),
+        shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract),
+        leaves=leaves,
+        placements=placements,
+        offload=offload,
+        resident=partition,
+        cuts=cuts,
+    )
+
+
+def is_offloaded(weight: placement.Placement | None) -> bool:
+    """Returns whether a weight's optimizer state lives in host memory."""
+    return weight is not None and weight.opt_state.memory_kind == MEMORY_KIND
+
+
+def as_on_device(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns an abstract leaf with its sharding in device memory."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_device(leaf.sharding))
+
+
+def cut_of(partition: placement.Partition, weight: str) -> Cut | None:
+    """Returns the pieces of a weight; None for none."""
+    return partition.cuts.get(weight)

@@ -1,0 +1,117 @@
+"""Says which parts of a train state live in host memory. This module holds the settings, their values and where they apply.
+
+    part        kinds                 stages
+    optimizer   none, host, nvme      those that shard the optimizer state
+    params      none, host, nvme      those that shard params
+
+A pair (part, kind) that is not in `BUILT` is refused.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.errors import UserError
+
+NONE, HOST, NVME = "none", "host", "nvme"
+KINDS = (NONE, HOST, NVME)
+PARTS: Mapping[str, str] = {"optimizer": "opt_state", "params": "params"}  # part -> its column in the table of stages
+BUILT = {("optimizer", HOST)}
+CHUNK_BYTES = 256 << 20  # 6 ms at 43 GB/s
+IN_FLIGHT = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Offload:
+    """What lives outside of device memory between its uses.
+
+    Attributes:
+      optimizer: where moments and master weights live: "none" (on the device), "host" (pinned memory) or "nvme" (a local disk).
+      params: where the params live; the same values.
+      fraction: of the optimizer state's bytes that is offloaded, from above 0 to 1. The rest stays on the device.
+      chunk_bytes: bytes of state on each device that are copied and updated together. A larger leaf is stored in pieces of about this size.
+      in_flight: chunks that each device holds at once: those that arrive, are updated and leave. So the update needs about
+        chunk_bytes * in_flight of device memory, whatever the model's size. Half of them arrive before the forward pass begins.
+    """
+
+    optimizer: str = NONE
+    params: str = NONE
+    fraction: float = 1.0
+    chunk_bytes: int = CHUNK_BYTES
+    in_flight: int = IN_FLIGHT
+
+    @property
+    def is_on(self) -> bool:
+        """Returns whether anything is offloaded."""
+        return self != Offload() and (self.optimizer, self.params) != (NONE, NONE)
+
+
+def read(value: Any) -> Offload:
+    """Returns the settings that an argument `offload` means: an Offload, a dict of its fields, a kind for the optimizer, or None.
+
+    Raises:
+      UserError: a field is unknown or a value is not allowed.
+    """
+    if isinstance(value, Offload):
+        return _checked(value)
+    if value is None:
+        return Offload()
+    if isinstance(value, str):
+        return _checked(Offload(optimizer=value))
+    names = [field.name for field in dataclasses.fields(Offload)]
+    if not isinstance(value, Mapping):
+        raise UserError(f"offload: must be one of {', '.join(KINDS)}, a dict or an Offload, and is {value!r}")
+    unknown = [key for key in value if key not in names]
+    if unknown:
+        raise UserError(f"offload.{unknown[0]}: unknown; known are {', '.join(names)}")
+    return _checked(Offload(**value))
+
+
+def _checked(offload: Offload) -> Offload:
+    for part in PARTS:
+        if getattr(offload, part) not in KINDS:
+            raise UserError(f"offload.{part}: must be one of {', '.join(KINDS)}, and is {getattr(offload, part)!r}")
+    is_number = isinstance(offload.fraction, (int, float)) and not isinstance(offload.fraction, bool)
+    if not is_number or not 0 < offload.fraction <= 1:
+        raise UserError(f"offload.fraction: must be above 0 and at most 1, and is {offload.fraction!r}")
+    for name, least in (("chunk_bytes", 1), ("in_flight", 2)):
+        value = getattr(offload, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UserError(f"offload.{name}: must be a whole number of at least {least}, and is {value!r}")
+    unread = {"fraction", "chunk_bytes", "in_flight"} if (offload.optimizer, offload.params) == (NONE, NONE) else set()
+    if offload.optimizer == NONE:
+        unread |= {"fraction"}
+    for name in sorted(unread):
+        if getattr(offload, name) != getattr(Offload(), name):
+            raise UserError(
+                f"offload.{name}: is {getattr(offload, name)!r} and cannot take effect, since nothing is offloaded that reads it; "
+                "set offload.optimizer to 'host', or omit it"
+            )
+    return offload
+
+
+def check(offload: Offload, table: Mapping[int, Any], row: int) -> None:
+    """Checks that a stage allows what is offloaded.
+
+    Args:
+      offload: the settings.
+      table: the table of stages.
+      row: the stage.
+
+    Raises:
+      UserError: it does not, or the part cannot be offloaded there.
+    """
+    for part, column in PARTS.items():
+        kind = getattr(offload, part)
+        if kind == NONE:
+            continue
+        allowed = [number for number, sharded in table.items() if getattr(sharded, column)]
+        if row not in allowed:
+            listed = ", ".join(map(str, allowed))
+            raise UserError(
+                f"offload.{part}: is {kind!r}, which works at stage {listed}, and the stage is {row}; set the stage to "
+                f"{allowed[0]}, or offload.{part} to 'none'"
+            )
+        if (part, kind) not in BUILT:
+            known = ", ".join(f"offload.{p}={k!r}" for p, k in sorted(BUILT))
+            raise UserError(f"offload.{part}: {kind!r} is not supported; supported are {known}")
