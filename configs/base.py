@@ -50,13 +50,16 @@ def get_config():
     c.optimizer = config_dict.ConfigDict()
     c.optimizer.name = "adamw"  # adam, adamw, adafactor, lamb, lion, sgd
     c.optimizer.learning_rate = 3e-3  # the schedule's peak
-    c.optimizer.schedule = "cosine"  # constant, linear, cosine
-    c.optimizer.warmup_steps = 20  # linear warm-up from 0
-    c.optimizer.final_fraction = 0.1  # of the peak, at the last step (linear, cosine)
+    c.optimizer.schedule = "cosine"  # constant, linear, cosine; WarmupLR, WarmupDecayLR, WarmupCosineLR as in DeepSpeed
+    c.optimizer.warmup_steps = 20  # steps of the warm-up
+    c.optimizer.warmup = "linear"  # the form of the warm-up: "linear", "log"
+    c.optimizer.initial_fraction = 0.0  # of the peak, at step 0 of a warm-up
+    c.optimizer.final_fraction = 0.1  # of the peak, at the last step (linear, cosine, WarmupCosineLR)
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.95
     c.optimizer.eps = 1e-8
-    c.optimizer.weight_decay = 0.1  # on leaves with two or more dims
+    c.optimizer.weight_decay = 0.1  # decoupled from the gradient
+    c.optimizer.weight_decay_on = "matrices"  # leaves with two or more dims; "all": biases and scales too
     c.optimizer.clip_norm = 1.0  # maximum of the global gradient norm; 0: no clipping
     c.optimizer.moments = "fp32"  # stored in "fp32", "bf16" or "int8": 4, 2 or 1 bytes; only for adam, adamw and lion
 

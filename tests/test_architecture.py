@@ -28,7 +28,7 @@ ROOMS: dict[str, set[str]] = {
     "checkpoint": {"optim"},
     "zero": {"optim", "ops"},
     "inference": {"models", "zero"},
-    "interop": {"models", "checkpoint"},
+    "interop": {"models", "checkpoint", "optim", "zero"},
     "plan": {"hlo", "zero", "launch"},
     "profile": {"hlo", "zero", "launch", "plan"},
     "trainer": {
@@ -46,16 +46,24 @@ ROOMS: dict[str, set[str]] = {
         "profile",
     },
 }
-COMMAND_LINES = {"__main__", "train", "plan.__main__", "checkpoint.__main__"}  # define flags; no module imports them
-KNOW_FLAGS = COMMAND_LINES | {"trainer.command"}
+ROOMS["commands"] = {*ROOMS}
+# Command lines define flags, and no module imports them; `commands.arguments` is what those in `commands` share.
+COMMAND_LINES = {"__main__", "train", "plan.__main__", "checkpoint.__main__"} | {
+    f"commands.{path.stem}"
+    for path in (PACKAGE / "commands").glob("*.py")
+    if path.stem not in ("__init__", "arguments")
+}
+KNOW_FLAGS = COMMAND_LINES | {"trainer.command", "commands.arguments"}
 KNOW_THEIR_PROCESS = {"checkpoint", "data", "interop", "launch", "trainer", "train"}
 KNOW_STAGES = {
     "zero.stages",
     "zero.placement",
     "zero.shard_state",
     "zero.memory",
+    "interop.deepspeed.own_step",  # DeepSpeed's word too
     "trainer",
     "plan",
+    "commands",
 }  # may use the name `stage` in code
 MOST_MODULES = 16  # in a folder
 LONGEST_FUNCTION, TRAIN_STEP = 60, 40

@@ -39,11 +39,16 @@ SMALL = {
 }
 
 
-@functools.cache
-def load(name):
+def load_file(name):
     spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def load(name):
+    module = load_file(name)
     for constant, value in SMALL[name].items():
         assert hasattr(module, constant)
         setattr(module, constant, value)
@@ -278,6 +283,13 @@ def test_weights_of_another_model_are_refused_where_used():
         zerojax.UserError, match=r"code/kernel: has shape \(8, 8\), and the weight stored as params/code"
     ):
         loss_fn({"code": {"kernel": jnp.zeros((8, 8))}})
+
+
+def test_the_example_of_a_deepspeed_config_trains_as_the_config_says(capsys):
+    example = load_file("deepspeed_config")
+    losses = example.train(example.CONFIG, 12)
+    assert losses[-1] < 0.8 * losses[0]
+    assert "zero_optimization.stage: taken; config.zero.stage = 3" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ import runs
 
 from zerojax import __main__ as cli
 
+KNOWN = ", ".join(cli.COMMANDS)
+
 
 def started(*words: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", *words]
@@ -41,10 +43,10 @@ def test_help_lists_every_command_and_imports_none(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "a command is missing; give one of train, plan, verify-checkpoint"),
+        ([], f"a command is missing; give one of {KNOWN}"),
         (["trian"], "'trian' is not a command; did you mean 'train'?"),
-        (["xyz"], "'xyz' is not a command; known: train, plan, verify-checkpoint"),
-        (["--config=configs/zero3.py"], "is not a command; known: train, plan, verify-checkpoint"),
+        (["xyz"], f"'xyz' is not a command; known: {KNOWN}"),
+        (["--config=configs/zero3.py"], f"is not a command; known: {KNOWN}"),
     ],
 )
 def test_an_unknown_command_ends_in_one_line_with_status_2(monkeypatch, capsys, arguments, words):

@@ -7,6 +7,7 @@
 """
 
 from zerojax.errors import UserError
+from zerojax.interop.deepspeed.own_step import from_deepspeed_config
 from zerojax.mesh import batch_sharding, make_mesh
 from zerojax.ops.embedding import embedding_lookup
 from zerojax.optim.fused import fused_adamw, fused_lion
@@ -32,6 +33,7 @@ __all__ = [
     "UserError",
     "batch_sharding",
     "embedding_lookup",
+    "from_deepspeed_config",
     "fused_adamw",
     "fused_lion",
     "make_mesh",

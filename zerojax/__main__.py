@@ -11,6 +11,7 @@ import sys
 COMMANDS = {
     "train": ("zerojax.train", "Trains a language model from a config."),
     "plan": ("zerojax.plan", "Reports the memory and communication of a run, without running it."),
+    "migrate": ("zerojax.commands.migrate", "Translates a config of DeepSpeed or Accelerate."),
     "disk": ("zerojax.commands.disk", "Measures a disk, and predicts the step of a config that offloads to it."),
     "verify-checkpoint": ("zerojax.checkpoint", "Checks the files of a run's checkpoints."),
 }

@@ -17,24 +17,27 @@ def decays(params: Any) -> Any:
     return jax.tree.map(lambda p: jnp.ndim(p) >= 2, params)
 
 
-# name -> f(learning rate or schedule, b1, b2, eps, weight decay). A mask costs a tree walk at trace time only.
+# config.optimizer.weight_decay_on -> the mask of the leaves that take weight decay
+DECAYS: dict[str, Callable[[Any], Any] | None] = {"matrices": decays, "all": None}
+
+# name -> f(learning rate or schedule, b1, b2, eps, weight decay, its mask). A mask costs a tree walk at trace time only.
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    "adam": lambda lr, b1, b2, eps, wd: optax.adam(lr, b1, b2, eps),
-    "adamw": lambda lr, b1, b2, eps, wd: optax.adamw(lr, b1, b2, eps, weight_decay=wd, mask=decays),
-    "adafactor": lambda lr, b1, b2, eps, wd: optax.adafactor(
-        lr, weight_decay_rate=wd or None, weight_decay_mask=decays
+    "adam": lambda lr, b1, b2, eps, wd, mask: optax.adam(lr, b1, b2, eps),
+    "adamw": lambda lr, b1, b2, eps, wd, mask: optax.adamw(lr, b1, b2, eps, weight_decay=wd, mask=mask),
+    "adafactor": lambda lr, b1, b2, eps, wd, mask: optax.adafactor(
+        lr, weight_decay_rate=wd or None, weight_decay_mask=mask
     ),
-    "lamb": lambda lr, b1, b2, eps, wd: optax.lamb(lr, b1, b2, eps, weight_decay=wd, mask=decays),
-    "lion": lambda lr, b1, b2, eps, wd: optax.lion(lr, b1, b2, weight_decay=wd, mask=decays),
-    "sgd": lambda lr, b1, b2, eps, wd: optax.sgd(lr, momentum=b1 or None),
+    "lamb": lambda lr, b1, b2, eps, wd, mask: optax.lamb(lr, b1, b2, eps, weight_decay=wd, mask=mask),
+    "lion": lambda lr, b1, b2, eps, wd, mask: optax.lion(lr, b1, b2, weight_decay=wd, mask=mask),
+    "sgd": lambda lr, b1, b2, eps, wd, mask: optax.sgd(lr, momentum=b1 or None),
 }
 WITHOUT_DECAY = ("adam", "sgd")
 
 # The same with moments in 16 or 8 bits, and with stochastically rounded 16-bit weights.
 FUSED: dict[str, Callable[..., Any]] = {
-    "adam": lambda lr, b1, b2, eps, wd, **how: fused.fused_adamw(lr, b1, b2, eps, 0.0, **how),
-    "adamw": lambda lr, b1, b2, eps, wd, **how: fused.fused_adamw(lr, b1, b2, eps, wd, mask=decays, **how),
-    "lion": lambda lr, b1, b2, eps, wd, **how: fused.fused_lion(lr, b1, b2, wd, mask=decays, **how),
+    "adam": lambda lr, b1, b2, eps, wd, mask, **how: fused.fused_adamw(lr, b1, b2, eps, 0.0, **how),
+    "adamw": lambda lr, b1, b2, eps, wd, mask, **how: fused.fused_adamw(lr, b1, b2, eps, wd, mask=mask, **how),
+    "lion": lambda lr, b1, b2, eps, wd, mask, **how: fused.fused_lion(lr, b1, b2, wd, mask=mask, **how),
 }
 
 
@@ -48,6 +51,7 @@ def make_optimizer(
     weight_decay: float,
     moments: str = "fp32",
     rounds_weights: bool = False,
+    weight_decay_on: str = "matrices",
 ) -> optax.GradientTransformation:
     """Returns the optax transformation of that name.
 
@@ -57,6 +61,7 @@ def make_optimizer(
       b1, b2, eps, weight_decay: of the optimizer; those that it does not have are ignored.
       moments: how moments are stored: "fp32", "bf16" or "int8" (see `fused`); the last two are rounded stochastically.
       rounds_weights: whether weights are stored in bf16 and rounded stochastically.
+      weight_decay_on: the leaves that take weight decay: "matrices" (two or more dims) or "all".
 
     Raises:
       UserError: the name is unknown; the optimizer has no weight decay; or it cannot round 16-bit weights or moments.
@@ -68,7 +73,8 @@ def make_optimizer(
             f"config.optimizer.weight_decay: {name} applies none, and it is {weight_decay}; "
             "set --config.optimizer.weight_decay=0, or use adamw"
         )
-    plain = OPTIMIZERS[name](learning_rate, b1, b2, eps, weight_decay)
+    mask = DECAYS[weight_decay_on]
+    plain = OPTIMIZERS[name](learning_rate, b1, b2, eps, weight_decay, mask)
     if moments == "fp32" and not rounds_weights:
         return plain
     if name not in FUSED:
@@ -76,7 +82,7 @@ def make_optimizer(
         raise UserError(
             f"config.{option}: {value} needs an optimizer among {', '.join(FUSED)}, and config.optimizer.name is {name!r}"
         )
-    rounding = FUSED[name](learning_rate, b1, b2, eps, weight_decay, moments=moments, stochastic_rounding=True)
+    rounding = FUSED[name](learning_rate, b1, b2, eps, weight_decay, mask, moments=moments, stochastic_rounding=True)
     return _with_state_of(plain, rounding)
 
 

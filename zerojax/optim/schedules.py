@@ -1,49 +1,94 @@
-"""Learning-rate schedules by name. This module maps names to functions of the step, made of optax's."""
+"""Learning-rate schedules by name. This module maps names to functions of the step, made of optax's, and to DeepSpeed's."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 from zerojax.errors import UserError
+from zerojax.optim import deepspeed_schedules
 
 Schedule = Callable[[Any], Any]
+WARMUPS = deepspeed_schedules.WARMUPS
 
 
 def _constant(peak: float, warmup: int, steps: int, final: float) -> Schedule:
-    return optax.schedules.warmup_constant_schedule(0.0 if warmup else peak, peak, warmup)
+    return optax.constant_schedule(peak)
 
 
 def _linear(peak: float, warmup: int, steps: int, final: float) -> Schedule:
-    rise = optax.linear_schedule(0.0, peak, warmup)
-    fall = optax.linear_schedule(peak, peak * final, max(1, steps - warmup))
-    return optax.join_schedules([rise, fall], [warmup])
+    return optax.linear_schedule(peak, peak * final, max(1, steps - warmup))
 
 
 def _cosine(peak: float, warmup: int, steps: int, final: float) -> Schedule:
-    rise = optax.linear_schedule(0.0, peak, warmup)
-    fall = optax.cosine_decay_schedule(peak, max(1, steps - warmup), alpha=final)
-    return optax.join_schedules([rise, fall], [warmup])
+    return optax.cosine_decay_schedule(peak, max(1, steps - warmup), alpha=final)
 
 
+# name -> the schedule after the warm-up, counted from its end
 SCHEDULES: dict[str, Callable[[float, int, int, float], Schedule]] = {
     "constant": _constant,
     "linear": _linear,
     "cosine": _cosine,
 }
 
+# DeepSpeed's, by its names: peak, warm-up steps and its form, steps, initial and final fraction of the peak -> schedule
+DEEPSPEED: dict[str, Callable[[float, int, str, int, float, float], Schedule]] = {
+    "WarmupLR": lambda peak, warmup, kind, steps, first, final: deepspeed_schedules.warmup_lr(
+        peak, peak * first, warmup, kind
+    ),
+    "WarmupDecayLR": lambda peak, warmup, kind, steps, first, final: deepspeed_schedules.warmup_decay_lr(
+        steps, peak, peak * first, warmup, kind
+    ),
+    "WarmupCosineLR": lambda peak, warmup, kind, steps, first, final: deepspeed_schedules.warmup_cosine_lr(
+        peak, steps, first, warmup, final, kind
+    ),
+}
 
-def make(name: str, peak: float, warmup_steps: int, steps: int, final_fraction: float) -> Schedule:
+
+def make(
+    name: str,
+    peak: float,
+    warmup_steps: int,
+    steps: int,
+    final_fraction: float,
+    *,
+    warmup: str = "linear",
+    initial_fraction: float = 0.0,
+) -> Schedule:
     """Returns the learning rate as a function of the step, counted from 0.
 
+    Args:
+      name: of SCHEDULES or DEEPSPEED.
+      peak: the rate after the warm-up.
+      warmup_steps: steps of the warm-up.
+      steps: of the run.
+      final_fraction: of the peak, at the last step.
+      warmup: "linear", or "log": ln(step + 1) / ln(warmup_steps + 1). DeepSpeed's schedules have ln(warmup_steps) below.
+      initial_fraction: of the peak, at step 0.
+
     Raises:
-      UserError: the name is unknown, or the warm-up is longer than the run.
+      UserError: a name is unknown, or the warm-up is longer than the run (DeepSpeed's schedules may be cut).
     """
-    if name not in SCHEDULES:
-        raise UserError(f"config.optimizer.schedule: must be one of {', '.join(SCHEDULES)}, and is {name!r}")
+    if name not in SCHEDULES and name not in DEEPSPEED:
+        known = ", ".join([*SCHEDULES, *DEEPSPEED])
+        raise UserError(f"config.optimizer.schedule: must be one of {known}, and is {name!r}")
+    if warmup not in WARMUPS:
+        raise UserError(f"config.optimizer.warmup: must be one of {', '.join(WARMUPS)}, and is {warmup!r}")
+    if name in DEEPSPEED:
+        return DEEPSPEED[name](peak, warmup_steps, warmup, steps, initial_fraction, final_fraction)
     if warmup_steps > steps:
         raise UserError(
             f"config.optimizer.warmup_steps: {warmup_steps} is longer than the run of {steps} steps; "
             f"set --config.optimizer.warmup_steps={steps // 10}"
         )
-    return SCHEDULES[name](peak, warmup_steps, steps, final_fraction)
+    rise = optax.linear_schedule(peak * initial_fraction, peak, warmup_steps)
+    if warmup == "log":
+        rise = _logarithmic(peak * initial_fraction, peak, warmup_steps)
+    return optax.join_schedules([rise, SCHEDULES[name](peak, warmup_steps, steps, final_fraction)], [warmup_steps])
+
+
+def _logarithmic(first: float, peak: float, steps: int) -> Schedule:
+    """Returns a rise along a logarithm."""
+    return lambda step: first + (peak - first) * jnp.log(step + 1.0) / math.log(max(1, steps) + 1)

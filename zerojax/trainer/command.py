@@ -14,6 +14,8 @@ from zerojax.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A config file, such as configs/zero3.py.", lock_config=True)
 
+CHECKOUT = pathlib.Path(__file__).parents[2]  # of this repository, whose configs/ a config anywhere may import
+
 
 def parse(argv: list[str]) -> Any:
     """Reads the flags. Config files in any folder may import each other as `from configs import base`.
@@ -36,7 +38,7 @@ def parse(argv: list[str]) -> Any:
             path = pathlib.Path(name).resolve()
             if not path.is_file():
                 raise UserError(f"--config {name}: there is no such file; configs/ holds some")
-            sys.path.append(str(path.parent.parent))
+            sys.path += [str(path.parent.parent), str(CHECKOUT)]
     app.define_help_flags()
     try:
         rest = flags.FLAGS(argv)

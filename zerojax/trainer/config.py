@@ -17,7 +17,7 @@ from typing import Any
 
 from zerojax import precision
 from zerojax.errors import UserError
-from zerojax.optim import fused
+from zerojax.optim import fused, registry, schedules
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import remat, stages
 
@@ -27,6 +27,8 @@ CHOICES: dict[str, tuple] = {
     "zero.indivisible": stages.INDIVISIBLE,
     "precision": tuple(precision.PRECISIONS),
     "optimizer.moments": tuple(fused.MOMENTS),
+    "optimizer.warmup": schedules.WARMUPS,
+    "optimizer.weight_decay_on": tuple(registry.DECAYS),
     "loss_scale.on_minimum": loss_scale_lib.ON_MINIMUM,
     "reduce_dtype": tuple(precision.DTYPES),
     "model.remat": tuple(remat.REMAT),
@@ -54,8 +56,8 @@ SMALLEST_NORMAL = 1.2e-38
 BELOW_ONE = ("optimizer.b1", "optimizer.b2")
 NOT_NEGATIVE = tuple(
     "seed global_batch_size micro_batch_size grad_accum zero.min_size model.vocab_size model.num_layers "
-    "optimizer.warmup_steps optimizer.final_fraction optimizer.weight_decay optimizer.clip_norm loss_scale.static evaluate.every "
-    "checkpoint.every checkpoint.keep_best sample.length sample.temperature profile.steps".split()
+    "optimizer.warmup_steps optimizer.initial_fraction optimizer.final_fraction optimizer.weight_decay optimizer.clip_norm "
+    "loss_scale.static evaluate.every checkpoint.every checkpoint.keep_best sample.length sample.temperature profile.steps".split()
 )
 
 
@@ -99,11 +101,14 @@ class OptimizerSettings:
     learning_rate: float
     schedule: str
     warmup_steps: int
+    warmup: str
+    initial_fraction: float
     final_fraction: float
     b1: float
     b2: float
     eps: float
     weight_decay: float
+    weight_decay_on: str
     clip_norm: float
     moments: str
 

@@ -306,7 +306,13 @@ def _optimizer(
 ) -> tuple[schedules.Schedule, optax.GradientTransformation]:
     chosen = config.optimizer
     schedule = schedules.make(
-        chosen.schedule, chosen.learning_rate, chosen.warmup_steps, config.steps, chosen.final_fraction
+        chosen.schedule,
+        chosen.learning_rate,
+        chosen.warmup_steps,
+        config.steps,
+        chosen.final_fraction,
+        warmup=chosen.warmup,
+        initial_fraction=chosen.initial_fraction,
     )
     tx = registry.make_optimizer(
         chosen.name,
@@ -315,6 +321,7 @@ def _optimizer(
         b2=chosen.b2,
         eps=chosen.eps,
         weight_decay=chosen.weight_decay,
+        weight_decay_on=chosen.weight_decay_on,
         moments=chosen.moments,
         rounds_weights=policy.rounds_stochastically,
     )

@@ -57,6 +57,9 @@ FREE = (
     "profile",
 )
 
+# Settings that the config.json of an older run may lack, and the values it ran with.
+BEFORE = {"optimizer.warmup": "linear", "optimizer.initial_fraction": 0.0, "optimizer.weight_decay_on": "matrices"}
+
 
 @contextlib.contextmanager
 def held(workdir: str | os.PathLike) -> Iterator[None]:
@@ -106,7 +109,7 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
         raise UserError(f"{folder / CONFIG_FILE}: is not JSON; restore it, or choose another --workdir") from error
     if not isinstance(saved, Mapping):
         raise UserError(f"{folder / CONFIG_FILE}: is not a saved config; restore it, or choose another --workdir")
-    before, now = _flat(saved), _flat(json.loads(json.dumps(config)))
+    before, now = {**BEFORE, **_flat(saved)}, _flat(json.loads(json.dumps(config)))
     for place in sorted(before.keys() | now.keys()):
         is_free = any(place == free or place.startswith(free + ".") for free in FREE)
         if not is_free and before.get(place) != now.get(place):

@@ -36,7 +36,7 @@ def test_a_tensor_handed_over_is_the_same_memory_until_jax_drops_it(dtype):
     buffer = memory.Buffer(4096)
     view = buffer.array(512, (3, 5), dtype)
     view[:] = np.arange(15).reshape(3, 5)
-    array = jax.dlpack.from_dlpack(memory._Tensor(view, (_CPU, 0)))
+    array = jax.dlpack.from_dlpack(memory._Producer(view, (_CPU, 0)))
     assert array.dtype == dtype and array.shape == (3, 5) and np.array_equal(array, view)
     assert array.unsafe_buffer_pointer() == view.ctypes.data and memory._HELD
     del array

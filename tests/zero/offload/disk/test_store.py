@@ -40,8 +40,8 @@ def held(mesh, tmp_path):
     values = [np.asarray(rng.integers(-9, 9, shape)).astype(dtype) for shape, dtype, _ in LEAVES.values()]
     shardings = [NamedSharding(mesh, spec, memory_kind="pinned_host") for *_, spec in LEAVES.values()]
     arrays = [jax.device_put(value, sharding) for value, sharding in zip(values, shardings)]
-    settings = store_lib.Settings(str(tmp_path), buffers=2, threads=3, part_bytes=4096)
-    store = store_lib.Store(settings, arrays, max(map(store_lib.bytes_of, arrays)))
+    settings = store_lib.Settings(str(tmp_path), buffers=2, buffer_bytes=8192, threads=3, part_bytes=4096)
+    store = store_lib.Store(settings, arrays)
     return store, [store.put(array) for array in arrays], values
 
 
@@ -178,7 +178,7 @@ def test_a_write_that_failed_is_raised_by_the_read_that_waited_for_it(held, monk
     store.flush()
     slowed(monkeypatch, pwritev=0.2)
     real = os.pwritev
-    monkeypatch.setattr(os, "pwritev", lambda *args: real(*args) and failing(monkeypatch, "pwritev") or os.pwritev())
+    monkeypatch.setattr(os, "pwritev", lambda *args: (real(*args) and failing(monkeypatch, "pwritev")) or os.pwritev())
     new = store.replace(arrays[:1], [on_host(values[0], arrays[0])])
     with pytest.raises(UserError, match="writing the offloaded state failed"):
         load(store, new[0]).result(LIMIT)
@@ -187,7 +187,7 @@ def test_a_write_that_failed_is_raised_by_the_read_that_waited_for_it(held, monk
 def test_a_closed_store_ends_its_threads_and_refuses(mesh, tmp_path):
     before = set(threading.enumerate())
     array = jax.device_put(jnp.ones(4096), NamedSharding(mesh, P(), memory_kind="pinned_host"))
-    store = store_lib.Store(store_lib.Settings(str(tmp_path)), [array], store_lib.bytes_of(array))
+    store = store_lib.Store(store_lib.Settings(str(tmp_path)), [array])
     arrays = [store.put(array)]
     load(store, arrays[0]).result(LIMIT)
     store.flush()
@@ -203,7 +203,7 @@ def test_a_closed_store_ends_its_threads_and_refuses(mesh, tmp_path):
 def test_a_store_that_nothing_refers_to_frees_its_disk(mesh, tmp_path):
     sharding = NamedSharding(mesh, P("data"), memory_kind="pinned_host")
     array = jax.device_put(jnp.ones(4096), sharding)
-    store = store_lib.Store(store_lib.Settings(str(tmp_path)), [array], store_lib.bytes_of(array))
+    store = store_lib.Store(store_lib.Settings(str(tmp_path)), [array])
     on_disk, descriptor = store.put(array), store._moving.file.descriptor
     load(store, on_disk).result(LIMIT)
     store.flush()
@@ -221,5 +221,5 @@ def test_a_store_that_nothing_refers_to_frees_its_disk(mesh, tmp_path):
 
 def test_the_space_of_all_arrays_is_taken_at_once(mesh, tmp_path):
     huge = jax.ShapeDtypeStruct((1 << 44,), np.float32, sharding=NamedSharding(mesh, P("data")))
-    with pytest.raises(UserError, match="64.00 TiB are needed there"):
-        store_lib.Store(store_lib.Settings(str(tmp_path)), [huge], 4096)
+    with pytest.raises(UserError, match=r"64.00 TiB are needed there"):
+        store_lib.Store(store_lib.Settings(str(tmp_path)), [huge])

@@ -1,8 +1,8 @@
 """Host memory that a disk reads into and a device copies from. This module allocates it, registers it with CUDA, and hands it to JAX.
 
-Memory that CUDA has registered is handed over as a `pinned_host` array by DLPack (device type kDLCUDAHost): the same bytes, without a copy, and
-outside of the pool that JAX pins by itself. XLA's CPU backend takes aligned memory of
-numpy as its own array, so there the bytes are copied first.
+Memory that CUDA has registered is handed over as a `pinned_host` array by DLPack (device type kDLCUDAHost): the same bytes, without a copy,
+and outside of the pool that JAX pins by itself. XLA's CPU backend takes aligned memory of numpy as its own array, so there the bytes are
+copied first.
 """
 
 import ctypes
@@ -77,7 +77,7 @@ def _unregister(pointer: ctypes.c_void_p, ordinal: int) -> None:
 def put(array: np.ndarray, device: jax.Device, *, is_registered: bool) -> jax.Array:
     """Copies host memory to a device's own. The memory must stay as it is until the result is ready."""
     if is_registered and _type(array.dtype) is not None:
-        pinned = jax.dlpack.from_dlpack(_Tensor(array, (_CUDA_HOST, device.local_hardware_id or 0)))
+        pinned = jax.dlpack.from_dlpack(_Producer(array, (_CUDA_HOST, device.local_hardware_id or 0)))
         return jax.device_put(pinned, jax.sharding.SingleDeviceSharding(device))
     if device.platform == "cpu":
         array = (
@@ -114,7 +114,7 @@ def _delete(address: int) -> None:
     _HELD.pop(address, None)
 
 
-class _Tensor:
+class _Producer:
     """Memory as a producer of DLPack, on a device of DLPack: its type and number. `__dlpack__` may be called once."""
 
     def __init__(self, array: np.ndarray, device: tuple[int, int]):

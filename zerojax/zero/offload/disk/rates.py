@@ -1,8 +1,8 @@
-"""Measures a disk as the store uses it: direct reads, writes, and both at once, in parts on several threads. This module also turns the rates
-into the time of a step.
+"""Measures a disk as the store uses it: direct reads, writes, and both at once, in parts on several threads. This module also turns the
+rates into the time of a step.
 
-A file of the given size is written once before anything is timed, since the first write to a block also notes that it is in use. Each rate is
-that of one pass over the file, or of as much of it as `seconds` allows.
+A file of the given size is written once before anything is timed, since the first write to a block also notes that it is in use. Each rate
+is that of one pass over the file, or of as much of it as `seconds` allows.
 """
 
 import concurrent.futures

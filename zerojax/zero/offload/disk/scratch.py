@@ -1,10 +1,10 @@
 """One file without a name on a local disk. This module opens it, and reads and writes it past the page cache where the file system allows.
 
-A file without a name cannot be left behind, shared or trusted after a crash: the kernel frees it when its process ends, however that ends. Its
-space is taken before the first write, so that a full disk is known at the start.
+A file without a name cannot be left behind, shared or trusted after a crash: the kernel frees it when its process ends, however that ends.
+Its space is taken before the first write, so that a full disk is known at the start.
 
-Direct reads and writes need aligned places, lengths and memory. Places and lengths are multiples of `ALIGNMENT`. What memory must be aligned
-to depends on the device, and is found by trying.
+Direct reads and writes need aligned places, lengths and memory. Places and lengths are multiples of `ALIGNMENT`. What memory must be
+aligned to depends on the device, and is found by trying.
 """
 
 import errno
@@ -132,8 +132,8 @@ class Scratch:
 
     def _failed(self, doing: str, error: OSError) -> UserError:
         return UserError(
-            f"{self.folder}: {doing} the offloaded state failed ({error.strerror}); look after that disk or choose another folder, then run "
-            "again: the run goes on from its last checkpoint"
+            f"{self.folder}: {doing} the offloaded state failed ({error.strerror}); look after that disk or choose another folder, then "
+            "run again: the run goes on from its last checkpoint"
         )
 
     def _try_direct(self) -> int:

@@ -4,18 +4,17 @@
     arriving  a thread sends what was read to the device, waits for the copy, and frees the buffer
     writing   a thread waits for an array that leaves the device, hands the write to the pool, and drops the array
 
-The pool's threads move one part of a few megabytes each, and wait for nothing else. So the host's memory is bounded by the buffers and by the
-writes that are allowed at once, and a failed part reaches whoever waits for it: nothing waits for ever.
+The pool's threads move one part of a few megabytes each, and wait for nothing else. So the host's memory is bounded by the buffers and by
+the writes that are allowed at once, and a failed part reaches whoever waits for it: nothing waits for ever.
 
-A `DiskArray` stands in a train state where its jax.Array stood. Its file is written in place, so writing makes the old `DiskArray` invalid, as
-donation does with a jax.Array.
+A `DiskArray` stands in a train state where its jax.Array stood. Its file is written in place, so writing makes the old `DiskArray` invalid,
+as donation does with a jax.Array.
 """
 
 import collections
 import concurrent.futures
 import dataclasses
 import math
-import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -41,12 +40,14 @@ class Settings:
     Attributes:
       folder: whose disk holds the file.
       buffers: groups of arrays that were read and are not on the device yet; at least 1.
+      buffer_bytes: bytes of each buffer; one that is too small for a group of arrays is replaced.
       threads: calls to the kernel at once.
       part_bytes: bytes of one call, a multiple of the alignment.
     """
 
     folder: str
     buffers: int = 4
+    buffer_bytes: int = 0
     threads: int = THREADS
     part_bytes: int = PART_BYTES
 
@@ -156,12 +157,13 @@ class _Moving:
       failure: the first error of any thread, as its type and text: an error itself would keep the store alive by its frames.
     """
 
-    def __init__(self, settings: Settings, file: scratch.Scratch, free: list[memory.Buffer]):
-        self.file, self._part_bytes = file, settings.part_bytes
+    def __init__(self, settings: Settings, file: scratch.Scratch, devices: Sequence[Any]):
+        self.file, self._part_bytes, self._devices = file, settings.part_bytes, devices
         self.pool = concurrent.futures.ThreadPoolExecutor(settings.threads, "offload.disk")
         self.changed = threading.Condition()
         self.requests: collections.deque[_Request] = collections.deque()
-        self.free, self.num_leaving = free, 0
+        self.free = [memory.Buffer(settings.buffer_bytes, devices) for _ in range(settings.buffers)]
+        self.num_leaving = 0
         self.failure: tuple[type[Exception], str] | None = None
         self.is_open = True
         threading.Thread(target=self._read_requests, name="offload.reading", daemon=True).start()
@@ -192,6 +194,11 @@ class _Moving:
             self.free.append(request.buffer)
             self.changed.notify_all()
 
+    def drop(self, request: _Request) -> None:
+        """Frees the buffer of a request that nobody will load."""
+        request.is_sent.wait()
+        self.give_back(request)
+
     def fail(self, error: BaseException) -> None:
         """Notes an error, which every later call of the store raises."""
         with self.changed:
@@ -218,9 +225,12 @@ class _Moving:
             del request  # so that this thread keeps no store alive
 
     def _send(self, request: _Request) -> None:
-        buffer, start = request.buffer, 0
-        assert buffer is not None
         try:
+            buffer, start = request.buffer, 0
+            assert buffer is not None
+            needed = sum(map(bytes_of, request.arrays))
+            if len(buffer.view) < needed:
+                buffer = request.buffer = memory.Buffer(needed, self._devices)
             for array in request.arrays:
                 array.block_until_ready()
                 size = scratch.aligned(array.shard_bytes)
@@ -239,16 +249,14 @@ class Store:
       folder: where its file takes its space.
       size: bytes of the file.
       is_direct: whether it is read and written past the page cache.
-      host_bytes: host memory of its buffers.
     """
 
-    def __init__(self, settings: Settings, abstract: Sequence[jax.ShapeDtypeStruct], group_bytes: int):
+    def __init__(self, settings: Settings, abstract: Sequence[jax.ShapeDtypeStruct]):
         """Takes the space of all arrays that will be put.
 
         Args:
           settings: see `Settings`.
           abstract: the arrays, with their shardings.
-          group_bytes: the bytes of the largest group of arrays that is read at once, see `bytes_of`.
 
         Raises:
           UserError: the folder cannot be used, its disk has no room, or the host has no memory for the buffers.
@@ -256,9 +264,7 @@ class Store:
         devices = [device for leaf in abstract for device in leaf.sharding.addressable_devices][:1]
         file = scratch.Scratch(settings.folder, sum(bytes_of(leaf) for leaf in abstract))
         self.folder, self.size, self.is_direct = file.folder, file.size, file.is_direct
-        self.host_bytes = group_bytes * settings.buffers
-        buffers = [memory.Buffer(group_bytes, devices) for _ in range(settings.buffers)]
-        self._moving, self._next = _Moving(settings, file, buffers), 0
+        self._moving, self._next = _Moving(settings, file, devices), 0
         self._ahead: dict[int, _Request] = {}  # asked for ahead and not loaded yet, by the identity of the first array
         self._arriving = concurrent.futures.ThreadPoolExecutor(2, "offload.arriving")
         self._writing = concurrent.futures.ThreadPoolExecutor(2, "offload.writing")
@@ -275,7 +281,7 @@ class Store:
         return self._write([(array, abstract, places)])[0]
 
     def replace(self, old: Sequence[DiskArray], new: Sequence[jax.Array]) -> list[DiskArray]:
-        """Begins to write arrays in host memory over others of their shapes, which become invalid. Waits while too many are on their way."""
+        """Begins to write arrays in host memory over others of their shapes, which become invalid. Waits while many are on their way."""
         for array in old:
             array.check()
             array.delete()
@@ -331,7 +337,7 @@ class Store:
 
     def _forget(self, *requests: _Request) -> None:
         for request in requests:
-            self._arriving.submit(lambda request=request: request.is_sent.wait() and self._moving.give_back(request))
+            self._arriving.submit(self._moving.drop, request)
 
     def _arrive(self, request: _Request, shardings: Sequence[Any]) -> list[jax.Array]:
         """Returns a request's arrays on the device. Runs in a thread."""
@@ -430,8 +436,3 @@ def _all(parts: Sequence[Future]) -> None:
     """Waits for all parts; raises the error of the first that failed."""
     for part in parts:
         part.result()
-
-
-def default_folder(workdir: str | os.PathLike) -> str:
-    """Returns the folder of a run's file where none is given."""
-    return os.path.join(workdir, "offload")

@@ -1,0 +1,153 @@
+"""Checks what Accelerate configs, Trainer arguments and hostfiles become. This module tests zerojax.interop.deepspeed.accelerate."""
+
+import pytest
+
+from zerojax.errors import UserError
+from zerojax.interop.deepspeed import accelerate, accelerate_keys, keys
+
+PLAIN = {"compute_environment": "LOCAL_MACHINE", "num_processes": 8, "num_machines": 2, "mixed_precision": "bf16"}
+
+
+def translated(*more, **how):
+    content = dict(PLAIN)
+    for one in more:
+        content |= one
+    return accelerate.translate_accelerate(content, **how)
+
+
+def lines(found):
+    return {line.key: line for line in found.lines}
+
+
+@pytest.mark.parametrize(
+    "strategy, stage, replica",
+    [
+        ({"fsdp_sharding_strategy": "FULL_SHARD"}, 3, None),
+        ({"fsdp_sharding_strategy": "SHARD_GRAD_OP"}, 2, None),
+        ({"fsdp_sharding_strategy": "NO_SHARD"}, 0, None),
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, 3, 2),
+        ({"fsdp_sharding_strategy": 1}, 3, None),
+        ({"fsdp_version": 2, "fsdp_reshard_after_forward": True}, 3, None),
+        ({"fsdp_version": 2, "fsdp_reshard_after_forward": False}, 2, None),
+        ({"fsdp_reshard_after_forward": "FULL_SHARD"}, 3, None),
+        ({"sharding_strategy": "_HYBRID_SHARD_ZERO2"}, 2, 2),
+    ],
+)
+def test_a_strategy_of_fsdp_is_a_stage(strategy, stage, replica):
+    found = translated({"distributed_type": "FSDP", "fsdp_config": strategy})
+    assert (found.settings["zero.stage"], found.settings.get("mesh.replica")) == (stage, replica)
+    assert found.settings["precision"] == "bf16" and found.devices == 8
+
+
+def test_the_deepspeed_keys_of_accelerate_are_taken():
+    block = {
+        "zero_stage": 3,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "zero3_init_flag": True,
+        "offload_param_device": "cpu",
+    }
+    found = translated({"distributed_type": "DEEPSPEED", "deepspeed_config": block})
+    assert {
+        place: found.settings[place] for place in ("zero.stage", "grad_accum", "optimizer.clip_norm", "precision")
+    } == {
+        "zero.stage": 3,
+        "grad_accum": 4,
+        "optimizer.clip_norm": 0.5,
+        "precision": "bf16",
+    }
+    said = lines(found)
+    assert said["deepspeed_config.zero_stage"].verdict == keys.TAKEN
+    assert said["mixed_precision"].verdict == keys.TAKEN
+    assert said["deepspeed_config.offload_param_device"].verdict == keys.UNSUPPORTED
+
+
+def test_a_deepspeed_config_file_decides_alone_and_its_keys_follow():
+    block = {"deepspeed_config_file": "ds.json", "zero_stage": 1}
+    inner = {"zero_optimization": {"stage": 2}, "train_batch_size": 16, "fp16": {"enabled": True}}
+    found = translated({"distributed_type": "DEEPSPEED", "deepspeed_config": block}, deepspeed=inner)
+    assert (found.settings["zero.stage"], found.settings["precision"]) == (2, "fp16")
+    said = lines(found)
+    assert said["deepspeed_config.zero_stage"].verdict == keys.NO_EFFECT
+    assert said["ds.json: zero_optimization.stage"].verdict == keys.TAKEN
+    lacking = translated({"distributed_type": "DEEPSPEED", "deepspeed_config": block})
+    assert lines(lacking)["deepspeed_config.deepspeed_config_file"].verdict == keys.UNSUPPORTED
+
+
+def test_groups_of_another_kind_of_run_have_no_effect():
+    found = translated({"distributed_type": "MULTI_GPU", "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}})
+    assert found.settings["zero.stage"] == 0
+    assert lines(found)["fsdp_config.fsdp_sharding_strategy"].verdict == keys.NO_EFFECT
+
+
+def test_sizes_of_parallelism_become_the_mesh_and_those_without_counterpart_are_named():
+    sizes = {
+        "parallelism_config_dp_replicate_size": 2,
+        "parallelism_config_dp_shard_size": 4,
+        "parallelism_config_tp_size": 1,
+    }
+    found = translated({"distributed_type": "FSDP", "fsdp_config": {}, "parallelism_config": sizes})
+    assert (found.settings["mesh.replica"], found.settings["mesh.data"]) == (2, 4)
+    assert not found.unsupported
+    tensor = translated({"distributed_type": "FSDP", "parallelism_config": {**sizes, "parallelism_config_tp_size": 2}})
+    assert [line.key for line in tensor.unsupported] == ["parallelism_config.parallelism_config_tp_size"]
+
+
+@pytest.mark.parametrize("value, expected", [("no", "fp32"), (False, "fp32"), ("fp16", "fp16"), ("fp8", "bf16")])
+def test_mixed_precision_is_read_as_yaml_gives_it(value, expected):
+    found = translated({"distributed_type": "NO", "mixed_precision": value})
+    assert found.settings["precision"] == expected
+    assert bool(found.unsupported) == (value == "fp8")
+
+
+def test_a_wrong_value_is_named():
+    with pytest.raises(UserError, match=r"mixed_precision: must be one of no, .*, and is 'fp4'"):
+        translated({"mixed_precision": "fp4"})
+
+
+def test_a_trainers_arguments_fill_in_auto():
+    inner = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
+    }
+    arguments = {
+        "deepspeed": "ds.json",
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 2e-5,
+        "adam_beta2": 0.95,
+        "weight_decay": 0.1,
+        "bf16": True,
+        "logging_steps": 5,
+        "dataset": "mine",
+    }
+    found = accelerate.translate_trainer(arguments, inner)
+    expected = {
+        "micro_batch_size": 4,
+        "grad_accum": 2,
+        "optimizer.learning_rate": 2e-5,
+        "optimizer.b2": 0.95,
+        "precision": "bf16",
+        "log_every": 5,
+    }
+    assert {place: found.settings[place] for place in expected} == expected
+    said = lines(found)
+    assert set(arguments) <= said.keys() and [line.key for line in found.unsupported] == ["dataset"]
+    assert set(accelerate_keys.TRAINER) & set(arguments) <= {
+        key for key, line in said.items() if line.verdict == keys.TAKEN
+    }
+
+
+def test_a_hostfile_is_a_number_of_devices():
+    found = accelerate.translate_hostfile("# two\nworker-0 slots=4\nworker-1 slots=4 # rack 2\n\n")
+    assert (found.devices, found.settings["emulate_devices"]) == (8, 8)
+    assert [line.key for line in found.lines] == ["worker-0", "worker-1"]
+    for text, message in (
+        ("a slots=4\na slots=2", "line 2: must be"),
+        ("a", "line 1: must be"),
+        ("# none", "names no host"),
+    ):
+        with pytest.raises(UserError, match=message):
+            accelerate.translate_hostfile(text)

@@ -1,0 +1,69 @@
+"""Checks how files are told apart. This module tests zerojax.interop.deepspeed.documents."""
+
+import base64
+import json
+
+import pytest
+
+from zerojax.errors import UserError
+from zerojax.interop.deepspeed import documents
+
+DS = {"zero_optimization": {"stage": 2}, "train_batch_size": 8}
+
+
+def write(folder, text, name="file"):
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "text, kind",
+    [
+        (json.dumps(DS), documents.DEEPSPEED),
+        ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", documents.ACCELERATE),
+        ("output_dir: out\ndeepspeed: ds.json\nlearning_rate: 1e-5\n", documents.TRAINER),
+        ("node1 slots=8\nnode2 slots=8\n", documents.HOSTFILE),
+    ],
+)
+def test_four_kinds_are_told_apart(tmp_path, text, kind):
+    document = documents.read(write(tmp_path, text))
+    assert document.kind == kind
+    assert documents.translated(document).lines
+
+
+def test_comments_and_last_commas_are_read_as_in_hjson(tmp_path):
+    text = '{ // one\n # two\n "train_batch_size": 8, /* three */ "zero_optimization": {"stage": 2,},'
+    text += ' "tensorboard": {"output_path": "a//b"},}'
+    assert documents.read(write(tmp_path, text)).content == {**DS, "tensorboard": {"output_path": "a//b"}}
+
+
+def test_a_config_may_be_given_as_text_or_base64():
+    text = json.dumps(DS)
+    assert documents.read(text).content == DS
+    assert documents.read(base64.urlsafe_b64encode(text.encode()).decode()).content == DS
+
+
+@pytest.mark.parametrize("text", ['{"a": {"b": 1, "b": 2}}', "a: 1\nb: 2\na: 3\n"])
+def test_a_key_that_comes_twice_is_refused(tmp_path, text):
+    with pytest.raises(UserError, match=r"the key '[ab]' comes twice"):
+        documents.read(write(tmp_path, text))
+
+
+def test_yaml_builds_plain_values_alone(tmp_path):
+    with pytest.raises(UserError, match=r"is neither JSON nor YAML"):
+        documents.read(write(tmp_path, "a: !!python/object/apply:os.system ['true']\n"))
+
+
+def test_the_deepspeed_config_that_a_file_names_is_read_beside_it(tmp_path):
+    write(tmp_path, json.dumps(DS), "ds.json")
+    trainer = documents.read(write(tmp_path, "output_dir: out\ndeepspeed: ds.json\n"))
+    assert documents.translated(trainer).settings["zero.stage"] == 2
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
+    assert documents.translated(documents.read(write(tmp_path, text))).settings["zero.stage"] == 2
+
+
+def test_an_error_names_the_file(tmp_path):
+    path = write(tmp_path, '{"zero_optimization": {"stage": 9}}')
+    with pytest.raises(UserError, match=rf"{path}: zero_optimization.stage"):
+        documents.translated(documents.read(path))

@@ -1,0 +1,283 @@
+"""Checks what DeepSpeed configs become. This module tests zerojax.interop.deepspeed.translate."""
+
+import json
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from zerojax.errors import UserError
+from zerojax.interop.deepspeed import draft, keys, translate
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-4}}
+BASE = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_optimization": {"stage": 3},
+    "fp16": {"enabled": True},
+    "optimizer": ADAM,
+    "scheduler": {"type": "WarmupLR", "params": {}},
+}
+
+
+def settings(content, **how):
+    return translate.translate(content, **how).settings
+
+
+def verdict(content, name, **how):
+    return next(line for line in translate.translate(content, **how).lines if line.key == name)
+
+
+def put(content, path, value):
+    """Returns a copy of nested dicts with a value at a dotted path."""
+    copy = json.loads(json.dumps(content))
+    *groups, last = path.split(".")
+    node = copy
+    for group in groups:
+        node = node.setdefault(group, {})
+    node[last] = value
+    return copy
+
+
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@pytest.mark.parametrize(
+    "given, expected, devices",
+    [
+        ((32, 2, 4), (32, 2, 0), 4),
+        ((32, 2, None), (32, 2, 0), None),
+        ((32, None, 4), (32, 0, 4), None),
+        ((32, None, None), (32, 0, 1), None),  # DeepSpeed takes one pass
+        ((None, 2, 4), (0, 2, 4), None),
+        ((None, 2, None), (0, 2, 1), None),
+        ((None, "auto", 4), (0, 1, 4), None),
+        (("auto", "auto", "auto"), (None, None, None), None),
+    ],
+)
+def test_two_batch_sizes_decide_the_third(given, expected, devices):
+    found = translate.translate({name: size for name, size in zip(SIZES, given) if size is not None})
+    assert (
+        tuple(found.settings.get(name) for name in ("global_batch_size", "micro_batch_size", "grad_accum")) == expected
+    )
+    assert found.devices == devices
+
+
+def test_batch_sizes_that_contradict_each_other_are_named():
+    line = verdict(dict(zip(SIZES, (30, 4, 2))), SIZES[1])
+    assert line.verdict == keys.UNSUPPORTED and "30 is not a multiple of" in line.text
+
+
+def test_legacy_forms_are_read_as_todays():
+    assert settings({"zero_optimization": True})["zero.stage"] == 1
+    assert settings({"zero_optimization": False})["zero.stage"] == 0
+    assert settings({"bfloat16": {"enabled": True}})["precision"] == "bf16"
+    old = {"zero_optimization": {"stage": 3, "cpu_offload": True, "param_persistence_threshold": 1e4}}
+    assert "zero_optimization.offload_optimizer.device" in verdict(old, "zero_optimization.cpu_offload").text
+    assert settings(old)["zero.min_size"] == 10_000
+    assert (
+        verdict({"zero_optimization": {"cpu_offload": False}}, "zero_optimization.cpu_offload").verdict
+        == keys.NO_EFFECT
+    )
+
+
+def test_absent_keys_have_the_defaults_of_the_version():
+    assert settings({})["optimizer.clip_norm"] == 1.0
+    assert settings({}, version=(0, 18, 2))["optimizer.clip_norm"] == 0.0
+    assert settings({}, version=(0, 19, 3))["optimizer.clip_norm"] == 1.0
+    assert settings({})["precision"] == "fp32" and settings({})["zero.stage"] == 0
+    assert {line.key for line in translate.translate({}).lines} >= {
+        "gradient_clipping",
+        "optimizer.type",
+        "zero_optimization.stage",
+    }
+
+
+@pytest.mark.parametrize(
+    "blocks, expected",
+    [
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, "fp16"),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, "bf16"),
+        ({"fp16": {"enabled": "auto"}}, "fp16"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16_sr"),
+        ({"torch_autocast": {"enabled": True, "dtype": "torch.float16"}}, "fp16"),
+        ({"amp": {"enabled": True}}, "fp16"),
+        ({}, "fp32"),
+    ],
+)
+def test_the_blocks_of_precision_choose_a_row_of_ours(blocks, expected):
+    assert settings(blocks)["precision"] == expected
+
+
+def test_the_loss_scale_is_deepspeeds():
+    block = {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 8,
+        "loss_scale_window": 5,
+        "hysteresis": 3,
+        "min_loss_scale": 2,
+    }
+    found = settings({"fp16": block})
+    scale = {
+        place.removeprefix("loss_scale."): value for place, value in found.items() if place.startswith("loss_scale.")
+    }
+    assert scale == {"static": 0.0, "init_scale": 256.0, "window": 5, "hysteresis": 3, "min_scale": 2.0}
+    constant = settings({"fp16": {**block, "loss_scale": 128}})
+    assert constant["loss_scale.static"] == 128.0 and "loss_scale.window" not in constant
+    off = translate.translate({"fp16": {**block, "enabled": False}})
+    assert not [place for place in off.settings if place.startswith("loss_scale")]
+
+
+@pytest.mark.parametrize(
+    "kind, params, name, decay",
+    [
+        ("Adam", {"weight_decay": 0.1}, "adamw", 0.1),
+        ("Adam", {"weight_decay": 0.0, "adam_w_mode": False}, "adam", 0.0),
+        ("AdamW", {"adam_w_mode": False, "weight_decay": 0.1}, "adamw", 0.1),
+        ("Lion", {"weight_decay": 0.1}, "lion", 0.1),
+        ("Lamb", {}, "lamb", 0.0),
+        ("SGD", {"momentum": 0.9}, "sgd", 0.0),
+        ("OneBitAdam", {}, "adamw", 0.0),
+        ("Muon", {}, "adamw", 0.0),
+    ],
+)
+def test_an_optimizer_keeps_its_meaning_and_deepspeeds_defaults(kind, params, name, decay):
+    found = settings({"optimizer": {"type": kind, "params": params}})
+    assert (found["optimizer.name"], found["optimizer.weight_decay"], found["optimizer.learning_rate"]) == (
+        name,
+        decay,
+        1e-3,
+    )
+    if name != "sgd":
+        assert (found["optimizer.b1"], found["optimizer.b2"]) == (0.9, 0.999)
+    if decay:
+        assert found["optimizer.weight_decay_on"] == "all"
+    said = verdict({"optimizer": {"type": kind, "params": params}}, "optimizer.type").verdict
+    assert said == (keys.UNSUPPORTED if kind in ("OneBitAdam", "Muon") else keys.TAKEN)
+
+
+def test_a_penalty_that_no_optimizer_here_has_is_not_dropped_without_a_word():
+    line = verdict(
+        {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}},
+        "optimizer.params.weight_decay",
+    )
+    assert line.verdict == keys.UNSUPPORTED and "L2" in line.text
+
+
+def test_a_schedules_rates_are_fractions_of_its_peak():
+    params = {
+        "warmup_min_lr": 1e-5,
+        "warmup_max_lr": 1e-3,
+        "warmup_num_steps": 50,
+        "total_num_steps": 400,
+        "warmup_type": "linear",
+    }
+    found = settings({"optimizer": ADAM, "scheduler": {"type": "WarmupDecayLR", "params": params}})
+    expected = {"schedule": "WarmupDecayLR", "learning_rate": 1e-3, "warmup_steps": 50, "warmup": "linear"}
+    assert {name: found[f"optimizer.{name}"] for name in expected} == expected
+    assert found["optimizer.initial_fraction"] == pytest.approx(0.01) and found["steps"] == 400
+    cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "warmup_min_ratio": 0.1}}
+    found = settings({"optimizer": ADAM, "scheduler": cosine})
+    assert (found["optimizer.initial_fraction"], found["optimizer.final_fraction"]) == (0.1, 1e-4)
+
+
+def test_auto_values_come_from_the_script_if_it_tells_them():
+    block = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    assert "optimizer.learning_rate" not in settings(block)
+    assert settings(block, auto={"optimizer.params.lr": 2e-5})["optimizer.learning_rate"] == 2e-5
+
+
+# A value that makes each taken key decide a setting, where the base's neighbours do not say it.
+TELLING = {
+    "zero_optimization.mics_shard_size": 4,
+    "data_types.grad_accum_dtype": "bf16",
+    "communication_data_type": "bf16",
+    "optimizer.params.betas": [0.8, 0.9],
+    "optimizer.type": "Lion",
+    "scheduler.type": "WarmupDecayLR",
+    "scheduler.params.warmup_type": "linear",
+    "torch_autocast.dtype": "float16",
+}
+BESIDE = {
+    "bf16.enabled": {"fp16.enabled": False},
+    "bf16.bf16_master_weights_and_grads": {"fp16.enabled": False, "bf16.enabled": True},
+    "bf16.bf16_optimizer_states": {"fp16.enabled": False, "bf16.enabled": True},
+    "torch_autocast.enabled": {"fp16.enabled": False},
+    "torch_autocast.dtype": {"fp16.enabled": False, "torch_autocast.enabled": True},
+    "optimizer.params.momentum": {"optimizer.type": "SGD"},
+    "optimizer.params.adam_w_mode": {"optimizer.type": "Adam"},
+    "optimizer.params.adamw_mode": {"optimizer.type": "Adam"},
+    "scheduler.params.total_num_steps": {"scheduler.type": "WarmupDecayLR"},
+    "scheduler.params.warmup_min_ratio": {"scheduler.type": "WarmupCosineLR"},
+    "scheduler.params.cos_min_ratio": {"scheduler.type": "WarmupCosineLR"},
+    "zero_optimization.mics_shard_size": {"train_batch_size": 16},
+}
+
+
+@pytest.mark.parametrize("name", [name for name, row in keys.KEYS.items() if row.verdict == keys.TAKEN])
+def test_a_taken_key_decides_the_settings_that_its_row_names(name):
+    content = BASE
+    for other, value in BESIDE.get(name, {}).items():
+        content = put(content, other, value)
+    content = put(
+        content,
+        name,
+        TELLING.get(
+            name,
+            True
+            if "enabled" in name or "mode" in name or "fp32" in name or "bf16" in name or "consecutive" in name
+            else 3,
+        ),
+    )
+    found = translate.translate(content)
+    assert verdict(content, name).verdict == keys.TAKEN
+    assert any(name in found.sources[place] for place in keys.KEYS[name].into if place in found.sources)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, row in keys.KEYS.items() if row.verdict != keys.TAKEN and "*" not in name]
+)
+def test_a_key_that_is_not_taken_changes_no_setting(name):
+    with_key = put(BASE, name, "cpu" if name.endswith("device") else 7)
+    assert settings(with_key) == settings(BASE)
+    assert verdict(with_key, name).verdict == keys.KEYS[name].verdict
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 2**40),
+    st.floats(allow_nan=False),
+    st.just("auto"),
+    st.text(max_size=5),
+    st.lists(st.integers(), max_size=2),
+)
+NAMES = st.sampled_from(
+    [name for name in [*keys.KEYS, *keys.ALIASES] if "*" not in name] + ["new", "fp16", "optimizer", "a.b.c"]
+)
+
+
+@hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
+@hypothesis.given(st.dictionaries(NAMES, VALUES, max_size=8))
+def test_any_content_is_accounted_for_or_refused_in_one_line(flat):
+    content = {}
+    for path, value in flat.items():
+        node = content
+        *groups, last = path.split(".")
+        for group in groups:
+            inner = node.setdefault(group, {})
+            node = inner if isinstance(inner, dict) else node.__setitem__(group, {}) or node[group]
+        node[last] = value
+    try:
+        found = translate.translate(content)
+    except UserError as error:
+        assert "\n" not in str(error)
+        return
+    names = [line.key for line in found.lines]
+    zero = content.get("zero_optimization")
+    expected = [
+        name for name, _ in draft.leaves(content) if not (name == "zero_optimization" and isinstance(zero, bool))
+    ]
+    assert all(names.count(name) >= 1 for name in expected)
+    assert all(line.text and line.verdict in keys.VERDICTS for line in found.lines)

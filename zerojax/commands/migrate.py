@@ -1,0 +1,162 @@
+"""Translates a config of DeepSpeed or Accelerate. This module is the command line `zerojax migrate`.
+
+zerojax migrate ds_config.json --out configs/mine.py   writes a config, and reports what became of every key
+zerojax migrate accelerate.yaml --strict               ends with status 2 if a key is not supported
+zerojax migrate --keys                                 prints every known key and what becomes of it
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import sys
+from typing import Any
+
+from zerojax import files
+from zerojax.commands import arguments
+from zerojax.errors import UserError
+from zerojax.interop.deepspeed import accelerate_keys, config_file, documents, draft
+from zerojax.interop.deepspeed import keys as keys_lib
+
+_STATUS_STRICT = 2
+
+
+def main() -> None:
+    """Prints the report, writes the config, and ends with status 2 under --strict if a key is not supported."""
+    arguments.run(_migrate)
+
+
+def _migrate() -> int:
+    given = _parse(sys.argv[1:])
+    if given.keys:
+        print("\n".join(key_tables()))
+        return 0
+    document = documents.read(given.file)
+    found = documents.translated(document, version=_version(given.deepspeed))
+    path = given.out or pathlib.Path("configs") / f"{_stem(document.name)}.py"
+    config = config_file.text(found.settings, found.sources, origin=pathlib.Path(document.name).name, path=str(path))
+    fails = given.strict and bool(found.unsupported)
+    if given.json:
+        print(json.dumps(_as_json(document, found, config), indent=2, allow_nan=False))
+    else:
+        print(report(document, found))
+    if fails:
+        print(
+            f"zerojax: {document.name}: {_count(found, keys_lib.UNSUPPORTED)} keys are not supported (--strict); nothing was written",
+            file=sys.stderr,
+        )
+        return _STATUS_STRICT
+    if given.out:
+        _write(given.out, config)
+        if not given.json:
+            print(f"\nwritten: {given.out}")
+    elif not given.json:
+        print(f"\n{config}", end="")
+    return 0
+
+
+def report(document: documents.Document, found: draft.Translation) -> str:
+    """Returns the report as text: a line for each key, by verdict, those that need a decision last."""
+    lines = [f"{document.name}: {document.kind}, {len(found.lines)} keys"]
+    for verdict in keys_lib.VERDICTS:
+        rows = [line for line in found.lines if line.verdict == verdict]
+        if rows:
+            lines += ["", f"{verdict} ({len(rows)})", *map(_row, rows)]
+    return "\n".join(lines)
+
+
+def key_tables() -> list[str]:
+    """Returns the tables of docs/migrate.md, line by line."""
+    lines = []
+    tables = {"DeepSpeed": keys_lib.KEYS, "Accelerate": accelerate_keys.KEYS}
+    for name, table in tables.items():
+        lines += [f"### Keys of {name}", "", "| key | verdict | here |", "|---|---|---|"]
+        for key, row in table.items():
+            places = ", ".join(f"`config.{place}`" for place in row.into)
+            lines.append(f"| `{key}` | {row.verdict} | {'; '.join(filter(None, (places, row.why)))} |")
+        lines.append("")
+    lines += ["### A Trainer's arguments", "", '| argument | the "auto" that takes it | here |', "|---|---|---|"]
+    for name, (keys, place) in accelerate_keys.TRAINER.items():
+        lines.append(f"| `{name}` | {', '.join(f'`{key}`' for key in keys)} | `config.{place}` |")
+    lines += ["", "### Older names", "", "| name | today's |", "|---|---|"]
+    return lines + [f"| `{old}` | `{new}` |" for old, new in keys_lib.ALIASES.items()]
+
+
+def _row(line: draft.Line) -> str:
+    value = "" if line.value is None else f" = {_short(line.value)}"
+    return f"  {line.key}{value}: {line.text}"
+
+
+def _short(value: Any) -> str:
+    text = " ".join(json.dumps(value, default=str).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _as_json(document: documents.Document, found: draft.Translation, config: str) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "file": document.name,
+        "kind": document.kind,
+        "devices": found.devices,
+        "settings": found.settings,
+        "keys": [{**dataclasses.asdict(line), "value": _finite(line.value)} for line in found.lines],
+        "config": config,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """Returns a value that JSON can hold."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (str, int, float, bool, list, dict, type(None))) else str(value)
+
+
+def _count(found: draft.Translation, verdict: str) -> int:
+    return sum(line.verdict == verdict for line in found.lines)
+
+
+def _stem(name: str) -> str:
+    """Returns a name for the config, that Python can import."""
+    return re.sub(r"\W+", "_", pathlib.Path(name).stem).strip("_").lower() or "migrated"
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    with files.writing(path, "choose another --out"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(path, text)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(\.\d+)*", text):
+        raise UserError(f"--deepspeed: must be a version such as 0.18.2, and is {text!r}")
+    return tuple(map(int, text.split(".")))
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = arguments.OneLineParser(
+        prog="zerojax migrate",
+        usage="python -m zerojax.commands.migrate FILE [--out CONFIG.py] [--strict] [--json] [--deepspeed VERSION]",
+        description="Translates a DeepSpeed config, an Accelerate config, a Trainer's arguments or a hostfile, and reports every key.",
+    )
+    parser.add_argument(
+        "file", metavar="FILE", nargs="?", help="the file; a DeepSpeed config may also be given as text or in base64"
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, metavar="CONFIG.py", help="write the config here; without it, it is printed"
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="write nothing and end with status 2 if a key is not supported"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report and the config as JSON")
+    parser.add_argument("--deepspeed", default="0.19", metavar="VERSION", help="whose defaults hold for absent keys")
+    parser.add_argument("--keys", action="store_true", help="print the tables of all known keys")
+    given = parser.parse_args(argv)
+    if (given.file is None) != given.keys:
+        raise UserError("FILE: name one file to translate, or --keys alone; --help lists the arguments")
+    return given
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Translates an Accelerate config, a Trainer's arguments, and a hostfile. This module turns their values into settings of ours."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.errors import UserError
+from zerojax.interop.deepspeed import accelerate_keys, translate
+from zerojax.interop.deepspeed import draft as draft_lib
+from zerojax.interop.deepspeed import keys as keys_lib
+from zerojax.interop.deepspeed.draft import Draft, Line, Translation
+
+_DS, _FSDP, _WAYS = "deepspeed_config", "fsdp_config", "parallelism_config"
+# sharding_strategy -> (the stage, whether each machine holds a copy)
+STRATEGIES: Mapping[str, tuple[int, bool]] = {
+    "FULL_SHARD": (3, False),
+    "SHARD_GRAD_OP": (2, False),
+    "NO_SHARD": (0, False),
+    "HYBRID_SHARD": (3, True),
+    "HYBRID_SHARD_ZERO2": (2, True),
+    "1": (3, False),
+    "2": (2, False),
+    "3": (0, False),
+    "4": (3, True),
+    "5": (2, True),
+}
+PRECISIONS: Mapping[str, str] = {"no": "fp32", "fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
+REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_HPU", "TPU", "XLA")
+
+
+def translate_accelerate(
+    content: Mapping[str, Any],
+    deepspeed: Mapping[str, Any] | None = None,
+    *,
+    version: tuple[int, ...] = translate.NEWEST,
+) -> Translation:
+    """Returns what an Accelerate config becomes.
+
+    Args:
+      content: the config.
+      deepspeed: the content of its `deepspeed_config_file`, if it names one.
+      version: of DeepSpeed, whose defaults hold for absent keys.
+
+    Raises:
+      UserError: a value has a wrong type or is not known.
+    """
+    draft = Draft(content, accelerate_keys.KEYS, canonical=accelerate_keys.canonical)
+    devices = draft.whole("num_processes")
+    if devices is not None and 0 < devices <= translate.MOST_EMULATED:
+        draft.put("emulate_devices", devices, "num_processes")
+    kind = str(draft.get("distributed_type", "NO")).upper()
+    if kind == "DEEPSPEED":
+        return _with_deepspeed(draft, content, deepspeed, devices, version)
+    _precision(draft)
+    if kind == "FSDP":
+        _fsdp(draft)
+    elif kind in REPLICATED:
+        draft.put("zero.stage", 0, "distributed_type")
+    else:
+        draft.put("zero.stage", 0)
+        draft.say(
+            "distributed_type",
+            keys_lib.UNSUPPORTED,
+            "there is no such parallelism; config.zero.stage = 0 is taken instead",
+        )
+    _mesh(draft)
+    for group, wanted in ((_DS, "DEEPSPEED"), (_FSDP, "FSDP"), ("megatron_lm_config", "MEGATRON_LM")):
+        if kind != wanted:
+            _unread(draft, content, group, f"Accelerate reads it with distributed_type {wanted} alone")
+    return draft.finish(devices)
+
+
+def translate_trainer(
+    content: Mapping[str, Any], deepspeed: Mapping[str, Any], *, version: tuple[int, ...] = translate.NEWEST
+) -> Translation:
+    """Returns what a Trainer's arguments become. They give the values of "auto" in the DeepSpeed config that they name.
+
+    Args:
+      content: the arguments.
+      deepspeed: the config under `deepspeed`.
+      version: of DeepSpeed, whose defaults hold for absent keys.
+    """
+    arguments = {name: value for name, value in content.items() if name != "deepspeed"}
+    auto = {
+        key: _read(arguments, name)
+        for name, (taken, _) in accelerate_keys.TRAINER.items()
+        if name in arguments
+        for key in taken
+    }
+    if {"adam_beta1", "adam_beta2"} & arguments.keys():
+        auto["optimizer.params.betas"] = [arguments.get("adam_beta1", 0.9), arguments.get("adam_beta2", 0.999)]
+    found = translate.translate(deepspeed, version=version, auto={k: v for k, v in auto.items() if v is not None})
+    settings, sources = dict(found.settings), dict(found.sources)
+    lines = []
+    for name, value in arguments.items():
+        keys, place = accelerate_keys.TRAINER.get(name, ((), ""))
+        own = not keys and place and isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if own:
+            settings[place], sources[place] = value, (name,)
+        used = any(key in sources.get(place, ()) for key in keys)
+        if own or used:
+            lines.append(Line(name, value, keys_lib.TAKEN, draft_lib.shown({place: settings[place]})))
+        elif keys:
+            lines.append(
+                Line(
+                    name,
+                    value,
+                    keys_lib.NO_EFFECT,
+                    f"the DeepSpeed config has its own value or none; set config.{place}",
+                )
+            )
+        else:
+            lines.append(
+                Line(name, value, keys_lib.UNSUPPORTED, "an argument of the training script, which nothing here reads")
+            )
+    named = Line("deepspeed", "...", keys_lib.IMPLIED, "its keys follow")
+    inner = [dataclasses.replace(line, key=f"deepspeed.{line.key}") for line in found.lines]
+    return Translation(settings, sources, (*lines, named, *inner), found.devices)
+
+
+def translate_hostfile(text: str) -> Translation:
+    """Returns what a hostfile becomes: the number of devices.
+
+    Raises:
+      UserError: a line is not "HOST slots=N", or a host comes twice.
+    """
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].strip()
+        if not words:
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots\s*=\s*(\d+)", words)
+        if match is None or match[1] in hosts:
+            raise UserError(
+                f"hostfile line {number}: must be 'HOST slots=N' with each host once, and is {line.strip()!r}"
+            )
+        hosts[match[1]] = int(match[2])
+    if not hosts:
+        raise UserError("hostfile: names no host; a line is 'HOST slots=N'")
+    devices = sum(hosts.values())
+    start = "start a process there for each of its devices; --coordinator HOST:PORT --num_processes N --process_id I join them"
+    lines = tuple(
+        Line(host, f"slots={count}", keys_lib.IMPLIED, f"{count} of {devices} devices; {start}")
+        for host, count in hosts.items()
+    )
+    settings = {"mesh.data": -1, **({"emulate_devices": devices} if devices <= translate.MOST_EMULATED else {})}
+    return Translation(settings, dict.fromkeys(settings, ()), lines, devices)
+
+
+def _with_deepspeed(
+    draft: Draft,
+    content: Mapping[str, Any],
+    deepspeed: Mapping[str, Any] | None,
+    devices: int | None,
+    version: tuple[int, ...],
+) -> Translation:
+    """Returns the translation of the DeepSpeed config that an Accelerate config holds, or of the file that it names."""
+    named = draft.get(f"{_DS}.deepspeed_config_file")
+    inner = translate.translate(_written(draft) if deepspeed is None else deepspeed, version=version, devices=devices)
+    for place, value in inner.settings.items():
+        draft.settings[place], draft.sources[place] = value, inner.sources[place]
+    if named is not None and deepspeed is not None:
+        _unread(draft, content, _DS, "the DeepSpeed config file decides it", but="deepspeed_config_file")
+        draft.say("mixed_precision", keys_lib.NO_EFFECT, "the DeepSpeed config file decides it")
+        draft.say("distributed_type", keys_lib.IMPLIED, "the stage is the DeepSpeed config file's")
+        more = tuple(dataclasses.replace(line, key=f"{named}: {line.key}") for line in inner.lines)
+    else:
+        if named is not None:
+            draft.say(
+                f"{_DS}.deepspeed_config_file",
+                keys_lib.UNSUPPORTED,
+                "the file is not there; translate it, and take its settings",
+            )
+        more = ()
+        own = {
+            "zero.stage": ("distributed_type", f"{_DS}.zero_stage"),
+            "grad_accum": (f"{_DS}.gradient_accumulation_steps",),
+            "optimizer.clip_norm": (f"{_DS}.gradient_clipping",),
+            "precision": ("mixed_precision", "fp16"),
+            "emulate_devices": ("num_processes",),
+        }
+        draft.sources |= {place: own.get(place, ()) for place in draft.settings}
+    _mesh(draft)
+    _fp8(draft)
+    _unread(draft, content, _FSDP, "Accelerate reads it with distributed_type FSDP alone")
+    found = draft.finish(devices)
+    return dataclasses.replace(found, lines=found.lines + more)
+
+
+def _written(draft: Draft) -> dict[str, Any]:
+    """Returns the DeepSpeed config that Accelerate writes from its own keys."""
+    precision = _named_precision(draft)
+    accum = draft.get(f"{_DS}.gradient_accumulation_steps", 1)
+    clip = draft.get(f"{_DS}.gradient_clipping", "none")
+    found: dict[str, Any] = {
+        "zero_optimization": {"stage": draft.get(f"{_DS}.zero_stage", 2)},
+        "gradient_accumulation_steps": 1 if str(accum).lower() in ("auto", "none") else accum,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto" if str(clip).lower() in ("auto", "none") else clip,
+    }
+    if precision in ("fp16", "bf16"):
+        found[precision] = {"enabled": True}
+    return found
+
+
+def _named_precision(draft: Draft) -> str:
+    """Returns our precision for `mixed_precision`; YAML reads `no` as False."""
+    value = draft.get("mixed_precision", "fp16" if draft.flag("fp16") else "no")
+    name = "no" if value is False else str(value).lower()
+    if name not in PRECISIONS:
+        raise UserError(
+            f"mixed_precision: must be one of {', '.join(PRECISIONS)}, and is {value!r}; correct it in the file"
+        )
+    return PRECISIONS[name]
+
+
+def _precision(draft: Draft) -> None:
+    draft.put("precision", _named_precision(draft), "mixed_precision", "fp16")
+    _fp8(draft)
+
+
+def _fp8(draft: Draft) -> None:
+    if str(draft.get("mixed_precision")).lower() == "fp8":
+        draft.say(
+            "mixed_precision",
+            keys_lib.UNSUPPORTED,
+            "there is no fp8 arithmetic; config.precision = 'bf16' is taken instead",
+        )
+
+
+def _fsdp(draft: Draft) -> None:
+    """Puts the stage of FSDP's strategy, and copies for its hybrid forms."""
+    strategy = draft.get(f"{_FSDP}.sharding_strategy")
+    again = draft.get(f"{_FSDP}.reshard_after_forward", True)
+    named = str(strategy if strategy is not None else again).upper().lstrip("_")
+    if named not in STRATEGIES:
+        named = "FULL_SHARD" if draft_lib.is_true(again) else "SHARD_GRAD_OP"
+    sharded, is_hybrid = STRATEGIES[named]
+    key = f"{_FSDP}.{'sharding_strategy' if strategy is not None else 'reshard_after_forward'}"
+    draft.put("zero.stage", sharded, key, "distributed_type")
+    if is_hybrid:
+        draft.put("mesh.replica", max(1, draft.whole("num_machines", 1)), key)
+    if draft.flag(f"{_FSDP}.activation_checkpointing"):
+        draft.put("model.remat", "full", f"{_FSDP}.activation_checkpointing")
+
+
+def _mesh(draft: Draft) -> None:
+    """Puts the copies and shards of `parallelism_config`."""
+    copies = draft.whole(f"{_WAYS}.dp_replicate_size", 1)
+    if copies > 1:
+        draft.put("mesh.replica", copies, f"{_WAYS}.dp_replicate_size")
+    shards = draft.whole(f"{_WAYS}.dp_shard_size")
+    others = (draft.whole(f"{_WAYS}.{name}_size", 1) for name in ("tp", "cp", "sp"))
+    if shards is not None and shards > 1 and not any(size > 1 for size in others):
+        draft.put("mesh.data", shards, f"{_WAYS}.dp_shard_size")
+
+
+def _unread(draft: Draft, content: Mapping[str, Any], group: str, why: str, but: str = "") -> None:
+    """Says that the keys of a group have no effect."""
+    inner = content.get(group)
+    for name, _ in draft_lib.leaves(inner, f"{group}.") if isinstance(inner, Mapping) else ():
+        if name != f"{group}.{but}":
+            draft.say(accelerate_keys.canonical(name), keys_lib.NO_EFFECT, why)
+
+
+def _read(arguments: Mapping[str, Any], name: str) -> Any:
+    """Returns a Trainer's argument; None for its ways of saying "not given"."""
+    value = arguments[name]
+    is_unset = value in ("", "auto") or (
+        name in ("max_steps", "warmup_steps") and isinstance(value, (int, float)) and value <= 0
+    )
+    return None if is_unset else value

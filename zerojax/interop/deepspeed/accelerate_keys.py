@@ -1,0 +1,141 @@
+"""The keys of an Accelerate config, and of a transformers Trainer's arguments. This module is the table of what each one becomes here.
+
+The keys of `fsdp_config` stand here without their prefix `fsdp_`, and those of `parallelism_config` without `parallelism_config_`.
+Source: Accelerate 1.15 (`commands/config`), transformers 5 (`TrainingArguments`).
+"""
+
+from collections.abc import Mapping
+
+from zerojax.interop.deepspeed import keys as keys_lib
+from zerojax.interop.deepspeed.keys import IMPLIED, NO_EFFECT, OFF, TAKEN, UNSUPPORTED, Key
+
+_PARALLEL = "the models here have no such parallelism; only ZeRO over `data` and copies over `replica`"
+_JOIN = (
+    "processes join by Slurm, Open MPI or Kubernetes, or by --coordinator HOST:PORT --num_processes N --process_id I"
+)
+_BLOCKS = "the model family says which modules are blocks; `blocks=` in your own step"
+
+KEYS: Mapping[str, Key] = {
+    "compute_environment": Key(IMPLIED, "a run is one command a process, wherever it runs"),
+    "distributed_type": Key(TAKEN, "", ("zero.stage",)),
+    "mixed_precision": Key(TAKEN, "", ("precision",)),
+    "fp16": Key(TAKEN, "the older form of mixed_precision", ("precision",)),
+    "use_cpu": Key(IMPLIED, "JAX_PLATFORMS=cpu leaves a machine's accelerators unused", (), (False, None)),
+    "debug": Key(NO_EFFECT, "shapes are checked when the step is compiled"),
+    "num_processes": Key(TAKEN, "where there is no accelerator; else a run takes all devices", ("emulate_devices",)),
+    "machine_rank": Key(IMPLIED, _JOIN),
+    "num_machines": Key(IMPLIED, _JOIN),
+    "gpu_ids": Key(IMPLIED, "a run takes all devices that CUDA_VISIBLE_DEVICES shows", (), ("all",)),
+    "main_process_ip": Key(IMPLIED, _JOIN),
+    "main_process_port": Key(IMPLIED, _JOIN),
+    "rdzv_backend": Key(IMPLIED, _JOIN),
+    "rdzv_conf.*": Key(IMPLIED, _JOIN),
+    "same_network": Key(IMPLIED, _JOIN),
+    "main_training_function": Key(NO_EFFECT, "python -m zerojax.train is the program"),
+    "enable_cpu_affinity": Key(NO_EFFECT, "start the processes under numactl to bind them"),
+    "downcast_bf16": Key(NO_EFFECT, "config.precision decides it, on TPUs too"),
+    "tpu_name": Key(IMPLIED, "JAX finds the TPU slice that it runs on"),
+    "tpu_zone": Key(IMPLIED, "JAX finds the TPU slice that it runs on"),
+    "tpu_env": Key(NO_EFFECT, "set environment variables where you start the run"),
+    "tpu_use_cluster": Key(IMPLIED, "JAX finds the TPU slice that it runs on"),
+    "tpu_use_sudo": Key(NO_EFFECT, "no command is sent to other machines"),
+    "command_file": Key(NO_EFFECT, "no command is sent to other machines"),
+    "commands": Key(NO_EFFECT, "no command is sent to other machines"),
+    "dynamo_backend": Key(IMPLIED, "XLA compiles the whole step"),
+    "dynamo_config.*": Key(IMPLIED, "XLA compiles the whole step"),
+    "fp8_config.*": Key(UNSUPPORTED, "arithmetic is bf16, fp16 or fp32"),
+    "megatron_lm_config.*": Key(UNSUPPORTED, _PARALLEL),
+    "mpirun_config.*": Key(IMPLIED, "mpirun of the command starts a run"),
+    "ipex_config.*": Key(NO_EFFECT, "XLA compiles for CPUs too"),
+    "ec2_instance_type": Key(UNSUPPORTED, "no SageMaker job is started"),
+    "deepspeed_config.deepspeed_config_file": Key(IMPLIED, "its keys follow, after this file's"),
+    "deepspeed_config.zero_stage": Key(TAKEN, "", ("zero.stage",)),
+    "deepspeed_config.gradient_accumulation_steps": Key(TAKEN, "", ("grad_accum",)),
+    "deepspeed_config.gradient_clipping": Key(TAKEN, "", ("optimizer.clip_norm",)),
+    "deepspeed_config.offload_optimizer_device": keys_lib.KEYS["zero_optimization.offload_optimizer.device"],
+    "deepspeed_config.offload_param_device": keys_lib.KEYS["zero_optimization.offload_param.device"],
+    "deepspeed_config.offload_optimizer_nvme_path": keys_lib.KEYS["zero_optimization.offload_optimizer.nvme_path"],
+    "deepspeed_config.offload_param_nvme_path": keys_lib.KEYS["zero_optimization.offload_param.nvme_path"],
+    "deepspeed_config.zero3_init_flag": Key(IMPLIED, "state is made sharded; no unsharded state ever exists"),
+    "deepspeed_config.zero3_save_16bit_model": Key(
+        IMPLIED, "a checkpoint holds full arrays; config.export.format=huggingface writes 16-bit safetensors"
+    ),
+    "deepspeed_config.deepspeed_moe_layer_cls_names": Key(IMPLIED, _BLOCKS),
+    "deepspeed_config.seq_parallel_communication_data_type": Key(NO_EFFECT, "there is no sequence parallelism"),
+    "deepspeed_config.deepspeed_multinode_launcher": Key(IMPLIED, _JOIN),
+    "deepspeed_config.deepspeed_hostfile": Key(IMPLIED, _JOIN + "; `zerojax migrate HOSTFILE` translates it"),
+    "deepspeed_config.deepspeed_exclusion_filter": Key(
+        IMPLIED, "start processes on the wanted hosts alone; CUDA_VISIBLE_DEVICES chooses a host's GPUs"
+    ),
+    "deepspeed_config.deepspeed_inclusion_filter": Key(
+        IMPLIED, "start processes on the wanted hosts alone; CUDA_VISIBLE_DEVICES chooses a host's GPUs"
+    ),
+    "fsdp_config.version": Key(IMPLIED, "FSDP 1 and 2 are the same stages here"),
+    "fsdp_config.sharding_strategy": Key(TAKEN, "", ("zero.stage", "mesh.replica")),
+    "fsdp_config.reshard_after_forward": Key(TAKEN, "true: stage 3, false: stage 2", ("zero.stage", "mesh.replica")),
+    "fsdp_config.offload_params": Key(UNSUPPORTED, "weights and optimizer state stay in device memory", (), OFF),
+    "fsdp_config.auto_wrap_policy": Key(IMPLIED, _BLOCKS),
+    "fsdp_config.transformer_layer_cls_to_wrap": Key(IMPLIED, _BLOCKS),
+    "fsdp_config.min_num_params": Key(NO_EFFECT, _BLOCKS),
+    "fsdp_config.backward_prefetch": Key(
+        IMPLIED, "the backward pass gathers the next block's weights while a block runs"
+    ),
+    "fsdp_config.backward_prefetch_policy": Key(
+        IMPLIED, "the backward pass gathers the next block's weights while a block runs"
+    ),
+    "fsdp_config.forward_prefetch": Key(
+        IMPLIED, "the forward pass gathers the next block's weights while a block runs"
+    ),
+    "fsdp_config.state_dict_type": Key(IMPLIED, "a checkpoint holds global arrays, written shard by shard"),
+    "fsdp_config.use_orig_params": Key(IMPLIED, "weights keep their names and shapes"),
+    "fsdp_config.cpu_ram_efficient_loading": Key(IMPLIED, "state is made and restored sharded"),
+    "fsdp_config.sync_module_states": Key(IMPLIED, "all processes draw the same weights from one key"),
+    "fsdp_config.activation_checkpointing": Key(
+        TAKEN, "only a layer's input is kept for its backward pass", ("model.remat",), (False, None)
+    ),
+    "fsdp_config.ignored_modules": Key(
+        UNSUPPORTED, "config.zero.overrides keeps weights replicated by their paths", (), OFF
+    ),
+    "fsdp_config.mixed_precision_policy": Key(
+        UNSUPPORTED, "config.precision and config.reduce_dtype decide the dtypes", (), OFF
+    ),
+    "parallelism_config.dp_replicate_size": Key(TAKEN, "", ("mesh.replica",), (1, None)),
+    "parallelism_config.dp_shard_size": Key(TAKEN, "", ("mesh.data",)),
+    "parallelism_config.tp_size": Key(UNSUPPORTED, _PARALLEL, (), OFF),
+    "parallelism_config.cp_size": Key(UNSUPPORTED, _PARALLEL, (), OFF),
+    "parallelism_config.sp_size": Key(UNSUPPORTED, _PARALLEL, (), OFF),
+    "parallelism_config.cp_comm_strategy": Key(NO_EFFECT, "there is no context parallelism"),
+    "parallelism_config.sp_backend": Key(NO_EFFECT, "there is no sequence parallelism"),
+    "parallelism_config.sp_seq_length": Key(NO_EFFECT, "there is no sequence parallelism"),
+    "parallelism_config.sp_seq_length_is_variable": Key(NO_EFFECT, "there is no sequence parallelism"),
+    "parallelism_config.sp_attn_implementation": Key(NO_EFFECT, "there is no sequence parallelism"),
+}
+
+PREFIXES: Mapping[str, str] = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_"}
+
+# A Trainer's argument -> the DeepSpeed keys whose "auto" takes it, and the settings of ours that it decides by itself.
+TRAINER: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "per_device_train_batch_size": (("train_micro_batch_size_per_gpu",), "micro_batch_size"),
+    "gradient_accumulation_steps": (("gradient_accumulation_steps",), "grad_accum"),
+    "learning_rate": (("optimizer.params.lr", "scheduler.params.warmup_max_lr"), "optimizer.learning_rate"),
+    "weight_decay": (("optimizer.params.weight_decay",), "optimizer.weight_decay"),
+    "adam_epsilon": (("optimizer.params.eps",), "optimizer.eps"),
+    "adam_beta1": (("optimizer.params.betas",), "optimizer.b1"),
+    "adam_beta2": (("optimizer.params.betas",), "optimizer.b2"),
+    "max_grad_norm": (("gradient_clipping",), "optimizer.clip_norm"),
+    "warmup_steps": (("scheduler.params.warmup_num_steps",), "optimizer.warmup_steps"),
+    "max_steps": (("scheduler.params.total_num_steps",), "steps"),
+    "bf16": (("bf16.enabled",), "precision"),
+    "fp16": (("fp16.enabled",), "precision"),
+    "seed": ((), "seed"),
+    "logging_steps": ((), "log_every"),
+    "save_steps": ((), "checkpoint.every"),
+    "save_total_limit": ((), "checkpoint.keep_last"),
+    "eval_steps": ((), "evaluate.every"),
+}
+
+
+def canonical(name: str) -> str:
+    """Returns a dotted name without the prefix that its group gives to its keys."""
+    group, _, key = name.partition(".")
+    return f"{group}.{key.removeprefix(PREFIXES[group])}" if key and group in PREFIXES else name

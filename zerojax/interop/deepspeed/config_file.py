@@ -1,0 +1,69 @@
+"""Writes translated settings as a config of ours. This module makes the text of a Python file that starts from configs/base.py."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+# The order of settings in a config; those of one group stay together.
+GROUPS = (
+    "seed steps global_batch_size micro_batch_size grad_accum precision reduce_dtype log_every emulate_devices mesh zero model optimizer "
+    "loss_scale offload evaluate checkpoint"
+).split()
+WHY: Mapping[str, str] = {"emulate_devices": "as many as the file speaks of, where there is no accelerator"}
+
+
+def text(settings: Mapping[str, Any], sources: Mapping[str, tuple[str, ...]], *, origin: str, path: str) -> str:
+    """Returns the text of a config.
+
+    Args:
+      settings: {place: value}.
+      sources: {place: the foreign keys that decided it}.
+      origin: the name of the file that was translated.
+      path: where the config will be, for its command.
+    """
+
+    def order(place: str) -> tuple[int, int]:
+        group = place.split(".")[0]
+        return (GROUPS.index(group) if group in GROUPS else len(GROUPS), list(settings).index(place))
+
+    rows = [
+        f"    c.{place} = {_literal(settings[place])}{_comment(place, sources.get(place, ()))}"
+        for place in sorted(settings, key=order)
+    ]
+    devices = settings.get("emulate_devices", 0)
+    needed = (
+        f"{devices} device{'s' if devices > 1 else ''}, as in that file"
+        if devices
+        else "any number that divides the batch"
+    )
+    lines = [
+        f'"""Translated from {_plain(origin)} by `zerojax migrate`, which reports what every key of that file became.',
+        "",
+        f"    python -m zerojax.train --config {_plain(path)}",
+        "",
+        f"Devices: {needed}. Model, data and run length are those of configs/base.py; set them below.",
+        '"""',
+        "",
+        "from configs import base",
+        "",
+        "",
+        "def get_config():",
+        "    c = base.get_config()",
+        *rows,
+        "    return c",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _literal(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def _comment(place: str, sources: tuple[str, ...]) -> str:
+    why = ", ".join(map(_plain, sources)) or WHY.get(place, "implied")
+    return f"  # {why}"
+
+
+def _plain(name: str) -> str:
+    """Returns a name on one line, without what would end a docstring."""
+    return " ".join(name.split()).replace("\\", "/").replace('"', "'")

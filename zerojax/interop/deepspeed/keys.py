@@ -1,0 +1,349 @@
+"""The keys of a DeepSpeed config. This module is the table of what each one becomes here, and why.
+
+`translate` reads the values; this table decides what the report says of a key. A pattern's last part may be "*", which stands for
+everything below. Sources: DeepSpeed 0.19 (`runtime/config.py`, `runtime/zero/config.py`, `runtime/constants.py`) and its older names.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+TAKEN, IMPLIED, NO_EFFECT, UNSUPPORTED = "taken", "implied", "no effect", "not supported"
+VERDICTS = (TAKEN, IMPLIED, NO_EFFECT, UNSUPPORTED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What a key becomes.
+
+    Attributes:
+      verdict: one of VERDICTS.
+      why: the reason, or what differs here.
+      into: the settings that it decides, by their places in a config ("zero.stage").
+      off: values with which the key asks for nothing; they are reported as without effect.
+    """
+
+    verdict: str
+    why: str = ""
+    into: tuple[str, ...] = ()
+    off: tuple[Any, ...] = ()
+
+
+OFF = (None, False, 0, 1, "none", "", (), 1.0)  # what an option that is not used holds
+
+
+def _taken(into: str, why: str = "") -> Key:
+    return Key(TAKEN, why, tuple(into.split()))
+
+
+def _implied(why: str) -> Key:
+    return Key(IMPLIED, why)
+
+
+def _no_effect(why: str) -> Key:
+    return Key(NO_EFFECT, why)
+
+
+def _unsupported(why: str, *off: Any) -> Key:
+    return Key(UNSUPPORTED, why, (), off)
+
+
+_BUCKETS = "XLA merges and schedules collectives itself; a block's are one collective each"
+_GATHERED = "at stage 3 one block's weights are gathered at a time, and the next block's while it runs"
+_ONE_ARRAY = "state is made of global arrays, which are already contiguous on each device"
+_CHECKPOINTS = "a checkpoint holds global arrays and restores at any stage and number of devices"
+_HOST_STATE = "state in host memory is moved by JAX, whole arrays at a time"
+_PROFILE = "--config.profile.steps=2 traces steps and prints a table of their time"
+_PARALLEL = "the models here have no such parallelism; only ZeRO over `data` and copies over `replica`"
+_ONE_BIT = "gradients are summed uncompressed; the optimizer without compression is taken"
+
+KEYS: Mapping[str, Key] = {
+    # Batch
+    "train_batch_size": _taken("global_batch_size"),
+    "train_micro_batch_size_per_gpu": _taken("micro_batch_size"),
+    "gradient_accumulation_steps": _taken(
+        "grad_accum", "0 (derived) where the global batch and the micro-batch are given"
+    ),
+    "managed_gradient_accumulation": _implied("the step accumulates in one compiled program"),
+    "sequence_parallel_size": _unsupported(_PARALLEL, *OFF),
+    "seq_parallel_communication_data_type": _no_effect("there is no sequence parallelism"),
+    "data_parallel_size": _implied("the mesh takes all devices"),
+    "dataloader_drop_last": _implied("the data are an endless stream of full batches"),
+    "use_data_before_expert_parallelism": _no_effect("there is no expert parallelism"),
+    # ZeRO
+    "zero_optimization.stage": _taken("zero.stage"),
+    "zero_optimization.stage3_param_persistence_threshold": _taken(
+        "zero.min_size", "for moments and gradients too, at every stage"
+    ),
+    "zero_optimization.contiguous_gradients": _implied(_ONE_ARRAY),
+    "zero_optimization.reduce_scatter": _implied("gradients are reduce-scattered wherever they are stored sharded"),
+    "zero_optimization.reduce_bucket_size": _no_effect(_BUCKETS),
+    "zero_optimization.use_multi_rank_bucket_allreduce": _no_effect(_BUCKETS),
+    "zero_optimization.allgather_partitions": _implied("updated weights are all-gathered"),
+    "zero_optimization.allgather_bucket_size": _no_effect(_BUCKETS),
+    "zero_optimization.overlap_comm": _implied("a block's collectives run beside its neighbours' matmuls"),
+    "zero_optimization.load_from_fp32_weights": _implied("checkpoints hold the float32 weights"),
+    "zero_optimization.elastic_checkpoint": _implied(_CHECKPOINTS),
+    "zero_optimization.sub_group_size": _no_effect("an update runs leaf by leaf, without sub-groups"),
+    "zero_optimization.ignore_unused_parameters": _implied(
+        "JAX gives weights that the loss does not read zero gradients"
+    ),
+    "zero_optimization.legacy_stage1": _no_effect("there is one stage 1"),
+    "zero_optimization.round_robin_gradients": _no_effect("each device holds an equal shard of every gradient"),
+    "zero_optimization.stage3_prefetch_bucket_size": _no_effect(_GATHERED),
+    "zero_optimization.stage3_model_persistence_threshold": _no_effect(
+        "zero.min_size alone decides what stays replicated"
+    ),
+    "zero_optimization.stage3_max_live_parameters": _no_effect(_GATHERED),
+    "zero_optimization.stage3_max_reuse_distance": _no_effect(_GATHERED),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": _implied(
+        "a checkpoint holds full arrays; config.export.format=huggingface writes 16-bit safetensors"
+    ),
+    "zero_optimization.stage3_module_granularity_threshold": _no_effect(_GATHERED),
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": _no_effect("weights are all-gathered"),
+    "zero_optimization.stage3_allgather_sequential": _no_effect(_BUCKETS),
+    "zero_optimization.zero_hpz_partition_size": _unsupported(
+        "weights have one sharding; mesh.replica shards weights and state within a host", *OFF
+    ),
+    "zero_optimization.zero_quantized_weights": _unsupported("weights are gathered in the compute dtype", *OFF),
+    "zero_optimization.zero_quantized_nontrainable_weights": _unsupported(
+        "weights are gathered in the compute dtype", *OFF
+    ),
+    "zero_optimization.zero_quantized_gradients": _unsupported(
+        "gradients are summed in config.reduce_dtype, fp32 or bf16", *OFF
+    ),
+    "zero_optimization.zeropp_loco_param": _unsupported(
+        "gradients are not quantized, so there is no error to feed back", *OFF
+    ),
+    "zero_optimization.zeropp_loco_param.*": _unsupported(
+        "gradients are not quantized, so there is no error to feed back"
+    ),
+    "zero_optimization.mics_shard_size": Key(
+        TAKEN,
+        "state is sharded within as many devices, and replicated beyond",
+        ("mesh.replica", "mesh.data"),
+        (-1, None),
+    ),
+    "zero_optimization.mics_hierarchical_params_gather": _no_effect("XLA chooses the steps of a gather"),
+    "zero_optimization.memory_efficient_linear": _implied("the backward pass gathers weights again and keeps none"),
+    "zero_optimization.pipeline_loading_checkpoint": _no_effect("there is no offload to NVMe"),
+    "zero_optimization.override_module_apply": _no_effect("models are not patched"),
+    "zero_optimization.log_trace_cache_warnings": _no_effect("the order of blocks is fixed when the step is compiled"),
+    "zero_optimization.enable_sanity_checks": _no_effect("shapes and shardings are checked when the step is compiled"),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _no_effect("there is no Muon"),
+    "zero_optimization.leaf_module.*": _implied(
+        "the model family says which modules are blocks; `blocks=` in your own step"
+    ),
+    "zero_optimization.offload_optimizer.device": _unsupported("optimizer state stays in device memory", "none", None),
+    "zero_optimization.offload_optimizer.nvme_path": _no_effect("there is no offload to NVMe"),
+    "zero_optimization.offload_optimizer.ratio": _unsupported(
+        "all of the optimizer state is offloaded, or none", 1.0, 1, None
+    ),
+    "zero_optimization.offload_optimizer.super_offload": _unsupported("there is one way of offloading", *OFF),
+    "zero_optimization.offload_optimizer.*": _no_effect(_HOST_STATE),
+    "zero_optimization.offload_param.device": _unsupported("weights stay in device memory", "none", None),
+    "zero_optimization.offload_param.nvme_path": _no_effect("there is no offload to NVMe"),
+    "zero_optimization.offload_param.*": _no_effect(_HOST_STATE),
+    "zero_optimization.zenflow": _unsupported("every weight is updated in every step", *OFF),
+    "zero_optimization.zenflow.*": _unsupported("every weight is updated in every step"),
+    "zero_allow_untested_optimizer": _implied("any optax transformation is sharded by the same rule"),
+    "zero_force_ds_cpu_optimizer": _no_effect("updates are computed on the devices"),
+    # Precision
+    "bf16.enabled": _taken("precision", "float32 master weights, as in DeepSpeed"),
+    "bf16.immediate_grad_update": _no_effect("gradients are added up in config.reduce_dtype"),
+    "bf16.check_grad_overflow": _implied("a state that is not finite is not saved, and ends the run"),
+    "bf16.check_overflow": _implied("a state that is not finite is not saved, and ends the run"),
+    "bf16.auto_cast": _implied("floating inputs are cast to the compute dtype"),
+    "bf16.bf16_master_weights_and_grads": Key(
+        TAKEN, "bf16 weights without master weights, rounded stochastically", ("precision",), (False, None)
+    ),
+    "bf16.bf16_optimizer_states": Key(TAKEN, "", ("optimizer.moments",), (False, None)),
+    "bf16.loss_scale": _no_effect("bf16 needs no loss scale"),
+    "bf16.initial_scale_power": _no_effect("bf16 needs no loss scale"),
+    "bf16.loss_scale_window": _no_effect("bf16 needs no loss scale"),
+    "bf16.hysteresis": _no_effect("bf16 needs no loss scale"),
+    "bf16.min_loss_scale": _no_effect("bf16 needs no loss scale"),
+    "fp16.enabled": _taken("precision"),
+    "fp16.auto_cast": _implied("floating inputs are cast to the compute dtype"),
+    "fp16.loss_scale": _taken("loss_scale.static", "0 is dynamic in both"),
+    "fp16.initial_scale_power": _taken("loss_scale.init_scale", "2 to this power"),
+    "fp16.loss_scale_window": _taken("loss_scale.window"),
+    "fp16.hysteresis": _taken("loss_scale.hysteresis", "at stage 0 too, where DeepSpeed ignores it"),
+    "fp16.consecutive_hysteresis": _taken("loss_scale.consecutive_hysteresis"),
+    "fp16.min_loss_scale": _taken("loss_scale.min_scale"),
+    "fp16.fp16_master_weights_and_grads": _unsupported("fp16 weights have float32 master weights", *OFF),
+    "fp16.fp16_opt_level": _no_effect("it belongs to apex"),
+    "fp16.opt_level": _no_effect("it belongs to apex"),
+    "fp16.fp16_scale_tolerance": _no_effect("DeepSpeed does not read it"),
+    "amp.enabled": _unsupported("apex is PyTorch's; precision fp16 is taken instead", *OFF),
+    "amp.*": _no_effect("apex is PyTorch's; precision fp16 has DeepSpeed's loss scale"),
+    "torch_autocast.enabled": _taken("precision", "all arithmetic but norms and softmax is in that dtype"),
+    "torch_autocast.dtype": _taken("precision"),
+    "torch_autocast.lower_precision_safe_modules": _unsupported(
+        "one compute dtype holds for all modules; norms and softmax are float32", *OFF
+    ),
+    "data_types.grad_accum_dtype": _taken(
+        "reduce_dtype", "gradients are summed over passes and devices in it; fp16 becomes fp32"
+    ),
+    "data_types.param_dtype": _no_effect("config.precision decides the dtype of weights"),
+    "data_types.buffer_dtype": _no_effect("the models have no buffers"),
+    "communication_data_type": _taken("reduce_dtype", "fp16 becomes fp32"),
+    "fp32_allreduce": Key(TAKEN, "", ("reduce_dtype",), (False, None)),
+    "prescale_gradients": _implied("gradients are averaged in float32, where the order of scaling does not matter"),
+    "gradient_predivide_factor": _implied(
+        "gradients are averaged in float32, where the order of scaling does not matter"
+    ),
+    "gradient_allreduce_op": _unsupported("gradients are averaged over devices", "mean", None),
+    "sparse_gradients": _unsupported("gradients of embeddings are dense", *OFF),
+    "gradient_clipping": _taken("optimizer.clip_norm"),
+    "disable_allgather": _no_effect("updated weights are always gathered"),
+    # Optimizer
+    "optimizer.type": _taken("optimizer.name"),
+    "optimizer.params.lr": _taken("optimizer.learning_rate"),
+    "optimizer.params.betas": _taken("optimizer.b1 optimizer.b2"),
+    "optimizer.params.eps": _taken("optimizer.eps"),
+    "optimizer.params.weight_decay": _taken("optimizer.weight_decay"),
+    "optimizer.params.momentum": _taken("optimizer.b1"),
+    "optimizer.params.adam_w_mode": _taken("optimizer.name", "Adam means AdamW unless this is false"),
+    "optimizer.params.torch_adam": _implied("one implementation computes the same update"),
+    "optimizer.params.fused": _implied("XLA fuses the update; GPUs run it as one kernel where moments are 16-bit"),
+    "optimizer.params.foreach": _implied("XLA fuses the update"),
+    "optimizer.params.capturable": _implied("the step is compiled"),
+    "optimizer.params.adamw_mode": _taken("optimizer.name", "Adam means AdamW unless this is false"),
+    "optimizer.params.set_grad_none": _implied("gradients do not outlive a step"),
+    "optimizer.params.fp32_optimizer_states": _taken("optimizer.moments", "true: fp32"),
+    "optimizer.params.bias_correction": _unsupported("Adam's moments are always corrected", True, None),
+    "optimizer.params.amsgrad": _unsupported("there is no AMSGrad", *OFF),
+    "optimizer.params.maximize": _unsupported("the loss is minimised", *OFF),
+    "optimizer.params.eps_inside_sqrt": _unsupported("eps is added to the root", *OFF),
+    "optimizer.params.nesterov": _unsupported("sgd has plain momentum", *OFF),
+    "optimizer.params.dampening": _unsupported("sgd's momentum is not dampened", 0, 0.0, None),
+    "optimizer.params.max_grad_norm": _unsupported("DeepSpeed refuses it; gradient_clipping is the key", 0, 0.0, None),
+    "optimizer.params.max_coeff": _unsupported("LAMB's trust ratio is not limited"),
+    "optimizer.params.min_coeff": _unsupported("LAMB's trust ratio is not limited"),
+    "optimizer.params.freeze_step": _unsupported(_ONE_BIT),
+    "optimizer.params.var_freeze_step": _unsupported(_ONE_BIT),
+    "optimizer.params.var_update_scaler": _unsupported(_ONE_BIT),
+    "optimizer.params.local_step_scaler": _unsupported(_ONE_BIT),
+    "optimizer.params.local_step_clipper": _unsupported(_ONE_BIT),
+    "optimizer.params.coeff_beta": _unsupported(_ONE_BIT),
+    "optimizer.params.factor_max": _unsupported(_ONE_BIT),
+    "optimizer.params.factor_min": _unsupported(_ONE_BIT),
+    "optimizer.params.factor_threshold": _unsupported(_ONE_BIT),
+    "optimizer.params.cuda_aware": _no_effect("XLA chooses the transport"),
+    "optimizer.params.comm_backend_name": _no_effect("XLA chooses the transport"),
+    "optimizer.params.*": _unsupported("the optimizers here have no such parameter"),
+    "optimizer.legacy_fusion": _no_effect("XLA fuses the update"),
+    # Schedule
+    "scheduler.type": _taken("optimizer.schedule", "the same rates, step for step"),
+    "scheduler.params.warmup_min_lr": _taken("optimizer.initial_fraction", "as a fraction of the peak"),
+    "scheduler.params.warmup_max_lr": _taken("optimizer.learning_rate"),
+    "scheduler.params.warmup_num_steps": _taken("optimizer.warmup_steps"),
+    "scheduler.params.warmup_type": _taken("optimizer.warmup"),
+    "scheduler.params.total_num_steps": _taken("steps"),
+    "scheduler.params.warmup_min_ratio": _taken("optimizer.initial_fraction"),
+    "scheduler.params.cos_min_ratio": _taken("optimizer.final_fraction"),
+    "scheduler.params.last_batch_iteration": _implied("a checkpoint holds the step"),
+    "scheduler.params.*": _unsupported("only zerojax.from_deepspeed_config has OneCycle and LRRangeTest"),
+    # Activations
+    "activation_checkpointing.partition_activations": _unsupported("activations are not split over a model axis", *OFF),
+    "activation_checkpointing.cpu_checkpointing": _unsupported(
+        "config.model.offload keeps the outputs of chosen modules in host memory; name them", *OFF
+    ),
+    "activation_checkpointing.contiguous_memory_optimization": _implied("XLA plans the memory of activations"),
+    "activation_checkpointing.number_checkpoints": _no_effect("every block is rematerialised by config.model.remat"),
+    "activation_checkpointing.synchronize_checkpoint_boundary": _no_effect("a compiled step has no such boundaries"),
+    "activation_checkpointing.profile": _no_effect(_PROFILE),
+    # Logs
+    "steps_per_print": _taken("log_every"),
+    "wall_clock_breakdown": _no_effect(_PROFILE),
+    "memory_breakdown": _implied("plan.json has the memory by role, and metrics.jsonl the device's"),
+    "dump_state": _implied("WORKDIR/config.json holds every setting"),
+    "log_level": _no_effect("a run prints its lines, and errors"),
+    "tensorboard.enabled": _implied("WORKDIR/tensorboard is always written"),
+    "tensorboard.*": _no_effect("events go to WORKDIR/tensorboard"),
+    "csv_monitor.enabled": _implied("metrics.jsonl holds the same numbers"),
+    "csv_monitor.*": _no_effect("numbers go to WORKDIR/metrics.jsonl"),
+    "wandb.*": _unsupported("no client is called; WORKDIR/tensorboard and metrics.jsonl can be synced"),
+    "comet.*": _unsupported("no client is called; WORKDIR/tensorboard and metrics.jsonl can be synced"),
+    "flops_profiler.*": _no_effect("the plan counts a step's operations; " + _PROFILE),
+    "comms_logger.*": _no_effect("the plan lists a step's collectives and their bytes"),
+    "comms_config.*": _no_effect("the plan lists a step's collectives and their bytes"),
+    # Other blocks
+    "aio.*": _no_effect("there is no offload to NVMe"),
+    "checkpoint.tag_validation": _implied("a step's number is its name, the same in every process"),
+    "checkpoint.load_universal": _implied(_CHECKPOINTS),
+    "checkpoint.use_node_local_storage": _unsupported("all processes write to one folder", *OFF),
+    "checkpoint.parallel_write.*": _implied("every process writes its own shards"),
+    "checkpoint.*": _no_effect("the checkpointer has no such choice"),
+    "compile.*": _implied("XLA compiles the whole step"),
+    "graph_harvesting": _implied("XLA makes CUDA graphs"),
+    "tensor_parallel.autotp_size": _unsupported(_PARALLEL, *OFF),
+    "tensor_parallel.*": _unsupported(_PARALLEL),
+    "expert_parallel.*": _unsupported(_PARALLEL),
+    "pipeline.*": _unsupported(_PARALLEL),
+    "pipeline_parallel_size": _unsupported(_PARALLEL, *OFF),
+    "moe.*": _unsupported(_PARALLEL),
+    "hybrid_engine.*": _unsupported("there is no inference engine inside training"),
+    "elasticity.*": _unsupported(
+        "the global batch stays as given; another number of devices resumes with another grad_accum"
+    ),
+    "autotuning.*": _unsupported("python -m zerojax.plan --search compares settings without running them"),
+    "compression_training.*": _unsupported("weights are not quantized or pruned in training"),
+    "quantize_training.*": _unsupported("weights are not quantized in training"),
+    "data_efficiency.*": _unsupported("every token is computed, in the data's order"),
+    "curriculum_learning.*": _unsupported("the sequence length is fixed"),
+    "progressive_layer_drop.*": _unsupported("every layer runs in every step"),
+    "sparse_attention.*": _unsupported("attention is dense"),
+    "eigenvalue.*": _unsupported("there is no quantization in training that needs it"),
+    "nebula.*": _no_effect("checkpoints are written in the background"),
+    "vocabulary_size": _no_effect("the preset or the tokenizer decides it; set config.model.vocab_size"),
+    "timers.*": _no_effect(_PROFILE),
+    "weight_quantization.*": _unsupported("weights are not quantized"),
+    "zero_quantized_weights": _unsupported("weights are gathered in the compute dtype", *OFF),
+}
+
+# Older and second names -> the names of the table.
+ALIASES: Mapping[str, str] = {
+    "bfloat16": "bf16",
+    "monitor_config.tensorboard": "tensorboard",
+    "monitor_config.wandb": "wandb",
+    "monitor_config.csv_monitor": "csv_monitor",
+    "monitor_config.comet": "comet",
+    "train_micro_batch_size": "train_micro_batch_size_per_gpu",
+    "allgather_size": "zero_optimization.allgather_bucket_size",
+    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer.device",
+    "zero_optimization.cpu_offload_params": "zero_optimization.offload_param.device",
+    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param.device",
+    "zero_optimization.cpu_offload_use_pin_memory": "zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.gather_fp16_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
+    "zero_optimization.max_live_parameters": "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
+    "zero_optimization.module_granularity_threshold": "zero_optimization.stage3_module_granularity_threshold",
+    "curriculum_learning.curriculum_type": "curriculum_learning.type",
+}
+
+
+def find(path: str, table: Mapping[str, Key] = KEYS) -> Key | None:
+    """Returns the row of a dotted path: its own, or that of the nearest "*" above it; None if there is none."""
+    if path in table:
+        return table[path]
+    parts = path.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        if (row := table.get(".".join([*parts[:length], "*"]))) is not None:
+            return row
+    return table.get(f"{path}.*")
+
+
+def canonical(path: str) -> str:
+    """Returns a path with older names replaced."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        if (name := ALIASES.get(".".join(parts[:length]))) is not None:
+            return ".".join([name, *parts[length:]])
+    return path
