@@ -1,0 +1,131 @@
+"""Puts an offloaded leaf where it lives: pinned memory, or a file on a local disk. This module makes the file's store for a partition.
+
+Either way a leaf comes in through pinned memory. A leaf on the disk is a `disk.store.DiskArray` in the state.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from zerojax import display, roles, tree
+from zerojax.errors import UserError
+from zerojax.zero import placement
+from zerojax.zero.offload import layout, settings
+from zerojax.zero.offload.disk import folder as folder_lib
+from zerojax.zero.offload.disk import scratch, store
+
+Keep = Callable[[jax.Array, Any], Any]
+
+
+def on_disk(partition: placement.Partition) -> dict[str, Any]:
+    """Returns the abstract leaves, or pieces, that live in a file, by path."""
+    if partition.offload is None or partition.offload.optimizer != settings.NVME:
+        return {}
+    return {
+        path: leaf
+        for path, leaf in tree.flatten(partition.abstract_state)
+        if layout.is_on_host(leaf) and partition.leaves[path].role == roles.OPT_STATE
+    }
+
+
+def disk_bytes(partition: placement.Partition) -> int:
+    """Returns the bytes of this process's file."""
+    return sum(map(store.bytes_of, on_disk(partition).values()))
+
+
+def staging_bytes(partition: placement.Partition) -> int:
+    """Returns the host memory that this process needs for what is on its way from and to the file: chunks that were read, and that leave."""
+    if not on_disk(partition):
+        return 0
+    devices = len(partition.mesh.local_devices)
+    return partition.offload.chunk_bytes * devices * (partition.offload.nvme_buffers + store.WRITES)
+
+
+def check_disk(partition: placement.Partition, local_processes: int = 1) -> str:
+    """Checks that the disk has room for the files of a host's processes, and returns a line that warns of its file system, or "".
+
+    Raises:
+      UserError: the folder is missing in the settings, or its disk has no room.
+    """
+    if not on_disk(partition):
+        return ""
+    path = _folder(partition.offload)
+    folder_lib.check_space(path, disk_bytes(partition) * local_processes)
+    return folder_lib.warning(path)
+
+
+def keeper(partition: placement.Partition, say: Callable[[str], None] = lambda line: None) -> Keep:
+    """Returns f(array, like) that brings an array to where the abstract leaf `like` of `partition.abstract_state` lives.
+
+    Where leaves live on a disk, a file for all of them is made now. It is freed when nothing refers to its leaves any more.
+
+    Args:
+      partition: the state's.
+      say: is told where the file is.
+
+    Raises:
+      UserError: the folder cannot be used, or its disk has no room.
+    """
+    leaves = on_disk(partition)
+    if not leaves:
+        return lambda array, like: jax.device_put(array, like.sharding)
+    chosen = partition.offload
+    made = store.Store(
+        store.Settings(
+            folder=_folder(chosen),
+            buffers=chosen.nvme_buffers,
+            buffer_bytes=scratch.aligned(chosen.chunk_bytes) * len(partition.mesh.local_devices),
+        ),
+        list(leaves.values()),
+    )
+    say(f"offload: {display.human(made.size)} in {scratch.describe(made.folder, made.is_direct)}; freed when this process ends")
+    of_disk = set(map(id, leaves.values()))
+
+    def keep(array: jax.Array, like: Any) -> Any:
+        host = jax.device_put(array, like.sharding)
+        return made.put(host) if id(like) in of_disk else host
+
+    return keep
+
+
+def load(leaves: list[Any], shardings: list[Any]) -> Any:
+    """Begins to bring leaves to the device. Returns the arrays, or a future of them; see `arrived`."""
+    if leaves and is_on_disk(leaves[0]):
+        return leaves[0].store.load(leaves, shardings)
+    return jax.device_put(leaves, shardings)
+
+
+def arrived(loaded: Any) -> list[jax.Array]:
+    """Returns the arrays that `load` began to bring, and waits where they come from a disk."""
+    return loaded if isinstance(loaded, list) else loaded.result()
+
+
+def leave(leaving: list[jax.Array], old: list[Any], shardings: list[Any]) -> list[Any]:
+    """Begins to bring new leaves to where the old ones live. Those of a disk are written over the old ones, which become invalid."""
+    host = jax.device_put(leaving, shardings)
+    return old[0].store.replace(old, host) if old and is_on_disk(old[0]) else host
+
+
+def prefetch(groups: list[list[Any]]) -> None:
+    """Begins to read groups of leaves that live on a disk, in this order, as far as its buffers reach."""
+    for group in groups:
+        if group and is_on_disk(group[0]):
+            group[0].store.prefetch(group)
+
+
+def is_on_disk(leaf: Any) -> bool:
+    """Returns whether a leaf of a state lives in a file."""
+    return isinstance(leaf, store.DiskArray)
+
+
+def resident(state: Any) -> Any:
+    """Returns the state with a host array in place of each leaf on a disk; for small states."""
+    return jax.tree.map(lambda leaf: leaf.to_host() if is_on_disk(leaf) else leaf, state)
+
+
+def _folder(chosen: settings.Offload) -> str:
+    if not chosen.nvme_path:
+        raise UserError("offload.nvme_path: is missing, and offload.optimizer is 'nvme'; name a folder on a local disk")
+    return os.fspath(chosen.nvme_path)
