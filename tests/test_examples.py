@@ -49,7 +49,7 @@ def load_file(name):
 @functools.cache
 def load(name):
     module = load_file(name)
-    for constant, value in SMALL[name].items():
+    for constant, value in SMALL.get(name, {}).items():
         assert hasattr(module, constant)
         setattr(module, constant, value)
     return module
@@ -290,6 +290,24 @@ def test_the_example_of_a_deepspeed_config_trains_as_the_config_says(capsys):
     losses = example.train(example.CONFIG, 12)
     assert losses[-1] < 0.8 * losses[0]
     assert "zero_optimization.stage: taken; config.zero.stage = 3" in capsys.readouterr().out
+
+
+def test_a_restored_example_goes_on_as_if_it_had_not_stopped(tmp_path):
+    """At stage 1 on 6 devices after stage 3 on 8, with other padding."""
+    example = load("save_and_restore")
+    whole = example.begin(tmp_path / "whole", 4)
+    losses = example.begin(tmp_path / "parts", 2)
+    losses += example.go_on(tmp_path / "parts", 4, devices=jax.devices()[:6])
+    np.testing.assert_allclose(losses, whole, rtol=LOSS_TOLERANCE)
+
+
+@pytest.mark.slow
+def test_the_example_of_saving_runs_as_a_command():
+    command = [sys.executable, str(FOLDER / "save_and_restore.py"), "--steps", "2"]
+    environ = {**os.environ, "XLA_FLAGS": rough.XLA_FLAGS, "PYTHONPATH": str(FOLDER.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ)
+    assert done.returncode == 0, done.stderr
+    assert "stage 3 on 8 devices: loss" in done.stdout and "stage 1 on 6 devices: loss" in done.stdout
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@
 >>> state, metrics = train_step(state, batch)
 """
 
+from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.errors import UserError
 from zerojax.interop.deepspeed.own_step import from_deepspeed_config
 from zerojax.mesh import batch_sharding, make_mesh
@@ -23,6 +24,7 @@ from zerojax.zero.step import make_train_step
 from zerojax.zero.where_used import where_used
 
 __all__ = [
+    "Checkpointer",
     "DynamicLossScale",
     "LossScaleState",
     "Offload",

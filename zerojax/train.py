@@ -32,6 +32,7 @@ from zerojax.trainer import health as health_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import recorder as recorder_lib
 from zerojax.zero import memory
+from zerojax.zero.offload import budget
 
 INTERRUPTED = 130  # the exit status of a command that SIGINT ends
 STEPS_BEFORE_COMPARING = 2  # a program reaches its peak memory in its first steps
@@ -54,6 +55,8 @@ def main() -> None:
     try:
         config = config_lib.from_dict(command.parse(sys.argv))
         start_up.keep_every_program()
+        if pinned := program_lib.most_pinned_bytes(config):
+            start_up.size_pinned_pool(budget.pool_size_gb(pinned / (_NUM_PROCESSES.value or 1)))
         emulated = devices.emulate_cpu_devices(config.emulate_devices)
         processes.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
         if emulated:

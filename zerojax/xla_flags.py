@@ -1,4 +1,4 @@
-"""Returns the XLA options that the user has set. This module is the only reader of XLA_FLAGS.
+"""Returns the XLA options that the user has set. This module is the only reader of XLA_FLAGS and of the size of the pinned pool.
 
 XLA reads XLA_FLAGS when it starts, and applies it to every program of the process. Options that a library passes with one program override
 it silently. So a library that passes options must know which ones the user has set, and XLA does not report them. Nothing here sets the
@@ -8,7 +8,27 @@ variable.
 import os
 import re
 
+from zerojax.errors import UserError
+
+PINNED_POOL = (
+    "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # GiB of pinned host memory that a process may use; read when JAX starts
+)
+_DEFAULT_POOL_GB = 64.0
+
 
 def names() -> frozenset[str]:
     """Returns the names of the options in XLA_FLAGS, without their dashes."""
     return frozenset(re.findall(r"--([a-z0-9_]+)", os.environ.get("XLA_FLAGS", "")))
+
+
+def pinned_pool_gb() -> float:
+    """Returns the size in GiB of the pool from which XLA takes pinned host memory on GPUs.
+
+    Raises:
+      UserError: the environment variable is not a number.
+    """
+    value = os.environ.get(PINNED_POOL)
+    try:
+        return _DEFAULT_POOL_GB if value is None else float(value)
+    except ValueError as error:
+        raise UserError(f"{PINNED_POOL}: must be a number of GiB, and is {value!r}") from error

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 import file_systems
 import flax.nnx as nnx
@@ -22,6 +23,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import zerojax
 from zerojax import tree
 from zerojax.checkpoint import checkpointer
 from zerojax.checkpoint import files as step_files
@@ -194,8 +196,124 @@ def test_padded_leaves_are_cut_or_padded_if_they_are_resizable(tmp_path):
         np.testing.assert_array_equal(raw(state["embed"]), np.pad(logical, ((0, rows - 10), (0, 0))))
         message = error_of(saver.restore, 1, wanted)
         assert f"embed: saved in {tmp_path}/1 with shape (16, 4), wanted ({rows}, 4)" in message
-        assert "the config's model differs from the checkpoint's" in message
+        assert "the model or its optimizer differs from the checkpoint's" in message
     saver.close()
+
+
+class AveragedState(flax.training.train_state.TrainState):
+    """A user's own state: averages of the weights, and a random key."""
+
+    average: Any
+    key: Any
+
+
+TX = optax.adamw(1e-3)
+
+
+def make_average(key):
+    params = {"dense": {"kernel": jax.random.normal(key, (10, 30)), "bias": jnp.ones((16,))}}
+    average = jax.tree.map(lambda leaf: leaf / 2, params)
+    return AveragedState.create(apply_fn=None, params=params, tx=TX, average=average, key=key)
+
+
+def make_dict(key):
+    return {"params": {"w": jax.random.normal(key, (10, 30))}, "count": jnp.zeros((), jnp.int32)}
+
+
+def make_nnx(key):
+    model = nnx.Sequential(nnx.Linear(10, 30, rngs=nnx.Rngs(params=key)), nnx.BatchNorm(30, rngs=nnx.Rngs(0)))
+    return nnx.state((model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)))
+
+
+@pytest.mark.parametrize("make", [make_average, make_dict, make_nnx])
+def test_any_state_moves_between_stages_meshes_and_paddings(tmp_path, make):
+    """As in a user's program: sharded and padded over 8 devices, then 6, then 4 of two replicas, then unsharded."""
+    state, partition = zerojax.shard_train_state(
+        make, jax.random.key(0), mesh=zerojax.make_mesh(), stage=3, indivisible="pad", min_size=8
+    )
+    plain = zerojax.unpad(state, partition)
+    assert any(leaf.padding for leaf in partition.leaves.values())
+    with zerojax.Checkpointer(tmp_path, keep_last=9) as saver:
+        saver.save(0, state, partition=partition, data_state={"position": 7})
+        abstract = jax.eval_shape(make, jax.random.key(0))
+        for step, (devices, replica, stage) in enumerate([(6, 1, 2), (8, 2, 1), (8, 1, 0)], start=1):
+            mesh = zerojax.make_mesh(replica, devices=jax.devices()[:devices])
+            partition = zerojax.partition_state(abstract, mesh=mesh, stage=stage, indivisible="pad", min_size=8)
+            found, data_state = saver.restore(None, partition)
+            assert data_state == {"position": 7}
+            assert jax.tree.map(lambda leaf: leaf.sharding, found) == partition.shardings
+            assert_bits_equal(zerojax.unpad(found, partition), plain)
+            saver.save(step, found, partition=partition, data_state=data_state)
+        assert_bits_equal(saver.restore(1, jax.eval_shape(lambda: plain))[0], plain)  # to the host, without padding
+
+
+def test_padding_that_was_not_described_is_not_guessed(tmp_path):
+    meshes = [zerojax.make_mesh(devices=jax.devices()[:count]) for count in (8, 6)]
+    parts = [
+        zerojax.partition_state(jax.eval_shape(make_dict, jax.random.key(0)), mesh=mesh, indivisible="pad", min_size=8)
+        for mesh in meshes
+    ]
+    state = zerojax.pad(make_dict(jax.random.key(0)), parts[0])
+    with zerojax.Checkpointer(tmp_path) as saver:
+        assert "pass the partition" in error_of(saver.save, 1, state, partition=parts[1])
+        saver.save(1, state)
+        assert_bits_equal(zerojax.unpad(saver.restore(1, parts[0])[0], parts[0]), make_dict(jax.random.key(0)))
+        message = error_of(saver.restore, 1, parts[1])
+        assert "params/w: saved in" in message and "with shape (10, 32), wanted (10, 30)" in message
+        assert message.endswith("or, if it was saved padded, save it with partition=")
+        saver.save(2, make_dict(jax.random.key(0)), partition=None)  # without padding there is nothing to describe
+        assert_bits_equal(zerojax.unpad(saver.restore(2, parts[1])[0], parts[1]), make_dict(jax.random.key(0)))
+
+
+def test_one_program_writes_a_directory_and_others_read_it(tmp_path):
+    save_steps(tmp_path, 10)
+    with open_in(tmp_path) as first, open_in(tmp_path) as second:
+        first.save(20, small_state(20))
+        assert f"{tmp_path}: process {os.getpid()} on" in error_of(second.save, 30, small_state(30))
+        first.wait()
+        assert second.restore(None, tree.abstract(small_state(0)))[0]["step"] == 20
+        first.close()
+        second.save(30, small_state(30))
+    assert sorted(os.listdir(tmp_path)) == ["10", "20", "30"]
+
+
+def test_reading_removes_no_unfinished_save_and_writing_does(tmp_path):
+    save_steps(tmp_path, 10)
+    shutil.copytree(tmp_path / "10", tmp_path / f"20.{step_files.UNFINISHED}-1")
+    with open_in(tmp_path) as saver:
+        assert saver.restore(None, tree.abstract(small_state(0)))[0]["step"] == 10
+        assert len(os.listdir(tmp_path)) == 2
+        saver.save(30, small_state(30))
+    assert sorted(os.listdir(tmp_path)) == ["10", "30"]
+
+
+def test_the_newest_intact_step_is_found(three_steps, tmp_path):
+    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
+    newest, *rest = sorted(map(int, os.listdir(tmp_path)), reverse=True)
+    (tmp_path / str(newest) / "data" / "metadata").write_text("{}")
+    with open_in(tmp_path) as saver:
+        assert f"step {rest[0]} is intact" in error_of(saver.restore, None, tree.abstract(small_state(0)))
+        assert saver.latest_intact_step() == rest[0]
+    with open_in(tmp_path / "empty") as saver:
+        assert saver.latest_intact_step() is None
+        assert "holds no checkpoint to restore" in error_of(saver.restore, None, tree.abstract(small_state(0)))
+
+
+@pytest.mark.parametrize(
+    "kept", [{"keep_last": 0}, {"keep_last": -1}, {"keep_last": 1.5}, {"keep_last": True}, {"keep_best": -1}]
+)
+def test_numbers_that_would_delete_all_checkpoints_are_refused(tmp_path, kept):
+    name = next(iter(kept))
+    assert f"{name}: must be a whole number of at least" in error_of(open_in, tmp_path, **kept)
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
+    with open_in(tmp_path) as saver:
+        for step in (-1, 1.5, "3"):
+            assert "step: must be a whole number of at least 0" in error_of(saver.save, step, small_state(0))
+        assert "data_state: is saved as JSON" in error_of(saver.save, 1, small_state(0), {"at": object()})
+        assert "meta: is saved as JSON" in error_of(saver.save, 1, small_state(0), meta={"at": {1, 2}})
+    assert not os.listdir(tmp_path)
 
 
 def test_another_models_state_is_refused_by_the_names_of_its_leaves(tmp_path):

@@ -14,7 +14,7 @@ from zerojax.models.llama import model as llama
 from zerojax.ops import losses
 from zerojax.optim import registry, schedules
 from zerojax.trainer import program
-from zerojax.zero import memory
+from zerojax.zero import memory, shard_state
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums in another order, over 30 steps
 FEW_BITS = 1e-2  # relative, over 12 steps in which the loss halves: eight bits of weights or of moments
@@ -199,3 +199,16 @@ def test_a_program_for_gpus_counts_its_operations_and_describes_its_export():
     assert built.flops_per_token == here.flops_per_token > 0
     table = built.family.huggingface
     assert table.config(built.model) == table.config(here.model)
+
+
+def test_a_factored_optimizers_state_is_that_of_the_weights_without_padding():
+    """On 6 devices, where most dims do not divide. `zero.update` is tested with the same optimizer."""
+    with runs.on_devices(6):
+        built = build(optimizer__name="adafactor", zero__min_size=0, zero__indivisible="pad", global_batch_size=6)
+        state = program.init_state(built)
+        plain = shard_state.unpad(state, built.partition)
+        expected = jax.eval_shape(built.create, plain.params)
+        assert jax.tree.map(np.shape, plain.opt_state) == jax.tree.map(np.shape, expected.opt_state)
+        after, _ = jax.eval_shape(built.train_step, state, built.abstract_batch)
+        assert jax.tree.map(np.shape, after) == jax.tree.map(np.shape, state)
+        assert any(leaf.padding for leaf in built.partition.leaves.values())

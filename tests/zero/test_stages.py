@@ -7,6 +7,7 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -17,7 +18,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.optim import master_weights
-from zerojax.zero import stages
+from zerojax.zero import memory, stages
 
 FAST = hypothesis.settings(max_examples=120, deadline=None, derandomize=True)
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 4, 6, 7, 8, 16, 24, 64]), max_size=4).map(tuple)
@@ -184,6 +185,73 @@ def test_the_threshold_counts_elements():
         "params/at": P("data"),
         "params/matrix": P("data"),
     }
+
+
+class OwnState(TrainState):
+    averages: dict
+    momentum: dict
+    statistics: dict
+
+
+def own_state(shapes):
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    fields = {"averages": {"net": params}, "momentum": params, "statistics": {"mean": params["kernel"]}}
+    return jax.eval_shape(
+        lambda params, fields: OwnState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), **fields),
+        params,
+        fields,
+    )
+
+
+@pytest.mark.parametrize("stage", stages.STAGES)
+@pytest.mark.parametrize("indivisible", stages.INDIVISIBLE)
+def test_arrays_of_the_users_own_for_each_weight_are_sharded_as_moments(stage, indivisible):
+    state = own_state({"kernel": (64, 64), "odd": (67, 65), "small": (8,)})
+    part = stages.partition_state(state, mesh=make_mesh(8), stage=stage, indivisible=indivisible)
+    sharded = P("data") if stages.STAGES[stage].opt_state else P()
+    for place in ("averages/net", "momentum"):
+        found = {path: part.leaves[f"{place}/{path}"] for path in ("kernel", "odd", "small")}
+        assert {path: leaf.spec for path, leaf in found.items()} == {"kernel": sharded, "odd": P(), "small": P()}
+        assert not any(leaf.padding for leaf in found.values())
+        assert part.abstract_state.averages["net"]["odd"].shape == (67, 65)
+    table = memory.bytes_per_device(part)
+    assert table["opt_state"] == sum(
+        4 * np.prod(leaf.sharding.shard_shape(leaf.shape))
+        for tree_of in (part.abstract_state.averages, part.abstract_state.momentum)
+        for leaf in jax.tree.leaves(tree_of)
+    )
+
+
+def test_leaves_that_stay_replicated_are_told_if_a_sharded_one_is_no_larger():
+    state = own_state({"kernel": (64, 64), "odd": (67, 65), "small": (8,)})
+    reason = "no dim of (67, 65) divides by data=8"
+    part = stages.partition_state(state, mesh=make_mesh(8), stage=1)
+    weights = {"params/odd": reason, "params/small": "fewer than 1024 elements"}
+    assert part.kept_whole == {**weights, "statistics/mean": "neither weight nor moment"}
+    padded = stages.partition_state(state, mesh=make_mesh(8), stage=3, indivisible="pad").kept_whole
+    del weights["params/odd"]
+    assert padded == {
+        **weights,
+        "statistics/mean": "neither weight nor moment",
+        "averages/net/odd": reason,
+        "momentum/odd": reason,
+    }
+    assert "statistics/mean" not in stages.partition_state(state, mesh=make_mesh(8), stage=0).kept_whole
+
+
+def test_moments_in_one_vector_are_told_where_it_does_not_divide():
+    state = abstract_state({"kernel": (64, 64), "odd": (67, 3)}, optax.flatten(optax.adam(1e-3)))
+    part = stages.partition_state(state, mesh=make_mesh(8))
+    told = {path: reason for path, reason in part.kept_whole.items() if path.startswith("opt_state")}
+    assert told == dict.fromkeys(("opt_state/0/mu", "opt_state/0/nu"), "no dim of (4297,) divides by data=8")
+
+
+def test_a_role_of_the_users_own_is_kept_though_a_weight_has_the_name():
+    state = own_state({"kernel": (64, 64)})
+    roles = [("(^|/)averages/", "other"), *stages.ROLES]
+    part = stages.partition_state(state, mesh=make_mesh(8), roles=roles)
+    assert part.leaves["averages/net/kernel"].spec == P() and part.leaves["momentum/kernel"].spec == P("data")
+    assert part.kept_whole["averages/net/kernel"] == "neither weight nor moment"
 
 
 def test_the_first_override_found_wins_for_a_weight_and_all_that_belongs_to_it():

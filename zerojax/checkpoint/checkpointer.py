@@ -1,7 +1,8 @@
 """Saves train states in the background and restores them onto any mesh. This module wraps Orbax.
 
 A step holds three items. `state` holds one global array for each leaf under the leaf's path, independent of Python classes and
-shardings. `data` is JSON: the position of each row in the data. `meta` is JSON.
+shardings. `data` is JSON: the position of each row in the data. `meta` is JSON; beside it are the evaluation loss, and the unpadded shapes
+of padded leaves.
 """
 
 import contextlib
@@ -9,10 +10,11 @@ import dataclasses
 import json
 import logging
 import math
+import operator
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -21,45 +23,65 @@ from jax.experimental import multihost_utils
 
 from zerojax import errors, tree
 from zerojax.checkpoint import files as step_files
+from zerojax.checkpoint import lock as lock_lib
 from zerojax.checkpoint import logical
 from zerojax.errors import UserError
+from zerojax.optim import pieces
+
+LOCK_FILE = ".lock"
 
 
 class Checkpointer:
     """Keeps the newest `keep_last` checkpoints of a directory and the `keep_best` with the lowest evaluation loss.
 
-    All processes of a run must call every method in the same order, on one directory that all of them can reach.
+    All processes of a run must call every method in the same order, on one directory that all of them can reach. Any number of programs
+    may read a directory. One may write it: the first save takes a lock, which `close` and the end of the process release.
+
+    >>> with zerojax.Checkpointer("checkpoints", keep_last=2) as saver:
+    ...     saver.save(step, state, partition=partition)
+    ...     state, data_state = saver.restore(None, partition)  # of any stage and mesh
     """
 
-    def __init__(self, directory: str | os.PathLike, *, keep_last: int, keep_best: int):
-        """Opens or creates `directory` and removes unfinished steps of killed saves.
+    def __init__(self, directory: str | os.PathLike, *, keep_last: int = 2, keep_best: int = 0):
+        """Opens or creates `directory`. The first save removes unfinished steps of killed saves.
+
+        Args:
+          directory: on a mounted file system. It may hold checkpoints, and nothing else.
+          keep_last: the number of newest steps that a save leaves, 1 or more.
+          keep_best: the number of steps with the lowest evaluation loss that it leaves in addition.
 
         Raises:
-          UserError: the directory cannot be written, or holds other files and no checkpoint.
+          UserError: a number is out of range, or the directory cannot be written, or holds other files and no checkpoint.
         """
+        self._keep_last, self._keep_best = _count("keep_last", keep_last, 1), _count("keep_best", keep_best, 0)
         self.directory = step_files.open_directory(directory)
-        self._losses = step_files.losses(self.directory)
+        self._losses: dict[int, float] = {}
         self._saving = -1  # the last step saved
         self._is_sealed = True  # whether the last step saved is seen on disk, or failed
         self._intact: set[int] = set()  # steps whose contents were read and are as saved
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_worth_showing)
-        jsons = {"data": ocp.JsonCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
         self._arrays = ocp.PyTreeCheckpointHandler()
-        self._manager = ocp.CheckpointManager(
-            self.directory,
-            item_handlers={"state": self._arrays, **jsons},
-            options=ocp.CheckpointManagerOptions(
-                create=False,
-                cleanup_tmp_directories=True,
-                lightweight_initialize=True,  # reads no file of a step, which may be damaged
-                preservation_policy=_Keep(keep_last, keep_best, self._losses),
-                async_options=ocp.AsyncOptions(post_finalization_callback=self._complete),
-            ),
-        )
+        self._lock: lock_lib.Lock | None = None
+        self._manager: ocp.CheckpointManager | None = None  # of the program that saves
+
+    def __enter__(self) -> Self:
+        """Returns itself; the end of the block closes it."""
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Closes it."""
+        self.close()
 
     def save(
-        self, step: int, state: Any, data_state: Mapping, *, meta: Mapping, eval_loss: float | None = None
+        self,
+        step: int,
+        state: Any,
+        data_state: Mapping | None = None,
+        *,
+        meta: Mapping | None = None,
+        eval_loss: float | None = None,
+        partition: Any = None,
     ) -> None:
         """Copies `state` to the host and writes it in the background. Does nothing if the step is saved already.
 
@@ -71,24 +93,30 @@ class Checkpointer:
           data_state: JSON by row. Each process passes its own rows, and the checkpoint holds all rows.
           meta: JSON, the same on every process.
           eval_loss: ranks the checkpoint for `keep_best`. A checkpoint with None or NaN is kept only by its age.
+          partition: the state's `Partition`. It is needed if leaves are padded (`indivisible="pad"`), to restore into another padding.
 
         Raises:
-          UserError: this save or the previous one failed, or something else has the step's name. The last complete checkpoint is
-            untouched.
+          UserError: this save or the previous one failed, another process writes the directory, something else has the step's name, or an
+            argument cannot be saved. The last complete checkpoint is untouched.
         """
+        step = _count("step", step, 0)
+        padded = {} if partition is None else _padded_shapes(partition, state)
+        rows, about = _as_json("data_state", data_state or {}), _as_json("meta", meta or {})
+        manager = self._open_to_write()
         self.wait()
         if os.path.lexists(self.directory / str(step)):
             step_files.intact(self.directory, step, step_files.NONE)
             return
         loss = math.inf if eval_loss is None or math.isnan(eval_loss) else float(eval_loss)
+        beside = {"eval_loss": None if loss == math.inf else loss, "padded": padded}
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(logical.to_stored(state)),
-            data=ocp.args.JsonSave(_merge_over_processes(data_state)),
-            meta=ocp.args.JsonSave({"eval_loss": None if loss == math.inf else loss, "meta": _as_json(meta)}),
+            data=ocp.args.JsonSave(_merge_over_processes(rows)),
+            meta=ocp.args.JsonSave({**beside, "meta": about}),
         )
         self._losses[step], self._saving, self._is_sealed = loss, step, False
         try:
-            self._manager.save(step, args=items, force=True)
+            manager.save(step, args=items, force=True)
         except Exception as error:
             raise self._failed(error) from error
 
@@ -98,6 +126,8 @@ class Checkpointer:
         Raises:
           UserError: the save failed, for instance because the disk is full.
         """
+        if self._manager is None:
+            return
         try:
             self._manager.wait_until_finished()
             if not self._is_sealed and jax.process_index() == 0:
@@ -113,6 +143,15 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         """Returns the newest complete step, or None if there is none."""
         return max(self.steps(), default=None)
+
+    def latest_intact_step(self) -> int | None:
+        """Returns the newest step whose files are all as saved, or None if there is none. Reads all files of the steps that it looks at."""
+        self.wait()
+        for step in reversed(self.steps()):
+            with contextlib.suppress(UserError):
+                self._checked(step)
+                return step
+        return None
 
     def has_checksums(self, step: int) -> bool:
         """Returns whether a step was saved with checksums. If not, only the sizes of its files are checked.
@@ -136,23 +175,33 @@ class Checkpointer:
             raise step_files.damaged(self.directory, step, "meta is not a table")
         return meta
 
+    def data_state(self, step: int) -> dict:
+        """Returns the `data_state` of all processes saved with a step.
+
+        Raises:
+          UserError: the step is missing, foreign or damaged.
+        """
+        path = self._checked(step)
+        with self._read(step):
+            return step_files.read_json(path, "data")
+
     def check(
         self, step: int, abstract_state: Any, resizable: frozenset[str] = frozenset(), optional: Sequence[str] = ()
     ) -> dict:
         """Checks that `restore` can read the step, without reading an array. Takes its arguments and returns the data state."""
-        path, _ = self._find(step, abstract_state, resizable, optional)
+        path, *_ = self._find(step, abstract_state, resizable, optional)
         with self._read(step):
             return step_files.read_json(path, "data")
 
     def restore(
-        self, step: int, abstract_state: Any, resizable: frozenset[str] = frozenset(), optional: Sequence[str] = ()
+        self, step: int | None, like: Any, resizable: frozenset[str] = frozenset(), optional: Sequence[str] = ()
     ) -> tuple[Any, dict]:
-        """Reads a step into the structure and shardings of `abstract_state`. The saved shardings may differ.
+        """Reads a step into the structure and shardings of `like`. The saved shardings may differ.
 
         Args:
-          step: a complete step.
-          abstract_state: a pytree of ShapeDtypeStruct. A leaf without a sharding is returned as a numpy array. Floating leaves are
-            cast to the dtype of `abstract_state`.
+          step: a complete step; None: the newest.
+          like: a `Partition`, or a pytree of ShapeDtypeStruct, of which some may be in pieces. A leaf without a sharding is returned as a
+            numpy array. Floating leaves are cast to the dtype of `like`. Padding is added or removed as a `Partition` says.
           resizable: paths ("params/embed/embedding") of padded leaves. Each of their dims is cut, or padded with zeros, at its end.
           optional: prefixes of paths ("loss_scale") of leaves that the step may lack, or may hold in excess.
 
@@ -162,29 +211,60 @@ class Checkpointer:
         Raises:
           UserError: the step is missing, foreign or damaged, or its state is of another model.
         """
-        leaves = tree.flatten(abstract_state)
-        path, wanted = self._find(step, abstract_state, resizable, optional)
+        if step is None:
+            self.wait()
+            step = self.latest_step()
+            if step is None:
+                raise UserError(f"{self.directory}: holds no checkpoint to restore; save one first")
+        abstract_state = like.abstract_state if _is_partition(like) else like
+        leaves = tree.flatten(abstract_state, is_leaf=pieces.is_pieces)
+        path, wanted, resized = self._find(step, like, resizable, optional)
+        restored = {name: leaf for name, leaf in leaves if name not in wanted}
+        # Leaves in pieces exist a second time while they are read, so these are read one at a time.
+        one_by_one = [name for name, leaf in leaves if name in wanted and pieces.is_pieces(leaf)]
+        for names in ([name for name in wanted if name not in one_by_one], *([name] for name in one_by_one)):
+            with self._read(step):
+                how = {name: _restore_args(wanted[name], name in resized) for name in names}
+                args = ocp.args.PyTreeRestore(dict.fromkeys(names, 0), restore_args=how, partial_restore=True)
+                stored = self._arrays.restore(path / "state", args=args)
+            for name, leaf in leaves:
+                if name in names:
+                    restored[name] = logical.from_stored(_resized(stored[name], wanted[name]), leaf)
         with self._read(step):
-            how = {name: _restore_args(leaf, name in resizable) for name, leaf in wanted.items()}
-            args = ocp.args.PyTreeRestore(dict.fromkeys(wanted, 0), restore_args=how, partial_restore=True)
-            stored = self._arrays.restore(path / "state", args=args)
             data_state = step_files.read_json(path, "data")
-        restored = [logical.from_stored(stored[name], leaf) if name in stored else leaf for name, leaf in leaves]
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), restored), data_state
+        structure = jax.tree.structure(abstract_state, is_leaf=pieces.is_pieces)
+        return jax.tree.unflatten(structure, [restored[name] for name, _ in leaves]), data_state
 
     def _find(
-        self, step: int, abstract_state: Any, resizable: frozenset[str], optional: Sequence[str]
-    ) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
-        """Returns an intact step's path, and the abstract leaves to read from it."""
+        self, step: int, like: Any, resizable: frozenset[str], optional: Sequence[str]
+    ) -> tuple[Any, dict[str, jax.ShapeDtypeStruct], frozenset[str]]:
+        """Returns an intact step's path, the abstract leaves to read from it, and the paths of those whose shapes may differ."""
         self.wait()
-        wanted = {name: logical.form(leaf) for name, leaf in tree.flatten(abstract_state)}
-        path = self._manager.directory / self._checked(step).name
+        abstract_state = like.abstract_state if _is_partition(like) else like
+        wanted = {name: logical.form(leaf) for name, leaf in tree.flatten(abstract_state, is_leaf=pieces.is_pieces)}
+        path = self._checked(step)
         with self._read(step):
             saved = self._arrays.metadata(path / "state").tree
             wanted = {name: leaf for name, leaf in wanted.items() if name in saved or not _is_below(name, optional)}
             saved = {name: leaf for name, leaf in saved.items() if name in wanted or not _is_below(name, optional)}
-            _check_same_state(path, saved, wanted, resizable)
-        return path, wanted
+            before = self._saved_padding(path, step)
+            here = _unpadded_shapes(like) if _is_partition(like) else {}
+            resized = frozenset(
+                name
+                for name in (before.keys() | here.keys()) & wanted.keys() & saved.keys()
+                if _is_same_but_for_padding(
+                    tuple(saved[name].shape), before.get(name), wanted[name].shape, here.get(name)
+                )
+            )
+            _check_same_state(path, saved, wanted, resizable | resized)
+        return path, wanted, resizable | resized
+
+    def _saved_padding(self, path: Any, step: int) -> dict[str, tuple[int, ...]]:
+        """Returns the unpadded shapes of the leaves that a step holds padded."""
+        shapes = step_files.read_json(path, "meta").get("padded", {})
+        if not isinstance(shapes, dict) or not all(isinstance(shape, list) for shape in shapes.values()):
+            raise step_files.damaged(self.directory, step, "meta: padded is not a table of shapes")
+        return {name: tuple(shape) for name, shape in shapes.items()}
 
     def _checked(self, step: int) -> pathlib.Path:
         """Returns the path of an intact step. Each process reads its share of the files, once, and learns what the others found."""
@@ -206,11 +286,52 @@ class Checkpointer:
             raise step_files.damaged(self.directory, step, _brief(error)) from error
 
     def close(self) -> None:
-        """Waits for the save in progress and ends the background threads. Raises as `wait` does."""
+        """Waits for the save in progress, ends the background threads and releases the lock. Raises as `wait` does.
+
+        Steps may still be read, and a later save takes the lock again.
+        """
         try:
             self.wait()
         finally:
-            self._manager.close()
+            if self._manager is not None:
+                self._manager.close()
+            if self._lock is not None:
+                self._lock.release()
+            self._manager = self._lock = None
+
+    def _open_to_write(self) -> ocp.CheckpointManager:
+        """Takes the directory's lock and removes unfinished steps, once.
+
+        Raises:
+          UserError: another process holds the lock.
+        """
+        if self._manager is not None:
+            return self._manager
+        refusal = None
+        if jax.process_index() == 0:
+            try:
+                self._lock = lock_lib.take(
+                    self.directory / LOCK_FILE, str(self.directory), "save to another directory; any program may read"
+                )
+            except UserError as error:
+                refusal = str(error)
+        refusal = _first_over_processes(refusal)
+        if refusal is not None:
+            raise UserError(refusal)
+        self._losses = step_files.losses(self.directory)
+        jsons = {"data": ocp.JsonCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            item_handlers={"state": self._arrays, **jsons},
+            options=ocp.CheckpointManagerOptions(
+                create=False,
+                cleanup_tmp_directories=True,
+                lightweight_initialize=True,  # reads no file of a step, which may be damaged
+                preservation_policy=_Keep(self._keep_last, self._keep_best, self._losses),
+                async_options=ocp.AsyncOptions(post_finalization_callback=self._complete),
+            ),
+        )
+        return self._manager
 
     def _complete(self) -> None:
         """Reads back the step being saved. Orbax calls this after writing a step, before committing it and deleting older ones."""
@@ -221,7 +342,8 @@ class Checkpointer:
         """Returns the error to raise, and forgets the step that was not saved."""
         self._losses.pop(self._saving, None)
         self._is_sealed = True
-        self._manager.reload()  # Orbax has already forgotten the steps that this save would have replaced
+        if self._manager is not None:
+            self._manager.reload()  # Orbax has already forgotten the steps that this save would have replaced
         last, is_full = self.latest_step(), errors.is_disk_full(error)
         safe = "no step is complete yet" if last is None else f"step {last} is complete and untouched"
         cause = "no space left on the disk; free some" if is_full else f"{_brief(error)}; fix that"
@@ -252,9 +374,65 @@ class _Keep:
         return [step in kept or step not in self.losses for step in steps]
 
 
-def _as_json(value: Mapping) -> dict:
+def _count(name: str, value: Any, least: int) -> int:
+    """Returns a whole number of at least `least`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise UserError(f"{name}: must be a whole number of at least {least}, and is {value!r}")
+    return number
+
+
+def _is_partition(like: Any) -> bool:
+    """Returns whether a value is a `Partition`, whose room this one does not import."""
+    return hasattr(like, "abstract_state") and hasattr(like, "placements")
+
+
+def _unpadded_shapes(partition: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the unpadded shape of each padded leaf."""
+    return {path: tuple(leaf.shape) for path, leaf in partition.on_device.leaves.items() if leaf.padding}
+
+
+def _padded_shapes(partition: Any, state: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the unpadded shape of each padded leaf of a state.
+
+    Raises:
+      UserError: the state is not one of the partition.
+    """
+    stored = {path: leaf.shape for path, leaf in tree.flatten(partition.abstract_state, is_leaf=pieces.is_pieces)}
+    for path, leaf in tree.flatten(state, is_leaf=pieces.is_pieces):
+        if stored.get(path) != np.shape(leaf):
+            own = f"has shape {np.shape(leaf)}, and {stored[path]} there" if path in stored else "is not in it"
+            raise UserError(f"save: {path} {own}; pass the partition that the state was sharded by")
+    return _unpadded_shapes(partition)
+
+
+def _is_same_but_for_padding(
+    saved: tuple[int, ...], saved_unpadded: tuple | None, wanted: tuple[int, ...], wanted_unpadded: tuple | None
+) -> bool:
+    """Returns whether a saved leaf and a wanted one are the same without their padding. None: not padded, as far as is known."""
+    before, here = saved_unpadded or saved, wanted_unpadded or wanted
+    return before == here or (saved_unpadded is None and saved == wanted)
+
+
+def _resized(array: Any, wanted: jax.ShapeDtypeStruct) -> Any:
+    """Returns a numpy array cut or padded to its wanted shape; Orbax resizes the others."""
+    if not isinstance(array, np.ndarray) or array.shape == wanted.shape:
+        return array
+    cut = array[tuple(map(slice, wanted.shape))]
+    return np.pad(cut, [(0, want - have) for want, have in zip(wanted.shape, cut.shape)])
+
+
+def _as_json(name: str, value: Mapping) -> dict:
     """Returns a copy through JSON, so that later changes to `value` do not reach the background write."""
-    return json.loads(json.dumps(value))
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{name}: is saved as JSON, and is not fit for it ({error}); pass numbers, texts, lists and dicts"
+        ) from error
 
 
 def _merge_over_processes(rows: Mapping) -> dict:
@@ -262,7 +440,8 @@ def _merge_over_processes(rows: Mapping) -> dict:
     merged: dict = {}
     for text in _gather(json.dumps(rows)):
         for row, state in json.loads(text).items():
-            assert merged.setdefault(row, state) == state, f"processes disagree on the data state of row {row}"
+            if merged.setdefault(row, state) != state:
+                raise UserError(f"data_state: processes disagree on {row}; give each process rows of its own")
     return merged
 
 
@@ -296,7 +475,7 @@ def _is_below(path: str, starts: Sequence[str]) -> bool:
 
 def _check_same_state(path: Any, saved: Mapping, wanted: Mapping, resizable: frozenset[str]) -> None:
     """Raises an error that names the leaves in which the saved and the wanted state differ."""
-    way_out = "the config's model differs from the checkpoint's; set it as saved or choose another directory"
+    way_out = "the model or its optimizer differs from the checkpoint's; set them as saved or choose another directory"
     missing = [name for name in wanted if name not in saved]
     unexpected = [name for name in saved if name not in wanted]
     lacks = f"lacks {step_files.listed(missing)}" if missing else ""
@@ -305,9 +484,11 @@ def _check_same_state(path: Any, saved: Mapping, wanted: Mapping, resizable: fro
         raise UserError(f"{path}: its state {' and '.join(filter(None, (lacks, has)))}; {way_out}")
     for name, leaf in wanted.items():
         there, here = tuple(saved[name].shape), tuple(leaf.shape)
-        may_resize = name in resizable and leaf.sharding is not None and len(there) == len(here)
+        may_resize = name in resizable and len(there) == len(here)
         if there != here and not may_resize:
-            raise UserError(f"{name}: saved in {path} with shape {there}, wanted {here}; {way_out}")
+            is_longer = len(there) == len(here) and all(saved >= want for saved, want in zip(there, here))
+            hint = ", or, if it was saved padded, save it with partition=" if is_longer else ""
+            raise UserError(f"{name}: saved in {path} with shape {there}, wanted {here}; {way_out}{hint}")
         are_floats = all(jax.numpy.issubdtype(dtype, jax.numpy.floating) for dtype in (saved[name].dtype, leaf.dtype))
         if saved[name].dtype != leaf.dtype and not are_floats:
             raise UserError(f"{name}: saved in {path} as {saved[name].dtype}, wanted {leaf.dtype}; {way_out}")

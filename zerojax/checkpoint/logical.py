@@ -17,7 +17,7 @@ def to_logical(state: Any) -> Any:
     """
     if not isinstance(state.opt_state, master_weights.MasterWeightsState):
         return state
-    params = jax.tree.map(_master_of, state.opt_state.master, state.params, is_leaf=_is_frozen)
+    params = jax.tree.map(_master_of, state.opt_state.master, state.params, is_leaf=_is_frozen_or_pieces)
     return state.replace(params=params, opt_state=state.opt_state.inner)
 
 
@@ -44,6 +44,10 @@ def from_logical(logical: Any, copy_dtype: Any, like: Any = None) -> Any:
 
 def _master_of(master: Any, param: Any) -> Any:
     return param if _is_frozen(master) else master
+
+
+def _is_frozen_or_pieces(node: Any) -> bool:
+    return _is_frozen(node) or pieces.is_pieces(node)
 
 
 def _is_frozen(node: Any) -> bool:

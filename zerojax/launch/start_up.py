@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import jax
 
+from zerojax import xla_flags
+
 _SHORTEST = "jax_persistent_cache_min_compile_time_secs"
 
 
@@ -19,6 +21,11 @@ def keep_every_program() -> None:
     """
     if _SHORTEST.upper() not in os.environ:
         jax.config.update(_SHORTEST, 0.0)
+
+
+def size_pinned_pool(gb: int) -> None:
+    """Sets the size in GiB of XLA's pool of pinned host memory, unless the user has set it. Must run before the first use of a device."""
+    os.environ.setdefault(xla_flags.PINNED_POOL, str(gb))
 
 
 def wake_devices() -> None:

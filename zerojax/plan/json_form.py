@@ -6,7 +6,7 @@
 from typing import Any
 
 from zerojax.hlo import buffers
-from zerojax.plan import step_plan
+from zerojax.plan import step_plan, streams
 
 SCHEMA = 1
 
@@ -48,8 +48,22 @@ def as_json(plan: step_plan.Plan) -> dict[str, Any]:
             "binds": bound.binds,
             "step_seconds": bound.step_seconds,
             "tokens_per_second": bound.most_tokens_per_second(plan.tokens),
+            "exposed_seconds": bound.exposed,
         },
+        "stream": None if plan.stream is None else _stream(plan.stream),
         "compile_seconds": plan.compile_seconds,
+    }
+
+
+def _stream(stream: streams.Stream) -> dict[str, Any]:
+    return {
+        "host_bytes": stream.nbytes,
+        "groups": stream.groups,
+        "device_bytes_at_once": stream.at_once,
+        "peak_bytes": stream.peak,
+        "bytes_per_second": stream.rate,
+        "seconds": stream.seconds,
+        "exposed_seconds": stream.exposed,
     }
 
 

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from zerojax import display
 from zerojax.hlo import buffers
-from zerojax.plan import step_plan
+from zerojax.plan import step_plan, streams
 
 
 def text(plan: step_plan.Plan) -> str:
@@ -99,6 +99,8 @@ def _lines(plan: step_plan.Plan) -> list[str]:
                 f": no more than {plan.bound.most_tokens_per_second(plan.tokens) / plan.devices:,.0f} tokens/s/device"
             )
         lines.append(line)
+    if plan.stream is not None:
+        lines.append(_stream_line(plan.stream))
     lines += [
         f"departure from theory: {d.role}: {d.found:.3f} parameters instead of {d.expected:.3f}: {d.why} "
         f"({', '.join(d.weights[:2])}{f' and {len(d.weights) - 2} more' if len(d.weights) > 2 else ''})"
@@ -109,6 +111,18 @@ def _lines(plan: step_plan.Plan) -> list[str]:
         lines.append("no findings")
     lines.append(f"compiled in {plan.compile_seconds:.0f} s")
     return lines
+
+
+def _stream_line(stream: streams.Stream) -> str:
+    at_once = f"at most {display.human(stream.at_once)} on the device at once"
+    line = f"offload: {display.human(stream.nbytes)} of optimizer state arrive and leave in {stream.groups} groups, {at_once}"
+    if stream.rate is None or stream.seconds is None or stream.exposed is None:
+        return f"{line}; the rate to host memory is unknown"
+    hidden = stream.seconds - stream.exposed
+    return (
+        f"{line}; {stream.seconds * 1e3:.0f} ms at {stream.rate / 1e9:.0f} GB/s each way, of which {hidden * 1e3:.0f} ms run beside "
+        f"gradients and {stream.exposed * 1e3:.0f} ms are exposed"
+    )
 
 
 def _bytes(count: int | None) -> str:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax import mesh as mesh_lib
@@ -17,7 +16,7 @@ from zerojax import roles, specs, tree
 from zerojax.hlo import buffer_roles
 from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import bound as bound_lib
-from zerojax.plan import departures, findings, flops, ledger, targets
+from zerojax.plan import departures, findings, flops, ledger, streams, targets
 from zerojax.zero import memory, stages
 from zerojax.zero import placement as placement_lib
 
@@ -54,6 +53,8 @@ class Plan:
       theory: the amount that the stage should send, by role, in units of the parameters.
       compile_seconds: the time to trace, lower and compile.
       compiled: the compiled step. It runs if the devices are real.
+      stream: the stream of offloaded state; None if there is none. `buffers` and what is read from the program are then those of the
+        first program, which computes the gradients.
     """
 
     target: targets.Target
@@ -69,12 +70,15 @@ class Plan:
     theory: Mapping[str, float]
     bound: bound_lib.Bound | None
     compile_seconds: float
-    compiled: jax.stages.Compiled = dataclasses.field(repr=False)
+    compiled: Any = dataclasses.field(repr=False)
+    stream: streams.Stream | None = None
 
     @property
     def peak(self) -> int:
         """Returns the peak of bytes in use on a device."""
-        return self.buffers.peak
+        return (
+            self.buffers.peak if self.stream is None else max(self.buffers.peak + self.stream.before, self.stream.peak)
+        )
 
     @property
     def usable(self) -> int | None:
@@ -114,7 +118,7 @@ def plan_step(
     """Plans any jitted train step.
 
     Args:
-      train_step: a `jax.jit` function of (state, *args).
+      train_step: a `jax.jit` function of (state, *args), or a `streamed.StreamedStep`.
       state: the abstract train state: ShapeDtypeStructs with shardings on `mesh`. Its weights are under `params`.
       *args: the other arguments, abstract.
       mesh: the mesh that the step is lowered for, of compile-only devices (`targets.devices`) or real ones.
@@ -135,6 +139,7 @@ def plan_step(
     compiled, held = buffers_lib.compile_with_buffers(
         traced.lower(), from_cache=from_cache, compiler_options=compiler_options
     )
+    stream = streams.of(train_step, held, known)
     seconds = time.perf_counter() - began
     weights = placement.placements if placement else _weights(state)
     sent = ledger.ledger(held.hlo_text, mesh, weights)
@@ -145,7 +150,7 @@ def plan_step(
         mesh_shape=dict(mesh.shape),
         stage=placement.stage if placement else None,
         tokens=tokens,
-        memory=_memory(held, placement, passes, by_hand),
+        memory=_memory(held, placement, passes, by_hand, stream),
         buffers=held,
         ledger=sent,
         findings=findings.findings(
@@ -160,9 +165,11 @@ def plan_step(
             traffic=bound_lib.memory_traffic(sent.flow),
             received=_received(sent),
             host=max(bound_lib.host_traffic(sent.flow)),
+            exposed=(stream and stream.exposed) or 0.0,
         ),
         compile_seconds=seconds,
-        compiled=compiled,
+        compiled=streams.whole_step(train_step, compiled),
+        stream=stream,
     )
 
 
@@ -181,10 +188,14 @@ def _received(sent: ledger.Ledger) -> dict[tuple[str, ...], float]:
 
 
 def _memory(
-    held: buffers_lib.Buffers, placement: placement_lib.Partition | None, passes: int, by_hand: bool
+    held: buffers_lib.Buffers,
+    placement: placement_lib.Partition | None,
+    passes: int,
+    by_hand: bool,
+    stream: streams.Stream | None,
 ) -> tuple[MemoryRow, ...]:
     """Returns the memory by role, computed in three ways."""
-    assigned = {**held.arguments_by_role, roles.HOST: held.host}
+    assigned = {**held.arguments_by_role, roles.HOST: held.host + (stream.nbytes if stream else 0)}
     temporaries = held.temporaries_by_role if held.at_peak else {}
     for role in (roles.GRADIENTS, roles.GATHERED, roles.COLLECTIVE_BUFFERS):
         assigned[role] = temporaries.get(role, 0)
@@ -221,8 +232,9 @@ def _theory(placement: placement_lib.Partition, passes: int, by_hand: bool) -> t
             continue
         # The shard of the leaf if it were replicated over `data`. Other axes, such as `model`, still shard it.
         shape = NamedSharding(placement.mesh, specs.without(leaf.sharding.spec, stages.DATA)).shard_shape(leaf.shape)
-        theory[role] += tree.nbytes(leaf, shape) / (ways if is_sharded[role] else 1)
-        arithmetic[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
+        where = roles.HOST if path in placement.on_host else role
+        theory[where] = theory.get(where, 0.0) + tree.nbytes(leaf, shape) / (ways if is_sharded[role] else 1)
+        arithmetic[where] = arithmetic.get(where, 0) + tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
         if role == roles.PARAMS and placement.placements[path].trainable:
             item = 4 / leaf.dtype.itemsize if passes > 1 or by_hand else 1
             theory[roles.GRADIENTS] += item * tree.nbytes(leaf, shape) / (ways if stage.grads else 1)

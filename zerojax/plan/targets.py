@@ -53,6 +53,7 @@ class Target:
       link: bytes/s to devices of the same host (NVLink) or slice (ICI).
       network: bytes/s to other hosts; None if the link reaches them (ICI) or there are none.
       host_link: bytes/s to host memory.
+      host_duplex: bytes/s to host memory and as many from it at the same time; None: those of `host_link`.
       is_pool: whether `memory` is the amount that JAX may allocate, not all of the device's memory.
     """
 
@@ -65,6 +66,7 @@ class Target:
     link: Figure | None = None
     network: Figure | None = None
     host_link: Figure | None = None
+    host_duplex: Figure | None = None
     is_pool: bool = False
 
     @property
@@ -95,6 +97,7 @@ TARGETS: dict[str, Target] = {
         link=Figure(450e9, NVIDIA),
         network=_INFINIBAND_400,
         host_link=Figure(54e9, MEASURED),
+        host_duplex=Figure(43e9, MEASURED),
     ),
     "h100": Target(
         name="h100",

@@ -20,6 +20,7 @@ from zerojax.errors import UserError
 from zerojax.optim import fused, registry, schedules
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import remat, stages
+from zerojax.zero.offload import settings as offload_lib
 
 # place -> the values allowed there, from the table of the module that uses them
 CHOICES: dict[str, tuple] = {
@@ -30,6 +31,8 @@ CHOICES: dict[str, tuple] = {
     "optimizer.warmup": schedules.WARMUPS,
     "optimizer.weight_decay_on": tuple(registry.DECAYS),
     "loss_scale.on_minimum": loss_scale_lib.ON_MINIMUM,
+    "offload.optimizer": offload_lib.KINDS,
+    "offload.params": offload_lib.KINDS,
     "reduce_dtype": tuple(precision.DTYPES),
     "model.remat": tuple(remat.REMAT),
     "model.attention": ("auto", "xla", "cudnn"),
@@ -127,6 +130,17 @@ class LossScaleSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class OffloadSettings:
+    """Which parts of the state live in host memory; see `zerojax.zero.offload.settings`."""
+
+    optimizer: str
+    params: str
+    fraction: float
+    chunk_bytes: int
+    in_flight: int
+
+
+@dataclasses.dataclass(frozen=True)
 class DataSettings:
     """A tensorflow-datasets name, its splits and its tokenizer."""
 
@@ -199,6 +213,7 @@ class Config:
     model: ModelSettings
     optimizer: OptimizerSettings
     loss_scale: LossScaleSettings
+    offload: OffloadSettings
     data: DataSettings
     evaluate: EvaluateSettings
     checkpoint: CheckpointSettings
@@ -248,7 +263,22 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
             raise UserError(f"config.{place}: must be at least 0 and below 1, and is {_lookup(config, place)}")
     if config.mesh.data != -1 and config.mesh.data <= 0:
         raise UserError(f"config.mesh.data: must be above 0, or -1 for all devices left, and is {config.mesh.data}")
+    make_offload(config.offload, config.zero.stage)
     return config
+
+
+def make_offload(group: OffloadSettings, stage: int) -> offload_lib.Offload:
+    """Returns what the group `offload` describes.
+
+    Raises:
+      UserError: the stage does not allow it, or a setting is out of range or cannot take effect.
+    """
+    try:
+        chosen = offload_lib.read(vars(group))
+        offload_lib.check(chosen, stages.STAGES, stage)
+    except UserError as error:
+        raise UserError(f"config.{error}") from error
+    return chosen
 
 
 def read(cls: type, raw: Mapping[str, Any], place: str) -> Any:

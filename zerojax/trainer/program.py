@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision, train_state
+from zerojax import precision, roles, train_state
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, objectives
 from zerojax.data import tokenizer as tokenizer_lib
@@ -23,10 +23,11 @@ from zerojax.errors import UserError
 from zerojax.models import families
 from zerojax.models import family as family_lib
 from zerojax.ops import attention
-from zerojax.optim import master_weights, registry, schedules
+from zerojax.optim import master_weights, pieces, registry, schedules
 from zerojax.trainer import config as config_lib
-from zerojax.zero import explicit, placement, stages, step, where_used
+from zerojax.zero import explicit, memory, placement, shard_state, stages, step, where_used
 from zerojax.zero import loss_scale as loss_scale_lib
+from zerojax.zero.offload import create as offload_create
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +127,7 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
         overrides=config.zero.overrides,
         min_size=config.zero.min_size,
         indivisible=config.zero.indivisible,
+        offload=config_lib.make_offload(config.offload, config.zero.stage),
     )
     return Program(
         config=config,
@@ -177,13 +179,29 @@ def _functions(
     }
 
 
+def most_pinned_bytes(config: config_lib.Config) -> int:
+    """Returns an upper bound of the bytes of host memory that all processes of a run pin together. Uses no device."""
+    if not config_lib.make_offload(config.offload, config.zero.stage).is_on:
+        return 0
+    family, preset = _preset(config)
+    vocab = (
+        config.model.vocab_size or preset.vocab_size or tokenizer_lib.load_tokenizer(config.data.tokenizer).vocab_size
+    )
+    model = dataclasses.replace(preset, vocab_size=vocab, num_layers=config.model.num_layers or preset.num_layers)
+    count = family_lib.count_params(family.parts, model)
+    policy = precision.PRECISIONS[config.precision]
+    each = memory.bytes_per_parameter(policy, config.zero.stage, 1, moments=config.optimizer.moments)
+    held = count * (each[roles.MASTER] + each[roles.MOMENTS]) * config.mesh.replica
+    return round(held) + config.offload.in_flight * config.offload.chunk_bytes
+
+
 def init_state(program: Program) -> Any:
     """Returns the initial state, created with the partition's shardings.
 
     Weights are initialised in float32, part by part. Equal parts share one compiled function.
     """
     key = jax.random.key(program.config.seed)
-    abstract_params = program.logical_abstract_state.params
+    abstract_params = logical_lib.to_logical(program.partition.on_device.abstract_state).params
     params: dict[str, Any] = {}
     compiled: list[tuple[nn.Module, Any, Callable[..., Any]]] = []
     for number, (name, (module, inputs)) in enumerate(
@@ -196,7 +214,17 @@ def init_state(program: Program) -> Any:
             init = jax.jit(functools.partial(_init_part, module, inputs, abstract), out_shardings=shardings)
             compiled.append((module, abstract, init))
         params[name] = init(key, number)
-    return jax.jit(program.create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
+
+    def create(params: Any) -> Any:
+        # The optimizer's state is that of the weights without padding.
+        on_device = program.partition.on_device
+        state = program.create(shard_state.unpad({"params": params}, on_device)["params"])
+        return shard_state.pad(state, on_device)
+
+    if program.partition.offload:
+        leaves = offload_create.from_init(create, [params], program.partition, donate=program.copy_dtype is None)
+        return jax.tree.unflatten(jax.tree.structure(program.partition.abstract_state), leaves)
+    return jax.jit(create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
 
 
 def open_feed(program: Program, tokenizer: tokenizer_lib.Tokenizer, data_dir: str | os.PathLike) -> feed.Feed:
@@ -232,14 +260,29 @@ def restored_state(program: Program, logical: Any, *, rescales: bool = False) ->
     is_lacking = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(logical.loss_scale))
 
     def restore(logical: Any) -> Any:
-        state = logical_lib.from_logical(logical, program.copy_dtype).replace(tx=program.tx)
+        state = _with_copy(program, logical).replace(tx=program.tx)
         if not program.loss_scale or not (is_lacking or rescales):
             return state
         skipped = {} if is_lacking else {"skipped_steps": state.loss_scale.skipped_steps}
         return state.replace(loss_scale=program.loss_scale.init()._replace(**skipped))
 
     logical = logical.replace(loss_scale=()) if is_lacking else logical
+    if program.partition.offload:  # leaves in host memory pass through no program
+        shardings = program.partition.shardings.loss_scale
+        state = restore(logical)
+        return state.replace(loss_scale=jax.device_put(state.loss_scale, shardings))
     return jax.jit(restore, out_shardings=program.partition.shardings, donate_argnums=0)(logical)
+
+
+def _with_copy(program: Program, logical: Any) -> Any:
+    """Returns the state of a checkpoint's form: params are copied from the master weights, if there are any."""
+    if not program.partition.offload or program.copy_dtype is None:
+        return logical_lib.from_logical(logical, program.copy_dtype)
+    wanted = program.partition.abstract_state.params
+    params = jax.tree.map(offload_create.copied, logical.params, wanted, is_leaf=pieces.is_pieces)
+    return logical.replace(
+        params=params, opt_state=master_weights.MasterWeightsState(logical.params, logical.opt_state)
+    )
 
 
 def _init_part(module: nn.Module, inputs: family_lib.Inputs, abstract: Any, key: jax.Array, number: int) -> Any:
@@ -276,11 +319,7 @@ def _model(
 ) -> tuple[family_lib.Family, Any]:
     """Returns the preset's family, and the preset with its derived fields set."""
     chosen = config.model
-    if chosen.preset not in families.PRESETS:
-        known = ", ".join(families.PRESETS)
-        raise UserError(f"config.model.preset: must be one of {known}, and is {chosen.preset!r}")
-    family = families.PRESETS[chosen.preset]
-    preset = family.presets[chosen.preset]
+    family, preset = _preset(config)
     vocab = (
         chosen.vocab_size
         or preset.vocab_size
@@ -299,6 +338,14 @@ def _model(
     kernel = attention.choose_kernel(chosen.attention, family.attention, mesh_lib.platform(mesh), compute_dtype)
     layers = chosen.num_layers or preset.num_layers
     return family, dataclasses.replace(preset, vocab_size=vocab, num_layers=layers, attention=kernel)
+
+
+def _preset(config: config_lib.Config) -> tuple[family_lib.Family, Any]:
+    name = config.model.preset
+    if name not in families.PRESETS:
+        known = ", ".join(families.PRESETS)
+        raise UserError(f"config.model.preset: must be one of {known}, and is {name!r}")
+    return families.PRESETS[name], families.PRESETS[name].presets[name]
 
 
 def _optimizer(

@@ -14,6 +14,7 @@ from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed
 from zerojax.errors import UserError
 from zerojax.launch import processes
+from zerojax.optim import pieces
 from zerojax.trainer import metrics
 from zerojax.trainer import program as program_lib
 from zerojax.zero import placement
@@ -109,7 +110,7 @@ def padded_shapes(partition: placement.Partition) -> dict[str, list[int]]:
 
 def logical_params(program: program_lib.Program, state: Any) -> Any:
     """Returns the float32 weights without padding."""
-    logical = logical_lib.to_logical(state).params
+    logical = jax.tree.map(pieces.join, logical_lib.to_logical(state).params, is_leaf=pieces.is_pieces)
     padded = padded_shapes(program.partition)
 
     def cut(path: str, leaf: jax.Array) -> jax.Array:
@@ -126,7 +127,8 @@ def _shapes(partition: placement.Partition) -> dict[str, list[int]]:
 
 def _logical_leaves(partition: placement.Partition) -> list[tuple[str, placement.Decision]]:
     """Returns the sharding decision for each leaf of a checkpoint."""
-    decided = tree.map_with_path(lambda path, _: partition.leaves[path], partition.abstract_state)
+    whole = partition.on_device
+    decided = tree.map_with_path(lambda path, _: whole.leaves[path], whole.abstract_state)
     return tree.flatten(logical_lib.to_logical(decided))
 
 

@@ -3,12 +3,14 @@
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from rich.table import Table
 
 from zerojax import display, precision, roles, tree
 from zerojax.optim import eight_bit
 from zerojax.zero import gather, placement, stages
+from zerojax.zero.offload import layout
 
 ROLES = (roles.PARAMS, roles.FROZEN, roles.GRADIENTS, roles.OPT_STATE, roles.OTHER)
 MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": eight_bit.BYTES}  # of one moment of a parameter
@@ -17,7 +19,7 @@ MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": eight_bit.BYTES}  # of one mom
 def bytes_per_device(
     partition: placement.Partition, *, accumulates: bool = False, by_hand: bool = False
 ) -> dict[str, int]:
-    """Returns {role: bytes on each device}, computed from the shardings; activations are not counted.
+    """Returns {role: bytes on each device}, computed from the shardings; activations and host memory are not counted.
 
     Frozen weights have a role of their own, and no gradients.
 
@@ -28,6 +30,8 @@ def bytes_per_device(
     counted = dict.fromkeys(ROLES, 0)
     for path, leaf in tree.flatten(partition.abstract_state):
         role = partition.leaves[path].role
+        if path in partition.on_host:
+            continue
         counted[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
         if role == roles.PARAMS:
             item = 4 if accumulates or by_hand else jnp.dtype(leaf.dtype).itemsize
@@ -35,6 +39,11 @@ def bytes_per_device(
             sharding = reduction.target(weight) if by_hand else weight.grad
             counted[roles.GRADIENTS] += item * math.prod(sharding.shard_shape(leaf.shape))
     return counted
+
+
+def host_bytes(partition: placement.Partition) -> int:
+    """Returns the bytes of the state in host memory for each device."""
+    return sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(partition))
 
 
 def bytes_per_parameter(
@@ -73,7 +82,9 @@ def per_parameter_line(partition: placement.Partition, name: str, moments: str) 
     total = sum(map(tree.size, weights))
     each = {role: counted[role] / total for role in stored}
     shown = ", ".join(f"{roles.WORDS.get(role, role)} {value:.4g}" for role, value in each.items())
-    return f"precision {name}, moments {moments}: {sum(each.values()):.4g} bytes a parameter on each device ({shown})"
+    host = host_bytes(partition) / total
+    rest = f" and {host:.4g} in host memory" if host else ""
+    return f"precision {name}, moments {moments}: {sum(each.values()):.4g} bytes a parameter on each device ({shown}){rest}"
 
 
 def memory_table(
@@ -94,14 +105,17 @@ def memory_table(
     table.add_section()
     total, total_there = sum(here.values()), sum(there.values())
     table.add_row("total", display.human(total), display.human(total_there), _saved(total, total_there))
+    if host := host_bytes(partition):
+        table.add_row(roles.HOST, display.human(host), display.human(0), "")
     if partition.kept_whole and partition.stage:
         table.caption = _caption(partition.kept_whole)
     return table
 
 
 def measured_bytes(state: Any, device: Any) -> int:
-    """Returns the measured bytes of a state's shards on one device."""
-    shards = [s for _, leaf in tree.flatten(state) for s in leaf.addressable_shards if s.device == device]
+    """Returns the measured bytes of a state's shards in one device's memory."""
+    leaves = [leaf for leaf in jax.tree.leaves(state) if not layout.is_on_host(leaf)]
+    shards = [s for leaf in leaves for s in leaf.addressable_shards if s.device == device]
     return sum(shard.data.nbytes for shard in shards)
 
 

@@ -6,6 +6,7 @@ two parts. It differentiates and updates the `trainable_part`; `with_frozen` add
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,6 +74,7 @@ class Partition:
       placements: the shardings of each weight, its gradient and its optimizer state, by path.
       offload: what lives in host memory; None for nothing.
       resident: the partition of the same state with nothing offloaded; None if nothing is.
+      on_host: the paths of the leaves in host memory. Shardings say it too, but not those of devices that are only compiled for.
       cuts: the slices of each weight whose offloaded state is in pieces, by path.
     """
 
@@ -85,6 +87,7 @@ class Partition:
     placements: Mapping[str, Placement]
     offload: Any = None
     resident: "Partition | None" = None
+    on_host: frozenset[str] = frozenset()
     cuts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -94,9 +97,23 @@ class Partition:
 
     @property
     def kept_whole(self) -> dict[str, str]:
-        """Returns the reason for each weight, by path, that the stage would shard but that stays replicated."""
-        kept = {path: self.leaves[path] for path in self.placements if self.leaves[path].reason != "sharded"}
-        return {path: leaf.reason for path, leaf in kept.items() if mesh_lib.DATA not in specs_lib.axes(leaf.sharded)}
+        """Returns the reason for each weight, by path, that the stage would shard but that stays replicated.
+
+        Other leaves that stay replicated follow if they are as large as a sharded one. Moments of a weight that is listed are not.
+        """
+        decided = {path: self.leaves[path] for path in self.placements if self.leaves[path].reason != "sharded"}
+        kept = {path: leaf.reason for path, leaf in decided.items() if not _over_data(leaf.sharded)}
+        smallest = min((math.prod(leaf.shape) for leaf in self.leaves.values() if _over_data(leaf.spec)), default=None)
+        if smallest is None:
+            return kept
+        index = tree.suffix_index(kept)
+        for path, leaf in self.leaves.items():
+            if path in self.placements or _over_data(leaf.spec) or math.prod(leaf.shape) < smallest:
+                continue
+            weight = tree.longest_suffix(index, path)
+            if weight is None or self.leaves[weight].shape != leaf.shape:
+                kept[path] = leaf.reason
+        return kept
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -114,6 +131,10 @@ class Partition:
             return leaf if found is None or self.placements[found].trainable else optax.MaskedNode()
 
         return tree.map_with_path(keep, params)
+
+
+def _over_data(spec: P) -> bool:
+    return mesh_lib.DATA in specs_lib.axes(spec)
 
 
 def with_frozen(part: Any, params: Any) -> Any:

@@ -122,16 +122,17 @@ def pad(state: Any, partition: placement.Partition) -> Any:
     """Adds the zeros of `indivisible="pad"`; other leaves are unchanged."""
 
     def extend(path: str, leaf: Any) -> Any:
-        padding = partition.leaves[path].padding
+        padding = partition.leaves[path].padding if path in partition.leaves else ()
         return jnp.pad(leaf, [(0, extra) for extra in padding]) if padding else leaf
 
     return tree.map_with_path(extend, state)
 
 
 def unpad(state: Any, partition: placement.Partition) -> Any:
-    """Removes the zeros that `pad` added."""
+    """Removes the zeros that `pad` added. A part of a state will do: {"params": grads} gives gradients in the weights' own shapes."""
 
     def cut(path: str, leaf: Any) -> Any:
-        return leaf[tuple(slice(n) for n in partition.leaves[path].shape)] if partition.leaves[path].padding else leaf
+        decided = partition.leaves.get(path)
+        return leaf[tuple(slice(n) for n in decided.shape)] if decided is not None and decided.padding else leaf
 
     return tree.map_with_path(cut, state)

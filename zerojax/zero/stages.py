@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -109,8 +110,11 @@ def partition_state(
         master copy, its moments and its gradient. A spec that names `data` is final. `P()` keeps the leaf replicated. A spec of other
         axes only (`P(None, "model")`) is a base to which the stage adds `data`.
       min_size: leaves of fewer elements stay replicated.
-      indivisible: if no dim divides, "whole" keeps the leaf replicated and "pad" pads its longest free dim with zeros.
-      roles: ordered (path regex, role); the first regex found in a leaf's path gives its role.
+      indivisible: if no dim divides, "whole" keeps the leaf replicated and "pad" pads its longest free dim with zeros. `make_train_step`
+        hides the padding from models and optimizers. A step of your own hides it with `unpad(state, partition)`, also of
+        {"params": grads}, and `pad`.
+      roles: ordered (path regex, role); the first regex found in a leaf's path gives its role. A leaf that has none, and a weight's name
+        and shape (averaged weights, a momentum of your own), is sharded as the weight's moments.
       trainable: a regex; weights whose path below `params` does not match are frozen. The optimizer state must omit them, as that of
         `shard_train_state` does. Empty: all weights are trained.
       offload: what lives in host memory: "host" for the optimizer state, an `Offload` or a dict of its fields; None for nothing.
@@ -149,6 +153,9 @@ def partition_state(
         moment, shape = blocks.get(path, (path, leaf.shape))
         owner = tree.longest_suffix(index, moment)
         weight = owner if owner is not None and weights[owner].shape == shape else None
+        if role_of[path] == OTHER and weight is not None and _is_copy(path, leaf, weight, roles):
+            leaves[path] = rule.decide_copy(weight, leaf)
+            continue
         if role_of[path] == OPT_STATE and weight is not None and role_of[weight] == FROZEN and _is_of(moment, weight):
             raise UserError(
                 f"{path}: belongs to {weight}, which trainable={trainable!r} freezes, and so has no optimizer "
@@ -194,6 +201,15 @@ class _Rule:
         pads = padding if is_sharded or (role == PARAMS and self.sharded.opt_state) else ()
         spec = sharded if is_sharded else replicated
         return placement.Decision(role, leaf.shape, leaf.dtype, spec, sharded, reason, pads)
+
+    def decide_copy(self, weight: str, leaf: Any) -> placement.Decision:
+        """Decides an array beside the params that is updated with a weight. It is never padded, since loss functions read it as it is."""
+        found = self.decide(weight, leaf, OPT_STATE)
+        if not found.padding:
+            return found
+        replicated = specs_lib.without(found.sharded, DATA)
+        reason = f"no dim of {leaf.shape} divides by data={self.mesh.shape[DATA]}"
+        return dataclasses.replace(found, spec=replicated, sharded=replicated, reason=reason, padding=())
 
     def _override(self, path: str, shape: tuple[int, ...]) -> tuple[P, bool]:
         """Returns the spec to start from, and whether it is final."""
@@ -299,6 +315,14 @@ def _assemble(
     return placement.Partition(
         mesh, stage, tree.map_with_path(stored, abstract_state), specs, shardings, leaves, placements
     )
+
+
+def _is_copy(path: str, leaf: Any, weight: str, roles: Sequence[tuple[str, str]]) -> bool:
+    """Returns whether a leaf without a role of its own is an average or a momentum: floating, and of the name of the weight."""
+    own = weight.partition("/")[2]  # below `params`, or the name of an NNX module in a tuple
+    if any(pattern and re.search(pattern, path) for pattern, _ in roles):
+        return False
+    return bool(own) and f"/{path}".endswith(f"/{own}") and jnp.issubdtype(tree.dtype_of(leaf), jnp.inexact)
 
 
 def _is_of(path: str, weight: str) -> bool:

@@ -1,6 +1,7 @@
 """Applies gradients to a train state, or skips a step whose gradients overflowed. This module holds the part of a step after the gradients.
 
-An optimizer with a one-pass form (`optim.one_pass.OnePass`) updates in that pass, any other through optax.
+An optimizer with a one-pass form (`optim.one_pass.OnePass`) updates in that pass, any other through optax. If leaves are padded, an
+optimizer that is not elementwise (`optim.locality`), and a state's own `apply_gradients`, get weights, gradients and state without padding.
 """
 
 import dataclasses
@@ -14,9 +15,10 @@ from flax.training import train_state
 
 from zerojax import precision, tree
 from zerojax.errors import UserError
+from zerojax.optim import locality
 from zerojax.optim import one_pass as one_pass_lib
 from zerojax.zero import loss_scale as loss_scale_lib
-from zerojax.zero import placement
+from zerojax.zero import placement, shard_state
 
 
 def make(partition: Any) -> Callable[..., Any]:
@@ -37,6 +39,8 @@ def make(partition: Any) -> Callable[..., Any]:
       partition: how the state is sharded.
     """
     apply = _apply(partition)
+    if _needs_unpadded(partition):
+        apply = _on_unpadded(apply, partition)
 
     def update(before: Any, after: Any, grads: Any, factor: Any, finite: Any, numbers: Any = None) -> Any:
         own_before, own_after = (
@@ -52,15 +56,52 @@ def _apply(partition: Any) -> Callable[..., Any]:
     """Returns f(before, after, grads, factor, finite, numbers) -> the new train state, for states with trainable params only."""
     state = partition.abstract_state
     tx = getattr(state, "tx", None)
-    # A state with an `apply_gradients` of its own (for averages of weights, say) keeps it.
-    is_flax = getattr(type(state), "apply_gradients", None) is train_state.TrainState.apply_gradients
-    if not isinstance(tx, one_pass_lib.OnePass) or not is_flax:
+    if not isinstance(tx, one_pass_lib.OnePass) or not _is_flax(state):
         return _by_parts
     trained = partition.trainable_part(state.params)
     if not all(f"params/{path}" in partition.placements for path, _ in tree.flatten(trained)):
         return _by_parts  # some have another role, so the shardings of their gradients and moments are unknown
     shardings = tree.map_with_path(lambda path, _: partition.placements[f"params/{path}"].update, trained)
     return functools.partial(_in_one_pass, functools.partial(tx.apply, shardings=shardings))
+
+
+def _is_flax(state: Any) -> bool:
+    """Returns whether a state applies gradients as flax does. Another one (with averages of weights, say) keeps its own way."""
+    return getattr(type(state), "apply_gradients", None) is train_state.TrainState.apply_gradients
+
+
+def _needs_unpadded(partition: Any) -> bool:
+    """Returns whether the padding of weights could change their update.
+
+    That of a one-pass optimizer it does not: zeros at the end of a dim change no other element, but for the random bits of its rounding.
+    """
+    if not any(leaf.padding for leaf in partition.leaves.values()):
+        return False
+    state = partition.abstract_state
+    tx = getattr(state, "tx", None)
+    if tx is None or not _is_flax(state):
+        return True
+    if isinstance(tx, one_pass_lib.OnePass):
+        return False
+    padded = partition.trainable_part(state.params)
+    plain = tree.map_with_path(lambda path, leaf: _unpadded(partition, path, leaf), padded)
+    return locality.of(tx, plain, pieces=padded).kind != locality.ELEMENTWISE
+
+
+def _unpadded(partition: Any, path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    decided = partition.leaves.get(f"params/{path}")
+    return jax.ShapeDtypeStruct(leaf.shape if decided is None else decided.shape, leaf.dtype)
+
+
+def _on_unpadded(apply: Callable[..., Any], partition: Any) -> Callable[..., Any]:
+    """Returns `apply` on a state and gradients without padding. The compiler keeps them sharded, and moves elements at shards' ends."""
+
+    def apply_unpadded(before: Any, after: Any, grads: Any, factor: Any, finite: Any, numbers: Any) -> Any:
+        before, after = (shard_state.unpad(state, partition) for state in (before, after))
+        grads = shard_state.unpad({"params": grads}, partition)["params"]
+        return shard_state.pad(apply(before, after, grads, factor, finite, numbers), partition)
+
+    return apply_unpadded
 
 
 def _by_parts(before: Any, after: Any, grads: Any, factor: Any, finite: Any, numbers: Any) -> Any:

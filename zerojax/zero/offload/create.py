@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from zerojax.optim import pieces
 from zerojax.zero import placement
-from zerojax.zero.offload import layout
+from zerojax.zero.offload import budget, layout
 
 MOST_BYTES = 1 << 30  # of offloaded leaves on a device at once
 
@@ -29,7 +29,11 @@ def from_init(
       args: its arguments, pytrees of arrays.
       partition: the state's.
       donate: whether the memory of `args` may be reused.
+
+    Raises:
+      UserError: the host cannot hold what is offloaded.
     """
+    budget.check(partition)
     traced = jax.make_jaxpr(lambda *args: jax.tree.leaves(init(*args)))(*args)
     flat = jax.tree.leaves(args)
     wanted = jax.tree.leaves(partition.abstract_state, is_leaf=pieces.is_pieces)
@@ -66,6 +70,7 @@ def from_leaves(
       partition: the state's.
       to_device: f(array, sharding) -> a copy of the array with that sharding.
     """
+    budget.check(partition)
     wanted = jax.tree.leaves(partition.abstract_state, is_leaf=pieces.is_pieces)
     made: list[jax.Array] = []
     for leaf, like in zip(leaves, wanted, strict=True):
@@ -73,6 +78,18 @@ def from_leaves(
             copied = to_device(part, layout.on_device(piece.sharding))
             made.append(jax.block_until_ready(_to_host(copied, piece)) if layout.is_on_host(piece) else copied)
     return made
+
+
+def copied(leaf: Any, like: Any) -> jax.Array:
+    """Returns a leaf that may be on the host and in pieces as one array on the device, with the dtype and the sharding of `like`."""
+    dim = leaf.dim if pieces.is_pieces(leaf) else 0
+    parts = [jax.device_put(part, layout.on_device(part.sharding)) for part in jax.tree.leaves(leaf)]
+    return jax.block_until_ready(_joined(dim, jnp.dtype(like.dtype), like.sharding)(parts))
+
+
+@functools.lru_cache
+def _joined(dim: int, dtype: Any, sharding: Any) -> Callable[[list[jax.Array]], jax.Array]:
+    return jax.jit(lambda parts: jnp.concatenate(parts, dim).astype(dtype), out_shardings=sharding)
 
 
 def _to_host(array: jax.Array, like: Any) -> jax.Array:

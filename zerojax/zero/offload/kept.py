@@ -80,7 +80,9 @@ def keeper(partition: placement.Partition, say: Callable[[str], None] = lambda l
         ),
         list(leaves.values()),
     )
-    say(f"offload: {display.human(made.size)} in {scratch.describe(made.folder, made.is_direct)}; freed when this process ends")
+    say(
+        f"offload: {display.human(made.size)} in {scratch.describe(made.folder, made.is_direct)}; freed when this process ends"
+    )
     of_disk = set(map(id, leaves.values()))
 
     def keep(array: jax.Array, like: Any) -> Any:

@@ -34,7 +34,7 @@ class Cut:
 
 
 def is_on_host(leaf: Any) -> bool:
-    """Returns whether an array, an abstract array or a leaf in pieces lives in host memory."""
+    """Returns whether an array, or a leaf in pieces, lives in host memory."""
     return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == MEMORY_KIND
 
 
@@ -194,13 +194,20 @@ def _placed(
         placements=placements,
         offload=offload,
         resident=partition,
+        on_host=frozenset(path for path, leaf in leaves.items() if path in chosen or path.rpartition("/")[0] in chosen),
         cuts=cuts,
     )
 
 
-def is_offloaded(weight: placement.Placement | None) -> bool:
-    """Returns whether a weight's optimizer state lives in host memory."""
-    return weight is not None and weight.opt_state.memory_kind == MEMORY_KIND
+def offloaded_weights(partition: placement.Partition) -> list[str]:
+    """Returns the paths of the weights whose optimizer state lives in host memory, in their order."""
+    found = {partition.leaves[path].weight for path in partition.on_host}
+    return [path for path in partition.placements if path in found]
+
+
+def host_leaves(partition: placement.Partition) -> list[Any]:
+    """Returns the abstract leaves in host memory, each piece by itself."""
+    return [leaf for path, leaf in tree.flatten(partition.abstract_state) if path in partition.on_host]
 
 
 def as_on_device(leaf: Any) -> jax.ShapeDtypeStruct:

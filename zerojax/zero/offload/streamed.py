@@ -20,15 +20,12 @@ import jax
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import placement
-from zerojax.zero.offload import layout
 from zerojax.zero.offload import updates as updates_lib
 
 
 def updates_of(partition: placement.Partition, *, may_skip: bool) -> updates_lib.Updates | None:
     """Returns the updates of a partition's offloaded weights; None if the optimizer state stays on the device."""
-    if not any(layout.is_offloaded(weight) for weight in partition.placements.values()):
-        return None
-    return updates_lib.Updates(partition, may_skip=may_skip)
+    return updates_lib.Updates(partition, may_skip=may_skip) if partition.on_host else None
 
 
 class StreamedStep:

@@ -148,7 +148,8 @@ class Updates:
         self._position = {path: number for number, (path, _) in enumerate(self._leaves)}
         names = [f"params/{path}" for path, _ in tree.flatten(partition.trainable_part(self._params))]
         self._numbers = {name: number for number, name in enumerate(names)}
-        self.weights = [name for name in names if layout.is_offloaded(partition.placements.get(name))]
+        self._on_host = {n for n, (path, _) in enumerate(self._leaves) if f"opt_state/{path}" in partition.on_host}
+        self.weights = [name for name in names if name in layout.offloaded_weights(partition)]
         self.rest = self._rest()
         items = [item for weight in self.weights for item in self._items(weight)]
         self.shared = tuple(sorted({position for item in items for position in item.shared}))
@@ -350,7 +351,7 @@ class Updates:
             for path, _ in tree.flatten(own):
                 order.append(self._position.get(path, self._position.get(f"{path}/{piece}", -1)))
             assert -1 not in order, f"{weight}: its optimizer state is not part of the whole"
-            on_host = [n for n in order if layout.is_on_host(self._leaves[n][1])]
+            on_host = [n for n in order if n in self._on_host]
             items.append(
                 Item(
                     weight=weight,

@@ -1,0 +1,82 @@
+"""Plans the stream of offloaded optimizer state through a device. This module counts its bytes, its device memory and its time.
+
+before the gradients    the first groups arrive, beside the program of the gradients: half of those in flight
+after them              the other groups arrive, are updated and leave, both directions at once
+in the next step        the last groups leave, beside its gradients
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from zerojax.hlo import buffers as buffers_lib
+from zerojax.plan import targets
+from zerojax.zero.offload import streamed
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """The stream of one step on one device.
+
+    Attributes:
+      nbytes: bytes in host memory. As many arrive in each step, and leave.
+      groups: the number of groups.
+      before: device bytes of groups that arrive before the program of the gradients ends.
+      at_once: device bytes of the groups in flight, and of the temporaries of an update.
+      peak: device bytes during the updates: the state that stays, the gradients and `at_once`.
+      rate: bytes/s in each direction while both are in use; None if unknown.
+    """
+
+    nbytes: int
+    groups: int
+    before: int
+    at_once: int
+    peak: int
+    rate: float | None
+
+    @property
+    def seconds(self) -> float | None:
+        """Returns the time of the copies, both directions at once."""
+        return None if self.rate is None else self.nbytes / self.rate
+
+    @property
+    def exposed(self) -> float | None:
+        """Returns the part of `seconds` in which the device only waits for copies. The rest runs beside gradients."""
+        return None if self.rate is None else max(0, self.nbytes - self.before) / self.rate
+
+
+def plan(step: streamed.StreamedStep, gradients: buffers_lib.Buffers, target: targets.Target) -> Stream:
+    """Plans the stream of a step whose program of the gradients is compiled. Compiles the programs of the updates.
+
+    Args:
+      step: traced before, so that the gradients' dtypes are known.
+      gradients: the memory of the program of the gradients.
+      target: the device.
+    """
+    groups = step.updates.groups
+    analyses = [compiled.memory_analysis() for compiled in step.updates.compile()]
+    known = [analysis for analysis in analyses if analysis is not None]
+    extra = max((a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes for a in known), default=0)
+    held = sum(argument.nbytes for argument in gradients.arguments if argument.space == "device") + gradients.outputs
+    counts = [group.nbytes for group in groups]
+    in_flight = max(sum(counts[n : n + step.in_flight]) for n in range(len(counts)))
+    rate = target.host_duplex or target.host_link
+    return Stream(
+        nbytes=sum(counts),
+        groups=len(groups),
+        before=sum(counts[: step.ahead]),
+        at_once=in_flight + extra,
+        peak=held + in_flight + extra,
+        rate=None if rate is None else rate.value,
+    )
+
+
+def of(train_step: Any, gradients: buffers_lib.Buffers, target: targets.Target) -> Stream | None:
+    """Returns the stream of a step that has one."""
+    return plan(train_step, gradients, target) if isinstance(train_step, streamed.StreamedStep) else None
+
+
+def whole_step(train_step: Any, compiled: jax.stages.Compiled) -> Any:
+    """Returns the executable step: the compiled program itself, or a streamed step of which it is the first program."""
+    return train_step.with_gradients(compiled) if isinstance(train_step, streamed.StreamedStep) else compiled
