@@ -85,6 +85,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     say(f"devices: {devices.describe()}; everything goes to {folder}")
     _check_folder(config, folder)
     start_up.wake_devices()
+    config = config_lib.with_scratch(config, folder / workdir.OFFLOAD)
 
     tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
     program = _build(config, tokenizer)

@@ -10,6 +10,7 @@ an unknown key. It accepts True as an int, "x" as a tuple and NaN, and keeps 1 a
 import dataclasses
 import difflib
 import math
+import os
 import re
 import typing
 from collections.abc import Mapping
@@ -138,6 +139,8 @@ class OffloadSettings:
     fraction: float
     chunk_bytes: int
     in_flight: int
+    nvme_path: str
+    nvme_buffers: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,6 +268,14 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
         raise UserError(f"config.mesh.data: must be above 0, or -1 for all devices left, and is {config.mesh.data}")
     make_offload(config.offload, config.zero.stage)
     return config
+
+
+def with_scratch(config: Config, folder: str | os.PathLike) -> Config:
+    """Returns the config with `folder` for offload to a disk, where the config offloads to one and names no folder."""
+    group = config.offload
+    if offload_lib.NVME not in (group.optimizer, group.params) or group.nvme_path:
+        return config
+    return dataclasses.replace(config, offload=dataclasses.replace(group, nvme_path=os.fspath(folder)))
 
 
 def make_offload(group: OffloadSettings, stage: int) -> offload_lib.Offload:

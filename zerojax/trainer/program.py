@@ -28,6 +28,7 @@ from zerojax.trainer import config as config_lib
 from zerojax.zero import explicit, memory, placement, shard_state, stages, step, where_used
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero.offload import create as offload_create
+from zerojax.zero.offload import settings as offload_settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,8 +182,12 @@ def _functions(
 
 def most_pinned_bytes(config: config_lib.Config) -> int:
     """Returns an upper bound of the bytes of host memory that all processes of a run pin together. Uses no device."""
-    if not config_lib.make_offload(config.offload, config.zero.stage).is_on:
+    chosen = config_lib.make_offload(config.offload, config.zero.stage)
+    if not chosen.is_on:
         return 0
+    in_flight = chosen.in_flight * chosen.chunk_bytes
+    if chosen.optimizer == offload_settings.NVME:
+        return in_flight
     family, preset = _preset(config)
     vocab = (
         config.model.vocab_size or preset.vocab_size or tokenizer_lib.load_tokenizer(config.data.tokenizer).vocab_size
@@ -192,7 +197,7 @@ def most_pinned_bytes(config: config_lib.Config) -> int:
     policy = precision.PRECISIONS[config.precision]
     each = memory.bytes_per_parameter(policy, config.zero.stage, 1, moments=config.optimizer.moments)
     held = count * (each[roles.MASTER] + each[roles.MOMENTS]) * config.mesh.replica
-    return round(held) + config.offload.in_flight * config.offload.chunk_bytes
+    return round(held) + in_flight
 
 
 def init_state(program: Program) -> Any:

@@ -18,6 +18,7 @@ from zerojax.optim import pieces
 from zerojax.trainer import metrics
 from zerojax.trainer import program as program_lib
 from zerojax.zero import placement
+from zerojax.zero.offload import kept
 
 OPTIONAL = ("loss_scale",)  # a run may resume with or without one, whether the checkpoint has one or not
 
@@ -93,7 +94,9 @@ def state(program: program_lib.Program, saver: checkpointer.Checkpointer, step: 
     Raises:
       UserError: the checkpoint is damaged or of another model.
     """
-    logical, _ = saver.restore(step, program.logical_abstract_state, _resizable(program, saved), OPTIONAL)
+    logical, _ = saver.restore(
+        step, program.logical_abstract_state, _resizable(program, saved), OPTIONAL, keep=kept.keeper(program.partition)
+    )
     return program_lib.restored_state(program, logical, rescales=rescales(program, saved))
 
 

@@ -29,7 +29,7 @@ from zerojax.errors import UserError
 from zerojax.optim import eight_bit
 from zerojax.roles import FROZEN, OPT_STATE, OTHER, PARAMS
 from zerojax.zero import placement
-from zerojax.zero.offload import layout, settings
+from zerojax.zero.offload import kept, layout, settings
 
 DATA = mesh_lib.DATA
 
@@ -164,7 +164,7 @@ def partition_state(
         decided = rule.decide(weight, jax.ShapeDtypeStruct(shape, leaf.dtype), role_of[path])
         decided = dataclasses.replace(decided, weight=weight or "")
         leaves[path] = decided if shape == leaf.shape else _scales(decided, leaf.shape, mesh)
-    return layout.place(_assemble(mesh, stage, abstract_state, leaves), chosen, min_size)
+    return kept.with_keeper(layout.place(_assemble(mesh, stage, abstract_state, leaves), chosen, min_size))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from zerojax.errors import UserError
 from zerojax.zero import accumulate, explicit, placement, where_used, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
-from zerojax.zero.offload import streamed
+from zerojax.zero.offload import kept, streamed
 
 
 def make_train_step(
@@ -105,6 +105,8 @@ def make_train_step(
         in_shardings=(resident.shardings, None),
         out_shardings=(resident.shardings, None, *([updates.handed_shardings] if updates else [])),
     )
+    if not donate:
+        kept.check_copies(partition)
     return step if updates is None else streamed.StreamedStep(step, updates, donate=donate)
 
 

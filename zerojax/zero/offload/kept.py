@@ -3,13 +3,14 @@
 Either way a leaf comes in through pinned memory. A leaf on the disk is a `disk.store.DiskArray` in the state.
 """
 
+import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from zerojax import display, roles, tree
+from zerojax import roles, tree
 from zerojax.errors import UserError
 from zerojax.zero import placement
 from zerojax.zero.offload import layout, settings
@@ -17,6 +18,7 @@ from zerojax.zero.offload.disk import folder as folder_lib
 from zerojax.zero.offload.disk import scratch, store
 
 Keep = Callable[[jax.Array, Any], Any]
+Loading = Any  # arrays, or a future of them
 
 
 def on_disk(partition: placement.Partition) -> dict[str, Any]:
@@ -26,7 +28,7 @@ def on_disk(partition: placement.Partition) -> dict[str, Any]:
     return {
         path: leaf
         for path, leaf in tree.flatten(partition.abstract_state)
-        if layout.is_on_host(leaf) and partition.leaves[path].role == roles.OPT_STATE
+        if path in partition.on_host and partition.leaves[path].role == roles.OPT_STATE
     }
 
 
@@ -35,35 +37,37 @@ def disk_bytes(partition: placement.Partition) -> int:
     return sum(map(store.bytes_of, on_disk(partition).values()))
 
 
-def staging_bytes(partition: placement.Partition) -> int:
-    """Returns the host memory that this process needs for what is on its way from and to the file: chunks that were read, and that leave."""
-    if not on_disk(partition):
+def buffer_bytes(partition: placement.Partition) -> int:
+    """Returns the host memory of the buffers that this process reads its file into."""
+    leaves = list(on_disk(partition).values())
+    if not leaves:
         return 0
-    devices = len(partition.mesh.local_devices)
-    return partition.offload.chunk_bytes * devices * (partition.offload.nvme_buffers + store.WRITES)
+    chunk = max(partition.offload.chunk_bytes, max(map(layout.shard_bytes, leaves)))
+    return chunk * len(leaves[0].sharding.addressable_devices) * partition.offload.nvme_buffers
 
 
-def check_disk(partition: placement.Partition, local_processes: int = 1) -> str:
-    """Checks that the disk has room for the files of a host's processes, and returns a line that warns of its file system, or "".
+def check_space(partition: placement.Partition, processes: int) -> None:
+    """Checks that the disk has room for the files of a host's processes.
 
     Raises:
-      UserError: the folder is missing in the settings, or its disk has no room.
+      UserError: it has not, or the settings name no folder.
     """
-    if not on_disk(partition):
-        return ""
-    path = _folder(partition.offload)
-    folder_lib.check_space(path, disk_bytes(partition) * local_processes)
-    return folder_lib.warning(path)
+    if on_disk(partition):
+        folder_lib.check_space(_folder(partition.offload), disk_bytes(partition) * processes)
 
 
-def keeper(partition: placement.Partition, say: Callable[[str], None] = lambda line: None) -> Keep:
+def with_keeper(partition: placement.Partition) -> placement.Partition:
+    """Returns the partition with the function that a restored checkpoint needs, if leaves live on a disk."""
+    return dataclasses.replace(partition, keeper=keeper) if on_disk(partition) else partition
+
+
+def keeper(partition: placement.Partition) -> Keep:
     """Returns f(array, like) that brings an array to where the abstract leaf `like` of `partition.abstract_state` lives.
 
     Where leaves live on a disk, a file for all of them is made now. It is freed when nothing refers to its leaves any more.
 
     Args:
       partition: the state's.
-      say: is told where the file is.
 
     Raises:
       UserError: the folder cannot be used, or its disk has no room.
@@ -80,9 +84,6 @@ def keeper(partition: placement.Partition, say: Callable[[str], None] = lambda l
         ),
         list(leaves.values()),
     )
-    say(
-        f"offload: {display.human(made.size)} in {scratch.describe(made.folder, made.is_direct)}; freed when this process ends"
-    )
     of_disk = set(map(id, leaves.values()))
 
     def keep(array: jax.Array, like: Any) -> Any:
@@ -92,14 +93,22 @@ def keeper(partition: placement.Partition, say: Callable[[str], None] = lambda l
     return keep
 
 
-def load(leaves: list[Any], shardings: list[Any]) -> Any:
+def check_copies(partition: placement.Partition) -> None:
+    """Refuses a step that would keep the old state, of a state that is written over where it lives."""
+    if on_disk(partition):
+        raise UserError(
+            "donate: is False, and offload.optimizer='nvme' writes the new state over the old one; omit donate"
+        )
+
+
+def load(leaves: list[Any], shardings: list[Any]) -> Loading:
     """Begins to bring leaves to the device. Returns the arrays, or a future of them; see `arrived`."""
     if leaves and is_on_disk(leaves[0]):
         return leaves[0].store.load(leaves, shardings)
     return jax.device_put(leaves, shardings)
 
 
-def arrived(loaded: Any) -> list[jax.Array]:
+def arrived(loaded: Loading) -> list[jax.Array]:
     """Returns the arrays that `load` began to bring, and waits where they come from a disk."""
     return loaded if isinstance(loaded, list) else loaded.result()
 
@@ -122,9 +131,9 @@ def is_on_disk(leaf: Any) -> bool:
     return isinstance(leaf, store.DiskArray)
 
 
-def resident(state: Any) -> Any:
-    """Returns the state with a host array in place of each leaf on a disk; for small states."""
-    return jax.tree.map(lambda leaf: leaf.to_host() if is_on_disk(leaf) else leaf, state)
+def in_memory(leaf: Any) -> jax.Array:
+    """Returns a leaf as an array, in host memory if it lives on a disk."""
+    return leaf.to_host() if is_on_disk(leaf) else leaf
 
 
 def _folder(chosen: settings.Offload) -> str:

@@ -20,6 +20,7 @@ import jax
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import placement
+from zerojax.zero.offload import kept
 from zerojax.zero.offload import updates as updates_lib
 
 
@@ -46,7 +47,8 @@ class StreamedStep:
         """Sends a step to the device. Returns before it ends, but not before its last stores have begun."""
         self._check(state, batch)
         leaves, groups = jax.tree.leaves(state.opt_state), self.updates.groups
-        arriving: collections.deque[list[jax.Array]] = collections.deque()
+        arriving: collections.deque[kept.Loading] = collections.deque()
+        self.updates.prefetch(leaves)
         sent = 0
         while sent < min(self.ahead, len(groups)) and self._num_leaving() + sent < self.in_flight:
             arriving.append(self.updates.load(groups[sent], leaves))
@@ -60,7 +62,7 @@ class StreamedStep:
                 arriving.append(self.updates.load(groups[sent], leaves))
                 sent += 1
             done = self.updates.update(group, arriving.popleft(), leaves, params, handed)
-            stored = self.updates.store(group, done.leaving)
+            stored = self.updates.store(group, done.leaving, leaves)
             self._leaving.append(stored)
             params.update(done.params)
             new_leaves.update(done.device)

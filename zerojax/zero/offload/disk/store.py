@@ -18,7 +18,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -52,6 +52,14 @@ class Settings:
     part_bytes: int = PART_BYTES
 
 
+class Shard(NamedTuple):
+    """The part of an array that a device holds, as a shard of a jax.Array describes it."""
+
+    device: Any
+    index: Any
+    data: np.ndarray
+
+
 class DiskArray:
     """An array whose shards of this process lie in a store's file. It has the shape, dtype and sharding of the array that it stands for.
 
@@ -67,6 +75,7 @@ class DiskArray:
         self.shape, self.dtype, self.sharding = tuple(abstract.shape), np.dtype(abstract.dtype), abstract.sharding
         self._is_deleted = False
 
+    is_in_file = True  # tells the checkpoint, which imports no offload
     ndim = property(lambda self: len(self.shape))
     size = property(lambda self: math.prod(self.shape))
     nbytes = property(lambda self: self.size * self.dtype.itemsize)
@@ -111,6 +120,12 @@ class DiskArray:
             there = jax.sharding.SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind)
             placed.append(jax.device_put(by_index[key_of(index)], there))
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed, dtype=self.dtype)
+
+    @property
+    def addressable_shards(self) -> list["Shard"]:
+        """Reads the shards of this process's devices."""
+        by_index, indices = self.shards(), self.sharding.addressable_devices_indices_map(self.shape)
+        return [Shard(device, index, by_index[key_of(index)]) for device, index in indices.items()]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
