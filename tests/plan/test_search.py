@@ -51,6 +51,29 @@ def test_only_choices_that_keep_the_global_batch_are_candidates():
     assert [(c.micro_batch_size, c.grad_accum, c.replica) for c in found] == [(1, 2, 1), (2, 1, 1)]
 
 
+def test_offload_is_tried_only_where_nothing_fits_without_and_the_stage_allows_it():
+    grid = {"stage": (0, 2), "remat": ("full",), "micro_batch_size": (1,), "replica": (1,), "offload": ("none", "host")}
+    candidates = search.candidates_of(grid, ways=1, global_batch_size=1)
+    assert [(c.stage, c.offload) for c in candidates] == [(0, "none"), (2, "none"), (2, "host")]
+
+    def build_either(candidate):
+        held = 100 if candidate.offload == "none" else 20
+        return held, lambda: types.SimpleNamespace(peak=held, bound=None, tokens=0)
+
+    for memory, expected in ((40, [(2, "host")]), (120, [(0, "none"), (2, "none")])):
+        outcomes = search.search("h200", candidates, build_either, memory=memory)
+        assert [(o.candidate.stage, o.candidate.offload) for o in outcomes if o.is_compiled] == expected
+    assert "without offload" in outcomes[-1].reason
+
+
+def test_an_optimizer_that_cannot_be_offloaded_loses_with_its_reason():
+    def build_one(candidate):
+        raise zerojax.UserError("offload.optimizer: no moment")
+
+    (outcome,) = search.search("h200", [search.Candidate(2, "full", 1, 1, 1, "host")], build_one, memory=1)
+    assert outcome.reason == "offload.optimizer: no moment"
+
+
 def test_the_replicas_of_the_default_grid_are_one_or_as_many_as_there_are_hosts():
     one, two = (search.default_grid(compile_only.gpus(topology=topology)) for topology in ("1x8", "2x8"))
     assert one["replica"] == [1] and two["replica"] == [1, 2]

@@ -20,18 +20,20 @@ DEFAULT_GRID: Mapping[str, Sequence[Any]] = {
     "stage": tuple(stages.STAGES),
     "remat": ("none", "dots", "full"),  # in order of the residuals kept, most first
     "micro_batch_size": (1, 2, 4, 8),
+    "offload": ("none", "host"),  # of the optimizer; the second is tried if nothing fits without
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One choice of settings. All candidates have the same global batch, by gradient accumulation."""
+    """One choice of settings. All candidates have the same global batch, by gradient accumulation. `offload` is that of the optimizer."""
 
     stage: int
     remat: str
     micro_batch_size: int
     grad_accum: int
     replica: int
+    offload: str = "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,16 +102,17 @@ def candidates_of(grid: Mapping[str, Sequence[Any]], *, ways: int, global_batch_
     """Returns the grid's choices that keep the global batch.
 
     Args:
-      grid: choices by setting: those of DEFAULT_GRID, and "replica".
+      grid: choices by setting: those of DEFAULT_GRID, and "replica". Without "offload", nothing is offloaded.
       ways: the number of devices that the batch is sharded over.
       global_batch_size: examples in one step, over all devices and passes.
     """
     found = []
-    for stage, remat, micro, replica in itertools.product(
-        grid["stage"], grid["remat"], grid["micro_batch_size"], grid["replica"]
+    for stage, remat, micro, replica, offload in itertools.product(
+        grid["stage"], grid["remat"], grid["micro_batch_size"], grid["replica"], grid.get("offload", ("none",))
     ):
-        if ways % replica == 0 and global_batch_size % (micro * ways) == 0:
-            found.append(Candidate(stage, remat, micro, global_batch_size // (micro * ways), replica))
+        may_offload = offload == "none" or stages.STAGES[stage].opt_state
+        if may_offload and ways % replica == 0 and global_batch_size % (micro * ways) == 0:
+            found.append(Candidate(stage, remat, micro, global_batch_size // (micro * ways), replica, offload))
     return found
 
 
@@ -121,7 +124,12 @@ def default_grid(devices: Sequence[Any]) -> dict[str, Sequence[Any]]:
 
 def _try(candidate: Candidate, build: Build, memory: float) -> Outcome:
     """Compiles a candidate, unless its state and gradients alone exceed the memory."""
-    held, make_plan = build(candidate)
+    try:
+        held, make_plan = build(candidate)
+    except UserError as error:
+        if candidate.offload == "none":
+            raise
+        return Outcome(candidate, None, None, str(error))  # an optimizer that cannot be offloaded
     if held > memory:
         return Outcome(candidate, held, None, f"state and gradients alone take {display.human(held)}")
     plan = make_plan()
@@ -142,29 +150,36 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         title="Plans, the fastest that fits first",
         caption="model.recompute applies only if remat is dots; model.offload does not apply if remat is none",
     )
-    for column in ("stage", "remat", "micro-batch", "accum", "replica", "peak", "most tokens/s", "why not"):
-        shown.add_column(column, justify="left" if column in ("remat", "why not") else "right")
+    for column in ("stage", "remat", "micro-batch", "accum", "replica", "offload", "peak", "most tokens/s", "why not"):
+        shown.add_column(column, justify="left" if column in ("remat", "offload", "why not") else "right")
     for outcome in outcomes:
         c = outcome.candidate
         rate = "" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}"
         peak = "" if outcome.peak is None else display.human(outcome.peak)
-        row = (c.stage, c.remat, c.micro_batch_size, c.grad_accum, c.replica, peak, rate, outcome.reason)
+        row = (c.stage, c.remat, c.micro_batch_size, c.grad_accum, c.replica, c.offload, peak, rate, outcome.reason)
         shown.add_row(*map(str, row))
     return shown
 
 
-def _expected_cost(candidate: Candidate) -> tuple[float, int, int, int]:
-    """Returns a sort key: fewest recomputed operations first, then fewest bytes sent, fewest passes, and most replicas."""
+def _expected_cost(candidate: Candidate) -> tuple[bool, float, int, int, int]:
+    """Returns a sort key: without offload first, then fewest recomputed operations, fewest bytes sent, fewest passes, most replicas."""
     recomputed = {"none": 0.0, "dots": 0.02, "full": 0.33}[candidate.remat]
     sent = 3 if stages.STAGES[candidate.stage].params else 2
-    return (recomputed, sent * candidate.grad_accum, candidate.grad_accum, -candidate.replica)
+    is_offloaded = candidate.offload != "none"
+    return (is_offloaded, recomputed, sent * candidate.grad_accum, candidate.grad_accum, -candidate.replica)
 
 
 def _why_skipped(candidate: Candidate, outcomes: Sequence[Outcome], memory: float) -> str:
-    """Returns why a candidate need not be compiled: the same settings with a smaller micro-batch did not fit. Otherwise returns ""."""
+    """Returns why a candidate need not be compiled: the same settings with a smaller micro-batch did not fit, or others fit without
+    offload. Otherwise returns "".
+    """
     for outcome in outcomes:
         tried = outcome.candidate
-        same = (tried.stage, tried.remat, tried.replica) == (candidate.stage, candidate.remat, candidate.replica)
+        if not outcome.reason and candidate.offload != "none" == tried.offload:
+            return "not needed: a plan fits without offload"
+        same = dataclasses.replace(tried, micro_batch_size=0, grad_accum=0) == dataclasses.replace(
+            candidate, micro_batch_size=0, grad_accum=0
+        )
         too_large = outcome.peak is not None and outcome.peak > memory
         if same and too_large and tried.micro_batch_size <= candidate.micro_batch_size:
             return f"micro-batch {tried.micro_batch_size} does not fit"
@@ -189,4 +204,5 @@ def _ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
 def words(candidate: Candidate) -> str:
     """Returns a candidate's settings as text."""
     c = candidate
-    return f"stage {c.stage}, remat {c.remat}, micro-batch {c.micro_batch_size} x {c.grad_accum}, replica {c.replica}"
+    offload = "" if c.offload == "none" else f", optimizer on the {c.offload}"
+    return f"stage {c.stage}, remat {c.remat}, micro-batch {c.micro_batch_size} x {c.grad_accum}, replica {c.replica}{offload}"

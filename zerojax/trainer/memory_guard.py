@@ -94,7 +94,10 @@ def too_large(program: program_lib.Program, plan: step_plan.Plan | None) -> User
         lines += [f"  {change.flags}   (peak {display.human(change.peak)})" for change in fitting]
         way_out = f"add {fitting[0].flags}"
     else:
-        way_out = "use more devices, a shorter config.seq_len or a smaller model: no change of stage, remat or micro-batch fits"
+        way_out = (
+            "use more devices, a shorter config.seq_len or a smaller model: "
+            "no change of stage, remat, micro-batch or offload.optimizer fits"
+        )
     if processes.is_primary():
         print("\n".join(lines), flush=True)
     peak = f"the step needs {display.human(plan.peak)}, " if plan is not None else ""

@@ -1,0 +1,87 @@
+"""Tests of zerojax.plan.streams: each offloaded leaf stays on the host, and a bounded part of it is on the device, on compiled GPUs."""
+
+import compile_only
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from zerojax.hlo import parameters
+from zerojax.plan import report, step_plan
+
+CHUNK, IN_FLIGHT = 20_000, 4
+
+
+@pytest.fixture(scope="module", params=[(2, optax.adam(1e-3)), (3, zerojax.fused_adamw(1e-3, implementation="jnp"))])
+def planned(request):
+    """Returns (plan, partition, step) on eight H200s."""
+    stage, tx = request.param
+    mesh = zerojax.make_mesh(devices=compile_only.devices())
+    state = jax.eval_shape(lambda key: compile_only.create(key, tx), jax.random.key(0))
+    offload = {"optimizer": "host", "chunk_bytes": CHUNK, "in_flight": IN_FLIGHT}
+    partition = zerojax.partition_state(state, mesh=mesh, stage=stage, offload=offload)
+    apply = state.apply_fn
+
+    def loss_fn(params, batch, state):
+        return jnp.mean((apply({"params": params}, batch) - batch).astype(jnp.float32) ** 2)
+
+    step = zerojax.make_train_step(loss_fn, partition, clip_norm=1.0)
+    batch = jax.ShapeDtypeStruct(
+        (compile_only.EXAMPLES, compile_only.WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, P(("replica", "data")))
+    )
+    with compile_only.optimized():
+        plan = step_plan.plan_step(
+            step,
+            partition.abstract_state,
+            batch,
+            mesh=mesh,
+            target="h200",
+            placement=partition,
+            compiler_options=compile_only.FAST,
+        )
+    return plan, partition, step
+
+
+def test_the_program_of_the_gradients_takes_no_offloaded_leaf(planned):
+    plan, partition, _ = planned
+    taken = {parameters.path_of(p.op_name) for p in plan.ledger.flow.module.entry.parameters.values()}
+    moments = {path for path in partition.on_host if "mu" in path.split("/")}
+    assert moments
+    assert not [path for path in partition.on_host for name in taken if name.endswith(path.rpartition("/")[0])]
+    assert not [finding for finding in plan.findings if "offloaded" in finding.rule]
+
+
+def test_the_device_holds_the_chunks_in_flight_and_little_more(planned):
+    plan, partition, step = planned
+    groups = step.updates.groups
+    assert plan.stream.nbytes == sum(group.nbytes for group in groups) > 5 * IN_FLIGHT * CHUNK // 2
+    chunks = IN_FLIGHT * max(group.nbytes for group in groups)
+    assert chunks <= IN_FLIGHT * CHUNK * 5 // 4  # a row of a kernel more than a chunk
+    # At stage 2 the params are replicated, and the new slice of a weight is gathered before it is written.
+    ways = 1 if partition.placements[groups[0].items[0].weight].stored.spec else partition.mesh.size
+    slices = (ways + 1) * max(item.nbytes for group in groups for item in group.items) // 2
+    assert chunks <= plan.stream.at_once <= chunks + slices + 4096
+    resident = sum(argument.nbytes for argument in plan.buffers.arguments)
+    assert plan.stream.peak == resident + plan.buffers.outputs + plan.stream.at_once <= plan.peak
+
+
+def test_updates_overwrite_their_weight_and_their_state(planned):
+    """No update allocates a second weight: it donates the weight, and a piece updates its slice of it."""
+    _, _, step = planned
+    for compiled in step.updates.compile():
+        stats = compiled.memory_analysis()
+        assert stats.output_size_in_bytes - stats.alias_size_in_bytes < 1024
+
+
+def test_the_report_states_bytes_rate_and_what_hides(planned):
+    plan, _, _ = planned
+    text = report.text(plan)
+    assert "43 GB/s each way" in text
+    assert plan.stream.seconds == plan.stream.nbytes / 43e9
+    assert 0 < plan.stream.exposed < plan.stream.seconds
+    assert plan.bound.step_seconds == max(plan.bound.seconds.values()) + plan.stream.exposed
+    row = next(row for row in plan.memory if row.role == "host memory")
+    assert row.arithmetic == row.assigned == plan.stream.nbytes
