@@ -74,7 +74,7 @@ def keeper(partition: placement.Partition) -> Keep:
     """
     leaves = on_disk(partition)
     if not leaves:
-        return lambda array, like: jax.device_put(array, like.sharding)
+        return to_host
     chosen = partition.offload
     made = store.Store(
         store.Settings(
@@ -87,10 +87,15 @@ def keeper(partition: placement.Partition) -> Keep:
     of_disk = set(map(id, leaves.values()))
 
     def keep(array: jax.Array, like: Any) -> Any:
-        host = jax.device_put(array, like.sharding)
+        host = to_host(array, like)
         return made.put(host) if id(like) in of_disk else host
 
     return keep
+
+
+def to_host(array: jax.Array, like: Any) -> jax.Array:
+    """Sends an array to where an abstract leaf is in host memory."""
+    return jax.device_put(array, like.sharding)
 
 
 def check_copies(partition: placement.Partition) -> None:
