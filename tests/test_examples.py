@@ -37,6 +37,7 @@ SMALL = {
     "nnx_model": {"HIDDEN": 64, "LAYERS": 2, "BATCH": 32},
     "own_train_step": {"HIDDEN": 64, "FEATURES": 64, "BATCH": 16},
 }
+SIZES = {**SMALL, "offload_mlp": {"FEATURES": 64, "HIDDEN": 128, "BATCH": 32}}
 
 
 def load_file(name):
@@ -49,7 +50,7 @@ def load_file(name):
 @functools.cache
 def load(name):
     module = load_file(name)
-    for constant, value in SMALL.get(name, {}).items():
+    for constant, value in SIZES.get(name, {}).items():
         assert hasattr(module, constant)
         setattr(module, constant, value)
     return module
@@ -290,6 +291,20 @@ def test_the_example_of_a_deepspeed_config_trains_as_the_config_says(capsys):
     losses = example.train(example.CONFIG, 12)
     assert losses[-1] < 0.8 * losses[0]
     assert "zero_optimization.stage: taken; config.zero.stage = 3" in capsys.readouterr().out
+
+
+def test_the_offloaded_mlp_trains_as_on_the_device_with_its_float32_state_on_the_host():
+    example = load("offload_mlp")
+    losses, state, partition = example.train(steps=6)
+    resident, expected, _ = example.train(steps=6, offload=None)
+    assert losses == resident
+    assert losses[-1] < losses[0]
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float16)}
+    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params)):
+        np.testing.assert_array_equal(one, other)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state) if leaf.sharding.memory_kind == "pinned_host")
+    assert kept > 0.99 * sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
+    assert partition.on_host
 
 
 def test_a_restored_example_goes_on_as_if_it_had_not_stopped(tmp_path):

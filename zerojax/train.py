@@ -32,7 +32,7 @@ from zerojax.trainer import health as health_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import recorder as recorder_lib
 from zerojax.zero import memory
-from zerojax.zero.offload import budget
+from zerojax.zero.offload import budget, kept
 
 INTERRUPTED = 130  # the exit status of a command that SIGINT ends
 STEPS_BEFORE_COMPARING = 2  # a program reaches its peak memory in its first steps
@@ -90,8 +90,8 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
     tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
     program = _build(config, tokenizer)
     streams = program_lib.open_feed(program, tokenizer, _prepare_data(config, folder))
-    kept = config.checkpoint
-    saver = checkpointer.Checkpointer(folder / workdir.CHECKPOINTS, keep_last=kept.keep_last, keep_best=kept.keep_best)
+    keep = config.checkpoint
+    saver = checkpointer.Checkpointer(folder / workdir.CHECKPOINTS, keep_last=keep.keep_last, keep_best=keep.keep_best)
     start = resume.find(program, saver, streams, folder, steps=config.steps)
     if start.saved is not None and not saver.has_checksums(start.step):
         say(f"checkpoint {start.step} was saved without checksums: only the sizes of its files could be checked")
@@ -154,6 +154,8 @@ def _build(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> pro
     accumulates = program.sizes.grad_accum > 1
     say(display.as_text(memory.memory_table(program.partition, program.baseline, accumulates, by_hand=True)))
     say(memory.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
+    if line := kept.line(program.partition):
+        say(line)
     return program
 
 

@@ -91,7 +91,7 @@ def test_choices_are_those_of_the_modules_that_act_on_them():
 
 def test_no_group_of_settings_has_the_name_of_another_class():
     groups = [hint for hint in typing.get_type_hints(config_lib.Config).values() if dataclasses.is_dataclass(hint)]
-    assert len(groups) == 11 and all(group.__name__.endswith("Settings") for group in groups)
+    assert len(groups) == 12 and all(group.__name__.endswith("Settings") for group in groups)
 
 
 def test_settings_survive_json():
@@ -115,6 +115,20 @@ BAD = {
     "negative": ({"optimizer.clip_norm": -1.0}, r"^config\.optimizer\.clip_norm: must not be negative, and is -1\.0$"),
     "data axis 0": ({"mesh.data": 0}, r"^config\.mesh\.data: must be above 0, or -1 for all devices left, and is 0$"),
     "override": ({"zero.overrides": ("kernel",)}, r"^config\.zero\.overrides: must be .* one of them is 'kernel'$"),
+    "offload at stage 0": (
+        {"offload.optimizer": "host", "zero.stage": 0},
+        r"^config\.offload\.optimizer: is 'host', which works at stage 1, 2, 3, and the stage is 0; set the stage to 1",
+    ),
+    "offload kind": ({"offload.optimizer": "disk"}, r"^config\.offload\.optimizer: must be one of none, host, nvme"),
+    "params at stage 2": (
+        {"offload.params": "host", "zero.stage": 2},
+        r"^config\.offload\.params: is 'host', which works at stage 3, and the stage is 2",
+    ),
+    "offload unread": ({"offload.fraction": 0.5}, r"^config\.offload\.fraction: is 0\.5 and cannot take effect"),
+    "offload in flight": (
+        {"offload.optimizer": "host", "offload.in_flight": 1},
+        r"^config\.offload\.in_flight: must be a whole number of at least 2, and is 1",
+    ),
     "override regex": ({"zero.overrides": (("(", ()),)}, r"^config\.zero\.overrides: .* '\(' is not a regex"),
 }
 

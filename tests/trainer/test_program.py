@@ -9,12 +9,14 @@ import pytest
 import runs
 
 from zerojax import precision
+from zerojax.checkpoint import checkpointer
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.models.llama import model as llama
 from zerojax.ops import losses
 from zerojax.optim import registry, schedules
 from zerojax.trainer import program
 from zerojax.zero import memory, shard_state
+from zerojax.zero.offload import layout
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums in another order, over 30 steps
 FEW_BITS = 1e-2  # relative, over 12 steps in which the loss halves: eight bits of weights or of moments
@@ -212,3 +214,53 @@ def test_a_factored_optimizers_state_is_that_of_the_weights_without_padding():
         after, _ = jax.eval_shape(built.train_step, state, built.abstract_batch)
         assert jax.tree.map(np.shape, after) == jax.tree.map(np.shape, state)
         assert any(leaf.padding for leaf in built.partition.leaves.values())
+
+
+OFFLOAD = {"offload__optimizer": "host", "offload__chunk_bytes": 20_000}
+
+
+def test_an_offloaded_program_begins_trains_and_restores_as_one_on_the_device(tmp_path):
+    """At stage 2, where the master weights are offloaded too; then its checkpoint restores at stage 3, offloaded and not."""
+    here, there = build(zero__stage=2, precision="bf16"), build(zero__stage=2, precision="bf16", **OFFLOAD)
+    assert there.partition.on_host and there.partition.cuts
+    states = [program.init_state(built) for built in (here, there)]
+    batch = jax.tree.map(lambda a: jax.device_put(np.ones(a.shape, a.dtype), a.sharding), here.abstract_batch)
+    stored = [logical_lib.to_stored(logical_lib.to_logical(state)) for state in states]
+    assert stored[0].keys() == stored[1].keys()
+    for path, value in stored[0].items():
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(stored[1][path]), err_msg=path)
+    results = [built.train_step(state, batch) for built, state in zip((here, there), states)]
+    assert results[0][1]["loss"] == results[1][1]["loss"]
+    logical = logical_lib.to_logical(results[1][0])
+    expected = {path: np.asarray(value) for path, value in logical_lib.to_stored(logical).items()}
+    saver = checkpointer.Checkpointer(tmp_path, keep_last=1, keep_best=0)
+    saver.save(1, logical, {}, meta={})
+    for changes in (
+        {"zero__stage": 3},
+        {"zero__stage": 3, **OFFLOAD},
+        {"zero__stage": 2, "offload__optimizer": "host"},
+    ):
+        built = build(precision="bf16", **changes)
+        restored, _ = saver.restore(1, built.logical_abstract_state)
+        state = program.restored_state(built, restored)
+        assert jax.tree.leaves(jax.tree.map(lambda leaf: leaf.sharding, state)) == jax.tree.leaves(
+            built.partition.shardings
+        )
+        found = logical_lib.to_stored(logical_lib.to_logical(state))
+        assert found.keys() == expected.keys()
+        for path, value in expected.items():
+            np.testing.assert_array_equal(np.asarray(found[path]), value, err_msg=path)
+        if "offload__chunk_bytes" not in changes:
+            continue
+        weights = jax.tree.leaves(state.params)
+        assert not any(layout.is_on_host(leaf) for leaf in weights)
+    saver.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_a_run_pins_is_bounded_before_it_uses_a_device(stage):
+    config = runs.config(zero__stage=stage, precision="bf16", **OFFLOAD)
+    built = program.build(config, tokenizer_vocab=320)
+    held = 8 * sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(built.partition))
+    assert held <= program.most_pinned_bytes(config) < 1.2 * held + 10 * config.offload.chunk_bytes
+    assert program.most_pinned_bytes(runs.config(zero__stage=stage)) == 0

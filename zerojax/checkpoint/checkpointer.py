@@ -235,7 +235,8 @@ class Checkpointer:
         if _is_partition(like) and keep is None and like.keeper is not None:
             keep = like.keeper(like)
         one_by_one = [n for n, leaf in leaves if n in wanted and (pieces.is_pieces(leaf) or (keep and _is_apart(leaf)))]
-        for names in ([name for name in wanted if name not in one_by_one], *([name] for name in one_by_one)):
+        others = [name for name in wanted if name not in one_by_one]
+        for names in filter(None, [others, *([name] for name in one_by_one)]):
             with self._read(step):
                 how = {name: _restore_args(wanted[name], name in resized) for name in names}
                 args = ocp.args.PyTreeRestore(dict.fromkeys(names, 0), restore_args=how, partial_restore=True)

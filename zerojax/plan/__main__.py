@@ -26,6 +26,10 @@ _PICTURE = flags.DEFINE_string("picture", "", "Write a PNG of memory, by role an
 _SEARCH = flags.DEFINE_boolean("search", False, "Search for the fastest plan that fits.")
 _MOST = flags.DEFINE_integer("most_compiles", 12, "Maximum number of plans that --search compiles.")
 
+_HOST_GBPS = flags.DEFINE_float(
+    "host_gbps", None, "GB/s to and from host memory, or a disk, at once; default: the target's.", 0.001
+)
+
 
 def main() -> None:
     """Parses the command line and prints the plan. A UserError prints one line and exits with status 2."""
@@ -53,7 +57,8 @@ def _prepare(config: config_lib.Config) -> None:
 
 
 def _plan(config: config_lib.Config) -> None:
-    plan = plans.plan_config(config, _TARGET.value, _TOPOLOGY.value)
+    rate = None if _HOST_GBPS.value is None else _HOST_GBPS.value * 1e9
+    plan = plans.plan_config(config, _TARGET.value, _TOPOLOGY.value, host_rate=rate)
     if _PICTURE.value:
         try:
             picture.draw(plan, _PICTURE.value)
@@ -66,6 +71,8 @@ def _search(config: config_lib.Config) -> None:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    if _HOST_GBPS.value is not None:
+        raise UserError("--host_gbps: --search does not use it; omit one of them")
     if _PICTURE.value:
         raise UserError("--picture: draws one plan, and --search makes many; omit one of them")
     outcomes = plans.search_config(config, _TARGET.value, _TOPOLOGY.value, most_compiles=_MOST.value, say=say)

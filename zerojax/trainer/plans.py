@@ -22,7 +22,12 @@ class Change:
 
 
 def plan_config(
-    config: config_lib.Config, target: str, topology: str = "", *, compiler_options: Mapping[str, Any] | None = None
+    config: config_lib.Config,
+    target: str,
+    topology: str = "",
+    *,
+    compiler_options: Mapping[str, Any] | None = None,
+    host_rate: float | None = None,
 ) -> step_plan.Plan:
     """Plans the trainer's step under a config. The target devices need not be present.
 
@@ -30,7 +35,7 @@ def plan_config(
       UserError: the config, the target or the topology is invalid, or an extra is not installed.
     """
     program = program_lib.build(config, devices=targets.devices(target, topology))
-    return plan_program(program, target, compiler_options=compiler_options)
+    return plan_program(program, target, compiler_options=compiler_options, host_rate=host_rate)
 
 
 def plan_program(
@@ -39,8 +44,9 @@ def plan_program(
     *,
     from_cache: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
+    host_rate: float | None = None,
 ) -> step_plan.Plan:
-    """Plans a built program on its own mesh."""
+    """Plans a built program on its own mesh; see `step_plan.plan_step`."""
     config, sizes = program.config, program.sizes
     return step_plan.plan_step(
         program.train_step,
@@ -55,6 +61,7 @@ def plan_program(
         by_hand=True,
         from_cache=from_cache,
         compiler_options=compiler_options,
+        host_rate=host_rate,
     )
 
 

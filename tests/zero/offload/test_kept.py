@@ -121,6 +121,8 @@ def test_host_memory_is_that_of_the_chunks_on_their_way_and_the_disk_must_have_r
     _, partition = offloads.sharded(offloads.adam(), nvme(tmp_path))
     chunk = max(CHUNK, max(leaf.size * 4 // 8 for leaf in kept.on_disk(partition).values()))
     assert budget.pinned_bytes(partition) == 8 * (3 + 2) * chunk
+    line = kept.line(partition)
+    assert f"of optimizer state in a file in {tmp_path} (" in line and kept.line(partition.on_device) == ""
     monkeypatch.setattr(kept, "disk_bytes", lambda partition: 1 << 50)
     with pytest.raises(UserError, match=r"1024.00 TiB are needed there, and its disk has"):
         offloads.sharded(offloads.adam(), nvme(tmp_path))

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from zerojax import roles, tree
+from zerojax import display, roles, tree
 from zerojax.errors import UserError
 from zerojax.zero import placement
 from zerojax.zero.offload import layout, settings
@@ -35,6 +35,18 @@ def on_disk(partition: placement.Partition) -> dict[str, Any]:
 def disk_bytes(partition: placement.Partition) -> int:
     """Returns the bytes of this process's file."""
     return sum(map(store.bytes_of, on_disk(partition).values()))
+
+
+def line(partition: placement.Partition) -> str:
+    """Returns a line that says where this process's file will be, or "" if nothing lives on a disk."""
+    if not on_disk(partition):
+        return ""
+    size, buffers, where = disk_bytes(partition), buffer_bytes(partition), _folder(partition.offload)
+    kind = folder_lib.file_system(where) or "a disk"
+    return (
+        f"offload: {display.human(size)} of optimizer state in a file in {where} ({kind}), read through {display.human(buffers)} of host "
+        f"memory; zerojax disk {where} measures that disk"
+    )
 
 
 def buffer_bytes(partition: placement.Partition) -> int:

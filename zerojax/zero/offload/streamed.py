@@ -54,7 +54,7 @@ class StreamedStep:
             arriving.append(self.updates.load(groups[sent], leaves))
             sent += 1
         new_state, metrics, handed = self.gradients(self.updates.rest.of(state), batch)
-        params = {f"params/{path}": leaf for path, leaf in tree.flatten(new_state.params)}
+        params = dict(zip(self.updates.names, jax.tree.leaves(new_state.params)))
         new_leaves: dict[int, jax.Array] = {}
         for number, group in enumerate(groups):
             while sent < len(groups) and len(arriving) < self.ahead:
@@ -127,5 +127,5 @@ class StreamedStep:
         opt_state = jax.tree.unflatten(
             jax.tree.structure(state.opt_state), [new_leaves[n] for n in range(len(new_leaves))]
         )
-        updated = tree.map_with_path(lambda path, _: params[f"params/{path}"], new_state.params)
+        updated = jax.tree.unflatten(jax.tree.structure(state.params), [params[name] for name in self.updates.names])
         return new_state.replace(params=updated, opt_state=opt_state)

@@ -131,6 +131,7 @@ class Updates:
       rest: what they do not update.
       shared: positions of the leaves that items read and the rest updates.
       weights: the paths of the offloaded weights.
+      names: the paths of all weights, in the order of the params' leaves.
     """
 
     def __init__(self, partition: placement.Partition, *, may_skip: bool):
@@ -148,13 +149,16 @@ class Updates:
         self._position = {path: number for number, (path, _) in enumerate(self._leaves)}
         names = [f"params/{path}" for path, _ in tree.flatten(partition.trainable_part(self._params))]
         self._numbers = {name: number for number, name in enumerate(names)}
+        self.names = [f"params/{path}" for path, _ in tree.flatten(self._params)]
         self._on_host = {n for n, (path, _) in enumerate(self._leaves) if f"opt_state/{path}" in partition.on_host}
+        self._device_shardings = {n: layout.on_device(self._leaves[n][1].sharding) for n in self._on_host}
         self.weights = [name for name in names if name in layout.offloaded_weights(partition)]
         self.rest = self._rest()
         items = [item for weight in self.weights for item in self._items(weight)]
         self.shared = tuple(sorted({position for item in items for position in item.shared}))
         self.groups = _groups(items, partition.offload.chunk_bytes)
         self._grad_dtypes: dict[str, Any] = {}
+        self._scalars: dict[Any, jax.Array] = {}
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._by_text: dict[str, jax.stages.Compiled] = {}
 
@@ -164,6 +168,11 @@ class Updates:
         return self._partition.offload.in_flight
 
     @property
+    def is_on_disk(self) -> bool:
+        """Returns whether the state lives in a file."""
+        return bool(kept.on_disk(self._partition))
+
+    @property
     def structure(self) -> Any:
         """Returns the tree of the whole optimizer state."""
         return jax.tree.structure(self._partition.abstract_state.opt_state)
@@ -171,13 +180,6 @@ class Updates:
     @property
     def _params(self) -> Any:
         return self._partition.abstract_state.params
-
-    @property
-    def device_shardings(self) -> dict[int, Any]:
-        """Returns the device sharding of each leaf in host memory, by position."""
-        return {
-            n: layout.on_device(leaf.sharding) for n, (_, leaf) in enumerate(self._leaves) if layout.is_on_host(leaf)
-        }
 
     def handed(self, state: Any, grads: Any, factor: Any, finite: Any) -> tuple["Handed"]:
         """Returns what the program that computes gradients hands to the updates of the groups, as a tuple of one; called in its trace."""
@@ -198,8 +200,8 @@ class Updates:
 
     def load(self, group: Group, leaves: Sequence[Any]) -> kept.Loading:
         """Sends copies of a group's leaves to the device. `leaves` are all leaves of the optimizer state."""
-        shardings = self.device_shardings
-        return kept.load([leaves[n] for n in group.host], [shardings[n] for n in group.host])
+        shardings = [self._device_shardings[n] for n in group.host]
+        return kept.load([leaves[n] for n in group.host], shardings)
 
     def store(self, group: Group, leaving: Sequence[jax.Array], leaves: Sequence[Any]) -> list[Any]:
         """Sends new leaves to where the old ones live."""
@@ -235,12 +237,18 @@ class Updates:
             own = [done.device.get(n, leaves[n]) for n in item.device]
             param = done.params.get(item.weight, params[item.weight])
             grad, run = handed.grads[item.weight], self.executable(item)
-            number, start = np.uint32(item.number), np.int32(item.start)
+            number, start = self._scalar(jnp.uint32, item.number), self._scalar(jnp.int32, item.start)
             param, host, own = run(param, list(host), own, grad, [held[n] for n in item.shared], scalars, number, start)
             done.params[item.weight] = param
             done.device.update(zip(item.device, own))
             done.leaving.extend(host)
         return done
+
+    def _scalar(self, dtype: Any, value: int) -> jax.Array:
+        """Returns a scalar on the devices. A number from the host would wait for the loads that were sent before it."""
+        if (dtype, value) not in self._scalars:
+            self._scalars[dtype, value] = jax.device_put(np.asarray(value, dtype), self.handed_shardings.factor)
+        return self._scalars[dtype, value]
 
     def executable(self, item: Item) -> jax.stages.Compiled:
         """Returns an item's compiled program. Equal programs are compiled once."""
@@ -276,7 +284,8 @@ class Updates:
         scalars = (factor, *((finite,) if self._may_skip else ()))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, (param, host, device))
         run = jax.jit(functools.partial(self._run, item), donate_argnums=(0, 1, 2), out_shardings=shardings)
-        return run.lower(param, host, device, grad, shared, scalars, jnp.uint32(0), jnp.int32(0))
+        number, start = (jax.ShapeDtypeStruct((), dtype, sharding=replicated) for dtype in (jnp.uint32, jnp.int32))
+        return run.lower(param, host, device, grad, shared, scalars, number, start)
 
     @property
     def knows_dtypes(self) -> bool:

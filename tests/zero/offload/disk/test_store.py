@@ -82,6 +82,11 @@ def test_an_array_is_read_as_it_was_written_whole_or_by_device(held, mesh):
         assert np.array_equal(arrived, value) and np.array_equal(array, value) and arrived.dtype == array.dtype
         copied = array.to_host()
         assert np.array_equal(copied, value) and copied.sharding == array.sharding
+        shards = array.addressable_shards
+        assert [(s.device, s.index, s.replica_id) for s in shards] == [
+            (s.device, s.index, s.replica_id) for s in copied.addressable_shards
+        ]
+        assert all(np.array_equal(s.data, o.data) for s, o in zip(shards, copied.addressable_shards))
     assert sum(len(array.places) for array in arrays) == 4 + 1 + 4 + 1  # replicas are stored once
     assert (arrays[0].shape, arrays[0].ndim, arrays[0].size, arrays[0].nbytes) == ((64, 1000), 2, 64000, 256000)
 

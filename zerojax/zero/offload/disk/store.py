@@ -18,7 +18,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -52,12 +52,15 @@ class Settings:
     part_bytes: int = PART_BYTES
 
 
-class Shard(NamedTuple):
-    """The part of an array that a device holds, as a shard of a jax.Array describes it."""
+class FileShard:
+    """The part of an array that a device holds, as a shard of a jax.Array describes it. `data` is read when it is asked for."""
 
-    device: Any
-    index: Any
-    data: np.ndarray
+    def __init__(self, array: "DiskArray", device: Any, index: Any, replica_id: int):
+        self._array, self.device, self.index, self.replica_id = array, device, index, replica_id
+
+    @property
+    def data(self) -> np.ndarray:
+        return self._array.read(key_of(self.index))
 
 
 class DiskArray:
@@ -106,11 +109,15 @@ class DiskArray:
         """Makes it invalid. Its place in the file stays taken."""
         self._is_deleted = True
 
-    def shards(self) -> dict[Any, np.ndarray]:
-        """Reads its distinct shards of this process into new memory, by index."""
+    def read(self, index: Any) -> np.ndarray:
+        """Reads one of its distinct shards into new memory."""
         self.check()
         self.block_until_ready()
-        return {index: self.store.read(place, self.shard_shape, self.dtype) for index, place in self.places.items()}
+        return self.store.read(self.places[index], self.shard_shape, self.dtype)
+
+    def shards(self) -> dict[Any, np.ndarray]:
+        """Reads its distinct shards of this process into new memory, by index."""
+        return {index: self.read(index) for index in self.places}
 
     def to_host(self) -> jax.Array:
         """Reads it into an array with its sharding, in host memory."""
@@ -122,10 +129,15 @@ class DiskArray:
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed, dtype=self.dtype)
 
     @property
-    def addressable_shards(self) -> list["Shard"]:
-        """Reads the shards of this process's devices."""
-        by_index, indices = self.shards(), self.sharding.addressable_devices_indices_map(self.shape)
-        return [Shard(device, index, by_index[key_of(index)]) for device, index in indices.items()]
+    def addressable_shards(self) -> list[FileShard]:
+        """Returns the shards of this process's devices, which are read when their data are asked for."""
+        seen: collections.Counter = collections.Counter()
+        found = []
+        for device, index in self.sharding.devices_indices_map(self.shape).items():
+            if device in self.sharding.addressable_devices:
+                found.append(FileShard(self, device, index, seen[key_of(index)]))
+            seen[key_of(index)] += 1
+        return found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
