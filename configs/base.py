@@ -12,6 +12,8 @@ def get_config():
     c = config_dict.ConfigDict()
 
     c.seed = 0  # of the weights, the data order and the sample
+    # a folder of transformers (config.json and safetensors): the model and its first weights; "": c.model's, drawn at random
+    c.init_from = ""
     c.steps = 150  # optimizer steps
     # global_batch_size = micro_batch_size * grad_accum * data * replica; one of the three may be 0, and is then derived
     c.global_batch_size = 32  # sequences per optimizer step, over all devices
@@ -50,7 +52,7 @@ def get_config():
     c.offload.nvme_buffers = 4  # chunks for each device that are read into host memory ahead
 
     c.model = config_dict.ConfigDict()
-    c.model.preset = "tiny"  # a name in a PRESETS table in zerojax/models
+    c.model.preset = "tiny"  # a name in a PRESETS table in zerojax/models; not read with init_from
     c.model.vocab_size = 0  # rows of the embedding; 0: the preset's, or the tokenizer's if the preset has none
     c.model.num_layers = 0  # 0: the preset's
     c.model.remat = "dots"  # residuals kept: "none" all but weights, "dots" matmuls, "full" only layer inputs
@@ -107,7 +109,8 @@ def get_config():
     c.sample.temperature = 0.8  # 0: the likeliest token
 
     c.export = config_dict.ConfigDict()
-    c.export.format = "none"  # "huggingface" writes bf16 safetensors and config.json to WORKDIR/export
+    c.export.format = "none"  # "huggingface" writes safetensors and config.json to WORKDIR/export
+    c.export.dtype = "auto"  # "fp32", "bf16", "fp16"; "auto": that of each tensor in init_from, or bf16 without one
 
     c.profile = config_dict.ConfigDict()
     c.profile.start = 10  # the first step to trace; the first two steps of a run are slower

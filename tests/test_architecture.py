@@ -28,7 +28,7 @@ ROOMS: dict[str, set[str]] = {
     "checkpoint": {"optim"},
     "zero": {"optim", "ops"},
     "inference": {"models", "zero"},
-    "interop": {"models", "checkpoint", "optim", "zero"},
+    "interop": {"ops", "models", "checkpoint", "optim", "zero", "inference"},
     "plan": {"hlo", "zero", "launch"},
     "profile": {"hlo", "zero", "launch", "plan"},
     "trainer": {
@@ -61,6 +61,8 @@ KNOW_STAGES = {
     "zero.shard_state",
     "zero.memory",
     "interop.deepspeed.own_step",  # DeepSpeed's word too
+    "interop.deepspeed.translate",
+    "interop.pretrained",
     "trainer",
     "plan",
     "commands",

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 import pathlib
+import runpy
 import subprocess
 import sys
 
@@ -40,16 +41,11 @@ SMALL = {
 SIZES = {**SMALL, "offload_mlp": {"FEATURES": 64, "HIDDEN": 128, "BATCH": 32}}
 
 
-def load_file(name):
+@functools.cache
+def load(name):
     spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
-
-
-@functools.cache
-def load(name):
-    module = load_file(name)
     for constant, value in SIZES.get(name, {}).items():
         assert hasattr(module, constant)
         setattr(module, constant, value)
@@ -286,13 +282,6 @@ def test_weights_of_another_model_are_refused_where_used():
         loss_fn({"code": {"kernel": jnp.zeros((8, 8))}})
 
 
-def test_the_example_of_a_deepspeed_config_trains_as_the_config_says(capsys):
-    example = load_file("deepspeed_config")
-    losses = example.train(example.CONFIG, 12)
-    assert losses[-1] < 0.8 * losses[0]
-    assert "zero_optimization.stage: taken; config.zero.stage = 3" in capsys.readouterr().out
-
-
 def test_the_offloaded_mlp_trains_as_on_the_device_with_its_float32_state_on_the_host():
     example = load("offload_mlp")
     losses, state, partition = example.train(steps=6)
@@ -305,6 +294,24 @@ def test_the_offloaded_mlp_trains_as_on_the_device_with_its_float32_state_on_the
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state) if leaf.sharding.memory_kind == "pinned_host")
     assert kept > 0.99 * sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
     assert partition.on_host
+
+
+def test_the_example_of_fine_tuning_learns_to_count_and_saves_what_it_learnt(tmp_path):
+    example = runpy.run_path(str(FOLDER / "fine_tune_huggingface.py"))
+    example["write_tiny_model"](tmp_path / "model")
+    losses, rows = example["train"](tmp_path / "model", tmp_path / "out", 3, 60)
+    assert losses[-1] < 0.1 * losses[0]
+    assert rows.shape == (2, example["LENGTH"]) and (np.diff(rows) % 64 == 3).all()
+    saved = zerojax.load_huggingface(tmp_path / "out", stage=0)
+    batch = next(example["batches"](64))
+    assert saved.loss(saved.params, batch) < 0.2 * losses[0]
+
+
+def test_the_example_of_a_deepspeed_config_trains_as_the_config_says(capsys):
+    example = load("deepspeed_config")
+    losses = example.train(example.CONFIG, 12)
+    assert losses[-1] < 0.8 * losses[0]
+    assert "zero_optimization.stage: taken; config.zero.stage = 3" in capsys.readouterr().out
 
 
 def test_a_restored_example_goes_on_as_if_it_had_not_stopped(tmp_path):

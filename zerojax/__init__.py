@@ -9,6 +9,7 @@
 from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.errors import UserError
 from zerojax.interop.deepspeed.own_step import from_deepspeed_config
+from zerojax.interop.pretrained import export_huggingface, load_huggingface
 from zerojax.mesh import batch_sharding, make_mesh
 from zerojax.ops.embedding import embedding_lookup
 from zerojax.optim.fused import fused_adamw, fused_lion
@@ -19,6 +20,7 @@ from zerojax.zero.memory import memory_table
 from zerojax.zero.offload.settings import Offload
 from zerojax.zero.placement import Partition, Placement
 from zerojax.zero.shard_state import pad, shard_train_state, unpad
+from zerojax.zero.sharded_batch.totals import Mean, Sum
 from zerojax.zero.stages import partition_state
 from zerojax.zero.step import make_train_step
 from zerojax.zero.where_used import where_used
@@ -27,17 +29,21 @@ __all__ = [
     "Checkpointer",
     "DynamicLossScale",
     "LossScaleState",
+    "Mean",
     "Offload",
     "Partition",
     "Placement",
     "StaticLossScale",
+    "Sum",
     "TrainState",
     "UserError",
     "batch_sharding",
     "embedding_lookup",
+    "export_huggingface",
     "from_deepspeed_config",
     "fused_adamw",
     "fused_lion",
+    "load_huggingface",
     "make_mesh",
     "make_train_step",
     "memory_table",

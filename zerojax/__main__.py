@@ -11,7 +11,9 @@ import sys
 COMMANDS = {
     "train": ("zerojax.train", "Trains a language model from a config."),
     "plan": ("zerojax.plan", "Reports the memory and communication of a run, without running it."),
+    "generate": ("zerojax.commands.generate", "Continues prompts with a model that transformers saved."),
     "migrate": ("zerojax.commands.migrate", "Translates a config of DeepSpeed or Accelerate."),
+    "import-deepspeed": ("zerojax.commands.import_deepspeed", "Takes over a checkpoint of DeepSpeed."),
     "disk": ("zerojax.commands.disk", "Measures a disk, and predicts the step of a config that offloads to it."),
     "verify-checkpoint": ("zerojax.checkpoint", "Checks the files of a run's checkpoints."),
 }

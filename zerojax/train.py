@@ -151,6 +151,8 @@ def _build(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> pro
     """Returns the program, from the mesh to the sharded train step, and prints its memory table. Allocates nothing."""
     with start_up.without_collector():
         program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
+    if program.source is not None:
+        say(f"the model is that of {program.source.path}; config.model.preset is not read")
     accumulates = program.sizes.grad_accum > 1
     say(display.as_text(memory.memory_table(program.partition, program.baseline, accumulates, by_hand=True)))
     say(memory.per_parameter_line(program.partition, config.precision, config.optimizer.moments))

@@ -1,80 +1,120 @@
-"""Checks sampling against plain loops. This module tests zerojax.inference.generate."""
+"""Checks generation against a loop that reads the whole text again for each token. This module tests zerojax.inference.generate.
+
+tests/interop/test_pretrained.py compares it with transformers.
+"""
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from zerojax import mesh as mesh_lib
-from zerojax.inference import generate
+from zerojax.errors import UserError
+from zerojax.inference import generate, sampling
+from zerojax.models import families, family
+from zerojax.models.llama.model import LlamaConfig
+from zerojax.zero import stages
 
-VOCAB = 11
-
-
-def logits_fn(table, inputs, tokens):
-    """A causal toy: the next token's scores depend on the last two tokens."""
-    before = jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
-    return table[tokens] + jnp.roll(table[before], 3, axis=-1)
-
-
-def make_table():
-    return jax.random.normal(jax.random.key(0), (VOCAB, VOCAB))
-
-
-def test_temperature_0_takes_the_likeliest_token_each_time():
-    table, prompt = make_table(), np.array([3, 1, 4], np.int32)
-    found = generate.make_sampler(logits_fn, 12, 0.0, rows=1)(table, {}, prompt, jax.random.key(0))
-    expected = np.zeros(15, np.int32)
-    expected[:3] = prompt
-    for position in range(3, 15):
-        expected[position] = np.argmax(logits_fn(table, {}, jnp.asarray(expected[None]))[0, position - 1])
-    assert found.tolist() == expected.tolist()
+DECODER = families.PRESETS["test"]
+# Biases, norms of queries and keys, a window shorter than the texts, an odd vocabulary and an odd number of layers.
+WINDOWED = LlamaConfig(
+    61, 1, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48, qkv_bias=True, qk_norm=True, windows=(5,)
+)
+PROMPTS = np.array([[3, 9, 4, 1, 5, 9, 2, 6], [7, 7, 1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 8, 2, 8, 1]])
+MASK = np.array([[1] * 8, [1] * 3 + [0] * 5, [0] * 4 + [1] * 4])
+NEW = 7
 
 
-def test_the_prompt_is_kept_and_the_length_is_as_asked():
-    prompt = np.array([2, 7], np.int32)
-    for length in (0, 5):
-        found = generate.make_sampler(logits_fn, length, 1.0, rows=2)(make_table(), {}, prompt, jax.random.key(0))
-        assert found.shape == (2 + length,) and found.dtype == jnp.int32
-        assert found[:2].tolist() == [2, 7] and (found >= 0).all() and (found < VOCAB).all()
+def make_params(config=WINDOWED):
+    random = np.random.default_rng(0)
+    shapes = family.abstract_params(DECODER.parts, config)
+    return jax.tree.map(lambda leaf: jnp.asarray(random.normal(0, 0.4, leaf.shape), leaf.dtype), shapes)
 
 
-def test_draws_depend_only_on_the_key():
-    sample = generate.make_sampler(logits_fn, 20, 1.0, rows=1)
-    first, again, other = (sample(make_table(), {}, np.array([1], np.int32), jax.random.key(k)) for k in (0, 0, 1))
-    assert first.tolist() == again.tolist() != other.tolist()
+@functools.cache
+def make(new_tokens=NEW, stage=3, replica=1, special=family.SpecialTokens(), picked=sampling.Sampling()):
+    """Returns a function of prompts that generates with sharded weights."""
+    mesh = mesh_lib.make_mesh(replica=replica)
+    params = make_params()
+    partition = stages.partition_state({"params": params}, mesh=mesh, stage=stage, min_size=64)
+    sharded = jax.device_put(params, partition.shardings["params"])
+    function = generate.make_generator(
+        DECODER, WINDOWED, partition, new_tokens=new_tokens, special=special, sampling=picked
+    )
+    return functools.partial(function, sharded)
 
 
-def test_a_low_temperature_draws_what_is_likeliest():
-    prompt = np.array([5], np.int32)
-    drawn, likeliest = (generate.make_sampler(logits_fn, 10, t, rows=1) for t in (1e-3, 0.0))
-    key = jax.random.key(0)
-    assert drawn(make_table(), {}, prompt, key).tolist() == likeliest(make_table(), {}, prompt, key).tolist()
+@functools.cache
+def compiled_logits():
+    return jax.jit(lambda params, tokens: DECODER.logits(WINDOWED, params, {}, tokens))
 
 
-def test_tokens_are_drawn_as_often_as_their_probability():
-    log_p = jnp.log(jnp.array([0.7, 0.2, 0.1]))
-    sample = generate.make_sampler(lambda p, inputs, tokens: jnp.broadcast_to(p, (*tokens.shape, 3)), 2000, 1.0, rows=1)
-    counts = np.bincount(sample(log_p, {}, np.array([0], np.int32), jax.random.key(0))[1:], minlength=3)
-    four_deviations = 4 * np.sqrt(np.exp(log_p) * (1 - np.exp(log_p)) / 2000)
-    assert (abs(counts / 2000 - np.exp(log_p)) < four_deviations).all()
+def expected(prompt, count=NEW):
+    """Returns the greedy tokens after one prompt. The text is padded, so that it has one shape; what follows a token does not change it."""
+    text = [int(token) for token in prompt]
+    for _ in range(count):
+        padded = np.pad(np.array([text]), ((0, 0), (0, PROMPTS.shape[1] + NEW - len(text))))
+        text.append(int(np.argmax(compiled_logits()(make_params(), padded)[0, len(text) - 1])))
+    return text[len(prompt) :]
 
 
-def test_rows_sharded_over_devices_draw_the_tokens_of_one_device():
-    mesh, prompt, key = mesh_lib.make_mesh(), np.array([1, 2], np.int32), jax.random.key(3)
-
-    def split(table, inputs, tokens):
-        return logits_fn(table, inputs, jax.lax.with_sharding_constraint(tokens, mesh_lib.batch_sharding(mesh)))
-
-    table = jax.device_put(make_table(), jax.NamedSharding(mesh, jax.P()))
-    found = generate.make_sampler(split, 8, 1.0, rows=8)(table, {}, prompt, key)
-    assert found.tolist() == generate.make_sampler(logits_fn, 8, 1.0, rows=1)(make_table(), {}, prompt, key).tolist()
+@pytest.mark.parametrize("stage, replica", [(3, 1), (1, 2)])
+def test_every_row_gets_the_tokens_of_a_loop_without_a_cache(stage, replica):
+    found = make(stage=stage, replica=replica)(PROMPTS, MASK)
+    assert found.shape == (3, 8 + NEW) and found.dtype == np.int32
+    np.testing.assert_array_equal(found[:, :8], PROMPTS)
+    for row, prompt, mask in zip(found, PROMPTS, MASK):
+        assert row[8:].tolist() == expected(prompt[mask > 0])
 
 
-def test_further_inputs_reach_every_row_of_the_model():
-    def scores(table, inputs, tokens):
-        assert inputs["hint"].shape == (3, 4)
-        return jnp.broadcast_to(jax.nn.one_hot(inputs["hint"][:, -1], VOCAB)[:, None], (*tokens.shape, VOCAB))
+def test_a_row_ends_at_a_stop_token_and_the_result_at_the_longest_row():
+    plain = make()(PROMPTS, MASK)[:, 8:]
+    stops = int(plain[0, 2]), int(plain[1, 4])
+    lengths = [next((i for i, token in enumerate(row, 1) if token in stops), NEW) for row in plain]
+    found = make(special=family.SpecialTokens(stops=stops, pad=59))(PROMPTS, MASK)[:, 8:]
+    assert found.shape[1] == max(lengths) < NEW and min(lengths) < max(lengths)
+    for row, before, length in zip(found, plain, lengths):
+        assert row.tolist() == [*before[:length].tolist(), *[59] * (max(lengths) - length)]
 
-    sample = generate.make_sampler(scores, 3, 0.0, rows=3)
-    found = sample(None, {"hint": np.array([1, 2, 3, 9], np.int32)}, np.array([4], np.int32), jax.random.key(0))
-    assert found.tolist() == [4, 9, 9, 9]
+
+def test_forced_tokens_are_taken():
+    found = make(special=family.SpecialTokens(forced_first=11, forced_last=12))(PROMPTS, MASK)[:, 8:]
+    assert (found[:, 0] == 11).all() and (found[:, -1] == 12).all()
+
+
+def test_draws_depend_on_the_seed_and_the_row_alone():
+    draw = make(picked=sampling.Sampling(1.0, top_k=20, top_p=0.9))
+    found = draw(PROMPTS, MASK, seed=0)
+    np.testing.assert_array_equal(draw(PROMPTS, MASK, seed=0), found)
+    assert (draw(PROMPTS, MASK, seed=1) != found).any()
+    np.testing.assert_array_equal(draw(np.concatenate([PROMPTS, PROMPTS]), np.concatenate([MASK, MASK]))[:3], found)
+
+
+def test_invalid_prompts_are_refused_in_one_line():
+    cases = {
+        r"input_ids: must be integers \[rows, length\]": (PROMPTS[0], None),
+        "input_ids: hold 61, and the model knows ids from 0 to 60": (np.where(PROMPTS == 9, 61, PROMPTS), MASK),
+        r"attention_mask: has shape \(3, 7\)": (PROMPTS, MASK[:, 1:]),
+        "attention_mask: row 1 is 0 everywhere": (PROMPTS, MASK * [[1], [0], [1]]),
+    }
+    for message, (prompts, mask) in cases.items():
+        with pytest.raises(UserError, match=message):
+            make()(prompts, mask)
+    with pytest.raises(UserError, match="max_new_tokens: must be 1 or more"):
+        make(new_tokens=0)
+
+
+def test_a_text_longer_than_the_table_of_positions_is_refused():
+    chosen = families.PRESETS["bart_test"]
+    config = dataclasses.replace(chosen.presets["bart_test"], vocab_size=61, num_layers=1, max_seq_len=10)
+    params = {"params": family.abstract_params(chosen.parts, config)}
+    partition = stages.partition_state(params, mesh=mesh_lib.make_mesh(), stage=0)
+    for new_tokens, length in ((10, 4), (2, 11)):
+        function = generate.make_generator(
+            chosen, config, partition, new_tokens=new_tokens, special=family.SpecialTokens()
+        )
+        with pytest.raises(UserError, match="would have 11 tokens, and the model has 10 positions"):
+            function(None, np.ones((1, length), int))

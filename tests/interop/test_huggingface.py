@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.errors import UserError
 from zerojax.interop import huggingface
-from zerojax.models import families, family
+from zerojax.models import families
 from zerojax.models.llama.model import LlamaConfig
 
 ROOT, HERE = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).parent
@@ -197,37 +197,6 @@ def test_weights_of_another_model_are_refused_by_name(tmp_path):
             huggingface.export(params, LLAMA, wrong, tmp_path / "out")
         assert message in str(caught.value)
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("preset", ["test", "t5_test"])
-def test_an_export_is_read_back_as_params(tmp_path, preset):
-    chosen = families.PRESETS[preset]
-    model = dataclasses.replace(chosen.presets[preset], vocab_size=48)
-    random = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: random.normal(size=leaf.shape).astype(ml_dtypes.bfloat16),
-        family.abstract_params(chosen.parts, model),
-    )
-    huggingface.export(params, chosen, model, tmp_path / "out")
-    found = huggingface.params_from_tensors(load(tmp_path / "out"), chosen, model)
-    assert jax.tree.structure(found) == jax.tree.structure(params)
-    jax.tree.map(np.testing.assert_array_equal, found, params)
-
-
-def test_tensors_of_another_model_are_refused_by_name():
-    model = Model(num_layers=1)
-    tensors = expected_tensors(random_params(model), model)
-    missing = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
-    cases = {
-        "model.norm.weight: is missing": missing,
-        "extra: is not a tensor of this model": tensors | {"extra": tensors["model.norm.weight"]},
-        "lm_head.weight: has shape (16, 48), but the model's config gives (48, 16)": tensors
-        | {"lm_head.weight": tensors["lm_head.weight"].T},
-    }
-    for message, given in cases.items():
-        with pytest.raises(UserError) as caught:
-            huggingface.params_from_tensors(given, LLAMA, model)
-        assert message in str(caught.value)
 
 
 def test_an_earlier_export_is_replaced_and_other_files_are_not(tmp_path):

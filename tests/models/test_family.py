@@ -46,14 +46,15 @@ def test_every_layer_is_a_block_and_the_head_is_a_head(family):
     names = list(family.parts(small(family)))
     blocks = [name for name in names if re.fullmatch(family.blocks, name)]
     assert len(blocks) % 2 == 0 and blocks
-    assert [name for name in names if re.fullmatch(family.heads, name)] == ["head"]
+    untied, tied = (dataclasses.replace(small(family), tie_embeddings=tied) for tied in (False, True))
+    assert [name for name in family.parts(untied) if re.fullmatch(family_lib.heads(family, untied), name)] == ["head"]
+    assert "head" not in family.parts(tied) and family_lib.heads(family, tied) == ""
 
 
 def test_every_weight_has_a_name_at_hugging_face_and_none_has_two(family):
     table, names = family.huggingface.tensors(small(family)), {}
     for path, _ in tree.flatten(family_lib.abstract_params(family.parts, small(family))):
-        name, _ = table[re.sub(r"_\d+/", "_{}/", path)]
-        names[path] = name.format(*re.findall(r"_(\d+)/", path))
+        names[path] = table[re.sub(r"_\d+/", "_{}/", path)].name.format(*re.findall(r"_(\d+)/", path))
     assert len(set(names.values())) == len(names)
 
 
@@ -70,3 +71,17 @@ def test_shapes_and_operations_are_counted_on_any_device_whatever_the_attention_
     assert len({family_lib.count_params(family.parts, config) for config in configs}) == 1
     assert len({family.flops_per_token(config, lengths) for config in configs}) == 1
     assert len({str(family_lib.abstract_params(family.parts, config)) for config in configs}) == 1
+
+
+def test_the_written_config_is_read_back(family):
+    for config in (small(family), dataclasses.replace(small(family), tie_embeddings=not small(family).tie_embeddings)):
+        table = family.huggingface
+        names = {
+            tensor.name
+            for path, tensor in table.tensors(config).items()
+            if not config.tie_embeddings or "head" not in path
+        }
+        found = table.read(table.write(config), names)
+        assert family_lib.abstract_params(family.parts, found) == family_lib.abstract_params(family.parts, config)
+        assert table.write(found) == table.write(config)
+        assert config.max_seq_len in (None, found.max_seq_len)

@@ -46,3 +46,47 @@ def test_the_heads_loss_is_the_cross_entropy_of_its_logits():
     np.testing.assert_allclose(logits, x @ params["kernel"], atol=ROUNDING)
     loss = head.apply({"params": params}, x, labels, method="loss")
     np.testing.assert_allclose(loss, losses.cross_entropy(jnp.asarray(logits), labels), rtol=ROUNDING)
+
+
+def test_a_head_with_a_bias_has_the_loss_of_its_biased_logits():
+    x, labels, bias = normal(2, 3, 8), jnp.array([[1, 2, 0], [10, 5, 5]]), jnp.arange(11.0) / 4
+    params = layers.Head(8, 11).init(jax.random.key(0), x)
+    loss = layers.Head(8, 11).apply(params, x, labels, bias, method="loss")
+    logits = layers.Head(8, 11).apply(params, x) + bias
+    np.testing.assert_allclose(loss, losses.cross_entropy(logits, labels), rtol=ROUNDING)
+
+
+def test_a_linear_map_adds_its_bias():
+    x, module = normal(2, 3, 4), layers.Linear((6, 7), use_bias=True)
+    params = module.init(jax.random.key(0), x)["params"]
+    assert params["bias"].shape == (6, 7) and not params["bias"].any()
+    biased = module.apply({"params": params | {"bias": jnp.ones((6, 7))}}, x)
+    np.testing.assert_allclose(biased, module.apply({"params": params}, x) + 1, atol=ROUNDING)
+
+
+def test_the_layer_norm_subtracts_the_mean_and_divides_by_the_deviation():
+    x = normal(2, 3, 8) + 100  # a mean far from 0
+    params = {"scale": jnp.arange(8.0), "bias": jnp.arange(8.0) / 8}
+    found = layers.LayerNorm(1e-5).apply({"params": params}, x)
+    exact = np.asarray(x, np.float64)
+    expected = (exact - exact.mean(-1, keepdims=True)) / np.sqrt(exact.var(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(
+        found, expected * params["scale"] + params["bias"], atol=1e-4
+    )  # x has 5 digits after its mean
+
+
+def test_attention_to_a_memory_reuses_its_keys():
+    x, memory, mask = normal(2, 3, 16), normal(2, 5, 16) + 1, jnp.arange(5)[None] < jnp.array([[5], [3]])
+    module = layers.MultiHeadAttention(16, 4, 4, "xla", use_bias=True)
+    params = module.init(jax.random.key(0), x, memory)
+    full, keys = module.apply(params, x, memory, mask_BS=mask)
+    again, _ = module.apply(params, x[:, 1:2], mask_BS=mask, keys=keys)
+    np.testing.assert_allclose(again, full[:, 1:2], atol=ROUNDING)
+    scores = np.einsum("bthn,bshn->bhts", *(_projected(params, name, y) for name, y in (("q", x), ("k", memory)))) / 2
+    weights = np.exp(np.where(mask[:, None, None], scores, -np.inf))
+    mixed = np.einsum("bhts,bshn->bthn", weights / weights.sum(-1, keepdims=True), _projected(params, "v", memory))
+    np.testing.assert_allclose(full, np.einsum("bthn,hnd->btd", mixed, params["params"]["o"]["kernel"]), atol=ROUNDING)
+
+
+def _projected(params, name, x):
+    return np.einsum("btd,dhn->bthn", x, params["params"][name]["kernel"])

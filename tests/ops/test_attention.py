@@ -40,15 +40,34 @@ def test_causal_attention_with_shared_heads():
 def test_a_bias_is_added_to_scores_that_a_scale_multiplies():
     q, k, v = arrays(queries=3, keys=6)
     bias = np.random.default_rng(1).normal(size=(4, 3, 6)).astype(np.float32)
-    found = attention.attend(q, k, v, "xla", is_causal=False, bias_HTS=jnp.asarray(bias), scale=1.0)
+    found = attention.attend(q, k, v, "xla", is_causal=False, bias=jnp.asarray(bias), scale=1.0)
     np.testing.assert_allclose(found, reference(q, k, v, bias=bias, scale=1.0), atol=ROUNDING)
 
 
 def test_masked_keys_are_not_seen():
     q, k, v = arrays(queries=3, keys=6)
     mask = np.arange(6) < np.array([[6], [2]])
-    found = attention.attend(q, k, v, "xla", is_causal=False, mask_BS=jnp.asarray(mask))
+    found = attention.attend(q, k, v, "xla", is_causal=False, mask=jnp.asarray(mask))
     np.testing.assert_allclose(found, reference(q, k, v, mask=mask), atol=ROUNDING)
+
+
+def test_a_mask_may_differ_by_query_and_a_bias_by_row():
+    q, k, v = arrays(queries=3, keys=6)
+    mask = np.random.default_rng(2).random((2, 3, 6)) < 0.6
+    mask[..., 0] = True
+    bias = np.random.default_rng(1).normal(size=(2, 4, 3, 6)).astype(np.float32)
+    found = attention.attend(q, k, v, "xla", is_causal=False, mask=jnp.asarray(mask), bias=jnp.asarray(bias))
+    expected = reference(q, k, v, bias=np.where(mask[:, None], bias, -np.inf))
+    np.testing.assert_allclose(found, expected, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("window", [1, 3, 5, 9])
+def test_a_window_ends_at_the_querys_own_token(window):
+    q, k, v = arrays()
+    distance = np.arange(5)[:, None] - np.arange(5)
+    bias = np.where((distance >= 0) & (distance < window), 0.0, -np.inf)
+    found = attention.attend(q, k, v, "xla", is_causal=True, window=window)
+    np.testing.assert_allclose(found, reference(q, k, v, bias=bias), atol=ROUNDING)
 
 
 def test_float16_comes_out_as_float16():
@@ -87,7 +106,7 @@ def test_a_kernel_that_cannot_run_is_refused(known, platform, dtype, message):
 
 def test_gradients_reach_the_bias():
     q, k, v = arrays()
-    grad = jax.grad(lambda bias: attention.attend(q, k, v, "xla", is_causal=True, bias_HTS=bias).sum())(
+    grad = jax.grad(lambda bias: attention.attend(q, k, v, "xla", is_causal=True, bias=bias).sum())(
         jnp.zeros((4, 5, 5))
     )
     assert grad.shape == (4, 5, 5) and abs(grad).max() > 0

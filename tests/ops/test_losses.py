@@ -102,3 +102,20 @@ def test_a_prime_number_of_tokens_needs_no_more_chunks_than_another():
     hidden, kernel, labels = jnp.ones((1, 97, 8)), jnp.ones((8, 16)), jnp.zeros((1, 97), jnp.int32)
     loss = jax.make_jaxpr(functools.partial(losses.one_pass_cross_entropy, chunk_tokens=10))(hidden, kernel, labels)
     assert "length=10" in str(loss)
+
+
+def test_ignored_labels_are_left_out_of_the_mean():
+    hidden, kernel, labels = make_inputs()
+    logits = hidden @ kernel
+    kept = np.arange(labels.size).reshape(labels.shape) % 3 > 0
+    found = losses.cross_entropy(logits, jnp.where(kept, labels, -100), ignored=-100)
+    expected = losses.cross_entropy(logits[kept][None], labels[kept][None])
+    np.testing.assert_allclose(found, expected, rtol=ROUNDING)
+    assert losses.cross_entropy(logits, jnp.full_like(labels, -100), ignored=-100) == 0
+
+
+def test_one_pass_adds_a_constant_bias_to_the_logits():
+    inputs, bias = make_inputs(), jnp.linspace(-1, 1, VOCAB)
+    found = value_and_grads(lambda h, k, y: losses.one_pass_cross_entropy(h, k, y, bias=bias, chunk_tokens=7), inputs)
+    assert_close(found, value_and_grads(lambda h, k, y: losses.cross_entropy(h @ k + bias, y), inputs))
+    assert not jax.grad(lambda b: losses.one_pass_cross_entropy(*inputs, bias=b))(bias).any()

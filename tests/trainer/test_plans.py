@@ -52,7 +52,12 @@ def test_settings_that_need_another_remat_are_dropped(config):
 
 
 def test_over_several_hosts_state_is_sharded_over_all_devices_or_those_of_each_host(config):
-    grid = {**search.default_grid(compile_only.gpus(topology="2x8")), "stage": (3,), "remat": ("full",)}
+    grid = {
+        **search.default_grid(compile_only.gpus(topology="2x8")),
+        "stage": (3,),
+        "remat": ("full",),
+        "offload": ("none",),
+    }
     found = plans.search_config(config, "h200", "2x8", grid={**grid, "micro_batch_size": (1,)}, most_compiles=0)
     assert [(o.candidate.replica, o.candidate.grad_accum) for o in found] == [(2, 1), (1, 1)]
 

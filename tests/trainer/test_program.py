@@ -1,6 +1,7 @@
 """Checks programs against plain optax and the table of bytes. This module tests zerojax.trainer.program."""
 
 import compile_only
+import golden_models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,8 @@ import runs
 from zerojax import precision
 from zerojax.checkpoint import checkpointer
 from zerojax.checkpoint import logical as logical_lib
+from zerojax.errors import UserError
+from zerojax.interop import folder
 from zerojax.models.llama import model as llama
 from zerojax.ops import losses
 from zerojax.optim import registry, schedules
@@ -183,6 +186,40 @@ def test_a_batch_is_sharded_within_each_pass():
     assert build(global_batch_size=16, grad_accum=2).batch_sharding.spec == jax.P(None, ("replica", "data"))
 
 
+LLAMA = golden_models.FOLDER / "llama"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"zero__stage": 3, "zero__indivisible": "pad"}, {"precision": "bf16", "zero__stage": 1}], ids=str
+)
+def test_an_imported_model_starts_from_its_folders_weights(changes):
+    built = build(init_from=str(LLAMA), model__num_layers=0, **changes)
+    state = program.init_state(built)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == built.partition.shardings
+    found = logical_lib.to_logical(state).params
+    jax.tree.map(np.testing.assert_array_equal, found, golden_models.load("llama", 0).params)
+
+
+def test_a_run_from_a_folder_resumes_and_exports_with_the_folders_files(tmp_path):
+    settings = {"init_from": str(LLAMA), "model__num_layers": 0, "zero__stage": 3}
+    runs.run(tmp_path, **settings, steps=2)
+    runs.run(tmp_path, **settings, steps=3, export__format="huggingface")
+    assert list(runs.losses(tmp_path)) == [1, 2, 3]
+    exported = folder.open_folder(tmp_path / "export")
+    source = folder.open_folder(LLAMA)
+    assert (exported.raw, exported.generation) == (source.raw, source.generation)
+    assert exported.model == source.model and exported.dtype == np.float32
+
+
+def test_settings_of_a_model_that_cannot_take_effect_with_a_folder_are_refused():
+    for changes, message in (
+        ({"model__num_layers": 1}, "config.model.num_layers: is 1, and config.init_from=.*llama has its own model"),
+        ({"model__num_layers": 0, "seq_len": 300}, "config.seq_len: 300 is longer than the 256 positions of .*llama"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build(init_from=str(LLAMA), **changes)
+
+
 def test_a_restored_state_is_the_state_that_was_saved():
     for changes in ({"precision": "bf16", "zero__stage": 1}, {"zero__stage": 3}):
         built = build(**changes)
@@ -200,7 +237,7 @@ def test_a_program_for_gpus_counts_its_operations_and_describes_its_export():
     here = program.build(runs.config(precision="bf16"), tokenizer_vocab=320)
     assert built.flops_per_token == here.flops_per_token > 0
     table = built.family.huggingface
-    assert table.config(built.model) == table.config(here.model)
+    assert table.write(built.model) == table.write(here.model)
 
 
 def test_a_factored_optimizers_state_is_that_of_the_weights_without_padding():

@@ -1,40 +1,180 @@
-"""Continues a prompt. This module samples token by token from a model whose weights stay sharded."""
+"""Continues prompts. This module generates token by token with a cache, from a model whose weights stay sharded.
 
+One compiled program reads the prompts and then runs a loop that adds a token to every row. The loop ends when all rows have ended. All
+devices take that decision from the same value inside the program, so no process can wait for another that has left the loop.
+"""
+
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import mesh as mesh_lib
+from zerojax.errors import UserError
+from zerojax.inference import sampling as sampling_lib
+from zerojax.models import decoding
+from zerojax.models import family as family_lib
+from zerojax.zero import placement, where_used
 
 
-def make_sampler(
-    logits_fn: Callable[[Any, dict[str, jax.Array], jax.Array], jax.Array], length: int, temperature: float, rows: int
-) -> Callable[[Any, dict[str, Any], jax.typing.ArrayLike, jax.Array], jax.Array]:
-    """Builds `sample(params, inputs, prompt: int32[prompt_length], key) -> int32[prompt_length + length]`, compiled.
+def make_generator(
+    family: family_lib.Family,
+    config: Any,
+    partition: placement.Partition,
+    *,
+    new_tokens: int,
+    special: family_lib.SpecialTokens,
+    sampling: sampling_lib.Sampling | None = None,
+    compute_dtype: Any = None,
+) -> Callable[..., np.ndarray]:
+    """Builds `generate(params, input_ids, attention_mask=None, *, seed=0) -> int32[rows, length]`.
 
-    `inputs` are further arrays that the model reads, such as an encoder's: {name: int32[length]}.
-
-    Each new token runs the model over the full window, without a cache. Use it to inspect a model, not to serve it.
+    `input_ids` are int[rows, length], and `attention_mask` is 0 where a prompt is padded, on any side. Every row gets what it would get
+    alone. A decoder's result holds the prompts as they were given, then the new tokens; an encoder-decoder's begins with its start token.
+    A row is padded after its end. The result is as long as the longest row. All processes must call it with the same arrays. Each shape of
+    `input_ids` is compiled once.
 
     Args:
-      logits_fn: (params, inputs: {name: int32[rows, length]}, tokens: int32[rows, window]) -> float[rows, window, vocab].
-      length: tokens to add.
-      temperature: divides the logits before a token is drawn; 0 takes the likeliest token.
-      rows: the number of copies of the prompt in the batch, which is sharded over devices. The first is returned.
+      family, config: the model.
+      partition: the shardings of its params. Rows are sharded over the mesh's replica and data axes.
+      new_tokens: the most tokens that are added to a row.
+      special: the tokens that begin, end and pad a row.
+      sampling: how a token is picked; by default the likeliest.
+      compute_dtype: the dtype of floating weights in the model; None keeps the stored one.
+
+    Raises:
+      UserError: `new_tokens` is below 1. `generate` refuses ids that the model does not know, and texts longer than its positions.
     """
+    if new_tokens < 1:
+        raise UserError(f"max_new_tokens: must be 1 or more, and is {new_tokens}")
+    how = {"blocks": family.blocks, "heads": family_lib.heads(family, config), "remat": "full"}
+    start, extend = (
+        where_used.where_used(
+            functools.partial(function, config), partition.placements, compute_dtype=compute_dtype, **how
+        )
+        for function in (family.start, family.extend)
+    )
+    mesh, rows = partition.mesh, mesh_lib.batch_sharding(partition.mesh)
+    compiled = jax.jit(
+        _make_loop(start, extend, rows, new_tokens, special, sampling or sampling_lib.Sampling()),
+        out_shardings=NamedSharding(mesh, P()),
+    )
 
-    def sample(params: Any, inputs: dict[str, jax.Array], prompt: jax.Array, key: jax.Array) -> jax.Array:
-        start = prompt.shape[0]
-        inputs = {name: jnp.broadcast_to(array, (rows, array.size)) for name, array in inputs.items()}
-        window = jnp.zeros((start + length,), jnp.int32).at[:start].set(prompt)
+    def generate(params: Any, input_ids: Any, attention_mask: Any = None, *, seed: int = 0) -> np.ndarray:
+        prompts, mask = _checked(input_ids, attention_mask, config.vocab_size)
+        count, inputs = len(prompts), {}
+        if family.is_encoder_decoder:
+            inputs = {"inputs": prompts, "mask": mask}
+            texts = np.full((count, 1), special.start, np.int32)
+            lengths = np.ones(count, np.int32)
+        else:
+            texts, lengths = _text_first(prompts, mask)
+        longest = max(int(lengths.max()) + new_tokens, prompts.shape[1] if inputs else 0)
+        positions = family.positions(config)
+        if positions is not None and longest > positions:
+            raise UserError(
+                f"max_new_tokens: the longest text would have {longest} tokens, and the model has {positions} positions; "
+                "shorten the prompt or lower max_new_tokens"
+            )
+        arrays = sharded_rows((inputs, texts, lengths), mesh)
+        new = np.asarray(compiled(params, *arrays, np.uint32(seed)))[:count]
+        before = texts if inputs else np.asarray(input_ids, np.int32)
+        return np.concatenate([before, new[:, : _longest(new, special)]], axis=1)
 
-        def extend(window: jax.Array, position: jax.Array) -> tuple[jax.Array, None]:
-            tokens = jnp.broadcast_to(window, (rows, window.size))
-            logits = logits_fn(params, inputs, tokens)[0, position - 1]
-            drawn = jax.random.categorical(jax.random.fold_in(key, position), logits / max(temperature, 1e-6))
-            token = drawn if temperature else jnp.argmax(logits)
-            return window.at[position].set(token.astype(jnp.int32)), None
+    return generate
 
-        return jax.lax.scan(extend, window, start + jnp.arange(length))[0]
 
-    return jax.jit(sample)
+def sharded_rows(arrays: Any, mesh: Mesh) -> Any:
+    """Returns arrays [rows, ...], equal on all processes, sharded over replica and data. Copies of the first row make the rows divide."""
+    rows, ways = mesh_lib.batch_sharding(mesh), mesh_lib.ways(mesh)
+
+    def put(array: np.ndarray) -> jax.Array:
+        padded = np.concatenate([array, np.repeat(array[:1], -len(array) % ways, axis=0)])
+        return jax.make_array_from_callback(padded.shape, rows, lambda index: padded[index])
+
+    return jax.tree.map(put, arrays)
+
+
+def _make_loop(
+    start: Callable[..., Any],
+    extend: Callable[..., Any],
+    rows: NamedSharding,
+    new_tokens: int,
+    special: family_lib.SpecialTokens,
+    sampling: sampling_lib.Sampling,
+) -> Callable[..., jax.Array]:
+    """Returns the function that reads the prompts and adds tokens: int32[rows, new_tokens]."""
+
+    def pick(scores: jax.Array, count: jax.Array, is_over: jax.Array, seed: jax.Array) -> jax.Array:
+        own = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(scores.shape[0]))
+        token = sampling_lib.pick(scores, sampling, jax.vmap(jax.random.fold_in, (0, None))(own, count))
+        if special.forced_first is not None:
+            token = jnp.where(count == 0, special.forced_first, token)
+        if special.forced_last is not None:
+            token = jnp.where(count == new_tokens - 1, special.forced_last, token)
+        return jnp.where(is_over, special.pad, token)
+
+    def generate(params: Any, inputs: Any, tokens: jax.Array, lengths: jax.Array, seed: jax.Array) -> jax.Array:
+        batch, length = tokens.shape
+        slots = length + new_tokens
+        stops = jnp.asarray(special.stops, jnp.int32)
+        scores, caches = start(params, inputs, tokens, lengths, slots)
+        is_over = jnp.zeros(batch, bool)
+        token = pick(scores, jnp.int32(0), is_over, seed)
+        is_over = jnp.isin(token, stops)
+        found = jnp.full((batch, new_tokens), special.pad, jnp.int32).at[:, 0].set(token)
+
+        def goes_on(carry: tuple) -> jax.Array:
+            return (carry[0] < new_tokens) & ~jnp.all(carry[2])
+
+        def add(carry: tuple) -> tuple:
+            count, token, is_over, found, caches = carry
+            caches = jax.lax.with_sharding_constraint(caches, jax.tree.map(lambda _: rows, caches))
+            step = decoding.next_step(lengths, length, count - 1, slots)
+            scores, caches = extend(params, caches, step, token)
+            token = pick(scores, count, is_over, seed)
+            found = jax.lax.dynamic_update_slice_in_dim(found, token[:, None], count, axis=1)
+            return count + 1, token, is_over | jnp.isin(token, stops), found, caches
+
+        first = (jnp.int32(1), token, is_over, found, caches)
+        return jax.lax.while_loop(goes_on, add, first)[3]
+
+    return generate
+
+
+def _checked(input_ids: Any, attention_mask: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ids as int32[rows, length] and the mask as bool[rows, length]."""
+    ids = np.asarray(input_ids)
+    if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+        raise UserError(f"input_ids: must be integers [rows, length], and are {ids.dtype}{list(ids.shape)}")
+    mask = np.ones(ids.shape, bool) if attention_mask is None else np.asarray(attention_mask) > 0
+    if mask.shape != ids.shape:
+        raise UserError(f"attention_mask: has shape {mask.shape}, and input_ids have {ids.shape}; give both the same")
+    if not mask.any(axis=1).all():
+        raise UserError(f"attention_mask: row {np.argmin(mask.any(axis=1))} is 0 everywhere; give each prompt a token")
+    wrong = ids[mask & ((ids < 0) | (ids >= vocab_size))]
+    if wrong.size:
+        raise UserError(
+            f"input_ids: hold {wrong[0]}, and the model knows ids from 0 to {vocab_size - 1}; "
+            "use the tokenizer of the model"
+        )
+    return np.where(mask, ids, 0).astype(np.int32), mask
+
+
+def _text_first(prompts: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the prompts with their padding at the end, and their lengths."""
+    order = np.argsort(~mask, axis=1, kind="stable")
+    lengths = mask.sum(axis=1).astype(np.int32)
+    return np.take_along_axis(prompts, order, axis=1)[:, : lengths.max()], lengths
+
+
+def _longest(new: np.ndarray, special: family_lib.SpecialTokens) -> int:
+    """Returns the number of new tokens of the longest row, with the token that ends it."""
+    ends = np.isin(new, special.stops)
+    lengths = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, new.shape[1])
+    return int(lengths.max())

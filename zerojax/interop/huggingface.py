@@ -1,6 +1,6 @@
-"""Hugging Face's format of weights. This module writes a model's weights as safetensors, and converts Hugging Face's tensors to params.
+"""Writes a model as transformers does. This module exports weights as safetensors, with the files that belong to them.
 
-The family defines names and layouts. Leaves are exported one at a time: each is gathered, cast to bfloat16, laid out as [out, in] and
+The family defines names and layouts. Leaves are exported one at a time: each is gathered, cast, laid out as [out, in] and
 written to its file. No host ever holds the full model.
 """
 
@@ -9,14 +9,13 @@ import json
 import math
 import os
 import pathlib
-import re
 import shutil
+import statistics
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
@@ -24,30 +23,32 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import errors, tree
 from zerojax.errors import UserError
+from zerojax.interop import layout, tensor_files
 from zerojax.models import family as family_lib
 
 SHARD_BYTES = 5 * 2**30
-CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
-_LAYER = re.compile(r"_(\d+)/")  # the layer number in a path
-
-
-class _Tensor(NamedTuple):
-    """One tensor: its name at Hugging Face, its path and shape in our params, and the number of leading input dims of that shape."""
-
-    name: str
-    path: str
-    leaf_shape: tuple[int, ...]
-    inputs: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Returns the shape at Hugging Face."""
-        ours, inputs = self.leaf_shape, self.inputs
-        return (math.prod(ours[inputs:]), math.prod(ours[:inputs])) if inputs else ours
-
-    @property
-    def nbytes(self) -> int:
-        return 2 * math.prod(self.shape)
+CONFIG, INDEX, ONE_FILE = "config.json", tensor_files.INDEX, tensor_files.ONE_FILE
+DTYPES: Mapping[str, Any] = {
+    "fp32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "fp16": jnp.float16,
+}  # by their names in a config
+# Files beside the weights that an export of an imported model carries along: settings of generation, and any tokenizer's.
+CARRIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 def export(
@@ -57,10 +58,12 @@ def export(
     directory: str | os.PathLike,
     *,
     max_shard_bytes: int = SHARD_BYTES,
+    dtype: Any = None,
+    source: str | os.PathLike | None = None,
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
 ) -> None:
-    """Writes bfloat16 safetensors and config.json for `from_pretrained` of the family's class in transformers.
+    """Writes safetensors and config.json for `from_pretrained` of the family's class in transformers.
 
     All processes must call it; the first one writes. The directory is created, or replaces an earlier export, only when it is
     complete.
@@ -71,27 +74,37 @@ def export(
       model: the model's config.
       directory: new, empty, or with an earlier export.
       max_shard_bytes: limit on the tensors of one file. A larger tensor gets its own file.
-      bos_token_id: the token that begins a text, for config.json.
-      eos_token_id: the token that ends a text, for config.json.
+      dtype: of the tensors; None: each has that of its tensor in `source`, or bfloat16 without a source.
+      source: the folder that the model was imported from. Its config.json is kept, and its files in `CARRIED` are copied. None for a model
+        that was not imported.
+      bos_token_id: the token that begins a text, for config.json; without `source`.
+      eos_token_id: the token that ends a text, for config.json; without `source`.
 
     Raises:
       UserError: a leaf is missing, unknown or of another shape, the directory holds other files, or the disk is full.
     """
     leaves = dict(tree.flatten(params))
-    tensors = _tensors(family, model)
+    tensors = layout.tensors(family, model)
     _check(leaves, tensors)
-    shards = _pack(tensors, max_shard_bytes)
+    dtypes = _dtypes(tensors, dtype, source)
+    shards = _pack(tensors, max_shard_bytes, dtypes)
     directory = pathlib.Path(directory).absolute()
     is_primary = jax.process_index() == 0
     fetch = _make_fetch(is_primary)
-    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
-    config = family.huggingface.config(model) | {"torch_dtype": "bfloat16"} | ids
+    texts = _texts(family.huggingface.write(model), source, dtypes, shards)
+    if source is None:
+        ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
+        texts[CONFIG] = texts[CONFIG] | ids
     partial = directory.with_name(f".{directory.name}.partial")
     try:
         if is_primary:
             _prepare(directory, partial)
-        _write(leaves, shards, config, partial, fetch, is_primary)
+        _write(leaves, shards, dtypes, partial, fetch, is_primary)
         if is_primary:
+            for name, content in texts.items():
+                (partial / name).write_text(json.dumps(content, indent=2) + "\n")
+            for carried in _carried(source):
+                shutil.copyfile(carried, partial / carried.name)
             _replace(directory, partial)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -101,51 +114,7 @@ def export(
         multihost_utils.sync_global_devices("zerojax export")
 
 
-def params_from_tensors(tensors: Mapping[str, np.ndarray], family: family_lib.Family, model: Any) -> dict[str, Any]:
-    """Returns params made of Hugging Face's tensors, in the tensors' dtype.
-
-    Args:
-      tensors: by their names in transformers, in its layout.
-      family: the model's family.
-      model: the model's config.
-
-    Raises:
-      UserError: a tensor is missing, unknown or of another shape.
-    """
-    wanted = _tensors(family, model)
-    for name in [*(tensor.name for tensor in wanted), *tensors]:
-        if name not in tensors or name not in {tensor.name for tensor in wanted}:
-            what = "is missing" if name not in tensors else "is not a tensor of this model"
-            raise UserError(f"{name}: {what}; give the config that the tensors were saved with")
-    params: dict[str, Any] = {}
-    for tensor in wanted:
-        array = np.asarray(tensors[tensor.name])
-        if array.shape != tensor.shape:
-            raise UserError(
-                f"{tensor.name}: has shape {array.shape}, but the model's config gives {tensor.shape}; "
-                f"give the config that the tensors were saved with"
-            )
-        *folders, leaf = tensor.path.split("/")
-        inner = functools.reduce(lambda node, name: node.setdefault(name, {}), folders, params)
-        inner[leaf] = (array.T if tensor.inputs else array).reshape(tensor.leaf_shape)
-    return params
-
-
-def _tensors(family: family_lib.Family, model: Any) -> list[_Tensor]:
-    """Returns the model's tensors: first those outside layers, then layer by layer. Each group is in the order of the family's table."""
-    table = family.huggingface.tensors(model)
-    order = list(table)
-    found = []
-    for path, leaf in tree.flatten(family_lib.abstract_params(family.parts, model)):
-        layer = _LAYER.search(path)
-        entry = _LAYER.sub("_{}/", path)
-        name, inputs = table[entry]
-        number = layer[1] if layer else -1
-        found.append((int(number), order.index(entry), _Tensor(name.format(number), path, leaf.shape, inputs)))
-    return [tensor for *_, tensor in sorted(found)]
-
-
-def _check(leaves: Mapping[str, Any], tensors: list[_Tensor]) -> None:
+def _check(leaves: Mapping[str, Any], tensors: list[layout.ModelTensor]) -> None:
     """Checks every leaf against the model."""
     shapes = {tensor.path: tensor.leaf_shape for tensor in tensors}
     for path in [*shapes, *leaves]:
@@ -161,32 +130,83 @@ def _check(leaves: Mapping[str, Any], tensors: list[_Tensor]) -> None:
             )
 
 
-def _pack(tensors: list[_Tensor], max_bytes: int) -> dict[str, list[_Tensor]]:
+def _dtypes(tensors: list[layout.ModelTensor], dtype: Any, source: str | os.PathLike | None) -> dict[str, np.dtype]:
+    """Returns each tensor's dtype, by its name."""
+    if dtype is not None or source is None:
+        return {tensor.name: np.dtype(jnp.bfloat16 if dtype is None else dtype) for tensor in tensors}
+    stored = tensor_files.read_folder(pathlib.Path(source))
+    found = {
+        name: tensor_files.DTYPES[entry.dtype] for name, entry in stored.items() if entry.dtype in tensor_files.DTYPES
+    }
+    usual = statistics.mode(found.values())
+    return {tensor.name: found.get(tensor.name, usual) for tensor in tensors}
+
+
+def _nbytes(tensor: layout.ModelTensor, dtypes: Mapping[str, np.dtype]) -> int:
+    return dtypes[tensor.name].itemsize * math.prod(tensor.shape)
+
+
+def _pack(
+    tensors: list[layout.ModelTensor], max_bytes: int, dtypes: Mapping[str, np.dtype]
+) -> dict[str, list[layout.ModelTensor]]:
     """Assigns tensors to files in order, each up to `max_bytes`. Returns {file name: tensors}."""
-    groups: list[list[_Tensor]] = [[]]
+    groups: list[list[layout.ModelTensor]] = [[]]
+    held = 0
     for tensor in tensors:
-        if groups[-1] and sum(other.nbytes for other in groups[-1]) + tensor.nbytes > max_bytes:
+        nbytes = _nbytes(tensor, dtypes)
+        if groups[-1] and held + nbytes > max_bytes:
             groups.append([])
+            held = 0
         groups[-1].append(tensor)
+        held += nbytes
     if len(groups) == 1:
         return {ONE_FILE: groups[0]}
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-def _make_fetch(is_primary: bool) -> Callable[[Any], np.ndarray | None]:
-    """Returns a function that gathers one leaf in bfloat16 and, on the primary process, copies it to the host."""
+def _carried(source: str | os.PathLike | None) -> list[pathlib.Path]:
+    paths = [pathlib.Path(source) / name for name in CARRIED] if source is not None else []
+    return [path for path in paths if path.is_file()]
 
-    @jax.jit
-    def cast(leaf: jax.Array) -> jax.Array:
-        return jnp.copy(leaf.astype(jnp.bfloat16))
 
-    def fetch(leaf: Any) -> np.ndarray | None:
+def _texts(
+    written: Mapping[str, Any],
+    source: str | os.PathLike | None,
+    dtypes: Mapping[str, np.dtype],
+    shards: Mapping[str, list[layout.ModelTensor]],
+) -> dict[str, Any]:
+    """Returns the contents of config.json and, if there are several files, of their index, by file name."""
+    config = dict(written)
+    if source is not None:
+        config = json.loads((pathlib.Path(source) / CONFIG).read_text())
+        config["architectures"] = written["architectures"]  # a model without its head now has one
+        if config.get("tie_word_embeddings") and written.get("tie_word_embeddings") is False:
+            ties = ("tie_word_embeddings", "scale_decoder_outputs")
+            config |= {name: written[name] for name in ties if name in written}
+    is_new = "dtype" in config  # transformers 5 has another name for it
+    usual = statistics.mode(dtypes.values()).name
+    texts: dict[str, Any] = {CONFIG: config | {"dtype" if is_new else "torch_dtype": usual}}
+    if len(shards) > 1:
+        total = sum(_nbytes(tensor, dtypes) for group in shards.values() for tensor in group)
+        files = {tensor.name: file_name for file_name, group in shards.items() for tensor in group}
+        texts[INDEX] = {"metadata": {"total_size": total}, "weight_map": files}
+    return texts
+
+
+def _make_fetch(is_primary: bool) -> Callable[[Any, np.dtype], np.ndarray | None]:
+    """Returns a function that gathers one leaf in a dtype and, on the primary process, copies it to the host."""
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def cast(leaf: jax.Array, dtype: np.dtype) -> jax.Array:
+        return jnp.copy(leaf.astype(dtype))
+
+    def fetch(leaf: Any, dtype: np.dtype) -> np.ndarray | None:
         if not isinstance(leaf, jax.Array):
-            return np.asarray(leaf).astype(ml_dtypes.bfloat16)
+            return np.asarray(leaf).astype(dtype)
         kind = next(iter(leaf.sharding.device_set)).default_memory().kind  # type: ignore[attr-defined]
         leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind(kind))  # moves offloaded leaves to the device
         # Always a new array: an array caches its numpy copy, and the copies would add up to the full model.
-        leaf = cast(leaf)
+        leaf = cast(leaf, dtype)
         if leaf.is_fully_addressable:
             return np.asarray(leaf)
         gathered = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, P()))
@@ -197,50 +217,29 @@ def _make_fetch(is_primary: bool) -> Callable[[Any], np.ndarray | None]:
 
 def _write(
     leaves: Mapping[str, Any],
-    shards: Mapping[str, list[_Tensor]],
-    config: Mapping[str, Any],
+    shards: Mapping[str, list[layout.ModelTensor]],
+    dtypes: Mapping[str, np.dtype],
     partial: pathlib.Path,
-    fetch: Callable[[Any], np.ndarray | None],
+    fetch: Callable[[Any, np.dtype], np.ndarray | None],
     is_primary: bool,
 ) -> None:
-    """Writes every file of the export. All processes take part in gathering each leaf."""
+    """Writes the weights' files. All processes take part in gathering each leaf."""
     if not is_primary:
         for tensor in (tensor for group in shards.values() for tensor in group):
-            fetch(leaves[tensor.path])
+            fetch(leaves[tensor.path], dtypes[tensor.name])
         return
     for file_name, group in shards.items():
         with open(partial / file_name, "wb") as file:
-            _write_header(file, group)
+            tensor_files.write_header(file, {tensor.name: (tensor.shape, dtypes[tensor.name]) for tensor in group})
             for tensor in group:
-                array = fetch(leaves[tensor.path])
+                array = fetch(leaves[tensor.path], dtypes[tensor.name])
                 assert array is not None
                 _write_tensor(file, tensor, array)
-    if len(shards) > 1:
-        files = {tensor.name: file_name for file_name, group in shards.items() for tensor in group}
-        total = sum(tensor.nbytes for group in shards.values() for tensor in group)
-        index = {"metadata": {"total_size": total}, "weight_map": files}
-        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _write_header(file: BinaryIO, group: list[_Tensor]) -> None:
-    """Writes the safetensors header: its length as a little-endian uint64, then JSON padded to 8 bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for tensor in group:
-        offsets = [start, start + tensor.nbytes]
-        header[tensor.name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": offsets}
-        start += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-
-
-def _write_tensor(file: BinaryIO, tensor: _Tensor, array: np.ndarray) -> None:
-    """Writes one array as [out, in] in row-major order."""
-    if tensor.inputs:
-        array = array.reshape(tensor.shape[::-1]).T
-    file.write(np.ascontiguousarray(array).view(np.uint16).data)
+def _write_tensor(file: BinaryIO, tensor: layout.ModelTensor, array: np.ndarray) -> None:
+    """Writes one array as Hugging Face's tensor in row-major order."""
+    file.write(tensor.to_theirs(array).view(np.uint8).data)
 
 
 def _prepare(directory: pathlib.Path, partial: pathlib.Path) -> None:
@@ -250,7 +249,7 @@ def _prepare(directory: pathlib.Path, partial: pathlib.Path) -> None:
         old.rename(directory)  # an export was killed between its two renames
     if directory.exists():
         for entry in sorted(directory.iterdir()):
-            is_ours = entry.name in (CONFIG, INDEX) or entry.match("model*.safetensors")
+            is_ours = entry.name in (CONFIG, INDEX, *CARRIED) or entry.match("model*.safetensors")
             if not is_ours:
                 raise UserError(
                     f"{directory}: holds {entry.name}, which no export wrote; move it away or choose another directory"

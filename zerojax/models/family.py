@@ -1,16 +1,18 @@
 """Defines a model family. This module holds the `Family` that the trainer, the plan, the sampler and the export use.
 
-Each family has its own config, a frozen dataclass. The trainer reads or sets four of its fields: `vocab_size` (0 in a preset takes the
-tokenizer's), `num_layers`, `attention` (a kernel of `ops.attention`) and `max_seq_len` (None for no limit).
+Each family has its own config, a frozen dataclass. The trainer reads or sets five of its fields: `vocab_size` (0 in a preset takes the
+tokenizer's), `num_layers`, `attention` (a kernel of `ops.attention`), `max_seq_len` (None for no limit) and `tie_embeddings`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
+
+from zerojax.models import decoding
 
 Inputs = tuple[jax.ShapeDtypeStruct, ...]
 # name in the weight tree -> (module, inputs to initialise it with)
@@ -18,17 +20,63 @@ Parts = dict[str, tuple[nn.Module, Inputs]]
 
 
 @dataclasses.dataclass(frozen=True)
+class SpecialTokens:
+    """The ids with a meaning for generation.
+
+    Attributes:
+      stops: each ends a text.
+      pad: fills a row after its end.
+      start: begins every text of an encoder-decoder's decoder.
+      forced_first, forced_last: taken as the first and the last new token, whatever their scores; None for none.
+    """
+
+    stops: tuple[int, ...] = ()
+    pad: int = 0
+    start: int = 0
+    forced_first: int | None = None
+    forced_last: int | None = None
+
+
+class Tensor(NamedTuple):
+    """One tensor of Hugging Face's files, or the same tensor of every layer.
+
+    Attributes:
+      name: its name there. "{}" stands for a layer's number.
+      inputs: the number of leading dims of our leaf that are inputs. A leaf [inputs..., outputs...] is stored as the matrix
+        [outputs, inputs]. A leaf with 0 inputs is stored in its own order.
+      form: of a leaf with 0 inputs: "same" shape, "flat" (one dim), or "row" (one dim more, of size 1, before the others).
+      is_optional: files may lack it; it is then 0.
+    """
+
+    name: str
+    inputs: int = 0
+    form: Literal["same", "flat", "row"] = "same"
+    is_optional: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class HuggingFace:
     """Hugging Face's names and layouts of the family's weights.
 
     Attributes:
-      tensors: (config) -> {our path: (Hugging Face's name, the number of leading dims of ours that are inputs)}. "{}" stands for a layer's
-        number. A leaf [inputs..., outputs...] is stored as [outputs, inputs]. A leaf with 0 inputs is stored unchanged.
-      config: (config) -> the contents of config.json, without the dtype and the token ids.
+      architectures: {model_type in config.json: the classes of transformers that are read}.
+      tensors: (config) -> {our path: its tensor}. "{}" in a path stands for a layer's number.
+      write: (config) -> the contents of config.json, without the dtype and the token ids.
+      read: (contents of config.json, names of all tensors in the files) -> the config. Raises UserError for a model that the family
+        cannot compute.
+      copies: (contents of config.json) -> {regex over names of tensors: name of the tensor that they repeat}. Files may hold such copies of
+        tied weights.
+      ignored: a regex over names of tensors that hold no weights, "" for none.
+      prefix: begins all names but the head's. Files of a model without its head lack it. "" if it has no such form.
     """
 
-    tensors: Callable[[Any], Mapping[str, tuple[str, int]]]
-    config: Callable[[Any], dict[str, Any]]
+    architectures: Mapping[str, tuple[str, ...]]
+    tensors: Callable[[Any], Mapping[str, Tensor]]
+    write: Callable[[Any], dict[str, Any]]
+    read: Callable[[Mapping[str, Any], Collection[str]], Any]
+    copies: Callable[[Mapping[str, Any]], Mapping[str, str]]
+    ignored: str = ""
+    prefix: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +90,13 @@ class Family:
       objective: a name in `data.objectives`. It defines the arrays of a batch.
       loss: (config, params, batch) -> float32[], the mean over the batch.
       logits: (config, params, inputs, tokens: int32[batch, length]) -> float32[batch, length, vocab]: the scores of the token after each
-        of `tokens`. `inputs` are the other arrays of a prompt, by name.
+        of `tokens`. `inputs` are the other arrays of a prompt, by name. "mask", bool[batch, length], is False for padding: of "inputs" in
+        an encoder-decoder, else of `tokens`.
+      start: (config, params, inputs, tokens: int32[batch, length], lengths: int32[batch], slots) -> (scores of the token after the
+        first `lengths` tokens of each row: float32[batch, vocab], the keys and values of `tokens` in caches of `slots` slots).
+      extend: (config, params, caches, step, tokens: int32[batch]) -> (scores of the next token, caches); see `decoding.Step`.
+      positions: (config) -> the most tokens of a text, where each position has weights of its own; None for no limit.
+      is_encoder_decoder: whether a prompt has "inputs", and `tokens` begin with a token that starts every text.
       blocks: a regex over the paths of its repeated modules; see `zerojax.make_train_step`.
       heads: a regex over the paths of its output projections.
       attention: the attention kernels that the family supports.
@@ -56,11 +110,20 @@ class Family:
     objective: str
     loss: Callable[[Any, Any, Mapping[str, jax.Array]], jax.Array]
     logits: Callable[[Any, Any, Mapping[str, jax.Array], jax.Array], jax.Array]
+    start: Callable[[Any, Any, Mapping[str, jax.Array], jax.Array, jax.Array, int], tuple[jax.Array, Any]]
+    extend: Callable[[Any, Any, Any, decoding.Step, jax.Array], tuple[jax.Array, Any]]
+    positions: Callable[[Any], int | None]
+    is_encoder_decoder: bool
     blocks: str
     heads: str
     attention: tuple[str, ...]
     flops_per_token: Callable[[Any, Mapping[str, int]], float]
     huggingface: HuggingFace
+
+
+def heads(family: Family, config: Any) -> str:
+    """Returns the regex over the paths of a config's output projections, "" where the embedding table is the projection."""
+    return "" if config.tie_embeddings else family.heads
 
 
 def parts_to_initialise(parts: Callable[[Any], Parts], config: Any) -> Parts:

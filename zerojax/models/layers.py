@@ -1,15 +1,44 @@
-"""Modules that several families share. This module holds a norm, a linear layer, an embedding and an output projection.
+"""Modules that several families share. This module holds norms, a linear layer, activations, attention, an embedding and an output
+projection.
 
-Weights have the compute dtype. The norm computes in float32. Shapes: B batch, T length, D embed, V vocabulary.
+Weights have the compute dtype. Norms compute in float32. Shapes: B batch, T length, S memory length, D embed, H heads, N head dim,
+V vocabulary.
 """
 
+import functools
 import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from zerojax.ops import embedding, losses
+from zerojax.models import decoding
+from zerojax.ops import attention, embedding, losses
+
+# name of an activation in Hugging Face's configs -> the function
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": functools.partial(nn.gelu, approximate=False),
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh"), functools.partial(nn.gelu, approximate=True)),
+    "relu": nn.relu,
+    **dict.fromkeys(("silu", "swish"), nn.silu),
+}
+
+
+class LayerNorm(nn.Module):
+    """Subtracts the mean, divides by the standard deviation, scales and shifts (arXiv:1607.06450)."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        scale_D = self.param("scale", nn.initializers.ones, (x_BTD.shape[-1],))
+        bias_D = self.param("bias", nn.initializers.zeros, (x_BTD.shape[-1],))
+        x32_BTD = x_BTD.astype(jnp.float32)
+        x32_BTD -= jnp.mean(x32_BTD, axis=-1, keepdims=True)
+        norm_BTD = x32_BTD * jax.lax.rsqrt(jnp.mean(x32_BTD**2, axis=-1, keepdims=True) + self.eps)
+        return norm_BTD.astype(x_BTD.dtype) * scale_D + bias_D
 
 
 class RMSNorm(nn.Module):
@@ -26,11 +55,12 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """Contracts the last `contracted` dims of its input with a kernel, without a bias."""
+    """Contracts the last `contracted` dims of its input with a kernel, and adds a bias if it has one."""
 
     features: tuple[int, ...]
     contracted: int = 1
     stddev: float = 0.02
+    use_bias: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -38,7 +68,72 @@ class Linear(nn.Module):
         kernel = self.param("kernel", nn.initializers.normal(self.stddev), (*contracted, *self.features))
         # A matmul of matrices: with more dims, XLA gives the kernel's gradient another layout than the kernel, and transposes it each step.
         y = x.reshape(*kept, -1) @ kernel.reshape(math.prod(contracted), -1)
-        return y.reshape(*kept, *self.features)
+        y = y.reshape(*kept, *self.features)
+        return y + self.param("bias", nn.initializers.zeros, self.features) if self.use_bias else y
+
+
+class MultiHeadAttention(nn.Module):
+    """Attention of tokens to themselves or to an encoder's states. There are as many key heads as query heads.
+
+    Attributes:
+      embed_dim, num_heads, head_dim: the sizes.
+      kernel: the implementation.
+      is_causal: a token sees no later token.
+      use_bias: whether the four projections have biases.
+      scale: multiplies the scores; None: 1 / sqrt(head_dim).
+      stddevs: of the initial query, key and value, and output kernels.
+    """
+
+    embed_dim: int
+    num_heads: int
+    head_dim: int
+    kernel: attention.Kernel
+    is_causal: bool = False
+    use_bias: bool = False
+    scale: float | None = None
+    stddevs: tuple[float, float, float] = (0.02, 0.02, 0.02)
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        memory_BSD: jax.Array | None = None,
+        *,
+        bias: jax.Array | None = None,
+        mask_BS: jax.Array | None = None,
+        past: decoding.Past | None = None,
+        keys: tuple[jax.Array, jax.Array] | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Returns float[B, T, D] and the keys and values.
+
+        Args:
+          x_BTD: the queries' states.
+          memory_BSD: the states that are seen; None: `x_BTD`.
+          bias: added to the scores; see `ops.attention.attend`.
+          mask_BS: bool[B, S], False for states that no query sees.
+          past: the tokens before these. Needs `is_causal`.
+          keys: the keys and values of the memory, if an earlier call returned them.
+        """
+        heads, (q_stddev, kv_stddev, o_stddev) = (self.num_heads, self.head_dim), self.stddevs
+        q_BTHN = Linear(heads, stddev=q_stddev, use_bias=self.use_bias, name="q")(x_BTD)
+        if keys is None:
+            seen_BSD = x_BTD if memory_BSD is None else memory_BSD
+            k_BSHN = Linear(heads, stddev=kv_stddev, use_bias=self.use_bias, name="k")(seen_BSD)
+            v_BSHN = Linear(heads, stddev=kv_stddev, use_bias=self.use_bias, name="v")(seen_BSD)
+        else:
+            k_BSHN, v_BSHN = keys
+        with jax.named_scope("attention"):
+            if self.is_causal:
+                y_BTHN, keys = decoding.attend(
+                    q_BTHN, k_BSHN, v_BSHN, self.kernel, past, bias=bias, mask_BT=mask_BS, scale=self.scale
+                )
+            else:
+                keys = k_BSHN, v_BSHN
+                y_BTHN = attention.attend(
+                    q_BTHN, *keys, self.kernel, is_causal=False, bias=bias, mask=mask_BS, scale=self.scale
+                )
+        out = Linear((self.embed_dim,), contracted=2, stddev=o_stddev, use_bias=self.use_bias, name="o")
+        return out(y_BTHN), keys
 
 
 class Embed(nn.Embed):
@@ -62,9 +157,14 @@ class Head(nn.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return logits(x_BTD, self.kernel)
 
-    def loss(self, x_BTD: jax.Array, labels_BT: jax.Array) -> jax.Array:
-        """Returns the mean cross-entropy of the labels, without materialising all logits."""
-        return losses.one_pass_cross_entropy(x_BTD, self.kernel, labels_BT)
+    def loss(self, x_BTD: jax.Array, labels_BT: jax.Array, bias_V: jax.Array | None = None) -> jax.Array:
+        """Returns the mean cross-entropy of the labels, without materialising all logits. `bias_V` is added to these."""
+        return losses.one_pass_cross_entropy(x_BTD, self.kernel, labels_BT, bias=bias_V)
+
+
+def at_last(x_BTD: jax.Array, lengths_B: jax.Array) -> jax.Array:
+    """Returns each row's state at its last token: float[B, 1, D]."""
+    return jnp.take_along_axis(x_BTD, (lengths_B - 1)[:, None, None], axis=1)
 
 
 def logits(x_BTD: jax.Array, kernel_DV: jax.Array) -> jax.Array:

@@ -21,9 +21,10 @@ def attend(
     kernel: Kernel,
     *,
     is_causal: bool,
-    bias_HTS: jax.Array | None = None,
-    mask_BS: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
     scale: float | None = None,
+    window: int = 0,
 ) -> jax.Array:
     """Returns softmax(scale * q k^T + bias) v: float[B, T, H, N].
 
@@ -31,22 +32,25 @@ def attend(
       q_BTHN, k_BSKN, v_BSKN: queries, keys and values. H is a multiple of K, and H / K adjacent query heads share keys and values.
       kernel: the implementation.
       is_causal: a query sees no later key.
-      bias_HTS: float[H, T, S], added to the scores; None for no bias.
-      mask_BS: bool[B, S], False for keys that no query sees; None for no mask.
+      bias: float[H, T, S] or float[B, H, T, S], added to the scores; None for no bias.
+      mask: bool[B, S], False for keys that no query sees, or bool[B, T, S], False for keys that a query does not see; None for no mask.
       scale: multiplies the scores; None: 1 / sqrt(N).
+      window: a query sees its own token and the `window` - 1 before it; 0 for no limit.
     """
     # JAX's CPU backend does not support the float16 matmuls of this function.
     dtype = jnp.float32 if kernel == "xla" and q_BTHN.dtype == jnp.float16 else q_BTHN.dtype
     out_dtype = q_BTHN.dtype
+    is_limited = 0 < window < k_BSKN.shape[1]
     q_BTHN, k_BSKN, v_BSKN = q_BTHN.astype(dtype), k_BSKN.astype(dtype), v_BSKN.astype(dtype)
     y_BTHN = jax.nn.dot_product_attention(
         q_BTHN,
         k_BSKN,
         v_BSKN,
-        bias=None if bias_HTS is None else bias_HTS[None],
-        mask=None if mask_BS is None else mask_BS[:, None, None, :],
+        bias=bias[None] if bias is not None and bias.ndim == 3 else bias,
+        mask=mask if mask is None else mask[:, None, None, :] if mask.ndim == 2 else mask[:, None],
         scale=scale,
         is_causal=is_causal,
+        local_window_size=(window - 1, 0) if is_limited else None,
         implementation=kernel,
     )
     return y_BTHN.astype(out_dtype)

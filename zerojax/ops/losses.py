@@ -18,27 +18,35 @@ import jax.numpy as jnp
 _NO_LABEL = -1
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def cross_entropy(logits: jax.Array, labels: jax.Array, *, ignored: int | None = None) -> jax.Array:
     """Returns the mean over tokens of -log softmax(logits)[label], in float32.
 
     Args:
       logits: float[..., vocab].
       labels: int32[...].
+      ignored: the label of tokens that the mean leaves out; None: it has all tokens. Without any other label the mean is 0.
     """
     logits = logits.astype(jnp.float32)
-    label_logits = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - label_logits)
+    counts = jnp.ones(labels.shape, bool) if ignored is None else labels != ignored
+    label_logits = jnp.take_along_axis(logits, jnp.where(counts, labels, 0)[..., None], axis=-1)[..., 0]
+    terms = jax.nn.logsumexp(logits, axis=-1) - label_logits
+    return jnp.mean(terms) if ignored is None else jnp.sum(terms * counts) / jnp.maximum(jnp.sum(counts), 1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _one_pass(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, chunk: int) -> jax.Array:
-    return _chunks(hidden, kernel, labels, chunk, with_grads=False)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _one_pass(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, bias: Any, chunk: int) -> jax.Array:
+    return _chunks(hidden, kernel, labels, bias, chunk, with_grads=False)[0]
 
 
 def one_pass_cross_entropy(
-    hidden: jax.Array, kernel: jax.Array, labels: jax.Array, *, chunk_tokens: int = 4096
+    hidden: jax.Array,
+    kernel: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    chunk_tokens: int = 4096,
 ) -> jax.Array:
-    """Returns `cross_entropy(hidden @ kernel, labels)`, and never stores more than one chunk of the logits.
+    """Returns `cross_entropy(hidden @ kernel + bias, labels)`, and never stores more than one chunk of the logits.
 
     Takes one device's tokens: call it in a loss function under `make_train_step` with `reduce_dtype`.
 
@@ -46,30 +54,34 @@ def one_pass_cross_entropy(
       hidden: float[batch, length, embed].
       kernel: float[embed, vocab], not sharded.
       labels: int32[batch, length].
+      bias: float[vocab], a constant: its gradient is 0. None for none.
       chunk_tokens: tokens per chunk.
 
     Returns:
       The mean over all tokens, float32[].
     """
-    return _one_pass(hidden, kernel, labels, chunk_tokens)
+    return _one_pass(hidden, kernel, labels, bias, chunk_tokens)
 
 
-def _one_pass_forward(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, chunk: int) -> tuple[jax.Array, Any]:
-    loss, (d_hidden, d_kernel) = _chunks(hidden, kernel, labels, chunk, with_grads=True)
-    return loss, (d_hidden, d_kernel.astype(_residual_dtype(kernel)), jnp.zeros((0,), kernel.dtype))
+def _one_pass_forward(
+    hidden: jax.Array, kernel: jax.Array, labels: jax.Array, bias: Any, chunk: int
+) -> tuple[jax.Array, Any]:
+    loss, (d_hidden, d_kernel) = _chunks(hidden, kernel, labels, bias, chunk, with_grads=True)
+    like = jnp.zeros((0,), kernel.dtype)
+    return loss, (d_hidden, d_kernel.astype(_residual_dtype(kernel)), like, jax.tree.map(jnp.zeros_like, bias))
 
 
 def _one_pass_backward(chunk: int, residuals: tuple[jax.Array, ...], scale: jax.Array) -> tuple:
-    d_hidden, d_kernel, like = residuals
+    d_hidden, d_kernel, like, d_bias = residuals
     total = d_hidden.size // d_hidden.shape[-1]
     d_hidden = (d_hidden.astype(jnp.float32) * (scale / total)).astype(d_hidden.dtype)
-    return d_hidden, (d_kernel.astype(jnp.float32) * scale).astype(like.dtype), None
+    return d_hidden, (d_kernel.astype(jnp.float32) * scale).astype(like.dtype), None, d_bias
 
 
 _one_pass.defvjp(_one_pass_forward, _one_pass_backward)
 
 
-def _chunks(hidden: Any, kernel: Any, labels: Any, chunk: int, *, with_grads: bool) -> tuple[jax.Array, Any]:
+def _chunks(hidden: Any, kernel: Any, labels: Any, bias: Any, chunk: int, *, with_grads: bool) -> tuple[jax.Array, Any]:
     """Returns the mean loss, the gradient of the summed loss by hidden, and the gradient of the mean loss by kernel."""
     shape, total = hidden.shape, labels.size
     hidden, labels = hidden.reshape(-1, shape[-1]), labels.reshape(-1)
@@ -83,6 +95,7 @@ def _chunks(hidden: Any, kernel: Any, labels: Any, chunk: int, *, with_grads: bo
     def one_chunk(d_kernel: Any, inputs: tuple[jax.Array, jax.Array]) -> tuple[Any, tuple[jax.Array, Any]]:
         h, y = inputs
         logits = jnp.dot(h, kernel, preferred_element_type=jnp.float32)
+        logits = logits if bias is None else logits + bias.astype(jnp.float32)
         log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         hit = y[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         counts = (y != _NO_LABEL)[:, None] if extra else 1.0

@@ -18,6 +18,7 @@ from typing import Any
 
 from zerojax import precision
 from zerojax.errors import UserError
+from zerojax.interop import huggingface
 from zerojax.optim import fused, registry, schedules
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import remat, stages
@@ -38,6 +39,7 @@ CHOICES: dict[str, tuple] = {
     "model.remat": tuple(remat.REMAT),
     "model.attention": ("auto", "xla", "cudnn"),
     "export.format": ("none", "huggingface"),
+    "export.dtype": ("auto", *huggingface.DTYPES),
 }
 POSITIVE = (
     "steps",
@@ -184,9 +186,10 @@ class SampleSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ExportSettings:
-    """The format in which the final weights are exported."""
+    """The format and the dtype in which the final weights are exported."""
 
     format: str
+    dtype: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +205,7 @@ class Config:
     """All settings of a run; see configs/base.py for units and effects."""
 
     seed: int
+    init_from: str
     steps: int
     global_batch_size: int
     micro_batch_size: int

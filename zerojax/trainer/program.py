@@ -20,12 +20,13 @@ from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, objectives
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
+from zerojax.interop import folder as folder_lib
 from zerojax.models import families
 from zerojax.models import family as family_lib
 from zerojax.ops import attention
 from zerojax.optim import master_weights, pieces, registry, schedules
 from zerojax.trainer import config as config_lib
-from zerojax.zero import explicit, memory, placement, shard_state, stages, step, where_used
+from zerojax.zero import explicit, memory, placement, shard_state, stages, step
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import settings as offload_settings
@@ -43,7 +44,7 @@ class Program:
       baseline: the same run's shardings at stage 0, for comparison.
       train_step: (state, batch) -> (state, metrics); see `abstract_batch`.
       eval_loss: (params, a batch of one pass) -> float32[].
-      logits: (params, inputs, tokens: int32[batch, length]) -> float32[batch, length, vocab], as `family.logits`.
+      source: the folder that the first weights are read from; None: they are drawn at random.
       tx: the optimizer that the state applies, with master weights where they are kept.
       create: (float32 weights) -> the initial state.
       copy_dtype: the dtype of the 16-bit weights stored with the master weights; None if there are none.
@@ -61,7 +62,7 @@ class Program:
     baseline: placement.Partition
     train_step: Callable[..., Any]
     eval_loss: Callable[..., Any]
-    logits: Callable[..., Any]
+    source: folder_lib.Folder | None
     copy_dtype: Any
     loss_scale: loss_scale_lib.LossScale | None
 
@@ -112,7 +113,8 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
     sizes = config_lib.batch_sizes(config, mesh_lib.ways(mesh))
     policy = precision.PRECISIONS[config.precision]
     loss_scale = config_lib.make_loss_scale(config.loss_scale, is_scaled=policy.scales_loss)
-    family, model = _model(config, mesh, policy.compute_dtype, tokenizer_vocab)
+    source = folder_lib.open_folder(config.init_from) if config.init_from else None
+    family, model = _model(config, source, mesh, policy.compute_dtype, tokenizer_vocab)
     schedule, inner = _optimizer(config, policy)
     copy_dtype = policy.copy_dtype(splits_params=stages.STAGES[config.zero.stage].params)
     tx = inner if copy_dtype is None else master_weights.with_master_weights(inner)
@@ -141,6 +143,7 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
         partition=partition,
         baseline=_baseline(params, create, policy, mesh),
         **_functions(config, sizes, family, model, partition, policy.compute_dtype, schedule, loss_scale),
+        source=source,
         copy_dtype=copy_dtype,
         loss_scale=loss_scale,
     )
@@ -156,8 +159,12 @@ def _functions(
     schedule: Callable[[Any], Any],
     loss_scale: loss_scale_lib.LossScale | None,
 ) -> dict[str, Callable[..., Any]]:
-    """Returns the program's train_step, eval_loss and logits."""
-    how: dict[str, Any] = {"compute_dtype": compute_dtype, "blocks": family.blocks, "heads": family.heads}
+    """Returns the program's train_step and eval_loss."""
+    how: dict[str, Any] = {
+        "compute_dtype": compute_dtype,
+        "blocks": family.blocks,
+        "heads": family_lib.heads(family, model),
+    }
 
     def loss_fn(params: Any, batch: Any, state: Any) -> tuple[jax.Array, dict]:
         return family.loss(model, params, batch), {"metrics": {"learning_rate": schedule(state.step)}}
@@ -174,9 +181,6 @@ def _functions(
             **how,
         ),
         "eval_loss": jax.jit(explicit.mean(functools.partial(family.loss, model), partition, **how)),
-        "logits": where_used.where_used(
-            functools.partial(family.logits, model), partition.placements, remat="full", **how
-        ),
     }
 
 
@@ -185,28 +189,42 @@ def most_pinned_bytes(config: config_lib.Config) -> int:
     chosen = config_lib.make_offload(config.offload, config.zero.stage)
     if not chosen.is_on:
         return 0
-    in_flight = chosen.in_flight * chosen.chunk_bytes
     if chosen.optimizer == offload_settings.NVME:
-        return in_flight
-    family, preset = _preset(config)
-    vocab = (
-        config.model.vocab_size or preset.vocab_size or tokenizer_lib.load_tokenizer(config.data.tokenizer).vocab_size
-    )
-    model = dataclasses.replace(preset, vocab_size=vocab, num_layers=config.model.num_layers or preset.num_layers)
+        return 0  # the chunks in flight fit into the pool of XLA's own choice, or `budget` tells
+    source = folder_lib.open_folder(config.init_from) if config.init_from else None
+    family, model = _preset(config, 0) if source is None else _imported(config, source)
     count = family_lib.count_params(family.parts, model)
     policy = precision.PRECISIONS[config.precision]
     each = memory.bytes_per_parameter(policy, config.zero.stage, 1, moments=config.optimizer.moments)
     held = count * (each[roles.MASTER] + each[roles.MOMENTS]) * config.mesh.replica
-    return round(held) + in_flight
+    return round(held) + chosen.in_flight * chosen.chunk_bytes
 
 
 def init_state(program: Program) -> Any:
     """Returns the initial state, created with the partition's shardings.
 
-    Weights are initialised in float32, part by part. Equal parts share one compiled function.
+    Weights are read from the program's source, or else drawn in float32, part by part. Equal parts share one compiled function.
     """
-    key = jax.random.key(program.config.seed)
     abstract_params = logical_lib.to_logical(program.partition.on_device.abstract_state).params
+    source = program.source
+    params = (
+        _draw_params(program, abstract_params) if source is None else folder_lib.read_params(source, abstract_params)
+    )
+
+    def create(params: Any) -> Any:
+        # The optimizer's state is that of the weights without padding.
+        on_device = program.partition.on_device
+        state = program.create(shard_state.unpad({"params": params}, on_device)["params"])
+        return shard_state.pad(state, on_device)
+
+    if program.partition.offload:
+        leaves = offload_create.from_init(create, [params], program.partition, donate=program.copy_dtype is None)
+        return jax.tree.unflatten(jax.tree.structure(program.partition.abstract_state), leaves)
+    return jax.jit(create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
+
+
+def _draw_params(program: Program, abstract_params: Any) -> dict[str, Any]:
+    key = jax.random.key(program.config.seed)
     params: dict[str, Any] = {}
     compiled: list[tuple[nn.Module, Any, Callable[..., Any]]] = []
     for number, (name, (module, inputs)) in enumerate(
@@ -219,17 +237,7 @@ def init_state(program: Program) -> Any:
             init = jax.jit(functools.partial(_init_part, module, inputs, abstract), out_shardings=shardings)
             compiled.append((module, abstract, init))
         params[name] = init(key, number)
-
-    def create(params: Any) -> Any:
-        # The optimizer's state is that of the weights without padding.
-        on_device = program.partition.on_device
-        state = program.create(shard_state.unpad({"params": params}, on_device)["params"])
-        return shard_state.pad(state, on_device)
-
-    if program.partition.offload:
-        leaves = offload_create.from_init(create, [params], program.partition, donate=program.copy_dtype is None)
-        return jax.tree.unflatten(jax.tree.structure(program.partition.abstract_state), leaves)
-    return jax.jit(create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
+    return params
 
 
 def open_feed(program: Program, tokenizer: tokenizer_lib.Tokenizer, data_dir: str | os.PathLike) -> feed.Feed:
@@ -320,37 +328,51 @@ def _baseline(params: Any, create: Any, policy: precision.Precision, mesh: Mesh)
 
 
 def _model(
-    config: config_lib.Config, mesh: Mesh, compute_dtype: Any, tokenizer_vocab: int
+    config: config_lib.Config,
+    source: folder_lib.Folder | None,
+    mesh: Mesh,
+    compute_dtype: Any,
+    tokenizer_vocab: int,
 ) -> tuple[family_lib.Family, Any]:
-    """Returns the preset's family, and the preset with its derived fields set."""
+    """Returns the family and the config of the source's model, or of the preset with its derived fields set."""
+    family, model = _preset(config, tokenizer_vocab) if source is None else _imported(config, source)
+    name = f"preset {config.model.preset}" if source is None else str(source.path)
+    if model.vocab_size < tokenizer_vocab:
+        way_out = f"set --config.model.vocab_size={tokenizer_vocab}" if source is None else "choose its own tokenizer"
+        raise UserError(
+            f"config.model.vocab_size: {model.vocab_size} is smaller than the tokenizer's {tokenizer_vocab} ids; {way_out}"
+        )
+    if model.max_seq_len and config.seq_len > model.max_seq_len:
+        raise UserError(f"config.seq_len: {config.seq_len} is longer than the {model.max_seq_len} positions of {name}")
+    chosen = attention.choose_kernel(config.model.attention, family.attention, mesh_lib.platform(mesh), compute_dtype)
+    return family, dataclasses.replace(model, attention=chosen)
+
+
+def _preset(config: config_lib.Config, tokenizer_vocab: int) -> tuple[family_lib.Family, Any]:
     chosen = config.model
-    family, preset = _preset(config)
+    if chosen.preset not in families.PRESETS:
+        known = ", ".join(families.PRESETS)
+        raise UserError(f"config.model.preset: must be one of {known}, and is {chosen.preset!r}")
+    family = families.PRESETS[chosen.preset]
+    preset = family.presets[chosen.preset]
     vocab = (
         chosen.vocab_size
         or preset.vocab_size
         or tokenizer_vocab
         or tokenizer_lib.load_tokenizer(config.data.tokenizer).vocab_size
     )
-    if vocab < tokenizer_vocab:
-        raise UserError(
-            f"config.model.vocab_size: {vocab} is smaller than the tokenizer's {tokenizer_vocab} ids; "
-            f"set --config.model.vocab_size={tokenizer_vocab}"
-        )
-    if preset.max_seq_len and config.seq_len > preset.max_seq_len:
-        raise UserError(
-            f"config.seq_len: {config.seq_len} is longer than the {preset.max_seq_len} positions of preset {chosen.preset}"
-        )
-    kernel = attention.choose_kernel(chosen.attention, family.attention, mesh_lib.platform(mesh), compute_dtype)
-    layers = chosen.num_layers or preset.num_layers
-    return family, dataclasses.replace(preset, vocab_size=vocab, num_layers=layers, attention=kernel)
+    return family, dataclasses.replace(preset, vocab_size=vocab, num_layers=chosen.num_layers or preset.num_layers)
 
 
-def _preset(config: config_lib.Config) -> tuple[family_lib.Family, Any]:
-    name = config.model.preset
-    if name not in families.PRESETS:
-        known = ", ".join(families.PRESETS)
-        raise UserError(f"config.model.preset: must be one of {known}, and is {name!r}")
-    return families.PRESETS[name], families.PRESETS[name].presets[name]
+def _imported(config: config_lib.Config, source: folder_lib.Folder) -> tuple[family_lib.Family, Any]:
+    for name in ("vocab_size", "num_layers"):
+        value = getattr(config.model, name)
+        if value:
+            raise UserError(
+                f"config.model.{name}: is {value}, and config.init_from={config.init_from} has its own model of "
+                f"{name}={getattr(source.model, name)}; set --config.model.{name}=0"
+            )
+    return source.family, source.model
 
 
 def _optimizer(

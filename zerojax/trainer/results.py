@@ -3,13 +3,11 @@
 import pathlib
 from typing import Any
 
-import jax
-import numpy as np
-
-from zerojax import mesh as mesh_lib
+from zerojax import precision
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.inference import generate
+from zerojax.inference import generate, sampling
 from zerojax.interop import huggingface
+from zerojax.models import family as family_lib
 from zerojax.trainer import metrics, plot, resume
 from zerojax.trainer import program as program_lib
 
@@ -25,10 +23,18 @@ def sample(
     seed: int,
 ) -> str:
     """Returns `prompt` and `length` sampled tokens after it. All processes must call it."""
-    sampler = generate.make_sampler(program.logits, length, temperature, rows=mesh_lib.ways(program.mesh))
     inputs, start = program.objective.prompt(tokenizer, prompt)
-    tokens = sampler(params, inputs, start, jax.random.key(seed))
-    return program.objective.answer(tokenizer, prompt, np.asarray(tokens))
+    sampler = generate.make_generator(
+        program.family,
+        program.model,
+        program.partition,
+        new_tokens=length,
+        special=family_lib.SpecialTokens(start=int(start[0])),
+        sampling=sampling.Sampling(temperature),
+        compute_dtype=precision.PRECISIONS[program.config.precision].compute_dtype,
+    )
+    tokens = sampler(params, inputs.get("inputs", start)[None], seed=seed)
+    return program.objective.answer(tokenizer, prompt, tokens[0])
 
 
 def draw(folder: pathlib.Path) -> None:
@@ -38,4 +44,11 @@ def draw(folder: pathlib.Path) -> None:
 
 def export(program: program_lib.Program, state: Any, folder: pathlib.Path) -> None:
     """Writes the weights to `folder` in Hugging Face's format. All processes must call it."""
-    huggingface.export(resume.logical_params(program, state), program.family, program.model, folder)
+    huggingface.export(
+        resume.logical_params(program, state),
+        program.family,
+        program.model,
+        folder,
+        dtype=huggingface.DTYPES.get(program.config.export.dtype),
+        source=None if program.source is None else program.source.path,
+    )

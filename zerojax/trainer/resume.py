@@ -20,6 +20,7 @@ from zerojax.trainer import program as program_lib
 from zerojax.zero import placement
 from zerojax.zero.offload import kept
 
+IMPORTED = "imported"  # in `meta`: where a state that another program trained comes from
 OPTIONAL = ("loss_scale",)  # a run may resume with or without one, whether the checkpoint has one or not
 
 
@@ -84,7 +85,9 @@ def check(
                 f"{saver.directory}/{step}: {path} was saved with shape {tuple(shape)}, and this config's model has "
                 f"{tuple(now[path])}; use the config it was saved with"
             )
-    streams.move_to(saver.check(step, program.logical_abstract_state, _resizable(program, saved), OPTIONAL))
+    position = saver.check(step, program.logical_abstract_state, _resizable(program, saved), OPTIONAL)
+    if IMPORTED not in saved:  # a state from elsewhere has no position in these data
+        streams.move_to(position)
     return saved
 
 

@@ -21,10 +21,19 @@ CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 OFFLOAD = "offload"  # where files of offloaded state take their space; they have no names
 LOCK_FILE = "run.lock"
+IMPORTED_FILE = "imported.json"  # where the first checkpoint comes from, if another program trained it
 WRITTEN = ("", "export", "profile", "tensorboard")  # folders in which files are written under fixed names
 LOST = {  # file -> what follows if a run has checkpoints and lacks it
     CONFIG_FILE: "nothing shows whether the settings are those of the checkpoints",
     metrics.FILE: "the metrics up to the checkpoint are lost",
+}
+
+# Settings that runs before them lack -> the values under which nothing changes for these
+NEW = {
+    "init_from": ("",),
+    "optimizer.warmup": ("linear",),
+    "optimizer.initial_fraction": (0.0,),
+    "optimizer.weight_decay_on": ("matrices",),
 }
 
 # Settings that may change when a run resumes: where and how it computes, but not what. `steps` may grow.
@@ -52,9 +61,6 @@ FREE = (
     "export",
     "profile",
 )
-
-# Settings that the config.json of an older run may lack, and the values it ran with.
-BEFORE = {"optimizer.warmup": "linear", "optimizer.initial_fraction": 0.0, "optimizer.weight_decay_on": "matrices"}
 
 
 @contextlib.contextmanager
@@ -96,10 +102,11 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
         raise UserError(f"{folder / CONFIG_FILE}: is not JSON; restore it, or choose another --workdir") from error
     if not isinstance(saved, Mapping):
         raise UserError(f"{folder / CONFIG_FILE}: is not a saved config; restore it, or choose another --workdir")
-    before, now = {**BEFORE, **_flat(saved)}, _flat(json.loads(json.dumps(config)))
+    before, now = _flat(saved), _flat(json.loads(json.dumps(config)))
     for place in sorted(before.keys() | now.keys()):
         is_free = any(place == free or place.startswith(free + ".") for free in FREE)
-        if not is_free and before.get(place) != now.get(place):
+        is_new = place not in before and now[place] in NEW.get(place, ())
+        if not is_free and not is_new and before.get(place) != now.get(place):
             raise UserError(
                 f"--workdir {folder}: was started with config.{place}={before.get(place)!r}, and this run has "
                 f"{now.get(place)!r}; use the same value to resume, or another --workdir"
@@ -109,7 +116,7 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
 def lost(workdir: str | os.PathLike) -> list[str]:
     """Returns a line for each file that the folder's run wrote and that is missing now."""
     folder = pathlib.Path(workdir)
-    if not step_files.steps(folder / CHECKPOINTS):
+    if not step_files.steps(folder / CHECKPOINTS) or (folder / IMPORTED_FILE).exists():
         return []
     missing = [name for name in LOST if not (folder / name).exists()]
     return [

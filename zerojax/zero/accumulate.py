@@ -1,23 +1,29 @@
 """Gradient accumulation. This module runs several forward and backward passes and returns their mean."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zerojax import precision
+from zerojax import precision, tree
+from zerojax.zero import placement
+from zerojax.zero.sharded_batch import keys, outputs, totals
+
+_NO_KEYS: tuple[Collection[str], Collection[str]] = ((), ())
 
 
-def value_and_grad(loss_fn: Callable[..., Any], passes: int) -> Callable[..., Any]:
+def value_and_grad(loss_fn: Callable[..., Any], passes: int, own_keys: Any = _NO_KEYS) -> Callable[..., Any]:
     """Returns f(params, batch, *args) -> ((loss, aux), grads), the mean over `passes` micro-batches.
 
     Args:
-      loss_fn: `loss_fn(params, batch, *args) -> (mean loss, aux)`.
+      loss_fn: `loss_fn(params, batch, *args) -> (loss, aux)` of `totals.objective`: passes count alike unless `aux` has a "weight".
       passes: the number of micro-batches; above 1 the leaves of the batch are [passes, ...].
+      own_keys: the paths of random keys in the state, and in the batch, into which the number of the pass is folded.
 
     Gradients add up in float32 or wider, with the sharding that each pass returns: a sharded gradient stays sharded. Each pass sees the
-    `aux["state"]` of the one before, and the last is returned. The rest of `aux`, such as `metrics`, is averaged.
+    `aux["state"]` of the one before, and the last is returned. The rest of `aux`, such as `metrics`, is that of `outputs.terms`.
     """
     one_pass = jax.value_and_grad(loss_fn, has_aux=True)
     if passes == 1:
@@ -27,20 +33,43 @@ def value_and_grad(loss_fn: Callable[..., Any], passes: int) -> Callable[..., An
         first = jax.tree.map(lambda leaf: leaf[0], batch)
         (loss, aux), grads = jax.eval_shape(one_pass, params, first, state)
         fields = {name: getattr(state, name) for name in aux.pop("state", {})}
-        totals = jax.tree.map(_zeros, (loss, aux, grads))
+        state_keys = [
+            path for path in own_keys[0] if path.split("/")[0] not in fields
+        ]  # the loss renews the others itself
+        sums = jax.tree.map(_zeros, (loss, aux, grads))
 
-        def add(carry: Any, micro_batch: Any) -> Any:
-            totals, fields = carry
-            (loss, aux), grads = one_pass(params, micro_batch, state.replace(**fields) if fields else state)
-            fields = aux.pop("state", {})
-            return (jax.tree.map(jnp.add, totals, (loss, aux, grads)), fields), None
+        def add(carry: Any, numbered: Any) -> Any:
+            (loss_sum, aux_sum, grad_sum), fields = carry
+            number, micro_batch = numbered
+            own = keys.fold(state.replace(**fields) if fields else state, state_keys, number)
+            with keys.folded_in_linen(number):
+                (loss, aux), grads = one_pass(params, keys.fold(micro_batch, own_keys[1], number), own)
+            fields, weight = aux.pop("state", {}), aux.get("weight")
+            loss_sum += loss if weight is None else weight * loss
+            grad_sum = tree.map_with_path(functools.partial(_add, weight), grad_sum, grads)
+            return ((loss_sum, outputs.added(aux_sum, aux), grad_sum), fields), None
 
-        (totals, fields), _ = jax.lax.scan(add, (totals, fields), batch)
-        loss, aux, grads = jax.tree.map(lambda leaf: leaf / passes, totals)
-        return (loss, {**aux, "state": fields}), grads
+        (sums, fields), _ = jax.lax.scan(add, (sums, fields), (jnp.arange(passes), batch))
+        loss, aux, grads = sums
+        count = aux.pop("weight", passes)
+        grads = tree.map_with_path(
+            lambda path, grad: grad if placement.is_overwritten(path) else _over(grad, count), grads
+        )
+        return (_over(loss, count), {**outputs.divided(aux, passes), "state": fields}), grads
 
     return accumulated
 
 
+def _add(weight: Any, path: str, total: jax.Array, grad: jax.Array) -> jax.Array:
+    if placement.is_overwritten(path):
+        return jnp.maximum(total, grad)
+    return total + (grad if weight is None else weight.astype(total.dtype) * grad)
+
+
+def _over(total: jax.Array, count: Any) -> jax.Array:
+    return total / count if isinstance(count, int) else totals.ratio(total, count).astype(total.dtype)
+
+
 def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(leaf.shape, precision.at_least_float32(leaf.dtype))
+    is_inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return jnp.zeros(leaf.shape, precision.at_least_float32(leaf.dtype) if is_inexact else leaf.dtype)

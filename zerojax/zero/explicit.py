@@ -1,11 +1,13 @@
 """Runs forward and backward pass on each device's own examples. This module calls their collectives itself, in a chosen dtype.
 
-The loss function sees one device's examples, and means are averaged over devices, as in DDP, FSDP and DeepSpeed. This has three benefits
+The loss function sees one device's examples, and means are averaged over devices, as in DDP, FSDP and DeepSpeed (`sharded_batch`; a
+weighted mean returns its two sums and is exact). This has three benefits
 over collectives inserted by the compiler. Gradients are summed in float32 whatever the dtype of the matmuls. Several passes can add up
 before the sum. A block's collectives overlap its neighbours' arithmetic (`overlap`).
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import specs, tree
 from zerojax.errors import UserError
 from zerojax.zero import accumulate, gather, overlap, placement, where_used
+from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, totals
 
 
 def value_and_grad(
@@ -27,57 +30,68 @@ def value_and_grad(
     passes: int,
     reduce_dtype: Any,
     compute_dtype: Any,
+    layout: inputs.Layout | None = None,
 ) -> Callable[..., Any]:
-    """Returns f(params, batch, state) -> ((loss, aux), grads), the mean over devices and over `passes` micro-batches.
+    """Returns f(params, batch, state) -> ((loss, aux), grads), over all devices and `passes` micro-batches.
 
     Args:
-      loss_fn: `loss_fn(params, batch, state) -> (mean loss, aux)`, called with one device's examples and gathered weights. Random keys
-        in `state` differ between devices.
+      loss_fn: `loss_fn(params, batch, state) -> (loss, aux)` of `outputs.with_aux`, called with one device's examples and gathered
+        weights. Random keys differ between devices and passes (`keys`).
       partition: how the train state is sharded.
       how: where weights are gathered, and which residuals are kept.
       passes: the number of micro-batches; above 1 the leaves of the batch are [passes, ...].
       reduce_dtype: the dtype in which gradients are summed over devices.
       compute_dtype: see `where_used.where_used`.
+      layout: how the batch is sharded; None: every leaf counts examples in its first dim.
 
     Gradients are float32 and sharded as the optimizer state. If they stay replicated (stages 0 and 1), several passes add up on each
-    device and are summed over devices once. Floating values of `aux` are averaged over devices.
+    device and are summed over devices once. Values of `aux` are made equal on all devices by the rule of `outputs`.
     """
     reduction = gather.Reduction(reduce_dtype, at_once=passes == 1)
-    find = _finder(partition)
-    axes = _manual_axes(partition.mesh)
+    find, axes = _finder(partition), _manual_axes(partition.mesh)
+    layout = layout or inputs.Layout(partition.mesh, passes, by_device=True)
 
-    def on_device(params: Any, batch: Any, state: Any) -> Any:
+    def on_device(
+        program: Callable[[], dependence.TracedLoss], own_keys: Any, params: Any, batch: Any, state: Any
+    ) -> Any:
         sinks = tree.map_with_path(lambda path, leaf: gather.sink(find(path, leaf), reduction), params)
+        device = jax.lax.axis_index(mesh_lib.BATCH_AXES)
 
         def of_sinks(inputs: tuple[Any, overlap.Tokens], batch: Any, state: Any) -> tuple[jax.Array, Any]:
             sinks, tokens = inputs
             chain = overlap.Chain(find, compute_dtype, reduction, tokens)
             device_loss = _device_loss(loss_fn, partition, how, chain)
-            loss, aux = device_loss(jax.tree.map(gather.ShardAndSink, params, sinks), batch, state)
-            return loss / mesh_lib.ways(partition.mesh), {
-                **aux,
-                "tokens": chain.tokens,
-            }  # summed over devices: the mean
+            own = [keys.fold(values, paths, device) for values, paths in zip((state, batch), own_keys)]
+            with keys.folded_in_linen(device):
+                loss, aux = device_loss(jax.tree.map(gather.ShardAndSink, params, sinks), *reversed(own))
+            ways = mesh_lib.ways(partition.mesh)
+            loss, aux = outputs.of_device(loss, aux, state, program, ways=ways, passes=passes)
+            return loss, {**aux, "tokens": chain.tokens}
 
-        gradients = accumulate.value_and_grad(of_sinks, passes)
+        gradients = accumulate.value_and_grad(of_sinks, passes, own_keys)
         with _leaks_named():
-            (loss, aux), (grads, tokens) = gradients((sinks, overlap.no_tokens()), batch, _with_own_keys(state))
+            (loss, aux), (grads, tokens) = gradients((sinks, overlap.no_tokens()), batch, state)
         grads = _read((tokens, aux.pop("tokens")), grads)
         grads = tree.map_with_path(lambda path, grad: gather.reduce_rest(grad, find(path, None), reduction), grads)
-        return (jax.lax.psum(loss, mesh_lib.BATCH_AXES), jax.tree.map(_average, aux)), grads
+        aux = {"metrics": outputs.values(aux["metrics"], over_devices=True), "state": aux.get("state", {})}
+        return (jax.lax.psum(loss, mesh_lib.BATCH_AXES), aux), grads
 
     def gradients(params: Any, batch: Any, state: Any) -> Any:
         if where_used.variables(params):
             raise UserError(
-                "reduce_dtype: NNX params with other variables (batch statistics, random counts) would differ between devices; "
-                "omit reduce_dtype"
+                "reduce_dtype: NNX params with other variables (batch statistics, random counts) would differ between devices; hold them "
+                "in a field of the state, which the loss returns, or omit reduce_dtype"
             )
         _refuse_complex(params)
+        program = dependence.of_loss(
+            loss_fn, where_used.abstract_used(params, partition, compute_dtype), batch, state, layout
+        )
+        own_keys = keys.own(program, layout, batch, state)
         grad_specs = tree.map_with_path(
             lambda path, _: specs.only(find(path, None).update.spec, axes), partition.trainable_part(params)
         )
-        run = _mapped(on_device, partition, params, batch, 0 if passes == 1 else 1, ((P(), P()), grad_specs))
-        return run(params, batch, state)
+        run = functools.partial(on_device, program, own_keys)
+        return _mapped(run, partition, params, layout.specs(batch), ((P(), P()), grad_specs))(params, batch, state)
 
     return gradients
 
@@ -85,7 +99,7 @@ def value_and_grad(
 def mean(
     loss_fn: Callable[..., Any], partition: Any, *, compute_dtype: Any, blocks: str, heads: str
 ) -> Callable[[Any, Any], jax.Array]:
-    """Returns f(params, batch) -> the loss averaged over devices, forward only; `loss_fn(params, batch)` is a mean."""
+    """Returns f(params, batch) -> the loss over devices, forward only; `loss_fn(params, batch)` is a mean, a `Mean` or a `Sum`."""
     reduction, find = gather.Reduction(jnp.float32), _finder(partition)
 
     def with_aux(params: Any, batch: Any, _: Any) -> tuple[jax.Array, dict]:
@@ -97,9 +111,14 @@ def mean(
         )
         chain = overlap.Chain(find, compute_dtype, reduction, overlap.no_tokens())
         loss, _ = _device_loss(with_aux, partition, where_used.How(blocks, heads, "full"), chain)(weights, batch, None)
-        return jax.lax.psum(_read(chain.tokens, loss / mesh_lib.ways(partition.mesh)), mesh_lib.BATCH_AXES)
+        loss, _ = totals.objective(outputs.loss_over_devices(loss, mesh_lib.ways(partition.mesh)), 1)
+        return jax.lax.psum(_read(chain.tokens, loss), mesh_lib.BATCH_AXES)
 
-    return lambda params, batch: _mapped(on_device, partition, params, batch, 0, P())(params, batch, None)
+    def mean_loss(params: Any, batch: Any) -> jax.Array:
+        batch_specs = inputs.Layout(partition.mesh).specs(batch)
+        return _mapped(on_device, partition, params, batch_specs, P())(params, batch, None)
+
+    return mean_loss
 
 
 def _device_loss(
@@ -116,12 +135,13 @@ def _device_loss(
     )
 
 
-def _mapped(run: Callable, partition: Any, params: Any, batch: Any, batch_dim: int, out_specs: Any) -> Callable:
+def _mapped(run: Callable, partition: Any, params: Any, batch_specs: Any, out_specs: Any) -> Callable:
     """Returns `run(params, batch, state)` on each device's shards, with a replicated `state`."""
     axes, find = _manual_axes(partition.mesh), _finder(partition)
     param_specs = tree.map_with_path(lambda path, _: specs.only(find(path, None).stored.spec, axes), params)
-    batch_spec = P(*[None] * batch_dim, mesh_lib.BATCH_AXES)
-    batch_specs = jax.tree.map(lambda leaf: batch_spec if leaf.ndim > batch_dim else P(), batch)
+    batch_specs = jax.tree.map(
+        lambda spec: specs.only(spec, axes), batch_specs, is_leaf=lambda node: isinstance(node, P)
+    )
     return jax.shard_map(
         run,
         mesh=partition.mesh,
@@ -156,18 +176,6 @@ def _manual_axes(mesh: Any) -> set[str]:
     return {axis for axis, size in mesh.shape.items() if axis in mesh_lib.BATCH_AXES or size == 1}
 
 
-def _with_own_keys(state: Any) -> Any:
-    """Folds the device's index into random keys, typed or raw, so that devices draw different numbers."""
-    number = jax.lax.axis_index(mesh_lib.BATCH_AXES)
-
-    def fold(leaf: Any) -> Any:
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and leaf.ndim == 0
-        is_raw = leaf.dtype == jnp.uint32 and leaf.shape == jax.eval_shape(jax.random.PRNGKey, 0).shape
-        return jax.random.fold_in(leaf, number) if is_key or is_raw else leaf
-
-    return jax.tree.map(fold, state)
-
-
 def _refuse_complex(params: Any) -> None:
     for path, leaf in tree.flatten(params):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
@@ -194,12 +202,3 @@ def _leaks_named() -> Iterator[None]:
             "blocks: with reduce_dtype, a module that matches reads an array that is neither its weight nor its argument (a global, or an "
             "attribute set outside); make it an argument, name other blocks, or omit reduce_dtype"
         ) from error
-
-
-def _average(leaf: Any) -> jax.Array:
-    leaf = jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        raise UserError(
-            "loss_fn: returned a random key, which would differ between devices; derive keys from state.step"
-        )
-    return jax.lax.pmean(leaf, mesh_lib.BATCH_AXES) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf

@@ -41,11 +41,11 @@ def gather(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
 
 def _gather_forward(stored: jax.Array, placement: Placement, dtype: Any) -> tuple[jax.Array, jax.Array]:
     # Casting under the stored sharding, before the gather, halves the bytes that are sent.
-    weight = precision.cast_floating(stored, dtype)
+    weight = cast(stored, placement, dtype)
     if placement.stored != placement.used:
         weight = jax.lax.with_sharding_constraint(weight, placement.stored)
         weight = jax.lax.with_sharding_constraint(weight, placement.used)
-    return _without_padding(weight, placement), jnp.zeros((0,), stored.dtype)
+    return without_padding(weight, placement), jnp.zeros((0,), stored.dtype)
 
 
 def _gather_backward(placement: Placement, dtype: Any, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
@@ -70,7 +70,7 @@ class Reduction:
 
     def waits(self, placement: Placement) -> bool:
         """Returns whether a pass leaves this weight's gradient unsummed."""
-        return not self.at_once and placement.grad == placement.used
+        return not self.at_once and placement.grad == placement.used and not placement.overwritten
 
     def target(self, placement: Placement) -> NamedSharding:
         """Returns the sharding of this weight's gradient after a pass."""
@@ -118,10 +118,10 @@ def gather_shard(weight: ShardAndSink, placement: Placement, dtype: Any, reducti
 
 def all_gather(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
     """Returns a weight gathered and in `dtype` from this device's shard."""
-    weight, dim = precision.cast_floating(stored, dtype), _data_dim(placement.stored)
+    weight, dim = cast(stored, placement, dtype), _data_dim(placement.stored)
     if dim is not None and dim != _data_dim(placement.used):
         weight = jax.lax.all_gather(weight, mesh_lib.DATA, axis=dim, tiled=True)
-    return _without_padding(weight, placement)
+    return without_padding(weight, placement)
 
 
 def reduce_pass(grad: jax.Array, placement: Placement, reduction: Reduction) -> jax.Array:
@@ -137,6 +137,8 @@ def reduce_rest(grad: jax.Array, placement: Placement, reduction: Reduction) -> 
 
 def _sum(grad: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
     """Returns the sum over devices in float32, sharded as `placement.update`."""
+    if placement.overwritten:
+        return jax.lax.pmax(grad.astype(jnp.float32), mesh_lib.BATCH_AXES)
     grad, dim, mesh = grad.astype(dtype), _data_dim(placement.update), placement.update.mesh
     if dim is None:
         axes: tuple[str, ...] = mesh_lib.BATCH_AXES
@@ -170,7 +172,13 @@ def _data_dim(sharding: NamedSharding) -> int | None:
     return None
 
 
-def _without_padding(weight: jax.Array, placement: Placement) -> jax.Array:
+def cast(weight: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
+    """Returns a weight in the dtype of the forward pass."""
+    return weight if placement.overwritten else precision.cast_floating(weight, dtype)
+
+
+def without_padding(weight: jax.Array, placement: Placement) -> jax.Array:
+    """Returns a weight without the zeros of `Placement.padding`."""
     if not placement.padding:
         return weight
     return jax.lax.slice(weight, (0,) * weight.ndim, [n - p for n, p in zip(weight.shape, placement.padding)])

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import optax
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -33,6 +34,7 @@ class Placement:
       padding: for each dim, the elements by which the stored array is longer than the one that the model sees; () for none.
       shape: of the stored array; a leaf of another shape is refused. None fits any.
       trainable: whether the weight has a gradient and an update. If not, `grad`, `opt_state` and `update` are not read.
+      overwritten: whether its gradient is its new value (`is_overwritten`).
     """
 
     stored: NamedSharding
@@ -43,6 +45,7 @@ class Placement:
     padding: tuple[int, ...] = ()
     shape: tuple[int, ...] | None = None
     trainable: bool = True
+    overwritten: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +140,14 @@ class Partition:
 
 def _over_data(spec: P) -> bool:
     return mesh_lib.DATA in specs_lib.axes(spec)
+
+
+def is_overwritten(path: str) -> bool:
+    """Returns whether a weight's gradient is its new value, as flax's TrainState does it: statistics of fp8 matmuls.
+
+    Such a gradient is neither summed, clipped nor scaled: over devices and passes it is the maximum.
+    """
+    return OVERWRITE_WITH_GRADIENT in path.split("/")
 
 
 def with_frozen(part: Any, params: Any) -> Any:

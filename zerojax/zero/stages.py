@@ -195,6 +195,8 @@ class _Rule:
         base, final = (P(), False) if weight is None else self._override(weight, leaf.shape)
         replicated = specs_lib.without(base, DATA)
         sharded, reason, padding = self._shard(leaf, base, final)
+        if weight is not None and placement.is_overwritten(weight):
+            return placement.Decision(role, leaf.shape, leaf.dtype, P(), P(), "overwritten with its gradient")
         if role == OTHER:
             return placement.Decision(role, leaf.shape, leaf.dtype, replicated, replicated, "neither weight nor moment")
         is_sharded = self.sharded.opt_state if role == OPT_STATE else self.sharded.params
@@ -311,6 +313,7 @@ def _assemble(
                 padding=leaf.padding,
                 shape=_padded(leaf.shape, leaf.padding),
                 trainable=leaf.role == PARAMS,
+                overwritten=placement.is_overwritten(path),
             )
     return placement.Partition(
         mesh, stage, tree.map_with_path(stored, abstract_state), specs, shardings, leaves, placements

@@ -33,7 +33,7 @@ def make(partition: Any) -> Callable[..., Any]:
       numbers: uint32[leaves], the number of each weight of the trainable part, which seeds stochastic rounding; None: its place.
 
     A skipped step returns `before`, bit for bit. Gradients keep their dtype if every step is taken, and are float32 otherwise: in 16 bits
-    they may underflow without their loss scale.
+    they may underflow without their loss scale. They get the params' dtype if the state's dtypes would change otherwise.
 
     Args:
       partition: how the state is sharded.
@@ -56,7 +56,8 @@ def _apply(partition: Any) -> Callable[..., Any]:
     """Returns f(before, after, grads, factor, finite, numbers) -> the new train state, for states with trainable params only."""
     state = partition.abstract_state
     tx = getattr(state, "tx", None)
-    if not isinstance(tx, one_pass_lib.OnePass) or not _is_flax(state):
+    overwrites = any(weight.overwritten for weight in partition.placements.values())
+    if not isinstance(tx, one_pass_lib.OnePass) or not _is_flax(state) or overwrites:
         return _by_parts
     trained = partition.trainable_part(state.params)
     if not all(f"params/{path}" in partition.placements for path, _ in tree.flatten(trained)):
@@ -106,14 +107,42 @@ def _on_unpadded(apply: Callable[..., Any], partition: Any) -> Callable[..., Any
 
 def _by_parts(before: Any, after: Any, grads: Any, factor: Any, finite: Any, numbers: Any) -> Any:
     grads = precision.cast_floating(grads, None if finite is None else jnp.float32)
-    grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
+
+    def scaled(path: str, grad: jax.Array) -> jax.Array:
+        return grad if placement.is_overwritten(path) else grad * jnp.asarray(factor, grad.dtype)
+
+    grads = _in_dtypes_that_keep(before, tree.map_with_path(scaled, grads))
     return _if_finite(finite, after.apply_gradients(grads=grads), before)
+
+
+def _in_dtypes_that_keep(state: Any, grads: Any) -> Any:
+    """Returns gradients in their own dtypes if the update keeps those of the state, and otherwise in those of the params.
+
+    Sums over devices and passes are float32. An optimizer of 16-bit weights without float32 masters takes its moments' dtype from the
+    gradients, or mixes both in a branch.
+    """
+
+    def narrowed(grad: jax.Array, param: jax.Array) -> jax.Array:
+        return grad.astype(param.dtype) if jnp.promote_types(grad.dtype, param.dtype) == grad.dtype else grad
+
+    own = jax.tree.map(narrowed, grads, state.params)
+    if jax.tree.map(_dtype, own) == jax.tree.map(_dtype, grads):
+        return grads
+    try:
+        after = jax.eval_shape(lambda state, grads: state.apply_gradients(grads=grads), state, grads)
+    except TypeError:
+        return own
+    return grads if jax.tree.map(_dtype, after) == jax.tree.map(_dtype, state) else own
+
+
+def _dtype(leaf: Any) -> Any:
+    return tree.dtype_of(leaf)
 
 
 def _in_one_pass(
     apply: Callable[..., Any], before: Any, after: Any, grads: Any, factor: Any, finite: Any, numbers: Any
 ) -> Any:
-    how = {"scale": factor, "finite": finite, "numbers": numbers}
+    how = {"scale": factor, "finite": finite} | ({} if numbers is None else {"numbers": numbers})
     params, opt_state = apply(grads, before.opt_state, before.params, **how)[:2]
     blank = {"params": (), "opt_state": ()}
     rest = _if_finite(finite, after.replace(step=after.step + 1, **blank), before.replace(**blank))

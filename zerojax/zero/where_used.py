@@ -20,6 +20,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from zerojax import tree
@@ -149,7 +150,8 @@ def wrap(
         def loss_of(stored: Any) -> tuple[Any, dict[str, Any]]:
             used = _gather_params(stored, gather_leaf, is_weight)
             before = variables(used)
-            result = loss_fn(used, *args, **kwargs)
+            own_args, own_kwargs = jax.tree.map(lambda leaf: leaf, (args, kwargs))  # NNX variables belong to one trace
+            result = loss_fn(used, *own_args, **own_kwargs)
             return result, {path: value for path, value in variables(used).items() if value is not before[path]}
 
         result, changed = (loss_of if keeps_all else jax.checkpoint(loss_of, policy=policy))(params)
@@ -220,6 +222,24 @@ def finder(
         return placements[found]
 
     return find
+
+
+def abstract_used(params: Any, partition: Any, compute_dtype: Any) -> Any:
+    """Returns params as the loss sees them, as ShapeDtypeStructs: gathered, without padding, in the dtype of the forward pass."""
+    index = tree.suffix_index(partition.placements)
+
+    def used(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+        found = tree.longest_suffix(index, path)
+        if found is None:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        return jax.eval_shape(
+            lambda: gather.without_padding(
+                gather.cast(jnp.zeros(leaf.shape, leaf.dtype), partition.placements[found], compute_dtype),
+                partition.placements[found],
+            )
+        )
+
+    return tree.map_with_path(used, params)
 
 
 def moves(placements: Mapping[str, placement.Placement]) -> bool:

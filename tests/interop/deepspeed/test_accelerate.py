@@ -45,7 +45,7 @@ def test_the_deepspeed_keys_of_accelerate_are_taken():
         "gradient_accumulation_steps": 4,
         "gradient_clipping": 0.5,
         "zero3_init_flag": True,
-        "offload_param_device": "cpu",
+        "offload_optimizer_device": "cpu",
     }
     found = translated({"distributed_type": "DEEPSPEED", "deepspeed_config": block})
     assert {
@@ -59,7 +59,8 @@ def test_the_deepspeed_keys_of_accelerate_are_taken():
     said = lines(found)
     assert said["deepspeed_config.zero_stage"].verdict == keys.TAKEN
     assert said["mixed_precision"].verdict == keys.TAKEN
-    assert said["deepspeed_config.offload_param_device"].verdict == keys.UNSUPPORTED
+    assert said["deepspeed_config.offload_optimizer_device"].verdict == keys.TAKEN
+    assert found.settings["offload.optimizer"] == "host"
 
 
 def test_a_deepspeed_config_file_decides_alone_and_its_keys_follow():

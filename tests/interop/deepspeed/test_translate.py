@@ -8,6 +8,7 @@ import pytest
 
 from zerojax.errors import UserError
 from zerojax.interop.deepspeed import draft, keys, translate
+from zerojax.zero.offload import settings as offload
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-4}}
 BASE = {
@@ -78,6 +79,21 @@ def test_legacy_forms_are_read_as_todays():
         verdict({"zero_optimization": {"cpu_offload": False}}, "zero_optimization.cpu_offload").verdict
         == keys.NO_EFFECT
     )
+
+
+@pytest.mark.parametrize("part, group", [("optimizer", "offload_optimizer"), ("params", "offload_param")])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_offload_is_taken_as_far_as_it_exists(part, group, device):
+    content = {"zero_optimization": {"stage": 3, group: {"device": device, "pin_memory": True}}}
+    found, name = settings(content), f"zero_optimization.{group}.device"
+    kind = translate.DEVICES[device]
+    exists = (part, kind) in offload.BUILT
+    assert verdict(content, name).verdict == (keys.TAKEN if exists else keys.UNSUPPORTED)
+    assert found.get(f"offload.{part}") == (kind if exists else "host" if (part, "host") in offload.BUILT else None)
+    content["zero_optimization"]["stage"] = 0
+    assert f"offload.{part}" not in settings(content) and verdict(content, name).verdict == keys.NO_EFFECT
+    with pytest.raises(UserError, match=rf"{name}: must be one of none, cpu, nvme, and is 'disk'"):
+        translate.translate(put(content, name, "disk"))
 
 
 def test_absent_keys_have_the_defaults_of_the_version():
@@ -198,7 +214,10 @@ TELLING = {
     "scheduler.type": "WarmupDecayLR",
     "scheduler.params.warmup_type": "linear",
     "torch_autocast.dtype": "float16",
+    "zero_optimization.offload_optimizer.device": "cpu",
+    "zero_optimization.offload_optimizer.ratio": 0.5,
 }
+CONDITIONAL = ("zero_optimization.offload_param.device",)  # taken if that offload exists; tested above
 BESIDE = {
     "bf16.enabled": {"fp16.enabled": False},
     "bf16.bf16_master_weights_and_grads": {"fp16.enabled": False, "bf16.enabled": True},
@@ -212,10 +231,13 @@ BESIDE = {
     "scheduler.params.warmup_min_ratio": {"scheduler.type": "WarmupCosineLR"},
     "scheduler.params.cos_min_ratio": {"scheduler.type": "WarmupCosineLR"},
     "zero_optimization.mics_shard_size": {"train_batch_size": 16},
+    "zero_optimization.offload_optimizer.ratio": {"zero_optimization.offload_optimizer.device": "cpu"},
 }
 
 
-@pytest.mark.parametrize("name", [name for name, row in keys.KEYS.items() if row.verdict == keys.TAKEN])
+@pytest.mark.parametrize(
+    "name", [name for name, row in keys.KEYS.items() if row.verdict == keys.TAKEN and name not in CONDITIONAL]
+)
 def test_a_taken_key_decides_the_settings_that_its_row_names(name):
     content = BASE
     for other, value in BESIDE.get(name, {}).items():

@@ -12,6 +12,7 @@ from zerojax.interop.deepspeed import keys as keys_lib
 from zerojax.interop.deepspeed.draft import Draft, Line, Translation
 
 _DS, _FSDP, _WAYS = "deepspeed_config", "fsdp_config", "parallelism_config"
+_OFFLOAD = {group: f"deepspeed_config.{group}_device" for group in ("offload_optimizer", "offload_param")}
 # sharding_strategy -> (the stage, whether each machine holds a copy)
 STRATEGIES: Mapping[str, tuple[int, bool]] = {
     "FULL_SHARD": (3, False),
@@ -179,7 +180,13 @@ def _with_deepspeed(
             "optimizer.clip_norm": (f"{_DS}.gradient_clipping",),
             "precision": ("mixed_precision", "fp16"),
             "emulate_devices": ("num_processes",),
+            "offload.optimizer": (_OFFLOAD["offload_optimizer"],),
+            "offload.params": (_OFFLOAD["offload_param"],),
         }
+        for line in inner.lines:
+            group = line.key.removeprefix("zero_optimization.").removesuffix(".device")
+            if group in _OFFLOAD and line.verdict != keys_lib.TAKEN:
+                draft.say(_OFFLOAD[group], line.verdict, line.text)
         draft.sources |= {place: own.get(place, ()) for place in draft.settings}
     _mesh(draft)
     _fp8(draft)
@@ -194,7 +201,8 @@ def _written(draft: Draft) -> dict[str, Any]:
     accum = draft.get(f"{_DS}.gradient_accumulation_steps", 1)
     clip = draft.get(f"{_DS}.gradient_clipping", "none")
     found: dict[str, Any] = {
-        "zero_optimization": {"stage": draft.get(f"{_DS}.zero_stage", 2)},
+        "zero_optimization": {"stage": draft.get(f"{_DS}.zero_stage", 2)}
+        | {group: {"device": draft.get(name, "none")} for group, name in _OFFLOAD.items()},
         "gradient_accumulation_steps": 1 if str(accum).lower() in ("auto", "none") else accum,
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_clipping": "auto" if str(clip).lower() in ("auto", "none") else clip,
@@ -241,6 +249,9 @@ def _fsdp(draft: Draft) -> None:
     draft.put("zero.stage", sharded, key, "distributed_type")
     if is_hybrid:
         draft.put("mesh.replica", max(1, draft.whole("num_machines", 1)), key)
+    if draft.flag(f"{_FSDP}.offload_params"):
+        for part in ("optimizer", "params"):
+            translate.offload(draft, part, "cpu", f"{_FSDP}.offload_params")
     if draft.flag(f"{_FSDP}.activation_checkpointing"):
         draft.put("model.remat", "full", f"{_FSDP}.activation_checkpointing")
 

@@ -73,7 +73,12 @@ KEYS: Mapping[str, Key] = {
     "fsdp_config.version": Key(IMPLIED, "FSDP 1 and 2 are the same stages here"),
     "fsdp_config.sharding_strategy": Key(TAKEN, "", ("zero.stage", "mesh.replica")),
     "fsdp_config.reshard_after_forward": Key(TAKEN, "true: stage 3, false: stage 2", ("zero.stage", "mesh.replica")),
-    "fsdp_config.offload_params": Key(UNSUPPORTED, "weights and optimizer state stay in device memory", (), OFF),
+    "fsdp_config.offload_params": Key(
+        TAKEN,
+        "weights and optimizer state in pinned host memory",
+        ("offload.optimizer", "offload.params"),
+        (False, None),
+    ),
     "fsdp_config.auto_wrap_policy": Key(IMPLIED, _BLOCKS),
     "fsdp_config.transformer_layer_cls_to_wrap": Key(IMPLIED, _BLOCKS),
     "fsdp_config.min_num_params": Key(NO_EFFECT, _BLOCKS),

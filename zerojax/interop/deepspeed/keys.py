@@ -52,7 +52,8 @@ _BUCKETS = "XLA merges and schedules collectives itself; a block's are one colle
 _GATHERED = "at stage 3 one block's weights are gathered at a time, and the next block's while it runs"
 _ONE_ARRAY = "state is made of global arrays, which are already contiguous on each device"
 _CHECKPOINTS = "a checkpoint holds global arrays and restores at any stage and number of devices"
-_HOST_STATE = "state in host memory is moved by JAX, whole arrays at a time"
+_HOST_STATE = "state in host memory is pinned and moves in chunks: config.offload.chunk_bytes, config.offload.in_flight"
+_NVME = "state is offloaded to host memory"
 _PROFILE = "--config.profile.steps=2 traces steps and prints a table of their time"
 _PARALLEL = "the models here have no such parallelism; only ZeRO over `data` and copies over `replica`"
 _ONE_BIT = "gradients are summed uncompressed; the optimizer without compression is taken"
@@ -126,7 +127,7 @@ KEYS: Mapping[str, Key] = {
     ),
     "zero_optimization.mics_hierarchical_params_gather": _no_effect("XLA chooses the steps of a gather"),
     "zero_optimization.memory_efficient_linear": _implied("the backward pass gathers weights again and keeps none"),
-    "zero_optimization.pipeline_loading_checkpoint": _no_effect("there is no offload to NVMe"),
+    "zero_optimization.pipeline_loading_checkpoint": _no_effect(_NVME),
     "zero_optimization.override_module_apply": _no_effect("models are not patched"),
     "zero_optimization.log_trace_cache_warnings": _no_effect("the order of blocks is fixed when the step is compiled"),
     "zero_optimization.enable_sanity_checks": _no_effect("shapes and shardings are checked when the step is compiled"),
@@ -134,15 +135,17 @@ KEYS: Mapping[str, Key] = {
     "zero_optimization.leaf_module.*": _implied(
         "the model family says which modules are blocks; `blocks=` in your own step"
     ),
-    "zero_optimization.offload_optimizer.device": _unsupported("optimizer state stays in device memory", "none", None),
-    "zero_optimization.offload_optimizer.nvme_path": _no_effect("there is no offload to NVMe"),
-    "zero_optimization.offload_optimizer.ratio": _unsupported(
-        "all of the optimizer state is offloaded, or none", 1.0, 1, None
+    "zero_optimization.offload_optimizer.device": Key(
+        TAKEN, "cpu: pinned host memory", ("offload.optimizer",), ("none", None)
     ),
+    "zero_optimization.offload_optimizer.nvme_path": _no_effect(_NVME),
+    "zero_optimization.offload_optimizer.ratio": Key(TAKEN, "", ("offload.fraction",), (1.0, None)),
     "zero_optimization.offload_optimizer.super_offload": _unsupported("there is one way of offloading", *OFF),
     "zero_optimization.offload_optimizer.*": _no_effect(_HOST_STATE),
-    "zero_optimization.offload_param.device": _unsupported("weights stay in device memory", "none", None),
-    "zero_optimization.offload_param.nvme_path": _no_effect("there is no offload to NVMe"),
+    "zero_optimization.offload_param.device": Key(
+        TAKEN, "cpu: pinned host memory", ("offload.params",), ("none", None)
+    ),
+    "zero_optimization.offload_param.nvme_path": _no_effect(_NVME),
     "zero_optimization.offload_param.*": _no_effect(_HOST_STATE),
     "zero_optimization.zenflow": _unsupported("every weight is updated in every step", *OFF),
     "zero_optimization.zenflow.*": _unsupported("every weight is updated in every step"),
@@ -270,7 +273,7 @@ KEYS: Mapping[str, Key] = {
     "comms_logger.*": _no_effect("the plan lists a step's collectives and their bytes"),
     "comms_config.*": _no_effect("the plan lists a step's collectives and their bytes"),
     # Other blocks
-    "aio.*": _no_effect("there is no offload to NVMe"),
+    "aio.*": _no_effect(_NVME),
     "checkpoint.tag_validation": _implied("a step's number is its name, the same in every process"),
     "checkpoint.load_universal": _implied(_CHECKPOINTS),
     "checkpoint.use_node_local_storage": _unsupported("all processes write to one folder", *OFF),

@@ -19,6 +19,7 @@ from zerojax.interop.deepspeed import translate
 from zerojax.interop.deepspeed.draft import AUTO, Line, Translation
 from zerojax.optim import deepspeed_schedules, registry
 from zerojax.zero import loss_scale as loss_scale_lib
+from zerojax.zero.offload import settings as offload_lib
 
 _OPT, _SCHED = "optimizer.params", "scheduler.params"
 
@@ -30,7 +31,7 @@ class StepSettings:
     Attributes:
       mesh: arguments of `make_mesh`.
       stage: argument of `shard_train_state`.
-      options: its other arguments (`min_size`).
+      options: its other arguments (`min_size`, `offload`).
       tx: the optax transformation, its schedule included; None if the config leaves the optimizer to the program.
       schedule: (steps taken before) -> learning rate; None without `tx`.
       precision: a row of `precision.PRECISIONS`. With "bf16_sr" weights must be bfloat16, else float32.
@@ -93,7 +94,7 @@ def from_deepspeed_config(
     return StepSettings(
         mesh={axis: found.settings[f"mesh.{axis}"] for axis in ("replica", "data") if f"mesh.{axis}" in found.settings},
         stage=found.settings["zero.stage"],
-        options={"min_size": found.settings["zero.min_size"]} if "zero.min_size" in found.settings else {},
+        options=_options(found.settings),
         tx=tx,
         schedule=schedule,
         precision=found.settings["precision"],
@@ -209,6 +210,15 @@ def _batch(found: Translation, devices: int) -> tuple[int | None, int]:
             f"pass devices=, or set it to {max(1, round(total / (micro * devices))) * micro * devices}"
         )
     return total, accum or total // (micro * devices)
+
+
+def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is exempt from sharding, and what lives outside of device memory."""
+    offload = {
+        place.removeprefix("offload."): value for place, value in settings.items() if place.startswith("offload.")
+    }
+    found = {"min_size": settings["zero.min_size"]} if "zero.min_size" in settings else {}
+    return {**found, "offload": offload_lib.read(offload)} if offload else found
 
 
 def _loss_scale(settings: Mapping[str, Any]) -> loss_scale_lib.LossScale:

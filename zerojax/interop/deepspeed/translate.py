@@ -11,6 +11,8 @@ from zerojax.errors import UserError
 from zerojax.interop.deepspeed import draft as draft_lib
 from zerojax.interop.deepspeed import keys as keys_lib
 from zerojax.interop.deepspeed.draft import Draft, Translation
+from zerojax.zero import stages
+from zerojax.zero.offload import settings as offload_lib
 
 NEWEST = (0, 19)
 CLIPS_SINCE = (0, 19, 3)  # gradient_clipping is 1.0 where it is absent; before, 0
@@ -41,6 +43,7 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
 DECAYING = ("adamw", "adafactor", "lamb", "lion")  # with a weight decay of their own
 BETAS = {"adamw": (0.9, 0.999), "adam": (0.9, 0.999), "lamb": (0.9, 0.999), "lion": (0.9, 0.999)}
 SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+DEVICES = {"none": offload_lib.NONE, "cpu": offload_lib.HOST, "nvme": offload_lib.NVME}  # DeepSpeed's -> ours
 MOST_EMULATED = 64  # CPU devices
 _REDUCED = {"fp32": "fp32", "float32": "fp32", "fp16": "fp32", "float16": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
 _ZERO, _OPT, _SCHED = "zero_optimization", "optimizer.params", "scheduler.params"
@@ -67,6 +70,7 @@ def translate(
     draft = Draft(_modern(content), keys_lib.KEYS, canonical=keys_lib.canonical, auto=auto)
     devices = _batch(draft, devices)
     _zero(draft, devices)
+    _offload(draft)
     _precision(draft)
     _sums(draft)
     _optimizer(draft)
@@ -127,6 +131,10 @@ def _batch(draft: Draft, devices: int | None) -> int | None:
             )
     elif not any(map(draft.has, names)):
         draft.absent(names[0], keys_lib.NO_EFFECT, "absent: the training script's; set config.global_batch_size")
+    if total and not devices:
+        most = next(count for count in range(8, 0, -1) if total // (micro or accum or 1) % count == 0)
+        if most < 8:  # the base config emulates 8
+            draft.put("emulate_devices", most, names[0])
     if draft.is_auto(names[1]) and "micro_batch_size" in draft.settings and not total:
         draft.say(
             names[1], keys_lib.NO_EFFECT, "auto is the training script's value; 1 is taken, set config.micro_batch_size"
@@ -154,6 +162,34 @@ def _zero(draft: Draft, devices: int | None) -> None:
         draft.put("mesh.replica", max(1, (devices or ways) // ways), f"{_ZERO}.mics_shard_size")
     if devices and devices <= MOST_EMULATED:
         draft.put("emulate_devices", devices)
+
+
+def _offload(draft: Draft) -> None:
+    """Puts what lives outside of device memory."""
+    for part, group in (("optimizer", "offload_optimizer"), ("params", "offload_param")):
+        name = f"{_ZERO}.{group}.device"
+        wanted = str(draft.get(name, "none")).lower()
+        if wanted != "none":
+            offload(draft, part, wanted, name)
+    ratio = draft.number(f"{_ZERO}.offload_optimizer.ratio", 1.0)
+    if ratio != 1.0 and "offload.optimizer" in draft.settings:
+        draft.put("offload.fraction", ratio, f"{_ZERO}.offload_optimizer.ratio")
+
+
+def offload(draft: Draft, part: str, device: str, name: str) -> None:
+    """Puts where a part of the state lives, as far as that exists here; else says what is done instead."""
+    if device not in DEVICES:
+        raise UserError(f"{name}: must be one of {', '.join(DEVICES)}, and is {device!r}; correct it in the file")
+    column = offload_lib.PARTS[part]
+    if not getattr(stages.STAGES[draft.settings["zero.stage"]], column):
+        return draft.say(name, keys_lib.NO_EFFECT, f"the stage does not shard {part}, so it is not offloaded")
+    kinds = [kind for kind in (DEVICES[device], offload_lib.HOST) if (part, kind) in offload_lib.BUILT]
+    if kinds:
+        draft.put(f"offload.{part}", kinds[0], name)
+    if not kinds or kinds[0] != DEVICES[device]:
+        instead = f"config.offload.{part} = {kinds[0]!r} is taken instead" if kinds else f"{part} stay in device memory"
+        draft.say(name, keys_lib.UNSUPPORTED, f"there is no offload of {part} to {device}; {instead}")
+    return None
 
 
 def _precision(draft: Draft) -> None:

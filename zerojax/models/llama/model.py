@@ -1,25 +1,36 @@
-"""Llama, a decoder-only language model. This module knows no meshes, stages or rematerialisation.
+"""Llama, a decoder-only language model, and its relatives. This module knows no meshes, stages or rematerialisation.
 
-It has RMSNorm, rotary positions, grouped-query attention and SwiGLU. Layers are a plain unrolled list of named modules, and the train
+It has RMSNorm, rotary positions, grouped-query attention and SwiGLU. Relatives differ in a few fields of the config: biases, norms of
+queries and keys, sliding windows. Layers are a plain unrolled list of named modules, and the train
 step decides where weights are gathered. Weights have the compute dtype. Norms and softmax compute in float32.
 
 Shapes: B batch, T length, D embed, H query heads, K key and value heads, N head dim, F mlp, V vocabulary.
 """
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from zerojax.models import family, layers
+from zerojax.models import decoding, family, layers
+from zerojax.models.llama import rope
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import losses
 
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """The model's shape (Llama 3, arXiv:2407.21783, table 3)."""
+    """The model's shape (Llama 3, arXiv:2407.21783, table 3).
+
+    Attributes:
+      rope_scaling: stretches the rotary positions; None: as they are.
+      qkv_bias, o_bias, mlp_bias: whether these projections have biases.
+      qk_norm: whether queries and keys are normalised in each head before they are rotated.
+      windows: for each layer, the number of tokens that a query sees, with its own (0: all before it); () for all layers 0.
+      model_type: the name of the row in Hugging Face's config.json.
+    """
 
     vocab_size: int
     num_layers: int
@@ -33,23 +44,45 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     attention: attention_lib.Kernel = "xla"
+    rope_scaling: rope.Scaling | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int, ...] = ()
+    activation: str = "silu"
+    model_type: str = "llama"
+
+
+Keys = tuple[jax.Array, jax.Array] | None
 
 
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions."""
 
     config: LlamaConfig
+    window: int = 0
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, mask_BT: jax.Array | None = None, past: decoding.Past | None = None
+    ) -> tuple[jax.Array, Keys]:
         c = self.config
-        q_BTHN = layers.Linear((c.num_heads, c.head_dim), name="q")(x_BTD)
-        k_BTKN = layers.Linear((c.num_kv_heads, c.head_dim), name="k")(x_BTD)
-        v_BTKN = layers.Linear((c.num_kv_heads, c.head_dim), name="v")(x_BTD)
-        q_BTHN, k_BTKN = rotate(q_BTHN, c.rope_theta), rotate(k_BTKN, c.rope_theta)
+        q_BTHN = layers.Linear((c.num_heads, c.head_dim), use_bias=c.qkv_bias, name="q")(x_BTD)
+        k_BTKN = layers.Linear((c.num_kv_heads, c.head_dim), use_bias=c.qkv_bias, name="k")(x_BTD)
+        v_BTKN = layers.Linear((c.num_kv_heads, c.head_dim), use_bias=c.qkv_bias, name="v")(x_BTD)
+        if c.qk_norm:
+            q_BTHN = layers.RMSNorm(c.norm_eps, name="q_norm")(q_BTHN)
+            k_BTKN = layers.RMSNorm(c.norm_eps, name="k_norm")(k_BTKN)
+        frequency_F = rope.frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+        positions_BT = None if past is None else past.step.positions_BT
+        q_BTHN, k_BTKN = (rope.rotate(x_BTXN, frequency_F, positions_BT) for x_BTXN in (q_BTHN, k_BTKN))
         with jax.named_scope("attention"):
-            y_BTHN = attention_lib.attend(q_BTHN, k_BTKN, v_BTKN, c.attention, is_causal=True)
-        return layers.Linear((c.embed_dim,), contracted=2, stddev=_residual_stddev(c), name="o")(y_BTHN)
+            y_BTHN, keys = decoding.attend(
+                q_BTHN, k_BTKN, v_BTKN, c.attention, past, mask_BT=mask_BT, window=self.window
+            )
+        out = layers.Linear((c.embed_dim,), contracted=2, stddev=_residual_stddev(c), use_bias=c.o_bias, name="o")
+        return out(y_BTHN), keys
 
 
 class MLP(nn.Module):
@@ -60,21 +93,29 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         c = self.config
-        gate_BTF = layers.Linear((c.mlp_dim,), name="gate")(x_BTD)
-        up_BTF = layers.Linear((c.mlp_dim,), name="up")(x_BTD)
-        return layers.Linear((c.embed_dim,), stddev=_residual_stddev(c), name="down")(nn.silu(gate_BTF) * up_BTF)
+        gate_BTF = layers.Linear((c.mlp_dim,), use_bias=c.mlp_bias, name="gate")(x_BTD)
+        up_BTF = layers.Linear((c.mlp_dim,), use_bias=c.mlp_bias, name="up")(x_BTD)
+        down = layers.Linear((c.embed_dim,), stddev=_residual_stddev(c), use_bias=c.mlp_bias, name="down")
+        return down(layers.ACTIVATIONS[c.activation](gate_BTF) * up_BTF)
 
 
 class Layer(nn.Module):
     """One residual attention and one residual MLP."""
 
     config: LlamaConfig
+    window: int = 0
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, mask_BT: jax.Array | None = None, past: decoding.Past | None = None
+    ) -> jax.Array | tuple[jax.Array, Keys]:
+        """Returns float[B, T, D] and, if there is a past, the layer's keys and values after these tokens."""
         c = self.config
-        x_BTD = x_BTD + Attention(c, name="attention")(layers.RMSNorm(c.norm_eps, name="attention_norm")(x_BTD))
-        return x_BTD + MLP(c, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD))
+        y_BTD = layers.RMSNorm(c.norm_eps, name="attention_norm")(x_BTD)
+        y_BTD, keys = Attention(c, self.window, name="attention")(y_BTD, mask_BT, past)
+        x_BTD = x_BTD + y_BTD
+        x_BTD = x_BTD + MLP(c, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD))
+        return x_BTD if past is None else (x_BTD, keys)
 
 
 class Llama(nn.Module):
@@ -89,16 +130,39 @@ class Llama(nn.Module):
         if not self.config.tie_embeddings:
             self.head = modules["head"]
 
-    def hidden(self, tokens_BT: jax.Array) -> jax.Array:
-        """Returns the normalised hidden states, the head's input: float[B, T, D]."""
+    def hidden(self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None) -> jax.Array:
+        """Returns the normalised hidden states, the head's input: float[B, T, D]. `mask_BT` is False for padding."""
         x_BTD = self.embed(tokens_BT)
         for layer in self.layer:
-            x_BTD = layer(x_BTD)
+            x_BTD = layer(x_BTD) if mask_BT is None else layer(x_BTD, mask_BT)
         return self.norm(x_BTD)
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Returns logits: float32[B, T, V] from tokens int32[B, T]."""
-        x_BTD = self.hidden(tokens_BT)
+    def __call__(self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None) -> jax.Array:
+        """Returns logits: float32[B, T, V] from tokens int32[B, T]. `mask_BT` is False for padding."""
+        return self._logits(self.hidden(tokens_BT, mask_BT))
+
+    def start(self, tokens_BT: jax.Array, lengths_B: jax.Array, slots: int) -> tuple[jax.Array, Any]:
+        """Returns the logits after each row's first `lengths_B` tokens, float32[B, V], and every layer's keys and values."""
+        c, (batch, length) = self.config, tokens_BT.shape
+        x_BTD = self.embed(tokens_BT)
+        empty = decoding.empty(batch, slots, c.num_kv_heads, c.head_dim, x_BTD.dtype)
+        step = decoding.first_step(batch, length, slots)
+        x_BTD, caches = self._through(x_BTD, [empty] * c.num_layers, step)
+        return self._logits(self.norm(layers.at_last(x_BTD, lengths_B)))[:, 0], caches
+
+    def extend(self, caches: Any, step: decoding.Step, tokens_B: jax.Array) -> tuple[jax.Array, Any]:
+        """Returns the logits after one more token a row, float32[B, V], and every layer's keys and values."""
+        x_B1D, caches = self._through(self.embed(tokens_B[:, None]), caches, step)
+        return self._logits(self.norm(x_B1D))[:, 0], caches
+
+    def _through(self, x_BTD: jax.Array, caches: Any, step: decoding.Step) -> tuple[jax.Array, list]:
+        after = []
+        for layer, keys in zip(self.layer, caches):
+            x_BTD, keys = layer(x_BTD, None, decoding.Past(keys, step))
+            after.append(keys)
+        return x_BTD, after
+
+    def _logits(self, x_BTD: jax.Array) -> jax.Array:
         return layers.logits(x_BTD, self.embed.embedding.T) if self.config.tie_embeddings else self.head(x_BTD)
 
     def loss(self, tokens_BS: jax.Array) -> jax.Array:
@@ -117,20 +181,10 @@ def parts(config: LlamaConfig) -> family.Parts:
     states = (jax.ShapeDtypeStruct((1, 1, c.embed_dim), jnp.float32),)
     embed = layers.Embed(c.vocab_size, c.embed_dim, embedding_init=nn.initializers.normal(0.02))
     found: family.Parts = {"embed": (embed, tokens)}
-    found |= {f"layer_{i}": (Layer(c), states) for i in range(c.num_layers)}
+    windows = c.windows or (0,) * c.num_layers
+    found |= {f"layer_{i}": (Layer(c, windows[i]), states) for i in range(c.num_layers)}
     found["norm"] = (layers.RMSNorm(c.norm_eps), states)
     return found if c.tie_embeddings else found | {"head": (layers.Head(c.embed_dim, c.vocab_size), states)}
-
-
-def rotate(x_BTHN: jax.Array, theta: float) -> jax.Array:
-    """Rotates pairs (x_i, x_{i + N/2}) by position * theta^(-2i/N) (RoPE, arXiv:2104.09864; the pairing is Hugging Face's)."""
-    length, half = x_BTHN.shape[1], x_BTHN.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_TN = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
-    sin, cos = jnp.sin(angle_TN)[:, None, :], jnp.cos(angle_TN)[:, None, :]
-    first, second = jnp.split(x_BTHN.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTHN.dtype)
 
 
 def count_params(config: LlamaConfig) -> int:

@@ -1,12 +1,13 @@
 """T5 as a family. This module holds its presets, the names of its tensors at Hugging Face, and its `Family`."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import jax
 
-from zerojax.models import family
+from zerojax.models import decoding, family, foreign, layers
+from zerojax.models.family import Tensor
 from zerojax.models.t5 import model
 from zerojax.models.t5.model import T5Config
 
@@ -23,34 +24,40 @@ PRESETS: dict[str, T5Config] = {
 }
 
 
-def _attention(ours: str, theirs: str) -> dict[str, tuple[str, int]]:
-    kernels = {f"{ours}/{name}/kernel": (f"{theirs}.{name}.weight", 1) for name in "qkv"}
-    return kernels | {f"{ours}/o/kernel": (f"{theirs}.o.weight", 2)}
+HEAD, EMBED = "lm_head.weight", "shared.weight"
 
 
-def _mlp(ours: str, theirs: str, config: T5Config) -> dict[str, tuple[str, int]]:
-    names = {"gate": "wi_0", "up": "wi_1"} if config.mlp == "gated_gelu" else {"up": "wi"}
-    return {f"{ours}/{name}/kernel": (f"{theirs}.{other}.weight", 1) for name, other in {**names, "down": "wo"}.items()}
+def _attention(ours: str, theirs: str) -> dict[str, Tensor]:
+    kernels = {f"{ours}/{name}/kernel": Tensor(f"{theirs}.{name}.weight", 1) for name in "qkv"}
+    return kernels | {f"{ours}/o/kernel": Tensor(f"{theirs}.o.weight", 2)}
 
 
-def _tensors(config: T5Config) -> dict[str, tuple[str, int]]:
+def _mlp(ours: str, theirs: str, config: T5Config) -> dict[str, Tensor]:
+    names = {"gate": "wi_0", "up": "wi_1"} if config.mlp.startswith("gated_") else {"up": "wi"}
+    return {
+        f"{ours}/{name}/kernel": Tensor(f"{theirs}.{other}.weight", 1)
+        for name, other in {**names, "down": "wo"}.items()
+    }
+
+
+def _tensors(config: T5Config) -> dict[str, Tensor]:
     """Returns Hugging Face's names. There, the first layer of a stack holds the table of relative biases, and the others read it."""
     return {
-        "embed/embedding": ("shared.weight", 0),
-        "encoder_bias/embedding": ("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", 0),
-        "encoder_norm/scale": ("encoder.final_layer_norm.weight", 0),
-        "decoder_bias/embedding": ("decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", 0),
-        "decoder_norm/scale": ("decoder.final_layer_norm.weight", 0),
-        "head/kernel": ("lm_head.weight", 1),
-        "encoder_{}/attention_norm/scale": ("encoder.block.{}.layer.0.layer_norm.weight", 0),
+        "embed/embedding": Tensor(EMBED),
+        "encoder_bias/embedding": Tensor("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
+        "encoder_norm/scale": Tensor("encoder.final_layer_norm.weight"),
+        "decoder_bias/embedding": Tensor("decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
+        "decoder_norm/scale": Tensor("decoder.final_layer_norm.weight"),
+        "head/kernel": Tensor(HEAD, 1),
+        "encoder_{}/attention_norm/scale": Tensor("encoder.block.{}.layer.0.layer_norm.weight"),
         **_attention("encoder_{}/attention", "encoder.block.{}.layer.0.SelfAttention"),
-        "encoder_{}/mlp_norm/scale": ("encoder.block.{}.layer.1.layer_norm.weight", 0),
+        "encoder_{}/mlp_norm/scale": Tensor("encoder.block.{}.layer.1.layer_norm.weight"),
         **_mlp("encoder_{}/mlp", "encoder.block.{}.layer.1.DenseReluDense", config),
-        "decoder_{}/attention_norm/scale": ("decoder.block.{}.layer.0.layer_norm.weight", 0),
+        "decoder_{}/attention_norm/scale": Tensor("decoder.block.{}.layer.0.layer_norm.weight"),
         **_attention("decoder_{}/attention", "decoder.block.{}.layer.0.SelfAttention"),
-        "decoder_{}/cross_norm/scale": ("decoder.block.{}.layer.1.layer_norm.weight", 0),
+        "decoder_{}/cross_norm/scale": Tensor("decoder.block.{}.layer.1.layer_norm.weight"),
         **_attention("decoder_{}/cross", "decoder.block.{}.layer.1.EncDecAttention"),
-        "decoder_{}/mlp_norm/scale": ("decoder.block.{}.layer.2.layer_norm.weight", 0),
+        "decoder_{}/mlp_norm/scale": Tensor("decoder.block.{}.layer.2.layer_norm.weight"),
         **_mlp("decoder_{}/mlp", "decoder.block.{}.layer.2.DenseReluDense", config),
     }
 
@@ -61,34 +68,67 @@ def _loss(config: T5Config, params: Any, batch: Mapping[str, jax.Array]) -> jax.
 
 
 def _logits(config: T5Config, params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
-    return cast(jax.Array, model.T5(config).apply({"params": params}, inputs["inputs"], tokens))
+    return cast(jax.Array, model.T5(config).apply({"params": params}, inputs["inputs"], tokens, inputs.get("mask")))
+
+
+def _start(config: T5Config, params: Any, inputs: Any, tokens: jax.Array, lengths: jax.Array, slots: int) -> Any:
+    arrays = (inputs["inputs"], inputs.get("mask"), tokens, lengths)
+    return model.T5(config).apply({"params": params}, *arrays, slots, method="start")
+
+
+def _extend(config: T5Config, params: Any, caches: Any, step: decoding.Step, tokens: jax.Array) -> Any:
+    return model.T5(config).apply({"params": params}, caches, step, tokens, method="extend")
 
 
 def _flops_per_token(config: T5Config, lengths: Mapping[str, int]) -> float:
     return model.flops_per_row(config, lengths["inputs"], lengths["targets"] - 1) / lengths["inputs"]
 
 
-def _huggingface_config(config: T5Config) -> dict[str, Any]:
+def _write(config: T5Config) -> dict[str, Any]:
+    c = config
     return {
         "architectures": ["T5ForConditionalGeneration"],
         "model_type": "t5",
-        "vocab_size": config.vocab_size,
-        "d_model": config.embed_dim,
-        "d_kv": config.head_dim,
-        "d_ff": config.mlp_dim,
-        "num_layers": config.num_layers,
-        "num_decoder_layers": config.num_layers,
-        "num_heads": config.num_heads,
-        "relative_attention_num_buckets": config.buckets,
-        "relative_attention_max_distance": config.max_distance,
-        "layer_norm_epsilon": config.norm_eps,
-        "feed_forward_proj": config.mlp.replace("_", "-"),
+        "vocab_size": c.vocab_size,
+        "d_model": c.embed_dim,
+        "d_kv": c.head_dim,
+        "d_ff": c.mlp_dim,
+        "num_layers": c.num_layers,
+        "num_decoder_layers": model.depth_of_decoder(c),
+        "num_heads": c.num_heads,
+        "relative_attention_num_buckets": c.buckets,
+        "relative_attention_max_distance": c.max_distance,
+        "layer_norm_epsilon": c.norm_eps,
+        "feed_forward_proj": c.mlp.replace("gated_", "gated-"),
         "dropout_rate": 0.0,
-        "tie_word_embeddings": config.tie_embeddings,
+        "tie_word_embeddings": c.tie_embeddings,
+        "scale_decoder_outputs": c.tie_embeddings if c.scale_outputs is None else c.scale_outputs,
         "is_encoder_decoder": True,
         "decoder_start_token_id": 0,
         "pad_token_id": 0,
     }
+
+
+def _read(raw: Mapping[str, Any], names: Collection[str]) -> T5Config:
+    """Reads a config.json. transformers 5 always says that embeddings are tied; the files then have a head where they are not."""
+    f = foreign.Fields(raw)
+    is_tied, says_scale = f.flag("tie_word_embeddings", True), "scale_decoder_outputs" in raw
+    known = [f"{gate}{name}" for gate in ("", "gated-") for name in layers.ACTIVATIONS]
+    return T5Config(
+        f.count("vocab_size"),
+        f.count("num_layers"),
+        embed_dim=f.count("d_model"),
+        num_heads=f.count("num_heads"),
+        head_dim=f.count("d_kv"),
+        mlp_dim=f.count("d_ff"),
+        mlp=f.choice("feed_forward_proj", known, "relu").replace("gated-", "gated_"),
+        tie_embeddings=(is_tied or says_scale) and HEAD not in names,
+        scale_outputs=f.flag("scale_decoder_outputs", is_tied),
+        decoder_layers=f.count("num_decoder_layers", f.count("num_layers")),
+        buckets=f.count("relative_attention_num_buckets", 32),
+        max_distance=f.count("relative_attention_max_distance", 128),
+        norm_eps=f.number("layer_norm_epsilon", 1e-6),
+    )
 
 
 FAMILY = family.Family(
@@ -97,9 +137,23 @@ FAMILY = family.Family(
     objective="span_corruption",
     loss=_loss,
     logits=_logits,
+    start=_start,
+    extend=_extend,
+    positions=lambda config: None,
+    is_encoder_decoder=True,
     blocks=r"(encoder|decoder)_\d+",
     heads="head",
     attention=("xla",),  # cuDNN's kernel is not tested with a learned bias
     flops_per_token=_flops_per_token,
-    huggingface=family.HuggingFace(_tensors, _huggingface_config),
+    huggingface=family.HuggingFace(
+        architectures={"t5": ("T5ForConditionalGeneration",)},
+        tensors=_tensors,
+        write=_write,
+        read=_read,
+        copies=lambda raw: {
+            r"(encoder|decoder)\.embed_tokens\.weight": EMBED,
+            **({HEAD: EMBED} if raw.get("tie_word_embeddings", True) else {}),
+        },
+        ignored=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",  # read by no version
+    ),
 )

@@ -3,18 +3,18 @@
 Each stack adds a learned bias to the scores of its self-attention. It depends on the distance between query and key, and all layers
 share it (arXiv:1910.10683, section 2.1). It is computed once per stack and passed to the layers. v1.1 has gated GELU and an untied head.
 
-Shapes: B batch, S encoder length, T decoder length, D embed, H heads, N head dim, F mlp, V vocabulary.
+Shapes: B batch, S encoder length (of a cache: slots), T decoder length, D embed, H heads, N head dim, F mlp, V vocabulary.
 """
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from zerojax.models import family, layers
+from zerojax.models import decoding, family, layers
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import losses
 
@@ -29,8 +29,12 @@ class T5Config:
     num_heads: int
     head_dim: int
     mlp_dim: int
-    mlp: Literal["gated_gelu", "relu"] = "gated_gelu"
+    mlp: str = "gated_gelu"  # an activation of `layers.ACTIVATIONS`, after "gated_" if a second projection gates it
     tie_embeddings: bool = False
+    scale_outputs: bool | None = (
+        None  # whether the head's input is divided by sqrt(embed_dim); None: if embeddings are tied
+    )
+    decoder_layers: int = 0  # 0: as many as the encoder has
     buckets: int = 32  # of distances
     max_distance: int = 128  # longer distances share the last bucket
     norm_eps: float = 1e-6
@@ -45,49 +49,17 @@ class RelativeBias(nn.Module):
     is_causal: bool
 
     @nn.compact
-    def __call__(self, positions_T: jax.Array) -> jax.Array:
-        """Returns float[H, T, T] for int32[T] positions."""
+    def __call__(self, positions_T: jax.Array, key_positions_S: jax.Array | None = None) -> jax.Array:
+        """Returns float[..., H, T, S] for the positions int32[..., T] of queries and int32[..., S] of keys, by default the same."""
         c = self.config
+        keys_S = positions_T if key_positions_S is None else key_positions_S
         initializer = nn.initializers.normal(c.embed_dim**-0.5)
         table_KH = self.param("embedding", initializer, (c.buckets, c.num_heads))
-        distance_TT = positions_T[None, :] - positions_T[:, None]
-        bucket_TT = bucket_of(distance_TT, c.buckets, c.max_distance, is_causal=self.is_causal)
+        distance_TS = keys_S[..., None, :] - positions_T[..., :, None]
+        bucket_TS = bucket_of(distance_TS, c.buckets, c.max_distance, is_causal=self.is_causal)
         # As a matmul, the table's gradient sums T * T terms in float32 and needs no scatter.
-        hit_TTK = jax.nn.one_hot(bucket_TT, c.buckets, dtype=table_KH.dtype)
-        return jnp.einsum("tsk,kh->hts", hit_TTK, table_KH)
-
-
-class BiasedAttention(nn.Module):
-    """Attention of queries to memory. Scores are not scaled: the initialisation of `q` includes the scale."""
-
-    config: T5Config
-    is_causal: bool = False
-
-    @nn.compact
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        memory_BSD: jax.Array,
-        bias_HTS: jax.Array | None = None,
-        mask_BS: jax.Array | None = None,
-    ) -> jax.Array:
-        c = self.config
-        heads, inner = (c.num_heads, c.head_dim), c.num_heads * c.head_dim
-        q_BTHN = layers.Linear(heads, stddev=(c.embed_dim * c.head_dim) ** -0.5, name="q")(x_BTD)
-        k_BSHN = layers.Linear(heads, stddev=c.embed_dim**-0.5, name="k")(memory_BSD)
-        v_BSHN = layers.Linear(heads, stddev=c.embed_dim**-0.5, name="v")(memory_BSD)
-        with jax.named_scope("attention"):
-            y_BTHN = attention_lib.attend(
-                q_BTHN,
-                k_BSHN,
-                v_BSHN,
-                c.attention,
-                is_causal=self.is_causal,
-                bias_HTS=bias_HTS,
-                mask_BS=mask_BS,
-                scale=1.0,
-            )
-        return layers.Linear((c.embed_dim,), contracted=2, stddev=inner**-0.5, name="o")(y_BTHN)
+        hit_TSK = jax.nn.one_hot(bucket_TS, c.buckets, dtype=table_KH.dtype)
+        return jnp.einsum("...tsk,kh->...hts", hit_TSK, table_KH)
 
 
 class FeedForward(nn.Module):
@@ -100,10 +72,12 @@ class FeedForward(nn.Module):
         c = self.config
         stddev = c.embed_dim**-0.5
         h_BTF = layers.Linear((c.mlp_dim,), stddev=stddev, name="up")(x_BTD)
-        if c.mlp == "gated_gelu":
-            h_BTF = nn.gelu(layers.Linear((c.mlp_dim,), stddev=stddev, name="gate")(x_BTD), approximate=True) * h_BTF
+        # Hugging Face's name "gated-gelu" means the approximate form.
+        activation = layers.ACTIVATIONS["gelu_new" if c.mlp == "gated_gelu" else c.mlp.removeprefix("gated_")]
+        if c.mlp.startswith("gated_"):
+            h_BTF = activation(layers.Linear((c.mlp_dim,), stddev=stddev, name="gate")(x_BTD)) * h_BTF
         else:
-            h_BTF = nn.relu(h_BTF)
+            h_BTF = activation(h_BTF)
         return layers.Linear((c.embed_dim,), stddev=c.mlp_dim**-0.5, name="down")(h_BTF)
 
 
@@ -116,7 +90,7 @@ class EncoderLayer(nn.Module):
     def __call__(self, x_BSD: jax.Array, bias_HSS: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
         c = self.config
         y_BSD = layers.RMSNorm(c.norm_eps, name="attention_norm")(x_BSD)
-        x_BSD = x_BSD + BiasedAttention(c, name="attention")(y_BSD, y_BSD, bias_HSS, mask_BS)
+        x_BSD = x_BSD + attention(c, "attention")(y_BSD, bias=bias_HSS, mask_BS=mask_BS)[0]
         return x_BSD + FeedForward(c, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x_BSD))
 
 
@@ -127,14 +101,33 @@ class DecoderLayer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: jax.Array, bias_HTT: jax.Array, encoded_BSD: jax.Array, mask_BS: jax.Array | None = None
-    ) -> jax.Array:
+        self,
+        x_BTD: jax.Array,
+        bias: jax.Array,
+        encoded_BSD: jax.Array | None,
+        mask_BS: jax.Array | None = None,
+        past: decoding.Past | None = None,
+        keys: tuple[jax.Array, jax.Array] | None = None,
+    ) -> Any:
+        """Returns float[B, T, D] and, if there is a past, the layer's own keys and values and those of the encoder's states.
+
+        Args:
+          x_BTD: the targets' states.
+          bias: of the scores of self-attention: float[H, T, T], or float[B, H, 1, S] of a token with a past.
+          encoded_BSD: the encoder's states; None if `keys` are given.
+          mask_BS: False for padding inputs.
+          past: the targets before these.
+          keys: of the encoder's states, if an earlier call returned them.
+        """
         c = self.config
         y_BTD = layers.RMSNorm(c.norm_eps, name="attention_norm")(x_BTD)
-        x_BTD = x_BTD + BiasedAttention(c, is_causal=True, name="attention")(y_BTD, y_BTD, bias_HTT)
+        y_BTD, own = attention(c, "attention", is_causal=True)(y_BTD, bias=bias, past=past)
+        x_BTD = x_BTD + y_BTD
         y_BTD = layers.RMSNorm(c.norm_eps, name="cross_norm")(x_BTD)
-        x_BTD = x_BTD + BiasedAttention(c, name="cross")(y_BTD, encoded_BSD, None, mask_BS)
-        return x_BTD + FeedForward(c, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD))
+        y_BTD, keys = attention(c, "cross")(y_BTD, encoded_BSD, mask_BS=mask_BS, keys=keys)
+        x_BTD = x_BTD + y_BTD
+        x_BTD = x_BTD + FeedForward(c, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD))
+        return x_BTD if past is None else (x_BTD, own, keys)
 
 
 class T5(nn.Module):
@@ -144,34 +137,74 @@ class T5(nn.Module):
 
     def setup(self) -> None:
         modules = {name: module.clone() for name, (module, _) in parts(self.config).items()}
-        numbers = range(self.config.num_layers)
         self.embed = modules["embed"]
         self.encoder_bias, self.encoder_norm = modules["encoder_bias"], modules["encoder_norm"]
         self.decoder_bias, self.decoder_norm = modules["decoder_bias"], modules["decoder_norm"]
-        self.encoder = [modules[f"encoder_{i}"] for i in numbers]
-        self.decoder = [modules[f"decoder_{i}"] for i in numbers]
+        self.encoder = [modules[f"encoder_{i}"] for i in range(self.config.num_layers)]
+        self.decoder = [modules[f"decoder_{i}"] for i in range(depth_of_decoder(self.config))]
         if not self.config.tie_embeddings:
             self.head = modules["head"]
 
-    def hidden(self, inputs_BS: jax.Array, targets_BT: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
-        """Returns the normalised hidden states, the head's input: float[B, T, D]. `mask_BS` is False for padding inputs."""
+    def encode(self, inputs_BS: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
+        """Returns the encoder's normalised states: float[B, S, D]. `mask_BS` is False for padding inputs."""
         masks = () if mask_BS is None else (mask_BS,)
         x_BSD = self.embed(inputs_BS)
         bias_HSS = self.encoder_bias(jnp.arange(inputs_BS.shape[1]))
         for layer in self.encoder:
             x_BSD = layer(x_BSD, bias_HSS, *masks)
-        encoded_BSD = self.encoder_norm(x_BSD)
+        return self.encoder_norm(x_BSD)
+
+    def hidden(self, inputs_BS: jax.Array, targets_BT: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
+        """Returns the head's input, normalised states of the decoder: float[B, T, D]. `mask_BS` is False for padding inputs."""
+        encoded_BSD = self.encode(inputs_BS, mask_BS)
+        masks = () if mask_BS is None else (mask_BS,)
         x_BTD = self.embed(targets_BT)
         bias_HTT = self.decoder_bias(jnp.arange(targets_BT.shape[1]))
         for layer in self.decoder:
             x_BTD = layer(x_BTD, bias_HTT, encoded_BSD, *masks)
-        x_BTD = self.decoder_norm(x_BTD)
-        # Rows of a tied embedding table have length sqrt(D).
-        return x_BTD * self.config.embed_dim**-0.5 if self.config.tie_embeddings else x_BTD
+        return self._out(x_BTD)
 
     def __call__(self, inputs_BS: jax.Array, targets_BT: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
         """Returns logits of the token after each target: float32[B, T, V] from int32[B, S] and int32[B, T]."""
-        x_BTD = self.hidden(inputs_BS, targets_BT, mask_BS)
+        return self._logits(self.hidden(inputs_BS, targets_BT, mask_BS))
+
+    def start(
+        self, inputs_BS: jax.Array, mask_BS: jax.Array | None, targets_BT: jax.Array, lengths_B: jax.Array, slots: int
+    ) -> tuple[jax.Array, Any]:
+        """Returns the logits after each row's first `lengths_B` targets, float32[B, V], and what `extend` reads."""
+        c, (batch, length) = self.config, targets_BT.shape
+        encoded_BSD, x_BTD = self.encode(inputs_BS, mask_BS), self.embed(targets_BT)
+        empty = decoding.empty(batch, slots, c.num_heads, c.head_dim, x_BTD.dtype)
+        step = decoding.first_step(batch, length, slots)
+        after = []
+        for layer in self.decoder:
+            x_BTD, *keys = layer(x_BTD, self._bias(step), encoded_BSD, mask_BS, decoding.Past(empty, step))
+            after.append(keys)
+        return self._logits(self._out(layers.at_last(x_BTD, lengths_B)))[:, 0], (after, mask_BS)
+
+    def extend(self, caches: Any, step: decoding.Step, targets_B: jax.Array) -> tuple[jax.Array, Any]:
+        """Returns the logits after one more target a row, float32[B, V], and the caches."""
+        (before, mask_BS), after = caches, []
+        x_B1D = self.embed(targets_B[:, None])
+        for layer, (own, keys) in zip(self.decoder, before):
+            x_B1D, *keys = layer(x_B1D, self._bias(step), None, mask_BS, decoding.Past(own, step), keys)
+            after.append(keys)
+        return self._logits(self._out(x_B1D))[:, 0], (after, mask_BS)
+
+    def _bias(self, step: decoding.Step) -> jax.Array:
+        """Returns the bias of the step's tokens: among themselves if they are several, else to every slot."""
+        length = step.positions_BT.shape[1]
+        if length > 1:
+            return self.decoder_bias(jnp.arange(length))
+        return self.decoder_bias(step.positions_BT, step.slot_positions_BS)
+
+    def _out(self, x_BTD: jax.Array) -> jax.Array:
+        c, x_BTD = self.config, self.decoder_norm(x_BTD)
+        # Rows of a tied embedding table have length sqrt(D).
+        is_scaled = c.tie_embeddings if c.scale_outputs is None else c.scale_outputs
+        return x_BTD * c.embed_dim**-0.5 if is_scaled else x_BTD
+
+    def _logits(self, x_BTD: jax.Array) -> jax.Array:
         return layers.logits(x_BTD, self.embed.embedding.T) if self.config.tie_embeddings else self.head(x_BTD)
 
     def loss(self, inputs_BS: jax.Array, targets_BU: jax.Array) -> jax.Array:
@@ -196,10 +229,24 @@ def parts(config: T5Config) -> family.Parts:
     found |= {f"encoder_{i}": (EncoderLayer(c), (states, bias)) for i in range(c.num_layers)}
     found["encoder_norm"] = (layers.RMSNorm(c.norm_eps), (states,))
     found["decoder_bias"] = (RelativeBias(c, is_causal=True), (positions,))
-    found |= {f"decoder_{i}": (DecoderLayer(c), (states, bias, states)) for i in range(c.num_layers)}
+    found |= {f"decoder_{i}": (DecoderLayer(c), (states, bias, states)) for i in range(depth_of_decoder(c))}
     found["decoder_norm"] = (layers.RMSNorm(c.norm_eps), (states,))
     head = layers.Head(c.embed_dim, c.vocab_size, stddev=c.embed_dim**-0.5)
     return found if c.tie_embeddings else found | {"head": (head, (states,))}
+
+
+def depth_of_decoder(config: T5Config) -> int:
+    """Returns the number of the decoder's layers."""
+    return config.decoder_layers or config.num_layers
+
+
+def attention(config: T5Config, name: str, *, is_causal: bool = False) -> layers.MultiHeadAttention:
+    """Returns attention whose scores are not scaled: the initialisation of `q` includes the scale."""
+    c, inner = config, config.num_heads * config.head_dim
+    stddevs = ((c.embed_dim * c.head_dim) ** -0.5, c.embed_dim**-0.5, inner**-0.5)
+    return layers.MultiHeadAttention(
+        c.embed_dim, c.num_heads, c.head_dim, c.attention, is_causal, scale=1.0, stddevs=stddevs, name=name
+    )
 
 
 def bucket_of(distance: jax.Array, buckets: int, max_distance: int, *, is_causal: bool) -> jax.Array:
@@ -235,8 +282,9 @@ def flops_per_row(config: T5Config, inputs: int, targets: int) -> float:
         for side in ("encoder", "decoder")
     )
     inner = c.num_heads * c.head_dim
-    across = c.num_layers * 2 * c.embed_dim * inner  # keys and values of the encoder's states
+    depth = depth_of_decoder(c)
+    across = depth * 2 * c.embed_dim * inner  # keys and values of the encoder's states
     head = c.embed_dim * c.vocab_size
     weights = (encoder + across) * inputs + (decoder - across + head) * targets
-    pairs = inputs**2 + targets**2 / 2 + inputs * targets
-    return 6.0 * weights + 12.0 * c.num_layers * inner * pairs
+    pairs = c.num_layers * inputs**2 + depth * (targets**2 / 2 + inputs * targets)
+    return 6.0 * weights + 12.0 * inner * pairs

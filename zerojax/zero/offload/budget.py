@@ -42,7 +42,7 @@ def pinned_bytes(partition: placement.Partition) -> int:
 
 def pool_bytes(partition: placement.Partition) -> int:
     """Returns the bytes that this process takes from XLA's pool: its devices' shards of leaves in host memory, and the chunks in flight."""
-    here = [device for device in partition.mesh.devices.flat if device.process_index == jax.process_index()]
+    here = partition.mesh.local_devices
     counts = [layout.shard_bytes(leaf) for leaf in layout.host_leaves(partition)]
     if not counts:
         return 0

@@ -110,14 +110,6 @@ def to_host(array: jax.Array, like: Any) -> jax.Array:
     return jax.device_put(array, like.sharding)
 
 
-def check_copies(partition: placement.Partition) -> None:
-    """Refuses a step that would keep the old state, of a state that is written over where it lives."""
-    if on_disk(partition):
-        raise UserError(
-            "donate: is False, and offload.optimizer='nvme' writes the new state over the old one; omit donate"
-        )
-
-
 def load(leaves: list[Any], shardings: list[Any]) -> Loading:
     """Begins to bring leaves to the device. Returns the arrays, or a future of them; see `arrived`."""
     if leaves and is_on_disk(leaves[0]):

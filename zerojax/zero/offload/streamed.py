@@ -41,6 +41,10 @@ class StreamedStep:
     def __init__(self, gradients: Callable[..., Any], updates: updates_lib.Updates, *, donate: bool):
         self.gradients, self.updates, self.in_flight = gradients, updates, updates.in_flight
         self._donate = donate
+        if updates.is_on_disk and not donate:
+            raise UserError(
+                "donate: is False, and offload.optimizer='nvme' writes the new state over the old one; omit donate"
+            )
         self._leaving: collections.deque[list[Any]] = collections.deque()  # stores that may not have ended
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:

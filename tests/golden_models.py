@@ -1,0 +1,32 @@
+"""Reads the models of tests/golden/huggingface and what transformers computes from them. This module holds their paths and batches."""
+
+import functools
+import pathlib
+
+import numpy as np
+
+import zerojax
+from zerojax.interop import pretrained
+
+FOLDER = pathlib.Path(__file__).parent / "golden" / "huggingface"
+NAMES = ("llama", "qwen2", "t5", "bart")
+
+
+def expected(name: str) -> dict[str, np.ndarray]:
+    """Returns the arrays that transformers computed."""
+    return dict(np.load(FOLDER / name / "expected.npz"))
+
+
+@functools.cache
+def load(name: str, stage: int) -> pretrained.Pretrained:
+    """Loads a model over all devices. Even small weights are sharded."""
+    return zerojax.load_huggingface(FOLDER / name, stage=stage, min_size=64)
+
+
+def batch(name: str) -> dict[str, np.ndarray]:
+    """Returns the inputs and the labels of the expected logits and loss."""
+    found = expected(name)
+    arrays = {key: found[key] for key in ("input_ids", "attention_mask", "labels")}
+    if "decoder_start_token_id" not in (FOLDER / name / "config.json").read_text():
+        arrays["labels"] = np.where(found["attention_mask"] > 0, found["input_ids"], -100)
+    return arrays

@@ -1,0 +1,193 @@
+"""Checks that folders that do not fit are refused by name, and what a process reads. This module tests zerojax.interop.folder."""
+
+import json
+import shutil
+
+import golden_models
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from zerojax.errors import UserError
+from zerojax.interop import folder as folder_lib
+from zerojax.interop import layout, tensor_files
+from zerojax.models import family
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """Returns f(name, config changes, tensors to add or, as None, to remove) -> a changed copy of a model's folder."""
+
+    def copy(name, change=None, **tensors):
+        folder = tmp_path / name
+        shutil.copytree(golden_models.FOLDER / name, folder, dirs_exist_ok=True)
+        raw = json.loads((folder / "config.json").read_text())
+        raw |= change(raw) if callable(change) else change or {}
+        (folder / "config.json").write_text(json.dumps(raw))
+        if tensors:
+            file = folder / tensor_files.ONE_FILE
+            found = safetensors.numpy.load_file(file) | tensors
+            safetensors.numpy.save_file({name: array for name, array in found.items() if array is not None}, file)
+        return folder
+
+    return copy
+
+
+def refused(folder):
+    with pytest.raises(UserError) as caught:
+        folder_lib.open_folder(folder)
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_missing_or_unreadable_config_is_refused(tmp_path, copied):
+    assert "is not a folder" in refused(tmp_path / "nowhere")
+    assert "config.json: cannot be read" in refused(tmp_path)
+    folder = copied("llama")
+    for text, message in (("{", "is not JSON"), ("[]", "is not a table of settings")):
+        (folder / "config.json").write_text(text)
+        assert message in refused(folder)
+
+
+ROPE = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
+CONFIGS = {
+    "model_type 'gpt2' is not an architecture": ("llama", {"model_type": "gpt2"}),
+    "architecture 'LlamaForSequenceClassification' is not one": (
+        "llama",
+        {"architectures": ["LlamaForSequenceClassification"]},
+    ),
+    "has quantization_config": ("llama", {"quantization_config": {"bits": 4}}),
+    "rope_parameters: rope_type: must be one of default, linear, llama3, and is 'yarn'": (
+        "llama",
+        {"rope_parameters": ROPE},
+    ),
+    "rope_scaling: type: must be one of default, linear, llama3, and is 'dynamic'": (
+        "llama",
+        {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    ),
+    "hidden_act: must be one of gelu": ("llama", {"hidden_act": "relu6"}),
+    "num_attention_heads: must be a whole number above 0, and is 'four'": ("llama", {"num_attention_heads": "four"}),
+    "num_attention_heads: must be a multiple of num_key_value_heads=3": ("llama", {"num_key_value_heads": 3}),
+    "layer_types: must be 2 of full_attention": ("qwen2", {"layer_types": ["linear_attention", "full_attention"]}),
+    "feed_forward_proj: must be one of": ("t5", {"feed_forward_proj": "gated-mish"}),
+    "d_model: must be a multiple of decoder_attention_heads=5": ("bart", {"decoder_attention_heads": 5}),
+    "tie_word_embeddings: must be true or false, and is 'no'": ("bart", {"tie_word_embeddings": "no"}),
+    "tensor model.layers.0.self_attn.k_proj.bias is not one of the model that config.json describes (6 of 26 are not)": (
+        "qwen2",
+        {"model_type": "llama", "architectures": None},
+    ),
+    "tensor model.layers.0.self_attn.q_proj.bias is missing (8 of 29 are)": ("llama", {"attention_bias": True}),
+    "tensor model.layers.2.input_layernorm.weight is missing (9 of 30 are)": ("llama", {"num_hidden_layers": 3}),
+    "tensor model.layers.0.mlp.down_proj.weight has shape (64, 160), and config.json describes (64, 161)": (
+        "llama",
+        {"intermediate_size": 161},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", CONFIGS)
+def test_a_config_of_another_model_is_refused_by_name(copied, message):
+    name, change = CONFIGS[message]
+    assert message in refused(copied(name, change))
+
+
+def test_tensors_that_do_not_fit_are_refused_by_name(copied):
+    norm = "model.norm.weight"
+    assert f"tensor {norm} is missing (1 of 21 are)" in refused(copied("llama", **{norm: None}))
+    assert "tensor extra is not one of the model" in refused(
+        copied("llama", **{norm: np.ones(64, np.float32), "extra": np.ones(3, np.float32)})
+    )
+    wrong = {"extra": None, norm: np.ones(64, np.int8)}
+    assert f"tensor {norm} is stored as I8, and only F64, F32, F16, BF16 are read" in refused(copied("llama", **wrong))
+
+
+def test_copies_of_tied_weights_are_left_out_if_they_are_equal(copied):
+    original = safetensors.numpy.load_file(golden_models.FOLDER / "bart" / "model.safetensors")["model.shared.weight"]
+    names = ("model.encoder.embed_tokens.weight", "lm_head.weight")
+    folder = folder_lib.open_folder(copied("bart", **dict.fromkeys(names, original)))
+    assert folder.model.tie_embeddings and not set(names) & set(folder.entries)
+    other = original + 1
+    folder = folder_lib.open_folder(copied("bart", **{"lm_head.weight": other}))
+    assert not folder.model.tie_embeddings  # as transformers 5: both are kept
+    assert "tensor model.encoder.embed_tokens.weight is not one of the model" in refused(
+        copied("bart", **{"model.encoder.embed_tokens.weight": other})
+    )
+
+
+def test_a_model_saved_without_its_head_is_read(copied):
+    folder = copied("bart", {"architectures": ["BartModel"]})
+    tensors = safetensors.numpy.load_file(folder / tensor_files.ONE_FILE)
+    del tensors["final_logits_bias"]
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    safetensors.numpy.save_file(bare, folder / tensor_files.ONE_FILE)
+    found = folder_lib.open_folder(folder)
+    assert found.entries.keys() == tensors.keys() and found.dtype == np.float32
+    bias = next(tensor for tensor in layout.tensors(found.family, found.model) if "logits_bias" in tensor.path)
+    np.testing.assert_array_equal(
+        folder_lib.read_shard(found, bias, (slice(8, 16),), np.float32), np.zeros(8, np.float32)
+    )
+
+
+def sparse_folder(tmp_path, **changes):
+    """Makes a folder whose one file has the bytes of a large model, all holes."""
+    raw = json.loads((golden_models.FOLDER / "llama" / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    chosen = folder_lib.families.MODEL_TYPES["llama"]
+    model = chosen.huggingface.read(raw, ["lm_head.weight"])
+    tensors = layout.tensors(chosen, model)
+    size = sum(2 * int(np.prod(tensor.shape)) for tensor in tensors)
+    with open(tmp_path / tensor_files.ONE_FILE, "wb") as file:
+        shapes = {tensor.name: (tensor.shape, tensor_files.DTYPES["BF16"]) for tensor in tensors}
+        tensor_files.write_header(file, shapes)
+        file.truncate(file.tell() + size)
+    return size, tensors
+
+
+def test_a_shard_of_a_file_larger_than_memory_is_read_through_small_windows(tmp_path, monkeypatch):
+    """One device's shard of 512, of a model whose sparse file has 375 GB."""
+    size, tensors = sparse_folder(
+        tmp_path,
+        hidden_size=32768,
+        intermediate_size=131072,
+        num_hidden_layers=12,
+        num_attention_heads=256,
+        num_key_value_heads=32,
+        head_dim=128,
+        vocab_size=131072,
+    )
+    assert size > 370e9
+    windows, mapped = [], tensor_files._mapped
+
+    def counted(file, offset, length, **options):
+        windows.append(length)
+        return mapped(file, offset, length, **options)
+
+    monkeypatch.setattr(tensor_files, "_mapped", counted)
+    folder = folder_lib.open_folder(tmp_path)
+    for tensor in tensors[:5]:  # tables, norms and a projection
+        size = tensor.leaf_shape[0]
+        index = (slice(0, max(size // 512, 1)), *(slice(0, length) for length in tensor.leaf_shape[1:]))
+        array = folder_lib.read_shard(folder, tensor, index, np.float32)
+        assert array.shape == tuple(part.stop for part in index) and not array.any()
+        assert array.nbytes < 70e6
+    assert 0 < max(windows) <= tensor_files.WINDOW_BYTES
+
+
+def test_each_shard_is_read_once_whatever_the_number_of_devices_that_hold_it(monkeypatch):
+    folder = folder_lib.open_folder(golden_models.FOLDER / "llama")
+    reads = []
+    original = folder_lib.read_shard
+    monkeypatch.setattr(folder_lib, "read_shard", lambda *args: reads.append(args[1:3]) or original(*args))
+    mesh = jax.make_mesh((2, 4), ("replica", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def place(leaf):
+        spec = jax.P("data") if leaf.shape[0] % 4 == 0 else jax.P()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, spec))
+
+    abstract = jax.tree.map(place, family.abstract_params(folder.family.parts, folder.model))
+    params = folder_lib.read_params(folder, abstract)
+    assert len(reads) == 4 * len(jax.tree.leaves(abstract))
+    sizes = sum(int(np.prod([part.stop - part.start for part in index])) for _, index in reads)
+    assert sizes == sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -1,0 +1,149 @@
+"""Compares imported models with transformers. This module tests zerojax.interop.pretrained."""
+
+import json
+import shutil
+
+import golden_models
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import zerojax
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.interop import folder as folder_lib
+from zerojax.interop import pretrained
+
+LOGITS = 2e-5  # float32 sums in another order, in two implementations
+LOSS = 1e-5  # relative to losses of about 6
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", golden_models.NAMES)
+def test_logits_loss_and_greedy_tokens_are_those_of_transformers(name, stage):
+    loaded, expected, batch = golden_models.load(name, stage), golden_models.expected(name), golden_models.batch(name)
+
+    def forward(params):
+        return loaded.apply(params, batch), loaded.loss(params, batch)
+
+    placements = loaded.partition.placements
+    sharded = zerojax.where_used(forward, placements, blocks=loaded.blocks, heads=loaded.heads, remat="full")
+    logits, loss = jax.jit(sharded)(loaded.params)
+    np.testing.assert_allclose(logits, expected["logits"], atol=LOGITS, rtol=0)
+    np.testing.assert_allclose(loss, expected["loss"], rtol=LOSS)
+    mask = expected["attention_mask"] if loaded.family.is_encoder_decoder else None
+    found = loaded.generator(max_new_tokens=12)(loaded.params, expected["input_ids"], mask)
+    np.testing.assert_array_equal(found, expected["generated"])
+
+
+def test_weights_are_sharded_by_the_stage():
+    for stage, held in ((0, 1.0), (3, 1 / 8)):
+        loaded = golden_models.load("llama", stage)
+        kernel = loaded.params["layer_0"]["mlp"]["gate"]["kernel"]
+        assert kernel.addressable_shards[0].data.size == held * kernel.size
+        assert kernel.sharding == loaded.partition.shardings["params"]["layer_0"]["mlp"]["gate"]["kernel"]
+
+
+def test_weights_are_padded_and_cast_as_asked():
+    exact = golden_models.load("qwen2", 0).params
+    mesh = zerojax.make_mesh(data=7, devices=jax.devices()[:7])
+    loaded = zerojax.load_huggingface(
+        golden_models.FOLDER / "qwen2", mesh=mesh, dtype="bf16", min_size=64, indivisible="pad"
+    )
+    padded = [path for path, leaf in loaded.partition.leaves.items() if leaf.padding]
+    assert padded
+    own = dict(tree.flatten({"params": loaded.params}))
+    for path, leaf in tree.flatten({"params": exact}):
+        stored, kept = np.asarray(own[path]), tuple(map(slice, leaf.shape))
+        np.testing.assert_array_equal(stored[kept], np.asarray(leaf).astype(stored.dtype))
+        stored = stored.copy()
+        stored[kept] = 0
+        assert stored.dtype.name == "bfloat16" and not stored.any()
+
+
+@pytest.mark.parametrize("name, max_shard_bytes", [(name, 2**30) for name in golden_models.NAMES] + [("bart", 100_000)])
+def test_an_export_of_an_import_holds_the_same_bytes_and_its_import_is_the_same(tmp_path, name, max_shard_bytes):
+    source, loaded = tmp_path / "source", golden_models.load(name, 3)
+    shutil.copytree(golden_models.FOLDER / name, source)
+    (source / "tokenizer.json").write_text("{}")
+    (source / "notes.txt").write_text("mine")
+    loaded = zerojax.load_huggingface(source, stage=3, min_size=64)
+    zerojax.export_huggingface(loaded.params, loaded, tmp_path / "out", max_shard_bytes=max_shard_bytes)
+    found: dict[str, np.ndarray] = {}
+    for file in sorted((tmp_path / "out").glob("*.safetensors")):
+        found |= safetensors.numpy.load_file(file)
+    assert (len(list((tmp_path / "out").glob("*.safetensors"))) > 1) == (max_shard_bytes < 2**20)
+    expected = safetensors.numpy.load_file(source / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape)
+        assert found[key].tobytes() == tensor.tobytes(), key
+    for file in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (tmp_path / "out" / file).read_text().strip() == (source / file).read_text().strip()
+    assert not (tmp_path / "out" / "notes.txt").exists()
+    again = zerojax.load_huggingface(tmp_path / "out", stage=0)
+    jax.tree.map(np.testing.assert_array_equal, again.params, loaded.params)
+    assert again.config == loaded.config
+
+
+def test_a_loaded_model_trains_as_a_model_of_ones_own():
+    import optax
+    from flax.training import train_state
+
+    loaded, batch = golden_models.load("llama", 3), golden_models.batch("llama")
+    batch = {key: np.concatenate([array] * 8) for key, array in batch.items()}
+
+    def create(params):
+        return train_state.TrainState.create(apply_fn=loaded.apply, params=params, tx=optax.sgd(0.1))
+
+    state, partition = zerojax.shard_train_state(
+        create, loaded.params, mesh=loaded.partition.mesh, stage=3, min_size=64
+    )
+    train_step = zerojax.make_train_step(
+        lambda params, batch, state: loaded.loss(params, batch),
+        partition,
+        blocks=loaded.blocks,
+        heads=loaded.heads,
+        remat="none",
+    )
+    state, first = train_step(state, batch)
+    state, second = train_step(state, batch)
+    np.testing.assert_allclose(first["loss"], golden_models.expected("llama")["loss"], rtol=LOSS)
+    assert second["loss"] < first["loss"]
+
+
+def settings(tmp_path, name="bart", **changes):
+    folder = tmp_path / name
+    shutil.copytree(golden_models.FOLDER / name, folder, dirs_exist_ok=True)
+    path = folder / folder_lib.GENERATION
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder_lib.open_folder(folder)
+
+
+def test_special_tokens_come_from_the_settings_of_generation_and_else_from_the_config(tmp_path):
+    found = pretrained.special_tokens(settings(tmp_path, eos_token_id=[5, 6], forced_bos_token_id=9))
+    assert (found.stops, found.pad, found.start) == ((5, 6), 1, 2)
+    assert (found.forced_first, found.forced_last) == (9, 2)
+    folder = settings(tmp_path, "llama", pad_token_id=None)
+    assert pretrained.special_tokens(folder).pad == 0  # of config.json
+    with pytest.raises(UserError, match="eos_token_id is 384, and ids are from 0 to 383"):
+        pretrained.special_tokens(settings(tmp_path, eos_token_id=384))
+
+
+def test_settings_that_are_not_applied_are_named(tmp_path):
+    assert pretrained.unread_settings(settings(tmp_path)) == []
+    found = pretrained.unread_settings(settings(tmp_path, num_beams=4, no_repeat_ngram_size=3, min_length=0))
+    assert found == ["num_beams=4", "no_repeat_ngram_size=3"]
+
+
+def test_padded_labels_are_left_out_and_start_after_the_start_token():
+    loaded, batch = golden_models.load("bart", 0), golden_models.batch("bart")
+    forward = jax.jit(loaded.loss)
+    labels = batch["labels"].copy()
+    labels[1, 6:] = -100
+    shifted = np.concatenate([np.full((3, 1), 2), np.where(labels < 0, 1, labels)[:, :-1]], axis=1)
+    logits = np.asarray(jax.jit(loaded.apply)(loaded.params, {**batch, "decoder_input_ids": shifted}), np.float64)
+    terms = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, np.maximum(labels, 0)[..., None], -1)[..., 0]
+    expected = terms[labels != -100].mean()
+    np.testing.assert_allclose(forward(loaded.params, {**batch, "labels": labels}), expected, rtol=LOSS)

@@ -1,0 +1,78 @@
+"""Checks what values are said to depend on. This module tests zerojax.zero.sharded_batch.dependence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zerojax.zero.sharded_batch import dependence
+
+OLD, KEY = jnp.int32(5), jax.random.PRNGKey(0)
+ROWS = 8
+X = jnp.arange(ROWS * 3).reshape(ROWS, 3)
+
+# name -> (f(batch x, state), the kind)
+CASES = {
+    "a constant": (lambda x, s: jnp.int32(3), "same"),
+    "the number of rows": (lambda x, s: s["n"] + x.shape[0], "same"),
+    "a function of the old value": (lambda x, s: 2 * s["n"] + 1, "same"),
+    "the old value": (lambda x, s: s["n"], "same"),
+    "a split key": (lambda x, s: jax.random.split(s["key"])[0], "same"),
+    "a call": (lambda x, s: jax.jit(lambda n, x: (n + 1, x.sum()))(s["n"], x)[0], "same"),
+    "a checkpoint": (lambda x, s: jax.checkpoint(lambda n, x: (n + 1, x.sum()))(s["n"], x)[0], "same"),
+    "a sum": (lambda x, s: (x > 2).sum(), "count"),
+    "a sum of sums": (lambda x, s: (x > 2).sum(0).sum() - 3 * jnp.count_nonzero(x), "count"),
+    "a histogram": (lambda x, s: jnp.bincount(x[:, 0], length=4), "count"),
+    "a sum in a call": (lambda x, s: jax.jit(jnp.sum)(x), "count"),
+    "matches of the likeliest": (lambda x, s: (x.argmax(-1) == x[:, 0]).sum(), "count"),
+    "a grown value": (lambda x, s: s["n"] + (x > 2).sum(), "grown"),
+    "a grown value in a call": (lambda x, s: jax.jit(lambda n, x: n + x.sum())(s["n"], x), "grown"),
+    "grown twice": (lambda x, s: s["n"] + x.sum() - (x > 2).sum(), "grown"),
+    "a grown value and one more": (lambda x, s: s["n"] + 1 + x.sum(), "other"),
+    "a sum and one more": (lambda x, s: x.sum() + 1, "other"),
+    "grown and doubled": (lambda x, s: 2 * (s["n"] + x.sum()), "other"),
+    "a maximum": (lambda x, s: x.max(), "other"),
+    "a sum of maxima": (lambda x, s: x.max(0).sum(), "other"),
+    "the first": (lambda x, s: x[0, 0], "other"),
+    "a choice": (lambda x, s: jnp.where(x.max() > 3, s["n"] + 1, s["n"]), "other"),
+    "drawn": (lambda x, s: jax.random.randint(s["key"], (), 0, 9), "other"),
+    "a loop": (lambda x, s: jax.lax.fori_loop(0, ROWS, lambda i, n: n + x[i, 0], s["n"]), "other"),
+}
+
+
+def program(function):
+    state = {"n": OLD, "key": KEY, "words": jnp.zeros(2, jnp.uint32)}
+    return dependence.TracedLoss(lambda _, x, s: {"n": function(x, s)}, {}, X, state, ROWS), state
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_told_apart_by_what_they_read(name):
+    function, kind = CASES[name]
+    traced, state = program(function)
+    assert traced.kind("n", "n") == kind
+    if kind == "same":
+        np.testing.assert_array_equal(traced.evaluate("n", state), function(X, state))
+    else:
+        with pytest.raises(dependence.Depends):
+            traced.evaluate("n", state)
+
+
+def test_the_kinds_are_true_of_two_halves():
+    """A count of the batch is the sum of its halves' counts, and what grows grows by them; the others are not."""
+    state = {"n": OLD, "key": KEY}
+    for name, (function, kind) in CASES.items():
+        whole, (first, second) = function(X, state), (function(half, state) for half in np.split(X, 2))
+        if kind in ("count", "grown"):
+            np.testing.assert_array_equal(first + second - (OLD if kind == "grown" else 0), whole, err_msg=name)
+
+
+def test_raw_words_are_keys_where_the_loss_draws_with_them():
+    def draws(x, state):
+        def body(total, row):
+            return total + jax.random.normal(jax.random.fold_in(state["key"], 1)), None
+
+        return jax.lax.scan(body, 0.0, x)[0] + state["words"].sum()
+
+    assert program(draws)[0].keys() == ({"key"}, set())
+    assert program(lambda x, s: jax.jit(jax.random.split)(s["words"]))[0].keys() == ({"words"}, set())
+    assert program(lambda x, s: s["key"].sum())[0].keys() == (set(), set())

@@ -1,0 +1,111 @@
+"""Checks how batches are sharded and cast. This module tests zerojax.zero.sharded_batch.inputs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from zerojax import mesh as mesh_lib
+from zerojax.zero.sharded_batch import inputs
+
+MESH = zerojax.make_mesh()
+WEIGHTS = jnp.linspace(0.5, 2.0, 16)  # of 16 classes beside 16 examples
+BATCH = {
+    "x": jax.random.normal(jax.random.key(1), (16, 8)),
+    "y": jnp.arange(16) % 16,
+    "class_weights": WEIGHTS,
+    "first_time": jax.random.normal(jax.random.key(2), (3, 16)),
+}
+SPECS = {"x": P(mesh_lib.BATCH_AXES), "y": P(mesh_lib.BATCH_AXES), "class_weights": P(), "first_time": P(None, "data")}
+
+
+def make_step(**options):
+    params = {"w": jax.random.normal(jax.random.key(0), (8, 16))}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+    state, part = zerojax.shard_train_state(state, mesh=zerojax.make_mesh(), stage=3, min_size=8)
+    return state, zerojax.make_train_step(loss_fn, part, donate=False, **options)
+
+
+def loss_fn(params, batch, state):
+    terms = optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ params["w"], batch["y"])
+    weights = batch["class_weights"][batch["y"]]
+    return zerojax.Mean(jnp.sum(weights * terms) + batch["first_time"].sum(), weights.sum())
+
+
+@pytest.mark.parametrize(
+    "batch_specs", [[("class", P()), ("^first", SPECS["first_time"])], SPECS], ids=["regexes", "a tree"]
+)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_leaves_that_count_no_examples_and_other_layouts_keep_their_meaning(passes, batch_specs):
+    state, train_step = make_step(reduce_dtype=jnp.float32, grad_accum=passes, batch_specs=batch_specs)
+    batch = dict(BATCH)
+    if passes > 1:
+        batch |= {name: leaf.reshape(2, 8, *leaf.shape[1:]) for name, leaf in BATCH.items() if name in ("x", "y")}
+        batch["first_time"] = jnp.stack(jnp.split(BATCH["first_time"], 2, axis=1))
+    after, metrics = train_step(state, batch)
+    loss, grad = jax.value_and_grad(lambda p: zerojax_value(loss_fn(p, BATCH, None)))(jax.device_get(state.params))
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(state.params["w"] - after.params["w"], grad["w"], atol=2e-6)
+
+
+def zerojax_value(mean):
+    return mean.total / mean.weight
+
+
+def test_leaves_of_unlike_lengths_are_refused_where_each_device_sees_its_own_examples():
+    batch = BATCH | {"class_weights": jnp.ones(24), "first_time": jnp.ones(())}
+    state, by_device = make_step(reduce_dtype=jnp.float32)
+    expected = r"^batch/class_weights: has 24 rows and batch/x has 16, .* pass batch_specs=\[\(\"\^class_weights\$\", "
+    with pytest.raises(zerojax.UserError, match=expected):
+        jax.eval_shape(by_device, state, batch)
+    state, by_compiler = make_step()
+    jax.eval_shape(by_compiler, state, batch)
+
+
+REFUSED = {
+    "a spec that does not fit": ([("x", P("data", None, None)), ("first", P())], r"^batch/x: batch_specs gives"),
+    "another mesh's axis": ([("x", P("fsdp")), ("first", P())], r"^batch/x: batch_specs gives .* on a mesh of"),
+    "a length that does not divide": (
+        [("^first", P("data"))],
+        r"^batch/first_time: dim 0 of \(3, 16\) does not divide by data = 8",
+    ),
+    "no leaf": (
+        [("weights$", P()), ("wieghts", P())],
+        r"^batch_specs: 'wieghts' matches no leaf of the batch; .* x, y",
+    ),
+    "another tree": ({"x": P()}, r"^batch_specs: is a tree of another structure than the batch"),
+    "no regex": ([("[", P())], r"^batch_specs: '\[' is not a regex"),
+    "no spec": ([("x", "data")], r"^batch_specs: 'x' needs a PartitionSpec, and has 'data'"),
+    "no specs": ("data", r"^batch_specs: it must be a PartitionSpec, and is 'data'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_specs_that_do_not_fit_are_refused(name):
+    batch_specs, message = REFUSED[name]
+    with pytest.raises(zerojax.UserError, match=message):
+        state, train_step = make_step(batch_specs=batch_specs)
+        jax.eval_shape(train_step, state, BATCH)
+
+
+def test_the_number_of_examples_is_that_of_a_pass():
+    layout = inputs.Layout(zerojax.make_mesh(), 2, [("weights", P())])
+    assert layout.examples({"weights": jnp.ones((2, 3)), "x": jnp.ones((2, 8, 4))}) == 8
+    assert inputs.Layout(zerojax.make_mesh()).examples({"n": jnp.ones(())}) == 1
+
+
+@pytest.mark.parametrize(("which", "cast"), [(True, {"x", "time"}), (False, set()), ("^x", {"x"})])
+def test_the_dtype_of_the_forward_pass_applies_to_the_leaves_that_the_user_chose(which, cast):
+    batch = {"x": jnp.ones(8), "time": jnp.ones(8), "y": jnp.ones(8, int)}
+    found = inputs.Layout(MESH, cast_batch=which).place(batch, jnp.bfloat16)
+    assert {name for name, leaf in found.items() if leaf.dtype == jnp.bfloat16} == cast
+    assert found["y"].dtype == batch["y"].dtype
+    for wrong in ("[", 1.5):
+        with pytest.raises(zerojax.UserError, match=r"^cast_batch: " + re.escape(repr(wrong)) + " is not a regex"):
+            inputs.Layout(MESH, cast_batch=wrong)

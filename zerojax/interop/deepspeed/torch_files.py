@@ -1,0 +1,245 @@
+"""Reads files that `torch.save` wrote, without PyTorch. This module builds tensors and plain values from them, and nothing else.
+
+A file is a zip archive: a pickle, and one entry of raw bytes for each storage. A pickle may name any function of Python to be called. The
+unpickler here knows a table of names and refuses all others, before anything of the file is built; so reading runs no code of the file.
+Storages are mapped from the disk: a tensor's bytes are read when they are used.
+"""
+
+import collections
+import dataclasses
+import io
+import math
+import pathlib
+import pickle
+import zipfile
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import ml_dtypes
+import numpy as np
+
+from zerojax import errors
+from zerojax.errors import UserError
+
+_MOST_PICKLE_BYTES = 2**30
+_DTYPES: Mapping[str, np.dtype] = {
+    "Float": np.dtype(np.float32),
+    "Double": np.dtype(np.float64),
+    "Half": np.dtype(np.float16),
+    "BFloat16": np.dtype(ml_dtypes.bfloat16),
+    "Long": np.dtype(np.int64),
+    "Int": np.dtype(np.int32),
+    "Short": np.dtype(np.int16),
+    "Char": np.dtype(np.int8),
+    "Byte": np.dtype(np.uint8),
+    "Bool": np.dtype(np.bool_),
+}
+_NAMED = "float32 float float64 double float16 half bfloat16 int64 long int32 int int16 short int8 uint8 bool complex64".split()
+
+
+class PickledObject:
+    """An object of a class that is not built: its name, and its fields as plain values."""
+
+    def __init__(self, name: str, *arguments: Any):
+        self.__dict__["_name"], self.__dict__["_arguments"] = name, arguments
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """Returns a field, or the default."""
+        return self.__dict__.get(name, default)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Storage:
+    """One entry of raw bytes, as a flat array."""
+
+    array: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class _Constant:
+    """A name that stands for itself, such as a dtype of PyTorch."""
+
+    name: str
+
+
+def read(path: pathlib.Path) -> Any:
+    """Returns the content of a file: nested plain values, with numpy arrays for tensors.
+
+    Raises:
+      UserError: the file is missing, damaged, of PyTorch's format before 1.6, or names something that is neither a tensor nor a plain
+        value. Nothing of it was built or called.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _load(path, archive)
+    except UserError:
+        raise
+    except zipfile.BadZipFile as error:
+        raise UserError(
+            f"{path}: is not a zip archive; it is damaged, or of PyTorch before 1.6: load and save it there once"
+        ) from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); fix that") from error
+    except Exception as error:  # a damaged pickle may end in any error
+        what = f"{type(error).__name__}: {errors.one_line(error, 160)}"
+        raise UserError(f"{path}: is damaged ({what}); copy it again") from error
+
+
+def _load(path: pathlib.Path, archive: zipfile.ZipFile) -> Any:
+    pickles = [info for info in archive.infolist() if info.filename.split("/")[1:] == ["data.pkl"]]
+    if len(pickles) != 1 or pickles[0].file_size > _MOST_PICKLE_BYTES:
+        raise UserError(f"{path}: holds no data.pkl of torch.save; name a file that torch.save wrote")
+    folder = pickles[0].filename.split("/")[0]
+    order = f"{folder}/byteorder"
+    if order in archive.namelist() and archive.read(order).strip() != b"little":
+        raise UserError(f"{path}: was saved on a big-endian machine, which is not read; save it on another")
+    return _Unpickler(path, archive, folder, archive.read(pickles[0])).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    """An unpickler that knows the names of `_KNOWN` alone."""
+
+    def __init__(self, path: pathlib.Path, archive: zipfile.ZipFile, folder: str, content: bytes):
+        super().__init__(io.BytesIO(content))
+        self._path, self._archive, self._folder = path, archive, folder
+        self._storages: dict[str, _Storage] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns what stands for a name of the file.
+
+        Raises:
+          UserError: the name is not known.
+        """
+        full = f"{module}.{name}"
+        if full in _KNOWN:
+            return _KNOWN[full]
+        if (
+            module in ("torch", "torch.storage")
+            and name.removesuffix("Storage") in _DTYPES
+            and name.endswith("Storage")
+        ):
+            return _Constant(name.removesuffix("Storage"))
+        if full in ("torch.UntypedStorage", "torch.storage.UntypedStorage"):
+            return _Constant("Byte")
+        if module == "torch" and name in _NAMED:
+            return _Constant(f"torch.{name}")
+        raise UserError(
+            f"{self._path}: names {full}, which is neither a tensor nor a plain value; nothing of the file was run. "
+            "If you trust it, load it with PyTorch and save it without that object"
+        )
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        """Returns a storage: ("storage", type, key, device, elements)."""
+        kind, of, key, _, elements = pid
+        if kind != "storage" or not isinstance(of, _Constant) or not isinstance(key, str):
+            raise ValueError("an unknown kind of storage")
+        if key not in self._storages:
+            self._storages[key] = _Storage(self._map(f"{self._folder}/data/{key}", _DTYPES[of.name], int(elements)))
+        return self._storages[key]
+
+    def _map(self, name: str, dtype: np.dtype, elements: int) -> np.ndarray:
+        """Returns the bytes of an entry as a flat array, mapped from the disk where they are stored uncompressed."""
+        info = self._archive.getinfo(name)
+        if info.file_size != elements * dtype.itemsize:
+            raise ValueError(f"{name} has {info.file_size} bytes, and {elements} {dtype} elements need another number")
+        if info.compress_type != zipfile.ZIP_STORED or not elements:
+            return np.frombuffer(self._archive.read(name), dtype)
+        with open(self._path, "rb") as file:  # the local header may be longer than the one in the directory
+            file.seek(info.header_offset)
+            header = file.read(30)
+        start = (
+            info.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        )
+        return np.memmap(self._path, dtype, "r", start, (elements,))
+
+
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> np.ndarray:
+    """Returns a view of a storage.
+
+    Raises:
+      ValueError: the view would leave the storage, or be larger than it.
+    """
+    if not isinstance(storage, _Storage):
+        raise ValueError("a tensor without a storage")
+    shape, steps, flat = tuple(map(int, size)), tuple(map(int, stride)), storage.array
+    last = int(offset) + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+    is_empty = 0 in shape
+    if (
+        min((0, int(offset), *shape, *steps)) < 0
+        or (not is_empty and last >= flat.size)
+        or math.prod(shape) > flat.size
+    ):
+        raise ValueError(f"a tensor of shape {shape} leaves its storage of {flat.size} elements")
+    if is_empty:
+        return np.empty(shape, flat.dtype)
+    strides = [step * flat.itemsize for step in steps]
+    return np.lib.stride_tricks.as_strided(flat[int(offset) :], shape, strides, writeable=False)
+
+
+def _of_type(build: Any, _: Any, arguments: Any, __: Any) -> Any:
+    """Returns a tensor with attributes of its own, without them."""
+    if build is not _tensor:
+        raise ValueError("a tensor of an unknown kind")
+    return _tensor(*arguments)
+
+
+def _parameter(data: Any, *_: Any) -> Any:
+    if not isinstance(data, np.ndarray):
+        raise ValueError("a parameter without a tensor")
+    return data
+
+
+def _number(*arguments: Any) -> int:
+    return int(arguments[0])
+
+
+def _size(sizes: Any = ()) -> tuple[int, ...]:
+    return tuple(map(int, sizes))
+
+
+def _device(*arguments: Any) -> str:
+    return ":".join(map(str, arguments))
+
+
+def _no_call(*_: Any) -> NoReturn:
+    raise ValueError("a type is called")
+
+
+def _record(name: str) -> type[PickledObject]:
+    """Returns a class whose instances keep a name and fields."""
+
+    def build(self: Any, *arguments: Any) -> None:
+        PickledObject.__init__(self, name, *arguments)
+
+    return type(name.rpartition(".")[2], (PickledObject,), {"__init__": build, "__setstate__": _set_fields})
+
+
+def _set_fields(self: Any, fields: Any) -> None:
+    if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
+        raise ValueError("an object whose fields are not a table")
+    self.__dict__.update(fields)
+
+
+_RECORDS = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaleConfig",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaleProfile",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+_KNOWN: Mapping[str, Any] = {
+    "collections.OrderedDict": collections.OrderedDict,
+    "collections.defaultdict": lambda *_: {},
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _of_type,
+    "torch.Tensor": _Constant("torch.Tensor"),
+    "torch.nn.parameter.Parameter": _Constant("torch.nn.Parameter"),
+    "torch.Size": _size,
+    "torch.device": _device,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _number,
+    "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum": _device,
+    **{name: _record(name) for name in _RECORDS},
+}

@@ -1,0 +1,73 @@
+"""Writes arrays as a folder of safetensors. This module serves tensors that are on the host already, under the names that they have."""
+
+import json
+import pathlib
+import shutil
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from zerojax import files
+from zerojax.errors import UserError
+from zerojax.interop import tensor_files
+
+SHARD_BYTES = 5 * 2**30
+
+
+def write(
+    arrays: Mapping[str, np.ndarray],
+    folder: pathlib.Path,
+    *,
+    carried: Sequence[pathlib.Path] = (),
+    max_shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes the arrays in their dtypes: `model.safetensors`, or several files and an index.
+
+    Args:
+      arrays: by name.
+      folder: new or empty.
+      carried: other files to copy there (config.json).
+      max_shard_bytes: limit on the tensors of one file. A larger tensor gets its own file.
+
+    Raises:
+      UserError: the folder holds files, or the disk is full.
+    """
+    with files.writing(folder, "make room, or choose another folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+        held = next(iter(sorted(folder.iterdir())), None)
+        if held is not None:
+            raise UserError(f"{folder}: holds {held.name}; choose a new folder")
+        shards = _pack(arrays, max_shard_bytes)
+        for name, group in shards.items():
+            _write_file(folder / name, {key: arrays[key] for key in group})
+        if len(shards) > 1:
+            total = sum(array.nbytes for array in arrays.values())
+            index = {
+                "metadata": {"total_size": total},
+                "weight_map": {key: name for name, group in shards.items() for key in group},
+            }
+            (folder / tensor_files.INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        for path in carried:
+            shutil.copyfile(path, folder / path.name)
+
+
+def _pack(arrays: Mapping[str, np.ndarray], most: int) -> dict[str, list[str]]:
+    """Returns {file name: names of its arrays}."""
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, array in arrays.items():
+        if groups[-1] and held + array.nbytes > most:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += array.nbytes
+    if len(groups) == 1:
+        return {tensor_files.ONE_FILE: groups[0]}
+    return {f"model-{number:05}-of-{len(groups):05}.safetensors": group for number, group in enumerate(groups, 1)}
+
+
+def _write_file(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
+    with open(path, "wb") as file:
+        tensor_files.write_header(file, {name: (array.shape, array.dtype) for name, array in arrays.items()})
+        for array in arrays.values():
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

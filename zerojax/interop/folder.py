@@ -1,0 +1,205 @@
+"""A model's folder as transformers writes it. This module checks it against its family, and reads its weights into their shardings.
+
+Every process reads the bytes of its own devices' shards: one shard at a time, a few rows at a time, in the dtype that is stored, straight
+into the layout and the dtype that are wanted. No process ever holds a whole model.
+"""
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+import pathlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.interop import layout, tensor_files
+from zerojax.models import families
+from zerojax.models import family as family_lib
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+READERS = 4  # shards that a process reads at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """A checked folder.
+
+    Attributes:
+      path: the folder.
+      raw: the contents of config.json.
+      generation: the contents of generation_config.json; {} if there is none.
+      family: the model's family.
+      model: the model's config.
+      entries: each tensor of the model in the files, by name. Optional ones may be missing.
+    """
+
+    path: pathlib.Path
+    raw: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    family: family_lib.Family
+    model: Any
+    entries: Mapping[str, tensor_files.Entry]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Returns the dtype of most weights: that of the largest tensor."""
+        largest = max(self.entries.values(), key=lambda entry: int(np.prod(entry.shape)))
+        return tensor_files.DTYPES[largest.dtype]
+
+    def setting(self, name: str) -> Any:
+        """Returns a setting of generation: from generation_config.json, or else from config.json; None if neither has it."""
+        value = self.generation.get(name)
+        return self.raw.get(name) if value is None else value
+
+
+def open_folder(path: str | os.PathLike) -> Folder:
+    """Reads the configs and the headers of a folder, and checks that its tensors are those of its model. Reads no weights.
+
+    Raises:
+      UserError: a file is missing, damaged or pickled; the architecture is unknown; or a tensor is missing, unknown, or of another shape
+        or dtype. The line names it.
+    """
+    path = pathlib.Path(path)
+    if not path.is_dir():
+        raise UserError(f"{path}: is not a folder; name one that save_pretrained of transformers wrote")
+    raw = _read_json(path / CONFIG)
+    family = _family(path, raw)
+    entries = _canonical(family, raw, tensor_files.read_folder(path))
+    try:
+        model = family.huggingface.read(raw, entries)
+    except UserError as error:
+        raise UserError(f"{path}/{error}") from error
+    _check(path, layout.tensors(family, model), entries)
+    generation = _read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
+    return Folder(path, raw, generation, family, model, entries)
+
+
+def read_params(folder: Folder, abstract: Any) -> Any:
+    """Reads the weights into their shardings. All processes must call it, and each reads its own shards.
+
+    Args:
+      folder: from `open_folder`.
+      abstract: ShapeDtypeStructs with shardings, in the structure of the model's params. Shapes may be padded at their ends (with 0).
+
+    Returns:
+      The params, as `abstract` describes them.
+    """
+    tensors = {tensor.path: tensor for tensor in layout.tensors(folder.family, folder.model)}
+    with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
+        reading = tree.map_with_path(
+            lambda path, like: pool.submit(_read_leaf, read_shard, folder, tensors[path], like), abstract
+        )
+        return jax.tree.map(lambda future: future.result(), reading)
+
+
+def read_shard(folder: Folder, tensor: layout.ModelTensor, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
+    """Returns a slice of one leaf, in our layout. Parts of the slice beyond the leaf's shape are 0."""
+    bounds = [part.indices(1 << 62)[:2] for part in index]
+    lengths = [stop - start for start, stop in bounds]
+    inside = [slice(min(start, size), min(stop, size)) for (start, stop), size in zip(bounds, tensor.leaf_shape)]
+    entry = folder.entries.get(tensor.name)
+    if entry is None:
+        return np.zeros(lengths, dtype)
+    found = tensor_files.read(entry, tensor.view, tensor.source_index(inside), tensor.order, dtype)
+    extra = [(0, length - size) for length, size in zip(lengths, found.shape)]
+    return np.pad(found, extra) if any(after for _, after in extra) else found
+
+
+def _read_leaf(read: Callable[..., np.ndarray], folder: Folder, tensor: layout.ModelTensor, like: Any) -> jax.Array:
+    """Reads this process's shards of one leaf. A shard that several devices hold is read once."""
+    devices: dict[tuple, list] = {}
+    for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
+        full = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, like.shape))
+        devices.setdefault(tuple((part.start, part.stop) for part in full), []).append(device)
+    shards = []
+    for bounds, holders in devices.items():
+        array = read(folder, tensor, tuple(slice(*bound) for bound in bounds), like.dtype)
+        kind = like.sharding.memory_kind
+        placed = [
+            jax.device_put(array, jax.sharding.SingleDeviceSharding(device, memory_kind=kind)) for device in holders
+        ]
+        jax.block_until_ready(placed)  # the host's copy may go
+        shards += placed
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
+
+
+def _family(path: pathlib.Path, raw: Mapping[str, Any]) -> family_lib.Family:
+    kind, classes = raw.get("model_type"), raw.get("architectures") or []
+    if kind not in families.MODEL_TYPES:
+        known = ", ".join(families.MODEL_TYPES)
+        raise UserError(
+            f"{path / CONFIG}: model_type {kind!r} is not an architecture that zerojax computes; known: {known}"
+        )
+    family = families.MODEL_TYPES[kind]
+    computed = family.huggingface.architectures[kind]
+    for name in classes:
+        if name not in computed:
+            raise UserError(
+                f"{path / CONFIG}: architecture {name!r} is not one that zerojax computes; known for {kind}: {', '.join(computed)}"
+            )
+    if raw.get("quantization_config"):
+        raise UserError(
+            f"{path / CONFIG}: has quantization_config, and quantized weights are not read; name a folder of float weights"
+        )
+    return family
+
+
+def _canonical(
+    family: family_lib.Family, raw: Mapping[str, Any], entries: Mapping[str, tensor_files.Entry]
+) -> dict[str, tensor_files.Entry]:
+    """Returns the tensors without those that hold no weights, and without copies of tied weights, by the names of the full model."""
+    table, found = family.huggingface, dict(entries)
+    if table.prefix and not any(name.startswith(table.prefix) for name in found):
+        found = {table.prefix + name: entry for name, entry in found.items()}
+    for pattern, original in table.copies(raw).items():
+        for name in [name for name in found if re.fullmatch(pattern, name)]:
+            if original in found and tensor_files.is_equal(found[name], found[original]):
+                del found[name]
+    return {name: entry for name, entry in found.items() if not (table.ignored and re.fullmatch(table.ignored, name))}
+
+
+def _check(path: pathlib.Path, tensors: list[layout.ModelTensor], entries: Mapping[str, tensor_files.Entry]) -> None:
+    """Checks names, shapes and dtypes."""
+    expected = {tensor.name: tensor for tensor in tensors}
+    missing = [name for name, tensor in expected.items() if name not in entries and not tensor.entry.is_optional]
+    if missing:
+        raise UserError(
+            f"{path}: tensor {missing[0]} is missing ({len(missing)} of {len(expected)} are); "
+            "copy the folder again, or mend its config.json"
+        )
+    unknown = [name for name in entries if name not in expected]
+    if unknown:
+        raise UserError(
+            f"{path}: tensor {unknown[0]} is not one of the model that config.json describes ({len(unknown)} of {len(entries)} are not); "
+            "mend config.json, or choose a folder without it"
+        )
+    for name, entry in entries.items():
+        if entry.shape != expected[name].shape:
+            raise UserError(
+                f"{path}: tensor {name} has shape {entry.shape}, and config.json describes {expected[name].shape}; mend config.json"
+            )
+        if entry.dtype not in tensor_files.DTYPES:
+            raise UserError(
+                f"{path}: tensor {name} is stored as {entry.dtype}, and only {', '.join(tensor_files.DTYPES)} are read; "
+                "name a folder of float weights"
+            )
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}); name a folder that save_pretrained of transformers wrote"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON; copy the folder again") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: is not a table of settings; copy the folder again")
+    return found

@@ -1,0 +1,64 @@
+"""Maps a model's weights to Hugging Face's tensors. This module lists them, and converts slices from one layout to the other."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zerojax import tree
+from zerojax.models import family as family_lib
+
+_LAYER = re.compile(r"_(\d+)/")  # the layer number in a path
+
+
+class ModelTensor(NamedTuple):
+    """One tensor: its name at Hugging Face, its path and shape in our params, and how its layout differs."""
+
+    name: str
+    path: str
+    leaf_shape: tuple[int, ...]
+    entry: family_lib.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the shape at Hugging Face."""
+        ours, inputs = self.leaf_shape, self.entry.inputs
+        if inputs:
+            return math.prod(ours[inputs:]), math.prod(ours[:inputs])
+        return {"same": ours, "flat": (math.prod(ours),), "row": (1, *ours)}[self.entry.form]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Returns the dims of our leaf as dims of `view`."""
+        ndim, inputs = len(self.leaf_shape), self.entry.inputs
+        return tuple((dim - inputs) % ndim for dim in range(ndim))
+
+    @property
+    def view(self) -> tuple[int, ...]:
+        """Returns Hugging Face's shape with the dims of our leaf: outputs, then inputs."""
+        return (*self.leaf_shape[self.entry.inputs :], *self.leaf_shape[: self.entry.inputs])
+
+    def source_index(self, index: Sequence[slice]) -> list[slice]:
+        """Returns a slice of our leaf as a slice of `view`."""
+        return [*index[self.entry.inputs :], *index[: self.entry.inputs]]
+
+    def to_theirs(self, leaf: np.ndarray) -> np.ndarray:
+        """Returns a leaf as Hugging Face's tensor."""
+        order = np.argsort(np.asarray(self.order, int))
+        return np.ascontiguousarray(leaf.transpose(order)).reshape(self.shape)
+
+
+def tensors(family: family_lib.Family, model: Any) -> list[ModelTensor]:
+    """Returns the model's tensors: first those outside layers, then layer by layer. Each group is in the order of the family's table."""
+    table = family.huggingface.tensors(model)
+    order = list(table)
+    found = []
+    for path, leaf in tree.flatten(family_lib.abstract_params(family.parts, model)):
+        layer = _LAYER.search(path)
+        place = _LAYER.sub("_{}/", path)
+        entry = table[place]
+        number = layer[1] if layer else -1
+        found.append((int(number), order.index(place), ModelTensor(entry.name.format(number), path, leaf.shape, entry)))
+    return [tensor for *_, tensor in sorted(found, key=lambda item: item[:2])]

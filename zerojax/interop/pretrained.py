@@ -1,0 +1,241 @@
+"""Loads a model that transformers wrote for one's own code. This module holds `load_huggingface` and `export_huggingface`."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from zerojax import mesh as mesh_lib
+from zerojax import precision
+from zerojax.errors import UserError
+from zerojax.inference import generate, sampling
+from zerojax.interop import folder as folder_lib
+from zerojax.interop import huggingface
+from zerojax.models import family as family_lib
+from zerojax.ops import losses
+from zerojax.zero import placement, shard_state, stages
+
+NO_LABEL = -100  # transformers' label of a token that the loss leaves out
+# settings of generation that change what transformers' greedy search gives, and the value that changes nothing
+UNREAD = {
+    "num_beams": 1,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "exponential_decay_length_penalty": None,
+    "penalty_alpha": None,
+    "guidance_scale": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """A model from a folder.
+
+    Attributes:
+      params: the weights, in the shardings of `partition`.
+      partition: of {"params": params}; its `placements` are those of the weights.
+      config: the model's config.
+      family: the model's family.
+      folder: the folder that was read.
+    """
+
+    params: Any
+    partition: placement.Partition
+    config: Any
+    family: family_lib.Family
+    folder: folder_lib.Folder
+
+    @property
+    def blocks(self) -> str:
+        """Returns the regex over the model's repeated modules, for `make_train_step` and `where_used`."""
+        return self.family.blocks
+
+    @property
+    def heads(self) -> str:
+        """Returns the regex over its output projections, for `make_train_step` and `where_used`."""
+        return family_lib.heads(self.family, self.config)
+
+    @property
+    def special(self) -> family_lib.SpecialTokens:
+        """Returns the tokens that begin, end and pad a generated text."""
+        return special_tokens(self.folder)
+
+    def apply(self, params: Any, batch: Mapping[str, Any]) -> jax.Array:
+        """Returns the model's logits float32[batch, length, vocab], a function written for unsharded weights.
+
+        Args:
+          params: the weights.
+          batch: arrays [batch, length] under transformers' names: input_ids and, where rows are padded, attention_mask. An encoder-decoder
+            also needs decoder_input_ids, or labels, from which they are made.
+        """
+        inputs, tokens = self._inputs(batch)
+        return self.family.logits(self.config, params, inputs, tokens)
+
+    def loss(self, params: Any, batch: Mapping[str, Any]) -> jax.Array:
+        """Returns the mean cross-entropy of `batch["labels"]`, float32[], without those that are -100, as transformers does.
+
+        A decoder's labels are its own inputs: the scores after a token are compared with the label of the next one.
+        """
+        return self.loss_of(self.apply(params, batch), jnp.asarray(batch["labels"]))
+
+    def loss_of(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
+        """Returns `loss` from the logits that `apply` returns."""
+        if not self.family.is_encoder_decoder:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return losses.cross_entropy(logits, labels, ignored=NO_LABEL)
+
+    def generator(
+        self,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        compute_dtype: Any = None,
+    ) -> Callable[..., np.ndarray]:
+        """Returns `generate(params, input_ids, attention_mask=None, *, seed=0)`; see `inference.generate.make_generator`.
+
+        Args:
+          max_new_tokens: the most tokens that are added to a row.
+          temperature, top_k, top_p: see `inference.sampling.Sampling`.
+          compute_dtype: the dtype of floating weights in the model; None keeps the stored one.
+        """
+        return generate.make_generator(
+            self.family,
+            self.config,
+            self.partition,
+            new_tokens=max_new_tokens,
+            special=self.special,
+            sampling=sampling.Sampling(temperature, top_k, top_p),
+            compute_dtype=compute_dtype,
+        )
+
+    def _inputs(self, batch: Mapping[str, Any]) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Returns a family's inputs and tokens."""
+        inputs = {}
+        if "attention_mask" in batch:
+            inputs["mask"] = jnp.asarray(batch["attention_mask"]) > 0
+        if not self.family.is_encoder_decoder:
+            return inputs, jnp.asarray(batch["input_ids"])
+        inputs["inputs"] = jnp.asarray(batch["input_ids"])
+        if "decoder_input_ids" in batch:
+            return inputs, jnp.asarray(batch["decoder_input_ids"])
+        labels, special = jnp.asarray(batch["labels"]), self.special
+        shifted = jnp.pad(labels, ((0, 0), (1, 0)), constant_values=special.start)[:, :-1]
+        return inputs, jnp.where(shifted == NO_LABEL, special.pad, shifted)
+
+
+def load_huggingface(
+    path: str | os.PathLike, *, mesh: Mesh | None = None, stage: int = 3, dtype: Any = None, **options: Any
+) -> Pretrained:
+    """Loads a folder of transformers (config.json and safetensors) into sharded params.
+
+    Every process reads only the bytes of its own shards.
+
+    Args:
+      path: the folder.
+      mesh: from `make_mesh`; None: all devices along `data`.
+      stage: the ZeRO stage, 0 to 3. At stage 3 params are sharded.
+      dtype: of the params; None: of the largest tensor in the files.
+      **options: `overrides`, `min_size`, `indivisible` and `trainable` of `partition_state`.
+
+    Raises:
+      UserError: the folder is not one of a model that zerojax computes, or is damaged; the line names what is wrong.
+
+    >>> loaded = load_huggingface("opt/my-model", mesh=make_mesh(), stage=3, dtype=jnp.bfloat16)
+    >>> logits = jax.jit(where_used(loaded.apply, loaded.partition.placements, blocks=loaded.blocks))(loaded.params, batch)
+    """
+    folder = folder_lib.open_folder(path)
+    dtype = precision.floating("dtype", folder.dtype if dtype is None else dtype)
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype),
+        family_lib.abstract_params(folder.family.parts, folder.model),
+    )
+    partition = stages.partition_state(
+        {"params": abstract}, mesh=mesh_lib.make_mesh() if mesh is None else mesh, stage=stage, **options
+    )
+    params = folder_lib.read_params(folder, partition.abstract_state["params"])
+    return Pretrained(params, partition, folder.model, folder.family, folder)
+
+
+def export_huggingface(
+    params: Any,
+    loaded: Pretrained,
+    path: str | os.PathLike,
+    *,
+    dtype: Any = None,
+    max_shard_bytes: int = huggingface.SHARD_BYTES,
+) -> None:
+    """Writes weights as transformers does, with the config, the settings of generation and the tokenizer of the folder that was loaded.
+
+    All processes must call it; the first one writes.
+
+    Args:
+      params: the weights, in the structure of `loaded.params`, with any sharding.
+      loaded: from `load_huggingface`.
+      path: new, empty, or with an earlier export.
+      dtype: of the tensors; None: as they were in the folder.
+      max_shard_bytes: limit on the tensors of one file.
+
+    Raises:
+      UserError: a leaf is missing, unknown or of another shape, the folder holds other files, or the disk is full.
+    """
+    params = shard_state.unpad({"params": params}, loaded.partition)["params"]
+    huggingface.export(
+        params,
+        loaded.family,
+        loaded.config,
+        path,
+        dtype=dtype,
+        source=loaded.folder.path,
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def special_tokens(folder: folder_lib.Folder) -> family_lib.SpecialTokens:
+    """Returns the tokens that a folder's configs name.
+
+    Raises:
+      UserError: an id is not one, or an encoder-decoder has no start token.
+    """
+    stops = _ids(folder, "eos_token_id")
+    start = _ids(folder, "decoder_start_token_id") or _ids(folder, "bos_token_id")
+    if folder.family.is_encoder_decoder and not start:
+        raise UserError(f"{folder.path / folder_lib.CONFIG}: decoder_start_token_id is missing; add it")
+    return family_lib.SpecialTokens(
+        stops=stops,
+        pad=(_ids(folder, "pad_token_id") or stops or (0,))[0],
+        start=start[0] if start else 0,
+        forced_first=next(iter(_ids(folder, "forced_bos_token_id")), None),
+        forced_last=next(iter(_ids(folder, "forced_eos_token_id")), None),
+    )
+
+
+def unread_settings(folder: folder_lib.Folder) -> list[str]:
+    """Returns the folder's settings of generation that change a result in transformers, and that are not applied here."""
+    found = {name: value for name, value in folder.generation.items() if name in UNREAD}
+    return [f"{name}={value}" for name, value in found.items() if value not in (None, UNREAD[name])]
+
+
+def _ids(folder: folder_lib.Folder, name: str) -> tuple[int, ...]:
+    """Returns the ids of a setting: a number, a list, or nothing."""
+    value = folder.setting(name)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) and 0 <= token < folder.model.vocab_size for token in ids):
+        raise UserError(
+            f"{folder.path}: {name} is {value!r}, and ids are from 0 to {folder.model.vocab_size - 1}; mend it"
+        )
+    return tuple(ids)

@@ -1,0 +1,247 @@
+"""The safetensors format. This module reads headers and slices of tensors, and writes headers.
+
+A file is the header's length (a little-endian uint64), the header (JSON: {name: {dtype, shape, data_offsets}}), and the tensors' bytes. A
+slice is read through a memory map of a few rows at a time, so that a process touches only the bytes that it needs, and never holds more
+of a file than `WINDOW_BYTES`.
+"""
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from zerojax.errors import UserError
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WINDOW_BYTES = 32 * 2**20
+READ_AHEAD_BYTES = (
+    16 * 2**10
+)  # of a row that a slice skips, above which reading ahead would mostly read what is not needed
+MOST_HEADER_BYTES = 100 * 10**6  # the format's own limit
+# name in a header -> dtype of weights
+DTYPES: Mapping[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+# name in a header -> dtype of other tensors
+OTHERS: Mapping[str, np.dtype] = {
+    "I64": np.dtype(np.int64),
+    "U64": np.dtype(np.uint64),
+    "I32": np.dtype(np.int32),
+    "U32": np.dtype(np.uint32),
+    "I16": np.dtype(np.int16),
+    "U16": np.dtype(np.uint16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+}
+_NAMES = {dtype: name for name, dtype in {**DTYPES, **OTHERS}.items()}
+
+
+class Entry(NamedTuple):
+    """One tensor in a file: its dtype's name there, its shape, and the offset of its first byte."""
+
+    file: pathlib.Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+def read_folder(folder: pathlib.Path) -> dict[str, Entry]:
+    """Returns all tensors of a folder, in one file or in those that its index names.
+
+    Raises:
+      UserError: there is no safetensors file, the index names a missing file, or a file is damaged.
+    """
+    if (folder / ONE_FILE).is_file():
+        return read_header(folder / ONE_FILE)
+    if not (folder / INDEX).is_file():
+        raise UserError(_why_none(folder))
+    files = _read_index(folder / INDEX)
+    missing = sorted({name for name in files.values() if not (folder / name).is_file()})
+    if missing:
+        raise UserError(
+            f"{folder / INDEX}: names {missing[0]}, which is missing ({len(missing)} of {len(set(files.values()))} files are); "
+            "copy the folder again"
+        )
+    found: dict[str, Entry] = {}
+    for file in sorted(set(files.values())):
+        for name, entry in read_header(folder / file).items():
+            if files.get(name) == file:
+                found[name] = entry
+    lost = next((name for name in files if name not in found), None)
+    if lost is not None:
+        raise UserError(
+            f"{folder / files[lost]}: lacks tensor {lost}, which {INDEX} says it holds; copy the folder again"
+        )
+    return found
+
+
+def read_header(path: pathlib.Path) -> dict[str, Entry]:
+    """Returns the tensors of one file.
+
+    Raises:
+      UserError: the file cannot be read, is truncated, or is not safetensors.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
+                raise damaged(path, f"its header would have {length} bytes, and the file has {size}")
+            raw = json.loads(file.read(length))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); fix that or choose another folder") from error
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise damaged(path, "its header is not JSON") from error
+    if not isinstance(raw, dict):
+        raise damaged(path, "its header is not a table of tensors")
+    raw.pop("__metadata__", None)
+    data, end, found = 8 + length, 0, {}
+    for name, told in sorted(raw.items(), key=_first_byte):
+        shape, first, last = _checked(path, name, told)
+        if first != end:
+            raise damaged(path, f"tensor {name} begins at byte {first}, and the one before it ends at {end}")
+        found[name], end = Entry(path, told["dtype"], shape, data + first), last
+    if data + end != size:
+        raise damaged(path, f"its tensors end at byte {data + end}, and the file has {size}")
+    return found
+
+
+def damaged(path: pathlib.Path, what: str) -> UserError:
+    """Returns the error for a file that is not what it should be."""
+    return UserError(f"{path}: is damaged or not safetensors: {what}; copy it again")
+
+
+def read(entry: Entry, view: Sequence[int], index: Sequence[slice], order: Sequence[int], dtype: Any) -> np.ndarray:
+    """Reads a slice of a tensor.
+
+    Args:
+      entry: the tensor.
+      view: the shape in which it is sliced; it has as many elements as the tensor.
+      index: a slice with start and stop for each dim of `view`.
+      order: the dims of the result, as dims of `view`.
+      dtype: of the result.
+
+    Returns:
+      The slice, its dims in `order`.
+    """
+    lengths = [part.stop - part.start for part in index]
+    found = np.empty([lengths[dim] for dim in order], dtype)
+    if not found.size:
+        return found
+    target = found.transpose(np.argsort(np.asarray(order, int)))  # the result, with the dims of `view`
+    source, row = DTYPES[entry.dtype], math.prod(view[1:])
+    rows = max(1, WINDOW_BYTES // (row * source.itemsize))
+    gap = (row - math.prod(lengths[1:])) * source.itemsize
+    with open(entry.file, "rb") as file:
+        for first in range(index[0].start, index[0].stop, rows):
+            count = min(rows, index[0].stop - first)
+            at, offset = first - index[0].start, entry.start + first * row * source.itemsize
+            with _mapped(file, offset, count * row * source.itemsize, reads_ahead=gap <= READ_AHEAD_BYTES) as content:
+                window = np.frombuffer(content, source).reshape(count, *view[1:])
+                target[at : at + count] = window[(slice(None), *index[1:])]
+                del window  # a map in use cannot be closed
+    return found
+
+
+@contextlib.contextmanager
+def _mapped(file: BinaryIO, offset: int, length: int, *, reads_ahead: bool) -> Iterator[memoryview]:
+    """Maps a part of a file. Without read-ahead the kernel reads only the pages that are touched."""
+    skipped = offset % mmap.ALLOCATIONGRANULARITY
+    with mmap.mmap(file.fileno(), skipped + length, access=mmap.ACCESS_READ, offset=offset - skipped) as mapped:
+        if not reads_ahead and hasattr(mmap, "MADV_RANDOM"):
+            mapped.madvise(mmap.MADV_RANDOM)
+        with memoryview(mapped) as whole, whole[skipped:] as content:
+            yield content
+
+
+def is_equal(one: Entry, other: Entry) -> bool:
+    """Returns whether two tensors have the same shape, dtype and bytes. Reads both."""
+    if one[1:3] != other[1:3]:
+        return False
+    rows = max(1, WINDOW_BYTES // max(1, math.prod(one.shape[1:])))
+    order = range(len(one.shape))
+    for first in range(0, one.shape[0], rows):
+        index = [slice(first, min(first + rows, one.shape[0])), *(slice(0, size) for size in one.shape[1:])]
+        parts = [read(entry, one.shape, index, order, DTYPES[one.dtype]).tobytes() for entry in (one, other)]
+        if parts[0] != parts[1]:
+            return False
+    return True
+
+
+def write_header(file: BinaryIO, tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> None:
+    """Writes the header of a file with these tensors, {name: (shape, dtype)}, in this order. JSON is padded to 8 bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, (shape, dtype) in tensors.items():
+        end = start + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+
+
+def _read_index(path: pathlib.Path) -> dict[str, str]:
+    """Returns {tensor: file name} of an index."""
+    try:
+        files = json.loads(path.read_text())["weight_map"]
+        if not all(isinstance(file, str) and pathlib.PurePath(file).name == file for file in files.values()):
+            raise UserError(f"{path}: names a file outside of its folder; copy the folder again")
+        return dict(files)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); fix that or choose another folder") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: is not an index with a weight_map; copy the folder again") from error
+
+
+def _why_none(folder: pathlib.Path) -> str:
+    """Returns the error for a folder without safetensors files."""
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickled:
+        return (
+            f"{folder}: holds {pickled[0]}, a pickle, which may run any code and is not read; save it as safetensors "
+            "(save_pretrained of transformers does)"
+        )
+    return f"{folder}: holds neither {ONE_FILE} nor {INDEX}; name a folder that save_pretrained of transformers wrote"
+
+
+def _first_byte(item: tuple[str, Any]) -> Any:
+    """Returns the sort key of a tensor in a header, also if it is malformed."""
+    try:
+        return tuple(int(offset) for offset in item[1]["data_offsets"])
+    except (TypeError, KeyError, ValueError):
+        return (-1, -1)
+
+
+def _checked(path: pathlib.Path, name: str, told: Any) -> tuple[tuple[int, ...], int, int]:
+    """Returns the shape and the first and last byte of a tensor, checked against each other."""
+    try:
+        dtype, shape, (first, last) = told["dtype"], tuple(told["shape"]), told["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise damaged(path, f"tensor {name} lacks a dtype, a shape or two offsets") from error
+    numbers = (*shape, first, last)
+    if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
+        raise damaged(path, f"the shape or the offsets of tensor {name} are not whole numbers")
+    known = DTYPES.get(dtype, OTHERS.get(dtype))
+    if known is not None and last - first != known.itemsize * math.prod(shape):
+        raise damaged(
+            path, f"tensor {name} has {last - first} bytes, and its shape {shape} in {dtype} needs another number"
+        )
+    return shape, first, last

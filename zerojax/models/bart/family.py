@@ -1,0 +1,146 @@
+"""BART as a family. This module holds its presets, the names of its tensors at Hugging Face, and its `Family`."""
+
+import functools
+from collections.abc import Collection, Mapping
+from typing import Any, cast
+
+import jax
+
+from zerojax.models import decoding, family, foreign
+from zerojax.models.bart import model
+from zerojax.models.bart.model import BartConfig
+from zerojax.models.family import Tensor
+
+_published = functools.partial(BartConfig, 50265)
+
+PRESETS: dict[str, BartConfig] = {
+    "bart_test": BartConfig(0, 2, embed_dim=64, num_heads=4, mlp_dim=128, max_seq_len=512),
+    "bart_base": _published(6, embed_dim=768, num_heads=12, mlp_dim=3072),
+    "bart_large": _published(12, embed_dim=1024, num_heads=16, mlp_dim=4096),
+}
+
+HEAD, EMBED = "lm_head.weight", "model.shared.weight"
+
+
+def _linear(ours: str, theirs: str, inputs: int = 1) -> dict[str, Tensor]:
+    return {f"{ours}/kernel": Tensor(f"{theirs}.weight", inputs), f"{ours}/bias": Tensor(f"{theirs}.bias", form="flat")}
+
+
+def _norm(ours: str, theirs: str) -> dict[str, Tensor]:
+    return {f"{ours}/scale": Tensor(f"{theirs}.weight"), f"{ours}/bias": Tensor(f"{theirs}.bias")}
+
+
+def _attention(ours: str, theirs: str) -> dict[str, Tensor]:
+    found = _linear(f"{ours}/o", f"{theirs}.out_proj", 2)
+    for name in "qkv":
+        found |= _linear(f"{ours}/{name}", f"{theirs}.{name}_proj")
+    return found | _norm(f"{ours}_norm", f"{theirs}_layer_norm")
+
+
+def _tensors(config: BartConfig) -> dict[str, Tensor]:
+    found = {"embed/embedding": Tensor(EMBED), "head/kernel": Tensor(HEAD, 1)}
+    # A buffer, which is 0 in nearly all models and missing in files of a model without its head.
+    found["logits_bias/bias"] = Tensor("final_logits_bias", form="row", is_optional=True)
+    for side in ("encoder", "decoder"):
+        ours, theirs = f"{side}_{{}}", f"model.{side}.layers.{{}}"
+        found[f"{side}_positions/embedding"] = Tensor(f"model.{side}.embed_positions.weight")
+        found |= _norm(f"{side}_norm", f"model.{side}.layernorm_embedding")
+        found |= _attention(f"{ours}/attention", f"{theirs}.self_attn")
+        found |= _linear(f"{ours}/mlp/up", f"{theirs}.fc1") | _linear(f"{ours}/mlp/down", f"{theirs}.fc2")
+        found |= _norm(f"{ours}/mlp_norm", f"{theirs}.final_layer_norm")
+    return found | _attention("decoder_{}/cross", "model.decoder.layers.{}.encoder_attn")
+
+
+def _loss(config: BartConfig, params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+    applied = model.Bart(config).apply({"params": params}, batch["inputs"], batch["targets"], method="loss")
+    return cast(jax.Array, applied)
+
+
+def _logits(config: BartConfig, params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
+    return cast(jax.Array, model.Bart(config).apply({"params": params}, inputs["inputs"], tokens, inputs.get("mask")))
+
+
+def _start(config: BartConfig, params: Any, inputs: Any, tokens: jax.Array, lengths: jax.Array, slots: int) -> Any:
+    arrays = (inputs["inputs"], inputs.get("mask"), tokens, lengths)
+    return model.Bart(config).apply({"params": params}, *arrays, slots, method="start")
+
+
+def _extend(config: BartConfig, params: Any, caches: Any, step: decoding.Step, tokens: jax.Array) -> Any:
+    return model.Bart(config).apply({"params": params}, caches, step, tokens, method="extend")
+
+
+def _flops_per_token(config: BartConfig, lengths: Mapping[str, int]) -> float:
+    return model.flops_per_row(config, lengths["inputs"], lengths["targets"] - 1) / lengths["inputs"]
+
+
+def _write(config: BartConfig) -> dict[str, Any]:
+    c = config
+    found: dict[str, Any] = {"architectures": ["BartForConditionalGeneration"], "model_type": "bart"}
+    for side, (depth, heads, mlp_dim) in (("encoder", c.encoder_shape), ("decoder", c.decoder_shape)):
+        found |= {f"{side}_layers": depth, f"{side}_attention_heads": heads, f"{side}_ffn_dim": mlp_dim}
+        found[f"{side}_layerdrop"] = 0.0
+    return found | {
+        "vocab_size": c.vocab_size,
+        "d_model": c.embed_dim,
+        "max_position_embeddings": c.max_seq_len,
+        "activation_function": c.activation,
+        "scale_embedding": c.scale_embeddings,
+        "init_std": c.stddev,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+        "tie_word_embeddings": c.tie_embeddings,
+        "is_encoder_decoder": True,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+        "forced_eos_token_id": None,
+    }
+
+
+def _read(raw: Mapping[str, Any], names: Collection[str]) -> BartConfig:
+    f = foreign.Fields(raw)
+    for side in ("encoder", "decoder"):
+        f.heads("d_model", f"{side}_attention_heads")
+    return BartConfig(
+        f.count("vocab_size"),
+        f.count("encoder_layers"),
+        embed_dim=f.count("d_model"),
+        num_heads=f.count("encoder_attention_heads"),
+        mlp_dim=f.count("encoder_ffn_dim"),
+        decoder_layers=f.count("decoder_layers"),
+        decoder_heads=f.count("decoder_attention_heads"),
+        decoder_mlp_dim=f.count("decoder_ffn_dim"),
+        max_seq_len=f.count("max_position_embeddings", 1024),
+        activation=f.activation("activation_function", "gelu"),
+        scale_embeddings=f.flag("scale_embedding", False),
+        tie_embeddings=f.flag("tie_word_embeddings", True) and HEAD not in names,
+        stddev=f.number("init_std", 0.02),
+    )
+
+
+FAMILY = family.Family(
+    presets=PRESETS,
+    parts=model.parts,
+    objective="span_corruption",
+    loss=_loss,
+    logits=_logits,
+    start=_start,
+    extend=_extend,
+    positions=lambda config: config.max_seq_len,
+    is_encoder_decoder=True,
+    blocks=r"(encoder|decoder)_\d+",
+    heads="head",
+    attention=("xla", "cudnn"),
+    flops_per_token=_flops_per_token,
+    huggingface=family.HuggingFace(
+        architectures={"bart": ("BartForConditionalGeneration", "BartModel")},
+        tensors=_tensors,
+        write=_write,
+        read=_read,
+        copies=lambda raw: {
+            r"model\.(encoder|decoder)\.embed_tokens\.weight": EMBED,
+            **({HEAD: EMBED} if raw.get("tie_word_embeddings", True) else {}),
+        },
+        prefix="model.",
+    ),
+)

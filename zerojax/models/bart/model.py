@@ -1,0 +1,257 @@
+"""BART, an encoder-decoder (arXiv:1910.13461). This module knows no meshes, stages or rematerialisation.
+
+Positions are learned. Each residual sum is normalised (post-norm). All projections have biases. The embedding table is also the output
+projection, unless `tie_embeddings` is False. A fixed bias of the logits is part of the weights and is not trained.
+
+Shapes: B batch, S encoder length (of a cache: slots), T decoder length, D embed, H heads, N head dim, F mlp, V vocabulary.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from zerojax.models import decoding, family, layers
+from zerojax.ops import attention as attention_lib
+from zerojax.ops import losses
+
+OFFSET = 2  # the first rows of a table of positions are not used
+NORM_EPS = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class BartConfig:
+    """The model's shape. A field of the decoder that is 0 has the encoder's value."""
+
+    vocab_size: int
+    num_layers: int  # of the encoder
+    embed_dim: int
+    num_heads: int
+    mlp_dim: int
+    decoder_layers: int = 0
+    decoder_heads: int = 0
+    decoder_mlp_dim: int = 0
+    max_seq_len: int = 1024  # positions in each table
+    activation: str = "gelu"
+    scale_embeddings: bool = False  # multiplies embeddings by sqrt(embed_dim)
+    tie_embeddings: bool = True
+    stddev: float = 0.02
+    attention: attention_lib.Kernel = "xla"
+
+    @property
+    def encoder_shape(self) -> tuple[int, int, int]:
+        """Returns the encoder's layers, heads and MLP dims."""
+        return self.num_layers, self.num_heads, self.mlp_dim
+
+    @property
+    def decoder_shape(self) -> tuple[int, int, int]:
+        """Returns the decoder's layers, heads and MLP dims."""
+        own = (self.decoder_layers, self.decoder_heads, self.decoder_mlp_dim)
+        return tuple(mine or other for mine, other in zip(own, self.encoder_shape))  # type: ignore[return-value]
+
+
+class LogitsBias(nn.Module):
+    """A bias of every token's logit, which is not trained."""
+
+    vocab_size: int
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        """Returns float[V]."""
+        return jax.lax.stop_gradient(self.param("bias", nn.initializers.zeros, (self.vocab_size,)))
+
+
+class FullyConnected(nn.Module):
+    """down(gelu(up(x)))."""
+
+    config: BartConfig
+    mlp_dim: int
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        c = self.config
+        h_BTF = layers.Linear((self.mlp_dim,), stddev=c.stddev, use_bias=True, name="up")(x_BTD)
+        down = layers.Linear((c.embed_dim,), stddev=c.stddev, use_bias=True, name="down")
+        return down(layers.ACTIVATIONS[c.activation](h_BTF))
+
+
+class BartEncoderLayer(nn.Module):
+    """One residual self-attention and one residual MLP, each normalised after its sum."""
+
+    config: BartConfig
+
+    @nn.compact
+    def __call__(self, x_BSD: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
+        _, heads, mlp_dim = self.config.encoder_shape
+        y_BSD, _ = attention(self.config, heads, "attention")(x_BSD, mask_BS=mask_BS)
+        x_BSD = layers.LayerNorm(NORM_EPS, name="attention_norm")(x_BSD + y_BSD)
+        y_BSD = FullyConnected(self.config, mlp_dim, name="mlp")(x_BSD)
+        return layers.LayerNorm(NORM_EPS, name="mlp_norm")(x_BSD + y_BSD)
+
+
+class BartDecoderLayer(nn.Module):
+    """One residual causal self-attention, one residual attention to the encoder's states, and one residual MLP."""
+
+    config: BartConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        encoded_BSD: jax.Array | None,
+        mask_BS: jax.Array | None = None,
+        past: decoding.Past | None = None,
+        keys: tuple[jax.Array, jax.Array] | None = None,
+    ) -> Any:
+        """Returns float[B, T, D] and, if there is a past, the layer's own keys and values and those of the encoder's states.
+
+        Args:
+          x_BTD: the targets' states.
+          encoded_BSD: the encoder's states; None if `keys` are given.
+          mask_BS: False for padding inputs.
+          past: the targets before these.
+          keys: of the encoder's states, if an earlier call returned them.
+        """
+        _, heads, mlp_dim = self.config.decoder_shape
+        y_BTD, own = attention(self.config, heads, "attention", is_causal=True)(x_BTD, past=past)
+        x_BTD = layers.LayerNorm(NORM_EPS, name="attention_norm")(x_BTD + y_BTD)
+        y_BTD, keys = attention(self.config, heads, "cross")(x_BTD, encoded_BSD, mask_BS=mask_BS, keys=keys)
+        x_BTD = layers.LayerNorm(NORM_EPS, name="cross_norm")(x_BTD + y_BTD)
+        y_BTD = FullyConnected(self.config, mlp_dim, name="mlp")(x_BTD)
+        x_BTD = layers.LayerNorm(NORM_EPS, name="mlp_norm")(x_BTD + y_BTD)
+        return x_BTD if past is None else (x_BTD, own, keys)
+
+
+class Bart(nn.Module):
+    """The full model. Weights are under embed, encoder_positions, encoder_norm, encoder_0, ..., the same for decoder_, and logits_bias."""
+
+    config: BartConfig
+
+    def setup(self) -> None:
+        modules = {name: module.clone() for name, (module, _) in parts(self.config).items()}
+        self.embed, self.logits_bias = modules["embed"], modules["logits_bias"]
+        self.encoder_positions, self.encoder_norm = modules["encoder_positions"], modules["encoder_norm"]
+        self.decoder_positions, self.decoder_norm = modules["decoder_positions"], modules["decoder_norm"]
+        self.encoder = [modules[f"encoder_{i}"] for i in range(self.config.encoder_shape[0])]
+        self.decoder = [modules[f"decoder_{i}"] for i in range(self.config.decoder_shape[0])]
+        if not self.config.tie_embeddings:
+            self.head = modules["head"]
+
+    def encode(self, inputs_BS: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
+        """Returns the encoder's states: float[B, S, D]. `mask_BS` is False for padding inputs."""
+        masks = () if mask_BS is None else (mask_BS,)
+        positions_S = jnp.arange(inputs_BS.shape[1])
+        x_BSD = self.encoder_norm(self._embedded(inputs_BS) + self.encoder_positions(OFFSET + positions_S))
+        for layer in self.encoder:
+            x_BSD = layer(x_BSD, *masks)
+        return x_BSD
+
+    def hidden(self, inputs_BS: jax.Array, targets_BT: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
+        """Returns the decoder's states, the head's input: float[B, T, D]. `mask_BS` is False for padding inputs."""
+        encoded_BSD = self.encode(inputs_BS, mask_BS)
+        masks = () if mask_BS is None else (mask_BS,)
+        x_BTD = self._decoder_inputs(targets_BT, jnp.arange(targets_BT.shape[1]))
+        for layer in self.decoder:
+            x_BTD = layer(x_BTD, encoded_BSD, *masks)
+        return x_BTD
+
+    def __call__(self, inputs_BS: jax.Array, targets_BT: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
+        """Returns logits of the token after each target: float32[B, T, V] from int32[B, S] and int32[B, T]."""
+        return self._logits(self.hidden(inputs_BS, targets_BT, mask_BS))
+
+    def loss(self, inputs_BS: jax.Array, targets_BU: jax.Array) -> jax.Array:
+        """Returns the mean next-target loss: float32[] from int32[B, S] and int32[B, T + 1]. Rows are not padded."""
+        x_BTD, labels_BT = self.hidden(inputs_BS, targets_BU[:, :-1]), targets_BU[:, 1:]
+        with jax.named_scope("loss"):
+            if self.config.tie_embeddings:
+                return losses.one_pass_cross_entropy(x_BTD, self.embed.embedding.T, labels_BT, bias=self.logits_bias())
+            return self.head.loss(x_BTD, labels_BT, bias_V=self.logits_bias())
+
+    def start(
+        self, inputs_BS: jax.Array, mask_BS: jax.Array | None, targets_BT: jax.Array, lengths_B: jax.Array, slots: int
+    ) -> tuple[jax.Array, Any]:
+        """Returns the logits after each row's first `lengths_B` targets, float32[B, V], and what `extend` reads."""
+        batch, length = targets_BT.shape
+        step = decoding.first_step(batch, length, slots)
+        encoded_BSD, x_BTD = self.encode(inputs_BS, mask_BS), self._decoder_inputs(targets_BT, step.positions_BT)
+        heads = self.config.decoder_shape[1]
+        empty = decoding.empty(batch, slots, heads, self.config.embed_dim // heads, x_BTD.dtype)
+        after = []
+        for layer in self.decoder:
+            x_BTD, *keys = layer(x_BTD, encoded_BSD, mask_BS, decoding.Past(empty, step))
+            after.append(keys)
+        return self._logits(layers.at_last(x_BTD, lengths_B))[:, 0], (after, mask_BS)
+
+    def extend(self, caches: Any, step: decoding.Step, targets_B: jax.Array) -> tuple[jax.Array, Any]:
+        """Returns the logits after one more target a row, float32[B, V], and the caches."""
+        (before, mask_BS), after = caches, []
+        x_B1D = self._decoder_inputs(targets_B[:, None], step.positions_BT)
+        for layer, (own, keys) in zip(self.decoder, before):
+            x_B1D, *keys = layer(x_B1D, None, mask_BS, decoding.Past(own, step), keys)
+            after.append(keys)
+        return self._logits(x_B1D)[:, 0], (after, mask_BS)
+
+    def _embedded(self, tokens_BT: jax.Array) -> jax.Array:
+        c, x_BTD = self.config, self.embed(tokens_BT)
+        return x_BTD * math.sqrt(c.embed_dim) if c.scale_embeddings else x_BTD
+
+    def _decoder_inputs(self, targets_BT: jax.Array, positions: jax.Array) -> jax.Array:
+        return self.decoder_norm(self._embedded(targets_BT) + self.decoder_positions(OFFSET + positions))
+
+    def _logits(self, x_BTD: jax.Array) -> jax.Array:
+        logits = layers.logits(x_BTD, self.embed.embedding.T) if self.config.tie_embeddings else self.head(x_BTD)
+        return logits + self.logits_bias().astype(jnp.float32)
+
+
+def attention(config: BartConfig, heads: int, name: str, *, is_causal: bool = False) -> layers.MultiHeadAttention:
+    """Returns attention with biases and scaled scores."""
+    c = config
+    return layers.MultiHeadAttention(
+        c.embed_dim,
+        heads,
+        c.embed_dim // heads,
+        c.attention,
+        is_causal,
+        use_bias=True,
+        stddevs=(c.stddev,) * 3,
+        name=name,
+    )
+
+
+def parts(config: BartConfig) -> family.Parts:
+    """Returns the modules that make up the weight tree, each with the inputs to initialise it with."""
+    c = config
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    states = jax.ShapeDtypeStruct((1, 1, c.embed_dim), jnp.float32)
+    normal = nn.initializers.normal(c.stddev)
+    embed = layers.Embed(c.vocab_size, c.embed_dim, embedding_init=normal)
+    positions = layers.Embed(OFFSET + c.max_seq_len, c.embed_dim, embedding_init=normal)
+    norm = layers.LayerNorm(NORM_EPS)
+    found: family.Parts = {"embed": (embed, (tokens,))}
+    found |= {"encoder_positions": (positions, (tokens,)), "encoder_norm": (norm, (states,))}
+    found |= {f"encoder_{i}": (BartEncoderLayer(c), (states,)) for i in range(c.encoder_shape[0])}
+    found |= {"decoder_positions": (positions, (tokens,)), "decoder_norm": (norm, (states,))}
+    found |= {f"decoder_{i}": (BartDecoderLayer(c), (states, states)) for i in range(c.decoder_shape[0])}
+    if not c.tie_embeddings:
+        found["head"] = (layers.Head(c.embed_dim, c.vocab_size, stddev=c.stddev), (states,))
+    return found | {"logits_bias": (LogitsBias(c.vocab_size), ())}
+
+
+def flops_per_row(config: BartConfig, inputs: int, targets: int) -> float:
+    """Returns the floating-point operations of training on a row of `inputs` encoder and `targets` decoder tokens, without recomputation.
+
+    A weight of a layer or of the head costs 6 per token that it multiplies. Keys and values of cross-attention multiply the encoder's
+    tokens. Scores and their use cost 12 * embed_dim per pair of tokens and layer, and half of that in causal attention.
+    """
+    c, shapes = config, family.abstract_params(parts, config)
+    encoder, decoder = (
+        sum(leaf.size for i in range(depth) for leaf in jax.tree.leaves(shapes[f"{side}_{i}"]))
+        for side, depth in (("encoder", c.encoder_shape[0]), ("decoder", c.decoder_shape[0]))
+    )
+    across = c.decoder_shape[0] * 2 * c.embed_dim * (c.embed_dim + 1)  # keys and values of the encoder's states
+    weights = (encoder + across) * inputs + (decoder - across + c.embed_dim * c.vocab_size) * targets
+    pairs = c.encoder_shape[0] * inputs**2 + c.decoder_shape[0] * (targets**2 / 2 + inputs * targets)
+    return 6.0 * weights + 12.0 * c.embed_dim * pairs

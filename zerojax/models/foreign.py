@@ -1,0 +1,75 @@
+"""Reads fields of a config.json that others wrote. This module checks their types, and names a wrong one in one line."""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from zerojax.errors import UserError
+from zerojax.models import layers
+
+
+class Fields:
+    """The fields of a config.json.
+
+    Args:
+      raw: its contents.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], place: str = "config.json"):
+        self.raw, self.place = raw, place
+
+    def refuse(self, name: str, must: str) -> UserError:
+        """Returns the error for a field's value."""
+        is_known = name in self.raw
+        value = f"is {self.raw[name]!r}" if is_known else "is missing"
+        return UserError(f"{self.place}: {name}: must be {must}, and {value}; choose a folder whose model has that")
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """Returns a whole number above 0. A missing or null field has the default; None refuses it."""
+        value = self._value(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+            raise self.refuse(name, "a whole number above 0")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Returns a number above 0. A missing or null field has the default; None refuses it."""
+        value = self._value(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.refuse(name, "a number above 0")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Returns true or false. A missing or null field has the default."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.refuse(name, "true or false")
+        return value
+
+    def group(self, name: str) -> "Fields":
+        """Returns the fields of a nested group. A missing or null group is empty."""
+        value = self._value(name, {})
+        if not isinstance(value, Mapping):
+            raise self.refuse(name, "a group of fields")
+        return Fields(value, f"{self.place}: {name}")
+
+    def choice(self, name: str, known: Collection[str], default: str) -> str:
+        """Returns a text that is one of `known`. A missing or null field has the default."""
+        value = self._value(name, default)
+        if value not in known:
+            raise self.refuse(name, f"one of {', '.join(known)}")
+        return value
+
+    def activation(self, name: str, default: str) -> str:
+        """Returns the name of an activation in `layers.ACTIVATIONS`."""
+        return self.choice(name, layers.ACTIVATIONS, default)
+
+    def heads(self, width: str, heads: str) -> int:
+        """Returns the dims of a head: those of field `width` divided by the number in field `heads`."""
+        dims, ways = self.count(width), self.count(heads)
+        if dims % ways:
+            raise self.refuse(width, f"a multiple of {heads}={ways}")
+        return dims // ways
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.raw.get(name)
+        return default if value is None else value

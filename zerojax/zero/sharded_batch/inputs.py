@@ -1,0 +1,182 @@
+"""Shards a batch over devices and passes. This module decides which dim of each leaf counts examples."""
+
+import collections
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import mesh as mesh_lib
+from zerojax import precision, tree
+from zerojax import specs as specs_lib
+from zerojax.errors import UserError
+
+OWN_SPEC = 'batch_specs=[("^{}$", jax.sharding.PartitionSpec())]'
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the leaves of a batch are sharded and cast. Raises UserError for settings that no batch fits.
+
+    Attributes:
+      mesh: the devices.
+      passes: forward and backward passes a step; above 1 leaves are [passes, examples, ...].
+      batch_specs: ordered (path regex, PartitionSpec), or a tree of specs like the batch; a spec is that of a leaf in one pass.
+        `PartitionSpec()` marks a leaf that counts no examples. It is replicated, the same in every pass, and has no dim of passes.
+        Other leaves count examples in their first dim.
+      by_device: whether the loss sees one device's examples, so that all leaves must have equally many.
+      cast_batch: whether floating leaves are cast to the dtype of the forward pass, or a regex over the paths of those that are.
+    """
+
+    mesh: Mesh
+    passes: int = 1
+    batch_specs: Any = ()
+    by_device: bool = False
+    cast_batch: bool | str = True
+
+    def __post_init__(self) -> None:
+        if self.passes < 1:
+            raise UserError(f"grad_accum: must be at least 1, and is {self.passes}")
+        is_list = _is_list(self.batch_specs)
+        for pattern, spec in self.batch_specs if is_list else ():
+            _check_regex("batch_specs", pattern)
+            if not is_spec(spec):
+                raise UserError(f"batch_specs: {pattern!r} needs a PartitionSpec, and has {spec!r}")
+        for path, spec in () if is_list else tree.flatten(self.batch_specs, is_leaf=is_spec):
+            if not is_spec(spec):
+                raise UserError(f"batch_specs: {path or 'it'} must be a PartitionSpec, and is {spec!r}")
+        if not isinstance(self.cast_batch, bool):
+            _check_regex("cast_batch", self.cast_batch)
+
+    def place(self, batch: Any, dtype: Any = None) -> Any:
+        """Returns the batch constrained to its shardings and cast to `dtype`, each leaf [passes, ...] if there are several.
+
+        Raises:
+          UserError: a leaf does not fit.
+        """
+        own = self._own(batch)
+        self._check(batch, own)
+        return self._cast(tree.map_with_path(functools.partial(self._placed, own), batch), dtype)
+
+    def specs(self, batch: Any) -> Any:
+        """Returns the PartitionSpecs of a batch that was placed."""
+        own, before = self._own(batch), (None,) * (self.passes > 1)
+        return tree.map_with_path(lambda path, leaf: P(*before, *self._spec(own, path, leaf.ndim - len(before))), batch)
+
+    def examples(self, batch: Any) -> int:
+        """Returns the number of examples of one pass over a batch that was placed; 1 if no leaf counts them."""
+        for leaf, spec in zip(jax.tree.leaves(batch), jax.tree.leaves(self.specs(batch), is_leaf=is_spec)):
+            for length, entry in zip(leaf.shape, spec):
+                if mesh_lib.DATA in specs_lib.names(entry):
+                    return length
+        return 1
+
+    def _cast(self, batch: Any, dtype: Any) -> Any:
+        if self.cast_batch is False or dtype is None:
+            return batch
+        pattern = re.compile("" if self.cast_batch is True else self.cast_batch)
+        return tree.map_with_path(
+            lambda path, leaf: precision.cast_floating(leaf, dtype) if pattern.search(path) else leaf, batch
+        )
+
+    def _own(self, batch: Any) -> dict[str, P]:
+        """Returns the specs that the user chose, by path."""
+        chosen = self.batch_specs
+        paths = [path for path, _ in tree.flatten(batch)]
+        if _is_list(chosen):
+            found = {path: next((spec for pattern, spec in chosen if re.search(pattern, path)), None) for path in paths}
+            for pattern, _ in chosen:
+                if not any(re.search(pattern, path) for path in paths):
+                    raise UserError(
+                        f"batch_specs: {pattern!r} matches no leaf of the batch; its leaves are {', '.join(paths[:5])}"
+                    )
+        else:
+            try:
+                full = jax.tree.map(
+                    lambda spec, part: jax.tree.map(lambda _: spec, part), chosen, batch, is_leaf=is_spec
+                )
+            except ValueError as error:
+                raise UserError(
+                    f"batch_specs: is a tree of another structure than the batch, whose leaves are {', '.join(paths[:5])}; "
+                    "pass specs like the batch, or pairs (path regex, PartitionSpec)"
+                ) from error
+            found = dict(zip(paths, jax.tree.leaves(full, is_leaf=is_spec)))
+        return {path: spec for path, spec in found.items() if spec is not None}
+
+    def _spec(self, own: dict[str, P], path: str, dims: int) -> P:
+        return own[path] if path in own else P(mesh_lib.BATCH_AXES) if dims > 0 else P()
+
+    def _check(self, batch: Any, own: dict[str, P]) -> None:
+        """Refuses leaves that differ in the number of examples, where each device sees its own."""
+        dim = int(self.passes > 1)
+        rows = {path: leaf.shape[dim] for path, leaf in tree.flatten(batch) if path not in own and leaf.ndim > dim}
+        if not self.by_device or len(set(rows.values())) < 2:
+            return
+        (most, _), *_ = collections.Counter(rows.values()).most_common()
+        odd = next(path for path, count in rows.items() if count != most)
+        like = next(path for path, count in rows.items() if count == most)
+        raise UserError(
+            f"batch/{odd}: has {rows[odd]} rows and batch/{like} has {most}, and with reduce_dtype each device sees its own examples; pass "
+            f"{OWN_SPEC.format(odd)} for a leaf that counts none"
+        )
+
+    def _placed(self, own: dict[str, P], path: str, leaf: Any) -> Any:
+        before = int(self.passes > 1)
+        if path in own and not specs_lib.axes(own[path]):
+            leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, P()))
+            return jnp.broadcast_to(leaf, (self.passes, *leaf.shape)) if before else leaf
+        if before and (leaf.ndim == 0 or leaf.shape[0] != self.passes):
+            raise UserError(
+                f"batch/{path}: shape {leaf.shape} must begin with grad_accum={self.passes}, then examples"
+                f"; pass {OWN_SPEC.format(path)} for a leaf that counts no examples"
+            )
+        spec = self._spec(own, path, leaf.ndim - before)
+        self._check_fits(path, leaf, P(*(None,) * before, *spec), is_own=path in own)
+        return (
+            leaf
+            if not specs_lib.axes(spec)
+            else jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, P(*(None,) * before, *spec)))
+        )
+
+    def _check_fits(self, path: str, leaf: Any, spec: P, *, is_own: bool) -> None:
+        unknown = specs_lib.axes(spec) - set(self.mesh.shape)
+        if unknown or len(spec) > leaf.ndim:
+            raise UserError(
+                f"batch/{path}: batch_specs gives {spec} to shape {leaf.shape} on a mesh of {dict(self.mesh.shape)}"
+            )
+        for dim, entry in enumerate(spec):
+            ways = 1
+            for axis in specs_lib.names(entry):
+                ways *= self.mesh.shape[axis]
+            if leaf.shape[dim] % ways:
+                what = " * ".join(sorted(specs_lib.names(entry), reverse=False))
+                rest = "" if is_own else f"; pass {OWN_SPEC.format(path)} if it counts none"
+                raise UserError(
+                    f"batch/{path}: dim {dim} of {leaf.shape} does not divide by {what} = {ways}; use a multiple of {ways} examples{rest}"
+                )
+
+
+def _check_regex(name: str, pattern: Any) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise UserError(f"{name}: {pattern!r} is not a regex over paths of the batch's leaves: {error}") from error
+
+
+def _is_list(batch_specs: Any) -> bool:
+    """Returns whether these are pairs (path regex, spec)."""
+    is_sequence = isinstance(batch_specs, Sequence) and not isinstance(batch_specs, (str, P))
+    return is_sequence and all(
+        isinstance(pair, Sequence) and len(pair) == 2 and isinstance(pair[0], str) for pair in batch_specs
+    )
+
+
+def is_spec(node: Any) -> bool:
+    """Returns whether a node is a PartitionSpec."""
+    return isinstance(node, P)

@@ -1,0 +1,255 @@
+"""Makes what a loss function returns equal on all devices. This module holds the rule for metrics and for values of the state.
+
+Each device and each pass computes the loss on its own examples. What leaves the step is one value:
+
+    zerojax.Mean, zerojax.Sum     as they say
+    floating, complex             the mean over devices (of metrics also over passes)
+    integer, reads no example     the value for the whole batch: a step, a count of calls, the number of rows, a split random key
+    integer, a sum over examples  the sum: a metric is added over devices and passes, in the state what is added to the old value is
+    anything else                 refused, since no rule can be right
+
+Nothing is looked at but types, unless an integer, a boolean, a random key or an array in the metrics is returned. Then `dependence` reads
+the loss's traced program.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax import mesh as mesh_lib
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.zero.sharded_batch import dependence, totals
+
+AXES = mesh_lib.BATCH_AXES
+_WAY_OUT = "return zerojax.Mean(total, weight) or zerojax.Sum(total), or a floating value, which is averaged"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Same:
+    """A metric that is equal on all devices and in all passes, so the last one is taken."""
+
+    value: Any
+
+
+def with_aux(loss_fn: Callable[..., Any], scale: Callable[[Any], Any]) -> Callable[..., tuple[Any, dict]]:
+    """Returns a loss function that always returns (scaled loss, aux); the unscaled loss is a metric. Both may be a `Mean` or a `Sum`.
+
+    Raises:
+      UserError: the loss function returned anything else than make_train_step's docstring says.
+    """
+
+    def with_aux(params: Any, batch: Any, state: Any) -> tuple[Any, dict]:
+        loss, aux = _read(loss_fn(params, batch, state), state)
+        loss = totals.in_float32(loss)
+        metrics = {"loss": loss, **aux.get("metrics", {})}
+        return totals.times(loss, scale(state)), {**aux, "metrics": metrics}
+
+    return with_aux
+
+
+def of_device(
+    loss: Any, aux: Any, state: Any, program: Callable[[], dependence.TracedLoss], *, ways: int, passes: int
+) -> tuple[jax.Array, dict[str, Any]]:
+    """Returns (scalar, aux) of one device's pass; call it inside `jax.shard_map`.
+
+    Summed over devices the scalar is the loss of the pass, and its gradients are those of the loss. `aux` has the state, equal on all
+    devices, the metrics as `terms`, and the weight of the pass (`totals.objective`).
+    """
+    scalar, weight = totals.objective(loss_over_devices(loss, ways), passes)
+    fields = state_of_devices(aux.get("state", {}), state, program)
+    return scalar, {"metrics": terms(aux["metrics"], state, program), "state": fields, **weight}
+
+
+def state_of_batch(returned: Mapping[str, Any], before: Any) -> dict[str, Any]:
+    """Returns the values of the state that a loss returned on the whole batch, in the structure and the dtypes of the state."""
+    return {
+        field: _fitted(field, value, getattr(before, field), lambda path, new, old: totals.value(new))
+        for field, value in returned.items()
+    }
+
+
+def state_of_devices(
+    returned: Mapping[str, Any], before: Any, program: Callable[[], dependence.TracedLoss]
+) -> dict[str, Any]:
+    """Returns values of the state that are equal on all devices; call it inside `jax.shard_map`.
+
+    Args:
+      returned: {field: value} of one device.
+      before: the train state that the loss was called with, but for keys of this device alone.
+      program: traces the loss function.
+    """
+
+    def equal(path: str, new: Any, old: Any) -> Any:
+        if isinstance(new, totals.Mean):
+            return totals.ratio(*_psum((new.total, new.weight)))
+        if isinstance(new, totals.Sum):
+            return old + _psum(new.total - old)
+        if jnp.issubdtype(new.dtype, jnp.inexact):
+            return jax.lax.pmean(new, AXES)
+        kind = program().kind(f"state/{path}", path)
+        if kind == dependence.SAME:
+            return _whole(program(), f"state/{path}", before, new)
+        if kind == dependence.GROWN and jnp.issubdtype(new.dtype, jnp.integer):
+            return old + _psum(new - old)
+        what = "neither a mean nor the old value plus a sum over examples"
+        raise UserError(
+            f"loss_fn: returned state/{path}, {_type(new)}, which differs between devices and is {what}; {_WAY_OUT}"
+        )
+
+    returned = jax.tree.map(_without_gradient, dict(returned))
+    return {field: _fitted(field, value, getattr(before, field), equal) for field, value in returned.items()}
+
+
+def terms(metrics: Any, before: Any, program: Callable[[], dependence.TracedLoss]) -> Any:
+    """Returns one pass's metrics as terms that can be added over passes and devices: floating arrays, `Mean`, `Sum` and `Same`."""
+
+    def term(path: str, leaf: Any) -> Any:
+        name = f"metrics/{path}"
+        parts = [(name, leaf)]
+        if totals.is_total(leaf):
+            parts = [(f"{name}/{inner}", part) for inner, part in tree.flatten(leaf)]
+        for part_path, part in parts:
+            if jnp.ndim(part) and program().shapes[part_path] != part.shape:
+                raise UserError(
+                    f"loss_fn: returned {name} of shape {part.shape}, which counts one device's examples; return its sum or its mean"
+                )
+        leaf = jax.tree.map(lambda part: _without_gradient(jnp.asarray(part)), leaf)
+        if totals.is_total(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return leaf
+        kind = program().kind(name)
+        if kind == dependence.SAME:
+            return Same(_whole(program(), name, before, leaf))
+        if kind == dependence.COUNT and jnp.issubdtype(leaf.dtype, jnp.integer):
+            return totals.Sum(leaf)
+        raise UserError(
+            f"loss_fn: returned {name}, {_type(leaf)}, which differs between devices or passes and is no sum over examples; {_WAY_OUT}"
+        )
+
+    return tree.map_with_path(term, metrics, is_leaf=totals.is_total)
+
+
+def values(metrics: Any, *, over_devices: bool) -> Any:
+    """Returns the values of metrics given as `terms`, added over devices if they are one device's."""
+
+    def value(term: Any) -> Any:
+        if isinstance(term, Same):
+            return term.value
+        if not over_devices:
+            return totals.value(term)
+        return totals.value(_psum(term)) if totals.is_total(term) else jax.lax.pmean(term, AXES)
+
+    return jax.tree.map(value, metrics, is_leaf=_is_term)
+
+
+def added(sums: Any, new: Any) -> Any:
+    """Returns the sum of two passes' `terms`."""
+    return jax.tree.map(
+        lambda total, term: term if isinstance(term, Same) else jax.tree.map(jnp.add, total, term),
+        sums,
+        new,
+        is_leaf=_is_term,
+    )
+
+
+def divided(sums: Any, passes: int) -> Any:
+    """Returns the `terms` of a step from their sum over passes: floating metrics are averaged."""
+    return jax.tree.map(lambda total: total if _is_term(total) else total / passes, sums, is_leaf=_is_term)
+
+
+def loss_over_devices(loss: Any, ways: int) -> Any:
+    """Returns a device's loss such that the sum over devices of what `totals.objective` makes of it is the loss."""
+    if isinstance(loss, totals.Mean):
+        return totals.Mean(loss.total, jax.lax.psum(jax.lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32)), AXES))
+    return loss if isinstance(loss, totals.Sum) else loss / ways
+
+
+def _read(result: Any, state: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Returns (loss, aux) from what a loss function returned."""
+    form = "return loss, or (loss, {'metrics': {...}, 'state': {field: value}})"
+    if isinstance(result, (tuple, list)) and len(result) != 2:
+        raise UserError(f"loss_fn: returned {len(result)} values; {form}")
+    loss, aux = result if isinstance(result, (tuple, list)) else (result, {})
+    if not isinstance(aux, Mapping):
+        raise UserError(f"loss_fn: returned {_type(aux)} beside the loss, and needs a dict; {form}")
+    if unknown := set(aux) - {"state", "metrics"}:
+        raise UserError(
+            f"loss_fn: returned {sorted(map(str, unknown))} beside the loss; allowed are 'state' and 'metrics'"
+        )
+    for name, part in aux.items():
+        if not isinstance(part, Mapping):
+            raise UserError(f"loss_fn: returned {_type(part)} as {name!r}, and it must be a dict; {form}")
+    for field in aux.get("state", {}):
+        if state is None or not hasattr(state, field):
+            raise UserError(
+                f"loss_fn: returned a value for state.{field}, and the train state has no such field; declare `{field}: Any` in your "
+                "TrainState, and create it with a value"
+            )
+    return loss, aux
+
+
+def _fitted(field: str, returned: Any, before: Any, combine: Callable[[str, Any, Any], Any]) -> Any:
+    """Maps `combine(path, new, old)` over a field of the state; returns the old structure and dtypes."""
+    old = {f"{field}/{path}".rstrip("/"): leaf for path, leaf in tree.flatten(before)}
+    new = {f"{field}/{path}".rstrip("/"): leaf for path, leaf in tree.flatten(returned, is_leaf=totals.is_total)}
+    if odd := sorted(set(old) ^ set(new)):
+        raise UserError(
+            f"loss_fn: returned state.{field} {'without' if odd[0] in old else 'with'} {odd[0]}, and a state keeps its structure; return "
+            "the same leaves that the field has"
+        )
+    return jax.tree.unflatten(
+        jax.tree.structure(before), [_cast(path, combine(path, new[path], leaf), leaf) for path, leaf in old.items()]
+    )
+
+
+def _cast(path: str, new: Any, old: Any) -> Any:
+    """Returns a new value of the state in the dtype of the old one."""
+    dtype = tree.dtype_of(old)
+    new = jnp.asarray(new)
+    kinds = [
+        next((k for k in (jnp.floating, jnp.complexfloating, jnp.integer) if jnp.issubdtype(d, k)), d)
+        for d in (new.dtype, dtype)
+    ]
+    if kinds[0] != kinds[1] or new.shape != jnp.shape(old):
+        raise UserError(
+            f"loss_fn: returned state/{path} as {_type(new)}, and the state holds {_type(old)}; a state keeps its shapes and dtypes"
+        )
+    return new if new.dtype == dtype else new.astype(dtype)
+
+
+def _whole(program: dependence.TracedLoss, path: str, state: Any, own: Any) -> Any:
+    """Returns the value for the whole batch of a result that reads no example."""
+    try:
+        return program.evaluate(path, state)
+    except dependence.Depends:
+        if jax.dtypes.issubdtype(own.dtype, jax.dtypes.prng_key):
+            raise UserError(
+                f"loss_fn: returned a random key as {path} that depends on the batch or the weights; split it from the state's alone"
+            ) from None
+        return own  # reads weights, which are equal on all devices
+
+
+def _psum(values: Any) -> Any:
+    def total(leaf: Any) -> Any:
+        leaf = jnp.asarray(leaf)
+        return jax.lax.psum(leaf.astype(jnp.int32) if leaf.dtype == bool else leaf, AXES)
+
+    return jax.tree.map(total, values)
+
+
+def _without_gradient(leaf: Any) -> Any:
+    is_inexact = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return jax.lax.stop_gradient(leaf) if is_inexact else leaf
+
+
+def _is_term(node: Any) -> bool:
+    return totals.is_total(node) or isinstance(node, Same)
+
+
+def _type(value: Any) -> str:
+    """Returns the type of a value as text: `int32[4]` for arrays."""
+    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
