@@ -91,9 +91,8 @@ def make_train_step(
             (_, aux), grads = gradients(state.params, batch, state)
         with jax.named_scope("clip"):
             grads, unscale = constrain(grads), 1.0 / scaling.scale(state)
-            squares = tree.map_with_path(
-                functools.partial(_sum_of_squares, unscale), grads, is_leaf=placement.is_frozen
-            )
+            square = functools.partial(_sum_of_squares, unscale)
+            squares = tree.map_with_path(square, grads, is_leaf=placement.is_frozen)
             norm = jnp.sqrt(sum(jax.tree.leaves(squares)))
             # A norm of 0 gives inf, and so 1.
             factor = unscale * jnp.minimum(1.0, clip_norm / norm) if clip_norm else unscale

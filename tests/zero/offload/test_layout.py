@@ -107,6 +107,9 @@ def test_updates_that_are_not_leaf_by_leaf_are_refused_with_the_way_out():
     )
     with pytest.raises(UserError, match="OwnUpdate"):
         zerojax.partition_state(state, mesh=zerojax.make_mesh(), offload="host")
+    fp8 = {"params": weights((64, 64)), "_overwrite_with_gradient": {"scale": jax.ShapeDtypeStruct((1,), jnp.float32)}}
+    with pytest.raises(UserError, match="overwritten with its gradient"):
+        partition_of(fp8, optax.adam(1e-3), "host")
     with pytest.raises(UserError, match="min_size=1024"):
         partition_of(weights((8, 8)), optax.adam(1e-3), "host")
     with pytest.raises(UserError, match="works at stage 1, 2, 3, and the stage is 0"):

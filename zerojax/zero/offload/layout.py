@@ -112,6 +112,12 @@ def _checked(partition: placement.Partition) -> Any:
             f"offload.optimizer: needs a flax TrainState that applies gradients as flax does, and the state is {type(state).__name__}, "
             "whose own apply_gradients may read leaves together; use a TrainState without that method, or omit offload"
         )
+    overwritten = [path for path, found in partition.placements.items() if found.overwritten]
+    if overwritten:
+        raise UserError(
+            f"offload.optimizer: {overwritten[0]} is overwritten with its gradient (fp8 statistics), which the update of offloaded leaves "
+            "does not do; omit offload, or the fp8 layers"
+        )
     return state.replace(params=partition.trainable_part(state.params))
 
 
