@@ -10,8 +10,8 @@ import typing
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-import runs
 
+import runs
 from zerojax import precision
 from zerojax.data import objectives
 from zerojax.errors import UserError
