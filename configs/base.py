@@ -58,7 +58,9 @@ def get_config():
     c.model.remat = "dots"  # residuals kept: "none" all but weights, "dots" matmuls, "full" only layer inputs
     c.model.recompute = ""  # a regex of modules in layers whose matmuls "dots" recomputes (r"layer_\d+/mlp/up")
     c.model.offload = ""  # a regex of modules whose outputs are offloaded to host memory until the backward pass
-    c.model.attention = "auto"  # "xla", "cudnn" (Ampere or newer, bf16), or "auto": by device and precision
+    c.model.attention = (
+        "auto"  # "xla", "cudnn" (Ampere or newer, bf16), "splash" (TPUs, bf16), or "auto": by device and precision
+    )
 
     c.optimizer = config_dict.ConfigDict()
     c.optimizer.name = "adamw"  # adam, adamw, adafactor, lamb, lion, sgd
@@ -67,13 +69,13 @@ def get_config():
     c.optimizer.warmup_steps = 20  # steps of the warm-up
     c.optimizer.warmup = "linear"  # the form of the warm-up: "linear", "log"
     c.optimizer.initial_fraction = 0.0  # of the peak, at step 0 of a warm-up
-    c.optimizer.final_fraction = 0.1  # of the peak, at the last step (linear, cosine, WarmupCosineLR)
+    c.optimizer.final_fraction = 0.1  # of the peak, at the last step (linear, cosine, WarmupCosineLR); at most 1
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.95
     c.optimizer.eps = 1e-8
     c.optimizer.weight_decay = 0.1  # decoupled from the gradient
     c.optimizer.weight_decay_on = "matrices"  # leaves with two or more dims; "all": biases and scales too
-    c.optimizer.clip_norm = 1.0  # maximum of the global gradient norm; 0: no clipping
+    c.optimizer.clip_norm = 1.0  # maximum of the global gradient norm, above eps; 0: no clipping
     c.optimizer.moments = "fp32"  # stored in "fp32", "bf16" or "int8": 4, 2 or 1 bytes; only for adam, adamw and lion
 
     c.loss_scale = config_dict.ConfigDict()  # multiplies the loss with precision "fp16"
@@ -88,7 +90,7 @@ def get_config():
     c.data = config_dict.ConfigDict()
     c.data.name = "python_stdlib"  # a tensorflow-datasets name ("lm1b"), or "random" for random tokens
     c.data.train_split = "train"
-    c.data.eval_split = "validation"  # held-out split; "": none
+    c.data.eval_split = "validation"  # held-out split, no part of train_split; "": none
     c.data.text_key = "text"  # the name of the text feature
     c.data.tokenizer = "bytes"  # "bytes", or the path of a Hugging Face tokenizer.json
     c.data.dir = ""  # folder of prepared datasets; "": WORKDIR/datasets

@@ -7,7 +7,8 @@ Each process gets `--coordinator 127.0.0.1:PORT --num_processes N --process_id I
 On CPU each process emulates its devices.
 
 Output lines are prefixed with [I]. With --log_dir only process 0's output is shown, and others write to process_I.log in that folder.
-SIGTERM and SIGINT are passed on. SIGQUIT kills all processes. If one fails, the others are ended and its status is returned.
+SIGTERM and SIGINT are passed on. SIGQUIT kills all processes. If one fails, the others are ended and its status is returned. If this
+script is killed, they get SIGTERM.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import contextlib
 import os
 import pathlib
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -24,6 +26,18 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
+# Replaces itself by the command, which keeps the request (PR_SET_PDEATHSIG = 1; Linux alone has it).
+ENDS_WITH_PARENT = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("launch_local: was killed")
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.exit(f"launch_local: {sys.argv[2]}: {error.strerror}")
+"""
 TAIL_LINES = 20  # of a failed process's log file
 
 
@@ -95,16 +109,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _free_port() -> int:
-    """Returns a port that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]
+    """Returns a port that was free a moment ago, below those that Linux gives to outgoing connections."""
+    while True:
+        port = random.randrange(15_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _start(command: list[str], environment: Mapping[str, str]) -> subprocess.Popen:
-    """Starts one process in its own session, so that a terminal's Ctrl-C reaches it once, through this script."""
+    """Starts one process in its own session, so that a terminal's Ctrl-C reaches it once, through this script.
+
+    If this script is killed, the kernel sends the process SIGTERM.
+    """
     return subprocess.Popen(
-        command,
+        [sys.executable, "-I", "-S", "-c", ENDS_WITH_PARENT, str(os.getpid()), *command],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import programs
 import rough
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -53,13 +54,15 @@ sys.path.insert(0, os.getcwd())
 from zerojax import train
 for line in sys.stdin:
     request = json.loads(line)
+    if "wait" in request:
+        print(os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1]), flush=True)
+        continue
     pid = os.fork()
     if pid == 0:
         for stream in (0, 1, 2):
             os.dup2(os.open(request["files"][stream], os.O_RDWR | os.O_CREAT | os.O_TRUNC), stream)
         break
     print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 else:
     sys.exit()
 os.environ.update(request["environ"])
@@ -156,7 +159,7 @@ class Command:
     def wait(self) -> "Command":
         """Waits until it ends."""
         if self.status is None:
-            self.status = int(self.driver.stdout.readline())
+            self.status = int(_ask(self.driver, {"wait": self.pid}))
         return self
 
     def kill(self, number: int) -> None:
@@ -181,8 +184,15 @@ class Command:
         return self.err.strip()
 
 
+def _ask(driver: subprocess.Popen, request: Mapping[str, Any]) -> str:
+    """Sends a request to the process that forks commands, and returns its answer."""
+    driver.stdin.write(json.dumps(request) + "\n")
+    driver.stdin.flush()
+    return driver.stdout.readline()
+
+
 class Commands:
-    """A process that has imported the trainer and forks one command at a time."""
+    """A process that has imported the trainer and forks commands."""
 
     def __init__(self, folder: pathlib.Path, cache: pathlib.Path):
         self._folder, self._count = folder, 0
@@ -203,9 +213,13 @@ class Commands:
         for file in files[1:]:
             pathlib.Path(file).touch()
         request = {"arguments": arguments, "files": files, "environ": environ, "unset": unset, "before": before}
-        self._driver.stdin.write(json.dumps(request) + "\n")
-        self._driver.stdin.flush()
-        return Command(int(self._driver.stdout.readline()), self._driver, files)
+        return Command(int(_ask(self._driver, request)), self._driver, files)
+
+    def start_two(self, *arguments: str, before: tuple[str, str] = ("", "")) -> list[Command]:
+        """Starts a run of two processes. Each first runs its part of `before`."""
+        address = f"--coordinator=127.0.0.1:{programs.free_port()}"
+        flags = [(f"--process_id={index}", "--num_processes=2", address) for index in range(2)]
+        return [self.start(*arguments, *extra, before=code) for extra, code in zip(flags, before, strict=True)]
 
     def __call__(self, *arguments: str, **options: Any) -> Command:
         """Starts a command and waits for its end."""

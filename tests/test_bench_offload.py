@@ -18,11 +18,11 @@ def test_the_link_and_the_stream_are_measured():
     assert found["rate"] > 0
 
 
-def test_the_table_shows_each_part_and_failures(monkeypatch, capsys):
+def test_the_table_shows_each_part_and_failures(monkeypatch, capsys, tmp_path):
     answers = {"link": {"to_device": 54.0, "to_host": 52.0, "both": 43.0}, "stream": None}
     monkeypatch.setattr(bench_offload, "_child", lambda part, *rest: answers[part])
     monkeypatch.setattr(bench_offload.bench_train, "run", lambda *args: {"status": "out of memory", "seconds": 1.0})
-    assert bench_offload.main(["--train", "model.num_layers=1"]) == 1
+    assert bench_offload.main(["--train", "model.num_layers=1", "--workdir", str(tmp_path / "runs")]) == 1
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert table[0] == "| what | measured |"
     assert "| link, both at once, each way | 43.0 GB/s |" in table

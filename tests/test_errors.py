@@ -3,6 +3,7 @@
 import errno
 import os
 
+import jax
 import pytest
 
 import zerojax
@@ -62,3 +63,49 @@ def test_the_first_line_is_the_first_that_is_not_blank(text, line):
 def test_all_lines_become_one():
     assert errors.one_line(ValueError("one\n  two")) == "one two"
     assert errors.one_line(ValueError("one two"), 5) == "one t"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "words of another language"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes."),
+        RuntimeError("std::bad_alloc"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_full_host_memory_is_known_by_type_by_number_and_by_words(error):
+    assert errors.is_host_memory_full(error) and errors.is_host_memory_full(caused_by(error))
+
+
+def test_other_errors_are_no_full_host_memory():
+    for error in (
+        ValueError("MemoryError"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes."),
+    ):
+        assert not errors.is_host_memory_full(error)
+
+
+def test_a_user_error_is_one_line_that_can_be_printed_whatever_its_value():
+    line = str(UserError("--workdir a\nb\0\ud800\x1b[31m: é; choose"))
+    assert line == r"--workdir a\nb\x00\ud800\x1b[31m: é; choose" and line.isprintable()
+    assert len(str(UserError("x" * 10**6))) < 2100
+
+
+class Secret:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+def test_any_value_can_be_shown():
+    assert errors.shown("x") == "'x'" and errors.shown(1.5) == "1.5"
+    assert len(errors.shown("x" * 10**6)) <= 120
+    assert errors.shown(10**5000) == "int of 16610 bits"
+    assert "Secret object" in errors.shown(Secret())
+
+
+def test_the_way_out_of_a_name_is_the_nearest_or_all():
+    assert errors.choose("tinny", ["test", "tiny"]) == "did you mean 'tiny'?"
+    assert errors.choose("zzz", ["test", "tiny"]) == errors.choose(7, ["test", "tiny"]) == "known: test, tiny"
+    assert errors.choose("33", (0, 1, 2, 3)) == "did you mean 3?"

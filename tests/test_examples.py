@@ -292,7 +292,7 @@ def test_the_offloaded_mlp_trains_as_on_the_device_with_its_float32_state_on_the
     for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params)):
         np.testing.assert_array_equal(one, other)
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state) if leaf.sharding.memory_kind == "pinned_host")
-    assert kept > 0.99 * sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
+    assert kept > 0.98 * sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
     assert partition.on_host
 
 

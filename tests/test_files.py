@@ -30,3 +30,34 @@ def test_a_disk_error_is_one_line_with_the_path_the_reason_and_the_way_out(tmp_p
     with pytest.raises(UserError) as caught, files.writing(path, "choose another folder"):
         files.replace(path, "one\n")
     assert str(caught.value) == f"{path}: cannot be written (No such file or directory); choose another folder"
+
+
+def test_paths_that_can_be_files_are_accepted(tmp_path):
+    (tmp_path / "link").symlink_to("nothing")
+    for path in (tmp_path, tmp_path / "new" / "er", tmp_path / "link", "relative", ".", "a:b", "C:/x"):
+        files.check_path(path, "--workdir")
+
+
+@pytest.mark.parametrize(
+    "path, why",
+    [
+        ("", "is empty"),
+        ("gs://bucket/run", "is a URL"),
+        ("file:///tmp", "is a URL"),
+        ("{folder}/" + "x" * 300, "File name too long"),
+        ("{folder}" + "/x" * 5000, "File name too long"),
+        ("{folder}/file/below", "Not a directory"),
+        ("{folder}/loop", "Too many levels of symbolic links"),
+        ("{folder}/loop/below", "Too many levels of symbolic links"),
+        ("{folder}/\0", "null"),
+        ("{folder}/\ud800", "utf-8"),
+    ],
+    ids=range(10),
+)
+def test_other_paths_are_refused_in_one_line_with_the_place(tmp_path, path, why):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError) as caught:
+        files.check_path(path.format(folder=tmp_path), "config.data.dir")
+    assert str(caught.value).startswith("config.data.dir: ") and why in str(caught.value)
+    assert str(caught.value).isprintable()

@@ -7,8 +7,8 @@ import sys
 import tomllib
 
 import pytest
-
 import runs
+
 from zerojax import __main__ as cli
 
 KNOWN = ", ".join(cli.COMMANDS)

@@ -5,7 +5,10 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
@@ -63,3 +66,30 @@ def test_a_platform_has_one_name_for_all_kinds_of_devices():
     gpus = mesh_lib.make_mesh(devices=compile_only.devices())
     assert [mesh_lib.platform(where) for where in (None, here, here.devices.flat[0])] == ["cpu"] * 3
     assert [mesh_lib.platform(where) for where in (gpus, gpus.devices.flat[0])] == ["gpu"] * 2
+
+
+@pytest.mark.parametrize(
+    "shape, axes, expected",
+    [
+        ((8,), ("data",), {"replica": 1, "data": 8, "model": 1}),
+        ((2, 4), ("replica", "data"), {"replica": 2, "data": 4, "model": 1}),
+        ((4, 2), ("data", "model"), {"replica": 1, "data": 4, "model": 2}),
+        ((2, 4), ("own", "data"), {"replica": 1, "own": 2, "data": 4, "model": 1}),
+    ],
+)
+def test_a_users_mesh_gets_the_axes_that_it_lacks_and_keeps_its_devices(shape, axes, expected):
+    devices = np.asarray(jax.devices()[::-1]).reshape(shape)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        own = jax.sharding.Mesh(devices, axes, axis_types=(kind,) * len(axes))
+        mesh = mesh_lib.completed(own)
+        assert list(mesh.shape.items()) == list(expected.items()) and set(mesh.axis_types) == {AxisType.Auto}
+        assert list(mesh.devices.flat) == list(devices.flat)
+        for spec in (P("data"), P(None, axes), P()):
+            assert NamedSharding(mesh, spec).is_equivalent_to(NamedSharding(own, spec), 2)
+    assert mesh_lib.completed(mesh) is mesh
+
+
+@pytest.mark.parametrize("mesh", [None, "data", 8, jax.devices()])
+def test_what_is_no_mesh_is_refused(mesh):
+    with pytest.raises(UserError, match=r"^mesh: needs an axis named 'data', and has "):
+        mesh_lib.completed(mesh)

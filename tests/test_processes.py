@@ -87,3 +87,68 @@ def test_bad_input_ends_both_with_status_2(cache_dir, tmp_path):
     launcher = start(cache_dir, tmp_path, global_batch_size=12)
     out, _ = launcher.communicate(timeout=runs.LIMIT)
     assert launcher.returncode == 2 and "zerojax: config.global_batch_size: 12 does not fit" in out
+
+
+# --- ends: no process holds its machine after another's end, and none ends with the stack trace of XLA
+
+SOON = 10.0  # seconds in which all processes are gone after the first one failed
+AT_STEP_3 = """
+from zerojax.data import feed
+following, taken = feed.Feed.next, []
+def next_batch(streams):
+    taken.append(streams)
+    if len(taken) == 3:
+        fail()
+    return following(streams)
+feed.Feed.next = next_batch
+"""
+FAILED_SAVE = """
+from zerojax.checkpoint import files
+def read_back(directory, step):
+    raise OSError(5, "Input/output error")
+files.read_back = read_back
+"""
+CLOSED = "\nimport os; ends = os.pipe(); os.dup2(ends[1], {0}); os.close(ends[0]); os.close(ends[1])\n"
+
+
+def fails(code: str) -> str:
+    return f"import os, signal, time\ndef fail():\n    {code}\n{AT_STEP_3}"
+
+
+ENDS = {  # name -> (code of process 0, code of process 1, their statuses, words of their stderr)
+    "process 0 is killed": (fails("os.kill(os.getpid(), 9)"), "", (-9, 1), ("", "process 0 is gone")),
+    "process 1 is killed": ("", fails("os.kill(os.getpid(), 9)"), (1, -9), ("process 1 is gone", "")),
+    "process 1 fails": ("", fails("1 / 0"), (1, 1), ("process 1 ended with status 1: ZeroDivisionError", "ZeroDivisionError")),
+    "a save fails": (FAILED_SAVE, "", (2, 2), ("saving step 2 failed: ", "process 0 ended with status 2")),
+    "process 1 is stopped before it begins": (
+        "", "from zerojax.trainer import program; import os; program.build = lambda *_, **__: os.kill(os.getpid(), 15)",
+        (143, 143), ("process 1 ended with status 143: stopped by SIGTERM", "stopped by SIGTERM")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_all_processes_end_soon_and_in_one_line_after_the_end_of_one(commands, tmp_path, name):
+    *before, statuses, words = ENDS[name]
+    settings = runs.flags(emulate_devices=2, checkpoint__every=2, steps=5000)
+    both = commands.start_two(*settings, f"--workdir={tmp_path}", before=before)
+    ended = [
+        command.wait() and time.monotonic() for command in sorted(both, key=lambda c: statuses[both.index(c)] >= 0)
+    ]
+    assert abs(ended[0] - ended[1]) < SOON
+    assert tuple(command.status for command in both) == statuses, [command.err for command in both]
+    for command, said in zip(both, words, strict=True):
+        assert said in command.err and "Check failure" not in command.err, command.err
+        assert "ZeroDivisionError: division by zero\nzerojax" in command.err or command.err.count("\n") <= 1, (
+            command.err
+        )
+    assert not (tmp_path / "run.lock").exists() or -9 in statuses
+
+
+def test_streams_that_nobody_reads_stop_a_run_after_a_save_and_without_a_word(commands, tmp_path):
+    settings = runs.flags(emulate_devices=2, checkpoint__every=0, steps=5000)
+    lose = fails(f"exec({(CLOSED.format(1) + CLOSED.format(2))!r})")
+    both = commands.start_two(*settings, f"--workdir={tmp_path}", before=(lose, ""))
+    assert [command.wait().status for command in both] == [2, 2]
+    (step,) = (int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+    assert [line[0] for line in runs.numbers(tmp_path)] == list(range(1, step + 1))
+    assert both[0].err == "" and f"stdout is closed: stopped at step {step}, saved" in both[1].err

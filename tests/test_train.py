@@ -27,9 +27,9 @@ REFUSED = {  # name -> (arguments, words of the error line)
     "config without value": (["--config"], "Missing value for flag --config"),
     "config not there": (["--config=configs/zero9.py"], "--config configs/zero9.py: there is no such file"),
     "stage 4": (runs.flags(zero__stage=4), "config.zero.stage: must be one of 0, 1, 2, 3, and is 4"),
-    "word for a number": (runs.flags(steps="abc"), "--config.steps=abc: invalid literal for int()"),
-    "fraction of a step": (runs.flags(steps=1.5), "--config.steps=1.5: invalid literal for int()"),
-    "number for a group": (runs.flags(zero=3), "--config.zero=3: Failed to parse '3'"),
+    "word for a number": (runs.flags(steps="abc"), "config.steps: must be a whole number, and is 'abc'"),
+    "fraction of a step": (runs.flags(steps=1.5), "config.steps: must be a whole number, and is '1.5'"),
+    "number for a group": (runs.flags(zero=3), "config.zero: must be a group of settings (stage, "),
     "rate that is no number": (runs.flags(optimizer__learning_rate="nan"), "config.optimizer.learning_rate: must be"),
     "no steps": (runs.flags(steps=0), "config.steps: must be above 0, and is 0"),
     "override of one part": (runs.flags(zero__overrides="('embed',)"), "config.zero.overrides: must be ((path regex"),
@@ -38,17 +38,28 @@ REFUSED = {  # name -> (arguments, words of the error line)
     "override of no weight": (runs.flags(zero__overrides="(('emmbed',('data',)),)"), "'emmbed' matches no weight's path"),
     "batch": (runs.flags(global_batch_size=12), "config.global_batch_size: 12 does not fit"),
     "batch and micro batch": (runs.flags(micro_batch_size=2), "set --config.global_batch_size=16"),
-    "mesh": (runs.flags(mesh__data=16), "mesh: replica 1 x data 16 x model 1 = 16 devices, but there are 8"),
+    "mesh": (runs.flags(mesh__data=16), "config.mesh: replica 1 x data 16 x model 1 = 16 devices, but there are 8"),
     "no devices": (runs.flags(emulate_devices=0), "config.emulate_devices: must be above 0"),
     "preset": (runs.flags(model__preset="gpt2"), "config.model.preset: must be one of test, tiny"),
-    "small vocabulary": (runs.flags(model__vocab_size=100), "smaller than the tokenizer's 320 ids"),
+    "small vocabulary": (runs.flags(model__vocab_size=100), "smaller than the 320 ids of config.data.tokenizer"),
     "long sequence": (runs.flags(seq_len=4096), "config.seq_len: 4096 is longer than"),
     "cudnn": (runs.flags(model__attention="cudnn"), "cudnn needs an NVIDIA GPU"),
     "tokenizer": (runs.flags(data__tokenizer="nope.json"), "config.data.tokenizer: 'nope.json' is not a file"),
     "optimizer": (runs.flags(optimizer__name="adamm"), "config.optimizer.name: must be one of adam, adamw"),
-    "decay without effect": (runs.flags(optimizer__name="sgd"), "config.optimizer.weight_decay: sgd applies none"),
-    "warm-up": (runs.flags(optimizer__warmup_steps=7), "config.optimizer.warmup_steps: 7 is longer than the run of 6"),
+    "decay without effect": (runs.flags(optimizer__name="sgd"), "config.optimizer.name=sgd applies none"),
+    "warm-up": (runs.flags(optimizer__warmup_steps=7), "config.optimizer.warmup_steps: 7 is longer than the run of config.steps=6"),
     "dataset": (runs.flags(data__name="stdlibb"), "config.data.name: no dataset 'stdlibb'; nearest datasets"),
+    "stage in words": (runs.flags(zero__stage="two"), "config.zero.stage: must be one of 0, 1, 2, 3, and is 'two'"),
+    "preset, near": (runs.flags(model__preset="tinny"), "did you mean 'tiny'?"),
+    "field of a number": ([*runs.flags(), "--config.zero.stage.x=3"], "config.zero.stage.x: unknown config key; config.zero.stage is a"),
+    "model axis": (runs.flags(mesh__model=2, mesh__data=4), "config.mesh.model: is 2, and no weight is sharded over `model`"),
+    "state beyond this host": (runs.flags(model__preset="llama3_70b"), "out of host memory: the state of config.model"),
+    "long sample": (runs.flags(sample__length=600), "config.sample.length: the prompt's 5 tokens and 600 more"),
+    "many gaps": (runs.flags(model__preset="t5_test", sample__length=4, sample__prompt="___" * 64), "config.sample.prompt: has 64 gaps"),
+    "workdir that is a URL": ([*runs.flags(), "--workdir=gs://bucket/run"], "--workdir: 'gs://bucket/run' is a URL"),
+    "workdir of 300 characters": ([*runs.flags(), "--workdir=" + "x" * 300], "cannot be used (File name too long)"),
+    "data below a file": (runs.flags(data__name="python_stdlib", data__dir="/dev/null/x"), "config.data.dir: '/dev/null/x' cannot be used"),
+    "config of 300 characters": (["--config=" + "x" * 300], "cannot be used (File name too long)"),
     "steps to profile": (runs.flags(profile__start=6, profile__steps=2), "config.profile: traces steps 6 to 7"),
     "one process of some": ([*runs.flags(), "--process_id=3"], "--coordinator: must be set together with --process_id"),
     "empty workdir": ([*runs.flags(), "--workdir="], "--workdir: is empty"),
@@ -88,6 +99,45 @@ def test_a_missing_or_empty_split_is_named_before_the_first_step(commands, tmp_p
     assert "known splits: " in command.error_line and "starts at step" not in command.out
 
 
+def test_held_out_text_that_is_trained_on_is_refused_and_text_read_more_than_once_is_told(
+    commands, tmp_path, stdlib_dir
+):
+    settings = {
+        "data__name": "python_stdlib",
+        "data__dir": stdlib_dir,
+        "data__eval_split": "train[:1%]+validation",
+        "steps": 1,
+        "optimizer__warmup_steps": 0,
+    }
+    command = commands(*runs.flags(**settings), f"--workdir={tmp_path}/a")
+    assert (
+        "config.data.eval_split: 7 examples of 'train[:1%]+validation' are in config.data.train_split='train'"
+        in command.error_line
+    )
+    settings |= {"data__eval_split": "validation", "evaluate__batches": 2**31 - 1}
+    command = commands(*runs.flags(**settings), f"--workdir={tmp_path}/b")
+    assert "config.evaluate.batches: 2147483647 batches of 264 tokens would read" in command.error_line
+    settings |= {"data__eval_split": "validation[:3]", "evaluate__batches": 200}
+    command = commands(
+        *runs.flags(**settings),
+        f"--workdir={tmp_path}/c",
+        before="from zerojax import train; train._compile = lambda *_: 1 / 0",
+    )
+    assert "config.evaluate.batches=200 is more than there is: an evaluation reads the text of" in command.out
+
+
+def test_settings_without_effect_are_told(commands, tmp_path):
+    stop = "from zerojax import train; train._build = lambda *_: 1 / 0"
+    command = commands(*runs.flags(optimizer__final_fraction=0.5), f"--workdir={tmp_path}", before=stop)
+    assert "config.optimizer.final_fraction=0.5 has no effect: the schedule constant does not fall\n" in command.out
+
+
+def test_a_full_host_memory_ends_the_run_in_one_line(commands, tmp_path):
+    fill = "from zerojax import train\ndef fill(*_):\n    raise MemoryError('too much')\ntrain.train = fill"
+    line = commands(*runs.flags(), f"--workdir={tmp_path}", before=fill).error_line
+    assert line.startswith("zerojax: out of host memory (too much), and this host has ")
+
+
 def test_without_an_evaluation_split_nothing_is_evaluated(finished):
     assert runs.evaluations(finished) == [] and list(runs.losses(finished)) == list(range(1, 7))
 
@@ -95,9 +145,7 @@ def test_without_an_evaluation_split_nothing_is_evaluated(finished):
 def test_a_folder_that_cannot_be_used_is_named(commands, tmp_path):
     (tmp_path / "file").write_text("mine")
     for place, reason in ((f"{tmp_path}/file", "File exists"), (f"{tmp_path}/file/run", "Not a directory")):
-        assert (
-            f"--workdir {place}: cannot be used ({reason})" in commands(*runs.flags(), f"--workdir={place}").error_line
-        )
+        assert f"cannot be used ({reason})" in commands(*runs.flags(), f"--workdir={place}").error_line
     assert (tmp_path / "file").read_text() == "mine"
     assert "/proc/run: cannot be used" in commands(*runs.flags(), "--workdir=/proc/run").error_line
 

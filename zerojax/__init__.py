@@ -6,6 +6,7 @@
 >>> state, metrics = train_step(state, batch)
 """
 
+import zerojax.launch.early  # noqa: F401  first: it ends a command that is stopped during the imports below
 from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.errors import UserError
 from zerojax.interop.deepspeed.own_step import from_deepspeed_config
@@ -20,6 +21,7 @@ from zerojax.zero.memory import memory_table
 from zerojax.zero.offload.settings import Offload
 from zerojax.zero.placement import Partition, Placement
 from zerojax.zero.shard_state import pad, shard_train_state, unpad
+from zerojax.zero.sharded_batch.compare import compare_sums
 from zerojax.zero.sharded_batch.totals import Mean, Sum
 from zerojax.zero.stages import partition_state
 from zerojax.zero.step import make_train_step
@@ -38,6 +40,7 @@ __all__ = [
     "TrainState",
     "UserError",
     "batch_sharding",
+    "compare_sums",
     "embedding_lookup",
     "export_huggingface",
     "from_deepspeed_config",

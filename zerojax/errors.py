@@ -1,18 +1,31 @@
 """The one exception that means "the input is wrong". This module holds it, and functions that read other exceptions."""
 
+import difflib
 import errno
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # The messages of Python, TensorStore and array_record, and that of tensorflow-datasets, which checks for space first.
 _NO_SPACE_WORDS = ("No space left", "quota exceeded", "Not enough disk space")
+# XLA's allocator of host memory says "allocating", that of a device "while trying to allocate". CUDA's of pinned memory names the host.
+_NO_HOST_MEMORY = re.compile(r"Out of memory allocating|host memory|bad_alloc|Cannot allocate memory|MemoryError")
+_LONGEST = 2000  # characters of an error line
 
 
 class UserError(ValueError):
     """Names in one line the broken rule, the value, the place and the way out.
 
-    The command lines print it without a traceback and exit with status 2.
+    The command lines print it without a traceback and exit with status 2. Characters that would break the line are escaped.
     """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        text = (
+            text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+        )
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -28,6 +41,38 @@ def is_disk_full(error: BaseException) -> bool:
         getattr(cause, "errno", None) in _NO_SPACE or any(words in str(cause) for words in _NO_SPACE_WORDS)
         for cause in causes(error)
     )
+
+
+def is_host_memory_full(error: BaseException) -> bool:
+    """Returns whether an error, or one that caused it, means that the host's memory is full."""
+    return any(
+        isinstance(cause, MemoryError)  # numpy's too
+        or getattr(cause, "errno", None) == errno.ENOMEM
+        or (isinstance(cause, RuntimeError) and _NO_HOST_MEMORY.search(str(cause)) is not None)
+        for cause in causes(error)
+    )
+
+
+def shown(value: Any, most: int = 120) -> str:
+    """Returns a value as it is written in Python, cut to `most` characters. Python refuses to write integers of 4300 digits or more."""
+    try:
+        text = repr(value)
+    except Exception:  # a value's own code may raise anything
+        text = (
+            f"{type(value).__name__} of {value.bit_length()} bits" if isinstance(value, int) else object.__repr__(value)
+        )
+    return text if len(text) <= most else f"{text[: most - 20]}...{text[-17:]}"
+
+
+def choose(value: Any, known: Iterable[Any]) -> str:
+    """Returns the way out of a name that is not known: the nearest of `known`, or all of them.
+
+    >>> choose("tinny", ["test", "tiny"])
+    "did you mean 'tiny'?"
+    """
+    names = {str(name): name for name in known}
+    near = difflib.get_close_matches(value, names, 1) if isinstance(value, str) else []
+    return f"did you mean {names[near[0]]!r}?" if near else f"known: {', '.join(names)}"
 
 
 def first_line(error: BaseException) -> str:

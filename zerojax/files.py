@@ -1,11 +1,42 @@
-"""Small files that a crash must not leave half written. This module replaces them, and reports disk errors in one line."""
+"""Small files that a crash must not leave half written. This module replaces them, and reports unusable paths and disk errors in one
+line."""
 
 import contextlib
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 
+from zerojax import errors
 from zerojax.errors import UserError
+
+_URL = re.compile(r"[A-Za-z][\w+.-]*://")
+
+
+def check_path(path: str | os.PathLike, place: str) -> None:
+    """Checks that a path can name a file or folder of a mounted file system, which need not exist.
+
+    Args:
+      path: the path.
+      place: the flag or the config key that holds it.
+
+    Raises:
+      UserError: the path is empty, a URL, too long, a loop of symbolic links, below a file, or holds characters that no path can hold.
+    """
+    text = os.fspath(path)
+    if not text:
+        raise UserError(f"{place}: is empty; name a path")
+    if _URL.match(text):
+        raise UserError(
+            f"{place}: {errors.shown(text)} is a URL, and files need a mounted file system; mount it and give its path"
+        )
+    try:
+        os.stat(text)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:  # ValueError: a null byte, or a character that is no UTF-8
+        why = getattr(error, "strerror", None) or errors.first_line(error)
+        raise UserError(f"{place}: {errors.shown(text)} cannot be used ({why}); choose another path") from error
 
 
 def replace(path: str | os.PathLike, text: str) -> None:

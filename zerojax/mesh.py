@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax import errors
 from zerojax.errors import UserError
 
 REPLICA, DATA, MODEL = "replica", "data", "model"
@@ -33,7 +34,8 @@ def make_mesh(replica: int = 1, data: int = -1, model: int = 1, *, devices: Sequ
     found = list(jax.devices() if devices is None else devices)
     if min(replica, model) < 1 or (data < 1 and data != -1):
         raise UserError(
-            f"mesh: axis sizes must be above 0 (data may be -1: all remaining); got {replica} x {data} x {model}"
+            "mesh: axis sizes must be above 0 (data may be -1: all remaining); got "
+            f"mesh.replica={replica}, mesh.data={data}, mesh.model={model}"
         )
     if data == -1:
         data = max(1, len(found) // (replica * model))
@@ -45,6 +47,26 @@ def make_mesh(replica: int = 1, data: int = -1, model: int = 1, *, devices: Sequ
         )
     grid = np.asarray(found).reshape(replica, data, model)
     return Mesh(grid, (REPLICA, DATA, MODEL), axis_types=(AxisType.Auto,) * 3)
+
+
+def completed(mesh: Mesh) -> Mesh:
+    """Returns a mesh with the axes that a user's mesh lacks, of size 1: `replica` in front, `model` at the end.
+
+    Its devices keep their order, so arrays that are sharded over the user's mesh stay where they are. All axes are Auto: the compiler
+    infers the shardings inside a step.
+
+    Raises:
+      UserError: the mesh has no axis `data`.
+    """
+    if not isinstance(mesh, Mesh) or DATA not in mesh.shape:
+        held = tuple(mesh.shape) if isinstance(mesh, Mesh) else errors.shown(mesh)
+        raise UserError(f"mesh: needs an axis named 'data', and has {held}; see zerojax.make_mesh")
+    front, back = [axis for axis in (REPLICA,) if axis not in mesh.shape], [MODEL] if MODEL not in mesh.shape else []
+    names = (*front, *mesh.axis_names, *back)
+    if names == mesh.axis_names and all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return mesh
+    grid = mesh.devices.reshape((1,) * len(front) + mesh.devices.shape + (1,) * len(back))
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def batch_sharding(mesh: Mesh, batch_dim: int = 0) -> NamedSharding:

@@ -4,25 +4,26 @@ python -m zerojax.train --config configs/zero3.py --workdir runs/mine --config.s
 """
 
 import contextlib
+import errno
 import functools
 import logging
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 from absl import flags
 from ml_collections import config_flags
 
-from zerojax import display, errors
+from zerojax import display, files
 from zerojax.checkpoint import checkpointer
-from zerojax.data import batches, source
+from zerojax.data import batches, feed, source
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.errors import UserError
-from zerojax.launch import devices, processes, signals, start_up
+from zerojax.launch import devices, ending, processes, signals, start_up
 from zerojax.plan import report as plan_report
 from zerojax.plan import step_plan
 from zerojax.profile import profiler
@@ -31,10 +32,10 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import health as health_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import recorder as recorder_lib
+from zerojax.trainer.checks import effects, host, texts
 from zerojax.zero import memory
 from zerojax.zero.offload import budget, kept
 
-INTERRUPTED = 130  # the exit status of a command that SIGINT ends
 STEPS_BEFORE_COMPARING = 2  # a program reaches its peak memory in its first steps
 
 flags.declare_key_flag("config")  # for --help, which lists the flags of this module
@@ -52,54 +53,37 @@ def main() -> None:
     """Parses the command line and trains. An invalid input ends the process with one line and status 2."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # the checkpointer reports a failed write, once
     sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
-    try:
-        config = config_lib.from_dict(command.parse(sys.argv))
-        start_up.keep_every_program()
-        if pinned := program_lib.most_pinned_bytes(config):
-            start_up.size_pinned_pool(budget.pool_size_gb(pinned / (_NUM_PROCESSES.value or 1)))
-        emulated = devices.emulate_cpu_devices(config.emulate_devices)
-        processes.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-        if emulated:
-            say(f"no accelerator found: emulating {jax.local_device_count()} CPU devices")
-        folder = _choose_workdir()
-        with workdir.held(folder):
-            train(config, folder)
-    except UserError as error:
-        print(f"zerojax: {error}", file=sys.stderr, flush=True)
-        processes.leave(2)
-    except BrokenPipeError:
-        _leave_unheard("stdout is closed; the same command resumes from the last checkpoint")
-    except OSError as error:
-        if not errors.is_disk_full(error):
-            raise
-        where = error.filename or "stdout, or another file of the run"
-        _leave_unheard(f"{where}: no space left on the device; make room, then run again to resume")
-    except KeyboardInterrupt:
-        print("zerojax: interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
-        processes.leave(INTERRUPTED)
-    processes.leave(0)
+    with signals.StopSignal(has_state=False) as stop:
+        ending.guard_streams(functools.partial(_unheard, stop))
+        try:
+            config = config_lib.from_dict(command.parse(sys.argv))
+            start_up.keep_every_program()
+            if pinned := program_lib.most_pinned_bytes(config):
+                start_up.size_pinned_pool(budget.pool_size_gb(pinned / (_NUM_PROCESSES.value or 1)))
+            emulated = devices.emulate_cpu_devices(config.emulate_devices)
+            processes.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+            if emulated:
+                say(f"no accelerator found: emulating {jax.local_device_count()} CPU devices")
+            folder = _choose_workdir()
+            with workdir.held(folder):
+                end = train(config, folder, stop)
+        except Exception as error:
+            processes.leave_after(host.short(error) or error)
+        if end.is_stopped and stop.cause != signals.SIGNAL:
+            processes.leave(2, f"zerojax: {stop.cause}: stopped at step {end.step}, saved; the same command resumes")
+        processes.leave(0)
 
 
-def train(config: config_lib.Config, folder: pathlib.Path) -> None:
-    """Runs all phases of a training run in `folder`."""
+def train(config: config_lib.Config, folder: pathlib.Path, stop: signals.StopSignal | None = None) -> loop.End:
+    """Runs all phases of a training run in `folder`, until the last one or a stop, which only signals that `stop` hears request."""
+    stop = stop or signals.StopSignal()
     say(f"devices: {devices.describe()}; everything goes to {folder}")
-    _check_folder(config, folder)
-    start_up.wake_devices()
-    config = config_lib.with_scratch(config, folder / workdir.OFFLOAD)
-
-    tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
-    program = _build(config, tokenizer)
-    streams = program_lib.open_feed(program, tokenizer, _prepare_data(config, folder))
-    keep = config.checkpoint
-    saver = checkpointer.Checkpointer(folder / workdir.CHECKPOINTS, keep_last=keep.keep_last, keep_best=keep.keep_best)
-    start = resume.find(program, saver, streams, folder, steps=config.steps)
-    if start.saved is not None and not saver.has_checksums(start.step):
-        say(f"checkpoint {start.step} was saved without checksums: only the sizes of its files could be checked")
-    if start.saved is not None and resume.rescales(program, start.saved):
-        say("the loss scale is reset: config.loss_scale has another initial scale than before")
+    tokenizer, program, streams, saver, fingerprints, start = prepare(config, folder)
+    for note in resume.notes(program, saver, start, folder):
+        say(note)
 
     health = _open_health(config, program, saver, start)
-    with signals.StopSignal() as stop, _open_recorder(config, program, health, folder, start) as recorder:
+    with _open_recorder(config, program, health, folder, start) as recorder:
         plan = _compile(program, recorder, folder, start) if start.step < config.steps else None
         with memory_guard.explained(program, plan), _open_profiler(config, folder) as profile:
             end = loop.run(
@@ -109,33 +93,62 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> None:
                 when=_when(config),
                 streams=streams,
                 evaluate=functools.partial(program_lib.held_out_loss, program, streams),
-                checkpoints=loop.Checkpoints(saver, resume.meta(program)),
+                checkpoints=loop.Checkpoints(saver, resume.meta(program, fingerprints)),
                 recorder=recorder,
                 profile=profile,
                 stop=stop,
             )
     if end.is_stopped:
-        return say(f"stopped by a signal at step {end.step}, saved; the same command resumes")
+        say(f"stopped by {stop.cause} at step {end.step}, saved; the same command resumes")
+        return end
 
     if skipped := health.summary():
         say(skipped)
-    if config.sample.length:
-        text = results.sample(program, tokenizer, end.state.params, **vars(config.sample), seed=config.seed)
-        say(f"a sample, from {config.sample.prompt!r}:\n{text}")
+    if end.step in saver.steps():
+        stop.ends_at_once("the training is done and saved; the same command writes the results")
     saver.close()
     streams.close()
-    if processes.is_primary():
-        results.draw(folder)
-    if config.export.format == "huggingface":
-        results.export(program, end.state, folder / "export")
-        say(f"weights exported to {folder / 'export'}")
-    return say(f"done: {folder}")
+    _write_results(config, program, tokenizer, end.state, folder)
+    say(f"done: {folder}")
+    return end
 
 
-def say(text: str) -> None:
+class Prepared(NamedTuple):
+    """What a run has before it compiles: all that its settings, its folder and its data can be refused for is checked."""
+
+    tokenizer: tokenizer_lib.Tokenizer
+    program: program_lib.Program
+    streams: feed.Feed
+    saver: checkpointer.Checkpointer
+    fingerprints: Mapping[str, str]
+    start: resume.Start
+
+
+def prepare(config: config_lib.Config, folder: pathlib.Path) -> Prepared:
+    """Checks a run's settings, its folder and its data, and opens both. Compiles nothing and allocates nothing on devices."""
+    _check_folder(config, folder)
+    for line in effects.unread(config):
+        say(line)
+    start_up.wake_devices()
+    config = config_lib.with_scratch(config, folder / workdir.OFFLOAD)
+    tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
+    program = _build(config, tokenizer)
+    streams = program_lib.open_feed(program, tokenizer, _prepare_data(config, folder))
+    if streams.times > 1:
+        repeated = f"an evaluation reads the text of config.data.eval_split {streams.times:.1f} times"
+        say(f"config.evaluate.batches={config.evaluate.batches} is more than there is: {repeated}")
+    keep = config.checkpoint
+    saver = checkpointer.Checkpointer(folder / workdir.CHECKPOINTS, keep_last=keep.keep_last, keep_best=keep.keep_best)
+    ending.before_end(lambda *_: saver.unlock())
+    fingerprints = streams.fingerprints()
+    start = resume.find(program, saver, streams, fingerprints, folder)
+    return Prepared(tokenizer, program, streams, saver, fingerprints, start)
+
+
+def say(line: str) -> None:
     """Prints a line on the primary process."""
     if processes.is_primary():
-        print(text, flush=True)
+        print(line, flush=True)
 
 
 def _check_folder(config: config_lib.Config, folder: pathlib.Path) -> None:
@@ -151,6 +164,8 @@ def _build(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> pro
     """Returns the program, from the mesh to the sharded train step, and prints its memory table. Allocates nothing."""
     with start_up.without_collector():
         program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
+    texts.check(program, tokenizer)
+    host.check(program)
     if program.source is not None:
         say(f"the model is that of {program.source.path}; config.model.preset is not read")
     accumulates = program.sizes.grad_accum > 1
@@ -165,6 +180,8 @@ def _prepare_data(config: config_lib.Config, folder: pathlib.Path) -> pathlib.Pa
     """Prepares the dataset on the primary process, and returns its folder."""
     data_dir = pathlib.Path(config.data.dir or folder / "datasets")
     if config.data.name != batches.RANDOM:
+        if config.data.dir:
+            files.check_path(config.data.dir, "config.data.dir")
         if processes.is_primary():
             source.prepare(config.data.name, data_dir)
         processes.barrier("data")
@@ -197,7 +214,8 @@ def _open_recorder(
     shown = progress.Progress(config.steps, start=start.step, log_every=config.log_every, enabled=is_primary)
     tokens = program.sizes.global_batch_size * config.seq_len
     with log, shown:
-        yield recorder_lib.Recorder(log, shown, health, tokens=tokens, is_logged=_when(config).logs)
+        logged = 0 if start.saved is None else start.saved.get("logged")
+        yield recorder_lib.Recorder(log, shown, health, tokens=tokens, is_logged=_when(config).logs, logged=logged)
 
 
 def _open_profiler(config: config_lib.Config, folder: pathlib.Path) -> profiler.Profiler:
@@ -227,9 +245,9 @@ def _compile(
 
     def compare() -> None:
         measured = metrics.device_memory().get("device_peak_bytes")
-        recorder.say(memory_guard.compared(plan, measured))
+        recorder.say(memory_guard.compared(plan, measured, recorder.peak_at_start))
         if processes.is_primary():
-            memory_guard.write(folder, program, plan, measured)
+            memory_guard.write(folder, program, plan, measured, recorder.peak_at_start)
 
     recorder.after(start.step + STEPS_BEFORE_COMPARING, compare)
     return plan
@@ -258,11 +276,36 @@ def _first_state(
     return state
 
 
-def _leave_unheard(line: str) -> None:
-    """Ends the process when stdout cannot be written."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout at exit
-    print(f"zerojax: {line}", file=sys.stderr, flush=True)
-    processes.leave(2)
+def _write_results(
+    config: config_lib.Config,
+    program: program_lib.Program,
+    tokenizer: tokenizer_lib.Tokenizer,
+    state: Any,
+    folder: pathlib.Path,
+) -> None:
+    """Prints a sample, draws the losses and exports the weights. A failure of one does not lose the others."""
+
+    def sample() -> None:
+        text = results.sample(program, tokenizer, state.params, **vars(config.sample), seed=config.seed)
+        say(f"a sample, from {config.sample.prompt!r}:\n{text}")
+
+    def export() -> None:
+        results.export(program, state, folder / "export")
+        say(f"weights exported to {folder / 'export'}")
+
+    wanted: list[tuple[Callable[[], None], bool]] = [
+        (sample, config.sample.length > 0),
+        (functools.partial(results.draw, folder), processes.is_primary()),
+        (export, config.export.format == "huggingface"),
+    ]
+    results.try_each(write for write, is_wanted in wanted if is_wanted)
+
+
+def _unheard(stop: signals.StopSignal, error: OSError) -> None:
+    """Stops the run, since stdout cannot be written."""
+    names = {errno.EPIPE: "stdout is closed", errno.ENOSPC: "stdout: no space left on the device"}
+    why = names.get(error.errno or 0, f"stdout cannot be written ({error.strerror})")
+    stop.request(why, f"zerojax: {why}; the same command resumes from the last checkpoint", 2)
 
 
 def _report_unraisable(report: Callable[[Any], object], unraisable: Any) -> None:
@@ -276,7 +319,8 @@ def _choose_workdir() -> pathlib.Path:
     if _WORKDIR.value == "":
         raise UserError("--workdir: is empty; name a folder, or omit the flag for a new one under runs/")
     if _WORKDIR.value:
-        return pathlib.Path(_WORKDIR.value).resolve()
+        files.check_path(_WORKDIR.value, "--workdir")
+        return pathlib.Path(os.path.realpath(_WORKDIR.value))
     if jax.process_count() > 1:
         raise UserError("--workdir: a run of several processes needs a folder that all of them can reach; name it")
     name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from zerojax import errors
+
 
 def path_string(path: tuple) -> str:
     """Returns a key path as text, its parts joined by "/"."""
@@ -39,12 +41,27 @@ def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any, is_leaf: 
 
 
 def abstract(tree: Any) -> Any:
-    """Returns the tree with each leaf as a ShapeDtypeStruct that keeps its sharding."""
+    """Returns the tree with each leaf as a ShapeDtypeStruct that keeps its sharding.
+
+    Raises:
+      UserError: a leaf is no array, such as the functions in modules of Equinox.
+    """
 
     def describe(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(jax.numpy.shape(leaf), dtype_of(leaf), sharding=getattr(leaf, "sharding", None))
 
-    return jax.tree.map(describe, tree)
+    return jax.tree.map(describe, with_arrays_alone(tree))
+
+
+def with_arrays_alone(tree: Any) -> Any:
+    """Returns the tree. Raises UserError if a leaf is no array, such as the functions in modules of Equinox."""
+    for path, leaf in flatten(tree):
+        if callable(leaf) or isinstance(leaf, str):
+            raise errors.UserError(
+                f"{path}: is {leaf!r}, and every leaf of a state must be an array or a number; keep the arrays alone in it "
+                "(equinox.partition(model, equinox.is_array)), and combine them with the rest in the loss function"
+            )
+    return tree
 
 
 def dtype_of(leaf: Any) -> Any:

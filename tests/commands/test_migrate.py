@@ -5,8 +5,8 @@ import pathlib
 import sys
 
 import pytest
-
 import runs
+
 from zerojax.commands import migrate
 from zerojax.trainer import config as config_lib
 

@@ -318,3 +318,28 @@ def test_open_batches_opens_random_tokens_and_datasets_by_name(stdlib_dir):
     for row, tokens in enumerate(np.concatenate(take(stdlib, 4), axis=1)):
         stream = b"".join(opened[i]["text"] for i in range(row, len(opened), 4))
         assert stream.startswith(BYTES.decode(tokens).encode())
+
+
+class Damaged(list):
+    def __getitem__(self, index):
+        if index == 5:
+            raise UserError("config.data.dir: example 5 cannot be read")
+        return super().__getitem__(index)
+
+
+def test_an_example_that_cannot_be_read_raises_its_own_error_from_the_thread():
+    made = make(Damaged(DOCUMENTS))
+    with pytest.raises(UserError, match=r"example 5 cannot be read$"):
+        for _ in range(20):
+            next(made)
+    made.close()
+
+
+@pytest.mark.parametrize("enough", [1, 50, 10**9])
+def test_tokens_are_counted_up_to_what_is_enough(enough):
+    made = make()
+    assert made.count_tokens(enough) == min(enough, sum(1 + len(document["text"]) for document in DOCUMENTS))
+    made.close()
+    endless = make_random()
+    assert endless.count_tokens(enough) == enough
+    endless.close()

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import runs
 
-from zerojax.data import tokenizer
+from zerojax.data import source, tokenizer
+from zerojax.errors import UserError
 from zerojax.trainer import program
 
 BYTES = tokenizer.load_tokenizer("bytes")
@@ -40,3 +41,20 @@ def test_without_a_held_out_split_there_is_no_evaluation_loss(tmp_path):
     streams = opened(tmp_path)
     assert streams.held_out_mean(lambda batch: batch["tokens"].mean(), 1) is None
     streams.close()
+
+
+def test_the_feed_counts_how_often_an_evaluation_reads_its_text(stdlib_dir):
+    text = {"data__name": "python_stdlib", "data__eval_split": "validation"}
+    rare, often = (opened(stdlib_dir, **text, evaluate__batches=count) for count in (1, 4000))
+    held_out = source.open_source("python_stdlib", "validation", stdlib_dir)
+    held = sum(1 + len(held_out[index]["text"]) for index in range(len(held_out)))
+    assert rare.times == 1 and often.times == 4000 * 8 * 33 / held > 1
+    with pytest.raises(
+        UserError, match=r"^config\.evaluate\.batches: 1000000 batches of 264 tokens would read .*batches=\d+$"
+    ) as caught:
+        opened(stdlib_dir, **text, evaluate__batches=10**6)
+    offered = int(str(caught.value).rpartition("=")[2])
+    exact = opened(stdlib_dir, **text, evaluate__batches=offered)
+    assert offered == held // (8 * 33) and exact.times == 1
+    for streams in (rare, often, exact):
+        streams.close()

@@ -140,7 +140,7 @@ def test_an_unprepared_dataset_is_an_error(tmp_path):
 def test_a_dataset_without_its_data_files_is_an_error(broken_dir):
     for path in broken_dir.rglob("*-train.*"):
         path.unlink()
-    assert "delete it and run again" in refusal(source.open_source, "python_stdlib", "train", broken_dir)
+    assert "delete the dataset and run again" in refusal(source.open_source, "python_stdlib", "train", broken_dir)
 
 
 def test_a_dataset_without_its_description_is_an_error(broken_dir):
@@ -187,3 +187,60 @@ def test_a_failed_download_offers_the_dataset_that_needs_no_network(tmp_path, mo
     monkeypatch.setattr(python_stdlib.PythonStdlib, "_split_generators", fail)
     line = refusal(source.prepare, "python_stdlib", tmp_path)
     assert "ConnectionError: Failed to resolve 'example.org'" in line and "or use 'python_stdlib'" in line
+
+
+SPLITS = {  # (training, held out) -> the number of examples in both; -1: it depends on the Python
+    ("train", "validation"): 0,
+    ("train[:90%]", "train[90%:]"): 0,
+    ("train", "train"): -1,
+    ("train[:10]", "train[5:8]"): 3,
+    ("train[3:5]+validation", "train[:4]+validation[:2]"): 3,
+}
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+def test_a_held_out_split_has_no_example_that_is_trained_on(stdlib_dir, splits):
+    shared = SPLITS[splits]
+    if not shared:
+        source.check_held_out("python_stdlib", *splits, stdlib_dir)
+        return
+    line = refusal(source.check_held_out, "python_stdlib", *splits, stdlib_dir)
+    assert line.startswith("config.data.eval_split: ") and f"config.data.train_split={splits[0]!r}" in line
+    count = int(line.split()[1])
+    assert count == (shared if shared > 0 else len(source.open_source("python_stdlib", splits[1], stdlib_dir)))
+
+
+def test_splits_of_a_negative_size_are_empty(stdlib_dir):
+    line = refusal(source.open_source, "python_stdlib", "train[5:2]", stdlib_dir, "config.data.eval_split")
+    assert line.startswith("config.data.eval_split: split 'train[5:2]' of 'python_stdlib' is empty")
+
+
+def test_swapped_files_of_splits_are_told(broken_dir):
+    first, second = sorted(broken_dir.rglob("*array_record*"))
+    first.rename(first.with_name("x"))
+    second.rename(first)
+    first.with_name("x").rename(second)
+    for split in ("train", "validation", "train[:1]"):
+        line = refusal(source.open_source, "python_stdlib", split, broken_dir)
+        assert "dataset_info.json beside it lists" in line and "files were swapped or damaged; delete" in line
+
+
+def test_an_example_damaged_beyond_the_first_is_named_when_it_is_read(broken_dir):
+    path = next(broken_dir.rglob("*-train.*"))
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(bytes(50_000))
+    opened = source.open_source("python_stdlib", "train", broken_dir)
+    ends = [refusal(opened.__getitem__, at) for at in range(len(opened)) if not is_readable(opened, at)]
+    assert 0 < len(ends) < len(opened)
+    assert all(
+        end.startswith("config.data.dir: ") and ", example " in end and "delete the dataset" in end for end in ends
+    )
+
+
+def is_readable(opened, at: int) -> bool:
+    try:
+        opened[at]
+    except UserError:
+        return False
+    return True

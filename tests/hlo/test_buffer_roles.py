@@ -1,5 +1,6 @@
 """Checks the roles of a step's memory. This module tests zerojax.hlo.buffer_roles."""
 
+import functools
 import math
 
 import hypothesis
@@ -48,30 +49,35 @@ WIDTH, HIDDEN = 256, 1024
 ALIGNMENT = 0.01  # of the size: XLA rounds sizes up
 
 
-def plain_step(params, x):
+def plain_step(params, x, remat=False):
     """A step as another project may write it: no scopes, no state, no mesh."""
+
+    def block(y, params):
+        return y + jnp.tanh(y @ params["up"]) @ params["down"]
 
     def loss(params):
         y = x
         for name in ("first", "second"):
-            y = y + jnp.tanh(y @ params[name]["up"]) @ params[name]["down"]
+            y = (jax.checkpoint(block) if remat else block)(y, params[name])
         return jnp.mean((y - x) ** 2)
 
     value, grads = jax.value_and_grad(loss)(params)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
-def most(examples):
+def most(examples, remat=False):
     """Returns the maximum bytes of each role."""
     block = {"up": jax.ShapeDtypeStruct((WIDTH, HIDDEN), jnp.float32)}
     block["down"] = jax.ShapeDtypeStruct((HIDDEN, WIDTH), jnp.float32)
     x = jax.ShapeDtypeStruct((examples, WIDTH), jnp.float32)
-    lowered = jax.jit(plain_step, donate_argnums=0).lower({"first": block, "second": block}, x)
+    step = functools.partial(plain_step, remat=remat)
+    lowered = jax.jit(step, donate_argnums=0).lower({"first": block, "second": block}, x)
     return {role: max(column) for role, column in buffers.compile_with_buffers(lowered)[1].curve.by_role.items()}
 
 
-def test_an_activation_with_a_weights_shape_is_no_gradient():
+@pytest.mark.parametrize("remat", [False, True])
+def test_an_activation_with_a_weights_shape_is_no_gradient(remat):
     # With as many examples as the width, every activation, and its gradient, has some weight's shape.
-    same, other = most(WIDTH), most(WIDTH + 8)
+    same, other = most(WIDTH, remat), most(WIDTH + 8, remat)
     assert same[GRADIENTS] == pytest.approx(other[GRADIENTS], rel=ALIGNMENT)
     assert same[ACTIVATION_GRADIENTS] == pytest.approx(other[ACTIVATION_GRADIENTS] * WIDTH / (WIDTH + 8), rel=ALIGNMENT)

@@ -80,6 +80,25 @@ def test_called_computations_are_named(module):
     assert module.mentions("fused", "dot") and not module.mentions("fused", "scatter")
 
 
+def test_attributes_of_several_lines_end_neither_an_instruction_nor_a_computation():
+    text = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8] parameter(0)
+  %k = f32[8] custom-call(%a), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 256}"
+}}, metadata={op_name="jit(step)/splash" stack_frame_id=7}
+  ROOT %s = f32[8] add(%k, %a)
+}
+"""
+    entry = syntax.parse(text).entry
+    assert [(i.name, i.opcode, i.operands, i.op_name) for i in entry.instructions] == [
+        ("a", "parameter", (), ""),
+        ("k", "custom-call", ("a",), "jit(step)/splash"),
+        ("s", "add", ("k", "a"), ""),
+    ]
+
+
 def test_donation_is_read_as_output_to_parameter(module):
     assert module.aliases == {0: 2, 1: 0}
 

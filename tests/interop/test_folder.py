@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+import time
 
 import golden_models
 import jax
@@ -191,3 +193,29 @@ def test_each_shard_is_read_once_whatever_the_number_of_devices_that_hold_it(mon
     assert len(reads) == 4 * len(jax.tree.leaves(abstract))
     sizes = sum(int(np.prod([part.stop - part.start for part in index])) for _, index in reads)
     assert sizes == sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("budget", [1, 100_000])
+def test_shards_that_are_read_at_a_time_stay_within_the_budget_or_are_alone(monkeypatch, budget):
+    folder = folder_lib.open_folder(golden_models.FOLDER / "llama")
+    lock, held, most, original = threading.Lock(), [], [], folder_lib.read_shard
+
+    def counted(folder, tensor, index, dtype):
+        nbytes = 4 * int(np.prod(tensor.leaf_shape))
+        with lock:
+            held.append(nbytes)
+            most.append((len(held), sum(held)))
+        time.sleep(0.005)
+        with lock:
+            held.remove(nbytes)
+        return original(folder, tensor, index, dtype)
+
+    monkeypatch.setattr(folder_lib, "read_shard", counted)
+    monkeypatch.setattr(folder_lib, "MOST_BYTES", budget)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = family.abstract_params(folder.family.parts, folder.model)
+    folder_lib.read_params(
+        folder, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), shapes)
+    )
+    assert all(count == 1 or nbytes <= budget for count, nbytes in most)
+    assert (max(count for count, _ in most) > 1) == (budget > 1)

@@ -71,7 +71,7 @@ def lines_of(output: str, index: int) -> list[str]:
 
 @contextlib.contextmanager
 def listener():
-    with socket.create_server(("", 0)) as server:
+    with socket.create_server(("", programs.free_port())) as server:
         yield server.getsockname()[1]
 
 
@@ -160,8 +160,6 @@ def test_a_scheduler_that_jax_cannot_join_is_an_error_of_one_line():
 def test_a_single_process_does_not_wait_and_is_the_primary_one():
     processes.barrier("alone")
     assert processes.is_primary()
-    with pytest.raises(SystemExit, match="3"):
-        processes.leave(3)
 
 
 # --- several processes
@@ -274,3 +272,54 @@ def test_sigquit_kills_processes_that_would_not_end():
         process.send_signal(signal.SIGQUIT)
         assert process.wait(10) == 128 + signal.SIGKILL
         assert process.stdout.read() == b""  # which ends when both have gone
+
+
+def test_processes_of_a_killed_launcher_get_sigterm():
+    program = (
+        "import signal, sys\n"
+        "def end(*_): print('ended', flush=True); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, end); print('ready', flush=True); signal.pause()"
+    )
+    with subprocess.Popen(
+        launcher(program, "--processes", "2"), env=programs.environment(), stdout=subprocess.PIPE
+    ) as process:
+        for _ in range(2):
+            assert process.stdout.readline().endswith(b"ready\n")
+        children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.kill()
+        process.wait(10)
+    assert len(children) == 2
+    deadline = time.monotonic() + 10
+    while any(pathlib.Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline, "a process outlived its launcher"
+        time.sleep(0.01)
+
+
+def test_processes_that_do_not_come_are_named():
+    with listener() as port:
+        pass
+    program = (
+        f"from zerojax.launch import processes; processes.initialize('127.0.0.1:{port}', 3, 0, timeout_seconds=0.1)"
+    )
+    done = programs.python(program, JAX_PLATFORMS="cpu")
+    assert "--num_processes: of 3 processes, 1, 2 did not join within 0.1 s" in done.stderr and done.returncode == 1
+    assert "Check failure" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "host, variable, expected",
+    [
+        ("127.0.0.1", None, ("127.0.0.1", 7)),
+        ("localhost", None, ("localhost", 7)),
+        ("127.0.0.1", "[::]:9", (None, 9)),
+        ("127.0.0.1", "10.0.0.1:9", ("10.0.0.1", 9)),
+        ("node0", None, (None, 7)),  # a name that this host's own files give a loopback address
+    ],
+)
+def test_process_0_listens_where_it_was_told(host, variable, expected, monkeypatch):
+    if variable:
+        monkeypatch.setenv(processes.BIND_VARIABLE, variable)
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.0.1" if host[0] != "n" else "127.0.1.1", 7))]
+    )
+    assert processes._bind_address(host, 7) == expected

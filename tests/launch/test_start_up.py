@@ -75,12 +75,13 @@ def test_the_environment_variable_takes_precedence_on_which_programs_are_kept(mo
 
 def test_a_second_start_compiles_nothing(commands, tmp_path):
     count = f"""
-import atexit, jax
+import jax
+from zerojax.launch import ending
 jax.config.update("jax_compilation_cache_dir", {str(tmp_path / "cache")!r})
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 events = []
 jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rsplit("/", 1)[-1]))
-atexit.register(lambda: print("compiled", events.count("compile_requests_use_cache") - events.count("cache_hits"), flush=True))
+ending.before_end(lambda *_: print("compiled", events.count("compile_requests_use_cache") - events.count("cache_hits"), flush=True))
 """
     compiled = []
     for number in (1, 2):

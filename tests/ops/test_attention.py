@@ -9,6 +9,7 @@ from zerojax.errors import UserError
 from zerojax.ops import attention
 
 ROUNDING = 1e-5  # float32 sums of some terms in another order
+SPLASH_ROUNDING = 1e-4  # relative to the largest: sums over 128 keys in another order
 BOTH = ("xla", "cudnn")
 
 
@@ -102,6 +103,68 @@ def test_auto_is_cudnn_on_gpus_in_16_bits_where_the_family_can(wanted, known, pl
 def test_a_kernel_that_cannot_run_is_refused(known, platform, dtype, message):
     with pytest.raises(UserError, match=message):
         attention.choose_kernel("cudnn", known, platform, dtype)
+
+
+def test_splash_attention_and_its_gradients_are_those_of_xla():
+    """Interpreted on the CPU, with two heads that share keys and values."""
+    draw = np.random.default_rng(0).normal
+    q, k, v = (jnp.asarray(draw(size=(1, attention.LANES, heads, 128)), jnp.float32) for heads in (2, 1, 1))
+    weight = jnp.asarray(draw(size=q.shape), jnp.float32)
+
+    def run(attend):
+        return jax.value_and_grad(lambda *qkv: jnp.sum(attend(*qkv) * weight), argnums=(0, 1, 2))(q, k, v)
+
+    found = run(lambda *qkv: attention.splash(*qkv, interpret=True))
+    expected = run(lambda *qkv: attention.attend(*qkv, "xla", is_causal=True))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(
+            one, other, rtol=SPLASH_ROUNDING, atol=SPLASH_ROUNDING * abs(np.asarray(other)).max()
+        )
+
+
+def test_splash_attention_runs_on_one_devices_arrays_of_a_length_that_it_takes(monkeypatch):
+    ran = []
+    monkeypatch.setattr(attention, "splash", lambda q, k, v, scale: ran.append(q.shape) or q)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def attend(length, **how):
+        q = jnp.ones((8, length, 2, 8))
+        jax.eval_shape(lambda q: attention.attend(q, q, q, "splash", is_causal=True, **how), q)
+        return q
+
+    def inside(length):
+        one = jax.P("data")
+        local = jax.shard_map(
+            lambda q: attention.attend(q, q, q, "splash", is_causal=True), mesh=mesh, in_specs=one, out_specs=one
+        )
+        jax.eval_shape(local, jnp.ones((8, length, 2, 8)))
+
+    attend(128)  # over several devices, without shard_map
+    inside(100)
+    assert not ran
+    inside(128)
+    assert ran == [(1, 128, 2, 8)]
+
+
+@pytest.mark.parametrize(
+    "wanted, platform, dtype, length, expected",
+    [
+        ("auto", "tpu", jnp.bfloat16, 8192, "splash"),
+        ("splash", "tpu", jnp.bfloat16, 128, "splash"),
+        ("auto", "tpu", jnp.bfloat16, 100, "xla"),
+        ("auto", "tpu", jnp.float32, 8192, "xla"),
+        ("auto", "gpu", jnp.bfloat16, 8192, "cudnn"),
+    ],
+)
+def test_auto_is_splash_on_tpus_where_it_can_run(wanted, platform, dtype, length, expected):
+    assert attention.choose_kernel(wanted, (*BOTH, "splash"), platform, dtype, length) == expected
+
+
+@pytest.mark.parametrize("platform, length", [("gpu", 128), ("tpu", 100)])
+def test_splash_is_refused_where_it_cannot_run(platform, length):
+    message = rf"splash needs a TPU, .* has {platform}, bfloat16 and seq_len={length}; set --config.model.attention=xla"
+    with pytest.raises(UserError, match=message):
+        attention.choose_kernel("splash", ("xla", "splash"), platform, jnp.bfloat16, length)
 
 
 def test_gradients_reach_the_bias():

@@ -33,10 +33,14 @@ def test_schedules_follow_their_closed_form(name, warmup, length, final):
 
 def test_a_run_of_warm_up_alone_is_allowed_and_a_longer_one_is_not():
     assert float(schedules.make("cosine", 1.0, 10, 10, 0.1)(10)) == 1.0
-    with pytest.raises(UserError, match=r"warmup_steps: 11 is longer than the run of 10 steps"):
-        schedules.make("cosine", 1.0, 11, 10, 0.1)
+    schedules.check("cosine", 10, 10)
+    with pytest.raises(UserError, match=r"warmup_steps: 11 is longer than the run of config.steps=10 steps"):
+        schedules.check("cosine", 11, 10)
 
 
 def test_an_unknown_name_lists_the_known():
-    with pytest.raises(UserError, match=r"config\.optimizer\.schedule: must be one of constant, .* and is 'cos'"):
+    with pytest.raises(
+        UserError,
+        match=r"config\.optimizer\.schedule: must be one of constant, .* and is 'cos'; did you mean 'cosine'\?$",
+    ):
         schedules.make("cos", 1.0, 0, 10, 0.1)

@@ -95,6 +95,44 @@ def test_one_layer_of_a_stack_and_a_kernel_with_merged_dims_are_gradients_too():
         assert roles(body, w=UP) == [(GRADIENTS, ("layers/q",))]
 
 
+def test_a_gradient_may_have_its_weights_dims_split_in_any_order():
+    """As of a weight that is stored (embed, heads * width) and used (embed, heads, width)."""
+    for dims in ("64,16,256", "64,256,16", "16,256,64", "2,32,4096"):
+        body = f"""  %g = f32[{dims}] dot(%w, %w)
+  %ar = f32[{dims}] all-reduce(%g), {GROUPS}, metadata={{op_name="jit(step)/transpose(jvp(Net))/up/dot_general"}}"""
+        assert roles(body, w=UP) == [(GRADIENTS, ("up/kernel",))]
+    body = f"""  %g = f32[128,2048] dot(%w, %w)
+  %ar = f32[128,2048] all-reduce(%g), {GROUPS}, metadata={{op_name="jit(step)/transpose(jvp(Net))/up/dot_general"}}"""
+    assert roles(body, w=UP) == [(ACTIVATIONS, ())]
+
+
+def test_a_reduce_scatter_in_stages_is_known_by_the_weight_in_its_name():
+    """The second stage takes a quarter of the gradient, whose dims no shard has."""
+    for scope, expected in (("transpose(jvp(Net))/up/kernel", GRADIENTS), ("transpose(jvp(Net))/other", ACTIVATIONS)):
+        body = f"""  %g = f32[16,4096] custom-call(%w), custom_call_target="x"
+  %ar = f32[16,4096] all-reduce(%g), {GROUPS}, metadata={{op_name="jit(step)/{scope}/reduce_scatter"}}"""
+        assert [role for role, _ in roles(body, w=UP)] == [expected]
+
+
+def test_a_reduction_without_a_name_has_that_of_what_it_sums():
+    """XLA names no reduction that it merges or makes asynchronous."""
+    body = f"""  %g = f32[4096,64] dot(%w, %w), metadata={{op_name="jit(step)/transpose(jvp(Net))/down/dot_general"}}
+  %t = f32[64,4096] transpose(%g), dimensions={{1,0}}
+  %b = f32[64,4096] bitcast(%t)
+  %ar = f32[64,4096] all-reduce(%b), {GROUPS}"""
+    assert roles(body, w=UP) == [(GRADIENTS, ("down/kernel",))]
+
+
+@pytest.mark.parametrize("read_by, role", [("clip/mul", GRADIENTS), ("jvp(Net)/BatchNorm/sub", SCALARS)])
+def test_a_vector_is_a_statistic_if_the_forward_pass_reads_its_sum(read_by, role):
+    """Its own name may be the forward pass's where XLA merges both."""
+    scale = {"norm/scale": weight("norm/scale", 64)}
+    body = f"""  %g = f32[64] custom-call(%w), custom_call_target="x"
+  %ar = f32[64] all-reduce(%g), {GROUPS}, metadata={{op_name="jit(step)/jvp(Net)/norm/reduce_sum"}}
+  %r = f32[64] multiply(%ar, %ar), metadata={{op_name="jit(step)/{read_by}"}}"""
+    assert [found for found, _ in roles(body, scale, w=UP)] == [role]
+
+
 @pytest.mark.parametrize(
     "type_text, name, role",
     [

@@ -15,11 +15,10 @@ SMALL = [
 ]
 
 
-def run(*arguments):
+def run(*arguments, program=("-m", "zerojax.plan")):
     command = [
         sys.executable,
-        "-m",
-        "zerojax.plan",
+        *program,
         *SMALL,
         "--config.seq_len=32",
         "--config.global_batch_size=8",
@@ -34,6 +33,26 @@ def test_the_command_prints_json_and_draws(tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["mesh"] == {"replica": 1, "data": 4, "model": 1}
     assert (tmp_path / "plan.png").exists()
+
+
+NO_ROOM = """
+import jax
+from zerojax.plan import __main__ as command
+from zerojax.trainer import plans
+
+def compile_step(*_, **__):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 594.90G of 95.74G hbm.")
+
+plans.plan_config = compile_step
+command.main()
+"""
+
+
+def test_a_step_that_the_compiler_refuses_for_its_memory_is_an_answer():
+    done = run("--target=cpu", "--topology=1x4", program=("-c", NO_ROOM))
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "Bytes on each device: stage 3, data=4" in done.stdout
+    assert "does not fit on cpu: the compiler needs 594.90G of 95.74G of hbm; --search looks for" in done.stdout
 
 
 @pytest.mark.parametrize(

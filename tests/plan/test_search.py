@@ -1,6 +1,7 @@
 import types
 
 import compile_only
+import jax
 import pytest
 
 import zerojax
@@ -22,6 +23,21 @@ def test_a_candidate_whose_smaller_micro_batch_did_not_fit_is_not_compiled():
     late = [search.Candidate(3, "dots", 4, 1, 1), search.Candidate(3, "dots", 2, 1, 1)]
     reasons = {o.candidate.micro_batch_size: o.reason for o in search.search("h200", late[::-1], build, memory=40)}
     assert reasons == {2: "does not fit: 5 B too much", 4: "micro-batch 2 does not fit"}
+
+
+def test_a_candidate_that_the_compiler_refuses_for_its_memory_does_not_fit():
+    def build_short(candidate):
+        def compile_step():
+            raise jax.errors.JaxRuntimeError(
+                f"{'INTERNAL' if candidate.stage else 'RESOURCE_EXHAUSTED'}: Used 5.00G of 4.00G hbm."
+            )
+
+        return 1, compile_step
+
+    one, *_ = search.search("v5p", CANDIDATES[:1], build_short)
+    assert (one.peak, one.reason) == (None, "does not fit: the compiler needs 5.00G of 4.00G of hbm")
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        search.search("v5p", CANDIDATES[-1:], build_short)
 
 
 def test_the_number_of_compiles_is_limited():

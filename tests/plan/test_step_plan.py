@@ -156,3 +156,13 @@ def test_frozen_weights_are_gathered_and_have_no_gradients_and_no_moments(stage)
     assert top.theory[roles.WEIGHTS_FORWARD] == every.theory[roles.WEIGHTS_FORWARD]
     trained = {path for row in top.ledger.rows if row.role == roles.GRADIENTS for path in row.weights}
     assert trained and all("layers_2" in path for path in trained)
+
+
+TPU_SHORTAGE = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 594.90G of 95.74G hbm..\n\nTotal hbm"
+
+
+def test_a_compiler_that_ends_for_lack_of_memory_says_how_much_it_needs():
+    error = jax.errors.JaxRuntimeError
+    assert step_plan.shortage(error(TPU_SHORTAGE)) == "the compiler needs 594.90G of 95.74G of hbm"
+    assert step_plan.shortage(error("RESOURCE_EXHAUSTED: no room\nat all")) == "RESOURCE_EXHAUSTED: no room at all"
+    assert step_plan.shortage(error("INTERNAL: something else")) is None

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 from absl import flags
 
@@ -21,3 +23,57 @@ def test_an_unknown_flag_is_named():
     with pytest.raises(zerojax.UserError, match="no_such_flag"):
         command.parse(["program", "--no_such_flag=1"])
     assert "no_such_flag" not in flags.FLAGS
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """Reads a command line as if it were the first of this process."""
+
+    def parse(*arguments):
+        for name in [name for name in flags.FLAGS if name.startswith("config.")]:
+            delattr(flags.FLAGS, name)
+        flags.FLAGS.unparse_flags()
+        flags.FLAGS["config"].value = None
+        argv = ["program", *arguments]
+        monkeypatch.setattr(sys, "argv", argv)
+        return command.parse(argv)
+
+    yield parse
+    parse("--config=configs/base.py")
+
+
+@pytest.mark.parametrize(
+    "flag, line",
+    [
+        (
+            "--config.zero.stage=two",
+            "config.zero.stage: must be one of 0, 1, 2, 3, and is 'two'; set --config.zero.stage=...",
+        ),
+        ("--config.steps=1e400", "config.steps: must be a whole number, and is '1e400'"),
+        ("--config.optimizer.b1=x", "config.optimizer.b1: must be a number, and is 'x'"),
+        ("--config.mesh=3", "config.mesh: must be a group of settings (replica, data, model), and is '3'"),
+        ("--config.seed.x=3", "config.seed.x: unknown config key; config.seed is a whole number, not a group"),
+        ("--config.stepz=3", "--config.stepz=3: unknown config key 'stepz'; did you mean 'steps'?"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_told_in_the_words_of_the_config(parsed, flag, line):
+    with pytest.raises(zerojax.UserError) as caught:
+        parsed("--config=configs/base.py", flag)
+    assert str(caught.value) == line
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("def get_config(a):\n    return 1\n", "get_config must return an ml_collections.ConfigDict"),
+        ("def get_config():\n    raise ValueError('a\\nb')\n", "own.py:2: ValueError: a b; fix the config file"),
+        ("import sys\ndef get_config():\n    sys.exit(3)\n", "--config: the file ends the program with status 3"),
+        ("def get_config():\n    return []\n", "get_config must return an ml_collections.ConfigDict"),
+    ],
+    ids=["arguments", "two lines", "exit", "list"],
+)
+def test_a_config_file_that_fails_is_told_in_one_line(parsed, tmp_path, text, words):
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(zerojax.UserError) as caught:
+        parsed(f"--config={tmp_path}/own.py", "--config.steps=3")
+    assert words in str(caught.value) and str(caught.value).isprintable()

@@ -10,6 +10,7 @@ from zerojax import train
 from zerojax.models.llama import model as llama
 from zerojax.plan import targets
 from zerojax.trainer import memory_guard, plans, program
+from zerojax.trainer.checks import host
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,14 @@ def test_the_plan_and_the_measured_peak_are_written_side_by_side(tmp_path, built
 def test_the_comparison_states_the_difference_or_that_it_is_not_known(plan):
     assert "+10.0%" in memory_guard.compared(plan, round(plan.peak * 1.1))
     assert "does not report" in memory_guard.compared(plan, None)
+
+
+def test_a_peak_that_was_reached_before_the_steps_is_not_taken_for_theirs(plan):
+    """A process's peak never falls: tuning of kernels and the making of the state may have taken more than a small step."""
+    line = memory_guard.compared(plan, 3 * plan.peak, at_start=3 * plan.peak)
+    assert "kernels were tuned and the state was made" in line and "%" not in line
+    assert "+200.0%" in memory_guard.compared(plan, 3 * plan.peak, at_start=3 * plan.peak - 1)  # the steps took more
+    assert "-10.0%" in memory_guard.compared(plan, round(plan.peak * 0.9), at_start=plan.peak)
 
 
 def test_out_of_memory_names_the_changes_that_fit(built, plan, monkeypatch, capsys):
@@ -108,3 +117,20 @@ def test_another_runtime_error_is_not_taken_for_out_of_memory(tmp_path, monkeypa
     )
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         train.train(runs.config(), tmp_path)
+
+
+def test_a_full_host_is_told_as_such_and_not_as_a_device(built, plan):
+    for error in (
+        MemoryError("too much"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."),
+    ):
+        with pytest.raises(zerojax.UserError, match=r"^out of host memory \("), memory_guard.explained(built, plan):
+            raise error
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory_guard.explained(built, plan):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+
+def test_a_step_that_the_host_of_cpu_devices_cannot_hold_is_refused_when_compiled(built, plan, monkeypatch):
+    monkeypatch.setattr(host, "total", lambda: plan.peak * 8 - 1)
+    with pytest.raises(zerojax.UserError, match=r"^out of host memory: the step needs "):
+        memory_guard.compile_step(built)

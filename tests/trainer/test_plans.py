@@ -2,8 +2,8 @@ import dataclasses
 
 import compile_only
 import pytest
-
 import runs
+
 import zerojax
 from zerojax.plan import search
 from zerojax.trainer import plans

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 import runs
+
 from zerojax import precision
 from zerojax.checkpoint import checkpointer
 from zerojax.checkpoint import logical as logical_lib

@@ -30,3 +30,12 @@ def test_an_export_and_the_curves_are_in_the_folder(built, tmp_path):
     results.draw(tmp_path)
     assert (tmp_path / "losses.png").stat().st_size > 1000
     assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "export").iterdir()}
+
+
+def test_a_failing_result_does_not_lose_the_others(capsys):
+    done = []
+    actions = [lambda: done.append(1), lambda: 1 / 0, lambda: done.append(2), lambda: [][1]]
+    with pytest.raises(ZeroDivisionError):
+        results.try_each(actions)
+    assert done == [1, 2] and capsys.readouterr().err == "zerojax: IndexError: list index out of range\n"
+    results.try_each([])

@@ -1,6 +1,9 @@
 """Checks the gather in its two forms against numpy. This module tests zerojax.zero.gather."""
 
+import itertools
+import types
 from typing import Any
+from unittest import mock
 
 import hypothesis
 import hypothesis.strategies as st
@@ -8,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
@@ -100,3 +103,39 @@ def test_replicated_gradients_wait_for_the_last_pass(stage, waits):
 def test_a_local_shape_is_that_of_the_sharding(spec):
     mesh = mesh_lib.make_mesh(1, 8)
     assert gather.local_shape((16, 24), NamedSharding(mesh, spec)) == NamedSharding(mesh, spec).shard_shape((16, 24))
+
+
+@pytest.mark.parametrize("sizes", [(8,), (4, 2), (2, 4), (2, 2, 2)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_reduce_scatter_in_parts_gives_each_device_its_own_shard(sizes, dim):
+    mesh, spec = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), P(*[None] * dim, "data")
+    grads = jax.random.normal(jax.random.key(0), (8, 16, 24))
+    run = jax.shard_map(
+        lambda g: gather._scatter(g[0], dim, sizes), mesh=mesh, in_specs=P("data"), out_specs=spec, check_vma=False
+    )
+    np.testing.assert_allclose(jax.jit(run)(grads), grads.sum(0), rtol=1e-5, atol=1e-5)
+
+
+def slice_of(platform, *lengths, order=None):
+    """Returns what a mesh over a slice of TPUs looks like; the first coordinate is the fastest."""
+    coords = [tuple(reversed(place)) for place in itertools.product(*map(range, reversed(lengths)))]
+    devices = [types.SimpleNamespace(platform=platform, coords=list(place)) for place in coords]
+    grid = np.asarray([devices[n] for n in order or range(len(devices))]).reshape(1, -1, 1)
+    mesh = mock.create_autospec(Mesh, instance=True)
+    mesh.devices, mesh.shape = grid, dict(zip(("replica", "data", "model"), grid.shape))
+    return mesh
+
+
+@pytest.mark.parametrize(
+    "mesh, sizes",
+    [
+        (slice_of("tpu", 2, 2, 4), (4, 4)),
+        (slice_of("tpu", 4, 4, 8), (8, 16)),
+        (slice_of("tpu", 4, 4, 1), (16,)),
+        (slice_of("tpu", 4, 8), (32,)),
+        (slice_of("tpu", 2, 2, 2, order=[0, 3, 5, 6, 1, 2, 4, 7]), (8,)),
+        (slice_of("gpu", 2, 2, 4), (16,)),
+    ],
+)
+def test_only_slices_of_three_dims_reduce_twice_of_which_the_first_is_over_the_slowest_dim(mesh, sizes):
+    assert gather.scatter_sizes(mesh) == sizes

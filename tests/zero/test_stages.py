@@ -362,3 +362,29 @@ def test_nothing_is_allocated():
     part = stages.partition_state(huge, mesh=make_mesh(8), stage=3)
     stored = part.abstract_state.params["kernel"]
     assert math.prod(stored.sharding.shard_shape(stored.shape)) == (1 << 40) // 8
+
+
+def test_an_axis_shards_one_dim():
+    for spec in (P("data", "data"), P(("data", "data")), (("model", "data"), "data")):
+        with pytest.raises(UserError, match=r"^overrides: .* of params/\S+ names 'data' twice"):
+            stages.partition_state(
+                abstract_state({"kernel": (64, 64)}, optax.adam(1e-3)), mesh=make_mesh(8), overrides=[("kernel", spec)]
+            )
+
+
+BAD_ROLES = {
+    "no match": ([("zzz", "params")], r"^roles: 'zzz' matches no leaf's path; paths look like "),
+    "no role": (
+        [("params", "param")],
+        r"^roles: 'param', the role of 'params', is not known; did you mean 'params'\?$",
+    ),
+    "no regex": ([("(", "params")], r"^roles: '\(' is not a regex"),
+    "no pair": (["params"], r"^roles: each is a pair \(path regex, role\), and one is 'params'$"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROLES)
+def test_roles_that_fit_nothing_are_refused(name):
+    roles, message = BAD_ROLES[name]
+    with pytest.raises(UserError, match=message):
+        stages.partition_state(abstract_state({"kernel": (64, 64)}, optax.adam(1e-3)), mesh=make_mesh(8), roles=roles)

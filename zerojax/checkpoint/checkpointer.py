@@ -13,6 +13,7 @@ import math
 import operator
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -209,8 +210,8 @@ class Checkpointer:
 
         Args:
           step: a complete step; None: the newest.
-          like: a `Partition`, or a pytree of ShapeDtypeStruct, of which some may be in pieces. A leaf without a sharding is returned as a
-            numpy array. Floating leaves are cast to the dtype of `like`. Padding is added or removed as a `Partition` says.
+          like: a `Partition`, or a pytree of ShapeDtypeStruct, of which some may be in pieces. A leaf without a sharding is returned as
+            a numpy array. Floating leaves are cast to the dtype of `like`. Padding is added or removed as a `Partition` says.
           resizable: paths ("params/embed/embedding") of padded leaves. Each of their dims is cut, or padded with zeros, at its end.
           optional: prefixes of paths ("loss_scale") of leaves that the step may lack, or may hold in excess.
           keep: f(array, abstract leaf) that brings an array from host memory to where it lives, before the next is read. None: that of the
@@ -315,6 +316,11 @@ class Checkpointer:
                 self._lock.release()
             self._manager = self._lock = None
 
+    def unlock(self) -> None:
+        """Releases the lock without waiting for a save: for a process that ends at once."""
+        if self._lock is not None:
+            self._lock.release()
+
     def _open_to_write(self) -> ocp.CheckpointManager:
         """Takes the directory's lock and removes unfinished steps, once.
 
@@ -344,7 +350,7 @@ class Checkpointer:
                 cleanup_tmp_directories=True,
                 lightweight_initialize=True,  # reads no file of a step, which may be damaged
                 preservation_policy=_Keep(self._keep_last, self._keep_best, self._losses),
-                async_options=ocp.AsyncOptions(post_finalization_callback=self._complete),
+                async_options=ocp.AsyncOptions(post_finalization_callback=self._complete, barrier_sync_fn=_barrier()),
             ),
         )
         return self._manager
@@ -455,6 +461,24 @@ def _as_json(name: str, value: Mapping) -> dict:
         raise UserError(
             f"{name}: is saved as JSON, and is not fit for it ({error}); pass numbers, texts, lists and dicts"
         ) from error
+
+
+def _barrier() -> Callable[..., None] | None:
+    """Returns the barrier at which Orbax's threads wait for other processes; None for one process, which has none.
+
+    After its part of a save has failed, a thread of Orbax waits for the others before it raises the error. They wait for it at another
+    barrier, for minutes. So a barrier raises an error that is on its way.
+    """
+    if jax.process_count() == 1:
+        return None
+    waits = ocp.multihost.get_barrier_sync_fn()
+
+    def barrier(*, key: str, timeout_ms: int) -> None:
+        if (error := sys.exception()) is not None:
+            raise error
+        waits(key=key, timeout_ms=timeout_ms)
+
+    return barrier
 
 
 def _merge_over_processes(rows: Mapping) -> dict:

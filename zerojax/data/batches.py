@@ -38,7 +38,13 @@ ReadRow = Callable[[int, Position], tuple[dict[str, np.ndarray], Position]]
 
 
 class Batches:
-    """Yields {name: int32[len(rows), length]} endlessly. A background thread makes batches ahead."""
+    """Yields {name: int32[len(rows), length]} endlessly. A background thread makes batches ahead.
+
+    Attributes:
+      count_tokens: (enough) -> the most tokens that the documents can have, counted up to `enough`; random tokens have no end.
+    """
+
+    count_tokens: Callable[[int], int] = staticmethod(lambda enough: enough)
 
     def __init__(self, read: ReadRow, start: dict[int, Position], fields: tuple[str, ...], settings: dict[str, int]):
         """Starts each row of `start` at its position.
@@ -123,6 +129,7 @@ def open_batches(
     seed: int,
     shuffle: bool = True,
     objective: objectives.Objective = objectives.OBJECTIVES["next_token"],
+    key: str = "config.data.train_split",
 ) -> Batches:
     """Returns batches of a prepared dataset's `split`, or of random tokens.
 
@@ -138,6 +145,7 @@ def open_batches(
       seed: the seed of the order of documents, or of the random tokens.
       shuffle: if False, reads documents in stored order in every epoch.
       objective: turns windows into rows.
+      key: the config key of `split`, for errors.
 
     Raises:
       UserError: see `source.open_source`, `make_batches` and the objective's `form`.
@@ -146,7 +154,7 @@ def open_batches(
     sizes: dict[str, Any] = {"rows": rows, "num_rows": num_rows, "seq_len": seq_len, "seed": seed, "form": form}
     if name == RANDOM:
         return random_batches(tokenizer.vocab_size, **sizes)
-    source = source_lib.open_source(name, split, data_dir)
+    source = source_lib.open_source(name, split, data_dir, key)
     return make_batches(source, tokenizer, text_key=text_key, shuffle=shuffle, **sizes)
 
 
@@ -170,7 +178,7 @@ def make_batches(
       UserError: the source is empty, or its examples have no text at `text_key`.
     """
     if len(source) == 0:
-        raise UserError("config.data: the split has no documents; choose another split")
+        raise UserError("config.data.train_split: the split has no documents; choose another split")
     _check_text(source[0], text_key)
     order = functools.partial(_shuffled, size=len(source), seed=seed) if shuffle else lambda n: n % len(source)
 
@@ -188,7 +196,9 @@ def make_batches(
         "documents": len(source),
         "vocab_size": tokenizer.vocab_size,
     }
-    return Batches(read, {row: (row, 0) for row in rows}, ("document", "offset"), settings)
+    made = Batches(read, {row: (row, 0) for row in rows}, ("document", "offset"), settings)
+    made.count_tokens = functools.partial(_count_tokens, source, text_key)
+    return made
 
 
 def random_batches(
@@ -294,6 +304,16 @@ def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
 def _spread(seed: int) -> int:
     """Hashes `seed` to 32 bits, so that epoch 1 of seed 0 is not epoch 0 of seed 1."""
     return int(np.random.SeedSequence(seed).generate_state(1)[0])
+
+
+def _count_tokens(source: source_lib.Source, text_key: str, enough: int) -> int:
+    """Returns an upper bound of the tokens in a source: its bytes and separators. Stops reading where it reaches `enough`."""
+    count = 0
+    for index in range(len(source)):
+        if count >= enough:
+            break
+        count += 1 + len(source[index][text_key])
+    return min(count, enough)
 
 
 def _check_text(example: Any, text_key: str) -> None:

@@ -9,14 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import mesh as mesh_lib
-from zerojax.data import batches, objectives
+from zerojax.data import batches, fingerprints, objectives, source
 from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.errors import UserError
+
+MOST_TIMES = 100  # that an evaluation may read its text
 
 Batch = dict[str, jax.Array]  # name -> int32[(accum,) batch, length]
 
 
 class Feed:
-    """The sharded global batches of a run. This process reads the rows of its addressable devices."""
+    """The sharded global batches of a run. This process reads the rows of its addressable devices.
+
+    Attributes:
+      times: how often an evaluation reads the held-out text, at least; 1 if it reads a part of it, and 0 without such text.
+    """
 
     def __init__(
         self,
@@ -33,6 +40,7 @@ class Feed:
         grad_accum: int,
         seq_len: int,
         seed: int,
+        eval_batches: int = 1,
     ):
         """Opens the training text, and the held-out text unless `eval_split` is "".
 
@@ -45,16 +53,17 @@ class Feed:
           grad_accum: passes into which a batch is divided.
           seq_len: tokens in a sequence.
           seed: the seed of the order of the training text. The held-out text uses seed + 1.
+          eval_batches: the number of batches that `held_out_mean` will be asked for.
 
         Raises:
-          UserError: see `batches.open_batches`.
+          UserError: see `batches.open_batches`; the held-out text is part of the training text, or is far shorter than `eval_batches`.
         """
         self.tokenizer = tokenizer
         self._mesh, self._shape = mesh, (grad_accum, global_batch_size // grad_accum)
         self._local = _local_indices(mesh, self._shape[1])
         rows = [a * self._shape[1] + i for a in range(grad_accum) for i in self._local]
 
-        def opened(split: str, seed: int, *, shuffle: bool) -> batches.Batches:
+        def opened(split: str, seed: int, *, shuffle: bool, key: str) -> batches.Batches:
             return batches.open_batches(
                 name,
                 tokenizer,
@@ -67,12 +76,19 @@ class Feed:
                 seed=seed,
                 shuffle=shuffle,
                 objective=objective,
+                key=key,
             )
 
-        self._train = opened(train_split, seed, shuffle=True)
-        self._held_out = None
+        self._train = opened(train_split, seed, shuffle=True, key="config.data.train_split")
+        self._is_text = name != batches.RANDOM
+        self._text = (name, train_split, data_dir, text_key)
+        self._held_out, self.times = None, 0.0
         if eval_split:  # opened now, so that a wrong name is an error before training
-            self._held_out = opened(eval_split, seed + 1, shuffle=False)
+            if self._is_text:
+                source.check_held_out(name, train_split, eval_split, data_dir)
+            self._held_out = opened(eval_split, seed + 1, shuffle=False, key="config.data.eval_split")
+            window = objective.form(tokenizer, seq_len).window
+            self.times = _times_read(self._held_out, global_batch_size * window, eval_batches)
             self._held_out_start = self._held_out.get_state()
 
     def next(self) -> Batch:
@@ -86,6 +102,14 @@ class Feed:
     def position(self) -> dict[str, Any]:
         """Returns the position after the last training batch, by row of this process."""
         return self._train.get_state()
+
+    def fingerprints(self) -> dict[str, str]:
+        """Returns the fingerprints of the training text and the tokenizer. Random tokens have no text. All processes must call it."""
+        name, split, data_dir, text_key = self._text
+        found = {"tokenizer": fingerprints.of_tokenizer(self.tokenizer)}
+        if self._is_text:
+            found["text"] = fingerprints.of_text(source.open_source(name, split, data_dir), text_key)
+        return found
 
     def move_to(self, position: dict[str, Any]) -> None:
         """Continues from a position, which may have more rows than this process reads."""
@@ -123,6 +147,22 @@ class Feed:
         sharding = mesh_lib.batch_sharding(self._mesh, len(rows) - 1)
         make_array = jax.make_array_from_process_local_data
         return {name: make_array(sharding, array, (*rows, array.shape[-1])) for name, array in local.items()}
+
+
+def _times_read(held_out: batches.Batches, tokens: int, count: int) -> float:
+    """Returns how often `count` batches of `tokens` tokens read the held-out text, at least, and 1 or more.
+
+    Raises:
+      UserError: more often than anyone can mean.
+    """
+    held = held_out.count_tokens(tokens * count)
+    times = tokens * count / held
+    if times > MOST_TIMES and count > 1:
+        raise UserError(
+            f"config.evaluate.batches: {count} batches of {tokens} tokens would read the {held} tokens of config.data.eval_split "
+            f"{times:.0f} times; set --config.evaluate.batches={max(1, held // tokens)}"
+        )
+    return times
 
 
 def _local_indices(mesh: jax.sharding.Mesh, rows: int) -> list[int]:

@@ -3,6 +3,7 @@
 The lengths of an objective's arrays depend only on `seq_len`, so a batch needs neither padding nor a mask.
 """
 
+import bisect
 import functools
 import itertools
 from collections.abc import Callable, Mapping
@@ -150,17 +151,22 @@ def _pieces(text: str) -> list[str]:
 @functools.cache
 def _sizes(seq_len: int) -> tuple[int, int, int]:
     """Returns the length of the longest window whose inputs have length `seq_len`, and the numbers of its cut tokens and spans."""
-    found = None
-    for window in range(2, 2 * seq_len + 2):  # inputs grow by 0 or 1 with each token, so every length occurs
+
+    def cut(window: int) -> tuple[int, int]:
         noise = min(max(round(window * NOISE_DENSITY), 1), window - 1)
-        spans = max(round(noise / MEAN_SPAN), 1)
-        if window - noise + spans == seq_len:
-            found = window, noise, spans
-    if found is None:
+        return noise, max(round(noise / MEAN_SPAN), 1)
+
+    def inputs(window: int) -> int:
+        noise, spans = cut(window)
+        return window - noise + spans
+
+    if seq_len < inputs(2):
         raise UserError(
             f"config.seq_len: must be 2 or more for span corruption, and is {seq_len}; set --config.seq_len=128"
         )
-    return found
+    # Inputs grow by 0 or 1 with each token, so every length occurs, and the windows of one length are neighbours.
+    window = bisect.bisect_right(range(2 * seq_len + 2), seq_len, lo=2, key=inputs) - 1
+    return window, *cut(window)
 
 
 def _partition(random: np.random.RandomState, count: int, parts: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 It does not need TensorFlow: the files are array_record, and are read as data sources.
 """
 
+import concurrent.futures
 import contextlib
 import difflib
 import io
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import tensorflow_datasets as tfds
+from array_record.python import array_record_module
 
 from zerojax import errors
 from zerojax.data import python_stdlib  # noqa: F401  importing it registers the builder
@@ -37,9 +39,9 @@ def prepare(name: str, data_dir: str | os.PathLike) -> None:
       UserError: the name is unknown, `data_dir` is full or not writable, or the dataset cannot be built.
     """
     builder = _builder(name, data_dir)
-    if builder.data_path.exists():
-        return
     try:
+        if builder.data_path.exists():
+            return
         builder.data_path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(_cannot_write(name, data_dir, error)) from error
@@ -53,15 +55,81 @@ def prepare(name: str, data_dir: str | os.PathLike) -> None:
             raise UserError(_why_not_prepared(name, data_dir, error)) from error
 
 
-def open_source(name: str, split: str, data_dir: str | os.PathLike) -> Source:
-    """Opens `split` (or a part such as "train[:10%]") of dataset `name`, prepared below `data_dir`.
+def open_source(name: str, split: str, data_dir: str | os.PathLike, key: str = "config.data.train_split") -> Source:
+    """Opens `split` (or a part such as "train[:10%]") of dataset `name`, prepared below `data_dir`; errors name the config key `key`.
 
     Raises:
-      UserError: the name or split is unknown, the split is empty, or the dataset is not prepared.
+      UserError: the name or split is unknown, the split is empty, or the dataset is not prepared, incomplete or damaged. Reading a damaged
+        example raises it later.
     """
+    builder = _opened(name, data_dir)
+    path = os.fspath(builder.data_path)
+    found = _split(builder, name, split, key)
+    if found.num_examples <= 0:
+        raise UserError(
+            f"{key}: split {split!r} of {name!r} is empty; {_near(split, list(builder.info.splits), 'splits')}"
+        )
+    _check_counts(path, found)
+    try:
+        source = _Named(builder.as_data_source(split=split), path)
+    except Exception as error:  # array_record raises RuntimeError or ValueError, tfds what its features raise
+        raise UserError(_unreadable(path, error)) from error
+    source[0]
+    return source
+
+
+def check_held_out(name: str, train_split: str, eval_split: str, data_dir: str | os.PathLike) -> None:
+    """Checks that two splits of a prepared dataset have no example in common.
+
+    Raises:
+      UserError: they have; or see `open_source`.
+    """
+    builder = _opened(name, data_dir)
+    trained = _split(builder, name, train_split, "config.data.train_split").file_instructions
+    held_out = _split(builder, name, eval_split, "config.data.eval_split").file_instructions
+    ranges: dict[str, list[range]] = {}
+    for part in trained:
+        ranges.setdefault(part.filename, []).append(_range(part))
+    shared = sum(
+        max(0, min(own.stop, other.stop) - max(own.start, other.start))
+        for part in held_out
+        for own in [_range(part)]
+        for other in ranges.get(part.filename, [])
+    )
+    if shared:
+        raise UserError(
+            f"config.data.eval_split: {shared} examples of {eval_split!r} are in config.data.train_split={train_split!r} too, "
+            f"so the loss would not be held out; {_near(eval_split, list(builder.info.splits), 'splits')}, or parts such as "
+            "'train[:90%]' and 'train[90%:]'"
+        )
+
+
+class _Named:
+    """A source whose errors name the example and the dataset's folder."""
+
+    def __init__(self, source: Source, path: str):
+        self._source, self._path = source, path
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        try:
+            return self._source[index]
+        except Exception as error:  # array_record raises RuntimeError or ValueError, tfds what its features raise
+            if errors.is_host_memory_full(error):
+                raise
+            raise UserError(_unreadable(f"{self._path}, example {index}", error)) from error
+
+
+def _opened(name: str, data_dir: str | os.PathLike) -> tfds.core.DatasetBuilder:
+    """Returns the builder of a prepared dataset."""
     builder = _builder(name, data_dir)
     path = os.fspath(builder.data_path)
-    splits = list(builder.info.splits)
+    try:
+        splits = list(builder.info.splits)
+    except Exception as error:  # the files may hold anything
+        raise UserError(_unreadable(path, error)) from error
     if not splits and builder.data_path.exists():
         raise UserError(
             f"config.data.dir: the dataset in {path!r} is incomplete: it lists no splits; delete it and run again"
@@ -71,18 +139,54 @@ def open_source(name: str, split: str, data_dir: str | os.PathLike) -> Source:
             f"config.data.dir: {os.fspath(data_dir)!r} has no prepared {name!r}; the primary process "
             "prepares it, so choose a directory that every process can read"
         )
+    return builder
+
+
+def _split(builder: tfds.core.DatasetBuilder, name: str, split: str, key: str) -> Any:
+    """Returns the description of a split or of a part of one."""
     try:
-        size = builder.info.splits[split].num_examples
-    except (ValueError, KeyError) as error:
-        raise UserError(f"config.data: no split {split!r} in {name!r}; {_near(split, splits, 'splits')}") from error
-    if size == 0:
-        raise UserError(f"config.data: split {split!r} of {name!r} is empty; {_near(split, splits, 'splits')}")
-    source = builder.as_data_source(split=split)
+        return builder.info.splits[split]
+    except Exception as error:  # mostly ValueError and KeyError; its parser takes any text
+        known = list(builder.info.splits)
+        raise UserError(
+            f"{key}: no split {errors.shown(split)} in {name!r}; {_near(split, known, 'splits')}"
+        ) from error
+
+
+def _range(part: Any) -> range:
+    """Returns the records of a file that a part reads."""
+    return range(part.skip, part.skip + part.take if part.take >= 0 else part.examples_in_shard)
+
+
+def _check_counts(path: str, split: Any) -> None:
+    """Raises a UserError if a file of a split is missing, or holds another number of examples than dataset_info.json lists."""
+    expected = {part.filename: part.examples_in_shard for part in split.file_instructions}
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        for name, found in zip(expected, pool.map(_count, expected)):
+            if isinstance(found, Exception):
+                raise UserError(_unreadable(path, found)) from found
+            if found != expected[name]:
+                raise UserError(
+                    f"config.data.dir: {name!r} holds {found} examples, and dataset_info.json beside it lists {expected[name]}: "
+                    f"files were swapped or damaged; delete {path!r} and run again"
+                )
+
+
+def _count(name: str) -> int | Exception:
+    """Returns the number of examples of a file, or the error in opening it."""
     try:
-        source[0]
-    except Exception as error:  # array_record raises RuntimeError or ValueError, tfds what its features raise
-        raise UserError(f"config.data.dir: {path!r} cannot be read: {_line(error)}; delete it and run again") from error
-    return source
+        reader = array_record_module.ArrayRecordReader(os.fspath(name))
+        try:
+            return reader.num_records()
+        finally:
+            reader.close()
+    except Exception as error:  # array_record raises RuntimeError or ValueError
+        return error
+
+
+def _unreadable(what: str, error: Exception) -> str:
+    """Returns the message for files of a prepared dataset that cannot be read."""
+    return f"config.data.dir: {what} cannot be read: {_line(error)}; delete the dataset and run again"
 
 
 def _builder(name: str, data_dir: str | os.PathLike) -> tfds.core.DatasetBuilder:

@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
+import json
 import pathlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
 
+from zerojax import files
 from zerojax.errors import UserError
 
 # The first of these that is in the vocabulary separates documents.
@@ -30,6 +32,10 @@ class Tokenizer(Protocol):
     def sentinels(self) -> Sequence[int]:
         """Returns the ids that mark missing spans. No text encodes to them."""
 
+    @property
+    def vocabulary(self) -> Any:
+        """Returns what determines the ids of text, as JSON values."""
+
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the ids of `text`, int32[length], without special tokens."""
 
@@ -46,6 +52,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec == "bytes":
         return ByteTokenizer()
     subject = f"config.data.tokenizer: {spec!r}"
+    if spec:
+        files.check_path(spec, "config.data.tokenizer")
     if not pathlib.Path(spec).is_file():
         raise UserError(f'{subject} is not a file; set it to "bytes" or the path of a Hugging Face tokenizer.json')
     try:
@@ -81,6 +89,11 @@ class ByteTokenizer:
         """Returns the ids above the separator."""
         return range(self.bos_id + 1, self.vocab_size)
 
+    @property
+    def vocabulary(self) -> Any:
+        """Returns nothing: the ids are bytes."""
+        return []
+
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the bytes of `text` as int32[length]. A str is encoded as UTF-8."""
         data = text.encode("utf-8", errors="replace") if isinstance(text, str) else text
@@ -110,6 +123,14 @@ class FileTokenizer:
         while (number := self.model.token_to_id(f"<extra_id_{len(found)}>")) is not None:
             found.append(number)
         return found
+
+    @property
+    def vocabulary(self) -> Any:
+        """Returns the ids of all tokens, and the order of merges or the scores of tokens."""
+        model = json.loads(self.model.to_str())["model"]
+        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", [])]
+        scores = model["vocab"] if isinstance(model.get("vocab"), list) else []
+        return [sorted(self.model.get_vocab(with_added_tokens=True).items()), merges, scores]
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the ids of `text` as int32[length]. Bytes are decoded as UTF-8, with invalid bytes replaced."""

@@ -115,7 +115,9 @@ class Reader:
         is_carried = instruction.opcode in ("while", "parameter")  # a loop's copy of an array that it changes
         if not is_carried and scope != roles_lib.UPDATE and self._is_weight(where, instruction):
             return roles_lib.GATHERED
-        may_be_gradient = "transpose(" in name or "/clip" in name or scope == roles_lib.LOSS or is_carried
+        # What a model's own nn.remat computes again is an activation, though the backward pass does it.
+        is_backward = "transpose(" in name and "rematted_computation" not in name
+        may_be_gradient = is_backward or "/clip" in name or scope == roles_lib.LOSS or is_carried
         if may_be_gradient and any(_key(array.dims) in self._shapes for array in arrays):
             # An activation may have a weight's shape by chance. But a later matmul depends on it, and on a gradient none does.
             is_gradient = is_carried or not self._is_multiplied(where, instruction, value.index)

@@ -22,6 +22,7 @@ _WORK = frozenset(
     "fusion fusion-start dot convolution custom-call while conditional call sort scatter gather reduce reduce-window copy transpose "
     "dynamic-update-slice concatenate select-and-scatter rng".split()
 )
+_NAMELESS_STEPS = 8  # operands to follow back in search of an op_name
 _LAYOUT = frozenset("bitcast reshape copy convert transpose".split())
 
 
@@ -190,8 +191,19 @@ def _op_name(
     users = [
         u for u in where.users.get(result.name, ()) if u.opcode == "get-tuple-element" and u.number("index") == number
     ]
-    sent = [where.by_name[start.operands[number]]] if number < len(start.operands) else []
-    return next((i.op_name for i in (*users, *sent) if i.op_name), joined[0])
+    named = next((user.op_name for user in users if user.op_name), "")
+    if not named and number < len(start.operands):
+        named = _name_before(where, where.by_name.get(start.operands[number]))
+    return named or joined[0]
+
+
+def _name_before(where: syntax.Computation, value: syntax.Instruction | None) -> str:
+    """Returns the op_name of a value, or of the first operand before it that has one; XLA names no instruction that it adds."""
+    for _ in range(_NAMELESS_STEPS):
+        if value is None or value.op_name:
+            break
+        value = next((where.by_name[operand] for operand in value.operands if operand in where.by_name), None)
+    return syntax.op_names(value.op_name)[0] if value is not None else ""
 
 
 def _joined(module: syntax.Module, where: syntax.Computation, name: str) -> tuple[str, ...]:

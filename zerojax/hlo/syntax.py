@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$", re.MULTILINE)
+_CONTINUED = re.compile(r'\n(?="|\}[^\n])')  # the attributes of a Pallas kernel for TPUs take several lines
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _REFERENCE = re.compile(r"(?:^|[\s,*/(])%?([A-Za-z_][\w.\-]*)(?=\s*(?:,|$))")
@@ -215,6 +216,7 @@ class Module:
 @functools.lru_cache(maxsize=1)  # buffers and collectives are read from the same text
 def parse(text: str) -> Module:
     """Reads a program's text. Raises ValueError if it is not HLO."""
+    text = _CONTINUED.sub(" ", text)
     spans, entry = {}, ""
     for found in _COMPUTATION.finditer(text):
         end = text.find("\n}", found.end())

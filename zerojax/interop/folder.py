@@ -5,12 +5,15 @@ into the layout and the dtype that are wanted. No process ever holds a whole mod
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +26,8 @@ from zerojax.models import families
 from zerojax.models import family as family_lib
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-READERS = 4  # shards that a process reads at a time
+READERS = 8  # threads, each of which reads a shard
+MOST_BYTES = 2**30  # of the shards that are read at a time, unless one shard is larger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +95,10 @@ def read_params(folder: Folder, abstract: Any) -> Any:
       The params, as `abstract` describes them.
     """
     tensors = {tensor.path: tensor for tensor in layout.tensors(folder.family, folder.model)}
+    budget = _Budget(MOST_BYTES)
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
         reading = tree.map_with_path(
-            lambda path, like: pool.submit(_read_leaf, read_shard, folder, tensors[path], like), abstract
+            lambda path, like: pool.submit(_read_leaf, read_shard, folder, tensors[path], like, budget), abstract
         )
         return jax.tree.map(lambda future: future.result(), reading)
 
@@ -111,20 +116,46 @@ def read_shard(folder: Folder, tensor: layout.ModelTensor, index: tuple[slice, .
     return np.pad(found, extra) if any(after for _, after in extra) else found
 
 
-def _read_leaf(read: Callable[..., np.ndarray], folder: Folder, tensor: layout.ModelTensor, like: Any) -> jax.Array:
+class _Budget:
+    """Bytes that threads share. A thread waits until its bytes are free, or until it is alone if it needs more than there are."""
+
+    def __init__(self, total: int):
+        self._total = self._free = total
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def taken(self, nbytes: int) -> Iterator[None]:
+        nbytes = min(nbytes, self._total)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= nbytes)
+            self._free -= nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += nbytes
+                self._changed.notify_all()
+
+
+def _read_leaf(
+    read: Callable[..., np.ndarray], folder: Folder, tensor: layout.ModelTensor, like: Any, budget: _Budget
+) -> jax.Array:
     """Reads this process's shards of one leaf. A shard that several devices hold is read once."""
     devices: dict[tuple, list] = {}
     for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
         full = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, like.shape))
         devices.setdefault(tuple((part.start, part.stop) for part in full), []).append(device)
     shards = []
+    kind = like.sharding.memory_kind
     for bounds, holders in devices.items():
-        array = read(folder, tensor, tuple(slice(*bound) for bound in bounds), like.dtype)
-        kind = like.sharding.memory_kind
-        placed = [
-            jax.device_put(array, jax.sharding.SingleDeviceSharding(device, memory_kind=kind)) for device in holders
-        ]
-        jax.block_until_ready(placed)  # the host's copy may go
+        nbytes = like.dtype.itemsize * math.prod(stop - start for start, stop in bounds)
+        with budget.taken(nbytes):
+            array = read(folder, tensor, tuple(slice(*bound) for bound in bounds), like.dtype)
+            placed = [
+                jax.device_put(array, jax.sharding.SingleDeviceSharding(device, memory_kind=kind)) for device in holders
+            ]
+            del array
+            jax.block_until_ready(placed)  # the host's copy may go
         shards += placed
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 

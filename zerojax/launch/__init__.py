@@ -1,4 +1,4 @@
-"""Processes and devices before a run: joining processes, finding hardware, stopping together, faster start-up.
+"""Processes and devices before a run: joining processes, finding hardware, stopping and ending together, faster start-up.
 
 This room knows no model, no state and no config.
 To add a scheduler, extend `processes.detect_scheduler`. To add an accelerator, add it to `devices.DEVICE_FILES`.

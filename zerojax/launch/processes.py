@@ -2,24 +2,29 @@
 
 Call `devices.emulate_cpu_devices` first, then `initialize`, then anything that uses a device. JAX has these limits:
 
-* XLA aborts a process whose peers never join, or that cannot reach its coordinator, with status 134 and a C++ stack trace. Python cannot
-  catch that. So `initialize` first connects to the coordinator with a plain socket, and prints a line if it waits long.
-* If a peer dies, a running collective raises at once on CPU. On GPU it can block for HEARTBEAT_SECONDS without heartbeats. Then XLA
-  aborts the survivors (sooner if process 0, the coordinator, died).
-* A process that ends normally waits up to 300 s for its peers, and is aborted if they do not end. So a failed process ends through
-  `leave`.
+* XLA aborts a process whose peers never join, or whose coordinator ends, with status 134 and a C++ stack trace. Python cannot
+  catch that. So `peers` connects the processes first, tells them of each other's end, and hides the coordinator's end from XLA.
+* If a peer dies, a running collective raises at once on CPU. On GPU it blocks. `peers` ends the process in both cases.
+* A process that ends normally waits up to 300 s for its peers, and is aborted if they do not end. So a process ends through
+  `leave`, also after an exception that nobody catches.
 * JAX's preemption service swallows SIGTERM. `initialize` turns it off. `signals.StopSignal` replaces it.
+
+Under Open MPI and Kubernetes, JAX finds the other processes, and nothing but XLA's heartbeats tells of their end.
 """
 
 import contextlib
 import dataclasses
 import importlib.util
+import ipaddress
 import os
+import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping
+from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
@@ -27,9 +32,17 @@ from jax.experimental import multihost_utils
 
 from zerojax import errors
 from zerojax.errors import UserError
+from zerojax.launch import early, ending
+from zerojax.launch import peers as peers_lib
 
 CONNECT_SECONDS = 300  # for all processes to join
 HEARTBEAT_SECONDS = 100  # a process without heartbeats for this long counts as dead
+NEWS_SECONDS = 2.0  # in which a process learns that its exception follows from the end of another
+BIND_VARIABLE = (
+    "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own: the address on which process 0 listens, if not the coordinator's
+)
+
+_peers: peers_lib.Peers | None = None  # the other processes; None if there are none, or if JAX found them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +73,16 @@ def initialize(
     scheduler = None if cluster else detect_scheduler(os.environ)
     if not cluster and not scheduler:
         return
+    sys.excepthook = _leave_after
     jax.config.update("jax_enable_preemption_service", False)
     bounds: dict[str, Any] = {"initialization_timeout": timeout_seconds, "heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
     who = f"process {process_id} of {num_processes} at {coordinator}" if cluster else f"this {scheduler} task"
     with _prints_if_waiting(f"{who}: still waiting for the others; gives up after {timeout_seconds} s"):
         if cluster:
-            _check_coordinator(cluster, timeout_seconds)
-            arguments = cluster.coordinator, cluster.num_processes, cluster.process_id
-            jax.distributed.initialize(*arguments, cluster_detection_method="deactivate", **bounds)
+            address = _connect(cluster, timeout_seconds)
+            arguments = address, cluster.num_processes, cluster.process_id
+            bounds |= {"cluster_detection_method": "deactivate", "coordinator_bind_address": address}  # process 0 binds
+            jax.distributed.initialize(*arguments, **bounds)
             return
         try:
             jax.distributed.initialize(local_device_ids=_only_visible_device(os.environ), **bounds)
@@ -103,13 +118,31 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def leave(status: int) -> NoReturn:
-    """Ends this process with `status`. If there are other processes, it does not wait for them at exit."""
-    if jax.distributed.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
+def leave(status: int, line: str = "") -> NoReturn:
+    """Ends this process with `status`, after printing `line` to stderr. Other processes end too, with a line that quotes this one.
+
+    With status 0 it first waits until all processes have called this. With another, it is gone within a few seconds.
+    """
+    if status == 0 and _peers is not None:
+        _peers.finish()
+    elif status == 0 and jax.distributed.is_initialized():
+        barrier("the end of the run")  # else XLA would miss this process's heartbeats while another still works
+    ending.leave(status, line)
+
+
+def leave_after(error: Exception) -> NoReturn:
+    """Ends a command after an error: a UserError and a full disk with one line and status 2, any other with its traceback.
+
+    If it follows from the end of another process, prints that line instead.
+    """
+    if isinstance(error, UserError):
+        if any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in errors.causes(error)):
+            _leave_if_told()
+        ending.leave(2, f"zerojax: {error}")
+    if isinstance(error, OSError) and errors.is_disk_full(error):
+        where = error.filename or "a file of the run"
+        ending.leave(2, f"zerojax: {where}: no space left on the device; make room, then run again to resume")
+    _leave_with_traceback(error)
 
 
 def _checked(coordinator: str | None, num_processes: int | None, process_id: int | None) -> Cluster | None:
@@ -130,28 +163,92 @@ def _checked(coordinator: str | None, num_processes: int | None, process_id: int
     return Cluster(coordinator, num_processes, process_id)
 
 
-def _check_coordinator(cluster: Cluster, timeout_seconds: float) -> None:
-    """Raises a UserError where XLA would abort: the port of process 0 is in use, or nothing answers the other processes."""
+def _connect(cluster: Cluster, timeout_seconds: float) -> str:
+    """Connects this process to the others, and returns the address of the coordination service for XLA in this process.
+
+    Raises:
+      UserError: the port of process 0 is in use, nothing answers the other processes, or some do not come.
+    """
+    global _peers
+    joined = peers_lib.Peers(cluster.process_id, cluster.num_processes)
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        address = _open(joined, cluster) if cluster.process_id == 0 else _join(joined, cluster, timeout_seconds)
+        if missing := joined.wait(max(0.0, deadline - time.monotonic())):
+            names = ", ".join(map(str, missing)) if cluster.process_id == 0 else "some"
+            raise UserError(
+                f"--num_processes: of {cluster.num_processes} processes, {names} did not join within {timeout_seconds} s; "
+                "start them, or set the number of those there are"
+            )
+    except UserError:
+        joined.close()
+        raise
+    _peers = joined
+    ending.before_end(lambda status, line: joined.tell(status, line) if status else None)
+    return address
+
+
+def _open(joined: peers_lib.Peers, cluster: Cluster) -> str:
+    """Listens for the other processes, as process 0."""
     host, _, port = cluster.coordinator.rpartition(":")
-    if cluster.process_id == 0:
-        is_dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if is_dual else socket.AF_INET
-        try:
-            socket.create_server(("", int(port)), family=family, dualstack_ipv6=is_dual).close()
-        except OSError as error:
-            raise UserError(f"--coordinator: port {port} cannot be opened ({error.strerror}); try another") from error
-        return
+    try:
+        return joined.listen(*_bind_address(host.strip("[]"), int(port)))
+    except OSError as error:
+        way_out = f"try another, name an address of this host, or set {BIND_VARIABLE}"
+        why = os.strerror(error.errno or 0) if (error.errno or 0) > 0 else errors.first_line(error)
+        raise UserError(f"--coordinator: port {port} cannot be opened at {host} ({why}); {way_out}") from error
+
+
+def _join(joined: peers_lib.Peers, cluster: Cluster, timeout_seconds: float) -> str:
+    """Connects to process 0, which may start later."""
+    host, _, port = cluster.coordinator.rpartition(":")
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-            return
+            return joined.join(host.strip("[]"), int(port))
         except OSError as error:
             if time.monotonic() > deadline:
-                what = f"nothing answers at {cluster.coordinator} after {timeout_seconds} s ({error})"
+                what = (
+                    f"nothing answers at {cluster.coordinator} after {timeout_seconds} s ({errors.first_line(error)})"
+                )
                 way_out = "start process 0 there, and make that port reachable from this host"
                 raise UserError(f"--coordinator: {what}; {way_out}") from error
         time.sleep(0.2)
+
+
+def _bind_address(host: str, port: int) -> tuple[str | None, int]:
+    """Returns the address on which process 0 listens; None for all of this host's.
+
+    That is the coordinator's, except where this host's own files give its name a loopback address, which no other host can reach.
+    """
+    if chosen := os.environ.get(BIND_VARIABLE):
+        own, _, port_text = chosen.rpartition(":")
+        own = own.strip("[]")
+        return (None if own in ("", "::", "0.0.0.0") else own), int(port_text)
+    found = {ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    is_name = host != "localhost" and not any(str(address) == host for address in found)
+    return (None if is_name and all(address.is_loopback for address in found) else host), port
+
+
+def _leave_after(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Ends a process whose program did not catch an exception. It would wait for the others, and they for it."""
+    if isinstance(error, KeyboardInterrupt):
+        ending.leave(early.status(signal.SIGINT), early.line(signal.SIGINT))
+    _leave_with_traceback(error)
+
+
+def _leave_with_traceback(error: BaseException) -> NoReturn:
+    """Ends this process with status 1, and its others with the first line of the error."""
+    _leave_if_told()
+    traceback.print_exception(error)
+    ending.leave(1, "" if _peers is None else f"zerojax: {type(error).__name__}: {errors.first_line(error)}")
+
+
+def _leave_if_told() -> None:
+    """Ends this process if another one ended, of which this one learns in a moment."""
+    news = _peers.news(NEWS_SECONDS) if _peers is not None else None
+    if news is not None:
+        ending.leave(news.status or 1, str(news))
 
 
 def _only_visible_device(environ: Mapping[str, str]) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""Attention, and the choice of its kernel. This module calls XLA's or cuDNN's kernel.
+"""Attention, and the choice of its kernel. This module calls XLA's, cuDNN's or, on TPUs, JAX's splash kernel.
 
 Shapes: B batch, T queries, S keys, H query heads, K key and value heads, N head dim.
 """
@@ -11,7 +11,9 @@ import jax.numpy as jnp
 
 from zerojax.errors import UserError
 
-Kernel = Literal["xla", "cudnn"]  # "cudnn" never materialises the scores
+Kernel = Literal["xla", "cudnn", "splash"]  # the last two never materialise the scores
+LANES = 128  # sequences of splash attention are a multiple of it
+_BLOCKS = (512, 256, LANES)  # queries, and keys, of a tile; the largest that divides is taken
 
 
 def attend(
@@ -30,17 +32,22 @@ def attend(
 
     Args:
       q_BTHN, k_BSKN, v_BSKN: queries, keys and values. H is a multiple of K, and H / K adjacent query heads share keys and values.
-      kernel: the implementation.
+      kernel: the implementation. "splash" is for causal self-attention without bias, mask and window, on one device's arrays (inside
+        `jax.shard_map`) and a multiple of 128 positions; XLA's kernel runs elsewhere, such as in sampling.
       is_causal: a query sees no later key.
       bias: float[H, T, S] or float[B, H, T, S], added to the scores; None for no bias.
       mask: bool[B, S], False for keys that no query sees, or bool[B, T, S], False for keys that a query does not see; None for no mask.
       scale: multiplies the scores; None: 1 / sqrt(N).
       window: a query sees its own token and the `window` - 1 before it; 0 for no limit.
     """
+    is_limited = 0 < window < k_BSKN.shape[1]
+    is_plain = is_causal and bias is None and mask is None and not is_limited
+    if kernel == "splash" and is_plain and _splash_can_run(q_BTHN, k_BSKN):
+        return splash(q_BTHN, k_BSKN, v_BSKN, scale=scale)
+    kernel = "xla" if kernel == "splash" else kernel
     # JAX's CPU backend does not support the float16 matmuls of this function.
     dtype = jnp.float32 if kernel == "xla" and q_BTHN.dtype == jnp.float16 else q_BTHN.dtype
     out_dtype = q_BTHN.dtype
-    is_limited = 0 < window < k_BSKN.shape[1]
     q_BTHN, k_BSKN, v_BSKN = q_BTHN.astype(dtype), k_BSKN.astype(dtype), v_BSKN.astype(dtype)
     y_BTHN = jax.nn.dot_product_attention(
         q_BTHN,
@@ -56,14 +63,47 @@ def attend(
     return y_BTHN.astype(out_dtype)
 
 
-def choose_kernel(wanted: str, known: Sequence[str], platform: str, compute_dtype: Any) -> Kernel:
-    """Returns the kernel to run. "auto" takes cuDNN's on GPUs in 16-bit arithmetic, and XLA's elsewhere.
+def splash(
+    q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, scale: float | None = None, interpret: bool = False
+) -> jax.Array:
+    """Returns causal attention by the Pallas kernel for TPUs that JAX ships; `interpret` runs it on any device, slowly."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as lib  # takes long to import, and only TPUs need it
+
+    (length, heads), head_dim = q_BTHN.shape[1:3], q_BTHN.shape[3]
+    block = next(size for size in _BLOCKS if length % size == 0)
+    sizes: dict[str, Any] = dict.fromkeys(
+        ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block
+    )
+    kernel = lib.make_splash_mha(
+        lib.MultiHeadMask([lib.CausalMask((length, length))] * heads),
+        block_sizes=lib.BlockSizes(**sizes),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    scaled = q_BTHN * jnp.asarray(head_dim**-0.5 if scale is None else scale, q_BTHN.dtype)
+    heads_first = [jnp.swapaxes(x, 1, 2) for x in (scaled, k_BSKN, v_BSKN)]
+    return jnp.swapaxes(jax.vmap(kernel)(*heads_first), 1, 2).astype(q_BTHN.dtype)
+
+
+def _splash_can_run(q_BTHN: jax.Array, k_BSKN: jax.Array) -> bool:
+    """Returns whether the arrays are one device's, since XLA does not shard Pallas kernels, and of lengths that the kernel takes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    is_local = jax.device_count() == 1 if mesh.empty else set(mesh.manual_axes) == set(mesh.axis_names)
+    return is_local and q_BTHN.shape[1] == k_BSKN.shape[1] and q_BTHN.shape[1] % LANES == 0
+
+
+def choose_kernel(
+    wanted: str, known: Sequence[str], platform: str, compute_dtype: Any, length: int | None = None
+) -> Kernel:
+    """Returns the kernel to run. "auto" takes, in 16-bit arithmetic, cuDNN's on GPUs and splash on TPUs, and XLA's elsewhere.
 
     Args:
       wanted: "auto", or a kernel.
       known: the kernels that the model family supports.
       platform: of the devices, as returned by `mesh.platform`.
       compute_dtype: the dtype of the matmuls.
+      length: positions of a sequence in training; None: not known.
 
     Raises:
       UserError: the wanted kernel cannot run.
@@ -79,4 +119,11 @@ def choose_kernel(wanted: str, known: Sequence[str], platform: str, compute_dtyp
             f"config.model.attention: cudnn needs an NVIDIA GPU and 16-bit arithmetic; this run has {platform} and "
             f"{jnp.dtype(compute_dtype).name}; set --config.model.attention=xla"
         )
-    return "cudnn" if wanted == "cudnn" or (wanted == "auto" and can_cudnn) else "xla"
+    can_splash = "splash" in known and platform == "tpu" and compute_dtype == jnp.bfloat16 and not (length or 0) % LANES
+    if wanted == "splash" and not can_splash:
+        raise UserError(
+            f"config.model.attention: splash needs a TPU, bfloat16 arithmetic and a multiple of {LANES} positions; this run has "
+            f"{platform}, {jnp.dtype(compute_dtype).name} and seq_len={length}; set --config.model.attention=xla"
+        )
+    choices: tuple[tuple[Kernel, bool], ...] = (("cudnn", can_cudnn), ("splash", can_splash))
+    return next((kernel for kernel, can_run in choices if can_run and wanted in ("auto", kernel)), "xla")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax import errors
 from zerojax.errors import UserError
 from zerojax.optim import fused, schedules
 from zerojax.optim import one_pass as one_pass_lib
@@ -31,7 +32,15 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "lion": lambda lr, b1, b2, eps, wd, mask: optax.lion(lr, b1, b2, weight_decay=wd, mask=mask),
     "sgd": lambda lr, b1, b2, eps, wd, mask: optax.sgd(lr, momentum=b1 or None),
 }
-WITHOUT_DECAY = ("adam", "sgd")
+# name -> the arguments that it reads, beside the learning rate
+READS: dict[str, tuple[str, ...]] = {
+    "adam": ("b1", "b2", "eps"),
+    "adamw": ("b1", "b2", "eps", "weight_decay"),
+    "adafactor": ("weight_decay",),
+    "lamb": ("b1", "b2", "eps", "weight_decay"),
+    "lion": ("b1", "b2", "weight_decay"),
+    "sgd": ("b1",),
+}
 
 # The same with moments in 16 or 8 bits, and with stochastically rounded 16-bit weights.
 FUSED: dict[str, Callable[..., Any]] = {
@@ -58,7 +67,7 @@ def make_optimizer(
     Args:
       name: a key of OPTIMIZERS.
       learning_rate: a number, or a schedule: f(steps taken before).
-      b1, b2, eps, weight_decay: of the optimizer; those that it does not have are ignored.
+      b1, b2, eps, weight_decay: of the optimizer; those that READS does not list for it are ignored.
       moments: how moments are stored: "fp32", "bf16" or "int8" (see `fused`); the last two are rounded stochastically.
       rounds_weights: whether weights are stored in bf16 and rounded stochastically.
       weight_decay_on: the leaves that take weight decay: "matrices" (two or more dims) or "all".
@@ -67,10 +76,12 @@ def make_optimizer(
       UserError: the name is unknown; the optimizer has no weight decay; or it cannot round 16-bit weights or moments.
     """
     if name not in OPTIMIZERS:
-        raise UserError(f"config.optimizer.name: must be one of {', '.join(OPTIMIZERS)}, and is {name!r}")
-    if weight_decay and name in WITHOUT_DECAY:
         raise UserError(
-            f"config.optimizer.weight_decay: {name} applies none, and it is {weight_decay}; "
+            f"config.optimizer.name: must be one of {', '.join(OPTIMIZERS)}, and is {name!r}; {errors.choose(name, OPTIMIZERS)}"
+        )
+    if weight_decay and "weight_decay" not in READS[name]:
+        raise UserError(
+            f"config.optimizer.weight_decay: config.optimizer.name={name} applies none, and it is {weight_decay}; "
             "set --config.optimizer.weight_decay=0, or use adamw"
         )
     mask = DECAYS[weight_decay_on]

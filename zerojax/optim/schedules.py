@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from zerojax import errors
 from zerojax.errors import UserError
 from zerojax.optim import deepspeed_schedules
 
@@ -46,6 +47,8 @@ DEEPSPEED: dict[str, Callable[[float, int, str, int, float, float], Schedule]] =
     ),
 }
 
+FALLING = ("linear", "cosine", "WarmupCosineLR")  # those that read the final fraction
+
 
 def make(
     name: str,
@@ -69,24 +72,30 @@ def make(
       initial_fraction: of the peak, at step 0.
 
     Raises:
-      UserError: a name is unknown, or the warm-up is longer than the run (DeepSpeed's schedules may be cut).
+      UserError: a name is unknown.
     """
     if name not in SCHEDULES and name not in DEEPSPEED:
-        known = ", ".join([*SCHEDULES, *DEEPSPEED])
-        raise UserError(f"config.optimizer.schedule: must be one of {known}, and is {name!r}")
+        known = [*SCHEDULES, *DEEPSPEED]
+        raise UserError(
+            f"config.optimizer.schedule: must be one of {', '.join(known)}, and is {name!r}; {errors.choose(name, known)}"
+        )
     if warmup not in WARMUPS:
         raise UserError(f"config.optimizer.warmup: must be one of {', '.join(WARMUPS)}, and is {warmup!r}")
     if name in DEEPSPEED:
         return DEEPSPEED[name](peak, warmup_steps, warmup, steps, initial_fraction, final_fraction)
-    if warmup_steps > steps:
-        raise UserError(
-            f"config.optimizer.warmup_steps: {warmup_steps} is longer than the run of {steps} steps; "
-            f"set --config.optimizer.warmup_steps={steps // 10}"
-        )
     rise = optax.linear_schedule(peak * initial_fraction, peak, warmup_steps)
     if warmup == "log":
         rise = _logarithmic(peak * initial_fraction, peak, warmup_steps)
     return optax.join_schedules([rise, SCHEDULES[name](peak, warmup_steps, steps, final_fraction)], [warmup_steps])
+
+
+def check(name: str, warmup_steps: int, steps: int) -> None:
+    """Raises a UserError if the warm-up is longer than the run. DeepSpeed's schedules may be cut."""
+    if name in SCHEDULES and warmup_steps > steps:
+        raise UserError(
+            f"config.optimizer.warmup_steps: {warmup_steps} is longer than the run of config.steps={steps} steps; "
+            f"set --config.optimizer.warmup_steps={steps // 10}"
+        )
 
 
 def _logarithmic(first: float, peak: float, steps: int) -> Schedule:

@@ -12,12 +12,15 @@ from absl import flags
 
 from zerojax import display
 from zerojax.errors import UserError
-from zerojax.launch import devices, processes
-from zerojax.plan import json_form, picture, search
+from zerojax.launch import devices, ending, processes
+from zerojax.plan import json_form, picture, search, step_plan
 from zerojax.plan import report as plan_report
 from zerojax.trainer import command, plans
 from zerojax.trainer import config as config_lib
+from zerojax.trainer.checks import names
+from zerojax.zero import memory
 
+_LEANER = "--search looks for settings that fit; a smaller micro_batch_size or seq_len, remat='full' or more devices need less"
 flags.declare_key_flag("config")  # for --help, which lists the flags of this module
 _TARGET = flags.DEFINE_string("target", "here", "Device kind: h200, h100, a100, b200, v5e, v5p, v6e, cpu, here.")
 _TOPOLOGY = flags.DEFINE_string("topology", "", "GPUs, CPUs: hosts x devices (1x8). TPUs: chips (4x4x8).")
@@ -33,16 +36,17 @@ _HOST_GBPS = flags.DEFINE_float(
 
 def main() -> None:
     """Parses the command line and prints the plan. A UserError prints one line and exits with status 2."""
+    ending.guard_streams(lambda error: None)
     try:
         config = config_lib.from_dict(command.parse(sys.argv))
         _prepare(config)
-        if _SEARCH.value:
-            _search(config)
-        else:
-            _plan(config)
+        with names.of_config():
+            if _SEARCH.value:
+                _search(config)
+            else:
+                _plan(config)
     except UserError as error:
-        print(f"zerojax: {error}", file=sys.stderr, flush=True)
-        processes.leave(2)
+        processes.leave(2, f"zerojax: {error}")
     processes.leave(0)
 
 
@@ -58,13 +62,32 @@ def _prepare(config: config_lib.Config) -> None:
 
 def _plan(config: config_lib.Config) -> None:
     rate = None if _HOST_GBPS.value is None else _HOST_GBPS.value * 1e9
-    plan = plans.plan_config(config, _TARGET.value, _TOPOLOGY.value, host_rate=rate)
+    try:
+        plan = plans.plan_config(config, _TARGET.value, _TOPOLOGY.value, host_rate=rate)
+    except jax.errors.JaxRuntimeError as error:
+        lack = step_plan.shortage(error)
+        if lack is None:
+            raise
+        return _print_unfit(config, lack)
     if _PICTURE.value:
         try:
             picture.draw(plan, _PICTURE.value)
         except (OSError, ValueError) as error:
             raise UserError(f"--picture {_PICTURE.value}: cannot be written ({error}); name a PNG file") from error
     print(json.dumps(json_form.as_json(plan), indent=2) if _JSON.value else plan_report.text(plan), flush=True)
+
+
+def _print_unfit(config: config_lib.Config, lack: str) -> None:
+    """Prints the answer for a step that the compiler does not plan because it does not fit."""
+    if _PICTURE.value:
+        raise UserError(f"--picture: there is no plan to draw, because the step does not fit: {lack}")
+    partition, baseline = plans.partitions(config, _TARGET.value, _TOPOLOGY.value)
+    held = memory.bytes_per_device(partition, accumulates=False, by_hand=True)
+    if _JSON.value:
+        answer = {"schema": json_form.SCHEMA, "target": _TARGET.value, "fits": False, "why": lack, "state_bytes": held}
+        return print(json.dumps(answer, indent=2), flush=True)
+    table = display.as_text(memory.memory_table(partition, baseline, by_hand=True))
+    return print(f"{table}\n\nthe step does not fit on {_TARGET.value}: {lack}; {_LEANER}", flush=True)
 
 
 def _search(config: config_lib.Config) -> None:

@@ -6,6 +6,7 @@ copy of a weight among the program's inputs. A reduction sums a gradient if it h
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -71,9 +72,10 @@ class Attribution:
             paths = self._origin(found, part)
             if paths:
                 return phase, paths
-        matched = self._matching(part)
+        matched = self._matching(part) or self._scattered(found, part)
         sums = found.kind in collectives.REDUCTIONS or found.kind == "collective-permute"  # a ring of permutes sums too
-        is_statistic = phase == roles.WEIGHTS_FORWARD and len(_key(part.taken.dims)) < 2
+        is_vector = len(_key(part.taken.dims)) < 2
+        is_statistic = is_vector and phase == roles.WEIGHTS_FORWARD and self._is_read_in_forward_pass(found, part)
         trained = [weight for weight in matched if weight.trainable]
         if trained and sums and not is_statistic:
             return roles.GRADIENTS, self._named(trained, part)
@@ -88,6 +90,11 @@ class Attribution:
         users = [u for u in found.where.users.get(found.result, ()) if u.opcode == "get-tuple-element"]
         names = [user.name for user in users if user.number("index") == part.number] or [found.result]
         return tuple(reader for name in names for reader in hlo_flow.readers(self._flow, found.where, name))
+
+    def _is_read_in_forward_pass(self, found: collectives.Collective, part: collectives.Part) -> bool:
+        """Returns whether the forward pass reads a sum, as it does a batch's mean. Only clip and update read a gradient."""
+        names = [reader.op_name for reader in self.readers(found, part)]
+        return not names or any("jvp(" in name and not is_backward(name) for name in names)
 
     def is_kept(self, readers: tuple[syntax.Instruction, ...]) -> bool:
         """Returns whether a reader is in the backward pass, or stacks the value in a loop for later use."""
@@ -111,15 +118,27 @@ class Attribution:
         sizes = {part.given.elements, part.taken.elements}
         return tuple(sorted(path for path in owners if path is not None and _fits(self._weights[path], sizes)))
 
+    def _scattered(self, found: collectives.Collective, part: collectives.Part) -> list[WeightDims]:
+        """Returns the weight that an explicit reduce-scatter is named by. In several stages its dims are those of no shard."""
+        scope, _, primitive = part.op_name.rpartition("/")
+        path = tree.longest_suffix(self._paths, scope)
+        is_named = path is not None and f"/{scope}".endswith(f"/{tree.below_params(path)}")
+        is_scatter = found.kind in collectives.REDUCTIONS and primitive in ("reduce_scatter", "psum_scatter")
+        return [self._weights[path]] if path is not None and is_named and is_scatter else []
+
     def _matching(self, part: collectives.Part) -> list[WeightDims]:
-        """Returns the weights with these dims, global or of a shard: in any order, else with some dims merged, else one layer's dims."""
+        """Returns the weights with these dims, global or of a shard: in any order, else with dims merged or split, else one layer's dims.
+
+        A model may store a weight with two dims and use it with three, (embed, heads * width) as (embed, heads, width), or the other way
+        round. Its gradient is summed in either form.
+        """
         for dims in (part.taken.dims, part.given.dims):
             key = _key(dims)
             if key in self._by_dims:
                 return self._by_dims[key]
-            merged = [w for w in self._by_size.get(math.prod(dims), ()) if 0 < len(key) < min(3, len(_key(w.used)))]
-            if merged or key in self._by_layer:
-                return merged or self._by_layer[key]
+            regrouped = [w for w in self._by_size.get(math.prod(dims), ()) if _regroups(dims, w)]
+            if regrouped or key in self._by_layer:
+                return regrouped or self._by_layer[key]
         return []
 
     def _named(self, matched: list[WeightDims], part: collectives.Part) -> tuple[str, ...]:
@@ -147,6 +166,30 @@ def _fits(weight: WeightDims, sizes: set[int]) -> bool:
     known = {weight.size, math.prod(weight.stored), math.prod(weight.moments)}
     layers = weight.used[0] if len(weight.used) > 1 else 1
     return bool(sizes & (known | {n // layers for n in known}))
+
+
+def _regroups(dims: tuple[int, ...], weight: WeightDims) -> bool:
+    """Returns whether an array has a weight's dims, or those of a shard, with some merged or some split."""
+    known = (weight.used, weight.grad, weight.moments, weight.stored)
+    return len(_key(dims)) > 0 and any(
+        _merges(_key(dims), _key(other)) or _merges(_key(other), _key(dims))
+        for other in dict.fromkeys(known)
+        if math.prod(other) == math.prod(dims)
+    )
+
+
+def _merges(coarse: tuple[int, ...], fine: tuple[int, ...]) -> bool:
+    """Returns whether each of the coarse dims is a product of some of the fine ones, and all of these are used."""
+    if not coarse:
+        return not fine
+    first, *rest = coarse
+    for count in range(1, len(fine) - len(rest) + 1):
+        for chosen in itertools.combinations(range(len(fine)), count):
+            if math.prod(fine[n] for n in chosen) == first:
+                left = tuple(size for n, size in enumerate(fine) if n not in chosen)
+                if _merges(tuple(rest), left):
+                    return True
+    return False
 
 
 def _key(dims: tuple[int, ...]) -> tuple[int, ...]:

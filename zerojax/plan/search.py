@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from rich.table import Table
 
 from zerojax import display
@@ -132,7 +133,13 @@ def _try(candidate: Candidate, build: Build, memory: float) -> Outcome:
         return Outcome(candidate, None, None, str(error))  # an optimizer that cannot be offloaded
     if held > memory:
         return Outcome(candidate, held, None, f"state and gradients alone take {display.human(held)}")
-    plan = make_plan()
+    try:
+        plan = make_plan()
+    except jax.errors.JaxRuntimeError as error:
+        lack = step_plan.shortage(error)
+        if lack is None:
+            raise
+        return Outcome(candidate, None, None, f"does not fit: {lack}", is_compiled=True)
     rate = plan.bound.most_tokens_per_second(plan.tokens) if plan.bound else None
     over = plan.peak - memory
     reason = f"does not fit: {display.human(over)} too much" if over > 0 else ""

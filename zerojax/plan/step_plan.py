@@ -5,14 +5,15 @@ A plan joins four analyses of one compiled program: its buffers, its collectives
 
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
 
+from zerojax import errors, roles, specs, tree
 from zerojax import mesh as mesh_lib
-from zerojax import roles, specs, tree
 from zerojax.hlo import buffer_roles
 from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import bound as bound_lib
@@ -99,6 +100,17 @@ class Plan:
     def fits(self) -> bool | None:
         """Returns whether the step fits, or None if the device's memory is unknown."""
         return None if self.usable is None else self.peak <= self.usable
+
+
+def shortage(error: BaseException) -> str | None:
+    """Returns how much memory a compiler lacked, in one line, or None if an error means something else.
+
+    XLA's compiler for TPUs plans no program that exceeds the memory: it ends with an error. Those for GPUs and CPUs return the program.
+    """
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return None
+    found = re.search(r"Used (\S+) of (\S+) (\w+)", str(error))
+    return f"the compiler needs {found[1]} of {found[2]} of {found[3]}" if found else errors.one_line(error, 160)
 
 
 def plan_step(

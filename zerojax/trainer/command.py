@@ -1,5 +1,6 @@
 """Reads a command line that names a config file. This module turns every error in either into one line."""
 
+import os
 import pathlib
 import re
 import sys
@@ -9,8 +10,10 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from zerojax import errors
+from zerojax import errors, files
 from zerojax.errors import UserError
+from zerojax.trainer import config as config_lib
+from zerojax.trainer.checks import ranges
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A config file, such as configs/zero3.py.", lock_config=True)
 
@@ -35,7 +38,8 @@ def parse(argv: list[str]) -> Any:
         if word == "--config" and index + 1 < len(argv):
             name = argv[index + 1]
         if name:
-            path = pathlib.Path(name).resolve()
+            files.check_path(name, "--config")
+            path = pathlib.Path(os.path.realpath(name))
             if not path.is_file():
                 raise UserError(f"--config {name}: there is no such file; configs/ holds some")
             sys.path += [str(path.parent.parent), str(CHECKOUT)]
@@ -43,11 +47,16 @@ def parse(argv: list[str]) -> Any:
     try:
         rest = flags.FLAGS(argv)
     except SystemExit as end:  # absl prints the help and exits with 1
+        if not any(word.startswith(("--help", "-help")) or word in ("-h", "-?") for word in argv[1:]):
+            raise UserError(f"--config: the file ends the program with status {end.code}; fix the config file") from end
         raise SystemExit(0) from end
-    except flags.Error as error:
-        raise UserError(f"command line: {errors.one_line(error)}") from error
     except Exception as error:  # a config file is code and may raise anything
-        raise UserError(_why_no_config(error, argv)) from error
+        if isinstance(error, flags.Error) and not str(error).startswith("flag --config="):
+            raise UserError(_why_no_value(error)) from error
+        first = (
+            list(errors.causes(error))[-1] if isinstance(error, flags.Error) else error
+        )  # which absl replaces by its own
+        raise UserError(_why_no_config(first, argv)) from error
     if _CONFIG.value is None:
         raise UserError("--config: is missing; name a config file, such as --config configs/zero3.py")
     if rest[1:]:
@@ -55,19 +64,37 @@ def parse(argv: list[str]) -> Any:
     return _CONFIG.value
 
 
-def _why_no_config(error: Exception, argv: list[str]) -> str:
+def _why_no_value(error: Exception) -> str:
+    """Returns the error line for a flag that is unknown or whose value cannot be read."""
+    line = errors.one_line(error)
+    found = re.match(r"flag --config\.([\w.]+)=(.*?): ", line)
+    if found is None or not config_lib.expected(found[1]):
+        return f"command line: {line}"
+    place, value = found.groups()
+    if place in ranges.CHOICES:
+        return f"config.{place}: {ranges.not_a_choice(place, value)}"
+    return f"config.{place}: must be {config_lib.expected(place)}, and is {errors.shown(value)}"
+
+
+def _why_no_config(error: BaseException, argv: list[str]) -> str:
     """Returns the error line for a config file that failed, or for an override of an unknown key."""
-    if isinstance(error, SyntaxError):
+    if isinstance(error, SyntaxError) and pathlib.Path(error.filename or "").is_file():
         return f"{error.filename}:{error.lineno}: {error.msg}; fix the config file"
     frames = traceback.extract_tb(error.__traceback__)[1:]
     inside = [frame for frame in frames if not re.search(r"/(absl|ml_collections)/|importlib", frame.filename)]
     if inside:
         place = f"{inside[-1].filename}:{inside[-1].lineno}"
         return f"{place}: {type(error).__name__}: {errors.one_line(error)}; fix the config file"
+    if lookup := re.search(r"Attempting to lookup: ([\w.]+)", errors.one_line(error)):
+        group = lookup[1].rpartition(".")[0]
+        return f"config.{lookup[1]}: unknown config key; config.{group} is {config_lib.expected(group) or 'unknown'}, not a group"
     key, near = re.search(r"\w+", errors.one_line(error)), re.search(r'mean "(\w+)"', errors.one_line(error))
     overrides = [word for word in argv if word.startswith("--config.")]
     override = next((word for word in overrides if key and key[0] in re.split("[.=]", word)), None)
     if key is None or override is None:
-        return f"command line: {errors.one_line(error)}"
+        why = errors.one_line(error) or type(error).__name__
+        if override := next((word for word in overrides if isinstance(error, SyntaxError)), None):
+            return f"{override}: is not a setting ({why}); give it as --config.steps=50"
+        return f"--config: get_config must return an ml_collections.ConfigDict, as configs/base.py does ({why}); fix the config file"
     hint = f"did you mean {near[1]!r}?" if near else "configs/base.py holds every key"
     return f"{override}: unknown config key {key[0]!r}; {hint}"

@@ -1,14 +1,13 @@
 """Turns an ml_collections config into frozen settings. This module checks every setting before anything uses it.
 
 `configs/base.py` holds every field with its default, unit and effect. The dataclasses here declare only the fields and their
-types, and the tables hold the allowed values. In a field that can be derived, 0 (or -1) means "derive".
+types, and `checks.ranges` holds the allowed values. In a field that can be derived, 0 (or -1) means "derive".
 
 No library reads nested mappings as strictly. ml_collections does not make dataclasses of them. dacite does not name the group of
 an unknown key. It accepts True as an int, "x" as a tuple and NaN, and keeps 1 an int where a float is declared.
 """
 
 import dataclasses
-import difflib
 import math
 import os
 import re
@@ -16,55 +15,14 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from zerojax import precision
+from zerojax import errors
 from zerojax.errors import UserError
-from zerojax.interop import huggingface
-from zerojax.optim import fused, registry, schedules
+from zerojax.trainer.checks import ranges
 from zerojax.zero import loss_scale as loss_scale_lib
-from zerojax.zero import remat, stages
+from zerojax.zero import stages
 from zerojax.zero.offload import settings as offload_lib
 
-# place -> the values allowed there, from the table of the module that uses them
-CHOICES: dict[str, tuple] = {
-    "zero.stage": tuple(stages.STAGES),
-    "zero.indivisible": stages.INDIVISIBLE,
-    "precision": tuple(precision.PRECISIONS),
-    "optimizer.moments": tuple(fused.MOMENTS),
-    "optimizer.warmup": schedules.WARMUPS,
-    "optimizer.weight_decay_on": tuple(registry.DECAYS),
-    "loss_scale.on_minimum": loss_scale_lib.ON_MINIMUM,
-    "offload.optimizer": offload_lib.KINDS,
-    "offload.params": offload_lib.KINDS,
-    "reduce_dtype": tuple(precision.DTYPES),
-    "model.remat": tuple(remat.REMAT),
-    "model.attention": ("auto", "xla", "cudnn"),
-    "export.format": ("none", "huggingface"),
-    "export.dtype": ("auto", *huggingface.DTYPES),
-}
-POSITIVE = (
-    "steps",
-    "seq_len",
-    "log_every",
-    "emulate_devices",
-    "mesh.replica",
-    "mesh.model",
-    "optimizer.learning_rate",
-    "optimizer.eps",
-    "loss_scale.init_scale",
-    "loss_scale.window",
-    "loss_scale.hysteresis",
-    "loss_scale.min_scale",
-    "evaluate.batches",
-    "checkpoint.keep_last",
-    "profile.start",
-)
-SMALLEST_NORMAL = 1.2e-38
-BELOW_ONE = ("optimizer.b1", "optimizer.b2")
-NOT_NEGATIVE = tuple(
-    "seed global_batch_size micro_batch_size grad_accum zero.min_size model.vocab_size model.num_layers "
-    "optimizer.warmup_steps optimizer.initial_fraction optimizer.final_fraction optimizer.weight_decay optimizer.clip_norm "
-    "loss_scale.static evaluate.every checkpoint.every checkpoint.keep_best sample.length sample.temperature profile.steps".split()
-)
+KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", tuple: "a tuple"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,29 +205,7 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
     config = read(Config, raw, "config")
     for override in config.zero.overrides:
         _check_override(override)
-    for place, choices in CHOICES.items():
-        value = _lookup(config, place)
-        if value not in choices:
-            listed = ", ".join(map(str, choices))
-            raise UserError(f"config.{place}: must be one of {listed}, and is {value!r}; set --config.{place}=...")
-    for place in (*POSITIVE, *NOT_NEGATIVE):
-        if _lookup(config, place) >= 2**31 and isinstance(_lookup(config, place), int):
-            raise UserError(f"config.{place}: must be below 2**31, and is {_lookup(config, place)}")
-    for place in POSITIVE:
-        if _lookup(config, place) <= 0:
-            raise UserError(f"config.{place}: must be above 0, and is {_lookup(config, place)}")
-        if _lookup(config, place) < SMALLEST_NORMAL:
-            raise UserError(
-                f"config.{place}: must be above {SMALLEST_NORMAL}, below which float32 has only 0, and is {_lookup(config, place)}"
-            )
-    for place in NOT_NEGATIVE:
-        if _lookup(config, place) < 0:
-            raise UserError(f"config.{place}: must not be negative, and is {_lookup(config, place)}")
-    for place in BELOW_ONE:
-        if not 0 <= _lookup(config, place) < 1:
-            raise UserError(f"config.{place}: must be at least 0 and below 1, and is {_lookup(config, place)}")
-    if config.mesh.data != -1 and config.mesh.data <= 0:
-        raise UserError(f"config.mesh.data: must be above 0, or -1 for all devices left, and is {config.mesh.data}")
+    ranges.check(config)
     make_offload(config.offload, config.zero.stage)
     return config
 
@@ -308,14 +244,13 @@ def read(cls: type, raw: Mapping[str, Any], place: str) -> Any:
       UserError: a key is unknown or missing, or a value has a wrong type. The line names it.
     """
     hints = typing.get_type_hints(cls)
-    if not isinstance(raw, Mapping) and not hasattr(raw, "items"):
-        raise UserError(f"{place}: must be a group of settings ({', '.join(hints)}), and is {raw!r}")
-    given = dict(raw.items())
+    try:
+        given = dict(raw.items())
+    except Exception as error:  # no group, or a ConfigDict with a required placeholder
+        raise UserError(f"{place}: must be {kind(cls)}, and is {errors.shown(raw)}") from error
     for key in given:
         if key not in hints:
-            near = difflib.get_close_matches(key, hints, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(hints)}"
-            raise UserError(f"{place}.{key}: unknown config key; {hint}")
+            raise UserError(f"{place}.{key}: unknown config key; {errors.choose(key, hints)}")
     missing = [key for key in hints if key not in given]
     if missing:
         raise UserError(f"{place}.{missing[0]}: missing; start from configs/base.py, which holds every key")
@@ -331,12 +266,15 @@ def batch_sizes(config: Config, ways: int) -> BatchSizes:
     """Derives the batch size that is 0 from the other two and `ways` = data * replica.
 
     Raises:
-      UserError: fewer than two sizes are set, or they contradict each other.
+      UserError: fewer than two sizes are set, they contradict each other, or the batch is too large.
     """
     total, micro, accum = config.global_batch_size, config.micro_batch_size, config.grad_accum
     rule = "global_batch_size = micro_batch_size * grad_accum * data * replica"
     if [total, micro, accum].count(0) > 1:
-        raise UserError(f"config: {rule}; give at least two of the first three (now {total}, {micro}, {accum})")
+        raise UserError(
+            f"config: {rule}; give at least two of the first three (now config.global_batch_size={total}, "
+            f"config.micro_batch_size={micro}, config.grad_accum={accum})"
+        )
     if total == 0:
         total = micro * accum * ways
     known = (micro or 1) * (accum or 1) * ways
@@ -344,7 +282,13 @@ def batch_sizes(config: Config, ways: int) -> BatchSizes:
         near = known if micro and accum else max(1, round(total / known)) * known
         raise UserError(
             f"config.global_batch_size: {total} does not fit {rule} with micro_batch_size={micro or 'derived'}, "
-            f"grad_accum={accum or 'derived'}, data * replica={ways}; set --config.global_batch_size={near}"
+            f"grad_accum={accum or 'derived'}, data * replica={ways} (config.mesh); set --config.global_batch_size={near}"
+        )
+    most = min(ranges.MOST["global_batch_size"][0], ranges.MOST_TOKENS // config.seq_len)
+    if total > most:
+        raise UserError(
+            f"config.global_batch_size: {total} sequences of config.seq_len={config.seq_len} tokens are more than a batch may have, "
+            f"{most:.0f}; lower config.global_batch_size, or config.micro_batch_size and config.grad_accum where it is derived"
         )
     return BatchSizes(total, micro or total // known, accum or total // known)
 
@@ -356,11 +300,33 @@ def _value(hint: type, value: Any, place: str) -> Any:
     if hint is tuple and isinstance(value, (list, tuple)):
         return tuple(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise UserError(f"{place}: is too large for a float, and is {errors.shown(value)}") from error
     is_number = isinstance(value, float) and math.isfinite(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)) or (hint is float and not is_number):
-        raise UserError(f"{place}: must be {hint.__name__}, and is {value!r}")
+        raise UserError(f"{place}: must be {kind(hint)}, and is {errors.shown(value)}")
     return value
+
+
+def kind(hint: type) -> str:
+    """Returns a field's type in words."""
+    if dataclasses.is_dataclass(hint):
+        return f"a group of settings ({', '.join(typing.get_type_hints(hint))})"
+    return KINDS[hint]
+
+
+def expected(place: str) -> str:
+    """Returns the type of a field in words, "" if there is no such field.
+
+    Args:
+      place: its dotted place, such as "zero.stage".
+    """
+    hint: Any = Config
+    for name in place.split("."):
+        hint = typing.get_type_hints(hint).get(name) if dataclasses.is_dataclass(hint) else None
+    return "" if hint is None else kind(hint)
 
 
 def make_loss_scale(group: LossScaleSettings, *, is_scaled: bool) -> loss_scale_lib.LossScale | None:
@@ -390,14 +356,16 @@ def _check_override(override: Any) -> None:
     """Checks the form of one (path regex, axes). The partition checks it against the leaves."""
     form = "config.zero.overrides: must be ((path regex, (mesh axis or None for each dim)), ...)"
     if not isinstance(override, list | tuple) or len(override) != 2:
-        raise UserError(f"{form}, and one of them is {override!r}")
+        raise UserError(f"{form}, and one of them is {errors.shown(override)}")
     pattern, axes = override
     try:
+        if not isinstance(pattern, str):
+            raise TypeError("it is not text")
         re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise UserError(f"{form}, and {pattern!r} is not a regex ({error})") from error
+    except (re.error, TypeError, OverflowError, RecursionError) as error:
+        raise UserError(f"{form}, and {errors.shown(pattern)} is not a regex ({errors.first_line(error)})") from error
     if not isinstance(axes, list | tuple) or not all(_is_axis(axis) for axis in axes):
-        raise UserError(f"{form}, and that of {pattern!r} names {axes!r}")
+        raise UserError(f"{form}, and that of {errors.shown(pattern)} names {errors.shown(axes)}")
 
 
 def _is_axis(axis: Any) -> bool:
@@ -405,11 +373,3 @@ def _is_axis(axis: Any) -> bool:
     if isinstance(axis, list | tuple):
         return all(isinstance(name, str) for name in axis)
     return axis is None or isinstance(axis, str)
-
-
-def _lookup(config: Config, place: str) -> Any:
-    """Returns the setting at a dotted place."""
-    value: Any = config
-    for name in place.split("."):
-        value = getattr(value, name)
-    return value

@@ -85,11 +85,12 @@ def run(
       UserError: numbers are not finite, or the disk is full.
     """
     state = first_state()
-    is_stopped = plan is None and stop.agreed(at_once=True)
-    if profile.is_missed(step) and not is_stopped:
+    is_stopped = False
+    if profile.is_missed(step):
         recorder.say(f"nothing is profiled: step {profile.first} was done before this run")
     if plan is None:
         return End(state, step, is_stopped)
+    stop.saves()
     recorder.begin()
     while step < when.steps and not is_stopped:
         step += 1
@@ -144,7 +145,8 @@ def _save(
     """Saves the state, after checking that it and the metrics of its step are finite."""
     logical = logical_lib.to_logical(state)
     recorder.check(step, logical)
-    checkpoints.saver.save(step, logical, streams.position(), meta=checkpoints.meta, eval_loss=eval_loss)
+    about = {**checkpoints.meta, "logged": recorder.logged}
+    checkpoints.saver.save(step, logical, streams.position(), meta=about, eval_loss=eval_loss)
     recorder.saved()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import jax
 
 from zerojax import display, files
+from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.hlo import buffers
 from zerojax.launch import processes
@@ -16,6 +17,7 @@ from zerojax.plan import json_form, step_plan
 from zerojax.plan import report as plan_report
 from zerojax.trainer import plans
 from zerojax.trainer import program as program_lib
+from zerojax.trainer.checks import host
 
 FILE = "plan.json"
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -27,21 +29,31 @@ def compile_step(program: program_lib.Program) -> step_plan.Plan:
     """Compiles the program's train step for its own devices. The returned plan holds the compiled step.
 
     Raises:
-      UserError: XLA runs out of memory while compiling, or the step needs more memory than JAX may allocate.
+      UserError: XLA runs out of memory while compiling, or the step needs more memory than JAX may allocate, or than the host of CPU
+        devices has.
     """
     try:
         plan = plans.plan_program(program, "here", from_cache=True)
-    except jax.errors.JaxRuntimeError as error:
-        if OUT_OF_MEMORY not in str(error):
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        refused = _too_large(program, None, error)
+        if refused is None:
             raise
-        raise too_large(program, None) from error
+        raise refused from error
+    if mesh_lib.platform(program.mesh) == "cpu":
+        host.refuse("the step", plan.peak * len(program.mesh.local_devices))
     if plan.target.is_pool and not plan.fits:
         raise too_large(program, plan)
     return plan
 
 
-def write(folder: pathlib.Path, program: program_lib.Program, plan: step_plan.Plan, measured: int | None) -> None:
-    """Writes the plan, the planned and the measured peak, and the FLOPs per token to plan.json.
+def write(
+    folder: pathlib.Path,
+    program: program_lib.Program,
+    plan: step_plan.Plan,
+    measured: int | None,
+    at_start: int | None = None,
+) -> None:
+    """Writes the plan, the planned and the measured peak, the peak before the first step, and the FLOPs per token to plan.json.
 
     Raises:
       UserError: the folder cannot be written.
@@ -50,6 +62,7 @@ def write(folder: pathlib.Path, program: program_lib.Program, plan: step_plan.Pl
     content = {
         "planned_peak_bytes": plan.peak,
         "measured_peak_bytes": measured,
+        "peak_bytes_before_first_step": at_start,
         "device_kind": plan.target.device_kind,
         "flops_per_token": program.flops_per_token,
         "plan": json_form.as_json(plan),
@@ -60,21 +73,43 @@ def write(folder: pathlib.Path, program: program_lib.Program, plan: step_plan.Pl
 
 @contextlib.contextmanager
 def explained(program: program_lib.Program, plan: step_plan.Plan | None) -> Iterator[None]:
-    """Turns an out-of-memory error in the block into a UserError that names settings that fit."""
+    """Turns an out-of-memory error of a device in the block into a UserError that names settings that fit, and one of the host."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if OUT_OF_MEMORY not in str(error):
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        refused = _too_large(program, plan, error)
+        if refused is None:
             raise
-        raise too_large(program, plan) from error
+        raise refused from error
 
 
-def compared(plan: step_plan.Plan, measured: int | None) -> str:
-    """Returns a line that compares the measured peak with the planned one."""
+def compared(plan: step_plan.Plan, measured: int | None, at_start: int | None = None) -> str:
+    """Returns a line that compares the measured peak with the planned one.
+
+    A backend reports the peak since the process started. The compiler's tuning of kernels and the making of the state come before the
+    first step; where they took more than the steps did, the steps' own peak is not known, but is no higher.
+
+    Args:
+      plan: of the step.
+      measured: the peak in bytes after some steps; None: the backend does not report it.
+      at_start: the peak before the first step.
+    """
     planned = f"planned peak {display.human(plan.peak)} on each device"
     if measured is None:
         return f"{planned}; this backend does not report its memory use"
+    if at_start is not None and plan.peak < measured <= at_start:
+        return (
+            f"{planned}; the steps took no more than the {display.human(measured)} that were in use at a time before them, while "
+            "kernels were tuned and the state was made"
+        )
     return f"{planned}, measured {display.human(measured)} ({measured / plan.peak - 1:+.1%})"
+
+
+def _too_large(program: program_lib.Program, plan: step_plan.Plan | None, error: Exception) -> UserError | None:
+    """Returns the error to raise where the host or a device ran out of memory, else None."""
+    if (refused := host.short(error)) is not None:
+        return refused
+    return too_large(program, plan) if OUT_OF_MEMORY in str(error) else None
 
 
 def too_large(program: program_lib.Program, plan: step_plan.Plan | None) -> UserError:

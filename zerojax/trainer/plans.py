@@ -10,7 +10,9 @@ from zerojax.errors import UserError
 from zerojax.plan import search, step_plan, targets
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
+from zerojax.trainer.checks import names
 from zerojax.zero import memory as memory_lib
+from zerojax.zero import placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,14 @@ def plan_config(
     return plan_program(program, target, compiler_options=compiler_options, host_rate=host_rate)
 
 
+def partitions(
+    config: config_lib.Config, target: str, topology: str = ""
+) -> tuple[placement.Partition, placement.Partition]:
+    """Returns how a config shards its state on the target's devices, and the same at stage 0. Compiles nothing."""
+    program = program_lib.build(config, devices=targets.devices(target, topology))
+    return program.partition, program.baseline
+
+
 def plan_program(
     program: program_lib.Program,
     target: str,
@@ -46,23 +56,24 @@ def plan_program(
     compiler_options: Mapping[str, Any] | None = None,
     host_rate: float | None = None,
 ) -> step_plan.Plan:
-    """Plans a built program on its own mesh; see `step_plan.plan_step`."""
+    """Plans a built program on its own mesh; see `step_plan.plan_step`. Errors name config keys."""
     config, sizes = program.config, program.sizes
-    return step_plan.plan_step(
-        program.train_step,
-        program.partition.abstract_state,
-        program.abstract_batch,
-        mesh=program.mesh,
-        target=target,
-        placement=program.partition,
-        tokens=sizes.global_batch_size * config.seq_len,
-        compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
-        passes=sizes.grad_accum,
-        by_hand=True,
-        from_cache=from_cache,
-        compiler_options=compiler_options,
-        host_rate=host_rate,
-    )
+    with names.of_config():
+        return step_plan.plan_step(
+            program.train_step,
+            program.partition.abstract_state,
+            program.abstract_batch,
+            mesh=program.mesh,
+            target=target,
+            placement=program.partition,
+            tokens=sizes.global_batch_size * config.seq_len,
+            compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
+            passes=sizes.grad_accum,
+            by_hand=True,
+            from_cache=from_cache,
+            compiler_options=compiler_options,
+            host_rate=host_rate,
+        )
 
 
 def search_config(

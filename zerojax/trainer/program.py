@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision, roles, train_state
+from zerojax import precision, roles, specs, train_state
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, objectives
 from zerojax.data import tokenizer as tokenizer_lib
@@ -26,6 +26,7 @@ from zerojax.models import family as family_lib
 from zerojax.ops import attention
 from zerojax.optim import master_weights, pieces, registry, schedules
 from zerojax.trainer import config as config_lib
+from zerojax.trainer.checks import names
 from zerojax.zero import explicit, memory, placement, shard_state, stages, step
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero.offload import create as offload_create
@@ -99,7 +100,7 @@ class Program:
 
 
 def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Sequence[Any] | None = None) -> Program:
-    """Builds the program. Allocates nothing.
+    """Builds the program. Allocates nothing. Errors name config keys, the most basic first.
 
     Args:
       config: checked settings.
@@ -109,6 +110,11 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
     Raises:
       UserError: settings contradict each other or the devices.
     """
+    with names.of_config():
+        return _build(config, tokenizer_vocab, devices)
+
+
+def _build(config: config_lib.Config, tokenizer_vocab: int, devices: Sequence[Any] | None) -> Program:
     mesh = mesh_lib.make_mesh(config.mesh.replica, config.mesh.data, config.mesh.model, devices=devices)
     sizes = config_lib.batch_sizes(config, mesh_lib.ways(mesh))
     policy = precision.PRECISIONS[config.precision]
@@ -132,6 +138,8 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
         indivisible=config.zero.indivisible,
         offload=config_lib.make_offload(config.offload, config.zero.stage),
     )
+    _check_model_axis(partition)
+    schedules.check(config.optimizer.schedule, config.optimizer.warmup_steps, config.steps)
     return Program(
         config=config,
         mesh=mesh,
@@ -256,6 +264,7 @@ def open_feed(program: Program, tokenizer: tokenizer_lib.Tokenizer, data_dir: st
         grad_accum=program.sizes.grad_accum,
         seq_len=config.seq_len,
         seed=config.seed,
+        eval_batches=config.evaluate.batches,
     )
 
 
@@ -336,23 +345,25 @@ def _model(
 ) -> tuple[family_lib.Family, Any]:
     """Returns the family and the config of the source's model, or of the preset with its derived fields set."""
     family, model = _preset(config, tokenizer_vocab) if source is None else _imported(config, source)
-    name = f"preset {config.model.preset}" if source is None else str(source.path)
+    name = f"config.model.preset={config.model.preset}" if source is None else str(source.path)
     if model.vocab_size < tokenizer_vocab:
         way_out = f"set --config.model.vocab_size={tokenizer_vocab}" if source is None else "choose its own tokenizer"
         raise UserError(
-            f"config.model.vocab_size: {model.vocab_size} is smaller than the tokenizer's {tokenizer_vocab} ids; {way_out}"
+            f"config.model.vocab_size: {model.vocab_size} is smaller than the {tokenizer_vocab} ids of config.data.tokenizer; {way_out}"
         )
     if model.max_seq_len and config.seq_len > model.max_seq_len:
-        raise UserError(f"config.seq_len: {config.seq_len} is longer than the {model.max_seq_len} positions of {name}")
-    chosen = attention.choose_kernel(config.model.attention, family.attention, mesh_lib.platform(mesh), compute_dtype)
+        raise UserError(
+            f"config.seq_len: {config.seq_len} is longer than the {model.max_seq_len} positions of {name}; "
+            f"set --config.seq_len={model.max_seq_len} or less"
+        )
+    objectives.OBJECTIVES[family.objective].lengths(config.seq_len)  # refuses lengths that are too short
+    platform = mesh_lib.platform(mesh)
+    chosen = attention.choose_kernel(config.model.attention, family.attention, platform, compute_dtype, config.seq_len)
     return family, dataclasses.replace(model, attention=chosen)
 
 
 def _preset(config: config_lib.Config, tokenizer_vocab: int) -> tuple[family_lib.Family, Any]:
     chosen = config.model
-    if chosen.preset not in families.PRESETS:
-        known = ", ".join(families.PRESETS)
-        raise UserError(f"config.model.preset: must be one of {known}, and is {chosen.preset!r}")
     family = families.PRESETS[chosen.preset]
     preset = family.presets[chosen.preset]
     vocab = (
@@ -373,6 +384,16 @@ def _imported(config: config_lib.Config, source: folder_lib.Folder) -> tuple[fam
                 f"{name}={getattr(source.model, name)}; set --config.model.{name}=0"
             )
     return source.family, source.model
+
+
+def _check_model_axis(partition: placement.Partition) -> None:
+    """Raises a UserError if devices along `model` would only repeat each other's work."""
+    size = partition.mesh.shape[mesh_lib.MODEL]
+    if size > 1 and not any(mesh_lib.MODEL in specs.axes(leaf.sharded) for leaf in partition.leaves.values()):
+        raise UserError(
+            f"config.mesh.model: is {size}, and no weight is sharded over `model`, so its devices would repeat each other's work; "
+            "name weights in config.zero.overrides, or set --config.mesh.model=1"
+        )
 
 
 def _optimizer(

@@ -17,6 +17,9 @@ class Recorder:
     """Records steps in order, with the time of each.
 
     The caller owns the log and the display, and closes them.
+
+    Attributes:
+      logged: the steps logged since the beginning of the run, or None if an older checkpoint does not tell.
     """
 
     def __init__(
@@ -27,14 +30,17 @@ class Recorder:
         *,
         tokens: int,
         is_logged: Callable[[int], bool],
+        logged: int | None = 0,
     ):
-        """Writes steps with `is_logged(step)` or a flaw to `log`. A step trains on `tokens` tokens."""
+        """Writes steps with `is_logged(step)` or a flaw to `log`, after `logged` earlier ones. A step trains on `tokens` tokens."""
+        self.logged = logged
         self._log, self._shown, self._health = log, shown, health
         self._tokens, self._is_logged = tokens, is_logged
         self._reader = timing.LateReader()
         self._after: dict[int, Callable[[], None]] = {}
         self._own = timing.OwnTime()
         self._clock = 0.0  # the arrival time of the previous step's metrics
+        self.peak_at_start: int | None = None  # bytes of device memory, before the first step
 
     def say(self, text: str) -> None:
         """Prints a line above the display."""
@@ -51,7 +57,8 @@ class Recorder:
             self._log.open()
 
     def begin(self) -> None:
-        """Starts the clocks, before the first step."""
+        """Starts the clocks and reads the device's memory, before the first step."""
+        self.peak_at_start = metrics.device_memory().get("device_peak_bytes")
         self._own = timing.OwnTime()
         self.resume()
 
@@ -118,6 +125,7 @@ class Recorder:
         flaw = self._health.flaw(values)
         if flaw or self._is_logged(step):
             self._log.write(step, numbers | metrics.device_memory())
+            self.logged = None if self.logged is None else self.logged + 1
         if flaw and flaw.is_skipped:
             self.say(f"step {step}: skipped, {flaw.why}")
         self._health.count(step, flaw)

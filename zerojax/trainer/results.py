@@ -1,9 +1,11 @@
 """Writes the results of a run after its last step. This module samples text, plots the losses and exports the weights."""
 
 import pathlib
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from zerojax import precision
+from zerojax import errors, precision
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.inference import generate, sampling
 from zerojax.interop import huggingface
@@ -52,3 +54,17 @@ def export(program: program_lib.Program, state: Any, folder: pathlib.Path) -> No
         dtype=huggingface.DTYPES.get(program.config.export.dtype),
         source=None if program.source is None else program.source.path,
     )
+
+
+def try_each(actions: Iterable[Callable[[], None]]) -> None:
+    """Runs all actions, also after one has failed. Raises the first error at the end, and prints the others to stderr."""
+    failures: list[Exception] = []
+    for action in actions:
+        try:
+            action()
+        except Exception as error:
+            failures.append(error)
+    for failure in failures[1:]:
+        print(f"zerojax: {type(failure).__name__}: {errors.one_line(failure)}", file=sys.stderr, flush=True)
+    if failures:
+        raise failures[0]

@@ -15,7 +15,8 @@ from zerojax.data import feed
 from zerojax.errors import UserError
 from zerojax.launch import processes
 from zerojax.optim import pieces
-from zerojax.trainer import metrics
+from zerojax.trainer import config as config_lib
+from zerojax.trainer import metrics, workdir
 from zerojax.trainer import program as program_lib
 from zerojax.zero import placement
 from zerojax.zero.offload import kept
@@ -24,9 +25,21 @@ IMPORTED = "imported"  # in `meta`: where a state that another program trained c
 OPTIONAL = ("loss_scale",)  # a run may resume with or without one, whether the checkpoint has one or not
 
 
-def meta(program: program_lib.Program) -> dict[str, Any]:
-    """Returns the `meta` saved with a state: the unpadded shapes of padded leaves, and the initial loss scale."""
-    return {"padded": padded_shapes(program.partition), "first_loss_scale": _first_scale(program)}
+FINGERPRINTS = {  # name -> (what it is of, what to do about another)
+    "text": ("training text", "restore that text in config.data.dir"),
+    "tokenizer": ("tokenizer", "set config.data.tokenizer to the one it was trained with"),
+}
+
+
+def meta(program: program_lib.Program, fingerprints: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Returns the `meta` saved with a state: the initial loss scale, unpadded shapes, and what the run may not change.
+
+    That is its config and the fingerprints of its data. A checkpoint that another program trained has neither: `fingerprints` is None.
+    """
+    found = {"padded": padded_shapes(program.partition), "first_loss_scale": _first_scale(program)}
+    if fingerprints is None:
+        return found
+    return {**found, "config": config_lib.to_dict(program.config), "fingerprints": dict(fingerprints)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +54,10 @@ def find(
     program: program_lib.Program,
     saver: checkpointer.Checkpointer,
     streams: feed.Feed,
+    fingerprints: Mapping[str, str],
     folder: pathlib.Path,
-    *,
-    steps: int,
 ) -> Start:
-    """Finds the newest checkpoint of a run of `steps` steps in `folder`, and moves the data to its position; see `check`.
+    """Finds the newest checkpoint of a run in `folder`, and moves the data to its position; see `check`.
 
     Raises:
       UserError: the run cannot resume from it, or is past `steps` already. The line names the way out.
@@ -53,15 +65,43 @@ def find(
     done = saver.latest_step()
     if done is None:
         return Start(0, None)
+    steps = program.config.steps
     if done > steps:
         raise UserError(
             f"config.steps: is {steps}, and the run in {folder} is at step {done}; set --config.steps={done} "
             "or more, or choose another --workdir"
         )
     saved = check(program, saver, done, streams)
+    _check_same_run(program, saver.directory / str(done), saved, fingerprints)
     if processes.is_primary() and (folder / metrics.FILE).exists():
         metrics.read(folder)  # reports an invalid line before compiling
     return Start(done, saved)
+
+
+def notes(
+    program: program_lib.Program, saver: checkpointer.Checkpointer, start: Start, folder: pathlib.Path
+) -> list[str]:
+    """Returns lines about what a run that resumes should know."""
+    if start.saved is None:
+        return []
+    lines = []
+    if not saver.has_checksums(start.step):
+        lines.append(
+            f"checkpoint {start.step} was saved without checksums: only the sizes of its files could be checked"
+        )
+    if "fingerprints" not in start.saved and IMPORTED not in start.saved:
+        what = "whether the text and the tokenizer are still the same"
+        lines.append(f"checkpoint {start.step} was saved without fingerprints of its data: {what} could not be checked")
+    if rescales(program, start.saved):
+        lines.append("the loss scale is reset: config.loss_scale has another initial scale than before")
+    logged, path = start.saved.get("logged"), folder / metrics.FILE
+    if logged is not None and processes.is_primary() and path.exists():
+        found = sum("loss" in record and record["step"] <= start.step for record in metrics.read(folder))
+        if found < logged:
+            lines.append(
+                f"{path}: holds {found} of the {logged} steps logged up to step {start.step}; restore it if there is a copy"
+            )
+    return lines
 
 
 def check(
@@ -124,6 +164,26 @@ def logical_params(program: program_lib.Program, state: Any) -> Any:
         return leaf[tuple(map(slice, shape))] if shape else leaf
 
     return tree.map_with_path(cut, logical)
+
+
+def _check_same_run(
+    program: program_lib.Program, path: pathlib.Path, saved: Mapping[str, Any], fingerprints: Mapping[str, str]
+) -> None:
+    """Raises a UserError if a checkpoint was saved with other settings, other text or another tokenizer. Older ones do not tell."""
+    now = config_lib.to_dict(program.config)
+    place = workdir.difference(saved.get("config", now), now)
+    if place is not None:
+        raise UserError(
+            f"{path}: was saved with config.{place.name}={place.before!r}, and this run has {place.now!r}; "
+            "use the same value to resume, or another --workdir"
+        )
+    for name, before in saved.get("fingerprints", {}).items():
+        if name in FINGERPRINTS and fingerprints.get(name, before) != before:
+            what, way_out = FINGERPRINTS[name]
+            raise UserError(
+                f"{path}: was saved with another {what} (fingerprint {before}, now {fingerprints[name]}); "
+                f"{way_out}, or choose another --workdir"
+            )
 
 
 def _shapes(partition: placement.Partition) -> dict[str, list[int]]:

@@ -8,13 +8,13 @@ import json
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerojax import files
 from zerojax.checkpoint import files as step_files
 from zerojax.checkpoint import lock as lock_lib
 from zerojax.errors import UserError
-from zerojax.launch import processes, signals
+from zerojax.launch import ending, processes, signals
 from zerojax.trainer import metrics
 
 CONFIG_FILE = "config.json"
@@ -24,7 +24,7 @@ LOCK_FILE = "run.lock"
 IMPORTED_FILE = "imported.json"  # where the first checkpoint comes from, if another program trained it
 WRITTEN = ("", "export", "profile", "tensorboard")  # folders in which files are written under fixed names
 LOST = {  # file -> what follows if a run has checkpoints and lacks it
-    CONFIG_FILE: "nothing shows whether the settings are those of the checkpoints",
+    CONFIG_FILE: "the settings are compared with those that the newest checkpoint holds, and it is written again",
     metrics.FILE: "the metrics up to the checkpoint are lost",
 }
 
@@ -78,9 +78,11 @@ def held(workdir: str | os.PathLike) -> Iterator[None]:
             refused = error
     if signals.agreed(refused is not None):
         raise refused or UserError(f"--workdir {workdir}: cannot be used; process 0 says why")
+    forget = ending.before_end(lambda *_: lock.release() if lock is not None else None)
     try:
         yield
     finally:
+        forget()
         if lock is not None:
             lock.release()
 
@@ -102,15 +104,31 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
         raise UserError(f"{folder / CONFIG_FILE}: is not JSON; restore it, or choose another --workdir") from error
     if not isinstance(saved, Mapping):
         raise UserError(f"{folder / CONFIG_FILE}: is not a saved config; restore it, or choose another --workdir")
-    before, now = _flat(saved), _flat(json.loads(json.dumps(config)))
-    for place in sorted(before.keys() | now.keys()):
+    other = difference(saved, config)
+    if other is not None:
+        raise UserError(
+            f"--workdir {folder}: was started with config.{other.name}={other.before!r}, and this run has "
+            f"{other.now!r}; use the same value to resume, or another --workdir"
+        )
+
+
+class Difference(NamedTuple):
+    """A setting in which two configs differ, with both values."""
+
+    name: str
+    before: Any
+    now: Any
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> Difference | None:
+    """Returns the first setting that differs and may not change when a run resumes, or None. Configs are nested dicts."""
+    first, second = (_flat(json.loads(json.dumps(config))) for config in (before, now))
+    for place in sorted(first.keys() | second.keys()):
         is_free = any(place == free or place.startswith(free + ".") for free in FREE)
-        is_new = place not in before and now[place] in NEW.get(place, ())
-        if not is_free and not is_new and before.get(place) != now.get(place):
-            raise UserError(
-                f"--workdir {folder}: was started with config.{place}={before.get(place)!r}, and this run has "
-                f"{now.get(place)!r}; use the same value to resume, or another --workdir"
-            )
+        is_new = place not in first and second[place] in NEW.get(place, ())
+        if not is_free and not is_new and first.get(place) != second.get(place):
+            return Difference(place, first.get(place), second.get(place))
+    return None
 
 
 def lost(workdir: str | os.PathLike) -> list[str]:

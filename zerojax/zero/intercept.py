@@ -12,8 +12,9 @@ stored weight if there is one. Arrays that the loss has changed or made have non
 
 import contextlib
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import flax.errors
@@ -32,6 +33,14 @@ Policy = Callable[..., bool] | None
 Run = Callable[[Callable[..., Any], dict[str, Any], list[jax.Array], Policy], Any]
 
 
+class StackFound(Exception):
+    """A block with this path is a layer of a stack, run by `nn.scan`. The loss is to be traced again, by an `Interceptor` that knows it."""
+
+    def __init__(self, path: str):
+        super().__init__(path)
+        self.path = path
+
+
 class Interceptor:
     """Intercepts calls to blocks.
 
@@ -45,6 +54,8 @@ class Interceptor:
       run: runs plain blocks; None: all blocks are lifted by Linen.
       stored_of: f(array) -> (path, stored), or None for an unknown array. None: arrays are as stored, and their paths are the modules'.
       is_leaf: returns whether a node of the params is one stored weight.
+      shape_of: f(path) -> the shape of the weight that the model was given at this path; None: `StackFound` is never raised.
+      stacks: paths of blocks that `nn.scan` runs, as `StackFound` told. Their layers gather their own slices.
     """
 
     def __init__(
@@ -59,6 +70,8 @@ class Interceptor:
         run: Run | None = None,
         stored_of: Callable[[Any], tuple[str, Any] | None] | None = None,
         is_leaf: Callable[[Any], bool] | None = None,
+        shape_of: Callable[[str], tuple[int, ...] | None] | None = None,
+        stacks: Collection[str] = (),
     ):
         self._pattern = re.compile(f"(?:{pattern})|(?:{heads})" if heads else pattern)
         self._heads = re.compile(heads) if heads else None
@@ -67,6 +80,10 @@ class Interceptor:
         self._stored_of = stored_of
         self._inside: str | None = None  # path of the block that runs
         self._root: tuple[str, ...] = ()  # path of the block's root module while it runs
+        self._shape_of = shape_of
+        self._path_of: dict[str, str] = {}  # the path in the params of a weight in a stack, by its path in the model
+        self._stacks = re.compile("|".join(map(re.escape, stacks)) or r"(?!)")
+        self._stacked = not stacks  # whether the model that runs has its stacks as they are stored
         self.entered: set[str] = set()
         self.headed: set[str] = set()
         self.recomputed: set[str] = set()
@@ -85,6 +102,8 @@ class Interceptor:
         if self._inside is not None:
             return self._inner(call, args, kwargs, context)
         path = "/".join(module.path)
+        if not self._stacked and context.method_name != "setup" and hasattr(type(module), context.method_name):
+            return self._with_stacks(module, context.method_name, args, kwargs)
         # A lifted function is a call too; the module's own methods that it calls are intercepted later.
         if not self._pattern.fullmatch(path) or not hasattr(type(module), context.method_name):
             return call(*args, **kwargs)
@@ -97,6 +116,8 @@ class Interceptor:
         policy = None if self._is_head(path) else self._policy
         known = self._known(module, path)
         if not all(known.values()):
+            if self._is_layer(path, module):
+                raise StackFound(path)
             self.with_unknown.add(path)
         elif (
             known and self._run is not None and _is_plain(module) and not _reads_others((args, kwargs), is_field=False)
@@ -106,16 +127,45 @@ class Interceptor:
 
     def _known(self, module: nn.Module, path: str) -> dict[str, tuple[str, Any] | None]:
         """Returns {path in the module: (path in the params, stored weight), or None if it is unknown} for a module's weights."""
-        leaves = tree.flatten(module.variables.get("params", {}))
+        leaves = tree.flatten(module.variables.get("params", {}), is_leaf=self._is_leaf)
         if self._stored_of is None:
             return {leaf: (_join(path, leaf), value) for leaf, value in leaves}
-        return {leaf: self._stored_of(value) for leaf, value in leaves}
+        is_stored = self._is_leaf or (lambda value: False)  # as layers of a stack are
+
+        def find(joined: str, value: Any) -> tuple[str, Any] | None:
+            return (self._path_of[joined], value) if is_stored(value) else self._stored_of(value)  # type: ignore[misc]
+
+        return {leaf: find(_join(path, leaf), value) for leaf, value in leaves}
+
+    def _is_layer(self, path: str, module: nn.Module) -> bool:
+        """Returns whether a block with unknown weights is a layer of a stack: each weight lacks the first dim of the one at its path."""
+        leaves = tree.flatten(module.variables.get("params", {}), is_leaf=self._is_leaf)
+        stacks = [self._shape_of(_join(path, leaf)) for leaf, _ in leaves] if self._shape_of else []
+        return bool(stacks) and all(stack and stack[1:] == value.shape for stack, (_, value) in zip(stacks, leaves))
+
+    def _with_stacks(self, module: nn.Module, method: str, args: tuple, kwargs: dict) -> Any:
+        """Runs the model with the stacks that `nn.scan` cuts into layers as they are stored, so that each layer gathers its own slice."""
+        known, result = self._known(module, "/".join(module.path)), _Result()
+        stacks = {leaf: weight for leaf, weight in known.items() if weight and block_of(weight[0], self._stacks)}
+        self._path_of |= {_join("/".join(module.path), leaf): weight[0] for leaf, weight in stacks.items()}
+        arrays, fill = _arrays_of((args, kwargs))
+
+        def run(bound: nn.Module, *values: Any) -> list[Any]:
+            inner_args, inner_kwargs = fill(values)
+            return result.take(getattr(bound, method)(*inner_args, **inner_kwargs))
+
+        self._stacked = True
+        try:
+            as_stored = functools.partial(_as_stored, stacks, is_leaf=self._is_leaf)
+            return result.give(nn.map_variables(run, "params", trans_in_fn=as_stored)(module, *arrays))
+        finally:
+            self._stacked = False
 
     def _run_plain(
         self, module: nn.Module, method: str, path: str, known: dict, arrays: list, fill: Callable, policy: Any
     ) -> Any:
         alone, module_path = module.clone(parent=None), module.path
-        structure = jax.tree.structure(module.variables.get("params", {}))
+        structure = jax.tree.structure(module.variables.get("params", {}), is_leaf=self._is_leaf)
         names, result = [name for name, _ in known.values()], _Result()
 
         def body(used: dict[str, Any], *values: Any) -> list[Any]:
@@ -142,12 +192,6 @@ class Interceptor:
             inner_args, inner_kwargs = fill(values)
             return result.take(getattr(bound, method)(*inner_args, **inner_kwargs))
 
-        def as_stored(variables: Any) -> Any:
-            return tree.map_with_path(
-                lambda leaf, value: known[tree.below_params(leaf)][1] if known.get(tree.below_params(leaf)) else value,
-                variables,
-            )
-
         def gather_block(variables: Any) -> Any:
             def gather(leaf: str, value: Any) -> Any:
                 weight = known.get(tree.below_params(leaf))
@@ -159,7 +203,9 @@ class Interceptor:
         if policy is not None:
             block = nn.remat(block, policy=policy)
         if self._stored_of is not None:
-            block = nn.map_variables(block, "params", trans_in_fn=as_stored)
+            block = nn.map_variables(
+                block, "params", trans_in_fn=functools.partial(_as_stored, known, is_leaf=self._is_leaf)
+            )
         with self._entered_as(path, module.path):  # calls inside a block, also flax's own of `run`, pass
             return result.give(block(module, *arrays))
 
@@ -190,6 +236,16 @@ class Interceptor:
 
     def _is_head(self, path: str | None) -> bool:
         return self._heads is not None and path is not None and bool(self._heads.fullmatch(path))
+
+
+def _as_stored(known: Mapping[str, Any], variables: Any, *, is_leaf: tree.IsLeaf) -> Any:
+    """Returns variables with the stored weights in place of the known ones."""
+
+    def stored(leaf: str, value: Any) -> Any:
+        weight = known.get(tree.below_params(leaf))
+        return weight[1] if weight else value
+
+    return tree.map_with_path(stored, variables, is_leaf=is_leaf)
 
 
 def _recomputed(call: Callable, args: tuple, kwargs: dict, path: str, module: nn.Module) -> Any:
@@ -278,4 +334,4 @@ def _reads_others(value: Any, *, is_field: bool) -> bool:
 
 
 def _join(module_path: str, leaf_path: str) -> str:
-    return f"{module_path}/{tree.below_params(leaf_path)}"
+    return f"{module_path}/{tree.below_params(leaf_path)}".lstrip("/")

@@ -92,7 +92,7 @@ class Chain:
         tokens: Tokens,
     ):
         self._find, self._dtype, self._reduction = find, dtype, reduction
-        self.tokens, self._trace = tokens, _trace()
+        self.tokens, self._first, self._trace = tokens, tokens, _trace()
 
     def __call__(
         self, body: Body, weights: dict[str, gather.ShardAndSink], arrays: list[jax.Array], policy: Any
@@ -103,6 +103,10 @@ class Chain:
         plan = _Plan(body, placements, self._dtype, self._reduction, policy)
         outputs, self.tokens = _block(plan, weights, self.tokens, tuple(arrays))
         return outputs
+
+    def restart(self) -> None:
+        """Forgets the blocks that ran, because the loss is traced again."""
+        self.tokens = self._first
 
     def gather_leaf(self, path: str, weight: gather.ShardAndSink) -> jax.Array:
         """Returns one gathered weight, outside of the order."""

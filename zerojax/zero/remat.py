@@ -123,8 +123,9 @@ def _keep_all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def _keep_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
-    # cuDNN's forward also returns the softmax statistics, so the backward pass does not run it again.
-    is_matmul = primitive.name in _MATMULS or "dot_product_attention_fwd" in primitive.name
+    # Attention's forward, cuDNN's or a Pallas kernel, also returns the softmax statistics, so the backward pass does not run it again.
+    name = primitive.name
+    is_matmul = name in _MATMULS or "dot_product_attention_fwd" in name or name == "pallas_call"
     return is_matmul and not isinstance(params.get("precision"), _NotKept)
 
 

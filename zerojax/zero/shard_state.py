@@ -65,8 +65,9 @@ def shard_train_state(
 
 
 def _checked(state: Any) -> Any:
-    """Returns the state; refuses one that holds an NNX variable twice, because a pytree would duplicate it."""
+    """Returns the state; refuses leaves that are no arrays, and an NNX variable held twice, because a pytree would duplicate it."""
     path_by_id: dict[int, str] = {}
+    tree.with_arrays_alone(state)
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda n: isinstance(n, nnx.Variable)):
         if not isinstance(node, nnx.Variable):
             continue

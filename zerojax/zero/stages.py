@@ -22,9 +22,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax import errors, tree
 from zerojax import mesh as mesh_lib
 from zerojax import specs as specs_lib
-from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.optim import eight_bit
 from zerojax.roles import FROZEN, OPT_STATE, OTHER, PARAMS
@@ -104,7 +104,7 @@ def partition_state(
 
     Args:
       abstract_state: any pytree of arrays or ShapeDtypeStructs: a flax TrainState, NNX modules and optimizers, a dict.
-      mesh: a mesh with a `data` axis (see `make_mesh`).
+      mesh: a mesh with a `data` axis (see `make_mesh`). Missing axes are added with size 1, see `mesh.completed`.
       stage: 0 to 3, the table above.
       overrides: ordered (path regex, PartitionSpec); the first regex found in a weight's path wins. It holds for the weight, its
         master copy, its moments and its gradient. A spec that names `data` is final. `P()` keeps the leaf replicated. A spec of other
@@ -120,9 +120,9 @@ def partition_state(
       offload: what lives in host memory: "host" for the optimizer state, an `Offload` or a dict of its fields; None for nothing.
 
     Raises:
-      UserError: the stage, `indivisible` or a mesh axis is unknown; an override matches no weight or does not fit its shape; the state
-        has no params; `trainable` matches no weight; the optimizer state has leaves of a frozen weight; or the stage or the optimizer does
-        not allow what `offload` says.
+      UserError: the stage, `indivisible` or a mesh axis is unknown; an override matches no weight or does not fit its shape; a regex of
+        `roles` matches no leaf; the state has no params; `trainable` matches no weight; the optimizer state has leaves of a frozen
+        weight; or the stage or the optimizer does not allow what `offload` says.
 
     >>> partition = partition_state(jax.eval_shape(init, key), mesh=make_mesh(), stage=2)
     """
@@ -130,11 +130,11 @@ def partition_state(
         raise UserError(f"stage: must be one of {', '.join(map(str, STAGES))}, and is {stage!r}")
     if indivisible not in INDIVISIBLE:
         raise UserError(f"indivisible: must be 'whole' or 'pad', and is {indivisible!r}")
-    if DATA not in mesh.shape:
-        raise UserError(f"mesh: needs an axis named 'data', and has {tuple(mesh.shape)}; see zerojax.make_mesh")
+    mesh = mesh_lib.completed(mesh)
     chosen = settings.read(offload)
     settings.check(chosen, STAGES, stage)
     abstract_state = tree.abstract(abstract_state)
+    _check_roles(abstract_state, roles)
     role_of = leaf_roles(abstract_state, roles, trainable)
     if PARAMS not in role_of.values() and FROZEN not in role_of.values():
         raise UserError(
@@ -180,11 +180,13 @@ class _Rule:
     def check_overrides(self, weights: Mapping[str, Any]) -> None:
         for entry in self.overrides:
             if not (isinstance(entry, (tuple, list)) and len(entry) == 2) or isinstance(entry[1], str):
-                raise UserError(f"overrides: each is a pair (path regex, PartitionSpec), and one is {entry!r}")
+                raise UserError(
+                    f"overrides: each is a pair (path regex, PartitionSpec), and one is {errors.shown(entry)}"
+                )
             pattern = entry[0]
             try:
                 is_found = any(re.search(pattern, path) for path in weights)
-            except (re.error, TypeError) as error:
+            except (re.error, TypeError, OverflowError) as error:
                 raise UserError(f"overrides: {pattern!r} is not a regex: {error}") from error
             if not is_found:
                 known = ", ".join(list(weights)[:3])
@@ -225,14 +227,24 @@ class _Rule:
     def _check_spec(self, path: str, shape: tuple[int, ...], spec: P) -> None:
         unknown = specs_lib.axes(spec) - set(self.mesh.shape)
         if unknown:
-            raise UserError(f"{path}: override {spec} names {sorted(unknown)}; the mesh has {list(self.mesh.shape)}")
+            raise UserError(
+                f"overrides: {spec} of {path} names {sorted(unknown)}; the mesh has {list(self.mesh.shape)}"
+            )
+        named = [axis for entry in spec for axis in specs_lib.names(entry)]
+        if repeated := [axis for axis in self.mesh.shape if named.count(axis) > 1]:
+            raise UserError(
+                f"overrides: {spec} of {path} names {repeated[0]!r} twice, and a mesh axis can shard one dim; name it once"
+            )
         if len(spec) > len(shape):
-            raise UserError(f"{path}: override {spec} has {len(spec)} dims, and the leaf has shape {shape}")
+            raise UserError(
+                f"overrides: {spec} of {path} has {len(spec)} dims, and the leaf has shape {shape}; name its dims only"
+            )
         for dim, entry in enumerate(spec):
             ways = math.prod(self.mesh.shape[axis] for axis in specs_lib.axes(P(entry)))
             if shape[dim] % ways:
                 raise UserError(
-                    f"{path}: override {spec} shards dim {dim} of {shape} in {ways}, which does not divide {shape[dim]}"
+                    f"overrides: {spec} of {path} shards dim {dim} of {shape} in {ways}, which does not divide {shape[dim]}; "
+                    "name another dim or axis"
                 )
 
     def _shard(self, leaf: Any, base: P, final: bool) -> tuple[P, str, tuple[int, ...]]:
@@ -263,6 +275,26 @@ def _scales(codes: placement.Decision, shape: tuple[int, ...], mesh: Mesh) -> pl
     return dataclasses.replace(codes, shape=shape, spec=spec, sharded=sharded, padding=padding if any(padding) else ())
 
 
+def _check_roles(abstract_state: Any, roles: Sequence[tuple[str, str]]) -> None:
+    """Checks a user's table of roles: its regexes match leaves, and its roles are known."""
+    paths = [path for path, _ in tree.flatten(abstract_state)]
+    for entry in roles:
+        if entry in ROLES:
+            continue
+        if not (isinstance(entry, (tuple, list)) and len(entry) == 2 and isinstance(entry[0], str)):
+            raise UserError(f"roles: each is a pair (path regex, role), and one is {errors.shown(entry)}")
+        pattern, role = entry
+        if role not in (PARAMS, OPT_STATE, OTHER):
+            way_out = errors.choose(role, (PARAMS, OPT_STATE, OTHER))
+            raise UserError(f"roles: {role!r}, the role of {pattern!r}, is not known; {way_out}")
+        try:
+            is_found = any(re.search(pattern, path) for path in paths)
+        except (re.error, OverflowError) as error:
+            raise UserError(f"roles: {pattern!r} is not a regex: {error}") from error
+        if not is_found:
+            raise UserError(f"roles: {pattern!r} matches no leaf's path; paths look like {', '.join(paths[:3])}")
+
+
 def leaf_roles(abstract_state: Any, roles: Sequence[tuple[str, str]] = ROLES, trainable: str = "") -> dict[str, str]:
     """Returns each leaf's role by path.
 
@@ -271,7 +303,7 @@ def leaf_roles(abstract_state: Any, roles: Sequence[tuple[str, str]] = ROLES, tr
     """
     try:
         is_trained = re.compile(trainable).search
-    except (re.error, TypeError) as error:
+    except (re.error, TypeError, OverflowError) as error:
         raise UserError(f"trainable: {trainable!r} is not a regex: {error}; pass one such as 'lora|head'") from error
     found = {}
     for path, node in jax.tree_util.tree_leaves_with_path(

@@ -4,6 +4,7 @@ With loss scaling a step whose gradients are not all finite is skipped: only the
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from zerojax import precision, tree, xla_flags
 from zerojax.zero import accumulate, explicit, placement, where_used, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
+from zerojax.zero.checks import arguments
 from zerojax.zero.offload import streamed
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, totals
 
@@ -72,11 +74,13 @@ def make_train_step(
     >>> train_step = make_train_step(loss_fn, partition, clip_norm=1.0)
     >>> state, metrics = train_step(state, batch)
     """
+    clip_norm = arguments.checked(partition, clip_norm)
     compute_dtype = precision.floating("compute_dtype", compute_dtype)
     reduce_dtype = precision.floating("reduce_dtype", reduce_dtype)
     scaling = update_lib.in_step(loss_scale, partition.abstract_state)
     how = where_used.How(blocks, heads, remat, recompute, offload)
     how.check()
+    _warn_of_missed(partition, blocks)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     loss_fn = outputs.with_aux(loss_fn, scaling.scale)
     gradients = _gradients(loss_fn, partition, how, layout, reduce_dtype, compute_dtype)
@@ -91,24 +95,22 @@ def make_train_step(
             (_, aux), grads = gradients(state.params, batch, state)
         with jax.named_scope("clip"):
             grads, unscale = constrain(grads), 1.0 / scaling.scale(state)
-            square = functools.partial(_sum_of_squares, unscale)
-            squares = tree.map_with_path(square, grads, is_leaf=placement.is_frozen)
-            norm = jnp.sqrt(sum(jax.tree.leaves(squares)))
-            # A norm of 0 gives inf, and so 1.
+            squares = _squares(grads, unscale)
+            norm = jnp.sqrt(sum(jax.tree.leaves(squares)))  # 0 gives a ratio of inf, and so 1
             factor = unscale * jnp.minimum(1.0, clip_norm / norm) if clip_norm else unscale
             verdict = scaling.verdict(squares)
         with jax.named_scope("update"):
             own, after = resident.trainable_part(grads), state.replace(**aux.get("state", {}))
             new_state = update(state, after, own, factor, verdict.finite, numbers=updates and updates.rest.numbers)
             new_state, scaling_metrics = scaling.adjust(new_state, verdict)
-            # Cast and add on the shards, then gather, so that 16-bit params are sent.
-            new_state = new_state.replace(params=constrain(new_state.params))
+            new_state = new_state.replace(params=constrain(new_state.params))  # cast on the shards, then gathered
         metrics = {**aux["metrics"], "grad_norm": norm, **scaling_metrics}
         return new_state, metrics, *(updates.handed(state, grads, factor, verdict.finite) if updates else ())
 
     step = xla_options.jit(
         train_step,
         _compiler_options(partition, blocks, reduce_dtype, compute_dtype),
+        **arguments.of_call(resident),
         donate_argnums=(0,) if donate else (),
         in_shardings=(resident.shardings, None),
         out_shardings=(resident.shardings, None, *([updates.handed_shardings] if updates else [])),
@@ -116,13 +118,28 @@ def make_train_step(
     return step if updates is None else streamed.StreamedStep(step, updates, donate=donate)
 
 
-def _sum_of_squares(unscale: jax.Array, path: str, grad: Any) -> jax.Array:
-    """Returns float32[]; 0 for a frozen weight, which has no gradient, and for one that its gradient overwrites."""
-    if placement.is_frozen(grad) or placement.is_overwritten(path):
-        return jnp.zeros((), jnp.float32)
-    if jnp.iscomplexobj(grad):
-        return _sum_of_squares(unscale, path, grad.real) + _sum_of_squares(unscale, path, grad.imag)
-    return jnp.sum(jnp.square(grad.astype(jnp.float32) * unscale))
+def _warn_of_missed(partition: Any, blocks: str) -> None:
+    missed = where_used.missed_blocks(partition.placements, blocks) if blocks else ()
+    if missed:
+        more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
+        warnings.warn(
+            f"blocks: {blocks!r} does not match {', '.join(missed[:3])}{more}, though it matches modules of the same weights; theirs "
+            "are gathered for the whole loss. The regex must match a module's full path, all digits included: end it with \\d+",
+            stacklevel=3,
+        )
+
+
+def _squares(grads: Any, unscale: jax.Array) -> Any:
+    """Returns each gradient's sum of squares, float32[]; 0 for a frozen weight, and for one that its gradient overwrites."""
+
+    def of_leaf(path: str, grad: Any) -> jax.Array:
+        if placement.is_frozen(grad) or placement.is_overwritten(path):
+            return jnp.zeros((), jnp.float32)
+        if jnp.iscomplexobj(grad):
+            return of_leaf(path, grad.real) + of_leaf(path, grad.imag)
+        return jnp.sum(jnp.square(grad.astype(jnp.float32) * unscale))
+
+    return tree.map_with_path(of_leaf, grads, is_leaf=placement.is_frozen)
 
 
 def _compiler_options(partition: Any, blocks: str, reduce_dtype: Any, compute_dtype: Any) -> dict[str, Any]:

@@ -216,8 +216,14 @@ def in_step(loss_scale: loss_scale_lib.LossScale | None, abstract_state: Any) ->
     """Returns the loss scaling of a train step; None is no scaling.
 
     Raises:
-      UserError: the train state has no field for the scale, or has one that is never read.
+      UserError: the state is no train state, has no field for the scale, or has one that is never read.
     """
+    lacking = [name for name in ("params", "apply_gradients", "replace") if not hasattr(abstract_state, name)]
+    if lacking:
+        raise UserError(
+            f"make_train_step: the state is a {type(abstract_state).__name__} without {' and '.join(lacking)}; use flax's TrainState or a "
+            "subclass, or write your own step around zerojax.where_used (as examples/own_train_step.py and nnx_model.py do)"
+        )
     if loss_scale is not None and not callable(getattr(loss_scale, "update", None)):
         raise UserError(
             f"make_train_step: loss_scale must be a DynamicLossScale or a StaticLossScale, and is {loss_scale!r}; "

@@ -22,6 +22,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zerojax import tree
 from zerojax.errors import UserError
@@ -53,7 +55,7 @@ class How:
             pattern = getattr(self, name)
             try:
                 re.compile(pattern)
-            except re.error as error:
+            except (re.error, TypeError, OverflowError) as error:
                 raise UserError(
                     f"{name}: {pattern!r} is not a regex: {error}; pass one over module paths, such as '{example}'"
                 ) from error
@@ -132,14 +134,14 @@ def wrap(
     how: How,
     *,
     moves: bool,
-    run: intercept.Run | None = None,
+    run: Any = None,
     is_weight: Callable[[Any], bool] = lambda leaf: False,
 ) -> Loss:
     """Returns `loss_fn` as a function of stored weights, which `gather_leaf(path, leaf)` gathers; see `where_used`.
 
     Args:
       moves: whether any weight is gathered: its stored and its used sharding differ.
-      run: see `intercept.Interceptor`.
+      run: see `intercept.Interceptor`; its `restart` is called where the loss must be traced again.
       is_weight: returns whether a node of the params is one stored weight, if stored weights are not arrays.
     """
     how.check()
@@ -151,25 +153,53 @@ def wrap(
             used = _gather_params(stored, gather_leaf, is_weight)
             before = variables(used)
             own_args, own_kwargs = jax.tree.map(lambda leaf: leaf, (args, kwargs))  # NNX variables belong to one trace
-            result = loss_fn(used, *own_args, **own_kwargs)
+            result = loss_fn(used if run is None else unboxed(used), *own_args, **own_kwargs)
             return result, {path: value for path, value in variables(used).items() if value is not before[path]}
 
         result, changed = (loss_of if keeps_all else jax.checkpoint(loss_of, policy=policy))(params)
         _set_variables(params, changed)
         return result
 
+    if not how.blocks:
+        return at_top
+    return _by_block(loss_fn, gather_leaf, how, None if keeps_all else policy, moves, run, is_weight)
+
+
+def _by_block(
+    loss_fn: Loss,
+    gather_leaf: Callable[[str, Any], Any],
+    how: How,
+    policy: Any,
+    moves: bool,
+    run: Any,
+    is_weight: Callable[[Any], bool],
+) -> Loss:
+    """Returns `wrap` of a loss whose blocks gather their own weights."""
+
     def by_block(params: Any, *args: Any, **kwargs: Any) -> Any:
-        made = _Made()
+        stacks: set[str] = set()
+        while True:
+            try:
+                return traced(stacks, params, args, kwargs)
+            except intercept.StackFound as found:
+                assert run is not None and found.path not in stacks
+                stacks.add(found.path)
+                run.restart()
+
+    def traced(stacks: set[str], params: Any, args: tuple, kwargs: dict) -> Any:
+        made, shapes = _Made(), dict[str, tuple[int, ...]]()
         inside = intercept.Interceptor(
             how.blocks,
             how.heads,
             gather_leaf,
-            None if keeps_all else policy,
+            policy,
             recompute=how.recompute,
             offload=how.offload,
             run=run,
             stored_of=made.stored_of if run else None,
             is_leaf=is_weight,
+            shape_of=shapes.get if run else None,
+            stacks=stacks,
         )
 
         def gather_outer(path: str, leaf: Any) -> Any:
@@ -179,12 +209,15 @@ def wrap(
             return leaf if run is None else made.add(gather_leaf(path, leaf), path, leaf)
 
         outer = tree.map_with_path(gather_outer, params, is_leaf=is_weight)
+        if run is not None:
+            outer = unboxed(outer)
+            shapes.update({path: leaf.shape for path, leaf in tree.flatten(outer)})
         with nn.intercept_methods(inside.intercept):
             result = loss_fn(outer, *args, **kwargs)
         _check_found(inside, how, moves)
         return result
 
-    return by_block if how.blocks else at_top
+    return by_block
 
 
 class _Made:
@@ -214,18 +247,54 @@ def finder(
         found = tree.longest_suffix(index, path)
         if found is None:
             return None
-        if leaf is not None and placements[found].shape is not None and shape_of(leaf) != expected(placements[found]):
-            raise UserError(
-                f"{path}: has shape {shape_of(leaf)}, and the weight stored as {found} has {expected(placements[found])}; where several "
-                f"models share a state, pass the placements of this one alone; a block inside nn.scan or nn.vmap cannot be in `blocks`"
-            )
-        return placements[found]
+        weight = placements[found]
+        if leaf is None or weight.shape is None or shape_of(leaf) == expected(weight):
+            return weight
+        if tuple(shape_of(leaf)) == tuple(expected(weight)[1:]):
+            return _layer(found, weight)
+        raise UserError(
+            f"{path}: has shape {shape_of(leaf)}, and the weight stored as {found} has {expected(weight)}; where several "
+            f"models share a state, pass the placements of this one alone; a block inside nn.vmap cannot be in `blocks`"
+        )
 
     return find
 
 
+def _layer(path: str, stack: placement.Placement) -> placement.Placement:
+    """Returns the placement of one layer of a stack of `nn.scan`, whose first dim counts layers."""
+    if any(sharding.spec and sharding.spec[0] for sharding in (stack.stored, stack.grad, stack.update)):
+        raise UserError(
+            f"blocks: {path} of shape {stack.shape} is sharded on its first dim, which counts the layers of nn.scan, so no layer can be "
+            f'gathered alone; pass overrides=[("{tree.below_params(path)}", PartitionSpec(None, "data"))] to shard_train_state'
+        )
+    if any(stack.padding[:1]):
+        raise UserError(
+            f"blocks: {path} is padded on its first dim, which counts the layers of nn.scan; override its spec"
+        )
+    assert stack.shape is not None
+    shardings = {
+        name: NamedSharding(
+            getattr(stack, name).mesh, P(*getattr(stack, name).spec[1:]), memory_kind=getattr(stack, name).memory_kind
+        )
+        for name in ("stored", "used", "grad", "opt_state", "update")
+    }
+    return dataclasses.replace(stack, padding=stack.padding[1:], shape=stack.shape[1:], **shardings)  # type: ignore[arg-type]
+
+
+def unboxed(params: Any) -> Any:
+    """Returns params without Linen's boxes of metadata (`nn.with_partitioning`), which constrain shardings and fail in `jax.shard_map`."""
+
+    def is_box(node: Any) -> bool:
+        return isinstance(node, nn.meta.AxisMetadata)
+
+    def inside(node: Any) -> Any:
+        return jax.tree.leaves(node, is_leaf=lambda part: part is not node)[0] if is_box(node) else node
+
+    return jax.tree.map(inside, params, is_leaf=is_box)
+
+
 def abstract_used(params: Any, partition: Any, compute_dtype: Any) -> Any:
-    """Returns params as the loss sees them, as ShapeDtypeStructs: gathered, without padding, in the dtype of the forward pass."""
+    """Returns params as the loss sees them, as ShapeDtypeStructs: gathered, without padding and boxes, in its dtype."""
     index = tree.suffix_index(partition.placements)
 
     def used(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -239,7 +308,7 @@ def abstract_used(params: Any, partition: Any, compute_dtype: Any) -> Any:
             )
         )
 
-    return tree.map_with_path(used, params)
+    return unboxed(tree.map_with_path(used, params))
 
 
 def moves(placements: Mapping[str, placement.Placement]) -> bool:
@@ -257,6 +326,37 @@ def largest_block(placements: Mapping[str, placement.Placement], blocks: str) ->
     return max(sizes.values(), default=0)
 
 
+def missed_blocks(placements: Mapping[str, placement.Placement], blocks: str) -> tuple[str, ...]:
+    """Returns the modules that a regex does not match, though one that it matches differs in the digits of its name alone.
+
+    Modules have the same weights if they have leaves of the same names and shapes.
+
+    >>> missed_blocks(placements, r"block_\\d")
+    ('block_10', 'block_11')
+    """
+    pattern = re.compile(blocks)
+    leaves_of: dict[str, set[tuple[str, Any]]] = {}
+    matched: set[str] = set()
+    for path, weight in placements.items():
+        below = tree.below_params(path)
+        block = intercept.block_of(path, pattern)
+        if block is not None:
+            matched.add(block)
+        parts = below.split("/")
+        for count in range(1, len(parts)):
+            if block is None or len(block.split("/")) == count:
+                leaves_of.setdefault("/".join(parts[:count]), set()).add(("/".join(parts[count:]), weight.shape))
+    kinds = {(_without_digits(name), frozenset(leaves_of[name])) for name in matched & leaves_of.keys()}
+    missed = [
+        name for name in leaves_of.keys() - matched if (_without_digits(name), frozenset(leaves_of[name])) in kinds
+    ]
+    return tuple(sorted(missed, key=lambda name: (len(name), name)))
+
+
+def _without_digits(path: str) -> str:
+    return re.sub(r"\d+", "0", path)
+
+
 def variables(params: Any) -> dict[str, Any]:
     """Returns the values of the NNX variables other than params; a forward pass may change these in place."""
     nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_other_variable)
@@ -271,8 +371,8 @@ def _check_found(inside: intercept.Interceptor, how: How, moves: bool) -> None:
         )
     if moves and inside.with_unknown:
         warnings.warn(
-            f"blocks: weights of {', '.join(sorted(inside.with_unknown)[:3])} reach their block changed, or through a jax.jit, nn.remat or "
-            "nn.scan around it; they are gathered before it and stay gathered until the backward pass has used them",
+            f"blocks: weights of {', '.join(sorted(inside.with_unknown)[:3])} reach their block changed, or through a jax.jit or nn.remat "
+            "around it; they are gathered before it and stay gathered until the backward pass has used them",
             stacklevel=2,
         )
     if how.heads and not inside.headed:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from zerojax import errors
 from zerojax import mesh as mesh_lib
 
 # Known to jax 0.10.2, 0.11 and 0.12.
@@ -56,25 +57,57 @@ def for_mesh(
     return {name: value for name, value in options.items() if name not in but}
 
 
-def jit(run: Callable[..., Any], options: Mapping[str, Any], **how: Any) -> Any:
+def jit(
+    run: Callable[..., Any],
+    options: Mapping[str, Any],
+    *,
+    before: Callable[..., None] = lambda *args: None,
+    explained: Callable[..., Exception | None] = lambda *args: None,
+    **how: Any,
+) -> Any:
     """Returns `jax.jit(run, **how)`, compiled with XLA options. A call inside another traced function uses that function's options.
+
+    Args:
+      run: the function.
+      options: XLA's.
+      before: called with the arguments of each call that is not traced.
+      explained: (arguments of a call that failed) -> the error to raise in place of JAX's, or None.
+      **how: arguments of `jax.jit`.
 
     >>> step = jit(lambda x: x + 1, for_mesh(mesh))
     """
-    return _WithOptions(run, options, how) if options else jax.jit(run, **how)
+    return _Program(run, options, how, before, explained)
 
 
-class _WithOptions:
+class _Program:
     """A `jax.stages.Wrapped`. JAX takes options for a whole program only, so a function inside another has none."""
 
-    def __init__(self, run: Callable[..., Any], options: Mapping[str, Any], how: Mapping[str, Any]):
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        options: Mapping[str, Any],
+        how: Mapping[str, Any],
+        before: Callable[..., None],
+        explained: Callable[..., Exception | None],
+    ):
         functools.update_wrapper(self, run)
-        self._program = jax.jit(run, compiler_options=dict(options), **how)
-        self._part = jax.jit(run, **how)
+        self._program = jax.jit(run, compiler_options=dict(options), **how) if options else jax.jit(run, **how)
+        self._part = jax.jit(run, **how) if options else self._program
+        self._before, self._explained = before, explained
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs)))
-        return (self._part if is_traced else self._program)(*args, **kwargs)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+            return self._part(*args, **kwargs)
+        self._before(*args, **kwargs)
+        try:
+            return self._program(*args, **kwargs)
+        except errors.UserError:
+            raise
+        except (ValueError, TypeError) as error:
+            why = self._explained(*args, **kwargs)
+            if why is None:
+                raise
+            raise why from error
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         return self._program.trace(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Checks the table of DeepSpeed's keys. This module tests zerojax.interop.deepspeed.keys."""
 
 import pytest
-
 import runs
+
 from zerojax.interop.deepspeed import accelerate_keys, keys
 from zerojax.trainer import config as config_lib
 

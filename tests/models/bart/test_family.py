@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-
 import runs
+
 from zerojax.interop import folder
 from zerojax.models import family
 from zerojax.models.bart import family as bart

@@ -75,4 +75,16 @@ def test_raw_words_are_keys_where_the_loss_draws_with_them():
 
     assert program(draws)[0].keys() == ({"key"}, set())
     assert program(lambda x, s: jax.jit(jax.random.split)(s["words"]))[0].keys() == ({"words"}, set())
+    looped = program(lambda x, s: jax.lax.fori_loop(0, ROWS, lambda i, y: y + jax.random.normal(s["key"]), 0.0))[0]
+    assert looped.keys() == ({"key"}, set())
     assert program(lambda x, s: s["key"].sum())[0].keys() == (set(), set())
+
+
+def test_lines_that_draw_without_a_value_are_named():
+    def draws(x, state):
+        first = jax.random.normal(jax.random.fold_in(KEY, state["n"]))
+        second = jax.lax.map(lambda row: jax.random.normal(KEY), x)
+        return first + second.sum()
+
+    lines = program(draws)[0].draws_without("n")
+    assert len(lines) == 1 and f"test_dependence.py:{draws.__code__.co_firstlineno + 2}" in lines[0]

@@ -6,13 +6,15 @@ from typing import Any
 
 # The order of settings in a config; those of one group stay together.
 GROUPS = (
-    "seed steps global_batch_size micro_batch_size grad_accum precision reduce_dtype log_every emulate_devices mesh zero model optimizer "
-    "loss_scale offload evaluate checkpoint"
+    "seed init_from steps global_batch_size micro_batch_size grad_accum seq_len precision reduce_dtype log_every emulate_devices "
+    "mesh zero offload model optimizer loss_scale data evaluate checkpoint"
 ).split()
 WHY: Mapping[str, str] = {"emulate_devices": "as many as the file speaks of, where there is no accelerator"}
 
 
-def text(settings: Mapping[str, Any], sources: Mapping[str, tuple[str, ...]], *, origin: str, path: str) -> str:
+def text(
+    settings: Mapping[str, Any], sources: Mapping[str, tuple[str, ...]], *, origin: str, path: str, maker: str = ""
+) -> str:
     """Returns the text of a config.
 
     Args:
@@ -20,6 +22,7 @@ def text(settings: Mapping[str, Any], sources: Mapping[str, tuple[str, ...]], *,
       sources: {place: the foreign keys that decided it}.
       origin: the name of the file that was translated.
       path: where the config will be, for its command.
+      maker: begins the config's docstring, before `origin`; "" for that of `zerojax migrate`.
     """
 
     def order(place: str) -> tuple[int, int]:
@@ -36,8 +39,10 @@ def text(settings: Mapping[str, Any], sources: Mapping[str, tuple[str, ...]], *,
         if devices
         else "any number that divides the batch"
     )
+    told = f"Translated from {_plain(origin)} by `zerojax migrate`, which reports what every key of that file became."
+    first = f"{maker} {_plain(origin)}." if maker else told
     lines = [
-        f'"""Translated from {_plain(origin)} by `zerojax migrate`, which reports what every key of that file became.',
+        f'"""{first}',
         "",
         f"    python -m zerojax.train --config {_plain(path)}",
         "",

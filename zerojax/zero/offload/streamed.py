@@ -20,6 +20,7 @@ import jax
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import placement
+from zerojax.zero.checks import arguments
 from zerojax.zero.offload import kept
 from zerojax.zero.offload import updates as updates_lib
 
@@ -103,6 +104,7 @@ class StreamedStep:
         return found
 
     def _check(self, state: Any, batch: Any) -> None:
+        arguments.is_usable(state)
         if jax.tree.structure(state.opt_state) != self.updates.structure:
             raise UserError(
                 "state: its optimizer state is not in the offloaded form of the partition; pass the state that shard_train_state returned "

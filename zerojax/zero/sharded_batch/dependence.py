@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.extend.source_info_util as source
 import jax.numpy as jnp
 import numpy as np
 
@@ -101,6 +102,14 @@ def _abstract(leaf: Any, without_first: bool = False) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf)[int(without_first) :], tree.dtype_of(leaf))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """What a body of a loop or a branch is given, in place of the equation of a call."""
+
+    invars: Sequence[Any]
+    source_info: Any
+
+
 class Depends(Exception):
     """A value reads an example, a weight or a drawn number."""
 
@@ -156,6 +165,33 @@ class TracedLoss:
             {path for path, number in paths.items() if number in used}
             for paths in (self._state_paths, self._batch_paths)
         )  # type: ignore[return-value]
+
+    def draws_without(self, path: str) -> list[str]:
+        """Returns the lines of code, as `file:line (function)`, that draw with keys that do not depend on this value of the state."""
+        number, found = self._state_paths[path], []
+        for frame, eqn in _equations(self._top):
+            if eqn.primitive.name == _DRAWS and not self._reads(frame, eqn.invars[0], number, {}):
+                found.append(_line(frame, eqn))
+        return sorted(set(found))
+
+    def _reads(self, frame: _Frame, atom: Any, number: int, done: dict[tuple, bool]) -> bool:
+        """Returns whether a value may depend on one input of the program."""
+        if isinstance(atom, jex.Literal) or atom in frame.constants:
+            return False
+        if (outer := self._outer(frame, atom)) is not None:
+            return self._reads(*outer, number, done)
+        if atom in frame.inputs:
+            return frame.caller is not None or frame.inputs[atom] == number
+        place = (id(frame), atom)
+        if place not in done:
+            eqn = frame.makers[atom]
+            inside = frame.enter(eqn)
+            done[place] = (
+                any(self._reads(frame, part, number, done) for part in eqn.invars)
+                if inside is None
+                else self._reads(inside, inside.jaxpr.outvars[eqn.outvars.index(atom)], number, done)
+            )
+        return done[place]
 
     def _outer(self, frame: _Frame, atom: Any) -> tuple[_Frame, Any] | None:
         """Returns the argument that an input of a call stands for, or None for another variable."""
@@ -310,13 +346,30 @@ def _equations(frame: _Frame) -> Iterator[tuple[_Frame, Any]]:
             yield from _equations(inner)
 
 
+def _line(frame: _Frame, eqn: Any) -> str:
+    """Returns the innermost line of the user's code that an equation comes from."""
+    text = source.summarize(eqn.source_info)
+    while not text and frame.caller is not None:
+        text, frame = source.summarize(frame.call.source_info), frame.caller
+    return text or "an unknown line"
+
+
 def _bodies(frame: _Frame, eqn: Any) -> Iterator[_Frame]:
-    for value in jax.tree.leaves(
-        list(eqn.params.values()), is_leaf=lambda node: isinstance(node, (jex.Jaxpr, jex.ClosedJaxpr))
-    ):
-        if not isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr)):
-            continue
-        program = value.jaxpr if isinstance(value, jex.ClosedJaxpr) else value
-        given = eqn.invars[len(eqn.invars) - len(program.invars) :] if eqn.primitive.name in ("cond", "scan") else []
-        consts = value.consts if isinstance(value, jex.ClosedJaxpr) else ()
-        yield _Frame(program, consts, frame if given else None, dataclasses.make_dataclass("Given", ["invars"])(given))
+    """Yields the programs of a loop or a branch, each with what it is given first."""
+    params, given = eqn.params, eqn.invars
+    bodies: list[tuple[Any, Sequence[Any]]] = []
+    if eqn.primitive.name in ("scan", "shard_map"):
+        bodies = [(params["jaxpr"], given)]
+    elif eqn.primitive.name == "cond":
+        bodies = [(branch, given[1:]) for branch in params["branches"]]
+    elif eqn.primitive.name == "while":
+        own, rest = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        bodies = [(params["cond_jaxpr"], [*given[:own], *given[rest:]]), (params["body_jaxpr"], given[own:])]
+    for program, inputs_of_body in bodies:
+        is_closed = isinstance(program, jex.ClosedJaxpr)
+        yield _Frame(
+            program.jaxpr if is_closed else program,
+            program.consts if is_closed else (),
+            frame,
+            _Given(inputs_of_body, eqn.source_info),
+        )

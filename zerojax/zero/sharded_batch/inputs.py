@@ -16,6 +16,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import precision, tree
 from zerojax import specs as specs_lib
 from zerojax.errors import UserError
+from zerojax.zero.checks import arguments
 
 OWN_SPEC = 'batch_specs=[("^{}$", jax.sharding.PartitionSpec())]'
 
@@ -41,8 +42,7 @@ class Layout:
     cast_batch: bool | str = True
 
     def __post_init__(self) -> None:
-        if self.passes < 1:
-            raise UserError(f"grad_accum: must be at least 1, and is {self.passes}")
+        arguments.grad_accum(self.passes)
         is_list = _is_list(self.batch_specs)
         for pattern, spec in self.batch_specs if is_list else ():
             _check_regex("batch_specs", pattern)
@@ -61,6 +61,8 @@ class Layout:
           UserError: a leaf does not fit.
         """
         own = self._own(batch)
+        for path, leaf in tree.flatten(batch):
+            arguments.examples(path, leaf)
         self._check(batch, own)
         return self._cast(tree.map_with_path(functools.partial(self._placed, own), batch), dtype)
 

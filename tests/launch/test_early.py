@@ -1,0 +1,36 @@
+"""Checks that a command can be stopped while it starts. This module tests zerojax.launch.early in child processes."""
+
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import programs
+import pytest
+
+from zerojax.launch import early
+
+
+def catches(pid: int, number: int) -> bool:
+    """Returns whether a process has a handler for a signal."""
+    (line,) = (line for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines() if line[:7] == "SigCgt:")
+    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_command_that_is_stopped_during_its_imports_ends_in_one_line(number, status):
+    command = [sys.executable, "-m", "zerojax.train", "--config=none"]
+    with subprocess.Popen(
+        command, cwd=programs.ROOT, env=programs.environment(), stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + programs.LIMIT
+        while not catches(process.pid, signal.SIGTERM) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=programs.LIMIT)
+    assert (process.returncode, err) == (status, f"{early.line(number)}\n")
+
+
+def test_a_program_that_imports_the_library_keeps_its_handlers():
+    assert signal.getsignal(signal.SIGTERM) is not early._end and not early._is_command()

@@ -1,0 +1,50 @@
+"""Checks that settings without effect are told. This module tests zerojax.trainer.checks.effects."""
+
+import pytest
+import runs
+
+from zerojax.trainer.checks import effects, ranges
+
+
+def test_the_defaults_are_those_of_the_base():
+    from configs import base
+
+    raw = base.get_config()
+    assert {place: ranges.lookup(raw, place) for place in effects.DEFAULTS} == effects.DEFAULTS
+
+
+TOLD = {  # changed settings -> the one that then has no effect, and words of the reason
+    "stage 0": ({"zero__stage": 0, "zero__indivisible": "pad"}, "zero.indivisible='pad'", "shards nothing"),
+    "sgd": (
+        {"optimizer__name": "sgd", "optimizer__weight_decay": 0.0, "optimizer__eps": 1e-6},
+        "optimizer.eps=1e-06",
+        "sgd does not read it",
+    ),
+    "lion": ({"optimizer__name": "lion", "optimizer__eps": 1e-6}, "optimizer.eps=1e-06", "lion does not read it"),
+    "constant": ({"optimizer__final_fraction": 0.5}, "optimizer.final_fraction=0.5", "constant does not fall"),
+    "random": ({"data__train_split": "train[:1%]"}, "data.train_split='train[:1%]'", "not read from files"),
+    "keep_best": (
+        {"checkpoint__keep_best": 3, "evaluate__batches": 16},
+        "checkpoint.keep_best=3",
+        "nothing is evaluated",
+    ),
+    "no checkpoints": (
+        {"checkpoint__every": 0, "checkpoint__at_end": False, "checkpoint__keep_last": 5},
+        "checkpoint.keep_last=5",
+        "no checkpoint",
+    ),
+    "no sample": ({"sample__prompt": "class "}, "sample.prompt='class '", "sample.length=0"),
+    "no profile": ({"profile__start": 3}, "profile.start=3", "profile.steps=0"),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_setting_that_nothing_reads_is_told_with_the_reason(name):
+    changes, setting, why = TOLD[name]
+    lines = [line for line in effects.unread(runs.config(**changes)) if setting in line]
+    assert lines and all(line.startswith(f"config.{setting} has no effect: ") and why in line for line in lines)
+
+
+def test_defaults_are_never_told():
+    config = runs.config(evaluate__batches=16, optimizer__name="lion", zero__stage=0)
+    assert effects.unread(config) == []

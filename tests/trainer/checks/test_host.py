@@ -1,0 +1,54 @@
+"""Checks a run against the memory of the host. This module tests zerojax.trainer.checks.host."""
+
+import compile_only
+import jax
+import pytest
+import runs
+
+from zerojax.errors import UserError
+from zerojax.trainer import program
+from zerojax.trainer.checks import host
+from zerojax.zero import memory
+
+
+def built(devices=None, **changes):
+    return program.build(runs.config(**changes), tokenizer_vocab=320, devices=devices)
+
+
+def test_a_state_that_emulated_devices_cannot_hold_is_refused():
+    with pytest.raises(
+        UserError,
+        match=r"^out of host memory: the state of config\.model \(preset=llama3_70b, .*\) on 8 CPU devices needs .* TiB",
+    ):
+        host.check(built(model__preset="llama3_70b", model__num_layers=2, model__vocab_size=2**24, zero__stage=0))
+    host.check(built())
+
+
+def test_the_limit_is_the_state_of_all_devices_of_this_host(monkeypatch):
+    held = 8 * sum(memory.bytes_per_device(built().partition).values())
+    monkeypatch.setattr(host, "total", lambda: held)
+    host.check(built())
+    monkeypatch.setattr(host, "total", lambda: held - 1)
+    with pytest.raises(UserError, match="out of host memory"):
+        host.check(built())
+    host.check(built(devices=compile_only.gpus()))  # they have memory of their own
+
+
+def test_the_memory_of_a_container_counts_where_it_is_smaller(tmp_path, monkeypatch):
+    (tmp_path / "max").write_text("max\n")
+    monkeypatch.setattr(host, "_LIMITS", (str(tmp_path / "max"), str(tmp_path / "absent")))
+    machine = host.total()
+    assert machine > 2**28
+    (tmp_path / "max").write_text("1000\n")
+    assert host.total() == 1000
+
+
+def test_an_error_of_the_host_becomes_one_line_and_another_does_not():
+    line = str(host.short(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.")))
+    assert line.startswith(
+        "out of host memory (RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.), and this host has "
+    )
+    assert (
+        host.short(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes."))
+        is None
+    )

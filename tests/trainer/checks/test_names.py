@@ -1,0 +1,42 @@
+"""Checks that errors of the library name config keys. This module tests zerojax.trainer.checks.names."""
+
+import fuzz_configs
+import pytest
+
+from zerojax.errors import UserError
+from zerojax.trainer import plans
+from zerojax.trainer import program as program_lib
+from zerojax.trainer.checks import names
+
+
+def test_every_key_is_a_field_or_a_group():
+    groups = {place.partition(".")[0] for place in fuzz_configs.PLACES}
+    keys = [key.removeprefix("config.") for key in names.KEYS.values() if not key.startswith("--")]
+    assert set(keys) <= {*fuzz_configs.PLACES, *groups}
+
+
+@pytest.mark.parametrize("text", ["other: 3", "config.mesh: 3", "mesh", "meshes: 3", "params/mesh: 3"])
+def test_other_errors_stay_as_they_are(text):
+    with pytest.raises(UserError) as caught, names.of_config():
+        raise UserError(text)
+    assert str(caught.value) == text
+
+
+REFUSED = {
+    "mesh": ({"mesh.replica": 3}, r"^config\.mesh: replica 3 x data 2 x model 1"),
+    "model axis": ({"mesh.model": 2}, r"^config\.mesh\.model: is 2, and no weight is sharded over `model`"),
+    "axis twice": ({"zero.overrides": (("embed", ("data", "data")),)}, r"^config\.zero\.overrides: .* names 'data' twice"),
+    "unknown axis": ({"zero.overrides": (("embed", ("rows",)),)}, r"^config\.zero\.overrides: .* names \['rows'\]"),
+    "no module": ({"model.recompute": "zzz", "model.remat": "dots"}, r"^config\.model\.recompute: 'zzz' matches no module"),
+    "no regex": ({"model.offload": "("}, r"^config\.model\.offload: '\(' is not a regex"),
+    "too large a regex": ({"model.offload": "x{99999999999}"}, r"^config\.model\.offload: .* is not a regex"),
+    "the most basic first": ({"optimizer.warmup_steps": 9, "mesh.replica": 3}, r"^config\.mesh: "),
+    "a short T5": ({"model.preset": "t5_test", "seq_len": 1}, r"^config\.seq_len: must be 2 or more for span corruption"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_error_of_the_library_names_the_config_key(name):
+    changes, message = REFUSED[name]
+    with pytest.raises(UserError, match=message):
+        plans.plan_program(program_lib.build(fuzz_configs.config(changes), tokenizer_vocab=320), "cpu")

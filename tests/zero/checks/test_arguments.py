@@ -1,0 +1,127 @@
+"""Checks what a train step refuses. This module tests zerojax.zero.checks.arguments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import zerojax
+from zerojax.errors import UserError
+from zerojax.zero.checks import arguments
+
+BATCH = jnp.ones((8, 64))
+TX = optax.adam(1e-3)
+
+
+def init():
+    return TrainState.create(apply_fn=None, params={"w": jnp.ones((64, 64)), "b": jnp.zeros(64)}, tx=TX)
+
+
+def loss_fn(params, batch, state):
+    return jnp.mean((batch @ params["w"] + params["b"]) ** 2)
+
+
+def shard(init=init, mesh=None, **options):
+    return zerojax.shard_train_state(init, mesh=mesh or zerojax.make_mesh(), min_size=0, **options)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), "x", None, True])
+def test_a_limit_that_would_turn_gradients_round_is_refused(value):
+    with pytest.raises(UserError, match=r"^clip_norm: must be above 0, or 0 for no limit, and is "):
+        zerojax.make_train_step(loss_fn, shard()[1], clip_norm=value)
+
+
+def test_an_infinite_limit_is_none():
+    assert [arguments.clip_norm(value) for value in (0, 1, np.float32(2), float("inf"))] == [0.0, 1.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
+def test_a_number_of_passes_is_whole_and_above_0(value):
+    with pytest.raises(UserError, match=r"^grad_accum: must be (at least 1|a whole number), and is "):
+        zerojax.make_train_step(loss_fn, shard()[1], grad_accum=value)
+
+
+def test_an_empty_batch_is_refused():
+    state, partition = shard()
+    for accum, batch in ((1, BATCH[:0]), (2, jnp.ones((2, 0, 64)))):
+        with pytest.raises(UserError, match=r"^batch/: has no examples, its shape is \(.*0, 64\)"):
+            zerojax.make_train_step(loss_fn, partition, grad_accum=accum).trace(state, batch)
+
+
+def test_integer_weights_are_refused_unless_they_are_frozen():
+    def with_integers():
+        state = init()
+        return state.replace(params={**state.params, "table": jnp.arange(64)})
+
+    with pytest.raises(
+        UserError, match=r"^params/table: is int32 and a weight, and only floating weights have gradients"
+    ):
+        zerojax.make_train_step(loss_fn, shard(with_integers)[1])
+    state, partition = shard(with_integers, trainable="^(w|b)$")
+    state, metrics = zerojax.make_train_step(loss_fn, partition)(state, BATCH)
+    assert state.params["table"].tolist() == list(range(64)) and np.isfinite(metrics["loss"])
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
+def test_a_donated_state_is_refused_before_it_reaches_xla(reduce_dtype):
+    old, partition = shard()
+    train_step = zerojax.make_train_step(loss_fn, partition, reduce_dtype=reduce_dtype)
+    new, _ = train_step(old, BATCH)
+    with pytest.raises(UserError, match=r"^state: step was deleted, .* use the state that the step returned"):
+        train_step(old, BATCH)
+    newer, metrics = train_step(new, BATCH)
+    assert int(newer.step) == 2 and np.isfinite(metrics["loss"])
+
+
+MESHES = {
+    "fewer devices": (lambda: zerojax.make_mesh(devices=jax.devices()[:4]), "is sharded over the mesh"),
+    "another shape": (lambda: zerojax.make_mesh(replica=2), "has the sharding"),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_state_of_another_mesh_is_refused(name):
+    make, words = MESHES[name]
+    other, _ = shard(mesh=make())
+    with pytest.raises(UserError, match=rf"^state: \S+ {words}"):
+        zerojax.make_train_step(loss_fn, shard()[1])(other, BATCH)
+
+
+def test_a_state_of_another_stage_model_or_optimizer_is_refused():
+    _, partition = shard()
+    train_step = zerojax.make_train_step(loss_fn, partition)
+    others = {
+        r"params/\w has the sharding": shard(stage=0)[0],
+        r"static fields \(tx, apply_fn\)": shard(lambda: init().replace(tx=optax.adam(1e-3)))[0],
+        r"params/b is not in it": init().replace(params={"w": jnp.ones((64, 64))}),
+        r"b:? has shape \(32,\)": init().replace(params={"w": jnp.ones((64, 64)), "b": jnp.zeros(32)}),
+    }
+    for words, other in others.items():
+        with pytest.raises(UserError, match=words):
+            train_step(other, BATCH)
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        lambda: jax.sharding.Mesh(jax.devices(), ("data",)),
+        lambda: jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)),
+        lambda: jax.sharding.Mesh(np.asarray(jax.devices()).reshape(4, 2), ("data", "model")),
+    ],
+    ids=["Mesh", "make_mesh", "with model"],
+)
+def test_a_mesh_with_a_data_axis_is_enough(mesh, reduce_dtype):
+    def losses(mesh, spec):
+        state, partition = shard(mesh=mesh)
+        train_step, found = zerojax.make_train_step(loss_fn, partition, reduce_dtype=reduce_dtype), []
+        batch = jax.device_put(jax.random.normal(jax.random.key(0), (8, 64)), jax.NamedSharding(mesh, spec))
+        for _ in range(3):
+            state, metrics = train_step(state, batch)
+            found.append(float(metrics["loss"]))
+        return found
+
+    expected = losses(zerojax.make_mesh(), jax.P(("replica", "data")))
+    np.testing.assert_allclose(losses(mesh(), jax.P("data")), expected, rtol=1e-6)

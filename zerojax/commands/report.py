@@ -1,0 +1,406 @@
+"""Describes this machine to whoever helps with it. This module is the command line `zerojax report`.
+
+zerojax report         versions, devices, links, driver, compile-only targets, kernels, cache; a remedy below each line that is wrong
+zerojax report --json  the same as JSON
+"""
+
+import argparse
+import dataclasses
+import glob
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from packaging import requirements
+
+from zerojax import display
+from zerojax.commands import arguments
+from zerojax.launch import devices as devices_lib
+from zerojax.plan import targets
+
+OK, NOTE, WRONG = "ok", "note", "wrong"
+_MARKS = {OK: "[ok]", NOTE: "[--]", WRONG: "[!!]"}
+_COLOURS = {OK: "32", NOTE: "33", WRONG: "31"}
+_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-rocm7-plugin", "libtpu")
+_BESIDE = (
+    "jaxlib",
+    *_PLUGINS,
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-cu12",
+    "nvidia-nccl-cu13",
+    "nvidia-nccl-cu12",
+    "safetensors",
+    "ray",
+)
+_VARIABLES = ("JAX_", "XLA_", "CUDA_VISIBLE", "HIP_VISIBLE", "TPU_", "NCCL_", "LIBTPU_", "SLURM_JOB_ID")
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
+LIMIT = 180  # seconds: a driver that hangs must not hang the report
+
+# What JAX finds is asked of another process: a broken driver may abort it, and planning for absent devices hides those that are here.
+_ASK_DEVICES = """
+import json, sys
+from zerojax.launch import devices
+devices.pass_over_absent()
+import jax, jax.numpy as jnp
+found = []
+for device in jax.local_devices():
+    x = jax.device_put(jnp.ones((256, 256)), device)
+    assert float((x @ x)[0, 0]) == 256.0
+    found.append({"kind": device.device_kind, "memory": (device.memory_stats() or {}).get("bytes_limit")})
+print("\\n" + json.dumps({"backend": jax.default_backend(), "runtime": jax.devices()[0].client.platform_version, "devices": found}))
+"""
+_ASK_TARGET = """
+import json, sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+from zerojax.plan import targets
+devices = targets.devices(sys.argv[1], sys.argv[2])
+print("\\n" + json.dumps({"devices": len(devices)}))
+"""
+_ASK_KERNEL = """
+import json, sys
+import jax, jax.numpy as jnp
+jax.config.update("jax_platforms", "cpu")
+from zerojax import mesh
+from zerojax.optim import fused
+from zerojax.plan import targets
+place = jax.sharding.NamedSharding(mesh.make_mesh(devices=targets.devices(sys.argv[1], "1x1")), jax.sharding.PartitionSpec())
+tx = fused.fused_adamw(1e-3, moments="int8", implementation="pallas")
+params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=place)}
+state = jax.eval_shape(tx.init, params)
+state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state)
+apply = lambda grads, state, params: tx.apply(grads, state, params, shardings={"w": place})
+text = jax.jit(apply).lower(params, state, params).compile().as_text()
+print("\\n" + json.dumps({"calls": text.count("custom_call_target=\\"__gpu$xla.gpu.triton") + text.count("triton_kernel_call")}))
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """One line of the report.
+
+    Attributes:
+      group, name: what it is about.
+      value: what was found.
+      verdict: "ok", "note" (nothing is wrong, but something could be better), or "wrong".
+      remedy: what to do about it; "" if it is ok.
+    """
+
+    group: str
+    name: str
+    value: str
+    verdict: str = OK
+    remedy: str = ""
+
+
+def main() -> None:
+    """Prints the report. Ends with status 1 if a line is wrong."""
+    arguments.run(_report)
+
+
+def _report() -> int:
+    given = _parse(sys.argv[1:])
+    facts = list(collect())
+    is_right = not any(fact.verdict == WRONG for fact in facts)
+    if given.json:
+        print(
+            json.dumps({"schema": 1, "ok": is_right, "facts": [dataclasses.asdict(fact) for fact in facts]}, indent=2)
+        )
+    else:
+        print(text(facts, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    return 0 if is_right else 1
+
+
+def collect() -> Iterator[Fact]:
+    """Yields every fact. What takes seconds is done in other processes."""
+    yield from _versions()
+    yield from _machine()
+    yield from _devices()
+    yield from _links()
+    yield from _targets()
+    yield from _cache()
+    yield from _environment(os.environ)
+
+
+def text(facts: list[Fact], *, colours: bool = False) -> str:
+    """Returns the report as text, a remedy below each line that has one."""
+    lines: list[str] = []
+    width = max(len(fact.name) for fact in facts)
+    for number, fact in enumerate(facts):
+        if not number or facts[number - 1].group != fact.group:
+            lines += ["", fact.group] if lines else [fact.group]
+        mark = _MARKS[fact.verdict]
+        mark = f"\033[{_COLOURS[fact.verdict]}m{mark}\033[0m" if colours else mark
+        lines.append(f"  {mark} {fact.name:<{width}}  {fact.value}")
+        if fact.remedy:
+            lines.append(f"       {'':<{width}}  -> {fact.remedy}")
+    wrong = sum(fact.verdict == WRONG for fact in facts)
+    return "\n".join([*lines, "", f"{wrong} wrong" if wrong else "nothing is wrong"])
+
+
+def _versions() -> Iterator[Fact]:
+    """Yields versions, each against what zerojax requires."""
+    is_new = sys.version_info >= (3, 11)
+    yield Fact(
+        "versions",
+        "python",
+        platform.python_version(),
+        OK if is_new else WRONG,
+        "" if is_new else "install Python 3.11 or newer",
+    )
+    yield Fact("versions", "zerojax", _version("zerojax") or "not installed; run from a checkout")
+    for text in importlib.metadata.requires("zerojax") or [] if _version("zerojax") else []:
+        wanted = requirements.Requirement(text)
+        if wanted.marker is None:
+            found = _version(wanted.name)
+            fits = found is not None and wanted.specifier.contains(found, prereleases=True)
+            remedy = "" if fits else f"pip install '{wanted.name}{wanted.specifier}'"
+            value = found or "missing"
+            yield Fact(
+                "versions",
+                wanted.name,
+                value if fits else f"{value}, wants {wanted.specifier}",
+                OK if fits else WRONG,
+                remedy,
+            )
+    jax_version = _version("jax") or ""
+    for name in _BESIDE:
+        found = _version(name)
+        if found is None:
+            continue
+        is_of_jax = name == "jaxlib" or name.startswith("jax-")
+        fits = not is_of_jax or found.split(".")[:2] == jax_version.split(".")[:2]
+        remedy = "" if fits else f"pip install '{name}=={jax_version}', the version of jax"
+        yield Fact(
+            "versions", name, found if fits else f"{found}, and jax is {jax_version}", OK if fits else WRONG, remedy
+        )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _machine() -> Iterator[Fact]:
+    """Yields the machine's system, processors, memory and disk."""
+    yield Fact("machine", "system", f"{platform.system()} {platform.release()} {platform.machine()}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Fact("machine", "processors", f"{cores} usable of {os.cpu_count()}")
+    memory = _memory()
+    if memory:
+        yield Fact(
+            "machine",
+            "memory",
+            f"{display.human(memory['MemTotal'])}, {display.human(memory['MemAvailable'])} available",
+        )
+    free = shutil.disk_usage(".").free
+    is_low = free < 10 * 2**30
+    remedy = "checkpoints hold 12 bytes a parameter: make room, or use a --workdir on another disk" if is_low else ""
+    yield Fact("machine", "disk", f"{display.human(free)} free here", NOTE if is_low else OK, remedy)
+
+
+def _memory() -> dict[str, int]:
+    """Returns /proc/meminfo in bytes, or {}."""
+    try:
+        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.split()[1:]}
+        return found if {"MemTotal", "MemAvailable"} <= found.keys() else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _devices() -> Iterator[Fact]:
+    """Yields the devices that JAX finds and that compute, and those that are here and are not found."""
+    found, why = _ask(_ASK_DEVICES)
+    present = [kind for kind, (files, _) in devices_lib.DEVICE_FILES.items() if any(glob.glob(one) for one in files)]
+    if found is None:
+        yield Fact(
+            "devices", "JAX", why, WRONG, "fix the driver or the plugin; JAX_PLATFORMS=cpu runs on the processors"
+        )
+    else:
+        kinds = [device["kind"] for device in found["devices"]]
+        counts = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+        memory = next((device["memory"] for device in found["devices"] if device["memory"]), None)
+        each = f", {display.human(memory)} each for JAX" if memory else ""
+        yield Fact("devices", "JAX", f"{counts}{each}; each one computes")
+        yield Fact("devices", "runtime", " ".join(str(found["runtime"]).split()))
+        if found["backend"] == "cpu":
+            yield from _unused(present)
+    yield from _driver(present)
+
+
+def _unused(present: list[str]) -> Iterator[Fact]:
+    """Yields a line for accelerators that are here and that JAX does not use."""
+    if not present:
+        yield Fact("devices", "accelerators", "none; the trainer emulates CPU devices")
+    extras = {"cuda": "cuda", "tpu": "plan-tpu"}
+    for kind in present:
+        _, variable = devices_lib.DEVICE_FILES[kind]
+        hidden = os.environ.get(variable) in ("", "-1") or os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
+        what = f"{kind} devices are here, and JAX computes on the CPU"
+        if hidden:
+            yield Fact(
+                "devices",
+                "accelerators",
+                what,
+                NOTE,
+                f"they are hidden: unset {variable} and JAX_PLATFORMS to use them",
+            )
+        else:
+            yield Fact(
+                "devices",
+                "accelerators",
+                what,
+                WRONG,
+                f"pip install 'zerojax[{extras.get(kind, kind)}]', and check the driver",
+            )
+
+
+def _driver(present: list[str]) -> Iterator[Fact]:
+    """Yields the GPUs' driver."""
+    rows = _lines(
+        ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max", "--format=csv,noheader"]
+    )
+    if rows:
+        yield Fact(
+            "devices",
+            "driver",
+            f"NVIDIA {rows[0].split(',')[1].strip()}: {len(rows)} x {rows[0].split(',')[0].strip()}",
+        )
+    elif "cuda" in present:
+        yield Fact(
+            "devices",
+            "driver",
+            "nvidia-smi does not answer",
+            WRONG,
+            "install or restart the NVIDIA driver, version 580 or newer for CUDA 13",
+        )
+
+
+def _links() -> Iterator[Fact]:
+    """Yields how GPUs and hosts are connected."""
+    matrix = [
+        line.split() for line in _lines(["nvidia-smi", "topo", "-m"]) if re.match(r"GPU\d+\s", line)
+    ]  # the header is indented
+    pairs = [word for row in matrix for word in row[1 : 1 + len(matrix)] if word != "X"]
+    if pairs:
+        kinds = {kind: pairs.count(kind) for kind in dict.fromkeys(pairs)}
+        shown = ", ".join(f"{kind} between {count // 2} pairs" for kind, count in kinds.items())
+        is_fast = all(kind.startswith("NV") for kind in pairs)
+        remedy = (
+            "" if is_fast else "gathers cross PCIe: prefer stage 2, or mesh.replica, between devices without NVLink"
+        )
+        yield Fact("links", "between GPUs", shown, OK if is_fast else NOTE, remedy)
+    ports = sorted(glob.glob("/sys/class/infiniband/*/ports/*/rate"))
+    for rate in ports:
+        state = pathlib.Path(rate).with_name("state")
+        try:
+            value, is_up = pathlib.Path(rate).read_text().strip(), "ACTIVE" in state.read_text()
+        except OSError:
+            continue
+        name = rate.split("/")[4]
+        yield Fact(
+            "links",
+            name,
+            value if is_up else f"{value}, not active",
+            OK if is_up else NOTE,
+            "" if is_up else "check the cable and the subnet manager",
+        )
+    if not ports:
+        yield Fact("links", "between hosts", "no InfiniBand; several hosts talk over TCP")
+
+
+def _targets() -> Iterator[Fact]:
+    """Yields the targets for which programs can be compiled without their devices, and whether kernels compile for them."""
+    gpus = [name for name, target in targets.TARGETS.items() if target.kind == "gpu"]
+    tpus = [name for name, target in targets.TARGETS.items() if target.kind == "tpu"]
+    for kind, names, topology in (("gpu", gpus, "1x8"), ("tpu", tpus, "2x4" if "v5e" in tpus[:1] else "2x2x1")):
+        found, why = _ask(_ASK_TARGET, names[0], topology)
+        shown = f"zerojax plan --target {'|'.join(names)}"
+        if found is None:
+            yield Fact(
+                "compile-only targets", kind, "not usable", NOTE, _remedy(why, f"pip install 'zerojax[plan-{kind}]'")
+            )
+            continue
+        yield Fact("compile-only targets", kind, f"usable: {shown}")
+        if kind == "gpu":
+            kernels, why = _ask(_ASK_KERNEL, names[0])
+            compiled = kernels is not None and kernels["calls"] > 0
+            value = "the fused optimizer compiles" if compiled else "the fused optimizer does not compile"
+            remedy = "" if compiled else _remedy(why, "config.optimizer.moments = 'fp32' needs no kernel")
+            yield Fact("compile-only targets", "Triton kernels", value, OK if compiled else WRONG, remedy)
+
+
+def _remedy(why: str, default: str) -> str:
+    """Returns the remedy, with the error that asks for it."""
+    return f"{default} ({why})" if why else default
+
+
+def _cache() -> Iterator[Fact]:
+    """Yields where compiled programs are kept."""
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if not folder:
+        remedy = (
+            "set JAX_COMPILATION_CACHE_DIR=DIR: a restart with the same settings then starts in about half the time"
+        )
+        yield Fact("cache", "compiled programs", "not kept", NOTE, remedy)
+        return
+    path = pathlib.Path(folder)
+    is_usable = os.access(path if path.exists() else path.parent, os.W_OK)
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
+    remedy = "" if is_usable else "it cannot be written: choose another folder"
+    yield Fact("cache", "compiled programs", f"{folder}, {display.human(size)}", OK if is_usable else WRONG, remedy)
+
+
+def _environment(environ: Mapping[str, str]) -> Iterator[Fact]:
+    """Yields the variables that change what JAX does."""
+    for name in sorted(environ):
+        if name.startswith(_VARIABLES) and not _SECRET.search(name):
+            yield Fact("environment", name, environ[name])
+
+
+def _ask(script: str, *words: str) -> tuple[Any, str]:
+    """Runs a script in another process. Returns (its last line as JSON, ""), or (None, why it failed)."""
+    command = [sys.executable, "-c", script, *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return None, f"no answer within {LIMIT} s"
+    try:
+        return json.loads(done.stdout.strip().splitlines()[-1]), ""
+    except (ValueError, IndexError):
+        lines = [line.strip() for line in done.stderr.splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
+        return None, (lines[-1] if lines else f"the process ended with status {done.returncode}")[:300]
+
+
+def _lines(command: list[str]) -> list[str]:
+    """Returns the lines that a command prints, or [] if it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = arguments.OneLineParser(
+        prog="zerojax report",
+        usage="python -m zerojax.commands.report [--json]",
+        description="Prints versions, devices, links, driver, compile-only targets, kernels and cache, with a remedy for what is wrong.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

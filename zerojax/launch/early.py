@@ -1,0 +1,44 @@
+"""Ends a command in one line if it is stopped while it starts. This module is imported before the others, which take seconds.
+
+It does nothing where zerojax is imported as a library.
+"""
+
+import os
+import signal
+import sys
+from types import FrameType
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+INTERRUPTED = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped by SIGTERM", signal.SIGHUP: "stopped by SIGHUP"}
+
+
+def listens_for(number: int) -> bool:
+    """Returns whether a command acts on the signal. One started by nohup ignores SIGHUP."""
+    return number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+
+
+def line(number: int) -> str:
+    """Returns the line of a command that a signal stops before it has anything to save."""
+    return f"zerojax: {INTERRUPTED[signal.Signals(number)]}; the same command resumes from the last checkpoint"
+
+
+def status(number: int) -> int:
+    """Returns the exit status of a command that a signal ends, as a shell counts it."""
+    return 128 + number
+
+
+def _is_command() -> bool:
+    """Returns whether this process is one of our command lines: python -m zerojax.train, or zerojax train."""
+    first = sys.argv[0] if sys.argv else ""
+    started = [word.removeprefix("-m").split(".")[0] for word in sys.orig_argv[1:]]
+    return os.path.basename(first) == "zerojax" or (first == "-m" and "zerojax" in started)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, f"{line(number)}\n".encode())
+    os._exit(status(number))
+
+
+if _is_command():
+    for _number in filter(listens_for, STOPS):
+        signal.signal(_number, _end)

@@ -1,0 +1,283 @@
+"""Tells the processes of a run of each other's end. This module also keeps XLA from aborting them when process 0 ends.
+
+XLA notices a process that died by its missing heartbeats, after 100 s, and the end of process 0 at once. Either way it aborts the others
+with a C++ stack trace, which Python cannot catch. So the processes are connected by sockets of their own:
+
+    process 0:  HOST:PORT (front) ------ each connection's first line tells who calls
+                   | "PRI * HTTP/2.0": XLA's coordination service, on a port of 127.0.0.1 that only this host reaches
+                   | "zerojax process I of N": the end of either process closes this connection
+    process I:  watches HOST:PORT, and relays the connections of its own XLA client to it. When process 0 ends, XLA sees nothing,
+                and this process ends with a line.
+
+All sockets are served by one daemon thread.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Coroutine, Mapping
+from typing import Any, NamedTuple
+
+from zerojax.errors import UserError
+from zerojax.launch import ending
+
+GRACE_SECONDS = 3.0  # from the end of a process to the end of the others, which may have a line of their own to print
+LOCAL = "127.0.0.1"
+KEEPALIVE = {
+    "TCP_KEEPIDLE": 20,
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 4,
+}  # seconds, seconds, tries: a lost host counts as dead after 60 s
+BLOCK = 1 << 16  # bytes
+FIRST_LINE_SECONDS = 30
+LONGEST_LINE = 2000  # characters of another process's line that are shown
+
+
+class News(NamedTuple):
+    """The end of a process: its index, its exit status, and its line, "" if it ended without a word."""
+
+    process: int
+    status: int
+    line: str
+
+    def __str__(self) -> str:
+        how = f"ended with status {self.status}: {self.line.removeprefix('zerojax: ')}" if self.line else "is gone"
+        return f"zerojax: process {self.process} {how}" + (
+            "" if self.line else "; this process ends too, and the same command resumes"
+        )
+
+
+class Peers:
+    """The other processes of a run. Each process makes one and connects it once."""
+
+    def __init__(self, index: int, count: int):
+        self._index, self._count = index, count
+        self._loop = asyncio.new_event_loop()
+        self._writers: dict[int, asyncio.StreamWriter] = {}  # to all others from process 0, and from them to it
+        self._tasks: set[asyncio.Task] = set()
+        self._done: set[int] = set()  # processes that wait for the others at their end
+        self._all_here, self._all_done, self._told = threading.Event(), threading.Event(), threading.Event()
+        self._news: News | None = None
+        self._reserved: socket.socket | None = None
+        self._servers: list[asyncio.Server] = []
+        self._connections: list[asyncio.StreamWriter] = []
+        self._thread = threading.Thread(target=self._loop.run_forever, name="peers", daemon=True)
+        self._thread.start()
+
+    def listen(self, host: str | None, port: int) -> str:
+        """On process 0: listens for the others, and returns the address for its own XLA service.
+
+        Raises:
+          OSError: the address cannot be opened.
+        """
+        # XLA's server sets SO_REUSEPORT too. Until it listens, no other connection of this host can get the port.
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._reserved.bind((LOCAL, 0))
+        service = self._reserved.getsockname()[1]
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await self._answer(service, reader, writer)
+
+        self._servers.append(self._run(asyncio.start_server(answer, host, port)))
+        return f"{LOCAL}:{service}"
+
+    def join(self, host: str, port: int) -> str:
+        """On the others: connects to process 0, and returns the address for its own XLA client.
+
+        Raises:
+          OSError: nothing answers.
+          UserError: process 0 refuses this one.
+        """
+        relay = self._run(self._join(host, port))
+        return f"{LOCAL}:{relay}"
+
+    def wait(self, seconds: float) -> list[int]:
+        """Waits until all processes are here, and returns the indices of those that process 0 still lacks; [-1] elsewhere."""
+        self._note_if_all_here()
+        if self._all_here.wait(seconds):
+            return []
+        return sorted(set(range(1, self._count)) - set(self._writers)) if self._index == 0 else [-1]
+
+    def news(self, seconds: float) -> News | None:
+        """Returns the end of the first process that failed, and waits up to `seconds` for it."""
+        self._told.wait(seconds)
+        return self._news
+
+    def tell(self, status: int, line: str) -> None:
+        """Tells the others that this process ends now."""
+        self._run(self._send({"status": status, "line": (line or f"status {status}")[:LONGEST_LINE]}))
+
+    def finish(self) -> None:
+        """Waits until every process has called this. Then all may end, in any order."""
+        self._run(self._finish())
+        self._all_done.wait()
+
+    def close(self) -> None:
+        """Closes all connections and ends the thread. The others take it for the end of this process."""
+        self._run(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        if self._reserved is not None:
+            self._reserved.close()
+
+    async def _close(self) -> None:
+        self._news = self._news or News(self._index, 0, "")  # what follows is no news
+        for server in self._servers:
+            server.close()
+        for writer in self._connections:
+            writer.transport.abort()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)  # the loop itself keeps no reference
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, service: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves a connection to process 0."""
+        self._connections.append(writer)
+        first = b""
+        with contextlib.suppress(OSError, ValueError, TimeoutError):
+            first = await asyncio.wait_for(reader.readline(), FIRST_LINE_SECONDS)
+        words = first.split()
+        if words[:1] == [b"PRI"]:
+            return await self._relay(first, reader, writer, LOCAL, service)
+        if words[:2] == [b"zerojax", b"process"]:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                refusal = self._refusal(int(words[2]), int(words[4]))
+                if not refusal:
+                    return await self._watch(int(words[2]), reader, writer)
+                await _write(writer, {"refused": refusal})
+        return writer.close()
+
+    def _refusal(self, index: int, count: int) -> str:
+        """Returns why a process cannot join, or ""."""
+        if count != self._count:
+            return f"--num_processes: process {index} has {count}, and process 0 has {self._count}; start all with the same"
+        if index in self._writers or not 0 < index < count:
+            return f"--process_id: there is a process {index} already; give each process its own"
+        return ""
+
+    async def _join(self, host: str, port: int) -> int:
+        """Connects to process 0, and returns the port that relays to it."""
+        reader, writer = await asyncio.open_connection(host, port)
+        self._connections.append(writer)
+        writer.write(b"zerojax process %d of %d\n" % (self._index, self._count))
+        answer = await asyncio.wait_for(reader.readline(), FIRST_LINE_SECONDS)
+        refused = json.loads(answer).get("refused") if answer else None
+        if not answer or refused:
+            writer.close()
+            raise UserError(refused) if refused else ConnectionError("the connection was closed")
+
+        async def relayed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await self._relay(b"", reader, writer, host, port)
+
+        server = await asyncio.start_server(relayed, LOCAL, 0)
+        self._servers.append(server)
+        self._start(self._watch(0, reader, writer))
+        return server.sockets[0].getsockname()[1]
+
+    async def _relay(
+        self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int
+    ) -> None:
+        """Copies a connection of an XLA client to `port` and back. The client never sees that the other end is closed."""
+        try:
+            far_reader, far_writer = await asyncio.open_connection(host, port)
+        except OSError:  # process 0 is gone, and `_watch` notices
+            return await _never()
+        self._connections += [writer, far_writer]
+        far_writer.write(first)
+        self._start(_copy(far_reader, writer))
+        await _copy(reader, far_writer)
+        far_writer.close()
+        return None if reader.at_eof() else await _never()  # the end of this function would close the connection
+
+    async def _watch(self, other: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Reads what another process says, until it ends."""
+        _keep_alive(writer.get_extra_info("socket"))
+        self._writers[other] = writer
+        if self._index == 0:
+            await _write(writer, {})
+            self._note_if_all_here()
+        with contextlib.suppress(OSError, ValueError):
+            while line := await reader.readline():
+                said = json.loads(line)
+                if "status" in said:
+                    await self._learn(News(said.get("process", other), said["status"], said["line"]))
+                elif "done" in said:
+                    self._done.add(other)
+                    await self._note_if_all_done()
+                elif "here" in said:
+                    self._all_here.set()
+        if not self._all_done.is_set():
+            await self._learn(News(other, 1, ""))
+
+    async def _learn(self, news: News) -> None:
+        """Ends this process soon, because another one ended. Process 0 tells the rest."""
+        if self._news is not None:
+            return
+        self._news = news
+        self._told.set()
+        timer = threading.Timer(GRACE_SECONDS, ending.leave, (news.status or 1, str(news)))
+        timer.daemon = True
+        timer.start()
+        if self._index == 0:
+            await self._send(news._asdict())
+
+    async def _finish(self) -> None:
+        self._done.add(self._index)
+        if self._index:
+            await self._send({"done": True})
+        await self._note_if_all_done()
+
+    async def _note_if_all_done(self) -> None:
+        """On process 0: lets all end once all are done. On the others: process 0 said so."""
+        if (self._index and 0 in self._done) or len(self._done) == self._count:
+            await self._send({"done": True})
+            self._all_done.set()
+
+    def _note_if_all_here(self) -> None:
+        """On process 0: tells all that they can start, once all are here."""
+        if self._index == 0 and len(self._writers) == self._count - 1 and not self._all_here.is_set():
+            self._all_here.set()
+            asyncio.run_coroutine_threadsafe(self._send({"here": True}), self._loop)
+
+    async def _send(self, message: Mapping[str, Any]) -> None:
+        for writer in list(self._writers.values()):
+            with contextlib.suppress(OSError):
+                await _write(writer, message)
+
+
+async def _write(writer: asyncio.StreamWriter, message: Mapping[str, Any]) -> None:
+    writer.write(json.dumps(message).encode() + b"\n")
+    await writer.drain()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copies bytes until the end of either connection."""
+    with contextlib.suppress(OSError):
+        while data := await reader.read(BLOCK):
+            writer.write(data)
+            await writer.drain()
+
+
+async def _never() -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Lets the kernel notice that the other host is lost."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

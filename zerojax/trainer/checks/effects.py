@@ -1,0 +1,76 @@
+"""Settings that nothing reads. This module lists those that differ from their default and cannot take effect, each with the reason."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from zerojax.data import batches
+from zerojax.optim import registry, schedules
+from zerojax.trainer.checks import ranges
+from zerojax.zero import stages
+
+# The defaults in configs/base.py of fields that other settings can turn off.
+DEFAULTS: dict[str, Any] = {
+    "zero.min_size": 1024,
+    "zero.indivisible": "whole",
+    "optimizer.warmup": "linear",
+    "optimizer.initial_fraction": 0.0,
+    "optimizer.final_fraction": 0.1,
+    "optimizer.b1": 0.9,
+    "optimizer.b2": 0.95,
+    "optimizer.eps": 1e-8,
+    "optimizer.weight_decay_on": "matrices",
+    "data.train_split": "train",
+    "data.text_key": "text",
+    "data.dir": "",
+    "evaluate.every": 50,
+    "evaluate.batches": 16,
+    "checkpoint.keep_last": 2,
+    "checkpoint.keep_best": 1,
+    "sample.prompt": "def ",
+    "sample.temperature": 0.8,
+    "export.dtype": "auto",
+    "profile.start": 10,
+}
+
+
+def unread(config: Any) -> list[str]:
+    """Returns a line for each setting without effect that is not at its default."""
+    return [
+        f"config.{place}={ranges.lookup(config, place)!r} has no effect: {why}"
+        for place, why in _ignored(config)
+        if ranges.lookup(config, place) != DEFAULTS[place]
+    ]
+
+
+def _ignored(config: Any) -> Iterator[tuple[str, str]]:
+    """Yields the place of each setting that nothing reads, and the reason."""
+    chosen = config.optimizer
+    sharded = stages.STAGES[config.zero.stage]
+    reasons = {
+        f"config.zero.stage={config.zero.stage} shards nothing": ()
+        if sharded.opt_state
+        else ("zero.min_size", "zero.indivisible"),
+        f"the optimizer {chosen.name} does not read it": tuple(
+            f"optimizer.{name}" for name in ("b1", "b2", "eps") if name not in registry.READS[chosen.name]
+        ),
+        f"the schedule {chosen.schedule} does not fall": ()
+        if chosen.schedule in schedules.FALLING
+        else ("optimizer.final_fraction",),
+        "config.optimizer.warmup_steps=0": ()
+        if chosen.warmup_steps
+        else ("optimizer.warmup", "optimizer.initial_fraction"),
+        "config.optimizer.weight_decay=0": () if chosen.weight_decay else ("optimizer.weight_decay_on",),
+        "config.export.format='none'": () if config.export.format != "none" else ("export.dtype",),
+        "random tokens are not read from files": ("data.train_split", "data.text_key", "data.dir")
+        if config.data.name == batches.RANDOM
+        else (),
+        "config.data.eval_split is empty, so nothing is evaluated": ()
+        if config.data.eval_split
+        else ("evaluate.every", "evaluate.batches", "checkpoint.keep_best"),
+        "no checkpoint is saved": ()
+        if config.checkpoint.every or config.checkpoint.at_end
+        else ("checkpoint.keep_last", "checkpoint.keep_best"),
+        "config.sample.length=0": () if config.sample.length else ("sample.prompt", "sample.temperature"),
+        "config.profile.steps=0": () if config.profile.steps else ("profile.start",),
+    }
+    return ((place, why) for why, places in reasons.items() for place in places)
