@@ -41,11 +41,15 @@ def get_config():
     c.zero.overrides = ()  # ordered ((path regex, (mesh axis or None for each dim)), ...); the first match wins
 
     c.offload = config_dict.ConfigDict()  # what lives outside of device memory between its uses: docs/offload.md
-    c.offload.optimizer = "none"  # moments and master weights: "host" keeps them in pinned host memory (stages 1 to 3)
+    c.offload.optimizer = (
+        "none"  # moments and master weights: "host" keeps them in pinned host memory, "nvme" in a file (stages 1 to 3)
+    )
     c.offload.params = "none"  # weights
     c.offload.fraction = 1.0  # of the optimizer state that is offloaded, above 0
     c.offload.chunk_bytes = 256 << 20  # copied and updated together on each device
     c.offload.in_flight = 8  # chunks on a device at once; half of them arrive before the forward pass
+    c.offload.nvme_path = ""  # the folder of the file, on a local disk; "": WORKDIR/offload
+    c.offload.nvme_buffers = 4  # chunks for each device that are read into host memory ahead
 
     c.model = config_dict.ConfigDict()
     c.model.preset = "tiny"  # a name in a PRESETS table in zerojax/models; not read with init_from

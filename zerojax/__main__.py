@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": ("zerojax.commands.generate", "Continues prompts with a model that transformers saved."),
     "migrate": ("zerojax.commands.migrate", "Translates a config of DeepSpeed or Accelerate."),
     "import-deepspeed": ("zerojax.commands.import_deepspeed", "Takes over a checkpoint of DeepSpeed."),
+    "disk": ("zerojax.commands.disk", "Measures a disk, and predicts the step of a config that offloads to it."),
     "report": ("zerojax.commands.report", "Describes this machine: versions, devices, links, targets, cache."),
     "config": ("zerojax.commands.config", "Asks eight questions and writes a config that runs."),
     "verify-checkpoint": ("zerojax.checkpoint", "Checks the files of a run's checkpoints."),

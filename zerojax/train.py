@@ -34,7 +34,7 @@ from zerojax.trainer import program as program_lib
 from zerojax.trainer import recorder as recorder_lib
 from zerojax.trainer.checks import effects, host, texts
 from zerojax.zero import memory
-from zerojax.zero.offload import budget
+from zerojax.zero.offload import budget, kept
 
 STEPS_BEFORE_COMPARING = 2  # a program reaches its peak memory in its first steps
 
@@ -130,14 +130,15 @@ def prepare(config: config_lib.Config, folder: pathlib.Path) -> Prepared:
     for line in effects.unread(config):
         say(line)
     start_up.wake_devices()
+    config = config_lib.with_scratch(config, folder / workdir.OFFLOAD)
     tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
     program = _build(config, tokenizer)
     streams = program_lib.open_feed(program, tokenizer, _prepare_data(config, folder))
     if streams.times > 1:
         repeated = f"an evaluation reads the text of config.data.eval_split {streams.times:.1f} times"
         say(f"config.evaluate.batches={config.evaluate.batches} is more than there is: {repeated}")
-    kept = config.checkpoint
-    saver = checkpointer.Checkpointer(folder / workdir.CHECKPOINTS, keep_last=kept.keep_last, keep_best=kept.keep_best)
+    keep = config.checkpoint
+    saver = checkpointer.Checkpointer(folder / workdir.CHECKPOINTS, keep_last=keep.keep_last, keep_best=keep.keep_best)
     ending.before_end(lambda *_: saver.unlock())
     fingerprints = streams.fingerprints()
     start = resume.find(program, saver, streams, fingerprints, folder)
@@ -170,6 +171,8 @@ def _build(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> pro
     accumulates = program.sizes.grad_accum > 1
     say(display.as_text(memory.memory_table(program.partition, program.baseline, accumulates, by_hand=True)))
     say(memory.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
+    if line := kept.line(program.partition):
+        say(line)
     return program
 
 

@@ -1,5 +1,7 @@
 """Tests of zerojax.plan.streams: each offloaded leaf stays on the host, and a bounded part of it is on the device, on compiled GPUs."""
 
+import dataclasses
+
 import compile_only
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.hlo import parameters
-from zerojax.plan import report, step_plan
+from zerojax.plan import report, step_plan, streams, targets
 
 CHUNK, IN_FLIGHT = 20_000, 4
 
@@ -85,3 +87,21 @@ def test_the_report_states_bytes_rate_and_what_hides(planned):
     assert plan.bound.step_seconds == max(plan.bound.seconds.values()) + plan.stream.exposed
     row = next(row for row in plan.memory if row.role == "host memory")
     assert row.arithmetic == row.assigned == plan.stream.nbytes
+
+
+def test_the_time_of_a_disk_is_that_of_the_rate_that_the_user_gives(planned):
+    stream = dataclasses.replace(planned[0].stream, is_on_disk=True)
+    line = report._stream_line(dataclasses.replace(stream, rate=None))
+    assert "are read from a disk and written back" in line and "zerojax disk measures" in line
+    line = report._stream_line(dataclasses.replace(stream, rate=stream.nbytes / 2.0))
+    assert "2000 ms" in line
+
+
+def test_the_rate_of_host_memory_is_not_taken_for_that_of_a_disk(planned, monkeypatch):
+    plan, _, step = planned
+    monkeypatch.setattr(type(step.updates), "is_on_disk", True)
+    target = targets.TARGETS["h200"]
+    assert streams.plan(step, plan.buffers, target).rate is None
+    given = dataclasses.replace(target, host_duplex=targets.Figure(2e9, targets.GIVEN))
+    found = streams.plan(step, plan.buffers, given)
+    assert found.rate == 2e9 and found.is_on_disk

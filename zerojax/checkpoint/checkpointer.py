@@ -24,8 +24,8 @@ from jax.experimental import multihost_utils
 
 from zerojax import errors, tree
 from zerojax.checkpoint import files as step_files
+from zerojax.checkpoint import in_file, logical
 from zerojax.checkpoint import lock as lock_lib
-from zerojax.checkpoint import logical
 from zerojax.errors import UserError
 from zerojax.optim import pieces
 
@@ -62,7 +62,7 @@ class Checkpointer:
         self._intact: set[int] = set()  # steps whose contents were read and are as saved
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_worth_showing)
-        self._arrays = ocp.PyTreeCheckpointHandler()
+        self._arrays = ocp.PyTreeCheckpointHandler(type_handler_registry=in_file.handlers())
         self._lock: lock_lib.Lock | None = None
         self._manager: ocp.CheckpointManager | None = None  # of the program that saves
 
@@ -86,7 +86,8 @@ class Checkpointer:
     ) -> None:
         """Copies `state` to the host and writes it in the background. Does nothing if the step is saved already.
 
-        Waits for an earlier save first, so that the host holds only one copy of the state.
+        Waits for an earlier save first, so that the host holds only one copy of the state. Leaves on a disk are read one at a time, and
+        the save ends before this returns.
 
         Args:
           step: optimizer steps done.
@@ -110,8 +111,9 @@ class Checkpointer:
             return
         loss = math.inf if eval_loss is None or math.isnan(eval_loss) else float(eval_loss)
         beside = {"eval_loss": None if loss == math.inf else loss, "padded": padded}
+        stored = logical.to_stored(state)
         items = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(logical.to_stored(state)),
+            state=ocp.args.PyTreeSave(stored),
             data=ocp.args.JsonSave(_merge_over_processes(rows)),
             meta=ocp.args.JsonSave({**beside, "meta": about}),
         )
@@ -120,6 +122,8 @@ class Checkpointer:
             manager.save(step, args=items, force=True)
         except Exception as error:
             raise self._failed(error) from error
+        if any(isinstance(leaf, in_file.InFile) for leaf in stored.values()):
+            self.wait()  # the next step writes over them
 
     def wait(self) -> None:
         """Returns when the save in progress, if any, is complete on disk, where its files were read back and have checksums.
@@ -195,7 +199,12 @@ class Checkpointer:
             return step_files.read_json(path, "data")
 
     def restore(
-        self, step: int | None, like: Any, resizable: frozenset[str] = frozenset(), optional: Sequence[str] = ()
+        self,
+        step: int | None,
+        like: Any,
+        resizable: frozenset[str] = frozenset(),
+        optional: Sequence[str] = (),
+        keep: Callable[[jax.Array, Any], Any] | None = None,
     ) -> tuple[Any, dict]:
         """Reads a step into the structure and shardings of `like`. The saved shardings may differ.
 
@@ -205,6 +214,8 @@ class Checkpointer:
             a numpy array. Floating leaves are cast to the dtype of `like`. Padding is added or removed as a `Partition` says.
           resizable: paths ("params/embed/embedding") of padded leaves. Each of their dims is cut, or padded with zeros, at its end.
           optional: prefixes of paths ("loss_scale") of leaves that the step may lack, or may hold in excess.
+          keep: f(array, abstract leaf) that brings an array from host memory to where it lives, before the next is read. None: that of the
+            `Partition`.
 
         Returns:
           The state, and the data state of all processes. Optional leaves that the step lacks stay abstract.
@@ -222,7 +233,9 @@ class Checkpointer:
         path, wanted, resized = self._find(step, like, resizable, optional)
         restored = {name: leaf for name, leaf in leaves if name not in wanted}
         # Leaves in pieces exist a second time while they are read, so these are read one at a time.
-        one_by_one = [name for name, leaf in leaves if name in wanted and pieces.is_pieces(leaf)]
+        if _is_partition(like) and keep is None and like.keeper is not None:
+            keep = like.keeper(like)
+        one_by_one = [n for n, leaf in leaves if n in wanted and (pieces.is_pieces(leaf) or (keep and _is_apart(leaf)))]
         others = [name for name in wanted if name not in one_by_one]
         for names in filter(None, [others, *([name] for name in one_by_one)]):
             with self._read(step):
@@ -232,6 +245,8 @@ class Checkpointer:
             for name, leaf in leaves:
                 if name in names:
                     restored[name] = logical.from_stored(_resized(stored[name], wanted[name]), leaf)
+                    if name in one_by_one and keep is not None:
+                        restored[name] = jax.tree.map(keep, restored[name], leaf)
         with self._read(step):
             data_state = step_files.read_json(path, "data")
         structure = jax.tree.structure(abstract_state, is_leaf=pieces.is_pieces)
@@ -395,6 +410,12 @@ def _count(name: str, value: Any, least: int) -> int:
 def _is_partition(like: Any) -> bool:
     """Returns whether a value is a `Partition`, whose room this one does not import."""
     return hasattr(like, "abstract_state") and hasattr(like, "placements")
+
+
+def _is_apart(leaf: Any) -> bool:
+    """Returns whether an abstract leaf is restored to a memory other than its devices' own."""
+    kind = getattr(leaf.sharding, "memory_kind", None)
+    return kind not in (None, next(iter(leaf.sharding.device_set)).default_memory().kind)
 
 
 def _unpadded_shapes(partition: Any) -> dict[str, tuple[int, ...]]:

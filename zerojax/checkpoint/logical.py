@@ -1,5 +1,6 @@
 """Defines the form of a state in a checkpoint. This module converts states to that form, and their leaves to plain arrays, and back."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 import optax
 
 from zerojax import precision, tree
+from zerojax.checkpoint import in_file
 from zerojax.optim import master_weights, pieces
 
 
@@ -59,10 +61,12 @@ def to_stored(state: Any) -> dict[str, Any]:
     """Returns {path: array}: random keys as their data, numbers and process-local arrays as numpy copies, leaves in pieces as one.
 
     With one process, leaves in host memory are numpy copies too, so that a save in the background does not keep pinned memory that the next
-    step needs.
+    step needs, and leaves in a file are `in_file.InFile`s, which must not change until the save has ended.
     """
 
     def convert(leaf: Any) -> Any:
+        if jax.process_count() == 1 and all(map(_is_in_file, jax.tree.leaves(leaf))):
+            return in_file.InFile(functools.partial(_read, leaf), leaf.shape, leaf.dtype)
         array = pieces.join(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
         if isinstance(array, np.ndarray) and array is not leaf:
             return array
@@ -75,6 +79,14 @@ def to_stored(state: Any) -> dict[str, Any]:
     stored = {name: convert(leaf) for name, leaf in leaves}
     assert len(stored) == len(leaves), "two leaves of the state have one path"
     return stored
+
+
+def _is_in_file(leaf: Any) -> bool:
+    return getattr(leaf, "is_in_file", False)
+
+
+def _read(leaf: Any) -> np.ndarray:
+    return np.asarray(pieces.join(leaf))
 
 
 def _is_apart(array: jax.Array) -> bool:

@@ -30,7 +30,7 @@ _SEARCH = flags.DEFINE_boolean("search", False, "Search for the fastest plan tha
 _MOST = flags.DEFINE_integer("most_compiles", 12, "Maximum number of plans that --search compiles.")
 
 _HOST_GBPS = flags.DEFINE_float(
-    "host_gbps", None, "GB/s to and from host memory at once; default: the target's.", 0.001
+    "host_gbps", None, "GB/s to and from host memory, or a disk, at once; default: the target's.", 0.001
 )
 
 

@@ -58,6 +58,7 @@ def as_json(plan: step_plan.Plan) -> dict[str, Any]:
 def _stream(stream: streams.Stream) -> dict[str, Any]:
     return {
         "host_bytes": stream.nbytes,
+        "is_on_disk": stream.is_on_disk,
         "groups": stream.groups,
         "device_bytes_at_once": stream.at_once,
         "peak_bytes": stream.peak,

@@ -114,9 +114,14 @@ def _lines(plan: step_plan.Plan) -> list[str]:
 
 
 def _stream_line(stream: streams.Stream) -> str:
+    where = "are read from a disk and written back" if stream.is_on_disk else "arrive and leave"
     at_once = f"at most {display.human(stream.at_once)} on the device at once"
-    line = f"offload: {display.human(stream.nbytes)} of optimizer state arrive and leave in {stream.groups} groups, {at_once}"
+    line = f"offload: {display.human(stream.nbytes)} of optimizer state {where} in {stream.groups} groups, {at_once}"
     if stream.rate is None or stream.seconds is None or stream.exposed is None:
+        if stream.is_on_disk:
+            return (
+                f"{line}; zerojax disk measures what each host's disk gives: pass a device's share of it as --host_gbps"
+            )
         return f"{line}; the rate to host memory is unknown"
     hidden = stream.seconds - stream.exposed
     return (

@@ -143,13 +143,13 @@ def plan_step(
       by_hand: whether explicit collectives sum the gradients, in float32 (`make_train_step`'s reduce_dtype).
       from_cache: see `buffers.compile_with_buffers`.
       compiler_options: XLA options, in addition to the step's own.
-      host_rate: bytes/s to host memory and as many from it at the same time; None for the target's.
+      host_rate: bytes/s to and from host memory, or a disk, at the same time; None for the target's.
 
     >>> plan = plan_step(train_step, partition.abstract_state, batch, mesh=mesh, target="h200", placement=partition)
     """
     known = targets.get(target)
     if host_rate is not None:
-        known = dataclasses.replace(known, host_duplex=targets.Figure(host_rate, "given"))
+        known = dataclasses.replace(known, host_duplex=targets.Figure(host_rate, targets.GIVEN))
     began = time.perf_counter()
     traced = train_step.trace(state, *args)
     compiled, held = buffers_lib.compile_with_buffers(

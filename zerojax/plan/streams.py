@@ -20,12 +20,13 @@ class Stream:
     """The stream of one step on one device.
 
     Attributes:
-      nbytes: bytes in host memory. As many arrive in each step, and leave.
+      nbytes: bytes in host memory, or on a disk. As many arrive in each step, and leave.
       groups: the number of groups.
       before: device bytes of groups that arrive before the program of the gradients ends.
       at_once: device bytes of the groups in flight, and of the temporaries of an update.
       peak: device bytes during the updates: the state that stays, the gradients and `at_once`.
-      rate: bytes/s in each direction while both are in use; None if unknown.
+      rate: bytes/s in each direction while both are in use; None if unknown, as a disk's is where the user does not give it.
+      is_on_disk: whether the bytes are on a disk.
     """
 
     nbytes: int
@@ -34,6 +35,7 @@ class Stream:
     at_once: int
     peak: int
     rate: float | None
+    is_on_disk: bool = False
 
     @property
     def seconds(self) -> float | None:
@@ -61,7 +63,9 @@ def plan(step: streamed.StreamedStep, gradients: buffers_lib.Buffers, target: ta
     held = sum(argument.nbytes for argument in gradients.arguments if argument.space == "device") + gradients.outputs
     counts = [group.nbytes for group in groups]
     in_flight = max(sum(counts[n : n + step.in_flight]) for n in range(len(counts)))
-    rate = target.host_duplex or target.host_link
+    rate, is_on_disk = target.host_duplex or target.host_link, step.updates.is_on_disk
+    if is_on_disk and rate is not None and rate.source != targets.GIVEN:
+        rate = None  # that of host memory says nothing of a disk
     return Stream(
         nbytes=sum(counts),
         groups=len(groups),
@@ -69,6 +73,7 @@ def plan(step: streamed.StreamedStep, gradients: buffers_lib.Buffers, target: ta
         at_once=in_flight + extra,
         peak=held + in_flight + extra,
         rate=None if rate is None else rate.value,
+        is_on_disk=is_on_disk,
     )
 
 

@@ -22,6 +22,7 @@ from zerojax.launch import devices as devices_lib
 from zerojax.plan import gpu_configs
 
 MEASURED = "measured"
+GIVEN = "given"  # by the user
 NVIDIA = "published: NVIDIA data sheet, not measured"
 XLA = "published: XLA's description of the device, not measured"
 GOOGLE = "published: Cloud TPU documentation, not measured"

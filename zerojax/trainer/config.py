@@ -9,6 +9,7 @@ an unknown key. It accepts True as an int, "x" as a tuple and NaN, and keeps 1 a
 
 import dataclasses
 import math
+import os
 import re
 import typing
 from collections.abc import Mapping
@@ -98,6 +99,8 @@ class OffloadSettings:
     fraction: float
     chunk_bytes: int
     in_flight: int
+    nvme_path: str
+    nvme_buffers: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +208,14 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
     ranges.check(config)
     make_offload(config.offload, config.zero.stage)
     return config
+
+
+def with_scratch(config: Config, folder: str | os.PathLike) -> Config:
+    """Returns the config with `folder` for offload to a disk, where the config offloads to one and names no folder."""
+    group = config.offload
+    if offload_lib.NVME not in (group.optimizer, group.params) or group.nvme_path:
+        return config
+    return dataclasses.replace(config, offload=dataclasses.replace(group, nvme_path=os.fspath(folder)))
 
 
 def make_offload(group: OffloadSettings, stage: int) -> offload_lib.Offload:

@@ -102,24 +102,23 @@ def first_not_finite(state: Any) -> str | None:
     """Returns the path of the first floating leaf that holds a NaN or an infinity, or None if there is none.
 
     Each device reduces its own shards, without collectives, and processes then compare what they found. Shards in host memory are
-    copied to their device one at a time.
+    copied to their device one at a time, and those on a disk are read one at a time.
     """
     floats = [(path, leaf) for path, leaf in tree.flatten(state) if jnp.issubdtype(tree.dtype_of(leaf), jnp.floating)]
     shards = [
-        (at, shard.data)
-        for at, (_, leaf) in enumerate(floats)
-        for shard in leaf.addressable_shards
-        if shard.replica_id == 0
+        (at, shard) for at, (_, leaf) in enumerate(floats) for shard in leaf.addressable_shards if shard.replica_id == 0
     ]
-    verdicts = jax.device_get([_reduced(data) for _, data in shards])
+    verdicts = jax.device_get([_reduced(shard.data) for _, shard in shards])
     first = min((at for (at, _), is_finite in zip(shards, verdicts) if not is_finite), default=len(floats))
     if jax.process_count() > 1:
         first = int(multihost_utils.process_allgather(np.array(first)).min())
     return floats[first][0] if first < len(floats) else None
 
 
-def _reduced(data: jax.Array) -> jax.Array:
-    """Returns whether all numbers of an array on one device are finite, as bool[] on that device."""
+def _reduced(data: Any) -> Any:
+    """Returns whether all numbers of a shard are finite, as bool[] on its device, or as numpy's."""
+    if isinstance(data, np.ndarray):
+        return np.isfinite(data).all()
     default = next(iter(data.devices())).default_memory().kind
     if data.sharding.memory_kind in (None, default):
         return _all_finite(data)

@@ -30,6 +30,7 @@ from zerojax.trainer.checks import names
 from zerojax.zero import explicit, memory, placement, shard_state, stages, step
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero.offload import create as offload_create
+from zerojax.zero.offload import settings as offload_settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,15 +194,18 @@ def _functions(
 
 def most_pinned_bytes(config: config_lib.Config) -> int:
     """Returns an upper bound of the bytes of host memory that all processes of a run pin together. Uses no device."""
-    if not config_lib.make_offload(config.offload, config.zero.stage).is_on:
+    chosen = config_lib.make_offload(config.offload, config.zero.stage)
+    if not chosen.is_on:
         return 0
+    if chosen.optimizer == offload_settings.NVME:
+        return 0  # the chunks in flight fit into the pool of XLA's own choice, or `budget` tells
     source = _source(config.init_from) if config.init_from else None
     family, model = _preset(config, 0) if source is None else _imported(config, source)
     count = family_lib.count_params(family.parts, model)
     policy = precision.PRECISIONS[config.precision]
     each = memory.bytes_per_parameter(policy, config.zero.stage, 1, moments=config.optimizer.moments)
     held = count * (each[roles.MASTER] + each[roles.MOMENTS]) * config.mesh.replica
-    return round(held) + config.offload.in_flight * config.offload.chunk_bytes
+    return round(held) + chosen.in_flight * chosen.chunk_bytes
 
 
 def init_state(program: Program) -> Any:

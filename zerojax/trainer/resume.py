@@ -19,6 +19,7 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics, workdir
 from zerojax.trainer import program as program_lib
 from zerojax.zero import placement
+from zerojax.zero.offload import kept
 
 IMPORTED = "imported"  # in `meta`: where a state that another program trained comes from
 OPTIONAL = ("loss_scale",)  # a run may resume with or without one, whether the checkpoint has one or not
@@ -136,7 +137,9 @@ def state(program: program_lib.Program, saver: checkpointer.Checkpointer, step: 
     Raises:
       UserError: the checkpoint is damaged or of another model.
     """
-    logical, _ = saver.restore(step, program.logical_abstract_state, _resizable(program, saved), OPTIONAL)
+    logical, _ = saver.restore(
+        step, program.logical_abstract_state, _resizable(program, saved), OPTIONAL, keep=kept.keeper(program.partition)
+    )
     return program_lib.restored_state(program, logical, rescales=rescales(program, saved))
 
 

@@ -19,6 +19,7 @@ from zerojax.trainer import metrics
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
+OFFLOAD = "offload"  # where files of offloaded state take their space; they have no names
 LOCK_FILE = "run.lock"
 IMPORTED_FILE = "imported.json"  # where the first checkpoint comes from, if another program trained it
 WRITTEN = ("", "export", "profile", "tensorboard")  # folders in which files are written under fixed names

@@ -10,7 +10,7 @@ from rich.table import Table
 from zerojax import display, precision, roles, tree
 from zerojax.optim import eight_bit
 from zerojax.zero import gather, placement, stages
-from zerojax.zero.offload import layout
+from zerojax.zero.offload import kept, layout
 
 ROLES = (roles.PARAMS, roles.FROZEN, roles.GRADIENTS, roles.OPT_STATE, roles.OTHER)
 MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": eight_bit.BYTES}  # of one moment of a parameter
@@ -41,8 +41,12 @@ def bytes_per_device(
     return counted
 
 
+def _where(partition: placement.Partition) -> str:
+    return "on disk" if kept.on_disk(partition) else f"in {roles.HOST}"
+
+
 def host_bytes(partition: placement.Partition) -> int:
-    """Returns the bytes of the state in host memory for each device."""
+    """Returns the bytes of the state in host memory, or on a disk, for each device."""
     return sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(partition))
 
 
@@ -83,7 +87,7 @@ def per_parameter_line(partition: placement.Partition, name: str, moments: str) 
     each = {role: counted[role] / total for role in stored}
     shown = ", ".join(f"{roles.WORDS.get(role, role)} {value:.4g}" for role, value in each.items())
     host = host_bytes(partition) / total
-    rest = f" and {host:.4g} in host memory" if host else ""
+    rest = f" and {host:.4g} {_where(partition)}" if host else ""
     return f"precision {name}, moments {moments}: {sum(each.values()):.4g} bytes a parameter on each device ({shown}){rest}"
 
 
@@ -106,7 +110,9 @@ def memory_table(
     total, total_there = sum(here.values()), sum(there.values())
     table.add_row("total", display.human(total), display.human(total_there), _saved(total, total_there))
     if host := host_bytes(partition):
-        table.add_row(roles.HOST, display.human(host), display.human(0), "")
+        table.add_row(
+            _where(partition).removeprefix("in ").removeprefix("on "), display.human(host), display.human(0), ""
+        )
     if partition.kept_whole and partition.stage:
         table.caption = _caption(partition.kept_whole)
     return table

@@ -7,7 +7,7 @@ two parts. It differentiates and updates the `trainable_part`; `with_frozen` add
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -78,6 +78,7 @@ class Partition:
       offload: what lives in host memory; None for nothing.
       resident: the partition of the same state with nothing offloaded; None if nothing is.
       on_host: the paths of the leaves in host memory. Shardings say it too, but not those of devices that are only compiled for.
+      keeper: f(partition) -> f(array, abstract leaf) that brings a leaf from host memory to where it lives; None if that is host memory.
       cuts: the slices of each weight whose offloaded state is in pieces, by path.
     """
 
@@ -91,6 +92,7 @@ class Partition:
     offload: Any = None
     resident: "Partition | None" = None
     on_host: frozenset[str] = frozenset()
+    keeper: Callable[[Any], Callable[[Any, Any], Any]] | None = None
     cuts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property

@@ -29,7 +29,7 @@ from zerojax.errors import UserError
 from zerojax.optim import eight_bit
 from zerojax.roles import FROZEN, OPT_STATE, OTHER, PARAMS
 from zerojax.zero import placement
-from zerojax.zero.offload import layout, settings
+from zerojax.zero.offload import kept, layout, settings
 from zerojax.zero.offload import params as params_on_host
 
 DATA = mesh_lib.DATA
@@ -166,7 +166,7 @@ def partition_state(
         decided = dataclasses.replace(decided, weight=weight or "")
         leaves[path] = decided if shape == leaf.shape else _scales(decided, leaf.shape, mesh)
     placed = layout.place(_assemble(mesh, stage, abstract_state, leaves), chosen, min_size)
-    return params_on_host.place(placed, chosen, min_size)
+    return kept.with_keeper(params_on_host.place(placed, chosen, min_size))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import offloads
 import pytest
 
 import zerojax
-from zerojax.zero.offload import create, layout
+from zerojax.zero.offload import create, kept, layout
 
 OPTIMIZERS = {
     "moments": lambda: offloads.adam(),
@@ -34,14 +34,14 @@ def test_an_offloaded_state_begins_as_one_on_the_device_does(name, monkeypatch):
 def test_few_offloaded_leaves_are_on_the_device_at_once(monkeypatch):
     """Every program that makes offloaded leaves returns a few, and they are on the host before the next one runs."""
     monkeypatch.setattr(create, "MOST_BYTES", 1 << 10)
-    sizes, put = [], create._to_host
+    sizes, put = [], kept.to_host
 
     def noted(array, like):
         held = {id(a): a for a in jax.live_arrays() if not layout.is_on_host(a) and a.size >= 1024}
         sizes.append(sum(a.nbytes // 8 for a in held.values()))
         return put(array, like)
 
-    monkeypatch.setattr(create, "_to_host", noted)
+    monkeypatch.setattr(kept, "to_host", noted)
     before = sum(a.nbytes // 8 for a in jax.live_arrays() if not layout.is_on_host(a) and a.size >= 1024)
     state, partition = offloads.sharded(zerojax.with_master_weights(offloads.adam()), offloads.PIECES, stage=2)
     whole = sum(

@@ -182,7 +182,7 @@ class _Groups:
             for weight in group.weights:
                 self._bring(weight)
             done = self._updates.update(group, self._arriving.popleft(), self._old, self.weights, handed)
-            stored = self._updates.store(group, done.leaving)
+            stored = self._updates.store(group, done.leaving, self._old)
             self._step._leaving.append(stored)
             self.leaves.update(done.device)
             self.leaves.update(zip(group.host, stored))

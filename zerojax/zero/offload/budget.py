@@ -21,7 +21,8 @@ from zerojax import display, xla_flags
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.zero import placement
-from zerojax.zero.offload import layout
+from zerojax.zero.offload import kept, layout
+from zerojax.zero.offload.disk import folder as folder_lib
 
 _UNLIMITED = 1 << 60  # version 1 writes a number near 2**63 for no limit
 
@@ -35,14 +36,19 @@ class Host:
 
 
 def pinned_bytes(partition: placement.Partition) -> int:
-    """Returns the bytes that this process will pin: its devices' shards of offloaded leaves, and the chunks in flight."""
+    """Returns the bytes that this process will pin: those of XLA's pool, and the buffers that a disk is read into."""
+    return pool_bytes(partition) + kept.buffer_bytes(partition)
+
+
+def pool_bytes(partition: placement.Partition) -> int:
+    """Returns the bytes that this process takes from XLA's pool: its devices' shards of leaves in host memory, and the chunks in flight."""
+    here = partition.mesh.local_devices
     counts = [layout.shard_bytes(leaf) for leaf in layout.host_leaves(partition)]
     if not counts:
         return 0
     # New leaves are stored while the old ones are still read.
-    return len(partition.mesh.local_devices) * (
-        sum(counts) + partition.offload.in_flight * max(partition.offload.chunk_bytes, max(counts))
-    )
+    stays = sum(counts) - sum(map(layout.shard_bytes, kept.on_disk(partition).values()))
+    return len(here) * (stays + partition.offload.in_flight * max(partition.offload.chunk_bytes, max(counts)))
 
 
 def check(partition: placement.Partition, *, host: Host | None = None, pool_gb: float | None = None) -> None:
@@ -59,12 +65,14 @@ def check(partition: placement.Partition, *, host: Host | None = None, pool_gb: 
     own = pinned_bytes(partition)
     if not own:
         return
+    _check_disk(partition)
+    pooled = pool_bytes(partition)
     platform = mesh_lib.platform(partition.mesh)
     pool_gb = xla_flags.pinned_pool_gb() if pool_gb is None else pool_gb
-    if platform == "gpu" and own > pool_gb * 2**30:
+    if platform == "gpu" and pooled > pool_gb * 2**30:
         raise UserError(
-            f"offload: this process pins {display.human(own)}, and XLA's pool of pinned memory has {pool_gb:g} GiB; set the environment "
-            f"variable {xla_flags.PINNED_POOL}={pool_size_gb(own)} before JAX starts"
+            f"offload: this process pins {display.human(pooled)}, and XLA's pool of pinned memory has {pool_gb:g} GiB; set the environment "
+            f"variable {xla_flags.PINNED_POOL}={pool_size_gb(pooled)} before JAX starts"
         )
     host = read_host() if host is None else host
     needed = own * _processes_here()
@@ -79,6 +87,15 @@ def check(partition: placement.Partition, *, host: Host | None = None, pool_gb: 
             f"{what}, which shows {display.human(host.total)} now and is allowed {display.human(host.allowed)}: it must grow",
             stacklevel=2,
         )
+
+
+def _check_disk(partition: placement.Partition) -> None:
+    """Checks the folder of what lives on a disk; warns if it is none of a local disk."""
+    if not kept.on_disk(partition):
+        return
+    kept.check_space(partition, _processes_here())
+    if line := folder_lib.warning(partition.offload.nvme_path):
+        warnings.warn(f"offload.nvme_path: {line}", stacklevel=3)
 
 
 def pool_size_gb(pinned: float) -> int:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from zerojax.optim import pieces
 from zerojax.zero import placement
-from zerojax.zero.offload import budget, layout
+from zerojax.zero.offload import budget, kept, layout
 
 MOST_BYTES = 1 << 30  # of offloaded leaves on a device at once
 
@@ -34,6 +34,7 @@ def from_init(
       UserError: the host cannot hold what is offloaded.
     """
     budget.check(partition)
+    keep = kept.keeper(partition)
     traced = jax.make_jaxpr(lambda *args: jax.tree.leaves(init(*args)))(*args)
     flat = jax.tree.leaves(args)
     wanted = jax.tree.leaves(partition.abstract_state, is_leaf=pieces.is_pieces)
@@ -46,17 +47,17 @@ def from_init(
         if value is None:
             computed.append(number)
         else:
-            made[number] = jax.tree.map(functools.partial(_filled_on_host, value), leaf)
+            made[number] = jax.tree.map(functools.partial(_filled, keep, value), leaf)
     for run in _runs(computed, wanted):
         found = _evaluated(traced, run, wanted)(*flat)
         for number, parts in zip(run, found):
             like = jax.tree.leaves(wanted[number])
-            moved = [_to_host(part, piece) for part, piece in zip(parts, like)]
+            moved = [keep(part, piece) for part, piece in zip(parts, like)]
             made[number] = jax.tree.unflatten(jax.tree.structure(wanted[number]), moved)
         jax.block_until_ready([made[number] for number in run])
     resident = [number for number in range(len(wanted)) if number not in made]
-    kept = _evaluated(traced, resident, wanted, donate=range(len(flat)) if donate else ())(*flat)
-    made |= {number: parts[0] for number, parts in zip(resident, kept)}
+    rest = _evaluated(traced, resident, wanted, donate=range(len(flat)) if donate else ())(*flat)
+    made |= {number: parts[0] for number, parts in zip(resident, rest)}
     return jax.tree.leaves([made[number] for number in range(len(wanted))])
 
 
@@ -71,19 +72,20 @@ def from_leaves(
       to_device: f(array, sharding) -> a copy of the array with that sharding.
     """
     budget.check(partition)
+    keep = kept.keeper(partition)
     wanted = jax.tree.leaves(partition.abstract_state, is_leaf=pieces.is_pieces)
     made: list[jax.Array] = []
     for leaf, like in zip(leaves, wanted, strict=True):
         for part, piece in zip(_slices(leaf, like), jax.tree.leaves(like), strict=True):
             copied = to_device(part, layout.on_device(piece.sharding))
-            made.append(jax.block_until_ready(_to_host(copied, piece)) if layout.is_on_host(piece) else copied)
+            made.append(jax.block_until_ready(keep(copied, piece)) if layout.is_on_host(piece) else copied)
     return made
 
 
 def copied(leaf: Any, like: Any) -> jax.Array:
     """Returns a leaf that may be on the host and in pieces as one array on the device, with the dtype and the sharding of `like`."""
     dim = leaf.dim if pieces.is_pieces(leaf) else 0
-    parts = [jax.device_put(part, layout.on_device(part.sharding)) for part in jax.tree.leaves(leaf)]
+    parts = [jax.device_put(kept.in_memory(part), layout.on_device(part.sharding)) for part in jax.tree.leaves(leaf)]
     return jax.block_until_ready(_joined(dim, jnp.dtype(like.dtype), like.sharding)(parts))
 
 
@@ -92,13 +94,9 @@ def _joined(dim: int, dtype: Any, sharding: Any) -> Callable[[list[jax.Array]], 
     return jax.jit(lambda parts: jnp.concatenate(parts, dim).astype(dtype), out_shardings=sharding)
 
 
-def _to_host(array: jax.Array, like: Any) -> jax.Array:
-    return jax.device_put(array, like.sharding)
-
-
-def _filled_on_host(value: Any, like: Any) -> jax.Array:
+def _filled(keep: kept.Keep, value: Any, like: Any) -> Any:
     filled = _fill(like.shape, jnp.dtype(like.dtype), layout.on_device(like.sharding))(value)
-    return jax.block_until_ready(_to_host(filled, like))  # so that the device holds one at a time
+    return jax.block_until_ready(keep(filled, like))  # so that the device holds one at a time
 
 
 @functools.lru_cache

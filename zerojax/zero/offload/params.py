@@ -38,6 +38,11 @@ def place(partition: placement.Partition, offload: settings_lib.Offload, min_siz
             f"offload.params: is {offload.params!r}, and the optimizer state of trained weights stays on the device, where their update "
             "runs; set offload.optimizer too, or freeze the weights (trainable=)"
         )
+    if offload.optimizer == settings_lib.NVME:
+        raise UserError(
+            "offload.params: 'host' does not go together with offload.optimizer='nvme'; set offload.optimizer to 'host', or "
+            "offload.params to 'none'"
+        )
     known, updated = dict(tree.flatten(partition.abstract_state)), set(layout.offloaded_weights(partition))
     fitting = {
         path: layout.shard_bytes(known[path])

@@ -1,4 +1,4 @@
-"""Says which parts of a train state live in host memory. This module holds the settings, their values and where they apply.
+"""Says which parts of a train state live in host memory or on a disk. This module holds the settings, their values and where they apply.
 
     part        kinds                 stages
     optimizer   none, host, nvme      those that shard the optimizer state
@@ -8,6 +8,7 @@ A pair (part, kind) that is not in `BUILT` is refused.
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,9 +17,10 @@ from zerojax.errors import UserError
 NONE, HOST, NVME = "none", "host", "nvme"
 KINDS = (NONE, HOST, NVME)
 PARTS: Mapping[str, str] = {"optimizer": "opt_state", "params": "params"}  # part -> its column in the table of stages
-BUILT = {("optimizer", HOST), ("params", HOST)}
+BUILT = {("optimizer", HOST), ("optimizer", NVME), ("params", HOST)}
 CHUNK_BYTES = 256 << 20  # 6 ms at 43 GB/s
 IN_FLIGHT = 8
+NVME_BUFFERS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Offload:
       chunk_bytes: bytes of state on each device that are copied and updated together. A larger leaf is stored in pieces of about this size.
       in_flight: chunks that each device holds at once: those that arrive, are updated and leave. So the update needs about
         chunk_bytes * in_flight of device memory, whatever the model's size. Half of them arrive before the forward pass begins.
+      nvme_path: the folder whose disk holds what is "nvme". It should be on a local disk.
+      nvme_buffers: chunks for each device that are read from the disk into host memory ahead of their use.
     """
 
     optimizer: str = NONE
@@ -41,6 +45,8 @@ class Offload:
     params_fraction: float = 1.0
     chunk_bytes: int = CHUNK_BYTES
     in_flight: int = IN_FLIGHT
+    nvme_path: str = ""
+    nvme_buffers: int = NVME_BUFFERS
 
     @property
     def is_on(self) -> bool:
@@ -78,18 +84,21 @@ def _checked(offload: Offload) -> Offload:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not 0 < value <= 1:
             raise UserError(f"offload.{name}: must be above 0 and at most 1, and is {value!r}")
-    for name, least in (("chunk_bytes", 1), ("in_flight", 2)):
+    for name, least in (("chunk_bytes", 1), ("in_flight", 2), ("nvme_buffers", 1)):
         value = getattr(offload, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise UserError(f"offload.{name}: must be a whole number of at least {least}, and is {value!r}")
+    if not isinstance(offload.nvme_path, (str, os.PathLike)):
+        raise UserError(f"offload.nvme_path: must be a folder's path, and is {offload.nvme_path!r}")
     unread = {"fraction", "chunk_bytes", "in_flight"} if (offload.optimizer, offload.params) == (NONE, NONE) else set()
     unread |= {"fraction"} if offload.optimizer == NONE else set()
     unread |= {"params_fraction"} if offload.params == NONE else set()
+    unread |= {"nvme_path", "nvme_buffers"} if NVME not in (offload.optimizer, offload.params) else set()
     for name in sorted(unread):
         if getattr(offload, name) != getattr(Offload(), name):
             raise UserError(
                 f"offload.{name}: is {getattr(offload, name)!r} and cannot take effect, since nothing is offloaded that reads it; "
-                "set offload.optimizer to 'host', or omit it"
+                f"set offload.optimizer to {NVME if 'nvme' in name else HOST!r}, or omit it"
             )
     return offload
 

@@ -21,6 +21,7 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import placement
 from zerojax.zero.checks import arguments
+from zerojax.zero.offload import kept
 from zerojax.zero.offload import updates as updates_lib
 
 
@@ -41,13 +42,18 @@ class StreamedStep:
     def __init__(self, gradients: Callable[..., Any], updates: updates_lib.Updates, *, donate: bool):
         self.gradients, self.updates, self.in_flight = gradients, updates, updates.in_flight
         self._donate = donate
+        if updates.is_on_disk and not donate:
+            raise UserError(
+                "donate: is False, and offload.optimizer='nvme' writes the new state over the old one; omit donate"
+            )
         self._leaving: collections.deque[list[Any]] = collections.deque()  # stores that may not have ended
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
         """Sends a step to the device. Returns before it ends, but not before its last stores have begun."""
         self._check(state, batch)
         leaves, groups = jax.tree.leaves(state.opt_state), self.updates.groups
-        arriving: collections.deque[list[jax.Array]] = collections.deque()
+        arriving: collections.deque[kept.Loading] = collections.deque()
+        self.updates.prefetch(leaves)
         sent = 0
         while sent < min(self.ahead, len(groups)) and self._num_leaving() + sent < self.in_flight:
             arriving.append(self.updates.load(groups[sent], leaves))
@@ -61,7 +67,7 @@ class StreamedStep:
                 arriving.append(self.updates.load(groups[sent], leaves))
                 sent += 1
             done = self.updates.update(group, arriving.popleft(), leaves, params, handed)
-            stored = self.updates.store(group, done.leaving)
+            stored = self.updates.store(group, done.leaving, leaves)
             self._leaving.append(stored)
             params.update(done.params)
             new_leaves.update(done.device)

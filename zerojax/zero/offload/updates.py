@@ -24,7 +24,7 @@ from zerojax.errors import UserError
 from zerojax.optim import fused
 from zerojax.zero import placement
 from zerojax.zero import update as update_lib
-from zerojax.zero.offload import layout
+from zerojax.zero.offload import kept, layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +177,11 @@ class Updates:
         return self._partition.offload.in_flight
 
     @property
+    def is_on_disk(self) -> bool:
+        """Returns whether the state lives in a file."""
+        return bool(kept.on_disk(self._partition))
+
+    @property
     def structure(self) -> Any:
         """Returns the tree of the whole optimizer state."""
         return jax.tree.structure(self._partition.abstract_state.opt_state)
@@ -205,33 +210,38 @@ class Updates:
         shared = [self._leaves[n][1].sharding for n in self.shared]
         return Handed(grads, shared, replicated, replicated if self._may_skip else None)
 
-    def load(self, group: Group, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    def load(self, group: Group, leaves: Sequence[Any]) -> kept.Loading:
         """Sends copies of a group's leaves to the device. `leaves` are all leaves of the optimizer state."""
         shardings = [self._device_shardings[n] for n in group.host]
-        return jax.device_put([leaves[n] for n in group.host], shardings)
+        return kept.load([leaves[n] for n in group.host], shardings)
 
-    def store(self, group: Group, leaving: Sequence[jax.Array]) -> list[jax.Array]:
-        """Sends new leaves to host memory."""
-        return jax.device_put(list(leaving), [self._leaves[n][1].sharding for n in group.host])
+    def store(self, group: Group, leaving: Sequence[jax.Array], leaves: Sequence[Any]) -> list[Any]:
+        """Sends new leaves to where the old ones live."""
+        shardings = [self._leaves[n][1].sharding for n in group.host]
+        return kept.leave(list(leaving), [leaves[n] for n in group.host], shardings)
+
+    def prefetch(self, leaves: Sequence[Any]) -> None:
+        """Begins to read the groups that live on a disk."""
+        kept.prefetch([[leaves[n] for n in group.host] for group in self.groups])
 
     def update(
         self,
         group: Group,
-        loaded: Sequence[jax.Array],
+        loading: kept.Loading,
         leaves: Sequence[Any],
         params: Mapping[str, jax.Array],
         handed: Handed,
     ) -> Done:
-        """Sends a group's update. `loaded` and the group's params are deleted.
+        """Sends a group's update. The loaded leaves and the group's params are deleted.
 
         Args:
           group: one of `groups`.
-          loaded: the result of `load`.
+          loading: the result of `load`.
           leaves: all leaves of the optimizer state; those of the group that stay on the device are read and deleted.
           params: at least the group's, by path.
           handed: at least the group's gradients.
         """
-        done = Done({}, {}, [])
+        done, loaded = Done({}, {}, []), kept.arrived(loading)
         held = dict(zip(self.shared, handed.shared))
         scalars = (handed.factor, *(() if handed.finite is None else (handed.finite,)))
         for item in group.items:

@@ -1,0 +1,139 @@
+"""Measures a disk and predicts a step that offloads to it. This module is the command line `zerojax disk`.
+
+python -m zerojax.commands.disk /scratch                                       rates by chunk and threads
+python -m zerojax.commands.disk /scratch --config configs/llama3_8b.py --json  and the time of that config's optimizer state
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import re
+import sys
+from typing import Any
+
+from rich.table import Table
+
+from zerojax import display, roles, tree
+from zerojax.commands import arguments
+from zerojax.errors import UserError
+from zerojax.zero.offload.disk import folder as folder_lib
+from zerojax.zero.offload.disk import rates, scratch
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_CHUNKS, _THREADS, _SIZE = "1M,8M,32M", "1,4,16", "2G"
+
+
+def main() -> None:
+    """Prints the rates. A UserError prints one line and ends with status 2."""
+    arguments.run(_disk)
+
+
+def _disk() -> None:
+    given = _parse(sys.argv[1:])
+    warning = folder_lib.warning(given.folder)
+    if warning:
+        print(f"zerojax: {warning}", file=sys.stderr, flush=True)
+    nbytes = given.state if given.state else _state_bytes(given.config) if given.config else 0
+    measured = rates.measure(
+        given.folder,
+        size=given.size,
+        chunks=given.chunk,
+        threads=given.threads,
+        say=lambda line: print(line, file=sys.stderr, flush=True) if sys.stderr.isatty() else None,
+    )
+    print(json.dumps(as_json(measured, nbytes), indent=2) if given.json else text(measured, nbytes))
+
+
+def text(measured: rates.Measured, nbytes: int = 0) -> str:
+    """Returns the table of rates and, if `nbytes` of state are given, the time that a step moves them in."""
+    table = Table(title=measured.where)
+    for column in ("chunk", "threads", "read GB/s", "write GB/s", "both GB/s"):
+        table.add_column(column, justify="right")
+    for row in measured.rates:
+        speeds = (f"{rate / 1e9:.2f}" for rate in (row.read, row.write, row.both))
+        table.add_row(display.human(row.chunk), str(row.threads), *speeds)
+    best = measured.best
+    lines = [
+        display.as_text(table),
+        f"fastest for a step: chunks of {display.human(best.chunk)}, {best.threads} threads",
+    ]
+    if nbytes:
+        lines.append(
+            f"{nbytes / 1e9:.2f} GB of optimizer state are read and written in {best.seconds(nbytes):.2f} s a step"
+        )
+    return "\n".join(lines)
+
+
+def as_json(measured: rates.Measured, nbytes: int = 0) -> dict[str, Any]:
+    """Returns the same as JSON: bytes, bytes a second and seconds."""
+    found = {**dataclasses.asdict(measured), "best": dataclasses.asdict(measured.best)}
+    return found | ({"state_bytes": nbytes, "seconds_a_step": measured.best.seconds(nbytes)} if nbytes else {})
+
+
+def size_of(word: str) -> int:
+    """Returns the bytes that a word means.
+
+    >>> size_of("8M")
+    8388608
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", word.strip(), re.IGNORECASE)
+    nbytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is no size; write 8M or 4GiB")
+    return nbytes
+
+
+def _chunk(word: str) -> list[int]:
+    chunks = [size_of(part) for part in word.split(",")]
+    for chunk in chunks:
+        if chunk % scratch.ALIGNMENT:
+            raise argparse.ArgumentTypeError(f"{chunk} bytes is not a multiple of {scratch.ALIGNMENT}; write 1M")
+    return chunks
+
+
+def _threads(word: str) -> list[int]:
+    if not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", word):
+        raise argparse.ArgumentTypeError(f"{word!r} is no list of numbers from 1 to 9999; write 1,4,16")
+    return [int(part) for part in word.split(",")]
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    parser = arguments.OneLineParser(
+        prog="zerojax disk",
+        usage="python -m zerojax.commands.disk [FOLDER] [--size 2G] [--chunk 1M,8M] [--threads 1,4] [--config FILE | --state 96G] [--json]",
+        description="Measures direct reads, writes, and both at once on a folder's disk, and predicts the step of a config that offloads "
+        "to it.",
+    )
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", default=".", type=pathlib.Path, help="default: this one")
+    parser.add_argument("--size", type=size_of, default=_SIZE, help=f"bytes of the file ({_SIZE})")
+    parser.add_argument("--chunk", type=_chunk, default=_CHUNKS, help=f"bytes of one call, or several ({_CHUNKS})")
+    parser.add_argument("--threads", type=_threads, default=_THREADS, help=f"calls at once, or several ({_THREADS})")
+    parser.add_argument("--state", type=size_of, help="bytes of optimizer state on this machine")
+    parser.add_argument("--config", metavar="FILE", help="a config, whose optimizer state is counted")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args(words)
+    if given.state and given.config:
+        raise UserError("--state and --config: both say how large the optimizer state is; omit one")
+    if given.size < 2 * max(given.chunk):
+        raise UserError(f"--size: is {given.size} bytes, and must hold two chunks of {max(given.chunk)}")
+    return given
+
+
+def _state_bytes(config: str) -> int:
+    """Returns the bytes of the optimizer state of a config, of all devices together."""
+    import jax
+
+    from zerojax.trainer import command, program
+    from zerojax.trainer import config as config_lib
+
+    jax.config.update("jax_platforms", "cpu")
+    settings = config_lib.from_dict(command.parse(["zerojax", f"--config={config}"]))
+    settings = dataclasses.replace(settings, mesh=config_lib.MeshSettings(replica=1, data=1, model=1))
+    partition = program.build(settings, devices=jax.devices()[:1]).partition
+    leaves = dict(tree.flatten(partition.abstract_state))
+    return sum(tree.nbytes(leaves[path]) for path, found in partition.leaves.items() if found.role == roles.OPT_STATE)
+
+
+if __name__ == "__main__":
+    main()

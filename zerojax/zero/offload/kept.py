@@ -1,0 +1,151 @@
+"""Puts an offloaded leaf where it lives: pinned memory, or a file on a local disk. This module makes the file's store for a partition.
+
+Either way a leaf comes in through pinned memory. A leaf on the disk is a `disk.store.DiskArray` in the state.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from zerojax import display, roles, tree
+from zerojax.errors import UserError
+from zerojax.zero import placement
+from zerojax.zero.offload import layout, settings
+from zerojax.zero.offload.disk import folder as folder_lib
+from zerojax.zero.offload.disk import scratch, store
+
+Keep = Callable[[jax.Array, Any], Any]
+Loading = Any  # arrays, or a future of them
+
+
+def on_disk(partition: placement.Partition) -> dict[str, Any]:
+    """Returns the abstract leaves, or pieces, that live in a file, by path."""
+    if partition.offload is None or partition.offload.optimizer != settings.NVME:
+        return {}
+    return {
+        path: leaf
+        for path, leaf in tree.flatten(partition.abstract_state)
+        if path in partition.on_host and partition.leaves[path].role == roles.OPT_STATE
+    }
+
+
+def disk_bytes(partition: placement.Partition) -> int:
+    """Returns the bytes of this process's file."""
+    return sum(map(store.bytes_of, on_disk(partition).values()))
+
+
+def line(partition: placement.Partition) -> str:
+    """Returns a line that says where this process's file will be, or "" if nothing lives on a disk."""
+    if not on_disk(partition):
+        return ""
+    size, buffers, where = disk_bytes(partition), buffer_bytes(partition), _folder(partition.offload)
+    kind = folder_lib.file_system(where) or "a disk"
+    return (
+        f"offload: {display.human(size)} of optimizer state in a file in {where} ({kind}), read through {display.human(buffers)} of host "
+        f"memory; zerojax disk {where} measures that disk"
+    )
+
+
+def buffer_bytes(partition: placement.Partition) -> int:
+    """Returns the host memory of the buffers that this process reads its file into."""
+    leaves = list(on_disk(partition).values())
+    if not leaves:
+        return 0
+    chunk = max(partition.offload.chunk_bytes, max(map(layout.shard_bytes, leaves)))
+    return chunk * len(leaves[0].sharding.addressable_devices) * partition.offload.nvme_buffers
+
+
+def check_space(partition: placement.Partition, processes: int) -> None:
+    """Checks that the disk has room for the files of a host's processes.
+
+    Raises:
+      UserError: it has not, or the settings name no folder.
+    """
+    if on_disk(partition):
+        folder_lib.check_space(_folder(partition.offload), disk_bytes(partition) * processes)
+
+
+def with_keeper(partition: placement.Partition) -> placement.Partition:
+    """Returns the partition with the function that a restored checkpoint needs, if leaves live on a disk."""
+    return dataclasses.replace(partition, keeper=keeper) if on_disk(partition) else partition
+
+
+def keeper(partition: placement.Partition) -> Keep:
+    """Returns f(array, like) that brings an array to where the abstract leaf `like` of `partition.abstract_state` lives.
+
+    Where leaves live on a disk, a file for all of them is made now. It is freed when nothing refers to its leaves any more.
+
+    Args:
+      partition: the state's.
+
+    Raises:
+      UserError: the folder cannot be used, or its disk has no room.
+    """
+    leaves = on_disk(partition)
+    if not leaves:
+        return to_host
+    chosen = partition.offload
+    made = store.Store(
+        store.Settings(
+            folder=_folder(chosen),
+            buffers=chosen.nvme_buffers,
+            buffer_bytes=scratch.aligned(chosen.chunk_bytes) * len(partition.mesh.local_devices),
+        ),
+        list(leaves.values()),
+    )
+    of_disk = set(map(id, leaves.values()))
+
+    def keep(array: jax.Array, like: Any) -> Any:
+        host = to_host(array, like)
+        return made.put(host) if id(like) in of_disk else host
+
+    return keep
+
+
+def to_host(array: jax.Array, like: Any) -> jax.Array:
+    """Sends an array to where an abstract leaf is in host memory."""
+    return jax.device_put(array, like.sharding)
+
+
+def load(leaves: list[Any], shardings: list[Any]) -> Loading:
+    """Begins to bring leaves to the device. Returns the arrays, or a future of them; see `arrived`."""
+    if leaves and is_on_disk(leaves[0]):
+        return leaves[0].store.load(leaves, shardings)
+    return jax.device_put(leaves, shardings)
+
+
+def arrived(loaded: Loading) -> list[jax.Array]:
+    """Returns the arrays that `load` began to bring, and waits where they come from a disk."""
+    return loaded if isinstance(loaded, list) else loaded.result()
+
+
+def leave(leaving: list[jax.Array], old: list[Any], shardings: list[Any]) -> list[Any]:
+    """Begins to bring new leaves to where the old ones live. Those of a disk are written over the old ones, which become invalid."""
+    host = jax.device_put(leaving, shardings)
+    return old[0].store.replace(old, host) if old and is_on_disk(old[0]) else host
+
+
+def prefetch(groups: list[list[Any]]) -> None:
+    """Begins to read groups of leaves that live on a disk, in this order, as far as its buffers reach."""
+    for group in groups:
+        if group and is_on_disk(group[0]):
+            group[0].store.prefetch(group)
+
+
+def is_on_disk(leaf: Any) -> bool:
+    """Returns whether a leaf of a state lives in a file."""
+    return isinstance(leaf, store.DiskArray)
+
+
+def in_memory(leaf: Any) -> jax.Array:
+    """Returns a leaf as an array, in host memory if it lives on a disk."""
+    return leaf.to_host() if is_on_disk(leaf) else leaf
+
+
+def _folder(chosen: settings.Offload) -> str:
+    if not chosen.nvme_path:
+        raise UserError("offload.nvme_path: is missing, and offload.optimizer is 'nvme'; name a folder on a local disk")
+    return os.fspath(chosen.nvme_path)
