@@ -44,8 +44,9 @@ def get_config():
     c.offload.optimizer = (
         "none"  # moments and master weights: "host" keeps them in pinned host memory, "nvme" in a file (stages 1 to 3)
     )
-    c.offload.params = "none"  # weights
+    c.offload.params = "none"  # weights, with optimizer = "host" at stage 3: "none", "host"; fetched block by block
     c.offload.fraction = 1.0  # of the optimizer state that is offloaded, above 0
+    c.offload.params_fraction = 1.0  # of the params that may be offloaded, above 0
     c.offload.chunk_bytes = 256 << 20  # copied and updated together on each device
     c.offload.in_flight = 8  # chunks on a device at once; half of them arrive before the forward pass
     c.offload.nvme_path = ""  # the folder of the file, on a local disk; "": WORKDIR/offload

@@ -123,6 +123,10 @@ BAD = {
         {"offload.params": "host", "zero.stage": 2},
         r"^config\.offload\.params: is 'host', which works at stage 3, and the stage is 2",
     ),
+    "offloaded params alone": (
+        {"offload.params": "host", "offload.params_fraction": 2.0},
+        r"^config\.offload\.params_fraction: .* at most 1",
+    ),
     "offload unread": ({"offload.fraction": 0.5}, r"^config\.offload\.fraction: is 0\.5 and cannot take effect"),
     "offload in flight": (
         {"offload.optimizer": "host", "offload.in_flight": 1},

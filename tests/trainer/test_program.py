@@ -257,7 +257,7 @@ OFFLOAD = {"offload__optimizer": "host", "offload__chunk_bytes": 20_000}
 
 
 def test_an_offloaded_program_begins_trains_and_restores_as_one_on_the_device(tmp_path):
-    """At stage 2, where the master weights are offloaded too; then its checkpoint restores at stage 3, offloaded and not."""
+    """At stage 2, where the master weights are offloaded too; then its checkpoint restores at stage 3, with each kind of offload."""
     here, there = build(zero__stage=2, precision="bf16"), build(zero__stage=2, precision="bf16", **OFFLOAD)
     assert there.partition.on_host and there.partition.cuts
     states = [program.init_state(built) for built in (here, there)]
@@ -275,6 +275,7 @@ def test_an_offloaded_program_begins_trains_and_restores_as_one_on_the_device(tm
     for changes in (
         {"zero__stage": 3},
         {"zero__stage": 3, **OFFLOAD},
+        {"zero__stage": 3, **OFFLOAD, "offload__params": "host"},
         {"zero__stage": 2, "offload__optimizer": "host"},
     ):
         built = build(precision="bf16", **changes)
@@ -290,8 +291,23 @@ def test_an_offloaded_program_begins_trains_and_restores_as_one_on_the_device(tm
         if "offload__chunk_bytes" not in changes:
             continue
         weights = jax.tree.leaves(state.params)
-        assert not any(layout.is_on_host(leaf) for leaf in weights)
+        assert any(layout.is_on_host(leaf) for leaf in weights) == ("offload__params" in changes)
     saver.close()
+    # The last program of the loop but one has its params on the host: it evaluates and trains as the one on the device.
+    there = build(zero__stage=3, precision="bf16", **OFFLOAD, offload__params="host")
+    state = program.restored_state(there, saver_state(tmp_path, there))
+    micro = {name: array[: there.sizes.global_batch_size] for name, array in batch.items()}
+    here = build(zero__stage=3, precision="bf16")
+    on_device = program.restored_state(here, saver_state(tmp_path, here))
+    np.testing.assert_allclose(there.eval_loss(state.params, micro), here.eval_loss(on_device.params, micro), rtol=2e-3)
+    np.testing.assert_allclose(
+        there.train_step(state, batch)[1]["loss"], here.train_step(on_device, batch)[1]["loss"], rtol=2e-3
+    )
+
+
+def saver_state(folder, built):
+    with checkpointer.Checkpointer(folder, keep_last=1, keep_best=0) as saver:
+        return saver.restore(1, built.logical_abstract_state)[0]
 
 
 @pytest.mark.parametrize("stage", [1, 3])

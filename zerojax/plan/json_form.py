@@ -60,6 +60,7 @@ def _stream(stream: streams.Stream) -> dict[str, Any]:
         "host_bytes": stream.nbytes,
         "is_on_disk": stream.is_on_disk,
         "groups": stream.groups,
+        "fetched_param_bytes": stream.by_block.fetched if stream.by_block else 0,
         "device_bytes_at_once": stream.at_once,
         "peak_bytes": stream.peak,
         "bytes_per_second": stream.rate,

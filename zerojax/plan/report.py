@@ -117,12 +117,16 @@ def _stream_line(stream: streams.Stream) -> str:
     where = "are read from a disk and written back" if stream.is_on_disk else "arrive and leave"
     at_once = f"at most {display.human(stream.at_once)} on the device at once"
     line = f"offload: {display.human(stream.nbytes)} of optimizer state {where} in {stream.groups} groups, {at_once}"
+    if stream.by_block is not None:
+        line += f", and {display.human(stream.by_block.fetched)} of params arrive block by block"
     if stream.rate is None or stream.seconds is None or stream.exposed is None:
         if stream.is_on_disk:
             return (
                 f"{line}; zerojax disk measures what each host's disk gives: pass a device's share of it as --host_gbps"
             )
         return f"{line}; the rate to host memory is unknown"
+    if stream.is_early:
+        return f"{line}; {stream.seconds * 1e3:.0f} ms at {stream.rate / 1e9:.0f} GB/s each way, beside the passes"
     hidden = stream.seconds - stream.exposed
     return (
         f"{line}; {stream.seconds * 1e3:.0f} ms at {stream.rate / 1e9:.0f} GB/s each way, of which {hidden * 1e3:.0f} ms run beside "

@@ -55,7 +55,7 @@ class Plan:
       compile_seconds: the time to trace, lower and compile.
       compiled: the compiled step. It runs if the devices are real.
       stream: the stream of offloaded state; None if there is none. `buffers` and what is read from the program are then those of the
-        first program, which computes the gradients.
+        program of the gradients. A step block by block has no such program: it is compiled for the collectives and the work alone.
     """
 
     target: targets.Target
@@ -77,8 +77,10 @@ class Plan:
     @property
     def peak(self) -> int:
         """Returns the peak of bytes in use on a device."""
+        if self.stream is None:
+            return self.buffers.peak
         return (
-            self.buffers.peak if self.stream is None else max(self.buffers.peak + self.stream.before, self.stream.peak)
+            self.stream.peak if self.stream.by_block else max(self.buffers.peak + self.stream.before, self.stream.peak)
         )
 
     @property
@@ -153,9 +155,11 @@ def plan_step(
     began = time.perf_counter()
     traced = train_step.trace(state, *args)
     compiled, held = buffers_lib.compile_with_buffers(
-        traced.lower(), from_cache=from_cache, compiler_options=compiler_options
+        traced.lower(),
+        from_cache=from_cache,
+        compiler_options={**(compiler_options or {}), **streams.compiler_options(train_step)},
     )
-    stream = streams.of(train_step, held, known)
+    stream = streams.of(train_step, held, known, state, args)
     seconds = time.perf_counter() - began
     weights = placement.placements if placement else _weights(state)
     sent = ledger.ledger(held.hlo_text, mesh, weights)
@@ -215,8 +219,37 @@ def _memory(
     temporaries = held.temporaries_by_role if held.at_peak else {}
     for role in (roles.GRADIENTS, roles.GATHERED, roles.COLLECTIVE_BUFFERS):
         assigned[role] = temporaries.get(role, 0)
+    if stream is not None and stream.by_block is not None:
+        return _memory_by_block(assigned, stream, placement, passes, by_hand)
     rest = held.temporaries - sum(temporaries.get(role, 0) for role in assigned)
     assigned[roles.TEMPORARIES] = rest + held.outputs + held.constants
+    return _rows(assigned, placement, passes, by_hand)
+
+
+def _memory_by_block(
+    assigned: dict[str, int],
+    stream: streams.Stream,
+    placement: placement_lib.Partition | None,
+    passes: int,
+    by_hand: bool,
+) -> tuple[MemoryRow, ...]:
+    """Returns the memory of a step block by block: what waits is known by role, and the rest of the peak is temporaries."""
+    by_block = stream.by_block
+    assert by_block is not None
+    assigned = assigned | {
+        roles.PARAMS: assigned.get(roles.PARAMS, 0) - by_block.params,
+        roles.HOST: assigned[roles.HOST] + by_block.params,
+        roles.GRADIENTS: by_block.waiting,
+        roles.GATHERED: 0,
+        roles.COLLECTIVE_BUFFERS: 0,
+    }
+    resident = sum(count for role, count in assigned.items() if role not in (roles.HOST, roles.TEMPORARIES))
+    return _rows(assigned | {roles.TEMPORARIES: stream.peak - resident}, placement, passes, by_hand)
+
+
+def _rows(
+    assigned: Mapping[str, int], placement: placement_lib.Partition | None, passes: int, by_hand: bool
+) -> tuple[MemoryRow, ...]:
     theory, arithmetic = _theory(placement, passes, by_hand) if placement else ({}, {})
     shown = (
         roles.PARAMS,

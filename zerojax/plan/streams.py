@@ -3,16 +3,20 @@
 before the gradients    the first groups arrive, beside the program of the gradients: half of those in flight
 after them              the other groups arrive, are updated and leave, both directions at once
 in the next step        the last groups leave, beside its gradients
+
+With params in host memory too, each block's pass is a program of its own (`offload.blockwise`). Its weights arrive beside the programs
+before it, and where no norm is waited for, groups are updated beside the backward pass.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import targets
-from zerojax.zero.offload import streamed
+from zerojax.zero.offload import blockwise, streamed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Stream:
       peak: device bytes during the updates: the state that stays, the gradients and `at_once`.
       rate: bytes/s in each direction while both are in use; None if unknown, as a disk's is where the user does not give it.
       is_on_disk: whether the bytes are on a disk.
+      by_block: of a step block by block, whose peak is `peak`; None: the step is one program and its updates.
+      is_early: whether the groups of a step block by block are updated beside the backward pass.
     """
 
     nbytes: int
@@ -36,33 +42,46 @@ class Stream:
     peak: int
     rate: float | None
     is_on_disk: bool = False
+    by_block: blockwise.Memory | None = None
+    is_early: bool = False
+
+    @property
+    def arriving(self) -> int:
+        """Returns the bytes that arrive in a step."""
+        return self.nbytes + (self.by_block.fetched if self.by_block else 0)
 
     @property
     def seconds(self) -> float | None:
         """Returns the time of the copies, both directions at once."""
-        return None if self.rate is None else self.nbytes / self.rate
+        return None if self.rate is None else self.arriving / self.rate
 
     @property
     def exposed(self) -> float | None:
-        """Returns the part of `seconds` in which the device only waits for copies. The rest runs beside gradients."""
-        return None if self.rate is None else max(0, self.nbytes - self.before) / self.rate
+        """Returns the part of `seconds` in which the device only waits for copies. The rest may run beside gradients."""
+        if self.rate is None:
+            return None
+        return 0.0 if self.is_early else max(0, self.nbytes - self.before) / self.rate
 
 
-def plan(step: streamed.StreamedStep, gradients: buffers_lib.Buffers, target: targets.Target) -> Stream:
-    """Plans the stream of a step whose program of the gradients is compiled. Compiles the programs of the updates.
+def plan(
+    step: streamed.StreamedStep, gradients: buffers_lib.Buffers, target: targets.Target, state: Any, batch: Any
+) -> Stream:
+    """Plans the stream of a step whose program of the gradients is compiled. Compiles the programs of the updates, and those of blocks.
 
     Args:
       step: traced before, so that the gradients' dtypes are known.
       gradients: the memory of the program of the gradients.
       target: the device.
+      state, batch: of the step, abstract.
     """
+    by_block = step.memory(state, batch) if isinstance(step, blockwise.BlockwiseStep) else None
     groups = step.updates.groups
     analyses = [compiled.memory_analysis() for compiled in step.updates.compile()]
     known = [analysis for analysis in analyses if analysis is not None]
     extra = max((a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes for a in known), default=0)
     held = sum(argument.nbytes for argument in gradients.arguments if argument.space == "device") + gradients.outputs
     counts = [group.nbytes for group in groups]
-    in_flight = max(sum(counts[n : n + step.in_flight]) for n in range(len(counts)))
+    in_flight = max((sum(counts[n : n + step.in_flight]) for n in range(len(counts))), default=0)
     rate, is_on_disk = target.host_duplex or target.host_link, step.updates.is_on_disk
     if is_on_disk and rate is not None and rate.source != targets.GIVEN:
         rate = None  # that of host memory says nothing of a disk
@@ -71,15 +90,27 @@ def plan(step: streamed.StreamedStep, gradients: buffers_lib.Buffers, target: ta
         groups=len(groups),
         before=sum(counts[: step.ahead]),
         at_once=in_flight + extra,
-        peak=held + in_flight + extra,
+        peak=(by_block.passes if by_block else held) + in_flight + extra,
         rate=None if rate is None else rate.value,
         is_on_disk=is_on_disk,
+        by_block=by_block,
+        is_early=isinstance(step, blockwise.BlockwiseStep) and step.is_early,
     )
 
 
-def of(train_step: Any, gradients: buffers_lib.Buffers, target: targets.Target) -> Stream | None:
+def of(
+    train_step: Any, gradients: buffers_lib.Buffers, target: targets.Target, state: Any, args: Sequence[Any]
+) -> Stream | None:
     """Returns the stream of a step that has one."""
-    return plan(train_step, gradients, target) if isinstance(train_step, streamed.StreamedStep) else None
+    return plan(train_step, gradients, target, state, *args) if isinstance(train_step, streamed.StreamedStep) else None
+
+
+def compiler_options(train_step: Any) -> dict[str, Any]:
+    """Returns XLA's options for the program that is planned.
+
+    That of a step block by block never runs and may not fit. XLA would recompute what it can, for minutes.
+    """
+    return {"xla_disable_hlo_passes": "rematerialization"} if isinstance(train_step, blockwise.BlockwiseStep) else {}
 
 
 def whole_step(train_step: Any, compiled: jax.stages.Compiled) -> Any:

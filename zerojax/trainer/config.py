@@ -97,6 +97,7 @@ class OffloadSettings:
     optimizer: str
     params: str
     fraction: float
+    params_fraction: float
     chunk_bytes: int
     in_flight: int
     nvme_path: str

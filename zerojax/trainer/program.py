@@ -29,7 +29,9 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer.checks import names
 from zerojax.zero import explicit, memory, placement, shard_state, stages, step
 from zerojax.zero import loss_scale as loss_scale_lib
+from zerojax.zero.offload import blockwise
 from zerojax.zero.offload import create as offload_create
+from zerojax.zero.offload import params as params_on_host
 from zerojax.zero.offload import settings as offload_settings
 
 
@@ -122,7 +124,10 @@ def _build(config: config_lib.Config, tokenizer_vocab: int, devices: Sequence[An
     source = _source(config.init_from) if config.init_from else None
     family, model = _model(config, source, mesh, policy.compute_dtype, tokenizer_vocab)
     schedule, inner = _optimizer(config, policy)
-    copy_dtype = policy.copy_dtype(splits_params=stages.STAGES[config.zero.stage].params)
+    offload = config_lib.make_offload(config.offload, config.zero.stage)
+    # Params in host memory are sent in 16 bits, so these are stored beside the master weights.
+    is_cast_on_device = stages.STAGES[config.zero.stage].params and offload.params == offload_settings.NONE
+    copy_dtype = policy.copy_dtype(splits_params=is_cast_on_device)
     tx = inner if copy_dtype is None else master_weights.with_master_weights(inner)
 
     params = family_lib.abstract_params(family.parts, model)
@@ -136,7 +141,7 @@ def _build(config: config_lib.Config, tokenizer_vocab: int, devices: Sequence[An
         overrides=config.zero.overrides,
         min_size=config.zero.min_size,
         indivisible=config.zero.indivisible,
-        offload=config_lib.make_offload(config.offload, config.zero.stage),
+        offload=offload,
     )
     _check_model_axis(partition)
     schedules.check(config.optimizer.schedule, config.optimizer.warmup_steps, config.steps)
@@ -188,8 +193,15 @@ def _functions(
             reduce_dtype=precision.DTYPES[config.reduce_dtype],
             **how,
         ),
-        "eval_loss": jax.jit(explicit.mean(functools.partial(family.loss, model), partition, **how)),
+        "eval_loss": _eval_loss(functools.partial(family.loss, model), partition, how),
     }
+
+
+def _eval_loss(loss_fn: Callable[..., Any], partition: placement.Partition, how: dict[str, Any]) -> Callable[..., Any]:
+    """Returns f(params, batch) -> the mean loss over all devices."""
+    if params_on_host.are_on_host(partition):
+        return blockwise.mean_of(loss_fn, partition, **how)
+    return jax.jit(explicit.mean(loss_fn, partition, **how))
 
 
 def most_pinned_bytes(config: config_lib.Config) -> int:

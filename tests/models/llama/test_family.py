@@ -10,7 +10,12 @@ from zerojax.models.llama import family as presets
 from zerojax.models.llama import model as llama
 
 # Llama 3 model cards; the 1B shape is 3.2's with an output projection of its own (1.24 B + 128256 * 2048).
-PUBLISHED = {"llama3_1b": 1_498_482_688, "llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496}
+PUBLISHED = {
+    "llama3_1b": 1_498_482_688,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "qwen2_14b": 14_770_033_664,
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

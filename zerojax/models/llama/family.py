@@ -20,6 +20,21 @@ PRESETS: dict[str, LlamaConfig] = {
     "llama3_1b": _llama3(16, embed_dim=2048, num_heads=32, num_kv_heads=8, head_dim=64, mlp_dim=8192),
     "llama3_8b": _llama3(32, embed_dim=4096, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=14336),
     "llama3_70b": _llama3(80, embed_dim=8192, num_heads=64, num_kv_heads=8, head_dim=128, mlp_dim=28672),
+    # Qwen2.5 technical report, arXiv:2412.15115, table 1.
+    "qwen2_14b": LlamaConfig(
+        152064,
+        48,
+        embed_dim=5120,
+        num_heads=40,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_dim=13824,
+        max_seq_len=32768,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        qkv_bias=True,
+        model_type="qwen2",
+    ),
 }
 
 # The rows: model_type in Hugging Face's config.json -> its class in transformers

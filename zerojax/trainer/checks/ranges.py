@@ -36,8 +36,8 @@ CHOICES: dict[str, tuple] = {
 }
 POSITIVE = tuple(
     "steps seq_len log_every emulate_devices mesh.replica mesh.model optimizer.learning_rate optimizer.eps loss_scale.init_scale "
-    "loss_scale.window loss_scale.hysteresis loss_scale.min_scale offload.fraction offload.chunk_bytes offload.in_flight evaluate.batches "
-    "checkpoint.keep_last profile.start".split()
+    "loss_scale.window loss_scale.hysteresis loss_scale.min_scale offload.fraction offload.params_fraction offload.chunk_bytes "
+    "offload.in_flight evaluate.batches checkpoint.keep_last profile.start".split()
 )
 NOT_NEGATIVE = tuple(
     "seed global_batch_size micro_batch_size grad_accum zero.min_size model.vocab_size model.num_layers "
@@ -63,6 +63,7 @@ MOST: dict[str, tuple[float, str]] = {
     "optimizer.final_fraction": (1, "a schedule falls from its peak"),
     "optimizer.eps": (1, "gradients are far smaller, and the weights would hardly change"),
     "offload.fraction": (1, "it is a share of the optimizer state"),
+    "offload.params_fraction": (1, "it is a share of the params"),
     "sample.length": (2**16, "each token runs the model over the full text"),
 }
 # place -> (the smallest value but 0, why)

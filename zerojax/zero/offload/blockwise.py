@@ -26,10 +26,28 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import explicit, placement, where_used
 from zerojax.zero import update as update_lib
-from zerojax.zero.offload import blocks, layout, streamed
+from zerojax.zero.offload import blocks, layout, programs, schedule, streamed
 from zerojax.zero.offload import passes as passes_lib
 from zerojax.zero.offload import updates as updates_lib
 from zerojax.zero.sharded_batch import inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What a step block by block takes of each device, in bytes.
+
+    Attributes:
+      fetched: params that arrive from the host in a step.
+      passes: the peak of the passes, without groups of the update.
+      params: the params in host memory.
+      waiting: gradients that wait for other passes or for the norm.
+    """
+
+    fetched: int
+    passes: int
+    params: int
+    waiting: int
+
 
 LEAD = 3  # programs between the sending of a group's first load and its update
 
@@ -108,6 +126,25 @@ class BlockwiseStep(streamed.StreamedStep):
         new_state, metrics, handed = self._finish(self._without(rest), aux, own, of_all)
         groups.update(last, handed._replace(grads=groups.grads))
         return self._put_together(state, new_state, groups), metrics
+
+    def memory(self, state: Any, batch: Any) -> "Memory":
+        """Returns what a step takes of a device, for a state and a batch that may be abstract. Compiles its programs."""
+        rest = self.updates.rest.of(state)
+        one_pass = self.passes.one_pass(rest, batch)
+        self.updates.set_grad_dtypes(dict.fromkeys(self.updates.weights, jnp.float32))
+        cut, on_host = one_pass.schedule.cut, one_pass.weights
+        reads = [number for program in cut.programs for number in program.reads if number in on_host]
+        num_passes = self.passes.count
+        grads = sum(cut.nbytes(number) for number in one_pass.grads)
+        # The gradients of the pass before, and those that wait for the norm.
+        waiting = grads if num_passes > 1 or not self.is_early else 0
+        resident = sum(map(layout.shard_bytes, jax.tree.leaves(self.updates.rest.on_device.abstract_state.opt_state)))
+        return Memory(
+            fetched=num_passes * sum(map(cut.nbytes, reads)),
+            passes=one_pass.schedule.peak(takes_results=True) + waiting + resident,
+            params=sum(map(cut.nbytes, on_host)),
+            waiting=waiting,
+        )
 
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
         """Traces the step without its updates as one program on the device, for the whole train state, abstract or not."""
@@ -215,11 +252,31 @@ class _Groups:
         self.params[weight] = new
 
 
+def mean_of(loss_fn: Callable[..., Any], partition: placement.Partition, **how: Any) -> Callable[[Any, Any], jax.Array]:
+    """Returns `explicit.mean(loss_fn, partition, **how)` for params in host memory, which are fetched block by block."""
+    mean = explicit.mean(loss_fn, partition, runner=blocks.NestedBlocks, **how)
+    schedules: dict[Any, schedule.Schedule] = {}
+
+    def of(params: Any, batch: Any) -> jax.Array:
+        key = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
+        if key not in schedules:
+            on_device = jax.tree.map(layout.as_on_device, tree.abstract(params))
+            fetched = {
+                number: leaf.sharding
+                for number, (path, leaf) in enumerate(tree.flatten(on_device))
+                if f"params/{path}" in partition.on_host
+            }
+            schedules[key] = schedule.Schedule(programs.cut(mean, on_device, tree.abstract(batch)), fetched)
+        return schedules[key](params, batch)
+
+    return of
+
+
 def passes_of(
     loss_fn: Callable[..., Any],
     partition: placement.Partition,
     how: where_used.How,
-    layout: inputs.Layout,
+    batch: inputs.Layout,
     *,
     reduce_dtype: Any,
     compute_dtype: Any,
@@ -244,10 +301,10 @@ def passes_of(
         loss_fn,
         partition,
         how,
-        passes=layout.passes,
+        passes=batch.passes,
         reduce_dtype=reduce_dtype,
         compute_dtype=compute_dtype,
-        layout=dataclasses.replace(layout, passes=1),
+        layout=dataclasses.replace(batch, passes=1),
         runner=blocks.NestedBlocks,
     )
-    return passes_lib.Passes(one_pass, partition.on_host, layout, compute_dtype)
+    return passes_lib.Passes(one_pass, partition.on_host, batch, compute_dtype)

@@ -77,5 +77,12 @@ def are_on_host(partition: placement.Partition) -> bool:
     return any(path in partition.on_host for path in partition.placements)
 
 
+def to_device(params: Any) -> Any:
+    """Returns params with copies on the device of those in host memory, for a program that reads all of them at once."""
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, layout.on_device(leaf.sharding)) if layout.is_on_host(leaf) else leaf, params
+    )
+
+
 def _elements(found: placement.Placement) -> int:
     return math.prod(found.shape or ())

@@ -58,7 +58,7 @@ class Passes:
     def __init__(
         self, one_pass: Callable[..., Any], on_host: Collection[str], batch: inputs.Layout, compute_dtype: Any
     ):
-        self._one_pass, self._on_host, self._batch, self._count = one_pass, on_host, batch, batch.passes
+        self._one_pass, self._on_host, self._batch, self.count = one_pass, on_host, batch, batch.passes
         self._prepare = jax.jit(lambda batch: self._batch.place(batch, compute_dtype))
         self._take = jax.jit(self._taken)
         self._cuts: dict[Any, PassPrograms] = {}
@@ -82,7 +82,7 @@ class Passes:
                 schedule.Schedule(cut, on_host),
                 {result: f"params/{path}" for path, result in tree.flatten(grads)},
                 {n: names[n] for n, (path, _) in enumerate(leaves) if n in on_host and path.startswith("0/")},
-                aux.get("weight") if self._count > 1 else None,
+                aux.get("weight") if self.count > 1 else None,
             )
         return self._cuts[key]
 
@@ -93,15 +93,15 @@ class Passes:
         weights: list[jax.Array] = []
         totals: Any = None
         fields: dict[str, Any] = {}
-        for number in range(self._count):
-            is_last = number == self._count - 1
-            micro = prepared if self._count == 1 else self._take(prepared, np.int32(number))
+        for number in range(self.count):
+            is_last = number == self.count - 1
+            micro = prepared if self.count == 1 else self._take(prepared, np.int32(number))
             done = functools.partial(self._done, found, sums, weights, ready if is_last else None)
             (_, aux), _ = found.schedule(params, micro, state, np.int32(number), done=done)
             fields, metrics = aux.get("state", {}), aux["metrics"]
             state = state.replace(**fields)
             totals = metrics if totals is None else _added_metrics(totals, metrics)
-        return {"metrics": _values(totals, self._count), "state": fields}
+        return {"metrics": _values(totals, self.count), "state": fields}
 
     def _done(
         self,
@@ -118,22 +118,22 @@ class Passes:
             weights.append(values[found.weight])
         grads = {found.grads[number]: values[number] for number in written if number in found.grads}
         values.update(dict.fromkeys((number for number in written if number in found.grads), None))
-        if grads and self._count > 1:
+        if grads and self.count > 1:
             weight = weights[-1] if weights else None
             earlier = {path: sums.pop(path) for path in grads if path in sums}
             grads = _added(earlier, grads, weight) if earlier else _begun(grads, weight)
         if ready is None:
             sums.update(grads)
             return
-        if grads and self._count > 1:
-            grads = _averaged(grads, sum(weights[1:], weights[0])) if weights else _divided(grads, self._count)
+        if grads and self.count > 1:
+            grads = _averaged(grads, sum(weights[1:], weights[0])) if weights else _divided(grads, self.count)
         reads = found.schedule.cut.programs[index].reads
         over = [n for n in reads if n in found.weights and n in values and found.schedule.is_last(n, index)]
         ready(index, grads, {found.weights[number]: values.pop(number) for number in over})
 
     def _of_one_pass(self, prepared: Any) -> Any:
         """Returns the abstract batch of one pass, with shardings."""
-        cut = 0 if self._count == 1 else 1
+        cut = 0 if self.count == 1 else 1
         micro = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[cut:], leaf.dtype), prepared)
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
