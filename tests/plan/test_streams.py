@@ -1,12 +1,15 @@
 """Tests of zerojax.plan.streams: each offloaded leaf stays on the host, and a bounded part of it is on the device, on compiled GPUs."""
 
 import dataclasses
+import math
 
+import block_nets
 import compile_only
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -101,7 +104,53 @@ def test_the_rate_of_host_memory_is_not_taken_for_that_of_a_disk(planned, monkey
     plan, _, step = planned
     monkeypatch.setattr(type(step.updates), "is_on_disk", True)
     target = targets.TARGETS["h200"]
-    assert streams.plan(step, plan.buffers, target).rate is None
+    assert streams.plan(step, plan.buffers, target, None, None).rate is None
     given = dataclasses.replace(target, host_duplex=targets.Figure(2e9, targets.GIVEN))
-    found = streams.plan(step, plan.buffers, given)
+    found = streams.plan(step, plan.buffers, given, None, None)
     assert found.rate == 2e9 and found.is_on_disk
+
+
+def test_params_on_the_host_arrive_in_each_pass_and_are_no_part_of_the_devices_memory():
+    net, mesh = block_nets.Net(4), zerojax.make_mesh(devices=compile_only.devices())
+    x, scale = jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((16, 1), jnp.float32)
+
+    def init(key):
+        params = net.init(key, jnp.zeros(x.shape), jnp.zeros(scale.shape))["params"]
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+    def loss_fn(params, batch, state):
+        return net.apply({"params": params}, batch["x"], batch["scale"])
+
+    partition = zerojax.partition_state(
+        jax.eval_shape(init, jax.random.key(0)),
+        mesh=mesh,
+        stage=3,
+        min_size=64,
+        offload={"optimizer": "host", "params": "host"},
+    )
+    step = zerojax.make_train_step(loss_fn, partition, blocks=r"block_\w+", heads="head", reduce_dtype=jnp.float32)
+    batch = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(("replica", "data"))))
+        for name, leaf in (("x", x), ("scale", scale))
+    }
+    with compile_only.optimized():
+        plan = step_plan.plan_step(
+            step,
+            partition.abstract_state,
+            batch,
+            mesh=mesh,
+            target="h200",
+            placement=partition,
+            compiler_options=compile_only.FAST,
+        )
+    on_host = [path for path in partition.on_host if path.startswith("params/")]
+    nbytes = sum(4 * math.prod(partition.placements[path].shape) for path in on_host) // 8
+    assert len(on_host) == 2 * 5 + 1  # the kernels of the blocks, and that of the embedding
+    assert plan.stream.by_block.params == nbytes
+    assert 2 * nbytes <= plan.stream.by_block.fetched <= 3 * nbytes  # one block is read twice
+    assert plan.stream.is_early and plan.stream.exposed == 0 and plan.stream.by_block.waiting == 0
+    row = {row.role: row for row in plan.memory}
+    assert row["host memory"].assigned == row["host memory"].arithmetic == plan.stream.nbytes + nbytes
+    assert row["params"].assigned == row["params"].arithmetic
+    assert sum(row.assigned for row in plan.memory if row.role != "host memory") == plan.peak == plan.stream.peak
+    assert "of params arrive block by block" in report.text(plan)

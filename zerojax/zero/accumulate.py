@@ -1,5 +1,6 @@
 """Gradient accumulation. This module runs several forward and backward passes and returns their mean."""
 
+import contextlib
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -38,7 +39,7 @@ def value_and_grad(loss_fn: Callable[..., Any], passes: int, own_keys: Any = _NO
             (loss_sum, aux_sum, grad_sum), fields = carry
             number, micro_batch = numbered
             before = state.replace(**fields) if fields else state
-            with keys.folded_in_linen(number):
+            with keys_of_pass(own_keys, fields, number):
                 (loss, aux), grads = one_pass(params, *of_pass(micro_batch, before, own_keys, fields, number))
             fields, weight = aux.pop("state", {}), aux.get("weight")
             loss_sum += loss if weight is None else weight * loss
@@ -63,6 +64,15 @@ def of_pass(batch: Any, state: Any, own_keys: Any, renewed: Collection[str], num
     """
     state_keys = [path for path in own_keys[0] if path.split("/")[0] not in renewed]
     return keys.fold(batch, own_keys[1], number), keys.fold(state, state_keys, number)
+
+
+def keys_of_pass(own_keys: Any, renewed: Collection[str], number: Any) -> contextlib.AbstractContextManager[None]:
+    """Folds the number of a pass into the keys that Linen draws with, unless the loss renews random keys of the state itself.
+
+    A loss that splits the state's key and returns the rest has other keys in each pass already.
+    """
+    renews = any(path.split("/")[0] in renewed for path in own_keys[0])
+    return contextlib.nullcontext() if renews else keys.folded_in_linen(number)
 
 
 def begun(grads: Any, weight: Any) -> Any:

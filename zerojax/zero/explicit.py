@@ -96,7 +96,7 @@ def one_pass(
         if passes > 1:
             (_, aux), _ = jax.eval_shape(run, of_device.sinks(params), batch, state)
             batch, state = accumulate.of_pass(batch, state, own_keys, aux.get("state", {}), number)
-            folded = keys.folded_in_linen(number)
+            folded = accumulate.keys_of_pass(own_keys, aux.get("state", {}), number)
         with _leaks_named(), folded:
             (loss, aux), (grads, tokens) = run(of_device.sinks(params), batch, state)
         grads = _read((tokens, aux.pop("tokens")), grads)

@@ -58,7 +58,7 @@ def test_a_group_alone_updates_its_weights_as_optax_does(made):
     factor = jax.device_put(jnp.float32(0.5), found.handed_shardings.factor)
     handed = updates.Handed(grads, [leaves[n] for n in found.shared], factor, None)
     done = found.update(group, found.load(group, leaves), leaves, params, handed)
-    stored = found.store(group, done.leaving)
+    stored = found.store(group, done.leaving, leaves)
     assert all(layout.is_on_host(leaf) for leaf in stored)
     plain = optax.adamw(1e-2, weight_decay=0.1)
     before = np.asarray(tree.flatten(offloads.weights(jax.random.key(0)))[0][1])
