@@ -4,7 +4,7 @@
 
 Devices: 1 GPU with 80 GB, and a host with 110 GB of free memory: 6 bytes a weight, and the chunks in flight. 32 passes make up 524,288
 tokens a step. The sums of gradients, 4 bytes a weight, are on the device. Weights are rounded stochastically and have no float32 masters.
-Result: on random tokens the loss falls as that of configs/llama3_1b.py. Memory: docs/offload.md.
+Result: not yet run at this size. On random tokens the loss should fall as that of configs/llama3_1b.py. See docs/offload.md.
 """
 
 from configs import llama3_1b

@@ -1,11 +1,13 @@
-"""Checks the benchmark of offload. This module tests scripts/bench_offload.py with small sizes on the CPU."""
+"""Checks the benchmark of offload. This module tests scripts/bench_offload*.py with small sizes on the CPU."""
 
 import pathlib
+import re
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "scripts"))
 
 import bench_offload
+import bench_offload_blocks
 
 SMALL = "--params_millions 0.3 --chunks_mib 1 --in_flight 4 --copies 2 --updates 1 --repeat 1".split()
 
@@ -41,3 +43,13 @@ def test_a_rate_is_shown_as_a_share_of_both_directions_of_the_link():
 def test_every_training_run_is_a_valid_setting():
     for words in bench_offload.TRAIN.values():
         assert bench_offload.bench_train.parse("run", words).config == "configs/llama3_1b.py"
+
+
+def test_steps_of_a_small_model_with_all_its_state_on_the_host_are_measured():
+    small = "--preset test --layers 1 --seq_len 16 --micro_batch 1 --accum 1 --state 16bit --params host --steps 2"
+    line = bench_offload_blocks.main(bench_offload_blocks.parser.parse_args(small.split()))
+    assert re.fullmatch(
+        r"[\d.]+B weights, .* on the host, made in .*; first step .* ms; \d+ tokens/s; peak .* GB; loss .*", line
+    )
+    found = [float(loss) for loss in line.rpartition("loss ")[2].split()]
+    assert len(found) == 3 and found[-1] < found[0]
