@@ -96,6 +96,20 @@ def test_offload_is_taken_as_far_as_it_exists(part, group, device):
         translate.translate(put(content, name, "disk"))
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "expected"), [(None, ("host", "host")), ("cpu", ("host", "host")), ("nvme", ("nvme", None))]
+)
+def test_offloads_that_do_not_go_together_are_not_taken_together(optimizer, expected):
+    content = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    if optimizer:
+        content["zero_optimization"]["offload_optimizer"] = {"device": optimizer, "nvme_path": "/disk"}
+    found = settings(content)
+    assert (found.get("offload.optimizer"), found.get("offload.params")) == expected
+    assert found.get("offload.nvme_path") == ("/disk" if optimizer == "nvme" else None)
+    param = verdict(content, "zero_optimization.offload_param.device").verdict
+    assert param == (keys.TAKEN if expected[1] else keys.UNSUPPORTED)
+
+
 def test_absent_keys_have_the_defaults_of_the_version():
     assert settings({})["optimizer.clip_norm"] == 1.0
     assert settings({}, version=(0, 18, 2))["optimizer.clip_norm"] == 0.0
@@ -216,6 +230,7 @@ TELLING = {
     "torch_autocast.dtype": "float16",
     "zero_optimization.offload_optimizer.device": "cpu",
     "zero_optimization.offload_optimizer.ratio": 0.5,
+    "zero_optimization.offload_optimizer.nvme_path": "/disk",
 }
 CONDITIONAL = ("zero_optimization.offload_param.device",)  # taken if that offload exists; tested above
 BESIDE = {
@@ -232,6 +247,7 @@ BESIDE = {
     "scheduler.params.cos_min_ratio": {"scheduler.type": "WarmupCosineLR"},
     "zero_optimization.mics_shard_size": {"train_batch_size": 16},
     "zero_optimization.offload_optimizer.ratio": {"zero_optimization.offload_optimizer.device": "cpu"},
+    "zero_optimization.offload_optimizer.nvme_path": {"zero_optimization.offload_optimizer.device": "nvme"},
 }
 
 

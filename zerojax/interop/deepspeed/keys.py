@@ -53,7 +53,7 @@ _GATHERED = "at stage 3 one block's weights are gathered at a time, and the next
 _ONE_ARRAY = "state is made of global arrays, which are already contiguous on each device"
 _CHECKPOINTS = "a checkpoint holds global arrays and restores at any stage and number of devices"
 _HOST_STATE = "state in host memory is pinned and moves in chunks: config.offload.chunk_bytes, config.offload.in_flight"
-_NVME = "state is offloaded to host memory"
+_NVME = "a disk is read and written by threads of our own; config.offload.nvme_buffers"
 _PROFILE = "--config.profile.steps=2 traces steps and prints a table of their time"
 _PARALLEL = "the models here have no such parallelism; only ZeRO over `data` and copies over `replica`"
 _ONE_BIT = "gradients are summed uncompressed; the optimizer without compression is taken"
@@ -138,14 +138,16 @@ KEYS: Mapping[str, Key] = {
     "zero_optimization.offload_optimizer.device": Key(
         TAKEN, "cpu: pinned host memory", ("offload.optimizer",), ("none", None)
     ),
-    "zero_optimization.offload_optimizer.nvme_path": _no_effect(_NVME),
+    "zero_optimization.offload_optimizer.nvme_path": Key(
+        TAKEN, "with device: nvme", ("offload.nvme_path",), ("", None)
+    ),
     "zero_optimization.offload_optimizer.ratio": Key(TAKEN, "", ("offload.fraction",), (1.0, None)),
     "zero_optimization.offload_optimizer.super_offload": _unsupported("there is one way of offloading", *OFF),
     "zero_optimization.offload_optimizer.*": _no_effect(_HOST_STATE),
     "zero_optimization.offload_param.device": Key(
         TAKEN, "cpu: pinned host memory", ("offload.params",), ("none", None)
     ),
-    "zero_optimization.offload_param.nvme_path": _no_effect(_NVME),
+    "zero_optimization.offload_param.nvme_path": _no_effect("params are offloaded to host memory"),
     "zero_optimization.offload_param.*": _no_effect(_HOST_STATE),
     "zero_optimization.zenflow": _unsupported("every weight is updated in every step", *OFF),
     "zero_optimization.zenflow.*": _unsupported("every weight is updated in every step"),

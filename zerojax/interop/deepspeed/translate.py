@@ -171,9 +171,28 @@ def _offload(draft: Draft) -> None:
         wanted = str(draft.get(name, "none")).lower()
         if wanted != "none":
             offload(draft, part, wanted, name)
+    _join_offloads(draft, f"{_ZERO}.offload_param.device")
+    folder = f"{_ZERO}.offload_optimizer.nvme_path"
+    if draft.has(folder):
+        if draft.settings.get("offload.optimizer") == offload_lib.NVME:
+            draft.put("offload.nvme_path", str(draft.get(folder, "")), folder)
+        else:
+            draft.say(folder, keys_lib.NO_EFFECT, "the optimizer state is not offloaded to a disk")
     ratio = draft.number(f"{_ZERO}.offload_optimizer.ratio", 1.0)
     if ratio != 1.0 and "offload.optimizer" in draft.settings:
         draft.put("offload.fraction", ratio, f"{_ZERO}.offload_optimizer.ratio")
+
+
+def _join_offloads(draft: Draft, name: str) -> None:
+    """Makes the offload of params go together with that of the optimizer state."""
+    if "offload.params" not in draft.settings:
+        return
+    if draft.settings.get("offload.optimizer") == offload_lib.NVME:
+        del draft.settings["offload.params"]
+        text = "params in host memory do not go together with optimizer state on a disk; params stay in device memory"
+        draft.say(name, keys_lib.UNSUPPORTED, text)
+    elif "offload.optimizer" not in draft.settings:
+        draft.put("offload.optimizer", offload_lib.HOST, name)
 
 
 def offload(draft: Draft, part: str, device: str, name: str) -> None:
