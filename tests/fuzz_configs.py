@@ -473,7 +473,7 @@ def by_flag(rng: random.Random) -> Case:
     text = form.format(place, word)
 
     def run(folder: pathlib.Path) -> None:
-        _prepare(_parsed(["--config=configs/base.py", *text.split(" ", 1)]), folder)
+        _prepare(_parsed([f"--config={ROOT}/configs/base.py", *text.split(" ", 1)]), folder)
 
     return Case(f"flag {text[:80]!r}", (place or "config", word[:40] or "config", "command line", "--noconfig"), run)
 
@@ -907,14 +907,15 @@ def attempt(case: Case, folder: pathlib.Path) -> BaseException | None:
 
 @contextlib.contextmanager
 def _own_folder() -> Iterator[pathlib.Path]:
-    """Makes a folder for a case and removes it."""
-    folder = pathlib.Path(tempfile.mkdtemp(dir=_SCRATCH))
-    here = os.getcwd()
+    """Makes a folder for a case, and a working directory, which relative paths of a case are written in. Removes both."""
+    folder, here = pathlib.Path(tempfile.mkdtemp(dir=_SCRATCH)), pathlib.Path(tempfile.mkdtemp(dir=_SCRATCH))
+    os.chdir(here)
     try:
         yield folder
     finally:
-        os.chdir(here)
-        shutil.rmtree(folder, ignore_errors=True)
+        os.chdir(ROOT)
+        for made in (folder, here):
+            shutil.rmtree(made, ignore_errors=True)
 
 
 def main() -> None:

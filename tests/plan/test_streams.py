@@ -10,14 +10,25 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.hlo import parameters
 from zerojax.plan import report, step_plan, streams, targets
 
 CHUNK, IN_FLIGHT = 20_000, 4
+
+
+def planned_on_h200s(step, partition, batch):
+    with compile_only.optimized():
+        return step_plan.plan_step(
+            step,
+            partition.abstract_state,
+            batch,
+            mesh=partition.mesh,
+            target="h200",
+            placement=partition,
+            compiler_options=compile_only.FAST,
+        )
 
 
 @pytest.fixture(scope="module", params=[(2, optax.adam(1e-3)), (3, zerojax.fused_adamw(1e-3, implementation="jnp"))])
@@ -35,19 +46,9 @@ def planned(request):
 
     step = zerojax.make_train_step(loss_fn, partition, clip_norm=1.0)
     batch = jax.ShapeDtypeStruct(
-        (compile_only.EXAMPLES, compile_only.WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, P(("replica", "data")))
+        (compile_only.EXAMPLES, compile_only.WIDTH), jnp.bfloat16, sharding=partition.batch_sharding
     )
-    with compile_only.optimized():
-        plan = step_plan.plan_step(
-            step,
-            partition.abstract_state,
-            batch,
-            mesh=mesh,
-            target="h200",
-            placement=partition,
-            compiler_options=compile_only.FAST,
-        )
-    return plan, partition, step
+    return planned_on_h200s(step, partition, batch), partition, step
 
 
 def test_the_program_of_the_gradients_takes_no_offloaded_leaf(planned):
@@ -130,19 +131,10 @@ def test_params_on_the_host_arrive_in_each_pass_and_are_no_part_of_the_devices_m
     )
     step = zerojax.make_train_step(loss_fn, partition, blocks=r"block_\w+", heads="head", reduce_dtype=jnp.float32)
     batch = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(("replica", "data"))))
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=partition.batch_sharding)
         for name, leaf in (("x", x), ("scale", scale))
     }
-    with compile_only.optimized():
-        plan = step_plan.plan_step(
-            step,
-            partition.abstract_state,
-            batch,
-            mesh=mesh,
-            target="h200",
-            placement=partition,
-            compiler_options=compile_only.FAST,
-        )
+    plan = planned_on_h200s(step, partition, batch)
     on_host = [path for path in partition.on_host if path.startswith("params/")]
     nbytes = sum(4 * math.prod(partition.placements[path].shape) for path in on_host) // 8
     assert len(on_host) == 2 * 5 + 1  # the kernels of the blocks, and that of the embedding

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from typing import Any
 
+import block_nets
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -18,23 +19,9 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import explicit, shard_state, where_used
 
-X = jax.random.normal(jax.random.key(1), (16, 8))
+X = block_nets.X
 BLOCKS = r"block_\d"
 PLAIN: dict[str, Any] = {"passes": 1, "reduce_dtype": jnp.float32, "compute_dtype": None}
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, scale=None):
-        y = nn.tanh(nn.Dense(16, name="wide")(x))
-        y = nn.Dense(8, name="narrow")(y)
-        return x + (y if scale is None else y * scale)
-
-
-class Head(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return jnp.mean(jnp.square(nn.Dense(1, name="out")(x)))
 
 
 class Net(nn.Module):
@@ -44,11 +31,11 @@ class Net(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = Block(name="block_0")(x)
-        last = Block(name="block_1")
+        x = block_nets.Block(name="block_0")(x)
+        last = block_nets.Block(name="block_1")
         x = last(x, jnp.arange(1.0, 9.0))
         x = nn.remat(lambda module, value: module(value))(last, x) if self.nested else last(x)
-        return Head(name="head")(x)
+        return block_nets.Head(name="head")(x)
 
 
 def sharded(stage: int, mesh: tuple[int, ...] = (1, 8), net: nn.Module | None = None) -> tuple[Any, Any, Any]:

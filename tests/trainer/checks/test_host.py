@@ -9,6 +9,7 @@ from zerojax.errors import UserError
 from zerojax.trainer import program
 from zerojax.trainer.checks import host
 from zerojax.zero import memory
+from zerojax.zero.offload import budget
 
 
 def built(devices=None, **changes):
@@ -34,13 +35,10 @@ def test_the_limit_is_the_state_of_all_devices_of_this_host(monkeypatch):
     host.check(built(devices=compile_only.gpus()))  # they have memory of their own
 
 
-def test_the_memory_of_a_container_counts_where_it_is_smaller(tmp_path, monkeypatch):
-    (tmp_path / "max").write_text("max\n")
-    monkeypatch.setattr(host, "_LIMITS", (str(tmp_path / "max"), str(tmp_path / "absent")))
-    machine = host.total()
-    assert machine > 2**28
-    (tmp_path / "max").write_text("1000\n")
-    assert host.total() == 1000
+@pytest.mark.parametrize("allowed, is_smaller", [(None, False), (2**59, False), (1000, True)])
+def test_the_memory_of_a_container_counts_where_it_is_smaller(monkeypatch, allowed, is_smaller):
+    monkeypatch.setattr(budget, "read_host", lambda: budget.Host(None, allowed))
+    assert host.total() == 1000 if is_smaller else 2**28 < host.total() < 2**59
 
 
 def test_an_error_of_the_host_becomes_one_line_and_another_does_not():

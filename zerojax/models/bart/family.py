@@ -2,11 +2,9 @@
 
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any, cast
+from typing import Any
 
-import jax
-
-from zerojax.models import decoding, family, foreign
+from zerojax.models import encoder_decoder, family, foreign
 from zerojax.models.bart import model
 from zerojax.models.bart.model import BartConfig
 from zerojax.models.family import Tensor
@@ -50,28 +48,6 @@ def _tensors(config: BartConfig) -> dict[str, Tensor]:
         found |= _linear(f"{ours}/mlp/up", f"{theirs}.fc1") | _linear(f"{ours}/mlp/down", f"{theirs}.fc2")
         found |= _norm(f"{ours}/mlp_norm", f"{theirs}.final_layer_norm")
     return found | _attention("decoder_{}/cross", "model.decoder.layers.{}.encoder_attn")
-
-
-def _loss(config: BartConfig, params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
-    applied = model.Bart(config).apply({"params": params}, batch["inputs"], batch["targets"], method="loss")
-    return cast(jax.Array, applied)
-
-
-def _logits(config: BartConfig, params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
-    return cast(jax.Array, model.Bart(config).apply({"params": params}, inputs["inputs"], tokens, inputs.get("mask")))
-
-
-def _start(config: BartConfig, params: Any, inputs: Any, tokens: jax.Array, lengths: jax.Array, slots: int) -> Any:
-    arrays = (inputs["inputs"], inputs.get("mask"), tokens, lengths)
-    return model.Bart(config).apply({"params": params}, *arrays, slots, method="start")
-
-
-def _extend(config: BartConfig, params: Any, caches: Any, step: decoding.Step, tokens: jax.Array) -> Any:
-    return model.Bart(config).apply({"params": params}, caches, step, tokens, method="extend")
-
-
-def _flops_per_token(config: BartConfig, lengths: Mapping[str, int]) -> float:
-    return model.flops_per_row(config, lengths["inputs"], lengths["targets"] - 1) / lengths["inputs"]
 
 
 def _write(config: BartConfig) -> dict[str, Any]:
@@ -124,16 +100,16 @@ FAMILY = family.Family(
     presets=PRESETS,
     parts=model.parts,
     objective="span_corruption",
-    loss=_loss,
-    logits=_logits,
-    start=_start,
-    extend=_extend,
+    loss=functools.partial(encoder_decoder.loss, model.Bart),
+    logits=functools.partial(encoder_decoder.logits, model.Bart),
+    start=functools.partial(encoder_decoder.start, model.Bart),
+    extend=functools.partial(encoder_decoder.extend, model.Bart),
     positions=lambda config: config.max_seq_len,
     is_encoder_decoder=True,
     blocks=r"(encoder|decoder)_\d+",
     heads="head",
     attention=("xla", "cudnn"),
-    flops_per_token=_flops_per_token,
+    flops_per_token=functools.partial(encoder_decoder.flops_per_token, model.flops_per_row),
     huggingface=family.HuggingFace(
         architectures={"bart": ("BartForConditionalGeneration", "BartModel")},
         tensors=_tensors,

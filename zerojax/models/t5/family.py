@@ -2,11 +2,9 @@
 
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any, cast
+from typing import Any
 
-import jax
-
-from zerojax.models import decoding, family, foreign, layers
+from zerojax.models import encoder_decoder, family, foreign, layers
 from zerojax.models.family import Tensor
 from zerojax.models.t5 import model
 from zerojax.models.t5.model import T5Config
@@ -62,28 +60,6 @@ def _tensors(config: T5Config) -> dict[str, Tensor]:
     }
 
 
-def _loss(config: T5Config, params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
-    applied = model.T5(config).apply({"params": params}, batch["inputs"], batch["targets"], method="loss")
-    return cast(jax.Array, applied)
-
-
-def _logits(config: T5Config, params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
-    return cast(jax.Array, model.T5(config).apply({"params": params}, inputs["inputs"], tokens, inputs.get("mask")))
-
-
-def _start(config: T5Config, params: Any, inputs: Any, tokens: jax.Array, lengths: jax.Array, slots: int) -> Any:
-    arrays = (inputs["inputs"], inputs.get("mask"), tokens, lengths)
-    return model.T5(config).apply({"params": params}, *arrays, slots, method="start")
-
-
-def _extend(config: T5Config, params: Any, caches: Any, step: decoding.Step, tokens: jax.Array) -> Any:
-    return model.T5(config).apply({"params": params}, caches, step, tokens, method="extend")
-
-
-def _flops_per_token(config: T5Config, lengths: Mapping[str, int]) -> float:
-    return model.flops_per_row(config, lengths["inputs"], lengths["targets"] - 1) / lengths["inputs"]
-
-
 def _write(config: T5Config) -> dict[str, Any]:
     c = config
     return {
@@ -135,16 +111,16 @@ FAMILY = family.Family(
     presets=PRESETS,
     parts=model.parts,
     objective="span_corruption",
-    loss=_loss,
-    logits=_logits,
-    start=_start,
-    extend=_extend,
+    loss=functools.partial(encoder_decoder.loss, model.T5),
+    logits=functools.partial(encoder_decoder.logits, model.T5),
+    start=functools.partial(encoder_decoder.start, model.T5),
+    extend=functools.partial(encoder_decoder.extend, model.T5),
     positions=lambda config: None,
     is_encoder_decoder=True,
     blocks=r"(encoder|decoder)_\d+",
     heads="head",
     attention=("xla",),  # cuDNN's kernel is not tested with a learned bias
-    flops_per_token=_flops_per_token,
+    flops_per_token=functools.partial(encoder_decoder.flops_per_token, model.flops_per_row),
     huggingface=family.HuggingFace(
         architectures={"t5": ("T5ForConditionalGeneration",)},
         tensors=_tensors,

@@ -4,7 +4,6 @@ GPUs and TPUs have memory of their own, which the plan of the compiled step is c
 """
 
 import os
-import pathlib
 from typing import Any
 
 import jax
@@ -14,10 +13,10 @@ from zerojax import mesh as mesh_lib
 from zerojax.data import batches
 from zerojax.errors import UserError
 from zerojax.zero import memory
+from zerojax.zero.offload import budget
 
 SHORT = "out of host memory"  # the start of the error messages
 WAY_OUT = "use a smaller model, batch or config.seq_len, fewer config.emulate_devices, or a host with more memory"
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container
 
 
 def check(program: Any) -> None:
@@ -62,10 +61,6 @@ def short(error: Exception) -> UserError | None:
 
 def total() -> int:
     """Returns the bytes of memory that this process may use: the machine's, or its container's."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in _LIMITS:
-        try:
-            found.append(int(pathlib.Path(path).read_text()))
-        except (OSError, ValueError):  # not there, or "max"
-            continue
-    return min(found)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    allowed = budget.read_host().allowed
+    return machine if allowed is None else min(machine, allowed)

@@ -1,0 +1,49 @@
+"""Calls an encoder-decoder's module as a `Family` does. This module holds what families of encoder-decoders share.
+
+`module` makes a Flax module of a config, with the methods `__call__`, `loss`, `start` and `extend`. A family binds it with
+`functools.partial`. `family.Family` says what the other arguments and the results are.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+
+from zerojax.models import decoding
+
+Module = Callable[[Any], nn.Module]
+
+
+def loss(module: Module, config: Any, params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+    """Returns the mean loss of the targets after the first of each row."""
+    return cast(jax.Array, module(config).apply({"params": params}, batch["inputs"], batch["targets"], method="loss"))
+
+
+def logits(module: Module, config: Any, params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
+    """Returns the scores of the token after each of `tokens`."""
+    return cast(jax.Array, module(config).apply({"params": params}, inputs["inputs"], tokens, inputs.get("mask")))
+
+
+def start(
+    module: Module,
+    config: Any,
+    params: Any,
+    inputs: Mapping[str, jax.Array],
+    tokens: jax.Array,
+    lengths: jax.Array,
+    slots: int,
+) -> Any:
+    """Returns the scores after the prompt, and the caches."""
+    arrays = (inputs["inputs"], inputs.get("mask"), tokens, lengths)
+    return module(config).apply({"params": params}, *arrays, slots, method="start")
+
+
+def extend(module: Module, config: Any, params: Any, caches: Any, step: decoding.Step, tokens: jax.Array) -> Any:
+    """Returns the scores after one more token, and the caches."""
+    return module(config).apply({"params": params}, caches, step, tokens, method="extend")
+
+
+def flops_per_token(flops_per_row: Callable[[Any, int, int], float], config: Any, lengths: Mapping[str, int]) -> float:
+    """Returns the operations of training per token of the inputs. The last target is predicted and not read."""
+    return flops_per_row(config, lengths["inputs"], lengths["targets"] - 1) / lengths["inputs"]
