@@ -7,7 +7,7 @@ The program of the gradients also computes the norm and the verdict, and updates
 beside each other and beside the updates: on an H200 at 43 GB/s each way, against 26 within one program. A copy takes device memory when it
 is sent. So the sender waits until a store has ended before it sends a load that would be too many. A copy that is sent after a program
 waits for it, since its memory may be the program's. So the first loads are sent before the gradients, and the last stores run beside the
-next step.
+next step. The first step of all waits for its gradients before it sends loads.
 """
 
 import collections
@@ -41,7 +41,7 @@ class StreamedStep:
 
     def __init__(self, gradients: Callable[..., Any], updates: updates_lib.Updates, *, donate: bool):
         self.gradients, self.updates, self.in_flight = gradients, updates, updates.in_flight
-        self._donate = donate
+        self._donate, self._is_loaded = donate, False
         if updates.is_on_disk and not donate:
             raise UserError(
                 "donate: is False, and offload.optimizer='nvme' writes the new state over the old one; omit donate"
@@ -52,13 +52,16 @@ class StreamedStep:
         """Sends a step to the device. Returns before it ends, but not before its last stores have begun."""
         self._check(state, batch)
         leaves, groups = jax.tree.leaves(state.opt_state), self.updates.groups
-        arriving: collections.deque[kept.Loading] = collections.deque()
         self.updates.prefetch(leaves)
-        sent = 0
-        while sent < min(self.ahead, len(groups)) and self._num_leaving() + sent < self.in_flight:
-            arriving.append(self.updates.load(groups[sent], leaves))
-            sent += 1
-        new_state, metrics, handed = self.gradients(self.updates.rest.of(state), batch)
+        if self._is_loaded:
+            arriving = self._first_loads(leaves)
+            new_state, metrics, handed = self.gradients(self.updates.rest.of(state), batch)
+        else:
+            # cuDNN builds its attention in a CUDA graph when the program is first run, and fails if copies begin meanwhile.
+            new_state, metrics, handed = jax.block_until_ready(self.gradients(self.updates.rest.of(state), batch))
+            arriving = self._first_loads(leaves)
+            self._is_loaded = True
+        sent = len(arriving)
         params = dict(zip(self.updates.names, jax.tree.leaves(new_state.params)))
         new_leaves: dict[int, jax.Array] = {}
         for number, group in enumerate(groups):
@@ -99,9 +102,15 @@ class StreamedStep:
     def with_gradients(self, compiled: jax.stages.Compiled) -> "StreamedStep":
         """Returns the step with a compiled program of the gradients, from `trace`, and with its other programs compiled."""
         found = copy.copy(self)
-        found.gradients = compiled
+        found.gradients, found._is_loaded = compiled, False
         found.updates.compile()
         return found
+
+    def _first_loads(self, leaves: list[Any]) -> collections.deque[kept.Loading]:
+        """Sends the loads of the first groups, as far as the device has room."""
+        groups = self.updates.groups
+        room = min(self.ahead, len(groups), self.in_flight - self._num_leaving())
+        return collections.deque(self.updates.load(group, leaves) for group in groups[: max(0, room)])
 
     def _check(self, state: Any, batch: Any) -> None:
         arguments.is_usable(state)
