@@ -104,7 +104,7 @@ feed.Feed.next = next_batch
 """
 FAILED_SAVE = """
 from zerojax.checkpoint import files
-def read_back(directory, step):
+def read_back(directory, step, card):
     raise OSError(5, "Input/output error")
 files.read_back = read_back
 """

@@ -17,6 +17,7 @@ COMMANDS = {
     "disk": ("zerojax.commands.disk", "Measures a disk, and predicts the step of a config that offloads to it."),
     "report": ("zerojax.commands.report", "Describes this machine: versions, devices, links, targets, cache."),
     "config": ("zerojax.commands.config", "Asks eight questions and writes a config that runs."),
+    "show": ("zerojax.commands.show", "Prints the card of a run, or compares two runs."),
     "verify-checkpoint": ("zerojax.checkpoint", "Checks the files of a run's checkpoints."),
 }
 

@@ -32,6 +32,9 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import health as health_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import recorder as recorder_lib
+from zerojax.trainer.card import document, facts
+from zerojax.trainer.card import tally as tally_lib
+from zerojax.trainer.card import writer as card_lib
 from zerojax.trainer.checks import effects, host, texts
 from zerojax.zero import memory
 from zerojax.zero.offload import budget, kept
@@ -78,13 +81,44 @@ def train(config: config_lib.Config, folder: pathlib.Path, stop: signals.StopSig
     """Runs all phases of a training run in `folder`, until the last one or a stop, which only signals that `stop` hears request."""
     stop = stop or signals.StopSignal()
     say(f"devices: {devices.describe()}; everything goes to {folder}")
-    tokenizer, program, streams, saver, fingerprints, start = prepare(config, folder)
+    prepared = prepare(config, folder)
+    tokenizer, program, streams, saver, _, start = prepared
     for note in resume.notes(program, saver, start, folder):
         say(note)
 
+    tally = tally_lib.Tally.resumed(start.step, start.saved)
+    with card_lib.Card(folder, steps=config.steps, tally=tally, enabled=processes.is_primary()) as card:
+        end = _take_steps(config, prepared, folder, stop, tally, card)
+        if end.is_stopped:
+            card.end(document.STOPPED, f"by {stop.cause}")
+            say(f"stopped by {stop.cause} at step {end.step}, saved; the same command resumes")
+            return end
+        if end.step in saver.steps():
+            stop.ends_at_once("the training is done and saved; the same command writes the results")
+        saver.close()
+        streams.close()
+        _write_results(config, program, tokenizer, end.state, folder)
+        card.end(document.FINISHED)
+    say(f"done: {folder}")
+    return end
+
+
+def _take_steps(
+    config: config_lib.Config,
+    prepared: "Prepared",
+    folder: pathlib.Path,
+    stop: signals.StopSignal,
+    tally: tally_lib.Tally,
+    card: card_lib.Card,
+) -> loop.End:
+    """Compiles the step, makes or restores the state, and trains until the last step or a stop."""
+    _, program, streams, saver, fingerprints, start = prepared
     health = _open_health(config, program, saver, start)
-    with _open_recorder(config, program, health, folder, start) as recorder:
+    with _open_recorder(config, program, health, tally, folder, start) as recorder:
         plan = _compile(program, recorder, folder, start) if start.step < config.steps else None
+        if plan is not None:
+            measure = functools.partial(_measure, program, plan, recorder)
+            card.begin(facts.collect(config, program, plan, fingerprints), measure, saver.directory / str(start.step))
         with memory_guard.explained(program, plan), _open_profiler(config, folder) as profile:
             end = loop.run(
                 plan,
@@ -93,23 +127,13 @@ def train(config: config_lib.Config, folder: pathlib.Path, stop: signals.StopSig
                 when=_when(config),
                 streams=streams,
                 evaluate=functools.partial(program_lib.held_out_loss, program, streams),
-                checkpoints=loop.Checkpoints(saver, resume.meta(program, fingerprints)),
+                checkpoints=loop.Checkpoints(saver, resume.meta(program, fingerprints), card.checkpoint),
                 recorder=recorder,
                 profile=profile,
                 stop=stop,
             )
-    if end.is_stopped:
-        say(f"stopped by {stop.cause} at step {end.step}, saved; the same command resumes")
-        return end
-
-    if skipped := health.summary():
+    if not end.is_stopped and (skipped := health.summary()):
         say(skipped)
-    if end.step in saver.steps():
-        stop.ends_at_once("the training is done and saved; the same command writes the results")
-    saver.close()
-    streams.close()
-    _write_results(config, program, tokenizer, end.state, folder)
-    say(f"done: {folder}")
     return end
 
 
@@ -205,6 +229,7 @@ def _open_recorder(
     config: config_lib.Config,
     program: program_lib.Program,
     health: health_lib.Health,
+    tally: tally_lib.Tally,
     folder: pathlib.Path,
     start: resume.Start,
 ) -> Iterator[recorder_lib.Recorder]:
@@ -215,7 +240,8 @@ def _open_recorder(
     tokens = program.sizes.global_batch_size * config.seq_len
     with log, shown:
         logged = 0 if start.saved is None else start.saved.get("logged")
-        yield recorder_lib.Recorder(log, shown, health, tokens=tokens, is_logged=_when(config).logs, logged=logged)
+        is_logged = _when(config).logs
+        yield recorder_lib.Recorder(log, shown, health, tokens=tokens, is_logged=is_logged, logged=logged, tally=tally)
 
 
 def _open_profiler(config: config_lib.Config, folder: pathlib.Path) -> profiler.Profiler:
@@ -251,6 +277,17 @@ def _compile(
 
     recorder.after(start.step + STEPS_BEFORE_COMPARING, compare)
     return plan
+
+
+def _measure(program: program_lib.Program, plan: step_plan.Plan, recorder: recorder_lib.Recorder) -> dict[str, Any]:
+    """Returns the fields of the run card that were measured since the start: the median step and the peak memory."""
+    timing = recorder.tally.timing(program.sizes.global_batch_size * program.config.seq_len)
+    return {
+        **timing,
+        "mfu": facts.mfu(program, plan, timing["tokens_per_second"]),
+        "measured_peak_bytes": metrics.device_memory().get("device_peak_bytes"),
+        "peak_bytes_before_first_step": recorder.peak_at_start,
+    }
 
 
 def _first_state(

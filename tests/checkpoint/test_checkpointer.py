@@ -509,9 +509,9 @@ def test_a_step_whose_files_are_not_found_again_is_not_saved_and_replaces_nothin
     saver = open_in(tmp_path, keep_last=1)
     read_back = step_files.read_back
 
-    def lose_a_file(directory, step):
+    def lose_a_file(directory, step, card):
         next(path for path in directory.rglob("manifest.ocdbt") if path.parent.name == "state").unlink()
-        read_back(directory, step)
+        read_back(directory, step, card)
 
     monkeypatch.setattr(step_files, "read_back", lose_a_file)
     saver.save(20, small_state(20), {}, meta={})

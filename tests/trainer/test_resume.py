@@ -19,6 +19,7 @@ from zerojax.checkpoint import checksums
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import fingerprints
 from zerojax.trainer import memory_guard, program, resume
+from zerojax.trainer.card import document
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order by another stage or number of devices
 HALF_PRECISION = 2e-2  # relative: eight bits of bfloat16, over a few steps
@@ -60,9 +61,9 @@ INTERRUPT_TWICE_AT_2 = STOP_AT_2.replace(
 pytestmark = pytest.mark.usefixtures("cache_dir")
 
 
-def recorded(folder: pathlib.Path) -> tuple[list, list]:
-    """Returns all numbers that do not depend on the clock."""
-    return runs.numbers(folder), runs.evaluations(folder)
+def recorded(folder: pathlib.Path) -> tuple[list, list, dict]:
+    """Returns all numbers that do not depend on the clock, and the hash of the losses."""
+    return runs.numbers(folder), runs.evaluations(folder), document.read(folder)["losses"]
 
 
 def said(err: str) -> str:
@@ -134,6 +135,7 @@ def test_a_run_stopped_by_a_signal_saves_ends_with_status_0_and_resumes(commands
     assert command.wait().status == 0 and said(command.err) == "", command.err
     (step,) = (int(path.name) for path in (tmp_path / "checkpoints").iterdir())
     assert f"stopped by a signal at step {step}, saved; the same command resumes" in command.out
+    assert (document.read(tmp_path)["status"], document.read(tmp_path)["line"]) == ("stopped", "by a signal")
     assert 3 <= step < 20 and [line[0] for line in runs.numbers(tmp_path)] == list(range(1, step + 1))
     assert commands(*arguments).status == 0
     assert recorded(tmp_path) == numbers

@@ -57,7 +57,7 @@ class Checkpointer:
         self._keep_last, self._keep_best = _count("keep_last", keep_last, 1), _count("keep_best", keep_best, 0)
         self.directory = step_files.open_directory(directory)
         self._losses: dict[int, float] = {}
-        self._saving = -1  # the last step saved
+        self._saving, self._card = -1, ""  # the last step saved, and its run card
         self._is_sealed = True  # whether the last step saved is seen on disk, or failed
         self._intact: set[int] = set()  # steps whose contents were read and are as saved
         for name in ("absl", "asyncio"):
@@ -83,6 +83,7 @@ class Checkpointer:
         meta: Mapping | None = None,
         eval_loss: float | None = None,
         partition: Any = None,
+        card: str = "",
     ) -> None:
         """Copies `state` to the host and writes it in the background. Does nothing if the step is saved already.
 
@@ -96,6 +97,7 @@ class Checkpointer:
           meta: JSON, the same on every process.
           eval_loss: ranks the checkpoint for `keep_best`. A checkpoint with None or NaN is kept only by its age.
           partition: the state's `Partition`. It is needed if leaves are padded (`indivisible="pad"`), to restore into another padding.
+          card: the text of `run.json` in the step's folder, which nothing reads but people; "": none. Process 0 writes it.
 
         Raises:
           UserError: this save or the previous one failed, another process writes the directory, something else has the step's name, or an
@@ -117,7 +119,7 @@ class Checkpointer:
             data=ocp.args.JsonSave(_merge_over_processes(rows)),
             meta=ocp.args.JsonSave({**beside, "meta": about}),
         )
-        self._losses[step], self._saving, self._is_sealed = loss, step, False
+        self._losses[step], self._saving, self._is_sealed, self._card = loss, step, False, card
         try:
             manager.save(step, args=items, force=True)
         except Exception as error:
@@ -358,7 +360,7 @@ class Checkpointer:
     def _complete(self) -> None:
         """Reads back the step being saved. Orbax calls this after writing a step, before committing it and deleting older ones."""
         if jax.process_index() == 0:
-            step_files.read_back(self.directory, self._saving)
+            step_files.read_back(self.directory, self._saving, self._card)
 
     def _failed(self, error: Exception) -> UserError:
         """Returns the error to raise, and forgets the step that was not saved."""

@@ -16,8 +16,9 @@ from zerojax.errors import UserError
 
 ITEMS = ("state", "data", "meta")
 SIZES = "sizes.json"
+CARD = "run.json"  # what the run was when it saved the step, for people; see `Checkpointer.save`
 LATE = ("_CHECKPOINT_METADATA", "commit_success.txt")  # Orbax writes these last, when it completes a step
-WRITTEN = {*ITEMS, SIZES, f"{SIZES}.new", *LATE}  # a kill may leave the .new, the next text of the record
+WRITTEN = {*ITEMS, SIZES, f"{SIZES}.new", CARD, *LATE}  # a kill may leave the .new, the next text of the record
 # Without these nothing can be restored.
 NEEDED = ("state/_METADATA", "state/manifest.ocdbt", "data/metadata", "meta/metadata")
 ALL, NONE = slice(None), slice(0)  # of a step's files: those to read
@@ -158,8 +159,8 @@ def damaged(directory: pathlib.Path, step: int, flaw: str) -> UserError:
     return UserError(f"{path}: checkpoint is damaged ({flaw}); {way_out}")
 
 
-def read_back(directory: pathlib.Path, step: int) -> None:
-    """Reads all files of a step that is written but not complete, and writes their sizes and checksums.
+def read_back(directory: pathlib.Path, step: int, card: str = "") -> None:
+    """Reads all files of a step that is written but not complete, and writes their sizes and checksums, and the run card beside them.
 
     Raises:
       OSError: a file is missing or cannot be read, or the disk is full.
@@ -169,6 +170,8 @@ def read_back(directory: pathlib.Path, step: int) -> None:
     for name in NEEDED:
         if name not in names:
             raise FileNotFoundError(errno.ENOENT, "was not written", name)
+    if card:
+        (path / CARD).write_text(card, encoding="utf-8")
     checksums.write(path / SIZES, checksums.Record(step, checksums.of(path, names)))
 
 

@@ -47,10 +47,11 @@ class When:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """The checkpointer of the states, and the `meta` saved with each."""
+    """The checkpointer of the states, the `meta` saved with each, and what returns the run card saved beside it."""
 
     saver: checkpointer.Checkpointer
     meta: Mapping[str, Any]
+    card: Callable[[], str] = str
 
 
 class End(NamedTuple):
@@ -145,8 +146,9 @@ def _save(
     """Saves the state, after checking that it and the metrics of its step are finite."""
     logical = logical_lib.to_logical(state)
     recorder.check(step, logical)
-    about = {**checkpoints.meta, "logged": recorder.logged}
-    checkpoints.saver.save(step, logical, streams.position(), meta=about, eval_loss=eval_loss)
+    about = {**checkpoints.meta, "logged": recorder.logged, "tally": recorder.tally.as_meta()}
+    card = checkpoints.card()
+    checkpoints.saver.save(step, logical, streams.position(), meta=about, eval_loss=eval_loss, card=card)
     recorder.saved()
 
 

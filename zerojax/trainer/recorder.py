@@ -10,6 +10,7 @@ import jax
 
 from zerojax.trainer import health as health_lib
 from zerojax.trainer import metrics, progress, timing
+from zerojax.trainer.card import tally as tally_lib
 from zerojax.zero import loss_scale
 
 
@@ -20,6 +21,7 @@ class Recorder:
 
     Attributes:
       logged: the steps logged since the beginning of the run, or None if an older checkpoint does not tell.
+      tally: what the run card tells of the steps.
     """
 
     def __init__(
@@ -31,9 +33,10 @@ class Recorder:
         tokens: int,
         is_logged: Callable[[int], bool],
         logged: int | None = 0,
+        tally: tally_lib.Tally | None = None,
     ):
         """Writes steps with `is_logged(step)` or a flaw to `log`, after `logged` earlier ones. A step trains on `tokens` tokens."""
-        self.logged = logged
+        self.logged, self.tally = logged, tally or tally_lib.Tally()
         self._log, self._shown, self._health = log, shown, health
         self._tokens, self._is_logged = tokens, is_logged
         self._reader = timing.LateReader()
@@ -94,6 +97,7 @@ class Recorder:
           UserError: the loss is not finite.
         """
         self._log.write(step, {"eval_loss": loss})
+        self.tally.eval_loss = loss
         if not math.isfinite(loss):
             raise self._health.end(step + 1, f"eval_loss is {loss}")
         self.say(f"step {step}: evaluation loss {loss:.4f} on held-out text")
@@ -123,10 +127,12 @@ class Recorder:
         numbers["tokens_per_second"] = self._tokens / seconds
         numbers["step_seconds"] = seconds
         flaw = self._health.flaw(values)
+        is_skipped = flaw is not None and flaw.is_skipped
+        self.tally.add(step, values["loss"], seconds, is_skipped=is_skipped, is_timed="profiled" not in values)
         if flaw or self._is_logged(step):
             self._log.write(step, numbers | metrics.device_memory())
             self.logged = None if self.logged is None else self.logged + 1
-        if flaw and flaw.is_skipped:
+        if flaw and is_skipped:
             self.say(f"step {step}: skipped, {flaw.why}")
         self._health.count(step, flaw)
         self._shown.update(step, **{name: numbers[name] for name in ("loss", "grad_norm", "tokens_per_second")})

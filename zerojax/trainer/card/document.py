@@ -1,0 +1,76 @@
+"""The file of a run card. This module finds it for a run, a checkpoint or a path, and reads and replaces it."""
+
+import contextlib
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax import files
+from zerojax.checkpoint import files as step_files
+from zerojax.errors import UserError
+
+FILE = step_files.CARD
+SCHEMA = 1
+RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
+
+
+def read(place: str | os.PathLike) -> dict[str, Any]:
+    """Returns the run card of a run's folder, of a checkpoint's folder, or in a file.
+
+    Raises:
+      UserError: there is none, or it is damaged or of a newer version. The line names the file.
+    """
+    files.check_path(place, "RUN")
+    path = pathlib.Path(place)
+    path = path / FILE if path.is_dir() else path
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{path}: there is no run card; name the folder of a run, or of a checkpoint, that took a step"
+        ) from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give this user read access") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is not JSON; name the card of another checkpoint of the run") from error
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if not isinstance(schema, int):
+        raise UserError(f"{path}: is not a run card (it has no schema); name the folder of a run")
+    if schema != SCHEMA:
+        raise UserError(f"{path}: has schema {schema}, and this version reads {SCHEMA}; use the version that wrote it")
+    return found
+
+
+def read_if_there(folders: list[pathlib.Path]) -> dict[str, Any] | None:
+    """Returns the card of the first folder that holds a sound one, or None."""
+    for folder in folders:
+        with contextlib.suppress(UserError):
+            return read(folder)
+    return None
+
+
+def text(card: Mapping[str, Any]) -> str:
+    """Returns a card as the text of its file. JSON has no NaN and no infinity, so these become text."""
+    return json.dumps(_plain(card), indent=1, allow_nan=False) + "\n"
+
+
+def write(folder: pathlib.Path, card: Mapping[str, Any]) -> None:
+    """Replaces the card of a run's folder, at once.
+
+    Raises:
+      UserError: the disk is full or cannot be written.
+    """
+    with files.writing(folder / FILE):
+        files.replace(folder / FILE, text(card))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and value - value != 0:
+        return str(value)
+    return value

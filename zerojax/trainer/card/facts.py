@@ -1,0 +1,125 @@
+"""Collects what a run is before its first step. This module returns a run card's fields that no step changes, as JSON."""
+
+import hashlib
+import importlib.metadata
+import json
+import pathlib
+import platform
+import re
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from zerojax import precision
+from zerojax.plan import step_plan
+from zerojax.trainer import config as config_lib
+from zerojax.trainer import program as program_lib
+
+PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+SOURCES = ("zerojax", "pallas_kernels")  # folders beside each other, in a checkout and where they are installed
+_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
+_LONGEST_NAME = 64  # bytes of a host's name that are shown
+
+
+def collect(
+    config: config_lib.Config,
+    program: program_lib.Program,
+    plan: step_plan.Plan,
+    fingerprints: Mapping[str, str],
+) -> dict[str, Any]:
+    """Returns the settings, the versions, the devices and the plan of a run. All processes of the run must call it.
+
+    Args:
+      config: the run's settings, as they were given.
+      program, plan: the built program and its compiled step.
+      fingerprints: of the training text and the tokenizer.
+    """
+    settings, first = config_lib.to_dict(config), program.mesh.devices.flat[0]
+    return {
+        "config": settings,
+        "config_sha256": sha256(settings),
+        "data": dict(fingerprints),
+        "versions": versions(),
+        "hosts": hosts(),
+        "processes": jax.process_count(),
+        "devices": {"count": program.mesh.size, "kind": first.device_kind, "platform": first.platform},
+        "mesh": dict(program.mesh.shape),
+        "stage": config.zero.stage,
+        "global_batch_size": program.sizes.global_batch_size,
+        "micro_batch_size": program.sizes.micro_batch_size,
+        "grad_accum": program.sizes.grad_accum,
+        "tokens_per_step": program.sizes.global_batch_size * config.seq_len,
+        "flops_per_token": program.flops_per_token,
+        "planned_peak_bytes": plan.peak,
+        "received_bytes": received(plan),
+    }
+
+
+def sha256(settings: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of settings as JSON with sorted keys."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def received(plan: step_plan.Plan) -> dict[str, dict[str, int]]:
+    """Returns the bytes that each device receives in a step, by the collective's kind and by role."""
+    by_kind: dict[str, int] = {}
+    for row in plan.ledger.rows:
+        by_kind[row.kind] = by_kind.get(row.kind, 0) + row.nbytes
+    by_role = {role: round(found["bytes"]) for role, found in plan.ledger.totals().items() if found["bytes"]}
+    return {"by_kind": dict(sorted(by_kind.items())), "by_role": by_role}
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python, the packages, the runtime and the GPUs' driver. What is not there is left out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["zerojax_sources"] = sources()
+    found["runtime"] = " ".join(jax.devices()[0].client.platform_version.split())
+    if (driver := _driver()) is not None:
+        found["driver"] = driver
+    return found
+
+
+def sources() -> str:
+    """Returns the first 12 digits of a SHA-256 of this library's own files, which a version does not tell apart."""
+    root, digest = pathlib.Path(__file__).parents[3], hashlib.sha256()
+    for path in sorted(path for folder in SOURCES for path in (root / folder).rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def hosts() -> list[str]:
+    """Returns the name of each process's host, each host once. All processes must call it."""
+    own = socket.gethostname().encode()[:_LONGEST_NAME]
+    if jax.process_count() == 1:
+        return [own.decode(errors="replace")]
+    padded = np.frombuffer(own.ljust(_LONGEST_NAME, b"\0"), np.uint8)
+    names = (bytes(row).rstrip(b"\0").decode(errors="replace") for row in multihost_utils.process_allgather(padded))
+    return list(dict.fromkeys(names))
+
+
+def mfu(program: program_lib.Program, plan: step_plan.Plan, tokens_per_second: float | None) -> float | None:
+    """Returns the share of the devices' matrix rate that the model's operations take, or None if a rate is unknown."""
+    rates = plan.target.matrix_rates
+    is_wide = np.dtype(precision.PRECISIONS[program.config.precision].compute_dtype).itemsize > 2
+    rate = rates.get("fp32" if is_wide else "bf16", rates.get("bf16"))
+    if rate is None or tokens_per_second is None:
+        return None
+    return program.flops_per_token * tokens_per_second / (rate.value * program.mesh.size)
+
+
+def _driver() -> str | None:
+    """Returns the version of NVIDIA's driver, or None without one."""
+    try:
+        found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", _DRIVER.read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
