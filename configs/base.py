@@ -21,7 +21,7 @@ def get_config():
     c.grad_accum = 1  # forward and backward passes per optimizer step
     c.seq_len = 128  # tokens per sequence
     # "fp32"; "bf16" and "fp16": 16-bit arithmetic, float32 master weights (fp16: see loss_scale); "bf16_sr": 16-bit weights without
-    # master weights, rounded stochastically
+    # master weights, rounded stochastically; "fp8": as "bf16", but the matmuls of blocks run in fp8 (see fp8)
     c.precision = "bf16"
     c.reduce_dtype = "fp32"  # of the gradient reduction over devices: "fp32", or "bf16" (half the bytes, rounded sums)
     c.log_every = 10  # steps between lines of metrics.jsonl
@@ -62,6 +62,12 @@ def get_config():
     c.model.attention = (
         "auto"  # "xla", "cudnn" (Ampere or newer, bf16), "splash" (TPUs, bf16), or "auto": by device and precision
     )
+
+    c.fp8 = config_dict.ConfigDict()  # read with precision "fp8": docs/precision.md
+    c.fp8.recipe = "tensorwise"  # a scale for each array: "tensorwise"; or for each of its rows and columns: "rowwise"
+    c.fp8.filter = ""  # a regex of the modules whose matmuls run in fp8 (r"layer_\d+/mlp/.*"); "": all in blocks
+    c.fp8.first = 0  # blocks at the beginning whose matmuls stay in bf16
+    c.fp8.last = 0  # blocks at the end
 
     c.optimizer = config_dict.ConfigDict()
     c.optimizer.name = "adamw"  # adam, adamw, adafactor, lamb, lion, sgd

@@ -19,7 +19,13 @@ def test_casts_change_only_floating_leaves():
 
 def test_every_precision_computes_in_the_dtype_of_its_name():
     dtypes = {name: jnp.dtype(entry.compute_dtype).name for name, entry in precision.PRECISIONS.items()}
-    assert dtypes == {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "bf16_sr": "bfloat16"}
+    assert dtypes == {
+        "fp32": "float32",
+        "bf16": "bfloat16",
+        "fp16": "float16",
+        "fp8": "bfloat16",
+        "bf16_sr": "bfloat16",
+    }
     scaled = [name for name, entry in precision.PRECISIONS.items() if entry.scales_loss]
     assert scaled == [
         name for name, dtype in dtypes.items() if dtype == "float16"

@@ -12,10 +12,12 @@ from zerojax.errors import UserError
 from zerojax.interop.deepspeed.own_step import from_deepspeed_config
 from zerojax.interop.pretrained import export_huggingface, load_huggingface
 from zerojax.mesh import batch_sharding, make_mesh
+from zerojax.ops import fp8
 from zerojax.ops.embedding import embedding_lookup
 from zerojax.optim.fused import fused_adamw, fused_lion
 from zerojax.optim.master_weights import with_master_weights
 from zerojax.train_state import TrainState
+from zerojax.zero.fp8.modules import Fp8
 from zerojax.zero.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
 from zerojax.zero.memory import memory_table
 from zerojax.zero.offload.settings import Offload
@@ -30,6 +32,7 @@ from zerojax.zero.where_used import where_used
 __all__ = [
     "Checkpointer",
     "DynamicLossScale",
+    "Fp8",
     "LossScaleState",
     "Mean",
     "Offload",
@@ -43,6 +46,7 @@ __all__ = [
     "compare_sums",
     "embedding_lookup",
     "export_huggingface",
+    "fp8",
     "from_deepspeed_config",
     "fused_adamw",
     "fused_lion",

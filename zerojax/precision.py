@@ -5,6 +5,7 @@ Bytes per parameter with Adam and float32 moments, N-way `data` (ZeRO, arXiv:191
     precision    stage 0   stages 1, 2   stage 3
     fp32         12        4 + 8/N       12/N      the weights are their own master
     bf16, fp16   2 + 12    2 + 12/N      12/N      stage 3 has no 16-bit copy: it casts, then gathers
+    fp8          as bf16
     bf16_sr      2 + 8     2 + 8/N       10/N      no master: 16-bit weights are updated and rounded stochastically
 
 bf16 moments save 4 bytes, and int8 moments about 6; `memory.bytes_per_parameter` computes all of these.
@@ -30,11 +31,13 @@ class Precision:
       weight_dtype: of the weights that are updated. In 16 bits most updates are smaller than half a last place, so they are rounded
         stochastically, and add up in expectation (Gupta et al., arXiv:1502.02551).
       scales_loss: whether gradients need a loss scale to fit `compute_dtype`.
+      has_fp8: whether the matmuls of blocks run in fp8 (`zero.fp8`).
     """
 
     compute_dtype: Any
     weight_dtype: Any = jnp.float32
     scales_loss: bool = False
+    has_fp8: bool = False
 
     @property
     def rounds_stochastically(self) -> bool:
@@ -53,6 +56,7 @@ PRECISIONS: dict[str, Precision] = {
     "fp32": Precision(compute_dtype=jnp.float32),
     "bf16": Precision(compute_dtype=jnp.bfloat16),
     "fp16": Precision(compute_dtype=jnp.float16, scales_loss=True),
+    "fp8": Precision(compute_dtype=jnp.bfloat16, has_fp8=True),
     "bf16_sr": Precision(compute_dtype=jnp.bfloat16, weight_dtype=jnp.bfloat16),
 }
 

@@ -55,19 +55,24 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """Contracts the last `contracted` dims of its input with a kernel, and adds a bias if it has one."""
+    """Contracts the last `contracted` dims of its input with a kernel, and adds a bias if it has one.
+
+    `dot_general` replaces `jax.lax.dot_general`, as in `nn.Dense`.
+    """
 
     features: tuple[int, ...]
     contracted: int = 1
     stddev: float = 0.02
     use_bias: bool = False
+    dot_general: Callable[..., jax.Array] | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         kept, contracted = x.shape[: x.ndim - self.contracted], x.shape[x.ndim - self.contracted :]
         kernel = self.param("kernel", nn.initializers.normal(self.stddev), (*contracted, *self.features))
         # A matmul of matrices: with more dims, XLA gives the kernel's gradient another layout than the kernel, and transposes it each step.
-        y = x.reshape(*kept, -1) @ kernel.reshape(math.prod(contracted), -1)
+        x, matrix = x.reshape(*kept, -1), kernel.reshape(math.prod(contracted), -1)
+        y = x @ matrix if self.dot_general is None else self.dot_general(x, matrix, (((x.ndim - 1,), (0,)), ((), ())))
         y = y.reshape(*kept, *self.features)
         return y + self.param("bias", nn.initializers.zeros, self.features) if self.use_bias else y
 

@@ -15,11 +15,12 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from zerojax import errors
+from zerojax import errors, precision
 from zerojax.errors import UserError
 from zerojax.trainer.checks import ranges
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import stages
+from zerojax.zero.fp8 import modules as fp8_lib
 from zerojax.zero.offload import settings as offload_lib
 
 KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", tuple: "a tuple"}
@@ -55,6 +56,16 @@ class ModelSettings:
     recompute: str
     offload: str
     attention: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Settings:
+    """Which matmuls run in fp8, and how; see `zerojax.zero.fp8.modules.Fp8`."""
+
+    recipe: str
+    filter: str
+    first: int
+    last: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +188,7 @@ class Config:
     mesh: MeshSettings
     zero: ZeroSettings
     model: ModelSettings
+    fp8: Fp8Settings
     optimizer: OptimizerSettings
     loss_scale: LossScaleSettings
     offload: OffloadSettings
@@ -208,6 +220,7 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
         _check_override(override)
     ranges.check(config)
     make_offload(config.offload, config.zero.stage)
+    make_fp8(config)
     return config
 
 
@@ -231,6 +244,20 @@ def make_offload(group: OffloadSettings, stage: int) -> offload_lib.Offload:
     except UserError as error:
         raise UserError(f"config.{error}") from error
     return chosen
+
+
+def make_fp8(config: Config) -> fp8_lib.Fp8 | None:
+    """Returns which matmuls run in fp8, or None if the precision has none.
+
+    Raises:
+      UserError: a setting is out of range.
+    """
+    if not precision.PRECISIONS[config.precision].has_fp8:
+        return None
+    try:
+        return fp8_lib.Fp8(**vars(config.fp8))
+    except UserError as error:
+        raise UserError(f"config.{error}") from error
 
 
 def read(cls: type, raw: Mapping[str, Any], place: str) -> Any:

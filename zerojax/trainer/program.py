@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from zerojax import files, precision, roles, specs, train_state
+from zerojax import files, precision, roles, specs, train_state, xla_flags
 from zerojax import mesh as mesh_lib
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, objectives
@@ -27,8 +27,9 @@ from zerojax.ops import attention
 from zerojax.optim import master_weights, pieces, registry, schedules
 from zerojax.trainer import config as config_lib
 from zerojax.trainer.checks import names
-from zerojax.zero import explicit, memory, placement, shard_state, stages, step
+from zerojax.zero import explicit, memory, placement, shard_state, stages, step, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
+from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import blockwise
 from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import params as params_on_host
@@ -182,10 +183,12 @@ def _functions(
     def loss_fn(params: Any, batch: Any, state: Any) -> tuple[jax.Array, dict]:
         return family.loss(model, params, batch), {"metrics": {"learning_rate": schedule(state.step)}}
 
+    fp8 = config_lib.make_fp8(config)
     return {
         "train_step": step.make_train_step(
             loss_fn,
             partition,
+            fp8=fp8,
             clip_norm=config.optimizer.clip_norm,
             grad_accum=sizes.grad_accum,
             **{name: getattr(config.model, name) for name in ("remat", "recompute", "offload")},
@@ -193,15 +196,21 @@ def _functions(
             reduce_dtype=precision.DTYPES[config.reduce_dtype],
             **how,
         ),
-        "eval_loss": _eval_loss(functools.partial(family.loss, model), partition, how),
+        "eval_loss": _eval_loss(functools.partial(family.loss, model), partition, how, fp8),
     }
 
 
-def _eval_loss(loss_fn: Callable[..., Any], partition: placement.Partition, how: dict[str, Any]) -> Callable[..., Any]:
-    """Returns f(params, batch) -> the mean loss over all devices."""
+def _eval_loss(
+    loss_fn: Callable[..., Any], partition: placement.Partition, how: dict[str, Any], fp8: fp8_modules.Fp8 | None
+) -> Callable[..., Any]:
+    """Returns f(params, batch) -> the mean loss over all devices, with the arithmetic of the training step."""
+    options = {} if fp8 is None else xla_options.for_fp8(partition.mesh, but=xla_flags.names())
+    if fp8 is not None:
+        modules = fp8_modules.chosen(fp8, partition.placements, how["blocks"])
+        loss_fn = fp8_modules.wrapped(loss_fn, modules, fp8.recipe)
     if params_on_host.are_on_host(partition):
         return blockwise.mean_of(loss_fn, partition, **how)
-    return jax.jit(explicit.mean(loss_fn, partition, **how))
+    return xla_options.jit(explicit.mean(loss_fn, partition, **how), options)
 
 
 def most_pinned_bytes(config: config_lib.Config) -> int:

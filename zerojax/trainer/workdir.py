@@ -44,6 +44,7 @@ FREE = (
     "micro_batch_size",
     "grad_accum",
     "precision",
+    "fp8",
     "reduce_dtype",
     "loss_scale",
     "mesh",

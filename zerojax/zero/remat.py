@@ -5,7 +5,8 @@ Gathered weights are never kept, nor are values derived from a weight by a cast,
 A policy sees a primitive and its parameters, but not its module. `not_kept` therefore rewrites the matmuls of a traced function. It
 replaces their precision, a pair, by an equal pair of a class of this module. JAX reads the values and the policy reads the class, so the
 arithmetic and the compiled program do not change. Models cannot set this mark. It requires that JAX passes the pair on unchanged; tests of
-this module fail if it does not. Arrays for host memory have a name.
+this module fail if it does not. Arrays for host memory have a name, and so have the results of matmuls in fp8 (`ops.fp8`), because these
+are scaled after the matmul, and what is kept is the scaled result.
 """
 
 import copy
@@ -16,9 +17,11 @@ from typing import Any
 import flax.core
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax.errors import UserError
+from zerojax.ops import fp8
 
 # Their results may be a gathered weight, moved or cast, and are cheap to recompute.
 _MOVES = frozenset(
@@ -28,6 +31,7 @@ _MOVES = frozenset(
 _MATMULS = frozenset("dot_general conv_general_dilated ragged_dot ragged_dot_general".split())
 
 _HOST = "zerojax: in the host's memory"
+_FP8_NOT_KEPT = "zerojax: an fp8 matmul that is not kept"
 _to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
     names_which_can_be_offloaded=[_HOST],
@@ -105,6 +109,8 @@ def _marked_params(eqn: jex.JaxprEqn) -> dict[str, Any]:
                 "can be marked; give a jax.lax.Precision or none, set recompute to '', or remat to 'full'"
             )
         params["precision"] = _NotKept(precision)
+    if eqn.primitive.name == "name" and params["name"] == fp8.PRODUCT:
+        params["name"] = _FP8_NOT_KEPT
     return params
 
 
@@ -122,9 +128,13 @@ def _keep_all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
     return primitive.name not in _MOVES
 
 
-def _keep_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
+def _keep_matmuls(primitive: Any, *operands: Any, **params: Any) -> bool:
     # Attention's forward, cuDNN's or a Pallas kernel, also returns the softmax statistics, so the backward pass does not run it again.
     name = primitive.name
+    if name == "name":
+        return params["name"] in (fp8.PRODUCT, fp8.SCALE)
+    if name in _MATMULS and operands[0].dtype.itemsize == 1 and jnp.issubdtype(operands[0].dtype, jnp.floating):
+        return False  # its scaled result has a name
     is_matmul = name in _MATMULS or "dot_product_attention_fwd" in name or name == "pallas_call"
     return is_matmul and not isinstance(params.get("precision"), _NotKept)
 

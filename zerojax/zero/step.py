@@ -16,6 +16,7 @@ from zerojax.zero import accumulate, explicit, placement, where_used, xla_option
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
 from zerojax.zero.checks import arguments
+from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import blockwise, streamed
 from zerojax.zero.offload import params as params_on_host
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, totals
@@ -38,6 +39,7 @@ def make_train_step(
     batch_specs: Any = (),
     cast_batch: bool | str = True,
     donate: bool = True,
+    fp8: fp8_modules.Fp8 | None = None,
 ) -> Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]:
     """Builds `train_step(state, batch) -> (state, metrics)`, compiled, from a loss function written for one device and unsharded weights.
 
@@ -59,6 +61,8 @@ def make_train_step(
       batch_specs: specs of batch leaves whose first dim does not count examples: ordered (path regex, PartitionSpec), or a tree like
         the batch. `PartitionSpec()`: the leaf is replicated and the same in all passes (class weights, a random key).
       cast_batch: whether `compute_dtype` applies to floating leaves of the batch, or a regex over the paths of those that it casts.
+      fp8: the Linen modules whose matmuls run in fp8, in the forward and the backward pass; None for none. The program is compiled for
+        fp8 then, also where the model brings `zerojax.fp8.dot_general` itself.
       donate: whether the step reuses the old state's memory; the old state is then deleted.
 
     Returns:
@@ -80,6 +84,9 @@ def make_train_step(
     scaling = update_lib.in_step(loss_scale, partition.abstract_state)
     how = _checked(where_used.How(blocks, heads, remat, recompute, offload), partition)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
+    if fp8 is not None:
+        fp8_modules.check_devices(partition.mesh)
+        loss_fn = fp8_modules.wrapped(loss_fn, fp8_modules.chosen(fp8, partition.placements, blocks), fp8.recipe)
     loss_fn = outputs.with_aux(loss_fn, scaling.scale)
     gradients = _gradients(loss_fn, partition, how, layout, reduce_dtype, compute_dtype)
     updates = streamed.updates_of(partition, may_skip=loss_scale is not None)
@@ -98,7 +105,7 @@ def make_train_step(
     resident = updates.rest.on_device if updates else partition
     step = xla_options.jit(
         train_step,
-        _compiler_options(partition, blocks, reduce_dtype, compute_dtype),
+        _compiler_options(partition, blocks, reduce_dtype, compute_dtype, fp8),
         **arguments.of_call(resident),
         donate_argnums=(0,) if donate else (),
         in_shardings=(resident.shardings, None),
@@ -128,15 +135,17 @@ def _checked(how: where_used.How, partition: Any) -> where_used.How:
     return how
 
 
-def _compiler_options(partition: Any, blocks: str, reduce_dtype: Any, compute_dtype: Any) -> dict[str, Any]:
-    """Returns XLA's options for a step with explicit collectives; none if the compiler inserts them."""
+def _compiler_options(partition: Any, blocks: str, reduce_dtype: Any, compute_dtype: Any, fp8: Any) -> dict[str, Any]:
+    """Returns XLA's options for a step: for matmuls in fp8, and for explicit collectives."""
+    options = {} if fp8 is None else xla_options.for_fp8(partition.mesh, but=xla_flags.names())
     if reduce_dtype is None:
-        return {}
+        return options
     weights = where_used.largest_block(partition.placements, blocks)
     gathered = weights * jnp.dtype(compute_dtype or jnp.float32).itemsize
     summed = weights * jnp.dtype(reduce_dtype).itemsize
     scattered = summed // partition.mesh.shape[mesh_lib.DATA]
-    return xla_options.for_mesh(partition.mesh, gathered=gathered, summed=summed, kept=scattered, but=xla_flags.names())
+    names = xla_flags.names()
+    return options | xla_options.for_mesh(partition.mesh, gathered=gathered, summed=summed, kept=scattered, but=names)
 
 
 def _gradients(

@@ -57,6 +57,16 @@ def for_mesh(
     return {name: value for name, value in options.items() if name not in but}
 
 
+def for_fp8(mesh: Mesh, *, but: Collection[str] = ()) -> dict[str, Any]:
+    """Returns the options for a program with matmuls in fp8; see `for_mesh`.
+
+    On GPUs these become calls of cuBLASLt, which scale their results too. By default they become Triton kernels.
+    """
+    if mesh_lib.platform(mesh) != "gpu":
+        return {}
+    return {name: value for name, value in {"xla_gpu_enable_triton_gemm": False}.items() if name not in but}
+
+
 def jit(
     run: Callable[..., Any],
     options: Mapping[str, Any],

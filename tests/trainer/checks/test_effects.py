@@ -15,6 +15,7 @@ def test_the_defaults_are_those_of_the_base():
 
 TOLD = {  # changed settings -> the one that then has no effect, and words of the reason
     "stage 0": ({"zero__stage": 0, "zero__indivisible": "pad"}, "zero.indivisible='pad'", "shards nothing"),
+    "bf16": ({"precision": "bf16", "fp8__first": 1}, "fp8.first=1", "'bf16' computes nothing in fp8"),
     "sgd": (
         {"optimizer__name": "sgd", "optimizer__weight_decay": 0.0, "optimizer__eps": 1e-6},
         "optimizer.eps=1e-06",

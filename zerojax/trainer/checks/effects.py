@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from zerojax import precision
 from zerojax.data import batches
 from zerojax.optim import registry, schedules
 from zerojax.trainer.checks import ranges
@@ -12,6 +13,10 @@ from zerojax.zero import stages
 DEFAULTS: dict[str, Any] = {
     "zero.min_size": 1024,
     "zero.indivisible": "whole",
+    "fp8.recipe": "tensorwise",
+    "fp8.filter": "",
+    "fp8.first": 0,
+    "fp8.last": 0,
     "optimizer.warmup": "linear",
     "optimizer.initial_fraction": 0.0,
     "optimizer.final_fraction": 0.1,
@@ -50,6 +55,9 @@ def _ignored(config: Any) -> Iterator[tuple[str, str]]:
         f"config.zero.stage={config.zero.stage} shards nothing": ()
         if sharded.opt_state
         else ("zero.min_size", "zero.indivisible"),
+        f"config.precision={config.precision!r} computes nothing in fp8": ()
+        if precision.PRECISIONS[config.precision].has_fp8
+        else ("fp8.recipe", "fp8.filter", "fp8.first", "fp8.last"),
         f"the optimizer {chosen.name} does not read it": tuple(
             f"optimizer.{name}" for name in ("b1", "b2", "eps") if name not in registry.READS[chosen.name]
         ),

@@ -9,6 +9,7 @@ from zerojax import errors, precision
 from zerojax.errors import UserError
 from zerojax.interop import huggingface
 from zerojax.models import families
+from zerojax.ops import fp8
 from zerojax.optim import fused, registry, schedules
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import remat, stages
@@ -19,6 +20,7 @@ CHOICES: dict[str, tuple] = {
     "zero.stage": tuple(stages.STAGES),
     "zero.indivisible": stages.INDIVISIBLE,
     "precision": tuple(precision.PRECISIONS),
+    "fp8.recipe": fp8.RECIPES,
     "optimizer.name": tuple(registry.OPTIMIZERS),
     "optimizer.schedule": (*schedules.SCHEDULES, *schedules.DEEPSPEED),
     "optimizer.moments": tuple(fused.MOMENTS),
@@ -41,8 +43,9 @@ POSITIVE = tuple(
 )
 NOT_NEGATIVE = tuple(
     "seed global_batch_size micro_batch_size grad_accum zero.min_size model.vocab_size model.num_layers "
-    "optimizer.warmup_steps optimizer.initial_fraction optimizer.final_fraction optimizer.weight_decay optimizer.clip_norm "
-    "loss_scale.static evaluate.every checkpoint.every checkpoint.keep_best sample.length sample.temperature profile.steps".split()
+    "fp8.first fp8.last optimizer.warmup_steps optimizer.initial_fraction optimizer.final_fraction optimizer.weight_decay "
+    "optimizer.clip_norm loss_scale.static evaluate.every checkpoint.every checkpoint.keep_best sample.length sample.temperature "
+    "profile.steps".split()
 )
 BELOW_ONE = ("optimizer.b1", "optimizer.b2")
 

@@ -1,0 +1,204 @@
+"""Matmuls of 8-bit floats. This module multiplies 16- or 32-bit arrays in fp8 and differentiates the product in fp8.
+
+The operands of a forward matmul are cast to e4m3, and gradients to e5m2, which has the wider range (arXiv:2209.05433). With s(a) the scale
+of an array a,
+
+    y = x w      ~  q(x s(x)) q(w s(w)) / (s(x) s(w))
+    dx = dy w^T  ~  q(dy s(dy)) q(w s(w))^T / (s(dy) s(w))
+    dw = x^T dy  ~  q(x s(x))^T q(dy s(dy)) / (s(x) s(dy))
+
+    s(a) = 2^floor(log2(top / amax)),   top = 448 in e4m3 and 57344 in e5m2
+
+A scale is a power of two, so scaling rounds nothing: an array that was cast with its scale is cast again without a change. `amax` is the
+largest finite magnitude of the array ("tensorwise"), or of each row or column along the contracted dim ("rowwise", which keeps more of
+small rows next to large ones and casts each array twice). An `amax` of 0 gives the scale 1.
+
+Values that are not finite stay so. e4m3 has no infinity: an infinite value becomes NaN.
+
+Matmuls take the fp8 arrays themselves. A matmul of arrays cast back to 16 bits would silently run in 16 bits on a GPU by default.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from zerojax.errors import UserError
+
+TENSORWISE, ROWWISE = "tensorwise", "rowwise"
+RECIPES = (TENSORWISE, ROWWISE)
+FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+# Names of values for policies of rematerialisation: the product of a matmul, and the scales of its operands.
+PRODUCT, SCALE = "zerojax: an fp8 matmul", "zerojax: an fp8 scale"
+# Part of the op_name of each matmul that was asked for in fp8.
+SCOPE = "fp8_matmul"
+
+# Exponents of scales. The product of two scales and its inverse are normal in float32 and bfloat16 if the arrays are.
+_SMALLEST, _LARGEST = -120, 63
+_WIDE = (jnp.float32, jnp.bfloat16)  # dtypes that hold every scale
+_FREE = ((), ())
+
+
+def dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+    *,
+    recipe: str = TENSORWISE,
+) -> jax.Array:
+    """Returns `jax.lax.dot_general` of two arrays, computed in fp8; so are its gradients. For `dot_general=` of Linen's and NNX's layers.
+
+    Args:
+      lhs, rhs: floating arrays of 16 or 32 bits.
+      dimension_numbers: see `jax.lax.dot_general`. Each batch element has scales of its own.
+      precision: is not read: the operands have 8 bits.
+      preferred_element_type: of the result; None: that of the operands.
+      out_sharding: must be None; a sharding comes from `jax.lax.with_sharding_constraint`.
+      recipe: "tensorwise" or "rowwise".
+
+    Raises:
+      UserError: an unknown recipe, operands that are not floating, or an `out_sharding`.
+
+    >>> layer = nn.Dense(4096, dot_general=zerojax.fp8.dot_general)
+    """
+    check_recipe(recipe)
+    dtype = jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
+    for name, array in (("lhs", lhs), ("rhs", rhs)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise UserError(
+                f"fp8.dot_general: {name} must be a floating array, and is {array.dtype}; use jax.lax.dot_general"
+            )
+    if out_sharding is not None:
+        raise UserError("fp8.dot_general: out_sharding is not supported; constrain the result instead")
+    (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs, lhs_kept = _as_matrices(lhs, lhs_batch, lhs_contracted, kept_first=True)
+    rhs, rhs_kept = _as_matrices(rhs, rhs_batch, rhs_contracted, kept_first=False)
+    run = functools.partial(matmul, dtype=dtype, recipe=recipe)
+    for _ in lhs_batch:
+        run = jax.vmap(run)
+    shape = (*lhs.shape[: len(lhs_batch)], *lhs_kept, *rhs_kept)
+    return checkpoint_name(run(lhs, rhs), PRODUCT).reshape(shape)
+
+
+def check_recipe(recipe: str) -> None:
+    """Raises UserError for a recipe that is unknown."""
+    if recipe not in RECIPES:
+        raise UserError(f"recipe: must be one of {', '.join(RECIPES)}, and is {recipe!r}")
+
+
+def _as_matrices(
+    array: jax.Array, batch: Any, contracted: Any, *, kept_first: bool
+) -> tuple[jax.Array, tuple[int, ...]]:
+    """Returns [batch dims..., kept, contracted], or with the last two in the other order, and the sizes of the kept dims."""
+    kept = [dim for dim in range(array.ndim) if dim not in (*batch, *contracted)]
+    order = (*batch, *kept, *contracted) if kept_first else (*batch, *contracted, *kept)
+    sizes = [tuple(array.shape[dim] for dim in dims) for dims in (batch, kept, contracted)]
+    outer, rows, inner = sizes
+    matrix = (math.prod(rows), math.prod(inner)) if kept_first else (math.prod(inner), math.prod(rows))
+    return array.transpose(order).reshape(*outer, *matrix), rows
+
+
+class EightBits(NamedTuple):
+    """An array in fp8: `values` / `scale` is the array. The scale is float32[] or, along the contracted dim, of size 1."""
+
+    values: jax.Array
+    scale: jax.Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def matmul(x_MK: jax.Array, w_KN: jax.Array, dtype: Any, recipe: str) -> jax.Array:
+    """Returns x w: float[M, N] in `dtype`, computed in fp8; see the module."""
+    return _forward(x_MK, w_KN, dtype, recipe)[0]
+
+
+def _forward(x_MK: jax.Array, w_KN: jax.Array, dtype: Any, recipe: str) -> tuple[jax.Array, Any]:
+    with jax.named_scope(SCOPE):
+        x, w = (
+            quantized(x_MK, FORWARD, _named_scale(x_MK, FORWARD, _axis(recipe, 1))),
+            quantized(w_KN, FORWARD, _named_scale(w_KN, FORWARD, _axis(recipe, 0))),
+        )
+        # The backward pass reads the weight itself, which may be gathered again. It reads x in fp8, or casts it anew along the other dim.
+        kept = (x, None) if recipe == TENSORWISE else (None, x_MK)
+        return _product(x, w, 1, 0, dtype), (kept, w_KN, w.scale, jnp.zeros((0,), x_MK.dtype))
+
+
+def _backward(dtype: Any, recipe: str, residuals: Any, dy_MN: jax.Array) -> tuple[jax.Array, jax.Array]:
+    (x, x_MK), w_KN, w_scale, like_x = residuals
+    with jax.named_scope(SCOPE):
+        by_row = quantized(dy_MN, BACKWARD, scale_of(dy_MN, BACKWARD, _axis(recipe, 1)))
+        if recipe == TENSORWISE:
+            w, by_column = quantized(w_KN, FORWARD, w_scale), by_row
+        else:
+            w, by_column, x = (
+                quantized(a, dtype_of, scale_of(a, dtype_of, axis))
+                for a, dtype_of, axis in ((w_KN, FORWARD, 1), (dy_MN, BACKWARD, 0), (x_MK, FORWARD, 0))
+            )
+        dx_MK = _product(by_row, w, 1, 1, like_x.dtype)
+        # In float32, so that a sum over devices in float32 loses nothing (`zero.float32_grads` removes the cast).
+        dw_KN = _product(x, by_column, 0, 0, jnp.float32).astype(w_KN.dtype)
+    return dx_MK, dw_KN
+
+
+matmul.defvjp(_forward, _backward)
+
+
+def _axis(recipe: str, contracted: int) -> int | None:
+    """Returns the dim along which the values share a scale; None: all do."""
+    return contracted if recipe == ROWWISE else None
+
+
+def _product(a: EightBits, b: EightBits, a_dim: int, b_dim: int, dtype: Any) -> jax.Array:
+    """Returns the product of two matrices along one dim each. On a GPU the inverse of a scalar scale is part of the matmul."""
+    exact = dtype if dtype in _WIDE else jnp.float32
+    values = jax.lax.dot_general(a.values, b.values, (((a_dim,), (b_dim,)), _FREE), preferred_element_type=exact)
+    b_scale = b.scale if b_dim == 0 or b.scale.ndim == 0 else b.scale.T
+    a_scale = a.scale if a_dim == 1 or a.scale.ndim == 0 else a.scale.T
+    return (values * (1.0 / (a_scale * b_scale)).astype(exact)).astype(dtype)
+
+
+def scale_of(array: jax.Array, dtype: Any, axis: int | None = None) -> jax.Array:
+    """Returns the scale of an array for a dtype, float32: a power of two, or 1 if the array has only zeros and values that are not finite.
+
+    Args:
+      array: floating.
+      dtype: e4m3 or e5m2.
+      axis: the dim whose values share a scale, of size 1 in the result; None: all share one, float32[].
+    """
+    return scale_of_amax(amax_of(array, axis), dtype)
+
+
+def amax_of(array: jax.Array, axis: int | None = None) -> jax.Array:
+    """Returns the largest finite magnitude, float32; 0 if there is none."""
+    magnitudes = jnp.where(jnp.isfinite(array), jnp.abs(array), 0)
+    return jnp.max(magnitudes, axis=axis, keepdims=axis is not None, initial=0).astype(jnp.float32)
+
+
+def scale_of_amax(amax: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the largest power of two that scales magnitudes up to `amax` into the range of a dtype; 1 for an `amax` of 0."""
+    top_fraction, top_exponent = math.frexp(float(jnp.finfo(dtype).max))
+    fraction, exponent = jnp.frexp(amax)
+    exponent = top_exponent - exponent - (fraction > top_fraction).astype(exponent.dtype)
+    scale = jnp.ldexp(jnp.ones_like(amax), jnp.clip(exponent, _SMALLEST, _LARGEST))
+    return jnp.where(amax > 0, scale, 1.0)
+
+
+def _named_scale(array: jax.Array, dtype: Any, axis: int | None) -> jax.Array:
+    return checkpoint_name(scale_of(jax.lax.stop_gradient(array), dtype, axis), SCALE)
+
+
+def quantized(array: jax.Array, dtype: Any, scale: jax.Array) -> EightBits:
+    """Returns an array in fp8. Values beyond the range are clipped to it, and values that are not finite stay so (in e4m3: NaN)."""
+    top = float(jnp.finfo(dtype).max)
+    is_finite = jnp.isfinite(array)
+    wide = array.dtype if array.dtype in _WIDE else jnp.float32
+    values = jnp.clip(array.astype(wide) * scale.astype(wide), -top, top)
+    # Not left to the cast: a GPU's instruction makes an infinity the largest number.
+    others = array if dtype == BACKWARD else jnp.nan
+    return EightBits(jnp.where(is_finite, values, others).astype(dtype), scale)

@@ -1,0 +1,184 @@
+"""Chooses the modules whose matmuls run in fp8. This module injects the matmul into Linen modules that know nothing of it.
+
+A Linen module with a field `dot_general` (Dense, DenseGeneral, the layers of our families) and a weight `kernel` gets
+`ops.fp8.dot_general` in that field while it is called. NNX modules take it when they are created: `nnx.Linear(...,
+dot_general=zerojax.fp8.dot_general)`.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+from jax.sharding import Mesh
+
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.ops import fp8
+from zerojax.zero import intercept
+
+WEIGHT, FIELD = "kernel", "dot_general"
+_FIRST_GPU = 8.9
+_TPUS = ("TPU v5", "TPU v5p", "TPU7x")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8:
+    """Which matmuls of a train step run in fp8, and how.
+
+    Attributes:
+      recipe: "tensorwise" or "rowwise"; see `ops.fp8`.
+      filter: a regex over full module paths (r"layer_\\d+/mlp/\\w+"); "": every module with a kernel inside blocks. Modules that it matches
+        outside of blocks take part too.
+      first, last: the number of blocks at the beginning and the end of each stack whose matmuls keep their dtype.
+    """
+
+    recipe: str = fp8.TENSORWISE
+    filter: str = ""
+    first: int = 0
+    last: int = 0
+
+    def __post_init__(self) -> None:
+        fp8.check_recipe(self.recipe)
+        try:
+            re.compile(self.filter)
+        except (re.error, TypeError, OverflowError) as error:
+            raise UserError(
+                f"fp8.filter: {self.filter!r} is not a regex: {error}; pass one over module paths, such as 'layer_\\d+/mlp/.*'"
+            ) from error
+        for name in ("first", "last"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+                raise UserError(f"fp8.{name}: must be a number of blocks, 0 or more, and is {getattr(self, name)!r}")
+
+
+class Chosen(NamedTuple):
+    """The paths of the modules with a kernel whose matmuls run in fp8, and of those that keep their dtype."""
+
+    in_fp8: frozenset[str]
+    others: frozenset[str]
+
+
+def chosen(settings: Fp8, weights: Iterable[str], blocks: str) -> Chosen:
+    """Returns the modules whose matmuls run in fp8.
+
+    Args:
+      settings: what is asked for.
+      weights: the paths of the params.
+      blocks: a regex over the paths of blocks; "" for none.
+
+    Raises:
+      UserError: no module is left, or there are no blocks to choose from.
+    """
+    if not settings.filter and not blocks:
+        raise UserError(
+            "fp8.filter: is '', which means every block, and there are no `blocks`; pass either, a regex over module paths"
+        )
+    named, inside = re.compile(settings.filter), re.compile(blocks)
+    below = [tree.below_params(path) for path in weights]
+    block_of = {
+        path.removesuffix(f"/{WEIGHT}"): intercept.block_of(path, inside) if blocks else None
+        for path in below
+        if path.endswith(f"/{WEIGHT}")
+    }
+    kept = _ends({block for block in block_of.values() if block}, settings.first, settings.last)
+    asked = [path for path, block in block_of.items() if (named.fullmatch(path) if settings.filter else block)]
+    found = frozenset(path for path in asked if block_of[path] not in kept)
+    if not found:
+        if asked:
+            raise UserError(
+                f"fp8.first: {settings.first} and fp8.last={settings.last} leave no module of {len(asked)} in fp8; make them smaller"
+            )
+        pattern = f"fp8.filter: {settings.filter!r}" if settings.filter else f"fp8.filter: is '', and blocks={blocks!r}"
+        raise UserError(
+            f"{pattern} matches no module with a weight `{WEIGHT}`; it is a regex over full module paths such as 'layer_\\d+/mlp/up'"
+        )
+    return Chosen(found, frozenset(block_of) - found)
+
+
+def _ends(blocks: Collection[str], first: int, last: int) -> set[str]:
+    """Returns the first and the last blocks of each stack; the blocks of a stack differ in the digits of their names."""
+    stacks: dict[str, list[str]] = {}
+    for block in sorted(
+        blocks, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)]
+    ):
+        stacks.setdefault(re.sub(r"\d+", "0", block), []).append(block)
+    return {block for stack in stacks.values() for block in (*stack[:first], *stack[len(stack) - last :])}
+
+
+def check_devices(mesh: Mesh) -> None:
+    """Raises a UserError if the devices of a mesh multiply nothing in fp8. CPUs emulate it."""
+    device = mesh.devices.flat[0]
+    capability = getattr(device, "compute_capability", None)
+    is_old_gpu = device.platform == "gpu" and capability is not None and float(capability) < _FIRST_GPU
+    if is_old_gpu or (device.platform == "tpu" and device.device_kind not in _TPUS):
+        raise UserError(
+            f"fp8: {device.device_kind} has no arithmetic in fp8 (GPUs have it from compute capability {_FIRST_GPU}, Ada and Hopper, on); "
+            'compute in bf16 (config.precision="bf16")'
+        )
+
+
+def wrapped(loss_fn: Callable[..., Any], modules: Chosen, recipe: str) -> Callable[..., Any]:
+    """Returns a loss whose chosen Linen modules multiply in fp8.
+
+    Raises:
+      UserError: when called, if a chosen module takes no `dot_general`, or none is called.
+    """
+    paths = _paths_in_model(modules)
+
+    @functools.wraps(loss_fn)
+    def in_fp8(*args: Any, **kwargs: Any) -> Any:
+        injector = _Injector(paths, functools.partial(fp8.dot_general, recipe=recipe))
+        with nn.intercept_methods(injector.intercept):
+            result = loss_fn(*args, **kwargs)
+        if not injector.entered:
+            raise UserError(
+                f"fp8.filter: the loss calls no Linen module of {', '.join(sorted(modules.in_fp8)[:3])}; an NNX module takes "
+                "dot_general=zerojax.fp8.dot_general when it is created"
+            )
+        return result
+
+    return in_fp8
+
+
+def _paths_in_model(modules: Chosen) -> frozenset[str]:
+    """Returns the paths of chosen modules in the model. A loss may call a model with a part of the params, so they may begin later."""
+    ends, others = (
+        {"/".join(names[start:]) for names in (path.split("/") for path in paths) for start in range(len(names))}
+        for paths in modules
+    )
+    return modules.in_fp8 | (ends - others)
+
+
+class _Injector:
+    def __init__(self, paths: frozenset[str], dot_general: Callable[..., Any]):
+        self._paths, self._dot_general = paths, dot_general
+        self.entered: set[str] = set()
+
+    def intercept(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+        module = context.module
+        if module.scope is None or context.method_name != "__call__":
+            return call(*args, **kwargs)
+        path = "/".join(module.path)
+        if path not in self._paths:
+            return call(*args, **kwargs)
+        if FIELD not in {field.name for field in dataclasses.fields(module)}:
+            raise UserError(
+                f"fp8.filter: {path} is a {type(module).__name__}, which has no field `{FIELD}`; leave it out of fp8.filter, or give it one"
+            )
+        self.entered.add(path)
+        with _field(module, self._dot_general):
+            return call(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _field(module: nn.Module, value: Any) -> Any:
+    """Sets the field of a bound module, which belongs to this trace, for one call."""
+    before = getattr(module, FIELD)
+    object.__setattr__(module, FIELD, value)
+    try:
+        yield
+    finally:
+        object.__setattr__(module, FIELD, before)
