@@ -223,6 +223,14 @@ def test_swapped_files_of_splits_are_told(broken_dir):
     for split in ("train", "validation", "train[:1]"):
         line = refusal(source.open_source, "python_stdlib", split, broken_dir)
         assert "dataset_info.json beside it lists" in line and "files were swapped or damaged; delete" in line
+    info = next(broken_dir.rglob("dataset_info.json"))
+    listed = json.loads(info.read_text())
+    for split, other in zip(listed["splits"], [split["shardLengths"] for split in reversed(listed["splits"])]):
+        split["shardLengths"] = other
+    info.write_text(json.dumps(listed))  # the counts are right again, as of splits of one size
+    for split in ("train", "validation", "train[:1]"):
+        line = refusal(source.open_source, "python_stdlib", split, broken_dir)
+        assert "holds what 'python_stdlib-" in line and "files were swapped or damaged; delete" in line
 
 
 def test_an_example_damaged_beyond_the_first_is_named_when_it_is_read(broken_dir):

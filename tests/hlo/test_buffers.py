@@ -11,6 +11,7 @@ from flax.training import train_state
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import mesh
+from zerojax.errors import UserError
 from zerojax.hlo import buffer_dump, buffers
 from zerojax.roles import ACTIVATIONS, GATHERED, GRADIENTS, LOSS, MOMENTS, OTHER, PARAMS, REST
 from zerojax.zero import stages, step
@@ -168,6 +169,21 @@ def test_host_memory_is_the_same_with_and_without_an_assignment(monkeypatch):
     _, found = buffers.compile_with_buffers(lowered, compiler_options=compile_only.FAST)
     assert (full.source, found.source) == (buffers.ASSIGNMENT, buffers.ANALYSIS)
     assert found.host == full.host == 2 * 4 * 64 * 256 * 256
+
+
+def test_a_program_that_jax_cannot_read_is_refused_in_one_line():
+    """As one of a TPU compiler that is newer than JAX."""
+
+    class Unreadable:
+        def as_text(self):
+            raise jax.errors.JaxRuntimeError(
+                "INTERNAL: RET_CHECK failure: async-update should have 1 operands\n\n*** Begin stack"
+            )
+
+    with pytest.raises(
+        UserError, match=r"^the compiled program: jax .* cannot read .*async-update.* pip install [^\n]*$"
+    ):
+        buffers._text(Unreadable())
 
 
 def test_values_at_the_same_offset_are_counted_once():

@@ -109,9 +109,16 @@ def test_a_permute_counts_its_output_and_not_its_flags(found):
     assert [p.given.dims for p in found["cp"].parts] == [(8, 8)]
 
 
-def test_a_fusion_that_keeps_a_slice_of_an_all_reduce_is_a_reduce_scatter():
+def test_a_fusion_that_keeps_a_slice_of_an_all_reduce_is_a_reduce_scatter_with_the_name_of_its_sum():
+    """So does libtpu compile it. What follows the fusion has its name too, such as the permutes that shift its rows."""
     text = f"""
 HloModule jit_step, is_scheduled=true
+
+%add (x: bf16[], y: bf16[]) -> bf16[] {{
+  %x = bf16[] parameter(0)
+  %y = bf16[] parameter(1)
+  ROOT %xy = bf16[] add(%x, %y), metadata={{op_name="transpose(jvp(Net))/up/kernel/add"}}
+}}
 
 %inside (g: bf16[64,4]) -> bf16[8,4] {{
   %g = bf16[64,4] parameter(0)
@@ -122,13 +129,15 @@ HloModule jit_step, is_scheduled=true
 
 ENTRY %main (c: bf16[64,4]) -> bf16[8,4] {{
   %c = bf16[64,4] parameter(0)
-  ROOT %rs = bf16[8,4] fusion(%c), kind=kCustom, calls=%inside
+  %rs = bf16[8,4] fusion(%c), kind=kCustom, calls=%inside
+  ROOT %cp = bf16[8,4] collective-permute(%rs), channel_id=5, source_target_pairs={{{{0,1}},{{1,0}}}}
 }}
 """
     mesh = Mesh(np.asarray(jax.devices()[:8]), ("data",), axis_types=(AxisType.Auto,))
-    (only,) = collectives.collectives(hlo_flow.flow(syntax.parse(text)), mesh)
+    only, permute = collectives.collectives(hlo_flow.flow(syntax.parse(text)), mesh)
     assert only.kind == "reduce-scatter"
     assert [(p.taken.dims, p.given.dims) for p in only.parts] == [((64, 4), (8, 4))]
+    assert {part.op_name for part in (*only.parts, *permute.parts)} == {"transpose(jvp(Net))/up/kernel/reduce_scatter"}
 
 
 @pytest.mark.parametrize(

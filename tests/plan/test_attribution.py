@@ -88,6 +88,21 @@ def test_the_modules_in_a_name_distinguish_weights_of_equal_shapes():
     assert roles(body, w=UP) == [(GRADIENTS, ("down/kernel",))]
 
 
+def test_a_methods_name_is_that_of_its_module():
+    known = WEIGHTS | {"table/embedding": weight("table/embedding", 64, 4096)}
+    body = f"""  %g = f32[64,4096] dot(%w, %w)
+  %ar = f32[64,4096] all-reduce(%g), {GROUPS}, metadata={{op_name="jit(step)/transpose(jvp(Net))/table.attend/dot"}}"""
+    assert roles(body, known, w=UP) == [(GRADIENTS, ("table/embedding",))]
+
+
+def test_a_reduce_scatter_is_not_of_a_weight_whose_shard_it_takes():
+    """It is of the weight whose dims it takes and whose shard it gives, whatever other modules its name holds."""
+    known = WEIGHTS | {"positions/embedding": weight("positions/embedding", 8, 4096)}
+    body = f"""  %g = f32[8,4096] dot(%w, %w)
+  %rs = f32[1,4096] reduce-scatter(%g), {GROUPS}, dimensions={{0}}, metadata={{op_name="jit(step)/transpose(jvp(Net))/up/reduce_sum"}}"""
+    assert roles(body, known, w=UP) == [(GRADIENTS, ("positions/embedding",))]
+
+
 def test_one_layer_of_a_stack_and_a_kernel_with_merged_dims_are_gradients_too():
     for dims in ("64,32", "1024,32"):
         body = f"""  %g = f32[{dims}] dot(%w, %w)
@@ -112,6 +127,15 @@ def test_a_reduce_scatter_in_stages_is_known_by_the_weight_in_its_name():
         body = f"""  %g = f32[16,4096] custom-call(%w), custom_call_target="x"
   %ar = f32[16,4096] all-reduce(%g), {GROUPS}, metadata={{op_name="jit(step)/{scope}/reduce_scatter"}}"""
         assert [role for role, _ in roles(body, w=UP)] == [expected]
+
+
+@pytest.mark.parametrize("scope", ["transpose(jvp(Net))/up/kernel", "transpose(jvp(up/kernel))"])
+def test_the_name_of_an_explicit_reduce_scatter_counts_more_than_dims(scope):
+    """The second stage has the dims of another weight."""
+    known = WEIGHTS | {"other/kernel": weight("other/kernel", 16, 4096)}
+    body = f"""  %g = f32[16,4096] custom-call(%w), custom_call_target="x"
+  %rs = f32[4,4096] reduce-scatter(%g), {GROUPS}, dimensions={{0}}, metadata={{op_name="jit(step)/{scope}/reduce_scatter"}}"""
+    assert roles(body, known, w=UP) == [(GRADIENTS, ("up/kernel",))]
 
 
 def test_a_reduction_without_a_name_has_that_of_what_it_sums():

@@ -47,6 +47,22 @@ def test_a_slice_has_the_dims_of_its_kind(name, topology):
         targets.devices(name, topology)
 
 
+@pytest.mark.parametrize(
+    "found, required, line",
+    [
+        ("0.0.52", 'libtpu==0.0.42.*; extra == "tpu"', "libtpu is 0.0.52, and jax .* requires 0.0.42"),
+        ("0.0.42.1", 'libtpu==0.0.42.*; extra == "tpu"', "^$"),
+        ("0.0.42", 'libtpu==0.0.42.*; extra == "tpu"', "^$"),
+        ("0.0.421", 'libtpu==0.0.42.*; extra == "tpu"', "libtpu is 0.0.421"),
+        ("0.0.52", "numpy>=2.0", "^$"),
+    ],
+)
+def test_a_tpu_compiler_of_another_version_than_jaxs_is_told(monkeypatch, found, required, line):
+    monkeypatch.setattr(targets.importlib.metadata, "version", lambda name: found)
+    monkeypatch.setattr(targets.importlib.metadata, "requires", lambda name: ["scipy", required])
+    assert re.search(line, targets._other_libtpu())
+
+
 @pytest.mark.parametrize("name, extra", [("h200", "plan-gpu"), ("a100", "plan-gpu"), ("v5p", "plan-tpu")])
 def test_a_missing_compiler_names_the_extra_to_install(monkeypatch, name, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)

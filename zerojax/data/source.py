@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import tensorflow_datasets as tfds
 from array_record.python import array_record_module
 
+import zerojax.data.python_stdlib  # noqa: F401  importing it registers the builder
 from zerojax import errors
-from zerojax.data import python_stdlib  # noqa: F401  importing it registers the builder
+from zerojax.data import split_files
 from zerojax.errors import UserError
 
 
@@ -48,6 +49,7 @@ def prepare(name: str, data_dir: str | os.PathLike) -> None:
     try:
         with _quiet():
             builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
+        split_files.record(builder.data_path)
     except UserError:
         raise
     except Exception as error:  # a dataset's own code may raise anything
@@ -69,7 +71,7 @@ def open_source(name: str, split: str, data_dir: str | os.PathLike, key: str = "
         raise UserError(
             f"{key}: split {split!r} of {name!r} is empty; {_near(split, list(builder.info.splits), 'splits')}"
         )
-    _check_counts(path, found)
+    _check_files(path, found)
     try:
         source = _Named(builder.as_data_source(split=split), path)
     except Exception as error:  # array_record raises RuntimeError or ValueError, tfds what its features raise
@@ -158,8 +160,8 @@ def _range(part: Any) -> range:
     return range(part.skip, part.skip + part.take if part.take >= 0 else part.examples_in_shard)
 
 
-def _check_counts(path: str, split: Any) -> None:
-    """Raises a UserError if a file of a split is missing, or holds another number of examples than dataset_info.json lists."""
+def _check_files(path: str, split: Any) -> None:
+    """Raises a UserError if a file of a split is missing or another split's, or if dataset_info.json lists another number of examples."""
     expected = {part.filename: part.examples_in_shard for part in split.file_instructions}
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         for name, found in zip(expected, pool.map(_count, expected)):
@@ -170,6 +172,7 @@ def _check_counts(path: str, split: Any) -> None:
                     f"config.data.dir: {name!r} holds {found} examples, and dataset_info.json beside it lists {expected[name]}: "
                     f"files were swapped or damaged; delete {path!r} and run again"
                 )
+    split_files.check(path, expected)
 
 
 def _count(name: str) -> int | Exception:

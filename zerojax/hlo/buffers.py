@@ -18,7 +18,9 @@ import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
+from zerojax import errors
 from zerojax import roles as roles_lib
+from zerojax.errors import UserError
 from zerojax.hlo import buffer_dump, buffer_roles, parameters, syntax
 from zerojax.hlo import flow as hlo_flow
 from zerojax.hlo.buffer_dump import DEVICE, HOST, TEMPORARY, Dump, Value
@@ -172,7 +174,7 @@ def _buffers(lowered: Any, compiled: Any, dump: Dump | None, roles: Sequence[tup
     stats = compiled.memory_analysis()
     analysis = stats.argument_size_in_bytes + stats.temp_size_in_bytes if stats is not None else 0
     analysis += stats.output_size_in_bytes - stats.alias_size_in_bytes if stats is not None else 0
-    text = compiled.as_text()
+    text = _text(compiled)
     module = syntax.parse(text)
     leaves = parameters.leaves(lowered, module)
     if dump is None:
@@ -199,6 +201,21 @@ def _buffers(lowered: Any, compiled: Any, dump: Dump | None, roles: Sequence[tup
         analysis=analysis,
         hlo_text=text,
     )
+
+
+def _text(compiled: Any) -> str:
+    """Returns the text of a compiled program.
+
+    Raises:
+      UserError: JAX cannot read what the compiler, a plugin of another version, has written.
+    """
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(
+            f"the compiled program: jax {jax.__version__} cannot read what its compiler wrote ({errors.first_line(error)}); install the "
+            "version of the compiler's plugin that goes with it: pip install 'zerojax[plan-tpu]' or 'zerojax[plan-gpu]'"
+        ) from error
 
 
 def _from_analysis(stats: Any, module: syntax.Module, leaves: Mapping, analysis: int, roles: Sequence) -> Buffers:

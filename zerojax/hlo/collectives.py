@@ -115,8 +115,7 @@ def _kind(module: syntax.Module, start: syntax.Instruction) -> str:
 def _read(flow: hlo_flow.Flow, mesh: Mesh, call: hlo_flow.Call, start: syntax.Instruction, kind: str) -> Collective:
     attributes = start.attributes
     if start.opcode == "fusion":
-        inner = flow.module.computation(start.called[0])
-        attributes = next(i.attributes for i in inner.instructions if i.opcode == "all-reduce")
+        attributes = _fused_sum(flow.module, start).attributes
     groups = replica_groups.groups(attributes, mesh.size)
     where, begin, done = _span(call, start)
     is_async = done is not None and '"is_sync":true' not in start.attributes
@@ -176,11 +175,16 @@ def _parts(
                 own = where.by_name[value].op_name or start.op_name
                 yield Part(None, array, array, value, names[index] if len(names) == len(joined) else own)
         else:
-            yield Part(number, taken, given, name, _op_name(where, start, done or start, number, len(outputs)))
+            yield Part(number, taken, given, name, _op_name(module, where, start, done or start, number, len(outputs)))
 
 
 def _op_name(
-    where: syntax.Computation, start: syntax.Instruction, result: syntax.Instruction, number: int, count: int
+    module: syntax.Module,
+    where: syntax.Computation,
+    start: syntax.Instruction,
+    result: syntax.Instruction,
+    number: int,
+    count: int,
 ) -> str:
     """Returns the op_name of one output: its part of the combined name, else the name of its reader or of its operand."""
     joined = syntax.op_names(start.op_name)
@@ -188,20 +192,38 @@ def _op_name(
         return joined[number]
     if len(joined) == 1 and start.op_name:
         return start.op_name
+    if own := _name_of_sum(module, start):
+        return own
     users = [
         u for u in where.users.get(result.name, ()) if u.opcode == "get-tuple-element" and u.number("index") == number
     ]
     named = next((user.op_name for user in users if user.op_name), "")
     if not named and number < len(start.operands):
-        named = _name_before(where, where.by_name.get(start.operands[number]))
+        named = _name_before(module, where, where.by_name.get(start.operands[number]))
     return named or joined[0]
 
 
-def _name_before(where: syntax.Computation, value: syntax.Instruction | None) -> str:
+def _name_of_sum(module: syntax.Module, start: syntax.Instruction) -> str:
+    """Returns the name of a TPU's fused reduce-scatter, "" for other instructions. Only the function that adds two numbers has a name."""
+    if _kind(module, start) != "reduce-scatter" or start.opcode != "fusion":
+        return ""
+    summed = module.computation(_fused_sum(module, start).computation_roles["to_apply"]).root.op_name
+    scope, _, _ = summed.rpartition("/")
+    return f"{scope}/reduce_scatter" if scope else ""
+
+
+def _fused_sum(module: syntax.Module, fusion: syntax.Instruction) -> syntax.Instruction:
+    inner = module.computation(fusion.called[0])
+    return next(i for i in inner.instructions if i.opcode == "all-reduce")
+
+
+def _name_before(module: syntax.Module, where: syntax.Computation, value: syntax.Instruction | None) -> str:
     """Returns the op_name of a value, or of the first operand before it that has one; XLA names no instruction that it adds."""
     for _ in range(_NAMELESS_STEPS):
         if value is None or value.op_name:
             break
+        if own := _name_of_sum(module, value):
+            return own
         value = next((where.by_name[operand] for operand in value.operands if operand in where.by_name), None)
     return syntax.op_names(value.op_name)[0] if value is not None else ""
 

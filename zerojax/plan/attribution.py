@@ -72,8 +72,8 @@ class Attribution:
             paths = self._origin(found, part)
             if paths:
                 return phase, paths
-        matched = self._matching(part) or self._scattered(found, part)
         sums = found.kind in collectives.REDUCTIONS or found.kind == "collective-permute"  # a ring of permutes sums too
+        matched = (self._scattered(part) if sums else []) or self._matching(part)
         is_vector = len(_key(part.taken.dims)) < 2
         is_statistic = is_vector and phase == roles.WEIGHTS_FORWARD and self._is_read_in_forward_pass(found, part)
         trained = [weight for weight in matched if weight.trainable]
@@ -118,20 +118,27 @@ class Attribution:
         sizes = {part.given.elements, part.taken.elements}
         return tuple(sorted(path for path in owners if path is not None and _fits(self._weights[path], sizes)))
 
-    def _scattered(self, found: collectives.Collective, part: collectives.Part) -> list[WeightDims]:
+    def _scattered(self, part: collectives.Part) -> list[WeightDims]:
         """Returns the weight that an explicit reduce-scatter is named by. In several stages its dims are those of no shard."""
         scope, _, primitive = part.op_name.rpartition("/")
+        scope = re.sub("[()]+", "/", scope).strip("/")  # as in transpose(jvp(embed/embedding))
         path = tree.longest_suffix(self._paths, scope)
         is_named = path is not None and f"/{scope}".endswith(f"/{tree.below_params(path)}")
-        is_scatter = found.kind in collectives.REDUCTIONS and primitive in ("reduce_scatter", "psum_scatter")
+        is_scatter = primitive in ("reduce_scatter", "psum_scatter")
         return [self._weights[path]] if path is not None and is_named and is_scatter else []
 
     def _matching(self, part: collectives.Part) -> list[WeightDims]:
         """Returns the weights with these dims, global or of a shard: in any order, else with dims merged or split, else one layer's dims.
 
         A model may store a weight with two dims and use it with three, (embed, heads * width) as (embed, heads, width), or the other way
-        round. Its gradient is summed in either form.
+        round. Its gradient is summed in either form. A reduce-scatter's two arrays tell a weight from a larger one whose shard has
+        the smaller one's dims.
         """
+        taken, given = _key(part.taken.dims), _key(part.given.dims)
+        if taken != given:
+            both = [weight for weight in self._by_dims.get(taken, ()) if weight in self._by_dims.get(given, ())]
+            if both:
+                return both
         for dims in (part.taken.dims, part.given.dims):
             key = _key(dims)
             if key in self._by_dims:
@@ -143,7 +150,7 @@ class Attribution:
 
     def _named(self, matched: list[WeightDims], part: collectives.Part) -> tuple[str, ...]:
         """Returns the paths that share most modules with the op_name. If several do, dims in the same order decide."""
-        modules = re.split(r"[/():]", part.op_name)
+        modules = re.split(r"[/():.]", part.op_name)  # "embed.attend" is a method of the module embed
         orders = _squeezed(part.taken.dims), _squeezed(part.given.dims)
 
         def likeness(weight: WeightDims) -> tuple[int, bool]:

@@ -65,7 +65,12 @@ def _why(
     )
     if is_sharded and any(row.kind == "all-reduce" for row in rows):
         return "all-reduced, which moves twice as much as a reduce-scatter"
-    if any(row.kind == "collective-permute" for row in rows):
+    kinds = {row.kind for row in rows}
+    if {"reduce-scatter", "collective-permute"} <= kinds:
+        return (
+            "permutes move rows between devices after a reduce-scatter, whose parts are of other sizes than the shards"
+        )
+    if "collective-permute" in kinds:
         return "summed by a ring of permutes beside the matmul; the first permute sends zeros"
     if any(row.times > 1 for row in rows):
         return "moved in every iteration of a loop"

@@ -7,9 +7,11 @@ their collectives, buffers and peak memory are those of the real machine. GPUs n
 import contextlib
 import dataclasses
 import glob
+import importlib.metadata
 import importlib.util
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -224,10 +226,27 @@ def _tpus(target: Target, topology: str) -> list[Any]:
         raise UserError(f"topology: a {target.name} slice has {dims} dims of chips, such as {form}; got {topology!r}")
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(f"target {target.name}: the TPU compiler is missing; pip install 'zerojax[plan-tpu]'")
+    if line := _other_libtpu():
+        warnings.warn(f"target {target.name}: {line}", stacklevel=2)
     if not any(glob.glob(pattern) for pattern in devices_lib.DEVICE_FILES["tpu"][0]):
         for name, value in _LIBTPU_ENVIRON.items():
             os.environ.setdefault(name, value)
     return _compile_only(target, topology, platform="tpu", topology_name=f"{target.name}:{topology}")
+
+
+def _other_libtpu() -> str:
+    """Returns a line if the TPU compiler is of another version than this JAX requires; "" if not, or if a version is unknown."""
+    try:
+        found, required = importlib.metadata.version("libtpu"), importlib.metadata.requires("jax") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    wanted = next(filter(None, (re.match(r"libtpu==([\d.]+)\.\*", line) for line in required)), None)
+    if wanted is None or f"{found}.".startswith(f"{wanted[1]}."):
+        return ""
+    return (
+        f"libtpu is {found}, and jax {jax.__version__} requires {wanted[1]}.*; programs that it compiles may be unreadable; "
+        "pip install 'zerojax[plan-tpu]'"
+    )
 
 
 def _compile_only(target: Target, requested: str, **description: Any) -> list[Any]:
