@@ -19,6 +19,7 @@ from unittest import mock
 import jax
 import programs
 import rough
+from absl import flags as absl_flags
 from jax.experimental.compilation_cache import compilation_cache
 
 from zerojax import train
@@ -131,6 +132,14 @@ def losses(folder: pathlib.Path) -> dict[int, float]:
 def evaluations(folder: pathlib.Path) -> list[tuple[int, float]]:
     """Returns (step, evaluation loss) of every evaluation."""
     return [(line["step"], line["eval_loss"]) for line in metrics.read(folder) if "eval_loss" in line]
+
+
+def forget_flags() -> None:
+    """Lets this process read another command line, as if it were its first."""
+    for name in [name for name in absl_flags.FLAGS if name.startswith("config.")]:
+        delattr(absl_flags.FLAGS, name)
+    absl_flags.FLAGS.unparse_flags()
+    absl_flags.FLAGS["config"].value = None
 
 
 def environment(cache: pathlib.Path) -> dict[str, str]:

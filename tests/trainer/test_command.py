@@ -1,6 +1,7 @@
 import sys
 
 import pytest
+import runs
 from absl import flags
 
 import zerojax
@@ -30,10 +31,7 @@ def parsed(monkeypatch):
     """Reads a command line as if it were the first of this process."""
 
     def parse(*arguments):
-        for name in [name for name in flags.FLAGS if name.startswith("config.")]:
-            delattr(flags.FLAGS, name)
-        flags.FLAGS.unparse_flags()
-        flags.FLAGS["config"].value = None
+        runs.forget_flags()
         argv = ["program", *arguments]
         monkeypatch.setattr(sys, "argv", argv)
         return command.parse(argv)

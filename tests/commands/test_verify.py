@@ -1,0 +1,159 @@
+"""Checks that equal losses pass and others do not. This module tests zerojax.commands.verify."""
+
+import json
+import pathlib
+import sys
+
+import pytest
+import runs
+
+from zerojax.commands import verify
+from zerojax.trainer.card import document
+
+CARD = {"schema": 1, "devices": {"platform": "cpu"}, "planned_peak_bytes": 2**20, "tokens_per_second": 1000.0}
+LOSSES = {"loss": [3.0, 2.5, 2.0], "grad_norm": [1.0, 0.9, 0.8]}
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    def called(*words):
+        runs.forget_flags()
+        monkeypatch.setattr(sys, "argv", ["verify", *words])
+        with pytest.raises(SystemExit) as end:
+            verify.main()
+        return end.value.code, *capsys.readouterr()
+
+    yield called
+    runs.forget_flags()
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Returns {stage, or "host": what its run gives}, a list of the flags of each run, and makes runs give it."""
+    given, started = {}, []
+
+    def train(words):
+        flags = dict(word.split("=", 1) for word in words)
+        started.append(flags)
+        on_host = flags["--config.offload.optimizer"] == "host"
+        found = given.get("host" if on_host else int(flags["--config.zero.stage"]), LOSSES)
+        if isinstance(found, tuple):
+            return found
+        folder = pathlib.Path(flags["--workdir"])
+        folder.mkdir(parents=True)
+        document.write(folder, CARD)
+        records = [{"step": step, **dict(zip(found, values))} for step, values in enumerate(zip(*found.values()), 1)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return 0, ""
+
+    monkeypatch.setattr(verify, "_train", train)
+    return given, started
+
+
+ARGUMENTS = ("--config=configs/zero3.py", "--config.precision=fp32", "--steps=3")
+
+
+def with_change(name, step, factor):
+    values = list(LOSSES[name])
+    values[step] *= factor
+    return {**LOSSES, name: values}
+
+
+def test_equal_losses_are_proven_and_each_setting_has_its_flags(call, trained):
+    status, out, _ = call(*ARGUMENTS, "--config.optimizer.warmup_steps=20")
+    assert status == 0 and out.endswith("6 of 6 settings give the losses of setting 0\n") and "1.00 MiB" in out
+    _, started = trained
+    assert [(run["--config.zero.stage"], run["--config.offload.params"]) for run in started] == [
+        *((str(stage), "none") for stage in range(4)),
+        ("3", "none"),
+        ("3", "host"),
+    ]
+    assert {(run["--config.steps"], run["--config.optimizer.warmup_steps"]) for run in started} == {("3", "3")}
+    assert (
+        len({run["--config.data.dir"] for run in started}) == 1 and not pathlib.Path(started[0]["--workdir"]).exists()
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_change("loss", 2, 1 + 3e-5),
+        with_change("loss", 0, 1 + 3e-6),
+        with_change("grad_norm", 1, 8),
+        with_change("loss", 1, float("nan")),
+    ],
+    ids=["a loss", "the first loss", "gradients eight times too large", "not finite"],
+)
+def test_what_rounding_does_not_explain_differs_and_the_status_is_1(call, trained, change):
+    trained[0][2] = change
+    status, out, _ = call(*ARGUMENTS, "--json")
+    found = json.loads(out)
+    assert status == 1 and not found["ok"]
+    assert [row["setting"] for row in found["rows"] if row["verdict"] == "differs"] == ["2"]
+    assert "5 of 6 settings give the losses of setting 0; 1 differs" in call(*ARGUMENTS)[1]
+
+
+def test_rounding_is_allowed(call, trained):
+    trained[0][2] = with_change("loss", 2, 1 + 5e-6)
+    assert call(*ARGUMENTS)[0] == 0
+
+
+def test_a_setting_that_cannot_run_here_is_told_and_does_not_fail_the_others(call, trained):
+    trained[0][0] = (2, "zerojax: out of device memory: the step needs 90 GiB, use more devices\n")
+    trained[0]["host"] = (2, "a warning\nzerojax: offload.optimizer: this backend has no host memory\n")
+    status, out, _ = call(*ARGUMENTS)
+    assert status == 0 and "3+params: offload.optimizer: this backend has no host memory" in out
+    assert out.endswith("3 of 6 settings give the losses of setting 1; 3 cannot run here\n")
+    trained[0][3] = (-6, "abort\n")
+    status, out, _ = call(*ARGUMENTS)
+    assert status == 1 and "3: ended with status -6: abort" in out
+    for stage in range(4):
+        trained[0][stage] = (2, "zerojax: out of device memory\n")
+    assert call(*ARGUMENTS)[0] == 1
+
+
+def test_a_config_with_an_offload_of_its_own_adds_a_setting(call, trained):
+    call(*ARGUMENTS, "--config.zero.stage=2", "--config.offload.optimizer=host", "--config.offload.chunk_bytes=1000000")
+    found = [
+        (run["--config.zero.stage"], run["--config.offload.optimizer"], run["--config.offload.chunk_bytes"])
+        for run in trained[1]
+    ]
+    assert found[-1] == ("2", "host", "1000000") and len(found) == 7 and found[3] == ("3", "none", str(256 << 20))
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ((), "--config: is missing"),
+        (("--config=configs/zero9.py",), "--config configs/zero9.py: there is no such file"),
+        ((*ARGUMENTS, "--config.stepz=3"), "unknown config key 'stepz'; did you mean 'steps'?"),
+        ((*ARGUMENTS, "--config.zero.stage=7"), "config.zero.stage: must be one of 0, 1, 2, 3"),
+        ((*ARGUMENTS, "--only=0,4"), "--only: '4' is no setting; known: 0, 1, 2, 3, 3+optimizer, 3+params"),
+        ((*ARGUMENTS, "--only=3"), "--only: names '3' alone"),
+        ((*ARGUMENTS, "--steps=1"), "'1' is no number of steps from 2 to 10000"),
+        ((*ARGUMENTS, "--keep=docs"), "--keep: 'docs' exists"),
+        ((*ARGUMENTS, "--what"), "Unknown command line flag 'what'"),
+    ],
+)
+def test_wrong_input_is_one_line_and_status_2(call, trained, words, expected):
+    status, out, err = call(*words)
+    assert (status, out, err.count("\n")) == (2, "", 1) and expected in err, err
+
+
+def test_a_config_that_no_stage_takes_is_refused_with_its_line(call, trained):
+    trained[0][0] = (2, "zerojax: config.mesh: replica 1 x data 16 x model 1 = 16 devices, but there are 8\n")
+    status, _, err = call(*ARGUMENTS)
+    assert status == 2 and err == "zerojax: config.mesh: replica 1 x data 16 x model 1 = 16 devices, but there are 8\n"
+    assert len(trained[1]) == 1
+
+
+def test_true_runs_of_two_settings_agree(call, commands, monkeypatch):
+    def train(words):
+        command = commands(*words)
+        return command.status, command.err
+
+    monkeypatch.setattr(verify, "_train", train)
+    status, out, _ = call(*runs.flags(), "--steps=3", "--only=0,3", "--json")
+    rows = json.loads(out)["rows"]
+    assert status == 0 and [len({*row["losses"]}) for row in rows] == [3, 3]
+    assert rows[1]["loss_difference"] is not None and rows[1]["planned_peak_bytes"] > 0

@@ -1,0 +1,333 @@
+"""Proves on this machine that all stages and offloads give the same losses. This module is the command line `zerojax verify`.
+
+zerojax verify --config configs/zero3.py                            stages 0 to 3, and offload to the host
+zerojax verify --config configs/llama3_8b.py --config.model.num_layers=4 --steps 8
+zerojax verify --config configs/zero3.py --only 0,3,3+optimizer     some settings alone
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from zerojax import display, errors
+from zerojax.commands import arguments
+from zerojax.errors import UserError
+from zerojax.launch import processes
+from zerojax.trainer import command, metrics
+from zerojax.trainer import config as config_lib
+from zerojax.trainer.card import document
+from zerojax.zero import stages
+from zerojax.zero.offload import settings as offload_lib
+
+SAME, DIFFERS, NOT_HERE, FAILED = "same", "differs", "cannot run here", "failed"
+QUIET = {  # what a run writes and measures beside its steps is not compared
+    "log_every": 1,
+    "data.eval_split": "",
+    "evaluate.every": 0,
+    "checkpoint.every": 0,
+    "checkpoint.at_end": False,
+    "sample.length": 0,
+    "export.format": "none",
+    "profile.steps": 0,
+}
+FORWARD = 0.1  # times the tolerance, at step 1: before any update the weights are the same
+NORM = 10.0  # times the tolerance, of a gradient norm: a sum of many small squares
+# Relative: one last place of what is computed in. Sums over devices have another order at each stage, which flips some last places.
+TOLERANCES = {
+    "fp32 on CPUs": (1e-5, "float32 sums over devices have another order at each stage"),
+    "fp32": (2.0**-11, "matmuls may run in TF32, whose last place another order of sums flips here and there"),
+    "fp16": (2.0**-11, "another order of sums flips the last place of some float16 weights and activations"),
+    "bf16": (2.0**-8, "another order of sums flips the last place of some bfloat16 weights and activations"),
+    "few bits": (1e-2, "8-bit moments and stochastic rounding differ in many bits where a sum differs in its last"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A stage and what is offloaded there. `name` is as in --only: "3", "3+optimizer", "3+params", "3+nvme"."""
+
+    name: str
+    stage: int
+    offload: Mapping[str, Any]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a setting's run gave.
+
+    Attributes:
+      setting: the stage and the offload.
+      verdict: "same", "differs", "cannot run here" (refused, or too large) or "failed".
+      line: the reason, if it did not run.
+      losses, norms: of each step.
+      loss_difference, norm_difference: the largest relative differences to the first setting that ran; None if nothing was compared.
+      card: the run card.
+    """
+
+    setting: Setting
+    verdict: str = SAME
+    line: str = ""
+    losses: list[float] = dataclasses.field(default_factory=list)
+    norms: list[float] = dataclasses.field(default_factory=list)
+    loss_difference: float | None = None
+    norm_difference: float | None = None
+    card: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def main() -> None:
+    """Runs each setting and prints the table. Status 1: some losses differ, or nothing was proven; 2: wrong input."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the run in progress too
+    arguments.run(_verify)
+
+
+def _verify() -> int:
+    given, rest = _parse(sys.argv[1:])
+    config = config_lib.from_dict(command.parse(["zerojax verify", *rest]))
+    if scheduler := processes.detect_scheduler(os.environ):
+        raise UserError(f"verify: is started as one of several tasks of {scheduler}; start it once, on one host")
+    wanted = _chosen(settings(config), given.only)
+    changes = {**QUIET, "steps": given.steps, "optimizer.warmup_steps": min(config.optimizer.warmup_steps, given.steps)}
+    with contextlib.ExitStack() as stack:
+        folder = pathlib.Path(given.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="zerojax-verify-")))
+        changes |= {} if config.data.dir else {"data.dir": str(folder / "datasets")}
+        outcomes = _run_all(wanted, rest, changes, folder)
+    devices = next((outcome.card["devices"] for outcome in outcomes if outcome.card), {"platform": "cpu"})
+    tolerance, why = tolerance_of(config, devices["platform"])
+    compare(outcomes, tolerance)
+    print(
+        json.dumps(as_json(outcomes, given.steps, tolerance, why), indent=1)
+        if given.json
+        else text(outcomes, given.steps, tolerance, why)
+    )
+    return 0 if is_proven(outcomes) else 1
+
+
+def settings(config: config_lib.Config) -> list[Setting]:
+    """Returns the settings to compare: each stage, offload to the host at the last one, and the config's own offload."""
+    plain = {name: getattr(offload_lib.Offload(), name) for name in vars(config.offload)}
+    last = max(stages.STAGES)
+    host = {**plain, "optimizer": offload_lib.HOST}
+    own = {name: getattr(config.offload, name) for name in plain}
+    found = [
+        *(Setting(str(stage), stage, plain) for stage in stages.STAGES),
+        Setting(f"{last}+optimizer", last, host),
+        Setting(f"{last}+params", last, {**host, "params": offload_lib.HOST}),
+    ]
+    if own not in [setting.offload for setting in found if setting.stage == config.zero.stage]:
+        kinds = [f"{part}:{own[part]}" for part in offload_lib.PARTS if own[part] != offload_lib.NONE]
+        found.append(Setting(f"{config.zero.stage}+{'+'.join(kinds)}", config.zero.stage, own))
+    return found
+
+
+def tolerance_of(config: config_lib.Config, platform: str) -> tuple[float, str]:
+    """Returns the largest relative difference of losses that rounding explains on a platform, and why."""
+    if config.optimizer.moments == "int8" or config.precision == "bf16_sr":
+        return TOLERANCES["few bits"]
+    if config.reduce_dtype == "bf16":
+        return TOLERANCES["bf16"]
+    return TOLERANCES["fp32 on CPUs" if (config.precision, platform) == ("fp32", "cpu") else config.precision]
+
+
+def compare(outcomes: Sequence[Outcome], tolerance: float) -> None:
+    """Compares the losses and gradient norms of each run with those of the first one, step by step, and sets the verdicts."""
+    ran = [outcome for outcome in outcomes if outcome.verdict == SAME]
+    for outcome in ran[1:]:
+        losses, norms = (
+            [_difference(a, b) for a, b in zip(*pair, strict=True)]
+            for pair in ((outcome.losses, ran[0].losses), (outcome.norms, ran[0].norms))
+        )
+        outcome.loss_difference, outcome.norm_difference = max(losses), max(norms)
+        is_same = losses[0] <= FORWARD * tolerance and max(losses) <= tolerance and max(norms) <= NORM * tolerance
+        outcome.verdict = SAME if is_same else DIFFERS
+
+
+def is_proven(outcomes: Sequence[Outcome]) -> bool:
+    """Returns whether two settings or more ran, and all that ran gave the same losses."""
+    verdicts = [outcome.verdict for outcome in outcomes]
+    return verdicts.count(SAME) > 1 and not {DIFFERS, FAILED} & {*verdicts}
+
+
+def text(outcomes: Sequence[Outcome], steps: int, tolerance: float, why: str) -> str:
+    """Returns the table, the tolerance and the verdict."""
+    reference = next((outcome.setting.name for outcome in outcomes if outcome.losses), "-")
+    table = Table(title=f"{steps} steps, each setting in a process of its own, against setting {reference}")
+    for column in (
+        "setting",
+        "losses differ by",
+        "gradient norms",
+        "planned peak",
+        "measured peak",
+        "tokens/s",
+        "losses",
+    ):
+        table.add_column(column, justify="left" if column in ("setting", "losses") else "right")
+    for outcome in outcomes:
+        card = outcome.card
+        table.add_row(
+            outcome.setting.name,
+            *(_share(value) for value in (outcome.loss_difference, outcome.norm_difference)),
+            *(
+                display.human(card[key]) if card.get(key) else "-"
+                for key in ("planned_peak_bytes", "measured_peak_bytes")
+            ),
+            f"{card['tokens_per_second']:,.0f}" if card.get("tokens_per_second") else "-",
+            outcome.verdict,
+        )
+    lines = [display.as_text(table)]
+    lines += [f"{outcome.setting.name}: {outcome.line}" for outcome in outcomes if outcome.line]
+    lines.append(
+        f"allowed: {tolerance:.1e} of a loss, since {why}; a tenth of it at step 1, before any update; ten times as much of a norm"
+    )
+    return "\n".join([*lines, _verdict(outcomes, reference)])
+
+
+def as_json(outcomes: Sequence[Outcome], steps: int, tolerance: float, why: str) -> dict[str, Any]:
+    """Returns the same as JSON."""
+    rows = [
+        {
+            **{name: value for name, value in vars(outcome).items() if name not in ("setting", "card")},
+            "setting": outcome.setting.name,
+            "stage": outcome.setting.stage,
+            **{
+                key: outcome.card.get(key) for key in ("planned_peak_bytes", "measured_peak_bytes", "tokens_per_second")
+            },
+        }
+        for outcome in outcomes
+    ]
+    return {"schema": 1, "ok": is_proven(outcomes), "steps": steps, "tolerance": tolerance, "why": why, "rows": rows}
+
+
+def _run_all(
+    wanted: Sequence[Setting], rest: Sequence[str], changes: Mapping[str, Any], folder: pathlib.Path
+) -> list[Outcome]:
+    """Runs each setting in a process of its own, so that each has all of the device's memory and its own peak.
+
+    Raises:
+      UserError: the config is refused for another reason than its stage, its offload or its size.
+    """
+    outcomes: list[Outcome] = []
+    for number, setting in enumerate(wanted):
+        if sys.stderr.isatty():
+            print(f"setting {setting.name}: {number + 1} of {len(wanted)}", file=sys.stderr, flush=True)
+        offload = {f"offload.{name}": value for name, value in setting.offload.items()}
+        every = {**changes, "zero.stage": setting.stage, **offload}
+        flags = [*rest, *(f"--config.{place}={value}" for place, value in every.items())]
+        outcome = _run(setting, flags, folder / f"setting-{setting.name.replace('+', '-').replace(':', '-')}")
+        if not outcomes and outcome.verdict == NOT_HERE and not outcome.line.startswith("out of "):
+            raise UserError(outcome.line)
+        outcomes.append(outcome)
+    return outcomes
+
+
+def _run(setting: Setting, flags: Sequence[str], workdir: pathlib.Path) -> Outcome:
+    """Trains with a setting, and returns its losses or the reason why there are none."""
+    status, err = _train([*flags, f"--workdir={workdir}"])
+    lines = [line for line in err.splitlines() if line.startswith("zerojax: ")]
+    if status == 0:
+        records = [record for record in metrics.read(workdir) if "loss" in record]
+        losses, norms = ([_number(record, name) for record in records] for name in ("loss", "grad_norm"))
+        return Outcome(setting, losses=losses, norms=norms, card=document.read(workdir))
+    if status == 2 and lines:
+        return Outcome(setting, NOT_HERE, lines[-1].removeprefix("zerojax: "))
+    why = lines or [line.strip() for line in err.splitlines() if line.strip()] or ["without a word"]
+    return Outcome(setting, FAILED, f"ended with status {status}: {why[-1].removeprefix('zerojax: ')}")
+
+
+def _train(words: Sequence[str]) -> tuple[int, str]:
+    """Runs `python -m zerojax.train`, and returns its status and its stderr. The run ends with this process."""
+    started = [sys.executable, "-m", "zerojax.train", *words]
+    with subprocess.Popen(
+        started, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as run:
+        try:
+            _, err = run.communicate()
+        except BaseException:
+            run.kill()
+            raise
+    return run.returncode, err
+
+
+def _chosen(known: Sequence[Setting], only: str | None) -> list[Setting]:
+    """Returns the settings of --only, in the order of the table.
+
+    Raises:
+      UserError: a name is unknown, or fewer than two are left.
+    """
+    names = [setting.name for setting in known]
+    wanted = names if only is None else [word.strip() for word in only.split(",")]
+    for word in wanted:
+        if word not in names:
+            raise UserError(f"--only: {word!r} is no setting; {errors.choose(word, names)}")
+    if len({*wanted}) < 2:
+        raise UserError(
+            f"--only: names {wanted[0]!r} alone, and losses are compared between two settings or more; add one"
+        )
+    return [setting for setting in known if setting.name in wanted]
+
+
+def _difference(a: float, b: float) -> float:
+    """Returns the difference of two numbers relative to the second. Overflows, which fp16 skips, are equal if both have one."""
+    if not math.isfinite(a) or not math.isfinite(b):
+        return 0.0 if str(a) == str(b) else math.inf
+    return abs(a - b) / max(abs(b), 1e-30)
+
+
+def _number(record: Mapping[str, Any], name: str) -> float:
+    value = record.get(name)
+    return float(record.get("not_finite", {}).get(name, "nan")) if value is None else value
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else "0" if value == 0 else f"{value:.1e}"
+
+
+def _verdict(outcomes: Sequence[Outcome], reference: str) -> str:
+    count = {
+        verdict: sum(outcome.verdict == verdict for outcome in outcomes)
+        for verdict in (SAME, DIFFERS, NOT_HERE, FAILED)
+    }
+    rest = "".join(f"; {count[name]} {name}" for name in (DIFFERS, FAILED, NOT_HERE) if count[name])
+    if count[SAME] < 2 and not count[DIFFERS]:
+        return f"nothing is proven: {count[SAME]} settings ran{rest}"
+    return f"{count[SAME]} of {len(outcomes)} settings give the losses of setting {reference}{rest}"
+
+
+def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = arguments.OneLineParser(
+        prog="zerojax verify",
+        usage="python -m zerojax.commands.verify --config FILE [--config.KEY=VALUE ...] [--steps N] [--only 0,3] [--keep DIR] [--json]",
+        description="Trains a few steps at each ZeRO stage, and with offload, and compares the losses.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--steps", type=_steps, default=5, help="steps of each run (5); the first two are not timed")
+    parser.add_argument("--only", metavar="SETTINGS", help="some of 0,1,2,3,3+optimizer,3+params")
+    parser.add_argument("--keep", metavar="DIR", help="keep the runs in a new folder; default: they are removed")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given, rest = parser.parse_known_args(words)
+    if given.keep is not None and os.path.lexists(given.keep):
+        raise UserError(f"--keep: {given.keep!r} exists, and a run would resume there; name a new folder")
+    return given, rest
+
+
+def _steps(word: str) -> int:
+    if not word.isdecimal() or not 2 <= int(word) <= 10_000:
+        raise argparse.ArgumentTypeError(
+            f"{word!r} is no number of steps from 2 to 10000; the first update acts on step 2"
+        )
+    return int(word)
+
+
+if __name__ == "__main__":
+    main()
