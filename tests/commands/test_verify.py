@@ -7,6 +7,7 @@ import sys
 import pytest
 import runs
 
+from zerojax import precision
 from zerojax.commands import verify
 from zerojax.trainer.card import document
 
@@ -157,3 +158,8 @@ def test_true_runs_of_two_settings_agree(call, commands, monkeypatch):
     rows = json.loads(out)["rows"]
     assert status == 0 and [len({*row["losses"]}) for row in rows] == [3, 3]
     assert rows[1]["loss_difference"] is not None and rows[1]["planned_peak_bytes"] > 0
+
+
+def test_every_precision_has_a_tolerance():
+    for name in precision.PRECISIONS:
+        assert 0 < verify.tolerance_of(runs.config(precision=name), "gpu")[0] < 0.1

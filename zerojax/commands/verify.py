@@ -50,6 +50,10 @@ TOLERANCES = {
     "fp32": (2.0**-11, "matmuls may run in TF32, whose last place another order of sums flips here and there"),
     "fp16": (2.0**-11, "another order of sums flips the last place of some float16 weights and activations"),
     "bf16": (2.0**-8, "another order of sums flips the last place of some bfloat16 weights and activations"),
+    "fp8": (
+        2.0**-4,
+        "another order of sums flips the last place of some fp8 weights and activations, which have 3 or 4 bits",
+    ),
     "few bits": (1e-2, "8-bit moments and stochastic rounding differ in many bits where a sum differs in its last"),
 }
 
@@ -64,7 +68,7 @@ class Setting:
 
 
 @dataclasses.dataclass
-class Outcome:
+class Verified:
     """What a setting's run gave.
 
     Attributes:
@@ -140,7 +144,7 @@ def tolerance_of(config: config_lib.Config, platform: str) -> tuple[float, str]:
     return TOLERANCES["fp32 on CPUs" if (config.precision, platform) == ("fp32", "cpu") else config.precision]
 
 
-def compare(outcomes: Sequence[Outcome], tolerance: float) -> None:
+def compare(outcomes: Sequence[Verified], tolerance: float) -> None:
     """Compares the losses and gradient norms of each run with those of the first one, step by step, and sets the verdicts."""
     ran = [outcome for outcome in outcomes if outcome.verdict == SAME]
     for outcome in ran[1:]:
@@ -153,13 +157,13 @@ def compare(outcomes: Sequence[Outcome], tolerance: float) -> None:
         outcome.verdict = SAME if is_same else DIFFERS
 
 
-def is_proven(outcomes: Sequence[Outcome]) -> bool:
+def is_proven(outcomes: Sequence[Verified]) -> bool:
     """Returns whether two settings or more ran, and all that ran gave the same losses."""
     verdicts = [outcome.verdict for outcome in outcomes]
     return verdicts.count(SAME) > 1 and not {DIFFERS, FAILED} & {*verdicts}
 
 
-def text(outcomes: Sequence[Outcome], steps: int, tolerance: float, why: str) -> str:
+def text(outcomes: Sequence[Verified], steps: int, tolerance: float, why: str) -> str:
     """Returns the table, the tolerance and the verdict."""
     reference = next((outcome.setting.name for outcome in outcomes if outcome.losses), "-")
     table = Table(title=f"{steps} steps, each setting in a process of its own, against setting {reference}")
@@ -193,7 +197,7 @@ def text(outcomes: Sequence[Outcome], steps: int, tolerance: float, why: str) ->
     return "\n".join([*lines, _verdict(outcomes, reference)])
 
 
-def as_json(outcomes: Sequence[Outcome], steps: int, tolerance: float, why: str) -> dict[str, Any]:
+def as_json(outcomes: Sequence[Verified], steps: int, tolerance: float, why: str) -> dict[str, Any]:
     """Returns the same as JSON."""
     rows = [
         {
@@ -211,13 +215,13 @@ def as_json(outcomes: Sequence[Outcome], steps: int, tolerance: float, why: str)
 
 def _run_all(
     wanted: Sequence[Setting], rest: Sequence[str], changes: Mapping[str, Any], folder: pathlib.Path
-) -> list[Outcome]:
+) -> list[Verified]:
     """Runs each setting in a process of its own, so that each has all of the device's memory and its own peak.
 
     Raises:
       UserError: the config is refused for another reason than its stage, its offload or its size.
     """
-    outcomes: list[Outcome] = []
+    outcomes: list[Verified] = []
     for number, setting in enumerate(wanted):
         if sys.stderr.isatty():
             print(f"setting {setting.name}: {number + 1} of {len(wanted)}", file=sys.stderr, flush=True)
@@ -231,18 +235,18 @@ def _run_all(
     return outcomes
 
 
-def _run(setting: Setting, flags: Sequence[str], workdir: pathlib.Path) -> Outcome:
+def _run(setting: Setting, flags: Sequence[str], workdir: pathlib.Path) -> Verified:
     """Trains with a setting, and returns its losses or the reason why there are none."""
     status, err = _train([*flags, f"--workdir={workdir}"])
     lines = [line for line in err.splitlines() if line.startswith("zerojax: ")]
     if status == 0:
         records = [record for record in metrics.read(workdir) if "loss" in record]
         losses, norms = ([_number(record, name) for record in records] for name in ("loss", "grad_norm"))
-        return Outcome(setting, losses=losses, norms=norms, card=document.read(workdir))
+        return Verified(setting, losses=losses, norms=norms, card=document.read(workdir))
     if status == 2 and lines:
-        return Outcome(setting, NOT_HERE, lines[-1].removeprefix("zerojax: "))
+        return Verified(setting, NOT_HERE, lines[-1].removeprefix("zerojax: "))
     why = lines or [line.strip() for line in err.splitlines() if line.strip()] or ["without a word"]
-    return Outcome(setting, FAILED, f"ended with status {status}: {why[-1].removeprefix('zerojax: ')}")
+    return Verified(setting, FAILED, f"ended with status {status}: {why[-1].removeprefix('zerojax: ')}")
 
 
 def _train(words: Sequence[str]) -> tuple[int, str]:
@@ -293,7 +297,7 @@ def _share(value: float | None) -> str:
     return "-" if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
-def _verdict(outcomes: Sequence[Outcome], reference: str) -> str:
+def _verdict(outcomes: Sequence[Verified], reference: str) -> str:
     count = {
         verdict: sum(outcome.verdict == verdict for outcome in outcomes)
         for verdict in (SAME, DIFFERS, NOT_HERE, FAILED)
