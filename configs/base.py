@@ -14,7 +14,10 @@ def get_config():
     c.seed = 0  # of the weights, the data order and the sample
     # a folder of transformers (config.json and safetensors): the model and its first weights; "": c.model's, drawn at random
     c.init_from = ""
-    c.steps = 150  # optimizer steps
+    c.steps = 150  # optimizer steps; not read with epochs
+    c.epochs = (
+        0.0  # times that the training examples of a task are read, with an evaluation after each; 0: c.steps counts
+    )
     # global_batch_size = micro_batch_size * grad_accum * data * replica; one of the three may be 0, and is then derived
     c.global_batch_size = 32  # sequences per optimizer step, over all devices
     c.micro_batch_size = 0  # sequences per device and forward pass
@@ -99,12 +102,33 @@ def get_config():
     c.data.train_split = "train"
     c.data.eval_split = "validation"  # held-out split, no part of train_split; "": none
     c.data.text_key = "text"  # the name of the text feature
-    c.data.tokenizer = "bytes"  # "bytes", or the path of a Hugging Face tokenizer.json
+    c.data.tokenizer = (
+        "auto"  # "bytes", the path of a Hugging Face tokenizer.json, or "auto": that of init_from, else "bytes"
+    )
     c.data.dir = ""  # folder of prepared datasets; "": WORKDIR/datasets
+    # files instead of a dataset: a path or a pattern with *, of .jsonl, .json, .csv, .tsv or .parquet; "": c.data.name is read
+    c.data.train_file = ""
+    c.data.eval_file = ""  # held-out examples beside train_file; "": none
+    # "text" learns windows of documents; "seq2seq", "classification" and "chat" learn answers (docs/fine_tuning.md), and read the rest
+    c.data.task = "text"
+    c.data.prompt = "{text}"  # a template with fields in braces
+    c.data.answer = "{label}"  # a template of the answer
+    c.data.labels = ()  # the text of each number in the answer's field; (): the dataset's own names, else the number
+    c.data.messages = "messages"  # the field of a chat: [{"role": "user", "content": "..."}, ...]
+    c.data.chat_template = (
+        "auto"  # "own": the tokenizer's (needs jinja2), "plain": zerojax's, "auto": the first that there is
+    )
+    c.data.answer_len = (
+        32  # tokens of an answer, with its end: of an encoder-decoder's targets, and of generated answers
+    )
+    c.data.pack = True  # a decoder's row holds several short examples, which do not see each other
 
     c.evaluate = config_dict.ConfigDict()
-    c.evaluate.every = 50  # steps between evaluations; 0: only after the last step
-    c.evaluate.batches = 16  # of global_batch_size sequences
+    c.evaluate.every = 50  # steps between evaluations; 0: only after the last step; not read with epochs
+    c.evaluate.batches = 16  # of global_batch_size sequences, at most; 0, with a task: all held-out examples
+    c.evaluate.answers = (
+        64  # held-out examples of a task whose answers are generated at an evaluation, at most; 0: none
+    )
 
     c.checkpoint = config_dict.ConfigDict()
     c.checkpoint.every = 50  # steps between checkpoints; 0: none before the last step

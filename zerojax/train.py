@@ -22,6 +22,7 @@ from zerojax import display, files
 from zerojax.checkpoint import checkpointer
 from zerojax.data import batches, feed, source
 from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.data.pairs import splits, tasks
 from zerojax.errors import UserError
 from zerojax.launch import devices, ending, processes, signals, start_up
 from zerojax.plan import report as plan_report
@@ -36,6 +37,7 @@ from zerojax.trainer.card import document, facts
 from zerojax.trainer.card import tally as tally_lib
 from zerojax.trainer.card import writer as card_lib
 from zerojax.trainer.checks import effects, host, texts
+from zerojax.trainer.tuning import examples
 from zerojax.zero import memory
 from zerojax.zero.offload import budget, kept
 
@@ -83,6 +85,7 @@ def train(config: config_lib.Config, folder: pathlib.Path, stop: signals.StopSig
     say(f"devices: {devices.describe()}; everything goes to {folder}")
     prepared = prepare(config, folder)
     tokenizer, program, streams, saver, _, start = prepared
+    config = program.config
     for note in resume.notes(program, saver, start, folder):
         say(note)
 
@@ -156,8 +159,13 @@ def prepare(config: config_lib.Config, folder: pathlib.Path) -> Prepared:
     start_up.wake_devices()
     config = config_lib.with_scratch(config, folder / workdir.OFFLOAD)
     tokenizer = tokenizer_lib.load_tokenizer(config.data.tokenizer)
+    pairs = None
+    if config.data.task != tasks.TEXT:
+        pairs = _load_pairs(config, tokenizer, folder)
+        config = examples.with_steps(config, pairs)
     program = _build(config, tokenizer)
-    streams = program_lib.open_feed(program, tokenizer, _prepare_data(config, folder))
+    data_dir = _prepare_data(config, folder) if pairs is None else folder
+    streams = program_lib.open_feed(program, tokenizer, data_dir, pairs)
     if streams.times > 1:
         repeated = f"an evaluation reads the text of config.data.eval_split {streams.times:.1f} times"
         say(f"config.evaluate.batches={config.evaluate.batches} is more than there is: {repeated}")
@@ -167,6 +175,15 @@ def prepare(config: config_lib.Config, folder: pathlib.Path) -> Prepared:
     fingerprints = streams.fingerprints()
     start = resume.find(program, saver, streams, fingerprints, folder)
     return Prepared(tokenizer, program, streams, saver, fingerprints, start)
+
+
+def _load_pairs(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer, folder: pathlib.Path) -> splits.Splits:
+    """Reads and encodes the examples of a task, and prints what they are."""
+    family, source = program_lib.family_of(config)
+    found = examples.load(config, family, source, tokenizer, _prepare_data(config, folder))
+    for note in found.notes:
+        say(note)
+    return found
 
 
 def say(line: str) -> None:
@@ -203,7 +220,7 @@ def _build(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> pro
 def _prepare_data(config: config_lib.Config, folder: pathlib.Path) -> pathlib.Path:
     """Prepares the dataset on the primary process, and returns its folder."""
     data_dir = pathlib.Path(config.data.dir or folder / "datasets")
-    if config.data.name != batches.RANDOM:
+    if config.data.name != batches.RANDOM and not config.data.train_file:
         if config.data.dir:
             files.check_path(config.data.dir, "config.data.dir")
         if processes.is_primary():
@@ -331,7 +348,7 @@ def _write_results(
         say(f"weights exported to {folder / 'export'}")
 
     wanted: list[tuple[Callable[[], None], bool]] = [
-        (sample, config.sample.length > 0),
+        (sample, config.sample.length > 0 and config.data.task == tasks.TEXT),
         (functools.partial(results.draw, folder), processes.is_primary()),
         (export, config.export.format == "huggingface"),
     ]

@@ -125,11 +125,11 @@ def test_the_state_of_32_rows_is_small():
 @pytest.mark.parametrize("small", [True, False], ids=["in memory", "index_shuffle"])
 def test_an_epoch_is_a_permutation_and_the_next_another(small):
     size = 300 if small else batches.SMALL + 300
-    order = functools.partial(batches._shuffled, size=size, seed=7)
+    order = functools.partial(batches.shuffled, size=size, seed=7)
     epochs = [list(map(order, range(epoch * size, (epoch + 1) * size))) for epoch in (0, 1, 5)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(size))] * 3
     assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != list(range(size))
-    assert epochs[1] != [batches._shuffled(n, size=size, seed=8) for n in range(size)]
+    assert epochs[1] != [batches.shuffled(n, size=size, seed=8) for n in range(size)]
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 26])

@@ -53,6 +53,6 @@ def test_a_token_added_to_a_cache_sees_what_it_sees_without_one(window):
 def test_masked_tokens_are_not_seen():
     q, k, v = (normal(seed, 1, 5, 2, 4) for seed in range(3))
     mask = jnp.array([[True, False, True, True, True]])
-    found, _ = decoding.attend(q, k, v, "xla", None, mask_BT=mask)
-    other, _ = decoding.attend(q, k.at[:, 1].set(9.0), v.at[:, 1].set(9.0), "xla", None, mask_BT=mask)
+    found, _ = decoding.attend(q, k, v, "xla", None, mask=mask)
+    other, _ = decoding.attend(q, k.at[:, 1].set(9.0), v.at[:, 1].set(9.0), "xla", None, mask=mask)
     np.testing.assert_array_equal(found, other)

@@ -11,11 +11,17 @@ ROUNDING = 2e-5  # float32 sums of some hundred terms in another order
 
 
 @pytest.fixture(params=[encoder_decoders.T5, encoder_decoders.BART], ids=["t5", "bart"])
-def logits(request):
-    """Returns f(inputs, targets, mask=None) -> the family's logits with fixed weights."""
+def model(request):
+    """Returns a family, a config and fixed weights."""
     config = request.param
     family = next(found for found in families.FAMILIES if isinstance(config, type(next(iter(found.presets.values())))))
-    params = encoder_decoders.make_params(family.parts, config)
+    return family, config, encoder_decoders.make_params(family.parts, config)
+
+
+@pytest.fixture
+def logits(model):
+    """Returns f(inputs, targets, mask=None) -> the family's logits."""
+    family, config, params = model
 
     def of(inputs, targets, mask=None):
         return family.logits(config, params, {"inputs": inputs} | ({} if mask is None else {"mask": mask}), targets)
@@ -39,3 +45,17 @@ def test_masked_inputs_change_nothing(logits):
     masked = logits(inputs, targets, mask)
     np.testing.assert_array_equal(masked, logits(inputs.at[:, 10:].set(0), targets, mask))
     np.testing.assert_allclose(masked, logits(inputs[:, :10], targets), atol=ROUNDING)
+
+
+def test_the_loss_of_padded_rows_is_the_mean_over_the_labels_of_rows_without_padding(model):
+    family, config, params = model
+    inputs, targets = (np.array(array) for array in encoder_decoders.make_batch())
+    mask, labeled = np.ones_like(inputs), np.ones_like(targets)
+    mask[1, 9:], labeled[1, 5:], labeled[:, 0] = 0, 0, 0
+    batch = {"inputs": inputs, "targets": targets, "mask": mask, "labeled": labeled}
+    found = family.loss(config, params, {name: jnp.asarray(array) for name, array in batch.items()})
+    alone = [
+        family.loss(config, params, {"inputs": inputs[i : i + 1, :length], "targets": targets[i : i + 1, :count]})
+        for i, (length, count) in enumerate([(14, 9), (9, 5)])
+    ]
+    np.testing.assert_allclose(found, np.average(alone, weights=[8, 4]), rtol=ROUNDING)

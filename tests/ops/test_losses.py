@@ -119,3 +119,20 @@ def test_one_pass_adds_a_constant_bias_to_the_logits():
     found = value_and_grads(lambda h, k, y: losses.one_pass_cross_entropy(h, k, y, bias=bias, chunk_tokens=7), inputs)
     assert_close(found, value_and_grads(lambda h, k, y: losses.cross_entropy(h @ k + bias, y), inputs))
     assert not jax.grad(lambda b: losses.one_pass_cross_entropy(*inputs, bias=b))(bias).any()
+
+
+def test_one_pass_leaves_ignored_labels_out_of_loss_and_gradients():
+    hidden, kernel, labels = make_inputs()
+    labels = jnp.where(np.arange(labels.size).reshape(labels.shape) % 3 > 0, labels, -1)
+    found, expected = (
+        value_and_grads(lambda h, k, y: loss(h, k, y), (hidden, kernel, labels), 3.0)  # noqa: B023
+        for loss in (
+            functools.partial(losses.one_pass_cross_entropy, ignored=-1, chunk_tokens=7),
+            lambda h, k, y: losses.cross_entropy(h @ k, y, ignored=-1),
+        )
+    )
+    assert_close(found, expected, 3 * ROUNDING)
+    none = value_and_grads(
+        functools.partial(losses.one_pass_cross_entropy, ignored=-1), (hidden, kernel, jnp.full_like(labels, -1))
+    )
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(none))

@@ -275,3 +275,34 @@ def test_the_defaults_of_the_loss_scale_are_those_of_the_class():
     group = runs.config().loss_scale
     assert config_lib.make_loss_scale(group, is_scaled=True) == loss_scale.DynamicLossScale()
     assert config_lib.make_loss_scale(group, is_scaled=False) is None
+
+
+def test_the_tokenizer_of_an_imported_model_is_that_of_its_folder(tmp_path):
+    named = {"init_from": str(tmp_path), "data__name": "short_reviews", "data__task": "seq2seq"}
+    assert runs.config().data.tokenizer == "bytes"
+    with pytest.raises(UserError, match=r"has no tokenizer.json; add the model's own, or set it to .bytes."):
+        runs.config(**named)
+    assert runs.config(**named, data__tokenizer="bytes").data.tokenizer == "bytes"
+    (tmp_path / "spiece.model").touch()
+    with pytest.raises(UserError, match=r"has spiece.model and no tokenizer.json"):
+        runs.config(**named)
+    (tmp_path / "tokenizer.json").touch()
+    assert runs.config(**named).data.tokenizer == str(tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match=r"the model of config.init_from has a tokenizer of its own"):
+        runs.config(**named, data__tokenizer="bytes")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"epochs": 2.0}, "config.epochs: is 2.0, and windows of text have no epochs"),
+        ({"evaluate__batches": 0}, "config.evaluate.batches: must be above 0 with config.data.task=text"),
+        ({"data__task": "chat"}, "config.data.name: is .random., and the task chat needs examples"),
+        ({"data__eval_file": "a.jsonl"}, "config.data.eval_file: is .a.jsonl., and config.data.train_file is empty"),
+        ({"data__labels": (1,)}, "config.data.labels: must be texts"),
+        ({"data__task": "chatt"}, "config.data.task: must be one of text, seq2seq"),
+    ],
+)
+def test_settings_of_a_task_that_contradict_each_other_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        runs.config(**changes)

@@ -22,6 +22,7 @@ import numpy as np
 from zerojax.data import objectives
 from zerojax.data import source as source_lib
 from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.data.pairs import records
 from zerojax.errors import UserError
 
 PREFETCHED = 2  # batches that are made ahead
@@ -129,9 +130,10 @@ def open_batches(
     seed: int,
     shuffle: bool = True,
     objective: objectives.Objective = objectives.OBJECTIVES["next_token"],
+    file: str = "",
     key: str = "config.data.train_split",
 ) -> Batches:
-    """Returns batches of a prepared dataset's `split`, or of random tokens.
+    """Returns batches of a prepared dataset's `split`, of files, or of random tokens.
 
     Args:
       name: a dataset's name, or RANDOM.
@@ -145,17 +147,31 @@ def open_batches(
       seed: the seed of the order of documents, or of the random tokens.
       shuffle: if False, reads documents in stored order in every epoch.
       objective: turns windows into rows.
-      key: the config key of `split`, for errors.
+      file: a path or a pattern, which is read instead of a dataset if it is not "".
+      key: the config key of `split` or `file`, for errors.
 
     Raises:
-      UserError: see `source.open_source`, `make_batches` and the objective's `form`.
+      UserError: see `open_text`, `make_batches` and the objective's `form`.
     """
     form = objective.form(tokenizer, seq_len)
     sizes: dict[str, Any] = {"rows": rows, "num_rows": num_rows, "seq_len": seq_len, "seed": seed, "form": form}
-    if name == RANDOM:
+    if name == RANDOM and not file:
         return random_batches(tokenizer.vocab_size, **sizes)
-    source = source_lib.open_source(name, split, data_dir, key)
+    source = open_text(name, split, file, data_dir, text_key, key)
     return make_batches(source, tokenizer, text_key=text_key, shuffle=shuffle, **sizes)
+
+
+def open_text(
+    name: str, split: str, file: str, data_dir: str | os.PathLike, text_key: str, key: str = "config.data.train_split"
+) -> source_lib.Source:
+    """Opens the documents of files or of a prepared dataset's split; see `open_batches`.
+
+    Raises:
+      UserError: see `source.open_source` and `records.Files`.
+    """
+    if file:
+        return records.Files(file, key, needs=text_key)
+    return source_lib.open_source(name, split, data_dir, key)
 
 
 def make_batches(
@@ -180,7 +196,7 @@ def make_batches(
     if len(source) == 0:
         raise UserError("config.data.train_split: the split has no documents; choose another split")
     _check_text(source[0], text_key)
-    order = functools.partial(_shuffled, size=len(source), seed=seed) if shuffle else lambda n: n % len(source)
+    order = functools.partial(shuffled, size=len(source), seed=seed) if shuffle else lambda n: n % len(source)
 
     def encode(document: int) -> np.ndarray:
         text = source[order(document)][text_key]
@@ -285,7 +301,7 @@ def _packing_reader(encode: Callable[[int], np.ndarray], num_rows: int, length: 
     return read
 
 
-def _shuffled(n: int, *, size: int, seed: int) -> int:
+def shuffled(n: int, *, size: int, seed: int) -> int:
     """Returns the source index of document `n` of the endless order. Each epoch is a new permutation."""
     epoch, index = divmod(n, size)
     if size <= SMALL:

@@ -1,5 +1,6 @@
 """Feeds a run with batches. This module shards every global batch over the devices; each process reads only its own rows."""
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from zerojax import mesh as mesh_lib
 from zerojax.data import batches, fingerprints, objectives, source
 from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.data.pairs import splits
 from zerojax.errors import UserError
 
 MOST_TIMES = 100  # that an evaluation may read its text
@@ -41,6 +43,9 @@ class Feed:
         seq_len: int,
         seed: int,
         eval_batches: int = 1,
+        train_file: str = "",
+        eval_file: str = "",
+        pairs: splits.Splits | None = None,
     ):
         """Opens the training text, and the held-out text unless `eval_split` is "".
 
@@ -48,12 +53,14 @@ class Feed:
           mesh: the devices.
           tokenizer, objective: turn text into the arrays of a row.
           name, text_key, data_dir: see `batches.open_batches`.
+          train_file, eval_file: files that are read instead of a dataset, if the first is not "".
           train_split, eval_split: splits of the dataset; "" for no held-out text.
           global_batch_size: rows in a batch.
           grad_accum: passes into which a batch is divided.
           seq_len: tokens in a sequence.
           seed: the seed of the order of the training text. The held-out text uses seed + 1.
           eval_batches: the number of batches that `held_out_mean` will be asked for.
+          pairs: examples with answers, which are read instead of text; None for text.
 
         Raises:
           UserError: see `batches.open_batches`; the held-out text is part of the training text, or is far shorter than `eval_batches`.
@@ -63,12 +70,19 @@ class Feed:
         self._local = _local_indices(mesh, self._shape[1])
         rows = [a * self._shape[1] + i for a in range(grad_accum) for i in self._local]
 
-        def opened(split: str, seed: int, *, shuffle: bool, key: str) -> batches.Batches:
+        self._pairs, self._held_out, self.times = pairs, None, 0.0
+        if pairs is not None:
+            self._is_text = False
+            self._open_pairs(pairs, rows, global_batch_size, seed)
+            return
+
+        def opened(split: str, file: str, seed: int, *, shuffle: bool, key: str) -> batches.Batches:
             return batches.open_batches(
                 name,
                 tokenizer,
                 text_key=text_key,
                 split=split,
+                file=file,
                 data_dir=data_dir,
                 rows=rows,
                 num_rows=global_batch_size,
@@ -76,19 +90,25 @@ class Feed:
                 seed=seed,
                 shuffle=shuffle,
                 objective=objective,
-                key=key,
+                key=f"config.data.{key}_{'file' if file else 'split'}",
             )
 
-        self._train = opened(train_split, seed, shuffle=True, key="config.data.train_split")
-        self._is_text = name != batches.RANDOM
-        self._text = (name, train_split, data_dir, text_key)
-        self._held_out, self.times = None, 0.0
-        if eval_split:  # opened now, so that a wrong name is an error before training
-            if self._is_text:
+        self._train = opened(train_split, train_file, seed, shuffle=True, key="train")
+        self._is_text = bool(train_file) or name != batches.RANDOM
+        self._text_key = text_key
+        self._source = functools.partial(batches.open_text, name, train_split, train_file, data_dir, text_key)
+        if eval_file if train_file else eval_split:  # opened now, so that a wrong name is an error before training
+            if self._is_text and not train_file:
                 source.check_held_out(name, train_split, eval_split, data_dir)
-            self._held_out = opened(eval_split, seed + 1, shuffle=False, key="config.data.eval_split")
+            self._held_out = opened(eval_split, eval_file, seed + 1, shuffle=False, key="eval")
             window = objective.form(tokenizer, seq_len).window
             self.times = _times_read(self._held_out, global_batch_size * window, eval_batches)
+            self._held_out_start = self._held_out.get_state()
+
+    def _open_pairs(self, pairs: splits.Splits, rows: list[int], num_rows: int, seed: int) -> None:
+        self._train = pairs.open(True, rows, num_rows, seed)
+        if pairs.held_out is not None:
+            self._held_out = pairs.open(False, rows, num_rows, seed)
             self._held_out_start = self._held_out.get_state()
 
     def next(self) -> Batch:
@@ -105,10 +125,11 @@ class Feed:
 
     def fingerprints(self) -> dict[str, str]:
         """Returns the fingerprints of the training text and the tokenizer. Random tokens have no text. All processes must call it."""
-        name, split, data_dir, text_key = self._text
         found = {"tokenizer": fingerprints.of_tokenizer(self.tokenizer)}
-        if self._is_text:
-            found["text"] = fingerprints.of_text(source.open_source(name, split, data_dir), text_key)
+        if self._pairs is not None:
+            found["text"] = self._pairs.fingerprint
+        elif self._is_text:
+            found["text"] = fingerprints.of_text(self._source(), self._text_key)
         return found
 
     def move_to(self, position: dict[str, Any]) -> None:
@@ -118,20 +139,25 @@ class Feed:
     def held_out_mean(self, measure: Callable[[Batch], jax.Array], count: int) -> float | None:
         """Returns the mean of `measure(batch)` over the first `count` global batches of held-out text, or None without such text.
 
-        Every call uses the same batches.
+        Every call uses the same batches. With labels in the batch, the mean is over all of them, and no example is read twice.
         """
         if self._held_out is None:
             return None
         accum, rows = self._shape
         self._held_out.set_state(self._held_out_start)
-        total = jnp.zeros(())
+        total, weight = jnp.zeros(()), jnp.zeros(())
+        if self._pairs is not None:
+            every = self._pairs.batches(accum * rows)
+            count = min(count or every, every)
         for _ in range(count):
             local = {name: self._by_pass(array) for name, array in next(self._held_out).items()}
             for number in range(accum):
                 batch = self._shard({name: array[number] for name, array in local.items()}, (rows,))
+                labels = jnp.sum(batch["labeled"][:, 1:]) if self._pairs is not None else 1
                 # One at a time: on emulated devices, concurrent programs with collectives can starve each other of threads.
-                total = jax.block_until_ready(total + measure(batch))
-        return float(total) / (count * accum)
+                total = jax.block_until_ready(total + measure(batch) * labels)
+                weight = weight + labels
+        return float(total) / max(float(weight), 1.0)
 
     def close(self) -> None:
         """Stops the reading threads."""

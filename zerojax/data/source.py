@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import tensorflow_datasets as tfds
 from array_record.python import array_record_module
 
-import zerojax.data.python_stdlib  # noqa: F401  importing it registers the builder
+import zerojax.data.python_stdlib
+import zerojax.data.short_reviews  # noqa: F401
 from zerojax import errors
 from zerojax.data import split_files
 from zerojax.errors import UserError
@@ -104,6 +105,14 @@ def check_held_out(name: str, train_split: str, eval_split: str, data_dir: str |
             f"so the loss would not be held out; {_near(eval_split, list(builder.info.splits), 'splits')}, or parts such as "
             "'train[:90%]' and 'train[90%:]'"
         )
+
+
+def class_names(name: str, data_dir: str | os.PathLike) -> dict[str, list[str]]:
+    """Returns the names of the classes of each feature of a prepared dataset that has some."""
+    features = _opened(name, data_dir).info.features or {}
+    return {
+        feature: list(kind.names) for feature, kind in features.items() if isinstance(kind, tfds.features.ClassLabel)
+    }
 
 
 class _Named:

@@ -39,6 +39,12 @@ class Tokenizer(Protocol):
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the ids of `text`, int32[length], without special tokens."""
 
+    def encode_whole(self, text: str) -> np.ndarray:
+        """Returns the ids of a whole text, with the special tokens that the tokenizer adds around one."""
+
+    def encode_special(self, text: str) -> np.ndarray:
+        """Returns the ids of a text in which special tokens are written out, as chat templates do."""
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of `ids`. Drops special and unknown ids."""
 
@@ -99,6 +105,14 @@ class ByteTokenizer:
         data = text.encode("utf-8", errors="replace") if isinstance(text, str) else text
         return np.frombuffer(data, np.uint8).astype(np.int32)
 
+    def encode_whole(self, text: str) -> np.ndarray:
+        """Returns the bytes of `text`, around which nothing is added."""
+        return self.encode(text)
+
+    def encode_special(self, text: str) -> np.ndarray:
+        """Returns the bytes of `text`: no special token has a name."""
+        return self.encode(text)
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the UTF-8 text of `ids`. Drops ids above 255, and replaces invalid bytes by U+FFFD."""
         return bytes(_below(ids, 256)).decode("utf-8", errors="replace")
@@ -137,6 +151,20 @@ class FileTokenizer:
         if isinstance(text, bytes):
             text = text.decode("utf-8", errors="replace")
         return np.asarray(self.model.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_whole(self, text: str) -> np.ndarray:
+        """Returns the ids of `text` with those that the file's post-processor adds."""
+        return np.asarray(self.model.encode(text).ids, np.int32)
+
+    def encode_special(self, text: str) -> np.ndarray:
+        """Returns the ids of `text`, in which the names of special tokens are these tokens."""
+        return np.asarray(self._naming.encode(text, add_special_tokens=False).ids, np.int32)
+
+    @functools.cached_property
+    def _naming(self) -> tokenizers.Tokenizer:
+        copy = tokenizers.Tokenizer.from_str(self.model.to_str())
+        copy.encode_special_tokens = False
+        return copy
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of `ids`. Drops special tokens and ids outside the vocabulary."""

@@ -78,7 +78,7 @@ def attend(
     past: Past | None,
     *,
     bias: jax.Array | None = None,
-    mask_BT: jax.Array | None = None,
+    mask: jax.Array | None = None,
     scale: float | None = None,
     window: int = 0,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
@@ -89,13 +89,13 @@ def attend(
       kernel: the implementation of attention among this call's tokens.
       past: the layer's cache. A call of several tokens must be the first; see `first_step`.
       bias: float[H, T, T], or with a past and one token float[B, H, 1, S], added to the scores.
-      mask_BT: bool[B, T], False for tokens that no other sees. Without a past.
+      mask: bool[B, T] or bool[B, T, T], see `ops.attention.attend`. Without a past.
       scale: multiplies the scores; None: 1 / sqrt(N).
       window: see `ops.attention.attend`.
     """
     if past is None or q_BTHN.shape[1] > 1:
         y_BTHN = attention.attend(
-            q_BTHN, k_BTKN, v_BTKN, kernel, is_causal=True, bias=bias, mask=mask_BT, scale=scale, window=window
+            q_BTHN, k_BTKN, v_BTKN, kernel, is_causal=True, bias=bias, mask=mask, scale=scale, window=window
         )
         return y_BTHN, None if past is None else past.add(k_BTKN, v_BTKN)
     keys, step = past.add(k_BTKN, v_BTKN), past.step

@@ -17,7 +17,8 @@ Module = Callable[[Any], nn.Module]
 
 def loss(module: Module, config: Any, params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
     """Returns the mean loss of the targets after the first of each row."""
-    return cast(jax.Array, module(config).apply({"params": params}, batch["inputs"], batch["targets"], method="loss"))
+    arrays = batch["inputs"], batch["targets"], batch.get("mask"), batch.get("labeled")
+    return cast(jax.Array, module(config).apply({"params": params}, *arrays, method="loss"))
 
 
 def logits(module: Module, config: Any, params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:

@@ -88,7 +88,9 @@ class Family:
       parts: (config) -> the modules that make up the weight tree. Equal modules share one compiled initialiser. Compiling one
         initialiser for the full tree takes minutes.
       objective: a name in `data.objectives`. It defines the arrays of a batch.
-      loss: (config, params, batch) -> float32[], the mean over the batch.
+      loss: (config, params, batch) -> float32[], the mean over the batch. Its arrays are those of the objective. A task's batch
+        (`data.pairs`) has more: "labeled", 0 for tokens that are no labels; in a decoder "segments", the number of the text that a token
+        belongs to; in an encoder-decoder "mask", 0 for padding of "inputs". All are int32 and of the shape of what they describe.
       logits: (config, params, inputs, tokens: int32[batch, length]) -> float32[batch, length, vocab]: the scores of the token after each
         of `tokens`. `inputs` are the other arrays of a prompt, by name. "mask", bool[batch, length], is False for padding: of "inputs" in
         an encoder-decoder, else of `tokens`.

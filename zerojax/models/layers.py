@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from zerojax.models import decoding
 from zerojax.ops import attention, embedding, losses
 
+NO_LABEL = -1  # of a token that the loss leaves out
+
 # name of an activation in Hugging Face's configs -> the function
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": functools.partial(nn.gelu, approximate=False),
@@ -130,7 +132,7 @@ class MultiHeadAttention(nn.Module):
         with jax.named_scope("attention"):
             if self.is_causal:
                 y_BTHN, keys = decoding.attend(
-                    q_BTHN, k_BSHN, v_BSHN, self.kernel, past, bias=bias, mask_BT=mask_BS, scale=self.scale
+                    q_BTHN, k_BSHN, v_BSHN, self.kernel, past, bias=bias, mask=mask_BS, scale=self.scale
                 )
             else:
                 keys = k_BSHN, v_BSHN
@@ -162,9 +164,22 @@ class Head(nn.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return logits(x_BTD, self.kernel)
 
-    def loss(self, x_BTD: jax.Array, labels_BT: jax.Array, bias_V: jax.Array | None = None) -> jax.Array:
-        """Returns the mean cross-entropy of the labels, without materialising all logits. `bias_V` is added to these."""
-        return losses.one_pass_cross_entropy(x_BTD, self.kernel, labels_BT, bias=bias_V)
+    def loss(
+        self, x_BTD: jax.Array, labels_BT: jax.Array, bias_V: jax.Array | None = None, *, ignored: int | None = None
+    ) -> jax.Array:
+        """Returns the mean cross-entropy of the labels but `ignored` ones, without materialising all logits. `bias_V` is added to these."""
+        return losses.one_pass_cross_entropy(x_BTD, self.kernel, labels_BT, bias=bias_V, ignored=ignored)
+
+
+def next_labels(tokens_BU: jax.Array, labeled_BU: jax.Array | None) -> tuple[jax.Array, int | None]:
+    """Returns the tokens after each but the last, int32[B, U - 1], and the label that the loss ignores: NO_LABEL where `labeled_BU` is 0.
+
+    Without `labeled_BU` all tokens are labels, and None is ignored.
+    """
+    labels_BT = tokens_BU[:, 1:]
+    if labeled_BU is None:
+        return labels_BT, None
+    return jnp.where(labeled_BU[:, 1:] > 0, labels_BT, NO_LABEL), NO_LABEL
 
 
 def at_last(x_BTD: jax.Array, lengths_B: jax.Array) -> jax.Array:

@@ -33,9 +33,9 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, *, ignored: int | None =
     return jnp.mean(terms) if ignored is None else jnp.sum(terms * counts) / jnp.maximum(jnp.sum(counts), 1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _one_pass(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, bias: Any, chunk: int) -> jax.Array:
-    return _chunks(hidden, kernel, labels, bias, chunk, with_grads=False)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _one_pass(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, bias: Any, total: Any, chunk: int) -> jax.Array:
+    return _chunks(hidden, kernel, labels, bias, total, chunk, with_grads=False)[0]
 
 
 def one_pass_cross_entropy(
@@ -44,9 +44,10 @@ def one_pass_cross_entropy(
     labels: jax.Array,
     *,
     bias: jax.Array | None = None,
+    ignored: int | None = None,
     chunk_tokens: int = 4096,
 ) -> jax.Array:
-    """Returns `cross_entropy(hidden @ kernel + bias, labels)`, and never stores more than one chunk of the logits.
+    """Returns `cross_entropy(hidden @ kernel + bias, labels, ignored=ignored)`, and never stores more than one chunk of the logits.
 
     Takes one device's tokens: call it in a loss function under `make_train_step` with `reduce_dtype`.
 
@@ -55,35 +56,46 @@ def one_pass_cross_entropy(
       kernel: float[embed, vocab], not sharded.
       labels: int32[batch, length].
       bias: float[vocab], a constant: its gradient is 0. None for none.
+      ignored: the label of tokens that the mean leaves out; None: it has all tokens. Without any other label loss and gradients are 0.
       chunk_tokens: tokens per chunk.
 
     Returns:
-      The mean over all tokens, float32[].
+      The mean over the tokens, float32[].
     """
-    return _one_pass(hidden, kernel, labels, bias, chunk_tokens)
+    if ignored is None:
+        return _one_pass(hidden, kernel, labels, bias, None, chunk_tokens)
+    counts = labels != ignored
+    total = jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)
+    return _one_pass(hidden, kernel, jnp.where(counts, labels, _NO_LABEL), bias, total, chunk_tokens)
 
 
 def _one_pass_forward(
-    hidden: jax.Array, kernel: jax.Array, labels: jax.Array, bias: Any, chunk: int
+    hidden: jax.Array, kernel: jax.Array, labels: jax.Array, bias: Any, total: Any, chunk: int
 ) -> tuple[jax.Array, Any]:
-    loss, (d_hidden, d_kernel) = _chunks(hidden, kernel, labels, bias, chunk, with_grads=True)
+    loss, (d_hidden, d_kernel) = _chunks(hidden, kernel, labels, bias, total, chunk, with_grads=True)
     like = jnp.zeros((0,), kernel.dtype)
-    return loss, (d_hidden, d_kernel.astype(_residual_dtype(kernel)), like, jax.tree.map(jnp.zeros_like, bias))
+    return loss, (d_hidden, d_kernel.astype(_residual_dtype(kernel)), like, jax.tree.map(jnp.zeros_like, bias), total)
 
 
-def _one_pass_backward(chunk: int, residuals: tuple[jax.Array, ...], scale: jax.Array) -> tuple:
-    d_hidden, d_kernel, like, d_bias = residuals
-    total = d_hidden.size // d_hidden.shape[-1]
-    d_hidden = (d_hidden.astype(jnp.float32) * (scale / total)).astype(d_hidden.dtype)
-    return d_hidden, (d_kernel.astype(jnp.float32) * scale).astype(like.dtype), None, d_bias
+def _one_pass_backward(chunk: int, residuals: tuple[Any, ...], scale: jax.Array) -> tuple:
+    d_hidden, d_kernel, like, d_bias, total = residuals
+    tokens = d_hidden.size // d_hidden.shape[-1] if total is None else total
+    d_hidden = (d_hidden.astype(jnp.float32) * (scale / tokens)).astype(d_hidden.dtype)
+    d_total = jax.tree.map(jnp.zeros_like, total)
+    return d_hidden, (d_kernel.astype(jnp.float32) * scale).astype(like.dtype), None, d_bias, d_total
 
 
 _one_pass.defvjp(_one_pass_forward, _one_pass_backward)
 
 
-def _chunks(hidden: Any, kernel: Any, labels: Any, bias: Any, chunk: int, *, with_grads: bool) -> tuple[jax.Array, Any]:
-    """Returns the mean loss, the gradient of the summed loss by hidden, and the gradient of the mean loss by kernel."""
-    shape, total = hidden.shape, labels.size
+def _chunks(
+    hidden: Any, kernel: Any, labels: Any, bias: Any, total: Any, chunk: int, *, with_grads: bool
+) -> tuple[jax.Array, Any]:
+    """Returns the mean loss, the gradient of the summed loss by hidden, and the gradient of the mean loss by kernel.
+
+    `total` is the number of labels that are not _NO_LABEL; None: all count.
+    """
+    shape, is_masked, total = hidden.shape, total is not None, labels.size if total is None else total
     hidden, labels = hidden.reshape(-1, shape[-1]), labels.reshape(-1)
     tokens = labels.size
     count = -(-tokens // chunk)
@@ -98,7 +110,7 @@ def _chunks(hidden: Any, kernel: Any, labels: Any, bias: Any, chunk: int, *, wit
         logits = logits if bias is None else logits + bias.astype(jnp.float32)
         log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         hit = y[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        counts = (y != _NO_LABEL)[:, None] if extra else 1.0
+        counts = (y != _NO_LABEL)[:, None] if extra or is_masked else 1.0
         loss = jnp.sum(counts * (log_sum - jnp.sum(jnp.where(hit, logits, 0.0), axis=-1, keepdims=True))) / total
         if not with_grads:
             return None, (loss, None)

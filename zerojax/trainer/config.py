@@ -10,12 +10,14 @@ an unknown key. It accepts True as an int, "x" as a tuple and NaN, and keeps 1 a
 import dataclasses
 import math
 import os
+import pathlib
 import re
 import typing
 from collections.abc import Mapping
 from typing import Any
 
 from zerojax import errors, precision
+from zerojax.data import batches
 from zerojax.errors import UserError
 from zerojax.trainer.checks import ranges
 from zerojax.zero import loss_scale as loss_scale_lib
@@ -23,6 +25,9 @@ from zerojax.zero import stages
 from zerojax.zero.fp8 import modules as fp8_lib
 from zerojax.zero.offload import settings as offload_lib
 
+AUTO, BYTES = "auto", "bytes"  # of config.data.tokenizer
+TOKENIZER = "tokenizer.json"
+OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", tuple: "a tuple"}
 
 
@@ -117,7 +122,7 @@ class OffloadSettings:
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
-    """A tensorflow-datasets name, its splits and its tokenizer."""
+    """A tensorflow-datasets name and its splits, or files; the tokenizer; and the task."""
 
     name: str
     train_split: str
@@ -125,14 +130,25 @@ class DataSettings:
     text_key: str
     tokenizer: str
     dir: str
+    train_file: str
+    eval_file: str
+    task: str
+    prompt: str
+    answer: str
+    labels: tuple
+    messages: str
+    chat_template: str
+    answer_len: int
+    pack: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateSettings:
-    """How often the held-out loss is measured, and over how many batches."""
+    """How often the held-out loss is measured, over how many batches, and how many answers are generated."""
 
     every: int
     batches: int
+    answers: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +193,7 @@ class Config:
     seed: int
     init_from: str
     steps: int
+    epochs: float
     global_batch_size: int
     micro_batch_size: int
     grad_accum: int
@@ -221,7 +238,7 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
     ranges.check(config)
     make_offload(config.offload, config.zero.stage)
     make_fp8(config)
-    return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=_tokenizer(config)))
 
 
 def with_scratch(config: Config, folder: str | os.PathLike) -> Config:
@@ -230,6 +247,34 @@ def with_scratch(config: Config, folder: str | os.PathLike) -> Config:
     if offload_lib.NVME not in (group.optimizer, group.params) or group.nvme_path:
         return config
     return dataclasses.replace(config, offload=dataclasses.replace(group, nvme_path=os.fspath(folder)))
+
+
+def _tokenizer(config: Config) -> str:
+    """Returns `config.data.tokenizer`, with the one that "auto" stands for: that of the folder `init_from`, or "bytes".
+
+    Raises:
+      UserError: the folder's tokenizer cannot be read, or is not chosen: ids of another would mean other words.
+    """
+    chosen, folder = config.data.tokenizer, pathlib.Path(config.init_from)
+    own = folder / TOKENIZER
+    if not config.init_from or not folder.is_dir() or chosen not in (AUTO, BYTES):
+        return BYTES if chosen == AUTO else chosen
+    if own.is_file():
+        if chosen == BYTES:
+            raise UserError(
+                f'config.data.tokenizer: is "bytes", and the model of config.init_from has a tokenizer of its own; omit it, or set {own}'
+            )
+        return str(own)
+    if others := [name for name in OTHER_TOKENIZERS if (folder / name).is_file()]:
+        raise UserError(
+            f"config.data.tokenizer: {folder} has {others[0]} and no {TOKENIZER}; write one with transformers "
+            f"(AutoTokenizer.from_pretrained(folder).save_pretrained(folder)), or set config.data.tokenizer"
+        )
+    if chosen == AUTO and (config.data.name != batches.RANDOM or config.data.train_file):
+        raise UserError(
+            f'config.data.tokenizer: {folder} has no {TOKENIZER}; add the model\'s own, or set it to "bytes" if the model reads bytes'
+        )
+    return BYTES
 
 
 def make_offload(group: OffloadSettings, stage: int) -> offload_lib.Offload:

@@ -5,7 +5,7 @@ config -> mesh -> model -> optimizer -> abstract state -> partition (the only us
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -19,6 +19,7 @@ from zerojax import mesh as mesh_lib
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, objectives
 from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.data.pairs import splits, tasks
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.models import families
@@ -27,6 +28,7 @@ from zerojax.ops import attention
 from zerojax.optim import master_weights, pieces, registry, schedules
 from zerojax.trainer import config as config_lib
 from zerojax.trainer.checks import names
+from zerojax.trainer.tuning import examples
 from zerojax.zero import explicit, memory, placement, shard_state, stages, step, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero.fp8 import modules as fp8_modules
@@ -34,6 +36,7 @@ from zerojax.zero.offload import blockwise
 from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import params as params_on_host
 from zerojax.zero.offload import settings as offload_settings
+from zerojax.zero.sharded_batch import totals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,16 +88,22 @@ class Program:
         """Returns an abstract training batch with shardings: {name: int32[(accum,) batch, length]}."""
         accum, rows = self.sizes.grad_accum, self.sizes.global_batch_size // self.sizes.grad_accum
         leading = (rows,) if accum == 1 else (accum, rows)
-        lengths = self.objective.lengths(self.config.seq_len)
         return {
             name: jax.ShapeDtypeStruct((*leading, length), jnp.int32, sharding=self.batch_sharding)
-            for name, length in lengths.items()
+            for name, length in self.lengths.items()
         }
+
+    @property
+    def lengths(self) -> Mapping[str, int]:
+        """Returns the lengths of the arrays of a batch's rows, by name."""
+        if self.config.data.task == tasks.TEXT:
+            return self.objective.lengths(self.config.seq_len)
+        return examples.lengths(self.config, self.family, self.model)
 
     @property
     def flops_per_token(self) -> float:
         """Returns the floating-point operations of training per token; a sequence has `seq_len` tokens."""
-        return self.family.flops_per_token(self.model, self.objective.lengths(self.config.seq_len))
+        return self.family.flops_per_token(self.model, self.lengths)
 
     @property
     def logical_abstract_state(self) -> Any:
@@ -180,8 +189,11 @@ def _functions(
         "heads": family_lib.heads(family, model),
     }
 
-    def loss_fn(params: Any, batch: Any, state: Any) -> tuple[jax.Array, dict]:
-        return family.loss(model, params, batch), {"metrics": {"learning_rate": schedule(state.step)}}
+    def loss_fn(params: Any, batch: Any, state: Any) -> tuple[Any, dict]:
+        loss, metrics = _weighted(family.loss(model, params, batch), batch), {"learning_rate": schedule(state.step)}
+        if isinstance(loss, totals.Mean):
+            metrics["labels"] = totals.Sum(loss.weight)
+        return loss, {"metrics": metrics}
 
     fp8 = config_lib.make_fp8(config)
     return {
@@ -196,8 +208,18 @@ def _functions(
             reduce_dtype=precision.DTYPES[config.reduce_dtype],
             **how,
         ),
-        "eval_loss": _eval_loss(functools.partial(family.loss, model), partition, how, fp8),
+        "eval_loss": _eval_loss(
+            lambda params, batch: _weighted(family.loss(model, params, batch), batch), partition, how, fp8
+        ),
     }
+
+
+def _weighted(loss: jax.Array, batch: Mapping[str, jax.Array]) -> Any:
+    """Returns the mean over the labels of a batch, such that it stays one over several batches."""
+    if "labeled" not in batch:
+        return loss
+    labels = jnp.sum(batch["labeled"][:, 1:])
+    return totals.Mean(loss * labels, labels)
 
 
 def _eval_loss(
@@ -211,6 +233,12 @@ def _eval_loss(
     if params_on_host.are_on_host(partition):
         return blockwise.mean_of(loss_fn, partition, **how)
     return xla_options.jit(explicit.mean(loss_fn, partition, **how), options)
+
+
+def family_of(config: config_lib.Config) -> tuple[family_lib.Family, folder_lib.Folder | None]:
+    """Returns the family of a config's model and the folder that it is imported from, if it is."""
+    source = _source(config.init_from) if config.init_from else None
+    return families.PRESETS[config.model.preset] if source is None else source.family, source
 
 
 def most_pinned_bytes(config: config_lib.Config) -> int:
@@ -269,8 +297,13 @@ def _draw_params(program: Program, abstract_params: Any) -> dict[str, Any]:
     return params
 
 
-def open_feed(program: Program, tokenizer: tokenizer_lib.Tokenizer, data_dir: str | os.PathLike) -> feed.Feed:
-    """Returns the feed of the program's batches; see `feed.Feed`."""
+def open_feed(
+    program: Program,
+    tokenizer: tokenizer_lib.Tokenizer,
+    data_dir: str | os.PathLike,
+    pairs: splits.Splits | None = None,
+) -> feed.Feed:
+    """Returns the feed of the program's batches, of text or of examples with answers; see `feed.Feed`."""
     config = program.config
     return feed.Feed(
         program.mesh,
@@ -286,6 +319,9 @@ def open_feed(program: Program, tokenizer: tokenizer_lib.Tokenizer, data_dir: st
         seq_len=config.seq_len,
         seed=config.seed,
         eval_batches=config.evaluate.batches,
+        train_file=config.data.train_file,
+        eval_file=config.data.eval_file,
+        pairs=pairs,
     )
 
 
@@ -377,7 +413,10 @@ def _model(
             f"config.seq_len: {config.seq_len} is longer than the {model.max_seq_len} positions of {name}; "
             f"set --config.seq_len={model.max_seq_len} or less"
         )
-    objectives.OBJECTIVES[family.objective].lengths(config.seq_len)  # refuses lengths that are too short
+    if config.data.task == tasks.TEXT:
+        objectives.OBJECTIVES[family.objective].lengths(config.seq_len)  # refuses lengths that are too short
+    else:
+        examples.lengths(config, family, model)
     platform = mesh_lib.platform(mesh)
     chosen = attention.choose_kernel(config.model.attention, family.attention, platform, compute_dtype, config.seq_len)
     return family, dataclasses.replace(model, attention=chosen)

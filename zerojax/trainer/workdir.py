@@ -34,11 +34,21 @@ NEW = {
     "optimizer.warmup": ("linear",),
     "optimizer.initial_fraction": (0.0,),
     "optimizer.weight_decay_on": ("matrices",),
+    "data.train_file": ("",),
+    "data.task": ("text",),
+    "data.prompt": ("{text}",),
+    "data.answer": ("{label}",),
+    "data.labels": ([],),
+    "data.messages": ("messages",),
+    "data.chat_template": ("auto",),
+    "data.answer_len": (32,),
+    "data.pack": (True,),
 }
 
 # Settings that may change when a run resumes: where and how it computes, but not what. `steps` may grow.
 FREE = (
     "steps",
+    "epochs",
     "log_every",
     "emulate_devices",
     "micro_batch_size",
@@ -56,6 +66,7 @@ FREE = (
     "model.attention",
     "data.dir",
     "data.eval_split",
+    "data.eval_file",
     "evaluate",
     "checkpoint",
     "sample",

@@ -154,3 +154,21 @@ def test_flops_of_the_8b_shape_are_those_of_the_formula():
     assert llama.flops_per_token(presets.PRESETS["llama3_8b"], 8192) == 6 * multiplied + attention
     tied = dataclasses.replace(CONFIG, tie_embeddings=True)
     assert llama.flops_per_token(tied, 16) == llama.flops_per_token(CONFIG, 16)
+
+
+def test_the_loss_of_packed_and_padded_texts_is_that_of_each_text_alone():
+    params, tokens = make_params(), np.asarray(make_tokens(1, 14))[0]
+    texts = [tokens[:6], tokens[6:11], tokens[11:]]
+    labeled = [np.array([0, 0, 0, 1, 1, 1]), np.array([0, 0, 1, 1, 0]), np.array([0, 1, 1])]
+
+    def loss(tokens, segments, labeled):
+        arrays = (jnp.asarray(array, jnp.int32)[None] for array in (tokens, segments, labeled))
+        return llama.Llama(CONFIG).apply({"params": params}, *arrays, method="loss")
+
+    alone = [loss(text, np.ones_like(text), marks) for text, marks in zip(texts, labeled)]
+    counts = [marks[1:].sum() for marks in labeled]
+    segments = np.repeat([1, 2, 3, 0], [6, 5, 3, 4])
+    row, marks = np.pad(np.concatenate(texts), (0, 4)), np.pad(np.concatenate(labeled), (0, 4))
+    np.testing.assert_allclose(loss(row, segments, marks), np.average(alone, weights=counts), rtol=ROUNDING)
+    other = loss(np.where(segments == 2, row, (row + 1) % CONFIG.vocab_size), segments, marks * (segments == 2))
+    np.testing.assert_allclose(other, alone[1], rtol=ROUNDING)

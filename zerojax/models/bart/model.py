@@ -168,13 +168,25 @@ class Bart(nn.Module):
         """Returns logits of the token after each target: float32[B, T, V] from int32[B, S] and int32[B, T]."""
         return self._logits(self.hidden(inputs_BS, targets_BT, mask_BS))
 
-    def loss(self, inputs_BS: jax.Array, targets_BU: jax.Array) -> jax.Array:
-        """Returns the mean next-target loss: float32[] from int32[B, S] and int32[B, T + 1]. Rows are not padded."""
-        x_BTD, labels_BT = self.hidden(inputs_BS, targets_BU[:, :-1]), targets_BU[:, 1:]
+    def loss(
+        self,
+        inputs_BS: jax.Array,
+        targets_BU: jax.Array,
+        mask_BS: jax.Array | None = None,
+        labeled_BU: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns the mean next-target loss: float32[] from int32[B, S] and int32[B, T + 1].
+
+        Inputs with `mask_BS` 0 are padding. Targets may be padded at their ends, and those with `labeled_BU` 0 are no labels.
+        """
+        x_BTD = self.hidden(inputs_BS, targets_BU[:, :-1], None if mask_BS is None else mask_BS > 0)
+        labels_BT, ignored = layers.next_labels(targets_BU, labeled_BU)
+        bias_V = self.logits_bias()
         with jax.named_scope("loss"):
             if self.config.tie_embeddings:
-                return losses.one_pass_cross_entropy(x_BTD, self.embed.embedding.T, labels_BT, bias=self.logits_bias())
-            return self.head.loss(x_BTD, labels_BT, bias_V=self.logits_bias())
+                kernel_DV = self.embed.embedding.T
+                return losses.one_pass_cross_entropy(x_BTD, kernel_DV, labels_BT, bias=bias_V, ignored=ignored)
+            return self.head.loss(x_BTD, labels_BT, bias_V=bias_V, ignored=ignored)
 
     def start(
         self, inputs_BS: jax.Array, mask_BS: jax.Array | None, targets_BT: jax.Array, lengths_B: jax.Array, slots: int

@@ -82,7 +82,8 @@ def _linear(ours: str, theirs: str, inputs: int, has_bias: bool) -> dict[str, Te
 
 
 def _loss(config: LlamaConfig, params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
-    return cast(jax.Array, model.Llama(config).apply({"params": params}, batch["tokens"], method="loss"))
+    arrays = batch["tokens"], batch.get("segments"), batch.get("labeled")
+    return cast(jax.Array, model.Llama(config).apply({"params": params}, *arrays, method="loss"))
 
 
 def _logits(config: LlamaConfig, params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:

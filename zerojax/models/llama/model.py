@@ -65,9 +65,15 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: jax.Array, mask_BT: jax.Array | None = None, past: decoding.Past | None = None
+        self,
+        x_BTD: jax.Array,
+        mask_BT: jax.Array | None = None,
+        past: decoding.Past | None = None,
+        segments_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, Keys]:
         c = self.config
+        # Distances alone count in rotary positions, so a text may begin at any position.
+        mask = mask_BT if segments_BT is None else segments_BT[:, :, None] == segments_BT[:, None, :]
         q_BTHN = layers.Linear((c.num_heads, c.head_dim), use_bias=c.qkv_bias, name="q")(x_BTD)
         k_BTKN = layers.Linear((c.num_kv_heads, c.head_dim), use_bias=c.qkv_bias, name="k")(x_BTD)
         v_BTKN = layers.Linear((c.num_kv_heads, c.head_dim), use_bias=c.qkv_bias, name="v")(x_BTD)
@@ -78,9 +84,7 @@ class Attention(nn.Module):
         positions_BT = None if past is None else past.step.positions_BT
         q_BTHN, k_BTKN = (rope.rotate(x_BTXN, frequency_F, positions_BT) for x_BTXN in (q_BTHN, k_BTKN))
         with jax.named_scope("attention"):
-            y_BTHN, keys = decoding.attend(
-                q_BTHN, k_BTKN, v_BTKN, c.attention, past, mask_BT=mask_BT, window=self.window
-            )
+            y_BTHN, keys = decoding.attend(q_BTHN, k_BTKN, v_BTKN, c.attention, past, mask=mask, window=self.window)
         out = layers.Linear((c.embed_dim,), contracted=2, stddev=_residual_stddev(c), use_bias=c.o_bias, name="o")
         return out(y_BTHN), keys
 
@@ -107,12 +111,23 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: jax.Array, mask_BT: jax.Array | None = None, past: decoding.Past | None = None
+        self,
+        x_BTD: jax.Array,
+        mask_BT: jax.Array | None = None,
+        past: decoding.Past | None = None,
+        segments_BT: jax.Array | None = None,
     ) -> jax.Array | tuple[jax.Array, Keys]:
-        """Returns float[B, T, D] and, if there is a past, the layer's keys and values after these tokens."""
+        """Returns float[B, T, D] and, if there is a past, the layer's keys and values after these tokens.
+
+        Args:
+          x_BTD: the tokens' states.
+          mask_BT: False for tokens that no other sees.
+          past: the tokens before these.
+          segments_BT: the number of the text that a token belongs to, where a row holds several: it sees no other text. Without a mask.
+        """
         c = self.config
         y_BTD = layers.RMSNorm(c.norm_eps, name="attention_norm")(x_BTD)
-        y_BTD, keys = Attention(c, self.window, name="attention")(y_BTD, mask_BT, past)
+        y_BTD, keys = Attention(c, self.window, name="attention")(y_BTD, mask_BT, past, segments_BT)
         x_BTD = x_BTD + y_BTD
         x_BTD = x_BTD + MLP(c, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD))
         return x_BTD if past is None else (x_BTD, keys)
@@ -130,11 +145,15 @@ class Llama(nn.Module):
         if not self.config.tie_embeddings:
             self.head = modules["head"]
 
-    def hidden(self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None) -> jax.Array:
-        """Returns the normalised hidden states, the head's input: float[B, T, D]. `mask_BT` is False for padding."""
+    def hidden(
+        self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None, segments_BT: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns the normalised hidden states, the head's input: float[B, T, D]. For `mask_BT` and `segments_BT` see `Layer`."""
+        given = {"mask_BT": mask_BT, "segments_BT": segments_BT}
+        seen = {name: array for name, array in given.items() if array is not None}
         x_BTD = self.embed(tokens_BT)
         for layer in self.layer:
-            x_BTD = layer(x_BTD) if mask_BT is None else layer(x_BTD, mask_BT)
+            x_BTD = layer(x_BTD, **seen)
         return self.norm(x_BTD)
 
     def __call__(self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None) -> jax.Array:
@@ -165,13 +184,21 @@ class Llama(nn.Module):
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
         return layers.logits(x_BTD, self.embed.embedding.T) if self.config.tie_embeddings else self.head(x_BTD)
 
-    def loss(self, tokens_BS: jax.Array) -> jax.Array:
-        """Returns the mean next-token loss: float32[] from tokens int32[B, T + 1]."""
-        x_BTD, labels_BT = self.hidden(tokens_BS[:, :-1]), tokens_BS[:, 1:]
+    def loss(
+        self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None, labeled_BS: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns the mean next-token loss: float32[] from tokens int32[B, T + 1].
+
+        Rows may be padded at their ends. `segments_BS` separates the texts of a row (see `Layer`). Tokens with `labeled_BS` 0 are no
+        labels.
+        """
+        segments_BT = None if segments_BS is None else segments_BS[:, :-1]
+        x_BTD = self.hidden(tokens_BS[:, :-1], segments_BT=segments_BT)
+        labels_BT, ignored = layers.next_labels(tokens_BS, labeled_BS)
         with jax.named_scope("loss"):
             if self.config.tie_embeddings:
-                return losses.one_pass_cross_entropy(x_BTD, self.embed.embedding.T, labels_BT)
-            return self.head.loss(x_BTD, labels_BT)
+                return losses.one_pass_cross_entropy(x_BTD, self.embed.embedding.T, labels_BT, ignored=ignored)
+            return self.head.loss(x_BTD, labels_BT, ignored=ignored)
 
 
 def parts(config: LlamaConfig) -> family.Parts:

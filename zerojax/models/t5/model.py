@@ -207,13 +207,23 @@ class T5(nn.Module):
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
         return layers.logits(x_BTD, self.embed.embedding.T) if self.config.tie_embeddings else self.head(x_BTD)
 
-    def loss(self, inputs_BS: jax.Array, targets_BU: jax.Array) -> jax.Array:
-        """Returns the mean next-target loss: float32[] from int32[B, S] and int32[B, T + 1]. Rows are not padded."""
-        x_BTD, labels_BT = self.hidden(inputs_BS, targets_BU[:, :-1]), targets_BU[:, 1:]
+    def loss(
+        self,
+        inputs_BS: jax.Array,
+        targets_BU: jax.Array,
+        mask_BS: jax.Array | None = None,
+        labeled_BU: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns the mean next-target loss: float32[] from int32[B, S] and int32[B, T + 1].
+
+        Inputs with `mask_BS` 0 are padding. Targets may be padded at their ends, and those with `labeled_BU` 0 are no labels.
+        """
+        x_BTD = self.hidden(inputs_BS, targets_BU[:, :-1], None if mask_BS is None else mask_BS > 0)
+        labels_BT, ignored = layers.next_labels(targets_BU, labeled_BU)
         with jax.named_scope("loss"):
             if self.config.tie_embeddings:
-                return losses.one_pass_cross_entropy(x_BTD, self.embed.embedding.T, labels_BT)
-            return self.head.loss(x_BTD, labels_BT)
+                return losses.one_pass_cross_entropy(x_BTD, self.embed.embedding.T, labels_BT, ignored=ignored)
+            return self.head.loss(x_BTD, labels_BT, ignored=ignored)
 
 
 def parts(config: T5Config) -> family.Parts:

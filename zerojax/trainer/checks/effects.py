@@ -5,6 +5,7 @@ from typing import Any
 
 from zerojax import precision
 from zerojax.data import batches
+from zerojax.data.pairs import tasks
 from zerojax.optim import registry, schedules
 from zerojax.trainer.checks import ranges
 from zerojax.zero import stages
@@ -27,10 +28,22 @@ DEFAULTS: dict[str, Any] = {
     "data.train_split": "train",
     "data.text_key": "text",
     "data.dir": "",
+    "data.name": "python_stdlib",
+    "data.eval_split": "validation",
+    "data.prompt": "{text}",
+    "data.answer": "{label}",
+    "data.labels": (),
+    "data.messages": "messages",
+    "data.chat_template": "auto",
+    "data.answer_len": 32,
+    "data.pack": True,
+    "steps": 150,
     "evaluate.every": 50,
     "evaluate.batches": 16,
+    "evaluate.answers": 64,
     "checkpoint.keep_last": 2,
     "checkpoint.keep_best": 1,
+    "sample.length": 160,
     "sample.prompt": "def ",
     "sample.temperature": 0.8,
     "export.dtype": "auto",
@@ -45,6 +58,23 @@ def unread(config: Any) -> list[str]:
         for place, why in _ignored(config)
         if ranges.lookup(config, place) != DEFAULTS[place]
     ]
+
+
+def _of_task(config: Any) -> dict[str, tuple[str, ...]]:
+    """Returns what the task does not read, by the reason."""
+    task, of_pairs, of_chat = config.data.task, ("prompt", "answer", "labels"), ("messages", "chat_template")
+    unread: tuple[str, ...] = ("text_key",)
+    if task == tasks.TEXT:
+        unread = (*of_pairs, *of_chat, "answer_len", "pack")
+    elif task == tasks.CHAT:
+        unread = (*unread, *of_pairs)
+    else:
+        unread = (*unread, *of_chat)
+    others = ("evaluate.answers",) if task == tasks.TEXT else ("sample.length", "sample.prompt", "sample.temperature")
+    return {
+        f"config.data.task={task} does not read it": (*(f"data.{name}" for name in unread), *others),
+        f"config.epochs={config.epochs:g} counts": ("steps", "evaluate.every") if config.epochs else (),
+    }
 
 
 def _ignored(config: Any) -> Iterator[tuple[str, str]]:
@@ -70,11 +100,15 @@ def _ignored(config: Any) -> Iterator[tuple[str, str]]:
         "config.optimizer.weight_decay=0": () if chosen.weight_decay else ("optimizer.weight_decay_on",),
         "config.export.format='none'": () if config.export.format != "none" else ("export.dtype",),
         "random tokens are not read from files": ("data.train_split", "data.text_key", "data.dir")
-        if config.data.name == batches.RANDOM
+        if config.data.name == batches.RANDOM and not config.data.train_file
         else (),
-        "config.data.eval_split is empty, so nothing is evaluated": ()
-        if config.data.eval_split
-        else ("evaluate.every", "evaluate.batches", "checkpoint.keep_best"),
+        "config.data.train_file is read instead": ("data.name", "data.train_split", "data.eval_split", "data.dir")
+        if config.data.train_file
+        else (),
+        "nothing is held out, so nothing is evaluated": ()
+        if (config.data.eval_file if config.data.train_file else config.data.eval_split)
+        else ("evaluate.every", "evaluate.batches", "evaluate.answers", "checkpoint.keep_best"),
+        **_of_task(config),
         "no checkpoint is saved": ()
         if config.checkpoint.every or config.checkpoint.at_end
         else ("checkpoint.keep_last", "checkpoint.keep_best"),

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 
 from zerojax import errors, precision
+from zerojax.data import batches
+from zerojax.data.pairs import tasks, templates
 from zerojax.errors import UserError
 from zerojax.interop import huggingface
 from zerojax.models import families
@@ -33,19 +35,21 @@ CHOICES: dict[str, tuple] = {
     "model.preset": tuple(families.PRESETS),
     "model.remat": tuple(remat.REMAT),
     "model.attention": ("auto", "xla", "cudnn", "splash"),
+    "data.task": tasks.TASKS,
+    "data.chat_template": templates.CHOICES,
     "export.format": ("none", "huggingface"),
     "export.dtype": ("auto", *huggingface.DTYPES),
 }
 POSITIVE = tuple(
     "steps seq_len log_every emulate_devices mesh.replica mesh.model optimizer.learning_rate optimizer.eps loss_scale.init_scale "
     "loss_scale.window loss_scale.hysteresis loss_scale.min_scale offload.fraction offload.params_fraction offload.chunk_bytes "
-    "offload.in_flight offload.nvme_buffers evaluate.batches checkpoint.keep_last profile.start".split()
+    "offload.in_flight offload.nvme_buffers data.answer_len checkpoint.keep_last profile.start".split()
 )
 NOT_NEGATIVE = tuple(
     "seed global_batch_size micro_batch_size grad_accum zero.min_size model.vocab_size model.num_layers "
     "fp8.first fp8.last optimizer.warmup_steps optimizer.initial_fraction optimizer.final_fraction optimizer.weight_decay "
-    "optimizer.clip_norm loss_scale.static evaluate.every checkpoint.every checkpoint.keep_best sample.length sample.temperature "
-    "profile.steps".split()
+    "optimizer.clip_norm loss_scale.static epochs evaluate.every evaluate.batches evaluate.answers checkpoint.every "
+    "checkpoint.keep_best sample.length sample.temperature profile.steps".split()
 )
 BELOW_ONE = ("optimizer.b1", "optimizer.b2")
 
@@ -67,6 +71,7 @@ MOST: dict[str, tuple[float, str]] = {
     "optimizer.eps": (1, "gradients are far smaller, and the weights would hardly change"),
     "offload.fraction": (1, "it is a share of the optimizer state"),
     "offload.params_fraction": (1, "it is a share of the params"),
+    "data.answer_len": (2**16, "a decoder reads it token by token"),
     "sample.length": (2**16, "each token runs the model over the full text"),
 }
 # place -> (the smallest value but 0, why)
@@ -89,11 +94,35 @@ def check(config: Any) -> None:
         flaw = _flaw(place, lookup(config, place))
         if flaw:
             raise UserError(f"config.{place}: {flaw}, and is {errors.shown(lookup(config, place))}")
+    _check_task(config)
     chosen = config.optimizer
     if "eps" in registry.READS[chosen.name] and 0 < chosen.clip_norm <= chosen.eps:
         raise UserError(
             f"config.optimizer.clip_norm: {chosen.clip_norm} is not above config.optimizer.eps={chosen.eps}, so clipped gradients are "
             "below eps and the weights would hardly change; set --config.optimizer.clip_norm=1.0, or 0 for no clipping"
+        )
+
+
+def _check_task(config: Any) -> None:
+    """Raises a UserError if settings of examples and of text contradict each other."""
+    data = config.data
+    if data.eval_file and not data.train_file:
+        raise UserError(
+            f"config.data.eval_file: is {data.eval_file!r}, and config.data.train_file is empty; name both, or neither"
+        )
+    if not all(isinstance(label, str) for label in data.labels):
+        raise UserError(f"config.data.labels: must be texts, and are {errors.shown(data.labels)}")
+    if data.task == tasks.TEXT:
+        if config.epochs:
+            raise UserError(
+                f"config.epochs: is {config.epochs}, and windows of text have no epochs; set config.steps, or another config.data.task"
+            )
+        if not config.evaluate.batches:
+            raise UserError("config.evaluate.batches: must be above 0 with config.data.task=text, and is 0")
+    elif data.name == batches.RANDOM and not data.train_file:
+        raise UserError(
+            f'config.data.name: is "random", and the task {data.task} needs examples; name a dataset ("short_reviews") or '
+            "config.data.train_file"
         )
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
 
 
@@ -13,6 +14,8 @@ def check(program: Any, tokenizer: tokenizer_lib.Tokenizer) -> None:
       UserError: the tokenizer lacks sentinels, the prompt has too many gaps, or the sample is longer than the model's positions.
     """
     config = program.config
+    if config.data.task != tasks.TEXT:
+        return  # the examples are checked when they are encoded, and no sample is drawn
     program.objective.form(tokenizer, config.seq_len)
     if not config.sample.length:
         return

@@ -1,0 +1,79 @@
+"""Checks that examples of every kind of file are read, and that damaged ones are named. This module tests zerojax.data.pairs.records."""
+
+import json
+import re
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from zerojax.data.pairs import records
+from zerojax.errors import UserError
+
+ROWS = [
+    {"text": "good, really", "label": "yes"},
+    {"text": "two\nlines", "label": "no"},
+    {"text": "naïve 🙂", "label": "yes"},
+]
+KEY = "config.data.train_file"
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    else:
+        mark = "," if path.suffix == ".csv" else "\t"
+        path.write_text(
+            "".join(mark.join(f'"{cell}"' for cell in row) + "\n" for row in (rows[0], *(r.values() for r in rows)))
+        )
+    return path
+
+
+@pytest.mark.parametrize("suffix", records._OPENERS)
+def test_every_format_holds_the_same_examples(tmp_path, suffix):
+    write(tmp_path / f"a{suffix}", ROWS[:2])
+    write(tmp_path / f"b{suffix}", ROWS[2:])
+    opened = records.Files(f"{tmp_path}/*{suffix}", KEY)
+    assert [opened[index] for index in range(len(opened))] == ROWS
+    assert opened.place(2).startswith(f"{tmp_path}/b{suffix}:")
+
+
+def test_lines_are_numbered_as_an_editor_does(tmp_path):
+    assert records.Files(str(write(tmp_path / "a.jsonl", ROWS)), KEY).place(1).endswith("a.jsonl:3")
+    table = records.Files(str(write(tmp_path / "a.csv", ROWS)), KEY)
+    assert [table.place(index).rpartition(":")[2] for index in range(3)] == ["2", "3", "5"]
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl:2: is not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n[1]\n', "a.jsonl:2: is [1], and an example has named fields"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "a.jsonl:2: is not UTF-8 text"),
+        ("a.csv", b"text,label\na,b\nc\n", "a.csv:3: has 1 values, and line 1 names 2 fields"),
+        ("a.csv", b'text,label\na,"b\n', "a.csv:2: is no row of a table"),
+        ("a.csv", b"text,text\na,b\n", "a.csv:1: names the fields"),
+        ("a.parquet", b"PAR1", "a.parquet: cannot be read as parquet"),
+        ("a.txt", b"hello", "is not one of .jsonl, .json"),
+        ("a.jsonl", b"\n", "has no examples"),
+        ("b.jsonl", b"", "there is no file"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_its_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(message)):
+        opened = records.Files(str(tmp_path / name.replace("b.jsonl", "c.jsonl")), KEY)
+        [opened[index] for index in range(len(opened))]
+
+
+def test_a_document_without_text_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"txt": "b"}\n')
+    opened = records.Files(str(path), KEY, needs="text")
+    assert opened[0]["text"] == "a"
+    with pytest.raises(UserError, match=r"a.jsonl:2: has no text in field 'text'"):
+        opened[1]

@@ -1,0 +1,122 @@
+"""Checks what examples become in decoders and in encoder-decoders. This module tests zerojax.data.pairs.tasks."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+import tokenizers
+
+from zerojax.data import tokenizer
+from zerojax.data.pairs import tasks
+from zerojax.errors import UserError
+
+BYTES = tokenizer.load_tokenizer("bytes")
+END, START = 256, 0
+SETTINGS = tasks.TaskSettings("seq2seq", "Q: {text} A: ", "{label}", (), "messages", "plain")
+PAIR = tasks.RowForm(True, 24, 8, START, END, None, (END,))
+ONE = tasks.RowForm(False, 24, 8, START, END, END, (END,))
+EXAMPLES = [{"text": "one", "label": "yes"}, {"text": "two", "label": "no"}]
+
+
+def encode(examples, form, settings=SETTINGS, **options):
+    return tasks.encode(examples, BYTES, settings, form, name="file", **options)
+
+
+def labels(example):
+    """Returns the text of the labels."""
+    return BYTES.decode((example.inputs if len(example.targets) == 0 else example.targets)[example.labeled])
+
+
+def test_a_decoder_learns_the_answer_and_its_end_after_the_prompt():
+    one = encode(EXAMPLES, ONE).examples[0]
+    assert one.inputs.tolist() == [END, *b"Q: one A: yes", END]
+    assert labels(one) == "yes" and one.labeled[-1] and one.labeled.sum() == 4
+    assert BYTES.decode(one.inputs[: one.prompt]) == "Q: one A: " and one.answer == "yes"
+
+
+def test_an_encoder_decoder_reads_the_prompt_and_learns_the_answer():
+    one = encode(EXAMPLES, PAIR).examples[0]
+    assert one.inputs.tolist() == [*b"Q: one A: "]
+    assert one.targets.tolist() == [START, *b"yes", END] and one.labeled.tolist() == [False] + [True] * 4
+
+
+@pytest.mark.parametrize("form", [ONE, PAIR], ids=["decoder", "encoder-decoder"])
+def test_long_examples_are_cut_and_told_with_the_first_of_them(form):
+    rows = [
+        *EXAMPLES,
+        {"text": "x" * 40, "label": "yes"},
+        {"text": "y" * 50, "label": "much too long" * 3},
+        {"text": "", "label": ""},
+    ]
+    found = encode(rows, form)
+    assert any("2 of 5 prompts" in note and "the first: file, example 2" in note for note in found.notes)
+    assert any("1 of 5 answers are longer" in note and "example 3" in note for note in found.notes)
+    assert any("1 of 5 answers are empty" in note and "example 4" in note for note in found.notes)
+    for example in found.examples:
+        assert len(example.inputs) <= 24 + (not form.is_encoder_decoder) and len(example.targets) <= 9
+        assert example.labeled.any() and not example.labeled[0]
+    cut = found.examples[2]
+    assert labels(cut) == "yes"
+    if not form.is_encoder_decoder:
+        assert cut.inputs[0] == END and BYTES.decode(cut.inputs).endswith("xx A: yes")
+
+
+CHAT = dataclasses.replace(SETTINGS, task="chat")
+TALK = [
+    ("system", "S"),
+    ("user", "U1"),
+    ("assistant", "A1"),
+    ("user", "U2"),
+    ("assistant", "A2"),
+    ("user", "unanswered"),
+]
+TALKS = [{"messages": [{"role": role, "content": content} for role, content in TALK]}]
+
+
+def test_every_answer_of_a_conversation_is_a_label_and_nothing_follows_the_last():
+    form = dataclasses.replace(ONE, seq_len=200)
+    one = encode(TALKS, form, CHAT).examples[0]
+    assert labels(one) == "A1A2" and (one.inputs[one.labeled] == END).sum() == 2
+    text = "### system\nS\n\n### user\nU1\n\n### assistant\nA1\n\n### user\nU2\n\n### assistant\nA2"
+    assert BYTES.decode(one.inputs) == text and one.answer == "A2"
+    assert BYTES.decode(one.inputs[: one.prompt]) == text[:-2]
+    pair = encode(TALKS, dataclasses.replace(PAIR, seq_len=200), CHAT).examples[0]
+    assert BYTES.decode(pair.inputs) == text[:-2] and labels(pair) == "A2"
+
+
+def test_the_tokens_of_a_tokenizers_template_are_one_id_each_and_its_end_ends_an_answer(tmp_path):
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "U1": 1, "A1": 2}, "[UNK]"))
+    model.add_special_tokens(["<s>", "[U]", "[A]", "[E]"])
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    model.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(
+        "<s>{% for m in messages %}{{ '[U]' if m.role == 'user' else '[A]' }}{{ m.content }}[E]{% endfor %}"
+        "{% if add_generation_prompt %}[A]{% endif %}"
+    )
+    own = tokenizer.load_tokenizer(str(tmp_path / "tokenizer.json"))
+    settings = dataclasses.replace(CHAT, chat_template="own")
+    rows = [{"messages": [{"role": "user", "content": "U1"}, {"role": "assistant", "content": "A1"}]}]
+    form = dataclasses.replace(ONE, bos=None, end=6, stops=(6,))
+    one = tasks.encode(rows, own, settings, form, name="f", folder=tmp_path).examples[0]
+    assert one.inputs.tolist() == [3, 4, 1, 6, 5, 2, 6] and one.inputs[one.labeled].tolist() == [2, 6]
+    assert own.encode("[U]").tolist() == [0]  # in a document these letters are no token
+
+
+def test_answers_of_a_classification_are_those_of_the_training_examples():
+    settings = dataclasses.replace(SETTINGS, task="classification", labels=("no", "yes"))
+    found = encode([{"text": "a", "label": 1}, {"text": "b", "label": 0}], ONE, settings)
+    assert found.answers == ("yes", "no")
+    with pytest.raises(UserError, match=re.escape("file, example 0: the answer 'maybe' is none of the 2 classes")):
+        encode([{"text": "a", "label": "maybe"}], ONE, settings, known=found.answers)
+
+
+def test_an_answer_without_a_field_is_refused():
+    with pytest.raises(UserError, match=r"config.data.answer: 'yes' names no field"):
+        encode(EXAMPLES, ONE, dataclasses.replace(SETTINGS, answer="yes"))
+
+
+def test_another_label_is_another_fingerprint():
+    other = [{"text": "one", "label": "yes"}, {"text": "two", "label": "oh"}]
+    assert encode(EXAMPLES, ONE).fingerprint() != encode(other, ONE).fingerprint()
+    assert np.array_equal(encode(EXAMPLES, ONE).examples[1].inputs, encode(EXAMPLES, ONE).examples[1].inputs)

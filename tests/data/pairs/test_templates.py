@@ -1,0 +1,92 @@
+"""Checks prompt and chat templates. This module tests zerojax.data.pairs.templates."""
+
+import importlib.util
+import json
+import re
+from unittest import mock
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from zerojax.data.pairs import templates
+from zerojax.errors import UserError
+
+TURNS = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello.")]
+CHATML = (
+    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + eos_token + '\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+@hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
+@hypothesis.given(
+    st.lists(st.tuples(st.text(), st.text(st.characters(exclude_characters="{}"), min_size=1))), st.text()
+)
+def test_a_template_is_its_text_with_each_field_in_place(parts, end):
+    def escaped(text):
+        return text.replace("{", "{{").replace("}", "}}")
+
+    template = templates.Template("".join(f"{escaped(t)}{{{field}}}" for t, field in parts) + escaped(end), "key")
+    example = {field: f"<{field}>" for _, field in parts}
+    assert template.fill(example, "place") == "".join(f"{text}<{field}>" for text, field in parts) + end
+
+
+def test_numbers_are_text_and_those_with_names_are_names():
+    template = templates.Template("{a} {b} {c}", "key")
+    assert template.fill({"a": 1.5, "b": np.int64(1), "c": b"x"}, "p", {"b": ["no", "yes"]}) == "1.5 yes x"
+
+
+@pytest.mark.parametrize(
+    "text, example, message",
+    [
+        ("{a", {}, "key: '{a' has a '{' without its partner"),
+        ("a}", {}, "key: 'a}' has a '}' without its partner"),
+        ("{a}", {"b": 1}, "f:3: has no field 'a', which key names; its fields: b"),
+        ("{a}", {"a": None}, "f:3: field 'a' is None, and key needs text or a number"),
+        ("{a}", {"a": 2}, "f:3: a is 2, and there are 2 labels (no, yes)"),
+    ],
+)
+def test_a_template_that_cannot_be_filled_is_one_line(text, example, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        templates.Template(text, "key").fill(example, "f:3", {"a": ["no", "yes"]})
+
+
+def test_conversations_of_all_forms_are_the_same():
+    listed = [{"role": role, "content": content} for role, content in TURNS]
+    shared = [{"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": text} for role, text in TURNS]
+    columns = {"role": np.array([t[0].encode() for t in TURNS]), "content": np.array([t[1].encode() for t in TURNS])}
+    for value in (listed, shared, columns):
+        assert templates.messages_of(value, "f:1", "messages") == TURNS
+
+
+@pytest.mark.parametrize("value", ["hi", 3, [], [{"role": "user"}], [{"role": "user", "content": "no answer"}]])
+def test_what_is_no_conversation_with_an_answer_is_named(value):
+    with pytest.raises(UserError, match=r"^f:1: "):
+        templates.messages_of(value, "f:1", "messages")
+
+
+def test_the_tokenizers_own_template_is_taken_if_it_can_be(tmp_path):
+    assert templates.chat_of(None, "auto")[0] is templates.plain_chat
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": CHATML, "eos_token": {"content": "<|im_end|>"}})
+    )
+    chat, line = templates.chat_of(tmp_path, "auto")
+    assert str(tmp_path) in line
+    assert chat(TURNS[1:2], True) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert templates.chat_of(tmp_path, "plain")[0] is templates.plain_chat
+    with mock.patch.object(importlib.util, "find_spec", lambda name: None):
+        found, line = templates.chat_of(tmp_path, "auto")
+        assert found is templates.plain_chat and "pip install jinja2" in line
+        with pytest.raises(
+            UserError, match=r'config.data.chat_template: is "own", and the tokenizer.s chat template needs jinja2'
+        ):
+            templates.chat_of(tmp_path, "own")
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ raise_exception('no system role') }}", "{{ messages.x.y.z }}"])
+def test_a_template_that_fails_is_one_line(tmp_path, source):
+    (tmp_path / "chat_template.jinja").write_text(source)
+    with pytest.raises(UserError, match="chat template"):
+        templates.chat_of(tmp_path, "own")[0](TURNS, False)

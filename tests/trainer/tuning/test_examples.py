@@ -1,0 +1,90 @@
+"""Checks that the loss is one mean over all labels. This module tests zerojax.trainer.tuning.examples."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import runs
+
+from zerojax.data import source, tokenizer
+from zerojax.errors import UserError
+from zerojax.trainer import program
+from zerojax.trainer.tuning import examples
+from zerojax.zero import shard_state
+
+BYTES = tokenizer.load_tokenizer("bytes")
+ROUNDING = 2e-5  # the same float32 sums in another order
+TASK = {"data__name": "short_reviews", "data__task": "classification", "data__answer_len": 12, "seq_len": 96}
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reviews")
+    source.prepare("short_reviews", folder)
+    return folder
+
+
+def opened(data_dir, **changes):
+    config = runs.config(**{**TASK, "data__eval_split": "validation", **changes})
+    found = examples.load(config, *program.family_of(config), BYTES, data_dir)
+    built = program.build(config, tokenizer_vocab=BYTES.vocab_size)
+    return built, program.open_feed(built, BYTES, data_dir, found), found
+
+
+def plain_loss(built, params, batches):
+    """Returns the mean over all labels of all batches, on one device."""
+    loss = jax.jit(lambda batch: built.family.loss(built.model, params, batch))
+    rows = [{name: array[i : i + 1] for name, array in batch.items()} for batch in batches for i in range(8)]
+    return np.average([loss(row) for row in rows], weights=[row["labeled"][:, 1:].sum() for row in rows])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"zero__stage": 0, "data__pack": False},
+        {"zero__stage": 3, "grad_accum": 2, "mesh__replica": 2, "global_batch_size": 16, "reduce_dtype": "bf16"},
+        {"zero__stage": 2, "model__preset": "bart_test"},
+    ],
+    ids=["stage 0", "stage 3, packed, two passes", "stage 2, encoder-decoder"],
+)
+def test_the_loss_and_the_held_out_loss_are_means_over_all_labels(data_dir, cache_dir, changes):
+    built, streams, found = opened(data_dir, **changes)
+    state = program.init_state(built)
+    params = jax.tree.map(jnp.asarray, jax.device_get(shard_state.unpad(state, built.partition).params))
+    held = program.held_out_loss(built, streams, state.params)
+    batch = streams.next()
+    arrays = {name: np.asarray(array).reshape(-1, 8, array.shape[-1]) for name, array in batch.items()}
+    passes = [{name: array[i] for name, array in arrays.items()} for i in range(built.sizes.grad_accum)]
+    counts = [int(one["labeled"][:, 1:].sum()) for one in passes]
+    _, metrics = built.train_step(state, batch)
+    streams.close()
+    assert int(metrics["labels"]) == sum(counts)
+    np.testing.assert_allclose(metrics["loss"], plain_loss(built, params, passes), rtol=ROUNDING)
+    rows = [found.held_out.arrays(i) for i in range(min(len(found.held_out), built.sizes.global_batch_size))]
+    first = [
+        {name: np.stack([row[name] for row in rows[at : at + 8]]) for name in rows[0]} for at in range(0, len(rows), 8)
+    ]
+    np.testing.assert_allclose(held, plain_loss(built, params, first), rtol=ROUNDING)
+
+
+def test_epochs_count_the_steps_that_read_all_rows(data_dir):
+    changes = {**TASK, "data__pack": False, "global_batch_size": 8}
+    config = runs.config(**changes, epochs=2.0, data__eval_split="validation")
+    found = examples.load(config, *program.family_of(config), BYTES, data_dir)
+    assert examples.with_steps(config, found).steps == -(-2 * len(found.train) // 8)
+    assert examples.with_steps(runs.config(**changes), found).steps == runs.SMALL["steps"]
+
+
+def test_the_form_of_an_imported_model_has_the_folders_tokens():
+    folder = runs.ROOT / "tests/golden/huggingface/bart"
+    config = runs.config(**TASK, init_from=str(folder), data__tokenizer="bytes", model__num_layers=0)
+    form = examples.form(config, *program.family_of(config), BYTES)
+    settings = json.loads((folder / "config.json").read_text())
+    assert (form.start, form.end) == (settings["decoder_start_token_id"], settings["eos_token_id"])
+
+
+def test_an_answer_that_a_row_cannot_hold_is_refused():
+    with pytest.raises(UserError, match=r"config.data.answer_len: is 40, and a row of a decoder has config.seq_len=32"):
+        program.build(runs.config(**{**TASK, "seq_len": 32, "data__answer_len": 40}), tokenizer_vocab=320)

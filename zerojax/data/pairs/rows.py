@@ -1,0 +1,123 @@
+"""Makes rows of encoded examples. This module packs several short ones into a row, and pads rows to one length.
+
+The arrays of a row are int32. Of a decoder, with `length` = seq_len + 1:
+
+    tokens[length]      inputs are tokens[:-1], labels tokens[1:]
+    labeled[length]     1 where a token is a label
+    segments[length]    1, 2, ... for the examples of a row, 0 for padding; only if rows are packed
+
+Of an encoder-decoder: inputs[seq_len], mask[seq_len] (0 for padding), targets[answer_len + 1], labeled[answer_len + 1].
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from zerojax.data import batches
+from zerojax.data.pairs import tasks
+
+
+class Rows:
+    """The rows of a split.
+
+    Args:
+      examples: encoded.
+      form: the form of the model's rows.
+      packs: whether a decoder's rows hold several examples.
+    """
+
+    def __init__(self, examples: Sequence[tasks.Example], form: tasks.RowForm, *, packs: bool):
+        self.examples, self.form = examples, form
+        self._lengths = lengths(form, packs=packs)
+        self._rows: list[list[int]]
+        if "segments" in self._lengths:
+            self._rows = pack([len(example.inputs) for example in examples], self._lengths["tokens"])
+        else:
+            self._rows = [[number] for number in range(len(examples))]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def arrays(self, number: int) -> dict[str, np.ndarray]:
+        """Returns the arrays of a row. Rows after the last are like the first, without labels."""
+        if number >= len(self._rows):
+            return {**self.arrays(0), "labeled": np.zeros(self._lengths["labeled"], np.int32)}
+        found = {name: np.zeros(length, np.int32) for name, length in self._lengths.items()}
+        at = 0
+        for segment, index in enumerate(self._rows[number], 1):
+            example = self.examples[index]
+            if self.form.is_encoder_decoder:
+                found["inputs"][: len(example.inputs)] = example.inputs
+                found["mask"][: len(example.inputs)] = 1
+                found["targets"][: len(example.targets)] = example.targets
+                found["labeled"][: len(example.targets)] = example.labeled
+                continue
+            part = slice(at, at + len(example.inputs))
+            found["tokens"][part], found["labeled"][part] = example.inputs, example.labeled
+            if "segments" in found:
+                found["segments"][part] = segment
+            at = part.stop
+        return found
+
+    def filled(self) -> float:
+        """Returns the share of the rows' tokens that are not padding."""
+        read = sum(len(example.inputs) for example in self.examples)
+        return read / (len(self) * self._lengths["inputs" if self.form.is_encoder_decoder else "tokens"])
+
+
+def lengths(form: tasks.RowForm, *, packs: bool) -> dict[str, int]:
+    """Returns the lengths of a row's arrays, by name."""
+    if form.is_encoder_decoder:
+        answer = form.answer_len + 1
+        return {"inputs": form.seq_len, "mask": form.seq_len, "targets": answer, "labeled": answer}
+    names = ("tokens", "labeled", *(("segments",) if packs else ()))
+    return dict.fromkeys(names, form.seq_len + 1)
+
+
+def pack(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Returns groups of indices whose sizes add up to `most` or less: the largest first, each into the fullest group that has room.
+
+    >>> pack([3, 5, 2, 4], 8)
+    [[1, 0], [3, 2]]
+    """
+    groups: list[list[int]] = []
+    by_room: list[list[int]] = [[] for _ in range(most + 1)]  # groups by the room that is left
+    rooms = 0  # bit r is set where by_room[r] is not empty
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        size = sizes[index]
+        fitting = rooms >> size
+        if fitting:
+            room = size + (fitting & -fitting).bit_length() - 1
+            group = by_room[room].pop()
+            rooms &= ~(1 << room) if not by_room[room] else ~0
+        else:
+            room, group = most, len(groups)
+            groups.append([])
+        groups[group].append(index)
+        by_room[room - size].append(group)
+        rooms |= 1 << (room - size)
+    return groups
+
+
+def open_batches(
+    rows: Rows, own: Sequence[int], num_rows: int, seed: int, *, shuffle: bool, settings: Mapping[str, int]
+) -> batches.Batches:
+    """Returns batches of rows: training batches in a new order in each epoch, or in the stored order, with empty rows after the last.
+
+    Args:
+      rows: of the split.
+      own: the rows of a global batch that this process reads.
+      num_rows: rows in the global batch.
+      seed: of the order.
+      shuffle: whether rows are shuffled and repeated.
+      settings: what the meaning of a position depends on, beside the arguments.
+    """
+    order = functools.partial(batches.shuffled, size=len(rows), seed=seed) if shuffle else lambda number: number
+
+    def read(row: int, position: batches.Position) -> tuple[dict[str, np.ndarray], batches.Position]:
+        (number,) = position
+        return rows.arrays(order(number)), (number + num_rows,)
+
+    known = {"num_rows": num_rows, "seed": seed, "shuffle": int(shuffle), "rows": len(rows), **settings}
+    return batches.Batches(read, {row: (row,) for row in own}, ("row",), known)

@@ -1,0 +1,158 @@
+"""Opens the training and the held-out examples of a run. This module reads them from a dataset or from files, and encodes them.
+
+Every process encodes all examples, so that the rows of a batch, and the prompts whose answers are generated, are the same on all of them.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from zerojax.data import batches
+from zerojax.data import source as source_lib
+from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.data.pairs import records, rows, tasks
+from zerojax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where examples come from.
+
+    Attributes:
+      name, data_dir, train_split, eval_split: of a prepared dataset.
+      train_file, eval_file: paths or patterns, which are read instead if the first is not "".
+    """
+
+    name: str
+    data_dir: str | os.PathLike
+    train_split: str
+    eval_split: str
+    train_file: str
+    eval_file: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """The rows of a run.
+
+    Attributes:
+      train, held_out: the rows of both splits; `held_out` is None where there is none.
+      settings, form: the task, and the form of the rows.
+      answers: the answers of a classification; () for another task.
+      notes: lines that tell about the examples.
+    """
+
+    train: rows.Rows
+    held_out: rows.Rows | None
+    settings: tasks.TaskSettings
+    form: tasks.RowForm
+    answers: tuple[str, ...]
+    notes: list[str]
+    fingerprint: str
+
+    def open(self, is_train: bool, own: Sequence[int], num_rows: int, seed: int) -> batches.Batches:
+        """Returns batches of a split; see `rows.open_batches`."""
+        chosen = self.train if is_train else self.held_out
+        assert chosen is not None
+        return rows.open_batches(chosen, own, num_rows, seed, shuffle=is_train, settings={"seq_len": self.form.seq_len})
+
+    def batches(self, num_rows: int) -> int:
+        """Returns the number of batches that read all held-out examples once."""
+        return 0 if self.held_out is None else math.ceil(len(self.held_out) / num_rows)
+
+    def steps(self, epochs: float, num_rows: int) -> int:
+        """Returns the number of steps after which the training examples were read `epochs` times; the last step may begin another time."""
+        return max(1, math.ceil(epochs * len(self.train) / num_rows))
+
+
+def load(
+    places: Places,
+    tokenizer: tokenizer_lib.Tokenizer,
+    settings: tasks.TaskSettings,
+    form: tasks.RowForm,
+    *,
+    packs: bool,
+    folder: pathlib.Path | None,
+) -> Splits:
+    """Reads and encodes the examples of both splits. All processes must call it.
+
+    Args:
+      places: where they come from.
+      tokenizer, settings, form, folder: see `tasks.encode`.
+      packs: see `rows.Rows`.
+
+    Raises:
+      UserError: a file or a split cannot be read, an example is damaged, both splits share examples, or processes read different ones.
+    """
+    names: Mapping[str, Sequence[str]] = {}
+    if not places.train_file:
+        names = source_lib.class_names(places.name, places.data_dir)
+        if places.eval_split:
+            source_lib.check_held_out(places.name, places.train_split, places.eval_split, places.data_dir)
+    encode = functools.partial(
+        tasks.encode, tokenizer=tokenizer, settings=settings, form=form, folder=folder, names=names
+    )
+    source, name = _open(places, True)
+    train = encode(source, name=name)
+    notes, held_out = list(train.notes), None
+    known = train.answers
+    has_eval = places.eval_file if places.train_file else places.eval_split
+    if has_eval:
+        source, name = _open(places, False)
+        held_out = encode(source, name=name, known=known)
+        notes += [note for note in held_out.notes if note not in notes]
+        notes += _shared(train.examples, held_out.examples)
+    fingerprint = train.fingerprint()
+    _check_same(fingerprint + (held_out.fingerprint() if held_out else ""))
+    made = rows.Rows(train.examples, form, packs=packs)
+    own = None if held_out is None else rows.Rows(held_out.examples, form, packs=packs)
+    notes.append(_summary(made, own))
+    return Splits(made, own, settings, form, known, notes, fingerprint)
+
+
+def _open(places: Places, is_train: bool) -> tuple[source_lib.Source, str]:
+    """Returns a split's source and its name."""
+    kind = "train" if is_train else "eval"
+    if places.train_file:
+        file = places.train_file if is_train else places.eval_file
+        return records.Files(file, f"config.data.{kind}_file"), file
+    split = places.train_split if is_train else places.eval_split
+    opened = source_lib.open_source(places.name, split, places.data_dir, f"config.data.{kind}_split")
+    return opened, f"{places.name}, split {split!r}"
+
+
+def _shared(train: Sequence[tasks.Example], held_out: Sequence[tasks.Example]) -> list[str]:
+    """Returns a line if held-out examples are trained on."""
+
+    def key(example: tasks.Example) -> tuple[bytes, bytes]:
+        return example.inputs.tobytes(), example.targets.tobytes()
+
+    known = set(map(key, train))
+    number = sum(key(example) in known for example in held_out)
+    return [f"{number} of {len(held_out)} held-out examples are training examples too"] if number else []
+
+
+def _summary(train: rows.Rows, held_out: rows.Rows | None) -> str:
+    packed = "" if len(train) == len(train.examples) else f" in {len(train)} rows"
+    told = f"{len(train.examples)} training examples{packed}, {train.filled():.0%} of the tokens are no padding"
+    return told + (f"; {len(held_out.examples)} held-out examples" if held_out else "; no held-out examples")
+
+
+def _check_same(fingerprint: str) -> None:
+    """Raises a UserError if processes read different examples: their programs would wait for each other."""
+    if jax.process_count() == 1:
+        return
+    own = np.frombuffer(fingerprint.ljust(16).encode(), np.uint8)
+    every = np.asarray(multihost_utils.process_allgather(own))
+    odd = [number for number, other in enumerate(every) if (other != every[0]).any()]
+    if odd:
+        raise UserError(
+            f"config.data: process {odd[0]} read other examples than process 0; give all hosts the same files, or a folder that they share"
+        )

@@ -1,0 +1,314 @@
+"""Turns examples into tokens whose labels are the answers. This module holds the tasks, and encodes all examples of a split.
+
+A decoder reads the prompt and its answer as one text, of which the answer and the token that ends it are labels. An encoder-decoder
+reads the prompt, and its decoder learns the answer. All examples are encoded once, before anything is compiled, so that a damaged one is
+an error then, and what had to be cut is known.
+"""
+
+import dataclasses
+import pathlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zerojax.data import source as source_lib
+from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.data.pairs import templates
+from zerojax.errors import UserError
+
+TEXT, SEQ2SEQ, CLASSIFICATION, CHAT = "text", "seq2seq", "classification", "chat"
+TASKS = (TEXT, SEQ2SEQ, CLASSIFICATION, CHAT)
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSettings:
+    """What a task reads of an example.
+
+    Attributes:
+      task: one of TASKS but TEXT.
+      prompt, answer: templates; see `templates.Template`. A chat does not read them.
+      labels: the text of each number in the answer's field; () takes the dataset's own names, if it has some.
+      messages: the field with a conversation.
+      chat_template: see `templates.chat_of`.
+    """
+
+    task: str
+    prompt: str
+    answer: str
+    labels: tuple[str, ...]
+    messages: str
+    chat_template: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RowForm:
+    """The form of a model's rows.
+
+    Attributes:
+      is_encoder_decoder: whether prompt and answer are two arrays or one.
+      seq_len: the most tokens that are read: of a prompt, or of a prompt with its answer.
+      answer_len: the most tokens of an encoder-decoder's answer, with the token that ends it.
+      start: begins an encoder-decoder's targets.
+      end: ends an answer.
+      bos: begins a decoder's text if the tokenizer does not begin it; None for none.
+      stops: ids that end an answer.
+    """
+
+    is_encoder_decoder: bool
+    seq_len: int
+    answer_len: int
+    start: int
+    end: int
+    bos: int | None
+    stops: tuple[int, ...]
+
+
+class Example(NamedTuple):
+    """An encoded example.
+
+    Attributes:
+      inputs: int32[length], what an encoder reads; of a decoder, the prompt and its answer.
+      targets: int32[length], an encoder-decoder's start token and answer; empty for a decoder.
+      labeled: bool, whether each token of `targets`, or of a decoder's `inputs`, is a label.
+      prompt: the number of a decoder's tokens before its last answer.
+      answer: the text of the last answer.
+    """
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    labeled: np.ndarray
+    prompt: int
+    answer: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """All examples of a split.
+
+    Attributes:
+      examples: in the order of the source.
+      answers: the texts that occur as answers, for a classification.
+      notes: lines about what was cut, and what is empty.
+    """
+
+    examples: list[Example]
+    answers: tuple[str, ...]
+    notes: list[str]
+
+    def fingerprint(self) -> str:
+        """Returns the CRC-32 of all tokens and labels, in hexadecimal."""
+        found = 0
+        for example in self.examples:
+            for array in (example.inputs, example.targets, example.labeled):
+                found = zlib.crc32(array.tobytes(), found)
+        return f"{zlib.crc32(str(len(self.examples)).encode(), found):08x}"
+
+
+# a text: whether it is an answer, and whether special tokens are recognised in it
+Piece = tuple[str, bool, bool]
+
+
+def encode(
+    examples: source_lib.Source,
+    tokenizer: tokenizer_lib.Tokenizer,
+    settings: TaskSettings,
+    form: RowForm,
+    *,
+    name: str,
+    folder: pathlib.Path | None = None,
+    names: Mapping[str, Sequence[str]] | None = None,
+    known: tuple[str, ...] = (),
+) -> Encoded:
+    """Encodes all examples of a source.
+
+    Args:
+      examples: the source. Its `place(index)`, if it has one, names an example in errors.
+      tokenizer: encodes the texts.
+      settings: the task.
+      form: the model's rows.
+      name: of the source, for errors and notes.
+      folder: of the tokenizer's files; None for none.
+      names: {feature: the names of its classes}.
+      known: the answers that a classification may have; () for any.
+
+    Raises:
+      UserError: an example is damaged or lacks a field, or an answer of a classification is not known. The line names its place.
+    """
+    encoder = _Encoder(tokenizer, settings, form, folder, names)
+    counts, found, answers = _Counts(name, form), [], dict[str, None]()
+    place_of: Callable[[int], str] = getattr(examples, "place", lambda index: f"{name}, example {index}")
+    for index in range(len(examples)):
+        place = place_of(index)
+        example = encoder.encode(examples[index], place, counts)
+        if settings.task == CLASSIFICATION:
+            if known and example.answer not in known:
+                raise UserError(
+                    f"{place}: the answer {example.answer!r} is none of the {len(known)} classes of the training examples "
+                    f"({', '.join(map(repr, known[:8]))}); mend it, or set config.data.task=seq2seq"
+                )
+            answers[example.answer] = None
+        found.append(example)
+    return Encoded(found, tuple(answers), [*encoder.notes, *counts.notes(len(found))])
+
+
+class _Counts:
+    """Counts what is told of a split, with the place of the first of each kind."""
+
+    def __init__(self, name: str, form: RowForm):
+        self._name, self._form = name, form
+        self._found: dict[str, tuple[int, str]] = {}
+
+    def add(self, kind: str, place: str) -> None:
+        number, first = self._found.get(kind, (0, place))
+        self._found[kind] = (number + 1, first)
+
+    def notes(self, total: int) -> list[str]:
+        f = self._form
+        if f.is_encoder_decoder:
+            cut = f"prompts are longer than config.seq_len={f.seq_len} tokens, and their ends are cut"
+        else:
+            cut = f"prompts and their answers are longer than config.seq_len={f.seq_len} tokens, and the prompts' beginnings are cut"
+        told = {
+            "prompt": cut,
+            "answer": f"answers are longer than {f.answer_len if f.is_encoder_decoder else f.seq_len} tokens, and their ends are cut",
+            "empty": "answers are empty: there the model learns to end at once",
+        }
+        return [
+            f"{self._name}: {number} of {total} {told[kind]}; the first: {place}"
+            for kind, (number, place) in self._found.items()
+        ]
+
+
+class _Encoder:
+    """Encodes one example after another."""
+
+    def __init__(
+        self,
+        tokenizer: tokenizer_lib.Tokenizer,
+        settings: TaskSettings,
+        form: RowForm,
+        folder: pathlib.Path | None,
+        names: Mapping[str, Sequence[str]] | None,
+    ):
+        self._tokenizer, self._settings, self._form = tokenizer, settings, form
+        self.notes: list[str] = []
+        if settings.task == CHAT:
+            self._chat, note = templates.chat_of(folder, settings.chat_template)
+            self._is_plain = self._chat is templates.plain_chat
+            self.notes.append(note)
+            return
+        self._prompt = templates.Template(settings.prompt, "config.data.prompt")
+        self._answer = templates.Template(settings.answer, "config.data.answer")
+        if not self._answer.fields:
+            raise UserError(
+                f"config.data.answer: {settings.answer!r} names no field, so all answers would be one; write '{{label}}'"
+            )
+        self._names = dict(names or {})
+        if settings.labels:
+            self._names |= dict.fromkeys(self._answer.fields, settings.labels)
+
+    def encode(self, example: Mapping[str, Any], place: str, counts: _Counts) -> Example:
+        """Returns an example in the form of the model's rows."""
+        pieces, answer = self._pieces(example, place)
+        if not answer.strip():
+            counts.add("empty", place)
+        if self._form.is_encoder_decoder:
+            return self._two_arrays(pieces, answer, place, counts)
+        return self._one_array(pieces, answer, place, counts)
+
+    def _pieces(self, example: Mapping[str, Any], place: str) -> tuple[list[Piece], str]:
+        """Returns an example's texts in order, and the last answer."""
+        if self._settings.task != CHAT:
+            answer = self._answer.fill(example, place, self._names)
+            return [(self._prompt.fill(example, place, self._names), False, False), (answer, True, False)], answer
+        key = self._settings.messages
+        if key not in example:
+            raise UserError(
+                f"{place}: has no field {key!r}, which config.data.messages names; its fields: {', '.join(map(str, example))}"
+            )
+        return self._turns(templates.messages_of(example[key], place, key), place)
+
+    def _turns(self, messages: list[tuple[str, str]], place: str) -> tuple[list[Piece], str]:
+        """Returns the texts of a conversation. Each message of the assistant is an answer, and nothing follows the last one."""
+        pieces: list[Piece] = []
+        done, answer, has_special = "", "", not self._is_plain
+        for number, (role, content) in enumerate(messages):
+            if role != templates.ASSISTANT:
+                continue
+            before = self._chat(messages[:number], True)
+            after = before + content if self._is_plain else self._chat(messages[: number + 1], False)
+            if not before.startswith(done) or not after.startswith(before):
+                raise UserError(
+                    f"{place}: the tokenizer's chat template changes earlier messages when later ones follow, so its answers cannot "
+                    'be told apart; set config.data.chat_template="plain"'
+                )
+            pieces += [(before[len(done) :], False, has_special), (after[len(before) :], True, has_special)]
+            done, answer = after, content
+        return pieces, answer
+
+    def _two_arrays(self, pieces: list[Piece], answer: str, place: str, counts: _Counts) -> Example:
+        f = self._form
+        prompt = "".join(text for text, *_ in pieces[:-1])
+        inputs = self._whole(prompt, pieces[0][2])
+        if len(inputs) > f.seq_len:
+            counts.add("prompt", place)
+            last = inputs[-1:] if inputs[-1] in f.stops else inputs[:0]  # a tokenizer's own end stays
+            inputs = np.concatenate([inputs[: f.seq_len - len(last)], last])
+        ids = self._whole(answer, False)
+        ids = ids if len(ids) and ids[-1] == f.end else np.append(ids, f.end)
+        if len(ids) > f.answer_len:
+            counts.add("answer", place)
+            ids = ids[: f.answer_len]
+        targets = np.concatenate([[f.start], ids]).astype(np.int32)
+        inputs = inputs if len(inputs) else np.array([f.end], np.int32)
+        return Example(inputs.astype(np.int32), targets, np.arange(len(targets)) > 0, 0, answer)
+
+    def _one_array(self, pieces: list[Piece], answer: str, place: str, counts: _Counts) -> Example:
+        f = self._form
+        parts, labeled = [self._begin(*pieces[0])], [False]
+        for text, is_answer, has_special in pieces[1:]:
+            ids = self._tokenizer.encode_special(text) if has_special else self._tokenizer.encode(text)
+            if is_answer and not np.isin(ids, f.stops).any():
+                ids = np.append(ids, f.end)
+            parts.append(ids)
+            labeled.append(is_answer)
+        most, last = f.seq_len + 1, parts[-1]
+        first = parts[0][: 1 if len(parts[0]) and self._begins(parts[0][0]) else 0]
+        if len(last) > most - len(first) - 1:
+            counts.add("answer", place)
+            parts[-1] = last[: most - len(first) - 1]
+        tokens = np.concatenate(parts).astype(np.int32)
+        marks = np.repeat(labeled, [len(part) for part in parts])
+        prompt = len(tokens) - len(parts[-1])
+        if len(tokens) > most:
+            counts.add("prompt", place)
+            cut = len(tokens) - most
+            tokens = np.concatenate([first, tokens[len(first) + cut :]])
+            marks, prompt = np.concatenate([marks[: len(first)], marks[len(first) + cut :]]), prompt - cut
+        marks = marks & (np.arange(len(marks)) > 0)  # nothing is before the first token, from which it could be told
+        return Example(tokens, tokens[:0], marks, prompt, answer)
+
+    def _begin(self, text: str, is_answer: bool, has_special: bool) -> np.ndarray:
+        """Returns the ids of a decoder's prompt, which never is without any token."""
+        f = self._form
+        ids = self._whole(text, has_special)
+        if len(ids) > 1 and ids[-1] in f.stops and not has_special:
+            ids = ids[:-1]  # the end that a tokenizer adds to a text
+        if f.bos is not None and (not len(ids) or ids[0] != f.bos):
+            ids = np.concatenate([[f.bos], ids])
+        return ids if len(ids) else np.array([f.end])
+
+    def _whole(self, text: str, has_special: bool) -> np.ndarray:
+        """Returns the ids of a text with those that the tokenizer adds, or with those that the text itself names."""
+        return self._tokenizer.encode_special(text) if has_special else self._tokenizer.encode_whole(text)
+
+    def _begins(self, token: int) -> bool:
+        return token == self._form.bos or token == self._tokenizer.bos_id
+
+
+def prompts(examples: Sequence[Example], form: RowForm) -> Iterator[np.ndarray]:
+    """Yields what the model is asked of each example."""
+    for example in examples:
+        yield example.inputs if form.is_encoder_decoder else example.inputs[: example.prompt]

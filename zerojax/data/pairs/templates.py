@@ -1,0 +1,213 @@
+"""Turns an example's fields into text. This module holds prompt templates with fields in braces, and chat templates.
+
+The plain chat template writes each message under its role, and the answer after the last role:
+
+    ### user
+    What is the capital of France?
+
+    ### assistant
+    Paris
+"""
+
+import importlib.util
+import json
+import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zerojax import errors
+from zerojax.errors import UserError
+
+_PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+ASSISTANT = "assistant"
+CHOICES = ("auto", "own", "plain")  # of chat templates
+ROLES = {"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}  # other names for a role
+TOKENIZER_CONFIG, JINJA_FILE = "tokenizer_config.json", "chat_template.jinja"
+
+# a conversation: (role, content) of each message
+Messages = Sequence[tuple[str, str]]
+# (messages, whether the header of an answer follows) -> text
+Chat = Callable[[Messages, bool], str]
+
+
+class Template:
+    """Text with fields in braces: "Tweet: {text} Label: ". Two braces stand for one.
+
+    Args:
+      text: the template.
+      key: the config key of the template, for errors.
+
+    Raises:
+      UserError: a brace has no partner.
+    """
+
+    def __init__(self, text: str, key: str):
+        self.key, end = key, 0
+        self._parts: list[tuple[str, str | None]] = []
+        for found in _PARTS.finditer(text):
+            if found.group() in "{}":
+                raise UserError(
+                    f"{key}: {text!r} has a {found.group()!r} without its partner; name a field as in '{{text}}', and write {{{{ and }}}} "
+                    "for braces"
+                )
+            self._parts.append((text[end : found.start()], found.group(1)))
+            if found.group(1) is None:
+                self._parts[-1] = (text[end : found.start()] + found.group()[0], None)
+            end = found.end()
+        self._parts.append((text[end:], None))
+
+    @property
+    def fields(self) -> list[str]:
+        """Returns the names of the fields."""
+        return [field for _, field in self._parts if field is not None]
+
+    def fill(self, example: Mapping[str, Any], place: str, names: Mapping[str, Sequence[str]] | None = None) -> str:
+        """Returns the text for an example.
+
+        Args:
+          example: its fields. Numbers are written as text.
+          place: of the example, for errors.
+          names: {field: the text for each of its whole numbers}.
+
+        Raises:
+          UserError: a field is missing, or has no text.
+        """
+        return "".join(
+            text if field is None else text + self._text(example, field, place, (names or {}).get(field))
+            for text, field in self._parts
+        )
+
+    def _text(self, example: Mapping[str, Any], field: str, place: str, names: Sequence[str] | None) -> str:
+        if field not in example:
+            raise UserError(
+                f"{place}: has no field {field!r}, which {self.key} names; its fields: {', '.join(map(str, example))}"
+            )
+        value = example[field]
+        if hasattr(value, "item") and not getattr(value, "shape", ()):
+            value = value.item()  # a numpy scalar
+        if names is not None and isinstance(value, int) and not isinstance(value, bool):
+            if not 0 <= value < len(names):
+                raise UserError(f"{place}: {field} is {value}, and there are {len(names)} labels ({', '.join(names)})")
+            return names[value]
+        if isinstance(value, bytes):
+            return value.decode("utf-8", errors="replace")
+        if not isinstance(value, str | int | float) or isinstance(value, bool):
+            raise UserError(f"{place}: field {field!r} is {errors.shown(value)}, and {self.key} needs text or a number")
+        return str(value)
+
+
+def messages_of(value: Any, place: str, key: str) -> list[tuple[str, str]]:
+    """Returns the messages of a conversation.
+
+    Args:
+      value: a list of {"role": ..., "content": ...} or of {"from": ..., "value": ...}, or a table of such columns.
+      place: of the example, for errors.
+      key: the name of its field.
+
+    Raises:
+      UserError: it is not one of them, or has no message of the assistant.
+    """
+    if isinstance(value, Mapping):  # columns, as tensorflow-datasets gives sequences of features
+        value = [dict(zip(value, row)) for row in zip(*value.values())]
+    form = f'{key} must be a list of {{"role": ..., "content": ...}}'
+    try:
+        listed = list(value)
+    except TypeError:
+        listed = []
+    if not listed or isinstance(value, str | bytes):
+        raise UserError(f"{place}: {form}, and is {errors.shown(value)}")
+    found = []
+    for message in listed:
+        pair = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None, None]
+        if isinstance(message, Mapping) and "from" in message:
+            pair = [message["from"], message.get("value")]
+        role, content = (part.decode() if isinstance(part, bytes) else part for part in pair)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise UserError(f"{place}: {form}, and a message is {errors.shown(message)}")
+        found.append((ROLES.get(role, role), content))
+    if all(role != ASSISTANT for role, _ in found):
+        raise UserError(f"{place}: no message is the {ASSISTANT}'s, so there is no answer to learn; remove the example")
+    return found
+
+
+def plain_chat(messages: Messages, is_answered: bool) -> str:
+    """Returns a conversation in the plain template; see this module's docstring."""
+    text = "".join(f"### {role}\n{content}\n\n" for role, content in messages)
+    return text + f"### {ASSISTANT}\n" if is_answered else text
+
+
+def chat_of(folder: pathlib.Path | None, wanted: str) -> tuple[Chat, str]:
+    """Returns the chat template of a tokenizer's folder, or the plain one, and a line that says which and why.
+
+    Args:
+      folder: with the tokenizer's files; None for none.
+      wanted: "auto" takes the folder's where it has one and jinja2 is installed, "own" needs it, "plain" does not look.
+
+    Raises:
+      UserError: "own" cannot be had, or the folder's template is damaged.
+    """
+    key = "config.data.chat_template"
+    if wanted == "plain":
+        return plain_chat, "conversations are written in zerojax's plain chat template"
+    source, settings = _own_template(folder) if folder is not None else ("", {})
+    if not source:
+        why = "there is no chat template beside the tokenizer"
+    elif importlib.util.find_spec("jinja2") is None:
+        why = "the tokenizer's chat template needs jinja2 (pip install jinja2)"
+    else:
+        return _jinja_chat(source, settings, f"{folder}"), f"conversations are written in the chat template of {folder}"
+    if wanted == "own":
+        raise UserError(f'{key}: is "own", and {why}; set it to "plain"')
+    return plain_chat, f"{why}: conversations are written in zerojax's plain chat template"
+
+
+def _own_template(folder: pathlib.Path) -> tuple[str, Mapping[str, Any]]:
+    """Returns the source of a folder's template, "" if it has none, and the settings beside it."""
+    path = folder / TOKENIZER_CONFIG
+    try:
+        settings = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON ({errors.first_line(error)}); save the tokenizer again") from error
+    if (folder / JINJA_FILE).is_file():
+        return (folder / JINJA_FILE).read_text(), settings
+    found = settings.get("chat_template") or ""
+    if isinstance(found, list):  # several by name
+        found = {entry.get("name"): entry.get("template") for entry in found}.get("default") or ""
+    return found, settings
+
+
+def _jinja_chat(source: str, settings: Mapping[str, Any], place: str) -> Chat:
+    """Returns the chat of a Jinja template, which gets what transformers gives it."""
+    import jinja2
+    import jinja2.sandbox
+
+    def refuse(message: str) -> None:
+        raise UserError(
+            f"{place}: its chat template refuses a conversation: {message}; set config.data.chat_template=plain"
+        )
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.globals["raise_exception"] = refuse
+    special = {name: _content(settings[name]) for name in ("bos_token", "eos_token", "pad_token") if name in settings}
+    try:
+        template = environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise UserError(f"{place}: its chat template is damaged ({errors.first_line(error)}); save it again") from error
+
+    def chat(messages: Messages, is_answered: bool) -> str:
+        listed = [{"role": role, "content": content} for role, content in messages]
+        try:
+            return template.render(messages=listed, add_generation_prompt=is_answered, **special)
+        except jinja2.TemplateError as error:
+            raise UserError(f"{place}: its chat template fails ({errors.first_line(error)})") from error
+
+    return chat
+
+
+def _content(token: Any) -> str:
+    """Returns a special token's text, which may be in a table of its properties."""
+    return str(token.get("content", "")) if isinstance(token, Mapping) else str(token or "")
