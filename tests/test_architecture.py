@@ -27,8 +27,9 @@ ROOMS: dict[str, set[str]] = {
     "models": {"ops"},
     "checkpoint": {"optim"},
     "zero": {"optim", "ops"},
+    "lora": {"ops", "models", "zero"},
     "inference": {"models", "zero"},
-    "interop": {"ops", "models", "checkpoint", "optim", "zero", "inference"},
+    "interop": {"ops", "models", "lora", "checkpoint", "optim", "zero", "inference"},
     "plan": {"hlo", "zero", "launch"},
     "profile": {"hlo", "zero", "launch", "plan"},
     "trainer": {
@@ -38,6 +39,7 @@ ROOMS: dict[str, set[str]] = {
         "data",
         "optim",
         "models",
+        "lora",
         "checkpoint",
         "zero",
         "inference",

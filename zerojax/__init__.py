@@ -10,7 +10,10 @@ import zerojax.launch.early  # noqa: F401  first: it ends a command that is stop
 from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.errors import UserError
 from zerojax.interop.deepspeed.own_step import from_deepspeed_config
-from zerojax.interop.pretrained import export_huggingface, load_huggingface
+from zerojax.interop.pretrained import export_adapter, export_huggingface, load_huggingface
+from zerojax.lora.add import add_lora
+from zerojax.lora.linen import with_lora
+from zerojax.lora.settings import Lora
 from zerojax.mesh import batch_sharding, make_mesh
 from zerojax.ops import fp8
 from zerojax.ops.embedding import embedding_lookup
@@ -33,6 +36,7 @@ __all__ = [
     "Checkpointer",
     "DynamicLossScale",
     "Fp8",
+    "Lora",
     "LossScaleState",
     "Mean",
     "Offload",
@@ -42,9 +46,11 @@ __all__ = [
     "Sum",
     "TrainState",
     "UserError",
+    "add_lora",
     "batch_sharding",
     "compare_sums",
     "embedding_lookup",
+    "export_adapter",
     "export_huggingface",
     "fp8",
     "from_deepspeed_config",
@@ -60,5 +66,6 @@ __all__ = [
     "shard_train_state",
     "unpad",
     "where_used",
+    "with_lora",
     "with_master_weights",
 ]

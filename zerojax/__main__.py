@@ -12,6 +12,7 @@ COMMANDS = {
     "train": ("zerojax.train", "Trains a language model from a config."),
     "plan": ("zerojax.plan", "Reports the memory and communication of a run, without running it."),
     "generate": ("zerojax.commands.generate", "Continues prompts with a model that transformers saved."),
+    "merge": ("zerojax.commands.merge", "Merges an adapter of PEFT into its model."),
     "migrate": ("zerojax.commands.migrate", "Translates a config of DeepSpeed or Accelerate."),
     "import-deepspeed": ("zerojax.commands.import_deepspeed", "Takes over a checkpoint of DeepSpeed."),
     "disk": ("zerojax.commands.disk", "Measures a disk, and predicts the step of a config that offloads to it."),

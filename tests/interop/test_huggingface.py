@@ -222,7 +222,7 @@ def test_a_killed_export_leaves_the_earlier_one_and_the_next_cleans_up(tmp_path,
 
     with monkeypatch.context() as patch:
         if stop_at == "a leaf":
-            patch.setattr(huggingface, "_write_tensor", killed)
+            patch.setattr(huggingface, "write_tensor", killed)
         else:
             (tmp_path / "out").rename(tmp_path / ".out.replaced")  # between the two renames of the swap
             patch.setattr(huggingface, "_write", killed)
@@ -238,7 +238,7 @@ def test_a_full_disk_is_reported_and_the_earlier_export_stays(tmp_path, monkeypa
     params = random_params(model)
     huggingface.export(params, LLAMA, model, tmp_path / "out")
 
-    monkeypatch.setattr(huggingface, "_write_tensor", file_systems.full)
+    monkeypatch.setattr(huggingface, "write_tensor", file_systems.full)
     with pytest.raises(UserError, match="no space left on the disk") as caught:
         huggingface.export(params, LLAMA, model, tmp_path / "out")
     assert str(tmp_path / "out") in str(caught.value)

@@ -50,7 +50,9 @@ def _generate() -> None:
     processes.initialize(given.coordinator, given.num_processes, given.process_id)
     arrays = _read(given.ids) if given.ids else None
     tokenizer = _tokenizer(given.folder) if given.prompt and pathlib.Path(given.folder).is_dir() else None
-    loaded = pretrained.load_huggingface(given.folder, stage=given.stage, dtype=huggingface.DTYPES.get(given.dtype))
+    loaded = pretrained.load_huggingface(
+        given.folder, stage=given.stage, dtype=huggingface.DTYPES.get(given.dtype), adapter=given.adapter
+    )
     _note(loaded)
     generator = loaded.generator(
         max_new_tokens=given.max_new_tokens, temperature=given.temperature, top_k=given.top_k, top_p=given.top_p
@@ -74,6 +76,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("folder", help="a folder with config.json, safetensors and, for --prompt, tokenizer.json")
+    add("--adapter", help="a folder of PEFT (adapter_config.json, adapter_model.safetensors) to apply to the model")
     add("--prompt", action="append", help="a text to continue; may be given several times")
     add(
         "--ids",

@@ -14,7 +14,7 @@ import pathlib
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -72,7 +72,7 @@ def open_folder(path: str | os.PathLike) -> Folder:
     path = pathlib.Path(path)
     if not path.is_dir():
         raise UserError(f"{path}: is not a folder; name one that save_pretrained of transformers wrote")
-    raw = _read_json(path / CONFIG)
+    raw = read_json(path / CONFIG)
     family = _family(path, raw)
     entries = _canonical(family, raw, tensor_files.read_folder(path))
     try:
@@ -80,7 +80,7 @@ def open_folder(path: str | os.PathLike) -> Folder:
     except UserError as error:
         raise UserError(f"{path}/{error}") from error
     _check(path, layout.tensors(family, model), entries)
-    generation = _read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
+    generation = read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
     return Folder(path, raw, generation, family, model, entries)
 
 
@@ -95,15 +95,37 @@ def read_params(folder: Folder, abstract: Any) -> Any:
       The params, as `abstract` describes them.
     """
     tensors = {tensor.path: tensor for tensor in layout.tensors(folder.family, folder.model)}
+    found = read_leaves(folder, tensors, dict(tree.flatten(abstract)))
+    return tree.map_with_path(lambda path, _: found[path], abstract)
+
+
+class Source(Protocol):
+    """Files of tensors: a folder of a model, or of an adapter. `entries` are the tensors by name."""
+
+    @property
+    def entries(self) -> Mapping[str, tensor_files.Entry]: ...
+
+
+def read_leaves(
+    source: Source, tensors: Mapping[str, layout.ModelTensor], abstract: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Reads leaves into their shardings. All processes must call it, and each reads its own shards.
+
+    Args:
+      source: the files.
+      tensors: the tensor of each leaf, by path.
+      abstract: ShapeDtypeStructs with shardings, by path.
+    """
     budget = _Budget(MOST_BYTES)
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
-        reading = tree.map_with_path(
-            lambda path, like: pool.submit(_read_leaf, read_shard, folder, tensors[path], like, budget), abstract
-        )
-        return jax.tree.map(lambda future: future.result(), reading)
+        reading = {
+            path: pool.submit(_read_leaf, read_shard, source, tensors[path], like, budget)
+            for path, like in abstract.items()
+        }
+        return {path: future.result() for path, future in reading.items()}
 
 
-def read_shard(folder: Folder, tensor: layout.ModelTensor, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
+def read_shard(folder: Source, tensor: layout.ModelTensor, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
     """Returns a slice of one leaf, in our layout. Parts of the slice beyond the leaf's shape are 0."""
     bounds = [part.indices(1 << 62)[:2] for part in index]
     lengths = [stop - start for start, stop in bounds]
@@ -138,7 +160,7 @@ class _Budget:
 
 
 def _read_leaf(
-    read: Callable[..., np.ndarray], folder: Folder, tensor: layout.ModelTensor, like: Any, budget: _Budget
+    read: Callable[..., np.ndarray], folder: Source, tensor: layout.ModelTensor, like: Any, budget: _Budget
 ) -> jax.Array:
     """Reads this process's shards of one leaf. A shard that several devices hold is read once."""
     devices: dict[tuple, list] = {}
@@ -222,7 +244,8 @@ def _check(path: pathlib.Path, tensors: list[layout.ModelTensor], entries: Mappi
             )
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the table in a JSON file. Raises UserError if there is none."""
     try:
         found = json.loads(path.read_text())
     except OSError as error:

@@ -90,7 +90,7 @@ def export(
     shards = _pack(tensors, max_shard_bytes, dtypes)
     directory = pathlib.Path(directory).absolute()
     is_primary = jax.process_index() == 0
-    fetch = _make_fetch(is_primary)
+    fetch = make_fetch(is_primary)
     texts = _texts(family.huggingface.write(model), source, dtypes, shards)
     if source is None:
         ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
@@ -193,7 +193,7 @@ def _texts(
     return texts
 
 
-def _make_fetch(is_primary: bool) -> Callable[[Any, np.dtype], np.ndarray | None]:
+def make_fetch(is_primary: bool) -> Callable[[Any, np.dtype], np.ndarray | None]:
     """Returns a function that gathers one leaf in a dtype and, on the primary process, copies it to the host."""
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -234,10 +234,10 @@ def _write(
             for tensor in group:
                 array = fetch(leaves[tensor.path], dtypes[tensor.name])
                 assert array is not None
-                _write_tensor(file, tensor, array)
+                write_tensor(file, tensor, array)
 
 
-def _write_tensor(file: BinaryIO, tensor: layout.ModelTensor, array: np.ndarray) -> None:
+def write_tensor(file: BinaryIO, tensor: layout.ModelTensor, array: np.ndarray) -> None:
     """Writes one array as Hugging Face's tensor in row-major order."""
     file.write(tensor.to_theirs(array).view(np.uint8).data)
 

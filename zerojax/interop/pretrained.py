@@ -14,8 +14,9 @@ from zerojax import mesh as mesh_lib
 from zerojax import precision
 from zerojax.errors import UserError
 from zerojax.inference import generate, sampling
+from zerojax.interop import adapted, huggingface, peft
 from zerojax.interop import folder as folder_lib
-from zerojax.interop import huggingface
+from zerojax.lora import adapters, families, settings, targets
 from zerojax.models import family as family_lib
 from zerojax.ops import losses
 from zerojax.zero import placement, shard_state, stages
@@ -50,6 +51,7 @@ class Pretrained:
       config: the model's config.
       family: the model's family.
       folder: the folder that was read.
+      adapters: the adapters among the weights; None for none.
     """
 
     params: Any
@@ -57,6 +59,12 @@ class Pretrained:
     config: Any
     family: family_lib.Family
     folder: folder_lib.Folder
+    adapters: targets.Targets | None = None
+
+    @property
+    def trainable(self) -> str:
+        """Returns the regex for `trainable=` of `shard_train_state`: adapters and what is trained beside them, or "" without adapters."""
+        return "" if self.adapters is None else self.adapters.trainable
 
     @property
     def blocks(self) -> str:
@@ -139,7 +147,15 @@ class Pretrained:
 
 
 def load_huggingface(
-    path: str | os.PathLike, *, mesh: Mesh | None = None, stage: int = 3, dtype: Any = None, **options: Any
+    path: str | os.PathLike,
+    *,
+    mesh: Mesh | None = None,
+    stage: int = 3,
+    dtype: Any = None,
+    lora: settings.Lora | None = None,
+    adapter: str | os.PathLike | None = None,
+    seed: int = 0,
+    **options: Any,
 ) -> Pretrained:
     """Loads a folder of transformers (config.json and safetensors) into sharded params.
 
@@ -149,26 +165,55 @@ def load_huggingface(
       path: the folder.
       mesh: from `make_mesh`; None: all devices along `data`.
       stage: the ZeRO stage, 0 to 3. At stage 3 params are sharded.
-      dtype: of the params; None: of the largest tensor in the files.
+      dtype: of the params; None: of the largest tensor in the files, or with adapters each as it is stored. Adapters are float32.
+      lora: adds fresh adapters; all other weights are frozen, and stored as `lora.quantize` says.
+      adapter: a folder of PEFT, whose adapters are added. `lora` may then only say `dropout` and `quantize`; its other fields are the
+        folder's.
+      seed: of fresh adapters.
       **options: `overrides`, `min_size`, `indivisible` and `trainable` of `partition_state`.
 
     Raises:
-      UserError: the folder is not one of a model that zerojax computes, or is damaged; the line names what is wrong.
+      UserError: a folder is not one of a model or an adapter that zerojax computes, or is damaged; the line names what is wrong.
 
     >>> loaded = load_huggingface("opt/my-model", mesh=make_mesh(), stage=3, dtype=jnp.bfloat16)
     >>> logits = jax.jit(where_used(loaded.apply, loaded.partition.placements, blocks=loaded.blocks))(loaded.params, batch)
     """
     folder = folder_lib.open_folder(path)
+    mesh = mesh_lib.make_mesh() if mesh is None else mesh
+    if lora is not None or adapter is not None:
+        return _load_adapted(folder, mesh, stage, precision.floating("dtype", dtype), lora, adapter, seed, options)
     dtype = precision.floating("dtype", folder.dtype if dtype is None else dtype)
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype),
         family_lib.abstract_params(folder.family.parts, folder.model),
     )
-    partition = stages.partition_state(
-        {"params": abstract}, mesh=mesh_lib.make_mesh() if mesh is None else mesh, stage=stage, **options
-    )
+    partition = stages.partition_state({"params": abstract}, mesh=mesh, stage=stage, **options)
     params = folder_lib.read_params(folder, partition.abstract_state["params"])
     return Pretrained(params, partition, folder.model, folder.family, folder)
+
+
+def _load_adapted(
+    folder: folder_lib.Folder,
+    mesh: Mesh,
+    stage: int,
+    dtype: Any,
+    lora: settings.Lora | None,
+    adapter: str | os.PathLike | None,
+    seed: int,
+    options: dict[str, Any],
+) -> Pretrained:
+    """Loads a model with adapters; see `load_huggingface`."""
+    opened, chosen = peft.start(folder.family, folder.model, lora, adapter)
+    stored = adapted.dtypes(folder)
+    abstract = adapted.abstract(
+        folder.family, folder.model, chosen, frozen=lambda path: stored[path] if dtype is None else dtype
+    )
+    partition = stages.partition_state(
+        {"params": abstract}, mesh=mesh, stage=stage, **{"trainable": chosen.trainable} | options
+    )
+    params = adapted.read(partition.abstract_state["params"], folder, chosen, adapter=opened, key=jax.random.key(seed))
+    family = families.with_adapters(folder.family, chosen)
+    return Pretrained(params, partition, folder.model, family, folder, chosen)
 
 
 def export_huggingface(
@@ -181,7 +226,7 @@ def export_huggingface(
 ) -> None:
     """Writes weights as transformers does, with the config, the settings of generation and the tokenizer of the folder that was loaded.
 
-    All processes must call it; the first one writes.
+    All processes must call it; the first one writes. Adapters are merged into their kernels.
 
     Args:
       params: the weights, in the structure of `loaded.params`, with any sharding.
@@ -194,6 +239,8 @@ def export_huggingface(
       UserError: a leaf is missing, unknown or of another shape, the folder holds other files, or the disk is full.
     """
     params = shard_state.unpad({"params": params}, loaded.partition)["params"]
+    if loaded.adapters is not None:
+        params = adapters.merge(params, loaded.adapters)
     huggingface.export(
         params,
         loaded.family,
@@ -203,6 +250,27 @@ def export_huggingface(
         source=loaded.folder.path,
         max_shard_bytes=max_shard_bytes,
     )
+
+
+def export_adapter(params: Any, loaded: Pretrained, path: str | os.PathLike) -> None:
+    """Writes the adapters among the weights as PEFT does: adapter_config.json and adapter_model.safetensors.
+
+    All processes must call it; the first one writes.
+
+    Args:
+      params: the weights, in the structure of `loaded.params`, with any sharding.
+      loaded: from `load_huggingface` with adapters.
+      path: the folder; an earlier adapter in it is replaced.
+
+    Raises:
+      UserError: the model was loaded without adapters, or the disk is full.
+    """
+    if loaded.adapters is None:
+        raise UserError(
+            "export_adapter: the model was loaded without adapters; pass load_huggingface(..., lora=zerojax.Lora(...))"
+        )
+    params = shard_state.unpad({"params": params}, loaded.partition)["params"]
+    peft.export(params, loaded.adapters, loaded.family, loaded.config, path, base=str(loaded.folder.path))
 
 
 def special_tokens(folder: folder_lib.Folder) -> family_lib.SpecialTokens:

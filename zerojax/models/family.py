@@ -67,6 +67,7 @@ class HuggingFace:
       copies: (contents of config.json) -> {regex over names of tensors: name of the tensor that they repeat}. Files may hold such copies of
         tied weights.
       ignored: a regex over names of tensors that hold no weights, "" for none.
+      adapted: the ends of names of the modules that get adapters by default, as in PEFT.
       prefix: begins all names but the head's. Files of a model without its head lack it. "" if it has no such form.
     """
 
@@ -75,6 +76,7 @@ class HuggingFace:
     write: Callable[[Any], dict[str, Any]]
     read: Callable[[Mapping[str, Any], Collection[str]], Any]
     copies: Callable[[Mapping[str, Any]], Mapping[str, str]]
+    adapted: tuple[str, ...]
     ignored: str = ""
     prefix: str = ""
 

@@ -5,8 +5,8 @@ they are computed once. With p = softmax(z), z = h W and label y, a token's grad
 
     dh = dz W^T        dW = sum over tokens of h^T dz
 
-and the backward pass only scales the residuals dh and dW. It multiplies dh by 1 / tokens and the loss's cotangent together, since
-1 / tokens alone is too small for float16. For the same reason dW is stored in float32 if the weights are float16.
+and the backward pass only scales the residuals dh and dW. A frozen W has no dW. It multiplies dh by 1 / tokens and the loss's cotangent
+together, since 1 / tokens alone is too small for float16. For the same reason dW is stored in float32 if the weights are float16.
 """
 
 import functools
@@ -70,28 +70,45 @@ def one_pass_cross_entropy(
 
 
 def _one_pass_forward(
-    hidden: jax.Array, kernel: jax.Array, labels: jax.Array, bias: Any, total: Any, chunk: int
-) -> tuple[jax.Array, Any]:
-    loss, (d_hidden, d_kernel) = _chunks(hidden, kernel, labels, bias, total, chunk, with_grads=True)
-    like = jnp.zeros((0,), kernel.dtype)
-    return loss, (d_hidden, d_kernel.astype(_residual_dtype(kernel)), like, jax.tree.map(jnp.zeros_like, bias), total)
+    hidden: Any, kernel: Any, labels: Any, bias: Any, total: Any, chunk: int
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """Its arguments say whether they are differentiated: the gradient of a frozen kernel is not computed."""
+    is_trained = kernel.perturbed
+    hidden, kernel, labels, bias, total = jax.tree.map(
+        lambda part: part.value, (hidden, kernel, labels, bias, total), is_leaf=lambda node: hasattr(node, "perturbed")
+    )
+    loss, (d_hidden, d_kernel) = _chunks(
+        hidden, kernel, labels, bias, total, chunk, with_grads=True, is_trained=is_trained
+    )
+    if d_kernel is not None:
+        d_kernel = d_kernel.astype(_residual_dtype(kernel))
+    return loss, (d_hidden, d_kernel, jnp.zeros((0,), kernel.dtype), total)
 
 
 def _one_pass_backward(chunk: int, residuals: tuple[Any, ...], scale: jax.Array) -> tuple:
-    d_hidden, d_kernel, like, d_bias, total = residuals
+    d_hidden, d_kernel, like, total = residuals
     tokens = d_hidden.size // d_hidden.shape[-1] if total is None else total
     d_hidden = (d_hidden.astype(jnp.float32) * (scale / tokens)).astype(d_hidden.dtype)
-    d_total = jax.tree.map(jnp.zeros_like, total)
-    return d_hidden, (d_kernel.astype(jnp.float32) * scale).astype(like.dtype), None, d_bias, d_total
+    if d_kernel is not None:
+        d_kernel = (d_kernel.astype(jnp.float32) * scale).astype(like.dtype)
+    return d_hidden, d_kernel, None, None, None
 
 
-_one_pass.defvjp(_one_pass_forward, _one_pass_backward)
+_one_pass.defvjp(_one_pass_forward, _one_pass_backward, symbolic_zeros=True)
 
 
 def _chunks(
-    hidden: Any, kernel: Any, labels: Any, bias: Any, total: Any, chunk: int, *, with_grads: bool
+    hidden: Any,
+    kernel: Any,
+    labels: Any,
+    bias: Any,
+    total: Any,
+    chunk: int,
+    *,
+    with_grads: bool,
+    is_trained: bool = True,
 ) -> tuple[jax.Array, Any]:
-    """Returns the mean loss, the gradient of the summed loss by hidden, and the gradient of the mean loss by kernel.
+    """Returns the mean loss, the gradient of the summed loss by hidden, and that of the mean loss by kernel, if it `is_trained`.
 
     `total` is the number of labels that are not _NO_LABEL; None: all count.
     """
@@ -115,14 +132,16 @@ def _chunks(
         if not with_grads:
             return None, (loss, None)
         d_logits = ((jnp.exp(logits - log_sum) - hit) * counts).astype(h.dtype)
-        d_kernel = d_kernel + jnp.dot(h.T, d_logits, preferred_element_type=jnp.float32)
+        if is_trained:
+            d_kernel = d_kernel + jnp.dot(h.T, d_logits, preferred_element_type=jnp.float32)
         return d_kernel, (loss, jnp.dot(d_logits, kernel.T).astype(h.dtype))
 
-    start = jnp.zeros(kernel.shape, jnp.float32) if with_grads else None
+    start = jnp.zeros(kernel.shape, jnp.float32) if with_grads and is_trained else None
     d_kernel, (losses, d_hidden) = jax.lax.scan(one_chunk, start, (hidden, labels))
-    if d_kernel is None:
+    if not with_grads:
         return jnp.sum(losses), None
-    return jnp.sum(losses), (d_hidden.reshape(-1, shape[-1])[:tokens].reshape(shape), d_kernel / total)
+    d_hidden = d_hidden.reshape(-1, shape[-1])[:tokens].reshape(shape)
+    return jnp.sum(losses), (d_hidden, d_kernel / total if is_trained else None)
 
 
 def _residual_dtype(kernel: jax.Array) -> Any:

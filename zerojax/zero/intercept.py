@@ -3,8 +3,8 @@
 Linen lets calls be intercepted. The outermost call of each module whose path matches runs under its own `jax.checkpoint` and gathers its
 weights inside it. At any time about one block's weights are gathered.
 
-If the caller passes `run`, it gets each plain block (params alone: no random keys, no other variables) as a function of the block's weights
-and inputs. `run` then defines the block's forward and backward pass.
+If the caller passes `run`, it gets each plain block (params and random keys, no other variables) as a function of the block's weights
+and inputs, which include the keys. `run` then defines the block's forward and backward pass.
 
 The params of the model may already be gathered. `stored_of` then returns the stored weight that an array was made from. A block takes the
 stored weight if there is one. Arrays that the loss has changed or made have none, and the block uses them as they are.
@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.errors
@@ -22,6 +22,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 from flax.core import Scope
+from flax.core.scope import LazyRng
 from flax.traverse_util import unflatten_dict
 
 from zerojax import tree
@@ -166,22 +167,23 @@ class Interceptor:
     ) -> Any:
         alone, module_path = module.clone(parent=None), module.path
         structure = jax.tree.structure(module.variables.get("params", {}), is_leaf=self._is_leaf)
-        names, result = [name for name, _ in known.values()], _Result()
+        names, result, streams = [name for name, _ in known.values()], _Result(), _Streams(module.scope)
 
         def body(used: dict[str, Any], *values: Any) -> list[Any]:
-            inner_args, inner_kwargs = fill(values)
+            inner_args, inner_kwargs = fill(values[: len(arrays)])
             params = jax.tree.unflatten(structure, [used[name] for name in names])
 
             def call(scope: Scope) -> Any:
                 for name in module_path:  # inner modules and their interceptor read their path in the model
                     scope = scope.push(name)
-                return getattr(alone.clone(parent=scope), method)(*inner_args, **inner_kwargs)
+                with streams.running(scope, values[len(arrays) :]):
+                    return getattr(alone.clone(parent=scope), method)(*inner_args, **inner_kwargs)
 
             with self._entered_as(path, module_path):
                 return result.take(flax.core.apply(call)({"params": unflatten_dict({module_path: params})}))
 
         assert self._run is not None
-        return result.give(self._run(body, dict(known.values()), arrays, policy))
+        return result.give(self._run(body, dict(known.values()), [*arrays, *streams.words], policy))
 
     def _lifted(
         self, module: nn.Module, method: str, path: str, known: dict, arrays: list, fill: Callable, policy: Any
@@ -291,6 +293,41 @@ class _Result:
         return self._fill(arrays)
 
 
+class _Streams:
+    """The random streams of a block's scope. Inside the block they draw what they would draw without it, also if it is traced again.
+
+    Attributes:
+      words: the words of the streams' keys, which are inputs of the block.
+    """
+
+    def __init__(self, scope: Any):
+        self._scope, self._before = scope, _copied(scope.rng_counters)
+        self._lazy = dict(scope.rngs)
+        keys = [lazy.rng for lazy in self._lazy.values()]
+        self._impls = [
+            jax.random.key_impl(key) if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) else None for key in keys
+        ]
+        self.words = [key if impl is None else jax.random.key_data(key) for key, impl in zip(keys, self._impls)]
+
+    @contextlib.contextmanager
+    def running(self, scope: Any, words: Sequence[jax.Array]) -> Iterator[None]:
+        """Gives the streams to another scope of the same module. Afterwards the block's own scope has drawn as often."""
+        keys = [
+            word if impl is None else jax.random.wrap_key_data(word, impl=impl)
+            for word, impl in zip(words, self._impls)
+        ]
+        scope.rngs = {name: LazyRng(key, lazy.suffix) for key, (name, lazy) in zip(keys, self._lazy.items())}
+        scope.rng_counters = _copied(self._before)
+        counters = scope.rng_counters
+        yield
+        self._scope.rng_counters.update(_copied(counters))
+
+
+def _copied(counters: Any) -> Any:
+    """Returns a copy of Linen's counts of draws, of a scope and those inside it."""
+    return {key: _copied(count) if isinstance(count, dict) else count for key, count in counters.items()}
+
+
 def _arrays_of(value: Any) -> tuple[list[Any], Callable[[Any], Any]]:
     """Returns the arrays in a value, and a function that replaces them by others."""
     leaves, structure = jax.tree.flatten(value)
@@ -305,12 +342,12 @@ def _arrays_of(value: Any) -> tuple[list[Any], Callable[[Any], Any]]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Returns whether a call reads only the module's own params and its inputs, and changes nothing."""
+    """Returns whether a call reads only the module's own params, its random keys and its inputs, and changes nothing."""
     scope = module.scope
     assert scope is not None
     fields = [field.name for field in dataclasses.fields(module) if field.name not in ("parent", "name")]
     shares = _reads_others([getattr(module, name, None) for name in fields], is_field=True)
-    return not (shares or scope.rngs or scope.mutable or set(module.variables) - {"params"})
+    return not (shares or scope.mutable or set(module.variables) - {"params"})
 
 
 def _reads_others(value: Any, *, is_field: bool) -> bool:

@@ -115,6 +115,7 @@ FAMILY = family.Family(
         tensors=_tensors,
         write=_write,
         read=_read,
+        adapted=("q_proj", "v_proj"),
         copies=lambda raw: {
             r"model\.(encoder|decoder)\.embed_tokens\.weight": EMBED,
             **({HEAD: EMBED} if raw.get("tie_word_embeddings", True) else {}),

@@ -240,6 +240,7 @@ FAMILY = family.Family(
         tensors=_tensors,
         write=_write,
         read=_read,
+        adapted=("q_proj", "v_proj"),
         copies=lambda raw: {HEAD: EMBED} if raw.get("tie_word_embeddings") else {},
         ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
         prefix="model.",

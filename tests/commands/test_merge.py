@@ -1,0 +1,48 @@
+"""Runs the command in this process. This module tests zerojax.commands.merge."""
+
+import re
+import sys
+
+import golden_models
+import numpy as np
+import pytest
+
+import zerojax
+from zerojax.commands import merge
+
+LOGITS = 2e-5  # as in tests/interop/test_pretrained.py
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Returns f(words) -> (status, stdout, stderr)."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["zerojax merge", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            merge.main()
+        return (end.value.code, *capsys.readouterr())
+
+    return run
+
+
+def test_a_merged_model_gives_the_logits_of_the_model_with_its_adapter(tmp_path, command):
+    source = golden_models.FOLDER / "qwen2"
+    status, out, err = command(source, "--adapter", source / "lora", "--out", tmp_path / "merged")
+    assert (status, err) == (0, "") and "4 adapters" in out
+    known = dict(np.load(source / "lora" / "expected.npz"))
+    loaded = zerojax.load_huggingface(tmp_path / "merged", stage=0)
+    logits = loaded.apply(loaded.params, {key: known[key] for key in ("input_ids", "attention_mask")})
+    np.testing.assert_allclose(logits, known["logits"], atol=LOGITS, rtol=0)
+
+
+def test_wrong_words_and_folders_end_in_one_line(tmp_path, command):
+    source = golden_models.FOLDER / "qwen2"
+    for words, message in (
+        ([source, "--adapter", source / "lora", "--out", source], "--out .*: is a folder that is read"),
+        ([source, "--adapter", tmp_path, "--out", tmp_path / "x"], "holds no adapter_config.json"),
+        ([source, "--out", tmp_path / "x"], "--adapter"),
+    ):
+        status, out, err = command(*words)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert re.search(message, err)

@@ -1,0 +1,156 @@
+"""Compares adapters with PEFT's. This module tests zerojax.interop.peft."""
+
+import json
+import shutil
+
+import golden_models
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import zerojax
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.interop import peft
+
+LOGITS, LOSS = 2e-5, 1e-5  # as in tests/interop/test_pretrained.py
+# (model, adapter, stage): every model and both kinds of scale at a stage, and both stages of two models
+GOLDEN = [
+    ("llama", "lora", 3),
+    ("llama", "rslora", 0),
+    ("qwen2", "rslora", 3),
+    ("t5", "lora", 0),
+    ("t5", "rslora", 3),
+    ("bart", "lora", 3),
+]
+
+
+def expected(name, kind):
+    return dict(np.load(golden_models.FOLDER / name / kind / "expected.npz"))
+
+
+def load(name, kind, stage, **options):
+    folder = golden_models.FOLDER / name
+    return zerojax.load_huggingface(folder, stage=stage, min_size=64, adapter=folder / kind, **options)
+
+
+@pytest.mark.parametrize("name, kind, stage", GOLDEN)
+def test_logits_loss_and_greedy_tokens_are_those_of_peft(name, kind, stage):
+    loaded, known = load(name, kind, stage), expected(name, kind)
+    batch = {key: known[key] for key in ("input_ids", "attention_mask", "labels")}
+    is_seq2seq = loaded.family.is_encoder_decoder
+    if not is_seq2seq:
+        batch["labels"] = np.where(known["attention_mask"] > 0, known["input_ids"], -100)
+
+    def forward(params):
+        return loaded.apply(params, batch)
+
+    placements = loaded.partition.placements
+    sharded = zerojax.where_used(forward, placements, blocks=loaded.blocks, heads=loaded.heads, remat="full")
+    logits = jax.jit(sharded)(loaded.params)
+    np.testing.assert_allclose(logits, known["logits"], atol=LOGITS, rtol=0)
+    np.testing.assert_allclose(loaded.loss_of(logits, batch["labels"]), known["loss"], rtol=LOSS)
+    if stage:
+        mask = known["attention_mask"] if is_seq2seq else None
+        found = loaded.generator(max_new_tokens=12)(loaded.params, known["input_ids"], mask)
+        np.testing.assert_array_equal(found, known["generated"])
+
+
+@pytest.mark.parametrize("name, kind", [("llama", "lora"), ("t5", "rslora"), ("bart", "lora")])
+def test_an_export_of_an_import_holds_the_same_bytes_and_settings(tmp_path, name, kind):
+    loaded, source = load(name, kind, 3), golden_models.FOLDER / name / kind
+    zerojax.export_adapter(loaded.params, loaded, tmp_path / "out")
+    written, known = (safetensors.numpy.load_file(folder / peft.WEIGHTS) for folder in (tmp_path / "out", source))
+    assert written.keys() == known.keys()
+    for key, tensor in known.items():
+        assert written[key].dtype == tensor.dtype and written[key].tobytes() == tensor.tobytes(), key
+    config, theirs = (json.loads((folder / peft.CONFIG).read_text()) for folder in (tmp_path / "out", source))
+    assert config.pop("base_model_name_or_path") == str(golden_models.FOLDER / name)
+    assert sorted(config.pop("target_modules")) == sorted(theirs["target_modules"])
+    assert config == {key: theirs[key] for key in config}
+    with open(tmp_path / "out" / peft.WEIGHTS, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        assert json.loads(file.read(length))["__metadata__"] == {"format": "pt"}
+
+
+def test_fresh_adapters_change_no_logit_and_only_they_and_modules_to_save_are_trained_and_saved(tmp_path):
+    lora = zerojax.Lora(r=4, target_modules="all-linear", modules_to_save=("lm_head",))
+    loaded = zerojax.load_huggingface(golden_models.FOLDER / "llama", stage=3, min_size=64, lora=lora)
+    batch = golden_models.batch("llama")
+    np.testing.assert_allclose(
+        jax.jit(loaded.apply)(loaded.params, batch), golden_models.expected("llama")["logits"], atol=LOGITS
+    )
+    trained = {path for path, weight in loaded.partition.placements.items() if weight.trainable}
+    names = {path.rpartition("/")[2] for path in trained}
+    assert names == {"lora_a", "lora_b", "kernel"} and "params/head/kernel" in trained
+    assert len(trained) == 2 * 7 * 2 + 1
+    zerojax.export_adapter(loaded.params, loaded, tmp_path)
+    saved = safetensors.numpy.load_file(tmp_path / peft.WEIGHTS)
+    assert len(saved) == len(trained) and "base_model.model.lm_head.weight" in saved
+    config = json.loads((tmp_path / peft.CONFIG).read_text())
+    assert config["modules_to_save"] == ["lm_head"] and config["task_type"] == "CAUSAL_LM"
+    assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    again = zerojax.load_huggingface(golden_models.FOLDER / "llama", stage=0, adapter=tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, again.params, loaded.params)
+    assert again.adapters.saved == loaded.adapters.saved
+
+
+def test_patterns_of_rank_and_alpha_are_read_and_applied(tmp_path):
+    lora = zerojax.Lora(r=4, alpha=8, rank_pattern={"v_proj": 2}, alpha_pattern={r"layers\.1\.self_attn\.q_proj": 2})
+    loaded = zerojax.load_huggingface(golden_models.FOLDER / "llama", stage=0, lora=lora)
+    zerojax.export_adapter(loaded.params, loaded, tmp_path)
+    again = zerojax.load_huggingface(golden_models.FOLDER / "llama", stage=0, adapter=tmp_path).adapters
+    scales = {path: again.scale(path) for path in again.adapted}
+    attention = "layer_{}/attention/{}".format
+    assert scales == {attention(0, "q"): 2, attention(0, "v"): 4, attention(1, "q"): 0.5, attention(1, "v"): 4}
+
+
+def changed(tmp_path, **fields):
+    """Returns a copy of a folder with other fields in its config; None removes one."""
+    folder = tmp_path / "adapter"
+    shutil.copytree(golden_models.FOLDER / "llama" / "lora", folder)
+    raw = json.loads((folder / peft.CONFIG).read_text()) | fields
+    (folder / peft.CONFIG).write_text(json.dumps({name: value for name, value in raw.items() if value is not None}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peft_type": "IA3"}, r".*adapter_config.json: peft_type must be 'LORA', and is 'IA3'"),
+        ({"use_dora": True}, r".*adapter_config.json: use_dora is True, which zerojax does not compute"),
+        ({"bias": "all"}, r".*adapter_config.json: bias is 'all', which zerojax does not compute"),
+        (
+            {"r": 4},
+            r".*tensor base_model.*lora_A.weight has shape \(8, 64\), and adapter_config.json and the model give \(4, 64\)",
+        ),
+        ({"lora_dropout": 2.0}, r".*adapter_config.json: lora.dropout: must be at least 0 and below 1"),
+    ],
+)
+def test_a_folder_of_another_kind_is_refused_in_one_line(tmp_path, fields, message):
+    folder = golden_models.FOLDER / "llama"
+    with pytest.raises(UserError, match=f"^{message}"):
+        zerojax.load_huggingface(folder, stage=0, adapter=changed(tmp_path, **fields))
+
+
+def test_an_adapter_of_another_model_or_one_with_settings_beside_it_is_refused(tmp_path):
+    folder = golden_models.FOLDER / "llama"
+    with pytest.raises(UserError, match=r"tensor base_model.model.decoder.*belongs to no linear module of this model"):
+        zerojax.load_huggingface(folder, stage=0, adapter=golden_models.FOLDER / "t5" / "lora")
+    with pytest.raises(UserError, match=r"^lora.r: is 16, and .*lora has 8; leave it out"):
+        zerojax.load_huggingface(folder, stage=0, adapter=folder / "lora", lora=zerojax.Lora(r=16))
+    with pytest.raises(UserError, match=r"holds no adapter_config.json"):
+        zerojax.load_huggingface(folder, stage=0, adapter=tmp_path)
+    with pytest.raises(UserError, match=r"^export_adapter: the model was loaded without adapters"):
+        loaded = golden_models.load("llama", 0)
+        zerojax.export_adapter(loaded.params, loaded, tmp_path)
+
+
+def test_an_interrupted_or_repeated_export_leaves_a_whole_folder(tmp_path):
+    loaded = load("llama", "lora", 0)
+    for _ in range(2):
+        zerojax.export_adapter(loaded.params, loaded, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [peft.CONFIG, peft.WEIGHTS]
+    assert not list(tmp_path.glob(".*"))
+    assert dict(tree.flatten(loaded.params))

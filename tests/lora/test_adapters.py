@@ -1,0 +1,47 @@
+"""Checks the weights of adapters. This module tests zerojax.lora.adapters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.lora import adapters, targets
+from zerojax.lora.settings import Lora
+from zerojax.ops import quantized
+
+PARAMS = {
+    "q": {"kernel": jax.random.normal(jax.random.key(0), (32, 4, 16), jnp.bfloat16), "bias": jnp.ones((4, 16))},
+    "norm": {"scale": jnp.ones(8, jnp.bfloat16)},
+}
+LINEAR = {"q": targets.Linear("q", (32, 4, 16), 1)}
+
+
+def chosen(**fields):
+    lora = Lora(r=4, alpha=8, modules_to_save=("norm",), **fields)
+    return targets.choose(lora, LINEAR, ["q/kernel", "q/bias", "norm/scale"])
+
+
+def test_fresh_adapters_change_nothing_and_trained_weights_are_float32():
+    params = adapters.add(PARAMS, chosen(), jax.random.key(1))
+    assert params["norm"]["scale"].dtype == jnp.float32 and params["q"]["kernel"].dtype == jnp.bfloat16
+    assert not params["q"]["lora_b"].any() and params["q"]["lora_b"].shape == (4, 64)
+    bound = 1 / np.sqrt(32)
+    assert 0.8 * bound < jnp.abs(params["q"]["lora_a"]).max() <= bound
+    merged = adapters.merge(params, chosen())
+    np.testing.assert_array_equal(merged["q"]["kernel"], PARAMS["q"]["kernel"])
+
+
+def test_merging_adds_the_scaled_product_to_the_kernel():
+    params = adapters.add(PARAMS, chosen(), jax.random.key(1))
+    params["q"]["lora_b"] = jax.random.normal(jax.random.key(2), (4, 64))
+    merged = adapters.merge(params, chosen())["q"]["kernel"]
+    expected = PARAMS["q"]["kernel"].astype(jnp.float32) + 2.0 * (
+        params["q"]["lora_a"] @ params["q"]["lora_b"]
+    ).reshape(32, 4, 16)
+    np.testing.assert_array_equal(merged, expected.astype(jnp.bfloat16))
+
+
+def test_quantized_kernels_are_merged_from_what_is_stored():
+    params = adapters.add(PARAMS, chosen(quantize="nf4"), jax.random.key(1))
+    assert quantized.is_quantized(params["q"]["kernel"])
+    merged = adapters.merge(params, chosen(quantize="nf4"))["q"]["kernel"]
+    np.testing.assert_array_equal(merged, quantized.dequantize(params["q"]["kernel"], jnp.float32))

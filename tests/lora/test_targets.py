@@ -1,0 +1,69 @@
+"""Checks which modules get adapters. This module tests zerojax.lora.targets."""
+
+import re
+
+import pytest
+
+from zerojax.errors import UserError
+from zerojax.lora import targets
+from zerojax.lora.settings import Lora
+
+LINEAR = {
+    "layer_0/q": targets.Linear("layers.0.q_proj", (64, 4, 16), 1),
+    "layer_0/o": targets.Linear("layers.0.o_proj", (4, 16, 64), 2),
+    "layer_1/q": targets.Linear("layers.1.q_proj", (64, 4, 16), 1),
+    "head": targets.Linear("lm_head", (64, 100), 1, is_output=True),
+}
+NAMES = {f"{path}/kernel": found.name for path, found in LINEAR.items()} | {"norm/scale": "norm"}
+
+
+def chosen(**fields):
+    return targets.choose(Lora(**fields), LINEAR, NAMES, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "adapted"),
+    [
+        ({"target_modules": "all-linear"}, ("layer_0/q", "layer_0/o", "layer_1/q")),
+        ({"target_modules": ("q_proj",)}, ("layer_0/q", "layer_1/q")),
+        ({"target_modules": ("q_proj",), "exclude_modules": ("layers.1.q_proj",)}, ("layer_0/q",)),
+        ({"target_modules": r"layers\.\d\.o_proj|lm_head"}, ("layer_0/o", "head")),
+    ],
+)
+def test_modules_are_chosen_as_peft_does(fields, adapted):
+    assert chosen(**fields).adapted == adapted
+
+
+def test_an_adapters_shapes_are_those_of_the_flattened_kernel():
+    assert chosen(r=2, target_modules=("o_proj",)).shapes("layer_0/o") == ((64, 2), (2, 64))
+
+
+def test_adapters_and_modules_to_save_are_trained_and_the_output_stays_unquantized():
+    found = chosen(target_modules=("q_proj",), modules_to_save=("norm", "lm_head"), quantize="nf4")
+    assert found.quantized == ("layer_0/q", "layer_0/o", "layer_1/q")
+    trained = [
+        path
+        for path in ("layer_0/q/lora_a", "layer_0/q/lora_b", "layer_0/q/kernel", "norm/scale", "head/kernel")
+        if re.search(found.trainable, path)
+    ]
+    assert trained == ["layer_0/q/lora_a", "layer_0/q/lora_b", "norm/scale", "head/kernel"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"target_modules": ("q_prj",)}, "lora.target_modules: 'q_prj' names no linear module.*did you mean 'q_proj'"),
+        (
+            {"target_modules": "nothing"},
+            "lora.target_modules: 'nothing' means no linear module of this model; known: q_p",
+        ),
+        (
+            {"modules_to_save": ("score",)},
+            "lora.modules_to_save: 'score' names no module with weights of its own; known",
+        ),
+        ({"target_modules": ("lm_head",), "modules_to_save": ("lm_head",)}, "lora.modules_to_save: lm_head is also in"),
+    ],
+)
+def test_a_name_that_means_nothing_is_refused(fields, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        chosen(**fields)

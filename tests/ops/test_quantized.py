@@ -1,0 +1,66 @@
+"""Bounds the errors of 4 and 8 bits. This module tests zerojax.ops.quantized."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zerojax.ops import quantized
+
+# The NF4 values as QLoRA's appendix E and bitsandbytes print them, from below, by how they are derived there: quantiles of a normal
+# distribution, 8 of one half and 9 of the other with a common 0, divided by the largest.
+OFFSET = 0.9677083  # (1 - 1 / 30 + 1 - 1 / 32) / 2
+
+
+def test_the_code_book_is_that_of_normal_quantiles():
+    upper = jax.scipy.stats.norm.ppf(jnp.linspace(OFFSET, 0.5, 9)[:-1])
+    lower = -jax.scipy.stats.norm.ppf(jnp.linspace(OFFSET, 0.5, 8)[:-1])
+    values = np.sort(np.concatenate([upper, [0.0], lower]))
+    np.testing.assert_allclose(quantized.CODE_BOOK, values / values.max(), atol=2e-6)  # the paper rounds the offset
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("shape", [(8, 64), (3, 2, 32), (5, 4, 4, 8)])
+def test_each_weight_is_the_nearest_code_times_a_scale_that_is_hardly_larger_than_the_block(kind, shape):
+    kernel = jax.random.normal(jax.random.key(0), shape) * jnp.logspace(-6, 2, shape[0]).reshape(
+        -1, *[1] * (len(shape) - 1)
+    )
+    stored = quantized.quantize(kernel, kind)
+    assert quantized.shape_of(stored) == shape and stored["scales"].dtype == jnp.bfloat16
+    blocks = np.asarray(kernel).reshape(shape[0], -1, quantized.BLOCK)
+    largest, scales = np.abs(blocks).max(-1), np.asarray(stored["scales"], np.float32)
+    assert (scales >= largest).all() and (scales <= largest * (1 + 2**-7)).all()
+    book = quantized.CODE_BOOK if kind == "nf4" else np.arange(-127, 128) / 127
+    nearest = np.abs(blocks[..., None] / scales[..., None, None] - book).min(-1) * scales[..., None]
+    error = np.abs(np.asarray(quantized.dequantize(stored, jnp.float32)).reshape(blocks.shape) - blocks)
+    np.testing.assert_allclose(error, nearest, rtol=1e-4, atol=1e-6 * largest.max())
+    half_gap = np.diff(book).max() / 2
+    assert (error <= half_gap * scales[..., None] * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_zeros_stay_zeros_and_bits_are_as_told(kind):
+    stored = quantized.quantize(jnp.zeros((4, 128)), kind)
+    assert not quantized.dequantize(stored, jnp.bfloat16).any()
+    bits = 8 * sum(part.nbytes for part in stored.values()) / (4 * 128)
+    assert bits == {"int8": 8.25, "nf4": 4.25}[kind]
+    assert jax.tree.map(lambda leaf: leaf.shape, quantized.abstract((4, 128), kind)) == jax.tree.map(jnp.shape, stored)
+
+
+def test_a_kernel_whose_rows_are_no_whole_blocks_is_not_taken():
+    assert not quantized.takes((64,)) and not quantized.takes((64, 96)) and quantized.takes((3, 4, 16))
+
+
+def test_nothing_dequantized_is_kept_for_the_backward_pass():
+    """Also under a policy that keeps all but weights."""
+    from zerojax.zero import remat
+
+    stored = quantized.quantize(jax.random.normal(jax.random.key(0), (64, 128)), "nf4")
+
+    def loss(x, stored):
+        return jnp.sum(jnp.tanh(x @ quantized.dequantize(stored, x.dtype)))
+
+    for name in remat.REMAT:
+        run = jax.checkpoint(loss, policy=remat.REMAT[name])
+        residuals = jax.eval_shape(lambda x, run=run: jax.vjp(lambda y: run(y, stored), x)[1], jnp.ones((2, 64)))
+        assert (64, 128) not in [leaf.shape for leaf in jax.tree.leaves(residuals)]

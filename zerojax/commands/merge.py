@@ -1,0 +1,51 @@
+"""Merges an adapter into its model. This module is the command line `zerojax merge`.
+
+python -m zerojax.commands.merge FOLDER --adapter FOLDER --out FOLDER    writes a folder of transformers, one tensor at a time
+"""
+
+import argparse
+import pathlib
+import sys
+
+from zerojax.commands import arguments
+from zerojax.errors import UserError
+from zerojax.interop import folder as folder_lib
+from zerojax.interop import huggingface, merged, peft
+
+
+def main() -> None:
+    """Writes the merged model. A UserError prints one line and ends with status 2."""
+    arguments.run(_merge)
+
+
+def _merge() -> None:
+    given = _parse(sys.argv[1:])
+    out = pathlib.Path(given.out)
+    if out.resolve() in (pathlib.Path(given.folder).resolve(), pathlib.Path(given.adapter).resolve()):
+        raise UserError(f"--out {given.out}: is a folder that is read; name another")
+    folder = folder_lib.open_folder(given.folder)
+    adapter = peft.open_adapter(given.adapter, folder.family, folder.model)
+    merged.export(folder, adapter, out, dtype=huggingface.DTYPES.get(given.dtype))
+    count = len(adapter.chosen.adapted)
+    print(f"{out}: written, with {count} adapters of {given.adapter} merged into the model of {given.folder}")
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    parser = arguments.OneLineParser(
+        prog="zerojax merge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("folder", help="a folder with config.json and safetensors")
+    add("--adapter", required=True, help="a folder with adapter_config.json and adapter_model.safetensors")
+    add("--out", required=True, help="the folder to write: new, empty, or with an earlier export")
+    add(
+        "--dtype",
+        default="auto",
+        choices=("auto", *huggingface.DTYPES),
+        help="of the tensors; auto: as they are stored",
+    )
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""A model's weights with adapters beside them. This module describes them and reads them into their shardings.
+
+Frozen weights keep the dtype that they have in the folder, or get another. A kernel that is stored quantized is read and quantized on the
+device, a few kernels at a time, so that the model never exists in 16 bits.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import tree
+from zerojax.interop import folder as folder_lib
+from zerojax.interop import layout, peft, tensor_files
+from zerojax.lora import adapters, targets
+from zerojax.models import family as family_lib
+from zerojax.ops import quantized
+
+MOST_BYTES = 2**30  # of kernels that are read at a time, on all devices, to be quantized
+
+
+def dtypes(folder: folder_lib.Folder) -> dict[str, Any]:
+    """Returns the dtype of each weight as it is stored, by path; float64 is read as float32."""
+    found = {}
+    for tensor in layout.tensors(folder.family, folder.model):
+        entry = folder.entries.get(tensor.name)
+        dtype = folder.dtype if entry is None else tensor_files.DTYPES[entry.dtype]
+        found[tensor.path] = np.dtype(np.float32) if dtype == np.float64 else dtype
+    return found
+
+
+def abstract(
+    family: family_lib.Family,
+    model: Any,
+    chosen: targets.Targets,
+    frozen: Callable[[str], Any],
+    trained: Any = jnp.float32,
+) -> dict[str, Any]:
+    """Returns the weights of a model with adapters as ShapeDtypeStructs.
+
+    Args:
+      family, model: the model.
+      chosen: the adapters.
+      frozen: f(path) -> the dtype of a frozen weight.
+      trained: the dtype of adapters and of weights that are trained in full.
+    """
+    coded = {f"{path}/{targets.KERNEL}" for path in chosen.quantized}
+    found: dict[str, Any] = {}
+    for path, leaf in tree.flatten(family_lib.abstract_params(family.parts, model)):
+        if path in coded:
+            parts = quantized.abstract(leaf.shape, chosen.lora.quantize)
+            found |= {f"{path}/{name}": part for name, part in parts.items()}
+        else:
+            found[path] = jax.ShapeDtypeStruct(leaf.shape, trained if path in chosen.saved else frozen(path))
+    for path, shape in adapters.shapes(chosen).items():
+        found[path] = jax.ShapeDtypeStruct(shape, trained)
+    return targets.nested(found)
+
+
+def read(
+    abstract: Any,
+    folder: folder_lib.Folder,
+    chosen: targets.Targets,
+    *,
+    adapter: peft.Adapter | None = None,
+    key: jax.Array | None = None,
+) -> dict[str, Any]:
+    """Reads weights with adapters into their shardings. All processes must call it, and each reads its own shards.
+
+    Args:
+      abstract: `abstract` with shardings; parts of it will do, with `optax.MaskedNode()` or nothing in place of the rest.
+      folder: the model's.
+      chosen: the adapters.
+      adapter: the folder that adapters and weights trained in full are read from; None: adapters are drawn.
+      key: for adapters that are drawn.
+    """
+    wanted = dict(tree.flatten(abstract))
+    found: dict[str, Any] = {} if adapter is None else peft.read_leaves(adapter, wanted)
+    tensors = {tensor.path: tensor for tensor in layout.tensors(folder.family, folder.model)}
+    plain = {path: like for path, like in wanted.items() if path in tensors and path not in found}
+    found |= folder_lib.read_leaves(folder, tensors, plain)
+
+    stored = dtypes(folder)
+
+    def read_kernels(kernels: Mapping[str, Any]) -> dict[str, jax.Array]:
+        likes = {path: jax.ShapeDtypeStruct(k.shape, stored[path], sharding=k.sharding) for path, k in kernels.items()}
+        return folder_lib.read_leaves(folder, tensors, likes)
+
+    found |= quantize(wanted, chosen, read_kernels)
+    found |= draw(wanted, chosen, key) if adapter is None else {}
+    return tree.map_with_path(lambda path, _: found[path], abstract)
+
+
+def quantize(
+    wanted: Mapping[str, Any],
+    chosen: targets.Targets,
+    make: Callable[[Mapping[str, Any]], Mapping[str, jax.Array]],
+) -> dict[str, jax.Array]:
+    """Returns the quantized kernels among `wanted`, by path of their parts.
+
+    Args:
+      wanted: abstract leaves with shardings, by path.
+      chosen: the adapters.
+      make: f(abstract kernels by path) -> the kernels, on the device.
+    """
+    kind = chosen.lora.quantize
+    kernels = {f"{path}/{targets.KERNEL}": chosen.linear[path].shape for path in chosen.quantized}
+    likes = {
+        path: _kernel_like(shape, wanted[f"{path}/{kind}"], kind)
+        for path, shape in kernels.items()
+        if f"{path}/{kind}" in wanted
+    }
+    found: dict[str, jax.Array] = {}
+    for run in _runs(likes):
+        for path, kernel in make(run).items():
+            parts = {name: wanted[f"{path}/{name}"] for name in (kind, quantized.SCALES)}
+            made = _quantizer(kind, tuple((part.shape, part.sharding) for part in parts.values()))(kernel)
+            found |= {f"{path}/{name}": jax.device_put(made[name], part.sharding) for name, part in parts.items()}
+        jax.block_until_ready(list(found.values()))
+    return found
+
+
+def draw(wanted: Mapping[str, Any], chosen: targets.Targets, key: jax.Array | None) -> dict[str, jax.Array]:
+    """Returns fresh weights of the adapters among the abstract leaves `wanted`, with their shardings, by path."""
+    found = {}
+    for path, shape in adapters.shapes(chosen).items():
+        if path in wanted:
+            like = wanted[path]
+            make = _drawer(shape, like.shape, like.dtype, like.sharding, path.endswith(targets.B))
+            found[path] = jax.device_put(make(key, adapters.number_of(path)), like.sharding)
+    return found
+
+
+def _kernel_like(shape: tuple[int, ...], codes: Any, kind: str) -> jax.ShapeDtypeStruct:
+    """Returns a quantized kernel as it is read: sharded as its codes, or replicated where these are padded."""
+    is_padded = quantized.shape_of({kind: codes}) != shape
+    spec = P() if is_padded else codes.sharding.spec
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(codes.sharding.mesh, spec))
+
+
+def _runs(kernels: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns abstract kernels in runs of at most `MOST_BYTES`, or of one kernel."""
+    runs: list[dict[str, Any]] = []
+    held = 0
+    for path, like in kernels.items():
+        nbytes = tree.nbytes(like)
+        if not runs or held + nbytes > MOST_BYTES:
+            runs.append({})
+            held = 0
+        runs[-1][path] = like
+        held += nbytes
+    return runs
+
+
+@functools.lru_cache
+def _quantizer(
+    kind: str, likes: tuple[tuple[tuple[int, ...], Any], ...]
+) -> Callable[[jax.Array], dict[str, jax.Array]]:
+    def run(kernel: jax.Array) -> dict[str, jax.Array]:
+        parts = quantized.quantize(kernel, kind)
+        return {name: _fit(parts[name], shape) for name, (shape, _) in zip((kind, quantized.SCALES), likes)}
+
+    names = (kind, quantized.SCALES)
+    return jax.jit(run, out_shardings={name: _on_device(sharding) for name, (_, sharding) in zip(names, likes)})
+
+
+@functools.lru_cache
+def _drawer(
+    shape: tuple[int, ...], padded: tuple[int, ...], dtype: Any, sharding: Any, is_b: bool
+) -> Callable[..., jax.Array]:
+    def run(key: jax.Array, number: Any) -> jax.Array:
+        return _fit(adapters.draw(key, number, shape, is_b=is_b).astype(dtype), padded)
+
+    return jax.jit(run, out_shardings=_on_device(sharding))
+
+
+def _fit(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns a leaf with zeros where the partition pads it."""
+    return jnp.pad(leaf, [(0, want - have) for want, have in zip(shape, leaf.shape)])
+
+
+def _on_device(sharding: Any) -> NamedSharding:
+    return NamedSharding(sharding.mesh, sharding.spec)

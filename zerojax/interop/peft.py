@@ -1,0 +1,343 @@
+"""PEFT's folders of LoRA adapters. This module reads and writes adapter_config.json and adapter_model.safetensors.
+
+A tensor's name is `base_model.model.`, the module's name in transformers, and `.lora_A.weight` [r, in] or `.lora_B.weight` [out, r]. A
+module that is trained in full has its own tensor's name after that prefix. The scale is not in the weights.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from zerojax import errors
+from zerojax.errors import UserError
+from zerojax.interop import folder as folder_lib
+from zerojax.interop import huggingface, layout, tensor_files
+from zerojax.lora import settings, targets
+from zerojax.models import family as family_lib
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX, WEIGHT = "base_model.model.", ".weight"
+_NAMES = {targets.A: ".lora_A.weight", targets.B: ".lora_B.weight"}
+# Fields of adapter_config.json that change what an adapter computes, and the values under which nothing changes.
+UNREAD: Mapping[str, tuple[Any, ...]] = {
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "use_bdlora": (None, False),
+    "lora_bias": (False, None),
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    "layer_replication": (None,),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+    "alora_invocation_tokens": (None,),
+    "megatron_config": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """A checked folder, and the model that it is for.
+
+    Attributes:
+      path: the folder.
+      chosen: the adapters, with the folder's settings.
+      tensors: its tensors, by path in our weights.
+      entries: where their bytes are, by name.
+    """
+
+    path: pathlib.Path
+    chosen: targets.Targets
+    tensors: Mapping[str, layout.ModelTensor]
+    entries: Mapping[str, tensor_files.Entry]
+
+
+def choose(lora: settings.Lora, family: family_lib.Family, model: Any) -> targets.Targets:
+    """Matches the settings with a model of a family. Names are those of transformers' modules.
+
+    Raises:
+      UserError: a name means no module of the model; the line lists those that there are.
+    """
+    if lora.target_modules is None:
+        lora = dataclasses.replace(lora, target_modules=family.huggingface.adapted)
+    names = {tensor.path: _module(tensor.name) for tensor in layout.tensors(family, model)}
+    return targets.choose(lora, linear(family, model), names, names)
+
+
+def start(
+    family: family_lib.Family, model: Any, lora: settings.Lora | None, adapter: str | os.PathLike | None
+) -> tuple[Adapter | None, targets.Targets]:
+    """Returns the opened folder of adapters, if there is one, and the adapters that a model starts with.
+
+    Args:
+      family, model: the model.
+      lora: the settings; with a folder only `dropout` and `quantize` may be given.
+      adapter: a folder; None: fresh adapters.
+
+    Raises:
+      UserError: the settings or the folder do not fit the model, or contradict each other.
+    """
+    if adapter is None:
+        assert lora is not None
+        return None, choose(lora, family, model)
+    given = lora or settings.Lora()
+    opened = open_adapter(adapter, family, model, quantize=given.quantize)
+    own, default = opened.chosen.lora, settings.Lora()
+    for field in dataclasses.fields(settings.Lora):
+        value, known = getattr(given, field.name), getattr(own, field.name)
+        if field.name not in ("dropout", "quantize") and value not in (getattr(default, field.name), known):
+            raise UserError(
+                f"lora.{field.name}: is {errors.shown(value)}, and {opened.path} has {errors.shown(known)}; leave it out"
+            )
+    own = dataclasses.replace(own, dropout=given.dropout if lora else own.dropout)
+    return opened, dataclasses.replace(opened.chosen, lora=own)
+
+
+def linear(family: family_lib.Family, model: Any) -> dict[str, targets.Linear]:
+    """Returns a model's linear modules by path, with their names in transformers."""
+    found = {}
+    for tensor in layout.tensors(family, model):
+        path, _, last = tensor.path.rpartition("/")
+        if last == targets.KERNEL and tensor.entry.inputs:
+            is_output = path == family.heads
+            found[path] = targets.Linear(_module(tensor.name), tensor.leaf_shape, tensor.entry.inputs, is_output)
+    return found
+
+
+def open_adapter(path: str | os.PathLike, family: family_lib.Family, model: Any, *, quantize: str = "none") -> Adapter:
+    """Reads the config and the header of a folder, and checks that its tensors belong to the model. Reads no weights.
+
+    Raises:
+      UserError: a file is missing or damaged; the folder has another kind of adapter, or one of another model. The line says which.
+    """
+    path = pathlib.Path(path)
+    raw = read_config(path)
+    entries = tensor_files.read_header(path / WEIGHTS) if (path / WEIGHTS).is_file() else None
+    if entries is None:
+        raise UserError(
+            f"{path}: holds no {WEIGHTS}; name a folder that save_pretrained of PEFT wrote, with safetensors"
+        )
+    lora = read_settings(path, raw, quantize=quantize)
+    known = linear(family, model)
+    path_of = {found.name: module for module, found in known.items()}
+    own = {tensor.name: tensor for tensor in layout.tensors(family, model)}
+    adapted: dict[str, None] = {}
+    saved: list[str] = []
+    for name in entries:
+        module, kind = _parsed(path, name)
+        if kind and module in path_of:
+            adapted[path_of[module]] = None
+        elif not kind and module in own:
+            saved.append(own[module].path)
+        else:
+            raise UserError(
+                f"{path / WEIGHTS}: tensor {name} belongs to no {'linear module' if kind else 'weight'} of this model; choose the model "
+                "that the adapter was trained with"
+            )
+    ordered = tuple(module for module in known if module in adapted)
+    chosen = targets.Targets(_with_targets(lora, known, ordered), known, ordered, tuple(saved))
+    if not ordered:
+        raise UserError(f"{path / WEIGHTS}: holds no adapter; name a folder that save_pretrained of PEFT wrote")
+    tensors = {tensor.path: tensor for tensor in tensors_of(chosen, family, model)}
+    _check(path, tensors, entries)
+    return Adapter(path, chosen, tensors, entries)
+
+
+def read_config(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the contents of a folder's adapter_config.json."""
+    if not (path / CONFIG).is_file():
+        raise UserError(f"{path}: holds no {CONFIG}; name a folder that save_pretrained of PEFT wrote")
+    return folder_lib.read_json(path / CONFIG)
+
+
+def read_settings(path: pathlib.Path, raw: Mapping[str, Any], *, quantize: str = "none") -> settings.Lora:
+    """Returns the settings in the contents of adapter_config.json.
+
+    Raises:
+      UserError: it is of another kind of adapter, or sets what is not computed here.
+    """
+    if raw.get("peft_type") != "LORA":
+        raise UserError(f"{path / CONFIG}: peft_type must be 'LORA', and is {errors.shown(raw.get('peft_type'))}")
+    for name, same in UNREAD.items():
+        if name in raw and raw[name] not in same:
+            raise UserError(
+                f"{path / CONFIG}: {name} is {errors.shown(raw[name])}, which zerojax does not compute; known are adapters with "
+                f"{name}={errors.shown(same[0])}"
+            )
+    read = {
+        "r": raw.get("r", 8),
+        "alpha": raw.get("lora_alpha", 8),
+        "dropout": raw.get("lora_dropout", 0.0),
+        "target_modules": raw.get("target_modules"),
+        "exclude_modules": raw.get("exclude_modules") or (),
+        "rslora": bool(raw.get("use_rslora", False)),
+        "modules_to_save": raw.get("modules_to_save") or (),
+        "rank_pattern": raw.get("rank_pattern") or {},
+        "alpha_pattern": raw.get("alpha_pattern") or {},
+    }
+    try:
+        return settings.Lora(**read, quantize=quantize)
+    except UserError as error:
+        raise UserError(f"{path / CONFIG}: {error}") from error
+
+
+def tensors_of(chosen: targets.Targets, family: family_lib.Family, model: Any) -> list[layout.ModelTensor]:
+    """Returns the tensors of a folder: the adapters' A and B, and those of modules that are trained in full."""
+    found = []
+    for path in chosen.adapted:
+        name = PREFIX + chosen.linear[path].name
+        for leaf, shape in zip((targets.A, targets.B), chosen.shapes(path)):
+            entry = family_lib.Tensor(name + _NAMES[leaf], 1)
+            found.append(layout.ModelTensor(entry.name, f"{path}/{leaf}", shape, entry))
+    saved = [tensor for tensor in layout.tensors(family, model) if tensor.path in chosen.saved]
+    return found + [tensor._replace(name=PREFIX + tensor.name) for tensor in saved]
+
+
+def export(
+    params: Any,
+    chosen: targets.Targets,
+    family: family_lib.Family,
+    model: Any,
+    path: str | os.PathLike,
+    *,
+    base: str | None = None,
+) -> None:
+    """Writes a folder that PEFT's `from_pretrained` reads. All processes must call it; the first one writes.
+
+    Args:
+      params: the weights with their adapters, with any sharding and without padding. Frozen ones are not read, and may be missing.
+      chosen: the adapters.
+      family, model: the model's family and its config.
+      path: the folder; files of an earlier adapter in it are replaced.
+      base: the folder of the model, for the config; None for none.
+
+    Raises:
+      UserError: a weight is missing or of another shape, or the disk is full.
+    """
+    path, leaves = pathlib.Path(path).absolute(), targets.flat(params)
+    tensors = tensors_of(chosen, family, model)
+    for tensor in tensors:
+        if tensor.path not in leaves or tuple(leaves[tensor.path].shape) != tensor.leaf_shape:
+            shape = tuple(leaves[tensor.path].shape) if tensor.path in leaves else "missing"
+            raise UserError(
+                f"params/{tensor.path}: is {shape}, and the adapter has {tensor.leaf_shape}; pass its own settings"
+            )
+    fetch = huggingface.make_fetch(jax.process_index() == 0)
+    arrays = [fetch(leaves[tensor.path], np.dtype(leaves[tensor.path].dtype)) for tensor in tensors]
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        if jax.process_index() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            _write(partial / WEIGHTS, tensors, arrays)
+            (partial / CONFIG).write_text(json.dumps(config_of(chosen, family, base), indent=2, sort_keys=True) + "\n")
+            path.mkdir(exist_ok=True)
+            for name in (WEIGHTS, CONFIG):
+                os.replace(partial / name, path / name)
+            partial.rmdir()
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        cause = "no space left on the disk; free some" if errors.is_disk_full(error) else f"{error.strerror}; fix that"
+        raise UserError(f"{path}: export failed: {cause} or choose another directory") from error
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("zerojax export of an adapter")
+
+
+def _write(path: pathlib.Path, tensors: list[layout.ModelTensor], arrays: list[Any]) -> None:
+    with open(path, "wb") as file:
+        dtypes = {tensor.name: (tensor.shape, array.dtype) for tensor, array in zip(tensors, arrays)}
+        tensor_files.write_header(file, dtypes)
+        for tensor, array in zip(tensors, arrays):
+            huggingface.write_tensor(file, tensor, array)
+
+
+def config_of(chosen: targets.Targets, family: family_lib.Family, base: str | None) -> dict[str, Any]:
+    """Returns the contents of adapter_config.json."""
+    lora, others = chosen.lora, [path for path in chosen.linear if path not in chosen.adapted]
+    meant = [chosen.linear[path].name for path in chosen.adapted]
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_2_SEQ_LM" if family.is_encoder_decoder else "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.r,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": list(settings.shortest_ends(meant, [chosen.linear[path].name for path in others])),
+        "exclude_modules": None,
+        "use_rslora": lora.rslora,
+        "modules_to_save": list(lora.modules_to_save) or None,
+        "rank_pattern": dict(lora.rank_pattern),
+        "alpha_pattern": dict(lora.alpha_pattern),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "use_dora": False,
+        "inference_mode": True,
+    }
+
+
+def read_leaves(adapter: Adapter, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Reads weights into their shardings. All processes must call it.
+
+    Args:
+      adapter: from `open_adapter`.
+      abstract: ShapeDtypeStructs with shardings, by path; paths that the folder lacks are left out.
+    """
+    tensors = {path: tensor for path, tensor in adapter.tensors.items() if path in abstract}
+    return folder_lib.read_leaves(adapter, tensors, {path: abstract[path] for path in tensors})
+
+
+def _with_targets(lora: settings.Lora, known: Mapping[str, targets.Linear], adapted: tuple[str, ...]) -> settings.Lora:
+    """Returns the settings with targets that mean the modules whose tensors the folder holds."""
+    if lora.target_modules is not None and lora.target_modules != settings.ALL_LINEAR:
+        meant = [path for path, found in known.items() if settings.matches(lora.target_modules, found.name)]
+        if tuple(meant) == adapted and not lora.exclude_modules:
+            return lora
+    others = [found.name for path, found in known.items() if path not in adapted]
+    ends = settings.shortest_ends([known[path].name for path in adapted], others)
+    return dataclasses.replace(lora, target_modules=ends, exclude_modules=())
+
+
+def _parsed(path: pathlib.Path, name: str) -> tuple[str, str]:
+    """Returns the module of an adapter's tensor and its kind, A or B; or the tensor's own name and "" if it is of a module in full."""
+    if not name.startswith(PREFIX):
+        raise UserError(
+            f"{path / WEIGHTS}: tensor {name} does not begin with {PREFIX!r}; save the adapter with PEFT's save_pretrained"
+        )
+    rest = name.removeprefix(PREFIX)
+    for kind, end in _NAMES.items():
+        if rest.endswith(end):
+            return rest.removesuffix(end), kind
+    return rest, ""
+
+
+def _check(
+    path: pathlib.Path, tensors: Mapping[str, layout.ModelTensor], entries: Mapping[str, tensor_files.Entry]
+) -> None:
+    for tensor in tensors.values():
+        entry = entries.get(tensor.name)
+        if entry is None:
+            raise UserError(f"{path / WEIGHTS}: tensor {tensor.name} is missing; copy the folder again")
+        if entry.shape != tensor.shape:
+            raise UserError(
+                f"{path / WEIGHTS}: tensor {tensor.name} has shape {entry.shape}, and {CONFIG} and the model give {tensor.shape}; "
+                "choose the model that the adapter was trained with"
+            )
+        if entry.dtype not in tensor_files.DTYPES:
+            raise UserError(
+                f"{path / WEIGHTS}: tensor {tensor.name} is stored as {entry.dtype}, and only floats are read"
+            )
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(WEIGHT)

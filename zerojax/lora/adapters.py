@@ -1,0 +1,96 @@
+"""The weights of adapters. This module draws them, adds them to a model's weights, and merges them into the kernels.
+
+An adapter's two weights are beside the kernel: `.../q/kernel`, `.../q/lora_a` float[inputs, r], `.../q/lora_b` float[r, outputs].
+"""
+
+import math
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.lora import targets as targets_lib
+from zerojax.lora.targets import KERNEL, A, B
+from zerojax.ops import quantized
+
+
+def shapes(targets: targets_lib.Targets) -> dict[str, tuple[int, int]]:
+    """Returns the shape of each adapter's weights, by path."""
+    found = {}
+    for path in targets.adapted:
+        found[f"{path}/{A}"], found[f"{path}/{B}"] = targets.shapes(path)
+    return found
+
+
+def draw(key: jax.Array, number: Any, shape: tuple[int, ...], *, is_b: bool) -> jax.Array:
+    """Returns the first value of an adapter's weight, float32: B is 0, and A uniform up to 1 / sqrt(inputs), as in PEFT.
+
+    `number` (`number_of`) tells adapters apart.
+    """
+    if is_b:
+        return jnp.zeros(shape, jnp.float32)
+    bound = 1 / math.sqrt(shape[0])  # kaiming_uniform with a = sqrt(5)
+    return jax.random.uniform(jax.random.fold_in(key, number), shape, jnp.float32, -bound, bound)
+
+
+def number_of(path: str) -> int:
+    """Returns a number of a leaf's path for its random key, the same on all processes."""
+    return zlib.crc32(path.encode()) & 0x7FFFFFFF
+
+
+def add(params: Any, targets: targets_lib.Targets, key: jax.Array) -> Any:
+    """Returns weights with fresh adapters, as nested dicts. Frozen kernels are quantized as the settings say; weights trained in full are
+    at least float32."""
+    quantize = {f"{path}/{KERNEL}" for path in targets.quantized}
+    found: dict[str, Any] = {}
+    for path, leaf in targets_lib.flat(params).items():
+        if path in quantize:
+            found |= {f"{path}/{name}": part for name, part in quantized.quantize(leaf, targets.lora.quantize).items()}
+        else:
+            found[path] = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) if path in targets.saved else leaf
+    for path, shape in shapes(targets).items():
+        found[path] = draw(key, number_of(path), shape, is_b=path.endswith(B))
+    return targets_lib.nested(found)
+
+
+def merged(kernel: Any, a: Any, b: Any, scale: float) -> Any:
+    """Returns kernel + scale * A B in float32, as the kernel's shape. Takes arrays of JAX or NumPy."""
+    xp = np if isinstance(kernel, np.ndarray) else jnp
+    low = xp.matmul(a.astype(np.float32), b.astype(np.float32)) if xp is np else _exact(a, b)
+    return kernel.astype(np.float32) + scale * low.reshape(kernel.shape)
+
+
+def _exact(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+
+
+def split(params: Any) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
+    """Returns the weights of the model itself by path, quantized kernels as nodes, and the adapters' A and B by module path."""
+    own: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}
+    nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=quantized.is_quantized)[0]
+    for key_path, leaf in nodes:
+        path = jax.tree_util.keystr(key_path, simple=True, separator="/")
+        module, _, name = path.rpartition("/")
+        if name in (A, B):
+            parts.setdefault(module, {})[name] = leaf
+        else:
+            own[path] = leaf
+    return own, {module: (found[A], found[B]) for module, found in parts.items()}
+
+
+def merge(params: Any, targets: targets_lib.Targets) -> dict[str, Any]:
+    """Returns the weights of a plain model, as nested dicts: each adapter is added to its kernel, in the kernel's dtype.
+
+    Quantized kernels are dequantized to float32.
+    """
+    own, found = split(params)
+    for path, leaf in own.items():
+        if quantized.is_quantized(leaf):
+            own[path] = quantized.dequantize(leaf, jnp.float32)
+    for path, (a, b) in found.items():
+        kernel = own[f"{path}/{KERNEL}"]
+        own[f"{path}/{KERNEL}"] = merged(kernel, a, b, targets.scale(path)).astype(kernel.dtype)
+    return targets_lib.nested(own)

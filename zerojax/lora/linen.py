@@ -1,0 +1,230 @@
+"""Runs adapters in Linen models that know nothing of them. This module intercepts the calls to linear modules.
+
+A linear module whose weights have an adapter beside the kernel returns W x + scale * B A dropout(x). A quantized kernel is dequantized
+where its module multiplies, so at any time about one exists, and none is kept for the backward pass. No other module changes.
+"""
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.core.scope import LazyRng
+
+from zerojax.errors import UserError
+from zerojax.lora import adapters
+from zerojax.lora import settings as settings_lib
+from zerojax.lora import targets as targets_lib
+from zerojax.lora.targets import KERNEL, A, B
+from zerojax.models import layers
+from zerojax.ops import quantized
+from zerojax.zero import remat
+
+RNG = "lora"  # the name of Linen's random stream for dropout
+_key: contextvars.ContextVar[Any] = contextvars.ContextVar("zerojax_lora_key", default=None)
+
+
+def find(function: Callable[..., Any], params: Any, *args: Any) -> dict[str, targets_lib.Linear]:
+    """Returns the linear modules that `function(params, *args)` calls, by path. Computes nothing.
+
+    Args:
+      function: calls a Linen model, such as `lambda params, x: net.apply({"params": params}, x)`.
+      params: its weights, abstract or not.
+      *args: example inputs.
+    """
+    found: dict[str, targets_lib.Linear] = {}
+
+    def note(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+        module = context.module
+        inputs = _inputs_of(module) if context.method_name == "__call__" else None
+        result = call(*args, **kwargs)
+        if inputs is not None and module.scope is not None and module.scope.has_variable("params", KERNEL):
+            kernel = module.scope.get_variable("params", KERNEL)
+            path = "/".join(module.path)
+            found[path] = targets_lib.Linear(path.replace("/", "."), tuple(kernel.shape), inputs)
+        return result
+
+    plain = getattr(function, "__wrapped__", function) if hasattr(function, "lower") else function
+    with nn.intercept_methods(
+        note
+    ):  # JAX remembers what it has traced: a jitted function, and a function that it has seen
+        jax.eval_shape(lambda *values: plain(*values), params, *args)
+    return found
+
+
+def add(
+    params: Any, lora: settings_lib.Lora, key: jax.Array, function: Callable[..., Any], *args: Any
+) -> dict[str, Any]:
+    """Returns a Linen model's weights with fresh adapters; see `zerojax.add_lora`."""
+    chosen = targets_lib.choose(lora, find(function, params, *args), targets_lib.flat(params))
+    return adapters.add(params, chosen, key)
+
+
+@contextlib.contextmanager
+def applied(scale: Callable[[str], float], dropout: float = 0.0) -> Iterator[None]:
+    """Runs adapters in all Linen modules that are called inside.
+
+    Args:
+      scale: f(path of a module) -> the factor of its adapter.
+      dropout: the share of an adapter's input that is set to 0 inside `dropout_key`.
+    """
+    with nn.intercept_methods(_Interceptor(scale, dropout).intercept):
+        yield
+
+
+@contextlib.contextmanager
+def dropout_key(key: jax.Array | None) -> Iterator[None]:
+    """Turns the dropout of adapters on inside, with this random key. None: off."""
+    token = _key.set(key)
+    try:
+        yield
+    finally:
+        _key.reset(token)
+
+
+def with_lora(
+    function: Callable[..., Any], lora: settings_lib.Lora, *, key: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Wraps a function of a Linen model's weights, such as a loss, so that it runs the adapters among these weights.
+
+    Args:
+      function: `function(params, *args)`.
+      lora: the settings with which `add_lora` made the adapters.
+      key: `key(*args)` -> the random key of dropout, from the function's other arguments: `lambda batch, state:
+        jax.random.fold_in(state.rng, state.step)`. None: no dropout, as in evaluation.
+
+    >>> train_step = make_train_step(with_lora(loss_fn, lora), partition)
+    """
+
+    def run(params: Any, *args: Any, **kwargs: Any) -> Any:
+        own = key(*args, **kwargs) if key is not None and lora.dropout else None
+        with applied(lambda path: lora.scale_of(path.replace("/", ".")), lora.dropout), dropout_key(own):
+            return function(params, *args, **kwargs)
+
+    return run
+
+
+class _Interceptor:
+    """Intercepts calls to modules that have an adapter or a quantized kernel."""
+
+    def __init__(self, scale: Callable[[str], float], dropout: float):
+        self._scale, self._dropout = scale, dropout
+
+    def intercept(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+        """Runs one call of one module; for `flax.linen.intercept_methods`."""
+        module, method = context.module, context.method_name
+        scope = module.scope
+        if scope is None:
+            return call(*args, **kwargs)
+        key = _key.get()
+        if key is not None and scope.parent is None and not scope.has_rng(RNG):
+            scope.rngs = {**scope.rngs, RNG: LazyRng.create(key)}
+            scope.rng_counters.setdefault(RNG, 0)
+        if method == "setup" or not hasattr(type(module), method) or not scope.has_variable("params", KERNEL):
+            return call(*args, **kwargs)
+        kernel = scope.get_variable("params", KERNEL)
+        has_adapter, is_coded = scope.has_variable("params", A), quantized.is_quantized(kernel)
+        if not has_adapter and not is_coded:
+            return call(*args, **kwargs)
+        inputs = _inputs_of(module) if method == "__call__" else None
+        if inputs is None:
+            return self._merged(module, method, args, kwargs)
+        x = args[0] if args else next(iter(kwargs.values()))
+        y = _linear(module, x, kernel, inputs) if is_coded else call(*args, **kwargs)
+        if not has_adapter:
+            return y
+        seen = self._dropped(module, x) if self._dropout and scope.has_rng(RNG) else x
+        weights = scope.get_variable("params", A), scope.get_variable("params", B)
+        return (y + output(seen, *weights, self._scale("/".join(module.path)), y.shape)).astype(y.dtype)
+
+    def _dropped(self, module: nn.Module, x: jax.Array) -> jax.Array:
+        return drop(module.make_rng(RNG), x, self._dropout)
+
+    def _merged(self, module: nn.Module, method: str, args: tuple, kwargs: dict) -> Any:
+        """Runs a module that does more than multiply, such as an output projection that computes its loss, with its kernel merged."""
+        scope = module.scope
+        assert scope is not None
+        path = "/".join(module.path)
+        if self._dropout and scope.has_rng(RNG):
+            raise UserError(
+                f"lora.dropout: {path} does more than multiply its input, so its adapter has no dropout; leave it out of "
+                "lora.target_modules, or set lora.dropout to 0"
+            )
+
+        def merge(variables: Any) -> Any:
+            params = dict(variables["params"])
+            kernel, a, b = params[KERNEL], params.pop(A, None), params.pop(B, None)
+            if quantized.is_quantized(kernel):
+                kernel = quantized.dequantize(kernel, kernel[quantized.SCALES].dtype)
+            if a is not None:
+                kernel = adapters.merged(kernel, a, b, self._scale(path)).astype(kernel.dtype)
+            return {**variables, "params": {**params, KERNEL: kernel}}
+
+        def run(bound: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return getattr(bound, method)(*args, **kwargs)
+
+        return nn.map_variables(run, "params", trans_in_fn=merge)(module, *args, **kwargs)
+
+
+def output(x: jax.Array, a: jax.Array, b: jax.Array, scale: float, shape: tuple[int, ...]) -> jax.Array:
+    """Returns an adapter's output, scale * B A x, in the shape of its module's output.
+
+    The second matmul is not kept for the backward pass by remat="dots": it would double what is kept, and costs little.
+    """
+    with jax.named_scope("lora"):
+        kept = x.shape[: _leading(x.shape, a.shape[0])]
+        low = (x.reshape(*kept, -1) @ a) * scale
+        return remat.not_kept(lambda: [low @ b])[0].reshape(shape)
+
+
+def drop(key: jax.Array, x: jax.Array, rate: float) -> jax.Array:
+    """Returns x with the share `rate` of its elements set to 0 and the rest divided by 1 - rate; rates are multiples of 2**-16."""
+    threshold = round(rate * 2**16)
+    is_kept = jax.random.bits(key, x.shape, jnp.uint16) >= threshold
+    return jnp.where(is_kept, x / (1 - threshold / 2**16), 0).astype(x.dtype)
+
+
+def _leading(shape: tuple[int, ...], inputs: int) -> int:
+    """Returns the number of dims before the last ones that have `inputs` elements together."""
+    return next(n for n in range(len(shape) - 1, -1, -1) if math.prod(shape[n:]) == inputs)
+
+
+def _inputs_of(module: nn.Module) -> int | None:
+    """Returns the number of dims that a linear module contracts, the last of its input and the first of its kernel; None for others."""
+    if isinstance(module, layers.Linear):
+        return module.contracted
+    if isinstance(module, nn.Dense):
+        return 1
+    if isinstance(module, nn.DenseGeneral) and not module.batch_dims:
+        axis = (module.axis,) if isinstance(module.axis, int) else tuple(module.axis)
+        return len(axis) if axis == tuple(range(-len(axis), 0)) else None
+    return None
+
+
+def _linear(module: nn.Module, x: jax.Array, stored: Any, inputs: int) -> jax.Array:
+    scope = module.scope
+    assert scope is not None
+    bias = scope.get_variable("params", "bias") if scope.has_variable("params", "bias") else None
+    return multiply(x, stored, inputs, getattr(module, "dtype", None), bias)
+
+
+def multiply(x: jax.Array, stored: Any, inputs: int, dtype: Any, bias: jax.Array | None) -> jax.Array:
+    """Returns what a linear module with a quantized kernel returns.
+
+    Args:
+      x: float[..., inputs].
+      stored: the kernel; see `ops.quantized`.
+      inputs: the number of dims of x that are contracted.
+      dtype: of the result; None: that of x.
+      bias: added to the result; None for none.
+    """
+    dtype = dtype or x.dtype
+    kernel = quantized.dequantize(stored, dtype)
+    kept, features = x.shape[: x.ndim - inputs], kernel.shape[inputs:]
+    y = x.astype(dtype).reshape(*kept, -1) @ kernel.reshape(math.prod(kernel.shape[:inputs]), -1)
+    y = y.reshape(*kept, *features)
+    return y if bias is None else y + bias.astype(dtype)

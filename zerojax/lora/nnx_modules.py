@@ -1,0 +1,89 @@
+"""Adapters in NNX models. This module gives linear modules a class that adds the adapter's output, in place.
+
+NNX has no way to intercept calls. The new class is a subclass of the module's own, so `isinstance`, attributes and paths stay as they are.
+An adapter's weights are `nnx.LoRAParam`s beside the kernel, which NNX's own filters find.
+Dropout follows `model.train()` and `model.eval()`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from flax import nnx
+
+from zerojax.lora import adapters, linen
+from zerojax.lora import settings as settings_lib
+from zerojax.lora import targets as targets_lib
+from zerojax.lora.targets import A, B
+from zerojax.ops import quantized
+
+
+def add(model: nnx.Module, lora: settings_lib.Lora, key: jax.Array) -> nnx.Module:
+    """Adds fresh adapters to a model in place, and returns it; see `zerojax.add_lora`."""
+    modules: dict[str, Any] = {
+        _joined(path): module for path, module in nnx.iter_modules(model) if _inputs_of(module) is not None
+    }
+    linear = {path: _linear(path, module) for path, module in modules.items()}
+    weights = [_joined(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+    chosen = targets_lib.choose(lora, linear, weights)
+    for path, module in modules.items():
+        if path in chosen.quantized:
+            stored = quantized.quantize(module.kernel[...], lora.quantize)
+            module.kernel = nnx.Dict({name: nnx.Param(part) for name, part in stored.items()})
+        if path in chosen.adapted:
+            for name, shape in zip((A, B), chosen.shapes(path)):
+                number = adapters.number_of(f"{path}/{name}")
+                setattr(module, name, nnx.LoRAParam(adapters.draw(key, number, shape, is_b=name == B)))
+            module.lora_scale = chosen.scale(path)
+            own = jax.random.fold_in(key, adapters.number_of(path))
+            module.lora_dropout = nnx.Dropout(lora.dropout, rngs=nnx.Rngs(dropout=own) if lora.dropout else None)
+        if path in chosen.quantized or path in chosen.adapted:
+            cls: Any = type(module)
+            module.__class__ = _adapted(cls)
+    return model
+
+
+@functools.cache
+def _adapted(cls: type) -> type:
+    """Returns a subclass whose calls add the adapter's output and read quantized kernels."""
+
+    def call(self: Any, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        is_coded = isinstance(self.kernel, nnx.Dict)
+        y = _coded(self, x) if is_coded else cls.__call__(self, x, *args, **kwargs)
+        if not hasattr(self, A):
+            return y
+        seen = self.lora_dropout(x)
+        return (y + linen.output(seen, getattr(self, A)[...], getattr(self, B)[...], self.lora_scale, y.shape)).astype(
+            y.dtype
+        )
+
+    return type(f"Adapted{cls.__name__}", (cls,), {"__call__": call, "__doc__": cls.__doc__})
+
+
+def _coded(module: Any, x: jax.Array) -> jax.Array:
+    """Returns what a linear module returns, with a quantized kernel."""
+    stored = {name: variable[...] for name, variable in module.kernel.items()}
+    bias = getattr(module, "bias", None)
+    inputs = _inputs_of(module)
+    assert inputs is not None
+    return linen.multiply(x, stored, inputs, module.dtype, None if bias is None else bias[...])
+
+
+def _linear(path: str, module: Any) -> targets_lib.Linear:
+    inputs = _inputs_of(module)
+    assert inputs is not None
+    return targets_lib.Linear(path.replace("/", "."), tuple(module.kernel.shape), inputs)
+
+
+def _inputs_of(module: Any) -> int | None:
+    """Returns the number of dims that a linear module contracts, the last of its input; None for others."""
+    if isinstance(module, nnx.Linear):
+        return 1
+    if isinstance(module, nnx.LinearGeneral) and not module.batch_axis:
+        axis = (module.axis,) if isinstance(module.axis, int) else tuple(module.axis)
+        return len(axis) if axis == tuple(range(-len(axis), 0)) else None
+    return None
+
+
+def _joined(path: tuple) -> str:
+    return "/".join(map(str, path))

@@ -1,0 +1,122 @@
+"""Weights in 4 or 8 bits with a scale for each block. This module quantizes kernels and dequantizes them.
+
+    w ~ scale * codebook[code]     scale = max |w| of the block, 64 weights
+
+- "int8": the code book is -127/127 ... 127/127.
+- "nf4": 16 values, the quantiles of a normal distribution, with an exact 0 (QLoRA, arXiv:2305.14314, section 3 and appendix E).
+
+Two nf4 codes share a byte. Scales are bfloat16, rounded up before the codes are chosen, so no weight exceeds its block's scale: 4.25 bits a
+weight, and 8.25 with int8. A block lies within one row of the kernel's first dim, so a kernel sharded on that dim is quantized locally.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+NONE, INT8, NF4 = "none", "int8", "nf4"
+KINDS = (NONE, INT8, NF4)
+SCALES = "scales"
+BLOCK = 64
+# The values of QLoRA's appendix E.
+CODE_BOOK = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    np.float32,
+)
+_BETWEEN = (CODE_BOOK[1:] + CODE_BOOK[:-1]) / 2  # codes change here
+
+
+def takes(shape: tuple[int, ...]) -> bool:
+    """Returns whether a kernel of this shape is quantized: its rows, over all dims but the first, divide into blocks."""
+    return len(shape) > 1 and shape[-1] % 2 == 0 and math.prod(shape[1:]) % BLOCK == 0
+
+
+def quantize(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
+    """Returns a kernel float[rows, ...] as {kind: codes, "scales": bfloat16[rows, weights of a row / 64]}.
+
+    Codes are int8 of the kernel's shape, or uint8 with half of its last dim.
+    """
+    rows = kernel.astype(jnp.float32).reshape(kernel.shape[0], -1, BLOCK)
+    scales = _rounded_up(jnp.max(jnp.abs(rows), axis=-1))
+    normed = rows / jnp.where(scales == 0, 1, scales).astype(jnp.float32)[..., None]
+    if kind == INT8:
+        return {kind: jnp.round(normed * 127).astype(jnp.int8).reshape(kernel.shape), SCALES: scales}
+    codes = jnp.sum(normed[..., None] > _BETWEEN, axis=-1, dtype=jnp.uint8).reshape(-1, 2)
+    packed = codes[:, 0] | (codes[:, 1] << 4)
+    return {kind: packed.reshape(*kernel.shape[:-1], kernel.shape[-1] // 2), SCALES: scales}
+
+
+def dequantize(stored: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+    """Returns the kernel that `quantize` stored, in `dtype`. It has no gradient, and `jax.checkpoint` computes it again under any policy
+    that refuses `custom_vjp_call`."""
+    return _dequantize(dict(stored), jnp.dtype(dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _dequantize(stored: dict[str, jax.Array], dtype: Any) -> jax.Array:
+    scales = stored[SCALES].astype(jnp.float32)[..., None]
+    shape = shape_of(stored)
+    if INT8 in stored:
+        values = stored[INT8].astype(jnp.float32) / 127
+    else:
+        packed = stored[NF4]
+        codes = jnp.stack([packed & 15, packed >> 4], axis=-1)
+        values = jnp.asarray(CODE_BOOK).at[codes.reshape(shape)].get(mode="promise_in_bounds")
+    return (values.reshape(shape[0], -1, BLOCK) * scales).reshape(shape).astype(dtype)
+
+
+def _forward(stored: dict[str, jax.Array], dtype: Any) -> tuple[jax.Array, dict[str, None]]:
+    return _dequantize(stored, dtype), dict.fromkeys(stored)
+
+
+def _backward(dtype: Any, names: dict[str, None], _: jax.Array) -> tuple[dict[str, None]]:
+    return (names,)
+
+
+_dequantize.defvjp(_forward, _backward)
+
+
+def is_quantized(node: Any) -> bool:
+    """Returns whether a node of a weight tree is a quantized kernel."""
+    return isinstance(node, Mapping) and SCALES in node and (INT8 in node or NF4 in node)
+
+
+def shape_of(stored: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the shape of the kernel that is stored."""
+    if INT8 in stored:
+        return tuple(stored[INT8].shape)
+    *rows, last = stored[NF4].shape
+    return (*rows, 2 * last)
+
+
+def abstract(shape: tuple[int, ...], kind: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns what `quantize` returns for a kernel of this shape."""
+    return jax.eval_shape(lambda kernel: quantize(kernel, kind), jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+def _rounded_up(values: jax.Array) -> jax.Array:
+    """Returns non-negative float32 values as bfloat16, never smaller."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    up = (bits + jnp.uint32(0xFFFF)) & jnp.uint32(0xFFFF0000)
+    return jax.lax.bitcast_convert_type(up, jnp.float32).astype(jnp.bfloat16)
