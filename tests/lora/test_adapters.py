@@ -12,7 +12,7 @@ PARAMS = {
     "q": {"kernel": jax.random.normal(jax.random.key(0), (32, 4, 16), jnp.bfloat16), "bias": jnp.ones((4, 16))},
     "norm": {"scale": jnp.ones(8, jnp.bfloat16)},
 }
-LINEAR = {"q": targets.Linear("q", (32, 4, 16), 1)}
+LINEAR = {"q": targets.LinearModule("q", (32, 4, 16), 1)}
 
 
 def chosen(**fields):

@@ -9,10 +9,10 @@ from zerojax.lora import targets
 from zerojax.lora.settings import Lora
 
 LINEAR = {
-    "layer_0/q": targets.Linear("layers.0.q_proj", (64, 4, 16), 1),
-    "layer_0/o": targets.Linear("layers.0.o_proj", (4, 16, 64), 2),
-    "layer_1/q": targets.Linear("layers.1.q_proj", (64, 4, 16), 1),
-    "head": targets.Linear("lm_head", (64, 100), 1, is_output=True),
+    "layer_0/q": targets.LinearModule("layers.0.q_proj", (64, 4, 16), 1),
+    "layer_0/o": targets.LinearModule("layers.0.o_proj", (4, 16, 64), 2),
+    "layer_1/q": targets.LinearModule("layers.1.q_proj", (64, 4, 16), 1),
+    "head": targets.LinearModule("lm_head", (64, 100), 1, is_output=True),
 }
 NAMES = {f"{path}/kernel": found.name for path, found in LINEAR.items()} | {"norm/scale": "norm"}
 

@@ -99,7 +99,7 @@ def read_params(folder: Folder, abstract: Any) -> Any:
     return tree.map_with_path(lambda path, _: found[path], abstract)
 
 
-class Source(Protocol):
+class TensorFiles(Protocol):
     """Files of tensors: a folder of a model, or of an adapter. `entries` are the tensors by name."""
 
     @property
@@ -107,7 +107,7 @@ class Source(Protocol):
 
 
 def read_leaves(
-    source: Source, tensors: Mapping[str, layout.ModelTensor], abstract: Mapping[str, Any]
+    source: TensorFiles, tensors: Mapping[str, layout.ModelTensor], abstract: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
     """Reads leaves into their shardings. All processes must call it, and each reads its own shards.
 
@@ -125,7 +125,7 @@ def read_leaves(
         return {path: future.result() for path, future in reading.items()}
 
 
-def read_shard(folder: Source, tensor: layout.ModelTensor, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
+def read_shard(folder: TensorFiles, tensor: layout.ModelTensor, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
     """Returns a slice of one leaf, in our layout. Parts of the slice beyond the leaf's shape are 0."""
     bounds = [part.indices(1 << 62)[:2] for part in index]
     lengths = [stop - start for start, stop in bounds]
@@ -160,7 +160,7 @@ class _Budget:
 
 
 def _read_leaf(
-    read: Callable[..., np.ndarray], folder: Source, tensor: layout.ModelTensor, like: Any, budget: _Budget
+    read: Callable[..., np.ndarray], folder: TensorFiles, tensor: layout.ModelTensor, like: Any, budget: _Budget
 ) -> jax.Array:
     """Reads this process's shards of one leaf. A shard that several devices hold is read once."""
     devices: dict[tuple, list] = {}

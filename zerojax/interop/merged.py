@@ -58,7 +58,7 @@ class _Leaf:
         return found if dtype is None else found.astype(dtype)
 
 
-def _read(source: folder_lib.Source, tensor: layout.ModelTensor) -> np.ndarray:
+def _read(source: folder_lib.TensorFiles, tensor: layout.ModelTensor) -> np.ndarray:
     """Returns a whole weight in float32."""
     index = tuple(slice(0, size) for size in tensor.leaf_shape)
     return folder_lib.read_shard(source, tensor, index, np.dtype(np.float32))

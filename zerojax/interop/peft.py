@@ -103,14 +103,14 @@ def start(
     return opened, dataclasses.replace(opened.chosen, lora=own)
 
 
-def linear(family: family_lib.Family, model: Any) -> dict[str, targets.Linear]:
+def linear(family: family_lib.Family, model: Any) -> dict[str, targets.LinearModule]:
     """Returns a model's linear modules by path, with their names in transformers."""
     found = {}
     for tensor in layout.tensors(family, model):
         path, _, last = tensor.path.rpartition("/")
         if last == targets.KERNEL and tensor.entry.inputs:
             is_output = path == family.heads
-            found[path] = targets.Linear(_module(tensor.name), tensor.leaf_shape, tensor.entry.inputs, is_output)
+            found[path] = targets.LinearModule(_module(tensor.name), tensor.leaf_shape, tensor.entry.inputs, is_output)
     return found
 
 
@@ -297,7 +297,9 @@ def read_leaves(adapter: Adapter, abstract: Mapping[str, Any]) -> dict[str, jax.
     return folder_lib.read_leaves(adapter, tensors, {path: abstract[path] for path in tensors})
 
 
-def _with_targets(lora: settings.Lora, known: Mapping[str, targets.Linear], adapted: tuple[str, ...]) -> settings.Lora:
+def _with_targets(
+    lora: settings.Lora, known: Mapping[str, targets.LinearModule], adapted: tuple[str, ...]
+) -> settings.Lora:
     """Returns the settings with targets that mean the modules whose tensors the folder holds."""
     if lora.target_modules is not None and lora.target_modules != settings.ALL_LINEAR:
         meant = [path for path, found in known.items() if settings.matches(lora.target_modules, found.name)]

@@ -28,7 +28,7 @@ RNG = "lora"  # the name of Linen's random stream for dropout
 _key: contextvars.ContextVar[Any] = contextvars.ContextVar("zerojax_lora_key", default=None)
 
 
-def find(function: Callable[..., Any], params: Any, *args: Any) -> dict[str, targets_lib.Linear]:
+def find(function: Callable[..., Any], params: Any, *args: Any) -> dict[str, targets_lib.LinearModule]:
     """Returns the linear modules that `function(params, *args)` calls, by path. Computes nothing.
 
     Args:
@@ -36,7 +36,7 @@ def find(function: Callable[..., Any], params: Any, *args: Any) -> dict[str, tar
       params: its weights, abstract or not.
       *args: example inputs.
     """
-    found: dict[str, targets_lib.Linear] = {}
+    found: dict[str, targets_lib.LinearModule] = {}
 
     def note(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
         module = context.module
@@ -45,7 +45,7 @@ def find(function: Callable[..., Any], params: Any, *args: Any) -> dict[str, tar
         if inputs is not None and module.scope is not None and module.scope.has_variable("params", KERNEL):
             kernel = module.scope.get_variable("params", KERNEL)
             path = "/".join(module.path)
-            found[path] = targets_lib.Linear(path.replace("/", "."), tuple(kernel.shape), inputs)
+            found[path] = targets_lib.LinearModule(path.replace("/", "."), tuple(kernel.shape), inputs)
         return result
 
     plain = getattr(function, "__wrapped__", function) if hasattr(function, "lower") else function

@@ -69,10 +69,10 @@ def _coded(module: Any, x: jax.Array) -> jax.Array:
     return linen.multiply(x, stored, inputs, module.dtype, None if bias is None else bias[...])
 
 
-def _linear(path: str, module: Any) -> targets_lib.Linear:
+def _linear(path: str, module: Any) -> targets_lib.LinearModule:
     inputs = _inputs_of(module)
     assert inputs is not None
-    return targets_lib.Linear(path.replace("/", "."), tuple(module.kernel.shape), inputs)
+    return targets_lib.LinearModule(path.replace("/", "."), tuple(module.kernel.shape), inputs)
 
 
 def _inputs_of(module: Any) -> int | None:

@@ -14,7 +14,7 @@ from zerojax.ops import quantized
 A, B, KERNEL = settings.A, settings.B, "kernel"
 
 
-class Linear(NamedTuple):
+class LinearModule(NamedTuple):
     """A linear module: its name for the user, its kernel's shape, how many leading dims of that are inputs, whether it is the output."""
 
     name: str
@@ -40,7 +40,7 @@ class Targets:
     """
 
     lora: settings.Lora
-    linear: Mapping[str, Linear]
+    linear: Mapping[str, LinearModule]
     adapted: tuple[str, ...]
     saved: tuple[str, ...] = ()
 
@@ -77,7 +77,7 @@ class Targets:
 
 def choose(
     lora: settings.Lora,
-    linear: Mapping[str, Linear],
+    linear: Mapping[str, LinearModule],
     weights: Iterable[str] = (),
     name_of: Mapping[str, str] | None = None,
 ) -> Targets:
@@ -124,7 +124,7 @@ def choose(
     return Targets(lora, linear, adapted, tuple(saved))
 
 
-def _is_meant(lora: settings.Lora, found: Linear) -> bool:
+def _is_meant(lora: settings.Lora, found: LinearModule) -> bool:
     wanted = lora.target_modules
     is_meant = (
         not found.is_output if wanted is None or wanted == settings.ALL_LINEAR else settings.matches(wanted, found.name)
