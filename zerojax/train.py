@@ -64,9 +64,10 @@ def main() -> None:
             config = config_lib.from_dict(command.parse(sys.argv))
             start_up.keep_every_program()
             if pinned := program_lib.most_pinned_bytes(config):
-                start_up.size_pinned_pool(budget.pool_size_gb(pinned / (_NUM_PROCESSES.value or 1)))
+                several = processes.find_cluster(*_joined_by())
+                start_up.size_pinned_pool(budget.pool_size_gb(pinned / (several.num_processes if several else 1)))
             emulated = devices.emulate_cpu_devices(config.emulate_devices)
-            processes.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+            processes.initialize(*_joined_by())
             if emulated:
                 say(f"no accelerator found: emulating {jax.local_device_count()} CPU devices")
             folder = _choose_workdir()
@@ -77,6 +78,11 @@ def main() -> None:
         if end.is_stopped and stop.cause != signals.SIGNAL:
             processes.leave(2, f"zerojax: {stop.cause}: stopped at step {end.step}, saved; the same command resumes")
         processes.leave(0)
+
+
+def _joined_by() -> tuple[str | None, int | None, int | None]:
+    """Returns the three flags that join processes."""
+    return _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
 
 
 def train(config: config_lib.Config, folder: pathlib.Path, stop: signals.StopSignal | None = None) -> loop.End:

@@ -1,11 +1,13 @@
 """Reads a command's arguments. This module turns every wrong argument, and every UserError of a command, into one line and status 2."""
 
 import argparse
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from zerojax.errors import UserError
+from zerojax.launch.cluster import agent, attempt, hosts, verdict
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -30,3 +32,58 @@ def run(command: Callable[[], int | None]) -> NoReturn:
         print("zerojax: interrupted", file=sys.stderr, flush=True)
         status = 130
     sys.exit(status)
+
+
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that choose hosts and GPUs, with DeepSpeed's names and meanings."""
+    parser.add_argument("--hostfile", help=f'lines "worker-1 slots=8" ({hosts.HOSTFILE}, if it exists)')
+    parser.add_argument("--include", default="", help="hosts and slots to use, as in worker-0@worker-1:0,2")
+    parser.add_argument("--exclude", default="", help="hosts and slots not to use")
+    parser.add_argument("--num_nodes", type=int, help="hosts to use, the first ones (all)")
+    parser.add_argument("--num_gpus", type=int, help="GPUs of each host, the first ones (all); without GPUs: processes")
+    parser.add_argument("--gpus_per_process", type=int, default=1, help="GPUs of a process (1); 0: one process a host")
+    parser.add_argument("--coordinator", default="", help="HOST[:PORT] of process 0, if it is not found")
+    parser.add_argument(
+        "--python", default=sys.executable, help="the interpreter on other hosts (the same path as here)"
+    )
+    parser.add_argument("--ssh_options", default="", help='arguments of ssh, as in "-p 2222 -i ~/.ssh/cluster"')
+
+
+def order(given: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str]) -> attempt.Order:
+    """Returns what is to run where, by the options of `add_hosts` and, where the parser has them, of `zerojax launch`.
+
+    Raises:
+      UserError: an option is wrong.
+    """
+    here = agent.gpus(environ) or [str(index) for index in range(max(1, given.num_gpus or 1))]
+    chosen = hosts.choose(
+        hosts.read(given.hostfile, here),
+        include=given.include,
+        exclude=given.exclude,
+        num_nodes=given.num_nodes,
+        num_gpus=given.num_gpus,
+    )
+    if given.gpus_per_process < 0:
+        raise UserError(f"--gpus_per_process: must be 0 or more, and is {given.gpus_per_process}")
+    hosts.ranks(chosen, given.gpus_per_process)
+    try:
+        ssh_options = shlex.split(given.ssh_options)
+    except ValueError as error:
+        raise UserError(f"--ssh_options: {error}; quote it as a shell would") from error
+    names = ("log_dir", "max_restarts", "min_nodes", "rejoin_seconds", "grace_seconds")
+    more = {name: getattr(given, name) for name in names if hasattr(given, name)}
+    for name, value in more.items():
+        if name != "log_dir" and not 0 <= value < float("inf"):
+            raise UserError(f"--{name}: must be 0 or more, and is {value}")
+    if more.get("min_nodes", 0) > len(chosen):
+        raise UserError(f"--min_nodes: is {more['min_nodes']}, and the run has {len(chosen)} hosts; lower it")
+    return attempt.Order(
+        command=command,
+        hosts=chosen,
+        per_process=given.gpus_per_process,
+        coordinator=given.coordinator,
+        python=given.python,
+        ssh_options=ssh_options,
+        limits=verdict.read_limits(getattr(given, "limits", "")),
+        **more,
+    )

@@ -1,12 +1,14 @@
 """Ends a command in one line if it is stopped while it starts. This module is imported before the others, which take seconds.
 
-It does nothing where zerojax is imported as a library.
+Where zerojax is imported as a library it only starts the heartbeat that `zerojax launch` asks for.
 """
 
 import os
 import signal
 import sys
 from types import FrameType
+
+from zerojax.launch import watch
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 INTERRUPTED = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped by SIGTERM", signal.SIGHUP: "stopped by SIGHUP"}
@@ -39,6 +41,7 @@ def _end(number: int, frame: FrameType | None) -> None:
     os._exit(status(number))
 
 
+watch.begin()
 if _is_command():
     for _number in filter(listens_for, STOPS):
         signal.signal(_number, _end)

@@ -54,6 +54,57 @@ class Cluster:
     process_id: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """What `zerojax launch` says to a process that it starts.
+
+    Attributes:
+      cluster: the processes of this attempt.
+      full_processes: the processes of an attempt on all hosts. There are fewer if a restart lacks hosts.
+      attempt: the number of restarts before.
+      run_id: names the run. All its attempts share it, and one begins only when the processes of the one before have ended.
+    """
+
+    cluster: Cluster
+    full_processes: int
+    attempt: int
+    run_id: str
+
+
+def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
+    """Returns what `zerojax launch` says to this process, or None if it did not start it.
+
+    Raises:
+      UserError: its variables are incomplete or no numbers.
+    """
+    if "ZEROJAX_COORDINATOR" not in environ:
+        return None
+    try:
+        numbers = [
+            int(environ[f"ZEROJAX_{name}"]) for name in ("NUM_PROCESSES", "PROCESS_ID", "FULL_PROCESSES", "ATTEMPT")
+        ]
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"launch: the variables ZEROJAX_... are not those of zerojax launch ({errors.first_line(error)}); unset them"
+        ) from error
+    cluster = _checked(environ["ZEROJAX_COORDINATOR"], numbers[0], numbers[1])
+    assert cluster is not None
+    return Launched(cluster, numbers[2], numbers[3], environ.get("ZEROJAX_RUN_ID", ""))
+
+
+def find_cluster(
+    coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
+) -> Cluster | None:
+    """Returns the processes of this run by three flags or else by `zerojax launch`; None if neither says, or there is one alone.
+
+    Raises:
+      UserError: some but not all three arguments are set, or one is out of range.
+    """
+    cluster = _checked(coordinator, num_processes, process_id)
+    started = None if cluster else launched()
+    return cluster if started is None else started.cluster if started.cluster.num_processes > 1 else None
+
+
 def initialize(
     coordinator: str | None = None,
     num_processes: int | None = None,
@@ -61,22 +112,26 @@ def initialize(
     *,
     timeout_seconds: int = CONNECT_SECONDS,
 ) -> None:
-    """Joins this process to its run, by the three arguments, or else by Slurm, Open MPI or Kubernetes.
+    """Joins this process to its run, by the three arguments, or else by `zerojax launch`, Slurm, Open MPI or Kubernetes.
 
-    Does nothing if there are no arguments and no scheduler started several processes.
+    Does nothing if there are no arguments, and neither the launcher nor a scheduler started several processes.
 
     Raises:
       UserError: some but not all three arguments are set, one is out of range, the port of process 0 is in use, or nothing
         answers at `coordinator` within `timeout_seconds`.
     """
-    cluster = _checked(coordinator, num_processes, process_id)
-    scheduler = None if cluster else detect_scheduler(os.environ)
+    cluster = find_cluster(coordinator, num_processes, process_id)
+    scheduler = None if cluster or launched() else detect_scheduler(os.environ)
     if not cluster and not scheduler:
         return
     sys.excepthook = _leave_after
     jax.config.update("jax_enable_preemption_service", False)
     bounds: dict[str, Any] = {"initialization_timeout": timeout_seconds, "heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
-    who = f"process {process_id} of {num_processes} at {coordinator}" if cluster else f"this {scheduler} task"
+    who = (
+        f"process {cluster.process_id} of {cluster.num_processes} at {cluster.coordinator}"
+        if cluster
+        else f"this {scheduler} task"
+    )
     with _prints_if_waiting(f"{who}: still waiting for the others; gives up after {timeout_seconds} s"):
         if cluster:
             address = _connect(cluster, timeout_seconds)

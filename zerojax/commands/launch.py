@@ -1,0 +1,69 @@
+"""Starts a command on every GPU of one or several hosts. This module is the command line `zerojax launch`, with DeepSpeed's options.
+
+zerojax launch -- python -m zerojax.train --config configs/zero3.py --workdir runs/a                          this host
+zerojax launch --hostfile hosts --max_restarts 5 --log_dir logs -- python -m zerojax.train ...                 several, by ssh
+zerojax launch --hostfile hosts --include worker-0@worker-1:0,2 -- python train.py                             some of their GPUs
+"""
+
+import argparse
+import os
+import re
+import sys
+
+from zerojax.commands import arguments
+from zerojax.errors import UserError
+from zerojax.launch.cluster import supervisor
+
+
+def main() -> None:
+    """Runs the command and ends with the status of its first failed process, or 0. Wrong arguments end with one line and status 2."""
+    arguments.run(_launch)
+
+
+def _launch() -> int:
+    given = _parse(sys.argv[1:])
+    command = given.command[1:] if given.command[:1] == ["--"] else given.command
+    if not command:
+        raise UserError(
+            "no command; give it after --, as in: zerojax launch --num_gpus 2 -- python -m zerojax.train ..."
+        )
+    order = arguments.order(given, command, os.environ)
+    if given.max_restarts and _trains(command) and not any(re.match("--?workdir($|=)", word) for word in command):
+        raise UserError(
+            "--max_restarts: a restart resumes from the checkpoints in --workdir, which the command lacks; name a folder"
+        )
+    return supervisor.Supervisor(order).run()
+
+
+def _trains(command: list[str]) -> bool:
+    return "zerojax.train" in command or [os.path.basename(word) for word in command[:1]] + command[1:2] == [
+        "zerojax",
+        "train",
+    ]
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = arguments.OneLineParser(
+        prog="zerojax launch",
+        usage="python -m zerojax.commands.launch [options] -- COMMAND",
+        description="Starts COMMAND once for each GPU. Output lines begin with [host:rank].",
+    )
+    arguments.add_hosts(parser)
+    parser.add_argument(
+        "--log_dir", default="", help="folder for the output of each process, HOST_RANK.log, on its host"
+    )
+    parser.add_argument(
+        "--max_restarts", type=int, default=0, help="restarts after a failure, from the last checkpoint"
+    )
+    parser.add_argument("--min_nodes", type=int, default=0, help="hosts that are enough to go on with (all)")
+    parser.add_argument("--rejoin_seconds", type=float, default=60.0, help="how long a restart waits for all hosts")
+    parser.add_argument("--grace_seconds", type=float, default=10.0, help="from SIGTERM to SIGKILL after a failure")
+    parser.add_argument(
+        "--limits", default="", help="seconds without progress by phase, as in step=300,compile=7200,silent=60; 0: none"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Tells the launcher how far this process is. This module writes a heartbeat every second: step, phase, and the main thread's stack.
+
+`zerojax launch` names the file in ZEROJAX_HEARTBEAT. Without that variable nothing is written. A thread writes, and uses no JAX, so the
+heartbeat goes on while the main thread waits for devices, and ends when the process is stopped or killed.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+
+BEAT_SECONDS = 1.0
+BEAT_BYTES = 4096  # of the file, which is written once and then overwritten, so that a full disk does not matter
+FRAMES = 12  # of the stack, the innermost first
+VARIABLE = "ZEROJAX_HEARTBEAT"
+STACK_SIGNAL = int(getattr(signal, "SIGRTMIN", 34)) + 7  # `agent.STACK_SIGNAL`; the agent imports nothing of ours
+
+# Phases in which the main thread does not come by for long have limits of their own: `verdict.LIMITS`.
+START, DATA, COMPILE, RESTORE, STEP, EVALUATE, CHECKPOINT, RESULTS = (
+    "start",
+    "data",
+    "compile",
+    "restore",
+    "step",
+    "evaluation",
+    "checkpoint",
+    "results",
+)
+
+# What the thread reads. `at` replaces it at once, so the three belong together.
+_position: tuple[int, str, int] | None = None  # (advances, phase, step)
+
+
+def begin() -> None:
+    """Starts the heartbeat if the launcher asked for one. Children of this process do not inherit it."""
+    path = os.environ.pop(VARIABLE, None)
+    if path is None:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        dumps = open(path + ".stack", "w")  # noqa: SIM115  open until the process ends
+        faulthandler.register(STACK_SIGNAL, dumps, all_threads=True)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        threading.Thread(target=_beat, args=(file,), name="heartbeat", daemon=True).start()
+
+
+def at(phase: str, step: int | None = None) -> None:
+    """Says that the main thread begins a phase, of the given step if there is one. Costs less than a microsecond."""
+    global _position
+    advances, _, before = _position or (0, "", 0)
+    _position = (advances + 1, phase, before if step is None else step)
+
+
+def _beat(file: int) -> None:
+    """Writes the heartbeat until the process ends."""
+    count, main, over = 0, threading.main_thread().ident, threading.Event()
+    while True:
+        count += 1
+        frame = sys._current_frames().get(main or 0)
+        said = {"count": count, "pid": os.getpid(), "dumps": True, "stack": _stack(frame)}
+        if _position is not None:
+            said["advances"], said["phase"], said["step"] = _position
+        line = json.dumps(said).encode()
+        with contextlib.suppress(OSError):
+            os.pwrite(file, line[: BEAT_BYTES - 1].ljust(BEAT_BYTES - 1) + b"\n", 0)
+        over.wait(BEAT_SECONDS)
+
+
+def _stack(frame: FrameType | None) -> list[str]:
+    """Returns the innermost frames, as "file:line in function"."""
+    found: list[str] = []
+    while frame is not None and len(found) < FRAMES:
+        folder, name = os.path.split(frame.f_code.co_filename)
+        found.append(f"{os.path.basename(folder)}/{name}:{frame.f_lineno} in {frame.f_code.co_name}"[:200])
+        frame = frame.f_back
+    return found
