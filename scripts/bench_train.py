@@ -177,9 +177,8 @@ def command(setting: Setting, folder: pathlib.Path, steps: int) -> list[str]:
     train = [sys.executable, "-m", "zerojax.train", "--config", str(where), "--workdir", str(folder), *flags]
     if setting.processes == 1:
         return train
-    script, logs = str(ROOT / "scripts" / "launch_local.py"), str(folder.with_suffix(".logs"))
-    several = ["--processes", str(setting.processes), "--gpus_per_process", "1", "--log_dir", logs]
-    return [sys.executable, script, *several, "--", *train]
+    several = ["--num_gpus", str(setting.processes), "--log_dir", str(folder.with_suffix(".logs"))]
+    return [sys.executable, "-m", "zerojax.commands.launch", *several, "--", *train]
 
 
 def environment(setting: Setting, environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,6 +1,7 @@
-"""Checks runs of several processes, each with emulated devices. This module tests the trainer under scripts/launch_local.py."""
+"""Checks runs of several processes, each with emulated devices. This module tests the trainer under `zerojax launch`."""
 
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,6 @@ import runs
 
 SUM_ORDER = 1e-6  # relative: the same float32 sums over eight devices, four of them in another process
 TEXT = {**runs.EVALUATED, "data__name": "python_stdlib", "evaluate__every": 3}
-SCRIPT = runs.ROOT / "scripts" / "launch_local.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache_dir")]
 
@@ -21,7 +21,7 @@ def start(cache: pathlib.Path, folder: pathlib.Path, **changes) -> subprocess.Po
     """Starts two processes of four devices."""
     trainer = [sys.executable, "-m", "zerojax.train", *runs.flags(emulate_devices=4, **changes), f"--workdir={folder}"]
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), "--processes=2", "--", *trainer],
+        [sys.executable, "-m", "zerojax.commands.launch", "--num_gpus=2", "--", *trainer],
         cwd=runs.ROOT,
         env=runs.environment(cache),
         stdout=subprocess.PIPE,
@@ -89,9 +89,6 @@ def test_bad_input_ends_both_with_status_2(cache_dir, tmp_path):
     assert launcher.returncode == 2 and "zerojax: config.global_batch_size: 12 does not fit" in out
 
 
-# --- ends: no process holds its machine after another's end, and none ends with the stack trace of XLA
-
-SOON = 10.0  # seconds in which all processes are gone after the first one failed
 AT_STEP_3 = """
 from zerojax.data import feed
 following, taken = feed.Feed.next, []
@@ -102,6 +99,35 @@ def next_batch(streams):
     return following(streams)
 feed.Feed.next = next_batch
 """
+KILLED = """
+import os, sys
+from zerojax import train
+{at_step_3}
+def fail():
+    if os.environ["ZEROJAX_ATTEMPT"] == "0" and os.environ["ZEROJAX_PROCESS_ID"] == "0":
+        os.kill(os.getpid(), 9)
+train.main()
+"""
+
+
+def test_a_run_whose_process_0_is_killed_resumes_by_itself_with_the_same_losses(
+    cache_dir, tmp_path, stdlib_dir, one_process
+):
+    text = runs.flags(emulate_devices=4, checkpoint__every=1, **TEXT, data__dir=str(stdlib_dir))
+    trainer = [sys.executable, "-c", KILLED.format(at_step_3=AT_STEP_3), *text, f"--workdir={tmp_path}"]
+    command = [sys.executable, "-m", "zerojax.commands.launch", "--num_gpus=2", "--max_restarts=1", "--", *trainer]
+    done = subprocess.run(
+        command, cwd=runs.ROOT, env=runs.environment(cache_dir), capture_output=True, text=True, timeout=runs.LIMIT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 0 on localhost" in done.stderr and "ended with SIGKILL" in done.stderr
+    assert re.search("starts at step [12] of 6", done.stdout) and "restart 1 of 1" in done.stderr
+    assert_same(tmp_path, one_process)
+
+
+# --- ends: no process holds its machine after another's end, and none ends with the stack trace of XLA
+
+SOON = 10.0  # seconds in which all processes are gone after the first one failed
 FAILED_SAVE = """
 from zerojax.checkpoint import files
 def read_back(directory, step, card):

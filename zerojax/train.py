@@ -24,7 +24,7 @@ from zerojax.data import batches, feed, source
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits, tasks
 from zerojax.errors import UserError
-from zerojax.launch import devices, ending, processes, signals, start_up
+from zerojax.launch import devices, ending, processes, signals, start_up, watch
 from zerojax.plan import report as plan_report
 from zerojax.plan import step_plan
 from zerojax.profile import profiler
@@ -59,6 +59,7 @@ def main() -> None:
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # the checkpointer reports a failed write, once
     sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
     with signals.StopSignal(has_state=False) as stop:
+        watch.at(watch.START)
         ending.guard_streams(functools.partial(_unheard, stop))
         try:
             config = config_lib.from_dict(command.parse(sys.argv))
@@ -70,6 +71,7 @@ def main() -> None:
             processes.initialize(*_joined_by())
             if emulated:
                 say(f"no accelerator found: emulating {jax.local_device_count()} CPU devices")
+            config = _refit(config)
             folder = _choose_workdir()
             with workdir.held(folder):
                 end = train(config, folder, stop)
@@ -83,6 +85,20 @@ def main() -> None:
 def _joined_by() -> tuple[str | None, int | None, int | None]:
     """Returns the three flags that join processes."""
     return _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
+
+
+def _refit(config: config_lib.Config) -> config_lib.Config:
+    """Returns the config for the processes there are. A restart of `zerojax launch` may lack hosts."""
+    started = processes.launched()
+    if started is None or started.full_processes == started.cluster.num_processes:
+        return config
+    devices_now = jax.device_count()
+    fitted = config_lib.refit(config, devices_now, jax.local_device_count() * started.full_processes)
+    batch = f"{fitted.global_batch_size} = {fitted.micro_batch_size} x {fitted.grad_accum} passes"
+    say(
+        f"hosts are missing: mesh.replica={fitted.mesh.replica}, mesh.data={fitted.mesh.data}; the global batch stays {batch}"
+    )
+    return fitted
 
 
 def train(config: config_lib.Config, folder: pathlib.Path, stop: signals.StopSignal | None = None) -> loop.End:
@@ -104,6 +120,7 @@ def train(config: config_lib.Config, folder: pathlib.Path, stop: signals.StopSig
             return end
         if end.step in saver.steps():
             stop.ends_at_once("the training is done and saved; the same command writes the results")
+        watch.at(watch.RESULTS)
         saver.close()
         streams.close()
         _write_results(config, program, tokenizer, end.state, folder)
@@ -159,6 +176,7 @@ class Prepared(NamedTuple):
 
 def prepare(config: config_lib.Config, folder: pathlib.Path) -> Prepared:
     """Checks a run's settings, its folder and its data, and opens both. Compiles nothing and allocates nothing on devices."""
+    watch.at(watch.DATA)
     _check_folder(config, folder)
     for line in effects.unread(config):
         say(line)
@@ -176,7 +194,9 @@ def prepare(config: config_lib.Config, folder: pathlib.Path) -> Prepared:
         repeated = f"an evaluation reads the text of config.data.eval_split {streams.times:.1f} times"
         say(f"config.evaluate.batches={config.evaluate.batches} is more than there is: {repeated}")
     keep = config.checkpoint
-    saver = checkpointer.Checkpointer(folder / workdir.CHECKPOINTS, keep_last=keep.keep_last, keep_best=keep.keep_best)
+    saver = checkpointer.Checkpointer(
+        folder / workdir.CHECKPOINTS, keep_last=keep.keep_last, keep_best=keep.keep_best, run_id=processes.run_id()
+    )
     ending.before_end(lambda *_: saver.unlock())
     fingerprints = streams.fingerprints()
     start = resume.find(program, saver, streams, fingerprints, folder)
@@ -286,6 +306,7 @@ def _compile(
     program: program_lib.Program, recorder: recorder_lib.Recorder, folder: pathlib.Path, start: resume.Start
 ) -> step_plan.Plan:
     """Compiles the step and returns its plan. Prints the plan, and compares it with the measured peak after the first steps."""
+    watch.at(watch.COMPILE)
     with start_up.without_collector():
         plan = memory_guard.compile_step(program)
     recorder.say(f"compiled in {plan.compile_seconds:.1f} s; {plan_report.verdict(plan)}")
@@ -322,6 +343,7 @@ def _first_state(
     recorder: recorder_lib.Recorder,
 ) -> Any:
     """Initialises the state with its shardings or restores it, and writes the config: the folder now belongs to this run."""
+    watch.at(watch.RESTORE)
     if start.saved is None:
         with start_up.without_collector():
             state = program_lib.init_state(program)

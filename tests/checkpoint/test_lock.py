@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import socket
+import threading
 import time
 
 import file_systems
@@ -77,6 +78,31 @@ def test_the_lock_of_another_host_is_refused_with_the_way_to_remove_it(tmp_path)
     os.utime(path, (time.time() - lock.SILENT_SECONDS - 1,) * 2)
     with held(path):
         assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_a_restart_of_the_same_run_takes_the_lock_of_another_host_over(tmp_path):
+    path = tmp_path / ".lock"
+    left_by_a_dead_process(path, host="node7", pid=12, run="abc")
+    assert "on node7" in refusal(path)
+    taken = lock.take(path, "the folder", "choose another", run_id="abc")
+    assert json.loads(path.read_text())["run"] == "abc"
+    taken.release()
+    left_by_a_dead_process(path, host="node7", pid=12, run="")
+    assert "on node7" in refusal(path)  # no run id is no run in common
+
+
+def test_a_restart_waits_for_a_file_server_that_still_holds_its_lock(tmp_path, monkeypatch):
+    path = tmp_path / ".lock"
+    first = lock.take(path, "the folder", "choose another", run_id="abc")
+    release = threading.Timer(0.3, first.release)
+    release.start()
+    lock.take(path, "the folder", "choose another", run_id="abc").release()
+    release.join()
+    monkeypatch.setattr(lock, "LINGER_SECONDS", 0.0)
+    with held(path):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "run": "abc"}))
+        with pytest.raises(UserError, match="has held it since"):
+            lock.take(path, "the folder", "choose another", run_id="abc")
 
 
 def test_a_process_touches_its_lock(tmp_path, monkeypatch):

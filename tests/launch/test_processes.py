@@ -1,32 +1,26 @@
-"""Checks how processes join, stop and end. This module tests zerojax.launch.processes and scripts/launch_local.py."""
+"""Checks how processes join, stop and end. This module tests zerojax.launch.processes."""
 
 import contextlib
-import pathlib
-import signal
+import os
 import socket
-import subprocess
-import sys
 import time
 
+import launches
 import programs
 import pytest
 
 from zerojax.errors import UserError
 from zerojax.launch import processes
 
-ROOT = pathlib.Path(__file__).parents[2]
 PROCESSES, DEVICES = 2, 4
 
 JOIN = f"""
-import argparse, os, signal, sys, time
+import os, signal, sys, time
 from zerojax.launch import devices, processes, signals
 import jax, numpy as np
-parser = argparse.ArgumentParser()
-for flag, kind in (("--coordinator", str), ("--num_processes", int), ("--process_id", int)):
-    parser.add_argument(flag, type=kind)
-flags = parser.parse_args()
 assert devices.emulate_cpu_devices({DEVICES})
-processes.initialize(**vars(flags), timeout_seconds=60)
+processes.initialize(timeout_seconds=60)
+process_id = jax.process_index()
 """
 SUM = """
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
@@ -39,34 +33,19 @@ processes.barrier("summed")
 STOP = """
 with signals.StopSignal() as stop:
     for step in range(1000):
-        if flags.process_id == 1 and step == 5:
+        if process_id == 1 and step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.01 * flags.process_id)  # the processes are out of step
+        time.sleep(0.01 * process_id)  # the processes are out of step
         if stop.agreed():
             break
-print(f"stopped {step} {signals.agreed(flags.process_id == 1)} {signals.agreed(False)}", flush=True)
+print(f"stopped {step} {signals.agreed(process_id == 1)} {signals.agreed(False)}", flush=True)
 """
 FAIL = """
-if flags.process_id == 1:
+if process_id == 1:
     print("giving up", flush=True)
     processes.leave(7)
 processes.barrier("never")
 """
-
-
-def launcher(program: str, *options: str) -> list[str]:
-    script = ROOT / "scripts" / "launch_local.py"
-    return [sys.executable, str(script), *options, "--", sys.executable, "-c", program]
-
-
-def launch_local(program: str, *options: str, **variables: str) -> subprocess.CompletedProcess:
-    command, env = launcher(program, *options), programs.environment(**variables)
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=programs.LIMIT)
-
-
-def lines_of(output: str, index: int) -> list[str]:
-    prefix = f"[{index}] "
-    return [line.removeprefix(prefix) for line in output.splitlines() if line.startswith(prefix)]
 
 
 @contextlib.contextmanager
@@ -154,6 +133,36 @@ def test_a_scheduler_that_jax_cannot_join_is_an_error_of_one_line():
     assert last.startswith("zerojax.errors.UserError: launch: this Open MPI task could not join the others (")
 
 
+LAUNCHED = {
+    "ZEROJAX_COORDINATOR": "node0:1234",
+    "ZEROJAX_NUM_PROCESSES": "4",
+    "ZEROJAX_PROCESS_ID": "3",
+    "ZEROJAX_FULL_PROCESSES": "8",
+    "ZEROJAX_ATTEMPT": "2",
+    "ZEROJAX_RUN_ID": "abc",
+}
+
+
+def test_the_launcher_provides_all_settings_and_flags_come_first(monkeypatch):
+    assert processes.launched({}) is None and processes.run_id() == ""
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    cluster = processes.Cluster("node0:1234", 4, 3)
+    assert processes.launched() == processes.Launched(cluster, full_processes=8, attempt=2, run_id="abc")
+    assert processes.find_cluster() == cluster and processes.run_id() == "abc"
+    assert processes.find_cluster("other:1", 2, 0) == processes.Cluster("other:1", 2, 0)
+    monkeypatch.setenv("ZEROJAX_NUM_PROCESSES", "1")
+    monkeypatch.setenv("ZEROJAX_PROCESS_ID", "0")
+    assert processes.find_cluster() is None  # one process needs no other
+
+
+@pytest.mark.parametrize("name, value", [("ATTEMPT", "x"), ("ATTEMPT", None), ("PROCESS_ID", "4")])
+def test_variables_that_are_not_the_launchers_are_an_error(name, value):
+    environ = {**LAUNCHED, f"ZEROJAX_{name}": value}
+    with pytest.raises(UserError, match=r"ZEROJAX_|--process_id"):
+        processes.launched({key: value for key, value in environ.items() if value is not None})
+
+
 # --- one process
 
 
@@ -165,134 +174,33 @@ def test_a_single_process_does_not_wait_and_is_the_primary_one():
 # --- several processes
 
 
-def test_two_processes_sum_over_all_devices_and_stop_at_the_same_step():
-    done = launch_local(JOIN + SUM + STOP, "--processes", str(PROCESSES), JAX_PLATFORMS="cpu")
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.fixture
+def plain(monkeypatch):
+    """Removes the settings of our tests from the environment of started processes."""
+    for name in set(os.environ) - set(programs.environment()):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", str(programs.ROOT))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+
+def test_two_processes_sum_over_all_devices_and_stop_at_the_same_step(capfd, plain):
+    done = launches.launch(capfd, JOIN + SUM + STOP, processes=PROCESSES)
+    assert done.status == 0, done.out + done.err
     total = PROCESSES * DEVICES
     stops = set()
     for index, rank in enumerate(("primary", "other")):
-        lines = lines_of(done.stdout, index)
+        lines = done.lines(index)
         summed = f"psum {total * (total - 1) / 2} {total} x cpu (emulated), {PROCESSES} processes {rank}"
-        assert summed in lines, done.stdout
+        assert summed in lines, done.out
         stops |= {line for line in lines if line.startswith("stopped")}
     assert stops == {"stopped 6 True False"}
 
 
-def test_a_process_that_failed_ends_at_once_and_the_rest_with_it():
+def test_a_process_that_failed_ends_at_once_and_the_rest_with_it(capfd, plain):
     began = time.monotonic()
-    done = launch_local(JOIN + FAIL, "--processes", "2", "--grace_seconds", "1", JAX_PLATFORMS="cpu")
-    assert "giving up" in lines_of(done.stdout, 1)
-    assert done.returncode == 7 and time.monotonic() - began < programs.LIMIT / 4
-
-
-# --- scripts/launch_local.py
-
-SHOW = "import os, sys; print(os.environ.get('CUDA_VISIBLE_DEVICES'), *sys.argv[1:])"
-
-
-def test_each_process_gets_its_number_and_the_same_coordinator():
-    done = launch_local(SHOW, "--processes", "3", CUDA_VISIBLE_DEVICES="x")
-    words = [lines_of(done.stdout, index)[0].split() for index in range(3)]
-    assert done.returncode == 0 and len({line[2] for line in words}) == 1
-    for index, line in enumerate(words):
-        assert line[1] == "--coordinator" and line[2].startswith("127.0.0.1:")
-        assert line[0] == "x" and line[3:] == ["--num_processes", "3", "--process_id", str(index)]
-
-
-@pytest.mark.parametrize("visible, expected", [("4,5,6,7", ["4,5", "6,7"]), (None, ["0,1", "2,3"])])
-def test_each_process_sees_gpus_of_its_own(visible, expected, monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    done = launch_local(SHOW, "--processes", "2", "--gpus_per_process", "2", **variables)
-    assert [lines_of(done.stdout, index)[0].split()[0] for index in range(2)] == expected
-
-
-def test_too_few_gpus_and_no_command_are_errors_of_one_line():
-    few = launch_local(SHOW, "--processes", "2", "--gpus_per_process", "2", CUDA_VISIBLE_DEVICES="0,1,2")
-    assert few.returncode == 2 and "need 4 GPUs" in few.stderr.splitlines()[-1]
-    bare = subprocess.run(
-        [*launcher("")[:2], "--processes", "2"], capture_output=True, text=True, timeout=programs.LIMIT
-    )
-    assert bare.returncode == 2 and "no command" in bare.stderr.splitlines()[-1]
-
-
-def test_a_failed_process_ends_the_others_and_determines_the_status():
-    program = "import sys, time; sys.exit(5) if sys.argv[-1] == '1' else time.sleep(100)"
-    done = launch_local(program, "--processes", "3")
-    assert done.returncode == 5 and "process 1 ended with status 5" in done.stderr
-
-
-def test_a_process_that_ignores_sigterm_is_killed_after_the_grace():
-    program = (
-        "import os, signal, sys, time\n"
-        "if sys.argv[-1] == '0': signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf'); time.sleep(100)\n"
-        "time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    began = time.monotonic()
-    done = launch_local(program, "--processes", "2", "--grace_seconds", "0.5")
-    assert done.returncode == 128 + signal.SIGKILL and "process 1 ended with SIGKILL" in done.stderr
-    assert lines_of(done.stdout, 0) == ["deaf"] and time.monotonic() - began < programs.LIMIT / 4
-
-
-def test_with_a_log_dir_only_process_0_is_shown_and_a_failed_one_is_quoted(tmp_path):
-    program = "import sys; print('hello from', sys.argv[-1]); sys.exit(int(sys.argv[-1]) * 3)"
-    done = launch_local(program, "--processes", "2", "--log_dir", str(tmp_path / "logs"))
-    assert lines_of(done.stdout, 1) == [] and done.returncode == 3
-    assert (tmp_path / "logs" / "process_1.log").read_text() == "hello from 1\n"
-    assert "hello from 1" in done.stderr
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_reach_every_process_once_and_a_clean_end_is_status_0(number):
-    program = (
-        "import signal, time\nseen = []\n"
-        f"signal.signal({int(number)}, lambda number, frame: seen.append(number))\n"
-        "print('ready')\nwhile not seen: time.sleep(0.01)\n"
-        "time.sleep(0.3); print('seen', len(seen))"
-    )
-    command = launcher(program, "--processes", "2")
-    with subprocess.Popen(command, env=programs.environment(), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        head = [process.stdout.readline() for _ in range(2)]
-        assert sorted(head) == ["[0] ready\n", "[1] ready\n"]
-        process.send_signal(number)
-        rest = process.stdout.read()
-        assert process.wait(programs.LIMIT) == 0
-    assert sorted(rest.splitlines()) == ["[0] seen 1", "[1] seen 1"]
-
-
-def test_sigquit_kills_processes_that_would_not_end():
-    program = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready')\nwhile True: signal.pause()"
-    command = launcher(program, "--processes", "2")
-    with subprocess.Popen(
-        command, env=programs.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        for _ in range(2):
-            assert process.stdout.readline().endswith(b"ready\n")
-        process.send_signal(signal.SIGQUIT)
-        assert process.wait(10) == 128 + signal.SIGKILL
-        assert process.stdout.read() == b""  # which ends when both have gone
-
-
-def test_processes_of_a_killed_launcher_get_sigterm():
-    program = (
-        "import signal, sys\n"
-        "def end(*_): print('ended', flush=True); sys.exit()\n"
-        "signal.signal(signal.SIGTERM, end); print('ready', flush=True); signal.pause()"
-    )
-    with subprocess.Popen(
-        launcher(program, "--processes", "2"), env=programs.environment(), stdout=subprocess.PIPE
-    ) as process:
-        for _ in range(2):
-            assert process.stdout.readline().endswith(b"ready\n")
-        children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        process.kill()
-        process.wait(10)
-    assert len(children) == 2
-    deadline = time.monotonic() + 10
-    while any(pathlib.Path(f"/proc/{child}").exists() for child in children):
-        assert time.monotonic() < deadline, "a process outlived its launcher"
-        time.sleep(0.01)
+    done = launches.launch(capfd, JOIN + FAIL, grace_seconds=1)
+    assert "giving up" in done.lines(1)
+    assert done.status == 7 and time.monotonic() - began < programs.LIMIT / 4
 
 
 def test_processes_that_do_not_come_are_named():

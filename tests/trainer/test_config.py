@@ -203,6 +203,43 @@ def test_batch_sizes_obey_the_product_rule_wherever_it_can_be_solved(total, micr
         config_lib.batch_sizes(fixed, ways)  # the suggested size is valid
 
 
+@hypothesis.given(
+    micro=st.integers(1, 6),
+    accum=st.integers(1, 4),
+    hosts=st.integers(2, 6),
+    per_host=st.sampled_from([1, 2, 4]),
+    replica=st.sampled_from([1, 0]),
+    left=st.integers(1, 6),
+)
+def test_fewer_devices_keep_the_global_batch_and_take_no_more_sequences_at_once(
+    micro, accum, hosts, per_host, replica, left
+):
+    full, now = hosts * per_host, min(left, hosts) * per_host
+    copies = replica or hosts  # one copy, or one a host
+    config = runs.config(
+        global_batch_size=micro * accum * full, grad_accum=accum, mesh__replica=copies, mesh__data=full // copies
+    )
+    if config.global_batch_size % now:
+        with pytest.raises(UserError, match=f"{config.global_batch_size} cannot be kept on {now} of {full} devices"):
+            config_lib.refit(config, now, full)
+        return
+    found = config_lib.refit(config, now, full)
+    sizes = config_lib.batch_sizes(found, found.mesh.data * found.mesh.replica)
+    assert found.mesh.data * found.mesh.replica * found.mesh.model == now
+    assert sizes.global_batch_size == config.global_batch_size and sizes.micro_batch_size <= micro
+    assert replica or found.mesh.data == per_host  # a copy a host stays one
+    assert config_lib.refit(config, full, full) == config
+
+
+def test_a_refit_keeps_the_model_axis_and_derives_data():
+    config = runs.config(global_batch_size=8, mesh__model=2)
+    found = config_lib.refit(config, 4, 8)
+    assert (found.mesh.replica, found.mesh.data, found.mesh.model) == (1, 2, 2)
+    assert (found.micro_batch_size, found.grad_accum) == (2, 2)
+    with pytest.raises(UserError, match=r"mesh\.model=2"):
+        config_lib.refit(config, 3, 8)
+
+
 @pytest.mark.parametrize("value", [1.0, -0.1, 2.0])
 def test_averages_forget_at_a_rate_below_one(value):
     raw = importlib.import_module("configs.base").get_config()

@@ -43,19 +43,20 @@ class Checkpointer:
     ...     state, data_state = saver.restore(None, partition)  # of any stage and mesh
     """
 
-    def __init__(self, directory: str | os.PathLike, *, keep_last: int = 2, keep_best: int = 0):
+    def __init__(self, directory: str | os.PathLike, *, keep_last: int = 2, keep_best: int = 0, run_id: str = ""):
         """Opens or creates `directory`. The first save removes unfinished steps of killed saves.
 
         Args:
           directory: on a mounted file system. It may hold checkpoints, and nothing else.
           keep_last: the number of newest steps that a save leaves, 1 or more.
           keep_best: the number of steps with the lowest evaluation loss that it leaves in addition.
+          run_id: names the run if its former processes are known to have ended; their lock is then taken over.
 
         Raises:
           UserError: a number is out of range, or the directory cannot be written, or holds other files and no checkpoint.
         """
         self._keep_last, self._keep_best = _count("keep_last", keep_last, 1), _count("keep_best", keep_best, 0)
-        self.directory = step_files.open_directory(directory)
+        self.directory, self._run_id = step_files.open_directory(directory), run_id
         self._losses: dict[int, float] = {}
         self._saving, self._card = -1, ""  # the last step saved, and its run card
         self._is_sealed = True  # whether the last step saved is seen on disk, or failed
@@ -334,9 +335,8 @@ class Checkpointer:
         refusal = None
         if jax.process_index() == 0:
             try:
-                self._lock = lock_lib.take(
-                    self.directory / LOCK_FILE, str(self.directory), "save to another directory; any program may read"
-                )
+                way_out = "save to another directory; any program may read"
+                self._lock = lock_lib.take(self.directory / LOCK_FILE, str(self.directory), way_out, self._run_id)
             except UserError as error:
                 refusal = str(error)
         refusal = _first_over_processes(refusal)

@@ -1,7 +1,8 @@
 """Lets one process write a folder. This module takes a lock file, and tells who holds it.
 
 The kernel holds the lock (flock) until the process ends, however it ends. Hosts that share a file system do not always see each other's
-locks, so the file also names its process, and its time of change tells when that process was last alive.
+locks, so the file also names its process, and its time of change tells when that process was last alive. A launcher that restarts a run
+on other hosts has ended its processes before: they share a run id, by which the next one takes the lock over.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from zerojax.errors import UserError
 
 BEAT_SECONDS = 60  # between two touches of the lock
 SILENT_SECONDS = 15 * 60  # after which the process of another host counts as dead
+LINGER_SECONDS = 120.0  # for which a file server may keep the lock of a process of this run that is dead
 
 
 class Lock:
@@ -36,8 +38,8 @@ class Lock:
         self._end()
 
 
-def take(path: pathlib.Path, place: str, way_out: str) -> Lock:
-    """Takes the lock at `path`. The lock of a dead process is taken over.
+def take(path: pathlib.Path, place: str, way_out: str, run_id: str = "") -> Lock:
+    """Takes the lock at `path`. The lock of a dead process is taken over, and that of an earlier process of the same run.
 
     A process of another host counts as dead after `SILENT_SECONDS` without a touch.
 
@@ -45,11 +47,12 @@ def take(path: pathlib.Path, place: str, way_out: str) -> Lock:
       path: the lock file, which need not exist.
       place: what is locked, in the words of an error.
       way_out: what else the user can do, in the words of an error.
+      run_id: names the run if its former processes are known to have ended.
 
     Raises:
       UserError: another process holds it, or the file cannot be written.
     """
-    return Lock(path, _lock(path, place, way_out))
+    return Lock(path, _lock(path, place, way_out, run_id))
 
 
 def _release(path: pathlib.Path, descriptor: int, is_over: threading.Event, beats: threading.Thread) -> None:
@@ -58,8 +61,9 @@ def _release(path: pathlib.Path, descriptor: int, is_over: threading.Event, beat
     _unlock(path, descriptor)
 
 
-def _lock(path: pathlib.Path, place: str, way_out: str) -> int:
+def _lock(path: pathlib.Path, place: str, way_out: str, run_id: str) -> int:
     """Returns the open file that holds the lock."""
+    deadline = time.monotonic() + LINGER_SECONDS
     with files.writing(path, way_out):
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -69,9 +73,16 @@ def _lock(path: pathlib.Path, place: str, way_out: str) -> int:
                     os.close(descriptor)
                     continue
                 silence = time.time() - os.fstat(descriptor).st_mtime
-                _check_holder(path, os.read(descriptor, 1 << 16), is_taken, silence, place, way_out)
+                content = os.read(descriptor, 1 << 16)
+                is_own = bool(run_id) and f'"{run_id}"'.encode() in content
+                if is_own and is_taken is False and time.monotonic() < deadline:
+                    os.close(descriptor)
+                    time.sleep(0.5)
+                    continue
+                if not is_own or is_taken is False:
+                    _check_holder(path, content, is_taken, silence, place, way_out)
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(_this_process()).encode() + b"\n", 0)
+                os.pwrite(descriptor, json.dumps(_this_process() | {"run": run_id}).encode() + b"\n", 0)
             except BaseException:
                 os.close(descriptor)
                 raise

@@ -92,6 +92,12 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
     return Launched(cluster, numbers[2], numbers[3], environ.get("ZEROJAX_RUN_ID", ""))
 
 
+def run_id() -> str:
+    """Returns the name that all attempts of a run share, or "" if `zerojax launch` did not start this process."""
+    started = launched()
+    return "" if started is None else started.run_id
+
+
 def find_cluster(
     coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> Cluster | None:

@@ -366,6 +366,38 @@ def batch_sizes(config: Config, ways: int) -> BatchSizes:
     return BatchSizes(total, micro or total // known, accum or total // known)
 
 
+def refit(config: Config, devices: int, full_devices: int) -> Config:
+    """Returns the config for `devices` of the `full_devices` for which it was written: a restart may lack hosts.
+
+    The global batch stays, and the sequences per device and pass do not grow: there are more passes. The mesh keeps `model`, and `data`
+    as long as it divides what is left; `replica` shrinks.
+
+    Raises:
+      UserError: the global batch or the mesh cannot be kept.
+    """
+    if devices == full_devices:
+        return config
+    old = config.mesh
+    data = full_devices // (old.replica * old.model) if old.data == -1 else old.data
+    sizes = batch_sizes(config, data * old.replica)
+    ways = devices // old.model
+    if devices % old.model or sizes.global_batch_size % ways:
+        raise UserError(
+            f"config.global_batch_size: {sizes.global_batch_size} cannot be kept on {devices} of {full_devices} devices with "
+            f"mesh.model={old.model}; choose one that {ways} divides, or raise --min_nodes so that the run waits for all hosts"
+        )
+    rows = sizes.global_batch_size // ways
+    micro = max(size for size in range(1, min(sizes.micro_batch_size, rows) + 1) if rows % size == 0)
+    replica = ways // data if ways % data == 0 else 1
+    return dataclasses.replace(
+        config,
+        mesh=dataclasses.replace(old, replica=replica, data=ways // replica),
+        global_batch_size=sizes.global_batch_size,
+        micro_batch_size=micro,
+        grad_accum=rows // micro,
+    )
+
+
 def _value(hint: type, value: Any, place: str) -> Any:
     """Checks one value against its declared type."""
     if dataclasses.is_dataclass(hint):

@@ -10,7 +10,7 @@ from zerojax import display
 from zerojax.checkpoint import checkpointer
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed
-from zerojax.launch import signals
+from zerojax.launch import signals, watch
 from zerojax.plan import step_plan
 from zerojax.profile import profiler
 from zerojax.trainer import recorder as recorder_lib
@@ -98,7 +98,9 @@ def run(
         if profile.begins(step):
             recorder.settle(state)
             profile.start()
+        watch.at(watch.DATA, step)
         batch = streams.next()
+        watch.at(watch.STEP, step)
         with jax.profiler.StepTraceAnnotation("train", step_num=step), recorder.away():
             state, numbers = plan.compiled(state, batch)
         if profile.holds(step):
@@ -110,6 +112,7 @@ def run(
         eval_loss = _evaluate(evaluate, state, step, recorder) if when.evaluates(step) else None
         if when.saves(step) or is_stopped:
             _save(checkpoints, streams, state, step, eval_loss, recorder)
+    watch.at(watch.CHECKPOINT)
     checkpoints.saver.wait()
     return End(state, step, is_stopped)
 
@@ -129,6 +132,7 @@ def _evaluate(
 ) -> float | None:
     """Returns the held-out loss, or None if there is no held-out text."""
     recorder.flush()
+    watch.at(watch.EVALUATE)
     loss = evaluate(state.params)
     if loss is not None:
         recorder.evaluated(step, loss)
@@ -145,6 +149,8 @@ def _save(
 ) -> None:
     """Saves the state, after checking that it and the metrics of its step are finite."""
     logical = logical_lib.to_logical(state)
+    recorder.flush()
+    watch.at(watch.CHECKPOINT)
     recorder.check(step, logical)
     about = {**checkpoints.meta, "logged": recorder.logged, "tally": recorder.tally.as_meta()}
     card = checkpoints.card()

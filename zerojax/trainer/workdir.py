@@ -85,7 +85,8 @@ def held(workdir: str | os.PathLike) -> Iterator[None]:
     refused = lock = None
     if processes.is_primary():
         try:
-            lock = lock_lib.take(_open(workdir) / LOCK_FILE, f"--workdir {workdir}", "choose another --workdir")
+            place = f"--workdir {workdir}"
+            lock = lock_lib.take(_open(workdir) / LOCK_FILE, place, "choose another --workdir", processes.run_id())
         except UserError as error:
             refused = error
     if signals.agreed(refused is not None):

@@ -52,7 +52,7 @@ class Order:
     """
 
     command: Sequence[str]
-    hosts: Sequence[hosts.Host]
+    hosts: Sequence[hosts.Node]
     per_process: int = 1
     coordinator: str = ""
     log_dir: str = ""
@@ -105,7 +105,7 @@ class Around:
 class Attempt:
     """One life of all processes."""
 
-    def __init__(self, around: Around, order: Order, chosen: Sequence[hosts.Host], number: int):
+    def __init__(self, around: Around, order: Order, chosen: Sequence[hosts.Node], number: int):
         """Attempt `number`, from 0, on the hosts `chosen`."""
         self._around, self._order, self._hosts, self._number = around, order, chosen, number
         self._inbox: queue.SimpleQueue[connection.Message] = queue.SimpleQueue()
@@ -295,7 +295,7 @@ class Attempt:
         where = "; ".join(self._beats[rank].place() for rank in ranks if rank in self._beats) or f"ranks {ranks}"
         return Failure(name, None, LOST_STATUS, f"host {name} is lost ({why}), with {where}", is_lost=True)
 
-    def _guilty(self, found: verdict.Verdict) -> Failure:
+    def _guilty(self, found: verdict.Blame) -> Failure:
         """Returns the failure of a process that hangs, with its stack."""
         guilty = found.beat
         self._connections[guilty.host].send({"stacks": True})

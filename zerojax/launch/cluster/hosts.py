@@ -18,7 +18,7 @@ THIS = "localhost"
 Pool = Mapping[str, Sequence[str]]  # host -> its slots
 
 
-class Host(NamedTuple):
+class Node(NamedTuple):
     """A host of the run, and the slots that the run uses."""
 
     name: str
@@ -67,7 +67,7 @@ def read(path: str | None, local: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 def choose(
     pool: Pool, *, include: str = "", exclude: str = "", num_nodes: int | None = None, num_gpus: int | None = None
-) -> list[Host]:
+) -> list[Node]:
     """Returns the hosts of a run with the slots that it uses, in the order of `pool`.
 
     Args:
@@ -103,13 +103,13 @@ def choose(
                     f"--num_gpus: is {num_gpus}, and {name} has {len(slots)} slots; ask for 1 to {len(slots)}"
                 )
         chosen = {name: slots[:num_gpus] for name, slots in chosen.items()}
-    found = [Host(name, slots) for name, slots in chosen.items() if slots]
+    found = [Node(name, slots) for name, slots in chosen.items() if slots]
     if not found:
         raise UserError("--exclude: leaves no slot; exclude fewer")
     return found
 
 
-def ranks(chosen: Sequence[Host], per_process: int) -> list[Rank]:
+def ranks(chosen: Sequence[Node], per_process: int) -> list[Rank]:
     """Returns the processes of a run: one for each `per_process` slots of a host, or one a host if that is 0.
 
     Raises:

@@ -123,7 +123,7 @@ class Supervisor:
             fewer = f", on {len(left)} of {len(order.hosts)} hosts" if len(left) < len(order.hosts) else ""
             self._screen.say(f"restart {number} of {order.max_restarts}{fewer}")
 
-    def _answering(self, failure: attempt_lib.Failure) -> list[hosts.Host]:
+    def _answering(self, failure: attempt_lib.Failure) -> list[hosts.Node]:
         """Returns the hosts whose agents start, and waits for all of them for `rejoin_seconds`."""
         deadline = time.monotonic() + self._order.rejoin_seconds
         found: dict[str, bool] = {}

@@ -50,7 +50,7 @@ class Beat(NamedTuple):
         return f"rank {self.rank} on {self.host}{where}"
 
 
-class Verdict(NamedTuple):
+class Blame(NamedTuple):
     """The guilty process, and what it does wrong."""
 
     beat: Beat
@@ -81,14 +81,14 @@ class Judge:
         self._before: dict[int, Beat] = {}
         self._done: dict[int, int] = {}  # rank -> steps since the start
 
-    def judge(self, beats: Iterable[Beat]) -> Verdict | None:
+    def judge(self, beats: Iterable[Beat]) -> Blame | None:
         """Returns the guilty process, or None if all are well. Processes without heartbeats are not judged."""
         watched = [one for one in beats if one.has_beat]
         for one in watched:
             limit = self._silence(one)
             if limit and one.silent > limit:
                 how = "is stopped" if one.state[:1] in tuple(STOPPED) else "gives no sign of life"
-                return Verdict(one, f"{how} for {one.silent:.0f} s")
+                return Blame(one, f"{how} for {one.silent:.0f} s")
         told = [one for one in watched if one.phase]
         self._learn(told)
         if not told or len(told) < len(watched):
@@ -97,7 +97,7 @@ class Judge:
         if min(one.still for one in told) <= allowed:
             return None
         guilty = furthest_behind(told)
-        return Verdict(guilty, f"stands still for {guilty.still:.0f} s, and all others with it")
+        return Blame(guilty, f"stands still for {guilty.still:.0f} s, and all others with it")
 
     def _silence(self, one: Beat) -> float:
         limit = self._limits[SILENT]
@@ -109,7 +109,7 @@ class Judge:
         limit = self._limits.get(one.phase, self._limits[watch.RESULTS])
         if one.phase != watch.STEP or limit:
             return limit or math.inf
-        if self._done.get(one.rank, 0) < FIRST_STEPS:
+        if not self._longest:
             return FIRST_STEP_SECONDS
         return max(STEP_LEAST, STEP_FACTOR * self._longest)
 

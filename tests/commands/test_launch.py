@@ -1,0 +1,95 @@
+"""Checks the arguments of the launcher. This module tests zerojax.commands.launch."""
+
+import sys
+
+import pytest
+
+from zerojax.commands import launch
+from zerojax.launch.cluster import agent, supervisor, verdict
+
+
+@pytest.fixture
+def orders(monkeypatch):
+    """Returns the orders that were given, and runs none."""
+    given = []
+    monkeypatch.setattr(supervisor.Supervisor, "__init__", lambda self, order: given.append(order))
+    monkeypatch.setattr(supervisor.Supervisor, "run", lambda self: 7)
+    monkeypatch.setattr(agent, "gpus", lambda environ: [])
+    return given
+
+
+def call(monkeypatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["launch", *words])
+    with pytest.raises(SystemExit) as end:
+        launch.main()
+    return end.value.code
+
+
+def test_options_say_what_runs_where_and_the_status_is_that_of_the_run(orders, monkeypatch, tmp_path):
+    (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
+    words = [
+        "--hostfile",
+        str(tmp_path / "hosts"),
+        "--include",
+        "b:1,3",
+        "--max_restarts=2",
+        "--min_nodes=1",
+        "--limits=step=9",
+    ]
+    assert (
+        call(monkeypatch, *words, "--ssh_options", "-p 2222 -i 'a b'", "--", "python", "x.py", "--num_gpus", "3") == 7
+    )
+    (order,) = orders
+    assert order.command == ["python", "x.py", "--num_gpus", "3"] and order.ssh_options == ["-p", "2222", "-i", "a b"]
+    assert [(host.name, host.slots) for host in order.hosts] == [("b", ("1", "3"))]
+    assert (order.max_restarts, order.min_nodes, order.limits["step"]) == (2, 1, 9.0)
+
+
+@pytest.mark.parametrize(
+    "gpus, words, slots",
+    [([], (), 1), ([], ("--num_gpus", "3"), 3), (["4", "5"], (), 2), (["4", "5"], ("--num_gpus=1",), 1)],
+)
+def test_without_a_hostfile_every_gpu_of_this_host_runs_or_as_many_processes_as_asked(
+    orders, monkeypatch, gpus, words, slots
+):
+    monkeypatch.setattr(agent, "gpus", lambda environ: gpus)
+    assert call(monkeypatch, *words, "true") == 7
+    (host,) = orders[0].hosts
+    assert host.name == "localhost" and len(host.slots) == slots and host.slots[0] == (gpus or ["0"])[0]
+    assert orders[0].limits == verdict.LIMITS
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        ((), "no command; give it after --"),
+        (("--num_gpus", "2", "--"), "no command; give it after --"),
+        (("--num_gpus", "x", "true"), "argument --num_gpus: invalid int value: 'x'; --help lists the arguments"),
+        (("--gpus_per_process=-1", "true"), "--gpus_per_process: must be 0 or more, and is -1"),
+        (
+            ("--num_gpus=3", "--gpus_per_process=2", "true"),
+            "--gpus_per_process: localhost has 3 slots, which do not divide by 2",
+        ),
+        (("--max_restarts=-1", "true"), "--max_restarts: must be 0 or more, and is -1"),
+        (("--grace_seconds=nan", "true"), "--grace_seconds: must be 0 or more, and is nan"),
+        (("--min_nodes=2", "true"), "--min_nodes: is 2, and the run has 1 hosts"),
+        (("--limits=x=1", "true"), "--limits: 'x=1' must be PHASE=SECONDS"),
+        (("--ssh_options", "'", "true"), "--ssh_options: No closing quotation"),
+        (
+            ("--max_restarts=1", "--", "python", "-m", "zerojax.train"),
+            "--max_restarts: a restart resumes from the checkpoints in --workdir",
+        ),
+        (
+            ("--max_restarts=1", "--", "/bin/zerojax", "train"),
+            "--max_restarts: a restart resumes from the checkpoints in --workdir",
+        ),
+    ],
+)
+def test_wrong_arguments_are_errors_of_one_line(orders, monkeypatch, capsys, words, line):
+    assert call(monkeypatch, *words) == 2 and not orders
+    err = capsys.readouterr().err
+    assert err.startswith(f"zerojax: {line}") and err.count("\n") == 1
+
+
+def test_a_run_with_a_workdir_may_be_restarted(orders, monkeypatch):
+    assert call(monkeypatch, "--max_restarts=1", "--", "python", "-m", "zerojax.train", "--workdir=a") == 7
