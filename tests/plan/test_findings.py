@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax import tree
-from zerojax.plan import findings, ledger
+from zerojax.plan import bound, findings, ledger, targets
 
 ALL_REDUCED = "gradients are all-reduced, but the plan shards them"
 FLOAT32 = "weights are gathered in float32, but matmuls run in 16 bits"
@@ -23,6 +23,7 @@ EVERY_PASS = "replicated gradients are all-reduced in each of 4 passes"
 LARGER_SHARDS = "leaves of the state are replicated, or have larger shards than planned"
 NOT_DONATED = "the state is not donated"
 ON_DEVICE = "offloaded state stays on the device"
+COPIES = "copies to host memory outlast the forward pass"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -173,3 +174,18 @@ def test_state_planned_for_the_host_that_stays_on_the_device_is_found(memory, ex
 def test_a_list_names_the_costliest_and_counts_the_rest():
     assert findings._listed({"a": 1, "b": 5, "c": 3}) == "b, c, a"
     assert findings._listed({"a": 1, "b": 5, "c": 3, "d": 2, "e": 0}) == "b, c, d and 2 more"
+
+
+def test_copies_to_the_host_are_named_when_the_forward_pass_is_shorter():
+    target = targets.get("h200")
+    on = mesh()
+    state = plain_state(on, split=P())
+    found = read(compile_plain(plain_step, state, on), state, on)
+    step = bound.Bound({bound.COMPUTE: 0.9})  # 8B on eight devices; its forward pass takes some 0.43 s
+    for devices, is_named in ((1, False), (4, False), (8, True)):
+        copies = bound.copies(target.beside(devices), step, 28 * 470 * 10**6)
+        listed = findings.findings(found, planned=state, copies=copies)
+        assert [f.rule for f in listed] == [COPIES] * is_named
+    assert "57%" in listed[0].remedy
+    assert bound.copies(target, step, 0) is None
+    assert bound.copies(target, None, 1) is None

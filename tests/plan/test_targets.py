@@ -1,5 +1,6 @@
 """Checks the devices that programs are compiled for. This module tests zerojax.plan.targets and zerojax.plan.gpu_configs."""
 
+import dataclasses
 import importlib.util
 import re
 
@@ -131,3 +132,14 @@ def test_a_program_compiles_for_each_tpu(name, topology, count):
     assert "all-reduce" in jax.jit(lambda a: a.T @ a).lower(rows).compile().as_text()
     with pytest.raises(UserError, match=f"target {name}: the compiler of jax .* rejects topology"):
         targets.devices(name, topology.replace("2", "3").replace("4", "5"))
+
+
+def test_devices_of_one_host_share_the_rate_to_its_memory_and_given_rates_stay():
+    h200 = targets.get("h200")
+    assert h200.beside(1) == h200
+    for devices in (4, 8):
+        shared = h200.beside(devices)
+        assert shared.host_link.value == shared.host_duplex.value == h200.host_memory.value / devices
+    given = dataclasses.replace(h200, host_duplex=targets.Figure(43e9, targets.GIVEN))
+    assert given.beside(8).host_duplex.value == 43e9
+    assert targets.get("h100").beside(8) == targets.get("h100")

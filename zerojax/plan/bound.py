@@ -18,6 +18,8 @@ from zerojax.plan import targets
 
 COMPUTE, MEMORY, COLLECTIVES, HOST = "compute", "memory", "collectives", "host link"
 
+REACHED = 0.7  # of the matrix rate, by the layers' matmuls and attention of 8B on H200s (docs/benchmarks/gpu.md)
+
 # Instructions that move no bytes themselves. The bytes of a loop or a branch are those of its body, and those of a -done are its -start's.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all partition-id replica-id opt-barrier "
@@ -97,14 +99,14 @@ def _travel(target: targets.Target, mesh: Mesh, axes: Iterable[str], nbytes: flo
     """
     assert target.link is not None
     near = nbytes / target.link.value
-    hosts = _hosts(mesh, axes)
-    if len(hosts) == 1 or target.network is None:
+    by_host = hosts(mesh, axes)
+    if len(by_host) == 1 or target.network is None:
         return near
-    far = nbytes / min(hosts.values()) / target.network.value
-    return far if min(hosts.values()) == 1 else max(near, far)
+    far = nbytes / min(by_host.values()) / target.network.value
+    return far if min(by_host.values()) == 1 else max(near, far)
 
 
-def _hosts(mesh: Mesh, axes: Iterable[str]) -> dict[int, int]:
+def hosts(mesh: Mesh, axes: Iterable[str]) -> dict[int, int]:
     """Returns the number of devices by host, in the first group along some axes."""
     names = set(axes)
     first = mesh.devices[tuple(slice(None) if name in names else 0 for name in mesh.axis_names)]
@@ -112,6 +114,25 @@ def _hosts(mesh: Mesh, axes: Iterable[str]) -> dict[int, int]:
     for device in np.ravel(first):
         found[device.process_index] = found.get(device.process_index, 0) + 1
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """Copies of activations to host memory: their bytes, their seconds, and those of the forward pass beside which they run."""
+
+    nbytes: int
+    seconds: float
+    forward: float
+
+
+def copies(target: targets.Target, bound: Bound | None, sent: int) -> Copies | None:
+    """Returns the copies of a step that sends so many bytes to host memory; None if there are none, or rates are unknown.
+
+    The forward pass has a third of the operations, and runs at `REACHED` of the matrix rate.
+    """
+    if bound is None or not sent or target.host_link is None:
+        return None
+    return Copies(sent, sent / target.host_link.value, bound.seconds[COMPUTE] / 3 / REACHED)
 
 
 def host_traffic(flow: hlo_flow.Flow) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from zerojax import display, roles, tree
 from zerojax.hlo import collectives, parameters, syntax
 from zerojax.plan import attribution
+from zerojax.plan import bound as bound_lib
 from zerojax.plan import ledger as ledger_lib
 
 SHARE = 0.01  # of the parameters, or of the state's bytes; less is not reported
@@ -44,6 +45,7 @@ class Case:
     planned: Mapping[str, Any]
     is_16_bit: bool
     passes: int
+    copies: bound_lib.Copies | None
 
     @property
     def rows(self) -> tuple[ledger_lib.Row, ...]:
@@ -55,7 +57,12 @@ class Case:
 
 
 def findings(
-    ledger: ledger_lib.Ledger, *, planned: Any = None, compute_dtype: Any = None, passes: int = 1
+    ledger: ledger_lib.Ledger,
+    *,
+    planned: Any = None,
+    compute_dtype: Any = None,
+    passes: int = 1,
+    copies: bound_lib.Copies | None = None,
 ) -> tuple[Finding, ...]:
     """Returns the defects of a step, the costliest first.
 
@@ -65,11 +72,12 @@ def findings(
         (`Partition.abstract_state`). Without it, the rules about shardings and memory kinds find nothing.
       compute_dtype: the dtype of the forward pass. If None, the dtype of most of the program's matmuls.
       passes: forward and backward passes in a step.
+      copies: of activations to host memory.
     """
     is_16_bit = (
         _computes_in_16_bits(ledger.flow.module) if compute_dtype is None else jnp.dtype(compute_dtype).itemsize == 2
     )
-    case = Case(ledger, dict(tree.flatten(planned)), is_16_bit, passes)
+    case = Case(ledger, dict(tree.flatten(planned)), is_16_bit, passes, copies)
     defects = [finding for rule in RULES for finding in rule(case)]
     return tuple(sorted(defects, key=lambda finding: -finding.nbytes))
 
@@ -242,6 +250,20 @@ def offloaded_state_on_device(case: Case) -> Iterable[Finding]:
         )
 
 
+def copies_outlast_the_forward_pass(case: Case) -> Iterable[Finding]:
+    """Finds copies of activations to host memory that take longer than the forward pass beside which they run."""
+    found = case.copies
+    if found and found.seconds > found.forward:
+        share = found.forward / found.seconds
+        yield Finding(
+            "copies to host memory outlast the forward pass",
+            f"{found.seconds * 1e3:.0f} ms beside some {found.forward * 1e3:.0f} ms of forward pass",
+            f"{display.human(found.nbytes)} sent by each device, with all devices of its host at once",
+            f"offload at most {share:.0%} of it (model.offload), and recompute the rest (model.recompute) or keep it",
+            found.nbytes,
+        )
+
+
 RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     gradients_all_reduced,
     weights_gathered_in_float32,
@@ -252,6 +274,7 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     replicated_leaves,
     state_not_donated,
     offloaded_state_on_device,
+    copies_outlast_the_forward_pass,
 )
 
 

@@ -152,6 +152,7 @@ def plan_step(
     known = targets.get(target)
     if host_rate is not None:
         known = dataclasses.replace(known, host_duplex=targets.Figure(host_rate, targets.GIVEN))
+    known = known.beside(max(bound_lib.hosts(mesh, mesh.axis_names).values()))
     began = time.perf_counter()
     traced = train_step.trace(state, *args)
     compiled, held = buffers_lib.compile_with_buffers(
@@ -164,6 +165,16 @@ def plan_step(
     weights = placement.placements if placement else _weights(state)
     sent = ledger.ledger(held.hlo_text, mesh, weights)
     ways = math.prod(size for axis, size in mesh.shape.items() if axis != mesh_lib.MODEL)
+    to_host, from_host = bound_lib.host_traffic(sent.flow)
+    bound = bound_lib.least_step(
+        known,
+        mesh,
+        flops=flops.count(traced),
+        traffic=bound_lib.memory_traffic(sent.flow),
+        received=_received(sent),
+        host=max(to_host, from_host),
+        exposed=(stream and stream.exposed) or 0.0,
+    )
     return Plan(
         target=known,
         devices=mesh.size,
@@ -174,19 +185,15 @@ def plan_step(
         buffers=held,
         ledger=sent,
         findings=findings.findings(
-            sent, planned=placement.abstract_state if placement else state, compute_dtype=compute_dtype, passes=passes
+            sent,
+            planned=placement.abstract_state if placement else state,
+            compute_dtype=compute_dtype,
+            passes=passes,
+            copies=bound_lib.copies(known, bound, to_host),
         ),
         departures=departures.departures(sent, passes=passes),
         theory=ledger.theory(sent.weights, ways, passes),
-        bound=bound_lib.least_step(
-            known,
-            mesh,
-            flops=flops.count(traced),
-            traffic=bound_lib.memory_traffic(sent.flow),
-            received=_received(sent),
-            host=max(bound_lib.host_traffic(sent.flow)),
-            exposed=(stream and stream.exposed) or 0.0,
-        ),
+        bound=bound,
         compile_seconds=seconds,
         compiled=streams.whole_step(train_step, compiled),
         stream=stream,

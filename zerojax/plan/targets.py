@@ -57,6 +57,7 @@ class Target:
       network: bytes/s to other hosts; None if the link reaches them (ICI) or there are none.
       host_link: bytes/s to host memory.
       host_duplex: bytes/s to host memory and as many from it at the same time; None: those of `host_link`.
+      host_memory: bytes/s to host memory from all devices of one host together; None: what their links carry.
       is_pool: whether `memory` is the amount that JAX may allocate, not all of the device's memory.
     """
 
@@ -70,6 +71,7 @@ class Target:
     network: Figure | None = None
     host_link: Figure | None = None
     host_duplex: Figure | None = None
+    host_memory: Figure | None = None
     is_pool: bool = False
 
     @property
@@ -78,6 +80,17 @@ class Target:
         if self.memory is None:
             return None
         return int(self.memory.value if self.is_pool else self.memory.value * USABLE)
+
+    def beside(self, devices: int) -> "Target":
+        """Returns the target with the rates to host memory that each has when so many devices of one host copy at once."""
+        if self.host_memory is None:
+            return self
+        share = dataclasses.replace(self.host_memory, value=self.host_memory.value / devices)
+
+        def least(link: Figure | None) -> Figure | None:
+            return share if link and share.value < link.value and link.source != GIVEN else link
+
+        return dataclasses.replace(self, host_link=least(self.host_link), host_duplex=least(self.host_duplex))
 
 
 def _rates(source: str, **rates: float) -> dict[str, Figure]:
@@ -101,6 +114,9 @@ TARGETS: dict[str, Target] = {
         network=_INFINIBAND_400,
         host_link=Figure(54e9, MEASURED),
         host_duplex=Figure(43e9, MEASURED),
+        host_memory=Figure(
+            141e9, MEASURED + ": eight at once, each 28 copies of 470 MB in 0.75 s; docs/benchmarks/gpu.md"
+        ),
     ),
     "h100": Target(
         name="h100",
