@@ -76,7 +76,7 @@ def test_copies_to_and_from_the_host_overlap_the_neighbours():
 def layers() -> list[str]:
     """Returns the instructions of the trainer's step on three layers of 8B, in their order."""
     settings = llama3_8b.get_config()
-    settings.model.num_layers, settings.model.offload = 3, ""
+    settings.model.num_layers, settings.model.offload, settings.model.recompute = 3, "", ""
     built = program.build(config.from_dict(settings), devices=compile_only.devices())
     text = compile_only.compile_gpu(built.train_step.lower(built.partition.abstract_state, built.abstract_batch))
     return [line for line in text[text.index("\nENTRY") :].splitlines() if " = " in line]
