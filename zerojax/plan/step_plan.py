@@ -165,16 +165,7 @@ def plan_step(
     weights = placement.placements if placement else _weights(state)
     sent = ledger.ledger(held.hlo_text, mesh, weights)
     ways = math.prod(size for axis, size in mesh.shape.items() if axis != mesh_lib.MODEL)
-    to_host, from_host = bound_lib.host_traffic(sent.flow)
-    bound = bound_lib.least_step(
-        known,
-        mesh,
-        flops=flops.count(traced),
-        traffic=bound_lib.memory_traffic(sent.flow),
-        received=_received(sent),
-        host=max(to_host, from_host),
-        exposed=(stream and stream.exposed) or 0.0,
-    )
+    bound, copies = _bound(known, mesh, flops.count(traced), sent, (stream and stream.exposed) or 0.0)
     return Plan(
         target=known,
         devices=mesh.size,
@@ -189,7 +180,7 @@ def plan_step(
             planned=placement.abstract_state if placement else state,
             compute_dtype=compute_dtype,
             passes=passes,
-            copies=bound_lib.copies(known, bound, to_host),
+            copies=copies,
         ),
         departures=departures.departures(sent, passes=passes),
         theory=ledger.theory(sent.weights, ways, passes),
@@ -204,6 +195,23 @@ def _weights(state: Any) -> dict[str, Any]:
     """Returns the leaves of a state that are weights, by path."""
     role_of = stages.leaf_roles(state)
     return {path: leaf for path, leaf in tree.flatten(state) if role_of[path] == roles.PARAMS}
+
+
+def _bound(
+    target: targets.Target, mesh: Mesh, operations: Mapping[str, float], sent: ledger.Ledger, exposed: float
+) -> tuple[bound_lib.Bound | None, bound_lib.Copies | None]:
+    """Returns the least time of a step, and its copies of activations to host memory."""
+    to_host, from_host = bound_lib.host_traffic(sent.flow)
+    bound = bound_lib.least_step(
+        target,
+        mesh,
+        flops=operations,
+        traffic=bound_lib.memory_traffic(sent.flow),
+        received=_received(sent),
+        host=max(to_host, from_host),
+        exposed=exposed,
+    )
+    return bound, bound_lib.copies(target, bound, to_host)
 
 
 def _received(sent: ledger.Ledger) -> dict[tuple[str, ...], float]:
