@@ -148,4 +148,11 @@ def get_config():
     c.profile = config_dict.ConfigDict()
     c.profile.start = 10  # the first step to trace; the first two steps of a run are slower
     c.profile.steps = 0  # steps to trace into WORKDIR/profile, with a table of their time by phase; 0: none
+
+    c.metrics = config_dict.ConfigDict()  # WORKDIR/metrics.jsonl is always written
+    c.metrics.to = ("tensorboard",)  # and to these: "tensorboard", "wandb", "mlflow"
+    c.metrics.project = "zerojax"  # of wandb; the experiment of mlflow
+    c.metrics.name = ""  # of the run there; "": the workdir's
+    c.metrics.dir = ""  # folder of the files of wandb and mlflow; "": WORKDIR
+    c.metrics.resume_id = ""  # the run to continue there; "": that of this workdir, or a new one
     return c

@@ -37,6 +37,7 @@ from zerojax.trainer.card import document, facts
 from zerojax.trainer.card import tally as tally_lib
 from zerojax.trainer.card import writer as card_lib
 from zerojax.trainer.checks import effects, host, texts
+from zerojax.trainer.clients import outlets
 from zerojax.trainer.tuning import examples
 from zerojax.zero import memory
 from zerojax.zero.offload import budget, kept
@@ -178,6 +179,8 @@ def prepare(config: config_lib.Config, folder: pathlib.Path) -> Prepared:
     """Checks a run's settings, its folder and its data, and opens both. Compiles nothing and allocates nothing on devices."""
     watch.at(watch.DATA)
     _check_folder(config, folder)
+    if processes.is_primary():
+        outlets.check_installed(config.metrics.to)
     for line in effects.unread(config):
         say(line)
     start_up.wake_devices()
@@ -278,10 +281,12 @@ def _open_recorder(
 ) -> Iterator[recorder_lib.Recorder]:
     """Opens the log and the display, and closes both at the end of the block."""
     is_primary = processes.is_primary()
-    log = metrics.MetricsLog(folder, enabled=is_primary)
     shown = progress.Progress(config.steps, start=start.step, log_every=config.log_every, enabled=is_primary)
+    clients = outlets.Outlets(config.metrics, folder, workdir.flat(config_lib.to_dict(config)), shown.print)
+    has_events = outlets.TENSORBOARD in outlets.names(config.metrics.to)
+    log = metrics.MetricsLog(folder, enabled=is_primary, tensorboard=has_events, clients=clients)
     tokens = program.sizes.global_batch_size * config.seq_len
-    with log, shown:
+    with shown, log:
         logged = 0 if start.saved is None else start.saved.get("logged")
         is_logged = _when(config).logs
         yield recorder_lib.Recorder(log, shown, health, tokens=tokens, is_logged=is_logged, logged=logged, tally=tally)

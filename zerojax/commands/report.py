@@ -39,6 +39,8 @@ _BESIDE = (
     "nvidia-nccl-cu12",
     "safetensors",
     "ray",
+    "wandb",
+    "mlflow",
 )
 _VARIABLES = ("JAX_", "XLA_", "CUDA_VISIBLE", "HIP_VISIBLE", "TPU_", "NCCL_", "LIBTPU_", "SLURM_JOB_ID")
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)

@@ -16,7 +16,7 @@ from typing import Any
 from zerojax import display
 from zerojax.commands import arguments
 from zerojax.errors import UserError
-from zerojax.trainer import metrics
+from zerojax.trainer import metrics, workdir
 from zerojax.trainer.card import document
 
 _NOTHING = "-"
@@ -93,7 +93,7 @@ def beside(names: Sequence[str], cards: Sequence[Mapping[str, Any]], found: Mapp
 
 def compared(first: pathlib.Path, second: pathlib.Path, a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     """Returns how two runs differ, as JSON: their settings, and their losses."""
-    settings_a, settings_b = (_flat(_group(card, "config")) for card in (a, b))
+    settings_a, settings_b = (workdir.flat(_group(card, "config")) for card in (a, b))
     places = [place for place in {**settings_a, **settings_b} if settings_a.get(place) != settings_b.get(place)]
     is_same = bool(_hash(_group(a, "losses")) != _NOTHING and a.get("losses") == b.get("losses"))
     return {
@@ -131,13 +131,6 @@ def _common(first: pathlib.Path, second: pathlib.Path) -> dict[int, tuple[Any, A
 
 def _first_difference(first: pathlib.Path, second: pathlib.Path) -> int | None:
     return next((step for step, (a, b) in _common(first, second).items() if a != b), None)
-
-
-def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in nested.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
 
 
 def _group(card: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -41,6 +41,7 @@ QUIET = {  # what a run writes and measures beside its steps is not compared
     "sample.length": 0,
     "export.format": "none",
     "profile.steps": 0,
+    "metrics.to": (),
 }
 FORWARD = 0.1  # times the tolerance, at step 1: before any update the weights are the same
 NORM = 10.0  # times the tolerance, of a gradient norm: a sum of many small squares

@@ -20,6 +20,7 @@ from zerojax import errors, precision
 from zerojax.data import batches
 from zerojax.errors import UserError
 from zerojax.trainer.checks import ranges
+from zerojax.trainer.clients import outlets
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import stages
 from zerojax.zero.fp8 import modules as fp8_lib
@@ -187,6 +188,17 @@ class ProfileSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class MetricsSettings:
+    """The clients that show the metrics, and how the run is named there; see `zerojax.trainer.clients`."""
+
+    to: tuple
+    project: str
+    name: str
+    dir: str
+    resume_id: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """All settings of a run; see configs/base.py for units and effects."""
 
@@ -215,6 +227,7 @@ class Config:
     sample: SampleSettings
     export: ExportSettings
     profile: ProfileSettings
+    metrics: MetricsSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,6 +249,7 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
     for override in config.zero.overrides:
         _check_override(override)
     ranges.check(config)
+    outlets.check(config.metrics)
     make_offload(config.offload, config.zero.stage)
     make_fp8(config)
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=_tokenizer(config)))

@@ -17,18 +17,28 @@ import jax
 from zerojax import files
 from zerojax.errors import UserError
 from zerojax.trainer import events
+from zerojax.trainer.clients import outlets
 
 FILE = "metrics.jsonl"
-TENSORBOARD = "tensorboard"
+TENSORBOARD = "tensorboard"  # the folder of its events
 
 
 class MetricsLog:
-    """Appends steps to WORKDIR/metrics.jsonl and to WORKDIR/tensorboard; a no-op where `enabled` is False.
+    """Appends steps to WORKDIR/metrics.jsonl, and to what `config.metrics.to` names; a no-op where `enabled` is False.
 
     Each line is flushed at once, so a killed process can truncate only the last line.
     """
 
-    def __init__(self, workdir: str | os.PathLike, *, enabled: bool) -> None:
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        *,
+        enabled: bool,
+        tensorboard: bool = True,
+        clients: outlets.Outlets | None = None,
+    ) -> None:
+        """Takes the run's folder, whether WORKDIR/tensorboard is written too, and the clients."""
+        self._has_events, self._clients = tensorboard, clients
         self._workdir = pathlib.Path(workdir)
         self._enabled = enabled
         self._first_step: int | None = None  # of this part of a resumed run
@@ -43,6 +53,8 @@ class MetricsLog:
             contextlib.suppress(UserError) if kind else contextlib.nullcontext()
         ):  # the error that ends the run matters more
             self.close()
+        if self._clients is not None:
+            self._clients.close(is_failed=kind is not None)
 
     def resume_at(self, step: int) -> None:
         """Removes all lines after `step` and a truncated last line, so that no step appears twice.
@@ -63,7 +75,7 @@ class MetricsLog:
             files.replace(path, "".join(map(_line, kept)))
 
     def open(self) -> None:
-        """Opens the files, which starts the import of tensorboardX. Without this call the first `write` opens them.
+        """Opens the files and the clients, which starts their imports. Without this call the first `write` opens the files alone.
 
         Raises:
           UserError: the disk is full or cannot be written.
@@ -71,6 +83,8 @@ class MetricsLog:
         if self._enabled:
             with files.writing(self._workdir / FILE):
                 self._opened()
+            if self._clients is not None:
+                self._clients.open()
 
     def write(self, step: int, values: Mapping[str, float | int]) -> None:
         """Appends the `values` of `step`.
@@ -85,7 +99,10 @@ class MetricsLog:
                 lines, scalars = self._opened()
                 lines.write(_line({"step": step, **_as_json(values)}).encode())
                 lines.flush()
-                scalars.write(step, values)
+                if scalars is not None:
+                    scalars.write(step, values)
+            if self._clients is not None:
+                self._clients.write(step, values)
         except UserError:
             with contextlib.suppress(UserError):
                 self.close()
@@ -117,9 +134,10 @@ class MetricsLog:
             for file in opened:
                 stack.callback(file.close)
 
-    def _opened(self) -> tuple[Any, events.Events]:
-        if self._lines is None or self._events is None:
-            self._events = events.Events(self._workdir / TENSORBOARD, self._first_step)
+    def _opened(self) -> tuple[Any, events.Events | None]:
+        if self._lines is None:
+            if self._has_events:
+                self._events = events.Events(self._workdir / TENSORBOARD, self._first_step)
             self._lines = open(self._workdir / FILE, "ab")  # noqa: SIM115
         return self._lines, self._events
 

@@ -72,6 +72,7 @@ FREE = (
     "sample",
     "export",
     "profile",
+    "metrics",
 )
 
 
@@ -135,7 +136,7 @@ class Difference(NamedTuple):
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> Difference | None:
     """Returns the first setting that differs and may not change when a run resumes, or None. Configs are nested dicts."""
-    first, second = (_flat(json.loads(json.dumps(config))) for config in (before, now))
+    first, second = (flat(json.loads(json.dumps(config))) for config in (before, now))
     for place in sorted(first.keys() | second.keys()):
         is_free = any(place == free or place.startswith(free + ".") for free in FREE)
         is_new = place not in first and second[place] in NEW.get(place, ())
@@ -190,12 +191,12 @@ def _open(workdir: str | os.PathLike) -> pathlib.Path:
     return folder
 
 
-def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns {"mesh.data": -1, ...}."""
+def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested settings by dotted place: {"mesh.data": -1, ...}."""
     found: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
             found[prefix + key] = value
     return found

@@ -8,6 +8,7 @@ from zerojax.data import batches
 from zerojax.data.pairs import tasks
 from zerojax.optim import registry, schedules
 from zerojax.trainer.checks import ranges
+from zerojax.trainer.clients import outlets
 from zerojax.zero import stages
 
 # The defaults in configs/base.py of fields that other settings can turn off.
@@ -48,6 +49,10 @@ DEFAULTS: dict[str, Any] = {
     "sample.temperature": 0.8,
     "export.dtype": "auto",
     "profile.start": 10,
+    "metrics.project": "zerojax",
+    "metrics.name": "",
+    "metrics.dir": "",
+    "metrics.resume_id": "",
 }
 
 
@@ -113,6 +118,9 @@ def _ignored(config: Any) -> Iterator[tuple[str, str]]:
         if config.checkpoint.every or config.checkpoint.at_end
         else ("checkpoint.keep_last", "checkpoint.keep_best"),
         "config.sample.length=0": () if config.sample.length else ("sample.prompt", "sample.temperature"),
+        "config.metrics.to names neither wandb nor mlflow": ()
+        if {*outlets.names(config.metrics.to)} & {*outlets.CLIENTS}
+        else ("metrics.project", "metrics.name", "metrics.dir", "metrics.resume_id"),
         "config.profile.steps=0": () if config.profile.steps else ("profile.start",),
     }
     return ((place, why) for why, places in reasons.items() for place in places)
