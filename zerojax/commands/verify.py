@@ -33,8 +33,10 @@ from zerojax.zero.offload import settings as offload_lib
 
 SAME, DIFFERS, NOT_HERE, FAILED = "same", "differs", "cannot run here", "failed"
 QUIET = {  # what a run writes and measures beside its steps is not compared
+    "epochs": 0.0,
     "log_every": 1,
     "data.eval_split": "",
+    "data.eval_file": "",
     "evaluate.every": 0,
     "checkpoint.every": 0,
     "checkpoint.at_end": False,
