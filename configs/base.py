@@ -72,6 +72,22 @@ def get_config():
     c.fp8.first = 0  # blocks at the beginning whose matmuls stay in bf16
     c.fp8.last = 0  # blocks at the end
 
+    c.lora = config_dict.ConfigDict()  # adapters (LoRA): the other weights are frozen. docs/fine_tuning.md
+    c.lora.r = 0  # the rank; 0: no adapters, or that of init_from
+    c.lora.alpha = 0.0  # the adapter's output is multiplied by alpha / r; 0: as r, or that of init_from
+    c.lora.dropout = 0.0  # the share of an adapter's inputs that is set to 0 in a training step
+    # ends of names of modules in transformers, with commas ("q_proj,v_proj"); a regex of full names; "all-linear": all but the output
+    # projection; "": the family's usual ones (PEFT's), or those of init_from
+    c.lora.target_modules = ""
+    c.lora.exclude_modules = ""  # those that get no adapter, in the same form
+    c.lora.rslora = False  # True: alpha / sqrt(r)
+    c.lora.modules_to_save = ""  # ends of names of modules that are trained in full, with commas ("lm_head")
+    c.lora.init_from = ""  # a folder of PEFT: the adapters that the run starts from
+    c.lora.quantize = "none"  # how frozen kernels are stored: "none", "int8", "nf4" (QLoRA)
+    c.lora.frozen_dtype = (
+        "auto"  # of other frozen weights: "fp32", "bf16", "fp16"; "auto": as in c.init_from, or the precision's
+    )
+
     c.optimizer = config_dict.ConfigDict()
     c.optimizer.name = "adamw"  # adam, adamw, adafactor, lamb, lion, sgd
     c.optimizer.learning_rate = 3e-3  # the schedule's peak
@@ -142,7 +158,8 @@ def get_config():
     c.sample.temperature = 0.8  # 0: the likeliest token
 
     c.export = config_dict.ConfigDict()
-    c.export.format = "none"  # "huggingface" writes safetensors and config.json to WORKDIR/export
+    # "huggingface" writes safetensors and config.json to WORKDIR/export, with adapters merged; "peft" writes the adapters alone
+    c.export.format = "none"
     c.export.dtype = "auto"  # "fp32", "bf16", "fp16"; "auto": that of each tensor in init_from, or bf16 without one
 
     c.profile = config_dict.ConfigDict()

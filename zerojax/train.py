@@ -154,7 +154,9 @@ def _take_steps(
                 when=_when(config),
                 streams=streams,
                 evaluate=functools.partial(program_lib.held_out_loss, program, streams),
-                checkpoints=loop.Checkpoints(saver, resume.meta(program, fingerprints), card.checkpoint),
+                checkpoints=loop.Checkpoints(
+                    saver, resume.meta(program, fingerprints), card.checkpoint, program.to_logical
+                ),
                 recorder=recorder,
                 profile=profile,
                 stop=stop,
@@ -201,7 +203,7 @@ def prepare(config: config_lib.Config, folder: pathlib.Path) -> Prepared:
         folder / workdir.CHECKPOINTS, keep_last=keep.keep_last, keep_best=keep.keep_best, run_id=processes.run_id()
     )
     ending.before_end(lambda *_: saver.unlock())
-    fingerprints = streams.fingerprints()
+    fingerprints = {**streams.fingerprints(), **program.fingerprints}
     start = resume.find(program, saver, streams, fingerprints, folder)
     return Prepared(tokenizer, program, streams, saver, fingerprints, start)
 
@@ -383,7 +385,7 @@ def _write_results(
     wanted: list[tuple[Callable[[], None], bool]] = [
         (sample, config.sample.length > 0 and config.data.task == tasks.TEXT),
         (functools.partial(results.draw, folder), processes.is_primary()),
-        (export, config.export.format == "huggingface"),
+        (export, config.export.format != "none"),
     ]
     results.try_each(write for write, is_wanted in wanted if is_wanted)
 

@@ -7,6 +7,7 @@ into the layout and the dtype that are wanted. No process ever holds a whole mod
 import concurrent.futures
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from zerojax.models import family as family_lib
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 READERS = 8  # threads, each of which reads a shard
+SAMPLES, SAMPLE_BYTES = 8, 512  # of a tensor, for the fingerprint of a folder
 MOST_BYTES = 2**30  # of the shards that are read at a time, unless one shard is larger
 
 
@@ -82,6 +84,22 @@ def open_folder(path: str | os.PathLike) -> Folder:
     _check(path, layout.tensors(family, model), entries)
     generation = read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
     return Folder(path, raw, generation, family, model, entries)
+
+
+def fingerprint(folder: Folder) -> str:
+    """Returns a hash of a folder's tensors: their names, dtypes and shapes, and a sample of the bytes of each.
+
+    It reads 4 KiB of a tensor, so it tells models of one shape apart, but not two that differ in a few weights.
+    """
+    found = hashlib.sha256()
+    for name, entry in sorted(folder.entries.items()):
+        found.update(f"{name} {entry.dtype} {entry.shape}".encode())
+        nbytes = tensor_files.DTYPES[entry.dtype].itemsize * math.prod(entry.shape)
+        with open(entry.file, "rb") as file:
+            for part in range(SAMPLES):
+                file.seek(entry.start + nbytes * part // SAMPLES)
+                found.update(file.read(min(SAMPLE_BYTES, nbytes)))
+    return found.hexdigest()[:16]
 
 
 def read_params(folder: Folder, abstract: Any) -> Any:

@@ -12,7 +12,7 @@ import pathlib
 import shutil
 import statistics
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ def export(
     complete.
 
     Args:
-      params: the model's parameters, with any sharding and without padding.
+      params: the model's parameters, with any sharding and without padding. Leaves may be `Made`.
       family: the model's family.
       model: the model's config.
       directory: new, empty, or with an earlier export.
@@ -83,7 +83,7 @@ def export(
     Raises:
       UserError: a leaf is missing, unknown or of another shape, the directory holds other files, or the disk is full.
     """
-    leaves = dict(tree.flatten(params))
+    leaves = dict(tree.flatten(params, is_leaf=lambda node: isinstance(node, Made)))
     tensors = layout.tensors(family, model)
     _check(leaves, tensors)
     dtypes = _dtypes(tensors, dtype, source)
@@ -193,6 +193,13 @@ def _texts(
     return texts
 
 
+class Made(NamedTuple):
+    """A leaf that is made when it is written, so that few exist at a time: its shape, and a function that returns it."""
+
+    shape: tuple[int, ...]
+    make: Callable[[], Any]
+
+
 def make_fetch(is_primary: bool) -> Callable[[Any, np.dtype], np.ndarray | None]:
     """Returns a function that gathers one leaf in a dtype and, on the primary process, copies it to the host."""
 
@@ -201,6 +208,7 @@ def make_fetch(is_primary: bool) -> Callable[[Any, np.dtype], np.ndarray | None]
         return jnp.copy(leaf.astype(dtype))
 
     def fetch(leaf: Any, dtype: np.dtype) -> np.ndarray | None:
+        leaf = leaf.make() if isinstance(leaf, Made) else leaf
         if not isinstance(leaf, jax.Array):
             return np.asarray(leaf).astype(dtype)
         kind = next(iter(leaf.sharding.device_set)).default_memory().kind  # type: ignore[attr-defined]

@@ -1,16 +1,21 @@
-"""Writes a model with an adapter merged into it. This module reads, merges and writes one tensor at a time, on the host.
+"""Writes a model with an adapter merged into it. This module merges one tensor at a time: of two folders on the host, or of params.
 
 A merged kernel is W + scale * B A, computed in float32 and cast to the dtype that it is written in.
 """
 
+import functools
 import os
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import huggingface, layout, peft
 from zerojax.lora import adapters, targets
+from zerojax.ops import quantized
+from zerojax.zero.offload import params as params_on_host
 
 
 def export(folder: folder_lib.Folder, adapter: peft.Adapter, path: str | os.PathLike, *, dtype: Any = None) -> None:
@@ -26,8 +31,12 @@ def export(folder: folder_lib.Folder, adapter: peft.Adapter, path: str | os.Path
       UserError: the directory holds other files, or the disk is full.
     """
     tensors = layout.tensors(folder.family, folder.model)
+
+    def made(tensor: layout.ModelTensor) -> huggingface.Made:
+        return huggingface.Made(tensor.leaf_shape, functools.partial(_of_folders, folder, adapter, tensor))
+
     huggingface.export(
-        targets.nested({tensor.path: _Leaf(folder, adapter, tensor) for tensor in tensors}),
+        targets.nested({tensor.path: made(tensor) for tensor in tensors}),
         folder.family,
         folder.model,
         path,
@@ -36,26 +45,48 @@ def export(folder: folder_lib.Folder, adapter: peft.Adapter, path: str | os.Path
     )
 
 
-class _Leaf:
-    """One weight, which is read and merged when it becomes an array."""
+def of_params(params: Any, chosen: targets.Targets) -> Any:
+    """Returns the weights of a plain model for `huggingface.export`: each is merged, or dequantized, when it is written.
 
-    def __init__(self, folder: folder_lib.Folder, adapter: peft.Adapter, tensor: layout.ModelTensor):
-        self._folder, self._adapter, self._tensor = folder, adapter, tensor
-        self.shape = tensor.leaf_shape
+    Args:
+      params: the weights with their adapters, with any sharding and without padding.
+      chosen: the adapters.
+    """
+    own, found = adapters.split(params)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        tensor, (module, _, name) = self._tensor, self._tensor.path.rpartition("/")
-        saved = self._adapter.tensors.get(tensor.path)
-        if saved is not None:
-            found = _read(self._adapter, saved)
-        else:
-            found = _read(self._folder, tensor)
-            if name == targets.KERNEL and module in self._adapter.chosen.adapted:
-                a, b = (
-                    _read(self._adapter, self._adapter.tensors[f"{module}/{part}"]) for part in (targets.A, targets.B)
-                )
-                found = adapters.merged(found, a, b, self._adapter.chosen.scale(module))
-        return found if dtype is None else found.astype(dtype)
+    def make(path: str) -> Any:
+        module, leaf = path.rpartition("/")[0], own[path]
+        if module not in found or path != f"{module}/{targets.KERNEL}":
+            return quantized.dequantize(leaf, jnp.float32) if quantized.is_quantized(leaf) else leaf
+        parts = params_on_host.to_device((leaf, found[module]))
+        return _merge(chosen.scale(module))(*parts)
+
+    leaves = {}
+    for path, leaf in own.items():
+        shape = quantized.shape_of(leaf) if quantized.is_quantized(leaf) else leaf.shape
+        leaves[path] = huggingface.Made(tuple(shape), functools.partial(make, path))
+    return targets.nested(leaves)
+
+
+@functools.lru_cache
+def _merge(scale: float) -> Any:
+    def run(kernel: Any, parts: tuple[jax.Array, jax.Array]) -> jax.Array:
+        kernel = quantized.dequantize(kernel, jnp.float32) if quantized.is_quantized(kernel) else kernel
+        return adapters.merged(kernel, *parts, scale)
+
+    return jax.jit(run)
+
+
+def _of_folders(folder: folder_lib.Folder, adapter: peft.Adapter, tensor: layout.ModelTensor) -> np.ndarray:
+    """Returns a weight of the merged model in float32."""
+    module, _, name = tensor.path.rpartition("/")
+    if tensor.path in adapter.tensors:
+        return _read(adapter, adapter.tensors[tensor.path])
+    found = _read(folder, tensor)
+    if name == targets.KERNEL and module in adapter.chosen.adapted:
+        a, b = (_read(adapter, adapter.tensors[f"{module}/{part}"]) for part in (targets.A, targets.B))
+        found = adapters.merged(found, a, b, adapter.chosen.scale(module))
+    return found
 
 
 def _read(source: folder_lib.TensorFiles, tensor: layout.ModelTensor) -> np.ndarray:

@@ -14,9 +14,9 @@ from zerojax import mesh as mesh_lib
 from zerojax import precision
 from zerojax.errors import UserError
 from zerojax.inference import generate, sampling
-from zerojax.interop import adapted, huggingface, peft
+from zerojax.interop import adapted, huggingface, merged, peft
 from zerojax.interop import folder as folder_lib
-from zerojax.lora import adapters, families, settings, targets
+from zerojax.lora import families, settings, targets
 from zerojax.models import family as family_lib
 from zerojax.ops import losses
 from zerojax.zero import placement, shard_state, stages
@@ -240,7 +240,7 @@ def export_huggingface(
     """
     params = shard_state.unpad({"params": params}, loaded.partition)["params"]
     if loaded.adapters is not None:
-        params = adapters.merge(params, loaded.adapters)
+        params = merged.of_params(params, loaded.adapters)
     huggingface.export(
         params,
         loaded.family,

@@ -45,6 +45,8 @@ def extend(module: Module, config: Any, params: Any, caches: Any, step: decoding
     return module(config).apply({"params": params}, caches, step, tokens, method="extend")
 
 
-def flops_per_token(flops_per_row: Callable[[Any, int, int], float], config: Any, lengths: Mapping[str, int]) -> float:
+def flops_per_token(
+    flops_per_row: Callable[..., float], config: Any, lengths: Mapping[str, int], per_weight: float = 6.0
+) -> float:
     """Returns the operations of training per token of the inputs. The last target is predicted and not read."""
-    return flops_per_row(config, lengths["inputs"], lengths["targets"] - 1) / lengths["inputs"]
+    return flops_per_row(config, lengths["inputs"], lengths["targets"] - 1, per_weight) / lengths["inputs"]

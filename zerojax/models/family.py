@@ -104,7 +104,8 @@ class Family:
       blocks: a regex over the paths of its repeated modules; see `zerojax.make_train_step`.
       heads: a regex over the paths of its output projections.
       attention: the attention kernels that the family supports.
-      flops_per_token: (config, lengths) -> the floating-point operations of training per token; a row has `seq_len` tokens. `lengths` are
+      flops_per_token: (config, lengths, per_weight=6.0) -> the floating-point operations of training per token; a row has `seq_len` tokens.
+        A weight costs `per_weight` of them for each token that it multiplies, 4 if it is frozen. `lengths` are
         the lengths of a row's arrays, by name.
       huggingface: the names and layouts of its weights in Hugging Face's files.
     """
@@ -121,7 +122,7 @@ class Family:
     blocks: str
     heads: str
     attention: tuple[str, ...]
-    flops_per_token: Callable[[Any, Mapping[str, int]], float]
+    flops_per_token: Callable[..., float]
     huggingface: HuggingFace
 
 

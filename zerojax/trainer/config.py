@@ -19,6 +19,7 @@ from typing import Any
 from zerojax import errors, precision
 from zerojax.data import batches
 from zerojax.errors import UserError
+from zerojax.lora import settings as lora_lib
 from zerojax.trainer.checks import ranges
 from zerojax.trainer.clients import outlets
 from zerojax.zero import loss_scale as loss_scale_lib
@@ -72,6 +73,22 @@ class Fp8Settings:
     filter: str
     first: int
     last: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSettings:
+    """Which adapters are trained, and how the other weights are stored; see `zerojax.lora.settings.Lora`."""
+
+    r: int
+    alpha: float
+    dropout: float
+    target_modules: str
+    exclude_modules: str
+    rslora: bool
+    modules_to_save: str
+    init_from: str
+    quantize: str
+    frozen_dtype: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +235,7 @@ class Config:
     zero: ZeroSettings
     model: ModelSettings
     fp8: Fp8Settings
+    lora: LoraSettings
     optimizer: OptimizerSettings
     loss_scale: LossScaleSettings
     offload: OffloadSettings
@@ -252,6 +270,7 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
     outlets.check(config.metrics)
     make_offload(config.offload, config.zero.stage)
     make_fp8(config)
+    _check_lora(config)
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=_tokenizer(config)))
 
 
@@ -469,6 +488,51 @@ def make_loss_scale(group: LossScaleSettings, *, is_scaled: bool) -> loss_scale_
         return loss_scale_lib.StaticLossScale(static) if static else loss_scale_lib.DynamicLossScale(**dynamic)
     except UserError as error:  # a static scale's field has the name `static` in a config
         raise UserError(f"config.{error}".replace("loss_scale.scale", "loss_scale.static")) from error
+
+
+def make_lora(group: LoraSettings) -> lora_lib.Lora:
+    """Returns the settings of the group `lora`, which is on. Errors begin with "lora."."""
+    return lora_lib.Lora(
+        r=group.r,
+        alpha=group.alpha or float(group.r),
+        dropout=group.dropout,
+        target_modules=_modules(group.target_modules) or None,
+        exclude_modules=_modules(group.exclude_modules),
+        rslora=group.rslora,
+        modules_to_save=tuple(_modules(group.modules_to_save)),
+        quantize=group.quantize,
+    )
+
+
+def _modules(text: str) -> str | tuple[str, ...]:
+    """Returns the names in a text that commas divide; other texts, such as a regex or "all-linear", as they are."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    is_list = all(re.fullmatch(r"[\w.]+", name) for name in names)
+    return names if is_list and text != lora_lib.ALL_LINEAR else text
+
+
+def _check_lora(config: Config) -> None:
+    """Checks the group `lora` by itself, and that it goes together with the rest."""
+    group = config.lora
+    if not group.r and not group.init_from:
+        if config.export.format == "peft":
+            raise UserError(
+                "config.export.format: 'peft' writes adapters, and the run has none; set config.lora.r, or choose 'huggingface'"
+            )
+        return
+    try:
+        if any(not re.fullmatch(r"[\w.]+", name) for name in _modules(group.modules_to_save)):
+            raise UserError(
+                f"lora.modules_to_save: must be names with commas between them, and is {errors.shown(group.modules_to_save)}"
+            )
+        make_lora(dataclasses.replace(group, r=group.r or 1))
+    except UserError as error:
+        raise UserError(f"config.{error}") from error
+    if precision.PRECISIONS[config.precision].has_fp8 and group.quantize != "none":
+        raise UserError(
+            f"config.lora.quantize: is {group.quantize!r}, and quantized kernels are dequantized to bf16, so config.precision='fp8' cannot "
+            "take effect; set config.precision=bf16, or config.lora.quantize=none"
+        )
 
 
 def _check_override(override: Any) -> None:

@@ -47,11 +47,13 @@ class When:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """The checkpointer of the states, the `meta` saved with each, and what returns the run card saved beside it."""
+    """The checkpointer of the states, the `meta` saved with each, what returns the run card saved beside it, and the form of a state that
+    is saved."""
 
     saver: checkpointer.Checkpointer
     meta: Mapping[str, Any]
     card: Callable[[], str] = str
+    form: Callable[[Any], Any] = logical_lib.to_logical
 
 
 class End(NamedTuple):
@@ -148,7 +150,7 @@ def _save(
     recorder: recorder_lib.Recorder,
 ) -> None:
     """Saves the state, after checking that it and the metrics of its step are finite."""
-    logical = logical_lib.to_logical(state)
+    logical = checkpoints.form(state)
     recorder.flush()
     watch.at(watch.CHECKPOINT)
     recorder.check(step, logical)

@@ -4,6 +4,7 @@ config -> mesh -> model -> optimizer -> abstract state -> partition (the only us
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,11 +23,13 @@ from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits, tasks
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
+from zerojax.lora import families as families_lora
 from zerojax.models import families
 from zerojax.models import family as family_lib
 from zerojax.ops import attention
 from zerojax.optim import master_weights, pieces, registry, schedules
 from zerojax.trainer import config as config_lib
+from zerojax.trainer.adapters import start
 from zerojax.trainer.checks import names
 from zerojax.trainer.tuning import examples
 from zerojax.zero import explicit, memory, placement, shard_state, stages, step, xla_options
@@ -37,6 +40,8 @@ from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import params as params_on_host
 from zerojax.zero.offload import settings as offload_settings
 from zerojax.zero.sharded_batch import totals
+
+DROPOUT = 1  # folded into the random key of a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Program:
       create: (float32 weights) -> the initial state.
       copy_dtype: the dtype of the 16-bit weights stored with the master weights; None if there are none.
       loss_scale: the loss scale; None if the loss is not scaled.
+      weights: where the weights come from, in a run with adapters; None for a run that trains all.
     """
 
     config: config_lib.Config
@@ -72,6 +78,7 @@ class Program:
     source: folder_lib.Folder | None
     copy_dtype: Any
     loss_scale: loss_scale_lib.LossScale | None
+    weights: start.Weights | None = None
 
     @property
     def objective(self) -> objectives.Objective:
@@ -103,12 +110,29 @@ class Program:
     @property
     def flops_per_token(self) -> float:
         """Returns the floating-point operations of training per token; a sequence has `seq_len` tokens."""
-        return self.family.flops_per_token(self.model, self.lengths)
+        if self.weights is None:
+            return self.family.flops_per_token(self.model, self.lengths)
+        # A frozen weight costs a forward and a backward matmul, and has no gradient of its own.
+        trained = sum(math.prod(found.shape or ()) for found in self.partition.placements.values() if found.trainable)
+        return self.family.flops_per_token(self.model, self.lengths, per_weight=4.0) + 6.0 * trained
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Returns what tells the frozen weights of a run apart from those of another, if they are read from a folder."""
+        if self.weights is None or self.source is None:
+            return {}
+        return {"base": folder_lib.fingerprint(self.source)}
 
     @property
     def logical_abstract_state(self) -> Any:
         """Returns the abstract state in the form that checkpoints store, with shardings."""
-        return logical_lib.to_logical(self.partition.abstract_state)
+        return self.to_logical(self.partition.abstract_state)
+
+    def to_logical(self, state: Any) -> Any:
+        """Returns a state, or a tree like it, in the form that checkpoints store; frozen weights are not in it."""
+        if self.weights is None:
+            return logical_lib.to_logical(state)
+        return start.trained_part(self.partition, state)
 
 
 def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Sequence[Any] | None = None) -> Program:
@@ -135,15 +159,19 @@ def _build(config: config_lib.Config, tokenizer_vocab: int, devices: Sequence[An
     family, model = _model(config, source, mesh, policy.compute_dtype, tokenizer_vocab)
     schedule, inner = _optimizer(config, policy)
     offload = config_lib.make_offload(config.offload, config.zero.stage)
-    # Params in host memory are sent in 16 bits, so these are stored beside the master weights.
+    # Params in host memory are sent in 16 bits, so these are stored beside the master weights. Adapters are few: they have no copy.
     is_cast_on_device = stages.STAGES[config.zero.stage].params and offload.params == offload_settings.NONE
-    copy_dtype = policy.copy_dtype(splits_params=is_cast_on_device)
+    weights = _weights(config, family, model, source)
+    copy_dtype = policy.copy_dtype(splits_params=is_cast_on_device) if weights is None else None
     tx = inner if copy_dtype is None else master_weights.with_master_weights(inner)
 
     params = family_lib.abstract_params(family.parts, model)
-    create = functools.partial(
-        _state, policy=policy, tx=tx, inner=inner, copy_dtype=copy_dtype, loss_scale=loss_scale, seed=config.seed
-    )
+    trainable = ""
+    if weights is not None:
+        params = start.abstract_params(config.lora, weights.adapted, family, model, source, policy)
+        family, trainable = families_lora.with_adapters(family, weights.adapted.chosen), weights.trainable
+    how: dict[str, Any] = {"policy": policy, "loss_scale": loss_scale, "seed": config.seed, "trainable": trainable}
+    create = functools.partial(_state, tx=tx, inner=inner, copy_dtype=copy_dtype, **how)
     partition = stages.partition_state(
         jax.eval_shape(create, params),
         mesh=mesh,
@@ -151,6 +179,7 @@ def _build(config: config_lib.Config, tokenizer_vocab: int, devices: Sequence[An
         overrides=config.zero.overrides,
         min_size=config.zero.min_size,
         indivisible=config.zero.indivisible,
+        trainable=trainable,
         offload=offload,
     )
     _check_model_axis(partition)
@@ -164,12 +193,21 @@ def _build(config: config_lib.Config, tokenizer_vocab: int, devices: Sequence[An
         tx=tx,
         create=create,
         partition=partition,
-        baseline=_baseline(params, create, policy, mesh),
+        baseline=_baseline(params, create, policy if weights is None else None, mesh, trainable),
         **_functions(config, sizes, family, model, partition, policy.compute_dtype, schedule, loss_scale),
         source=source,
         copy_dtype=copy_dtype,
         loss_scale=loss_scale,
+        weights=weights,
     )
+
+
+def _weights(
+    config: config_lib.Config, family: family_lib.Family, model: Any, source: folder_lib.Folder | None
+) -> start.Weights | None:
+    """Returns where the weights of a run with adapters come from; None for a run that trains all."""
+    adapted = start.choose(config.lora, family, model)
+    return None if adapted is None else start.Weights(adapted, family, model, source, config.seed)
 
 
 def _functions(
@@ -190,7 +228,11 @@ def _functions(
     }
 
     def loss_fn(params: Any, batch: Any, state: Any) -> tuple[Any, dict]:
-        loss, metrics = _weighted(family.loss(model, params, batch), batch), {"learning_rate": schedule(state.step)}
+        keys = (_dropout_key(state),) if config.lora.dropout else ()
+        loss, metrics = (
+            _weighted(family.loss(model, params, batch, *keys), batch),
+            {"learning_rate": schedule(state.step)},
+        )
         if isinstance(loss, totals.Mean):
             metrics["labels"] = totals.Sum(loss.weight)
         return loss, {"metrics": metrics}
@@ -212,6 +254,11 @@ def _functions(
             lambda params, batch: _weighted(family.loss(model, params, batch), batch), partition, how, fp8
         ),
     }
+
+
+def _dropout_key(state: Any) -> jax.Array:
+    """Returns the random key of a step's dropout. Stochastic rounding folds the step alone into the state's."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step), DROPOUT)
 
 
 def _weighted(loss: jax.Array, batch: Mapping[str, jax.Array]) -> Any:
@@ -253,7 +300,9 @@ def most_pinned_bytes(config: config_lib.Config) -> int:
     count = family_lib.count_params(family.parts, model)
     policy = precision.PRECISIONS[config.precision]
     each = memory.bytes_per_parameter(policy, config.zero.stage, 1, moments=config.optimizer.moments)
-    held = count * (each[roles.MASTER] + each[roles.MOMENTS]) * config.mesh.replica
+    # Frozen weights take at most 4 bytes each, and adapters are few.
+    of_each = 4.0 if config.lora.r or config.lora.init_from else each[roles.MASTER] + each[roles.MOMENTS]
+    held = count * of_each * config.mesh.replica
     return round(held) + chosen.in_flight * chosen.chunk_bytes
 
 
@@ -262,6 +311,8 @@ def init_state(program: Program) -> Any:
 
     Weights are read from the program's source, or else drawn in float32, part by part. Equal parts share one compiled function.
     """
+    if program.weights is not None:
+        return program.weights.first_state(program.create, program.partition)
     abstract_params = logical_lib.to_logical(program.partition.on_device.abstract_state).params
     source = program.source
     params = (
@@ -346,6 +397,11 @@ def restored_state(program: Program, logical: Any, *, rescales: bool = False) ->
         return state.replace(loss_scale=program.loss_scale.init()._replace(**skipped))
 
     logical = logical.replace(loss_scale=()) if is_lacking else logical
+    if program.weights is not None:
+        state = restore(logical)
+        wanted = program.partition.shardings.loss_scale
+        state = state.replace(loss_scale=jax.device_put(state.loss_scale, wanted))
+        return program.weights.with_frozen(state, program.partition)
     if program.partition.offload:  # leaves in host memory pass through no program
         shardings = program.partition.shardings.loss_scale
         state = restore(logical)
@@ -376,10 +432,21 @@ def _init_part(module: nn.Module, inputs: family_lib.Inputs, abstract: Any, key:
 
 
 def _state(
-    params: Any, *, policy: precision.Precision, tx: Any, inner: Any, copy_dtype: Any, loss_scale: Any, seed: int
+    params: Any,
+    *,
+    policy: precision.Precision,
+    tx: Any,
+    inner: Any,
+    copy_dtype: Any,
+    loss_scale: Any,
+    seed: int,
+    trainable: str,
 ) -> Any:
-    weights = precision.cast_floating(params, policy.weight_dtype)
-    logical = train_state.create(weights, inner, jax.random.key(seed), loss_scale=_first_scale(loss_scale))
+    # Where weights are frozen, all have their dtypes already.
+    weights = precision.cast_floating(params, policy.weight_dtype) if not trainable else params
+    part = shard_state.trained_params(weights, trainable)
+    logical = train_state.create(part, inner, jax.random.key(seed), loss_scale=_first_scale(loss_scale))
+    logical = logical.replace(params=weights)
     return logical_lib.from_logical(logical, copy_dtype).replace(tx=tx)
 
 
@@ -387,10 +454,12 @@ def _first_scale(loss_scale: loss_scale_lib.LossScale | None) -> Any:
     return () if loss_scale is None else loss_scale.init()
 
 
-def _baseline(params: Any, create: Any, policy: precision.Precision, mesh: Mesh) -> placement.Partition:
+def _baseline(
+    params: Any, create: Any, policy: precision.Precision | None, mesh: Mesh, trainable: str
+) -> placement.Partition:
     """Returns the partition at stage 0: everything is replicated, with a 16-bit copy of the weights if the precision needs one."""
-    state = functools.partial(create, copy_dtype=policy.copy_dtype(splits_params=False))
-    return stages.partition_state(jax.eval_shape(state, params), mesh=mesh, stage=0)
+    state = create if policy is None else functools.partial(create, copy_dtype=policy.copy_dtype(splits_params=False))
+    return stages.partition_state(jax.eval_shape(state, params), mesh=mesh, stage=0, trainable=trainable)
 
 
 def _model(

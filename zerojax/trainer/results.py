@@ -12,6 +12,7 @@ from zerojax.interop import huggingface
 from zerojax.models import family as family_lib
 from zerojax.trainer import metrics, plot, resume
 from zerojax.trainer import program as program_lib
+from zerojax.trainer.adapters import outputs
 from zerojax.zero.offload import params as params_on_host
 
 
@@ -47,13 +48,18 @@ def draw(folder: pathlib.Path) -> None:
 
 
 def export(program: program_lib.Program, state: Any, folder: pathlib.Path) -> None:
-    """Writes the weights to `folder` in Hugging Face's format. All processes must call it."""
+    """Writes the weights to `folder` as transformers or PEFT do. All processes must call it."""
+    params = resume.logical_params(program, state)
+    dtype = huggingface.DTYPES.get(program.config.export.dtype)
+    if program.weights is not None:
+        outputs.export(program.weights, params, folder, program.config.export.format, dtype)
+        return
     huggingface.export(
-        resume.logical_params(program, state),
+        params,
         program.family,
         program.model,
         folder,
-        dtype=huggingface.DTYPES.get(program.config.export.dtype),
+        dtype=dtype,
         source=None if program.source is None else program.source.path,
     )
 

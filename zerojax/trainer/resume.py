@@ -27,6 +27,7 @@ OPTIONAL = ("loss_scale",)  # a run may resume with or without one, whether the 
 
 FINGERPRINTS = {  # name -> (what it is of, what to do about another)
     "text": ("training text", "restore that text in config.data.dir"),
+    "base": ("model in config.init_from", "restore that folder"),
     "tokenizer": ("tokenizer", "set config.data.tokenizer to the one it was trained with"),
 }
 

@@ -85,12 +85,7 @@ def _trained(state: Any, trainable: str) -> Any:
     parts = ("tx", "params", "opt_state")
     if not trainable or not all(hasattr(state, name) for name in (*parts, "replace")):
         return state
-    role_of = stages.leaf_roles({"params": state.params}, trainable=trainable)
-
-    def keep(path: str, leaf: Any) -> Any:
-        return optax.MaskedNode() if role_of[f"params/{path}"] == roles.FROZEN else leaf
-
-    own_opt_state = jax.eval_shape(state.tx.init, tree.map_with_path(keep, state.params))
+    own_opt_state = jax.eval_shape(state.tx.init, trained_params(state.params, trainable))
     leaves = dict(tree.flatten(state.opt_state))
     try:
         return state.replace(opt_state=tree.map_with_path(lambda path, _: leaves[path], own_opt_state))
@@ -99,6 +94,18 @@ def _trained(state: Any, trainable: str) -> Any:
             f"trainable: the state's tx.init makes opt_state/{error.args[0]}, which the state does not have; create the optimizer state "
             "with this tx"
         ) from error
+
+
+def trained_params(params: Any, trainable: str) -> Any:
+    """Returns params with `optax.MaskedNode()` in place of those that `trainable` freezes."""
+    if not trainable:
+        return params
+    role_of = stages.leaf_roles({"params": params}, trainable=trainable)
+
+    def keep(path: str, leaf: Any) -> Any:
+        return optax.MaskedNode() if role_of[f"params/{path}"] == roles.FROZEN else leaf
+
+    return tree.map_with_path(keep, params)
 
 
 def _copy_to(leaf: Any, sharding: NamedSharding) -> jax.Array:

@@ -262,10 +262,11 @@ def parts(config: BartConfig) -> family.Parts:
     return found | {"logits_bias": (LogitsBias(c.vocab_size), ())}
 
 
-def flops_per_row(config: BartConfig, inputs: int, targets: int) -> float:
+def flops_per_row(config: BartConfig, inputs: int, targets: int, per_weight: float = 6.0) -> float:
     """Returns the floating-point operations of training on a row of `inputs` encoder and `targets` decoder tokens, without recomputation.
 
-    A weight of a layer or of the head costs 6 per token that it multiplies. Keys and values of cross-attention multiply the encoder's
+    A weight of a layer or of the head costs `per_weight` per token that it multiplies: 6, or 4 if it is frozen.
+    Keys and values of cross-attention multiply the encoder's
     tokens. Scores and their use cost 12 * embed_dim per pair of tokens and layer, and half of that in causal attention.
     """
     c, shapes = config, family.abstract_params(parts, config)
@@ -276,4 +277,4 @@ def flops_per_row(config: BartConfig, inputs: int, targets: int) -> float:
     across = c.decoder_shape[0] * 2 * c.embed_dim * (c.embed_dim + 1)  # keys and values of the encoder's states
     weights = (encoder + across) * inputs + (decoder - across + c.embed_dim * c.vocab_size) * targets
     pairs = c.encoder_shape[0] * inputs**2 + c.decoder_shape[0] * (targets**2 / 2 + inputs * targets)
-    return 6.0 * weights + 12.0 * c.embed_dim * pairs
+    return per_weight * weights + 12.0 * c.embed_dim * pairs

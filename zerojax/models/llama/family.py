@@ -99,8 +99,8 @@ def _extend(config: LlamaConfig, params: Any, caches: Any, step: decoding.Step, 
     return model.Llama(config).apply({"params": params}, caches, step, tokens, method="extend")
 
 
-def _flops_per_token(config: LlamaConfig, lengths: Mapping[str, int]) -> float:
-    return model.flops_per_token(config, lengths["tokens"] - 1)
+def _flops_per_token(config: LlamaConfig, lengths: Mapping[str, int], per_weight: float = 6.0) -> float:
+    return model.flops_per_token(config, lengths["tokens"] - 1, per_weight)
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:

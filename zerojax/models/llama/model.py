@@ -219,12 +219,12 @@ def count_params(config: LlamaConfig) -> int:
     return family.count_params(parts, config)
 
 
-def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
-    """Returns the floating-point operations of training on one token: 6 per weight outside the embedding table, and
+def flops_per_token(config: LlamaConfig, seq_len: int, per_weight: float = 6.0) -> float:
+    """Returns the floating-point operations of training on one token: 6 per weight outside the embedding table (4 if it is frozen), and
     6 * layers * heads * head_dim * seq_len for causal attention (only its lower half, without recomputation)."""
     c = config
     used = count_params(c) - (0 if c.tie_embeddings else c.vocab_size * c.embed_dim)
-    return 6.0 * used + 6.0 * c.num_layers * c.num_heads * c.head_dim * seq_len
+    return per_weight * used + 6.0 * c.num_layers * c.num_heads * c.head_dim * seq_len
 
 
 def _residual_stddev(config: LlamaConfig) -> float:

@@ -278,10 +278,11 @@ def bucket_of(distance: jax.Array, buckets: int, max_distance: int, *, is_causal
     return bucket + jnp.where(distance < exact, distance, far)
 
 
-def flops_per_row(config: T5Config, inputs: int, targets: int) -> float:
+def flops_per_row(config: T5Config, inputs: int, targets: int, per_weight: float = 6.0) -> float:
     """Returns the floating-point operations of training on a row of `inputs` encoder and `targets` decoder tokens, without recomputation.
 
-    A weight costs 6 per token that it multiplies. Keys and values of cross-attention multiply the encoder's tokens. Embedding tables
+    A weight costs `per_weight` per token that it multiplies: 6, or 4 if it is frozen.
+    Keys and values of cross-attention multiply the encoder's tokens. Embedding tables
     cost nothing. Scores and their use cost 12 * heads * head_dim per pair of tokens, and half of that in causal attention.
     """
     c = config
@@ -297,4 +298,4 @@ def flops_per_row(config: T5Config, inputs: int, targets: int) -> float:
     head = c.embed_dim * c.vocab_size
     weights = (encoder + across) * inputs + (decoder - across + head) * targets
     pairs = c.num_layers * inputs**2 + depth * (targets**2 / 2 + inputs * targets)
-    return 6.0 * weights + 12.0 * inner * pairs
+    return per_weight * weights + 12.0 * inner * pairs

@@ -19,6 +19,12 @@ DEFAULTS: dict[str, Any] = {
     "fp8.filter": "",
     "fp8.first": 0,
     "fp8.last": 0,
+    **{f"lora.{name}": "" for name in ("target_modules", "exclude_modules", "modules_to_save")},
+    "lora.alpha": 0.0,
+    "lora.dropout": 0.0,
+    "lora.rslora": False,
+    "lora.quantize": "none",
+    "lora.frozen_dtype": "auto",
     "optimizer.warmup": "linear",
     "optimizer.initial_fraction": 0.0,
     "optimizer.final_fraction": 0.1,
@@ -103,6 +109,12 @@ def _ignored(config: Any) -> Iterator[tuple[str, str]]:
         if chosen.warmup_steps
         else ("optimizer.warmup", "optimizer.initial_fraction"),
         "config.optimizer.weight_decay=0": () if chosen.weight_decay else ("optimizer.weight_decay_on",),
+        "config.lora.r=0 and there is no config.lora.init_from": ()
+        if config.lora.r or config.lora.init_from
+        else tuple(place for place in DEFAULTS if place.startswith("lora.")),
+        "config.export.format='peft' writes adapters as they are trained": ("export.dtype",)
+        if config.export.format == "peft"
+        else (),
         "config.export.format='none'": () if config.export.format != "none" else ("export.dtype",),
         "random tokens are not read from files": ("data.train_split", "data.text_key", "data.dir")
         if config.data.name == batches.RANDOM and not config.data.train_file

@@ -36,6 +36,8 @@ def of_config() -> Iterator[None]:
         argument = re.match(r"\w+(?=[: ])", line)
         if argument is not None and argument[0] in KEYS:
             raise UserError(KEYS[argument[0]] + line[argument.end() :]) from error
-        if line.startswith(("offload.", "fp8")):  # a field of `Offload`; the argument of a train step is a regex
+        if line.startswith(
+            ("offload.", "fp8", "lora.")
+        ):  # a field of `Offload`; the argument of a train step is a regex
             raise UserError(f"config.{line}") from error
         raise

@@ -11,7 +11,7 @@ from zerojax.data.pairs import tasks, templates
 from zerojax.errors import UserError
 from zerojax.interop import huggingface
 from zerojax.models import families
-from zerojax.ops import fp8
+from zerojax.ops import fp8, quantized
 from zerojax.optim import fused, registry, schedules
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import remat, stages
@@ -37,7 +37,9 @@ CHOICES: dict[str, tuple] = {
     "model.attention": ("auto", "xla", "cudnn", "splash"),
     "data.task": tasks.TASKS,
     "data.chat_template": templates.CHOICES,
-    "export.format": ("none", "huggingface"),
+    "lora.quantize": quantized.KINDS,
+    "lora.frozen_dtype": ("auto", *huggingface.DTYPES),
+    "export.format": ("none", "huggingface", "peft"),
     "export.dtype": ("auto", *huggingface.DTYPES),
 }
 POSITIVE = tuple(
@@ -47,11 +49,12 @@ POSITIVE = tuple(
 )
 NOT_NEGATIVE = tuple(
     "seed global_batch_size micro_batch_size grad_accum zero.min_size model.vocab_size model.num_layers "
-    "fp8.first fp8.last optimizer.warmup_steps optimizer.initial_fraction optimizer.final_fraction optimizer.weight_decay "
+    "fp8.first fp8.last lora.r lora.alpha "
+    "optimizer.warmup_steps optimizer.initial_fraction optimizer.final_fraction optimizer.weight_decay "
     "optimizer.clip_norm loss_scale.static epochs evaluate.every evaluate.batches evaluate.answers checkpoint.every "
     "checkpoint.keep_best sample.length sample.temperature profile.steps".split()
 )
-BELOW_ONE = ("optimizer.b1", "optimizer.b2")
+BELOW_ONE = ("optimizer.b1", "optimizer.b2", "lora.dropout")
 
 # place -> (the largest value, why). Without these bounds XLA aborts the process where an array has 2**63 bytes, and Python traces or
 # lists for hours. The largest arrays, scores of attention and logits, stay below 2**63 bytes.
@@ -64,6 +67,7 @@ MOST: dict[str, tuple[float, str]] = {
     "mesh.replica": (2**20, "no machine has as many devices"),
     "mesh.data": (2**20, "no machine has as many devices"),
     "mesh.model": (2**20, "no machine has as many devices"),
+    "lora.r": (2**16, "it is a share of a kernel's inputs"),
     "model.num_layers": (512, "each layer is traced on its own"),
     "model.vocab_size": (2**24, "each position has a logit for every id"),
     "optimizer.initial_fraction": (1, "a warm-up rises to the peak"),

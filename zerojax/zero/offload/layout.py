@@ -9,6 +9,7 @@ first dim that the spec does not shard and that is long enough: the more major t
 """
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,6 +64,12 @@ def place(partition: placement.Partition, offload: settings_lib.Offload, min_siz
         return partition
     trained = _checked(partition)
     owned = leaves_of_weights(partition, min_size)
+    if not owned and offload.params != settings_lib.NONE:
+        warnings.warn(
+            f"offload.optimizer: the optimizer state stays on the device, since no trained weight has min_size={min_size} elements",
+            stacklevel=2,
+        )
+        return partition
     if not owned:
         raise UserError(
             "offload.optimizer: no moment or master weight belongs to a weight of at least "

@@ -27,16 +27,14 @@ def place(partition: placement.Partition, offload: settings_lib.Offload, min_siz
       min_size: weights of fewer elements stay on the device.
 
     Raises:
-      UserError: a trained weight would be in host memory, and its optimizer state on the device; or no param is large enough.
+      UserError: nothing is frozen, and the optimizer state stays on the device; or no param is large enough.
     """
     if offload.params == settings_lib.NONE:
         return partition
-    if offload.optimizer == settings_lib.NONE and any(
-        found.trainable and _elements(found) >= min_size for found in partition.placements.values()
-    ):
+    if offload.optimizer == settings_lib.NONE and all(found.trainable for found in partition.placements.values()):
         raise UserError(
             f"offload.params: is {offload.params!r}, and the optimizer state of trained weights stays on the device, where their update "
-            "runs; set offload.optimizer too, or freeze the weights (trainable=)"
+            "runs; set offload.optimizer too, or freeze some weights (trainable=)"
         )
     if offload.optimizer == settings_lib.NVME:
         raise UserError(

@@ -1,0 +1,158 @@
+"""Trains adapters, resumes, and refuses what does not fit. This module tests zerojax.trainer.adapters.start."""
+
+import shutil
+
+import golden_models
+import jax
+import numpy as np
+import pytest
+import runs
+
+import zerojax
+from zerojax import tree
+from zerojax.checkpoint import checkpointer
+from zerojax.errors import UserError
+from zerojax.trainer import program, results, resume
+from zerojax.trainer.adapters import start
+
+FOLDER = golden_models.FOLDER / "llama"
+ADAPTED = {
+    "init_from": str(FOLDER),
+    "model__num_layers": 0,
+    "data__tokenizer": "auto",
+    "zero__min_size": 64,
+    "lora__r": 4,
+    "lora__dropout": 0.1,
+    "lora__target_modules": "all-linear",
+}
+
+
+def build(devices=None, **changes):
+    return program.build(runs.config(**{**ADAPTED, **changes}), devices=devices)
+
+
+def first(devices=None, **changes):
+    """Returns a program and its first state."""
+    built = build(devices, **changes)
+    return built, program.init_state(built)
+
+
+def own(state):
+    return dict(tree.flatten(state.params))
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_and_its_checkpoints_hold_adapters_alone(tmp_path, cache_dir):
+    runs.run(tmp_path / "whole", **ADAPTED, steps=4)
+    for steps in (2, 4):
+        runs.run(tmp_path / "parts", **ADAPTED, steps=steps)
+    whole, parts = (runs.losses(tmp_path / name) for name in ("whole", "parts"))
+    assert len(whole) == 4 and whole == parts
+    built = build(steps=4)
+    with checkpointer.Checkpointer(tmp_path / "whole" / "checkpoints") as saver:
+        assert resume.state(built, saver, 4, saver.meta(4)).step == 4
+    names = (tmp_path / "whole" / "checkpoints" / "4" / "state" / "_METADATA").read_text()
+    assert "lora_a" in names and "kernel" not in names
+
+
+def test_another_base_is_refused_in_one_line(tmp_path, cache_dir):
+    base = tmp_path / "base"
+    shutil.copytree(FOLDER, base)
+    settings = {**ADAPTED, "init_from": str(base), "steps": 2}
+    runs.run(tmp_path / "run", **settings)
+    weights = bytearray((base / "model.safetensors").read_bytes())
+    weights[-4:] = b"\0\0\0\0"
+    weights[-2000:-1000] = bytes(1000)
+    (base / "model.safetensors").write_bytes(weights)
+    with pytest.raises(
+        UserError, match=r"was saved with another model in config.init_from \(fingerprint .*\); restore that folder"
+    ):
+        runs.run(tmp_path / "run", **{**settings, "steps": 3})
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_frozen_weights_without_a_folder_are_drawn_and_the_same_at_every_stage(quantize):
+    settings = {
+        "init_from": "",
+        "data__tokenizer": "bytes",
+        "model__num_layers": 1,
+        "lora__quantize": quantize,
+        "precision": "bf16",
+    }
+    (one, first_), (_, other) = first(**settings, zero__stage=3), first(**settings, zero__stage=0)
+    jax.tree.map(np.testing.assert_array_equal, first_.params, other.params)
+    dtypes = {str(leaf.dtype) for path, leaf in own(first_).items() if "lora_" in path}
+    assert dtypes == {"float32"}
+    frozen = {str(leaf.dtype) for path, leaf in own(first_).items() if "lora_" not in path}
+    assert frozen == ({"bfloat16"} if quantize == "none" else {"bfloat16", "uint8"})
+    trained = jax.tree.leaves(one.partition.trainable_part(first_.params))
+    moments = [leaf for leaf in jax.tree.leaves(first_.opt_state) if leaf.ndim]
+    assert len(moments) == 2 * len(trained)
+
+
+def test_params_on_the_host_train_adapters_as_those_on_the_device(cache_dir):
+    """With dropout, which blocks draw as on the device."""
+    losses = {}
+    for where in ("none", "host"):
+        built, state = first(jax.devices()[:2], offload__params=where, model__remat="full")
+        kinds = {leaf.sharding.memory_kind for path, leaf in own(state).items() if "lora_" not in path}
+        assert ("pinned_host" in kinds) == (where == "host")
+        rows = np.arange(8 * 33).reshape(8, 33) % 300
+        batch = {"tokens": jax.device_put(rows.astype(np.int32), built.batch_sharding)}
+        for _ in range(2):
+            state, metrics = built.train_step(state, batch)
+        losses[where] = float(metrics["loss"])
+    assert losses["host"] == pytest.approx(losses["none"], rel=1e-5)
+
+
+def test_a_folder_of_adapters_is_a_start(cache_dir):
+    built, state = first(lora__r=0, lora__target_modules="", lora__init_from=str(FOLDER / "lora"), lora__dropout=0.0)
+    assert built.weights.adapted.chosen.lora.alpha == 32
+    loaded = zerojax.load_huggingface(FOLDER, stage=0, adapter=FOLDER / "lora")
+    jax.tree.map(np.testing.assert_array_equal, state.params, loaded.params)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"lora__target_modules": "q_prj"},
+            r"config.lora.target_modules: 'q_prj' names no linear module.*did you mean 'q_proj'",
+        ),
+        (
+            {"lora__init_from": str(FOLDER / "lora")},
+            r"config.lora.r: is 4, and config.lora.init_from=.* has 8; leave it at its default",
+        ),
+        ({"lora__init_from": str(FOLDER)}, r"config.lora.init_from: .* holds no adapter_config.json"),
+        (
+            {"lora__quantize": "nf4", "precision": "fp8"},
+            r"config.lora.quantize: is 'nf4', and quantized kernels are dequantized",
+        ),
+        (
+            {"lora__r": 0, "export__format": "peft", "lora__dropout": 0.0},
+            r"config.export.format: 'peft' writes adapters, and the run has none",
+        ),
+        ({"lora__dropout": 1.0}, r"config.lora.dropout: must be at least 0 and below 1"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_in_one_line(changes, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        build(**changes)
+
+
+def test_a_frozen_weight_counts_two_thirds_of_the_operations_of_a_trained_one():
+    plain, adapted = build(lora__r=0, lora__dropout=0.0, lora__target_modules=""), build()
+    assert plain.weights is None
+    trained = sum(leaf.size for leaf in jax.tree.leaves(adapted.logical_abstract_state.params))
+    attention = plain.flops_per_token - 6 * _used(plain)
+    assert adapted.flops_per_token == pytest.approx(4 * _used(plain) + 6 * trained + attention)
+
+
+def _used(built):
+    """Returns the weights that multiply a token."""
+    return sum(leaf.size for path, leaf in tree.flatten(built.partition.abstract_state.params) if "embed" not in path)
+
+
+def test_results_hold_the_adapters_or_the_merged_model(tmp_path):
+    built, state = first(export__format="peft")
+    results.export(built, state, tmp_path / "peft")
+    assert start.peft.open_adapter(tmp_path / "peft", built.family, built.model).chosen.adapted
