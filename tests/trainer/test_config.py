@@ -68,7 +68,7 @@ def test_the_base_holds_every_field_and_no_other():
 
 def test_no_group_of_settings_has_the_name_of_another_class():
     groups = [hint for hint in typing.get_type_hints(config_lib.Config).values() if dataclasses.is_dataclass(hint)]
-    assert len(groups) == 13 and all(group.__name__.endswith("Settings") for group in groups)
+    assert len(groups) == 14 and all(group.__name__.endswith("Settings") for group in groups)
 
 
 @pytest.mark.parametrize(
