@@ -30,7 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "lora": {"ops", "models", "zero"},
     "inference": {"models", "zero"},
     "interop": {"ops", "models", "lora", "checkpoint", "optim", "zero", "inference"},
-    "plan": {"hlo", "zero", "launch"},
+    "plan": {"ops", "hlo", "zero", "launch"},
     "profile": {"hlo", "zero", "launch", "plan"},
     "trainer": {
         "ops",

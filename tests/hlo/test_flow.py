@@ -85,6 +85,29 @@ def test_a_stacked_value_is_traced_through_its_loop():
     assert [i.name for i in hlo_flow.origins(flow, flow.module.entry, "slice")] == ["weight"]
 
 
+def test_an_output_of_a_fusion_is_traced_to_the_operands_that_it_reads():
+    text = """
+HloModule jit_step, is_scheduled=true
+
+%fused (p: f32[8], q: f32[8]) -> (bf16[8], bf16[8]) {
+  %p = f32[8] parameter(0)
+  %q = f32[8] parameter(1)
+  %a = bf16[8] convert(%p)
+  %b = bf16[8] convert(%q)
+  ROOT %both = (bf16[8], bf16[8]) tuple(%a, %b)
+}
+
+ENTRY %main (v: f32[8], w: f32[8]) -> bf16[8] {
+  %v = f32[8] parameter(0)
+  %w = f32[8] parameter(1)
+  %cast = (bf16[8], bf16[8]) fusion(%v, %w), kind=kLoop, calls=%fused
+  ROOT %second = bf16[8] get-tuple-element(%cast), index=1
+}
+"""
+    flow = hlo_flow.flow(syntax.parse(text))
+    assert [found.name for found in hlo_flow.origins(flow, flow.module.entry, "second")] == ["w"]
+
+
 def test_matmuls_end_a_trace():
     flow = of(LOOP)
     assert hlo_flow.origins(flow, flow.module.computation("body"), "y") == ()

@@ -129,10 +129,28 @@ def _sources(
     elif value.opcode in _MOVES or value.opcode.endswith("-done"):
         yield where, operands[0], index
     elif value.opcode in _ELEMENTWISE or (value.opcode in FUSIONS and not _mixes(flow, value)):
+        operands = _read_by_output(flow, value, index)
         most = max((_elements(where, operand) for operand in operands), default=0)
         for operand in operands:
             if _elements(where, operand) == most:
                 yield where, operand, None
+
+
+def _read_by_output(flow: Flow, value: syntax.Instruction, index: int | None) -> tuple[str, ...]:
+    """Returns the operands that one output of a fusion reads; all of them if it has one output."""
+    if index is None or value.opcode not in FUSIONS or not value.called:
+        return value.operands
+    inside = flow.module.computation(value.called[-1])
+    if inside.root.opcode != "tuple" or index >= len(inside.root.operands):
+        return value.operands
+    pending, seen = [inside.root.operands[index]], set()
+    while pending:
+        name = pending.pop()
+        if name not in seen and name in inside.by_name:
+            seen.add(name)
+            pending.extend(inside.by_name[name].operands)
+    read = {number for number, parameter in inside.parameters.items() if parameter.name in seen}
+    return tuple(operand for number, operand in enumerate(value.operands) if number in read)
 
 
 def readers(flow: Flow, computation: syntax.Computation, name: str) -> tuple[syntax.Instruction, ...]:

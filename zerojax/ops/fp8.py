@@ -43,6 +43,13 @@ _WIDE = (jnp.float32, jnp.bfloat16)  # dtypes that hold every scale
 _FREE = ((), ())
 
 
+class EightBits(NamedTuple):
+    """An array in fp8: `values` / `scale` is the array. The scale is float32[] or, along the contracted dim, of size 1."""
+
+    values: jax.Array
+    scale: jax.Array
+
+
 def dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -52,6 +59,7 @@ def dot_general(
     out_sharding: Any = None,
     *,
     recipe: str = TENSORWISE,
+    rhs_in_fp8: EightBits | None = None,
 ) -> jax.Array:
     """Returns `jax.lax.dot_general` of two arrays, computed in fp8; so are its gradients. For `dot_general=` of Linen's and NNX's layers.
 
@@ -62,6 +70,7 @@ def dot_general(
       preferred_element_type: of the result; None: that of the operands.
       out_sharding: must be None; a sharding comes from `jax.lax.with_sharding_constraint`.
       recipe: "tensorwise" or "rowwise".
+      rhs_in_fp8: the values and the scale of `rhs`, where they are known; the values of `rhs` are not read then.
 
     Raises:
       UserError: an unknown recipe, operands that are not floating, or an `out_sharding`.
@@ -78,13 +87,18 @@ def dot_general(
     if out_sharding is not None:
         raise UserError("fp8.dot_general: out_sharding is not supported; constrain the result instead")
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dimension_numbers
+    if rhs_batch:
+        rhs_in_fp8 = None  # each batch element has a scale of its own
+    if rhs_in_fp8 is not None:
+        values = rhs_in_fp8.values.reshape(rhs.shape)
+        rhs_in_fp8 = rhs_in_fp8._replace(values=_as_matrices(values, rhs_batch, rhs_contracted, kept_first=False)[0])
     lhs, lhs_kept = _as_matrices(lhs, lhs_batch, lhs_contracted, kept_first=True)
     rhs, rhs_kept = _as_matrices(rhs, rhs_batch, rhs_contracted, kept_first=False)
-    run = functools.partial(matmul, dtype=dtype, recipe=recipe)
+    run = functools.partial(_matmul, dtype, recipe)
     for _ in lhs_batch:
-        run = jax.vmap(run)
+        run = jax.vmap(run, in_axes=(0, 0, None))
     shape = (*lhs.shape[: len(lhs_batch)], *lhs_kept, *rhs_kept)
-    return checkpoint_name(run(lhs, rhs), PRODUCT).reshape(shape)
+    return checkpoint_name(run(lhs, rhs, rhs_in_fp8), PRODUCT).reshape(shape)
 
 
 def check_recipe(recipe: str) -> None:
@@ -105,35 +119,31 @@ def _as_matrices(
     return array.transpose(order).reshape(*outer, *matrix), rows
 
 
-class EightBits(NamedTuple):
-    """An array in fp8: `values` / `scale` is the array. The scale is float32[] or, along the contracted dim, of size 1."""
-
-    values: jax.Array
-    scale: jax.Array
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def matmul(x_MK: jax.Array, w_KN: jax.Array, dtype: Any, recipe: str) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _matmul(dtype: Any, recipe: str, x_MK: jax.Array, w_KN: jax.Array, in_fp8: EightBits | None) -> jax.Array:
     """Returns x w: float[M, N] in `dtype`, computed in fp8; see the module."""
-    return _forward(x_MK, w_KN, dtype, recipe)[0]
+    return _forward(dtype, recipe, x_MK, w_KN, in_fp8)[0]
 
 
-def _forward(x_MK: jax.Array, w_KN: jax.Array, dtype: Any, recipe: str) -> tuple[jax.Array, Any]:
+def _forward(
+    dtype: Any, recipe: str, x_MK: jax.Array, w_KN: jax.Array, in_fp8: EightBits | None
+) -> tuple[jax.Array, Any]:
     with jax.named_scope(SCOPE):
-        x, w = (
-            quantized(x_MK, FORWARD, _named_scale(x_MK, FORWARD, _axis(recipe, 1))),
-            quantized(w_KN, FORWARD, _named_scale(w_KN, FORWARD, _axis(recipe, 0))),
-        )
+        x = quantized(x_MK, FORWARD, _named_scale(x_MK, FORWARD, _axis(recipe, 1)))
+        w = in_fp8 or quantized(w_KN, FORWARD, _named_scale(w_KN, FORWARD, _axis(recipe, 0)))
         # The backward pass reads the weight itself, which may be gathered again. It reads x in fp8, or casts it anew along the other dim.
         kept = (x, None) if recipe == TENSORWISE else (None, x_MK)
-        return _product(x, w, 1, 0, dtype), (kept, w_KN, w.scale, jnp.zeros((0,), x_MK.dtype))
+        weight = in_fp8 or EightBits(w_KN, w.scale)
+        return _product(x, w, 1, 0, dtype), (kept, weight, jnp.zeros((0,), x_MK.dtype), jnp.zeros((0,), w_KN.dtype))
 
 
-def _backward(dtype: Any, recipe: str, residuals: Any, dy_MN: jax.Array) -> tuple[jax.Array, jax.Array]:
-    (x, x_MK), w_KN, w_scale, like_x = residuals
+def _backward(dtype: Any, recipe: str, residuals: Any, dy_MN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    (x, x_MK), (w_KN, w_scale), like_x, like_w = residuals
     with jax.named_scope(SCOPE):
         by_row = quantized(dy_MN, BACKWARD, scale_of(dy_MN, BACKWARD, _axis(recipe, 1)))
-        if recipe == TENSORWISE:
+        if w_KN.dtype == FORWARD:
+            w, by_column = EightBits(w_KN, w_scale), by_row
+        elif recipe == TENSORWISE:
             w, by_column = quantized(w_KN, FORWARD, w_scale), by_row
         else:
             w, by_column, x = (
@@ -142,11 +152,11 @@ def _backward(dtype: Any, recipe: str, residuals: Any, dy_MN: jax.Array) -> tupl
             )
         dx_MK = _product(by_row, w, 1, 1, like_x.dtype)
         # In float32, so that a sum over devices in float32 loses nothing (`zero.float32_grads` removes the cast).
-        dw_KN = _product(x, by_column, 0, 0, jnp.float32).astype(w_KN.dtype)
-    return dx_MK, dw_KN
+        dw_KN = _product(x, by_column, 0, 0, jnp.float32).astype(like_w.dtype)
+    return dx_MK, dw_KN, None
 
 
-matmul.defvjp(_forward, _backward)
+_matmul.defvjp(_forward, _backward)
 
 
 def _axis(recipe: str, contracted: int) -> int | None:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from zerojax import display, roles, tree
 from zerojax.hlo import collectives, parameters, syntax
-from zerojax.plan import attribution
+from zerojax.plan import attribution, matmuls
 from zerojax.plan import bound as bound_lib
 from zerojax.plan import ledger as ledger_lib
 
@@ -264,6 +264,22 @@ def copies_outlast_the_forward_pass(case: Case) -> Iterable[Finding]:
         )
 
 
+def matmuls_not_in_fp8(case: Case) -> Iterable[Finding]:
+    """Finds matmuls that were asked for in fp8 and run in another dtype."""
+    asked = [matmul for matmul in case.ledger.matmuls if matmul.wants_fp8]
+    others = [matmul for matmul in asked if matmul.kind != matmuls.FP8]
+    if others and not case.is_cpu:  # the CPU backend has no arithmetic in fp8
+        kinds = ", ".join(dict.fromkeys(matmul.kind for matmul in others))
+        count = sum(matmul.times for matmul in asked)
+        yield Finding(
+            "matmuls asked for in fp8 run in another dtype",
+            _listed({f"{matmul.op_name} ({matmul.source})": matmul.times for matmul in others}),
+            f"{sum(matmul.times for matmul in others)} of {count} matmuls run in {kinds}",
+            "multiply the fp8 arrays themselves (zerojax.fp8.dot_general), and compile with xla_gpu_enable_triton_gemm=False, as "
+            "make_train_step(..., fp8=zerojax.Fp8()) does",
+        )
+
+
 RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     gradients_all_reduced,
     weights_gathered_in_float32,
@@ -275,6 +291,7 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     state_not_donated,
     offloaded_state_on_device,
     copies_outlast_the_forward_pass,
+    matmuls_not_in_fp8,
 )
 
 

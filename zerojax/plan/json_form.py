@@ -6,7 +6,7 @@
 from typing import Any
 
 from zerojax.hlo import buffers
-from zerojax.plan import step_plan, streams
+from zerojax.plan import matmuls, step_plan, streams
 
 SCHEMA = 1
 
@@ -34,6 +34,7 @@ def as_json(plan: step_plan.Plan) -> dict[str, Any]:
         "collectives": [_collective(row) for row in plan.ledger.rows],
         "collective_totals": plan.ledger.totals(),
         "collective_theory_params": dict(plan.theory),
+        "matmuls": matmuls.counts(plan.ledger.matmuls),
         "departures": [
             {"role": d.role, "expected": d.expected, "found": d.found, "why": d.why} for d in plan.departures
         ],

@@ -8,6 +8,7 @@ In a ring over N devices, each device receives and sends, each time that a colle
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from zerojax import roles
 from zerojax import specs as specs_lib
 from zerojax.hlo import collectives, syntax
 from zerojax.hlo import flow as hlo_flow
-from zerojax.plan import attribution
+from zerojax.plan import attribution, matmuls
 from zerojax.plan.attribution import WeightDims
 from zerojax.zero import placement
 
@@ -70,6 +71,11 @@ class Ledger:
     weights: Mapping[str, WeightDims]
     mesh: Mesh
     flow: hlo_flow.Flow
+
+    @functools.cached_property
+    def matmuls(self) -> tuple[matmuls.Matmul, ...]:
+        """Returns the program's matmuls, with the dtypes in which they run."""
+        return matmuls.matmuls(self.flow)
 
     @property
     def params(self) -> int:

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from zerojax import display
 from zerojax.hlo import buffers
-from zerojax.plan import step_plan, streams
+from zerojax.plan import matmuls, step_plan, streams
 
 
 def text(plan: step_plan.Plan) -> str:
@@ -99,6 +99,9 @@ def _lines(plan: step_plan.Plan) -> list[str]:
                 f": no more than {plan.bound.most_tokens_per_second(plan.tokens) / plan.devices:,.0f} tokens/s/device"
             )
         lines.append(line)
+    counted = matmuls.counts(plan.ledger.matmuls)
+    if any(matmul.wants_fp8 for matmul in plan.ledger.matmuls):
+        lines.append("matmuls: " + ", ".join(f"{count} in {kind}" for kind, count in counted.items()))
     if plan.stream is not None:
         lines.append(_stream_line(plan.stream))
     lines += [

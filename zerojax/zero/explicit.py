@@ -20,6 +20,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import specs, tree
 from zerojax.errors import UserError
 from zerojax.zero import accumulate, gather, overlap, placement, where_used
+from zerojax.zero.fp8 import gathered as fp8_gathered
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, totals
 
 Program = Callable[[], dependence.TracedLoss]
@@ -132,10 +133,13 @@ class _OfDevice:
     def of_sinks(self, program: Program, own_keys: Any, params: Any) -> Callable[..., tuple[jax.Array, Any]]:
         """Returns f((sinks, tokens), batch, state) -> (loss, aux) of one device's pass."""
         device = jax.lax.axis_index(mesh_lib.BATCH_AXES)
+        scales = fp8_gathered.scales(params, self.find)
 
         def of_sinks(inputs: tuple[Any, overlap.Tokens], batch: Any, state: Any) -> tuple[jax.Array, Any]:
             sinks, tokens = inputs
-            chain = self.runner(self.find, self.compute_dtype, self.reduction, tokens)
+            chain = self.runner(
+                self.find, self.compute_dtype, self.reduction, tokens, **{"scales": scales} if scales else {}
+            )
             device_loss = _device_loss(self.loss_fn, self.partition, self.how, chain)
             own = [keys.fold(values, paths, device) for values, paths in zip((state, batch), own_keys)]
             with keys.folded_in_linen(device):

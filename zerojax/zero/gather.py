@@ -121,9 +121,15 @@ def gather_shard(weight: ShardAndSink, placement: Placement, dtype: Any, reducti
 def all_gather(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
     """Returns a weight gathered and in `dtype` from this device's shard."""
     weight, dim = cast(stored, placement, dtype), _data_dim(placement.stored)
-    if dim is not None and dim != _data_dim(placement.used):
+    if is_gathered(placement):
         weight = jax.lax.all_gather(weight, mesh_lib.DATA, axis=dim, tiled=True)
     return without_padding(weight, placement)
+
+
+def is_gathered(placement: Placement) -> bool:
+    """Returns whether a weight is stored sharded over `data` and used gathered."""
+    dim = _data_dim(placement.stored)
+    return dim is not None and dim != _data_dim(placement.used)
 
 
 def reduce_pass(grad: jax.Array, placement: Placement, reduction: Reduction) -> jax.Array:

@@ -17,6 +17,7 @@ backward pass of the next block, or of the one before it.
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -26,9 +27,12 @@ import jax.numpy as jnp
 import optax
 
 from zerojax import mesh as mesh_lib
+from zerojax.ops import fp8
 from zerojax.zero import float32_grads, gather, placement, remat
+from zerojax.zero.fp8 import gathered as fp8_gathered
 
 Body = Callable[..., Any]
+EMPTY: Mapping[str, jax.Array] = types.MappingProxyType({})
 
 
 class Tokens(NamedTuple):
@@ -55,12 +59,30 @@ class BlockCall:
     reduction: gather.Reduction
     policy: Any
 
-    def gather(self, stored: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        return {path: self._gather(path, shard) for path, shard in stored.items()}
+    def gather(self, stored: Mapping[str, jax.Array], scales: Mapping[str, jax.Array] = EMPTY) -> dict[str, Any]:
+        """Returns the gathered weights; those with a scale in fp8 (`fp8.gathered`)."""
+        return {path: self._gather(path, shard, scales.get(path)) for path, shard in stored.items()}
 
-    def _gather(self, path: str, shard: jax.Array) -> jax.Array:
+    def _gather(self, path: str, shard: jax.Array, scale: jax.Array | None) -> Any:
         with jax.named_scope(path):
+            if scale is not None:
+                return fp8_gathered.sent(shard, scale, self.placements[path])
             return gather.all_gather(shard, self.placements[path], self.dtype)
+
+    def with_sinks(self, stored: Mapping[str, jax.Array], gathered: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Returns the weights with respect to which the body is differentiated: sinks in place of those in fp8."""
+        return {
+            path: fp8_gathered.sink(weight, self.dtype or stored[path].dtype) if _is_in_fp8(weight) else weight
+            for path, weight in gathered.items()
+        }
+
+    def run(self, weights: Mapping[str, jax.Array], in_fp8: Mapping[str, Any], *arrays: jax.Array) -> Any:
+        """Runs the body with weights of `with_sinks`, and those that are in fp8."""
+        if not in_fp8:
+            return self.body(weights, *arrays)
+        used = {**weights, **{path: fp8_gathered.widened(weight, weights[path]) for path, weight in in_fp8.items()}}
+        with fp8_gathered.known(in_fp8):
+            return self.body(used, *arrays)
 
     def divided(self, weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the weights that have gradients, and the frozen ones."""
@@ -90,8 +112,9 @@ class Chain:
         dtype: Any,
         reduction: gather.Reduction,
         tokens: Tokens,
+        scales: Mapping[str, jax.Array] = EMPTY,
     ):
-        self._find, self._dtype, self._reduction = find, dtype, reduction
+        self._find, self._dtype, self._reduction, self._scales = find, dtype, reduction, scales
         self.tokens, self._first, self._trace = tokens, tokens, _trace()
 
     def __call__(
@@ -101,7 +124,8 @@ class Chain:
             return self._unordered(body, weights, arrays, policy)
         placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
         plan = BlockCall(body, placements, self._dtype, self._reduction, policy)
-        outputs, self.tokens = _block(plan, weights, self.tokens, tuple(arrays))
+        scales = {path: self._scales[path] for path in weights if path in self._scales}
+        outputs, self.tokens = _block(plan, weights, scales, self.tokens, tuple(arrays))
         return outputs
 
     def restart(self) -> None:
@@ -135,15 +159,23 @@ def _trace() -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _block(
-    plan: BlockCall, weights: dict[str, gather.ShardAndSink], tokens: Tokens, arrays: tuple
+    plan: BlockCall, weights: dict[str, gather.ShardAndSink], scales: dict, tokens: Tokens, arrays: tuple
 ) -> tuple[Any, Tokens]:
     stored = {path: weight.stored for path, weight in weights.items()}
-    gathered, tokens, arrays, _ = _begin(plan, stored, tokens, arrays)
-    return plan.body(gathered, *arrays), tokens
+    gathered, tokens, arrays, _ = _begin(plan, stored, scales, tokens, arrays)
+    return plan.run(plan.with_sinks(stored, gathered), _in_fp8(gathered), *arrays), tokens
+
+
+def _is_in_fp8(weight: Any) -> bool:
+    return isinstance(weight, fp8.EightBits)
+
+
+def _in_fp8(gathered: Mapping[str, Any]) -> dict[str, fp8.EightBits]:
+    return {path: weight for path, weight in gathered.items() if _is_in_fp8(weight)}
 
 
 def _begin(
-    plan: BlockCall, stored: dict[str, jax.Array], tokens: Tokens, arrived: Any, on_host: Any = None
+    plan: BlockCall, stored: dict[str, jax.Array], scales: dict, tokens: Tokens, arrived: Any, on_host: Any = None
 ) -> tuple[dict, Tokens, Any, Any]:
     """Gathers a block's weights once the block before it has begun; the next block's gather waits for them.
 
@@ -152,16 +184,17 @@ def _begin(
     Returns the gathered weights, the tokens, `arrived` and `on_host`. Arrays on the host may be fetched as early as the weights.
     """
     (stored, on_host), start = jax.lax.optimization_barrier(((stored, on_host), tokens.start))
-    start, arrived, gathered = jax.lax.optimization_barrier((start, arrived, plan.gather(stored)))
+    start, arrived, gathered = jax.lax.optimization_barrier((start, arrived, plan.gather(stored, scales)))
     return gathered, tokens._replace(start=start), arrived, on_host
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Residuals:
-    """A block's residuals: the stored weights, and the other leaves of the vjp function, on the device and on the host."""
+    """A block's residuals: the stored weights and scales, and the other leaves of the vjp function, on the device and on the host."""
 
     stored: dict[str, jax.Array]
+    scales: dict[str, jax.Array]
     on_device: list[jax.Array | None]
     on_host: list[jax.Array | None]
     begun: jax.Array | None  # the token of a head's forward pass; None for other blocks
@@ -170,16 +203,17 @@ class _Residuals:
 
 
 def _block_forward(
-    plan: BlockCall, weights: dict[str, gather.ShardAndSink], tokens: Tokens, arrays: tuple
+    plan: BlockCall, weights: dict[str, gather.ShardAndSink], scales: dict, tokens: Tokens, arrays: tuple
 ) -> tuple[Any, _Residuals]:
     stored = {path: weight.stored for path, weight in weights.items()}
-    gathered, tokens, arrays, _ = _begin(plan, stored, tokens, arrays)
+    gathered, tokens, arrays, _ = _begin(plan, stored, scales, tokens, arrays)
     # The barrier in `_begin` prevents CSE of the two passes; that of jax.checkpoint would also delay copies from the host.
-    body = plan.body if plan.policy is None else jax.checkpoint(plan.body, policy=plan.policy, prevent_cse=False)
-    trained, frozen = plan.divided(gathered)
-    outputs, pull = jax.vjp(lambda trained, *arrays: body({**trained, **frozen}, *arrays), trained, *arrays)
+    body = plan.run if plan.policy is None else jax.checkpoint(plan.run, policy=plan.policy, prevent_cse=False)
+    trained, frozen = plan.divided(plan.with_sinks(stored, gathered))
+    in_fp8 = _in_fp8(gathered)
+    outputs, pull = jax.vjp(lambda trained, *arrays: body({**trained, **frozen}, in_fp8, *arrays), trained, *arrays)
     leaves, structure = jax.tree.flatten(pull)
-    path_of = {id(weight): path for path, weight in gathered.items()}
+    path_of = {id(_values(weight)): path for path, weight in gathered.items()}
     paths = tuple(path_of.get(id(leaf)) for leaf in leaves)
     on_device = [leaf if path is None and not _is_on_host(leaf) else None for leaf, path in zip(leaves, paths)]
     on_host = [leaf if path is None and _is_on_host(leaf) else None for leaf, path in zip(leaves, paths)]
@@ -188,22 +222,26 @@ def _block_forward(
     on_host, sending = jax.lax.optimization_barrier((on_host, tokens.sending))
     tokens = tokens._replace(sent=tokens.sending, sending=sending)
     begun = tokens.start if plan.policy is None else None
-    return (outputs, tokens), _Residuals(stored, on_device, on_host, begun, paths, structure)
+    return (outputs, tokens), _Residuals(stored, scales, on_device, on_host, begun, paths, structure)
+
+
+def _values(weight: Any) -> jax.Array:
+    return weight.values if _is_in_fp8(weight) else weight
 
 
 def _is_on_host(leaf: jax.Array) -> bool:
     return jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 
-def _block_backward(plan: BlockCall, residuals: _Residuals, cotangents: tuple[Any, Tokens]) -> tuple[Any, Tokens, Any]:
+def _block_backward(plan: BlockCall, residuals: _Residuals, cotangents: tuple[Any, Tokens]) -> tuple[Any, ...]:
     outputs, tokens = cotangents
     gathered, tokens, (arrived, on_device), on_host = _begin(
-        plan, residuals.stored, tokens, (outputs, residuals.on_device), residuals.on_host
+        plan, residuals.stored, residuals.scales, tokens, (outputs, residuals.on_device), residuals.on_host
     )
     if residuals.begun is not None:
         tokens = tokens._replace(start=residuals.begun)
     leaves = [
-        gathered[path] if path is not None else near if far is None else far
+        _values(gathered[path]) if path is not None else near if far is None else far
         for path, near, far in zip(residuals.paths, on_device, on_host)
     ]
     pull = jax.tree.unflatten(residuals.structure, leaves)
@@ -219,7 +257,7 @@ def _block_backward(plan: BlockCall, residuals: _Residuals, cotangents: tuple[An
     sums, end = jax.lax.optimization_barrier((plan.reduce(grads), end))
     totals = {**dict.fromkeys(residuals.stored, optax.MaskedNode()), **sums}
     sinks = {path: gather.ShardAndSink(None, total) for path, total in totals.items()}  # type: ignore[arg-type]  # no gradient
-    return sinks, tokens._replace(end=end), tuple(inputs)
+    return sinks, dict.fromkeys(residuals.scales), tokens._replace(end=end), tuple(inputs)
 
 
 _block.defvjp(_block_forward, _block_backward)

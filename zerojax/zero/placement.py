@@ -35,6 +35,7 @@ class Placement:
       shape: of the stored array; a leaf of another shape is refused. None fits any.
       trainable: whether the weight has a gradient and an update. If not, `grad`, `opt_state` and `update` are not read.
       overwritten: whether its gradient is its new value (`is_overwritten`).
+      in_fp8: whether blocks gather it in fp8 (`fp8.gathered`).
     """
 
     stored: NamedSharding
@@ -46,6 +47,7 @@ class Placement:
     shape: tuple[int, ...] | None = None
     trainable: bool = True
     overwritten: bool = False
+    in_fp8: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,11 +84,9 @@ def make_train_step(
     scaling = update_lib.in_step(loss_scale, partition.abstract_state)
     how = _checked(where_used.How(blocks, heads, remat, recompute, offload), partition)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
-    if fp8 is not None:
-        fp8_modules.check_devices(partition.mesh)
-        loss_fn = fp8_modules.wrapped(loss_fn, fp8_modules.chosen(fp8, partition.placements, blocks), fp8.recipe)
+    loss_fn, in_fp8 = fp8_modules.in_step(fp8, loss_fn, partition, blocks)
     loss_fn = outputs.with_aux(loss_fn, scaling.scale)
-    gradients = _gradients(loss_fn, partition, how, layout, reduce_dtype, compute_dtype)
+    gradients = _gradients(loss_fn, in_fp8, how, layout, reduce_dtype, compute_dtype)
     updates = streamed.updates_of(partition, may_skip=loss_scale is not None)
     finish = update_lib.finish(partition, updates, scaling, clip_norm)
 

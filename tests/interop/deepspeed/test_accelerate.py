@@ -94,11 +94,15 @@ def test_sizes_of_parallelism_become_the_mesh_and_those_without_counterpart_are_
     assert [line.key for line in tensor.unsupported] == ["parallelism_config.parallelism_config_tp_size"]
 
 
-@pytest.mark.parametrize("value, expected", [("no", "fp32"), (False, "fp32"), ("fp16", "fp16"), ("fp8", "bf16")])
+@pytest.mark.parametrize("value, expected", [("no", "fp32"), (False, "fp32"), ("fp16", "fp16"), ("fp8", "fp8")])
 def test_mixed_precision_is_read_as_yaml_gives_it(value, expected):
     found = translated({"distributed_type": "NO", "mixed_precision": value})
     assert found.settings["precision"] == expected
-    assert bool(found.unsupported) == (value == "fp8")
+    assert not found.unsupported
+    found = translated(
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}, "mixed_precision": value}
+    )
+    assert found.settings["precision"] == expected
 
 
 def test_a_wrong_value_is_named():

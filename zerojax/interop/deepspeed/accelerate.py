@@ -26,7 +26,7 @@ STRATEGIES: Mapping[str, tuple[int, bool]] = {
     "4": (3, True),
     "5": (2, True),
 }
-PRECISIONS: Mapping[str, str] = {"no": "fp32", "fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
+PRECISIONS: Mapping[str, str] = {"no": "fp32", "fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_HPU", "TPU", "XLA")
 
 
@@ -188,8 +188,9 @@ def _with_deepspeed(
             if group in _OFFLOAD and line.verdict != keys_lib.TAKEN:
                 draft.say(_OFFLOAD[group], line.verdict, line.text)
         draft.sources |= {place: own.get(place, ()) for place in draft.settings}
+        if _named_precision(draft) == "fp8":
+            draft.put("precision", "fp8", "mixed_precision")
     _mesh(draft)
-    _fp8(draft)
     _unread(draft, content, _FSDP, "Accelerate reads it with distributed_type FSDP alone")
     found = draft.finish(devices)
     return dataclasses.replace(found, lines=found.lines + more)
@@ -207,8 +208,8 @@ def _written(draft: Draft) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_clipping": "auto" if str(clip).lower() in ("auto", "none") else clip,
     }
-    if precision in ("fp16", "bf16"):
-        found[precision] = {"enabled": True}
+    if precision != "fp32":
+        found["fp16" if precision == "fp16" else "bf16"] = {"enabled": True}
     return found
 
 
@@ -225,16 +226,6 @@ def _named_precision(draft: Draft) -> str:
 
 def _precision(draft: Draft) -> None:
     draft.put("precision", _named_precision(draft), "mixed_precision", "fp16")
-    _fp8(draft)
-
-
-def _fp8(draft: Draft) -> None:
-    if str(draft.get("mixed_precision")).lower() == "fp8":
-        draft.say(
-            "mixed_precision",
-            keys_lib.UNSUPPORTED,
-            "there is no fp8 arithmetic; config.precision = 'bf16' is taken instead",
-        )
 
 
 def _fsdp(draft: Draft) -> None:

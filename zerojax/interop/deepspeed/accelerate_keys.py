@@ -43,7 +43,7 @@ KEYS: Mapping[str, Key] = {
     "commands": Key(NO_EFFECT, "no command is sent to other machines"),
     "dynamo_backend": Key(IMPLIED, "XLA compiles the whole step"),
     "dynamo_config.*": Key(IMPLIED, "XLA compiles the whole step"),
-    "fp8_config.*": Key(UNSUPPORTED, "arithmetic is bf16, fp16 or fp32"),
+    "fp8_config.*": Key(UNSUPPORTED, "set config.fp8: its recipes are not those of a backend"),
     "megatron_lm_config.*": Key(UNSUPPORTED, _PARALLEL),
     "mpirun_config.*": Key(IMPLIED, "mpirun of the command starts a run"),
     "ipex_config.*": Key(NO_EFFECT, "XLA compiles for CPUs too"),

@@ -18,9 +18,10 @@ from jax.sharding import Mesh
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.ops import fp8
-from zerojax.zero import intercept
+from zerojax.zero import intercept, placement
+from zerojax.zero.fp8 import gathered
 
-WEIGHT, FIELD = "kernel", "dot_general"
+FIELD = "dot_general"
 _FIRST_GPU = 8.9
 _TPUS = ("TPU v5", "TPU v5p", "TPU7x")
 
@@ -79,9 +80,9 @@ def chosen(settings: Fp8, weights: Iterable[str], blocks: str) -> Chosen:
     named, inside = re.compile(settings.filter), re.compile(blocks)
     below = [tree.below_params(path) for path in weights]
     block_of = {
-        path.removesuffix(f"/{WEIGHT}"): intercept.block_of(path, inside) if blocks else None
+        path.removesuffix(f"/{gathered.WEIGHT}"): intercept.block_of(path, inside) if blocks else None
         for path in below
-        if path.endswith(f"/{WEIGHT}")
+        if path.endswith(f"/{gathered.WEIGHT}")
     }
     kept = _ends({block for block in block_of.values() if block}, settings.first, settings.last)
     asked = [path for path, block in block_of.items() if (named.fullmatch(path) if settings.filter else block)]
@@ -93,7 +94,8 @@ def chosen(settings: Fp8, weights: Iterable[str], blocks: str) -> Chosen:
             )
         pattern = f"fp8.filter: {settings.filter!r}" if settings.filter else f"fp8.filter: is '', and blocks={blocks!r}"
         raise UserError(
-            f"{pattern} matches no module with a weight `{WEIGHT}`; it is a regex over full module paths such as 'layer_\\d+/mlp/up'"
+            f"{pattern} matches no module with a weight `{gathered.WEIGHT}`; it is a regex over full module paths such as "
+            "'layer_\\d+/mlp/up'"
         )
     return Chosen(found, frozenset(block_of) - found)
 
@@ -118,6 +120,24 @@ def check_devices(mesh: Mesh) -> None:
             f"fp8: {device.device_kind} has no arithmetic in fp8 (GPUs have it from compute capability {_FIRST_GPU}, Ada and Hopper, on); "
             'compute in bf16 (config.precision="bf16")'
         )
+
+
+def in_step(
+    settings: Fp8 | None, loss_fn: Callable[..., Any], partition: placement.Partition, blocks: str
+) -> tuple[Callable[..., Any], placement.Partition]:
+    """Returns a step's loss with its matmuls in fp8, and a partition that also says which weights blocks gather in fp8.
+
+    These are those of chosen modules, if a weight has one scale. Without settings both arguments are returned.
+
+    Raises:
+      UserError: the devices have no fp8, or no module is chosen.
+    """
+    if settings is None:
+        return loss_fn, partition
+    check_devices(partition.mesh)
+    modules = chosen(settings, partition.placements, blocks)
+    loss_fn = wrapped(loss_fn, modules, settings.recipe)
+    return loss_fn, partition if settings.recipe == fp8.ROWWISE else gathered.marked(partition, modules.in_fp8)
 
 
 def wrapped(loss_fn: Callable[..., Any], modules: Chosen, recipe: str) -> Callable[..., Any]:
@@ -169,7 +189,7 @@ class _Injector:
                 f"fp8.filter: {path} is a {type(module).__name__}, which has no field `{FIELD}`; leave it out of fp8.filter, or give it one"
             )
         self.entered.add(path)
-        with _field(module, self._dot_general):
+        with _field(module, functools.partial(self._dot_general, rhs_in_fp8=gathered.of_module(path))):
             return call(*args, **kwargs)
 
 

@@ -1,0 +1,78 @@
+"""Checks gathers in fp8: their bytes, their scales and their gradients. This module tests zerojax.zero.fp8.gathered."""
+
+import fp8_programs
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from zerojax import roles
+from zerojax.ops import fp8
+from zerojax.zero import explicit
+from zerojax.zero.fp8 import gathered
+
+RANDOM = np.random.default_rng(0)
+KERNEL = RANDOM.normal(size=(16, 8)).astype(np.float32) * np.exp(RANDOM.normal(size=(16, 1))).astype(np.float32)
+
+
+def partition_of(**weights):
+    mesh = zerojax.make_mesh(data=8, devices=jax.devices()[:8])
+    params = {"params": {name: {"kernel": jnp.asarray(value)} for name, value in weights.items()}}
+    return zerojax.partition_state(params, mesh=mesh, stage=3, min_size=64)
+
+
+def test_the_kernels_of_chosen_modules_are_marked_if_they_are_gathered():
+    marked = gathered.marked(partition_of(a=KERNEL, b=KERNEL, small=KERNEL[:2]), {"a", "small"}).placements
+    assert {path: weight.in_fp8 for path, weight in marked.items()} == {
+        "params/a/kernel": True,
+        "params/b/kernel": False,
+        "params/small/kernel": False,  # it is replicated
+    }
+
+
+def test_a_gathered_weight_is_the_cast_of_the_weight_with_its_own_scale():
+    partition = gathered.marked(partition_of(a=KERNEL, b=3e-5 * KERNEL), {"a", "b"})
+    find = explicit._finder(partition)
+
+    def on_device(shards):
+        scales = gathered.scales({"a": {"kernel": shards[0]}, "b": {"kernel": shards[1]}}, find)
+        return [gathered.sent(s, scales[f"{n}/kernel"], find(f"{n}/kernel", None)) for s, n in zip(shards, "ab")]
+
+    mapped = jax.shard_map(on_device, mesh=partition.mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+    for found, weight in zip(
+        jax.jit(mapped)([jnp.asarray(KERNEL), 3e-5 * jnp.asarray(KERNEL)]), (KERNEL, 3e-5 * KERNEL)
+    ):
+        expected = fp8.quantized(jnp.asarray(weight), fp8.FORWARD, fp8.scale_of(jnp.asarray(weight), fp8.FORWARD))
+        np.testing.assert_array_equal(found.scale, expected.scale)
+        np.testing.assert_array_equal(found.values.astype(jnp.float32), expected.values.astype(jnp.float32))
+
+
+def test_a_widened_weight_has_the_values_in_fp8_and_its_sink_the_gradient():
+    weight = fp8.quantized(jnp.asarray(KERNEL), fp8.FORWARD, fp8.scale_of(jnp.asarray(KERNEL), fp8.FORWARD))
+    value, grad = jax.value_and_grad(lambda sink: jnp.sum(gathered.widened(weight, sink) * KERNEL))(
+        gathered.sink(weight, jnp.float32)
+    )
+    np.testing.assert_allclose(value, np.sum(np.asarray(weight.values, np.float32) / weight.scale * KERNEL), rtol=1e-6)
+    np.testing.assert_array_equal(grad, KERNEL)
+
+
+def test_modules_find_their_weight_by_the_end_of_its_path():
+    one, other = (fp8.EightBits(jnp.zeros(1), jnp.ones(())) for _ in range(2))
+    assert gathered.of_module("layer_0/up") is None
+    with gathered.known({"net/layer_0/up/kernel": one, "net/layer_0/big_up/kernel": other}):
+        assert gathered.of_module("layer_0/up") is one and gathered.of_module("net/layer_0/big_up") is other
+        assert gathered.of_module("er_0/up") is None
+    assert gathered.of_module("layer_0/up") is None
+
+
+def test_on_gpus_the_weights_of_fp8_matmuls_are_sent_in_8_bits_and_their_scales_at_once():
+    found = fp8_programs.compiled()
+    gathers = [row for row in found.rows if row.kind == "all-gather"]
+    in_fp8 = {path for row in gathers if row.dtype == "f8e4m3fn" for path in row.weights}
+    assert in_fp8 == {path for path in found.weights if "layer_0" in path and path.endswith("kernel")}
+    for role in (roles.WEIGHTS_FORWARD, roles.WEIGHTS_BACKWARD):
+        sent = sum(row.nbytes for row in gathers if row.dtype == "f8e4m3fn" and row.role == role)
+        assert sent == sum(found.weights[path].size for path in in_fp8) // 2  # half of the bytes, from the other device
+    maxima = [row for row in found.rows if row.kind == "all-reduce" and "fp8_scales" in row.op_name]
+    assert [(row.dtype, row.dims) for row in maxima] == [("f32", (7,))]
