@@ -11,6 +11,7 @@ from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.errors import UserError
 from zerojax.interop.deepspeed.own_step import from_deepspeed_config
 from zerojax.interop.pretrained import export_adapter, export_huggingface, load_huggingface
+from zerojax.launch.together import main_process_first, wait_for_everyone
 from zerojax.lora.add import add_lora
 from zerojax.lora.linen import with_lora
 from zerojax.lora.settings import Lora
@@ -57,6 +58,7 @@ __all__ = [
     "fused_adamw",
     "fused_lion",
     "load_huggingface",
+    "main_process_first",
     "make_mesh",
     "make_train_step",
     "memory_table",
@@ -65,6 +67,7 @@ __all__ = [
     "raise_if_exhausted",
     "shard_train_state",
     "unpad",
+    "wait_for_everyone",
     "where_used",
     "with_lora",
     "with_master_weights",

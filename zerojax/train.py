@@ -38,7 +38,7 @@ from zerojax.trainer.card import tally as tally_lib
 from zerojax.trainer.card import writer as card_lib
 from zerojax.trainer.checks import effects, host, texts
 from zerojax.trainer.clients import outlets
-from zerojax.trainer.tuning import examples
+from zerojax.trainer.tuning import answers, examples, rounds
 from zerojax.zero import memory
 from zerojax.zero.offload import budget, kept
 
@@ -107,7 +107,7 @@ def train(config: config_lib.Config, folder: pathlib.Path, stop: signals.StopSig
     stop = stop or signals.StopSignal()
     say(f"devices: {devices.describe()}; everything goes to {folder}")
     prepared = prepare(config, folder)
-    tokenizer, program, streams, saver, _, start = prepared
+    tokenizer, program, streams, saver, _, start, _ = prepared
     config = program.config
     for note in resume.notes(program, saver, start, folder):
         say(note)
@@ -139,21 +139,25 @@ def _take_steps(
     card: card_lib.Card,
 ) -> loop.End:
     """Compiles the step, makes or restores the state, and trains until the last step or a stop."""
-    _, program, streams, saver, fingerprints, start = prepared
+    _, program, streams, saver, fingerprints, start, pairs = prepared
     health = _open_health(config, program, saver, start)
     with _open_recorder(config, program, health, tally, folder, start) as recorder:
         plan = _compile(program, recorder, folder, start) if start.step < config.steps else None
         if plan is not None:
             measure = functools.partial(_measure, program, plan, recorder)
             card.begin(facts.collect(config, program, plan, fingerprints), measure, saver.directory / str(start.step))
-        with memory_guard.explained(program, plan), _open_profiler(config, folder) as profile:
+        with (
+            memory_guard.explained(program, plan),
+            _open_profiler(config, folder) as profile,
+            _evaluation(prepared, recorder) as evaluate,
+        ):
             end = loop.run(
                 plan,
                 functools.partial(_first_state, config, program, saver, folder, start, recorder),
                 start.step,
-                when=_when(config),
+                when=_when(config, () if pairs is None else pairs.ends(config.epochs, program.sizes.global_batch_size)),
                 streams=streams,
-                evaluate=functools.partial(program_lib.held_out_loss, program, streams),
+                evaluate=evaluate,
                 checkpoints=loop.Checkpoints(
                     saver, resume.meta(program, fingerprints), card.checkpoint, program.to_logical
                 ),
@@ -166,6 +170,30 @@ def _take_steps(
     return end
 
 
+@contextlib.contextmanager
+def _evaluation(prepared: "Prepared", recorder: recorder_lib.Recorder) -> Iterator[Callable[[int, Any], float | None]]:
+    """Gives (step, params) -> the held-out loss, None if nothing is held out; it logs and shows the loss and, of a task, a round."""
+    tokenizer, program, streams, *_, pairs = prepared
+    loss_of = functools.partial(program_lib.held_out_loss, program, streams)
+
+    def evaluate(step: int, params: Any) -> float | None:
+        loss = loss_of(params)
+        if loss is not None:
+            recorder.evaluated(step, loss)
+        return loss
+
+    if pairs is None:
+        yield evaluate
+        return
+    ends = pairs.ends(program.config.epochs, program.sizes.global_batch_size)
+    kept = rounds.Rounds(recorder, loss_of, answers.make(program, tokenizer, pairs), ends)
+    kept.begin()
+    try:
+        yield kept.evaluate
+    finally:
+        kept.end()
+
+
 class Prepared(NamedTuple):
     """What a run has before it compiles: all that its settings, its folder and its data can be refused for is checked."""
 
@@ -175,6 +203,7 @@ class Prepared(NamedTuple):
     saver: checkpointer.Checkpointer
     fingerprints: Mapping[str, str]
     start: resume.Start
+    pairs: splits.Splits | None
 
 
 def prepare(config: config_lib.Config, folder: pathlib.Path) -> Prepared:
@@ -192,6 +221,8 @@ def prepare(config: config_lib.Config, folder: pathlib.Path) -> Prepared:
     if config.data.task != tasks.TEXT:
         pairs = _load_pairs(config, tokenizer, folder)
         config = examples.with_steps(config, pairs)
+        if config.epochs:
+            say(f"config.epochs={config.epochs:g} takes {config.steps} steps")
     program = _build(config, tokenizer)
     data_dir = _prepare_data(config, folder) if pairs is None else folder
     streams = program_lib.open_feed(program, tokenizer, data_dir, pairs)
@@ -205,7 +236,7 @@ def prepare(config: config_lib.Config, folder: pathlib.Path) -> Prepared:
     ending.before_end(lambda *_: saver.unlock())
     fingerprints = {**streams.fingerprints(), **program.fingerprints}
     start = resume.find(program, saver, streams, fingerprints, folder)
-    return Prepared(tokenizer, program, streams, saver, fingerprints, start)
+    return Prepared(tokenizer, program, streams, saver, fingerprints, start, pairs)
 
 
 def _load_pairs(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer, folder: pathlib.Path) -> splits.Splits:
@@ -229,7 +260,8 @@ def _check_folder(config: config_lib.Config, folder: pathlib.Path) -> None:
     for line in workdir.lost(folder):
         say(line)
     others = {"evaluate": config.evaluate.every, "checkpoint": config.checkpoint.every}
-    profiler.check(config.profile.start, config.profile.steps, config.steps, others)
+    steps = (1 << 31) if config.epochs else config.steps  # epochs tell their steps when the examples are read
+    profiler.check(config.profile.start, config.profile.steps, steps, others)
 
 
 def _build(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> program_lib.Program:
@@ -299,13 +331,14 @@ def _open_profiler(config: config_lib.Config, folder: pathlib.Path) -> profiler.
     return profiler.Profiler(folder, traced.start, traced.steps, enabled=processes.is_primary())
 
 
-def _when(config: config_lib.Config) -> loop.When:
+def _when(config: config_lib.Config, epoch_ends: tuple[int, ...] = ()) -> loop.When:
     return loop.When(
         steps=config.steps,
         log_every=config.log_every,
         evaluate_every=config.evaluate.every,
         save_every=config.checkpoint.every,
         saves_at_end=config.checkpoint.at_end,
+        epoch_ends=epoch_ends,
     )
 
 

@@ -28,20 +28,21 @@ class Events:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._first_step = first_step
-        self._waiting: list[tuple[float, int, dict[str, float]]] = []
+        self._waiting: list[tuple[float, int, dict[str, float | str]]] = []
         self._file: Any = None
         self._next_flush = 0.0
         importer = concurrent.futures.ThreadPoolExecutor(1)
         self._library = importer.submit(_import)
         importer.shutdown(wait=False)
 
-    def write(self, step: int, values: Mapping[str, float | int]) -> None:
-        """Writes a step's numbers, or keeps them in memory until tensorboardX is imported.
+    def write(self, step: int, values: Mapping[str, float | int | str]) -> None:
+        """Writes a step's numbers and texts, or keeps them in memory until tensorboardX is imported.
 
         Raises:
           OSError: the disk is full or cannot be written.
         """
-        self._waiting.append((time.time(), step, {name: float(value) for name, value in values.items()}))
+        shown = {name: value if isinstance(value, str) else float(value) for name, value in values.items()}
+        self._waiting.append((time.time(), step, shown))
         if self._library.done():
             self._write_waiting()
         if self._file is not None and time.monotonic() > self._next_flush:
@@ -77,7 +78,8 @@ class Events:
         waiting, self._waiting = self._waiting, []
         for when, step, values in waiting:
             for name, value in values.items():
-                put(when, step, summary=summary.scalar(name, value))
+                kind = summary.text if isinstance(value, str) else summary.scalar
+                put(when, step, summary=kind(name, value))
 
 
 def _import() -> tuple[Any, Any, Any]:

@@ -24,6 +24,7 @@ class When:
       steps: the last step.
       log_every, evaluate_every, save_every: steps between log lines, evaluations and checkpoints.
       saves_at_end: whether the last step is saved.
+      epoch_ends: the steps at which epochs end; if there are some, these are evaluated.
     """
 
     steps: int
@@ -31,6 +32,7 @@ class When:
     evaluate_every: int
     save_every: int
     saves_at_end: bool
+    epoch_ends: tuple[int, ...] = ()
 
     def logs(self, step: int) -> bool:
         """Returns whether a step is logged."""
@@ -38,7 +40,8 @@ class When:
 
     def evaluates(self, step: int) -> bool:
         """Returns whether the weights are evaluated after a step."""
-        return step == self.steps or _is_due(step, self.evaluate_every)
+        is_due = step in self.epoch_ends if self.epoch_ends else _is_due(step, self.evaluate_every)
+        return step == self.steps or is_due
 
     def saves(self, step: int) -> bool:
         """Returns whether the state is saved after a step."""
@@ -71,7 +74,7 @@ def run(
     *,
     when: When,
     streams: feed.Feed,
-    evaluate: Callable[[Any], float | None],
+    evaluate: Callable[[int, Any], float | None],
     recorder: recorder_lib.Recorder,
     profile: profiler.Profiler,
     checkpoints: Checkpoints,
@@ -82,7 +85,7 @@ def run(
     Args:
       plan: holds the compiled train step; None if no step is left.
       first_state: returns the state at `step`. The loop creates it, so that nothing else holds buffers that each step donates.
-      evaluate: (params) -> the held-out loss, or None if there is no held-out text.
+      evaluate: (step, params) -> the held-out loss, which it records, or None if nothing is held out.
 
     Raises:
       UserError: numbers are not finite, or the disk is full.
@@ -111,7 +114,11 @@ def run(
         if profile.ends(step):
             _end_profile(profile, plan, state, recorder)
         is_stopped = stop.agreed()
-        eval_loss = _evaluate(evaluate, state, step, recorder) if when.evaluates(step) else None
+        eval_loss = None
+        if when.evaluates(step):
+            recorder.flush()
+            watch.at(watch.EVALUATE)
+            eval_loss = evaluate(step, state.params)
         if when.saves(step) or is_stopped:
             _save(checkpoints, streams, state, step, eval_loss, recorder)
     watch.at(watch.CHECKPOINT)
@@ -127,18 +134,6 @@ def _end_profile(profile: profiler.Profiler, plan: step_plan.Plan, state: Any, r
         recorder.say(display.as_text(profiler.table(breakdown)))
         recorder.say(f"the trace is in {profile.folder}")
     recorder.resume()
-
-
-def _evaluate(
-    evaluate: Callable[[Any], float | None], state: Any, step: int, recorder: recorder_lib.Recorder
-) -> float | None:
-    """Returns the held-out loss, or None if there is no held-out text."""
-    recorder.flush()
-    watch.at(watch.EVALUATE)
-    loss = evaluate(state.params)
-    if loss is not None:
-        recorder.evaluated(step, loss)
-    return loss
 
 
 def _save(

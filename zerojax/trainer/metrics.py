@@ -92,21 +92,34 @@ class MetricsLog:
         Raises:
           UserError: the disk is full or cannot be written. Later calls then write nothing.
         """
+        self._append(step, _as_json(values), values)
+
+    def _append(self, step: int, record: Mapping[str, Any], shown: Mapping[str, float | int | str]) -> None:
         if not self._enabled:
             return
         try:
             with files.writing(self._workdir / FILE):
-                lines, scalars = self._opened()
-                lines.write(_line({"step": step, **_as_json(values)}).encode())
+                lines, events_file = self._opened()
+                lines.write(_line({"step": step, **record}).encode())
                 lines.flush()
-                if scalars is not None:
-                    scalars.write(step, values)
+                if events_file is not None:
+                    events_file.write(step, shown)
             if self._clients is not None:
-                self._clients.write(step, values)
+                numbers = {name: value for name, value in shown.items() if not isinstance(value, str)}
+                if numbers:
+                    self._clients.write(step, numbers)
         except UserError:
             with contextlib.suppress(UserError):
                 self.close()
             raise
+
+    def note(self, step: int, name: str, value: Any, shown: str) -> None:
+        """Appends a JSON value of `step` under a name, and `shown`, in Markdown, as a text of TensorBoard.
+
+        Raises:
+          UserError: as `write`.
+        """
+        self._append(step, {name: value}, {name: shown})
 
     def flush(self) -> None:
         """Flushes the event file to disk, so that the log is complete up to a checkpoint.

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -41,6 +41,7 @@ class Recorder:
         self._tokens, self._is_logged = tokens, is_logged
         self._reader = timing.LateReader()
         self._after: dict[int, Callable[[], None]] = {}
+        self._hear: list[Callable[[Mapping[str, float]], None]] = []
         self._own = timing.OwnTime()
         self._clock = 0.0  # the arrival time of the previous step's metrics
         self.peak_at_start: int | None = None  # bytes of device memory, before the first step
@@ -52,6 +53,18 @@ class Recorder:
     def after(self, step: int, action: Callable[[], None]) -> None:
         """Runs `action` when `step` is recorded."""
         self._after[step] = action
+
+    def listen(self, hear: Callable[[Mapping[str, float]], None]) -> None:
+        """Calls `hear` with the metrics of each step that is recorded."""
+        self._hear.append(hear)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Logs numbers of a step that is recorded."""
+        self._log.write(step, numbers)
+
+    def note(self, step: int, name: str, value: Any, shown: str) -> None:
+        """Logs a JSON value under a name, and `shown`, in Markdown, in TensorBoard."""
+        self._log.note(step, name, value, shown)
 
     def open(self, step: int, *, is_over: bool) -> None:
         """Removes lines after `step` from the log, and opens the log unless the run is over."""
@@ -135,6 +148,8 @@ class Recorder:
         if flaw and is_skipped:
             self.say(f"step {step}: skipped, {flaw.why}")
         self._health.count(step, flaw)
+        for hear in self._hear:
+            hear(values)
         self._shown.update(step, **{name: numbers[name] for name in ("loss", "grad_norm", "tokens_per_second")})
         if action := self._after.pop(step, None):
             action()

@@ -67,6 +67,11 @@ class Splits:
         """Returns the number of batches that read all held-out examples once."""
         return 0 if self.held_out is None else math.ceil(len(self.held_out) / num_rows)
 
+    def ends(self, epochs: float, num_rows: int) -> tuple[int, ...]:
+        """Returns the step at which each epoch ends, the last one perhaps before all examples were read; () for no epochs."""
+        whole = [self.steps(epoch, num_rows) for epoch in range(1, math.floor(epochs) + 1)]
+        return tuple(dict.fromkeys([*whole, self.steps(epochs, num_rows)])) if epochs else ()
+
     def steps(self, epochs: float, num_rows: int) -> int:
         """Returns the number of steps after which the training examples were read `epochs` times; the last step may begin another time."""
         return max(1, math.ceil(epochs * len(self.train) / num_rows))

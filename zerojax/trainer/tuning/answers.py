@@ -1,0 +1,151 @@
+"""Generates answers to held-out examples and compares them with the labels. This module holds a run's generator and its table of answers.
+
+All processes generate the same batches, whose number is known beforehand, so none can wait for another.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from zerojax import precision
+from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.data.pairs import splits, tasks
+from zerojax.inference import generate
+from zerojax.trainer import program as program_lib
+from zerojax.trainer.tuning import examples
+from zerojax.zero.offload import params as params_on_host
+
+SHOWN = 10  # rows of the table
+MOST_LETTERS = 60  # of a prompt in the table; its end is shown
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One example's prompt, the generated answer and the label, as text."""
+
+    prompt: str
+    found: str
+    label: str
+
+    @property
+    def is_right(self) -> bool:
+        """Returns whether the answer is the label, up to spaces around them."""
+        return self.found == self.label
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """The answers of an evaluation.
+
+    Attributes:
+      answers: of the examples, in order.
+      name: "accuracy" of a classification, else "exact_match".
+      classes: the labels of a classification; () for another task.
+    """
+
+    answers: list[Answer]
+    name: str
+    classes: tuple[str, ...]
+
+    @property
+    def share(self) -> float:
+        """Returns the share of right answers."""
+        return sum(answer.is_right for answer in self.answers) / len(self.answers)
+
+    @property
+    def line(self) -> str:
+        """Returns the score as text."""
+        right = sum(answer.is_right for answer in self.answers)
+        text = f"{self.name.replace('_', ' ')} {self.share:.1%} ({right} of {len(self.answers)} held-out answers)"
+        odd = sum(answer.found not in self.classes for answer in self.answers) if self.classes else 0
+        return text + (f"; {odd} answers are none of the {len(self.classes)} classes" if odd else "")
+
+    @property
+    def table(self) -> Table:
+        """Returns the first answers beside their labels."""
+        table = Table(title=f"Answers beside labels, {min(SHOWN, len(self.answers))} of {len(self.answers)}")
+        for column in ("prompt", "answer", "label", ""):
+            table.add_column(column, overflow="fold")
+        for answer in self.answers[:SHOWN]:
+            table.add_row(*_shown(answer), "right" if answer.is_right else "wrong")
+        return table
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """Returns the rows of the table, ready for JSON."""
+        return [dataclasses.asdict(answer) | {"is_right": answer.is_right} for answer in self.answers[:SHOWN]]
+
+
+def make(
+    program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer, pairs: splits.Splits
+) -> Callable[[Any], Score] | None:
+    """Returns f(params) -> the score of the first `evaluate.answers` held-out examples; None if none are to be answered.
+
+    All processes must call f. It compiles one program at its first call.
+    """
+    held, most = pairs.held_out, program.config.evaluate.answers
+    if held is None or not most:
+        return None
+    chosen = held.examples[:most]
+    special = examples.special_tokens(program.family, program.source, tokenizer)
+    generator = generate.make_generator(
+        program.family,
+        program.model,
+        program.partition,
+        new_tokens=program.config.data.answer_len,
+        special=special,
+        compute_dtype=precision.PRECISIONS[program.config.precision].compute_dtype,
+    )
+    batches = list(_batches(chosen, pairs.form, program.sizes.global_batch_size // program.sizes.grad_accum))
+    text = functools.partial(_text, tokenizer, special.stops)
+
+    def answer(params: Any) -> Score:
+        params = params_on_host.to_device(params)  # one program generates, so it needs all params on the device
+        found: list[str] = []
+        for ids, mask in batches:
+            tokens = generator(params, ids, mask)
+            found += [text(row) for row in tokens[:, 1 if pairs.form.is_encoder_decoder else ids.shape[1] :]]
+        prompts = (tokenizer.decode(ids) for ids in tasks.prompts(chosen, pairs.form))
+        answers = [Answer(prompt, own, example.answer.strip()) for prompt, own, example in zip(prompts, found, chosen)]
+        is_class = pairs.settings.task == tasks.CLASSIFICATION
+        return Score(answers, "accuracy" if is_class else "exact_match", tuple(map(str.strip, pairs.answers)))
+
+    return answer
+
+
+def _batches(chosen: Sequence[tasks.Example], form: tasks.RowForm, size: int) -> Any:
+    """Yields the ids and the masks of prompts, all of one shape: the last batch repeats its first prompt."""
+    prompts = list(tasks.prompts(chosen, form))
+    longest = max(map(len, prompts))
+    for at in range(0, len(prompts), size):
+        part = prompts[at : at + size]
+        part += part[:1] * (size - len(part))
+        ids, mask = (np.zeros((size, longest), np.int32) for _ in range(2))
+        for row, prompt in enumerate(part):
+            ids[row, : len(prompt)], mask[row, : len(prompt)] = prompt, 1
+        yield ids, mask
+
+
+def _text(tokenizer: tokenizer_lib.Tokenizer, stops: tuple[int, ...], tokens: np.ndarray) -> str:
+    """Returns the text of new tokens up to the one that ends them."""
+    ends = np.flatnonzero(np.isin(tokens, stops))
+    return tokenizer.decode(tokens[: ends[0]] if len(ends) else tokens).strip()
+
+
+def _shown(answer: Answer) -> tuple[str, str, str]:
+    """Returns the three texts on one line each."""
+    prompt, found, label = (repr(text)[1:-1] for text in (answer.prompt, answer.found, answer.label))
+    return prompt[-MOST_LETTERS:], found, label
+
+
+def as_rows(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the records of a table as Markdown, for TensorBoard."""
+    names = ("prompt", "found", "label", "is_right")
+    lines = [" | ".join(names), " | ".join("---" for _ in names)]
+    return "\n".join(
+        [*lines, *(" | ".join(str(record[name]).replace("|", "/") for name in names) for record in records)]
+    )
