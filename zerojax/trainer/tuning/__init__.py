@@ -1,7 +1,7 @@
 """Runs that learn answers: fine-tuning.
 
-`examples` opens their data. `rounds` is what happens between two evaluations: it tells losses, `answers` that were generated, and the memory
-of each of the `phases`.
+`examples` opens their data. `rounds` is what happens between two evaluations: it tells losses, generated `answers`, and the memory of
+each of the `phases`.
 What a single step does is no part of this.
 To add a setting of a task, add it to `examples`.
 """

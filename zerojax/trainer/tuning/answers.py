@@ -15,6 +15,7 @@ from zerojax import precision
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits, tasks
 from zerojax.inference import generate
+from zerojax.launch import watch
 from zerojax.trainer import program as program_lib
 from zerojax.trainer.tuning import examples
 from zerojax.zero.offload import params as params_on_host
@@ -107,6 +108,7 @@ def make(
         params = params_on_host.to_device(params)  # one program generates, so it needs all params on the device
         found: list[str] = []
         for ids, mask in batches:
+            watch.at(watch.EVALUATE)
             tokens = generator(params, ids, mask)
             found += [text(row) for row in tokens[:, 1 if pairs.form.is_encoder_decoder else ids.shape[1] :]]
         prompts = (tokenizer.decode(ids) for ids in tasks.prompts(chosen, pairs.form))
