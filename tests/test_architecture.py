@@ -49,11 +49,11 @@ ROOMS: dict[str, set[str]] = {
     },
 }
 ROOMS["commands"] = {*ROOMS}
-# Command lines define flags, and no module imports them; `commands.arguments` is what those in `commands` share.
+# Command lines define flags, and no module imports them; `commands.arguments` and `commands.facts` are what they share.
 COMMAND_LINES = {"__main__", "train", "plan.__main__", "checkpoint.__main__"} | {
     f"commands.{path.stem}"
     for path in (PACKAGE / "commands").glob("*.py")
-    if path.stem not in ("__init__", "arguments")
+    if path.stem not in ("__init__", "arguments", "facts")
 }
 KNOW_FLAGS = COMMAND_LINES | {"trainer.command", "commands.arguments"}
 KNOW_THEIR_PROCESS = {"checkpoint", "data", "interop", "launch", "trainer", "train"}

@@ -11,6 +11,7 @@ import sys
 COMMANDS = {
     "train": ("zerojax.train", "Trains a language model from a config."),
     "launch": ("zerojax.commands.launch", "Starts a command on every GPU of one or several hosts, and keeps it alive."),
+    "doctor": ("zerojax.commands.doctor", "Checks hosts, devices, links and the disk before a long run."),
     "plan": ("zerojax.plan", "Reports the memory and communication of a run, without running it."),
     "generate": ("zerojax.commands.generate", "Continues prompts with a model that transformers saved."),
     "merge": ("zerojax.commands.merge", "Merges an adapter of PEFT into its model."),

@@ -5,7 +5,6 @@ zerojax report --json  the same as JSON
 """
 
 import argparse
-import dataclasses
 import glob
 import importlib.metadata
 import json
@@ -22,13 +21,11 @@ from typing import Any
 from packaging import requirements
 
 from zerojax import display
-from zerojax.commands import arguments
+from zerojax.commands import arguments, facts
+from zerojax.commands.facts import NOTE, OK, WRONG, Fact
 from zerojax.launch import devices as devices_lib
 from zerojax.plan import targets
 
-OK, NOTE, WRONG = "ok", "note", "wrong"
-_MARKS = {OK: "[ok]", NOTE: "[--]", WRONG: "[!!]"}
-_COLOURS = {OK: "32", NOTE: "33", WRONG: "31"}
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-rocm7-plugin", "libtpu")
 _BESIDE = (
     "jaxlib",
@@ -85,24 +82,6 @@ print("\\n" + json.dumps({"calls": text.count("custom_call_target=\\"__gpu$xla.g
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Fact:
-    """One line of the report.
-
-    Attributes:
-      group, name: what it is about.
-      value: what was found.
-      verdict: "ok", "note" (nothing is wrong, but something could be better), or "wrong".
-      remedy: what to do about it; "" if it is ok.
-    """
-
-    group: str
-    name: str
-    value: str
-    verdict: str = OK
-    remedy: str = ""
-
-
 def main() -> None:
     """Prints the report. Ends with status 1 if a line is wrong."""
     arguments.run(_report)
@@ -110,15 +89,7 @@ def main() -> None:
 
 def _report() -> int:
     given = _parse(sys.argv[1:])
-    facts = list(collect())
-    is_right = not any(fact.verdict == WRONG for fact in facts)
-    if given.json:
-        print(
-            json.dumps({"schema": 1, "ok": is_right, "facts": [dataclasses.asdict(fact) for fact in facts]}, indent=2)
-        )
-    else:
-        print(text(facts, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-    return 0 if is_right else 1
+    return facts.show(list(collect()), as_json=given.json)
 
 
 def collect() -> Iterator[Fact]:
@@ -130,22 +101,6 @@ def collect() -> Iterator[Fact]:
     yield from _targets()
     yield from _cache()
     yield from _environment(os.environ)
-
-
-def text(facts: list[Fact], *, colours: bool = False) -> str:
-    """Returns the report as text, a remedy below each line that has one."""
-    lines: list[str] = []
-    width = max(len(fact.name) for fact in facts)
-    for number, fact in enumerate(facts):
-        if not number or facts[number - 1].group != fact.group:
-            lines += ["", fact.group] if lines else [fact.group]
-        mark = _MARKS[fact.verdict]
-        mark = f"\033[{_COLOURS[fact.verdict]}m{mark}\033[0m" if colours else mark
-        lines.append(f"  {mark} {fact.name:<{width}}  {fact.value}")
-        if fact.remedy:
-            lines.append(f"       {'':<{width}}  -> {fact.remedy}")
-    wrong = sum(fact.verdict == WRONG for fact in facts)
-    return "\n".join([*lines, "", f"{wrong} wrong" if wrong else "nothing is wrong"])
 
 
 def _versions() -> Iterator[Fact]:

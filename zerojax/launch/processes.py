@@ -98,6 +98,12 @@ def run_id() -> str:
     return "" if started is None else started.run_id
 
 
+def rank() -> int:
+    """Returns the number that `zerojax launch` gave this process, or 0. Starts no JAX backend."""
+    started = launched()
+    return 0 if started is None else started.cluster.process_id
+
+
 def find_cluster(
     coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> Cluster | None:

@@ -92,12 +92,14 @@ class Around:
     Attributes:
       connect: (host, inbox) -> the connection to its agent.
       show: (host, rank, line) prints a line of a process.
+      tell: prints the first failure, before the others are ended.
       signals: returns the signals to pass on.
       run_id: names the run.
     """
 
     connect: Callable[[str, "queue.SimpleQueue[connection.Message]"], connection.Connection]
     show: Callable[[str, int, str], None]
+    tell: Callable[["Failure"], None]
     signals: Callable[[], Iterator[int]]
     run_id: str
 
@@ -133,6 +135,7 @@ class Attempt:
             failure = self._greet() or self._start() or self._follow()
             if failure is not None:
                 failure = self._best_witness(failure)
+                self._around.tell(failure)
                 self._broadcast({"news": f"{LAUNCHER}: {failure.line}"})
             self._broadcast({"end": self._order.grace_seconds})
             self._drain()

@@ -72,13 +72,27 @@ class Screen:
 class Supervisor:
     """Runs an order. Make one, and call `run` once, in the main thread."""
 
-    def __init__(self, order: attempt_lib.Order, *, hear: Callable[[int, str], bool] | None = None):
-        """`hear` is called with each line of a process, and returns whether to show it."""
+    def __init__(
+        self,
+        order: attempt_lib.Order,
+        *,
+        hear: Callable[[int, str], bool] | None = None,
+        tell: Callable[[attempt_lib.Failure], None] | None = None,
+    ):
+        """Prepares a run.
+
+        Args:
+          order: what to run where.
+          hear: is called with each line of a process, and returns whether to show it.
+          tell: is called with the first failure of an attempt; by default it is printed.
+        """
         self._order, self._hear = order, hear
         self._screen = Screen(lambda: self.stop(signal.SIGTERM))
         self._inbox: queue.SimpleQueue[connection.Message] = queue.SimpleQueue()
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._around = attempt_lib.Around(self.connect, self.show, self.signals, secrets.token_hex(8))
+        self._around = attempt_lib.Around(
+            self.connect, self.show, tell or self._tell, self.signals, secrets.token_hex(8)
+        )
         self._stopped_by = 0  # the first signal that this process got
         self.clocks: dict[str, float] = {}  # host -> its time minus this host's, in seconds
 
@@ -103,7 +117,6 @@ class Supervisor:
             self.clocks |= attempt.clocks
             if failure is None:
                 return 0
-            self._tell(failure)
             if self._stopped_by or failure.status == attempt_lib.USAGE or number >= order.max_restarts:
                 if number < order.max_restarts and failure.status == attempt_lib.USAGE and not self._stopped_by:
                     self._screen.say("status 2 is wrong input, which another attempt would meet again; not restarted")

@@ -1,0 +1,237 @@
+"""Disturbs runs of `zerojax launch` over real ssh until they end, and compares their losses with those of an undisturbed run.
+
+    python scripts/soak_launch.py --faults 50 --hosts 2 --devices 4
+
+This script needs root: the hosts are network namespaces (scripts/ssh_hosts.py). Faults: kill -9 of a process, of process 0, of an agent,
+of an ssh client; kill -STOP of a process; the cut of a host's network. Each fault must be named within 60 s, the run must resume by
+itself, no process may be left, and the losses must be equal bit for bit. Each fault is one line; the status is 1 if any went wrong.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import ssh_hosts
+
+ROOT = pathlib.Path(__file__).parents[1]
+NAMED_SECONDS, RESUMED_SECONDS = 60.0, 240.0
+KINDS = ("kill", "kill 0", "stop", "cut", "agent", "ssh")
+SETTINGS = (
+    "model.preset=test model.num_layers=1 model.remat=none precision=fp32 seq_len=32 global_batch_size=24 log_every=1 "
+    "optimizer.learning_rate=0.01 optimizer.schedule=constant optimizer.warmup_steps=2 data.name=random data.eval_split= "
+    "evaluate.batches=1 sample.length=0 checkpoint.every=5"
+)
+
+
+class Run:
+    """A launch in the background, and what its launcher says."""
+
+    def __init__(self, made: ssh_hosts.Hosts, folder: pathlib.Path, devices: int, steps: int, *options: str):
+        self.folder, self.said = folder, []
+        config = [f"--config.{word}" for word in SETTINGS.split()]
+        train = [sys.executable, "-m", "zerojax.train", "--config=configs/base.py", *config, f"--config.steps={steps}"]
+        train += [f"--config.emulate_devices={devices}", f"--workdir={folder}"]
+        launch = [
+            sys.executable,
+            "-m",
+            "zerojax.commands.launch",
+            "--hostfile",
+            str(made.hostfile),
+            "--ssh_options",
+            made.ssh_options,
+        ]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        env.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.parent / "compiled"))
+        log = open(folder.with_suffix(".out"), "w")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [*launch, *options, "--", *train], cwd=ROOT, env=env, stdout=log, stderr=subprocess.PIPE, text=True
+        )
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in self.process.stderr:
+            self.said.append((time.monotonic(), line.rstrip()))
+
+    def step(self) -> int:
+        """Returns the last step in the log."""
+        found = losses(self.folder)
+        return max(found, default=0)
+
+    def processes(self) -> dict[int, int]:
+        """Returns {rank: pid} of the trainers that run now."""
+        found = {}
+        for pid in pids(str(self.folder), "zerojax.train"):
+            with contextlib.suppress(OSError, IndexError):
+                words = pathlib.Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+                rank = next(word for word in words if word.startswith("ZEROJAX_PROCESS_ID="))
+                found[int(rank.partition("=")[2])] = pid
+        return found
+
+    def is_over(self) -> bool:
+        return self.process.poll() is not None
+
+
+def pids(*words: str) -> list[int]:
+    """Returns the processes whose command holds all words, but for launchers."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            command = path.read_bytes().decode(errors="replace").replace("\0", " ")
+            if all(word in command for word in words) and "commands.launch" not in command:
+                found.append(int(path.parent.name))
+    return found
+
+
+def losses(folder: pathlib.Path) -> dict[int, tuple[float, float]]:
+    """Returns {step: (loss, gradient norm)}."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for line in (folder / "metrics.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                values = json.loads(line)
+                if "loss" in values:
+                    found[values["step"]] = (values["loss"], values["grad_norm"])
+    return found
+
+
+def wait_for(is_so, seconds: float):
+    """Returns what is true within `seconds`, or None."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := is_so():
+            return found
+        time.sleep(0.1)
+    return None
+
+
+def strike(run: Run, made: ssh_hosts.Hosts, kind: str, chance: random.Random) -> tuple[str, str]:
+    """Does harm. Returns what was done, and a regex of the words that must name it."""
+    ranks = run.processes()
+    rank = 0 if kind == "kill 0" else chance.choice(sorted(ranks))
+    host = made.names[rank]  # one process a host
+    where = f"rank {rank} on {re.escape(host)}"
+    lost = f"host {re.escape(host)} is lost"
+    if kind in ("kill", "kill 0"):
+        os.kill(ranks[rank], signal.SIGKILL)
+        return f"kill -9 of rank {rank}", f"{where}.* ended with SIGKILL"
+    if kind == "stop":
+        os.kill(ranks[rank], signal.SIGSTOP)
+        return f"kill -STOP of rank {rank}", f"{where}.* is stopped"
+    if kind == "cut":
+        made.cut(rank)
+        return f"network cut of {host}", lost
+    if kind == "agent":
+        stat = pathlib.Path(f"/proc/{ranks[rank]}/stat").read_text()
+        os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        return f"kill -9 of the agent of {host}", f"{lost}|{where}.* ended with SIGKILL"
+    (client,) = [
+        pid for pid in pids("ssh -T", f" {host} ") if "sshd" not in pathlib.Path(f"/proc/{pid}/comm").read_text()
+    ][:1]
+    os.kill(client, signal.SIGKILL)
+    return f"kill -9 of the ssh client of {host}", lost
+
+
+def disturb(run: Run, made: ssh_hosts.Hosts, kinds: list[str], chance: random.Random) -> list[str]:
+    """Does harm after harm while the run lasts. Returns the faults that went wrong."""
+    wrong = []
+    while kinds and not run.is_over():
+        before = run.step()
+        wait_for(lambda at=before: run.is_over() or run.step() > at + 3, RESUMED_SECONDS)
+        time.sleep(chance.random() * 2)
+        if run.is_over() or len(run.processes()) < len(made.names):
+            continue
+        if fault := strike_and_wait(run, made, kinds.pop(), chance):
+            wrong.append(fault)
+    return wrong
+
+
+def strike_and_wait(run: Run, made: ssh_hosts.Hosts, kind: str, chance: random.Random) -> str:
+    """Does harm, and waits until it is named and the run resumes. Returns what went wrong, or ""."""
+    began, heard, step = time.monotonic(), len(run.said), run.step()
+    old = set(run.processes().values())
+    what, words = strike(run, made, kind, chance)
+
+    def hears() -> tuple[float, str] | None:
+        return next((said for said in run.said[heard:] if re.search(words, said[1])), None)
+
+    def resumes() -> bool:
+        now = set(run.processes().values())
+        return run.is_over() or (len(now) == len(made.names) and not old & now)
+
+    named = wait_for(hears, NAMED_SECONDS)
+    for index in range(len(made.names)):
+        made.mend(index)
+    resumed = named and wait_for(resumes, RESUMED_SECONDS)
+    left = [pid for pid in old if pathlib.Path(f"/proc/{pid}").exists()]
+    verdict = "ok" if resumed and not left else f"WRONG named={bool(named)} resumed={bool(resumed)} left={left}"
+    when = (
+        f"named after {named[0] - began:.1f} s"
+        if named
+        else f"not named; said: {[line for _, line in run.said[heard:]]}"
+    )
+    print(f"{what} at step {step}: {when}, {verdict}", flush=True)
+    return "" if verdict == "ok" else what
+
+
+def one_run(
+    given: argparse.Namespace,
+    made: ssh_hosts.Hosts,
+    folder: pathlib.Path,
+    expected: dict,
+    todo: list[str],
+    chance: random.Random,
+) -> list[str]:
+    """Disturbs a run until it ends. Returns what went wrong."""
+    run = Run(made, folder, given.devices, given.steps, "--max_restarts=1000", f"--log_dir={folder}.logs")
+    wrong = disturb(run, made, todo, chance)
+    status = run.process.wait(3600)
+    same = losses(run.folder) == expected
+    orphans = wait_for(lambda: not pids(str(run.folder)), 10) is None
+    outcome = f"losses {'equal bit for bit' if same else 'DIFFER'}, {'ORPHANS' if orphans else 'no orphans'}"
+    print(f"{folder.name}: status {status}, {outcome}", flush=True)
+    if status or not same or orphans:
+        wrong.append(f"{folder}: {[line for _, line in run.said[-20:]]}")
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=50)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--devices", type=int, default=4, help="emulated on each host")
+    parser.add_argument("--steps", type=int, default=300, help="of each run")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit_s", type=float, default=1e9, help="no further run after so many seconds")
+    given = parser.parse_args()
+    if why := ssh_hosts.why_not():
+        sys.exit(f"soak_launch: this machine {why}")
+    chance, began, wrong = random.Random(given.seed), time.monotonic(), []
+    kinds = given.kinds.split(",")
+    todo = [kinds[index % len(kinds)] for index in range(given.faults)]
+    chance.shuffle(todo)
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="soak-"))
+    with ssh_hosts.hosts(given.hosts, 1) as made:
+        calm = Run(made, folder / "calm", given.devices, given.steps)
+        if calm.process.wait():
+            sys.exit(f"the undisturbed run failed: {calm.said}")
+        expected = losses(calm.folder)
+        while todo and time.monotonic() - began < given.limit_s:
+            wrong += one_run(given, made, folder / f"run{len(todo)}", expected, todo, chance)
+            print(f"{given.faults - len(todo)} faults in {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{given.faults - len(todo)} faults, {len(wrong)} wrong" + "".join(f"\n  {line}" for line in wrong))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

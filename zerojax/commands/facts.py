@@ -1,0 +1,55 @@
+"""Facts about machines, with a verdict and a remedy each. This module prints those of `zerojax report` and `zerojax doctor`."""
+
+import dataclasses
+import json
+import os
+import sys
+
+OK, NOTE, WRONG = "ok", "note", "wrong"
+_MARKS = {OK: "[ok]", NOTE: "[--]", WRONG: "[!!]"}
+_COLOURS = {OK: "32", NOTE: "33", WRONG: "31"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """One line of a report.
+
+    Attributes:
+      group, name: what it is about.
+      value: what was found.
+      verdict: "ok", "note" (nothing is wrong, but something could be better), or "wrong".
+      remedy: what to do about it; "" if it is ok.
+    """
+
+    group: str
+    name: str
+    value: str
+    verdict: str = OK
+    remedy: str = ""
+
+
+def show(facts: list[Fact], *, as_json: bool) -> int:
+    """Prints facts, and returns the exit status: 1 if one of them is wrong."""
+    is_right = not any(fact.verdict == WRONG for fact in facts)
+    if as_json:
+        listed = [dataclasses.asdict(fact) for fact in facts]
+        print(json.dumps({"schema": 1, "ok": is_right, "facts": listed}, indent=2))
+    else:
+        print(text(facts, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    return 0 if is_right else 1
+
+
+def text(facts: list[Fact], *, colours: bool = False) -> str:
+    """Returns the report as text, a remedy below each line that has one."""
+    lines: list[str] = []
+    width = max(len(fact.name) for fact in facts)
+    for number, fact in enumerate(facts):
+        if not number or facts[number - 1].group != fact.group:
+            lines += ["", fact.group] if lines else [fact.group]
+        mark = _MARKS[fact.verdict]
+        mark = f"\033[{_COLOURS[fact.verdict]}m{mark}\033[0m" if colours else mark
+        lines.append(f"  {mark} {fact.name:<{width}}  {fact.value}")
+        if fact.remedy:
+            lines.append(f"       {'':<{width}}  -> {fact.remedy}")
+    wrong = sum(fact.verdict == WRONG for fact in facts)
+    return "\n".join([*lines, "", f"{wrong} wrong" if wrong else "nothing is wrong"])
