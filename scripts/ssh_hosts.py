@@ -112,6 +112,11 @@ class Hosts:
         """Brings a host back."""
         run("ip", "link", "set", self._links[index], "up")
 
+    def mend_all(self) -> None:
+        """Brings all hosts back."""
+        for index in range(len(self.names)):
+            self.mend(index)
+
     def stop(self) -> None:
         """Removes everything."""
         for sshd in self._sshd:

@@ -116,6 +116,7 @@ def train(config: config_lib.Config, folder: pathlib.Path, stop: signals.StopSig
     with card_lib.Card(folder, steps=config.steps, tally=tally, enabled=processes.is_primary()) as card:
         end = _take_steps(config, prepared, folder, stop, tally, card)
         if end.is_stopped:
+            watch.stopped(end.step, is_cause=stop.requested)
             card.end(document.STOPPED, f"by {stop.cause}")
             say(f"stopped by {stop.cause} at step {end.step}, saved; the same command resumes")
             return end

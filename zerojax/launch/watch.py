@@ -33,18 +33,21 @@ START, DATA, COMPILE, RESTORE, STEP, EVALUATE, CHECKPOINT, RESULTS = (
 
 # What the thread reads. `at` replaces it at once, so the three belong together.
 _position: tuple[int, str, int] | None = None  # (advances, phase, step)
+_end: dict[str, bool] = {}
+_file, _count, _writing = -1, 0, threading.Lock()
 
 
 def begin() -> None:
     """Starts the heartbeat if the launcher asked for one. Children of this process do not inherit it."""
+    global _file
     path = os.environ.pop(VARIABLE, None)
     if path is None:
         return
     with contextlib.suppress(OSError, ValueError):
         dumps = open(path + ".stack", "w")  # noqa: SIM115  open until the process ends
         faulthandler.register(STACK_SIGNAL, dumps, all_threads=True)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-        threading.Thread(target=_beat, args=(file,), name="heartbeat", daemon=True).start()
+        _file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        threading.Thread(target=_beat, name="heartbeat", daemon=True).start()
 
 
 def at(phase: str, step: int | None = None) -> None:
@@ -54,19 +57,36 @@ def at(phase: str, step: int | None = None) -> None:
     _position = (advances + 1, phase, before if step is None else step)
 
 
-def _beat(file: int) -> None:
+def stopped(step: int, *, is_cause: bool) -> None:
+    """Says that a signal stopped the run after `step`, which is saved; `is_cause` if it came to this process."""
+    global _end
+    at(RESULTS, step)
+    _end = {"stopped": True, "cause": is_cause}
+    _write()
+
+
+def _beat() -> None:
     """Writes the heartbeat until the process ends."""
-    count, main, over = 0, threading.main_thread().ident, threading.Event()
+    over = threading.Event()
     while True:
-        count += 1
-        frame = sys._current_frames().get(main or 0)
-        said = {"count": count, "pid": os.getpid(), "dumps": True, "stack": _stack(frame)}
+        _write()
+        over.wait(BEAT_SECONDS)
+
+
+def _write() -> None:
+    """Writes one heartbeat."""
+    global _count
+    if _file < 0:
+        return
+    with _writing:
+        _count += 1
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        said = {"count": _count, "pid": os.getpid(), "dumps": True, **_end, "stack": _stack(frame)}
         if _position is not None:
             said["advances"], said["phase"], said["step"] = _position
         line = json.dumps(said).encode()
         with contextlib.suppress(OSError):
-            os.pwrite(file, line[: BEAT_BYTES - 1].ljust(BEAT_BYTES - 1) + b"\n", 0)
-        over.wait(BEAT_SECONDS)
+            os.pwrite(_file, line[: BEAT_BYTES - 1].ljust(BEAT_BYTES - 1) + b"\n", 0)
 
 
 def _stack(frame: FrameType | None) -> list[str]:

@@ -40,6 +40,21 @@ def test_wrong_input_is_not_restarted(capfd):
     assert done.status == 2 and len(done.lines(0)) == 1 and "not restarted" in done.err
 
 
+STOPPED = f"""{launches.BEATS}
+watch.at("step", 3)
+if attempt == 0:
+    watch.stopped(3, is_cause=rank == 1)
+print(attempt, flush=True)
+"""
+
+
+@pytest.mark.parametrize("restarts, attempts", [(0, ["0"]), (2, ["0", "1"])])
+def test_a_run_that_a_signal_to_one_process_stopped_goes_on_if_it_may_be_restarted(capfd, restarts, attempts):
+    done = launch(capfd, STOPPED, max_restarts=restarts)
+    assert done.status == 0 and done.lines(0) == attempts
+    assert done.err.count("rank 1 on localhost got a signal: the run is stopped and saved at step 3") == 1
+
+
 LOSES = """
 import os, pathlib, sys, time
 down, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]

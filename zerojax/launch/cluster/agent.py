@@ -145,13 +145,17 @@ class Process:
 
     def beat(self) -> dict[str, Any]:
         """Returns what the process last said of itself, and for how long it has been silent and still, in seconds."""
-        said: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError), open(self.beat_path, "rb") as file:
-            said = json.loads(file.read(BEAT_BYTES).split(b"\n")[0])
+        said = self.last_words()
         silent = self.silence.see(said.get("count"))
         still = self.stillness.see((said.get("advances"), said.get("phase"), said.get("step")))
         state = _state(said.get("pid", self.popen.pid))
         return {**said, "rank": self.rank, "state": state, "silent": silent, "still": still}
+
+    def last_words(self) -> dict[str, Any]:
+        """Returns what the process last said of itself, {} if nothing."""
+        with contextlib.suppress(OSError, ValueError), open(self.beat_path, "rb") as file:
+            return dict(json.loads(file.read(BEAT_BYTES).split(b"\n")[0]))
+        return {}
 
     def stack(self) -> str:
         """Returns the stacks of the process's threads, "" if it does not answer; asked for by STACK_SIGNAL a moment ago."""
@@ -177,7 +181,7 @@ class Process:
         status = self.popen.wait()
         self.kill()  # what it started ends with it
         self._reader.join(5)
-        self._tell({"exit": self.rank, "status": status, "tail": list(self.tail)})
+        self._tell({"exit": self.rank, "status": status, "tail": list(self.tail), "said": self.last_words()})
 
 
 class Agent:

@@ -118,6 +118,7 @@ class Attempt:
         self._ends: dict[
             int, tuple[int, Sequence[str]]
         ] = {}  # rank -> (status, last lines), in the order of their ends
+        self._stopped: dict[int, Mapping[str, Any]] = {}  # rank -> its last words, if a signal stopped it
         self._stacks: dict[int, str] = {}
         self._lost: dict[str, str] = {}  # host -> why
         self._judge = verdict.Judge(order.limits)
@@ -258,10 +259,11 @@ class Attempt:
 
     def _follow(self) -> Failure | None:
         """Follows the processes until all have ended well, or to the first failure."""
-        pinged = 0.0
+        pinged, is_asked = 0.0, False
         while self._running:
             self._take(0.2)
             for number in self._around.signals():
+                is_asked = True
                 self._broadcast({"signal": number})
             if time.monotonic() - pinged > PING_SECONDS:
                 pinged = time.monotonic()
@@ -269,7 +271,14 @@ class Attempt:
                     one.ping()
             if failure := self._failure():
                 return failure
-        return None
+        return self._preempted() if self._stopped and not is_asked else None
+
+    def _preempted(self) -> Failure:
+        """Returns that a signal to one of the processes stopped the run, which saved and ended well."""
+        rank = min(self._stopped, key=lambda rank: (not self._stopped[rank]["cause"], rank))
+        where = f"rank {rank} on {self._host_of(rank)}"
+        line = f"{where} got a signal: the run is stopped and saved at step {self._stopped[rank].get('step')}"
+        return Failure(self._host_of(rank), rank, 0, line)
 
     def _failure(self) -> Failure | None:
         """Returns what has failed by now."""
@@ -384,6 +393,8 @@ class Attempt:
                 self._beats[said["rank"]] = verdict.beat(host, said)
         elif "exit" in frame:
             self._ends[frame["exit"]] = (frame["status"], frame["tail"])
+            if frame["said"].get("stopped"):
+                self._stopped[frame["exit"]] = frame["said"]
             self._running.pop(frame["exit"], None)
         elif "stacks" in frame:
             self._stacks |= {int(rank): text for rank, text in frame["stacks"].items()}

@@ -117,9 +117,10 @@ class Supervisor:
             self.clocks |= attempt.clocks
             if failure is None:
                 return 0
-            if self._stopped_by or failure.status == attempt_lib.USAGE or number >= order.max_restarts:
-                if number < order.max_restarts and failure.status == attempt_lib.USAGE and not self._stopped_by:
-                    self._screen.say("status 2 is wrong input, which another attempt would meet again; not restarted")
+            if self._stopped_by or number >= order.max_restarts:
+                return failure.status
+            if failure.status == attempt_lib.USAGE:
+                self._screen.say("status 2 is wrong input, which another attempt would meet again; not restarted")
                 return failure.status
             number += 1
             if failure.is_lost:
