@@ -206,7 +206,8 @@ def one_run(
     status = run.process.wait(3600)
     same = is_same(losses(run.folder), expected, RTOL if more else 0.0)
     orphans = wait_for(lambda: not pids(str(run.folder)), 10) is None
-    outcome = f"losses {('equal within RTOL' if more else 'equal bit for bit') if same else 'DIFFER'}, {'ORPHANS' if orphans else 'no orphans'}"
+    words = ("equal within RTOL" if more else "equal bit for bit") if same else "DIFFER"
+    outcome = f"losses {words}, {'ORPHANS' if orphans else 'no orphans'}"
     print(f"{folder.name}: status {status}, {outcome}", flush=True)
     if status or not same or orphans:
         wrong.append(f"{folder}: {[line for _, line in run.said[-20:]]}")

@@ -2,8 +2,8 @@
 
     python scripts/ssh_hosts.py --hosts 2 --slots 4 -- zerojax launch --hostfile {hostfile} --ssh_options {ssh_options} -- COMMAND
 
-{hostfile} and {ssh_options} are replaced. The hosts are 10.77.0.1, 10.77.0.2, ... on a bridge of this machine, with host names of their
-own. They share its files. `Hosts.cut` takes a host off the network. tests/launch/cluster and scripts/soak_launch.py use this too.
+{hostfile} and {ssh_options} are replaced. The hosts are 10.77.N.1, 10.77.N.2, ... on a bridge of this machine, with host names of their
+own. They share its files. `Hosts.cut` takes a host off the network. tests/test_ssh_hosts.py and scripts/soak_launch.py use this too.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-NET = "10.77.0"
 NEEDS = ("ip", "unshare", "ssh", "ssh-keygen", "sshd")
 
 
@@ -32,8 +31,11 @@ class Hosts:
     """
 
     def __init__(self, count: int, slots: int, folder: pathlib.Path):
-        self.names = [f"{NET}.{index + 1}" for index in range(count)]
-        self._links = [f"zjveth{index}" for index in range(count)]
+        tag = os.getpid() % 250  # so that two programs of one machine have hosts of their own
+        self._net, self._bridge = f"10.77.{tag}", f"zj{tag}bridge"
+        self.names = [f"{self._net}.{index + 1}" for index in range(count)]
+        self._links = [f"zj{tag}link{index}" for index in range(count)]
+        self._spaces = [f"zj{tag}host{index}" for index in range(count)]
         self.hostfile = folder / "hostfile"
         self.hostfile.write_text("".join(f"{name} slots={slots}\n" for name in self.names))
         key = folder / "key"
@@ -46,13 +48,13 @@ class Hosts:
 
     def start(self) -> None:
         """Makes the network and starts an sshd on each host."""
-        run("ip", "link", "add", "zjbr", "type", "bridge")
-        run("ip", "addr", "add", f"{NET}.254/24", "dev", "zjbr")
-        run("ip", "link", "set", "zjbr", "up")
+        run("ip", "link", "add", self._bridge, "type", "bridge")
+        run("ip", "addr", "add", f"{self._net}.254/24", "dev", self._bridge)
+        run("ip", "link", "set", self._bridge, "up")
         pathlib.Path("/run/sshd").mkdir(exist_ok=True)
-        known = "127.0.0.1 localhost\n" + "".join(f"{name} zjhost{index}\n" for index, name in enumerate(self.names))
+        known = "127.0.0.1 localhost\n" + "".join(f"{name} {space}\n" for name, space in zip(self.names, self._spaces))
         for index, (name, link) in enumerate(zip(self.names, self._links)):
-            space = f"zjhost{index}"
+            space = self._spaces[index]
             etc = pathlib.Path(
                 "/etc/netns", space
             )  # which `ip netns exec` mounts over /etc: CPU collectives need the host's name
@@ -60,7 +62,7 @@ class Hosts:
             (etc / "hosts").write_text(known)
             run("ip", "netns", "add", space)
             run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
-            run("ip", "link", "set", link, "master", "zjbr", "up")
+            run("ip", "link", "set", link, "master", self._bridge, "up")
             for words in (
                 ["addr", "add", f"{name}/24", "dev", "eth0"],
                 ["link", "set", "eth0", "up"],
@@ -80,7 +82,7 @@ class Hosts:
                 "MaxStartups": "100",
             }
             words = [word for key, value in options.items() for word in ("-o", f"{key}={value}")]
-            script = f'hostname zjhost{index}; exec "$@"'
+            script = f'hostname {space}; exec "$@"'
             command = [
                 "unshare",
                 "-u",
@@ -124,9 +126,9 @@ class Hosts:
             sshd.wait()
         for index, link in enumerate(self._links):
             subprocess.run(["ip", "link", "del", link], stderr=subprocess.DEVNULL)
-            subprocess.run(["ip", "netns", "del", f"zjhost{index}"], stderr=subprocess.DEVNULL)
-            shutil.rmtree(f"/etc/netns/zjhost{index}", ignore_errors=True)
-        subprocess.run(["ip", "link", "del", "zjbr"], stderr=subprocess.DEVNULL)
+            subprocess.run(["ip", "netns", "del", self._spaces[index]], stderr=subprocess.DEVNULL)
+            shutil.rmtree(f"/etc/netns/{self._spaces[index]}", ignore_errors=True)
+        subprocess.run(["ip", "link", "del", self._bridge], stderr=subprocess.DEVNULL)
 
 
 def why_not() -> str:
