@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 _NO_LABEL = -1
+FROZEN_SHARE = 4  # a frozen kernel has chunks of that part of the tokens: no gradient is added up over them
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array, *, ignored: int | None = None) -> jax.Array:
@@ -57,7 +58,7 @@ def one_pass_cross_entropy(
       labels: int32[batch, length].
       bias: float[vocab], a constant: its gradient is 0. None for none.
       ignored: the label of tokens that the mean leaves out; None: it has all tokens. Without any other label loss and gradients are 0.
-      chunk_tokens: tokens per chunk.
+      chunk_tokens: tokens per chunk; a quarter of it where the kernel is not differentiated.
 
     Returns:
       The mean over the tokens, float32[].
@@ -77,6 +78,7 @@ def _one_pass_forward(
     hidden, kernel, labels, bias, total = jax.tree.map(
         lambda part: part.value, (hidden, kernel, labels, bias, total), is_leaf=lambda node: hasattr(node, "perturbed")
     )
+    chunk = chunk if is_trained else max(1, chunk // FROZEN_SHARE)
     loss, (d_hidden, d_kernel) = _chunks(
         hidden, kernel, labels, bias, total, chunk, with_grads=True, is_trained=is_trained
     )
