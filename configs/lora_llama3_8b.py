@@ -1,9 +1,9 @@
 """Llama 3's 8B shapes with LoRA adapters on all linear modules (r 16), sequences of 4,096 tokens, on one GPU.
 
-    python -m zerojax.train --config configs/lora_llama3_8b.py --config.init_from=opt/llama-3.1-8b --config.data.name=random --config.steps=20
+    python -m zerojax.train --config configs/lora_llama3_8b.py --config.init_from=opt/llama-3.1-8b
 
-Devices: 1 GPU with 80 GB. With --config.lora.quantize=nf4 --config.micro_batch_size=1 --config.model.remat=full a GPU with 12 GB (8.7 GB planned). More GPUs
-share the frozen weights. Result: a folder of PEFT in WORKDIR/export, which `zerojax merge` merges.
+Devices: 1 GPU with 80 GB. With --config.lora.quantize=nf4 --config.micro_batch_size=1 --config.model.remat=full a GPU with 12 GB (8.7 GB
+planned). More GPUs share the frozen weights. Result: a folder of PEFT in WORKDIR/export, which `zerojax merge` merges.
 """
 
 from configs import llama3_1b
