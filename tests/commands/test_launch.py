@@ -73,6 +73,11 @@ def test_without_a_hostfile_every_gpu_of_this_host_runs_or_as_many_processes_as_
         (("--max_restarts=-1", "true"), "--max_restarts: must be 0 or more, and is -1"),
         (("--grace_seconds=nan", "true"), "--grace_seconds: must be 0 or more, and is nan"),
         (("--min_nodes=2", "true"), "--min_nodes: is 2, and the run has 1 hosts"),
+        (
+            ("--master_port", "29500", "x.py"),
+            "--master_port: is an option of DeepSpeed's launcher; here give --coordinator HOST:PORT",
+        ),
+        (("--bogus", "x.py"), "unrecognized arguments: --bogus; --help"),
         (("--limits=x=1", "true"), "--limits: 'x=1' must be PHASE=SECONDS"),
         (("--ssh_options", "'", "true"), "--ssh_options: No closing quotation"),
         (
@@ -93,3 +98,12 @@ def test_wrong_arguments_are_errors_of_one_line(orders, monkeypatch, capsys, wor
 
 def test_a_run_with_a_workdir_may_be_restarted(orders, monkeypatch):
     assert call(monkeypatch, "--max_restarts=1", "--", "python", "-m", "zerojax.train", "--workdir=a") == 7
+
+
+def test_a_script_is_started_by_python_and_its_own_options_are_left_alone(orders, monkeypatch, tmp_path):
+    for name in ("train.py", "tool.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "tool.py").chmod(0o755)
+    assert call(monkeypatch, "--num_gpus=2", str(tmp_path / "train.py"), "--module", "--num_gpus", "3") == 7
+    assert orders[0].command == [sys.executable, str(tmp_path / "train.py"), "--module", "--num_gpus", "3"]
+    assert call(monkeypatch, str(tmp_path / "tool.py")) == 7 and orders[1].command == [str(tmp_path / "tool.py")]

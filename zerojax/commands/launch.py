@@ -14,6 +14,20 @@ from zerojax.commands import arguments
 from zerojax.errors import UserError
 from zerojax.launch.cluster import supervisor
 
+# Options of DeepSpeed's launcher that have another form here
+DEEPSPEED = {
+    "--master_addr": "--coordinator HOST",
+    "--master_port": "--coordinator HOST:PORT",
+    "--ssh_port": '--ssh_options "-p PORT"',
+    "--enable_each_rank_log": "--log_dir FOLDER",
+    "--min_elastic_nodes": "--min_nodes N with --max_restarts N",
+    "--max_elastic_nodes": "--num_nodes N",
+    "--elastic_training": "--min_nodes N with --max_restarts N",
+    "--module": "-- python -m MODULE",
+    "--no_python": "-- COMMAND, which is started as it is",
+    "--launcher": "nothing: hosts are reached by ssh; under Slurm and Kubernetes their own launchers start the command",
+}
+
 
 def main() -> None:
     """Runs the command and ends with the status of its first failed process, or 0. Wrong arguments end with one line and status 2."""
@@ -27,6 +41,8 @@ def _launch() -> int:
         raise UserError(
             "no command; give it after --, as in: zerojax launch --num_gpus 2 -- python -m zerojax.train ..."
         )
+    if command[0].endswith(".py") and not os.access(command[0], os.X_OK):  # as `deepspeed train.py`
+        command = [given.python, *command]
     order = arguments.order(given, command, os.environ)
     if given.max_restarts and _trains(command) and not any(re.match("--?workdir($|=)", word) for word in command):
         raise UserError(
@@ -62,7 +78,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--limits", default="", help="seconds without progress by phase, as in step=300,compile=7200,silent=60; 0: none"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
-    return parser.parse_args(argv)
+    try:
+        return parser.parse_args(argv)
+    except UserError as error:
+        other = re.match(r"unrecognized arguments: (--\w+)", str(error))
+        if other is None or other[1] not in DEEPSPEED:
+            raise
+        raise UserError(f"{other[1]}: is an option of DeepSpeed's launcher; here give {DEEPSPEED[other[1]]}") from error
 
 
 if __name__ == "__main__":

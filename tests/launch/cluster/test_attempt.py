@@ -31,7 +31,8 @@ def test_each_process_gets_its_number_and_the_same_coordinator(capfd):
 
 
 def test_each_process_sees_gpus_of_its_own(capfd, monkeypatch):
-    monkeypatch.setattr(attempt.Attempt, "_greet", with_gpus(attempt.Attempt._greet, list("4567")))
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(attempt.Attempt, "_greet", with_gpus(attempt.Attempt._greet, localhost=list("4567")))
     slots = [hosts.Node("localhost", tuple("4567"))]
     done = launch(capfd, SHOW, "CUDA_VISIBLE_DEVICES", hosts=slots, per_process=2)
     assert [done.lines(rank) for rank in range(2)] == [["4,5"], ["6,7"]]
@@ -39,14 +40,36 @@ def test_each_process_sees_gpus_of_its_own(capfd, monkeypatch):
     assert done.status == 2 and "host localhost has no GPU 0: it offers 4, 5, 6, 7" in done.err
 
 
-def with_gpus(greet, gpus):
+def with_gpus(greet, **gpus):
     def greeted(self):
         failure = greet(self)
-        for hello in self._hello.values():
-            hello["gpus"] = gpus
+        for host, hello in self._hello.items():
+            hello["gpus"] = gpus.get(host.replace("-", "_"), [])
         return failure
 
     return greeted
+
+
+def test_a_host_without_gpus_among_others_is_refused_unless_all_use_the_cpu(capfd, tmp_path, monkeypatch):
+    launches.fake_ssh(tmp_path / "bin", monkeypatch)
+    monkeypatch.setattr(attempt.Attempt, "_greet", with_gpus(attempt.Attempt._greet, localhost=["0"]))
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    both = nodes("localhost", "node-b")
+    done = launch(capfd, SHOW, "CUDA_VISIBLE_DEVICES", hosts=both, max_restarts=1)
+    assert done.status == 2 and "host node-b has no GPU, and others have" in done.err
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    done = launch(capfd, SHOW, "CUDA_VISIBLE_DEVICES", hosts=both)
+    assert done.status == 0 and done.lines(0) == ["-"]
+
+
+def test_a_folder_that_a_host_lacks_is_named(capfd, tmp_path):
+    (tmp_path / "file").touch()
+    done = launch(capfd, SHOW, log_dir=str(tmp_path / "file" / "logs"), max_restarts=1)
+    assert (
+        done.status == 2
+        and f"host localhost cannot start its processes: {tmp_path}/file/logs: Not a directory" in done.err
+    )
 
 
 def test_the_first_failure_is_told_with_its_last_lines_and_status_and_ends_the_others(capfd, tmp_path):

@@ -273,7 +273,7 @@ class Agent:
                 self._processes[one["rank"]] = process
                 self._tell_guard(f"+{process.popen.pid}")
         except OSError as error:
-            self._send({"failed": f"{error.filename or order['cwd']}: {error.strerror}"})
+            self._send({"refused": f"{error.filename or order['cwd']}: {error.strerror}"})
             self._end(0.0, "")
 
     def _from_process(self, frame: Mapping[str, Any]) -> None:

@@ -121,6 +121,7 @@ class Attempt:
         self._stopped: dict[int, Mapping[str, Any]] = {}  # rank -> its last words, if a signal stopped it
         self._stacks: dict[int, str] = {}
         self._lost: dict[str, str] = {}  # host -> why
+        self._refused: dict[str, str] = {}  # host -> why its processes could not be started
         self._judge = verdict.Judge(order.limits)
 
     @property
@@ -175,8 +176,12 @@ class Attempt:
 
     def _start(self) -> Failure | None:
         """Gives every agent its processes."""
+        without = [host.name for host in self._hosts if not self._gpus(host.name)]
+        if 0 < len(without) < len(self._hosts):
+            line = f"host {without[0]} has no GPU, and others have: repair its driver, or leave it out with --exclude"
+            return Failure(without[0], None, USAGE, line)
         for host in self._hosts:
-            found = self._hello[host.name]["gpus"]
+            found = self._gpus(host.name)
             unknown = [slot for slot in host.slots if slot not in found]
             if found and unknown:
                 offers = f"it offers {', '.join(found)}; correct its slots, or CUDA_VISIBLE_DEVICES there"
@@ -208,6 +213,10 @@ class Attempt:
             self._running |= {rank.rank: host.name for rank in mine}
         return None
 
+    def _gpus(self, name: str) -> list[str]:
+        """Returns the GPUs that a host offers. JAX_PLATFORMS=cpu here counts for all hosts."""
+        return [] if os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu" else self._hello[name]["gpus"]
+
     def _environment(self, name: str) -> dict[str, str]:
         """Returns the variables that a host gets from this one."""
         if hosts.is_here(name):
@@ -233,7 +242,7 @@ class Attempt:
             "MASTER_ADDR": address.strip("[]"),
             "MASTER_PORT": port,
         }
-        if self._hello[rank.host]["gpus"]:
+        if self._gpus(rank.host):
             found["CUDA_VISIBLE_DEVICES"] = ",".join(rank.slots)
         return found
 
@@ -289,6 +298,9 @@ class Attempt:
             if not any(host == name for host in self._running.values()):
                 continue
             silence = time.monotonic() - one.heard
+            if name in self._refused:
+                why = f"{self._refused[name]}; all hosts need the same folders, see --log_dir and the working directory"
+                return Failure(name, None, USAGE, f"host {name} cannot start its processes: {why}")
             if name in self._lost or silence > LOST_SECONDS:
                 return self._host_lost(name, self._lost.get(name) or f"no word for {silence:.0f} s")
         found = self._judge.judge(beat for rank, beat in self._beats.items() if rank in self._running)
@@ -400,6 +412,8 @@ class Attempt:
             self._stacks |= {int(rank): text for rank, text in frame["stacks"].items()}
         elif "hello" in frame:
             self._hello[host] = frame["hello"]
+        elif "refused" in frame:
+            self._refused[host] = frame["refused"]
         elif "failed" in frame:
             self._lost.setdefault(host, frame["failed"])
         elif "lost" in frame:
