@@ -296,32 +296,3 @@ def test_16_bit_weights_keep_the_dtypes_of_their_moments(options, every):
     batch = X if "reduce_dtype" in options else X.reshape(2, 8, WIDTH)
     after, _ = step(state, batch)
     assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, state)
-
-
-OPTIMIZERS = {
-    name: getattr(optax, name)
-    for name in "adabelief adadelta adan adafactor adagrad adam adamax adamaxw adamw amsgrad fromage lamb lars lion nadam nadamw "
-    "noisy_sgd novograd optimistic_gradient_descent optimistic_adam_v2 radam rmsprop rprop sgd sign_sgd sm3 yogi".split()
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_update_as_on_one_device(name):
-    rate = () if name in ("noisy_sgd",) else (1e-2,)
-    options = {"eta": 0.0, "gamma": 0.0, "learning_rate": 1e-2, "key": 0} if name == "noisy_sgd" else {}
-    tx = OPTIMIZERS[name](*rate, **options)
-    params = {"w": jax.random.normal(jax.random.key(0), (16, WIDTH)), "b": jnp.linspace(-1.0, 1.0, 16)}
-
-    def loss_fn(params, batch, state):
-        return jnp.mean(jnp.tanh(batch @ params["w"].T + params["b"]) ** 2)
-
-    plain = TrainState.create(apply_fn=None, params=params, tx=tx)
-    stage, reduce_dtype = (3, jnp.float32) if len(name) % 2 else (3, None)
-    on, part = zerojax.shard_train_state(plain, mesh=zerojax.make_mesh(), stage=stage, min_size=8)
-    step = zerojax.make_train_step(loss_fn, part, reduce_dtype=reduce_dtype)
-    update = jax.jit(lambda state: state.apply_gradients(grads=jax.grad(loss_fn)(state.params, X, None)))
-    for _ in range(STEPS):
-        on, plain = step(on, X)[0], update(plain)
-    for found, expected in zip(jax.tree.leaves(on), jax.tree.leaves(plain)):
-        if not jnp.issubdtype(jnp.result_type(expected), jax.dtypes.prng_key):
-            np.testing.assert_allclose(found, expected, atol=ROUNDING, rtol=2e-4)
