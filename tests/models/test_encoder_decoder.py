@@ -1,6 +1,9 @@
 """Checks what every encoder-decoder computes. This module tests zerojax.models.encoder_decoder."""
 
+import functools
+
 import encoder_decoders
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,9 +25,10 @@ def model(request):
 def logits(model):
     """Returns f(inputs, targets, mask=None) -> the family's logits."""
     family, config, params = model
+    compiled = jax.jit(functools.partial(family.logits, config))
 
     def of(inputs, targets, mask=None):
-        return family.logits(config, params, {"inputs": inputs} | ({} if mask is None else {"mask": mask}), targets)
+        return compiled(params, {"inputs": inputs} | ({} if mask is None else {"mask": mask}), targets)
 
     return of
 
@@ -53,9 +57,10 @@ def test_the_loss_of_padded_rows_is_the_mean_over_the_labels_of_rows_without_pad
     mask, labeled = np.ones_like(inputs), np.ones_like(targets)
     mask[1, 9:], labeled[1, 5:], labeled[:, 0] = 0, 0, 0
     batch = {"inputs": inputs, "targets": targets, "mask": mask, "labeled": labeled}
-    found = family.loss(config, params, {name: jnp.asarray(array) for name, array in batch.items()})
+    loss = jax.jit(functools.partial(family.loss, config))
+    found = loss(params, {name: jnp.asarray(array) for name, array in batch.items()})
     alone = [
-        family.loss(config, params, {"inputs": inputs[i : i + 1, :length], "targets": targets[i : i + 1, :count]})
+        loss(params, {"inputs": inputs[i : i + 1, :length], "targets": targets[i : i + 1, :count]})
         for i, (length, count) in enumerate([(14, 9), (9, 5)])
     ]
     np.testing.assert_allclose(found, np.average(alone, weights=[8, 4]), rtol=ROUNDING)

@@ -4,6 +4,7 @@ tests/interop/test_pretrained.py compares the model with transformers.
 """
 
 import dataclasses
+import functools
 
 import encoder_decoders
 import jax
@@ -18,6 +19,7 @@ from zerojax.ops import losses
 CONFIG = encoder_decoders.BART
 
 
+@functools.partial(jax.jit, static_argnames="config")
 def logits(params, *arrays, config=CONFIG):
     return bart.Bart(config).apply({"params": params}, *arrays)
 
