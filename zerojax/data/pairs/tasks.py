@@ -226,7 +226,8 @@ class _Encoder:
         key = self._settings.messages
         if key not in example:
             raise UserError(
-                f"{place}: has no field {key!r}, which config.data.messages names; its fields: {', '.join(map(str, example))}"
+                f"{place}: has no field {key!r}, which config.data.messages names and "
+                f"config.data.task={CHAT!r} reads; its fields: {', '.join(map(str, example))}"
             )
         return self._turns(templates.messages_of(example[key], place, key), place)
 
