@@ -1,5 +1,7 @@
 """Formats text for people. This module tests zerojax.display."""
 
+import io
+
 import pytest
 from rich.table import Table
 
@@ -19,3 +21,21 @@ def test_a_table_is_plain_lines():
     table.add_row("params", "4")
     text = display.as_text(table)
     assert "params" in text and "\x1b" not in text and text == text.rstrip()
+
+
+@pytest.mark.parametrize("columns, widest", [("40", 39), ("300", 100), ("3", 30)])
+def test_a_table_fits_the_terminal_and_a_pipe_has_100_characters(monkeypatch, columns, widest):
+    table = Table("role", "what it is")
+    table.add_row("params", "words " * 40)
+    monkeypatch.setenv("COLUMNS", columns)
+    assert max(map(len, display.as_text(table).splitlines())) == 100
+    monkeypatch.setattr(display.sys.stdout, "isatty", lambda: True, raising=False)
+    assert max(map(len, display.as_text(table).splitlines())) == widest
+
+
+def test_a_table_is_ascii_where_stdout_has_no_other_characters(monkeypatch):
+    table = Table("role", "bytes")
+    table.add_row("params", "4")
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(display.sys, "stdout", stream)
+    assert display.as_text(table).isascii()

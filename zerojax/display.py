@@ -1,17 +1,26 @@
 """Text for people. This module formats byte counts and tables as plain text."""
 
+import io
+import shutil
+import sys
+
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
+_NARROWEST, _WIDEST = 30, 100  # characters of a line
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def as_text(table: Table) -> str:
-    """Returns a table as plain lines."""
-    console = Console(width=100, no_color=True)
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get().rstrip()
+    """Returns a table as plain lines, as wide as the terminal but at most 100 characters, in ASCII where stdout has no others."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    width = max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns - 1)) if is_terminal else _WIDEST
+    if not (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf"):
+        table.box = box.ASCII2
+    written = io.StringIO()
+    Console(file=written, width=width, force_terminal=False, color_system=None).print(table)
+    return written.getvalue().rstrip()
 
 
 def human(count: float) -> str:

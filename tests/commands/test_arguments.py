@@ -1,5 +1,9 @@
 """Checks how commands refuse and end. This module tests zerojax.commands.arguments."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from zerojax.commands import arguments
@@ -32,3 +36,23 @@ def test_a_wrong_argument_is_one_line_that_names_help():
     parser.add_argument("--count", type=int)
     with pytest.raises(UserError, match=r"argument --count: invalid int value: 'x'; --help lists the arguments"):
         parser.parse_args(["--count", "x"])
+
+
+def test_a_file_that_exists_and_a_folder_are_not_written_over(tmp_path):
+    (tmp_path / "a.py").write_text("")
+    with pytest.raises(UserError, match=r"--out .*a.py: exists; choose another file, or add --force"):
+        arguments.check_new(tmp_path / "a.py", force=False)
+    with pytest.raises(UserError, match="is a folder; name a file in it"):
+        arguments.check_new(tmp_path, force=True)
+    with pytest.raises(UserError, match="--out: is empty"):
+        arguments.check_new("", force=True)
+    arguments.check_new(tmp_path / "a.py", force=True)
+    arguments.check_new(tmp_path / "new" / "b.py", force=False)
+
+
+def test_output_that_its_stream_cannot_show_is_escaped():
+    program = "from zerojax.commands import arguments\narguments.run(lambda: print('\\u2500'))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}
+    )
+    assert (done.returncode, done.stdout) == (0, b"\\u2500\n")

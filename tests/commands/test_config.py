@@ -47,6 +47,32 @@ def test_eight_questions_are_asked_and_wrong_answers_are_asked_again(run):
     assert built.sizes.micro_batch_size == 2
 
 
+def test_answers_that_do_not_go_together_are_asked_again_and_the_others_are_kept(run):
+    answers = ["test", "cpu", "1xq", "8", "64", "7", "fp32", "host", "16", "0", "none", "0"]
+    status, out, errors, written = run("--quick", answers=answers)
+    assert (status, errors) == (0, ""), errors
+    assert "topology: must be numbers joined by x, such as 1x8 or 4x4x8, and is '1xq'" in out
+    assert "config.global_batch_size: 7 does not fit" in out and out.count("1/8 Which model?") == 1
+    assert "offload.optimizer" in out.split("8/8 Which ZeRO stage?")[1]
+    assert (written.global_batch_size, written.zero.stage, written.offload.optimizer) == (16, 0, "none")
+
+
+def test_a_file_that_exists_is_kept_unless_it_is_to_be_replaced(run, tmp_path):
+    (tmp_path / "mine.py").write_text("import sys\nraise SystemExit\n")
+    monkey = (tmp_path / "mine.py").read_text()
+    with pytest.raises(SystemExit):
+        run("--yes", *TINY)
+    assert (tmp_path / "mine.py").read_text() == monkey
+    assert run("--yes", *TINY, "--force")[0] == 0 and (tmp_path / "mine.py").read_text() != monkey
+
+
+def test_questions_fit_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    for question in config.QUESTIONS:
+        lines = config._wrapped(f"1/8 {question.text} [default]: ").split("\n")
+        assert all(len(line) < 40 for line in lines) and "".join(lines) == f"1/8 {question.text} [default]: "
+
+
 def test_without_a_terminal_it_is_one_line_or_flags(run):
     status, out, errors, written = run(*TINY)
     assert (status, out, written) == (2, "", None)
@@ -60,7 +86,7 @@ def test_without_a_terminal_it_is_one_line_or_flags(run):
     [
         (("--model", "llama9"), "model: 'llama9' is not known"),
         (("--precision", "bf61"), "did you mean bf16?"),
-        (("--topology", "many"), "topology: cpu needs hosts x devices"),
+        (("--topology", "many"), "topology: must be numbers joined by x"),
         (("--global_batch_size", "9"), "config.global_batch_size: 9 does not fit"),
         (("--stage", "4"), "stage: '4' is not known"),
     ],

@@ -1,11 +1,15 @@
 """Reads a command's arguments. This module turns every wrong argument, and every UserError of a command, into one line and status 2."""
 
 import argparse
+import io
+import os
+import pathlib
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
+from zerojax import files
 from zerojax.errors import UserError
 from zerojax.launch.cluster import agent, attempt, hosts, verdict
 
@@ -17,8 +21,24 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError(f"{message}; --help lists the arguments")
 
 
+def check_new(path: pathlib.Path, *, force: bool) -> None:
+    """Checks that the file that a command is to write is new, or may be replaced.
+
+    Raises:
+      UserError: it exists, or cannot be written.
+    """
+    files.check_path(path, "--out")
+    if path.is_dir():
+        raise UserError(f"--out {path}: is a folder; name a file in it, such as {path / 'mine.py'}")
+    if os.path.lexists(path) and not force:
+        raise UserError(f"--out {path}: exists; choose another file, or add --force to replace it")
+
+
 def run(command: Callable[[], int | None]) -> NoReturn:
     """Runs a command and ends the process with its status. A UserError prints one line and ends with status 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # one that is not UTF-8 cannot show every character
+            stream.reconfigure(errors="backslashreplace")
     try:
         status = command() or 0
         sys.stdout.flush()

@@ -9,14 +9,17 @@ import contextlib
 import dataclasses
 import difflib
 import pathlib
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from rich.table import Table
 
-from zerojax import display, files, precision
+from zerojax import display, errors, files, precision
 from zerojax.commands import arguments
 from zerojax.errors import UserError
 from zerojax.interop.deepspeed import config_file
@@ -75,11 +78,20 @@ def _count(name: str) -> Callable[[str], int]:
     return check
 
 
+def _topology(answer: str) -> str:
+    """Checks the form of a topology. Whether the devices can have it is checked with the devices."""
+    answer = answer.strip()
+    if answer and not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){0,2}", answer):
+        raise UserError(f"topology: must be numbers joined by x, such as 1x8 or 4x4x8, and is {errors.shown(answer)}")
+    return answer
+
+
+_LAST = "stage"  # the question beside which the plan's advice is shown
 _KINDS = sorted({kind for part, kind in offload_lib.BUILT if part == "optimizer"} | {offload_lib.NONE}, reverse=True)
 QUESTIONS = (
     Question("model", "Which model? " + ", ".join(families.PRESETS), "model.preset", _one_of("model", families.PRESETS)),
     Question("target", "Which devices? here, " + ", ".join(targets.TARGETS), "", _one_of("target", [*targets.TARGETS, targets.HERE])),
-    Question("topology", "How many? hosts x devices (1x8); TPUs: chips (2x2x1); empty for all that are here", "", str.strip),
+    Question("topology", "How many? hosts x devices (1x8); TPUs: chips (2x2x1); empty for all that are here", "", _topology),
     Question("seq_len", "How many tokens a sequence?", "seq_len", _count("seq_len")),
     Question("global_batch_size", "How many sequences a step, over all devices?", "global_batch_size", _count("global_batch_size")),
     Question("precision", "Which precision? " + ", ".join(precision.PRECISIONS), "precision", _one_of("precision", precision.PRECISIONS)),
@@ -115,19 +127,51 @@ def _config() -> None:
         raise UserError(
             "config: asks questions, and stdin is not a terminal; add --yes to take each default, or the flag of each answer"
         )
+    arguments.check_new(given.out, force=given.force)
+    answers, advice = _ask_all(
+        {question.name: getattr(given, question.name) for question in QUESTIONS}, asks, given.quick
+    )
+    _write(given.out, _settings(answers, advice))
+
+
+def _ask_all(flags: Mapping[str, str | None], asks: bool, quick: bool) -> tuple[dict[str, Any], Advice]:
+    """Returns all answers, and the plan's advice. Answers that do not go together are asked again, on a terminal.
+
+    Raises:
+      UserError: an answer is wrong, and nobody can be asked.
+    """
+    by_name = {question.name: question for question in QUESTIONS}
+    given, pending = dict(flags), list(by_name)
     answers: dict[str, Any] = {}
-    advice = None
-    for number, question in enumerate(QUESTIONS, 1):
-        if question.name == "stage":
-            advice = _advise(answers, quick=given.quick)
-            say(display.as_text(advice.table))
-        default = _default(question.name, answers, advice)
-        flag = getattr(given, question.name)
-        answers[question.name] = _answer(question, flag, default, f"{number}/{len(QUESTIONS)}" if asks else "")
+    advice: Advice | None = None
+    advised: dict[str, Any] = {}  # the answers that the advice is about
+    while pending:
+        name = pending.pop(0)
+        try:
+            if name == _LAST and advised != {**answers, _LAST: None}:
+                advice, advised = _advise(answers, quick=quick), {**answers, _LAST: None}
+            if name == _LAST and advice is not None:
+                say(display.as_text(advice.table))
+            number = f"{list(by_name).index(name) + 1}/{len(QUESTIONS)}" if asks else ""
+            answers[name] = _answer(by_name[name], given[name], _default(name, answers, advice), number)
+            if not pending and advice is not None:
+                config_lib.from_dict(_raw(_settings(answers, advice)))
+        except UserError as error:
+            wrong = next((word for word, question in by_name.items() if _is_about(error, question)), None)
+            if not asks or wrong is None:
+                raise
+            say(f"  {error}")
+            given[wrong] = None
+            answers.pop(_LAST, None)
+            pending = [wrong] if wrong == _LAST else [wrong, *pending, *([] if _LAST in pending else [_LAST])]
     assert advice is not None, "the stage is asked last"
-    settings = _settings(answers, advice)
-    config_lib.from_dict(_raw(settings))
-    _write(given.out, settings)
+    return answers, advice
+
+
+def _is_about(error: UserError, question: Question) -> bool:
+    """Returns whether an error names the setting or the flag of a question."""
+    place = re.match(r"(?:config\.|--)?([\w.]+)", str(error))
+    return place is not None and place[1] in (question.name, question.place)
 
 
 def say(text: str) -> None:
@@ -141,13 +185,19 @@ def _answer(question: Question, flag: str | None, default: str, number: str) -> 
         return question.check(default if flag is None else flag)
     while True:
         try:
-            answer = input(f"{number} {question.text} [{default}]: ").strip()
+            answer = input(_wrapped(f"{number} {question.text} [{default}]: ")).strip()
         except EOFError as error:
             raise UserError(f"{question.name}: the terminal was closed before an answer; run again") from error
         try:
             return question.check(answer or default)
         except UserError as error:
             say(f"  {error}")
+
+
+def _wrapped(question: str) -> str:
+    """Returns a question in lines of the terminal's width, broken between words."""
+    width = max(20, shutil.get_terminal_size().columns - 1)
+    return "\n".join(textwrap.wrap(question, width, drop_whitespace=False, break_long_words=False))
 
 
 def _default(name: str, answers: Mapping[str, Any], advice: Advice | None) -> str:
@@ -320,12 +370,13 @@ def _write(path: pathlib.Path, settings: Mapping[str, Any]) -> None:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = arguments.OneLineParser(
         prog="zerojax config",
-        usage="python -m zerojax.commands.config [--out CONFIG.py] [--yes] [--quick] [--model NAME] ...",
+        usage="python -m zerojax.commands.config [--out CONFIG.py] [--force] [--yes] [--quick] [--model NAME] ...",
         description="Asks eight questions, shows what the plan says, and writes a config that runs. A flag answers its question.",
     )
     parser.add_argument(
         "--out", type=pathlib.Path, default=pathlib.Path("mine.py"), metavar="CONFIG.py", help="the config to write"
     )
+    parser.add_argument("--force", action="store_true", help="replace the file of --out")
     parser.add_argument("--yes", action="store_true", help="ask nothing: take the default where no flag answers")
     parser.add_argument("--quick", action="store_true", help="compare the stages by their bytes, without compiling")
     for question in QUESTIONS:

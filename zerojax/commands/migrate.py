@@ -137,7 +137,7 @@ def _version(text: str) -> tuple[int, ...]:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = arguments.OneLineParser(
         prog="zerojax migrate",
-        usage="python -m zerojax.commands.migrate FILE [--out CONFIG.py] [--strict] [--json] [--deepspeed VERSION]",
+        usage="python -m zerojax.commands.migrate FILE [--out CONFIG.py] [--force] [--strict] [--json] [--deepspeed VERSION]",
         description="Translates a DeepSpeed config, an Accelerate config, a Trainer's arguments or a hostfile, and reports every key.",
     )
     parser.add_argument(
@@ -146,6 +146,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=pathlib.Path, metavar="CONFIG.py", help="write the config here; without it, it is printed"
     )
+    parser.add_argument("--force", action="store_true", help="replace the file of --out")
     parser.add_argument(
         "--strict", action="store_true", help="write nothing and end with status 2 if a key is not supported"
     )
@@ -155,6 +156,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     given = parser.parse_args(argv)
     if (given.file is None) != given.keys:
         raise UserError("FILE: name one file to translate, or --keys alone; --help lists the arguments")
+    if given.out is not None:
+        arguments.check_new(given.out, force=given.force)
     return given
 
 
