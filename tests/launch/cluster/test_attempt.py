@@ -146,6 +146,23 @@ def test_a_process_that_stops_or_hangs_is_named_with_its_stack(capfd, monkeypatc
     assert time.monotonic() - began < launches.LIMIT / 4
 
 
+def test_a_process_whose_data_are_late_is_named_and_may_go_on(capfd, monkeypatch):
+    monkeypatch.setattr(attempt.verdict, "STEP_LEAST", 1.0)
+    program = f"""{BEATS}
+def reading():
+    watch.at("data", 4)
+    time.sleep(4)
+    watch.at("step", 4)
+if rank == 1:
+    reading()
+watch.at("step", 4)
+time.sleep(0 if rank == 1 else 5)
+"""
+    done = launch(capfd, program)
+    assert done.status == 0 and done.err.count("rank 1 on localhost, step 4 (data) has waited for data for") == 1
+    assert "in reading" in done.err
+
+
 def test_hosts_are_reached_by_ssh_with_the_environment_and_folder_of_this_one(capfd, tmp_path, monkeypatch):
     launches.fake_ssh(tmp_path / "bin", monkeypatch)
     monkeypatch.setenv("GREETING", 'it\'s "quoted" $HOME')

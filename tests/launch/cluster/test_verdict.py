@@ -71,6 +71,18 @@ def test_the_process_furthest_behind_is_guilty(beats, guilty):
     assert verdict.furthest_behind(beats).rank == guilty
 
 
+def test_a_process_whose_data_are_late_is_named_once_before_the_run_ends():
+    judge = practised(1.0)
+    late = [beat(0, still=46.0), beat(1, watch.DATA, still=46.0)]
+    assert judge.judge(late) is None
+    assert judge.suspect([beat(0, still=44.0), late[1]]) is None
+    found = judge.suspect(late)
+    assert found.beat.rank == 1 and found.why == "has waited for data for 46 s; the run ends after 600 s"
+    assert judge.suspect(late) is None
+    assert judge.suspect([beat(0, step=9, still=46.0), beat(1, watch.DATA, step=9, still=46.0)]) is not None
+    assert judge.suspect([beat(0, still=99.0)]) is None and judge.suspect([]) is None
+
+
 def test_limits_can_be_set():
     limits = verdict.read_limits("step=300, silent=0")
     assert limits == {**verdict.LIMITS, "step": 300.0, "silent": 0.0}

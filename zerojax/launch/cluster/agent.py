@@ -108,6 +108,7 @@ class Process:
         self.tail = collections.deque[str](maxlen=TAIL_LINES)
         self.silence, self.stillness = Patience(), Patience()
         self._log: BinaryIO | None = None
+        self._dumped = 0  # bytes of stacks that were read
         if shared["log_dir"]:
             os.makedirs(shared["log_dir"], exist_ok=True)
             name = f"{shared['host']}_{self.rank}.log"
@@ -159,8 +160,11 @@ class Process:
 
     def stack(self) -> str:
         """Returns the stacks of the process's threads, "" if it does not answer; asked for by STACK_SIGNAL a moment ago."""
-        with contextlib.suppress(OSError), open(self.beat_path + ".stack", errors="replace") as file:
-            return file.read()
+        with contextlib.suppress(OSError), open(self.beat_path + ".stack", "rb") as file:
+            file.seek(self._dumped)
+            text = file.read()
+            self._dumped += len(text)
+            return text.decode(errors="replace")
         return ""
 
     def _read(self) -> None:

@@ -303,7 +303,12 @@ class Attempt:
                 return Failure(name, None, USAGE, f"host {name} cannot start its processes: {why}")
             if name in self._lost or silence > LOST_SECONDS:
                 return self._host_lost(name, self._lost.get(name) or f"no word for {silence:.0f} s")
-        found = self._judge.judge(beat for rank, beat in self._beats.items() if rank in self._running)
+        beats = [beat for rank, beat in self._beats.items() if rank in self._running]
+        if suspect := self._judge.suspect(beats):
+            line = f"{suspect.beat.place()} {suspect.why}"
+            self._around.tell(Failure(suspect.beat.host, suspect.beat.rank, 0, line, self._stack_of(suspect.beat)))
+            self._broadcast({"news": f"{LAUNCHER}: {line}"})
+        found = self._judge.judge(beats)
         return None if found is None else self._guilty(found)
 
     def _ended(self, rank: int) -> Failure:
@@ -322,24 +327,27 @@ class Attempt:
     def _guilty(self, found: verdict.Blame) -> Failure:
         """Returns the failure of a process that hangs, with its stack."""
         guilty = found.beat
-        self._connections[guilty.host].send({"stacks": True})
-        deadline = time.monotonic() + STACK_SECONDS
-        while guilty.rank not in self._stacks and time.monotonic() < deadline and guilty.host not in self._lost:
-            self._take(0.1)
-        dumped = self._stacks.get(guilty.rank, "").splitlines()
-        stack = dumped or [f"  {frame}" for frame in guilty.stack]
         others = [
             f"{beat.place()}, still for {beat.still:.0f} s"
             for rank, beat in sorted(self._beats.items())
             if rank in self._running
         ]
         details = [
-            "its Python stack, the innermost call first:",
-            *stack,
+            *self._stack_of(guilty),
             "all processes:",
             *(f"  {line}" for line in others),
         ]
         return Failure(guilty.host, guilty.rank, LOST_STATUS, f"{guilty.place()} {found.why}", details)
+
+    def _stack_of(self, beat: verdict.Beat) -> list[str]:
+        """Returns where a process is: the stacks of its threads, or that of its main thread in its last heartbeat."""
+        self._stacks.pop(beat.rank, None)
+        self._connections[beat.host].send({"stacks": True})
+        deadline = time.monotonic() + STACK_SECONDS
+        while beat.rank not in self._stacks and time.monotonic() < deadline and beat.host not in self._lost:
+            self._take(0.1)
+        dumped = self._stacks.get(beat.rank, "").splitlines()
+        return ["its Python stack, the innermost call first:", *(dumped or [f"  {frame}" for frame in beat.stack])]
 
     def _best_witness(self, failure: Failure) -> Failure:
         """Returns the failure that others follow from: a process often ends because another did, and its line says which."""

@@ -79,6 +79,7 @@ class Judge:
         self._limits = limits
         self._longest = 0.0  # seconds of a step
         self._before: dict[int, Beat] = {}
+        self._suspected: tuple[int, int] | None = None
         self._done: dict[int, int] = {}  # rank -> steps since the start
 
     def judge(self, beats: Iterable[Beat]) -> Blame | None:
@@ -98,6 +99,22 @@ class Judge:
             return None
         guilty = furthest_behind(told)
         return Blame(guilty, f"stands still for {guilty.still:.0f} s, and all others with it")
+
+    def suspect(self, beats: Iterable[Beat]) -> Blame | None:
+        """Returns the process for whose data all have waited for longer than steps last, once for each wait. It may go on yet."""
+        told = [one for one in beats if one.has_beat and one.phase]
+        late = furthest_behind(told) if told else None
+        if late is None or late.phase != watch.DATA or not late.step or late.silent > STOPPED_SECONDS:
+            return None
+        key = (late.rank, late.step)
+        if key == self._suspected or min(one.still for one in told) <= max(STEP_LEAST, STEP_FACTOR * self._longest):
+            return None
+        self._suspected = key
+        limit = self._limits[watch.DATA]
+        return Blame(
+            late,
+            f"has waited for data for {late.still:.0f} s" + (f"; the run ends after {limit:.0f} s" if limit else ""),
+        )
 
     def _silence(self, one: Beat) -> float:
         limit = self._limits[SILENT]
