@@ -90,6 +90,11 @@ class LoraSettings:
     quantize: str
     frozen_dtype: str
 
+    @property
+    def is_on(self) -> bool:
+        """Returns whether adapters are trained."""
+        return bool(self.r or self.init_from)
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings:

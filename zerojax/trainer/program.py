@@ -228,7 +228,7 @@ def _functions(
     }
 
     def loss_fn(params: Any, batch: Any, state: Any) -> tuple[Any, dict]:
-        keys = (_dropout_key(state),) if config.lora.dropout else ()
+        keys = (_dropout_key(state),) if config.lora.is_on and config.lora.dropout else ()
         loss, metrics = (
             _weighted(family.loss(model, params, batch, *keys), batch),
             {"learning_rate": schedule(state.step)},
@@ -301,7 +301,7 @@ def most_pinned_bytes(config: config_lib.Config) -> int:
     policy = precision.PRECISIONS[config.precision]
     each = memory.bytes_per_parameter(policy, config.zero.stage, 1, moments=config.optimizer.moments)
     # Frozen weights take at most 4 bytes each, and adapters are few.
-    of_each = 4.0 if config.lora.r or config.lora.init_from else each[roles.MASTER] + each[roles.MOMENTS]
+    of_each = 4.0 if config.lora.is_on else each[roles.MASTER] + each[roles.MOMENTS]
     held = count * of_each * config.mesh.replica
     return round(held) + chosen.in_flight * chosen.chunk_bytes
 

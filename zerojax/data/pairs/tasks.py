@@ -220,14 +220,14 @@ class _Encoder:
 
     def _pieces(self, example: Mapping[str, Any], place: str) -> tuple[list[Piece], str]:
         """Returns an example's texts in order, and the last answer."""
+        place = f"config.data.task={self._settings.task!r}: {place}"
         if self._settings.task != CHAT:
             answer = self._answer.fill(example, place, self._names)
             return [(self._prompt.fill(example, place, self._names), False, False), (answer, True, False)], answer
         key = self._settings.messages
         if key not in example:
             raise UserError(
-                f"{place}: has no field {key!r}, which config.data.messages names and "
-                f"config.data.task={CHAT!r} reads; its fields: {', '.join(map(str, example))}"
+                f"{place}: has no field {key!r}, which config.data.messages names; its fields: {', '.join(map(str, example))}"
             )
         return self._turns(templates.messages_of(example[key], place, key), place)
 

@@ -39,7 +39,7 @@ def choose(group: config_lib.LoraSettings, family: family_lib.Family, model: Any
     Raises:
       UserError: a name means no module, or the folder and the group contradict each other. The line names the config key.
     """
-    if not group.r and not group.init_from:
+    if not group.is_on:
         return None
     try:
         if not group.init_from:

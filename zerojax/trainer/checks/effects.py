@@ -110,7 +110,7 @@ def _ignored(config: Any) -> Iterator[tuple[str, str]]:
         else ("optimizer.warmup", "optimizer.initial_fraction"),
         "config.optimizer.weight_decay=0": () if chosen.weight_decay else ("optimizer.weight_decay_on",),
         "config.lora.r=0 and there is no config.lora.init_from": ()
-        if config.lora.r or config.lora.init_from
+        if config.lora.is_on
         else tuple(place for place in DEFAULTS if place.startswith("lora.")),
         "config.export.format='peft' writes adapters as they are trained": ("export.dtype",)
         if config.export.format == "peft"
