@@ -3,10 +3,13 @@
 import importlib.util
 import pathlib
 import shlex
+import subprocess
+import sys
 import threading
 import time
 
 import launches
+import programs
 import pytest
 
 from zerojax.launch.cluster import attempt
@@ -79,6 +82,26 @@ time.sleep(100)
     launches.wait_until(lambda: not any(map(launches.is_alive, pids)))  # the one that is cut off by its own clock
     made.mend(1)
     assert launches.launch(capfd, "print('back')", **options(made)).status == 0
+
+
+def test_no_process_outlives_a_launcher_that_is_killed(made, tmp_path):
+    program = f"""
+import os, pathlib, signal, sys, time
+def end(*_):
+    pathlib.Path({str(tmp_path)!r}, "saved" + os.environ["RANK"]).touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+pathlib.Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(100)
+"""
+    words = ["--hostfile", str(made.hostfile), "--ssh_options", made.ssh_options, "--", sys.executable, "-c", program]
+    command = [sys.executable, "-m", "zerojax.commands.launch", *words]
+    with subprocess.Popen(command, env=programs.environment(JAX_PLATFORMS="cpu")) as launcher:
+        launches.wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+        launcher.kill()
+    pids = [int(launches.wait_until((tmp_path / str(rank)).read_text)) for rank in range(2)]
+    launches.wait_until(lambda: not any(map(launches.is_alive, pids)))
+    assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
 
 
 def test_a_key_that_is_refused_is_told_in_the_words_of_ssh(capfd, made):

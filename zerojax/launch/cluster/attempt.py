@@ -115,9 +115,8 @@ class Attempt:
         self._hello: dict[str, Mapping[str, Any]] = {}
         self._running: dict[int, str] = {}  # rank -> host
         self._beats: dict[int, verdict.Beat] = {}
-        self._ends: dict[
-            int, tuple[int, Sequence[str]]
-        ] = {}  # rank -> (status, last lines), in the order of their ends
+        # rank -> (status, last lines), in the order of their ends
+        self._ends: dict[int, tuple[int, Sequence[str]]] = {}
         self._stopped: dict[int, Mapping[str, Any]] = {}  # rank -> its last words, if a signal stopped it
         self._stacks: dict[int, str] = {}
         self._lost: dict[str, str] = {}  # host -> why

@@ -3,6 +3,7 @@
 A slot is one GPU, by the name that CUDA_VISIBLE_DEVICES uses; on a host without GPUs it is one process that emulates devices.
 """
 
+import functools
 import pathlib
 import re
 import socket
@@ -128,8 +129,9 @@ def ranks(chosen: Sequence[Node], per_process: int) -> list[Rank]:
     return found
 
 
+@functools.cache
 def is_here(name: str) -> bool:
-    """Returns whether a host is this one: it then needs no ssh."""
+    """Returns whether a host is this one: it then needs no ssh. Asks for its address once."""
     if name in (THIS, socket.gethostname(), "127.0.0.1", "::1"):
         return True
     try:
