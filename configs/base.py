@@ -67,10 +67,12 @@ def get_config():
     )
 
     c.fp8 = config_dict.ConfigDict()  # read with precision "fp8": docs/precision.md
-    c.fp8.recipe = "tensorwise"  # a scale for each array: "tensorwise"; or for each of its rows and columns: "rowwise"
+    # scales from each array's largest magnitude: "tensorwise"; from those of earlier steps: "delayed"; for each row and column: "rowwise"
+    c.fp8.recipe = "tensorwise"
     c.fp8.filter = ""  # a regex of the modules whose matmuls run in fp8 (r"layer_\d+/mlp/.*"); "": all in blocks
     c.fp8.first = 0  # blocks at the beginning whose matmuls stay in bf16
     c.fp8.last = 0  # blocks at the end
+    c.fp8.history = 16  # steps that "delayed" remembers
 
     c.lora = config_dict.ConfigDict()  # adapters (LoRA): the other weights are frozen. docs/fine_tuning.md
     c.lora.r = 0  # the rank; 0: no adapters, or that of init_from

@@ -1,4 +1,4 @@
-"""The trainer's state. This module adds a random key and a loss scale to flax's TrainState. The library takes any other TrainState too."""
+"""The trainer's state. This module adds a random key, a loss scale and fp8 histories to flax's TrainState. Any other works too."""
 
 from typing import Any
 
@@ -7,19 +7,23 @@ from flax.training import train_state
 
 
 class TrainState(train_state.TrainState):
-    """step, params, opt_state, a random key and a loss scale; `apply_fn` and `tx` are static.
+    """step, params, opt_state, a random key, a loss scale and histories; `apply_fn` and `tx` are static.
 
     Attributes:
       rng: the key from which each step folds its own, so that a resumed run draws the same numbers as an uninterrupted one.
       loss_scale: a `loss_scale.LossScaleState`, or () if the loss is not scaled.
+      fp8: the histories of `zero.fp8.history`, or () if scales are not delayed.
     """
 
     rng: jax.Array
     loss_scale: Any = ()
+    fp8: Any = ()
 
 
-def create(params: Any, tx: Any, rng: jax.Array, apply_fn: Any = None, loss_scale: Any = ()) -> TrainState:
+def create(
+    params: Any, tx: Any, rng: jax.Array, apply_fn: Any = None, loss_scale: Any = (), fp8: Any = ()
+) -> TrainState:
     """Returns the state before the first step; the key is stored as raw words, which every checkpoint format supports."""
     if jax.dtypes.issubdtype(rng.dtype, jax.dtypes.prng_key):
         rng = jax.random.key_data(rng)
-    return TrainState.create(apply_fn=apply_fn, params=params, tx=tx, rng=rng, loss_scale=loss_scale)
+    return TrainState.create(apply_fn=apply_fn, params=params, tx=tx, rng=rng, loss_scale=loss_scale, fp8=fp8)

@@ -216,7 +216,7 @@ class Checkpointer:
           like: a `Partition`, or a pytree of ShapeDtypeStruct, of which some may be in pieces. A leaf without a sharding is returned as
             a numpy array. Floating leaves are cast to the dtype of `like`. Padding is added or removed as a `Partition` says.
           resizable: paths ("params/embed/embedding") of padded leaves. Each of their dims is cut, or padded with zeros, at its end.
-          optional: prefixes of paths ("loss_scale") of leaves that the step may lack, or may hold in excess.
+          optional: prefixes of paths ("loss_scale") of leaves that the step may lack, or may hold in excess or in another shape.
           keep: f(array, abstract leaf) that brings an array from host memory to where it lives, before the next is read. None: that of the
             `Partition`.
 
@@ -265,8 +265,12 @@ class Checkpointer:
         path = self._checked(step)
         with self._read(step):
             saved = self._arrays.metadata(path / "state").tree
-            wanted = {name: leaf for name, leaf in wanted.items() if name in saved or not _is_below(name, optional)}
-            saved = {name: leaf for name, leaf in saved.items() if name in wanted or not _is_below(name, optional)}
+            shapes = [{name: tuple(leaf.shape) for name, leaf in leaves.items()} for leaves in (wanted, saved)]
+            fitting = {name for name in wanted.keys() & saved.keys() if shapes[0][name] == shapes[1][name]}
+            wanted, saved = (
+                {name: leaf for name, leaf in leaves.items() if name in fitting or not _is_below(name, optional)}
+                for leaves in (wanted, saved)
+            )
             before = self._saved_padding(path, step)
             here = _unpadded_shapes(like) if _is_partition(like) else {}
             resized = frozenset(

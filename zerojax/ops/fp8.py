@@ -11,7 +11,8 @@ of an array a,
 
 A scale is a power of two, so scaling rounds nothing: an array that was cast with its scale is cast again without a change. `amax` is the
 largest finite magnitude of the array ("tensorwise"), or of each row or column along the contracted dim ("rowwise", which keeps more of
-small rows next to large ones and casts each array twice). An `amax` of 0 gives the scale 1.
+small rows next to large ones and casts each array twice). "delayed" is "tensorwise" with the largest `amax` of earlier steps for x and dy;
+what is larger is clipped. An `amax` of 0 gives the scale 1.
 
 Values that are not finite stay so. e4m3 has no infinity: an infinite value becomes NaN.
 
@@ -28,8 +29,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zerojax.errors import UserError
 
-TENSORWISE, ROWWISE = "tensorwise", "rowwise"
-RECIPES = (TENSORWISE, ROWWISE)
+TENSORWISE, DELAYED, ROWWISE = "tensorwise", "delayed", "rowwise"
+RECIPES = (TENSORWISE, DELAYED, ROWWISE)
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 # Names of values for policies of rematerialisation: the product of a matmul, and the scales of its operands.
@@ -60,6 +61,7 @@ def dot_general(
     *,
     recipe: str = TENSORWISE,
     rhs_in_fp8: EightBits | None = None,
+    history: jax.Array | None = None,
 ) -> jax.Array:
     """Returns `jax.lax.dot_general` of two arrays, computed in fp8; so are its gradients. For `dot_general=` of Linen's and NNX's layers.
 
@@ -69,11 +71,13 @@ def dot_general(
       precision: is not read: the operands have 8 bits.
       preferred_element_type: of the result; None: that of the operands.
       out_sharding: must be None; a sharding comes from `jax.lax.with_sharding_constraint`.
-      recipe: "tensorwise" or "rowwise".
+      recipe: "tensorwise", "delayed" or "rowwise".
       rhs_in_fp8: the values and the scale of `rhs`, where they are known; the values of `rhs` are not read then.
+      history: float32[2, steps], the magnitudes of `lhs` and of the result's gradient in earlier steps, for "delayed". Its gradient is
+        what they are now, in its first column. Batched matmuls do not read it.
 
     Raises:
-      UserError: an unknown recipe, operands that are not floating, or an `out_sharding`.
+      UserError: an unknown recipe, operands that are not floating, an `out_sharding`, or no history.
 
     >>> layer = nn.Dense(4096, dot_general=zerojax.fp8.dot_general)
     """
@@ -87,8 +91,12 @@ def dot_general(
     if out_sharding is not None:
         raise UserError("fp8.dot_general: out_sharding is not supported; constrain the result instead")
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dimension_numbers
+    if recipe == DELAYED and history is None:
+        raise UserError(
+            "fp8.dot_general: the recipe 'delayed' needs a history; pass fp8= to make_train_step, or take 'tensorwise'"
+        )
     if rhs_batch:
-        rhs_in_fp8 = None  # each batch element has a scale of its own
+        rhs_in_fp8 = history = None  # each batch element has a scale of its own
     if rhs_in_fp8 is not None:
         values = rhs_in_fp8.values.reshape(rhs.shape)
         rhs_in_fp8 = rhs_in_fp8._replace(values=_as_matrices(values, rhs_batch, rhs_contracted, kept_first=False)[0])
@@ -96,9 +104,9 @@ def dot_general(
     rhs, rhs_kept = _as_matrices(rhs, rhs_batch, rhs_contracted, kept_first=False)
     run = functools.partial(_matmul, dtype, recipe)
     for _ in lhs_batch:
-        run = jax.vmap(run, in_axes=(0, 0, None))
+        run = jax.vmap(run, in_axes=(0, 0, None, None))
     shape = (*lhs.shape[: len(lhs_batch)], *lhs_kept, *rhs_kept)
-    return checkpoint_name(run(lhs, rhs, rhs_in_fp8), PRODUCT).reshape(shape)
+    return checkpoint_name(run(lhs, rhs, rhs_in_fp8, history), PRODUCT).reshape(shape)
 
 
 def check_recipe(recipe: str) -> None:
@@ -120,30 +128,35 @@ def _as_matrices(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _matmul(dtype: Any, recipe: str, x_MK: jax.Array, w_KN: jax.Array, in_fp8: EightBits | None) -> jax.Array:
+def _matmul(
+    dtype: Any, recipe: str, x_MK: jax.Array, w_KN: jax.Array, in_fp8: EightBits | None, history: jax.Array | None
+) -> jax.Array:
     """Returns x w: float[M, N] in `dtype`, computed in fp8; see the module."""
-    return _forward(dtype, recipe, x_MK, w_KN, in_fp8)[0]
+    return _forward(dtype, recipe, x_MK, w_KN, in_fp8, history)[0]
 
 
 def _forward(
-    dtype: Any, recipe: str, x_MK: jax.Array, w_KN: jax.Array, in_fp8: EightBits | None
+    dtype: Any, recipe: str, x_MK: jax.Array, w_KN: jax.Array, in_fp8: EightBits | None, history: jax.Array | None
 ) -> tuple[jax.Array, Any]:
     with jax.named_scope(SCOPE):
-        x = quantized(x_MK, FORWARD, _named_scale(x_MK, FORWARD, _axis(recipe, 1)))
-        w = in_fp8 or quantized(w_KN, FORWARD, _named_scale(w_KN, FORWARD, _axis(recipe, 0)))
+        amax = checkpoint_name(amax_of(x_MK, _axis(recipe, 1)), SCALE)
+        x = quantized(x_MK, FORWARD, scale_of_amax(_largest(history, 0, amax), FORWARD))
+        w = in_fp8 or quantized(w_KN, FORWARD, checkpoint_name(scale_of(w_KN, FORWARD, axis=_axis(recipe, 0)), SCALE))
         # The backward pass reads the weight itself, which may be gathered again. It reads x in fp8, or casts it anew along the other dim.
-        kept = (x, None) if recipe == TENSORWISE else (None, x_MK)
+        kept = (None, x_MK) if recipe == ROWWISE else (x, None)
         weight = in_fp8 or EightBits(w_KN, w.scale)
-        return _product(x, w, 1, 0, dtype), (kept, weight, jnp.zeros((0,), x_MK.dtype), jnp.zeros((0,), w_KN.dtype))
+        likes = jnp.zeros((0,), x_MK.dtype), jnp.zeros((0,), w_KN.dtype)
+        return _product(x, w, 1, 0, dtype), (kept, weight, likes, history, amax)
 
 
-def _backward(dtype: Any, recipe: str, residuals: Any, dy_MN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    (x, x_MK), (w_KN, w_scale), like_x, like_w = residuals
+def _backward(dtype: Any, recipe: str, residuals: Any, dy_MN: jax.Array) -> tuple[Any, ...]:
+    (x, x_MK), (w_KN, w_scale), (like_x, like_w), history, x_amax = residuals
     with jax.named_scope(SCOPE):
-        by_row = quantized(dy_MN, BACKWARD, scale_of(dy_MN, BACKWARD, _axis(recipe, 1)))
+        amax = amax_of(dy_MN, _axis(recipe, 1))
+        by_row = quantized(dy_MN, BACKWARD, scale_of_amax(_largest(history, 1, amax), BACKWARD))
         if w_KN.dtype == FORWARD:
             w, by_column = EightBits(w_KN, w_scale), by_row
-        elif recipe == TENSORWISE:
+        elif recipe != ROWWISE:
             w, by_column = quantized(w_KN, FORWARD, w_scale), by_row
         else:
             w, by_column, x = (
@@ -153,10 +166,19 @@ def _backward(dtype: Any, recipe: str, residuals: Any, dy_MN: jax.Array) -> tupl
         dx_MK = _product(by_row, w, 1, 1, like_x.dtype)
         # In float32, so that a sum over devices in float32 loses nothing (`zero.float32_grads` removes the cast).
         dw_KN = _product(x, by_column, 0, 0, jnp.float32).astype(like_w.dtype)
-    return dx_MK, dw_KN, None
+    seen = None if history is None else jnp.zeros_like(history).at[:, 0].set(jnp.stack([x_amax, amax]))
+    return dx_MK, dw_KN, None, seen
 
 
 _matmul.defvjp(_forward, _backward)
+
+
+def _largest(history: jax.Array | None, row: int, amax: jax.Array) -> jax.Array:
+    """Returns the largest magnitude of a history, or `amax` if there is none yet."""
+    if history is None:
+        return amax
+    largest = jnp.max(history[row])
+    return jnp.where(largest > 0, largest, amax)
 
 
 def _axis(recipe: str, contracted: int) -> int | None:
@@ -197,10 +219,6 @@ def scale_of_amax(amax: jax.Array, dtype: Any) -> jax.Array:
     exponent = top_exponent - exponent - (fraction > top_fraction).astype(exponent.dtype)
     scale = jnp.ldexp(jnp.ones_like(amax), jnp.clip(exponent, _SMALLEST, _LARGEST))
     return jnp.where(amax > 0, scale, 1.0)
-
-
-def _named_scale(array: jax.Array, dtype: Any, axis: int | None) -> jax.Array:
-    return checkpoint_name(scale_of(jax.lax.stop_gradient(array), dtype, axis), SCALE)
 
 
 def quantized(array: jax.Array, dtype: Any, scale: jax.Array) -> EightBits:

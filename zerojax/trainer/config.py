@@ -73,6 +73,7 @@ class Fp8Settings:
     filter: str
     first: int
     last: int
+    history: int
 
 
 @dataclasses.dataclass(frozen=True)

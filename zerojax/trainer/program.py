@@ -12,6 +12,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
@@ -27,6 +28,7 @@ from zerojax.lora import families as families_lora
 from zerojax.models import families
 from zerojax.models import family as family_lib
 from zerojax.ops import attention
+from zerojax.ops import fp8 as fp8_ops
 from zerojax.optim import master_weights, pieces, registry, schedules
 from zerojax.trainer import config as config_lib
 from zerojax.trainer.adapters import start
@@ -170,7 +172,10 @@ def _build(config: config_lib.Config, tokenizer_vocab: int, devices: Sequence[An
     if weights is not None:
         params = start.abstract_params(config.lora, weights.adapted, family, model, source, policy)
         family, trainable = families_lora.with_adapters(family, weights.adapted.chosen), weights.trainable
+    fp8 = config_lib.make_fp8(config)
+    histories = (lambda params: ()) if fp8 is None else functools.partial(fp8.init, blocks=family.blocks)
     how: dict[str, Any] = {"policy": policy, "loss_scale": loss_scale, "seed": config.seed, "trainable": trainable}
+    how["histories"] = histories
     create = functools.partial(_state, tx=tx, inner=inner, copy_dtype=copy_dtype, **how)
     partition = stages.partition_state(
         jax.eval_shape(create, params),
@@ -276,7 +281,8 @@ def _eval_loss(
     options = {} if fp8 is None else xla_options.for_fp8(partition.mesh, but=xla_flags.names())
     if fp8 is not None:
         modules = fp8_modules.chosen(fp8, partition.placements, how["blocks"])
-        loss_fn = fp8_modules.wrapped(loss_fn, modules, fp8.recipe)
+        recipe = fp8_ops.TENSORWISE if fp8.recipe == fp8_ops.DELAYED else fp8.recipe  # no state, so no history
+        loss_fn = fp8_modules.wrapped(loss_fn, modules, recipe)
     if params_on_host.are_on_host(partition):
         return blockwise.mean_of(loss_fn, partition, **how)
     return xla_options.jit(explicit.mean(loss_fn, partition, **how), options)
@@ -387,7 +393,9 @@ def restored_state(program: Program, logical: Any, *, rescales: bool = False) ->
     A loss scale that the checkpoint lacks has abstract leaves and is initialised. With `rescales`, a restored loss scale is initialised
     too, but keeps its count of skipped steps.
     """
-    is_lacking = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(logical.loss_scale))
+    is_lacking = _is_lacking(logical.loss_scale)
+    if _is_lacking(logical.fp8):  # its histories begin anew
+        logical = logical.replace(fp8=jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), logical.fp8))
 
     def restore(logical: Any) -> Any:
         state = _with_copy(program, logical).replace(tx=program.tx)
@@ -399,14 +407,23 @@ def restored_state(program: Program, logical: Any, *, rescales: bool = False) ->
     logical = logical.replace(loss_scale=()) if is_lacking else logical
     if program.weights is not None:
         state = restore(logical)
-        wanted = program.partition.shardings.loss_scale
-        state = state.replace(loss_scale=jax.device_put(state.loss_scale, wanted))
-        return program.weights.with_frozen(state, program.partition)
+        return program.weights.with_frozen(_with_small_fields(program, state), program.partition)
     if program.partition.offload:  # leaves in host memory pass through no program
-        shardings = program.partition.shardings.loss_scale
-        state = restore(logical)
-        return state.replace(loss_scale=jax.device_put(state.loss_scale, shardings))
+        return _with_small_fields(program, restore(logical))
     return jax.jit(restore, out_shardings=program.partition.shardings, donate_argnums=0)(logical)
+
+
+def _with_small_fields(program: Program, state: Any) -> Any:
+    """Returns a state whose loss scale and histories are on the devices."""
+    wanted = program.partition.shardings
+    return state.replace(
+        **{name: jax.device_put(getattr(state, name), getattr(wanted, name)) for name in ("loss_scale", "fp8")}
+    )
+
+
+def _is_lacking(field: Any) -> bool:
+    """Returns whether a checkpoint lacked a part of a field of the state."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(field))
 
 
 def _with_copy(program: Program, logical: Any) -> Any:
@@ -441,11 +458,13 @@ def _state(
     loss_scale: Any,
     seed: int,
     trainable: str,
+    histories: Callable[[Any], Any],
 ) -> Any:
     # Where weights are frozen, all have their dtypes already.
     weights = precision.cast_floating(params, policy.weight_dtype) if not trainable else params
     part = shard_state.trained_params(weights, trainable)
-    logical = train_state.create(part, inner, jax.random.key(seed), loss_scale=_first_scale(loss_scale))
+    fields = {"loss_scale": _first_scale(loss_scale), "fp8": histories(params)}
+    logical = train_state.create(part, inner, jax.random.key(seed), **fields)
     logical = logical.replace(params=weights)
     return logical_lib.from_logical(logical, copy_dtype).replace(tx=tx)
 

@@ -21,6 +21,7 @@ from zerojax import specs, tree
 from zerojax.errors import UserError
 from zerojax.zero import accumulate, gather, overlap, placement, where_used
 from zerojax.zero.fp8 import gathered as fp8_gathered
+from zerojax.zero.fp8 import history as fp8_history
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, totals
 
 Program = Callable[[], dependence.TracedLoss]
@@ -35,6 +36,7 @@ def value_and_grad(
     reduce_dtype: Any,
     compute_dtype: Any,
     layout: inputs.Layout | None = None,
+    is_delayed: bool = False,
 ) -> Callable[..., Any]:
     """Returns f(params, batch, state) -> ((loss, aux), grads), over all devices and `passes` micro-batches.
 
@@ -47,6 +49,7 @@ def value_and_grad(
       reduce_dtype: the dtype in which gradients are summed over devices.
       compute_dtype: see `where_used.where_used`.
       layout: how the batch is sharded; None: every leaf counts examples in its first dim.
+      is_delayed: whether matmuls in fp8 take scales from the state (`fp8.history`), which `aux["state"]` then renews.
 
     Gradients are float32 and sharded as the optimizer state. If they stay replicated (stages 0 and 1), several passes add up on each
     device and are summed over devices once. Values of `aux` are made equal on all devices by the rule of `outputs`.
@@ -58,12 +61,15 @@ def value_and_grad(
     def on_device(program: Program, own_keys: Any, params: Any, batch: Any, state: Any) -> Any:
         gradients = accumulate.value_and_grad(of_device.of_sinks(program, own_keys, params), passes, own_keys)
         with _leaks_named():
-            (loss, aux), (grads, tokens) = gradients(of_device.sinks(params), batch, state)
+            histories = fp8_history.inputs(state, is_delayed=is_delayed)
+            (loss, aux), (grads, tokens, seen) = gradients((*of_device.sinks(params), histories), batch, state)
         grads = _read((tokens, aux.pop("tokens")), grads)
+        seen = jax.tree.map(lambda leaf: jax.lax.pmax(leaf, mesh_lib.BATCH_AXES), seen)
         grads = tree.map_with_path(
             lambda path, grad: gather.reduce_rest(grad, of_device.find(path, None), reduction), grads
         )
-        aux = {"metrics": outputs.values(aux["metrics"], over_devices=True), "state": aux.get("state", {})}
+        fields = {**aux.get("state", {}), **fp8_history.renewed(state, seen)}
+        aux = {"metrics": outputs.values(aux["metrics"], over_devices=True), "state": fields}
         return (jax.lax.psum(loss, mesh_lib.BATCH_AXES), aux), grads
 
     return of_device.mapped(on_device, layout)
@@ -95,11 +101,11 @@ def one_pass(
         run = jax.value_and_grad(of_device.of_sinks(program, own_keys, params), has_aux=True)
         folded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if passes > 1:
-            (_, aux), _ = jax.eval_shape(run, of_device.sinks(params), batch, state)
+            (_, aux), _ = jax.eval_shape(run, (*of_device.sinks(params), {}), batch, state)
             batch, state = accumulate.of_pass(batch, state, own_keys, aux.get("state", {}), number)
             folded = accumulate.keys_of_pass(own_keys, aux.get("state", {}), number)
         with _leaks_named(), folded:
-            (loss, aux), (grads, tokens) = run(of_device.sinks(params), batch, state)
+            (loss, aux), (grads, tokens, _) = run((*of_device.sinks(params), {}), batch, state)
         grads = _read((tokens, aux.pop("tokens")), grads)
         aux["metrics"] = outputs.of_all_devices(aux["metrics"])
         return (jax.lax.psum(loss, mesh_lib.BATCH_AXES), aux), grads
@@ -131,18 +137,18 @@ class _OfDevice:
         return found, overlap.no_tokens()
 
     def of_sinks(self, program: Program, own_keys: Any, params: Any) -> Callable[..., tuple[jax.Array, Any]]:
-        """Returns f((sinks, tokens), batch, state) -> (loss, aux) of one device's pass."""
+        """Returns f((sinks, tokens, `fp8.history.inputs`), batch, state) -> (loss, aux) of one device's pass."""
         device = jax.lax.axis_index(mesh_lib.BATCH_AXES)
         scales = fp8_gathered.scales(params, self.find)
 
-        def of_sinks(inputs: tuple[Any, overlap.Tokens], batch: Any, state: Any) -> tuple[jax.Array, Any]:
-            sinks, tokens = inputs
+        def of_sinks(inputs: tuple[Any, overlap.Tokens, Any], batch: Any, state: Any) -> tuple[jax.Array, Any]:
+            sinks, tokens, histories = inputs
             chain = self.runner(
                 self.find, self.compute_dtype, self.reduction, tokens, **{"scales": scales} if scales else {}
             )
             device_loss = _device_loss(self.loss_fn, self.partition, self.how, chain)
             own = [keys.fold(values, paths, device) for values, paths in zip((state, batch), own_keys)]
-            with keys.folded_in_linen(device):
+            with keys.folded_in_linen(device), fp8_history.known(histories):
                 loss, aux = device_loss(jax.tree.map(gather.ShardAndSink, params, sinks), *reversed(own))
             ways = mesh_lib.ways(self.partition.mesh)
             loss, aux = outputs.of_device(loss, aux, state, program, ways=ways, passes=self.passes)

@@ -30,6 +30,7 @@ from zerojax import mesh as mesh_lib
 from zerojax.ops import fp8
 from zerojax.zero import float32_grads, gather, placement, remat
 from zerojax.zero.fp8 import gathered as fp8_gathered
+from zerojax.zero.fp8 import history as fp8_history
 
 Body = Callable[..., Any]
 EMPTY: Mapping[str, jax.Array] = types.MappingProxyType({})
@@ -76,12 +77,10 @@ class BlockCall:
             for path, weight in gathered.items()
         }
 
-    def run(self, weights: Mapping[str, jax.Array], in_fp8: Mapping[str, Any], *arrays: jax.Array) -> Any:
-        """Runs the body with weights of `with_sinks`, and those that are in fp8."""
-        if not in_fp8:
-            return self.body(weights, *arrays)
+    def run(self, weights: Any, in_fp8: Mapping[str, Any], histories: Mapping[str, Any], *arrays: jax.Array) -> Any:
+        """Runs the body with weights of `with_sinks`, those that are in fp8, and histories (`fp8.history.inputs`)."""
         used = {**weights, **{path: fp8_gathered.widened(weight, weights[path]) for path, weight in in_fp8.items()}}
-        with fp8_gathered.known(in_fp8):
+        with fp8_gathered.known(in_fp8), fp8_history.known(histories):
             return self.body(used, *arrays)
 
     def divided(self, weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -125,7 +124,8 @@ class Chain:
         placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
         plan = BlockCall(body, placements, self._dtype, self._reduction, policy)
         scales = {path: self._scales[path] for path in weights if path in self._scales}
-        outputs, self.tokens = _block(plan, weights, scales, self.tokens, tuple(arrays))
+        given = (scales, fp8_history.of_block(weights))
+        outputs, self.tokens = _block(plan, weights, given, self.tokens, tuple(arrays))
         return outputs
 
     def restart(self) -> None:
@@ -159,11 +159,13 @@ def _trace() -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _block(
-    plan: BlockCall, weights: dict[str, gather.ShardAndSink], scales: dict, tokens: Tokens, arrays: tuple
+    plan: BlockCall, weights: dict[str, gather.ShardAndSink], given: tuple[dict, dict], tokens: Tokens, arrays: tuple
 ) -> tuple[Any, Tokens]:
+    """`given`: the scales of weights that are gathered in fp8, by path, and `fp8.history.inputs`."""
+    scales, histories = given
     stored = {path: weight.stored for path, weight in weights.items()}
     gathered, tokens, arrays, _ = _begin(plan, stored, scales, tokens, arrays)
-    return plan.run(plan.with_sinks(stored, gathered), _in_fp8(gathered), *arrays), tokens
+    return plan.run(plan.with_sinks(stored, gathered), _in_fp8(gathered), histories, *arrays), tokens
 
 
 def _is_in_fp8(weight: Any) -> bool:
@@ -203,15 +205,21 @@ class _Residuals:
 
 
 def _block_forward(
-    plan: BlockCall, weights: dict[str, gather.ShardAndSink], scales: dict, tokens: Tokens, arrays: tuple
+    plan: BlockCall, weights: dict[str, gather.ShardAndSink], given: tuple[dict, dict], tokens: Tokens, arrays: tuple
 ) -> tuple[Any, _Residuals]:
+    scales, histories = given
     stored = {path: weight.stored for path, weight in weights.items()}
     gathered, tokens, arrays, _ = _begin(plan, stored, scales, tokens, arrays)
     # The barrier in `_begin` prevents CSE of the two passes; that of jax.checkpoint would also delay copies from the host.
     body = plan.run if plan.policy is None else jax.checkpoint(plan.run, policy=plan.policy, prevent_cse=False)
     trained, frozen = plan.divided(plan.with_sinks(stored, gathered))
     in_fp8 = _in_fp8(gathered)
-    outputs, pull = jax.vjp(lambda trained, *arrays: body({**trained, **frozen}, in_fp8, *arrays), trained, *arrays)
+    outputs, pull = jax.vjp(
+        lambda trained, histories, *arrays: body({**trained, **frozen}, in_fp8, histories, *arrays),
+        trained,
+        histories,
+        *arrays,
+    )
     leaves, structure = jax.tree.flatten(pull)
     path_of = {id(_values(weight)): path for path, weight in gathered.items()}
     paths = tuple(path_of.get(id(leaf)) for leaf in leaves)
@@ -248,7 +256,7 @@ def _block_backward(plan: BlockCall, residuals: _Residuals, cotangents: tuple[An
     if jnp.dtype(plan.reduction.dtype) == jnp.float32 and plan.placements:
         mesh = next(iter(plan.placements.values())).stored.mesh
         pull = float32_grads.in_float32(pull, platform=mesh_lib.platform(mesh))
-    grads, *inputs = pull(arrived)
+    grads, seen, *inputs = pull(arrived)
     inputs = [
         jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, tangent) for tangent in inputs
     ]
@@ -257,7 +265,7 @@ def _block_backward(plan: BlockCall, residuals: _Residuals, cotangents: tuple[An
     sums, end = jax.lax.optimization_barrier((plan.reduce(grads), end))
     totals = {**dict.fromkeys(residuals.stored, optax.MaskedNode()), **sums}
     sinks = {path: gather.ShardAndSink(None, total) for path, total in totals.items()}  # type: ignore[arg-type]  # no gradient
-    return sinks, dict.fromkeys(residuals.scales), tokens._replace(end=end), tuple(inputs)
+    return sinks, (dict.fromkeys(residuals.scales), seen), tokens._replace(end=end), tuple(inputs)
 
 
 _block.defvjp(_block_forward, _block_backward)

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, xla_flags
+from zerojax.ops import fp8 as fp8_ops
 from zerojax.zero import accumulate, explicit, placement, where_used, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
 from zerojax.zero.checks import arguments
+from zerojax.zero.fp8 import history as fp8_history
 from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import blockwise, streamed
 from zerojax.zero.offload import params as params_on_host
@@ -86,7 +88,8 @@ def make_train_step(
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     loss_fn, in_fp8 = fp8_modules.in_step(fp8, loss_fn, partition, blocks)
     loss_fn = outputs.with_aux(loss_fn, scaling.scale)
-    gradients = _gradients(loss_fn, in_fp8, how, layout, reduce_dtype, compute_dtype)
+    is_delayed = fp8 is not None and fp8.recipe == fp8_ops.DELAYED
+    gradients = _gradients(loss_fn, in_fp8, how, layout, reduce_dtype, compute_dtype, is_delayed)
     updates = streamed.updates_of(partition, may_skip=loss_scale is not None)
     finish = update_lib.finish(partition, updates, scaling, clip_norm)
 
@@ -153,6 +156,7 @@ def _gradients(
     layout: inputs.Layout,
     reduce_dtype: Any,
     compute_dtype: Any,
+    is_delayed: bool,
 ) -> Callable[..., Any]:
     """Returns f(params, batch, state) -> ((loss, aux), grads of the trainable part), summed by the compiler or by `explicit`."""
     passes = layout.passes
@@ -165,6 +169,7 @@ def _gradients(
             reduce_dtype=reduce_dtype,
             compute_dtype=compute_dtype,
             layout=layout,
+            is_delayed=is_delayed,
         )
     loss_of_stored = where_used.with_gathers(loss_fn, partition.placements, how, compute_dtype)
 
@@ -174,14 +179,18 @@ def _gradients(
         )
         own_keys = keys.own(program, layout, batch, state) if passes > 1 else None
 
-        def loss_of_part(part: Any, batch: Any, state: Any) -> tuple[Any, dict]:
-            loss, aux = loss_of_stored(placement.with_frozen(part, params), batch, state)
+        def loss_of_part(inputs: tuple[Any, Any], batch: Any, state: Any) -> tuple[Any, dict]:
+            part, histories = inputs
+            with fp8_history.known(histories):
+                loss, aux = loss_of_stored(placement.with_frozen(part, params), batch, state)
             loss, weight = totals.objective(loss, passes)
             metrics = aux["metrics"] if passes == 1 else outputs.terms(aux["metrics"], state, program)
             return loss, {"metrics": metrics, "state": outputs.state_of_batch(aux.get("state", {}), state), **weight}
 
         sums = accumulate.value_and_grad(loss_of_part, passes, own_keys)
-        (loss, aux), grads = sums(partition.trainable_part(params), batch, state)
-        return (loss, {**aux, "metrics": outputs.values(aux["metrics"], over_devices=False)}), grads
+        histories = fp8_history.inputs(state, is_delayed=is_delayed)
+        (loss, aux), (grads, seen) = sums((partition.trainable_part(params), histories), batch, state)
+        fields = {**aux["state"], **fp8_history.renewed(state, seen)}
+        return (loss, {**aux, "state": fields, "metrics": outputs.values(aux["metrics"], over_devices=False)}), grads
 
     return gradients

@@ -6,6 +6,7 @@ from typing import Any
 from zerojax import precision
 from zerojax.data import batches
 from zerojax.data.pairs import tasks
+from zerojax.ops import fp8
 from zerojax.optim import registry, schedules
 from zerojax.trainer.checks import ranges
 from zerojax.trainer.clients import outlets
@@ -19,6 +20,7 @@ DEFAULTS: dict[str, Any] = {
     "fp8.filter": "",
     "fp8.first": 0,
     "fp8.last": 0,
+    "fp8.history": 16,
     **{f"lora.{name}": "" for name in ("target_modules", "exclude_modules", "modules_to_save")},
     "lora.alpha": 0.0,
     "lora.dropout": 0.0,
@@ -99,6 +101,9 @@ def _ignored(config: Any) -> Iterator[tuple[str, str]]:
         f"config.precision={config.precision!r} computes nothing in fp8": ()
         if precision.PRECISIONS[config.precision].has_fp8
         else ("fp8.recipe", "fp8.filter", "fp8.first", "fp8.last"),
+        f"no scale is delayed (config.fp8.recipe={config.fp8.recipe!r})": ()
+        if config.fp8.recipe == fp8.DELAYED and precision.PRECISIONS[config.precision].has_fp8
+        else ("fp8.history",),
         f"the optimizer {chosen.name} does not read it": tuple(
             f"optimizer.{name}" for name in ("b1", "b2", "eps") if name not in registry.READS[chosen.name]
         ),

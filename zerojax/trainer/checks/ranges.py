@@ -44,7 +44,7 @@ CHOICES: dict[str, tuple] = {
 }
 POSITIVE = tuple(
     "steps seq_len log_every emulate_devices mesh.replica mesh.model optimizer.learning_rate optimizer.eps loss_scale.init_scale "
-    "loss_scale.window loss_scale.hysteresis loss_scale.min_scale offload.fraction offload.params_fraction offload.chunk_bytes "
+    "fp8.history loss_scale.window loss_scale.hysteresis loss_scale.min_scale offload.fraction offload.params_fraction offload.chunk_bytes "
     "offload.in_flight offload.nvme_buffers data.answer_len checkpoint.keep_last profile.start".split()
 )
 NOT_NEGATIVE = tuple(

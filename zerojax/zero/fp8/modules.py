@@ -20,8 +20,10 @@ from zerojax.errors import UserError
 from zerojax.ops import fp8
 from zerojax.zero import intercept, placement
 from zerojax.zero.fp8 import gathered
+from zerojax.zero.fp8 import history as history_lib
 
 FIELD = "dot_general"
+MOST_STEPS = 4096  # of a history
 _FIRST_GPU = 8.9
 _TPUS = ("TPU v5", "TPU v5p", "TPU7x")
 
@@ -31,16 +33,18 @@ class Fp8:
     """Which matmuls of a train step run in fp8, and how.
 
     Attributes:
-      recipe: "tensorwise" or "rowwise"; see `ops.fp8`.
+      recipe: "tensorwise", "delayed" or "rowwise"; see `ops.fp8`.
       filter: a regex over full module paths (r"layer_\\d+/mlp/\\w+"); "": every module with a kernel inside blocks. Modules that it matches
         outside of blocks take part too.
       first, last: the number of blocks at the beginning and the end of each stack whose matmuls keep their dtype.
+      history: the number of steps whose magnitudes "delayed" remembers.
     """
 
     recipe: str = fp8.TENSORWISE
     filter: str = ""
     first: int = 0
     last: int = 0
+    history: int = 16
 
     def __post_init__(self) -> None:
         fp8.check_recipe(self.recipe)
@@ -53,6 +57,20 @@ class Fp8:
         for name in ("first", "last"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
                 raise UserError(f"fp8.{name}: must be a number of blocks, 0 or more, and is {getattr(self, name)!r}")
+        if not isinstance(self.history, int) or not 1 <= self.history <= MOST_STEPS:
+            raise UserError(f"fp8.history: must be a number of steps from 1 to {MOST_STEPS}, and is {self.history!r}")
+
+    def init(self, params: Any, blocks: str = "") -> Any:
+        """Returns the first value of the train state's field `fp8`: a history for each module ("delayed"), or () for other recipes.
+
+        Args:
+          params: the weights, or their shapes.
+          blocks: the regex that `make_train_step` gets.
+        """
+        if self.recipe != fp8.DELAYED:
+            return ()
+        paths = [path for path, _ in tree.flatten(params)]
+        return history_lib.empty(chosen(self, paths, blocks).in_fp8, self.history)
 
 
 class Chosen(NamedTuple):
@@ -136,6 +154,10 @@ def in_step(
         return loss_fn, partition
     check_devices(partition.mesh)
     modules = chosen(settings, partition.placements, blocks)
+    if settings.recipe == fp8.DELAYED:
+        if any(path in partition.on_host for path in partition.placements):
+            raise UserError("fp8.recipe: 'delayed' does not go together with params in host memory; take 'tensorwise'")
+        history_lib.check(partition.abstract_state, modules.in_fp8)
     loss_fn = wrapped(loss_fn, modules, settings.recipe)
     return loss_fn, partition if settings.recipe == fp8.ROWWISE else gathered.marked(partition, modules.in_fp8)
 
@@ -150,7 +172,7 @@ def wrapped(loss_fn: Callable[..., Any], modules: Chosen, recipe: str) -> Callab
 
     @functools.wraps(loss_fn)
     def in_fp8(*args: Any, **kwargs: Any) -> Any:
-        injector = _Injector(paths, functools.partial(fp8.dot_general, recipe=recipe))
+        injector = _Injector(paths, recipe)
         with nn.intercept_methods(injector.intercept):
             result = loss_fn(*args, **kwargs)
         if not injector.entered:
@@ -173,9 +195,15 @@ def _paths_in_model(modules: Chosen) -> frozenset[str]:
 
 
 class _Injector:
-    def __init__(self, paths: frozenset[str], dot_general: Callable[..., Any]):
-        self._paths, self._dot_general = paths, dot_general
+    def __init__(self, paths: frozenset[str], recipe: str):
+        self._paths, self._recipe = paths, recipe
         self.entered: set[str] = set()
+
+    def _of_module(self, path: str) -> Callable[..., Any]:
+        history, recipe = history_lib.of_module(path), self._recipe
+        if recipe == fp8.DELAYED and history is None:
+            recipe = fp8.TENSORWISE  # a trace whose values nothing reads (`sharded_batch.dependence`)
+        return functools.partial(fp8.dot_general, recipe=recipe, rhs_in_fp8=gathered.of_module(path), history=history)
 
     def intercept(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
         module = context.module
@@ -189,7 +217,7 @@ class _Injector:
                 f"fp8.filter: {path} is a {type(module).__name__}, which has no field `{FIELD}`; leave it out of fp8.filter, or give it one"
             )
         self.entered.add(path)
-        with _field(module, functools.partial(self._dot_general, rhs_in_fp8=gathered.of_module(path))):
+        with _field(module, self._of_module(path)):
             return call(*args, **kwargs)
 
 
