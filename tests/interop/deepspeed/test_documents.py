@@ -67,3 +67,22 @@ def test_an_error_names_the_file(tmp_path):
     path = write(tmp_path, '{"zero_optimization": {"stage": 9}}')
     with pytest.raises(UserError, match=rf"{path}: zero_optimization.stage"):
         documents.translated(documents.read(path))
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("&a\ndistributed_type: DEEPSPEED\ndeepspeed_config: *a\n", "names a part that it is inside of"),
+        ("a: &a [1]\nb: &b\n  - *b\n", "names a part that it is inside of"),
+        (
+            "k0: &k0 {x: 1}\n" + "".join(f"k{n}: &k{n} {{p: *k{n - 1}, q: *k{n - 1}}}\n" for n in range(1, 40)),
+            "holds more than 100000 values",
+        ),
+        ("zero_optimization: {1: 2}\n", "keys must be names, and one is 1"),
+    ],
+    ids=["itself", "a list in itself", "doubled forty times", "a number as key"],
+)
+def test_aliases_that_never_end_are_refused(tmp_path, text, words):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(UserError, match=words):
+        documents.read(str(tmp_path / "a.yaml"))

@@ -49,8 +49,8 @@ def test_an_unknown_key_is_named_with_the_nearest():
 
 
 def test_numbers_are_read_strictly_and_texts_of_numbers_too():
-    found = draft.Draft({"a": "1e-4", "b": 3.0, "c": True, "d": 2.5, "e": "no"}, keys.KEYS)
+    found = draft.Draft({"a": "1e-4", "b": 3.0, "c": True, "d": 2.5, "e": "no", "f": 10**400}, keys.KEYS)
     assert (found.number("a"), found.whole("b"), found.flag("e"), found.number("none", 7.0)) == (1e-4, 3, False, 7.0)
-    for name in ("c", "d"):
+    for name in ("c", "d", "f"):
         with pytest.raises(UserError, match=rf"{name}: must be a"):
             found.whole(name)

@@ -23,6 +23,7 @@ from zerojax.interop.deepspeed.draft import Translation
 DEEPSPEED, ACCELERATE, TRAINER, HOSTFILE = "DeepSpeed config", "Accelerate config", "Trainer arguments", "hostfile"
 _OF_ACCELERATE = ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "mixed_precision")
 _OF_TRAINER = ("deepspeed", "per_device_train_batch_size", "output_dir")
+_MOST_VALUES = 100_000
 _COMMENT = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|/\*.*?\*/|^\s*#[^\n]*', re.DOTALL | re.MULTILINE)
 _MOST_BYTES = 4 * 2**20
 
@@ -111,7 +112,7 @@ def _told(name: str, text: str, folder: pathlib.Path) -> Document:
     content = _parse(name, text)
     if not isinstance(content, Mapping) or not content:
         raise UserError(f"{name}: holds no table of keys; name a ds_config.json, an Accelerate YAML or a hostfile")
-    _check_keys(name, content)
+    _check(name, content, {})
     has_blocks = "zero_optimization" in content or "train_micro_batch_size_per_gpu" in content
     if any(key in content for key in _OF_ACCELERATE) and not has_blocks:
         return Document(name, ACCELERATE, content, folder)
@@ -164,12 +165,35 @@ def _loader(name: str) -> type[yaml.SafeLoader]:
     return Loader
 
 
-def _check_keys(name: str, content: Mapping[Any, Any]) -> None:
-    for key, value in content.items():
+def _check(name: str, content: Any, sizes: dict[int, int | None]) -> int:
+    """Returns the number of values that a part of a document holds. YAML's aliases may hold a part many times, or inside itself.
+
+    Args:
+      name: of the document.
+      content: the part.
+      sizes: {id: the number of values} of the parts seen so far; None for those that this one is inside of.
+
+    Raises:
+      UserError: a key is not a name, a part holds itself, or there are too many values.
+    """
+    if not isinstance(content, Mapping | list):
+        return 1
+    if id(content) in sizes:
+        known = sizes[id(content)]
+        if known is None:
+            raise UserError(f"{name}: an alias (*) names a part that it is inside of; write the values out")
+        return known
+    sizes[id(content)] = None
+    for key in content if isinstance(content, Mapping) else ():
         if not isinstance(key, str):
             raise UserError(f"{name}: keys must be names, and one is {key!r}; correct it")
-        if isinstance(value, Mapping):
-            _check_keys(name, value)
+    total = 1 + sum(
+        _check(name, item, sizes) for item in (content.values() if isinstance(content, Mapping) else content)
+    )
+    if total > _MOST_VALUES:
+        raise UserError(f"{name}: holds more than {_MOST_VALUES} values, aliases (*) counted; no config does")
+    sizes[id(content)] = total
+    return total
 
 
 def _is_hostfile(text: str) -> bool:

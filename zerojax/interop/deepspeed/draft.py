@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from zerojax import errors
 from zerojax.errors import UserError
 from zerojax.interop.deepspeed import keys as keys_lib
 
@@ -118,8 +119,10 @@ class Draft:
             if isinstance(value, bool):
                 raise ValueError(value)
             return float(value)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{name}: must be a number, and is {value!r}; correct it in the file") from error
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UserError(
+                f"{name}: must be a number, and is {errors.shown(value)}; correct it in the file"
+            ) from error
 
     def whole(self, name: str, default: Any = None) -> Any:
         """Returns an int; a float without a fraction is one.
