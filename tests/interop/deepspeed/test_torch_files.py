@@ -111,3 +111,21 @@ def test_damaged_and_foreign_files_are_one_line(tmp_path):
         archive.writestr("archive/data.pkl", b"\x80\x02}q\x00X\x05")
     with pytest.raises(UserError, match="is damaged"):
         torch_files.read(path)
+
+
+def test_one_flipped_bit_of_a_tensor_is_found(tmp_path):
+    path = written(tmp_path, {"a": np.arange(1000, dtype=np.float32)})
+    content = bytearray(path.read_bytes())
+    at = content.index(np.float32(500).tobytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"the checksum of .*data/0 is another"):
+        torch_files.read(path)
+
+
+def test_a_pickle_cannot_make_python_fill_the_memory(tmp_path):
+    path = tmp_path / "file.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02Nr\xff\xff\xff\x7f.")
+    with pytest.raises(UserError, match="object 2147483647 in a pickle of 9 bytes"):
+        torch_files.read(path)

@@ -13,7 +13,7 @@ import torch_writer
 from torch_writer import Call
 
 from zerojax.errors import UserError
-from zerojax.interop.deepspeed import zero_checkpoint
+from zerojax.interop.deepspeed import torch_files, zero_checkpoint
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "deepspeed"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
@@ -260,3 +260,24 @@ def test_what_is_missing_or_cut_otherwise_is_one_line(tmp_path):
     shutil.copy(step / "zero_pp_rank_0_mp_rank_00_model_states.pt", tmp_path / "mp_rank_01_model_states.pt")
     with pytest.raises(UserError, match=r"mp_rank_01.* cut by tensor parallelism"):
         zero_checkpoint.read(tmp_path)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_model_state_is_told(tmp_path, rank):
+    folder = copy(tmp_path)
+    next(folder.rglob(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")).unlink()
+    with pytest.raises(UserError, match="holds the model state of 1 of 2 ranks; copy the others beside it"):
+        zero_checkpoint.read(folder)
+
+
+@pytest.mark.parametrize("value", [None, 3, "x", [None], {"a": {}}, 2**70])
+@pytest.mark.parametrize("name", ["param_shapes", "global_steps", "ds_config", "shared_params", "module"])
+def test_values_of_another_kind_are_one_line_or_do_not_matter(tmp_path, name, value):
+    folder = tmp_path / "at"
+    write_by_weight(folder, truth(), 2)
+    path = next(folder.rglob("zero_pp_rank_0_mp_rank_00_model_states.pt"))
+    torch_writer.save(path, {**torch_files.read(path), name: value})
+    try:
+        assert_same(zero_checkpoint.read(folder), truth())
+    except UserError as error:
+        assert "\n" not in str(error)

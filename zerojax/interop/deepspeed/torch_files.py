@@ -11,7 +11,9 @@ import io
 import math
 import pathlib
 import pickle
+import pickletools
 import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -22,6 +24,7 @@ from zerojax import errors
 from zerojax.errors import UserError
 
 _MOST_PICKLE_BYTES = 2**30
+_PIECE = 2**24  # bytes
 _DTYPES: Mapping[str, np.dtype] = {
     "Float": np.dtype(np.float32),
     "Double": np.dtype(np.float64),
@@ -93,7 +96,20 @@ def _load(path: pathlib.Path, archive: zipfile.ZipFile) -> Any:
     order = f"{folder}/byteorder"
     if order in archive.namelist() and archive.read(order).strip() != b"little":
         raise UserError(f"{path}: was saved on a big-endian machine, which is not read; save it on another")
-    return _Unpickler(path, archive, folder, archive.read(pickles[0])).load()
+    content = archive.read(pickles[0])
+    _check_memo(content)
+    return _Unpickler(path, archive, folder, content).load()
+
+
+def _check_memo(content: bytes) -> None:
+    """Refuses a pickle that numbers an object higher than it has bytes: Python would fill a table of that many entries, up to 32 GB.
+
+    Raises:
+      ValueError: it does, or is no pickle.
+    """
+    for opcode, number, _ in pickletools.genops(content):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(number or 0) > len(content):
+            raise ValueError(f"object {number} in a pickle of {len(content)} bytes")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -150,7 +166,20 @@ class _Unpickler(pickle.Unpickler):
         start = (
             info.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         )
-        return np.memmap(self._path, dtype, "r", start, (elements,))
+        mapped = np.memmap(self._path, dtype, "r", start, (elements,))
+        if _crc32(mapped.view(np.uint8)) != info.CRC:
+            raise ValueError(
+                f"the checksum of {name} is another; if it was saved under set_crc32_options(False), save it without"
+            )
+        return mapped
+
+
+def _crc32(content: np.ndarray) -> int:
+    """Returns the CRC-32 of uint8[n], read from the disk piece by piece."""
+    found = 0
+    for first in range(0, content.size, _PIECE):
+        found = zlib.crc32(content[first : first + _PIECE].tobytes(), found)
+    return found
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> np.ndarray:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from zerojax import errors
 from zerojax.errors import UserError
 from zerojax.interop.deepspeed import torch_files
 
@@ -63,6 +64,18 @@ def read(path: pathlib.Path) -> ZeroCheckpoint:
     Raises:
       UserError: a file is missing or damaged, names code to be run, or the checkpoint was cut by other means than ZeRO.
     """
+    try:
+        return _read(path)
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{error.filename or path}: cannot be read ({error.strerror}); fix that") from error
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {errors.one_line(error, 160)}"
+        raise UserError(f"{path}: is not as DeepSpeed writes it ({what}); copy it again") from error
+
+
+def _read(path: pathlib.Path) -> ZeroCheckpoint:
     folder = _tag(path)
     models, shards = _files(folder)
     if (folder / "zero").is_dir():
@@ -81,6 +94,10 @@ def read(path: pathlib.Path) -> ZeroCheckpoint:
     if not model.get("param_shapes"):
         raise UserError(f"{models[0]}: has no param_shapes, which DeepSpeed writes since 0.4; save it with a newer one")
     if is_cut_by_weight:
+        if len(models) < ranks:
+            raise UserError(
+                f"{folder}: holds the model state of {len(models)} of {ranks} ranks; copy the others beside it"
+            )
         parts = [_table(one, torch_files.read(one)) for one in models[:ranks]]
         merged, frozen = _merge_by_weight(folder, states[:ranks], parts), _frozen(parts, cut=True)
     else:
