@@ -520,7 +520,7 @@ def _modules(text: str) -> str | tuple[str, ...]:
 def _check_lora(config: Config) -> None:
     """Checks the group `lora` by itself, and that it goes together with the rest."""
     group = config.lora
-    if not group.r and not group.init_from:
+    if not group.is_on:
         if config.export.format == "peft":
             raise UserError(
                 "config.export.format: 'peft' writes adapters, and the run has none; set config.lora.r, or choose 'huggingface'"

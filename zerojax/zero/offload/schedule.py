@@ -48,8 +48,8 @@ class Schedule:
         values: dict[int, Any] = {n: leaf for n, leaf in enumerate(stored) if n not in self._on_host}
         running: collections.deque[jax.Array] = collections.deque()
 
-        def fetch(number: int) -> jax.Array:
-            return jax.device_put(stored[number], self._on_host[number])
+        def fetch(numbers: list[int]) -> list[jax.Array]:  # one call for all: each costs the sender time
+            return jax.device_put([stored[n] for n in numbers], [self._on_host[n] for n in numbers])
 
         for index in range(self._ahead):
             self._fetch(index, values, fetch)
@@ -81,10 +81,14 @@ class Schedule:
         read = {number for program in self.cut.programs for number in program.reads}
         values = {n: self.cut.nbytes(n) for n in range(self.cut.arguments) if n not in self._on_host and n in read}
         results, peak = {number for number in self.cut.results if isinstance(number, int)}, 0
+
+        def nbytes(numbers: list[int]) -> list[int]:
+            return [self.cut.nbytes(number) for number in numbers]
+
         for index in range(self._ahead):
-            self._fetch(index, values, self.cut.nbytes)
+            self._fetch(index, values, nbytes)
         for index, program in enumerate(self.cut.programs):
-            self._fetch(index + self._ahead, values, self.cut.nbytes)
+            self._fetch(index + self._ahead, values, nbytes)
             values.update({number: self.cut.nbytes(number) for number in program.writes})
             analysis = program.run.memory_analysis()
             peak = max(peak, sum(values.values()) + (analysis.temp_size_in_bytes if analysis else 0))
@@ -93,11 +97,11 @@ class Schedule:
                 del values[number]
         return peak
 
-    def _fetch(self, index: int, values: dict[int, Any], fetch: Callable[[int], Any]) -> None:
+    def _fetch(self, index: int, values: dict[int, Any], fetch: Callable[[list[int]], list[Any]]) -> None:
         """Adds the values that a program reads from the host."""
-        for number in self._host_reads[index] if index < len(self._host_reads) else ():
-            if number not in values:
-                values[number] = fetch(number)
+        reads = self._host_reads[index] if index < len(self._host_reads) else []
+        if missing := [number for number in reads if number not in values]:
+            values.update(zip(missing, fetch(missing)))
 
     def _drop(self, index: int, values: dict[int, Any]) -> None:
         """Drops what no later program reads, and weights that are read again only after `ahead` more programs."""
