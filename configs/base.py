@@ -90,6 +90,10 @@ def get_config():
         "auto"  # of other frozen weights: "fp32", "bf16", "fp16"; "auto": as in c.init_from, or the precision's
     )
 
+    c.model.dropout = (
+        0.0  # in training, of T5 and BART: the share of embeddings and of outputs of residual branches that is set to 0
+    )
+
     c.optimizer = config_dict.ConfigDict()
     c.optimizer.name = "adamw"  # adam, adamw, adafactor, lamb, lion, sgd
     c.optimizer.learning_rate = 3e-3  # the schedule's peak

@@ -413,7 +413,7 @@ def _write_results(
         say(f"a sample, from {config.sample.prompt!r}:\n{sampled}")
 
     def export() -> None:
-        results.export(program, state, folder / "export")
+        results.export(program, state, folder / "export", tokenizer)
         say(f"weights exported to {folder / 'export'}")
 
     wanted: list[tuple[Callable[[], None], bool]] = [

@@ -129,3 +129,21 @@ def test_a_fork_after_encoding_prints_no_warning(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_the_file_of_a_tokenizer_gives_the_same_ids(tmp_path, bpe, begins):
+    path, text = tmp_path / "tokenizer.json", "naïve 🙂\n\tdef f(): <|endoftext|> 1"
+    for own in (tokenizer.load_tokenizer("bytes"), bpe):
+        path.write_text(json.dumps(own.file(begins=begins)))
+        saved = tokenizer.load_tokenizer(str(path))
+        assert saved.encode(text).tolist() == own.encode(text).tolist() and saved.decode(own.encode(text)) == text
+        assert (saved.vocab_size, saved.bos_id, list(saved.sentinels)) == (
+            own.vocab_size,
+            own.bos_id,
+            list(own.sentinels),
+        )
+    path.write_text(json.dumps(tokenizer.load_tokenizer("bytes").file(begins=begins)))
+    saved = tokenizer.load_tokenizer(str(path))
+    assert saved.encode_whole("ab").tolist() == [*([256] if begins else []), 97, 98]
+    assert saved.encode_special("a<|endoftext|>").tolist() == [97, 256]

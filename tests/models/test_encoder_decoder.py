@@ -1,5 +1,6 @@
 """Checks what every encoder-decoder computes. This module tests zerojax.models.encoder_decoder."""
 
+import dataclasses
 import functools
 
 import encoder_decoders
@@ -64,3 +65,14 @@ def test_the_loss_of_padded_rows_is_the_mean_over_the_labels_of_rows_without_pad
         for i, (length, count) in enumerate([(14, 9), (9, 5)])
     ]
     np.testing.assert_allclose(found, np.average(alone, weights=[8, 4]), rtol=ROUNDING)
+
+
+def test_dropout_is_drawn_by_the_key_alone_and_is_off_without_one(model):
+    family, config, params = model
+    inputs, targets = encoder_decoders.make_batch()
+    batch = {"inputs": inputs, "targets": targets}
+    dropped = dataclasses.replace(config, dropout=0.2)
+    loss = jax.jit(functools.partial(family.loss, dropped))
+    first, again, other = (loss(params, batch, jax.random.key(seed)) for seed in (0, 0, 1))
+    assert first == again != other
+    np.testing.assert_allclose(family.loss(dropped, params, batch), family.loss(config, params, batch), rtol=ROUNDING)

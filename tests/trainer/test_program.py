@@ -317,3 +317,10 @@ def test_what_a_run_pins_is_bounded_before_it_uses_a_device(stage):
     held = 8 * sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(built.partition))
     assert held <= program.most_pinned_bytes(config) < 1.2 * held + 10 * config.offload.chunk_bytes
     assert program.most_pinned_bytes(runs.config(zero__stage=stage)) == 0
+
+
+def test_dropout_of_a_model_without_any_is_refused():
+    with pytest.raises(
+        UserError, match=r"config.model.dropout: is 0.1, and the model of config.model.preset=test has no dropout"
+    ):
+        build(model__dropout=0.1)

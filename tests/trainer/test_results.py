@@ -24,7 +24,7 @@ def test_a_sample_begins_with_its_prompt_and_depends_on_the_seed(built):
 
 
 def test_an_export_and_the_curves_are_in_the_folder(built, tmp_path):
-    results.export(built, program.init_state(built), tmp_path / "export")
+    results.export(built, program.init_state(built), tmp_path / "export", tokenizer_lib.load_tokenizer("bytes"))
     with metrics.MetricsLog(tmp_path, enabled=True) as log:
         log.write(1, {"loss": 2.0})
     results.draw(tmp_path)

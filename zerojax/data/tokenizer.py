@@ -9,11 +9,16 @@ from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import tokenizers.processors
 
 from zerojax import files
 from zerojax.errors import UserError
 
 # The first of these that is in the vocabulary separates documents.
+SEPARATOR = "<|endoftext|>"  # its name in the file of the bytes tokenizer
 SEPARATORS = ("<|begin_of_text|>", "<s>", "<|endoftext|>", "[BOS]", "</s>")
 
 
@@ -35,6 +40,9 @@ class Tokenizer(Protocol):
     @property
     def vocabulary(self) -> Any:
         """Returns what determines the ids of text, as JSON values."""
+
+    def file(self, *, begins: bool) -> dict[str, Any]:
+        """Returns the contents of a tokenizer.json with the same ids; `begins`: whether the separator begins a whole text."""
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the ids of `text`, int32[length], without special tokens."""
@@ -100,6 +108,20 @@ class ByteTokenizer:
         """Returns nothing: the ids are bytes."""
         return []
 
+    def file(self, *, begins: bool) -> dict[str, Any]:
+        """Returns the contents of a tokenizer.json whose tokens are single bytes, in GPT-2's letters for bytes."""
+        plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in plain]
+        letters = {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+        model = tokenizers.Tokenizer(tokenizers.models.BPE({letters[byte]: byte for byte in range(256)}, []))
+        model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        model.decoder = tokenizers.decoders.ByteLevel()
+        model.add_special_tokens([SEPARATOR, *(f"<extra_id_{i}>" for i in range(len(self.sentinels)))])
+        if begins:
+            named = [(SEPARATOR, self.bos_id)]
+            model.post_processor = tokenizers.processors.TemplateProcessing(f"{SEPARATOR} $A", special_tokens=named)
+        return json.loads(model.to_str())
+
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the bytes of `text` as int32[length]. A str is encoded as UTF-8."""
         data = text.encode("utf-8", errors="replace") if isinstance(text, str) else text
@@ -145,6 +167,10 @@ class FileTokenizer:
         merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", [])]
         scores = model["vocab"] if isinstance(model.get("vocab"), list) else []
         return [sorted(self.model.get_vocab(with_added_tokens=True).items()), merges, scores]
+
+    def file(self, *, begins: bool) -> dict[str, Any]:
+        """Returns the contents of the file. It says itself what begins a text."""
+        return json.loads(self.model.to_str())
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the ids of `text` as int32[length]. Bytes are decoded as UTF-8, with invalid bytes replaced."""

@@ -27,6 +27,7 @@ from zerojax.interop import layout, tensor_files
 from zerojax.models import family as family_lib
 
 SHARD_BYTES = 5 * 2**30
+TOKENIZER = "tokenizer.json"
 CONFIG, INDEX, ONE_FILE = "config.json", tensor_files.INDEX, tensor_files.ONE_FILE
 DTYPES: Mapping[str, Any] = {
     "fp32": jnp.float32,
@@ -62,6 +63,7 @@ def export(
     source: str | os.PathLike | None = None,
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
+    tokenizer: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes safetensors and config.json for `from_pretrained` of the family's class in transformers.
 
@@ -79,6 +81,7 @@ def export(
         that was not imported.
       bos_token_id: the token that begins a text, for config.json; without `source`.
       eos_token_id: the token that ends a text, for config.json; without `source`.
+      tokenizer: the contents of tokenizer.json; without `source`. None for none.
 
     Raises:
       UserError: a leaf is missing, unknown or of another shape, the directory holds other files, or the disk is full.
@@ -95,6 +98,7 @@ def export(
     if source is None:
         ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
         texts[CONFIG] = texts[CONFIG] | ids
+        texts |= {} if tokenizer is None else {TOKENIZER: tokenizer}
     partial = directory.with_name(f".{directory.name}.partial")
     try:
         if is_primary:

@@ -24,7 +24,7 @@ def with_adapters(family: family_lib.Family, chosen: targets.Targets) -> family_
 
     def loss(config: Any, params: Any, batch: Any, key: jax.Array | None = None) -> jax.Array:
         with linen.dropout_key(key):
-            return wrapped(family.loss)(config, params, batch)
+            return wrapped(family.loss)(config, params, batch, key)
 
     functions = {name: wrapped(getattr(family, name)) for name in ("logits", "start", "extend")}
     return dataclasses.replace(family, loss=loss, **functions)  # type: ignore[arg-type]

@@ -10,15 +10,18 @@ from typing import Any, cast
 import flax.linen as nn
 import jax
 
-from zerojax.models import decoding
+from zerojax.models import decoding, layers
 
 Module = Callable[[Any], nn.Module]
 
 
-def loss(module: Module, config: Any, params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+def loss(
+    module: Module, config: Any, params: Any, batch: Mapping[str, jax.Array], key: jax.Array | None = None
+) -> jax.Array:
     """Returns the mean loss of the targets after the first of each row."""
     arrays = batch["inputs"], batch["targets"], batch.get("mask"), batch.get("labeled")
-    return cast(jax.Array, module(config).apply({"params": params}, *arrays, method="loss"))
+    rngs = None if key is None else {layers.DROPOUT: key}
+    return cast(jax.Array, module(config).apply({"params": params}, *arrays, method="loss", rngs=rngs))
 
 
 def logits(module: Module, config: Any, params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:

@@ -90,7 +90,8 @@ class Family:
       parts: (config) -> the modules that make up the weight tree. Equal modules share one compiled initialiser. Compiling one
         initialiser for the full tree takes minutes.
       objective: a name in `data.objectives`. It defines the arrays of a batch.
-      loss: (config, params, batch) -> float32[], the mean over the batch. Its arrays are those of the objective. A task's batch
+      loss: (config, params, batch, key=None) -> float32[], the mean over the batch, with dropout by a random key. The arrays of a batch are
+        those of the objective. A task's batch
         (`data.pairs`) has more: "labeled", 0 for tokens that are no labels; in a decoder "segments", the number of the text that a token
         belongs to; in an encoder-decoder "mask", 0 for padding of "inputs". All are int32 and of the shape of what they describe.
       logits: (config, params, inputs, tokens: int32[batch, length]) -> float32[batch, length, vocab]: the scores of the token after each
@@ -113,7 +114,7 @@ class Family:
     presets: Mapping[str, Any]
     parts: Callable[[Any], Parts]
     objective: str
-    loss: Callable[[Any, Any, Mapping[str, jax.Array]], jax.Array]
+    loss: Callable[..., jax.Array]
     logits: Callable[[Any, Any, Mapping[str, jax.Array], jax.Array], jax.Array]
     start: Callable[[Any, Any, Mapping[str, jax.Array], jax.Array, jax.Array, int], tuple[jax.Array, Any]]
     extend: Callable[[Any, Any, Any, decoding.Step, jax.Array], tuple[jax.Array, Any]]

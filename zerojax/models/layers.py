@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from zerojax.models import decoding
 from zerojax.ops import attention, embedding, losses
 
+DROPOUT = "dropout"  # the collection of its random keys
 NO_LABEL = -1  # of a token that the loss leaves out
 
 # name of an activation in Hugging Face's configs -> the function
@@ -141,6 +142,22 @@ class MultiHeadAttention(nn.Module):
                 )
         out = Linear((self.embed_dim,), contracted=2, stddev=o_stddev, use_bias=self.use_bias, name="o")
         return out(y_BTHN), keys
+
+
+class Dropout(nn.Module):
+    """Sets a share of its input to 0 and scales the rest to the same mean, where the call of the model has a random key for it.
+
+    Attributes:
+      rate: the share, at least 0 and below 1.
+    """
+
+    rate: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if not self.rate or not self.has_rng(DROPOUT):
+            return x
+        return nn.Dropout(self.rate, deterministic=False, rng_collection=DROPOUT)(x)
 
 
 class Embed(nn.Embed):

@@ -63,6 +63,7 @@ class ModelSettings:
     recompute: str
     offload: str
     attention: str
+    dropout: float
 
 
 @dataclasses.dataclass(frozen=True)

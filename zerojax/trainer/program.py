@@ -233,7 +233,8 @@ def _functions(
     }
 
     def loss_fn(params: Any, batch: Any, state: Any) -> tuple[Any, dict]:
-        keys = (_dropout_key(state),) if config.lora.is_on and config.lora.dropout else ()
+        is_dropped = config.model.dropout or (config.lora.is_on and config.lora.dropout)
+        keys = (_dropout_key(state),) if is_dropped else ()
         loss, metrics = (
             _weighted(family.loss(model, params, batch, *keys), batch),
             {"learning_rate": schedule(state.step)},
@@ -507,7 +508,12 @@ def _model(
         examples.lengths(config, family, model)
     platform = mesh_lib.platform(mesh)
     chosen = attention.choose_kernel(config.model.attention, family.attention, platform, compute_dtype, config.seq_len)
-    return family, dataclasses.replace(model, attention=chosen)
+    if config.model.dropout and not hasattr(model, "dropout"):
+        raise UserError(
+            f"config.model.dropout: is {config.model.dropout}, and the model of {name} has no dropout; set --config.model.dropout=0"
+        )
+    dropout = {"dropout": config.model.dropout} if config.model.dropout else {}
+    return family, dataclasses.replace(model, attention=chosen, **dropout)
 
 
 def _source(path: str) -> folder_lib.Folder:

@@ -47,8 +47,8 @@ def draw(folder: pathlib.Path) -> None:
     plot.plot_losses(metrics.read(folder), folder / "losses.png")
 
 
-def export(program: program_lib.Program, state: Any, folder: pathlib.Path) -> None:
-    """Writes the weights to `folder` as transformers or PEFT do. All processes must call it."""
+def export(program: program_lib.Program, state: Any, folder: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer) -> None:
+    """Writes the weights to `folder` as transformers or PEFT do, with a tokenizer.json. All processes must call it."""
     params = resume.logical_params(program, state)
     dtype = huggingface.DTYPES.get(program.config.export.dtype)
     if program.weights is not None:
@@ -61,7 +61,18 @@ def export(program: program_lib.Program, state: Any, folder: pathlib.Path) -> No
         folder,
         dtype=dtype,
         source=None if program.source is None else program.source.path,
+        **({} if tokenizer is None else _of_tokenizer(program, tokenizer)),
     )
+
+
+def _of_tokenizer(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer) -> dict[str, Any]:
+    """Returns what the export of a model that was not imported says of its tokenizer."""
+    begins = not program.family.is_encoder_decoder
+    return {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.bos_id,
+        "tokenizer": tokenizer.file(begins=begins),
+    }
 
 
 def try_each(actions: Iterable[Callable[[], None]]) -> None:

@@ -41,6 +41,7 @@ NEW = {
     "lora.rslora": (False,),
     "lora.quantize": ("none",),
     "lora.frozen_dtype": ("auto",),
+    "model.dropout": (0.0,),
     "data.train_file": ("",),
     "data.task": ("text",),
     "data.prompt": ("{text}",),

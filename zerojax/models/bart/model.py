@@ -41,6 +41,7 @@ class BartConfig:
     separate_embeddings: bool = False  # the encoder and the decoder each have a table, and the shared one is not used
     stddev: float = 0.02
     attention: attention_lib.Kernel = "xla"
+    dropout: float = 0.0  # in training: of the embeddings and of the output of each residual branch
 
     @property
     def encoder_shape(self) -> tuple[int, int, int]:
@@ -76,7 +77,7 @@ class FullyConnected(nn.Module):
         c = self.config
         h_BTF = layers.Linear((self.mlp_dim,), stddev=c.stddev, use_bias=True, name="up")(x_BTD)
         down = layers.Linear((c.embed_dim,), stddev=c.stddev, use_bias=True, name="down")
-        return down(layers.ACTIVATIONS[c.activation](h_BTF))
+        return layers.Dropout(c.dropout)(down(layers.ACTIVATIONS[c.activation](h_BTF)))
 
 
 class BartEncoderLayer(nn.Module):
@@ -88,6 +89,7 @@ class BartEncoderLayer(nn.Module):
     def __call__(self, x_BSD: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
         _, heads, mlp_dim = self.config.encoder_shape
         y_BSD, _ = attention(self.config, heads, "attention")(x_BSD, mask_BS=mask_BS)
+        y_BSD = layers.Dropout(self.config.dropout)(y_BSD)
         x_BSD = layers.LayerNorm(NORM_EPS, name="attention_norm")(x_BSD + y_BSD)
         y_BSD = FullyConnected(self.config, mlp_dim, name="mlp")(x_BSD)
         return layers.LayerNorm(NORM_EPS, name="mlp_norm")(x_BSD + y_BSD)
@@ -118,8 +120,10 @@ class BartDecoderLayer(nn.Module):
         """
         _, heads, mlp_dim = self.config.decoder_shape
         y_BTD, own = attention(self.config, heads, "attention", is_causal=True)(x_BTD, past=past)
+        y_BTD = layers.Dropout(self.config.dropout)(y_BTD)
         x_BTD = layers.LayerNorm(NORM_EPS, name="attention_norm")(x_BTD + y_BTD)
         y_BTD, keys = attention(self.config, heads, "cross")(x_BTD, encoded_BSD, mask_BS=mask_BS, keys=keys)
+        y_BTD = layers.Dropout(self.config.dropout)(y_BTD)
         x_BTD = layers.LayerNorm(NORM_EPS, name="cross_norm")(x_BTD + y_BTD)
         y_BTD = FullyConnected(self.config, mlp_dim, name="mlp")(x_BTD)
         x_BTD = layers.LayerNorm(NORM_EPS, name="mlp_norm")(x_BTD + y_BTD)
@@ -143,6 +147,7 @@ class Bart(nn.Module):
         self.decoder = [modules[f"decoder_{i}"] for i in range(self.config.decoder_shape[0])]
         if not self.config.tie_embeddings:
             self.head = modules["head"]
+        self.dropout = layers.Dropout(self.config.dropout)
 
     def encode(self, inputs_BS: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
         """Returns the encoder's states: float[B, S, D]. `mask_BS` is False for padding inputs."""
@@ -151,6 +156,7 @@ class Bart(nn.Module):
         x_BSD = self.encoder_norm(
             self._scaled(self.encoder_embed(inputs_BS)) + self.encoder_positions(OFFSET + positions_S)
         )
+        x_BSD = self.dropout(x_BSD)
         for layer in self.encoder:
             x_BSD = layer(x_BSD, *masks)
         return x_BSD
@@ -217,9 +223,8 @@ class Bart(nn.Module):
         return x_BTD * math.sqrt(c.embed_dim) if c.scale_embeddings else x_BTD
 
     def _decoder_inputs(self, targets_BT: jax.Array, positions: jax.Array) -> jax.Array:
-        return self.decoder_norm(
-            self._scaled(self.decoder_embed(targets_BT)) + self.decoder_positions(OFFSET + positions)
-        )
+        x_BTD = self._scaled(self.decoder_embed(targets_BT)) + self.decoder_positions(OFFSET + positions)
+        return self.dropout(self.decoder_norm(x_BTD))
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
         logits = layers.logits(x_BTD, self.embed.embedding.T) if self.config.tie_embeddings else self.head(x_BTD)

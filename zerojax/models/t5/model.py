@@ -40,6 +40,9 @@ class T5Config:
     norm_eps: float = 1e-6
     max_seq_len: int | None = None  # relative distances have no limit
     attention: attention_lib.Kernel = "xla"
+    dropout: float = (
+        0.0  # in training: of embeddings, activations, the output of each residual branch and of each stack
+    )
 
 
 class RelativeBias(nn.Module):
@@ -78,7 +81,8 @@ class FeedForward(nn.Module):
             h_BTF = activation(layers.Linear((c.mlp_dim,), stddev=stddev, name="gate")(x_BTD)) * h_BTF
         else:
             h_BTF = activation(h_BTF)
-        return layers.Linear((c.embed_dim,), stddev=c.mlp_dim**-0.5, name="down")(h_BTF)
+        y_BTD = layers.Linear((c.embed_dim,), stddev=c.mlp_dim**-0.5, name="down")(layers.Dropout(c.dropout)(h_BTF))
+        return layers.Dropout(c.dropout)(y_BTD)
 
 
 class EncoderLayer(nn.Module):
@@ -90,7 +94,8 @@ class EncoderLayer(nn.Module):
     def __call__(self, x_BSD: jax.Array, bias_HSS: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
         c = self.config
         y_BSD = layers.RMSNorm(c.norm_eps, name="attention_norm")(x_BSD)
-        x_BSD = x_BSD + attention(c, "attention")(y_BSD, bias=bias_HSS, mask_BS=mask_BS)[0]
+        y_BSD, _ = attention(c, "attention")(y_BSD, bias=bias_HSS, mask_BS=mask_BS)
+        x_BSD = x_BSD + layers.Dropout(c.dropout)(y_BSD)
         return x_BSD + FeedForward(c, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x_BSD))
 
 
@@ -122,10 +127,10 @@ class DecoderLayer(nn.Module):
         c = self.config
         y_BTD = layers.RMSNorm(c.norm_eps, name="attention_norm")(x_BTD)
         y_BTD, own = attention(c, "attention", is_causal=True)(y_BTD, bias=bias, past=past)
-        x_BTD = x_BTD + y_BTD
+        x_BTD = x_BTD + layers.Dropout(c.dropout)(y_BTD)
         y_BTD = layers.RMSNorm(c.norm_eps, name="cross_norm")(x_BTD)
         y_BTD, keys = attention(c, "cross")(y_BTD, encoded_BSD, mask_BS=mask_BS, keys=keys)
-        x_BTD = x_BTD + y_BTD
+        x_BTD = x_BTD + layers.Dropout(c.dropout)(y_BTD)
         x_BTD = x_BTD + FeedForward(c, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD))
         return x_BTD if past is None else (x_BTD, own, keys)
 
@@ -144,21 +149,22 @@ class T5(nn.Module):
         self.decoder = [modules[f"decoder_{i}"] for i in range(depth_of_decoder(self.config))]
         if not self.config.tie_embeddings:
             self.head = modules["head"]
+        self.dropout = layers.Dropout(self.config.dropout)
 
     def encode(self, inputs_BS: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
         """Returns the encoder's normalised states: float[B, S, D]. `mask_BS` is False for padding inputs."""
         masks = () if mask_BS is None else (mask_BS,)
-        x_BSD = self.embed(inputs_BS)
+        x_BSD = self.dropout(self.embed(inputs_BS))
         bias_HSS = self.encoder_bias(jnp.arange(inputs_BS.shape[1]))
         for layer in self.encoder:
             x_BSD = layer(x_BSD, bias_HSS, *masks)
-        return self.encoder_norm(x_BSD)
+        return self.dropout(self.encoder_norm(x_BSD))
 
     def hidden(self, inputs_BS: jax.Array, targets_BT: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
         """Returns the head's input, normalised states of the decoder: float[B, T, D]. `mask_BS` is False for padding inputs."""
         encoded_BSD = self.encode(inputs_BS, mask_BS)
         masks = () if mask_BS is None else (mask_BS,)
-        x_BTD = self.embed(targets_BT)
+        x_BTD = self.dropout(self.embed(targets_BT))
         bias_HTT = self.decoder_bias(jnp.arange(targets_BT.shape[1]))
         for layer in self.decoder:
             x_BTD = layer(x_BTD, bias_HTT, encoded_BSD, *masks)
@@ -199,7 +205,7 @@ class T5(nn.Module):
         return self.decoder_bias(step.positions_BT, step.slot_positions_BS)
 
     def _out(self, x_BTD: jax.Array) -> jax.Array:
-        c, x_BTD = self.config, self.decoder_norm(x_BTD)
+        c, x_BTD = self.config, self.dropout(self.decoder_norm(x_BTD))
         # Rows of a tied embedding table have length sqrt(D).
         is_scaled = c.tie_embeddings if c.scale_outputs is None else c.scale_outputs
         return x_BTD * c.embed_dim**-0.5 if is_scaled else x_BTD

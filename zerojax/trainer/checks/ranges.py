@@ -54,7 +54,7 @@ NOT_NEGATIVE = tuple(
     "optimizer.clip_norm loss_scale.static epochs evaluate.every evaluate.batches evaluate.answers checkpoint.every "
     "checkpoint.keep_best sample.length sample.temperature profile.steps".split()
 )
-BELOW_ONE = ("optimizer.b1", "optimizer.b2", "lora.dropout")
+BELOW_ONE = ("optimizer.b1", "optimizer.b2", "lora.dropout", "model.dropout")
 
 # place -> (the largest value, why). Without these bounds XLA aborts the process where an array has 2**63 bytes, and Python traces or
 # lists for hours. The largest arrays, scores of attention and logits, stay below 2**63 bytes.
