@@ -27,7 +27,7 @@ import ssh_hosts
 ROOT = pathlib.Path(__file__).parents[1]
 NAMED_SECONDS, RESUMED_SECONDS = 60.0, 240.0
 KINDS = ("kill", "kill 0", "stop", "cut", "agent", "ssh", "term")
-GONE, RTOL = "gone", 1e-4  # another number of devices sums in another order
+GONE, RTOL = "gone", 2e-3  # another number of devices sums in another order, and the difference grows with the steps
 SETTINGS = (
     "model.preset=test model.num_layers=1 model.remat=none precision=fp32 seq_len=32 global_batch_size=24 log_every=1 "
     "optimizer.learning_rate=0.01 optimizer.schedule=constant optimizer.warmup_steps=2 data.name=random data.eval_split= "
