@@ -138,8 +138,8 @@ def why_not() -> str:
     missing = [name for name in NEEDS if not shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin:/sbin")]
     if missing:
         return f"needs {', '.join(missing)}"
-    done = subprocess.run(["unshare", "-n", "-u", "true"], capture_output=True)
-    return "" if done.returncode == 0 else "may not make namespaces"
+    done = subprocess.run(["unshare", "-n", "-u", "ip", "link", "add", "zjtry", "type", "bridge"], capture_output=True)
+    return "" if done.returncode == 0 else "may not make namespaces and bridges"
 
 
 @contextlib.contextmanager
