@@ -5,6 +5,7 @@ import json
 import os
 import sys
 
+import launches
 import programs
 import pytest
 
@@ -142,6 +143,20 @@ def test_two_processes_of_this_host_are_examined(monkeypatch, capfd, tmp_path):
     assert facts["started"]["value"] == "2 on 1 hosts" and facts["sum over all"]["verdict"] == OK
     assert facts["localhost:0 - localhost:1"]["value"].endswith("GB/s each way")
     assert facts["workdir"]["value"].startswith("written and seen by all") and not list((tmp_path / "run").iterdir())
+
+
+def test_a_host_that_cannot_be_reached_is_told_with_the_words_of_ssh(monkeypatch, capfd, tmp_path):
+    (launches.fake_ssh(tmp_path / "bin", monkeypatch) / "node-b.down").touch()
+    (tmp_path / "hosts").write_text("node-a slots=1\nnode-b slots=1\n")
+    monkeypatch.setattr(sys, "argv", ["doctor", "--json", f"--hostfile={tmp_path / 'hosts'}"])
+    with pytest.raises(SystemExit) as end:
+        doctor.main()
+    facts = {fact["name"]: fact for fact in json.loads(capfd.readouterr().out)["facts"]}
+    assert end.value.code == 1 and facts["started"]["verdict"] == WRONG
+    assert (
+        "host node-b cannot be used: ssh: connect to host node-b port 22: No route to host" in facts["started"]["value"]
+    )
+    assert facts["node-a - node-b"]["value"] == "not measured"
 
 
 @pytest.mark.parametrize(
