@@ -1,6 +1,9 @@
 """Checks how facts are printed. This module tests zerojax.commands.facts."""
 
 import json
+import sys
+
+import pytest
 
 from zerojax.commands import facts
 from zerojax.commands.facts import NOTE, WRONG, Fact
@@ -20,3 +23,20 @@ def test_the_status_says_whether_something_is_wrong(capsys):
     assert json.loads(capsys.readouterr().out)["facts"][2]["remedy"] == "do that"
     assert facts.show(FACTS[:2], as_json=False) == 0
     assert "nothing is wrong" in capsys.readouterr().out
+
+
+def test_a_narrow_terminal_gets_short_lines_and_a_pipe_long_ones():
+    found = [Fact("a", "name", "word " * 30, WRONG, "do " * 30)]
+    lines = facts.text(found, columns=40).splitlines()
+    assert max(map(len, lines)) <= 40 and lines[2].startswith(" " * 13 + "word")
+    assert max(map(len, facts.text(found).splitlines())) > 100
+    assert max(map(len, facts.text(found, columns=12).splitlines())) > 100  # too narrow for columns
+
+
+@pytest.mark.parametrize("term, has_colours", [("xterm", True), ("dumb", False)])
+def test_colours_are_for_terminals_that_have_them(monkeypatch, capsys, term, has_colours):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    facts.show([Fact("a", "name", "value")], as_json=False)
+    assert ("\033[" in capsys.readouterr().out) == has_colours

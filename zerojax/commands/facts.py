@@ -3,10 +3,14 @@
 import dataclasses
 import json
 import os
+import shutil
 import sys
+import textwrap
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
 _MARKS = {OK: "[ok]", NOTE: "[--]", WRONG: "[!!]"}
+_BEFORE_NAME = 7  # columns of a mark
+_NARROWEST = 20  # column of values that is wrapped
 _COLOURS = {OK: "32", NOTE: "33", WRONG: "31"}
 
 
@@ -35,12 +39,14 @@ def show(facts: list[Fact], *, as_json: bool) -> int:
         listed = [dataclasses.asdict(fact) for fact in facts]
         print(json.dumps({"schema": 1, "ok": is_right, "facts": listed}, indent=2))
     else:
-        print(text(facts, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+        is_terminal = sys.stdout.isatty()
+        colours = is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        print(text(facts, colours=colours, columns=shutil.get_terminal_size().columns if is_terminal else 0))
     return 0 if is_right else 1
 
 
-def text(facts: list[Fact], *, colours: bool = False) -> str:
-    """Returns the report as text, a remedy below each line that has one."""
+def text(facts: list[Fact], *, colours: bool = False, columns: int = 0) -> str:
+    """Returns the report as text, a remedy below each line that has one, in lines of a terminal's `columns`; 0: of any length."""
     lines: list[str] = []
     width = max(len(fact.name) for fact in facts)
     for number, fact in enumerate(facts):
@@ -48,8 +54,15 @@ def text(facts: list[Fact], *, colours: bool = False) -> str:
             lines += ["", fact.group] if lines else [fact.group]
         mark = _MARKS[fact.verdict]
         mark = f"\033[{_COLOURS[fact.verdict]}m{mark}\033[0m" if colours else mark
-        lines.append(f"  {mark} {fact.name:<{width}}  {fact.value}")
-        if fact.remedy:
-            lines.append(f"       {'':<{width}}  -> {fact.remedy}")
+        indent = width + _BEFORE_NAME + 2
+        value, *more = _wrapped(fact.value, columns - indent)
+        lines += [f"  {mark} {fact.name:<{width}}  {value}", *(" " * indent + line for line in more)]
+        remedy = _wrapped(f"-> {fact.remedy}", columns - indent) if fact.remedy else []
+        lines += [" " * indent + line for line in remedy]
     wrong = sum(fact.verdict == WRONG for fact in facts)
     return "\n".join([*lines, "", f"{wrong} wrong" if wrong else "nothing is wrong"])
+
+
+def _wrapped(words: str, width: int) -> list[str]:
+    """Returns a text in lines of at most `width`, unless that is too narrow for a column of its own."""
+    return textwrap.wrap(words, width, break_on_hyphens=False) or [""] if width >= _NARROWEST else [words]

@@ -89,6 +89,8 @@ def main() -> None:
 
 def _report() -> int:
     given = _parse(sys.argv[1:])
+    if sys.stderr.isatty():
+        print("asking the devices and the compilers, which takes up to a minute ...", file=sys.stderr, flush=True)
     return facts.show(list(collect()), as_json=given.json)
 
 
@@ -300,7 +302,7 @@ def _targets() -> Iterator[Fact]:
 
 def _remedy(why: str, default: str) -> str:
     """Returns the remedy, with the error that asks for it."""
-    return f"{default} ({why})" if why else default
+    return f"{default} ({why})" if why and default not in why else default
 
 
 def _cache() -> Iterator[Fact]:

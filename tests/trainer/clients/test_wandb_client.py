@@ -12,11 +12,21 @@ from zerojax.trainer.clients import run_info, wandb_client
 INFO = run_info.RunInfo("zerojax", "mine", pathlib.Path("/runs/mine"), "", False, {"zero.stage": 3})
 
 
-@pytest.fixture
-def wandb(monkeypatch):
+@pytest.fixture(params=["old", "new"])
+def wandb(monkeypatch, request):
+    """Returns a stand-in for an older wandb, or for one whose login can be told not to ask."""
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    package = mock.Mock(spec=["api", "init", "Settings"])
+    package = mock.Mock(spec=["api", "init", "login", "Settings"])
     package.api = types.SimpleNamespace(api_key="a key")
+
+    def old(key=None, relogin=None):
+        raise AssertionError("it would ask")
+
+    def new(key=None, prompt=True, verify=True):
+        assert not prompt and not verify
+        return package.api.api_key is not None
+
+    package.login = {"old": old, "new": new}[request.param]
     package.init.side_effect = lambda **how: mock.Mock(id=how["id"])
     monkeypatch.setitem(sys.modules, "wandb", package)
     return package
