@@ -138,13 +138,15 @@ def test_elementwise_transformations_update_pieces_and_padded_leaves_as_the_leaf
         for key in jax.random.split(jax.random.key(0))
     )
     half = ROWS // 2
-    for name, tx in ELEMENTWISE.items():
-        whole = three_steps(tx, params, grads)
-        halves = [[rows(tree, *ends) for tree in (params, grads)] for ends in ((0, half), (half, ROWS))]
-        pieces = [three_steps(tx, *piece) for piece in halves]
-        np.testing.assert_allclose(jnp.concatenate(pieces), whole, rtol=ROUNDING, atol=ROUNDING, err_msg=name)
-        padded = three_steps(tx, *[rows(tree, 0, half, padding=half) for tree in (params, grads)])
-        np.testing.assert_allclose(padded[:half], pieces[0], rtol=ROUNDING, atol=ROUNDING, err_msg=name)
+    run = jax.jit(lambda *trees: {name: three_steps(tx, *trees) for name, tx in ELEMENTWISE.items()})
+    whole = run(params, grads)
+    pieces = [run(*(rows(tree, *ends) for tree in (params, grads))) for ends in ((0, half), (half, ROWS))]
+    padded = run(*(rows(tree, 0, half, padding=half) for tree in (params, grads)))
+    for name in ELEMENTWISE:
+        first, second = (piece[name] for piece in pieces)
+        joined = jnp.concatenate([first, second])
+        np.testing.assert_allclose(joined, whole[name], rtol=ROUNDING, atol=ROUNDING, err_msg=name)
+        np.testing.assert_allclose(padded[name][:half], first, rtol=ROUNDING, atol=ROUNDING, err_msg=name)
 
 
 def test_the_reason_names_the_weight_and_the_operation():

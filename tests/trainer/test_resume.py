@@ -58,6 +58,18 @@ INTERRUPT_TWICE_AT_2 = STOP_AT_2.replace(
     "os.kill(os.getpid(), signal.SIGTERM)", "[os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
 )
 
+STOP_INSIDE = """
+import os, signal
+from zerojax.{module} import {name} as owner
+original = owner.{function}
+def stopped(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return original(*args, **kwargs)
+owner.{function} = stopped
+"""
+STOP_IN_EVALUATION = STOP_INSIDE.format(module="trainer", name="program", function="held_out_loss")
+STOP_IN_EXPORT = STOP_INSIDE.format(module="interop", name="huggingface", function="export")
+
 pytestmark = pytest.mark.usefixtures("cache_dir")
 
 
@@ -162,12 +174,21 @@ def test_a_signal_before_the_first_step_ends_in_one_line(commands, tmp_path, cod
     assert not (tmp_path / "run.lock").exists()
 
 
-def test_a_stop_where_an_evaluation_is_due_does_not_lose_it(commands, tmp_path):
-    command = commands(
-        *runs.flags(steps=4, evaluate__every=2, **runs.EVALUATED), f"--workdir={tmp_path}", before=STOP_AT_2
-    )
-    assert command.status == 0 and "stopped by a signal at step 2" in command.out
-    assert [step for step, _ in runs.evaluations(tmp_path)] == [2]
+@pytest.mark.parametrize("code, step", [(STOP_AT_2, 2), (STOP_IN_EVALUATION, 3)], ids=["before it", "inside"])
+def test_a_stop_where_an_evaluation_is_due_does_not_lose_it(commands, tmp_path, code, step):
+    command = commands(*runs.flags(steps=4, evaluate__every=2, **runs.EVALUATED), f"--workdir={tmp_path}", before=code)
+    assert command.status == 0 and f"stopped by a signal at step {step}, saved" in command.out
+    assert [at for at, _ in runs.evaluations(tmp_path)] == [2]
+
+
+def test_a_stop_in_an_export_ends_at_once_and_the_same_command_writes_it(commands, tmp_path):
+    arguments = (*runs.flags(steps=4, export__format="huggingface"), f"--workdir={tmp_path}")
+    command = commands(*arguments, before=STOP_IN_EXPORT)
+    assert (command.status, command.err.count("\n")) == (143, 1), command.err
+    assert command.err.endswith("the training is done and saved; the same command writes the results\n")
+    assert not (tmp_path / "export").exists()
+    assert commands(*arguments).status == 0
+    assert (tmp_path / "export" / "model.safetensors").exists()
 
 
 def test_steps_can_be_extended(tmp_path):
