@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from zerojax.errors import UserError
+from zerojax.ops import fp8
 from zerojax.zero import remat
 
 X, W = jnp.ones((3, 4)), jnp.ones((4, 5))
@@ -33,6 +34,24 @@ def test_dots_keeps_matmuls_full_nothing_and_none_more():
 
 def test_marked_matmuls_are_not_kept():
     assert kept(remat.REMAT["dots"], marked=True) == []
+
+
+def test_of_an_fp8_matmul_the_scaled_result_and_the_scales_are_kept_unless_it_is_marked():
+    def kept_of(policy, marked=False):
+        def f(x, w):
+            def multiply():
+                return [fp8.dot_general(jnp.tanh(x), w, (((1,), (0,)), ((), ())))]
+
+            [y] = remat.not_kept(multiply) if marked else multiply()
+            return jnp.sum(jnp.tanh(y) ** 2)
+
+        leaves = jax.tree.leaves(jax.eval_shape(lambda x, w: jax.vjp(jax.checkpoint(f, policy=policy), x, w)[1], X, W))
+        return sorted(leaf.shape for leaf in leaves if leaf.shape not in (X.shape, W.shape) and leaf.size)
+
+    scales = [(), ()]
+    assert kept_of(remat.REMAT["dots"]) == [*scales, (3, 5)]
+    assert kept_of(remat.REMAT["dots"], marked=True) == scales
+    assert kept_of(remat.REMAT["full"]) == []
 
 
 @pytest.mark.parametrize("name", ["dots", "full"])
