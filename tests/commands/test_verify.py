@@ -141,6 +141,12 @@ def test_wrong_input_is_one_line_and_status_2(call, trained, words, expected):
     assert (status, out, err.count("\n")) == (2, "", 1) and expected in err, err
 
 
+def test_one_of_several_processes_is_refused(call, trained, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "a,b")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    assert "is started as one of several processes by Slurm; start it once" in call(*ARGUMENTS)[2]
+
+
 def test_a_config_that_no_stage_takes_is_refused_with_its_line(call, trained):
     trained[0][0] = (2, "zerojax: config.mesh: replica 1 x data 16 x model 1 = 16 devices, but there are 8\n")
     status, _, err = call(*ARGUMENTS)

@@ -102,8 +102,8 @@ def main() -> None:
 def _verify() -> int:
     given, rest = _parse(sys.argv[1:])
     config = config_lib.from_dict(command.parse(["zerojax verify", *rest]))
-    if scheduler := processes.detect_scheduler(os.environ):
-        raise UserError(f"verify: is started as one of several tasks of {scheduler}; start it once, on one host")
+    if scheduler := processes.detect_scheduler(os.environ) or (processes.find_cluster() and "zerojax launch"):
+        raise UserError(f"verify: is started as one of several processes by {scheduler}; start it once, on one host")
     wanted = _chosen(settings(config), given.only)
     changes = {**QUIET, "steps": given.steps, "optimizer.warmup_steps": min(config.optimizer.warmup_steps, given.steps)}
     with contextlib.ExitStack() as stack:
