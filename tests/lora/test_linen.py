@@ -157,6 +157,17 @@ def test_dropped_inputs_keep_their_mean():
     assert abs((found == 0).mean() - 0.25) < 0.01 and abs(found.astype(jnp.float32).mean() - 1) < 0.01
 
 
+def test_draws_of_calls_keys_and_neighbours_are_not_related():
+    x = jnp.ones((256, 256))
+
+    def kept(key, call):
+        return np.asarray(linen.drop(jax.random.key(key), x, 0.5, call)).ravel() / 2
+
+    drawn = [kept(key, call) for key in (0, 1) for call in (0, 1, 2**31)]
+    drawn += [np.roll(drawn[0], shift) for shift in (1, 2, 256)]
+    assert np.abs(np.corrcoef(drawn) - np.eye(len(drawn))).max() < 0.02  # 4 standard errors of 65,536 draws are 0.016
+
+
 class Projection(nn.Module):
     """Does more than multiply."""
 
