@@ -73,7 +73,7 @@ class Run:
         """Returns {rank: pid} of the trainers that run now."""
         found = {}
         for pid in pids(str(self.folder), "zerojax.train"):
-            with contextlib.suppress(OSError, IndexError):
+            with contextlib.suppress(OSError, StopIteration):  # it may be about to end
                 words = pathlib.Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
                 rank = next(word for word in words if word.startswith("ZEROJAX_PROCESS_ID="))
                 found[int(rank.partition("=")[2])] = pid
@@ -153,7 +153,7 @@ def disturb(run: Run, made: ssh_hosts.Hosts, kinds: list[str], chance: random.Ra
         before = run.step()
         wait_for(lambda at=before: run.is_over() or run.step() > at + 3, RESUMED_SECONDS)
         time.sleep(chance.random() * 2)
-        if run.is_over() or len(run.processes()) < len(made.names) - (GONE in kinds):
+        if run.is_over() or len(run.processes()) < len(made.names):
             continue
         if fault := strike_and_wait(run, made, kinds.pop(), chance):
             wrong.append(fault)
