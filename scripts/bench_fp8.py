@@ -178,7 +178,12 @@ def _losses(options: argparse.Namespace, ends: float) -> dict[str, Any]:
         "checkpoint.every": 0,
         "checkpoint.at_end": False,
     }
-    base |= {"sample.length": 0, "data.dir": folder / "datasets", **MODELS[options.model]}
+    base |= {
+        "optimizer.warmup_steps": min(20, options.steps // 2),
+        "sample.length": 0,
+        "data.dir": folder / "datasets",
+        **MODELS[options.model],
+    }
     for number, run in enumerate(options.runs):
         name, changes = _changes(run)
         workdir = folder / f"run{number}"
