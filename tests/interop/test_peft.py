@@ -96,6 +96,17 @@ def test_fresh_adapters_change_no_logit_and_only_they_and_modules_to_save_are_tr
     assert again.adapters.saved == loaded.adapters.saved
 
 
+def test_a_module_that_is_trained_in_full_is_saved_with_its_bias(tmp_path):
+    lora = zerojax.Lora(r=2, modules_to_save=("final_layer_norm",))
+    loaded = zerojax.load_huggingface(golden_models.FOLDER / "bart", stage=0, lora=lora)
+    zerojax.export_adapter(loaded.params, loaded, tmp_path)
+    saved = {name for name in safetensors.numpy.load_file(tmp_path / peft.WEIGHTS) if "lora_" not in name}
+    norm = "base_model.model.model.encoder.layers.0.final_layer_norm"
+    assert {f"{norm}.weight", f"{norm}.bias"} <= saved and len(saved) == len(loaded.adapters.saved)
+    again = zerojax.load_huggingface(golden_models.FOLDER / "bart", stage=0, adapter=tmp_path)
+    assert again.adapters.saved == loaded.adapters.saved
+
+
 def test_patterns_of_rank_and_alpha_are_read_and_applied(tmp_path):
     lora = zerojax.Lora(r=4, alpha=8, rank_pattern={"v_proj": 2}, alpha_pattern={r"layers\.1\.self_attn\.q_proj": 2})
     loaded = zerojax.load_huggingface(golden_models.FOLDER / "llama", stage=0, lora=lora)

@@ -70,7 +70,7 @@ def choose(lora: settings.Lora, family: family_lib.Family, model: Any) -> target
     """
     if lora.target_modules is None:
         lora = dataclasses.replace(lora, target_modules=family.huggingface.adapted)
-    names = {tensor.path: _module(tensor.name) for tensor in layout.tensors(family, model)}
+    names = {tensor.path: tensor.name.rpartition(".")[0] for tensor in layout.tensors(family, model)}
     return targets.choose(lora, linear(family, model), names, names)
 
 
