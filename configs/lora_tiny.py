@@ -16,11 +16,11 @@ def get_config():
     c.data.prompt, c.data.answer = "{text}", " {label}"
     c.data.labels = ("bad", "good")  # words that the model knows
     c.data.answer_len = 4
-    c.seq_len, c.global_batch_size, c.epochs = 24, 16, 16.0
+    c.seq_len, c.global_batch_size, c.epochs = 24, 16, 20.0
     c.lora.r, c.lora.alpha = 8, 32.0
     c.lora.target_modules = "all-linear"
     c.precision = "fp32"
-    c.optimizer.learning_rate, c.optimizer.schedule, c.optimizer.final_fraction = 5e-3, "linear", 0.0
+    c.optimizer.learning_rate, c.optimizer.schedule, c.optimizer.final_fraction = 3e-3, "linear", 0.0
     c.evaluate.answers, c.evaluate.batches = 1000, 0
     c.checkpoint.every = 0
     c.emulate_devices = 2
