@@ -207,6 +207,9 @@ def _losses(options: argparse.Namespace, ends: float) -> dict[str, Any]:
         last = "" if found[name] else workdir.with_suffix(".log").read_text()[-600:]
         print(f"{name}: {len(found[name])} steps in {time.monotonic() - began:.0f} s {last}", flush=True)
     common = min(map(len, found.values()))
+    if not common:
+        print("a run logged no step within its share of --limit_s; give more time")
+        return {"losses": found}
     tail = slice(common - max(1, common // 10), common)
     means = {name: statistics.fmean(losses[tail]) if losses[tail] else float("nan") for name, losses in found.items()}
     first = next(iter(means.values()))
