@@ -7,6 +7,7 @@ import pathlib
 import runpy
 import subprocess
 import sys
+import types
 
 import flax.linen as nn
 import jax
@@ -16,10 +17,12 @@ import optax
 import optax.contrib
 import pytest
 import rough
+import tokenizers
 from flax import nnx
 from flax.training import train_state
 
 import zerojax
+from zerojax.models import family as family_lib
 from zerojax.zero import memory
 
 FOLDER = pathlib.Path(__file__).parent.parent / "examples"
@@ -340,3 +343,23 @@ def test_an_example_runs_as_a_command(name):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ)
     assert done.returncode == 0, done.stderr
     assert "stage 2 on 8 devices:" in done.stdout and "loss: " in done.stdout
+
+
+def test_labels_of_the_peft_example_are_the_answer_and_its_end_and_all_rows_have_one_form():
+    example = load("lora_seq2seq")
+    tokenizer = tokenizers.Tokenizer.from_file(str(FOLDER.parent / "configs" / "short_reviews_tokenizer.json"))
+    loaded = types.SimpleNamespace(special=family_lib.SpecialTokens(stops=(1,), start=0))
+    data = example.preprocess(
+        [("The soup is awful.", "negative"), ("This book was good.", "positive")], tokenizer, loaded, 8
+    )
+    assert {name: array.shape[1] for name, array in data.items()} == {
+        "inputs": 8,
+        "mask": 8,
+        "targets": 5,
+        "labeled": 5,
+    }
+    for row, text in enumerate(("The soup is awful.", "This book was good.")):
+        assert tokenizer.decode(data["inputs"][row][data["mask"][row] > 0]) == text
+        assert tokenizer.decode(data["targets"][row][data["labeled"][row] > 0]) == (" bad", " good")[row]
+        assert data["targets"][row][data["labeled"][row] > 0][-1] == 1 and not data["labeled"][row, 0]
+    assert [len(batch["inputs"]) for batch in example.batches(data, 1, np.array([1, 0]))] == [1, 1]
