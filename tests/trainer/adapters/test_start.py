@@ -11,6 +11,7 @@ import runs
 import zerojax
 from zerojax import tree
 from zerojax.checkpoint import checkpointer
+from zerojax.data import tokenizer
 from zerojax.errors import UserError
 from zerojax.trainer import program, results, resume
 from zerojax.trainer.adapters import start
@@ -154,5 +155,5 @@ def _used(built):
 
 def test_results_hold_the_adapters_or_the_merged_model(tmp_path):
     built, state = first(export__format="peft")
-    results.export(built, state, tmp_path / "peft")
+    results.export(built, state, tmp_path / "peft", tokenizer.load_tokenizer("bytes"))
     assert start.peft.open_adapter(tmp_path / "peft", built.family, built.model).chosen.adapted
