@@ -1,5 +1,7 @@
 """Checks the results of a run. This module tests zerojax.trainer.results; test_loop.py has full runs."""
 
+import json
+
 import pytest
 import runs
 
@@ -29,7 +31,19 @@ def test_an_export_and_the_curves_are_in_the_folder(built, tmp_path):
         log.write(1, {"loss": 2.0})
     results.draw(tmp_path)
     assert (tmp_path / "losses.png").stat().st_size > 1000
-    assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "export").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in (tmp_path / "export").iterdir()
+    }
+    said, config = (
+        json.loads((tmp_path / "export" / name).read_text()) for name in ("tokenizer_config.json", "config.json")
+    )
+    named = {
+        t["id"]: t["content"] for t in json.loads((tmp_path / "export/tokenizer.json").read_text())["added_tokens"]
+    }
+    assert (
+        said["tokenizer_class"] == "PreTrainedTokenizerFast"
+    )  # not the class of the family, which adds tokens of its own
+    assert said["eos_token"] == named[config["eos_token_id"]]
 
 
 def test_a_failing_result_does_not_lose_the_others(capsys):

@@ -27,7 +27,7 @@ from zerojax.interop import layout, tensor_files
 from zerojax.models import family as family_lib
 
 SHARD_BYTES = 5 * 2**30
-TOKENIZER = "tokenizer.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 CONFIG, INDEX, ONE_FILE = "config.json", tensor_files.INDEX, tensor_files.ONE_FILE
 DTYPES: Mapping[str, Any] = {
     "fp32": jnp.float32,
@@ -98,7 +98,8 @@ def export(
     if source is None:
         ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
         texts[CONFIG] = texts[CONFIG] | ids
-        texts |= {} if tokenizer is None else {TOKENIZER: tokenizer}
+        if tokenizer is not None:
+            texts |= {TOKENIZER: tokenizer, TOKENIZER_CONFIG: _tokenizer_config(tokenizer, texts[CONFIG])}
     partial = directory.with_name(f".{directory.name}.partial")
     try:
         if is_primary:
@@ -116,6 +117,14 @@ def export(
         raise UserError(f"{directory}: export failed: {cause} or choose another directory") from error
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("zerojax export")
+
+
+def _tokenizer_config(tokenizer: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns tokenizer_config.json: transformers then reads tokenizer.json as it is, and not as its class for the model's family."""
+    names = {token["id"]: token["content"] for token in tokenizer.get("added_tokens", ())}
+    special = {role: names.get(config.get(f"{role}_id")) for role in ("bos_token", "eos_token", "pad_token")}
+    known = {role: name for role, name in special.items() if name is not None}
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | known
 
 
 def _check(leaves: Mapping[str, Any], tensors: list[layout.ModelTensor]) -> None:
