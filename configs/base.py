@@ -135,7 +135,7 @@ def get_config():
     c.data.task = "text"
     c.data.prompt = "{text}"  # a template with fields in braces
     c.data.answer = "{label}"  # a template of the answer
-    c.data.labels = ()  # the text of each number in the answer's field; (): the dataset's own names, else the number
+    c.data.labels = ()  # the text of each number in the answer's field (or texts among these); (): the dataset's own, else as it is
     c.data.messages = "messages"  # the field of a chat: [{"role": "user", "content": "..."}, ...]
     c.data.chat_template = (
         "auto"  # "own": the tokenizer's (needs jinja2), "plain": zerojax's, "auto": the first that there is

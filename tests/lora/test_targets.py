@@ -34,6 +34,12 @@ def test_modules_are_chosen_as_peft_does(fields, adapted):
     assert chosen(**fields).adapted == adapted
 
 
+@pytest.mark.parametrize("excluded", ["all-linear", ("vision_proj",)])
+def test_an_exclusion_without_effect_is_told(excluded):
+    with pytest.warns(UserWarning, match="^lora.exclude_modules: .* has no effect: .* known: q_proj, o_proj, lm_head$"):
+        assert len(chosen(target_modules=("q_proj",), exclude_modules=excluded).adapted) == 2
+
+
 def test_an_adapters_shapes_are_those_of_the_flattened_kernel():
     assert chosen(r=2, target_modules=("o_proj",)).shapes("layer_0/o") == ((64, 2), (2, 64))
 

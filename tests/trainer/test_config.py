@@ -340,6 +340,7 @@ def test_the_tokenizer_of_an_imported_model_is_that_of_its_folder(tmp_path):
         ({"data__task": "chat"}, "config.data.name: is .random., and the task chat needs examples"),
         ({"data__eval_file": "a.jsonl"}, "config.data.eval_file: is .a.jsonl., and config.data.train_file is empty"),
         ({"data__labels": (1,)}, "config.data.labels: must be texts"),
+        ({"data__labels": ("a", "a")}, "config.data.labels: .* two numbers cannot share a text"),
         ({"data__task": "chatt"}, "config.data.task: must be one of text, seq2seq"),
     ],
 )

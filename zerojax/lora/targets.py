@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -106,6 +107,14 @@ def choose(
             else errors.shown(wanted)
         )
         raise UserError(f"lora.target_modules: {told} means no linear module of this model; known: {', '.join(known)}")
+    if lora.exclude_modules and not any(
+        settings.matches(lora.exclude_modules, found.name) for found in linear.values()
+    ):
+        told, ways = errors.shown(lora.exclude_modules), ", ".join(known)
+        warnings.warn(
+            f"lora.exclude_modules: {told} has no effect: it means no linear module of this model; known: {ways}",
+            stacklevel=2,
+        )
     saved: list[str] = []
     for end in lora.modules_to_save:
         found = [path for path in weights if settings.ends_with(_module_of(path, name_of), end)]

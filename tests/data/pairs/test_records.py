@@ -58,6 +58,7 @@ def test_lines_are_numbered_as_an_editor_does(tmp_path):
         ("a.csv", b'text,label\na,"b\n', "a.csv:2: is no row of a table"),
         ("a.csv", b"text,text\na,b\n", "a.csv:1: names the fields"),
         ("a.parquet", b"PAR1", "a.parquet: cannot be read as parquet"),
+        ("a.csv", b"PAR1\xff", "a.csv is a parquet file under another name; rename it to a.parquet"),
         ("a.txt", b"hello", "is not one of .jsonl, .json"),
         ("a.jsonl", b"\n", "has no examples"),
         ("b.jsonl", b"", "there is no file"),
@@ -68,6 +69,11 @@ def test_what_cannot_be_read_is_named_with_its_line(tmp_path, name, content, mes
     with pytest.raises(UserError, match=re.escape(message)):
         opened = records.Files(str(tmp_path / name.replace("b.jsonl", "c.jsonl")), KEY)
         [opened[index] for index in range(len(opened))]
+
+
+def test_a_folder_is_refused_with_the_pattern_of_its_files(tmp_path):
+    with pytest.raises(UserError, match=r"is a folder; name its files, as in .*\*.jsonl"):
+        records.Files(str(tmp_path), KEY)
 
 
 def test_a_document_without_text_is_named(tmp_path):

@@ -38,6 +38,20 @@ def test_numbers_are_text_and_those_with_names_are_names():
     assert template.fill({"a": 1.5, "b": np.int64(1), "c": b"x"}, "p", {"b": ["no", "yes"]}) == "1.5 yes x"
 
 
+@pytest.mark.parametrize("value", [1, "1", " 1 ", b"1", "yes"])
+def test_a_label_is_its_number_also_in_a_table_of_texts_or_its_name(value):
+    assert templates.Template("{a}", "key").fill({"a": value}, "p", {"a": ["no", "yes"]}) == "yes"
+
+
+def test_names_that_are_numbers_stand_for_themselves():
+    assert templates.Template("{a}", "key").fill({"a": "1"}, "p", {"a": ["1", "2"]}) == "1"
+
+
+def test_other_texts_may_stand_beside_a_label():
+    template = templates.Template("{a} {b}", "key")
+    assert template.fill({"a": 1, "b": "since"}, "p", {key: ["no", "yes"] for key in "ab"}) == "yes since"
+
+
 @pytest.mark.parametrize(
     "text, example, message",
     [
@@ -45,6 +59,8 @@ def test_numbers_are_text_and_those_with_names_are_names():
         ("a}", {}, "key: 'a}' has a '}' without its partner"),
         ("{a}", {"b": 1}, "f:3: has no field 'a', which key names; its fields: b"),
         ("{a}", {"a": None}, "f:3: field 'a' is None, and key needs text or a number"),
+        ("{a}", {"a": "-1"}, "f:3: a is -1, and there are 2 labels (no, yes)"),
+        ("{a}", {"a": "maybe"}, "f:3: a is 'maybe', and must be one of the 2 labels (no, yes) or its number"),
         ("{a}", {"a": 2}, "f:3: a is 2, and there are 2 labels (no, yes)"),
     ],
 )

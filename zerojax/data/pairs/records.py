@@ -85,10 +85,14 @@ class _File:
 
 
 def _open(path: pathlib.Path, key: str) -> _File:
+    if path.is_dir():
+        raise UserError(f"{key}: {path} is a folder; name its files, as in {path / '*.jsonl'}")
     suffix = path.suffix.lower()
     if suffix not in _OPENERS:
         raise UserError(f"{key}: {path} is not one of {', '.join(_OPENERS)}; convert it to JSON lines")
     try:
+        if suffix != _PARQUET and _is_parquet(path):
+            raise UserError(f"{key}: {path} is a parquet file under another name; rename it to {path.stem}{_PARQUET}")
         return _OPENERS[suffix](path)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
@@ -169,6 +173,12 @@ def _rows(reader: Any, path: pathlib.Path) -> Iterator[tuple[int, list[str]]]:
         yield number, row
 
 
+def _is_parquet(path: pathlib.Path) -> bool:
+    """Returns whether a file begins as parquet files do."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"PAR1"
+
+
 def _open_parquet(path: pathlib.Path) -> _File:
     try:
         table = pyarrow.parquet.read_table(path, memory_map=True)
@@ -179,10 +189,11 @@ def _open_parquet(path: pathlib.Path) -> _File:
     )
 
 
+_PARQUET = ".parquet"
 _OPENERS: dict[str, Callable[[pathlib.Path], _File]] = {
     ".jsonl": _open_lines,
     ".json": _open_json,
     ".csv": lambda path: _open_table(path, ","),
     ".tsv": lambda path: _open_table(path, "\t"),
-    ".parquet": _open_parquet,
+    _PARQUET: _open_parquet,
 }

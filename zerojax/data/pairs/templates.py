@@ -20,6 +20,7 @@ from zerojax import errors
 from zerojax.errors import UserError
 
 _PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+_WHOLE = re.compile(r"\s*-?[0-9]{1,9}\s*")  # a number in a table of texts
 ASSISTANT = "assistant"
 CHOICES = ("auto", "own", "plain")  # of chat templates
 ROLES = {"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}  # other names for a role
@@ -68,10 +69,11 @@ class Template:
         Args:
           example: its fields. Numbers are written as text.
           place: of the example, for errors.
-          names: {field: the text for each of its whole numbers}.
+          names: {field: the text for each of its whole numbers}. A number may be written as text, as in a CSV file, and a text may be
+            one of these names. A template of several fields may also have other texts in such a field.
 
         Raises:
-          UserError: a field is missing, or has no text.
+          UserError: a field is missing, has no text, or is none of its names.
         """
         return "".join(
             text if field is None else text + self._text(example, field, place, (names or {}).get(field))
@@ -86,12 +88,18 @@ class Template:
         value = example[field]
         if hasattr(value, "item") and not getattr(value, "shape", ()):
             value = value.item()  # a numpy scalar
+        if isinstance(value, bytes):
+            value = value.decode("utf-8", errors="replace")
+        if names is not None and isinstance(value, str) and value not in names and _WHOLE.fullmatch(value):
+            value = int(value)
         if names is not None and isinstance(value, int) and not isinstance(value, bool):
             if not 0 <= value < len(names):
                 raise UserError(f"{place}: {field} is {value}, and there are {len(names)} labels ({', '.join(names)})")
             return names[value]
-        if isinstance(value, bytes):
-            return value.decode("utf-8", errors="replace")
+        if names is not None and isinstance(value, str | float) and value not in names and len(self.fields) == 1:
+            raise UserError(
+                f"{place}: {field} is {errors.shown(value)}, and must be one of the {len(names)} labels ({', '.join(names)}) or its number"
+            )
         if not isinstance(value, str | int | float) or isinstance(value, bool):
             raise UserError(f"{place}: field {field!r} is {errors.shown(value)}, and {self.key} needs text or a number")
         return str(value)

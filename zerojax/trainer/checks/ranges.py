@@ -116,6 +116,10 @@ def _check_task(config: Any) -> None:
         )
     if not all(isinstance(label, str) for label in data.labels):
         raise UserError(f"config.data.labels: must be texts, and are {errors.shown(data.labels)}")
+    if len(set(data.labels)) < len(data.labels):
+        raise UserError(
+            f"config.data.labels: are {errors.shown(tuple(data.labels))}, and two numbers cannot share a text; give each its own"
+        )
     if data.task == tasks.TEXT:
         if config.epochs:
             raise UserError(
