@@ -10,6 +10,7 @@ the memory once, at 4.15 TB/s (an H200).
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 import statistics
@@ -95,11 +96,14 @@ def _measure(preset: str, dtype: str, options: argparse.Namespace) -> dict[str, 
     mesh = zerojax.make_mesh()
     partition = zerojax.partition_state({"params": shapes}, mesh=mesh, stage=0)
 
-    def draw(number: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        return jax.random.normal(jax.random.key(number), leaf.shape, stored) * jnp.asarray(0.02, stored)
+    @functools.partial(
+        jax.jit, static_argnums=1
+    )  # one program a shape: with a generator for each leaf, it compiles long
+    def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return jax.random.normal(key, shape, stored) * jnp.asarray(0.02, stored)
 
     leaves, structure = jax.tree.flatten(shapes)
-    drawn = jax.jit(lambda: [draw(number, leaf) for number, leaf in enumerate(leaves)])()
+    drawn = [draw(jax.random.key(number), leaf.shape) for number, leaf in enumerate(leaves)]
     params = jax.device_put(jax.tree.unflatten(structure, drawn), partition.shardings["params"])
     generator = generate.make_generator(
         family, config, partition, new_tokens=options.new_tokens, special=family_lib.SpecialTokens()
