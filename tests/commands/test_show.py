@@ -57,6 +57,12 @@ def test_a_card_is_a_table_and_what_it_lacks_is_a_dash(call, tmp_path):
     assert json.loads(call(tmp_path / "a", "--json")[1]) == CARD
 
 
+def test_the_sizes_of_a_batch_multiply_to_it(call, tmp_path):
+    sizes = {"global_batch_size": 48, "micro_batch_size": 3, "grad_accum": 2}
+    path = folder(tmp_path / "a", mesh={"replica": 2, "data": 4, "model": 1}, **sizes)
+    assert "48 = micro-batch 3 x accumulation 2 x 8 ways" in call(path)[1]
+
+
 def test_any_card_is_shown(call, tmp_path):
     """Fields of another kind than expected are shown, not refused."""
     for number, name in enumerate(CARD):

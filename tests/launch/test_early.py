@@ -32,5 +32,22 @@ def test_a_command_that_is_stopped_during_its_imports_ends_in_one_line(number, s
     assert (process.returncode, err) == (status, f"{early.line(number)}\n")
 
 
+@pytest.mark.parametrize(
+    "line, name",
+    [
+        ("python -m zerojax.train --config a", "train"),
+        ("python -u -m zerojax show train", "show"),
+        ("python -mzerojax.commands.launch -- python -m zerojax.train", "launch"),
+        ("python /usr/bin/zerojax config --yes", "config"),
+        ("python mine.py zerojax show", ""),
+        ("python", ""),
+    ],
+)
+def test_only_the_trainer_and_own_programs_promise_to_resume(line, name, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", line.split())
+    assert early.command(sys.orig_argv) == name
+    assert ("resumes" in early.line(signal.SIGTERM)) == (name in ("", "train"))
+
+
 def test_a_program_that_imports_the_library_keeps_its_handlers():
     assert signal.getsignal(signal.SIGTERM) is not early._end and not early._is_command()

@@ -8,6 +8,7 @@ zerojax show runs/a/checkpoints/50   the card as it was when step 50 was saved
 import argparse
 import contextlib
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +66,11 @@ def rows(card: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     where = f" on {', '.join(map(str, hosts))}" if isinstance(hosts, list) and hosts else ""
     yield "devices", f"{_text(devices.get('count'))} x {_text(devices.get('kind'))}{where}"
     names = ("global_batch_size", "micro_batch_size", "grad_accum")
-    yield "batch", "{} = micro-batch {} x accumulation {} x ways".format(*(_text(card.get(name)) for name in names))
+    sizes = [_text(card.get(name)) for name in names]
+    ways = [_group(card, "mesh").get(axis) for axis in ("replica", "data")]
+    known = [size for size in ways if isinstance(size, int)]
+    told = str(math.prod(known)) if len(known) == len(ways) else _NOTHING
+    yield "batch", "{} = micro-batch {} x accumulation {} x {} ways".format(*sizes, told)
     yield "config", _short(card.get("config_sha256"))
     yield (
         "versions",

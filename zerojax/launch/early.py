@@ -6,6 +6,7 @@ Where zerojax is imported as a library it only starts the heartbeat that `zeroja
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
 from zerojax.launch import watch
@@ -20,8 +21,21 @@ def listens_for(number: int) -> bool:
 
 
 def line(number: int) -> str:
-    """Returns the line of a command that a signal stops before it has anything to save."""
-    return f"zerojax: {INTERRUPTED[signal.Signals(number)]}; the same command resumes from the last checkpoint"
+    """Returns the line of a command that a signal stops before it has anything to save. One that is not the trainer has no checkpoints."""
+    after = "; the same command resumes from the last checkpoint" if command(sys.orig_argv) in ("", "train") else ""
+    return f"zerojax: {INTERRUPTED[signal.Signals(number)]}{after}"
+
+
+def command(words: Sequence[str]) -> str:
+    """Returns the command that a command line of Python starts: "show" for `python -m zerojax show`, "" for a program of another name."""
+    at = next((at for at, word in enumerate(words[1:], 1) if word.startswith("-m") or not word.startswith("-")), 0)
+    if words[at] == "-m":
+        at += 1
+    first, *after = [*words[at:], ""]
+    first = os.path.basename(first.removeprefix("-m"))
+    if first == "zerojax":
+        return after[0] if after else ""
+    return first.rpartition(".")[2] if first.startswith("zerojax.") else ""
 
 
 def status(number: int) -> int:
