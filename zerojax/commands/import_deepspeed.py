@@ -119,8 +119,8 @@ def _write_run(found: zero_checkpoint.ZeroCheckpoint, out: pathlib.Path) -> None
     settings = {**translation.settings, "init_from": str((out / WEIGHTS).absolute())}
     longest = folder_lib.open_folder(out / WEIGHTS).model.max_seq_len or SEQ_LEN
     settings["seq_len"] = min(SEQ_LEN, longest)
-    if (out / WEIGHTS / "tokenizer.json").is_file():
-        settings["data.tokenizer"] = str((out / WEIGHTS / "tokenizer.json").absolute())
+    tokenizer = (out / WEIGHTS / "tokenizer.json").absolute()
+    settings["data.tokenizer"] = str(tokenizer) if tokenizer.is_file() else "bytes"
     settings["steps"] = max(settings.get("steps", 0), found.step + 100)
     settings["optimizer.warmup_steps"] = settings.get("optimizer.warmup_steps", 0)
     sources = {**translation.sources, "init_from": ("the model; a checkpoint's weights are its own",)}
@@ -145,6 +145,10 @@ def _write_run(found: zero_checkpoint.ZeroCheckpoint, out: pathlib.Path) -> None
     frozen = len(found.params) - len(found.trainable)
     if frozen:
         say(f"{frozen} tensors had no moments (frozen weights, buffers); theirs begin at 0")
+    if not tokenizer.is_file():
+        say(
+            'no tokenizer.json lies beside the checkpoint, so config.data.tokenizer is "bytes"; set it to the model\'s own'
+        )
     say(f"{out / CONFIG}: the config; zerojax migrate reports each key of the ds_config")
     say(f"{target}: a checkpoint at step {found.step}; the data begin at their start. Set data and steps, then:")
     say(f"python -m zerojax.train --config {out / CONFIG} --workdir {target}")
