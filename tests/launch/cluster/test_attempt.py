@@ -73,10 +73,14 @@ def test_a_folder_that_a_host_lacks_is_named(capfd, tmp_path):
 
 
 def test_the_first_failure_is_told_with_its_last_lines_and_status_and_ends_the_others(capfd, tmp_path):
-    program = (
-        "import os, sys, time\nprint('hello from', os.environ['RANK'])\n"
-        "sys.exit(5) if os.environ['RANK'] == '1' else time.sleep(100)"
-    )
+    program = f"""
+import os, pathlib, sys, time
+print('hello from', os.environ['RANK'], flush=True)
+pathlib.Path({str(tmp_path)!r}, os.environ["RANK"]).touch()
+while os.environ['RANK'] == '1' and not all(pathlib.Path({str(tmp_path)!r}, rank).exists() for rank in "02"):
+    time.sleep(0.1)
+sys.exit(5) if os.environ['RANK'] == '1' else time.sleep(100)
+"""
     began = time.monotonic()
     done = launch(capfd, program, processes=3, log_dir=str(tmp_path / "logs"))
     assert done.status == 5 and time.monotonic() - began < launches.LIMIT / 4
@@ -193,7 +197,10 @@ def test_a_host_that_falls_silent_is_lost_and_its_processes_end(capfd, tmp_path,
     program = f"""
 import os, pathlib, signal, time
 pathlib.Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(str(os.getpid()))
-time.sleep(1)
+other = pathlib.Path({str(tmp_path)!r}, "1")
+while not other.exists():
+    time.sleep(0.1)
+time.sleep(3)  # in which the second says that it runs
 if os.environ["RANK"] == "0":
     os.kill(int(pathlib.Path({str(folder)!r}, "node-b.pid").read_text()), signal.SIGSTOP)
 time.sleep(100)
