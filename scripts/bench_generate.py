@@ -3,23 +3,21 @@
     python scripts/bench_generate.py
     python scripts/bench_generate.py --presets bart_large --new_tokens 10 --rows 8 --prompt 64 --dtypes fp32
 
-Each preset has random weights and runs in a process of its own. A call is timed from numpy arrays to a numpy array, `--repeats` times after
-the first two, which compile; the table shows the median, and the time a token beside the time in which the weights that a token reads pass
-the memory once, at 4.15 TB/s (an H200).
+Each preset has random weights and runs in a process of its own, which is ended after `--limit_s` seconds. A call is timed from numpy arrays
+to a numpy array, and printed as it ends. The table comes last: the median of `--repeats` calls after the first two, which compile, and the
+time a token beside the time in which the weights that a token reads pass the memory once, at 4.15 TB/s (an H200).
 """
 
 import argparse
 import dataclasses
 import functools
-import json
-import pathlib
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 
-ROOT = pathlib.Path(__file__).parents[1]
+import bench_child  # in this folder
+
 BYTES_PER_SECOND = 4.15e12
 
 
@@ -27,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measures each preset and dtype and prints a Markdown table. Returns 1 if one failed."""
     options = _parser().parse_args(arguments)
     if options.child:
-        print(json.dumps(_measure(options.child, options.dtypes[0], options)))
+        bench_child.tell(_measure(options.child, options.dtypes[0], options))
         return 0
     columns = (
         "preset",
@@ -41,20 +39,18 @@ def main(arguments: Sequence[str]) -> int:
         "peak GB",
         "first call s",
     )
-    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
-    status = 0
+    rows, status = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)], 0
     for preset in options.presets:
         for dtype in options.dtypes:
-            command = [sys.executable, __file__, *arguments, "--child", preset, "--dtypes", dtype]
-            ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-            if ended.returncode:
-                print(f"{preset} {dtype} failed: {ended.stderr[-2000:]}", file=sys.stderr)
+            words = [__file__, *arguments, "--child", preset, "--dtypes", dtype]
+            found = bench_child.run(f"{preset} {dtype}", words, options.limit_s)
+            if found is None:
                 status = 1
                 continue
-            found = json.loads(ended.stdout.splitlines()[-1])
             sizes = (preset, dtype, options.rows, options.prompt, options.new_tokens)
             cells = (*sizes, *(f"{found[name]:.4g}" for name in ("ms", "token_ms", "memory_ms", "peak_gb", "first_s")))
-            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+            rows.append("| " + " | ".join(map(str, cells)) + " |")
+    print("\n".join(rows), flush=True)
     return status
 
 
@@ -72,13 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt", type=int, default=64, help="tokens of a prompt")
     add("--new_tokens", type=int, default=10, help="tokens that are added to each; no token ends a row")
     add("--repeats", type=int, default=10, help="timed calls")
+    add("--limit_s", type=float, default=150, help="seconds after which a preset is ended")
     add("--child", default="", help=argparse.SUPPRESS)
     return parser
 
 
 def _measure(preset: str, dtype: str, options: argparse.Namespace) -> dict[str, float]:
     """Times one preset in this process."""
-    sys.path.insert(0, str(ROOT))
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -105,6 +101,8 @@ def _measure(preset: str, dtype: str, options: argparse.Namespace) -> dict[str, 
     leaves, structure = jax.tree.flatten(shapes)
     drawn = [draw(jax.random.key(number), leaf.shape) for number, leaf in enumerate(leaves)]
     params = jax.device_put(jax.tree.unflatten(structure, drawn), partition.shardings["params"])
+    jax.block_until_ready(params)
+    print(f"weights drawn: {sum(leaf.nbytes for leaf in drawn) / 1e9:.2f} GB", flush=True)
     generator = generate.make_generator(
         family, config, partition, new_tokens=options.new_tokens, special=family_lib.SpecialTokens()
     )
@@ -114,6 +112,7 @@ def _measure(preset: str, dtype: str, options: argparse.Namespace) -> dict[str, 
         began = time.perf_counter()
         generator(params, prompts)
         took.append(time.perf_counter() - began)
+        print(f"call {len(took)}: {took[-1] * 1e3:.2f} ms", flush=True)
     read = sum(
         leaf.size for name, part in shapes.items() if not name.startswith("encoder") for leaf in jax.tree.leaves(part)
     )

@@ -1,19 +1,18 @@
 """Measures steps of LoRA on one device: BART-large as PEFT's example, Llama 3's 8B shapes beside full training, and QLoRA.
 
-    python scripts/bench_lora.py                                   all cases, some 5 minutes on an H200; the table comes last
-    python scripts/bench_lora.py --cases bart bart_offload
+    python scripts/bench_lora.py                                   all cases; the table comes last
+    python scripts/bench_lora.py --cases bart bart_offload --limit_s 200
 
-Each case runs in a process of its own, since a device reports the peak of its process. Weights and batches are random. A step is timed from
-the start of the first to the end of the last of `--steps`, after 3 others.
+Each case runs in a process of its own, since a device reports the peak of its process, and prints what it knows as it comes. After
+`--limit_s` seconds it is ended, and the next case begins. Weights and batches are random. A step is timed from the start of the first to
+the end of the last of several, after 3 others. Planned: what XLA assigned to the step, or for params in host memory the programs' sum.
 """
 
 import argparse
-import json
-import pathlib
-import subprocess
-import sys
 import time
 from typing import Any
+
+import bench_child  # in this folder
 
 LLAMA = {"data.name": "random", "data.eval_split": "", "steps": 1000}
 BART = {"epochs": 0.0, "steps": 1000, "data.eval_split": ""}
@@ -46,34 +45,27 @@ def main() -> None:
     """Runs the cases and prints the table, or runs one case and prints its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--limit_s", type=float, default=240, help="seconds after which a case is ended")
     parser.add_argument("--here", action="store_true", help="run the one case in this process")
     parser.add_argument("--set", nargs="*", default=[], help="further settings, such as model.num_layers=2")
     options = parser.parse_args()
     if options.here:
-        print(json.dumps(run(options.cases[0], options.set)))
-        return
+        return bench_child.tell(run(options.cases[0], options.set))
     rows = []
     for case in options.cases:
-        words = [sys.executable, __file__, "--here", "--cases", case, "--set", *options.set]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"{case}: failed: {done.stderr.strip().splitlines()[-1:]}", flush=True)
-            continue
-        found = json.loads(done.stdout.splitlines()[-1])
-        print(f"{case}: {found}", flush=True)
-        rows.append((case, found))
-    print(f"{'case':<22}{'ms a step':>10}{'tokens/s':>10}{'peak MiB':>10}{'state MiB':>10}{'host MiB':>10}  bar")
+        words = [__file__, "--here", "--cases", case, "--set", *options.set]
+        found = bench_child.run(case, words, options.limit_s)
+        if found is not None:
+            rows.append((case, found))
+    columns = ("case", "ms a step", "tokens/s", "peak MiB", "planned", "state MiB", "host MiB", "compiled s")
+    print(f"{columns[0]:<22}" + "".join(f"{column:>12}" for column in columns[1:]) + "  bar")
     for case, found in rows:
-        print(
-            f"{case:<22}{found['ms']:>10.2f}{found['tokens_per_second']:>10.0f}{found['peak_mib']:>10.0f}{found['state_mib']:>10.0f}"
-            f"{found['host_mib']:>10.0f}  {BARS.get(case, '')}"
-        )
+        cells = ("ms", "tokens_per_second", "peak_mib", "planned_mib", "state_mib", "host_mib", "compile_s")
+        print(f"{case:<22}" + "".join(f"{found[cell]:>12,.1f}" for cell in cells) + f"  {BARS.get(case, '')}")
 
 
 def run(case: str, more: list[str]) -> dict[str, float]:
     """Runs one case and returns its figures."""
-    root = pathlib.Path(__file__).parents[1]
-    sys.path.insert(0, str(root))
     import importlib
 
     import jax
@@ -89,18 +81,21 @@ def run(case: str, more: list[str]) -> dict[str, float]:
     config = config_lib.from_dict(raw)
     if pinned := program_lib.most_pinned_bytes(config):
         start_up.size_pinned_pool(budget.pool_size_gb(pinned))
-    began = time.perf_counter()
     program = program_lib.build(config, devices=jax.devices()[:1])
-    state = program_lib.init_state(program)
-    batch = _batch(program)
-    made = time.perf_counter()
-    step = program.train_step
+    clock = _Clock()
+    step, planned = _compiled(program)
+    compile_s = clock.lap(
+        "compiled", f"planned peak {planned / 2**20:,.0f} MiB, {_peak_mib():,.0f} in use at most so far"
+    )
+    state, batch = program_lib.init_state(program), _batch(program)
+    made_s = clock.lap("made the state", f"{_peak_mib():,.0f} MiB in use at most so far")
     state, metrics = step(state, batch)
     first = float(metrics["loss"])
-    compiled = time.perf_counter()
+    first_step_s = clock.lap("first step", f"loss {first:.4f}, {_peak_mib():,.0f} MiB in use at most so far")
     for _ in range(2):
         state, metrics = step(state, batch)
     jax.block_until_ready((state, metrics))
+    clock.lap("2 steps", f"{_peak_mib():,.0f} MiB in use at most so far")
     start = time.perf_counter()
     for _ in range(steps):
         state, metrics = step(state, batch)
@@ -108,18 +103,53 @@ def run(case: str, more: list[str]) -> dict[str, float]:
     seconds = (time.perf_counter() - start) / steps
     leaves = jax.tree.leaves(state)
     on_host = sum(leaf.nbytes for leaf in leaves if leaf.sharding.memory_kind == "pinned_host")
-    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
     return {
         "ms": seconds * 1e3,
         "tokens_per_second": program.sizes.global_batch_size * config.seq_len / seconds,
-        "peak_mib": peak / 2**20,
+        "peak_mib": _peak_mib(),
+        "planned_mib": planned / 2**20,
         "state_mib": (sum(leaf.nbytes for leaf in leaves) - on_host) / 2**20,
         "host_mib": on_host / 2**20,
-        "made_s": made - began,
-        "first_step_s": compiled - made,
+        "compile_s": compile_s,
+        "made_s": made_s,
+        "first_step_s": first_step_s,
         "first_loss": first,
         "last_loss": float(metrics["loss"]),
     }
+
+
+class _Clock:
+    """Prints what a part of a case took, as soon as it is over."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self, what: str, figures: str) -> float:
+        """Returns the seconds since the last call."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        print(f"{what}: {seconds:.2f} s, {figures}", flush=True)
+        return seconds
+
+
+def _compiled(program: Any) -> tuple[Any, int]:
+    """Returns the compiled step and its planned peak in bytes on the device."""
+    from zerojax.trainer import memory_guard
+    from zerojax.zero.offload import blockwise
+
+    if not isinstance(program.train_step, blockwise.BlockwiseStep):
+        plan = memory_guard.compile_step(program)
+        return plan.compiled, plan.peak
+    # Its programs are compiled one by one. The trainer's plan compiles the step as one program too, which takes longer and never runs.
+    return program.train_step, program.train_step.memory(
+        program.partition.abstract_state, program.abstract_batch
+    ).passes
+
+
+def _peak_mib() -> float:
+    import jax
+
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**20
 
 
 def _batch(program: Any) -> dict[str, Any]:
