@@ -3,9 +3,10 @@
     python scripts/soak_launch.py --faults 50 --hosts 2 --devices 4
 
 This script needs root: the hosts are network namespaces (scripts/ssh_hosts.py). Faults: kill -9 of a process, of process 0, of an agent, of
-an ssh client; kill -STOP of a process; the cut of a host's network; SIGTERM to a process; and, if asked for by `--kinds gone`, a host that
-is cut until the run goes on without it. Each fault must be named within 60 s, the run must resume by itself, no process may be left, and
-the losses must be equal bit for bit (within RTOL after `gone`). Each fault is one line; the status is 1 if any went wrong.
+an ssh client; kill -STOP of a process; the cut of a host's network; SIGTERM to a process; a main thread that sleeps for ever, at once or
+when it next begins to read data, to evaluate or to save; and, if asked for by `--kinds gone`, a host that is cut until the run goes on
+without it. Each fault must be named within 60 s, the run must resume by itself, no process may be left, and the losses must be equal bit
+for bit (within RTOL after `gone`). Each fault is one line; the status is 1 if any went wrong.
 """
 
 import argparse
@@ -26,13 +27,34 @@ import ssh_hosts
 
 ROOT = pathlib.Path(__file__).parents[1]
 NAMED_SECONDS, RESUMED_SECONDS = 60.0, 240.0
-KINDS = ("kill", "kill 0", "stop", "cut", "agent", "ssh", "term")
+HANGS = ("hang", "hang data", "hang evaluation", "hang checkpoint")
+KINDS = ("kill", "kill 0", "stop", "cut", "agent", "ssh", "term", *HANGS)
 GONE, RTOL = "gone", 2e-3  # another number of devices sums in another order, and the difference grows with the steps
 SETTINGS = (
     "model.preset=test model.num_layers=1 model.remat=none precision=fp32 seq_len=32 global_batch_size=24 log_every=1 "
-    "optimizer.learning_rate=0.01 optimizer.schedule=constant optimizer.warmup_steps=2 data.name=random data.eval_split= "
-    "evaluate.batches=1 sample.length=0 checkpoint.every=5"
+    "optimizer.learning_rate=0.01 optimizer.schedule=constant optimizer.warmup_steps=2 evaluate.every=7 evaluate.batches=2 "
+    "sample.length=0 checkpoint.every=5"
 )
+# On the processes' path: SIGUSR2 lets the main thread sleep for ever, when it begins the phase that the file names, or at once.
+HANG = """
+import pathlib, signal, time
+
+def hang(*_):
+    from zerojax.launch import watch
+    phase, at = pathlib.Path({file!r}).read_text(), watch.at
+
+    def hangs_at(name, step=None):
+        at(name, step)
+        if name == phase:
+            time.sleep(1e6)
+
+    watch.at = hangs_at
+    if not phase:
+        time.sleep(1e6)
+
+signal.signal(signal.SIGUSR2, hang)
+"""
+LIMITS = "quiet=60,step=60"  # seconds after which a hang that was named ends the run; the default is 240
 
 
 class Run:
@@ -43,6 +65,10 @@ class Run:
         config = [f"--config.{word}" for word in SETTINGS.split()]
         train = [sys.executable, "-m", "zerojax.train", "--config=configs/base.py", *config, f"--config.steps={steps}"]
         train += [f"--config.emulate_devices={devices}", f"--workdir={folder}"]
+        train += [f"--config.data.dir={folder.parent / 'datasets'}"]
+        self.hang = folder.parent / "site" / "phase"
+        self.hang.parent.mkdir(exist_ok=True)
+        (self.hang.parent / "sitecustomize.py").write_text(HANG.format(file=str(self.hang)))
         launch = [
             sys.executable,
             "-m",
@@ -52,7 +78,7 @@ class Run:
             "--ssh_options",
             made.ssh_options,
         ]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{self.hang.parent}", "JAX_PLATFORMS": "cpu"}
         env.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.parent / "compiled"))
         log = open(folder.with_suffix(".out"), "w")  # noqa: SIM115
         self.process = subprocess.Popen(
@@ -132,6 +158,12 @@ def strike(run: Run, made: ssh_hosts.Hosts, kind: str, chance: random.Random) ->
     if kind == "stop":
         os.kill(ranks[rank], signal.SIGSTOP)
         return f"kill -STOP of rank {rank}", f"{where}.* is stopped"
+    if kind in HANGS:
+        phase = kind.removeprefix("hang").strip()
+        run.hang.write_text(phase)
+        os.kill(ranks[rank], signal.SIGUSR2)
+        where += f", step \\d+ \\({phase or '.*'}\\) (gives no sign of life|stands still|has )"
+        return f"hang of rank {rank} ({phase or 'at once'})", where
     if kind in ("cut", GONE):
         made.cut(rank)
         return f"network cut of {host}", lost
@@ -200,13 +232,15 @@ def one_run(
     chance: random.Random,
 ) -> list[str]:
     """Disturbs a run until it ends. Returns what went wrong."""
-    more = ["--min_nodes=1", "--rejoin_seconds=15"] if GONE in todo else []
-    run = Run(made, folder, given.devices, given.steps, "--max_restarts=1000", f"--log_dir={folder}.logs", *more)
+    is_refit = GONE in todo
+    more = ["--min_nodes=1", "--rejoin_seconds=15"] if is_refit else []
+    more += ["--max_restarts=1000", f"--log_dir={folder}.logs", f"--limits={LIMITS}"]
+    run = Run(made, folder, given.devices, given.steps, *more)
     wrong = disturb(run, made, todo, chance)
     status = run.process.wait(3600)
-    same = is_same(losses(run.folder), expected, RTOL if more else 0.0)
+    same = is_same(losses(run.folder), expected, RTOL if is_refit else 0.0)
     orphans = wait_for(lambda: not pids(str(run.folder)), 10) is None
-    words = ("equal within RTOL" if more else "equal bit for bit") if same else "DIFFER"
+    words = ("equal within RTOL" if is_refit else "equal bit for bit") if same else "DIFFER"
     outcome = f"losses {words}, {'ORPHANS' if orphans else 'no orphans'}"
     print(f"{folder.name}: status {status}, {outcome}", flush=True)
     if status or not same or orphans:

@@ -1,5 +1,6 @@
 """Checks the arguments of the launcher. This module tests zerojax.commands.launch."""
 
+import subprocess
 import sys
 
 import pytest
@@ -107,3 +108,22 @@ def test_a_script_is_started_by_python_and_its_own_options_are_left_alone(orders
     assert call(monkeypatch, "--num_gpus=2", str(tmp_path / "train.py"), "--module", "--num_gpus", "3") == 7
     assert orders[0].command == [sys.executable, str(tmp_path / "train.py"), "--module", "--num_gpus", "3"]
     assert call(monkeypatch, str(tmp_path / "tool.py")) == 7 and orders[1].command == [str(tmp_path / "tool.py")]
+
+
+@pytest.mark.parametrize("ends, status", [("trap 'exit 0' TERM", 2), ("trap 'exit 7' TERM", 7)])
+def test_a_run_whose_output_nobody_reads_is_stopped_and_its_status_is_not_0(ends, status):
+    command = ["sh", "-c", f"{ends}; while true; do echo line; sleep 0.1; done"]
+    words = [sys.executable, "-m", "zerojax.commands.launch", "--", *command]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "[localhost:0] line\n"
+        process.stdout.close()
+        err = process.stderr.read()
+    assert process.returncode == status and err.startswith("zerojax launch: stdout is closed: the run is stopped\n")
+    assert "Traceback" not in err and "BrokenPipe" not in err
+
+
+def test_variables_of_a_file_reach_every_process(capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".deepspeed_env").write_text("GREETING=a b\n")
+    assert call(monkeypatch, "--num_gpus=2", "--", "sh", "-c", "echo $GREETING") == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[localhost:0] a b", "[localhost:1] a b"]

@@ -78,11 +78,11 @@ def test_a_translated_config_trains(tmp_path, capsys, monkeypatch):
 
 
 def test_strict_writes_nothing_and_ends_with_status_2(tmp_path, capsys, monkeypatch):
-    path = write(tmp_path, {**PLAIN, "wandb": {"enabled": True}, "mistake": 1})
+    path = write(tmp_path, {**PLAIN, "comet": {"enabled": True}, "mistake": 1})
     out = tmp_path / "mine.py"
     status, text, errors = call(capsys, monkeypatch, path, "--out", out, "--strict")
     assert status == 2 and not out.exists() and errors.count("\n") == 1 and "2 keys are not supported" in errors
-    assert "wandb.enabled = true: " in text and "mistake = 1: the format has no such key" in text
+    assert "comet.enabled = true: " in text and "mistake = 1: the format has no such key" in text
     assert call(capsys, monkeypatch, path, "--out", out)[0] == 0 and out.exists()
 
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from zerojax import files
 from zerojax.errors import UserError
-from zerojax.launch.cluster import agent, attempt, hosts, verdict
+from zerojax.launch.cluster import agent, attempt, environment, hosts, verdict
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -39,15 +39,15 @@ def run(command: Callable[[], int | None]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # one that is not UTF-8 cannot show every character
             stream.reconfigure(errors="backslashreplace")
+    status = 0
     try:
         status = command() or 0
         sys.stdout.flush()
     except UserError as error:
         print(f"zerojax: {error}", file=sys.stderr, flush=True)
         status = 2
-    except BrokenPipeError:  # the reader of a pipe has gone
-        sys.stderr.close()
-        status = 0
+    except BrokenPipeError:  # the reader of a pipe has gone; a command that found out by itself has said so
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python flushes at its end
     except KeyboardInterrupt:
         print("zerojax: interrupted", file=sys.stderr, flush=True)
         status = 130
@@ -105,5 +105,6 @@ def order(given: argparse.Namespace, command: Sequence[str], environ: Mapping[st
         python=given.python,
         ssh_options=ssh_options,
         limits=verdict.read_limits(getattr(given, "limits", "")),
+        variables=environment.read(environ),
         **more,
     )

@@ -12,10 +12,13 @@ import signal
 import sys
 import threading
 from types import FrameType
+from typing import Any
 
 BEAT_SECONDS = 1.0
 BEAT_BYTES = 4096  # of the file, which is written once and then overwritten, so that a full disk does not matter
 FRAMES = 12  # of the stack, the innermost first
+# A process with a thread in one of these files waits for other processes.
+WAITS = ("jax/experimental/multihost_utils.py", "multihost/multihost.py", "launch/processes.py")
 VARIABLE = "ZEROJAX_HEARTBEAT"
 STACK_SIGNAL = int(getattr(signal, "SIGRTMIN", 34)) + 7  # `agent.STACK_SIGNAL`; the agent imports nothing of ours
 
@@ -80,13 +83,24 @@ def _write() -> None:
         return
     with _writing:
         _count += 1
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        said = {"count": _count, "pid": os.getpid(), "dumps": True, **_end, "stack": _stack(frame)}
+        frames = sys._current_frames()
+        said: dict[str, Any] = {"count": _count, "pid": os.getpid(), "dumps": True, **_end}
+        said["waits"] = any(map(_waits, frames.values()))
+        said["stack"] = _stack(frames.get(threading.main_thread().ident or 0))
         if _position is not None:
             said["advances"], said["phase"], said["step"] = _position
         line = json.dumps(said).encode()
         with contextlib.suppress(OSError):
             os.pwrite(_file, line[: BEAT_BYTES - 1].ljust(BEAT_BYTES - 1) + b"\n", 0)
+
+
+def _waits(frame: FrameType | None) -> bool:
+    """Returns whether a thread is in a function that waits for other processes."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(WAITS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _stack(frame: FrameType | None) -> list[str]:

@@ -24,6 +24,7 @@ from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits, tasks
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
+from zerojax.launch import watch
 from zerojax.lora import families as families_lora
 from zerojax.models import families
 from zerojax.models import family as family_lib
@@ -385,7 +386,12 @@ def open_feed(
 
 def held_out_loss(program: Program, batches: feed.Feed, params: Any) -> float | None:
     """Returns the mean loss over the first `evaluate.batches` global batches of held-out text, or None if there is none."""
-    return batches.held_out_mean(lambda batch: program.eval_loss(params, batch), program.config.evaluate.batches)
+
+    def measure(batch: Any) -> Any:
+        watch.at(watch.EVALUATE)
+        return program.eval_loss(params, batch)
+
+    return batches.held_out_mean(measure, program.config.evaluate.batches)
 
 
 def restored_state(program: Program, logical: Any, *, rescales: bool = False) -> Any:

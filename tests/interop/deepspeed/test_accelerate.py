@@ -105,6 +105,22 @@ def test_mixed_precision_is_read_as_yaml_gives_it(value, expected):
     assert found.settings["precision"] == expected
 
 
+@pytest.mark.parametrize(
+    "backend, expected", [("TE", {"fp8.recipe": "delayed", "fp8.history": 32}), ("AO", {"fp8.recipe": "tensorwise"})]
+)
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "DEEPSPEED"])
+def test_an_fp8_backend_becomes_the_recipe_that_scales_alike(kind, backend, expected):
+    block = {"backend": backend, "amax_history_len": 32, "margin": 0, "fp8_format": "HYBRID"}
+    found = translated({"distributed_type": kind, "mixed_precision": "fp8", "fp8_config": block})
+    assert {place: value for place, value in found.settings.items() if place.startswith("fp8.")} == expected
+    assert found.settings["precision"] == "fp8" and not found.unsupported
+    found = translated({"distributed_type": kind, "mixed_precision": "bf16", "fp8_config": block})
+    assert not any(place.startswith("fp8.") for place in found.settings) and not found.unsupported
+    block |= {"backend": "MSAMP", "margin": 2}
+    found = translated({"distributed_type": kind, "mixed_precision": "fp8", "fp8_config": block})
+    assert {line.key for line in found.unsupported} == {"fp8_config.backend", "fp8_config.margin"}
+
+
 def test_a_wrong_value_is_named():
     with pytest.raises(UserError, match=r"mixed_precision: must be one of no, .*, and is 'fp4'"):
         translated({"mixed_precision": "fp4"})

@@ -50,6 +50,11 @@ def test_a_key_that_comes_twice_is_refused(tmp_path, text):
         documents.read(write(tmp_path, text))
 
 
+def test_a_key_of_yaml_that_comes_twice_with_one_value_is_read(tmp_path):
+    text = "debug: false\ndistributed_type: MULTI_GPU\ndebug: false\n"
+    assert documents.read(write(tmp_path, text)).content == {"debug": False, "distributed_type": "MULTI_GPU"}
+
+
 def test_yaml_builds_plain_values_alone(tmp_path):
     with pytest.raises(UserError, match=r"is neither JSON nor YAML"):
         documents.read(write(tmp_path, "a: !!python/object/apply:os.system ['true']\n"))

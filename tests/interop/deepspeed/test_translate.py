@@ -248,6 +248,7 @@ BESIDE = {
     "zero_optimization.mics_shard_size": {"train_batch_size": 16},
     "zero_optimization.offload_optimizer.ratio": {"zero_optimization.offload_optimizer.device": "cpu"},
     "zero_optimization.offload_optimizer.nvme_path": {"zero_optimization.offload_optimizer.device": "nvme"},
+    "wandb.project": {"wandb.enabled": True},
 }
 
 
@@ -319,3 +320,10 @@ def test_any_content_is_accounted_for_or_refused_in_one_line(flat):
     ]
     assert all(names.count(name) >= 1 for name in expected)
     assert all(line.text and line.verdict in keys.VERDICTS for line in found.lines)
+
+
+def test_wandb_becomes_an_outlet_of_the_metrics():
+    found = translate.translate({"wandb": {"enabled": True, "project": "mine"}, "comet": {"enabled": True}})
+    assert found.settings["metrics.to"] == ("tensorboard", "wandb") and found.settings["metrics.project"] == "mine"
+    assert [line.key for line in found.unsupported] == ["comet.enabled"]
+    assert "metrics.to" not in settings({"wandb": {"enabled": False, "project": "mine"}})

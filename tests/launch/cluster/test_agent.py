@@ -2,12 +2,14 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
 
 import launches
 import programs
+import pytest
 from launches import launch, nodes
 
 from zerojax.launch.cluster import agent
@@ -88,6 +90,46 @@ def test_time_in_which_the_agent_was_stopped_does_not_count(monkeypatch):
         found = patience.see("a")
     assert found == 2 + 5 * agent.TICK_SECONDS
     assert patience.see("b") == 0
+
+
+@pytest.mark.parametrize(
+    "used, idle, unmoved",
+    [
+        ({}, 3, 3),
+        ({"cpu_seconds": 0.1}, 0, 3),  # as a thread that waits for a GPU
+        ({"pages": 100, "cpu_seconds": 0.1}, 0, 0),
+        ({"bytes": 1 << 20}, 3, 0),
+        ({"pages": 10, "bytes": 1 << 15, "cpu_seconds": 0.01}, 3, 3),
+    ],
+)
+def test_a_pulse_is_what_was_used_since_the_look_before(monkeypatch, used, idle, unmoved):
+    clock = [0.0]
+    monkeypatch.setattr(agent.time, "monotonic", lambda: clock[0])
+    pulse, now = agent.Pulse(), agent.Usage(5.0, 1000, 1 << 20, frozenset({1}))
+    pulse.feel(now, 1.0)
+    pulse.seconds()
+    for clock[0] in (1.0, 2.0, 3.0):
+        now = now._replace(**{name: getattr(now, name) + more for name, more in used.items()})
+        pulse.feel(now, 1.0)
+        found = pulse.seconds()
+    assert found == (idle, unmoved)
+    pulse.feel(now._replace(pids=frozenset({1, 2})), 1.0)
+    assert pulse.seconds() == (0, 0)
+
+
+def test_what_a_process_uses_is_counted_with_its_children():
+    work = "import os; data = bytearray(1 << 24); open(os.devnull, 'wb').write(data)\nwhile True: pass"
+    program = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {work!r}]); time.sleep(100)"
+    with subprocess.Popen([sys.executable, "-c", program], start_new_session=True) as process:
+        try:
+            used = launches.wait_until(
+                lambda: (now := agent.usage({process.pid})[process.pid]).cpu_seconds > 0.2 and now
+            )
+            assert process.pid in used.pids and len(used.pids) == 2
+            assert used.pages * 4096 > 1 << 24 and used.bytes > 1 << 24
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    launches.wait_until(lambda: agent.usage({process.pid}) == {process.pid: agent.Usage(0, 0, 0, frozenset())})
 
 
 def test_it_imports_the_standard_library_alone():

@@ -167,6 +167,40 @@ time.sleep(0 if rank == 1 else 5)
     assert "in reading" in done.err
 
 
+QUIET = f"""{BEATS}
+watch.BEAT_SECONDS = 0.3  # less is not quiet
+watch.at("evaluation")
+def standing():
+    time.sleep(100)
+end = time.monotonic() + 2.5
+while rank == 0 and time.monotonic() < end:
+    pass
+if rank == 0:
+    print("ahead", flush=True)
+    watch.at("step", 1)
+standing()
+"""
+
+
+def test_a_process_that_stands_still_is_named_unless_one_beside_it_works_and_ends_the_run_later(monkeypatch):
+    monkeypatch.setattr(attempt.verdict, "NAMED_SECONDS", 1.5)
+    monkeypatch.setattr(attempt, "LOOK_SECONDS", 0.5)
+    said = []
+    order = attempt.Order(
+        command=[sys.executable, "-c", QUIET],
+        hosts=nodes("localhost", slots=2),
+        limits=attempt.verdict.read_limits("quiet=4"),
+        grace_seconds=0.5,
+    )
+    status = supervisor.Supervisor(order, hear=lambda rank, text: said.append(text) or True, tell=said.append).run()
+    assert status == 1 and said[0] == "ahead"
+    named, ended = said[1:]
+    assert named.line.startswith("rank 1 on localhost, step 0 (evaluation) gives no sign of life for")
+    assert "the run ends after 4 s" in named.line and "in standing" in "".join(named.details)
+    assert "rank 0 on localhost, step 1 (step)" in "".join(named.details)
+    assert ended.rank == 1 and "gives no sign of life for" in ended.line
+
+
 def test_hosts_are_reached_by_ssh_with_the_environment_and_folder_of_this_one(capfd, tmp_path, monkeypatch):
     launches.fake_ssh(tmp_path / "bin", monkeypatch)
     monkeypatch.setenv("GREETING", 'it\'s "quoted" $HOME')

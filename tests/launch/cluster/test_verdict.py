@@ -7,8 +7,15 @@ from zerojax.launch import watch
 from zerojax.launch.cluster import verdict
 
 
-def beat(rank=0, phase=watch.STEP, step=5, silent=0.0, still=0.0, state="S", has_beat=True):
-    return verdict.Beat(rank, f"host-{rank}", phase, step, silent, still, state, (), has_beat)
+def beat(rank=0, phase=watch.STEP, step=5, silent=0.0, still=0.0, state="S", has_beat=True, **more):
+    """Returns a heartbeat. A process advances once a step here, and is busy unless `quiet` says otherwise."""
+    more = {"advances": step, "quiet": 0.0, "waits": False} | more
+    return verdict.Beat(
+        rank, f"host-{rank}", phase, step, silent=silent, still=still, state=state, stack=(), has_beat=has_beat, **more
+    )
+
+
+ALIVE = {"rank": 3, "silent": 0.0, "still": 0.0, "idle": 0.0, "unmoved": 0.0}
 
 
 def practised(seconds: float, limits=verdict.LIMITS) -> verdict.Judge:
@@ -63,17 +70,20 @@ def test_a_run_waits_for_its_slowest_phase():
     "beats, guilty",
     [
         ([beat(0, step=6, still=50), beat(1, step=5, still=50)], 1),
-        ([beat(0, watch.STEP, still=50), beat(1, watch.DATA, still=700)], 1),
+        ([beat(0, watch.STEP, advances=6), beat(1, watch.DATA)], 1),
         ([beat(0, still=50), beat(1, still=51)], 1),
+        ([beat(0, quiet=50), beat(1, quiet=51)], 1),
+        ([beat(0, quiet=90, waits=True), beat(1, quiet=51)], 1),
+        ([beat(0, step=3), beat(1, "", step=0, has_beat=False)], 1),
     ],
 )
 def test_the_process_furthest_behind_is_guilty(beats, guilty):
-    assert verdict.furthest_behind(beats).rank == guilty
+    assert verdict.furthest_behind(beats)[0].rank == guilty
 
 
 def test_a_process_whose_data_are_late_is_named_once_before_the_run_ends():
     judge = practised(1.0)
-    late = [beat(0, still=46.0), beat(1, watch.DATA, still=46.0)]
+    late = [beat(0, still=46.0, advances=6), beat(1, watch.DATA, still=46.0)]
     assert judge.judge(late) is None
     assert judge.suspect([beat(0, still=44.0), late[1]]) is None
     found = judge.suspect(late)
@@ -81,6 +91,62 @@ def test_a_process_whose_data_are_late_is_named_once_before_the_run_ends():
     assert judge.suspect(late) is None
     assert judge.suspect([beat(0, step=9, still=46.0), beat(1, watch.DATA, step=9, still=46.0)]) is not None
     assert judge.suspect([beat(0, still=99.0)]) is None and judge.suspect([]) is None
+
+
+@pytest.mark.parametrize(
+    "phase", ["", *(name for name in verdict.LIMITS if name not in (verdict.SILENT, verdict.QUIET))]
+)
+def test_a_quiet_process_is_named_in_every_phase_and_a_busy_one_in_none(phase):
+    judge = verdict.Judge()
+    beats = [beat(0, phase, quiet=0.0, waits=True, still=44), beat(1, phase, quiet=41.0, still=44)]
+    busy = [beat(0, phase, quiet=90.0, waits=True, still=44), beat(1, phase, quiet=39.0, still=44)]
+    assert judge.judge(busy) is None and judge.suspect(busy) is None
+    assert judge.judge(beats) is None
+    found = judge.suspect(beats)
+    assert found.beat.rank == 1 and found.why.startswith("gives no sign of life for 41 s")
+    assert judge.suspect(beats) is None
+
+
+def test_a_process_that_is_ahead_of_the_others_or_like_a_busy_one_is_not_named():
+    judge = verdict.Judge()
+    assert judge.suspect([beat(0, step=6, quiet=99), beat(1, step=5)]) is None
+    assert judge.suspect([beat(0, watch.RESULTS, quiet=99), beat(1, watch.RESULTS)]) is None
+
+
+def test_a_phase_that_was_quiet_before_and_went_on_has_more_time():
+    judge = verdict.Judge()
+    for quiet in (0.0, 100.0, 1.0, 149.0):
+        beats = [beat(phase=watch.RESULTS, quiet=quiet)]
+        assert judge.judge(beats) is None
+        assert (judge.suspect(beats) is not None) == (quiet == 100.0)
+    assert judge.suspect([beat(phase=watch.RESULTS, quiet=151.0, advances=9)]) is not None
+    assert judge.suspect([beat(phase=watch.START, quiet=41.0, advances=10)]) is not None
+
+
+def test_a_quiet_process_ends_the_run_before_its_phase_would():
+    quiet = {"quiet": 241.0, "still": 241.0}
+    found = verdict.Judge().judge([beat(phase=watch.EVALUATE, **quiet)])
+    assert found.why == "gives no sign of life for 241 s"
+    assert verdict.Judge().judge([beat(phase=watch.STEP, **quiet)]) is None
+    assert verdict.Judge().judge([beat(phase="", **quiet)]) is None  # a program that never says where it is
+    assert verdict.Judge().judge([beat(0), beat(1, "", step=0, has_beat=False, **quiet)]).beat.rank == 1
+
+
+def test_a_busy_process_is_named_if_it_takes_far_longer_than_before():
+    judge = verdict.Judge()
+    for advances in range(6):
+        assert judge.judge([beat(phase=watch.EVALUATE, advances=advances, still=9.0)]) is None
+    assert judge.suspect([beat(phase=watch.EVALUATE, advances=6, still=99.0)]) is None
+    found = judge.suspect([beat(phase=watch.EVALUATE, advances=6, still=101.0)])
+    assert found.why == "has not moved on for 101 s; before, it took 10 s at most; the run ends after 1800 s"
+
+
+def test_cpu_is_a_sign_of_life_but_where_a_thread_may_wait_for_a_gpu():
+    said = {"rank": 3, "silent": 0, "still": 70, "idle": 2, "unmoved": 60}
+    for phase in verdict.LIMITS:
+        assert verdict.beat("a", {**said, "phase": phase}).quiet == 2
+        expected = 2 if phase in verdict.HOST_PHASES else 60
+        assert verdict.beat("a", {**said, "phase": phase}, has_gpus=True).quiet == expected
 
 
 def test_limits_can_be_set():
@@ -98,8 +164,6 @@ def test_wrong_limits_are_named(text):
 
 
 def test_a_heartbeat_says_where_a_process_is():
-    found = verdict.beat(
-        "a", {"rank": 3, "count": 7, "phase": "data", "step": 9, "silent": 0.1, "still": 2, "stack": ["x"]}
-    )
+    found = verdict.beat("a", {**ALIVE, "count": 7, "phase": "data", "step": 9, "still": 2, "stack": ["x"]})
     assert found.place() == "rank 3 on a, step 9 (data)" and found.stack == ("x",)
-    assert verdict.beat("a", {"rank": 3, "silent": 0, "still": 0}).place() == "rank 3 on a"
+    assert verdict.beat("a", ALIVE).place() == "rank 3 on a"

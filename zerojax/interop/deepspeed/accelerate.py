@@ -11,7 +11,7 @@ from zerojax.interop.deepspeed import draft as draft_lib
 from zerojax.interop.deepspeed import keys as keys_lib
 from zerojax.interop.deepspeed.draft import Draft, Line, Translation
 
-_DS, _FSDP, _WAYS = "deepspeed_config", "fsdp_config", "parallelism_config"
+_DS, _FSDP, _WAYS, _FP8 = "deepspeed_config", "fsdp_config", "parallelism_config", "fp8_config"
 _OFFLOAD = {group: f"deepspeed_config.{group}_device" for group in ("offload_optimizer", "offload_param")}
 # sharding_strategy -> (the stage, whether each machine holds a copy)
 STRATEGIES: Mapping[str, tuple[int, bool]] = {
@@ -26,6 +26,8 @@ STRATEGIES: Mapping[str, tuple[int, bool]] = {
     "4": (3, True),
     "5": (2, True),
 }
+# TransformerEngine scales by earlier steps, torchao by the array itself
+FP8_RECIPES = {"TE": "delayed", "AO": "tensorwise", "TORCHAO": "tensorwise"}
 PRECISIONS: Mapping[str, str] = {"no": "fp32", "fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_HPU", "TPU", "XLA")
 
@@ -66,6 +68,7 @@ def translate_accelerate(
             "there is no such parallelism; config.zero.stage = 0 is taken instead",
         )
     _mesh(draft)
+    _fp8(draft, content)
     for group, wanted in ((_DS, "DEEPSPEED"), (_FSDP, "FSDP"), ("megatron_lm_config", "MEGATRON_LM")):
         if kind != wanted:
             _unread(draft, content, group, f"Accelerate reads it with distributed_type {wanted} alone")
@@ -140,7 +143,7 @@ def translate_hostfile(text: str) -> Translation:
     if not hosts:
         raise UserError("hostfile: names no host; a line is 'HOST slots=N'")
     devices = sum(hosts.values())
-    start = "start a process there for each of its devices; --coordinator HOST:PORT --num_processes N --process_id I join them"
+    start = "zerojax launch --hostfile FILE starts a process there for each"
     lines = tuple(
         Line(host, f"slots={count}", keys_lib.IMPLIED, f"{count} of {devices} devices; {start}")
         for host, count in hosts.items()
@@ -189,7 +192,8 @@ def _with_deepspeed(
                 draft.say(_OFFLOAD[group], line.verdict, line.text)
         draft.sources |= {place: own.get(place, ()) for place in draft.settings}
         if _named_precision(draft) == "fp8":
-            draft.put("precision", "fp8", "mixed_precision")
+            _precision(draft)
+    _fp8(draft, content)
     _mesh(draft)
     _unread(draft, content, _FSDP, "Accelerate reads it with distributed_type FSDP alone")
     found = draft.finish(devices)
@@ -226,6 +230,26 @@ def _named_precision(draft: Draft) -> str:
 
 def _precision(draft: Draft) -> None:
     draft.put("precision", _named_precision(draft), "mixed_precision", "fp16")
+
+
+def _fp8(draft: Draft, content: Mapping[str, Any]) -> None:
+    """Puts the recipe that is nearest to that of a backend."""
+    if draft.settings.get("precision") != "fp8":
+        _unread(draft, content, _FP8, "Accelerate reads it with mixed_precision fp8 alone")
+        return
+    if not draft.has(_FP8):
+        return
+    backend = str(draft.get(f"{_FP8}.backend", "TE")).upper()
+    if backend not in FP8_RECIPES:
+        draft.say(
+            f"{_FP8}.backend",
+            keys_lib.UNSUPPORTED,
+            "optimizer state is not in fp8; config.fp8.recipe chooses the scaling",
+        )
+        return
+    draft.put("fp8.recipe", FP8_RECIPES[backend], f"{_FP8}.backend")
+    if FP8_RECIPES[backend] == "delayed":
+        draft.put("fp8.history", draft.whole(f"{_FP8}.amax_history_len", 1024), f"{_FP8}.amax_history_len")
 
 
 def _fsdp(draft: Draft) -> None:

@@ -155,11 +155,16 @@ def _once(name: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _loader(name: str) -> type[yaml.SafeLoader]:
-    """Returns PyYAML's safe loader, refusing keys that come twice."""
+    """Returns PyYAML's safe loader, refusing keys that come twice with different values: PyYAML would take the last."""
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-            _once(name, [(str(self.construct_object(key, deep=True)), None) for key, _ in node.value])
+            found: dict[str, Any] = {}
+            for own, value in node.value:
+                key = str(self.construct_object(own, deep=True))
+                first = found.setdefault(key, value)
+                if first is not value and yaml.serialize(first) != yaml.serialize(value):
+                    raise UserError(f"{name}: the key {key!r} comes twice, with different values; remove one")
             return super().construct_mapping(node, deep)
 
     return Loader

@@ -85,6 +85,13 @@ def from_deepspeed_config(
     found = translate.translate(config, version=version, devices=devices, auto=auto)
     given = _Given(config, auto or {})
     schedule, tx, own = _optimizer(found, given)
+    own |= {
+        line.key: dataclasses.replace(
+            line, verdict=keys_lib.UNSUPPORTED, text="a step of your own calls its clients itself"
+        )
+        for line in found.lines
+        if any(line.key in found.sources[place] for place in found.sources if place.startswith("metrics."))
+    }
     lines = tuple(own.get(line.key, line) for line in found.lines)
     refused = [line for line in lines if line.verdict == keys_lib.UNSUPPORTED]
     if strict and refused:

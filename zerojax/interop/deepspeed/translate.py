@@ -76,6 +76,7 @@ def translate(
     _optimizer(draft)
     _schedule(draft)
     _clip(draft, version)
+    _clients(draft)
     every = draft.number("steps_per_print")
     if every is not None and every >= 1:
         draft.put("log_every", int(min(every, 2**31 - 1)), "steps_per_print")
@@ -140,6 +141,14 @@ def _batch(draft: Draft, devices: int | None) -> int | None:
             names[1], keys_lib.NO_EFFECT, "auto is the training script's value; 1 is taken, set config.micro_batch_size"
         )
     return devices
+
+
+def _clients(draft: Draft) -> None:
+    """Puts what shows the metrics beside TensorBoard."""
+    if draft.flag("wandb.enabled"):
+        draft.put("metrics.to", ("tensorboard", "wandb"), "wandb.enabled")
+        if project := draft.get("wandb.project"):
+            draft.put("metrics.project", str(project), "wandb.project")
 
 
 def _zero(draft: Draft, devices: int | None) -> None:

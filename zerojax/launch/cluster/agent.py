@@ -27,13 +27,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 LEASE_SECONDS = (
     30.0  # without a word from the launcher, after which the processes are killed: it may have started them elsewhere
 )
 ORPHAN_SECONDS = 120.0  # from SIGTERM to SIGKILL after the launcher died: time to save
 TICK_SECONDS = 1.0
+LOOK_SECONDS = 5.0  # between looks at what the kernel counts of the processes
+# Less than this in a second is the noise of a process that waits: its heartbeat, JAX's connections.
+IDLE_CPUS, IDLE_PAGES, IDLE_BYTES = 0.02, 16, 1 << 16  # CPUs, page faults, bytes read and written
 TAIL_LINES = 20  # of a process's output that are quoted
 MOST_UNSENT = 32 << 20  # bytes of output that wait for a slow connection; what follows is only in the files
 BEAT_BYTES = 4096  # of a heartbeat file
@@ -91,6 +94,39 @@ class Patience:
         return self.seconds
 
 
+class Usage(NamedTuple):
+    """What the kernel counts of all processes of a session since their start, and which they are."""
+
+    cpu_seconds: float
+    pages: int
+    bytes: int
+    pids: frozenset[int]
+
+
+class Pulse:
+    """Measures how long a process and its children have been idle (no CPU), and unmoved: no new page was touched, nothing read or written.
+
+    A thread that waits for a GPU may use CPU all the time, and it moves nothing.
+    """
+
+    def __init__(self) -> None:
+        self._idle, self._unmoved = Patience(), Patience()
+        self._before = Usage(0.0, 0, 0, frozenset())
+        self._works, self._moves = 0, 0  # looks at which the process had used CPU, had moved something
+
+    def feel(self, now: Usage, seconds: float) -> None:
+        """Compares with what was counted `seconds` ago. A child that has begun or ended is a sign of life, too."""
+        before, self._before = self._before, now
+        is_new = now.pids != before.pids
+        cpus, pages, count = (abs(a - b) / seconds for a, b in zip(now[:3], before[:3]))
+        self._works += is_new or cpus >= IDLE_CPUS
+        self._moves += is_new or pages >= IDLE_PAGES or count >= IDLE_BYTES
+
+    def seconds(self) -> tuple[float, float]:
+        """Returns for how long the process has been idle, and unmoved."""
+        return self._idle.see(self._works), self._unmoved.see(self._moves)
+
+
 class Process:
     """One process of the run on this host, its output and its heartbeat."""
 
@@ -107,6 +143,7 @@ class Process:
         self.beat_path = os.path.join(folder, str(self.rank))
         self.tail = collections.deque[str](maxlen=TAIL_LINES)
         self.silence, self.stillness = Patience(), Patience()
+        self.pulse = Pulse()
         self._log: BinaryIO | None = None
         self._dumped = 0  # bytes of stacks that were read
         if shared["log_dir"]:
@@ -150,7 +187,9 @@ class Process:
         silent = self.silence.see(said.get("count"))
         still = self.stillness.see((said.get("advances"), said.get("phase"), said.get("step")))
         state = _state(said.get("pid", self.popen.pid))
-        return {**said, "rank": self.rank, "state": state, "silent": silent, "still": still}
+        idle, unmoved = self.pulse.seconds()
+        seconds = {"silent": silent, "still": still, "idle": idle, "unmoved": min(still, unmoved)}
+        return {**said, "rank": self.rank, "state": state, **seconds}
 
     def last_words(self) -> dict[str, Any]:
         """Returns what the process last said of itself, {} if nothing."""
@@ -198,8 +237,9 @@ class Agent:
         self._unsent_bytes, self._counting = 0, threading.Lock()
         self._processes: dict[int, Process] = {}
         self._deadline: float | None = None  # of SIGKILL
-        self._lease = Patience()
-        self._heard, self._lease_seconds, self._is_over = 0, LEASE_SECONDS, False
+        self._lease, self._looked = Patience(), 0.0
+        self._heard, self._is_over = 0, False
+        self._lease_seconds, self._look_seconds = LEASE_SECONDS, LOOK_SECONDS
 
     def run(self) -> None:
         """Follows the launcher until it ends this host or is gone."""
@@ -245,7 +285,18 @@ class Agent:
             for process in self._running():
                 process.kill()
         if self._processes:
+            self._look()
             self._send({"beats": [process.beat() for process in self._running()]})
+
+    def _look(self) -> None:
+        """Feels the pulse of the processes, if it is time."""
+        now = time.monotonic()
+        if (seconds := now - self._looked) < self._look_seconds:
+            return
+        self._looked, running = now, self._running()
+        used = usage({process.popen.pid for process in running})
+        for process in running:
+            process.pulse.feel(used[process.popen.pid], seconds)
 
     def _obey(self, frame: dict[str, Any]) -> None:
         self._heard += 1
@@ -271,6 +322,7 @@ class Agent:
 
     def _start(self, order: Mapping[str, Any]) -> None:
         self._lease_seconds = order.get("lease", LEASE_SECONDS)
+        self._look_seconds = order.get("look", LOOK_SECONDS)
         try:
             for one in order["ranks"]:
                 process = Process(one, order, self._folder, self._from_process)
@@ -340,6 +392,34 @@ def _state(pid: int) -> str:
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0]
     return ""
+
+
+def usage(sessions: set[int]) -> dict[int, Usage]:
+    """Returns what the processes of each session have used."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    members: dict[int, dict[int, tuple[float, int, int]]] = {session: {} for session in sessions}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            with open(f"/proc/{name}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+            if (session := int(fields[3])) in members:
+                pages = sum(map(int, fields[7:11]))  # minor and major, of ended children too
+                cpu = sum(map(int, fields[11:15])) / ticks
+                members[session][int(name)] = (cpu, pages, _bytes(name))
+    return {session: _sum(found) for session, found in members.items()}
+
+
+def _sum(members: Mapping[int, tuple[float, int, int]]) -> Usage:
+    cpu, pages, count = (sum(column) for column in zip((0, 0, 0), *members.values()))
+    return Usage(cpu, int(pages), int(count), frozenset(members))
+
+
+def _bytes(pid: str) -> int:
+    """Returns the bytes that a process has read and written; 0 if the kernel does not tell."""
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/io") as file:
+        counts = dict(line.split(":") for line in file)
+        return int(counts["rchar"]) + int(counts["wchar"])
+    return 0
 
 
 def guard(folder: str) -> Callable[[str], bool]:

@@ -19,6 +19,7 @@ from zerojax.launch.cluster import connection, hosts, verdict
 
 PING_SECONDS = 5.0
 LOST_SECONDS = 30.0  # without a frame of a host, after which it counts as lost; its agent then kills its processes by its own clock
+LOOK_SECONDS = 5.0  # between an agent's looks at what its processes use
 HELLO_SECONDS = 60.0  # for a host to answer
 SETTLE_SECONDS = 2.0  # after the first failure, for a better witness of it
 STACK_SECONDS = 3.0
@@ -49,6 +50,7 @@ class Order:
       python: the interpreter of the agents on other hosts.
       ssh_options: arguments of ssh.
       limits: see `verdict.LIMITS`.
+      variables: of the environment, for the processes of all hosts.
     """
 
     command: Sequence[str]
@@ -63,6 +65,7 @@ class Order:
     python: str = sys.executable
     ssh_options: Sequence[str] = ()
     limits: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(verdict.LIMITS))
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +210,7 @@ class Attempt:
                 "host": host.name,
                 "attempt": self._number,
                 "lease": LOST_SECONDS,
+                "look": LOOK_SECONDS,
             }
             self._connections[host.name].send({"start": start})
             self._running |= {rank.rank: host.name for rank in mine}
@@ -218,10 +222,8 @@ class Attempt:
 
     def _environment(self, name: str) -> dict[str, str]:
         """Returns the variables that a host gets from this one."""
-        if hosts.is_here(name):
-            return {"PYTHONUNBUFFERED": "1"}
-        kept = {key: value for key, value in os.environ.items() if not OWN_VARIABLES.fullmatch(key)}
-        return {**kept, "PYTHONUNBUFFERED": "1"}
+        kept = {} if hosts.is_here(name) else {k: v for k, v in os.environ.items() if not OWN_VARIABLES.fullmatch(k)}
+        return {**kept, **self._order.variables, "PYTHONUNBUFFERED": "1"}
 
     def _variables(self, rank: hosts.Rank, ranks: Sequence[hosts.Rank], full: int, coordinator: str) -> dict[str, str]:
         """Returns the variables of one process: ours, and those of DeepSpeed's launcher."""
@@ -305,7 +307,7 @@ class Attempt:
         beats = [beat for rank, beat in self._beats.items() if rank in self._running]
         if suspect := self._judge.suspect(beats):
             line = f"{suspect.beat.place()} {suspect.why}"
-            self._around.tell(Failure(suspect.beat.host, suspect.beat.rank, 0, line, self._stack_of(suspect.beat)))
+            self._around.tell(Failure(suspect.beat.host, suspect.beat.rank, 0, line, self._details(suspect.beat)))
             self._broadcast({"news": f"{LAUNCHER}: {line}"})
         found = self._judge.judge(beats)
         return None if found is None else self._guilty(found)
@@ -326,17 +328,17 @@ class Attempt:
     def _guilty(self, found: verdict.Blame) -> Failure:
         """Returns the failure of a process that hangs, with its stack."""
         guilty = found.beat
-        others = [
-            f"{beat.place()}, still for {beat.still:.0f} s"
-            for rank, beat in sorted(self._beats.items())
-            if rank in self._running
-        ]
-        details = [
+        line = f"{guilty.place()} {found.why}"
+        return Failure(guilty.host, guilty.rank, LOST_STATUS, line, self._details(guilty))
+
+    def _details(self, guilty: verdict.Beat) -> list[str]:
+        """Returns the stack of a process, and where all are."""
+        running = [beat for rank, beat in sorted(self._beats.items()) if rank in self._running]
+        return [
             *self._stack_of(guilty),
             "all processes:",
-            *(f"  {line}" for line in others),
+            *(f"  {beat.place()}, still for {beat.still:.0f} s" for beat in running),
         ]
-        return Failure(guilty.host, guilty.rank, LOST_STATUS, f"{guilty.place()} {found.why}", details)
 
     def _stack_of(self, beat: verdict.Beat) -> list[str]:
         """Returns where a process is: the stacks of its threads, or that of its main thread in its last heartbeat."""
@@ -409,7 +411,7 @@ class Attempt:
             self._around.show(host, frame["out"], frame["text"])
         elif "beats" in frame:
             for said in frame["beats"]:
-                self._beats[said["rank"]] = verdict.beat(host, said)
+                self._beats[said["rank"]] = verdict.beat(host, said, has_gpus=bool(self._gpus(host)))
         elif "exit" in frame:
             self._ends[frame["exit"]] = (frame["status"], frame["tail"])
             if frame["said"].get("stopped"):

@@ -21,6 +21,7 @@ from zerojax.launch.cluster import connection, hosts
 FENCE_SECONDS = (
     10.0  # after a host is lost, until its processes are surely gone: its agent counts as long as the launcher
 )
+UNHEARD_STATUS = 2  # of a run that was stopped because stdout is closed, as of the trainer alone
 MOST_LINES = 100_000  # that wait for a slow terminal
 PROBE_SECONDS = 10.0  # for a host to answer before a restart, at least
 
@@ -87,13 +88,14 @@ class Supervisor:
           tell: is called with the first failure of an attempt; by default it is printed.
         """
         self._order, self._hear = order, hear
-        self._screen = Screen(lambda: self.stop(signal.SIGTERM))
+        self._screen = Screen(self._unheard)
         self._inbox: queue.SimpleQueue[connection.Message] = queue.SimpleQueue()
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._around = attempt_lib.Around(
             self.connect, self.show, tell or self._tell, self.signals, secrets.token_hex(8)
         )
         self._stopped_by = 0  # the first signal that this process got
+        self._is_unheard = False
         self.clocks: dict[str, float] = {}  # host -> its time minus this host's, in seconds
 
     def stop(self, number: int) -> None:
@@ -101,11 +103,20 @@ class Supervisor:
         self._stopped_by = self._stopped_by or number
         self._signals.put(number)
 
+    def _unheard(self) -> None:
+        """Stops the run, since stdout is closed."""
+        self._is_unheard = True
+        self._screen.say("stdout is closed: the run is stopped")
+        self.stop(signal.SIGTERM)
+
     def run(self) -> int:
-        """Runs attempts until one succeeds or none is left, and returns the exit status: that of the first failed process, or 0."""
+        """Runs attempts until one succeeds or none is left, and returns the exit status.
+
+        That is the status of the first failed process; 2 if none failed, but the run was stopped because stdout is closed; else 0.
+        """
         with self._signal_handlers():
             try:
-                return self._run()
+                return self._run() or (UNHEARD_STATUS if self._is_unheard else 0)
             finally:
                 self._screen.close()
 
