@@ -1,12 +1,16 @@
 """Runs short Python programs, each in its own process. This module removes the settings of our tests from their environment."""
 
 import contextlib
+import json
 import os
 import pathlib
 import random
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
+from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
 LIMIT = 120  # seconds; a test that waits longer hangs
@@ -21,6 +25,46 @@ def environment(**variables: str) -> dict[str, str]:
 def python(program: str, **variables: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", program]
     return subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=LIMIT)
+
+
+class Ended(NamedTuple):
+    """How a program ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+_FORKS = """
+import gc, json, os, runpy, sys
+from zerojax.trainer import command, program
+gc.freeze()
+for number, words in enumerate(json.loads(sys.argv[1])):
+    if (pid := os.fork()) == 0:
+        for stream, name in enumerate(("out", "err"), 1):
+            os.dup2(os.open(f"{sys.argv[2]}/{number}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+        sys.argv[:] = words
+        try:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            status = end.code or 0
+        sys.stdout.flush()
+        os._exit(status)  # Python takes most of a second to delete what it has imported
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+def modules(commands: Sequence[Sequence[str]]) -> list[Ended]:
+    """Runs each command (MODULE, ARGUMENT, ...) as `python -m` does, in a child of one process that has imported the library."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", _FORKS, json.dumps(list(map(list, commands))), folder]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True, timeout=LIMIT
+        )
+        texts = [
+            [pathlib.Path(folder, f"{n}.{name}").read_text() for name in ("out", "err")] for n in range(len(commands))
+        ]
+    return [Ended(int(status), *pair) for status, pair in zip(done.stdout.split(), texts, strict=True)]
 
 
 def free_port() -> int:

@@ -50,9 +50,11 @@ SMALL: Mapping[str, Any] = {
 EVALUATED = {"data__eval_split": "validation"}
 
 _FORKS = """
-import json, os, sys
+import gc, json, os, sys
 sys.path.insert(0, os.getcwd())
 from zerojax import train
+gc.collect()
+gc.freeze()
 for line in sys.stdin:
     request = json.loads(line)
     if "wait" in request:

@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 from optax import contrib
 
 import zerojax
+from zerojax.optim import locality
 
 ROWS, STEPS, RATE = 16, 2, 1e-2
 ROUNDING = 3e-6  # the same float32 terms, summed in another order, through two steps
@@ -41,7 +42,9 @@ OPTIMIZERS = (
         "every second step": optax.MultiSteps(optax.adam(RATE), 2).gradient_transformation(),
     }
 )
-PLACES = ((0, "whole"), (3, "whole"), (3, "pad"))  # (stage, indivisible)
+# (stage, indivisible). At the second an elementwise optimizer updates sharded and padded leaves. Any other sees no padding there, and takes
+# the third too, with sharded and replicated ones.
+PLACES = ((0, "whole"), (3, "pad"), (3, "whole"))
 GRADIENTS = tuple(itertools.product((False, True), (None, jnp.float32)))  # (with blocks, reduce_dtype)
 
 
@@ -60,12 +63,13 @@ def loss_fn(params, batch, state):
 
 @pytest.mark.parametrize("number", range(len(OPTIMIZERS)), ids=list(OPTIMIZERS))
 def test_optimizers_update_as_on_one_device(number):
-    """At three placements; the ways to get the gradients take turns."""
+    """At stages 0 and 3; the ways to get the gradients take turns."""
     plain = TrainState.create(
         apply_fn=None, params=Net().init(jax.random.key(0), X)["params"], tx=[*OPTIMIZERS.values()][number]
     )
+    is_elementwise = locality.of(plain.tx, plain.params).kind == locality.ELEMENTWISE
     placed = []
-    for turn, (stage, indivisible) in enumerate(PLACES):
+    for turn, (stage, indivisible) in enumerate(PLACES[:2] if is_elementwise else PLACES):
         with_blocks, reduce_dtype = GRADIENTS[(number + turn) % len(GRADIENTS)]
         on, part = zerojax.shard_train_state(
             plain, mesh=zerojax.make_mesh(), stage=stage, min_size=8, indivisible=indivisible

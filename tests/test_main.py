@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 
+import programs
 import pytest
 import runs
 
@@ -14,21 +15,23 @@ from zerojax import __main__ as cli
 KNOWN = ", ".join(cli.COMMANDS)
 
 
-def started(*words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=runs.ROOT, timeout=runs.LIMIT)
+@pytest.fixture(scope="module")
+def helps():
+    """Returns {name: the ends of `zerojax NAME --help` and of `MODULE --help`}."""
+    pairs = [(["zerojax", name, "--help"], [module, "--help"]) for name, (module, _) in cli.COMMANDS.items()]
+    ends = iter(programs.modules([words for pair in pairs for words in pair]))
+    return dict(zip(cli.COMMANDS, zip(ends, ends), strict=True))
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_a_sub_command_is_a_module_that_python_m_also_starts(name):
-    module = cli.COMMANDS[name][0]
-    through, direct = started("zerojax", name, "--help"), started(module, "--help")
-    assert (through.returncode, through.stdout) == (direct.returncode, direct.stdout)
-    assert f"python -m {module} " in through.stdout and through.stderr == ""
+def test_a_sub_command_is_a_module_that_python_m_also_starts(helps, name):
+    (through, direct), module = helps[name], cli.COMMANDS[name][0]
+    assert through == direct and f"python -m {module} " in through.out and through.err == ""
 
 
 def test_a_refused_input_ends_a_sub_command_in_one_line_with_status_2():
-    done = started("zerojax", "plan", "--config=configs/zero3.py", "--target=h300")
+    command = [sys.executable, "-m", "zerojax", "plan", "--config=configs/zero3.py", "--target=h300"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=runs.ROOT, timeout=runs.LIMIT)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "target: must be one of" in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""Checks runs of several processes, each with emulated devices. This module tests the trainer under `zerojax launch`."""
+"""Checks runs of several processes, each with emulated devices. This module tests the trainer; one test starts it with `zerojax launch`."""
 
 import pathlib
 import re
@@ -17,27 +17,9 @@ TEXT = {**runs.EVALUATED, "data__name": "python_stdlib", "evaluate__every": 3}
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache_dir")]
 
 
-def start(cache: pathlib.Path, folder: pathlib.Path, **changes) -> subprocess.Popen:
-    """Starts two processes of four devices."""
-    trainer = [sys.executable, "-m", "zerojax.train", *runs.flags(emulate_devices=4, **changes), f"--workdir={folder}"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "zerojax.commands.launch", "--num_gpus=2", "--", *trainer],
-        cwd=runs.ROOT,
-        env=runs.environment(cache),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(launcher: subprocess.Popen) -> str:
-    """Waits for a clean end and returns the output."""
-    try:
-        out, _ = launcher.communicate(timeout=runs.LIMIT)
-    finally:
-        launcher.kill()
-    assert launcher.returncode == 0, out
-    return out
+def statuses(both: list[runs.Command]) -> tuple[int, ...]:
+    """Waits for the ends of two processes and returns their statuses."""
+    return tuple(command.wait().status for command in both)
 
 
 @pytest.fixture(scope="module")
@@ -51,42 +33,67 @@ def assert_same(folder: pathlib.Path, expected: pathlib.Path) -> None:
     np.testing.assert_allclose(runs.evaluations(folder), runs.evaluations(expected), rtol=SUM_ORDER)
 
 
-def test_two_processes_of_four_devices_train_as_one_of_eight_and_their_checkpoint_resumes_in_one(
-    cache_dir, tmp_path, stdlib_dir, one_process
+KILLED_IN_EVALUATION = """
+import os
+from zerojax.trainer import program
+program.held_out_loss = lambda *_: os.kill(os.getpid(), 9)
+"""
+KILLED_IN_EXPORT = """
+import os
+from zerojax.interop import huggingface
+write, written = huggingface.write_tensor, []
+def killed(file, *how):
+    write(file, *how)
+    written.append(file.flush())
+    if len(written) == 3:
+        os.kill(os.getpid(), 9)
+huggingface.write_tensor = killed
+"""
+
+
+def test_two_processes_train_as_one_although_they_are_killed_in_evaluation_and_export_and_one_resumes_their_run(
+    commands, tmp_path, stdlib_dir, one_process
 ):
-    text = {**TEXT, "data__dir": str(stdlib_dir)}
-    out = finish(start(cache_dir, tmp_path, steps=3, sample__length=4, export__format="huggingface", **text))
-    assert "8 x cpu (emulated), 2 processes" in out and out.count("a sample, from") == 1
+    results = {**TEXT, "data__dir": str(stdlib_dir), "sample__length": 4, "export__format": "huggingface"}
+    settings = runs.flags(emulate_devices=4, steps=3, checkpoint__every=1, **results)
+    arguments = [*settings, f"--workdir={tmp_path}"]
+    assert statuses(commands.start_two(*arguments, before=("", KILLED_IN_EVALUATION))) == (1, -9)
+    assert runs.evaluations(tmp_path) == []
+    assert statuses(commands.start_two(*arguments, before=(KILLED_IN_EXPORT, ""))) == (-9, 1)
+    assert (tmp_path / ".export.partial" / "model.safetensors").stat().st_size > 0
+    assert not (tmp_path / "export").exists()
+    first, second = commands.start_two(*arguments)
+    assert statuses([first, second]) == (0, 0), first.err + second.err
+    assert "8 x cpu (emulated), 2 processes" in first.out and first.out.count("a sample, from") == 1
+    assert "a sample" not in second.out and not (tmp_path / ".export.partial").exists()
     assert (tmp_path / "export" / "model.safetensors").exists() and (tmp_path / "losses.png").exists()
     assert [step for step, *_ in runs.numbers(tmp_path)] == [1, 2, 3]
-    runs.run(tmp_path, sample__length=4, export__format="huggingface", **text)
+    runs.run(tmp_path, checkpoint__every=1, **results)
     assert_same(tmp_path, one_process)
 
 
-def test_a_checkpoint_of_one_process_resumes_in_two_and_sigterm_saves_and_ends_both(
-    cache_dir, tmp_path, stdlib_dir, one_process
+def test_a_checkpoint_of_one_process_resumes_in_two_and_sigterm_to_one_saves_and_ends_both(
+    commands, tmp_path, stdlib_dir, one_process
 ):
     text = {**TEXT, "data__dir": str(stdlib_dir)}
     runs.run(tmp_path, steps=2, zero__stage=0, **text)
-    launcher = start(
-        cache_dir, tmp_path, steps=5000, evaluate__every=0, **{k: v for k, v in text.items() if k != "evaluate__every"}
-    )
+    long = runs.flags(emulate_devices=4, steps=5000, **{**text, "evaluate__every": 0})
+    both = commands.start_two(*long, f"--workdir={tmp_path}")
     deadline = time.monotonic() + runs.LIMIT
-    while len(runs.numbers(tmp_path)) < 6 and launcher.poll() is None and time.monotonic() < deadline:
+    while len(runs.numbers(tmp_path)) < 6 and time.monotonic() < deadline and not any(c.err for c in both):
         time.sleep(0.1)
-    launcher.send_signal(signal.SIGTERM)
-    out = finish(launcher)
+    both[1].kill(signal.SIGTERM)
+    assert statuses(both) == (0, 0), both[0].err + both[1].err
     step = max(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
-    assert f"stopped by a signal at step {step}, saved" in out
+    assert f"stopped by a signal at step {step}, saved" in both[0].out
     found = runs.numbers(tmp_path)
     assert [line[0] for line in found] == list(range(1, step + 1))
     np.testing.assert_allclose(found[:6], runs.numbers(one_process), rtol=SUM_ORDER)
 
 
-def test_bad_input_ends_both_with_status_2(cache_dir, tmp_path):
-    launcher = start(cache_dir, tmp_path, global_batch_size=12)
-    out, _ = launcher.communicate(timeout=runs.LIMIT)
-    assert launcher.returncode == 2 and "zerojax: config.global_batch_size: 12 does not fit" in out
+def test_bad_input_ends_both_with_status_2(commands, tmp_path):
+    both = commands.start_two(*runs.flags(emulate_devices=4, global_batch_size=12), f"--workdir={tmp_path}")
+    assert statuses(both) == (2, 2) and "zerojax: config.global_batch_size: 12 does not fit" in both[0].err
 
 
 AT_STEP_3 = """
@@ -154,27 +161,27 @@ ENDS = {  # name -> (code of process 0, code of process 1, their statuses, words
 
 @pytest.mark.parametrize("name", ENDS)
 def test_all_processes_end_soon_and_in_one_line_after_the_end_of_one(commands, tmp_path, name):
-    *before, statuses, words = ENDS[name]
+    *before, expected, words = ENDS[name]
     settings = runs.flags(emulate_devices=2, checkpoint__every=2, steps=5000)
     both = commands.start_two(*settings, f"--workdir={tmp_path}", before=before)
     ended = [
-        command.wait() and time.monotonic() for command in sorted(both, key=lambda c: statuses[both.index(c)] >= 0)
+        command.wait() and time.monotonic() for command in sorted(both, key=lambda c: expected[both.index(c)] >= 0)
     ]
     assert abs(ended[0] - ended[1]) < SOON
-    assert tuple(command.status for command in both) == statuses, [command.err for command in both]
+    assert statuses(both) == expected, [command.err for command in both]
     for command, said in zip(both, words, strict=True):
         assert said in command.err and "Check failure" not in command.err, command.err
         assert "ZeroDivisionError: division by zero\nzerojax" in command.err or command.err.count("\n") <= 1, (
             command.err
         )
-    assert not (tmp_path / "run.lock").exists() or -9 in statuses
+    assert not (tmp_path / "run.lock").exists() or -9 in expected
 
 
 def test_streams_that_nobody_reads_stop_a_run_after_a_save_and_without_a_word(commands, tmp_path):
     settings = runs.flags(emulate_devices=2, checkpoint__every=0, steps=5000)
     lose = fails(f"exec({(CLOSED.format(1) + CLOSED.format(2))!r})")
     both = commands.start_two(*settings, f"--workdir={tmp_path}", before=(lose, ""))
-    assert [command.wait().status for command in both] == [2, 2]
+    assert statuses(both) == (2, 2)
     (step,) = (int(path.name) for path in (tmp_path / "checkpoints").iterdir())
     assert [line[0] for line in runs.numbers(tmp_path)] == list(range(1, step + 1))
     assert both[0].err == "" and f"stdout is closed: stopped at step {step}, saved" in both[1].err

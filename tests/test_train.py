@@ -169,7 +169,7 @@ def test_another_configs_folder_is_refused_and_left_as_it_is(commands, copied):
     before = contents(copied)
     command = commands(*runs.flags(seed=1), f"--workdir={copied}")
     assert "was started with config.seed=0, and this run has 1" in command.error_line
-    assert "config.steps: is 5, and the run" in commands(*runs.flags(steps=5), f"--workdir={copied}").error_line
+    assert "config.steps=5: the run in" in commands(*runs.flags(steps=5), f"--workdir={copied}").error_line
     assert contents(copied) == before
 
 

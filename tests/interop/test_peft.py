@@ -1,6 +1,8 @@
 """Compares adapters with PEFT's. This module tests zerojax.interop.peft."""
 
+import errno
 import json
+import os
 import shutil
 
 import golden_models
@@ -72,6 +74,22 @@ def test_an_export_of_an_import_holds_the_same_bytes_and_settings(tmp_path, name
     with open(tmp_path / "out" / peft.WEIGHTS, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         assert json.loads(file.read(length))["__metadata__"] == {"format": "pt"}
+
+
+def test_an_end_between_the_files_of_an_adapter_leaves_none_of_new_weights_and_old_settings(tmp_path, monkeypatch):
+    loaded, out = load("llama", "lora", 3), tmp_path / "out"
+    zerojax.export_adapter(loaded.params, loaded, out)
+    replace = os.replace
+
+    def fail(source, target):
+        if target.name == peft.CONFIG:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(UserError, match="out: export failed: no space left on the disk"):
+        zerojax.export_adapter(loaded.params, loaded, out)
+    assert [path.name for path in out.iterdir()] == [peft.WEIGHTS] and [out] == list(tmp_path.iterdir())
 
 
 def test_fresh_adapters_change_no_logit_and_only_they_and_modules_to_save_are_trained_and_saved(tmp_path):

@@ -33,9 +33,12 @@ def test_schedules_follow_their_closed_form(name, warmup, length, final):
 
 def test_a_run_of_warm_up_alone_is_allowed_and_a_longer_one_is_not():
     assert float(schedules.make("cosine", 1.0, 10, 10, 0.1)(10)) == 1.0
-    schedules.check("cosine", 10, 10)
-    with pytest.raises(UserError, match=r"warmup_steps: 11 is longer than the run of config.steps=10 steps"):
-        schedules.check("cosine", 11, 10)
+    schedules.check("cosine", 10, 10, "config.steps=10")
+    with pytest.raises(
+        UserError,
+        match=r"warmup_steps: 11 is longer than the run of config.steps=10; set --config.optimizer.warmup_steps=1",
+    ):
+        schedules.check("cosine", 11, 10, "config.steps=10")
 
 
 def test_an_unknown_name_lists_the_known():

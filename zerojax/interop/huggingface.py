@@ -4,6 +4,7 @@ The family defines names and layouts. Leaves are exported one at a time: each is
 written to its file. No host ever holds the full model.
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -11,7 +12,7 @@ import os
 import pathlib
 import shutil
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import jax
@@ -100,8 +101,7 @@ def export(
         texts[CONFIG] = texts[CONFIG] | ids
         if tokenizer is not None:
             texts |= {TOKENIZER: tokenizer, TOKENIZER_CONFIG: _tokenizer_config(tokenizer, texts[CONFIG])}
-    partial = directory.with_name(f".{directory.name}.partial")
-    try:
+    with writing(directory) as partial:
         if is_primary:
             _prepare(directory, partial)
         _write(leaves, shards, dtypes, partial, fetch, is_primary)
@@ -111,6 +111,18 @@ def export(
             for carried in _carried(source):
                 shutil.copyfile(carried, partial / carried.name)
             _replace(directory, partial)
+
+
+@contextlib.contextmanager
+def writing(directory: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Gives the folder in which the files of `directory` are written. At the end all processes wait for each other.
+
+    Raises:
+      UserError: a file could not be written. What was written is deleted.
+    """
+    partial = directory.with_name(f".{directory.name}.partial")
+    try:
+        yield partial
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         cause = "no space left on the disk; free some" if errors.is_disk_full(error) else f"{error.strerror}; fix that"

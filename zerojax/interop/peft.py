@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from zerojax import errors
 from zerojax.errors import UserError
@@ -234,23 +233,17 @@ def export(
             )
     fetch = huggingface.make_fetch(jax.process_index() == 0)
     arrays = [fetch(leaves[tensor.path], np.dtype(leaves[tensor.path].dtype)) for tensor in tensors]
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+    with huggingface.writing(path) as partial:
         if jax.process_index() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             _write(partial / WEIGHTS, tensors, arrays)
             (partial / CONFIG).write_text(json.dumps(config_of(chosen, family, base), indent=2, sort_keys=True) + "\n")
             path.mkdir(exist_ok=True)
+            (path / CONFIG).unlink(missing_ok=True)  # so that a kill leaves no adapter of new weights and old settings
             for name in (WEIGHTS, CONFIG):
                 os.replace(partial / name, path / name)
             partial.rmdir()
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        cause = "no space left on the disk; free some" if errors.is_disk_full(error) else f"{error.strerror}; fix that"
-        raise UserError(f"{path}: export failed: {cause} or choose another directory") from error
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("zerojax export of an adapter")
 
 
 def _write(path: pathlib.Path, tensors: list[layout.ModelTensor], arrays: list[Any]) -> None:

@@ -188,6 +188,34 @@ class Head(nn.Module):
         return losses.one_pass_cross_entropy(x_BTD, self.kernel, labels_BT, bias=bias_V, ignored=ignored)
 
 
+def next_loss(
+    head: nn.Module,
+    x_BTD: jax.Array,
+    tokens_BU: jax.Array,
+    labeled_BU: jax.Array | None,
+    bias_V: jax.Array | None = None,
+) -> jax.Array:
+    """Returns the mean cross-entropy of the tokens after each but the last: float32[] from int32[B, T + 1].
+
+    Args:
+      head: a `Head`, or the `Embed` whose table is the output projection.
+      x_BTD: the head's input at each token but the last.
+      tokens_BU: the tokens.
+      labeled_BU: 0 where a token is no label; see `next_labels`.
+      bias_V: of the logits.
+    """
+    labels_BT, ignored = next_labels(tokens_BU, labeled_BU)
+    with jax.named_scope("loss"):
+        if isinstance(head, Head):
+            return head.loss(x_BTD, labels_BT, bias_V, ignored=ignored)
+        return losses.one_pass_cross_entropy(x_BTD, head.embedding.T, labels_BT, bias=bias_V, ignored=ignored)
+
+
+def next_logits(head: nn.Module, x_BTD: jax.Array) -> jax.Array:
+    """Returns the scores of every next token, float32[B, T, V]; for `head` see `next_loss`."""
+    return head(x_BTD) if isinstance(head, Head) else logits(x_BTD, head.embedding.T)
+
+
 def next_labels(tokens_BU: jax.Array, labeled_BU: jax.Array | None) -> tuple[jax.Array, int | None]:
     """Returns the tokens after each but the last, int32[B, U - 1], and the label that the loss ignores: NO_LABEL where `labeled_BU` is 0.
 

@@ -89,11 +89,11 @@ def make(
     return optax.join_schedules([rise, SCHEDULES[name](peak, warmup_steps, steps, final_fraction)], [warmup_steps])
 
 
-def check(name: str, warmup_steps: int, steps: int) -> None:
-    """Raises a UserError if the warm-up is longer than the run. DeepSpeed's schedules may be cut."""
+def check(name: str, warmup_steps: int, steps: int, length: str) -> None:
+    """Raises a UserError if the warm-up is longer than the run of `length`, in words. DeepSpeed's schedules may be cut."""
     if name in SCHEDULES and warmup_steps > steps:
         raise UserError(
-            f"config.optimizer.warmup_steps: {warmup_steps} is longer than the run of config.steps={steps} steps; "
+            f"config.optimizer.warmup_steps: {warmup_steps} is longer than the run of {length}; "
             f"set --config.optimizer.warmup_steps={steps // 10}"
         )
 

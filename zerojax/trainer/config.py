@@ -254,6 +254,11 @@ class Config:
     profile: ProfileSettings
     metrics: MetricsSettings
 
+    @property
+    def length(self) -> str:
+        """Returns the setting that ends the run, with its value."""
+        return f"config.epochs={self.epochs:g} ({self.steps} steps)" if self.epochs else f"config.steps={self.steps}"
+
 
 @dataclasses.dataclass(frozen=True)
 class BatchSizes:

@@ -189,7 +189,7 @@ def _build(config: config_lib.Config, tokenizer_vocab: int, devices: Sequence[An
         offload=offload,
     )
     _check_model_axis(partition)
-    schedules.check(config.optimizer.schedule, config.optimizer.warmup_steps, config.steps)
+    schedules.check(config.optimizer.schedule, config.optimizer.warmup_steps, config.steps, config.length)
     return Program(
         config=config,
         mesh=mesh,

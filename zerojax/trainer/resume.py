@@ -66,11 +66,11 @@ def find(
     done = saver.latest_step()
     if done is None:
         return Start(0, None)
-    steps = program.config.steps
-    if done > steps:
+    config = program.config
+    if done > config.steps:
+        longer = "raise config.epochs" if config.epochs else f"set --config.steps={done} or more"
         raise UserError(
-            f"config.steps: is {steps}, and the run in {folder} is at step {done}; set --config.steps={done} "
-            "or more, or choose another --workdir"
+            f"{config.length}: the run in {folder} is at step {done} already; {longer}, or choose another --workdir"
         )
     saved = check(program, saver, done, streams)
     _check_same_run(program, saver.directory / str(done), saved, fingerprints)

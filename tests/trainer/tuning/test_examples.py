@@ -73,8 +73,9 @@ def test_epochs_count_the_steps_that_read_all_rows(data_dir):
     changes = {**TASK, "data__pack": False, "global_batch_size": 8}
     config = runs.config(**changes, epochs=2.0, data__eval_split="validation")
     found = examples.load(config, *program.family_of(config), BYTES, data_dir)
-    assert examples.with_steps(config, found).steps == -(-2 * len(found.train) // 8)
-    assert examples.with_steps(runs.config(**changes), found).steps == runs.SMALL["steps"]
+    steps = -(-2 * len(found.train) // 8)
+    assert examples.with_steps(config, found).length == f"config.epochs=2 ({steps} steps)"
+    assert examples.with_steps(runs.config(**changes), found).length == f"config.steps={runs.SMALL['steps']}"
 
 
 def test_the_form_of_an_imported_model_has_the_folders_tokens():

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from zerojax.models import decoding, family, layers
 from zerojax.ops import attention as attention_lib
-from zerojax.ops import losses
 
 OFFSET = 2  # the first rows of a table of positions are not used
 NORM_EPS = 1e-5
@@ -186,13 +185,7 @@ class Bart(nn.Module):
         Inputs with `mask_BS` 0 are padding. Targets may be padded at their ends, and those with `labeled_BU` 0 are no labels.
         """
         x_BTD = self.hidden(inputs_BS, targets_BU[:, :-1], None if mask_BS is None else mask_BS > 0)
-        labels_BT, ignored = layers.next_labels(targets_BU, labeled_BU)
-        bias_V = self.logits_bias()
-        with jax.named_scope("loss"):
-            if self.config.tie_embeddings:
-                kernel_DV = self.embed.embedding.T
-                return losses.one_pass_cross_entropy(x_BTD, kernel_DV, labels_BT, bias=bias_V, ignored=ignored)
-            return self.head.loss(x_BTD, labels_BT, bias_V=bias_V, ignored=ignored)
+        return layers.next_loss(self._head(), x_BTD, targets_BU, labeled_BU, self.logits_bias())
 
     def start(
         self, inputs_BS: jax.Array, mask_BS: jax.Array | None, targets_BT: jax.Array, lengths_B: jax.Array, slots: int
@@ -227,8 +220,10 @@ class Bart(nn.Module):
         return self.dropout(self.decoder_norm(x_BTD))
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
-        logits = layers.logits(x_BTD, self.embed.embedding.T) if self.config.tie_embeddings else self.head(x_BTD)
-        return logits + self.logits_bias().astype(jnp.float32)
+        return layers.next_logits(self._head(), x_BTD) + self.logits_bias().astype(jnp.float32)
+
+    def _head(self) -> nn.Module:
+        return self.embed if self.config.tie_embeddings else self.head
 
 
 def attention(config: BartConfig, heads: int, name: str, *, is_causal: bool = False) -> layers.MultiHeadAttention:

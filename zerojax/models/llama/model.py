@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from zerojax.models import decoding, family, layers
 from zerojax.models.llama import rope
 from zerojax.ops import attention as attention_lib
-from zerojax.ops import losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +181,10 @@ class Llama(nn.Module):
         return x_BTD, after
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
-        return layers.logits(x_BTD, self.embed.embedding.T) if self.config.tie_embeddings else self.head(x_BTD)
+        return layers.next_logits(self._head(), x_BTD)
+
+    def _head(self) -> nn.Module:
+        return self.embed if self.config.tie_embeddings else self.head
 
     def loss(
         self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None, labeled_BS: jax.Array | None = None
@@ -194,11 +196,7 @@ class Llama(nn.Module):
         """
         segments_BT = None if segments_BS is None else segments_BS[:, :-1]
         x_BTD = self.hidden(tokens_BS[:, :-1], segments_BT=segments_BT)
-        labels_BT, ignored = layers.next_labels(tokens_BS, labeled_BS)
-        with jax.named_scope("loss"):
-            if self.config.tie_embeddings:
-                return losses.one_pass_cross_entropy(x_BTD, self.embed.embedding.T, labels_BT, ignored=ignored)
-            return self.head.loss(x_BTD, labels_BT, ignored=ignored)
+        return layers.next_loss(self._head(), x_BTD, tokens_BS, labeled_BS)
 
 
 def parts(config: LlamaConfig) -> family.Parts:

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from zerojax.models import decoding, family, layers
 from zerojax.ops import attention as attention_lib
-from zerojax.ops import losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +210,10 @@ class T5(nn.Module):
         return x_BTD * c.embed_dim**-0.5 if is_scaled else x_BTD
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
-        return layers.logits(x_BTD, self.embed.embedding.T) if self.config.tie_embeddings else self.head(x_BTD)
+        return layers.next_logits(self._head(), x_BTD)
+
+    def _head(self) -> nn.Module:
+        return self.embed if self.config.tie_embeddings else self.head
 
     def loss(
         self,
@@ -225,11 +227,7 @@ class T5(nn.Module):
         Inputs with `mask_BS` 0 are padding. Targets may be padded at their ends, and those with `labeled_BU` 0 are no labels.
         """
         x_BTD = self.hidden(inputs_BS, targets_BU[:, :-1], None if mask_BS is None else mask_BS > 0)
-        labels_BT, ignored = layers.next_labels(targets_BU, labeled_BU)
-        with jax.named_scope("loss"):
-            if self.config.tie_embeddings:
-                return losses.one_pass_cross_entropy(x_BTD, self.embed.embedding.T, labels_BT, ignored=ignored)
-            return self.head.loss(x_BTD, labels_BT, ignored=ignored)
+        return layers.next_loss(self._head(), x_BTD, targets_BU, labeled_BU)
 
 
 def parts(config: T5Config) -> family.Parts:
