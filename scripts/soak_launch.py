@@ -46,11 +46,15 @@ def hang(*_):
     def hangs_at(name, step=None):
         at(name, step)
         if name == phase:
-            time.sleep(1e6)
+            sleep()
 
     watch.at = hangs_at
     if not phase:
-        time.sleep(1e6)
+        sleep()
+
+def sleep():
+    pathlib.Path({file!r}).unlink()
+    time.sleep(1e6)
 
 signal.signal(signal.SIGUSR2, hang)
 """
@@ -194,9 +198,13 @@ def disturb(run: Run, made: ssh_hosts.Hosts, kinds: list[str], chance: random.Ra
 
 def strike_and_wait(run: Run, made: ssh_hosts.Hosts, kind: str, chance: random.Random) -> str:
     """Does harm, and waits until it is named and the run resumes. Returns what went wrong, or ""."""
-    began, heard, step = time.monotonic(), len(run.said), run.step()
+    heard, step = len(run.said), run.step()
     old = set(run.processes().values())
+    began = time.monotonic()
     what, words = strike(run, made, kind, chance)
+    if kind in HANGS:  # the process takes the file away when it hangs
+        wait_for(lambda: not run.hang.exists() or run.is_over(), RESUMED_SECONDS)
+        began = time.monotonic()
 
     def hears() -> tuple[float, str] | None:
         return next((said for said in run.said[heard:] if re.search(words, said[1])), None)

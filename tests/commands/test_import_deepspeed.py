@@ -17,7 +17,7 @@ from zerojax import tree
 from zerojax.checkpoint import checkpointer, logical
 from zerojax.commands import import_deepspeed
 from zerojax.interop import layout, tensor_files
-from zerojax.interop.deepspeed import zero_checkpoint
+from zerojax.interop.deepspeed import torch_files, zero_checkpoint
 from zerojax.trainer import program, resume
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "deepspeed"
@@ -152,6 +152,37 @@ def test_a_model_of_no_family_becomes_weights_alone(tmp_path, monkeypatch, capsy
     config.unlink()
     status, text, _ = call(monkeypatch, capsys, tmp_path / "alone", "--out", tmp_path / "b")
     assert status == 0 and "no config.json of its model; name it by --model_config" in text
+
+
+@pytest.mark.parametrize(
+    "rename, ds_config, words",
+    [
+        (lambda name: name, {"train_batch_size": math.nan}, "its ds_config cannot be read (train_batch_size: must be"),
+        (lambda name: f"base.{name}", {}, "describes another model ("),
+        (lambda name: f"{name[:-7]}.lora_A.default.weight", {}, "is a weight of an adapter; name PEFT's folder"),
+    ],
+)
+def test_weights_that_no_run_can_go_on_from_are_written_with_the_reason(
+    tmp_path, monkeypatch, capsys, rename, ds_config, words
+):
+    golden = GOLDEN / "zero0-bf16-world2"
+    module = torch_files.read(next(golden.glob("global_step4/*.pt")))["module"]
+    moments = [
+        {"exp_avg": np.zeros(w.shape, np.float32), "exp_avg_sq": np.ones(w.shape, np.float32)} for w in module.values()
+    ]
+    optimizer = {"state": dict(enumerate(moments)), "param_groups": [{"params": list(range(len(module)))}]}
+    content = {
+        "module": {rename(name): w for name, w in module.items()},
+        "optimizer": optimizer,
+        "ds_config": ds_config,
+    }
+    folder = tmp_path / "in" / "global_step4"
+    folder.mkdir(parents=True)
+    torch_writer.save(folder / "mp_rank_00_model_states.pt", content)
+    shutil.copyfile(GOLDEN / "config.json", tmp_path / "in" / "config.json")
+    status, text, _ = call(monkeypatch, capsys, tmp_path / "in", "--out", tmp_path / "out")
+    assert status == 0 and "no checkpoint to resume was written: " in text and words in text
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["huggingface"]
 
 
 def test_a_hostile_checkpoint_builds_nothing_and_is_named(tmp_path, monkeypatch, capsys):

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -75,7 +76,7 @@ def _import() -> None:
     if described is not None:
         shutil.copyfile(described, given.out / WEIGHTS / folder_lib.CONFIG)
     say(f"{given.out / WEIGHTS}: float32 weights as safetensors")
-    why = _why_no_run(found, described)
+    why = _why_no_run(found, described, given.out / WEIGHTS)
     if why:
         return say(f"no checkpoint to resume was written: {why}")
     return _write_run(found, given.out)
@@ -98,8 +99,11 @@ def _model_config(given: argparse.Namespace) -> pathlib.Path | None:
     return None
 
 
-def _why_no_run(found: zero_checkpoint.ZeroCheckpoint, described: pathlib.Path | None) -> str:
+def _why_no_run(found: zero_checkpoint.ZeroCheckpoint, described: pathlib.Path | None, weights: pathlib.Path) -> str:
     """Returns why no run can go on from the checkpoint, or ""."""
+    adapter = next((name for name in found.params if re.search(r"\.lora_[AB]\.", name)), "")
+    if adapter:
+        return f"{adapter} is a weight of an adapter; name PEFT's folder of it by config.lora.init_from, or merge it into the model first"
     if described is None:
         return "the checkpoint has no config.json of its model; name it by --model_config"
     try:
@@ -110,6 +114,14 @@ def _why_no_run(found: zero_checkpoint.ZeroCheckpoint, described: pathlib.Path |
         return f"model_type {kind!r} is not an architecture that zerojax computes; known: {', '.join(families.MODEL_TYPES)}"
     if not found.moments:
         return f"it holds no moments; start from the weights by config.init_from={WEIGHTS}"
+    try:
+        folder_lib.open_folder(weights)
+    except UserError as error:
+        return f"{described} describes another model ({error})"
+    try:
+        translate.translate(found.config)
+    except UserError as error:
+        return f"its ds_config cannot be read ({error}); start from the weights by config.init_from={WEIGHTS}"
     return ""
 
 

@@ -121,6 +121,12 @@ def test_an_fp8_backend_becomes_the_recipe_that_scales_alike(kind, backend, expe
     assert {line.key for line in found.unsupported} == {"fp8_config.backend", "fp8_config.margin"}
 
 
+@pytest.mark.parametrize("value", ["NO", "no", False, None, "MULTI_GPU"])
+def test_a_config_without_sharding_is_stage_0(value):
+    found = translated({"distributed_type": value})
+    assert found.settings["zero.stage"] == 0 and not found.unsupported
+
+
 def test_a_wrong_value_is_named():
     with pytest.raises(UserError, match=r"mixed_precision: must be one of no, .*, and is 'fp4'"):
         translated({"mixed_precision": "fp4"})

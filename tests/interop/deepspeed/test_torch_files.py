@@ -1,5 +1,6 @@
 """Checks files of torch.save, good and hostile. This module tests zerojax.interop.deepspeed.torch_files."""
 
+import argparse
 import collections
 import os
 import pathlib
@@ -52,7 +53,9 @@ def test_what_pytorch_and_deepspeed_write_is_read():
     assert model["module"]["lm_head.weight"].dtype == np.float16
 
 
-HOSTILE = "posix.system builtins.eval builtins.getattr subprocess.Popen torch.load torch.hub.load numpy.core.multiarray._reconstruct"
+HOSTILE = (
+    "posix.system builtins.eval builtins.getattr subprocess.Popen torch.load torch.hub.load numpy.load builtins.set.add"
+)
 
 
 @pytest.mark.parametrize("name", HOSTILE.split())
@@ -121,6 +124,84 @@ def test_one_flipped_bit_of_a_tensor_is_found(tmp_path):
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"the checksum of .*data/0 is another"):
         torch_files.read(path)
+
+
+def test_plain_values_of_python_and_numpy_come_back(tmp_path):
+    rng = np.random.RandomState(0).get_state()
+    content = {
+        "set": {1, 2},
+        "raw": b"\x00\xff",
+        "loss": np.float32(0.5),
+        "step": np.int64(7),
+        "rng": rng,
+        "big": 2**70,
+    }
+    content["path"], content["args"] = pathlib.PurePosixPath("a/b"), argparse.Namespace(lr=0.1)
+    path = tmp_path / "file.pt"
+    raw(path, pickle.dumps(content, protocol=2).replace(b"PurePosixPath", b"PosixPath"))
+    found = torch_files.read(path)
+    assert {name: found[name] for name in ("set", "raw", "loss", "step", "big", "path")} == {
+        **{name: content[name] for name in ("set", "raw", "big")},
+        "loss": 0.5,
+        "step": 7,
+        "path": "a/b",
+    }
+    assert found["args"].field("lr") == 0.1 and found["rng"][0] == "MT19937" and found["rng"][2:] == rng[2:]
+
+
+def raw(path, content):
+    """Writes a file of torch.save with any bytes as its pickle."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", content)
+
+
+START, END = b"\x80\x02", b"."
+LAUGHS = b"]q\x00" + b"".join(b"](h" + bytes([n]) + b"h" + bytes([n]) + b"eq" + bytes([n + 1]) for n in range(60))
+ATTACKS = {
+    "GLOBAL": b"cposix\nsystem\n(X\x01\x00\x00\x00xtR",
+    "STACK_GLOBAL": b"\x8c\x05posix\x8c\x06system\x93",
+    "a dotted name": b"\x8c\x0ctorch._utils\x8c\x1e_rebuild_tensor_v2.__globals__\x93",
+    "INST": b"(X\x01\x00\x00\x00xiposix\nsystem\n",
+    "OBJ": b"(cposix\nsystem\nX\x01\x00\x00\x00xo",
+    "a name inside a call": b"ccollections\nOrderedDict\n((cposix\nsystem\n(X\x01\x00\x00\x00xtRttR",
+    "a name from the memo": b"X\x05\x00\x00\x00posixq\x00X\x06\x00\x00\x00systemq\x01h\x00h\x01\x93",
+    "a state for a function": b"ctorch._utils\n_rebuild_tensor_v2\nN}X\x0c\x00\x00\x00__defaults__)s\x86b",
+    "a state for a class": b"cargparse\nNamespace\nN}X\x0c\x00\x00\x00__setstate__Ns\x86b",
+    "a state for a constant": b"ctorch\nTensor\n}X\x04\x00\x00\x00nameX\x01\x00\x00\x00xsb",
+    "a state for a text": b"ctorch.torch_version\nTorchVersion\n}X\x01\x00\x00\x00aNsb",
+    "a constant is called": b"ctorch\nFloatStorage\n)R",
+    "an extension": b"\x82\x01",
+    "another persistent id": b"X\x01\x00\x00\x00xQ",
+    "a persistent id of protocol 0": b"Pposix.system\n",
+    "a text of lists": LAUGHS + b"0ctorch\ndevice\n(h\x3ctR",
+    "a part many times": LAUGHS,
+    "a part in itself": b"]q\x00h\x00a",
+    "a fake long text": b"\x8d\xff\xff\xff\xff\xff\xff\x00\x00",
+    "a fake long array of bytes": b"\x96\xff\xff\xff\xff\xff\x00\x00\x00",
+    "an array of objects": b"cnumpy\ndtype\n(X\x01\x00\x00\x00OtR",
+    "an unhashable key": b"c__builtin__\nset\n(](]etR",
+    "no memo": b"h\x07",
+    "an empty stack": b"0",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_is_one_line_and_changes_nothing(tmp_path, name):
+    before = {full: dict(vars(found)) for full, found in torch_files._KNOWN.items()}
+    raw(tmp_path / "file.pt", START + ATTACKS[name] + END)
+    with pytest.raises(UserError, match=r"names posix.system|names torch._utils._re.*__globals__|is damaged") as caught:
+        torch_files.read(tmp_path / "file.pt")
+    assert "\n" not in str(caught.value)
+    assert before == {full: dict(vars(found)) for full, found in torch_files._KNOWN.items()}
+    assert not torch_files._tensor.__defaults__
+
+
+def test_a_pickle_of_too_many_objects_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_files, "_MOST_OPCODES", 1000)
+    raw(tmp_path / "file.pt", START + b"]" * 2000 + END)
+    with pytest.raises(UserError, match="a pickle of more than 1000 objects"):
+        torch_files.read(tmp_path / "file.pt")
 
 
 def test_a_pickle_cannot_make_python_fill_the_memory(tmp_path):

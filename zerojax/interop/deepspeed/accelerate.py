@@ -52,7 +52,7 @@ def translate_accelerate(
     devices = draft.whole("num_processes")
     if devices is not None and 0 < devices <= translate.MOST_EMULATED:
         draft.put("emulate_devices", devices, "num_processes")
-    kind = str(draft.get("distributed_type", "NO")).upper()
+    kind = str(draft.get("distributed_type") or "NO").upper()  # YAML reads `no` as False
     if kind == "DEEPSPEED":
         return _with_deepspeed(draft, content, deepspeed, devices, version)
     _precision(draft)

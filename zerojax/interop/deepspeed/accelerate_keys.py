@@ -10,9 +10,7 @@ from zerojax.interop.deepspeed import keys as keys_lib
 from zerojax.interop.deepspeed.keys import IMPLIED, NO_EFFECT, OFF, TAKEN, UNSUPPORTED, Key
 
 _PARALLEL = "the models here have no such parallelism; only ZeRO over `data` and copies over `replica`"
-_JOIN = (
-    "processes join by Slurm, Open MPI or Kubernetes, or by --coordinator HOST:PORT --num_processes N --process_id I"
-)
+_JOIN = "zerojax launch, Slurm, Open MPI or Kubernetes start the processes and join them"
 _BLOCKS = "the model family says which modules are blocks; `blocks=` in your own step"
 
 KEYS: Mapping[str, Key] = {

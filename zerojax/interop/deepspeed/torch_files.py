@@ -12,9 +12,10 @@ import math
 import pathlib
 import pickle
 import pickletools
+import re
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import ml_dtypes
@@ -23,7 +24,8 @@ import numpy as np
 from zerojax import errors
 from zerojax.errors import UserError
 
-_MOST_PICKLE_BYTES = 2**30
+_MOST_PICKLE_BYTES, _MOST_OPCODES = 2**28, 2**24  # a pickle's objects take up to 250 bytes each
+_MOST_VALUES = 2**24
 _PIECE = 2**24  # bytes
 _DTYPES: Mapping[str, np.dtype] = {
     "Float": np.dtype(np.float32),
@@ -51,15 +53,32 @@ class PickledObject:
         return self.__dict__.get(name, default)
 
 
+class _Sealed:
+    """Takes no state from a pickle, which otherwise could change it for later files."""
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise ValueError("a state is given to what has none")
+
+
+class _Builder(_Sealed):
+    """A function that a pickle may call."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+
 @dataclasses.dataclass(frozen=True)
-class _Storage:
+class _Storage(_Sealed):
     """One entry of raw bytes, as a flat array."""
 
     array: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
-class _Constant:
+class _Constant(_Sealed):
     """A name that stands for itself, such as a dtype of PyTorch."""
 
     name: str
@@ -98,18 +117,49 @@ def _load(path: pathlib.Path, archive: zipfile.ZipFile) -> Any:
         raise UserError(f"{path}: was saved on a big-endian machine, which is not read; save it on another")
     content = archive.read(pickles[0])
     _check_memo(content)
-    return _Unpickler(path, archive, folder, content).load()
+    found = _Unpickler(path, archive, folder, content).load()
+    _count_values(found, {})
+    return found
 
 
 def _check_memo(content: bytes) -> None:
-    """Refuses a pickle that numbers an object higher than it has bytes: Python would fill a table of that many entries, up to 32 GB.
+    """Refuses a pickle of too many objects, or that numbers one higher than it has bytes: Python would fill a table of that many entries.
 
     Raises:
       ValueError: it does, or is no pickle.
     """
-    for opcode, number, _ in pickletools.genops(content):
+    for count, (opcode, number, _) in enumerate(pickletools.genops(content)):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(number or 0) > len(content):
             raise ValueError(f"object {number} in a pickle of {len(content)} bytes")
+        if count > _MOST_OPCODES:
+            raise ValueError(f"a pickle of more than {_MOST_OPCODES} objects")
+
+
+def _count_values(part: Any, sizes: dict[int, int | None]) -> int:
+    """Returns the number of values in a part. A pickle may name a part many times, or inside itself.
+
+    Args:
+      part: of the content.
+      sizes: {id: the number of values} of the parts seen so far; None for those that this one is inside of.
+
+    Raises:
+      ValueError: a part holds itself, or there are too many values.
+    """
+    if isinstance(part, PickledObject):
+        part = part.__dict__
+    if not isinstance(part, (Mapping, list, tuple, set, frozenset)):
+        return 1
+    known = sizes.get(id(part), 0)
+    if known is None:
+        raise ValueError("a part holds itself")
+    if not known:
+        sizes[id(part)] = None
+        inner = [*part.keys(), *part.values()] if isinstance(part, Mapping) else part
+        known = 1 + sum(_count_values(one, sizes) for one in inner)
+        if known > _MOST_VALUES:
+            raise ValueError(f"more than {_MOST_VALUES} values, repeated ones counted")
+        sizes[id(part)] = known
+    return known
 
 
 class _Unpickler(pickle.Unpickler):
@@ -126,7 +176,7 @@ class _Unpickler(pickle.Unpickler):
         Raises:
           UserError: the name is not known.
         """
-        full = f"{module}.{name}"
+        full = f"{module.replace('__builtin__', 'builtins')}.{name}"
         if full in _KNOWN:
             return _KNOWN[full]
         if (
@@ -207,9 +257,9 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> np.nd
 
 def _of_type(build: Any, _: Any, arguments: Any, __: Any) -> Any:
     """Returns a tensor with attributes of its own, without them."""
-    if build is not _tensor:
+    if build not in (_KNOWN["torch._utils._rebuild_tensor_v2"], _KNOWN["torch._utils._rebuild_tensor"]):
         raise ValueError("a tensor of an unknown kind")
-    return _tensor(*arguments)
+    return build(*arguments)
 
 
 def _parameter(data: Any, *_: Any) -> Any:
@@ -218,20 +268,68 @@ def _parameter(data: Any, *_: Any) -> Any:
     return data
 
 
-def _number(*arguments: Any) -> int:
-    return int(arguments[0])
+def _number(value: Any, *_: Any) -> int:
+    if not isinstance(value, int):
+        raise ValueError("a number that is none")
+    return value
 
 
 def _size(sizes: Any = ()) -> tuple[int, ...]:
     return tuple(map(int, sizes))
 
 
-def _device(*arguments: Any) -> str:
-    return ":".join(map(str, arguments))
+def _joined(between: str) -> Callable[..., str]:
+    """Returns a function that joins short texts and numbers."""
+
+    def join(*parts: Any) -> str:
+        if not all(isinstance(part, (str, int)) for part in parts):
+            raise ValueError("a text of other parts than texts")
+        return between.join(map(str, parts))
+
+    return join
 
 
-def _no_call(*_: Any) -> NoReturn:
-    raise ValueError("a type is called")
+def _encode(text: str, encoding: str) -> bytes:
+    """Returns the bytes that protocol 2 writes as a text."""
+    if encoding != "latin1" or not isinstance(text, str):
+        raise ValueError("a text in an unknown encoding")
+    return text.encode("latin1")
+
+
+class _NumpyDtype:
+    """A dtype of numpy: plain numbers, little-endian."""
+
+    def __init__(self, name: str, *_: Any):
+        if not isinstance(name, str) or not re.fullmatch("[fiu][1248]|b1|c8|c16", name):
+            raise ValueError(f"an array of {errors.shown(name)}")
+        self.__dict__["dtype"] = np.dtype(name)
+
+    def __setstate__(self, state: Any) -> None:
+        if state[1] == ">":
+            raise ValueError("a big-endian array")
+
+
+class _NumpyArray:
+    """An array of numpy, which nothing here reads: random states and what else a program saves beside its weights."""
+
+    def __init__(self, *_: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _numpy_scalar(of: Any, content: Any = b"") -> Any:
+    if not isinstance(of, _NumpyDtype) or not isinstance(content, bytes):
+        raise ValueError("a scalar of an unknown kind")
+    (value,) = np.frombuffer(content, of.__dict__["dtype"])
+    return value.item()
+
+
+class _Text(str):
+    """A text with a class of its own."""
+
+    __slots__ = ()
 
 
 def _record(name: str) -> type[PickledObject]:
@@ -255,20 +353,37 @@ _RECORDS = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaleConfig",
     "deepspeed.runtime.fp16.loss_scaler.LossScaleProfile",
     "deepspeed.utils.tensor_fragment.fragment_address",
+    "argparse.Namespace",
+    "types.SimpleNamespace",
 )
-_KNOWN: Mapping[str, Any] = {
-    "collections.OrderedDict": collections.OrderedDict,
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "collections.OrderedDict": lambda *pairs: collections.OrderedDict(*pairs),
     "collections.defaultdict": lambda *_: {},
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _of_type,
+    "torch.Size": _size,
+    "torch.device": _joined(":"),
+    "pathlib.PosixPath": _joined("/"),
+    "pathlib.WindowsPath": _joined("/"),
+    "_codecs.encode": _encode,
+    "numpy.dtype": _NumpyDtype,
+    "numpy.core.multiarray.scalar": _numpy_scalar,
+    "numpy._core.multiarray.scalar": _numpy_scalar,
+    "numpy.core.multiarray._reconstruct": _NumpyArray,
+    "numpy._core.multiarray._reconstruct": _NumpyArray,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _number,
+    "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum": _joined(":"),
+}
+_KNOWN: Mapping[str, Any] = {
     "torch.Tensor": _Constant("torch.Tensor"),
     "torch.nn.parameter.Parameter": _Constant("torch.nn.Parameter"),
-    "torch.Size": _size,
-    "torch.device": _device,
-    "deepspeed.runtime.zero.config.ZeroStageEnum": _number,
-    "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum": _device,
+    "numpy.ndarray": _Constant("numpy.ndarray"),
+    "torch.torch_version.TorchVersion": _Text,
+    **{name: _Builder(function) for name, function in _FUNCTIONS.items()},
     **{name: _record(name) for name in _RECORDS},
 }
