@@ -33,7 +33,7 @@ def roles(body, weights=WEIGHTS, **shapes):
     text = f"HloModule jit_step, is_scheduled=true\n\nENTRY %main (a: f32[]) -> f32[] {{\n{arguments}\n{body}\n}}\n"
     flow = hlo_flow.flow(syntax.parse(text))
     mesh = Mesh(np.asarray(jax.devices()[:8]), ("x",), axis_types=(AxisType.Auto,))
-    owner = attribution.Attribution(flow, weights)
+    owner = attribution.Attribution(flow, weights, mesh.size)
     return [owner.role(found, part) for found in collectives.collectives(flow, mesh) for part in found.parts]
 
 
@@ -100,6 +100,21 @@ def test_a_reduce_scatter_is_not_of_a_weight_whose_shard_it_takes():
     known = WEIGHTS | {"positions/embedding": weight("positions/embedding", 8, 4096)}
     body = f"""  %g = f32[8,4096] dot(%w, %w)
   %rs = f32[1,4096] reduce-scatter(%g), {GROUPS}, dimensions={{0}}, metadata={{op_name="jit(step)/transpose(jvp(Net))/up/reduce_sum"}}"""
+    assert roles(body, known, w=UP) == [(GRADIENTS, ("positions/embedding",))]
+
+
+def test_a_module_in_the_name_counts_more_than_equal_dims():
+    """The gradient of a projection that is stored (embed, heads, width) and summed (embed, heads * width), as a table's shard is stored."""
+    known = {w.path: w for w in (weight("embed/embedding", 512, 64), weight("layer_0/query/kernel", 64, 4, 16))}
+    body = f"""  %g = f32[64,64] dot(%w, %w)
+  %ar = f32[64,64] all-reduce(%g), {GROUPS}, metadata={{op_name="jit(step)/transpose(jvp(Net))/layer_0/query/dot_general"}}"""
+    assert roles(body, known, w=UP) == [(GRADIENTS, ("layer_0/query/kernel",))]
+
+
+def test_a_sum_over_all_devices_is_of_no_weight_whose_shard_has_its_dims():
+    known = {w.path: w for w in (weight("positions/embedding", 32, 64), weight("layer_0/mlp/kernel", 256, 64))}
+    body = f"""  %g = f32[32,64] dot(%w, %w)
+  %ar = f32[32,64] all-reduce(%g), {GROUPS}, metadata={{op_name="jit(step)/transpose(jvp(Net))/reduce_sum"}}"""
     assert roles(body, known, w=UP) == [(GRADIENTS, ("positions/embedding",))]
 
 

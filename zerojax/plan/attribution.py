@@ -49,8 +49,8 @@ class WeightDims:
 class Attribution:
     """Finds the weights that the collectives of one program move."""
 
-    def __init__(self, flow: hlo_flow.Flow, weights: Mapping[str, WeightDims]):
-        self._flow, self._weights = flow, weights
+    def __init__(self, flow: hlo_flow.Flow, weights: Mapping[str, WeightDims], devices: int):
+        self._flow, self._weights, self._devices = flow, weights, devices
         self._paths = tree.suffix_index(weights)
         self._by_dims: dict[tuple[int, ...], list[WeightDims]] = {}
         self._by_size: dict[int, list[WeightDims]] = {}
@@ -73,7 +73,7 @@ class Attribution:
             if paths:
                 return phase, paths
         sums = found.kind in collectives.REDUCTIONS or found.kind == "collective-permute"  # a ring of permutes sums too
-        matched = (self._scattered(part) if sums else []) or self._matching(part)
+        matched = (self._scattered(part) if sums else []) or self._matching(found, part)
         is_vector = len(_key(part.taken.dims)) < 2
         is_statistic = is_vector and phase == roles.WEIGHTS_FORWARD and self._is_read_in_forward_pass(found, part)
         trained = [weight for weight in matched if weight.trainable]
@@ -127,12 +127,12 @@ class Attribution:
         is_scatter = primitive in ("reduce_scatter", "psum_scatter")
         return [self._weights[path]] if path is not None and is_named and is_scatter else []
 
-    def _matching(self, part: collectives.Part) -> list[WeightDims]:
-        """Returns the weights with these dims, global or of a shard: in any order, else with dims merged or split, else one layer's dims.
+    def _matching(self, found: collectives.Collective, part: collectives.Part) -> list[WeightDims]:
+        """Returns the weights with these dims, global or of a shard: in any order, with dims merged or split, or one layer's dims.
 
         A model may store a weight with two dims and use it with three, (embed, heads * width) as (embed, heads, width), or the other way
         round. Its gradient is summed in either form. A reduce-scatter's two arrays tell a weight from a larger one whose shard has
-        the smaller one's dims.
+        the smaller one's dims. A sum over all devices is of no shard.
         """
         taken, given = _key(part.taken.dims), _key(part.given.dims)
         if taken != given:
@@ -140,23 +140,23 @@ class Attribution:
             if both:
                 return both
         for dims in (part.taken.dims, part.given.dims):
-            key = _key(dims)
-            if key in self._by_dims:
-                return self._by_dims[key]
             regrouped = [w for w in self._by_size.get(math.prod(dims), ()) if _regroups(dims, w)]
-            if regrouped or key in self._by_layer:
-                return regrouped or self._by_layer[key]
+            matched = [*self._by_dims.get(_key(dims), ()), *regrouped, *self._by_layer.get(_key(dims), ())]
+            summed = [w for w in matched if math.prod(dims) * self._devices >= w.size * found.ways]
+            if matched:
+                return summed if found.kind in collectives.REDUCTIONS and summed else matched
         return []
 
     def _named(self, matched: list[WeightDims], part: collectives.Part) -> tuple[str, ...]:
-        """Returns the paths that share most modules with the op_name. If several do, dims in the same order decide."""
+        """Returns the paths that share most modules with the op_name. If several do, dims decide: the same ones, then in the same order."""
         modules = re.split(r"[/():.]", part.op_name)  # "embed.attend" is a method of the module embed
-        orders = _squeezed(part.taken.dims), _squeezed(part.given.dims)
+        arrays = part.taken.dims, part.given.dims
 
-        def likeness(weight: WeightDims) -> tuple[int, bool]:
+        def likeness(weight: WeightDims) -> tuple[int, bool, bool]:
             through = sum(module in modules for module in weight.path.split("/")[:-1])
-            known = map(_squeezed, (weight.used, weight.grad, weight.moments, weight.stored))
-            return through, any(dims in orders for dims in known)
+            known = [weight.used, weight.grad, weight.moments, weight.stored]
+            same = {*map(_key, known)} & {*map(_key, arrays)}
+            return through, bool(same), bool({*map(_squeezed, known)} & {*map(_squeezed, arrays)})
 
         likenesses = {weight.path: likeness(weight) for weight in matched}
         most = max(likenesses.values())

@@ -112,7 +112,7 @@ def ledger(hlo_text: str, mesh: Mesh, weights: Mapping[str, Any]) -> Ledger:
     """
     flow = hlo_flow.flow(syntax.parse(hlo_text))
     known = weights_of(weights, mesh)
-    owner = attribution.Attribution(flow, known)
+    owner = attribution.Attribution(flow, known, mesh.size)
     rows = [_row(flow, owner, found, part) for found in collectives.collectives(flow, mesh) for part in found.parts]
     return Ledger(tuple(rows), known, mesh, flow)
 
