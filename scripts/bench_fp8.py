@@ -236,7 +236,7 @@ def _train(options: argparse.Namespace, folder: pathlib.Path, job: tuple, limit:
     workdir = folder / f"{name}-{seed}"
     command = [sys.executable, "-m", "zerojax.train", "--config", "configs/base.py", "--workdir", str(workdir), *flags]
     began, log = time.monotonic(), workdir.with_suffix(".log")
-    _run(command, limit, log, {"XLA_CLIENT_MEM_FRACTION": f"{0.9 / options.together:.3f}"})
+    _run(command, limit, log, {"XLA_CLIENT_MEM_FRACTION": f"{0.6 / options.together:.3f}"})
     metrics = workdir / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     losses = [line["loss"] for line in lines if "loss" in line]
