@@ -5,10 +5,10 @@
 #
 # A part is one or more rows; `8b` `8b-again` `lean` `1b` `1b-again` `stages` `host` are ours, the last two with other settings, and
 # `titan-8b` `titan-8b-full` `titan-1b` `deepspeed-8b` are the peers'. With fp8 and nothing offloaded or recomputed: `8b-rich` (bf16),
-# `8b-fp8`, `8b-fp8-again` and `titan-8b-float8` (tensorwise scales, fp8 gathers). All parts of a FOLDER share a compilation cache, so `8b`
-# starts cold and `8b-again` warm. PEERS holds peer_titan.py and peer_ds.py, whose settings docs/benchmarks/raw/peers_4xh200.txt states; SITE
-# holds the peers' own packages. LIMIT_S (default 570): no part starts later than that, and ours end by then; PART_S (default: LIMIT_S) bounds
-# each of ours. The rows of a part are printed when it ends.
+# `8b-fp8`, `8b-fp8-again` and `titan-8b-float8` (tensorwise scales, fp8 gathers). `8b-offload` and `8b-fp8-offload` offload one matmul of 28
+# layers. All parts of a FOLDER share a compilation cache, so `8b` starts cold and `8b-again` warm. PEERS holds peer_titan.py and peer_ds.py,
+# whose settings docs/benchmarks/raw/peers_4xh200.txt states; SITE holds the peers' own packages. LIMIT_S (default 570): no part starts later
+# than that, and ours end by then; PART_S (default: LIMIT_S) bounds each of ours. The rows of a part are printed when it ends.
 #
 #   PEERS=folder SITE=folder LIMIT_S=460 PART_S=150 bash scripts/bench_eight.sh FOLDER 8b-fp8 titan-8b-float8 8b-rich 8b-fp8-again
 set -uo pipefail
@@ -48,7 +48,7 @@ for part in "$@"; do
   began=$SECONDS
   case $part in
     8b | 8b-again) ours "$part" --settings 8b ;;
-    8b-rich | 8b-fp8) ours "$part" --settings "$part" ;;
+    8b-rich | 8b-offload | 8b-fp8 | 8b-fp8-offload) ours "$part" --settings "$part" ;;
     8b-fp8-again) ours "$part" --settings 8b-fp8 ;;
     1b | 1b-again) ours "$part" --settings 1b ;;
     lean) ours "$part" --settings 8b-lean ;;

@@ -50,6 +50,7 @@ SETTINGS = {
     "8b": EIGHT_B,
     "8b-rich": f"{EIGHT_B} model.offload= model.recompute=",
     "8b-fp8": "configs/llama3_8b_fp8.py model.offload= model.recompute=",
+    "8b-fp8-offload": r"configs/llama3_8b_fp8.py model.recompute= model.offload=layer_(1?\d|2[0-7])/mlp/up",
     "8b-offload": rf"{EIGHT_B} model.recompute= model.offload=layer_(1?\d|2[0-7])/mlp/up",
     "8b-recompute": f"{EIGHT_B} model.offload= model.recompute=layer_.*/mlp/up",
     "8b-lean": "configs/llama3_8b_lean.py",
