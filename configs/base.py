@@ -61,6 +61,8 @@ def get_config():
     c.model.num_layers = 0  # 0: the preset's
     c.model.remat = "dots"  # residuals kept: "none" all but weights, "dots" matmuls, "full" only layer inputs
     c.model.recompute = ""  # a regex of modules in layers whose matmuls "dots" recomputes (r"layer_\d+/mlp/up")
+    # the output projection stays sharded, and hidden states are gathered in its place: less memory; at stage 3, for losses over all tokens
+    c.model.sharded_head = False
     c.model.offload = ""  # a regex of modules whose outputs are offloaded to host memory until the backward pass
     c.model.attention = (
         "auto"  # "xla", "cudnn" (Ampere or newer, bf16), "splash" (TPUs, bf16), or "auto": by device and precision

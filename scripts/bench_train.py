@@ -56,6 +56,9 @@ SETTINGS = {
     "8b-lean": "configs/llama3_8b_lean.py",
     "8b-4layers": f"{EIGHT_B} model.num_layers=4",
     "8b-32k": "configs/llama3_8b_lean.py seq_len=32768 micro_batch_size=1",
+    "8b-fp8": "configs/llama3_8b_fp8.py",
+    "8b-host": f"{EIGHT_B} offload.optimizer=host model.offload= model.recompute=",
+    "8b-lora": "configs/lora_llama3_8b.py export.format=none",
 }
 GROUPS = {
     "plan-one": ("1b", "1b-lean", "1b-rich", "1b-accum4", "1b-stage0-small", "8b-4layers"),

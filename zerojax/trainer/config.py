@@ -61,6 +61,7 @@ class ModelSettings:
     num_layers: int
     remat: str
     recompute: str
+    sharded_head: bool
     offload: str
     attention: str
     dropout: float

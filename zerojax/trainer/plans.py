@@ -161,7 +161,10 @@ def _applied(config: config_lib.Config, candidate: search.Candidate) -> config_l
         micro_batch_size=candidate.micro_batch_size,
         grad_accum=candidate.grad_accum,
         zero=dataclasses.replace(config.zero, stage=candidate.stage),
-        model=with_remat(config.model, candidate.remat),
+        model=dataclasses.replace(
+            with_remat(config.model, candidate.remat),
+            sharded_head=config.model.sharded_head and candidate.stage == 3,
+        ),
         mesh=dataclasses.replace(config.mesh, replica=candidate.replica, data=-1),
         offload=dataclasses.replace(config.offload, optimizer=candidate.offload),
     )

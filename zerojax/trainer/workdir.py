@@ -70,6 +70,7 @@ FREE = (
     "offload",
     "model.remat",
     "model.recompute",
+    "model.sharded_head",
     "model.offload",
     "model.attention",
     "data.dir",

@@ -126,6 +126,24 @@ def all_gather(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array
     return without_padding(weight, placement)
 
 
+def to_columns(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
+    """Returns this device's columns of a matrix, in `dtype`, from its shard; of either dim."""
+    weight = cast(stored, placement, dtype)
+    if _data_dim(placement.stored) == 1:
+        return weight
+    return jax.lax.all_to_all(weight, mesh_lib.DATA, split_axis=1, concat_axis=0, tiled=True)
+
+
+def from_columns(grad: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
+    """Returns the gradient of this device's shard from that of its columns, which is complete but for a sum over replicas."""
+    grad = grad.astype(dtype)
+    if _data_dim(placement.update) == 0:
+        grad = jax.lax.all_to_all(grad, mesh_lib.DATA, split_axis=0, concat_axis=1, tiled=True)
+    if placement.update.mesh.shape[mesh_lib.REPLICA] > 1:
+        grad = jax.lax.psum(grad, mesh_lib.REPLICA)
+    return grad.astype(jnp.float32)
+
+
 def is_gathered(placement: Placement) -> bool:
     """Returns whether a weight is stored sharded over `data` and used gathered."""
     dim = _data_dim(placement.stored)

@@ -27,7 +27,8 @@ import jax.numpy as jnp
 import optax
 
 from zerojax import mesh as mesh_lib
-from zerojax.ops import fp8
+from zerojax.errors import UserError
+from zerojax.ops import fp8, sharded_losses
 from zerojax.zero import float32_grads, gather, placement, remat
 from zerojax.zero.fp8 import gathered as fp8_gathered
 from zerojax.zero.fp8 import history as fp8_history
@@ -68,20 +69,41 @@ class BlockCall:
         with jax.named_scope(path):
             if scale is not None:
                 return fp8_gathered.sent(shard, scale, self.placements[path])
+            if self.placements[path].by_columns:
+                ways = self.placements[path].used.mesh.shape[mesh_lib.DATA]
+                columns = gather.to_columns(shard, self.placements[path], self.dtype)
+                return sharded_losses.Columns(columns, mesh_lib.DATA, ways)
             return gather.all_gather(shard, self.placements[path], self.dtype)
 
     def with_sinks(self, stored: Mapping[str, jax.Array], gathered: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Returns the weights with respect to which the body is differentiated: sinks in place of those in fp8."""
-        return {
-            path: fp8_gathered.sink(weight, self.dtype or stored[path].dtype) if _is_in_fp8(weight) else weight
-            for path, weight in gathered.items()
-        }
+        """Returns the weights with respect to which the body is differentiated: sinks in place of those in fp8 or in columns."""
 
-    def run(self, weights: Any, in_fp8: Mapping[str, Any], histories: Mapping[str, Any], *arrays: jax.Array) -> Any:
-        """Runs the body with weights of `with_sinks`, those that are in fp8, and histories (`fp8.history.inputs`)."""
+        def differentiated(path: str, weight: Any) -> jax.Array:
+            if isinstance(weight, sharded_losses.Columns):
+                return jnp.zeros(weight.shard.shape, jnp.float32)
+            return fp8_gathered.sink(weight, self.dtype or stored[path].dtype) if _is_in_fp8(weight) else weight
+
+        return {path: differentiated(path, weight) for path, weight in gathered.items()}
+
+    def run(self, weights: Any, others: Mapping[str, Any], histories: Mapping[str, Any], *arrays: jax.Array) -> Any:
+        """Runs the body with weights of `with_sinks`, those in another form (`_others`), and histories (`fp8.history.inputs`)."""
+        in_fp8 = {path: weight for path, weight in others.items() if _is_in_fp8(weight)}
         used = {**weights, **{path: fp8_gathered.widened(weight, weights[path]) for path, weight in in_fp8.items()}}
-        with fp8_gathered.known(in_fp8), fp8_history.known(histories):
-            return self.body(used, *arrays)
+        by_columns = {
+            path: sharded_losses.Known(_unread(weight), weight, weights[path])
+            for path, weight in others.items()
+            if path not in in_fp8
+        }
+        used |= {path: known.kernel for path, known in by_columns.items()}
+        with fp8_gathered.known(in_fp8), fp8_history.known(histories), sharded_losses.known(*by_columns.values()):
+            outputs = self.body(used, *arrays)
+        for path, known in by_columns.items():
+            if not known.is_taken:
+                raise UserError(
+                    f"sharded_head: {path} is not read by zerojax.one_pass_cross_entropy(hidden, kernel, labels), which alone can use it "
+                    "sharded; call that loss with the weight itself, or omit sharded_head"
+                )
+        return outputs
 
     def divided(self, weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the weights that have gradients, and the frozen ones."""
@@ -93,6 +115,8 @@ class BlockCall:
 
     def _sum(self, path: str, grad: jax.Array) -> jax.Array:
         with jax.named_scope(path):  # traces and ledgers name the weight of each collective
+            if self.placements[path].by_columns:
+                return gather.from_columns(grad, self.placements[path], self.reduction.dtype)
             return gather.reduce_pass(grad, self.placements[path], self.reduction)
 
 
@@ -165,15 +189,22 @@ def _block(
     scales, histories = given
     stored = {path: weight.stored for path, weight in weights.items()}
     gathered, tokens, arrays, _ = _begin(plan, stored, scales, tokens, arrays)
-    return plan.run(plan.with_sinks(stored, gathered), _in_fp8(gathered), histories, *arrays), tokens
+    return plan.run(plan.with_sinks(stored, gathered), _others(gathered), histories, *arrays), tokens
 
 
 def _is_in_fp8(weight: Any) -> bool:
     return isinstance(weight, fp8.EightBits)
 
 
-def _in_fp8(gathered: Mapping[str, Any]) -> dict[str, fp8.EightBits]:
-    return {path: weight for path, weight in gathered.items() if _is_in_fp8(weight)}
+def _others(gathered: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the weights that are no plain arrays: in fp8, or a device's columns."""
+    return {path: weight for path, weight in gathered.items() if not isinstance(weight, jax.Array)}
+
+
+def _unread(columns: sharded_losses.Columns) -> jax.Array:
+    """Returns what a model sees in place of a kernel whose columns its loss takes. A model that computes with it gets NaN."""
+    rows, size = columns.shard.shape
+    return jnp.full((rows, size * columns.ways), jnp.nan, columns.shard.dtype)
 
 
 def _begin(
@@ -213,9 +244,9 @@ def _block_forward(
     # The barrier in `_begin` prevents CSE of the two passes; that of jax.checkpoint would also delay copies from the host.
     body = plan.run if plan.policy is None else jax.checkpoint(plan.run, policy=plan.policy, prevent_cse=False)
     trained, frozen = plan.divided(plan.with_sinks(stored, gathered))
-    in_fp8 = _in_fp8(gathered)
+    others = _others(gathered)
     outputs, pull = jax.vjp(
-        lambda trained, histories, *arrays: body({**trained, **frozen}, in_fp8, histories, *arrays),
+        lambda trained, histories, *arrays: body({**trained, **frozen}, others, histories, *arrays),
         trained,
         histories,
         *arrays,
@@ -234,6 +265,8 @@ def _block_forward(
 
 
 def _values(weight: Any) -> jax.Array:
+    if isinstance(weight, sharded_losses.Columns):
+        return weight.shard
     return weight.values if _is_in_fp8(weight) else weight
 
 

@@ -36,6 +36,7 @@ class Placement:
       trainable: whether the weight has a gradient and an update. If not, `grad`, `opt_state` and `update` are not read.
       overwritten: whether its gradient is its new value (`is_overwritten`).
       in_fp8: whether blocks gather it in fp8 (`fp8.gathered`).
+      by_columns: whether each device uses some of its columns, and none gathers it (`ops.sharded_losses`).
     """
 
     stored: NamedSharding
@@ -48,6 +49,7 @@ class Placement:
     trainable: bool = True
     overwritten: bool = False
     in_fp8: bool = False
+    by_columns: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

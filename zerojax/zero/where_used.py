@@ -25,6 +25,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import gather, intercept, placement, remat
@@ -324,6 +325,34 @@ def largest_block(placements: Mapping[str, placement.Placement], blocks: str) ->
         if block is not None:
             sizes[block] = sizes.get(block, 0) + math.prod(weight.shape or ())
     return max(sizes.values(), default=0)
+
+
+def with_sharded_heads(partition: placement.Partition, heads: str) -> placement.Partition:
+    """Returns a partition in which devices use columns of the heads' kernels, and none gathers them (`ops.sharded_losses`).
+
+    Kernels that are replicated, on one device or below stage 3, stay so.
+
+    Raises:
+      UserError: a head has no kernel with two dims, the devices do not divide its columns, or it is frozen or split by `model` too.
+    """
+    marked = {}
+    for path, weight in partition.placements.items():
+        if not heads or intercept.block_of(path, re.compile(heads)) is None or len(weight.shape or ()) != 2:
+            continue
+        ways, axes = weight.used.mesh.shape[mesh_lib.DATA], weight.used.mesh.shape[mesh_lib.MODEL]
+        why = ""
+        if weight.shape[1] % ways or weight.padding:  # type: ignore[index]  # it has two dims
+            why = f"{weight.shape[1]} columns do not divide by data={ways}"  # type: ignore[index]
+        elif axes > 1:
+            why = f"the mesh has model={axes}"
+        elif not weight.trainable:
+            why = "is frozen"
+        if why:
+            raise UserError(f"sharded_head: {path}: {why}; omit sharded_head")
+        marked[path] = dataclasses.replace(weight, by_columns=gather.is_gathered(weight))
+    if not marked:
+        raise UserError(f"sharded_head: no kernel with two dims belongs to a module that heads={heads!r} matches; omit sharded_head")
+    return dataclasses.replace(partition, placements={**partition.placements, **marked})
 
 
 def missed_blocks(placements: Mapping[str, placement.Placement], blocks: str) -> tuple[str, ...]:

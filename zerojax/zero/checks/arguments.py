@@ -42,6 +42,16 @@ def grad_accum(value: Any) -> None:
         raise UserError(f"grad_accum: must be at least 1, and is {value}")
 
 
+def sharded_head(partition: Any, reduce_dtype: Any, *, is_on_host: bool) -> None:
+    """Raises a UserError if a step cannot keep its heads' kernels sharded. `is_on_host`: whether weights live in host memory."""
+    if reduce_dtype is None:
+        raise UserError("sharded_head: needs explicit collectives, reduce_dtype; pass reduce_dtype=jnp.float32, or omit sharded_head")
+    if partition.stage < 3:
+        raise UserError(f"sharded_head: needs weights that are sharded, stage 3, and the stage is {partition.stage}; omit sharded_head")
+    if is_on_host:
+        raise UserError("sharded_head: does not go with params in host memory, which come to a device block by block; omit one of them")
+
+
 def weights(partition: Any) -> None:
     """Raises a UserError if a trained weight has a dtype without gradients."""
     for path, leaf in tree.flatten(partition.abstract_state):

@@ -1,0 +1,160 @@
+"""Next-token losses with an output projection that stays sharded. This module gathers hidden states instead of the kernel.
+
+Each device holds a part of the kernel's columns, and computes the logits of all devices' tokens for these (vocabulary-parallel
+cross-entropy, Megatron-LM, arXiv:1909.08053, section 3), in one pass as `losses` does. For a chunk of each device's tokens,
+
+    h = all_gather(chunk)     z = h W_own     log sum exp(z) over devices, from each one's maximum and sum
+    dz = softmax(z) - onehot(y)     dW_own += h^T dz     dchunk = reduce_scatter(dz W_own^T)
+
+dW_own is then complete: no device holds the gradient of the whole kernel, and none is summed over devices. The gathers and the
+reduce-scatters of a chunk run beside the matmuls of its neighbours; the maxima and sums, 12 bytes a token, are waited for.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_NO_LABEL = -1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """A device's columns of a kernel.
+
+    Attributes:
+      shard: float[embed, vocab / ways], the columns in the order of the devices.
+      axis, ways: the mesh axis that they are sharded over, and its size.
+    """
+
+    shard: jax.Array
+    axis: str = dataclasses.field(metadata={"static": True})
+    ways: int = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass
+class Known:
+    """A kernel of which a device has its columns alone.
+
+    Attributes:
+      kernel: the array that the model sees in its place.
+      columns: the columns.
+      sink: zeros, float32, of the shape of the columns, which gets their gradient.
+      is_taken: whether a loss has taken the columns.
+    """
+
+    kernel: jax.Array
+    columns: Columns
+    sink: jax.Array
+    is_taken: bool = False
+
+
+_KNOWN: contextvars.ContextVar[tuple[Known, ...]] = contextvars.ContextVar("kernels_by_columns", default=())
+
+
+@contextlib.contextmanager
+def known(*kernels: Known) -> Iterator[None]:
+    """Makes kernels known to the losses that are traced in its body."""
+    token = _KNOWN.set(kernels)
+    try:
+        yield
+    finally:
+        _KNOWN.reset(token)
+
+
+def find(kernel: Any) -> Known | None:
+    """Returns what is known of the array that a model passes as its kernel, or None; it is recognised by its identity."""
+    return next((one for one in _KNOWN.get() if one.kernel is kernel), None)
+
+
+def cross_entropy(hidden: jax.Array, kernel: Known, labels: jax.Array, *, chunk_tokens: int) -> jax.Array:
+    """Returns the mean cross-entropy of this device's tokens, float32[]; call it on all devices, inside `jax.shard_map`.
+
+    The result's cotangent must be the same on all devices, as it is where the loss of a step is the mean over devices.
+
+    Args:
+      hidden: float[batch, length, embed].
+      kernel: the projection.
+      labels: int32[batch, length].
+      chunk_tokens: tokens of all devices together in a chunk.
+    """
+    kernel.is_taken = True
+    columns = kernel.columns
+    chunk = max(1, chunk_tokens // columns.ways)
+    return _one_pass(hidden, kernel.sink, columns.shard, labels, columns.axis, columns.ways, chunk)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _one_pass(hidden: Any, sink: Any, shard: Any, labels: Any, axis: str, ways: int, chunk: int) -> jax.Array:
+    return _chunks(hidden, shard, labels, axis, ways, chunk)[0]
+
+
+def _forward(hidden: Any, sink: Any, shard: Any, labels: Any, axis: str, ways: int, chunk: int) -> tuple[Any, Any]:
+    loss, d_hidden, d_shard = _chunks(hidden, shard, labels, axis, ways, chunk)
+    return loss, (d_hidden, d_shard)
+
+
+def _backward(axis: str, ways: int, chunk: int, residuals: tuple[Any, Any], scale: jax.Array) -> tuple:
+    d_hidden, d_shard = residuals
+    tokens = d_hidden.size // d_hidden.shape[-1]
+    d_hidden = (d_hidden.astype(jnp.float32) * (scale / tokens)).astype(d_hidden.dtype)
+    return d_hidden, d_shard * (scale / tokens), None, None
+
+
+_one_pass.defvjp(_forward, _backward)
+
+
+def _chunks(hidden: Any, shard: Any, labels: Any, axis: str, ways: int, chunk: int) -> tuple[Any, Any, Any]:
+    """Returns the mean loss of this device's tokens, and the gradients of its sum by hidden, and of all devices' sum by the shard."""
+    shape, tokens, vocab = hidden.shape, labels.size, shard.shape[1]
+    count = -(-tokens // chunk)
+    extra = -tokens % count  # equal chunks; padding has no label
+    hidden = jnp.pad(hidden.reshape(tokens, -1), ((0, extra), (0, 0))).reshape(count, -1, shape[-1])
+    labels = jnp.pad(labels.reshape(-1), (0, extra), constant_values=_NO_LABEL).reshape(count, -1)
+    size, me = labels.shape[1], jax.lax.axis_index(axis)
+    all_labels = _sent_to_all(labels, axis, ways).swapaxes(0, 1).reshape(count, -1)
+
+    def one_chunk(carry: tuple, inputs: tuple) -> tuple[tuple, tuple]:
+        d_shard, h = carry
+        following, y = inputs
+        next_h = jax.lax.all_gather(following, axis, tiled=True)
+        logits = jnp.dot(h, shard, preferred_element_type=jnp.float32)
+        top = jnp.max(logits, axis=-1)
+        total = jnp.sum(jnp.exp(logits - top[:, None]), axis=-1)
+        column = y - me * vocab
+        label_logit = jnp.take_along_axis(logits, jnp.clip(column, 0, vocab - 1)[:, None], axis=-1)[:, 0]
+        own = jnp.stack([top, total, jnp.where((column >= 0) & (column < vocab), label_logit, 0.0)])
+        # XLA would merge the two gathers, and the second would wait for the first one's bytes.
+        own, next_h = jax.lax.optimization_barrier((own, next_h))
+        tops, totals, label_logits = jnp.moveaxis(jax.lax.all_gather(own, axis), 1, 0)
+        most = jnp.max(tops, axis=0)
+        log_sum = jnp.log(jnp.sum(totals * jnp.exp(tops - most), axis=0)) + most
+        counts = y != _NO_LABEL
+        terms = counts * (log_sum - jnp.sum(label_logits, axis=0))
+        loss = jnp.sum(jax.lax.dynamic_slice(terms, (me * size,), (size,)))
+        hit = column[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        d_logits = ((jnp.exp(logits - log_sum[:, None]) - hit) * counts[:, None]).astype(h.dtype)
+        d_all = jnp.dot(d_logits, shard.T, preferred_element_type=jnp.float32)
+        d_own = jax.lax.psum_scatter(d_all, axis, tiled=True).astype(h.dtype)
+        d_shard = d_shard + jnp.dot(h.T, d_logits, preferred_element_type=jnp.float32)
+        # Without it XLA would move the sum into the next pass of the loop, and copy what it reads.
+        d_own, d_shard = jax.lax.optimization_barrier((d_own, d_shard))
+        return (d_shard, next_h), (loss, d_own)
+
+    # The last pass of the loop gathers the first chunk again, since all passes have one form.
+    following = jnp.roll(hidden, -1, axis=0)
+    start = jnp.zeros(shard.shape, jnp.float32), _sent_to_all(hidden[0], axis, ways).reshape(-1, shape[-1])
+    (d_shard, _), (losses, d_hidden) = jax.lax.scan(one_chunk, start, (following, all_labels))
+    d_hidden = d_hidden.reshape(-1, shape[-1])[:tokens].reshape(shape)
+    return jnp.sum(losses) / tokens, d_hidden, d_shard
+
+
+def _sent_to_all(array: jax.Array, axis: str, ways: int) -> jax.Array:
+    """Returns all devices' arrays, stacked. XLA would merge a gather with that of the next block's weights, and wait for both."""
+    return jax.lax.all_to_all(jnp.broadcast_to(array, (ways, *array.shape)), axis, split_axis=0, concat_axis=0)
