@@ -61,8 +61,9 @@ def get_config():
     c.model.num_layers = 0  # 0: the preset's
     c.model.remat = "dots"  # residuals kept: "none" all but weights, "dots" matmuls, "full" only layer inputs
     c.model.recompute = ""  # a regex of modules in layers whose matmuls "dots" recomputes (r"layer_\d+/mlp/up")
-    # the output projection stays sharded, and hidden states are gathered in its place: less memory; at stage 3, for losses over all tokens
-    c.model.sharded_head = False
+    # a regex of the embedding and the output projection ("embed|head"), if no device shall gather them: activations are sent instead, which
+    # takes less memory, and less time where a device's tokens are fewer than the vocabulary; stage 3, untied, with labels on all tokens
+    c.model.by_columns = ""
     c.model.offload = ""  # a regex of modules whose outputs are offloaded to host memory until the backward pass
     c.model.attention = (
         "auto"  # "xla", "cudnn" (Ampere or newer, bf16), "splash" (TPUs, bf16), or "auto": by device and precision

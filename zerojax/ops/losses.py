@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.errors import UserError
-from zerojax.ops import sharded_losses
+from zerojax.ops import columns, sharded_losses
 
 _NO_LABEL = -1
 FROZEN_SHARE = 4  # a frozen kernel has chunks of that part of the tokens: no gradient is added up over them
@@ -57,7 +57,7 @@ def one_pass_cross_entropy(
 
     Args:
       hidden: float[batch, length, embed].
-      kernel: float[embed, vocab], not sharded; with `make_train_step`'s sharded_head, devices hold columns alone (`sharded_losses`).
+      kernel: float[embed, vocab], not sharded; or a matrix that devices use by columns (`columns`).
       labels: int32[batch, length].
       bias: float[vocab], a constant: its gradient is 0. None for none.
       ignored: the label of tokens that the mean leaves out; None: it has all tokens. Without any other label loss and gradients are 0.
@@ -66,10 +66,12 @@ def one_pass_cross_entropy(
     Returns:
       The mean over the tokens, float32[].
     """
-    by_columns = sharded_losses.find(kernel)
+    by_columns = columns.take(kernel)
     if by_columns is not None:
         if bias is not None or ignored is not None:
-            raise UserError("sharded_head: the loss has a bias or ignores labels, and needs the gathered kernel; omit sharded_head")
+            raise UserError(
+                f"by_columns: the loss of {by_columns.path} has a bias or ignores labels, and needs the gathered kernel; omit it from by_columns"
+            )
         return sharded_losses.cross_entropy(hidden, by_columns, labels, chunk_tokens=2 * chunk_tokens)
     if ignored is None:
         return _one_pass(hidden, kernel, labels, bias, None, chunk_tokens)

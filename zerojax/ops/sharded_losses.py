@@ -10,70 +10,18 @@ dW_own is then complete: no device holds the gradient of the whole kernel, and n
 reduce-scatters of a chunk run beside the matmuls of its neighbours; the maxima and sums, 12 bytes a token, are waited for.
 """
 
-import contextlib
-import contextvars
-import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from zerojax.ops import columns as columns_lib
+
 _NO_LABEL = -1
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Columns:
-    """A device's columns of a kernel.
-
-    Attributes:
-      shard: float[embed, vocab / ways], the columns in the order of the devices.
-      axis, ways: the mesh axis that they are sharded over, and its size.
-    """
-
-    shard: jax.Array
-    axis: str = dataclasses.field(metadata={"static": True})
-    ways: int = dataclasses.field(metadata={"static": True})
-
-
-@dataclasses.dataclass
-class Known:
-    """A kernel of which a device has its columns alone.
-
-    Attributes:
-      kernel: the array that the model sees in its place.
-      columns: the columns.
-      sink: zeros, float32, of the shape of the columns, which gets their gradient.
-      is_taken: whether a loss has taken the columns.
-    """
-
-    kernel: jax.Array
-    columns: Columns
-    sink: jax.Array
-    is_taken: bool = False
-
-
-_KNOWN: contextvars.ContextVar[tuple[Known, ...]] = contextvars.ContextVar("kernels_by_columns", default=())
-
-
-@contextlib.contextmanager
-def known(*kernels: Known) -> Iterator[None]:
-    """Makes kernels known to the losses that are traced in its body."""
-    token = _KNOWN.set(kernels)
-    try:
-        yield
-    finally:
-        _KNOWN.reset(token)
-
-
-def find(kernel: Any) -> Known | None:
-    """Returns what is known of the array that a model passes as its kernel, or None; it is recognised by its identity."""
-    return next((one for one in _KNOWN.get() if one.kernel is kernel), None)
-
-
-def cross_entropy(hidden: jax.Array, kernel: Known, labels: jax.Array, *, chunk_tokens: int) -> jax.Array:
+def cross_entropy(hidden: jax.Array, kernel: columns_lib.Known, labels: jax.Array, *, chunk_tokens: int) -> jax.Array:
     """Returns the mean cross-entropy of this device's tokens, float32[]; call it on all devices, inside `jax.shard_map`.
 
     The result's cotangent must be the same on all devices, as it is where the loss of a step is the mean over devices.
@@ -84,7 +32,6 @@ def cross_entropy(hidden: jax.Array, kernel: Known, labels: jax.Array, *, chunk_
       labels: int32[batch, length].
       chunk_tokens: tokens of all devices together in a chunk.
     """
-    kernel.is_taken = True
     columns = kernel.columns
     chunk = max(1, chunk_tokens // columns.ways)
     return _one_pass(hidden, kernel.sink, columns.shard, labels, columns.axis, columns.ways, chunk)

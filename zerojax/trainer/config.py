@@ -61,7 +61,7 @@ class ModelSettings:
     num_layers: int
     remat: str
     recompute: str
-    sharded_head: bool
+    by_columns: str
     offload: str
     attention: str
     dropout: float

@@ -163,7 +163,7 @@ def _applied(config: config_lib.Config, candidate: search.Candidate) -> config_l
         zero=dataclasses.replace(config.zero, stage=candidate.stage),
         model=dataclasses.replace(
             with_remat(config.model, candidate.remat),
-            sharded_head=config.model.sharded_head and candidate.stage == 3,
+            by_columns=config.model.by_columns if candidate.stage == 3 else "",
         ),
         mesh=dataclasses.replace(config.mesh, replica=candidate.replica, data=-1),
         offload=dataclasses.replace(config.offload, optimizer=candidate.offload),

@@ -252,7 +252,7 @@ def _functions(
             fp8=fp8,
             clip_norm=config.optimizer.clip_norm,
             grad_accum=sizes.grad_accum,
-            **{name: getattr(config.model, name) for name in ("remat", "recompute", "offload", "sharded_head")},
+            **{name: getattr(config.model, name) for name in ("remat", "recompute", "offload", "by_columns")},
             loss_scale=loss_scale,
             reduce_dtype=precision.DTYPES[config.reduce_dtype],
             **how,

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import mesh as mesh_lib
 from zerojax import specs, tree
 from zerojax.errors import UserError
+from zerojax.ops import columns
 from zerojax.zero import accumulate, gather, overlap, placement, where_used
 from zerojax.zero.fp8 import gathered as fp8_gathered
 from zerojax.zero.fp8 import history as fp8_history
@@ -148,7 +149,7 @@ class _OfDevice:
             )
             device_loss = _device_loss(self.loss_fn, self.partition, self.how, chain)
             own = [keys.fold(values, paths, device) for values, paths in zip((state, batch), own_keys)]
-            with keys.folded_in_linen(device), fp8_history.known(histories):
+            with keys.folded_in_linen(device), fp8_history.known(histories), columns.used():
                 loss, aux = device_loss(jax.tree.map(gather.ShardAndSink, params, sinks), *reversed(own))
             ways = mesh_lib.ways(self.partition.mesh)
             loss, aux = outputs.of_device(loss, aux, state, program, ways=ways, passes=self.passes)

@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision
+from zerojax.ops import columns
 from zerojax.zero.placement import Placement
 
 
@@ -126,12 +127,26 @@ def all_gather(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array
     return without_padding(weight, placement)
 
 
-def to_columns(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
-    """Returns this device's columns of a matrix, in `dtype`, from its shard; of either dim."""
-    weight = cast(stored, placement, dtype)
-    if _data_dim(placement.stored) == 1:
-        return weight
-    return jax.lax.all_to_all(weight, mesh_lib.DATA, split_axis=1, concat_axis=0, tiled=True)
+def to_columns(stored: jax.Array, placement: Placement, dtype: Any) -> columns.Columns:
+    """Returns this device's columns of a matrix, in `dtype`, from its shard along either dim."""
+    weight = jax.lax.stop_gradient(cast(stored, placement, dtype))
+    if _data_dim(placement.stored) == 0:
+        weight = jax.lax.all_to_all(weight, mesh_lib.DATA, split_axis=1, concat_axis=0, tiled=True)
+    return columns.Columns(weight, mesh_lib.DATA, placement.stored.mesh.shape[mesh_lib.DATA])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def sink_of_columns(sink: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
+    """Returns zeros of the shape of a device's columns; their gradient becomes that of the shard's sink (`from_columns`)."""
+    assert placement.shape is not None
+    rows, size = placement.shape
+    return jnp.zeros((rows, size // placement.update.mesh.shape[mesh_lib.DATA]), jnp.float32)
+
+
+sink_of_columns.defvjp(
+    lambda sink, placement, dtype: (sink_of_columns(sink, placement, dtype), None),
+    lambda placement, dtype, _, grad: (from_columns(grad, placement, dtype),),
+)
 
 
 def from_columns(grad: jax.Array, placement: Placement, dtype: Any) -> jax.Array:

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import optax
 
 from zerojax import mesh as mesh_lib
-from zerojax.errors import UserError
-from zerojax.ops import fp8, sharded_losses
+from zerojax.ops import columns as columns_lib
+from zerojax.ops import fp8
 from zerojax.zero import float32_grads, gather, placement, remat
 from zerojax.zero.fp8 import gathered as fp8_gathered
 from zerojax.zero.fp8 import history as fp8_history
@@ -70,16 +70,14 @@ class BlockCall:
             if scale is not None:
                 return fp8_gathered.sent(shard, scale, self.placements[path])
             if self.placements[path].by_columns:
-                ways = self.placements[path].used.mesh.shape[mesh_lib.DATA]
-                columns = gather.to_columns(shard, self.placements[path], self.dtype)
-                return sharded_losses.Columns(columns, mesh_lib.DATA, ways)
+                return gather.to_columns(shard, self.placements[path], self.dtype)
             return gather.all_gather(shard, self.placements[path], self.dtype)
 
     def with_sinks(self, stored: Mapping[str, jax.Array], gathered: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Returns the weights with respect to which the body is differentiated: sinks in place of those in fp8 or in columns."""
 
         def differentiated(path: str, weight: Any) -> jax.Array:
-            if isinstance(weight, sharded_losses.Columns):
+            if isinstance(weight, columns_lib.Columns):
                 return jnp.zeros(weight.shard.shape, jnp.float32)
             return fp8_gathered.sink(weight, self.dtype or stored[path].dtype) if _is_in_fp8(weight) else weight
 
@@ -89,21 +87,10 @@ class BlockCall:
         """Runs the body with weights of `with_sinks`, those in another form (`_others`), and histories (`fp8.history.inputs`)."""
         in_fp8 = {path: weight for path, weight in others.items() if _is_in_fp8(weight)}
         used = {**weights, **{path: fp8_gathered.widened(weight, weights[path]) for path, weight in in_fp8.items()}}
-        by_columns = {
-            path: sharded_losses.Known(_unread(weight), weight, weights[path])
-            for path, weight in others.items()
-            if path not in in_fp8
-        }
-        used |= {path: known.kernel for path, known in by_columns.items()}
-        with fp8_gathered.known(in_fp8), fp8_history.known(histories), sharded_losses.known(*by_columns.values()):
-            outputs = self.body(used, *arrays)
-        for path, known in by_columns.items():
-            if not known.is_taken:
-                raise UserError(
-                    f"sharded_head: {path} is not read by zerojax.one_pass_cross_entropy(hidden, kernel, labels), which alone can use it "
-                    "sharded; call that loss with the weight itself, or omit sharded_head"
-                )
-        return outputs
+        by_columns = {path: weight for path, weight in others.items() if path not in in_fp8}
+        used |= {path: columns_lib.add(path, weight, weights[path]) for path, weight in by_columns.items()}
+        with fp8_gathered.known(in_fp8), fp8_history.known(histories):
+            return self.body(used, *arrays)
 
     def divided(self, weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the weights that have gradients, and the frozen ones."""
@@ -158,8 +145,12 @@ class Chain:
 
     def gather_leaf(self, path: str, weight: gather.ShardAndSink) -> jax.Array:
         """Returns one gathered weight, outside of the order."""
+        placement = self._find(path, weight.stored)
         with jax.named_scope(path):
-            return gather.gather_shard(weight, self._find(path, weight.stored), self._dtype, self._reduction)
+            if placement.by_columns:
+                columns = gather.to_columns(weight.stored, placement, self._dtype)
+                return columns_lib.add(path, columns, gather.sink_of_columns(weight.sink, placement, self._reduction.dtype))
+            return gather.gather_shard(weight, placement, self._dtype, self._reduction)
 
     def _unordered(
         self, body: Body, weights: dict[str, gather.ShardAndSink], arrays: list[jax.Array], policy: Any
@@ -199,12 +190,6 @@ def _is_in_fp8(weight: Any) -> bool:
 def _others(gathered: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the weights that are no plain arrays: in fp8, or a device's columns."""
     return {path: weight for path, weight in gathered.items() if not isinstance(weight, jax.Array)}
-
-
-def _unread(columns: sharded_losses.Columns) -> jax.Array:
-    """Returns what a model sees in place of a kernel whose columns its loss takes. A model that computes with it gets NaN."""
-    rows, size = columns.shard.shape
-    return jnp.full((rows, size * columns.ways), jnp.nan, columns.shard.dtype)
 
 
 def _begin(
@@ -265,7 +250,7 @@ def _block_forward(
 
 
 def _values(weight: Any) -> jax.Array:
-    if isinstance(weight, sharded_losses.Columns):
+    if isinstance(weight, columns_lib.Columns):
         return weight.shard
     return weight.values if _is_in_fp8(weight) else weight
 

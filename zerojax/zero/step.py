@@ -42,7 +42,7 @@ def make_train_step(
     cast_batch: bool | str = True,
     donate: bool = True,
     fp8: fp8_modules.Fp8 | None = None,
-    sharded_head: bool = False,
+    by_columns: str = "",
 ) -> Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]:
     """Builds `train_step(state, batch) -> (state, metrics)`, compiled, from a loss function written for one device and unsharded weights.
 
@@ -66,9 +66,10 @@ def make_train_step(
       cast_batch: whether `compute_dtype` applies to floating leaves of the batch, or a regex over the paths of those that it casts.
       fp8: the Linen modules whose matmuls run in fp8, in the forward and the backward pass; None for none. The program is compiled for
         fp8 then, also where the model brings `zerojax.fp8.dot_general` itself.
-      sharded_head: whether the kernels of `heads` stay sharded: each device computes the logits of all devices' tokens for some of the
-        columns, and hidden states are gathered instead (`ops.sharded_losses`). It saves the memory of a gathered kernel and of its
-        unsharded gradient. Needs stage 3, reduce_dtype, and a loss that is a mean and calls `zerojax.one_pass_cross_entropy`.
+      by_columns: a regex over paths of modules whose matrix no device gathers: each computes with some of its columns for all devices'
+        examples, and activations are sent instead. For output projections that `zerojax.one_pass_cross_entropy` reads, in a loss that is
+        a mean, and tables that `zerojax.embedding_lookup` reads. Saves memory: no device holds an unsharded gradient either. Needs stage 3
+        and reduce_dtype. Empty: none.
       donate: whether the step reuses the old state's memory; the old state is then deleted.
 
     Returns:
@@ -93,9 +94,9 @@ def make_train_step(
     loss_fn, in_fp8 = fp8_modules.in_step(fp8, loss_fn, partition, blocks)
     loss_fn = outputs.with_aux(loss_fn, scaling.scale)
     is_delayed = fp8 is not None and fp8.recipe == fp8_ops.DELAYED
-    if sharded_head:
-        arguments.sharded_head(partition, reduce_dtype, is_on_host=params_on_host.are_on_host(partition))
-        in_fp8 = where_used.with_sharded_heads(in_fp8, heads)
+    if by_columns:
+        arguments.by_columns(by_columns, partition, reduce_dtype, is_on_host=params_on_host.are_on_host(partition))
+        in_fp8 = where_used.used_by_columns(in_fp8, by_columns)
     gradients = _gradients(loss_fn, in_fp8, how, layout, reduce_dtype, compute_dtype, is_delayed)
     updates = streamed.updates_of(partition, may_skip=loss_scale is not None)
     finish = update_lib.finish(partition, updates, scaling, clip_norm)

@@ -327,31 +327,35 @@ def largest_block(placements: Mapping[str, placement.Placement], blocks: str) ->
     return max(sizes.values(), default=0)
 
 
-def with_sharded_heads(partition: placement.Partition, heads: str) -> placement.Partition:
-    """Returns a partition in which devices use columns of the heads' kernels, and none gathers them (`ops.sharded_losses`).
+def used_by_columns(partition: placement.Partition, pattern: str) -> placement.Partition:
+    """Returns a partition in which devices use columns of the matrices of some modules, and none gathers them (`ops.columns`).
 
-    Kernels that are replicated, on one device or below stage 3, stay so.
+    Matrices that are replicated, as all are on one device, stay so.
+
+    Args:
+      partition: of the train state, at stage 3.
+      pattern: a regex over module paths.
 
     Raises:
-      UserError: a head has no kernel with two dims, the devices do not divide its columns, or it is frozen or split by `model` too.
+      UserError: the regex matches no module with a matrix, the devices do not divide the columns of one, or one cannot be exchanged.
     """
     marked = {}
     for path, weight in partition.placements.items():
-        if not heads or intercept.block_of(path, re.compile(heads)) is None or len(weight.shape or ()) != 2:
+        if intercept.block_of(path, re.compile(pattern)) is None or len(weight.shape or ()) != 2:
             continue
-        ways, axes = weight.used.mesh.shape[mesh_lib.DATA], weight.used.mesh.shape[mesh_lib.MODEL]
+        mesh, columns = weight.used.mesh, (weight.shape or (0, 0))[1]
         why = ""
-        if weight.shape[1] % ways or weight.padding:  # type: ignore[index]  # it has two dims
-            why = f"{weight.shape[1]} columns do not divide by data={ways}"  # type: ignore[index]
-        elif axes > 1:
-            why = f"the mesh has model={axes}"
+        if columns % mesh.shape[mesh_lib.DATA] or weight.padding:
+            why = f"its {columns} columns do not divide by data={mesh.shape[mesh_lib.DATA]}"
+        elif mesh.shape[mesh_lib.MODEL] > 1:
+            why = f"the mesh has model={mesh.shape[mesh_lib.MODEL]}"
         elif not weight.trainable:
-            why = "is frozen"
+            why = "it is frozen"
         if why:
-            raise UserError(f"sharded_head: {path}: {why}; omit sharded_head")
+            raise UserError(f"by_columns: {path} cannot be used by columns, because {why}; omit it from by_columns")
         marked[path] = dataclasses.replace(weight, by_columns=gather.is_gathered(weight))
     if not marked:
-        raise UserError(f"sharded_head: no kernel with two dims belongs to a module that heads={heads!r} matches; omit sharded_head")
+        raise UserError(f"by_columns: {pattern!r} matches no module with a matrix; name an output projection or an embedding, such as 'head'")
     return dataclasses.replace(partition, placements={**partition.placements, **marked})
 
 

@@ -18,7 +18,7 @@ KEYS = {
     "remat": "config.model.remat",
     "recompute": "config.model.recompute",
     "offload": "config.model.offload",
-    "sharded_head": "config.model.sharded_head",
+    "by_columns": "config.model.by_columns",
     "reduce_dtype": "config.reduce_dtype",
     "grad_accum": "config.grad_accum",
     "clip_norm": "config.optimizer.clip_norm",

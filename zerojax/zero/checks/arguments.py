@@ -6,6 +6,7 @@ before it starts.
 
 import math
 import numbers
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,14 +43,18 @@ def grad_accum(value: Any) -> None:
         raise UserError(f"grad_accum: must be at least 1, and is {value}")
 
 
-def sharded_head(partition: Any, reduce_dtype: Any, *, is_on_host: bool) -> None:
-    """Raises a UserError if a step cannot keep its heads' kernels sharded. `is_on_host`: whether weights live in host memory."""
+def by_columns(pattern: Any, partition: Any, reduce_dtype: Any, *, is_on_host: bool) -> None:
+    """Raises a UserError if a step cannot use matrices by columns. `is_on_host`: whether weights live in host memory."""
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError, OverflowError) as error:
+        raise UserError(f"by_columns: {pattern!r} is not a regex: {error}; pass one over module paths, such as 'head'") from error
     if reduce_dtype is None:
-        raise UserError("sharded_head: needs explicit collectives, reduce_dtype; pass reduce_dtype=jnp.float32, or omit sharded_head")
+        raise UserError("by_columns: needs explicit collectives; pass reduce_dtype=jnp.float32, or omit by_columns")
     if partition.stage < 3:
-        raise UserError(f"sharded_head: needs weights that are sharded, stage 3, and the stage is {partition.stage}; omit sharded_head")
+        raise UserError(f"by_columns: needs sharded weights, stage 3, and the stage is {partition.stage}; omit by_columns")
     if is_on_host:
-        raise UserError("sharded_head: does not go with params in host memory, which come to a device block by block; omit one of them")
+        raise UserError("by_columns: cannot be used with params in host memory, which a step gathers block by block; omit one of them")
 
 
 def weights(partition: Any) -> None:

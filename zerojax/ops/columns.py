@@ -1,0 +1,93 @@
+"""Matrices that stay sharded while they are used. This module names the columns that each device has, and finds them again.
+
+A train step gives the model an array of the whole matrix's shape that nothing may compute with. An operation that can do with columns, the
+one-pass loss (`sharded_losses`) or a look-up (`embedding`), recognises it by its identity and takes this device's columns instead.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.errors import UserError
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """A device's columns of a matrix.
+
+    Attributes:
+      shard: float[rows, columns / ways], in the order of the devices.
+      axis, ways: the mesh axis that the columns are sharded over, and its size.
+    """
+
+    shard: jax.Array
+    axis: str = dataclasses.field(metadata={"static": True})
+    ways: int = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass
+class Known:
+    """A matrix of which a device uses columns.
+
+    Attributes:
+      path: the weight's.
+      seen: what the model has in its place.
+      columns: the columns.
+      sink: zeros, float32, of the shape of the columns, which gets their gradient.
+      is_taken: whether an operation has taken the columns.
+    """
+
+    path: str
+    seen: jax.Array
+    columns: Columns
+    sink: jax.Array
+    is_taken: bool = False
+
+
+_KNOWN: contextvars.ContextVar[list[Known] | None] = contextvars.ContextVar("matrices_by_columns", default=None)
+
+
+@contextlib.contextmanager
+def used() -> Iterator[None]:
+    """Collects the matrices that are added while a model is traced in its body.
+
+    Raises:
+      UserError: at its end, no operation has taken the columns of one.
+    """
+    matrices: list[Known] = []
+    token = _KNOWN.set(matrices)
+    try:
+        yield
+    finally:
+        _KNOWN.reset(token)
+    left = {one.path for one in matrices} - {one.path for one in matrices if one.is_taken}
+    if left:
+        raise UserError(
+            f"by_columns: {min(left)} is read by no operation that can use columns, zerojax.one_pass_cross_entropy(hidden, kernel, labels) "
+            "or zerojax.embedding_lookup(table, tokens), called with the weight itself; omit it from by_columns"
+        )
+
+
+def add(path: str, columns: Columns, sink: jax.Array) -> jax.Array:
+    """Returns what a model sees in place of a matrix, and makes it known. A model that computes with it gets NaN."""
+    rows, size = columns.shard.shape
+    seen = jnp.full((rows, size * columns.ways), jnp.nan, columns.shard.dtype)
+    matrices = _KNOWN.get()
+    assert matrices is not None, "outside of used()"
+    matrices.append(Known(path, seen, columns, sink))
+    return seen
+
+
+def take(matrix: Any) -> Known | None:
+    """Returns the columns of a matrix that a model passes to an operation, or None if it has all of them."""
+    for one in _KNOWN.get() or ():
+        if one.seen is matrix:
+            one.is_taken = True
+            return one
+    return None
