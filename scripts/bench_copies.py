@@ -70,7 +70,14 @@ def main() -> None:
     if options.one is not None:
         return one(options.one, options.at, options.seconds, options.bound)
     for bound in (False, True):
-        words = [sys.executable, __file__, "--seconds", str(options.seconds), "--at", str(time.time() + options.start_s)]
+        words = [
+            sys.executable,
+            __file__,
+            "--seconds",
+            str(options.seconds),
+            "--at",
+            str(time.time() + options.start_s),
+        ]
         started = [
             subprocess.Popen([*words, "--one", str(n), *["--bound"] * bound], stdout=subprocess.PIPE, text=True)
             for n in range(options.devices)
@@ -80,7 +87,10 @@ def main() -> None:
         if all(len(answer) == 2 for answer in answers):
             out, back = (sum(float(answer[n]) for answer in answers) for n in range(2))
             each = ", ".join(answer[0] for answer in answers)
-            print(f"{options.devices} GPUs, processes {where}: {out:.1f} GB/s to the host ({each}), {back:.1f} GB/s back", flush=True)
+            print(
+                f"{options.devices} GPUs, processes {where}: {out:.1f} GB/s to the host ({each}), {back:.1f} GB/s back",
+                flush=True,
+            )
         else:
             print(f"{options.devices} GPUs, processes {where}: not measured: {answers}", flush=True)
 

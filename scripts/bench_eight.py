@@ -69,7 +69,12 @@ def command(name: str, options: argparse.Namespace, left: float) -> list[str]:
         return [sys.executable, str(ROOT / "scripts" / "bench_copies.py"), "--devices", str(options.gpus)]
     if part.is_peer:
         run = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.gpus}"]
-        return [*run, *"--local-ranks-filter 0 --role rank --tee 3".split(), str(options.peers / part.words[0]), *part.words[1:]]
+        return [
+            *run,
+            *"--local-ranks-filter 0 --role rank --tee 3".split(),
+            str(options.peers / part.words[0]),
+            *part.words[1:],
+        ]
     words = f"--processes {options.gpus} --steps 12 --limit_s {left:.0f} --workdir {shlex.quote(str(options.folder / name))}"
     return [sys.executable, str(ROOT / "scripts" / "bench_train.py"), *shlex.split(words), "--settings", *part.words]
 
@@ -98,7 +103,9 @@ def run(name: str, options: argparse.Namespace, left: float) -> str:
             start_new_session=True,
         )
         try:
-            code = process.wait(timeout=left + 15 * (not PARTS[name].is_peer))  # bench_train ends its own runs at its limit
+            code = process.wait(
+                timeout=left + 15 * (not PARTS[name].is_peer)
+            )  # bench_train ends its own runs at its limit
             return "ok" if code == 0 else f"failed with status {code}"
         except subprocess.TimeoutExpired:
             return "ended: time is up"
@@ -120,7 +127,9 @@ def _end(process: subprocess.Popen) -> None:
 def figures(log: pathlib.Path) -> list[str]:
     """Returns the lines of a part's output with figures, or its last lines if there are none."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace")).splitlines() if log.exists() else []
-    shown = [line for line in lines if line.startswith("| ") or any(word in line for word in ("tps: ", "RESULT", "GB/s"))]
+    shown = [
+        line for line in lines if line.startswith("| ") or any(word in line for word in ("tps: ", "RESULT", "GB/s"))
+    ]
     return (shown or lines)[-12:]
 
 
@@ -129,7 +138,11 @@ def wait_for_gpus(seconds: float = 20) -> None:
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     end = time.monotonic() + seconds
     while True:
-        used = [int(word) for word in subprocess.run(query, capture_output=True, text=True).stdout.split() if word.isdecimal()]
+        used = [
+            int(word)
+            for word in subprocess.run(query, capture_output=True, text=True).stdout.split()
+            if word.isdecimal()
+        ]
         if max(used, default=0) < FREE:
             return
         if time.monotonic() > end:
@@ -144,7 +157,9 @@ def main(arguments: Sequence[str]) -> int:
     if options.dry:
         for name in options.parts:
             part = PARTS[name]
-            print(f"{name}: some {part.seconds} s, at most {part.most}: {shlex.join(command(name, options, part.most))}")
+            print(
+                f"{name}: some {part.seconds} s, at most {part.most}: {shlex.join(command(name, options, part.most))}"
+            )
         return 0
     began = time.monotonic()
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -165,12 +180,19 @@ def main(arguments: Sequence[str]) -> int:
         seconds = time.monotonic() - start
         done[name] = {"status": status, "seconds": round(seconds)}
         done_file.write_text(json.dumps(done, indent=1) + "\n")
-        print("\n".join([f"== {name}: {status}, {seconds:.0f} s", *figures(options.folder / f"{name}.out")]), flush=True)
+        print(
+            "\n".join([f"== {name}: {status}, {seconds:.0f} s", *figures(options.folder / f"{name}.out")]), flush=True
+        )
     return 0 if all(done.get(name, {}).get("status") == "ok" for name in options.parts) else 1
 
 
 def _described() -> str:
-    commands = ("nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.limit --format=csv", "nvidia-smi topo -m", "lscpu", "free -g")
+    commands = (
+        "nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.limit --format=csv",
+        "nvidia-smi topo -m",
+        "lscpu",
+        "free -g",
+    )
     return "\n".join(_output(line.split()) for line in commands)
 
 
@@ -184,8 +206,12 @@ def _output(words: list[str]) -> str:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path, help="for all files; on a disk of the machine")
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--peers", type=pathlib.Path, help="the folder of peer_titan.py and peer_ds.py; without it no peers are run")
+    parser.add_argument(
+        "--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}"
+    )
+    parser.add_argument(
+        "--peers", type=pathlib.Path, help="the folder of peer_titan.py and peer_ds.py; without it no peers are run"
+    )
     parser.add_argument("--site", type=pathlib.Path, help="the folder of the peers' packages")
     parser.add_argument("--gpus", type=int, default=0, help="0: all of this machine")
     parser.add_argument("--limit_s", type=float, default=570, help="seconds until all parts are ended")

@@ -10,6 +10,7 @@ import pytest
 
 import zerojax
 from zerojax.models import layers
+from zerojax.ops import columns
 
 VOCAB, EMBED = 50, 8
 
@@ -113,3 +114,22 @@ def test_rows_of_each_devices_tokens_in_a_shard_map():
         unsharded(table(jnp.bfloat16)).astype(jnp.float32),
         rtol=2**-7,
     )
+
+
+def test_rows_of_a_table_that_devices_use_by_columns():
+    """Their gradients add up over all devices' tokens."""
+    ways, spec, split = 8, jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec(None, "data")
+    tokens = jax.random.randint(jax.random.key(1), (ways, 6), -VOCAB, VOCAB + 3)
+    grad = jax.random.normal(jax.random.key(2), (ways, 6, EMBED))
+
+    def on_device(sink, shard, tokens):
+        with columns.used():
+            seen = columns.add("table", columns.Columns(shard, "data", ways), sink)
+            return zerojax.embedding_lookup(seen, tokens)
+
+    mesh = zerojax.make_mesh(data=ways)
+    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=(split, split, spec), out_specs=spec, check_vma=False)
+    found, pull = jax.vjp(lambda sink: mapped(sink, table(jnp.float32), tokens), jnp.zeros((VOCAB, EMBED)))
+    expected, pull_expected = jax.vjp(lambda t: jnp.take(t, tokens, axis=0), table(jnp.float32))
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_allclose(pull(grad)[0], pull_expected(grad)[0], rtol=1e-6, atol=1e-6)

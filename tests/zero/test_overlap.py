@@ -127,3 +127,34 @@ def test_state_needs_no_turning_before_it_is_updated():
         line for line in layers() if "/update/" in line and re.search(r" (copy|transpose)\(|transpose_fusion", line)
     ]
     assert not turned
+
+
+@functools.cache
+def by_columns() -> str:
+    """Returns the trainer's step on one layer of 8B whose embedding and head no device gathers."""
+    settings = llama3_8b.get_config()
+    settings.model.num_layers, settings.model.offload, settings.model.recompute = 1, "", ""
+    settings.model.by_columns, settings.seq_len = "embed|head", 1024
+    built = program.build(config.from_dict(settings), devices=compile_only.devices())
+    return compile_only.compile_gpu(built.train_step.lower(built.partition.abstract_state, built.abstract_batch))
+
+
+def test_no_device_gathers_or_sums_a_matrix_that_is_used_by_columns():
+    """Of the vocabulary's 128,256 rows or columns a device has all of 512 columns, or 16,032 columns, but never a whole matrix."""
+    assert not re.search(r"\[(4096,128256|128256,4096)\]", by_columns())
+
+
+def test_the_loss_waits_for_nothing_but_maxima_and_sums():
+    """The next chunk is gathered before the logits and the sums of this one end beside the kernel's gradient."""
+    text = by_columns()
+    body = re.search(r" while\(.*?body=%([\w.-]+)", text)[1]
+    lines = text[text.index(f"\n%{body} (") :].split("\n}")[0].splitlines()
+
+    def place(*words: str) -> int:
+        (found,) = [number for number, line in enumerate(lines) if all(word in line for word in words)]
+        return found
+
+    matmuls = [n for n, line in enumerate(lines) if "dot_general" in line.split(" = ")[0]]
+    assert len(matmuls) == 3
+    assert place("all-gather-start(", "bf16[") < matmuls[0] < place("all-gather-done(", "bf16[")
+    assert place("reduce-scatter-start(") < matmuls[2] < place("reduce-scatter-done(")

@@ -69,7 +69,7 @@ def used() -> Iterator[None]:
     left = {one.path for one in matrices} - {one.path for one in matrices if one.is_taken}
     if left:
         raise UserError(
-            f"by_columns: {min(left)} is read by no operation that can use columns, zerojax.one_pass_cross_entropy(hidden, kernel, labels) "
+            f"by_columns: {min(left)} is read by no operation that can use columns, zerojax.ops.losses.one_pass_cross_entropy(hidden, kernel, labels) "
             "or zerojax.embedding_lookup(table, tokens), called with the weight itself; omit it from by_columns"
         )
 
@@ -91,3 +91,8 @@ def take(matrix: Any) -> Known | None:
             one.is_taken = True
             return one
     return None
+
+
+def sent_to_all(array: jax.Array, axis: str, ways: int) -> jax.Array:
+    """Returns all devices' arrays, stacked. XLA would merge a gather with that of a block's weights, and wait for both."""
+    return jax.lax.all_to_all(jnp.broadcast_to(array, (ways, *array.shape)), axis, split_axis=0, concat_axis=0)

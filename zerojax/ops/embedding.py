@@ -26,7 +26,7 @@ def embedding_lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     by_columns = columns_lib.take(table)
     if by_columns is not None:
         columns = by_columns.columns
-        rows = _from_columns(by_columns.sink, columns.shard, tokens.reshape(-1), columns.axis)
+        rows = _from_columns(by_columns.sink, columns.shard, tokens.reshape(-1), columns.axis, columns.ways)
         return rows.reshape(*tokens.shape, -1)
     if not jnp.issubdtype(table.dtype, jnp.floating) or table.dtype.itemsize >= 4:
         return jnp.take(table, tokens, axis=0)
@@ -34,21 +34,22 @@ def embedding_lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.take(table.astype(jnp.float32), tokens, axis=0).astype(table.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _from_columns(sink: jax.Array, shard: jax.Array, tokens: jax.Array, axis: str) -> jax.Array:
-    return _forward(sink, shard, tokens, axis)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _from_columns(sink: jax.Array, shard: jax.Array, tokens: jax.Array, axis: str, ways: int) -> jax.Array:
+    return _forward(sink, shard, tokens, axis, ways)[0]
 
 
-def _forward(sink: jax.Array, shard: jax.Array, tokens: jax.Array, axis: str) -> tuple[jax.Array, Any]:
-    all_tokens = jax.lax.all_gather(tokens, axis, tiled=True)
+def _forward(sink: jax.Array, shard: jax.Array, tokens: jax.Array, axis: str, ways: int) -> tuple[jax.Array, Any]:
+    all_tokens = columns_lib.sent_to_all(tokens, axis, ways).reshape(-1)
     rows = jnp.take(shard, all_tokens, axis=0)
-    return jax.lax.all_to_all(rows, axis, split_axis=0, concat_axis=1, tiled=True), (sink, all_tokens)
+    counted = jnp.zeros((shard.shape[0], 0), jnp.float32)  # a sink as a residual might live through the whole step
+    return jax.lax.all_to_all(rows, axis, split_axis=0, concat_axis=1, tiled=True), (counted, all_tokens)
 
 
-def _backward(axis: str, residuals: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, None, None]:
-    sink, all_tokens = residuals
-    rows = jax.lax.all_to_all(grad, axis, split_axis=1, concat_axis=0, tiled=True)
-    return sink.at[all_tokens].add(rows.astype(jnp.float32)), None, None
+def _backward(axis: str, ways: int, residuals: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[Any, None, None]:
+    counted, all_tokens = residuals
+    grad = jax.lax.all_to_all(grad, axis, split_axis=1, concat_axis=0, tiled=True).astype(jnp.float32)
+    return jnp.zeros((counted.shape[0], grad.shape[1])).at[all_tokens].add(grad), None, None
 
 
 _from_columns.defvjp(_forward, _backward)

@@ -65,7 +65,7 @@ def _chunks(hidden: Any, shard: Any, labels: Any, axis: str, ways: int, chunk: i
     hidden = jnp.pad(hidden.reshape(tokens, -1), ((0, extra), (0, 0))).reshape(count, -1, shape[-1])
     labels = jnp.pad(labels.reshape(-1), (0, extra), constant_values=_NO_LABEL).reshape(count, -1)
     size, me = labels.shape[1], jax.lax.axis_index(axis)
-    all_labels = _sent_to_all(labels, axis, ways).swapaxes(0, 1).reshape(count, -1)
+    all_labels = columns_lib.sent_to_all(labels, axis, ways).swapaxes(0, 1).reshape(count, -1)
 
     def one_chunk(carry: tuple, inputs: tuple) -> tuple[tuple, tuple]:
         d_shard, h = carry
@@ -96,12 +96,7 @@ def _chunks(hidden: Any, shard: Any, labels: Any, axis: str, ways: int, chunk: i
 
     # The last pass of the loop gathers the first chunk again, since all passes have one form.
     following = jnp.roll(hidden, -1, axis=0)
-    start = jnp.zeros(shard.shape, jnp.float32), _sent_to_all(hidden[0], axis, ways).reshape(-1, shape[-1])
+    start = jnp.zeros(shard.shape, jnp.float32), columns_lib.sent_to_all(hidden[0], axis, ways).reshape(-1, shape[-1])
     (d_shard, _), (losses, d_hidden) = jax.lax.scan(one_chunk, start, (following, all_labels))
     d_hidden = d_hidden.reshape(-1, shape[-1])[:tokens].reshape(shape)
     return jnp.sum(losses) / tokens, d_hidden, d_shard
-
-
-def _sent_to_all(array: jax.Array, axis: str, ways: int) -> jax.Array:
-    """Returns all devices' arrays, stacked. XLA would merge a gather with that of the next block's weights, and wait for both."""
-    return jax.lax.all_to_all(jnp.broadcast_to(array, (ways, *array.shape)), axis, split_axis=0, concat_axis=0)

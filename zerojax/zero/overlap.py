@@ -149,7 +149,9 @@ class Chain:
         with jax.named_scope(path):
             if placement.by_columns:
                 columns = gather.to_columns(weight.stored, placement, self._dtype)
-                return columns_lib.add(path, columns, gather.sink_of_columns(weight.sink, placement, self._reduction.dtype))
+                return columns_lib.add(
+                    path, columns, gather.sink_of_columns(weight.sink, placement, self._reduction.dtype)
+                )
             return gather.gather_shard(weight, placement, self._dtype, self._reduction)
 
     def _unordered(

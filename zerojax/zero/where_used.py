@@ -347,7 +347,7 @@ def used_by_columns(partition: placement.Partition, pattern: str) -> placement.P
         why = ""
         if columns % mesh.shape[mesh_lib.DATA] or weight.padding:
             why = f"its {columns} columns do not divide by data={mesh.shape[mesh_lib.DATA]}"
-        elif mesh.shape[mesh_lib.MODEL] > 1:
+        elif mesh.shape.get(mesh_lib.MODEL, 1) > 1:
             why = f"the mesh has model={mesh.shape[mesh_lib.MODEL]}"
         elif not weight.trainable:
             why = "it is frozen"
@@ -355,7 +355,9 @@ def used_by_columns(partition: placement.Partition, pattern: str) -> placement.P
             raise UserError(f"by_columns: {path} cannot be used by columns, because {why}; omit it from by_columns")
         marked[path] = dataclasses.replace(weight, by_columns=gather.is_gathered(weight))
     if not marked:
-        raise UserError(f"by_columns: {pattern!r} matches no module with a matrix; name an output projection or an embedding, such as 'head'")
+        raise UserError(
+            f"by_columns: {pattern!r} matches no module with a matrix; name an output projection or an embedding, such as 'head'"
+        )
     return dataclasses.replace(partition, placements={**partition.placements, **marked})
 
 
