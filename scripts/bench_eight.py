@@ -4,7 +4,8 @@
     python scripts/bench_eight.py FOLDER --parts 8b titan-8b lean --limit_s 570
     python scripts/bench_eight.py FOLDER --dry                                    prints the commands, and runs nothing
 
-PEERS holds peer_titan.py and peer_ds.py, whose settings docs/benchmarks/raw/peers_4xh200.txt states; SITE holds the packages that they need.
+PEERS holds peer_titan.py and peer_ds.py, whose settings docs/benchmarks/raw/peers_4xh200.txt states; SITE holds the packages that they
+need.
 A part that is done in FOLDER is not run again, so the same command continues after its limit. All parts share a compilation cache: `8b`
 starts cold and `8b-again` warm. A part is not started when less time than it should take is left. One that fails or runs over is ended with
 all of its processes, and the next one starts. Each part's figures are printed as it ends; FOLDER holds its whole output.

@@ -22,7 +22,7 @@ def test_a_matrix_is_known_by_its_identity_while_it_is_used():
 
 
 def test_a_matrix_whose_columns_nothing_takes_is_refused():
-    with pytest.raises(UserError, match="by_columns: params/embed/table is read by no operation that can use columns"):
-        with columns.used():
-            columns.take(add())
-            add("params/embed/table")
+    line = "by_columns: params/embed/table is read by no operation that can use columns"
+    with pytest.raises(UserError, match=line), columns.used():
+        columns.take(add())
+        add("params/embed/table")

@@ -69,8 +69,9 @@ def used() -> Iterator[None]:
     left = {one.path for one in matrices} - {one.path for one in matrices if one.is_taken}
     if left:
         raise UserError(
-            f"by_columns: {min(left)} is read by no operation that can use columns, zerojax.ops.losses.one_pass_cross_entropy(hidden, kernel, labels) "
-            "or zerojax.embedding_lookup(table, tokens), called with the weight itself; omit it from by_columns"
+            f"by_columns: {min(left)} is read by no operation that can use columns, such as "
+            "zerojax.ops.losses.one_pass_cross_entropy(hidden, kernel, labels) or zerojax.embedding_lookup(table, tokens), called with the "
+            "weight itself; omit it from by_columns"
         )
 
 

@@ -70,7 +70,8 @@ def one_pass_cross_entropy(
     if by_columns is not None:
         if bias is not None or ignored is not None:
             raise UserError(
-                f"by_columns: the loss of {by_columns.path} has a bias or ignores labels, and needs the gathered kernel; omit it from by_columns"
+                f"by_columns: the loss of {by_columns.path} has a bias or ignores labels, and needs the gathered kernel; omit it from "
+                "by_columns"
             )
         return sharded_losses.cross_entropy(hidden, by_columns, labels, chunk_tokens=2 * chunk_tokens)
     if ignored is None:

@@ -67,9 +67,9 @@ def make_train_step(
       fp8: the Linen modules whose matmuls run in fp8, in the forward and the backward pass; None for none. The program is compiled for
         fp8 then, also where the model brings `zerojax.fp8.dot_general` itself.
       by_columns: a regex over paths of modules whose matrix no device gathers: each computes with some of its columns for all devices'
-        examples, and activations are sent instead. For output projections that `zerojax.ops.losses.one_pass_cross_entropy` reads, in a loss that is
-        a mean, and tables that `zerojax.embedding_lookup` reads. Saves memory: no device holds an unsharded gradient either. Needs stage 3
-        and reduce_dtype. Empty: none.
+        examples, and activations are sent instead. For an output projection of `ops.losses.one_pass_cross_entropy`, in a loss that is a
+        mean, and a table of `zerojax.embedding_lookup`. No device holds their unsharded gradients either. Needs stage 3 and
+        reduce_dtype. Empty: none.
       donate: whether the step reuses the old state's memory; the old state is then deleted.
 
     Returns:
