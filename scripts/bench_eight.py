@@ -5,8 +5,7 @@
     python scripts/bench_eight.py FOLDER --dry                                    prints the commands, and runs nothing
 
 PEERS holds peer_titan.py and peer_ds.py, whose settings docs/benchmarks/raw/peers_4xh200.txt states; SITE holds the packages that they
-need.
-A part that is done in FOLDER is not run again, so the same command continues after its limit. All parts share a compilation cache: `8b`
+need. A part that is done in FOLDER is not run again, so the same command continues after its limit. All parts share a compilation cache: `8b`
 starts cold and `8b-again` warm. A part is not started when less time than it should take is left. One that fails or runs over is ended with
 all of its processes, and the next one starts. Each part's figures are printed as it ends; FOLDER holds its whole output.
 """
@@ -29,6 +28,12 @@ from collections.abc import Sequence
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FREE = 3000  # MiB in use on a GPU below which the part before has left it
 
+# tensorwise scales, fp8 gathers
+FLOAT8 = (
+    "--model.converters quantize.linear.float8 --quantize.linear.float8.enable_fsdp_float8_all_gather "
+    "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp --quantize.linear.float8.filter_fqns output"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -44,7 +49,7 @@ class Part:
     is_peer: bool = False
 
 
-# Seconds as measured on eight H200s, or estimated from them (fp8, lora, host, titan-1b).
+# Seconds as measured on eight H200s, or estimated from them (fp8, float8, lora, host, titan-1b).
 PARTS = {
     "8b": Part(125, 200, ["8b"]),
     "titan-8b": Part(80, 150, ["peer_titan.py", "8B", "2", "8192", "selective", "15"], is_peer=True),
@@ -57,9 +62,15 @@ PARTS = {
     "plans": Part(150, 240, ["1b-stage1", "1b-stage2-lean", "1b-accum4"]),
     "deepspeed-8b": Part(70, 150, ["peer_ds.py", *"--model 8b --bs 2 --seq 8192 --stage 3 --steps 5".split()], True),
     "titan-1b": Part(60, 120, ["peer_titan.py", "1B", "8", "4096", "selective", "15"], is_peer=True),
-    "fp8": Part(130, 220, ["8b-fp8"]),
+    # without offload and recompute
+    "8b-rich": Part(85, 180, ["8b-rich"]),
+    "8b-fp8": Part(130, 220, ["8b-fp8"]),
+    "titan-8b-float8": Part(
+        100, 180, ["peer_titan.py", "8B", "2", "8192", "selective", "15", *shlex.split(FLOAT8)], is_peer=True
+    ),
     "lora": Part(90, 180, ["8b-lora"]),
     "host": Part(130, 220, ["8b-host"]),
+    "8b-fp8-again": Part(80, 150, ["8b-fp8"]),
 }
 
 

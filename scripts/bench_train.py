@@ -60,7 +60,6 @@ SETTINGS = {
         rf"{EIGHT_B} model.by_columns=embed|head model.offload=layer_(1?[02468]|2[0246])/mlp/up model.recompute=layer_(9|19)/mlp/up"
     ),
     "8b-lean-columns": "configs/llama3_8b_lean.py model.by_columns=embed|head",
-    "8b-fp8": "configs/llama3_8b_fp8.py",
     "8b-host": f"{EIGHT_B} offload.optimizer=host model.offload= model.recompute=",
     "8b-lora": "configs/lora_llama3_8b.py export.format=none",
 }
