@@ -5,9 +5,9 @@
     python scripts/bench_eight.py FOLDER --dry                                    prints the commands, and runs nothing
 
 PEERS holds peer_titan.py and peer_ds.py, whose settings docs/benchmarks/raw/peers_4xh200.txt states; SITE holds the packages that they
-need. A part that is done in FOLDER is not run again, so the same command continues after its limit. All parts share a compilation cache: `8b`
-starts cold and `8b-again` warm. A part is not started when less time than it should take is left. One that fails or runs over is ended with
-all of its processes, and the next one starts. Each part's figures are printed as it ends; FOLDER holds its whole output.
+need. A part that is done in FOLDER is not run again, so the same command continues after its limit. All parts share a compilation
+cache: `8b` starts cold and `8b-again` warm. A part is not started when less time than it should take is left. One that fails or runs
+over is ended with all of its processes, and the next one starts. Each part's figures are printed as it ends; FOLDER holds its output.
 """
 
 import argparse
@@ -232,7 +232,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     if options.peers is None:
         options.parts = [name for name in options.parts if not PARTS[name].is_peer]
     options.folder = options.folder.absolute()
-    options.gpus = options.gpus or len(_output(["nvidia-smi", "--list-gpus"]).splitlines()) or 8
+    options.gpus = options.gpus or _output(["nvidia-smi", "--list-gpus"]).count("GPU ") or 8
     return options
 
 
