@@ -12,7 +12,7 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer.checks import names
 from zerojax.zero import memory as memory_lib
-from zerojax.zero import placement
+from zerojax.zero import placement, stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _applied(config: config_lib.Config, candidate: search.Candidate) -> config_l
         zero=dataclasses.replace(config.zero, stage=candidate.stage),
         model=dataclasses.replace(
             with_remat(config.model, candidate.remat),
-            by_columns=config.model.by_columns if candidate.stage == 3 else "",
+            by_columns=config.model.by_columns if stages.STAGES[candidate.stage].params else "",
         ),
         mesh=dataclasses.replace(config.mesh, replica=candidate.replica, data=-1),
         offload=dataclasses.replace(config.offload, optimizer=candidate.offload),

@@ -57,7 +57,8 @@ def value_and_grad(
     """
     reduction = gather.Reduction(reduce_dtype, at_once=passes == 1)
     layout = layout or inputs.Layout(partition.mesh, passes, by_device=True)
-    of_device = _OfDevice(loss_fn, partition, how, reduction, compute_dtype, passes, overlap.Chain)
+    marked = where_used.used_by_columns(partition, how.by_columns)
+    of_device = _OfDevice(loss_fn, marked, how, reduction, compute_dtype, passes, overlap.Chain)
 
     def on_device(program: Program, own_keys: Any, params: Any, batch: Any, state: Any) -> Any:
         gradients = accumulate.value_and_grad(of_device.of_sinks(program, own_keys, params), passes, own_keys)
@@ -96,6 +97,10 @@ def one_pass(
     `aux` has the state's fields, the metrics as `outputs.terms` of all devices, and the weight of the pass (`totals.objective`) if passes
     differ. `number` is int32[], the number of the pass.
     """
+    if how.by_columns:
+        raise UserError(
+            "by_columns: cannot be used with params in host memory, which a step gathers block by block; omit one of them"
+        )
     of_device = _OfDevice(loss_fn, partition, how, gather.Reduction(reduce_dtype), compute_dtype, passes, runner)
 
     def on_device(program: Program, own_keys: Any, params: Any, batch: Any, state: Any, number: Any) -> Any:

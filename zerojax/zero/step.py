@@ -89,14 +89,11 @@ def make_train_step(
     compute_dtype = precision.floating("compute_dtype", compute_dtype)
     reduce_dtype = precision.floating("reduce_dtype", reduce_dtype)
     scaling = update_lib.in_step(loss_scale, partition.abstract_state)
-    how = _checked(where_used.How(blocks, heads, remat, recompute, offload), partition)
+    how = _checked(where_used.How(blocks, heads, remat, recompute, offload, by_columns), partition)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     loss_fn, in_fp8 = fp8_modules.in_step(fp8, loss_fn, partition, blocks)
     loss_fn = outputs.with_aux(loss_fn, scaling.scale)
     is_delayed = fp8 is not None and fp8.recipe == fp8_ops.DELAYED
-    if by_columns:
-        arguments.by_columns(by_columns, partition, reduce_dtype, is_on_host=params_on_host.are_on_host(partition))
-        in_fp8 = where_used.used_by_columns(in_fp8, by_columns)
     gradients = _gradients(loss_fn, in_fp8, how, layout, reduce_dtype, compute_dtype, is_delayed)
     updates = streamed.updates_of(partition, may_skip=loss_scale is not None)
     finish = update_lib.finish(partition, updates, scaling, clip_norm)

@@ -42,6 +42,7 @@ class How:
     remat: str = "dots"
     recompute: str = ""
     offload: str = ""
+    by_columns: str = ""
 
     def check(self) -> None:
         """Raises UserError for values that are unknown or contradict each other."""
@@ -51,6 +52,7 @@ class How:
             "blocks": "layer_\\d+",
             "heads": "head",
             **dict.fromkeys(("recompute", "offload"), "layer_\\d+/mlp/up"),
+            "by_columns": "embed|head",
         }
         for name, example in examples.items():
             pattern = getattr(self, name)
@@ -119,6 +121,9 @@ def with_gathers(
 ) -> Loss:
     """Returns `where_used` of a loss, its settings as one value."""
     find = finder(placements, lambda leaf: leaf.shape, lambda weight: weight.shape)
+
+    if how.by_columns:
+        raise UserError("by_columns: needs explicit collectives; pass reduce_dtype=jnp.float32, or omit by_columns")
 
     def gather_leaf(path: str, leaf: Any) -> Any:
         found = find(path, leaf)
@@ -330,18 +335,18 @@ def largest_block(placements: Mapping[str, placement.Placement], blocks: str) ->
 def used_by_columns(partition: placement.Partition, pattern: str) -> placement.Partition:
     """Returns a partition in which devices use columns of the matrices of some modules, and none gathers them (`ops.columns`).
 
-    Matrices that are replicated, as all are on one device, stay so.
+    One device has all columns, and nothing changes there.
 
     Args:
-      partition: of the train state, at stage 3.
-      pattern: a regex over module paths.
+      partition: of the train state.
+      pattern: a regex over module paths; "" for none.
 
     Raises:
       UserError: the regex matches no module with a matrix, the devices do not divide the columns of one, or one cannot be exchanged.
     """
     marked = {}
     for path, weight in partition.placements.items():
-        if intercept.block_of(path, re.compile(pattern)) is None or len(weight.shape or ()) != 2:
+        if not pattern or intercept.block_of(path, re.compile(pattern)) is None or len(weight.shape or ()) != 2:
             continue
         mesh, columns = weight.used.mesh, (weight.shape or (0, 0))[1]
         why = ""
@@ -351,10 +356,12 @@ def used_by_columns(partition: placement.Partition, pattern: str) -> placement.P
             why = f"the mesh has model={mesh.shape[mesh_lib.MODEL]}"
         elif not weight.trainable:
             why = "it is frozen"
+        elif mesh.shape[mesh_lib.DATA] > 1 and not gather.is_gathered(weight):
+            why = "every device holds all of it; weights are sharded at stage 3"
         if why:
             raise UserError(f"by_columns: {path} cannot be used by columns, because {why}; omit it from by_columns")
         marked[path] = dataclasses.replace(weight, by_columns=gather.is_gathered(weight))
-    if not marked:
+    if pattern and not marked:
         raise UserError(
             f"by_columns: {pattern!r} matches no module with a matrix; name an output projection or an embedding, such as 'head'"
         )

@@ -132,25 +132,3 @@ def test_a_batch_on_another_device_is_refused_with_the_call_that_moves_it():
     batch = jax.device_put(BATCH, jax.devices()[3])
     with pytest.raises(UserError, match=r"^batch/: is committed to 1 device\(s\), .* jax.device_put\(batch, partition"):
         zerojax.make_train_step(loss_fn, partition)(state, batch)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "stage", "options", "line"),
-    [
-        ("head(", 3, {"reduce_dtype": jnp.float32}, r"by_columns: 'head\(' is not a regex"),
-        ("head", 3, {}, "by_columns: needs explicit collectives; pass reduce_dtype="),
-        ("head", 2, {"reduce_dtype": jnp.float32}, "by_columns: needs sharded weights, stage 3, and the stage is 2"),
-        ("heads", 3, {"reduce_dtype": jnp.float32}, "by_columns: 'heads' matches no module with a matrix"),
-        (
-            "odd",
-            3,
-            {"reduce_dtype": jnp.float32},
-            "params/odd/kernel cannot be used by columns, because its 12 columns do",
-        ),
-    ],
-)
-def test_matrices_that_cannot_be_used_by_columns_are_refused(pattern, stage, options, line):
-    kernels = {"head": {"kernel": jnp.ones((64, 64))}, "odd": {"kernel": jnp.ones((64, 12))}}
-    _, partition = shard(lambda: TrainState.create(apply_fn=None, params=kernels, tx=TX), stage=stage)
-    with pytest.raises(UserError, match=line):
-        zerojax.make_train_step(loss_fn, partition, by_columns=pattern, **options)
