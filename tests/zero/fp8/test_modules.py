@@ -119,6 +119,27 @@ def test_modules_that_are_not_called_or_take_no_dot_general_are_named():
     )
     with pytest.raises(UserError, match=r"^fp8\.filter: .* is a Own, which has no field `dot_general`; leave it out"):
         own(params)
+
+    class Head(nn.Module):
+        def setup(self):
+            self.kernel = self.param("kernel", nn.initializers.ones, (8, 8))
+
+        def loss(self, x):
+            return jnp.mean(x @ self.kernel)
+
+    class Whole(nn.Module):
+        def setup(self):
+            self.head = Head()
+
+        def __call__(self, x):
+            return self.head.loss(x)
+
+    whole = Whole().init(jax.random.key(0), X)
+    by_method = modules.wrapped(
+        lambda params: Whole().apply(params, X), modules.Chosen(frozenset(["head"]), frozenset()), "rowwise"
+    )
+    with pytest.raises(UserError, match=r"^fp8\.filter: head is a Head, which has no field `dot_general`"):
+        by_method(whole)
     state = init(jax.random.key(0))
     with pytest.raises(
         UserError, match=r"^fp8\.filter: the loss calls no Linen module of elsewhere; an NNX module takes"

@@ -207,7 +207,7 @@ class _Injector:
 
     def intercept(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
         module = context.module
-        if module.scope is None or context.method_name != "__call__":
+        if module.scope is None or context.method_name == "setup":
             return call(*args, **kwargs)
         path = "/".join(module.path)
         if path not in self._paths:
