@@ -56,3 +56,10 @@ def test_output_that_its_stream_cannot_show_is_escaped():
         [sys.executable, "-c", program], capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}
     )
     assert (done.returncode, done.stdout) == (0, b"\\u2500\n")
+
+
+def test_closed_streams_are_as_empty_ones():
+    program = "from zerojax.commands import arguments; arguments.run(lambda: print(input()))"
+    command = ["sh", "-c", f'exec {sys.executable} -c "{program}" <&- >&-']
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and done.stderr.endswith("EOFError: EOF when reading a line\n")

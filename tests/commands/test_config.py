@@ -112,10 +112,17 @@ def test_the_plan_recommends_the_fastest_that_fits():
     assert config._advice(held, None, list(held), {}).stage == 3  # unknown memory: the least
 
 
-def test_a_closed_terminal_ends_in_one_line(monkeypatch):
-    def closed(prompt):
-        raise EOFError
+@pytest.mark.parametrize("answered", [0, 2])
+def test_the_end_of_the_input_ends_the_questions_in_one_line(monkeypatch, answered):
+    asked = []
 
-    monkeypatch.setattr("builtins.input", closed)
-    with pytest.raises(UserError, match=r"model: the terminal was closed before an answer"):
-        config._answer(config.QUESTIONS[0], None, "tiny", "1/8")
+    def ends(prompt):
+        asked.append(prompt)
+        if len(asked) > answered:
+            raise EOFError
+        return ""
+
+    monkeypatch.setattr("builtins.input", ends)
+    with pytest.raises(UserError, match=r"config: the input ended at the question of the (model|topology)"):
+        config._ask_all({question.name: None for question in config.QUESTIONS}, True, True)
+    assert len(asked) == answered + 1

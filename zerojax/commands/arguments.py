@@ -36,6 +36,9 @@ def check_new(path: pathlib.Path, *, force: bool) -> None:
 
 def run(command: Callable[[], int | None]) -> NoReturn:
     """Runs a command and ends the process with its status. A UserError prints one line and ends with status 2."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # the shell closed it
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115  open until the end
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # one that is not UTF-8 cannot show every character
             stream.reconfigure(errors="backslashreplace")

@@ -187,7 +187,9 @@ def _answer(question: Question, flag: str | None, default: str, number: str) -> 
         try:
             answer = input(_wrapped(f"{number} {question.text} [{default}]: ")).strip()
         except EOFError as error:
-            raise UserError(f"{question.name}: the terminal was closed before an answer; run again") from error
+            say("")
+            left = f"the input ended at the question of the {question.name}"  # begins with no name of a setting: it is not asked again
+            raise UserError(f"config: {left}; nothing was written, run again") from error
         try:
             return question.check(answer or default)
         except UserError as error:

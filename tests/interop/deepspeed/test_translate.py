@@ -1,5 +1,6 @@
 """Checks what DeepSpeed configs become. This module tests zerojax.interop.deepspeed.translate."""
 
+import importlib.util
 import json
 
 import hypothesis
@@ -255,7 +256,8 @@ BESIDE = {
 @pytest.mark.parametrize(
     "name", [name for name, row in keys.KEYS.items() if row.verdict == keys.TAKEN and name not in CONDITIONAL]
 )
-def test_a_taken_key_decides_the_settings_that_its_row_names(name):
+def test_a_taken_key_decides_the_settings_that_its_row_names(name, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # all clients are installed
     content = BASE
     for other, value in BESIDE.get(name, {}).items():
         content = put(content, other, value)
@@ -322,8 +324,12 @@ def test_any_content_is_accounted_for_or_refused_in_one_line(flat):
     assert all(line.text and line.verdict in keys.VERDICTS for line in found.lines)
 
 
-def test_wandb_becomes_an_outlet_of_the_metrics():
+def test_wandb_becomes_an_outlet_of_the_metrics_where_it_is_installed(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     found = translate.translate({"wandb": {"enabled": True, "project": "mine"}, "comet": {"enabled": True}})
     assert found.settings["metrics.to"] == ("tensorboard", "wandb") and found.settings["metrics.project"] == "mine"
     assert [line.key for line in found.unsupported] == ["comet.enabled"]
     assert "metrics.to" not in settings({"wandb": {"enabled": False, "project": "mine"}})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = translate.translate({"wandb": {"enabled": True, "project": "mine"}})
+    assert "metrics.to" not in found.settings and [line.key for line in found.unsupported] == ["wandb.enabled"]

@@ -3,6 +3,7 @@
 `keys` says which key decides which setting. DeepSpeed's defaults are those of 0.19; `version` takes older ones.
 """
 
+import importlib.util
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -145,7 +146,10 @@ def _batch(draft: Draft, devices: int | None) -> int | None:
 
 def _clients(draft: Draft) -> None:
     """Puts what shows the metrics beside TensorBoard."""
-    if draft.flag("wandb.enabled"):
+    if draft.flag("wandb.enabled") and importlib.util.find_spec("wandb") is None:
+        why = "wandb is not installed here; install it and translate again, or set config.metrics.to"
+        draft.say("wandb.enabled", keys_lib.UNSUPPORTED, why)
+    elif draft.flag("wandb.enabled"):
         draft.put("metrics.to", ("tensorboard", "wandb"), "wandb.enabled")
         if project := draft.get("wandb.project"):
             draft.put("metrics.project", str(project), "wandb.project")
