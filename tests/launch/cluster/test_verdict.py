@@ -66,6 +66,13 @@ def test_a_run_waits_for_its_slowest_phase():
     assert judge.judge([beat(1, still=1801.0), beat(0, watch.CHECKPOINT, still=1801.0)]).beat.rank == 0
 
 
+def test_the_limit_is_that_of_the_processes_that_the_others_wait_for():
+    judge = practised(1.0)
+    ahead = beat(0, watch.CHECKPOINT, still=46.0, advances=6)
+    assert judge.judge([ahead._replace(still=44.0), beat(1, still=46.0)]) is None
+    assert judge.judge([ahead, beat(1, still=46.0)]).beat.rank == 1
+
+
 @pytest.mark.parametrize(
     "beats, guilty",
     [

@@ -133,7 +133,7 @@ class Judge:
         quiet, still = min(one.quiet for one in late), min(one.still for one in told)
         if quiet > self._quiet_limit(told, late[0]):
             return Blame(late[0], f"gives no sign of life for {quiet:.0f} s")
-        if still > self._still_limit(told):
+        if still > self._still_limit(late):
             return Blame(late[0], f"stands still for {late[0].still:.0f} s, and all others with it")
         return None
 
@@ -143,7 +143,7 @@ class Judge:
         late = furthest_behind(told)
         if not late or (late[0].rank, late[0].advances) == self._named:
             return None
-        one, end = late[0], self._still_limit(told)
+        one, end = late[0], self._still_limit(late)
         quiet, still = (min(getattr(each, name) for each in late) for name in ("quiet", "still"))
         if quiet > max(NAMED_SECONDS, NAMED_FACTOR * self._calmest.get(one.phase, 0.0)):
             why, end = f"gives no sign of life for {quiet:.0f} s" + _where(one), min(end, self._quiet_limit(told, one))
@@ -161,9 +161,9 @@ class Judge:
         is_judged = late.phase != watch.STEP and any(one.phase for one in told)
         return (is_judged and self._limits[QUIET]) or math.inf
 
-    def _still_limit(self, told: Sequence[Beat]) -> float:
-        """Returns how long all processes may stand still: the most patient limit among their phases."""
-        return max(self._limit(one) if one.phase else math.inf for one in told)
+    def _still_limit(self, late: Sequence[Beat]) -> float:
+        """Returns how long all processes may stand still: the most patient limit among the phases of those furthest behind."""
+        return max(self._limit(one) if one.phase else math.inf for one in late)
 
     def _usual(self, phase: str) -> float:
         """Returns how long a phase that has been seen may take before it is odd."""
