@@ -36,6 +36,7 @@ WEIGHTS_FORWARD = "weights forward"  # weights gathered for the forward pass
 WEIGHTS_BACKWARD = "weights backward"  # weights gathered for the backward pass
 UPDATED_WEIGHTS = "updated weights"  # weights gathered after the update
 SCALARS = "scalars"  # losses, norms and statistics
+BY_COLUMNS = "by_columns"  # the scope of operations that send activations in place of a weight (`ops.columns`)
 SENT_OF_WEIGHTS = (WEIGHTS_FORWARD, WEIGHTS_BACKWARD, GRADIENTS, UPDATED_WEIGHTS)
 SENT = (*SENT_OF_WEIGHTS, ACTIVATIONS, SCALARS, OTHER)
 

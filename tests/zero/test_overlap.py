@@ -8,6 +8,7 @@ import compile_only
 import jax.numpy as jnp
 
 from configs import llama3_8b
+from zerojax.plan import departures, findings, ledger
 from zerojax.trainer import config, program
 
 
@@ -130,23 +131,23 @@ def test_state_needs_no_turning_before_it_is_updated():
 
 
 @functools.cache
-def by_columns() -> str:
-    """Returns the trainer's step on one layer of 8B whose embedding and head no device gathers."""
+def by_columns() -> tuple[program.Program, str]:
+    """Returns the trainer's program of one layer of 8B whose embedding and head no device gathers, and its compiled step."""
     settings = llama3_8b.get_config()
     settings.model.num_layers, settings.model.offload, settings.model.recompute = 1, "", ""
     settings.model.by_columns, settings.seq_len = "embed|head", 1024
     built = program.build(config.from_dict(settings), devices=compile_only.devices())
-    return compile_only.compile_gpu(built.train_step.lower(built.partition.abstract_state, built.abstract_batch))
+    return built, compile_only.compile_gpu(built.train_step.lower(built.partition.abstract_state, built.abstract_batch))
 
 
 def test_no_device_gathers_or_sums_a_matrix_that_is_used_by_columns():
     """Of the vocabulary's 128,256 rows or columns a device has all of 512 columns, or 16,032 columns, but never a whole matrix."""
-    assert not re.search(r"\[(4096,128256|128256,4096)\]", by_columns())
+    assert not re.search(r"\[(4096,128256|128256,4096)\]", by_columns()[1])
 
 
 def test_the_loss_waits_for_nothing_but_maxima_and_sums():
     """The next chunk is gathered before the logits and the sums of this one end beside the kernel's gradient."""
-    text = by_columns()
+    _, text = by_columns()
     body = re.search(r" while\(.*?body=%([\w.-]+)", text)[1]
     lines = text[text.index(f"\n%{body} (") :].split("\n}")[0].splitlines()
 
@@ -158,3 +159,12 @@ def test_the_loss_waits_for_nothing_but_maxima_and_sums():
     assert len(matmuls) == 3
     assert place("all-gather-start(", "bf16[") < matmuls[0] < place("all-gather-done(", "bf16[")
     assert place("reduce-scatter-start(") < matmuls[2] < place("reduce-scatter-done(")
+
+
+def test_a_plan_tells_what_is_sent_in_place_of_a_matrix():
+    built, text = by_columns()
+    sent = ledger.ledger(text, built.mesh, built.partition.placements)
+    assert {departure.why for departure in departures.departures(sent)} == {
+        "devices use it by columns, and activations are sent instead"
+    }
+    assert not findings.findings(sent, planned=built.partition.abstract_state, compute_dtype=jnp.bfloat16, passes=1)

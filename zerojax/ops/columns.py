@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax import roles
 from zerojax.errors import UserError
 
 
@@ -92,6 +93,11 @@ def take(matrix: Any) -> Known | None:
             one.is_taken = True
             return one
     return None
+
+
+def scope() -> Any:
+    """Returns the scope by which a plan knows collectives of activations from those of weights."""
+    return jax.named_scope(roles.BY_COLUMNS)
 
 
 def sent_to_all(array: jax.Array, axis: str, ways: int) -> jax.Array:

@@ -26,7 +26,8 @@ def embedding_lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     by_columns = columns_lib.take(table)
     if by_columns is not None:
         columns = by_columns.columns
-        rows = _from_columns(by_columns.sink, columns.shard, tokens.reshape(-1), columns.axis, columns.ways)
+        with columns_lib.scope():
+            rows = _from_columns(by_columns.sink, columns.shard, tokens.reshape(-1), columns.axis, columns.ways)
         return rows.reshape(*tokens.shape, -1)
     if not jnp.issubdtype(table.dtype, jnp.floating) or table.dtype.itemsize >= 4:
         return jnp.take(table, tokens, axis=0)

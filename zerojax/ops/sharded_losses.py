@@ -34,7 +34,8 @@ def cross_entropy(hidden: jax.Array, kernel: columns_lib.Known, labels: jax.Arra
     """
     columns = kernel.columns
     chunk = max(1, chunk_tokens // columns.ways)
-    return _one_pass(hidden, kernel.sink, columns.shard, labels, columns.axis, columns.ways, chunk)
+    with columns_lib.scope():
+        return _one_pass(hidden, kernel.sink, columns.shard, labels, columns.axis, columns.ways, chunk)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))

@@ -67,6 +67,8 @@ class Attribution:
         """Returns one of `roles.SENT`, and the paths of the weights that it may belong to: several if they cannot be distinguished."""
         if not part.taken.dtype.startswith(("f", "bf")):
             return roles.OTHER, ()
+        if re.search(rf"\b{roles.BY_COLUMNS}\b", part.op_name):
+            return roles.ACTIVATIONS, ()
         phase = self._phase(found, part.op_name)
         if found.kind not in collectives.REDUCTIONS:
             paths = self._origin(found, part)

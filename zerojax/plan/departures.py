@@ -47,6 +47,8 @@ def departures(ledger: ledger_lib.Ledger, *, passes: int = 1, tolerance: float =
 def _why(
     ledger: ledger_lib.Ledger, role: str, paths: tuple[str, ...], rows: list[ledger_lib.Row], is_less: bool
 ) -> str:
+    if is_less and any("all-to-all" in row.kind and set(row.weights) & set(paths) for row in ledger.rows):
+        return "devices use it by columns, and activations are sent instead"
     if role in (roles.WEIGHTS_FORWARD, roles.WEIGHTS_BACKWARD) and is_less:
         gathered = [r for r in ledger.rows if r.role == roles.WEIGHTS_FORWARD and set(r.weights) & set(paths)]
         if not gathered:

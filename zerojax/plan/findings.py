@@ -181,7 +181,13 @@ def reduced_in_every_pass(case: Case) -> Iterable[Finding]:
 
 def sharded_on_another_dim(case: Case) -> Iterable[Finding]:
     """Finds weights and gradients that an all-to-all moves from one sharded dim to another."""
-    rows = [row for row in case.rows if row.role in roles.SENT_OF_WEIGHTS and "all-to-all" in row.kind]
+    rows = [
+        row
+        for row in case.rows
+        if row.role in roles.SENT_OF_WEIGHTS
+        and "all-to-all" in row.kind
+        and row.op_name.rsplit("/", 1)[-1] not in _WRITTEN
+    ]
     if rows and _is_large(case, rows):
         yield _sent(
             "weights or gradients change their sharded dim",
