@@ -2,17 +2,28 @@
 
     python scripts/bench_offload_blocks.py --layers 32 --seq_len 8192 --micro_batch 2 --accum 4 --remat full --state 16bit --params host
     python scripts/bench_offload_blocks.py --preset llama3_1b --layers 16 --micro_batch 4 --clip_norm 1 --state fp32_params --optimizer host
+    python scripts/bench_offload_blocks.py --preset qwen2_14b --layers 48 --seq_len 1024 --micro_batch 16 --accum 2 --whole_accum 32 ...
 
 States: fp32 (16-bit params, float32 masters and moments), 16bit (16-bit params and moments, stochastically rounded) and fp32_params
-(float32 params and moments). Weights are random, and the batch is the same in all steps. The first step compiles. The second may still
-allocate host memory, which is slow where a machine grows its memory as it is used. So the rate is that of the median of the later ones.
+(float32 params and moments). Weights are random, and the batch is the same in all steps. Each figure is printed as it comes. The first step
+compiles. The second may still allocate host memory, which is slow where a machine grows its memory as it is used. So the rate is that of
+the median of the later ones. --whole_accum adds one step of more passes than the others, and the rate is then that of this step.
+--plan h100 compiles the programs for that device and prints the planned memory; it needs no GPU. --limit_s ends the process in time.
 """
 
 import argparse
 import dataclasses
 import os
+import pathlib
+import sys
+import tempfile
+import threading
 import time
 from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+HOST_BYTES = {"fp32": (2, 12), "16bit": (2, 4), "fp32_params": (4, 8)}  # of a param, and of its optimizer state
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--preset", default="llama3_8b")
@@ -20,54 +31,123 @@ parser.add_argument("--layers", type=int, default=16)
 parser.add_argument("--seq_len", type=int, default=4096)
 parser.add_argument("--micro_batch", type=int, default=2)
 parser.add_argument("--accum", type=int, default=1)
+parser.add_argument("--whole_accum", type=int, default=0, help="passes of one more step at the end; 0: none")
+parser.add_argument("--sums", choices=("fp32", "bf16"), default="fp32", help="dtype in which passes add up")
 parser.add_argument("--remat", default="dots")
-parser.add_argument("--state", choices=("fp32", "16bit", "fp32_params"), default="fp32")
+parser.add_argument("--recompute", default="")
+parser.add_argument("--state", choices=tuple(HOST_BYTES), default="fp32")
 parser.add_argument("--clip_norm", type=float, default=0.0)
 parser.add_argument("--optimizer", choices=("none", "host"), default="host")
 parser.add_argument("--params", choices=("none", "host"), default="none")
 parser.add_argument("--params_fraction", type=float, default=1.0)
 parser.add_argument("--steps", type=int, default=4)
-parser.add_argument("--pool_gb", type=int, default=118, help="XLA's pool of pinned host memory")
+parser.add_argument("--pool_gb", type=int, default=0, help="XLA's pool of pinned host memory; 0: as the state needs")
+parser.add_argument("--plan", default="", metavar="DEVICE", help="plan only, for h100 or h200")
+parser.add_argument("--limit_s", type=float, default=0, help="seconds until the process ends itself; 0: never")
 
 
 def main(options: argparse.Namespace) -> str:
     """Runs the steps and returns the line of figures."""
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(options.pool_gb))
+    began = time.perf_counter()
+    if options.limit_s:
+        limit = threading.Timer(options.limit_s, _end)
+        limit.daemon = True
+        limit.start()
+    from zerojax.models import families, family as family_lib
+    from zerojax.zero.offload import budget, settings
+
+    family = families.PRESETS[options.preset]
+    model = dataclasses.replace(family.presets[options.preset], num_layers=options.layers)
+    model = dataclasses.replace(model, vocab_size=model.vocab_size or 512)
+    of_param, of_state = HOST_BYTES[options.state]
+    count = family_lib.count_params(family.parts, model)
+    pinned = count * (of_state * (options.optimizer == "host") + of_param * (options.params == "host"))
+    pinned += settings.IN_FLIGHT * settings.CHUNK_BYTES + budget.NEW_PARAMS * of_param * model.vocab_size * model.embed_dim
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(options.pool_gb or budget.pool_size_gb(pinned)))
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
     import jax
 
-    from zerojax.models import families
+    from zerojax.plan import targets
 
-    began = time.perf_counter()
-    family = families.PRESETS[options.preset]
-    shape = family.presets[options.preset]
-    kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
-    model = dataclasses.replace(shape, num_layers=options.layers, attention=kernel, vocab_size=shape.vocab_size or 512)
-    state, train_step = _step(options, family, model)
+    say = lambda line: print(f"{time.perf_counter() - began:6.1f} s: {line}", flush=True)  # noqa: E731
+    say(f"{count / 1e9:.2f}B weights, at most {pinned / 1e9:.1f} GB pinned")
+    if options.plan:
+        (device,) = targets.devices(options.plan, "1x1")
+        return _planned(options, family, model, device, say)
+    if not jax.config.jax_compilation_cache_dir:  # a step of more passes has the same programs of blocks
+        jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    device = jax.devices()[0]
+    model = dataclasses.replace(model, attention="cudnn" if device.platform == "gpu" else "xla")
+    partition = _partition(options, family, model, device)
+    train_step = _step(options, family, model, partition, options.accum)
+    state = _random(partition.abstract_state)
     made = time.perf_counter()
     on_host = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if leaf.sharding.memory_kind == "pinned_host")
-    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    batch = {"tokens": jax.device_put(_tokens(options, model.vocab_size))}
+    say(f"the state is made, {on_host / 1e9:.1f} GB of it on the host")
+    batch = {"tokens": jax.device_put(_tokens(options, model.vocab_size, options.accum))}
     times, losses = [], []
-    for _ in range(options.steps + 1):
+
+    def timed(step: Any, accum: int, batch: Any) -> None:
+        nonlocal state
         start = time.perf_counter()
-        state, metrics = train_step(state, batch)
+        state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
         times.append(time.perf_counter() - start)
+        rate = accum * options.micro_batch * options.seq_len / times[-1]
+        say(f"step of {accum} passes: {times[-1] * 1e3:.0f} ms, {rate:.0f} tokens/s, loss {losses[-1]:.3f}, {_peak(device)}")
+
+    for _ in range(options.steps + 1):
+        timed(train_step, options.accum, batch)
     jax.block_until_ready(jax.tree.leaves(state))
     later = sorted(times[2:] or times[1:])
-    middle = later[len(later) // 2]
-    tokens = options.accum * options.micro_batch * options.seq_len
-    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+    middle, accum = later[len(later) // 2], options.accum
+    if options.whole_accum:
+        accum = options.whole_accum
+        whole_step = _step(options, family, model, partition, accum)
+        whole = {"tokens": jax.device_put(_tokens(options, model.vocab_size, accum))}
+        whole_step.memory(partition.abstract_state, whole)  # compiles the passes
+        whole_step.updates.compile()
+        say(f"the step of {accum} passes is compiled")
+        timed(whole_step, accum, whole)
+        jax.block_until_ready(jax.tree.leaves(state))
+        middle = times[-1]
     shown = " ".join(f"{seconds * 1e3:.0f}" for seconds in times[1:])
     return (
         f"{count / 1e9:.2f}B weights, {on_host / 1e9:.1f} GB on the host, made in {made - began:.0f} s; first step {times[0]:.0f} s, then "
-        f"[{shown}] ms; {tokens / middle:.0f} tokens/s; peak {peak / 1e9:.2f} GB; loss {' '.join(f'{loss:.3f}' for loss in losses)}"
+        f"[{shown}] ms; {accum * options.micro_batch * options.seq_len / middle:.0f} tokens/s; {_peak(device)}; "
+        f"loss {' '.join(f'{loss:.3f}' for loss in losses)}"
     )
 
 
-def _step(options: argparse.Namespace, family: Any, model: Any) -> tuple[Any, Any]:
-    """Returns a state with random weights, and its train step."""
+def _end() -> None:
+    print("ended by --limit_s", flush=True)
+    os._exit(3)
+
+
+def _peak(device: Any) -> str:
+    return f"peak {(device.memory_stats() or {}).get('peak_bytes_in_use', 0) / 1e9:.2f} GB"
+
+
+def _planned(options: argparse.Namespace, family: Any, model: Any, device: Any, say: Any) -> str:
+    """Compiles a step for a device that need not be there. Returns the line of its memory."""
+    from zerojax.zero.offload import budget
+
+    model = dataclasses.replace(model, attention="cudnn")
+    partition = _partition(options, family, model, device)
+    train_step = _step(options, family, model, partition, options.whole_accum or options.accum)
+    say(f"pins {budget.pool_bytes(partition) / 1e9:.1f} GB")
+    batch = {"tokens": _tokens(options, model.vocab_size, options.whole_accum or options.accum)}
+    memory = train_step.memory(partition.abstract_state, batch)
+    say(f"{memory}")
+    from zerojax.plan import streams
+
+    at_once = streams.bytes_at_once(train_step)
+    return f"planned peak {(memory.passes + at_once) / 1e9:.2f} GB: passes {memory.passes / 1e9:.2f}, updates {at_once / 1e9:.2f}"
+
+
+def _partition(options: argparse.Namespace, family: Any, model: Any, device: Any) -> Any:
+    """Returns the partition of the state."""
     import jax
     import jax.numpy as jnp
     from flax.training.train_state import TrainState
@@ -86,9 +166,9 @@ def _step(options: argparse.Namespace, family: Any, model: Any) -> tuple[Any, An
     params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), family_lib.abstract_params(family.parts, model)
     )
-    partition = zerojax.partition_state(
+    return zerojax.partition_state(
         jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=tx), params),
-        mesh=zerojax.make_mesh(1, 1, devices=jax.devices()[:1]),
+        mesh=zerojax.make_mesh(1, 1, devices=[device]),
         stage=3,
         offload={
             "optimizer": options.optimizer,
@@ -97,21 +177,30 @@ def _step(options: argparse.Namespace, family: Any, model: Any) -> tuple[Any, An
         },
     )
 
+
+def _step(options: argparse.Namespace, family: Any, model: Any, partition: Any, accum: int) -> Any:
+    """Returns the train step of some passes."""
+    import jax.numpy as jnp
+
+    import zerojax
+    from zerojax.models import family as family_lib
+
     def loss_fn(params: Any, batch: Any, state: Any) -> Any:
         return family.loss(model, params, batch)
 
-    train_step = zerojax.make_train_step(
+    return zerojax.make_train_step(
         loss_fn,
         partition,
         clip_norm=options.clip_norm,
-        grad_accum=options.accum,
+        grad_accum=accum,
         compute_dtype=jnp.bfloat16,
         blocks=family.blocks,
         heads=family_lib.heads(family, model),
         remat=options.remat,
+        recompute=options.recompute,
         reduce_dtype=jnp.float32,
+        accum_dtype=jnp.bfloat16 if options.sums == "bf16" else None,
     )
-    return _random(partition.abstract_state), train_step
 
 
 def _random(abstract_state: Any) -> Any:
@@ -136,10 +225,10 @@ def _random(abstract_state: Any) -> Any:
     return tree.map_with_path(value, abstract_state)
 
 
-def _tokens(options: argparse.Namespace, vocab_size: int) -> Any:
+def _tokens(options: argparse.Namespace, vocab_size: int, accum: int) -> Any:
     import numpy as np
 
-    leading = (options.accum,) if options.accum > 1 else ()
+    leading = (accum,) if accum > 1 else ()
     shape = (*leading, options.micro_batch, options.seq_len + 1)
     return np.random.default_rng(1).integers(0, min(1000, vocab_size), shape).astype(np.int32)
 

@@ -87,3 +87,36 @@ def test_a_path_that_shares_no_part_finds_nothing():
 def test_a_weights_path_in_the_model_is_that_below_params():
     assert tree.below_params("params/layer_0/kernel") == "layer_0/kernel"
     assert tree.below_params("layer_0/params/kernel") == "layer_0/params/kernel"
+
+
+class Unhashable:
+    """A node that cannot be a key, since its static part is a list."""
+
+    def __init__(self, leaf, names):
+        self.leaf, self.names = leaf, names
+
+
+jax.tree_util.register_pytree_with_keys(
+    Unhashable,
+    lambda node: (((jax.tree_util.GetAttrKey("leaf"), node.leaf),), node.names),
+    lambda names, leaves: Unhashable(leaves[0], names),
+)
+
+
+class Strict:
+    """A node that is made of arrays alone."""
+
+    def __init__(self, leaf):
+        self.leaf = leaf + jnp.zeros(leaf.shape)
+
+
+jax.tree_util.register_pytree_with_keys(
+    Strict, lambda node: (((jax.tree_util.GetAttrKey("leaf"), node.leaf),), None), lambda _, leaves: Strict(leaves[0])
+)
+
+
+def test_nodes_that_cannot_be_keys_or_be_made_of_numbers_are_named_too():
+    odd = {"a": Unhashable(jnp.ones(2), ["x"]), "b": Strict(jnp.ones(3))}
+    assert [path for path, _ in tree.flatten(odd)] == ["a/leaf", "b/leaf"]
+    assert tree.map_with_path(lambda path, leaf: leaf * len(path), odd)["b"].leaf.tolist() == [6.0] * 3
+    assert [path for path, _ in tree.flatten(odd, is_leaf=lambda node: isinstance(node, Strict))] == ["a/leaf", "b"]

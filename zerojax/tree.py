@@ -1,5 +1,6 @@
 """Names the leaves of a pytree. This module turns key paths into strings such as `params/layer_0/mlp/up/kernel`."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,7 +20,24 @@ IsLeaf = Callable[[Any], bool] | None
 
 def flatten(tree: Any, is_leaf: IsLeaf = None) -> list[tuple[str, Any]]:
     """Returns (path, leaf) pairs in the order of `jax.tree.leaves`."""
-    return [(path_string(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
+    leaves, structure = jax.tree.flatten(tree, is_leaf)
+    return list(zip(_paths(tree, structure, is_leaf), leaves))
+
+
+def _paths(tree: Any, structure: Any, is_leaf: IsLeaf) -> tuple[str, ...]:
+    """Returns the path of each leaf. A model's few trees are named thousands of times, so their paths are kept by structure."""
+    try:
+        return _paths_of(structure)
+    except Exception:  # a node that cannot be hashed, or cannot be made of numbers
+        return tuple(path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf))
+
+
+@functools.lru_cache(maxsize=64)
+def _paths_of(structure: Any) -> tuple[str, ...]:
+    numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
+    paths = tuple(path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered))
+    assert len(paths) == structure.num_leaves
+    return paths
 
 
 def below_params(path: str) -> str:
@@ -34,10 +52,9 @@ def below_params(path: str) -> str:
 def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
     """Maps `function(path, leaf, *others)` over trees of one structure."""
 
-    def named(path: tuple, *leaves: Any) -> Any:
-        return function(path_string(path), *leaves)
-
-    return jax.tree_util.tree_map_with_path(named, tree, *rest, is_leaf=is_leaf)
+    leaves, structure = jax.tree.flatten(tree, is_leaf)
+    others = [structure.flatten_up_to(other) for other in rest]
+    return structure.unflatten(map(function, _paths(tree, structure, is_leaf), leaves, *others))
 
 
 def abstract(tree: Any) -> Any:

@@ -314,9 +314,17 @@ def saver_state(folder, built):
 def test_what_a_run_pins_is_bounded_before_it_uses_a_device(stage):
     config = runs.config(zero__stage=stage, precision="bf16", **OFFLOAD)
     built = program.build(config, tokenizer_vocab=320)
-    held = 8 * sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(built.partition))
+    held = 8 * sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(built.partition).values())
     assert held <= program.most_pinned_bytes(config) < 1.2 * held + 10 * config.offload.chunk_bytes
     assert program.most_pinned_bytes(runs.config(zero__stage=stage)) == 0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_sr"])
+def test_what_a_run_pins_of_its_params_is_bounded_too(precision):
+    config = runs.config(zero__stage=3, precision=precision, **OFFLOAD, offload__params="host")
+    built = program.build(config, tokenizer_vocab=320)
+    held = 8 * sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(built.partition).values())
+    assert held <= program.most_pinned_bytes(config) < 1.3 * held + 10 * config.offload.chunk_bytes
 
 
 def test_dropout_of_a_model_without_any_is_refused():

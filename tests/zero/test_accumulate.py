@@ -7,7 +7,9 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from zerojax.errors import UserError
 from zerojax.zero import accumulate
 
 ROUNDING = 2e-6  # the same float32 terms, summed in another order
@@ -84,3 +86,26 @@ def test_16_bit_gradients_add_up_in_float32():
     _, grads = accumulate.value_and_grad(linear, 256)(params, batch, None)
     assert grads["w"].dtype == jnp.float32
     assert float(grads["w"]) == (512 + 255) / 256
+
+
+def test_sums_in_16_bits_are_unbiased_and_take_half_the_memory():
+    """4,095 passes of 1/16 after one of 256: to nearest, each sum would stay 256, and the mean would be 1/16 instead of 1/8."""
+    params = {"w": jnp.ones((64, 64)), "b": jnp.ones(3)}
+
+    def linear(params, batch, state):
+        return (params["w"].sum() + params["b"].sum()) * batch, {}
+
+    batch = jnp.array([256.0] + [1 / 16] * 4095)
+    _, grads = accumulate.value_and_grad(linear, 4096, in_16_bits=True)(params, batch, None)
+    assert grads["w"].dtype == jnp.float32
+    exact = (256 + 4095 / 16) / 4096
+    assert abs(float(grads["w"].mean()) / exact - 1) < 0.01
+    assert len(np.unique(grads["w"])) > 3, "each element draws its own bits"
+    zeros = accumulate.zeros(jax.tree.map(lambda leaf: leaf, params), in_16_bits=True)
+    assert {leaf.dtype for leaf in jax.tree.leaves(zeros)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_sums_in_another_dtype_are_refused():
+    with pytest.raises(UserError, match="accum_dtype: must be float32 or bfloat16, and is float16"):
+        accumulate.checked_dtype(jnp.float16)
+    assert accumulate.checked_dtype("bfloat16") and not accumulate.checked_dtype(None)

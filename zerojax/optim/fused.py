@@ -166,6 +166,7 @@ def _transformation(settings: _Settings) -> OnePass:
             raise UserError(f"{name}: must be at least 0 and below 1, and is {value}")
     fused = OnePass(functools.partial(_init, settings), functools.partial(_update, settings))
     fused.apply = functools.partial(_apply, settings)
+    fused.decays = functools.partial(_decays, settings)
     return fused
 
 

@@ -29,6 +29,7 @@ def with_master_weights(inner: optax.GradientTransformation) -> optax.GradientTr
     >>> tx = with_master_weights(optax.adamw(1e-3))
     """
     apply_inner: Any = inner.apply if isinstance(inner, OnePass) else None
+    decays: Any = getattr(inner, "decays", None)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> MasterWeightsState:
@@ -56,5 +57,5 @@ def with_master_weights(inner: optax.GradientTransformation) -> optax.GradientTr
     if apply_inner is None:
         return optax.GradientTransformationExtraArgs(init, update)
     one_pass = OnePass(init, update)
-    one_pass.apply = apply
+    one_pass.apply, one_pass.decays = apply, decays
     return one_pass

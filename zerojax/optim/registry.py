@@ -122,5 +122,5 @@ def _with_state_of(plain: optax.GradientTransformation, one_pass: Any) -> one_pa
         return params, put(state, inner), copies
 
     result = one_pass_lib.OnePass(lambda params: put(plain.init(params), one_pass.init(params)), update)
-    result.apply = apply
+    result.apply, result.decays = apply, one_pass.decays
     return result

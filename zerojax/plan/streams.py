@@ -75,13 +75,9 @@ def plan(
       state, batch: of the step, abstract.
     """
     by_block = step.memory(state, batch) if isinstance(step, blockwise.BlockwiseStep) else None
-    groups = step.updates.groups
-    analyses = [compiled.memory_analysis() for compiled in step.updates.compile()]
-    known = [analysis for analysis in analyses if analysis is not None]
-    extra = max((a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes for a in known), default=0)
+    groups, at_once = step.updates.groups, bytes_at_once(step)
     held = sum(argument.nbytes for argument in gradients.arguments if argument.space == "device") + gradients.outputs
     counts = [group.nbytes for group in groups]
-    in_flight = max((sum(counts[n : n + step.in_flight]) for n in range(len(counts))), default=0)
     rate, is_on_disk = target.host_duplex or target.host_link, step.updates.is_on_disk
     if is_on_disk and rate is not None and rate.source != targets.GIVEN:
         rate = None  # that of host memory says nothing of a disk
@@ -89,13 +85,22 @@ def plan(
         nbytes=sum(counts),
         groups=len(groups),
         before=sum(counts[: step.ahead]),
-        at_once=in_flight + extra,
-        peak=(by_block.passes if by_block else held) + in_flight + extra,
+        at_once=at_once,
+        peak=(by_block.passes if by_block else held) + at_once,
         rate=None if rate is None else rate.value,
         is_on_disk=is_on_disk,
         by_block=by_block,
         is_early=isinstance(step, blockwise.BlockwiseStep) and step.is_early,
     )
+
+
+def bytes_at_once(step: streamed.StreamedStep) -> int:
+    """Returns the device bytes of the groups in flight, and of the temporaries of an update. Compiles the programs of the updates."""
+    analyses = [compiled.memory_analysis() for compiled in step.updates.compile()]
+    known = [analysis for analysis in analyses if analysis is not None]
+    extra = max((a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes for a in known), default=0)
+    counts = [group.nbytes for group in step.updates.groups]
+    return max((sum(counts[n : n + step.in_flight]) for n in range(len(counts))), default=0) + extra
 
 
 def of(

@@ -237,6 +237,7 @@ class Config:
     seq_len: int
     precision: str
     reduce_dtype: str
+    accum_dtype: str
     log_every: int
     emulate_devices: int
     mesh: MeshSettings

@@ -38,7 +38,7 @@ from zerojax.trainer.tuning import examples
 from zerojax.zero import explicit, memory, placement, shard_state, stages, step, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero.fp8 import modules as fp8_modules
-from zerojax.zero.offload import blockwise
+from zerojax.zero.offload import blockwise, budget
 from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import params as params_on_host
 from zerojax.zero.offload import settings as offload_settings
@@ -255,6 +255,7 @@ def _functions(
             **{name: getattr(config.model, name) for name in ("remat", "recompute", "offload", "by_columns")},
             loss_scale=loss_scale,
             reduce_dtype=precision.DTYPES[config.reduce_dtype],
+            accum_dtype=precision.DTYPES[config.accum_dtype],
             **how,
         ),
         "eval_loss": _eval_loss(
@@ -307,11 +308,15 @@ def most_pinned_bytes(config: config_lib.Config) -> int:
     family, model = _preset(config, 0) if source is None else _imported(config, source)
     count = family_lib.count_params(family.parts, model)
     policy = precision.PRECISIONS[config.precision]
-    each = memory.bytes_per_parameter(policy, config.zero.stage, 1, moments=config.optimizer.moments)
+    has_params = chosen.params != offload_settings.NONE  # with a 16-bit copy, as at stage 2
+    stage = 2 if has_params else config.zero.stage
+    each = memory.bytes_per_parameter(policy, stage, 1, moments=config.optimizer.moments)
     # Frozen weights take at most 4 bytes each, and adapters are few.
-    of_each = 4.0 if config.lora.is_on else each[roles.MASTER] + each[roles.MOMENTS]
-    held = count * of_each * config.mesh.replica
-    return round(held) + chosen.in_flight * chosen.chunk_bytes
+    of_params = each[roles.PARAMS] if has_params else 0.0
+    of_each = 4.0 if config.lora.is_on else of_params + each[roles.MASTER] + each[roles.MOMENTS]
+    largest = max(leaf.size for leaf in jax.tree.leaves(family_lib.abstract_params(family.parts, model)))
+    new = chosen.in_flight * chosen.chunk_bytes + budget.NEW_PARAMS * of_params * largest
+    return round(count * of_each * config.mesh.replica + new)
 
 
 def init_state(program: Program) -> Any:

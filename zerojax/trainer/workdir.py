@@ -65,6 +65,7 @@ FREE = (
     "precision",
     "fp8",
     "reduce_dtype",
+    "accum_dtype",
     "loss_scale",
     "mesh",
     "zero",

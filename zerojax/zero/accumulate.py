@@ -1,4 +1,8 @@
-"""Gradient accumulation. This module runs several forward and backward passes and returns their mean."""
+"""Gradient accumulation. This module runs several forward and backward passes and returns their mean.
+
+Sums are float32, or bf16 to halve their memory. Each new sum in bf16 is then rounded up or down at random, so that its expected value is
+exact: rounded to nearest, a small gradient would leave a large sum as it was.
+"""
 
 import contextlib
 from collections.abc import Callable, Collection
@@ -7,22 +11,44 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import rounding
 from zerojax import precision, tree
+from zerojax.errors import UserError
 from zerojax.zero import placement
 from zerojax.zero.sharded_batch import keys, outputs, totals
 
 _NO_KEYS: tuple[Collection[str], Collection[str]] = ((), ())
 
 
-def value_and_grad(loss_fn: Callable[..., Any], passes: int, own_keys: Any = _NO_KEYS) -> Callable[..., Any]:
+def checked_dtype(dtype: Any) -> bool:
+    """Returns whether `accum_dtype` is bf16.
+
+    Raises:
+      UserError: it is neither None, float32 nor bfloat16.
+    """
+    if dtype is not None and jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+        raise UserError(f"accum_dtype: must be float32 or bfloat16, and is {jnp.dtype(dtype).name}")
+    return dtype is not None and jnp.dtype(dtype) == jnp.bfloat16
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    passes: int,
+    own_keys: Any = _NO_KEYS,
+    *,
+    in_16_bits: bool = False,
+    device: Any = 0,
+) -> Callable[..., Any]:
     """Returns f(params, batch, *args) -> ((loss, aux), grads), the mean over `passes` micro-batches.
 
     Args:
       loss_fn: `loss_fn(params, batch, *args) -> (loss, aux)` of `totals.objective`: passes count alike unless `aux` has a "weight".
       passes: the number of micro-batches; above 1 the leaves of the batch are [passes, ...].
       own_keys: the paths of random keys in the state, and in the batch, into which the number of the pass is folded.
+      in_16_bits: whether the sums of gradients are bf16.
+      device: the number of this device, where the arrays are its own shards.
 
-    Gradients add up in float32 or wider, with the sharding that each pass returns: a sharded gradient stays sharded. Each pass sees the
+    Gradients add up in float32 or wider (see `in_16_bits`), with the sharding that each pass returns: a sharded gradient stays sharded. Each pass sees the
     `aux["state"]` of the one before, and the last is returned. The rest of `aux`, such as `metrics`, is that of `outputs.terms`.
     """
     one_pass = jax.value_and_grad(loss_fn, has_aux=True)
@@ -33,7 +59,7 @@ def value_and_grad(loss_fn: Callable[..., Any], passes: int, own_keys: Any = _NO
         first = jax.tree.map(lambda leaf: leaf[0], batch)
         (loss, aux), grads = jax.eval_shape(one_pass, params, first, state)
         fields = {name: getattr(state, name) for name in aux.pop("state", {})}
-        sums = jax.tree.map(_zeros, (loss, aux, grads))
+        sums = (*jax.tree.map(_zeros, (loss, aux)), zeros(grads, in_16_bits=in_16_bits))
 
         def add(carry: Any, numbered: Any) -> Any:
             (loss_sum, aux_sum, grad_sum), fields = carry
@@ -43,7 +69,8 @@ def value_and_grad(loss_fn: Callable[..., Any], passes: int, own_keys: Any = _NO
                 (loss, aux), grads = one_pass(params, *of_pass(micro_batch, before, own_keys, fields, number))
             fields, weight = aux.pop("state", {}), aux.get("weight")
             loss_sum += loss if weight is None else weight * loss
-            return ((loss_sum, outputs.added(aux_sum, aux), added(grad_sum, grads, weight)), fields), None
+            seed = seed_of(getattr(state, "step", 0), number, device) if in_16_bits else None
+            return ((loss_sum, outputs.added(aux_sum, aux), added(grad_sum, grads, weight, seed)), fields), None
 
         (sums, fields), _ = jax.lax.scan(add, (sums, fields), (jnp.arange(passes), batch))
         loss, aux, grads = sums
@@ -75,20 +102,46 @@ def keys_of_pass(own_keys: Any, renewed: Collection[str], number: Any) -> contex
     return contextlib.nullcontext() if renews else keys.folded_in_linen(number)
 
 
-def begun(grads: Any, weight: Any) -> Any:
-    """Returns the sum of one pass's gradients, float32 or wider; see `added`."""
-    return added(jax.tree.map(_zeros, grads), grads, weight)
+def zeros(grads: Any, *, in_16_bits: bool = False) -> Any:
+    """Returns sums of gradients before the first pass."""
+
+    def zero(path: str, leaf: Any) -> jax.Array:
+        is_halved = in_16_bits and leaf.dtype in (jnp.float32, jnp.bfloat16) and not placement.is_overwritten(path)
+        return jnp.zeros(leaf.shape, jnp.bfloat16) if is_halved else _zeros(leaf)
+
+    return tree.map_with_path(zero, grads)
 
 
-def added(sums: Any, grads: Any, weight: Any) -> Any:
-    """Returns the sums of gradients with those of one more pass, times its weight; None: passes count alike."""
+def added(sums: Any, grads: Any, weight: Any, seed: Any = None, numbers: Any = None) -> Any:
+    """Returns the sums of gradients with those of one more pass.
+
+    Args:
+      sums: from `zeros`, or of the passes before.
+      grads: of the pass.
+      weight: what they are multiplied by; None: passes count alike.
+      seed: of the random bits that sums in bf16 are rounded with; None returns them in float32.
+      numbers: uint32 of each leaf, which tells its random bits from those of others; None counts the leaves.
+    """
+    paths = [path for path, _ in tree.flatten(sums)]
+    order = dict(zip(paths, range(len(paths)) if numbers is None else numbers))
 
     def add(path: str, total: jax.Array, grad: jax.Array) -> jax.Array:
         if placement.is_overwritten(path):
             return jnp.maximum(total, grad)
-        return total + (grad if weight is None else weight.astype(total.dtype) * grad)
+        exact = total.astype(precision.at_least_float32(total.dtype))
+        exact += grad if weight is None else weight.astype(exact.dtype) * grad
+        if total.dtype != jnp.bfloat16 or seed is None:
+            return exact
+        bits, _, _ = rounding.noise(_index(total.shape), rounding.fold(seed, order[path]))
+        return rounding.stochastic_round(exact, bits)
 
     return tree.map_with_path(add, sums, grads)
+
+
+def seed_of(step: Any, number: Any, device: Any = 0) -> jax.Array:
+    """Returns the seed of a pass of a step, on a device."""
+    step = jnp.asarray(step).astype(jnp.uint32)
+    return rounding.fold(rounding.fold(rounding.fold(jnp.uint32(0), step), number), device)
 
 
 def averaged(sums: Any, count: Any) -> Any:
@@ -99,9 +152,19 @@ def averaged(sums: Any, count: Any) -> Any:
 
 
 def _over(total: jax.Array, count: Any) -> jax.Array:
+    total = total.astype(precision.at_least_float32(total.dtype)) if jnp.issubdtype(total.dtype, jnp.inexact) else total
     return total / count if isinstance(count, int) else totals.ratio(total, count).astype(total.dtype)
 
 
 def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     is_inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
     return jnp.zeros(leaf.shape, precision.at_least_float32(leaf.dtype) if is_inexact else leaf.dtype)
+
+
+def _index(shape: tuple[int, ...]) -> jax.Array:
+    """Returns each element's index, modulo 2**32."""
+    index, run = jnp.zeros(shape, jnp.uint32), 1
+    for dim in reversed(range(len(shape))):
+        index += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(run % 2**32)
+        run *= shape[dim]
+    return index

@@ -38,6 +38,7 @@ def value_and_grad(
     compute_dtype: Any,
     layout: inputs.Layout | None = None,
     is_delayed: bool = False,
+    in_16_bits: bool = False,
 ) -> Callable[..., Any]:
     """Returns f(params, batch, state) -> ((loss, aux), grads), over all devices and `passes` micro-batches.
 
@@ -51,6 +52,7 @@ def value_and_grad(
       compute_dtype: see `where_used.where_used`.
       layout: how the batch is sharded; None: every leaf counts examples in its first dim.
       is_delayed: whether matmuls in fp8 take scales from the state (`fp8.history`), which `aux["state"]` then renews.
+      in_16_bits: whether gradients of several passes add up in bf16.
 
     Gradients are float32 and sharded as the optimizer state. If they stay replicated (stages 0 and 1), several passes add up on each
     device and are summed over devices once. Values of `aux` are made equal on all devices by the rule of `outputs`.
@@ -61,7 +63,10 @@ def value_and_grad(
     of_device = _OfDevice(loss_fn, marked, how, reduction, compute_dtype, passes, overlap.Chain)
 
     def on_device(program: Program, own_keys: Any, params: Any, batch: Any, state: Any) -> Any:
-        gradients = accumulate.value_and_grad(of_device.of_sinks(program, own_keys, params), passes, own_keys)
+        device = jax.lax.axis_index(mesh_lib.BATCH_AXES) if in_16_bits else 0
+        gradients = accumulate.value_and_grad(
+            of_device.of_sinks(program, own_keys, params), passes, own_keys, in_16_bits=in_16_bits, device=device
+        )
         with _leaks_named():
             histories = fp8_history.inputs(state, is_delayed=is_delayed)
             (loss, aux), (grads, tokens, seen) = gradients((*of_device.sinks(params), histories), batch, state)

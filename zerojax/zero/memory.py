@@ -47,7 +47,7 @@ def _where(partition: placement.Partition) -> str:
 
 def host_bytes(partition: placement.Partition) -> int:
     """Returns the bytes of the state in host memory, or on a disk, for each device."""
-    return sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(partition))
+    return sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(partition).values())
 
 
 def bytes_per_parameter(

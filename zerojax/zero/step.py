@@ -38,6 +38,7 @@ def make_train_step(
     recompute: str = "",
     offload: str = "",
     reduce_dtype: Any = None,
+    accum_dtype: Any = None,
     batch_specs: Any = (),
     cast_batch: bool | str = True,
     donate: bool = True,
@@ -61,6 +62,8 @@ def make_train_step(
       reduce_dtype: the dtype in which gradients are summed over devices. The loss function then sees one device's examples, and its
         means are averaged, as in DDP, FSDP and DeepSpeed; `zerojax.compare_sums` tells whether a loss stays exact. Devices draw
         different random numbers. None: it sees the global batch, and the compiler sums in the matmuls' dtype.
+      accum_dtype: the dtype in which the gradients of several passes add up: float32 (None), or bfloat16, which takes half the memory. Each
+        sum is then rounded up or down at random, so that its expected value is exact.
       batch_specs: specs of batch leaves whose first dim does not count examples: ordered (path regex, PartitionSpec), or a tree like
         the batch. `PartitionSpec()`: the leaf is replicated and the same in all passes (class weights, a random key).
       cast_batch: whether `compute_dtype` applies to floating leaves of the batch, or a regex over the paths of those that it casts.
@@ -88,13 +91,16 @@ def make_train_step(
     clip_norm = arguments.checked(partition, clip_norm)
     compute_dtype = precision.floating("compute_dtype", compute_dtype)
     reduce_dtype = precision.floating("reduce_dtype", reduce_dtype)
+    in_16_bits = accumulate.checked_dtype(accum_dtype)
+    if in_16_bits and grad_accum == 1:
+        warnings.warn("accum_dtype: is bfloat16, and a step of one pass adds up nothing; omit it", stacklevel=2)
     scaling = update_lib.in_step(loss_scale, partition.abstract_state)
     how = _checked(where_used.How(blocks, heads, remat, recompute, offload, by_columns), partition)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     loss_fn, in_fp8 = fp8_modules.in_step(fp8, loss_fn, partition, blocks)
     loss_fn = outputs.with_aux(loss_fn, scaling.scale)
     is_delayed = fp8 is not None and fp8.recipe == fp8_ops.DELAYED
-    gradients = _gradients(loss_fn, in_fp8, how, layout, reduce_dtype, compute_dtype, is_delayed)
+    gradients = _gradients(loss_fn, in_fp8, how, layout, reduce_dtype, compute_dtype, is_delayed, in_16_bits)
     updates = streamed.updates_of(partition, may_skip=loss_scale is not None)
     finish = update_lib.finish(partition, updates, scaling, clip_norm)
 
@@ -122,7 +128,15 @@ def make_train_step(
     if not params_on_host.are_on_host(partition):
         return streamed.StreamedStep(step, updates, donate=donate)
     is_early = not clip_norm and loss_scale is None
-    run = blockwise.passes_of(loss_fn, partition, how, layout, reduce_dtype=reduce_dtype, compute_dtype=compute_dtype)
+    run = blockwise.passes_of(
+        loss_fn,
+        partition,
+        how,
+        layout,
+        reduce_dtype=reduce_dtype,
+        compute_dtype=compute_dtype,
+        in_16_bits=in_16_bits,
+    )
     return blockwise.BlockwiseStep(step, updates, run, finish, scaling.scale, is_early=is_early, donate=donate)
 
 
@@ -162,6 +176,7 @@ def _gradients(
     reduce_dtype: Any,
     compute_dtype: Any,
     is_delayed: bool,
+    in_16_bits: bool,
 ) -> Callable[..., Any]:
     """Returns f(params, batch, state) -> ((loss, aux), grads of the trainable part), summed by the compiler or by `explicit`."""
     passes = layout.passes
@@ -175,6 +190,7 @@ def _gradients(
             compute_dtype=compute_dtype,
             layout=layout,
             is_delayed=is_delayed,
+            in_16_bits=in_16_bits,
         )
     loss_of_stored = where_used.with_gathers(loss_fn, partition.placements, how, compute_dtype)
 
@@ -192,7 +208,7 @@ def _gradients(
             metrics = aux["metrics"] if passes == 1 else outputs.terms(aux["metrics"], state, program)
             return loss, {"metrics": metrics, "state": outputs.state_of_batch(aux.get("state", {}), state), **weight}
 
-        sums = accumulate.value_and_grad(loss_of_part, passes, own_keys)
+        sums = accumulate.value_and_grad(loss_of_part, passes, own_keys, in_16_bits=in_16_bits)
         histories = fp8_history.inputs(state, is_delayed=is_delayed)
         (loss, aux), (grads, seen) = sums((partition.trainable_part(params), histories), batch, state)
         fields = {**aux["state"], **fp8_history.renewed(state, seen)}

@@ -24,7 +24,7 @@ def partition():
 
 
 def test_all_shards_of_this_process_and_the_chunks_in_flight_are_counted(partition):
-    shards = 8 * sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(partition))
+    shards = 8 * sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(partition).values())
     moments = 2 * 2 * 2 * offloads.WIDTH * offloads.HIDDEN * 4  # two moments of two kernels in two layers
     assert shards == moments
     assert budget.pinned_bytes(partition) == moments + 8 * 4 * offloads.PIECES["chunk_bytes"]
@@ -57,6 +57,19 @@ def test_a_pool_that_is_too_small_is_refused_with_the_name_of_its_variable(parti
     monkeypatch.setenv(xla_flags.PINNED_POOL, "much")
     with pytest.raises(UserError, match="must be a number of GiB"):
         xla_flags.pinned_pool_gb()
+
+
+def test_a_pool_that_would_double_beyond_the_hosts_memory_is_refused(partition, monkeypatch):
+    assert budget.grown_bytes(65 * GIB, 118) == 118 * GIB, "64 GiB are not enough, and the next doubling ends at the pool's size"
+    assert budget.grown_bytes(65 * GIB, 75) == 75 * GIB
+    assert 40 * GIB < budget.grown_bytes(40 * GIB, 118) <= 64 * GIB
+    monkeypatch.setattr(budget.mesh_lib, "platform", lambda mesh: "gpu")
+    monkeypatch.setattr(budget, "pool_bytes", lambda partition: 65 * GIB)
+    host = budget.Host(125 * GIB, None)
+    with pytest.raises(UserError, match=f"grows to 118.* {xla_flags.PINNED_POOL}=73 before"):
+        budget.check(partition, host=host, pool_gb=118)
+    budget.check(partition, host=host, pool_gb=73)
+    budget.check(partition, host=budget.Host(400 * GIB, None), pool_gb=118)
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,31 @@ def test_gradients_arrive_in_the_order_of_the_backward_pass_and_are_the_mean_ove
     for number in range(count):
         micro = batch if count == 1 else jax.tree.map(lambda leaf, n=number: leaf[n], together)
         (_, _), grads = jax.jit(plain)(params, micro, state, jnp.int32(number))
-        sums = accumulate.begun(grads, None) if sums is None else accumulate.added(sums, grads, None)
+        sums = accumulate.added(accumulate.zeros(grads) if sums is None else sums, grads, None)
     expected = dict(tree.flatten(accumulate.averaged(sums, count)))
     assert {f"params/{path}" for path in expected} == set(found)
     for path, grad in expected.items():
         np.testing.assert_allclose(found[f"params/{path}"], grad, rtol=2e-5, atol=1e-6, err_msg=path)
     assert float(aux["metrics"]["one"]) == 1
+
+
+def test_sums_in_16_bits_are_rounded_in_all_passes_but_the_last():
+    _, nested, params, batch, state, _ = parts(Net(1), passes=2)
+    state = state.replace(params=params)
+    together = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), batch)
+
+    def grads_of(**how):
+        found = {}
+        steps = passes.Passes(nested, (), prepared_layout(2), None, **how)
+        steps(state, together, lambda index, final, weights: found.update(final))
+        return found
+
+    exact, rounded = grads_of(), grads_of(in_16_bits=True)
+    assert {grad.dtype for grad in rounded.values()} == {jnp.dtype(jnp.float32)}
+    differs = False
+    for path, grad in exact.items():
+        differs |= bool(jnp.any(rounded[path] != grad))
+        # One of two sums is rounded, by at most a unit in the last of 8 bits.
+        limit = 2.0**-7 * float(jnp.abs(grad).max()) * 2 + 1e-12
+        np.testing.assert_allclose(rounded[path], grad, atol=limit, rtol=0, err_msg=path)
+    assert differs

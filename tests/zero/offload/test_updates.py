@@ -47,6 +47,30 @@ def test_equal_items_share_a_program(made):
     assert len(found.compile()) == len(kinds) < len(items)
 
 
+def is_first(params):
+    return {name: jax.tree.map(lambda _, name=name: name == "layer_0", layer) for name, layer in params.items()}
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.scale_by_adam(), optax.masked(optax.scale(0.1), is_first), optax.scale(-1e-2)),
+        zerojax.fused_adamw(1e-2, weight_decay=0.1, mask=is_first),
+    ],
+    ids=["rate", "decay"],
+)
+def test_weights_of_one_shape_that_the_optimizer_tells_apart_share_no_program(tx):
+    _, partition = offloads.sharded(tx, offloads.PIECES, stage=2)
+    found = updates.Updates(partition, may_skip=False)
+    found.set_grad_dtypes(dict.fromkeys(found.weights, jnp.float32))
+    items = {(item.weight, item.start): item for group in found.groups for item in group.items}
+    one, other = (items[f"params/layer_{n}/wide", 0] for n in (0, 1))
+    assert one.length == other.length and one.structure != other.structure
+    assert found.executable(one) is not found.executable(other)
+    pieces = [item for item in items.values() if item.weight == one.weight and item.length == one.length]
+    assert len({id(found.executable(item)) for item in pieces}) == 1 < len(pieces)
+
+
 def test_a_group_alone_updates_its_weights_as_optax_does(made):
     found, state, _ = made
     group = found.groups[0]

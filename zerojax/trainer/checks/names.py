@@ -20,6 +20,7 @@ KEYS = {
     "offload": "config.model.offload",
     "by_columns": "config.model.by_columns",
     "reduce_dtype": "config.reduce_dtype",
+    "accum_dtype": "config.accum_dtype",
     "grad_accum": "config.grad_accum",
     "clip_norm": "config.optimizer.clip_norm",
     "target": "--target",

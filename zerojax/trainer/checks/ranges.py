@@ -32,6 +32,7 @@ CHOICES: dict[str, tuple] = {
     "offload.optimizer": offload_lib.KINDS,
     "offload.params": offload_lib.KINDS,
     "reduce_dtype": tuple(precision.DTYPES),
+    "accum_dtype": tuple(precision.DTYPES),
     "model.preset": tuple(families.PRESETS),
     "model.remat": tuple(remat.REMAT),
     "model.attention": ("auto", "xla", "cudnn", "splash"),

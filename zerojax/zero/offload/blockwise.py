@@ -111,7 +111,7 @@ class BlockwiseStep(streamed.StreamedStep):
 
         def ready(index: int, final: dict[str, jax.Array], weights: dict[str, jax.Array]) -> None:
             if final:
-                squares.update(self._squares(final, bare))
+                squares.update(zip(final, self._squares(passes_lib.by_number(final), bare).values()))
             for path, grad in final.items():
                 (groups.grads if path in groups.uses else grads)[path] = grad
             if self.is_early:
@@ -138,6 +138,8 @@ class BlockwiseStep(streamed.StreamedStep):
         grads = sum(cut.nbytes(number) for number in one_pass.grads)
         # The gradients of the pass before, and those that wait for the norm.
         waiting = grads if num_passes > 1 or not self.is_early else 0
+        if self.passes.in_16_bits and self.is_early:
+            waiting //= 2  # those that wait for the norm are float32
         resident = sum(map(layout.shard_bytes, jax.tree.leaves(self.updates.rest.on_device.abstract_state.opt_state)))
         return Memory(
             fetched=num_passes * sum(map(cut.nbytes, reads)),
@@ -280,6 +282,7 @@ def passes_of(
     *,
     reduce_dtype: Any,
     compute_dtype: Any,
+    in_16_bits: bool = False,
 ) -> passes_lib.Passes:
     """Returns the passes of a step whose params are in host memory; its arguments are those of `explicit.value_and_grad`.
 
@@ -307,4 +310,4 @@ def passes_of(
         layout=dataclasses.replace(batch, passes=1),
         runner=blocks.NestedBlocks,
     )
-    return passes_lib.Passes(one_pass, partition.on_host, batch, compute_dtype)
+    return passes_lib.Passes(one_pass, partition.on_host, batch, compute_dtype, in_16_bits=in_16_bits)

@@ -2,7 +2,8 @@
 
 The machine has what its control group allows, or MemTotal if that is less. Some machines grow their memory as it is used: where the control
 group allows more than MemTotal, MemTotal is a floor, and a state that needs more is made with a warning. On GPUs pinned memory comes
-from a pool of XLA's, whose size is set before the first device is used.
+from a pool of XLA's, whose size is set before the first device is used. The pool doubles when it is full, up to that size: 65 GiB in a pool
+of 118 pin 118.
 """
 
 import dataclasses
@@ -25,6 +26,9 @@ from zerojax.zero.offload import kept, layout
 from zerojax.zero.offload.disk import folder as folder_lib
 
 _UNLIMITED = 1 << 60  # version 1 writes a number near 2**63 for no limit
+_FIRST_REGION = 2 << 20  # of XLA's pool; each later one is twice as large
+_PROCESS_BYTES = 8 << 30  # of a process's memory beside what it pins
+NEW_PARAMS = 2  # that are written while the old ones are still read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +45,26 @@ def pinned_bytes(partition: placement.Partition) -> int:
 
 
 def pool_bytes(partition: placement.Partition) -> int:
-    """Returns the bytes that this process takes from XLA's pool: its devices' shards of leaves in host memory, and the chunks in flight."""
-    here = partition.mesh.local_devices
-    counts = [layout.shard_bytes(leaf) for leaf in layout.host_leaves(partition)]
+    """Returns the bytes that this process takes from XLA's pool: its devices' shards of leaves in host memory, and what is in flight."""
+    params = {path for path in partition.on_host if path in partition.placements}
+    counts = {path: layout.shard_bytes(leaf) for path, leaf in layout.host_leaves(partition).items()}
     if not counts:
         return 0
+    on_disk = kept.on_disk(partition)
+    stays = sum(count for path, count in counts.items() if path not in on_disk)
     # New leaves are stored while the old ones are still read.
-    stays = sum(counts) - sum(map(layout.shard_bytes, kept.on_disk(partition).values()))
-    return len(here) * (stays + partition.offload.in_flight * max(partition.offload.chunk_bytes, max(counts)))
+    largest = max((count for path, count in counts.items() if path not in params), default=0)
+    new = partition.offload.in_flight * max(partition.offload.chunk_bytes, largest)
+    new += NEW_PARAMS * max((counts[path] for path in params), default=0)
+    return len(partition.mesh.local_devices) * (stays + new)
+
+
+def grown_bytes(pooled: float, pool_gb: float) -> float:
+    """Returns the bytes that XLA's pool pins to hold `pooled` bytes, if its size is `pool_gb` GiB."""
+    total, region = 0, _FIRST_REGION
+    while total < pooled:
+        total, region = total + region, 2 * region
+    return max(pooled, min(total, pool_gb * 2**30))
 
 
 def check(partition: placement.Partition, *, host: Host | None = None, pool_gb: float | None = None) -> None:
@@ -62,20 +78,23 @@ def check(partition: placement.Partition, *, host: Host | None = None, pool_gb: 
     Raises:
       UserError: it cannot. The line names the way out.
     """
-    own = pinned_bytes(partition)
-    if not own:
+    if not pinned_bytes(partition):
         return
     _check_disk(partition)
-    pooled = pool_bytes(partition)
-    platform = mesh_lib.platform(partition.mesh)
+    pooled, buffers = pool_bytes(partition), kept.buffer_bytes(partition)
+    is_pooled = mesh_lib.platform(partition.mesh) == "gpu"
     pool_gb = xla_flags.pinned_pool_gb() if pool_gb is None else pool_gb
-    if platform == "gpu" and pooled > pool_gb * 2**30:
+    if is_pooled and pooled > pool_gb * 2**30:
         raise UserError(
             f"offload: this process pins {display.human(pooled)}, and XLA's pool of pinned memory has {pool_gb:g} GiB; set the environment "
             f"variable {xla_flags.PINNED_POOL}={pool_size_gb(pooled)} before JAX starts"
         )
     host = read_host() if host is None else host
-    needed = own * _processes_here()
+    count = _processes_here()
+    needed = count * (pooled + buffers)
+    if is_pooled and pool_gb > pool_size_gb(pooled):
+        _check_growth(pooled, pool_gb, host, needed + _PROCESS_BYTES * count, count)
+    own = pooled + buffers
     what = f"offload: pins {display.human(needed)} of host memory on this host ({display.human(own)} a process)"
     way_out = "offload less (offload.fraction), keep fewer bytes (16-bit or 8-bit moments), or use more hosts"
     if host.allowed is not None and needed > host.allowed:
@@ -86,6 +105,26 @@ def check(partition: placement.Partition, *, host: Host | None = None, pool_gb: 
         warnings.warn(
             f"{what}, which shows {display.human(host.total)} now and is allowed {display.human(host.allowed)}: it must grow",
             stacklevel=2,
+        )
+
+
+def _check_growth(pooled: int, pool_gb: float, host: Host, needed: int, count: int) -> None:
+    """Refuses a pool that would pin more than the host has, where a smaller one would do.
+
+    Args:
+      pooled: bytes that this process takes from it.
+      pool_gb: its size.
+      host: the machine's memory.
+      needed: bytes that the processes of this host need, with the rest of their memory.
+      count: processes of this host.
+    """
+    least = min((size for size in (host.total, host.allowed) if size is not None), default=None)
+    taken = grown_bytes(pooled, pool_gb)
+    if least is not None and needed <= least < needed + count * (taken - pooled):
+        raise UserError(
+            f"offload: this process pins {display.human(pooled)}, for which XLA's pool of pinned memory grows to {display.human(taken)}, and "
+            f"this host has {display.human(least)}; set the environment variable {xla_flags.PINNED_POOL}={pool_size_gb(pooled)} before JAX "
+            "starts, where the pool ends"
         )
 
 

@@ -75,13 +75,14 @@ def place(partition: placement.Partition, offload: settings_lib.Offload, min_siz
             "offload.optimizer: no moment or master weight belongs to a weight of at least "
             f"min_size={min_size} elements; lower min_size, or omit offload"
         )
-    local = locality.of(trained.tx, trained.params)
+    is_one_pass = isinstance(trained.tx, one_pass.OnePass)  # leaf by leaf, and elementwise where leaves are cut
+    local = locality.Locality(locality.ELEMENTWISE) if is_one_pass else locality.of(trained.tx, trained.params)
     if local.kind == locality.GLOBAL:
         raise UserError(
             f"offload.optimizer: the state is updated leaf by leaf, and with this optimizer {local.why}; "
             "where it clips by the global norm, remove that and pass make_train_step(clip_norm=...)"
         )
-    may_cut = local.kind == locality.ELEMENTWISE or isinstance(trained.tx, one_pass.OnePass)
+    may_cut = local.kind == locality.ELEMENTWISE
     known = dict(tree.flatten(partition.abstract_state))
     nbytes = {weight: sum(shard_bytes(known[path]) for path in paths) for weight, paths in owned.items()}
     chosen = spread(nbytes, offload.fraction)
@@ -220,9 +221,9 @@ def offloaded_weights(partition: placement.Partition) -> list[str]:
     return [path for path in partition.placements if path in found]
 
 
-def host_leaves(partition: placement.Partition) -> list[Any]:
-    """Returns the abstract leaves in host memory, each piece by itself."""
-    return [leaf for path, leaf in tree.flatten(partition.abstract_state) if path in partition.on_host]
+def host_leaves(partition: placement.Partition) -> dict[str, Any]:
+    """Returns the abstract leaves in host memory, each piece by itself, by path."""
+    return {path: leaf for path, leaf in tree.flatten(partition.abstract_state) if path in partition.on_host}
 
 
 def as_on_device(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zerojax import tree
-from zerojax.zero import accumulate
+from zerojax.zero import accumulate, placement
 from zerojax.zero.offload import layout, programs, schedule
 from zerojax.zero.sharded_batch import inputs, outputs
 
@@ -38,6 +38,11 @@ class PassPrograms:
     weights: Mapping[int, str]
     weight: int | None
 
+    @functools.cached_property
+    def position(self) -> dict[str, int]:
+        """Returns the number of each weight among those that have a gradient, by path."""
+        return {path: number for number, path in enumerate(sorted(self.grads.values()))}
+
     @property
     def ready_at(self) -> dict[str, int]:
         """Returns the program after which each gradient is final, by path."""
@@ -53,12 +58,20 @@ class Passes:
       on_host: the paths of the leaves in host memory.
       batch: how the batch is sharded; its `passes` is the number of passes.
       compute_dtype: the dtype that the batch is cast to; None keeps its own.
+      in_16_bits: whether gradients add up in bf16, except for the last sum.
     """
 
     def __init__(
-        self, one_pass: Callable[..., Any], on_host: Collection[str], batch: inputs.Layout, compute_dtype: Any
+        self,
+        one_pass: Callable[..., Any],
+        on_host: Collection[str],
+        batch: inputs.Layout,
+        compute_dtype: Any,
+        *,
+        in_16_bits: bool = False,
     ):
         self._one_pass, self._on_host, self._batch, self.count = one_pass, on_host, batch, batch.passes
+        self.in_16_bits = in_16_bits
         self._prepare = jax.jit(lambda batch: self._batch.place(batch, compute_dtype))
         self._take = jax.jit(self._taken)
         self._cuts: dict[Any, PassPrograms] = {}
@@ -96,7 +109,8 @@ class Passes:
         for number in range(self.count):
             is_last = number == self.count - 1
             micro = prepared if self.count == 1 else self._take(prepared, np.int32(number))
-            done = functools.partial(self._done, found, sums, weights, ready if is_last else None)
+            seed = _seed(getattr(state, "step", 0), np.int32(number)) if self.in_16_bits and not is_last else None
+            done = functools.partial(self._done, found, sums, weights, ready if is_last else None, seed)
             (_, aux), _ = found.schedule(params, micro, state, np.int32(number), done=done)
             fields, metrics = aux.get("state", {}), aux["metrics"]
             state = state.replace(**fields)
@@ -109,6 +123,7 @@ class Passes:
         sums: dict[str, jax.Array],
         weights: list[jax.Array],
         ready: Ready | None,
+        seed: jax.Array | None,
         index: int,
         written: Sequence[int],
         values: dict[int, Any],
@@ -119,17 +134,37 @@ class Passes:
         grads = {found.grads[number]: values[number] for number in written if number in found.grads}
         values.update(dict.fromkeys((number for number in written if number in found.grads), None))
         if grads and self.count > 1:
-            weight = weights[-1] if weights else None
-            earlier = {path: sums.pop(path) for path in grads if path in sums}
-            grads = _added(earlier, grads, weight) if earlier else _begun(grads, weight)
+            grads = self._summed(found, sums, weights, grads, seed, is_last=ready is not None)
         if ready is None:
             sums.update(grads)
             return
-        if grads and self.count > 1:
-            grads = _averaged(grads, sum(weights[1:], weights[0])) if weights else _divided(grads, self.count)
         reads = found.schedule.cut.programs[index].reads
         over = [n for n in reads if n in found.weights and n in values and found.schedule.is_last(n, index)]
         ready(index, grads, {found.weights[number]: values.pop(number) for number in over})
+
+    def _summed(
+        self,
+        found: PassPrograms,
+        sums: dict[str, jax.Array],
+        weights: list[jax.Array],
+        grads: dict[str, jax.Array],
+        seed: jax.Array | None,
+        *,
+        is_last: bool,
+    ) -> dict[str, jax.Array]:
+        """Returns gradients with the sums of the passes before, which are taken from `sums`; of the last pass, their mean."""
+        paths, weight = list(grads), weights[-1] if weights else None
+        numbers = np.array([found.position[path] for path in paths], np.uint32)
+        new = by_number(grads)
+        grads.clear()
+        if paths[0] in sums:
+            add = _added_up if is_last and self.in_16_bits else _added  # the last sum is float32, which bf16 has no room for
+            new = add(by_number({path: sums.pop(path) for path in paths}), new, weight, seed, numbers)
+        else:
+            new = _begun(new, weight, seed, numbers)
+        if is_last:
+            new = _averaged(new, sum(weights[1:], weights[0])) if weights else _divided(new, self.count)
+        return dict(zip(paths, new.values()))
 
     def _of_one_pass(self, prepared: Any) -> Any:
         """Returns the abstract batch of one pass, with shardings."""
@@ -151,14 +186,34 @@ class Passes:
         return jax.tree.map(lambda _, spec: NamedSharding(self._batch.mesh, spec), micro, specs)
 
 
+def by_number(grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns gradients by their number, in the same order: equal blocks then have equal trees, and share a compiled program."""
+
+    def name(number: int, path: str) -> str:
+        return f"{number:06}/{placement.OVERWRITE_WITH_GRADIENT}" if placement.is_overwritten(path) else f"{number:06}"
+
+    return {name(number, path): grad for number, (path, grad) in enumerate(grads.items())}
+
+
 @jax.jit
-def _begun(grads: Any, weight: Any) -> Any:
-    return accumulate.begun(grads, weight)
+def _begun(grads: Any, weight: Any, seed: Any, numbers: Any) -> Any:
+    sums = accumulate.zeros(grads, in_16_bits=seed is not None)
+    return accumulate.added(sums, grads, weight, seed, numbers)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _added(sums: Any, grads: Any, weight: Any) -> Any:
-    return accumulate.added(sums, grads, weight)
+def _added(sums: Any, grads: Any, weight: Any, seed: Any, numbers: Any) -> Any:
+    return accumulate.added(sums, grads, weight, seed, numbers)
+
+
+@jax.jit
+def _added_up(sums: Any, grads: Any, weight: Any, seed: Any, numbers: Any) -> Any:
+    return accumulate.added(sums, grads, weight, seed, numbers)
+
+
+@jax.jit
+def _seed(step: Any, number: Any) -> jax.Array:
+    return accumulate.seed_of(step, number)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from zerojax import tree
@@ -81,17 +82,27 @@ def cut(run: Callable[..., Any], *args: Any, compiler_options: Mapping[str, Any]
     number_of |= {var: number_of[outer] for var, outer in zip(inner.invars, call.invars)}
     values: list[Any] = jax.tree.leaves(args)
     compiled: dict[str, jax.stages.Compiled] = {}
+    by_trace: dict[Any, tuple[jax.stages.Compiled, list[jax.ShapeDtypeStruct]]] = {}
     programs = []
     for part in parts:
-        lowered = jax.jit(mapped.program(part)).lower(*[values[number_of[var]] for var in part.reads])
-        text = lowered.as_text()
-        if text not in compiled:
-            compiled[text] = lowered.compile(compiler_options=dict(compiler_options or {}))
-        for var, like, sharding in zip(part.writes, lowered.out_info, compiled[text].output_shardings):
+        taken = [values[number_of[var]] for var in part.reads]
+        key = mapped.traced(part, taken)
+        if key not in by_trace:  # to lower a program takes several times as long as to print its trace
+            lowered = jax.jit(mapped.program(part)).lower(*taken)
+            text = lowered.as_text()
+            if text not in compiled:
+                compiled[text] = lowered.compile(compiler_options=dict(compiler_options or {}))
+            out = zip(lowered.out_info, compiled[text].output_shardings)
+            by_trace[key] = (
+                compiled[text],
+                [jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding) for like, sharding in out],
+            )
+        program, given = by_trace[key]
+        for var, like in zip(part.writes, given):
             number_of[var] = len(values)
-            values.append(jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding))
+            values.append(like)
         reads, writes = ([number_of[var] for var in group] for group in (part.reads, part.writes))
-        programs.append(StepProgram(part.name, tuple(reads), tuple(writes), compiled[text]))
+        programs.append(StepProgram(part.name, tuple(reads), tuple(writes), program))
     number_of |= {outer: number_of[var] for outer, var in zip(call.outvars, inner.outvars) if _is_var(var)}
     constants = {outer: var.val for outer, var in zip(call.outvars, inner.outvars) if not _is_var(var)}
     results = tuple(
@@ -134,6 +145,15 @@ class _Mapped:
         self._in_specs = dict(zip(inner.invars, call.params["in_specs"]))
         self._out_specs = {var: spec for var, spec in zip(inner.outvars, call.params["out_specs"]) if _is_var(var)}
         self._stacked = P(tuple(axis for axis in self._mesh.axis_names if axis in self._axes))
+
+    def traced(self, part: _Part, taken: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        """Returns what is equal for parts of equal programs. `taken` are the abstract values that they read."""
+        reads = part.reads
+        arguments = [reads.index(a) if _is_var(a) else (str(a.aval), np.asarray(a.val).tobytes()) for a in part.arguments]
+        avals = [(value.shape, value.dtype, value.sharding, self._in_specs.get(var)) for var, value in zip(reads, taken)]
+        specs = [self._out_specs.get(var) for var in part.writes]
+        consts = [id(const) for const in part.closed.consts]
+        return part.name, str(part.closed.jaxpr), *map(tuple, (arguments, avals, specs, consts))
 
     def program(self, part: _Part) -> Callable[..., Any]:
         """Returns f(*global values) -> list of global values."""

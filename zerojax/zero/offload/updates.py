@@ -11,7 +11,7 @@ update, of what stays on the device, makes the new ones.
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ import optax
 
 from zerojax import errors, tree
 from zerojax.errors import UserError
-from zerojax.optim import fused
+from zerojax.optim import fused, one_pass, pieces
 from zerojax.zero import placement
 from zerojax.zero import update as update_lib
 from zerojax.zero.offload import kept, layout
@@ -158,10 +158,13 @@ class Updates:
         self._position = {path: number for number, (path, _) in enumerate(self._leaves)}
         names = [f"params/{path}" for path, _ in tree.flatten(partition.trainable_part(self._params))]
         self._numbers = {name: number for number, name in enumerate(names)}
-        self.names = [f"params/{path}" for path, _ in tree.flatten(self._params)]
+        self._weights = {f"params/{path}": leaf for path, leaf in tree.flatten(self._params)}
+        self.names = list(self._weights)
         self._on_host = {n for n, (path, _) in enumerate(self._leaves) if f"opt_state/{path}" in partition.on_host}
         self._device_shardings = {n: layout.on_device(self._leaves[n][1].sharding) for n in self._on_host}
-        self.weights = [name for name in names if name in layout.offloaded_weights(partition)]
+        offloaded = set(layout.offloaded_weights(partition))
+        self.weights = [name for name in names if name in offloaded]
+        self._parts = _Parts(partition, self._initialised)
         self.rest = self._rest()
         items = [item for weight in self.weights for item in self._items(weight)]
         self.shared = tuple(sorted({position for item in items for position in item.shared}))
@@ -170,6 +173,7 @@ class Updates:
         self._scalars: dict[Any, jax.Array] = {}
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._by_text: dict[str, jax.stages.Compiled] = {}
+        self._by_trace: dict[Any, jax.stages.Compiled] = {}
 
     @property
     def in_flight(self) -> int:
@@ -266,11 +270,14 @@ class Updates:
         """Returns an item's compiled program. Equal programs are compiled once."""
         same = (item.weight, item.length)  # pieces of a length differ in their arguments only
         if same not in self._compiled:
-            lowered = self.lower(item)
-            text = lowered.as_text()
-            if text not in self._by_text:
-                self._by_text[text] = lowered.compile()
-            self._compiled[same] = self._by_text[text]
+            traced = self._traced(item)
+            if traced not in self._by_trace:
+                lowered = self.lower(item)
+                text = lowered.as_text()
+                if text not in self._by_text:
+                    self._by_text[text] = lowered.compile()
+                self._by_trace[traced] = self._by_text[text]
+            self._compiled[same] = self._by_trace[traced]
         return self._compiled[same]
 
     def compile(self) -> list[jax.stages.Compiled]:
@@ -282,10 +289,29 @@ class Updates:
 
     def lower(self, item: Item) -> jax.stages.Lowered:
         """Lowers an item's program: (param, host, device, grad, shared, scalars, number, start) -> (param, host, device)."""
+        args = self._arguments(item)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, args[:3])
+        run = jax.jit(functools.partial(self._run, item), donate_argnums=(0, 1, 2), out_shardings=shardings)
+        return run.lower(*args)
+
+    def _traced(self, item: Item) -> Any:
+        """Returns what is equal for items of equal programs. To lower a program takes several times as long as to trace it."""
+        args, tx = self._arguments(item), self._partition.abstract_state.tx
+        if isinstance(tx, one_pass.OnePass):
+            roles = [next(n for n, own in enumerate((item.host, item.device, item.shared)) if p in own) for p in item.order]
+            decays = tx.decays(self._only({item.weight: self._weights[item.weight]}))
+            avals = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(args))
+            return item.dim, item.length, tuple(roles), tuple(decays), avals
+        with fused.in_plain_jnp():
+            traced = str(jax.make_jaxpr(functools.partial(self._run, item))(*args))
+        return traced, tuple(leaf.sharding for leaf in jax.tree.leaves(args))
+
+    def _arguments(self, item: Item) -> tuple:
+        """Returns the abstract arguments of an item's program."""
         found = self._partition.placements[item.weight]
         mesh = self._partition.mesh
         replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        param = layout.as_on_device(dict(tree.flatten(self._params))[item.weight.removeprefix("params/")])
+        param = layout.as_on_device(self._weights[item.weight])
         host, device, shared = (
             [layout.as_on_device(self._leaves[n][1]) for n in positions]
             for positions in (item.host, item.device, item.shared)
@@ -294,10 +320,8 @@ class Updates:
         factor = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
         finite = jax.ShapeDtypeStruct((), jnp.bool, sharding=replicated)
         scalars = (factor, *((finite,) if self._may_skip else ()))
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, (param, host, device))
-        run = jax.jit(functools.partial(self._run, item), donate_argnums=(0, 1, 2), out_shardings=shardings)
         number, start = (jax.ShapeDtypeStruct((), dtype, sharding=replicated) for dtype in (jnp.uint32, jnp.int32))
-        return run.lower(param, host, device, grad, shared, scalars, number, start)
+        return param, host, device, grad, shared, scalars, number, start
 
     @property
     def knows_dtypes(self) -> bool:
@@ -366,16 +390,15 @@ class Updates:
     def _items(self, weight: str) -> list[Item]:
         """Returns the items of an offloaded weight."""
         state, found = self._partition.abstract_state, self._partition.placements[weight]
-        whole = dict(tree.flatten(state.params))[weight.removeprefix("params/")]
+        whole = self._weights[weight]
         cut = layout.cut_of(self._partition, weight)
         rest = set(self.rest.positions)
         items, start = [], 0
         for piece, length in enumerate(cut.lengths if cut else (0,)):
             shape = tuple(length if cut and dim == cut.dim else n for dim, n in enumerate(found.shape or ()))
-            own = self._initialised(self._only({weight: jax.ShapeDtypeStruct(shape, whole.dtype)}))
-            order = []
-            for path, _ in tree.flatten(own):
-                order.append(self._position.get(path, self._position.get(f"{path}/{piece}", -1)))
+            part = self._only({weight: jax.ShapeDtypeStruct(shape, whole.dtype)})
+            paths, structure = self._parts.of(weight, shape, part)
+            order = [self._position.get(path, self._position.get(f"{path}/{piece}", -1)) for path in paths]
             assert -1 not in order, f"{weight}: its optimizer state is not part of the whole"
             on_host = [n for n in order if n in self._on_host]
             items.append(
@@ -389,7 +412,7 @@ class Updates:
                     device=tuple(n for n in order if n not in rest and n not in on_host),
                     shared=tuple(n for n in order if n in rest),
                     order=tuple(order),
-                    structure=jax.tree.structure(own),
+                    structure=structure,
                     nbytes=sum(layout.shard_bytes(self._leaves[n][1]) for n in on_host),
                 )
             )
@@ -409,7 +432,8 @@ class Updates:
 
     def _only(self, values: Mapping[str, Any]) -> Any:
         """Returns a tree like the params with these leaves, by path, and optax.MaskedNode() in place of the others."""
-        return tree.map_with_path(lambda path, _: values.get(f"params/{path}", optax.MaskedNode()), self._params)
+        leaves = [values.get(name, optax.MaskedNode()) for name in self.names]
+        return jax.tree.unflatten(jax.tree.structure(self._params), leaves)
 
     def _frozen_but(self, weights: Sequence[str]) -> placement.Partition:
         """Returns the partition with all but these weights frozen."""
@@ -421,6 +445,41 @@ class Updates:
                 for path, found in self._partition.placements.items()
             },
         )
+
+
+class _Parts:
+    """Finds the optimizer state of one weight: the whole state with `optax.MaskedNode()` in place of what belongs to other weights.
+
+    That is the state that the optimizer makes for this weight alone, which is checked for one weight of each name in its block and each
+    shape. To trace `init` for each of a thousand weights would take a minute.
+    """
+
+    def __init__(self, partition: placement.Partition, init: Callable[[Any], Any]):
+        self._init, state = init, partition.abstract_state.opt_state
+        self._structure = jax.tree.structure(state, is_leaf=pieces.is_pieces)
+        self._owners = {}
+        for path, leaf in tree.flatten(state, is_leaf=pieces.is_pieces):
+            stored = f"opt_state/{path}/0" if pieces.is_pieces(leaf) else f"opt_state/{path}"
+            self._owners[path] = partition.leaves[stored].weight
+        self._is_whole: dict[Any, bool] = {}
+
+    def of(self, weight: str, shape: tuple[int, ...], part: Any) -> tuple[list[str], Any]:
+        """Returns the paths of its leaves in the whole state, and its tree.
+
+        Args:
+          weight: the weight's path.
+          shape: of the weight, or of a piece.
+          part: the params with this weight alone.
+        """
+        paths = [path for path, owner in self._owners.items() if not owner or owner == weight]
+        kept = set(paths)
+        own = self._structure.unflatten([0 if path in kept else optax.MaskedNode() for path in self._owners])
+        structure, name = jax.tree.structure(own), (weight.removeprefix(block_of(weight)), shape)
+        if self._is_whole.get(name):
+            return paths, structure
+        made = self._init(part)
+        self._is_whole[name] = jax.tree.structure(made) == structure and [p for p, _ in tree.flatten(made)] == paths
+        return [path for path, _ in tree.flatten(made)], jax.tree.structure(made)
 
 
 def _groups(items: Sequence[Item], chunk_bytes: int) -> list[Group]:
