@@ -27,7 +27,9 @@ def get_config():
     # master weights, rounded stochastically; "fp8": as "bf16", but the matmuls of blocks run in fp8 (see fp8)
     c.precision = "bf16"
     c.reduce_dtype = "fp32"  # of the gradient reduction over devices: "fp32", or "bf16" (half the bytes, rounded sums)
-    c.accum_dtype = "fp32"  # of the sums over the passes of a step: "fp32", or "bf16" (half the memory, rounded at random)
+    c.accum_dtype = (
+        "fp32"  # of the sums over the passes of a step: "fp32", or "bf16" (half the memory, rounded at random)
+    )
     c.log_every = 10  # steps between lines of metrics.jsonl
     c.emulate_devices = 8  # CPU devices to emulate if there is no accelerator
 

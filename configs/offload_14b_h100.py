@@ -3,7 +3,7 @@
     python -m zerojax.train --config configs/offload_14b_h100.py --config.data.name=random --config.steps=5
 
 Devices: 1 GPU with 80 GB, and a host with 110 GB of free memory: 6 bytes a weight, and the chunks in flight. 64 passes make up 524,288
-tokens a step. On the device are the sums of gradients, 2 bytes a weight, and a fifth of the weights, so that the link keeps up with the passes.
+tokens a step. On the device are the sums of gradients, 2 bytes a weight, and a fifth of the weights, so that the link keeps up.
 Weights and sums are rounded stochastically, and there are no float32 masters. Gradients are not clipped: the norm is known at the end of
 the backward pass, until when all gradients would wait in float32.
 Result: not yet run at this size. On random tokens the loss should fall as that of configs/llama3_1b.py. See docs/offload.md.

@@ -53,7 +53,8 @@ def main(options: argparse.Namespace) -> str:
         limit = threading.Timer(options.limit_s, _end)
         limit.daemon = True
         limit.start()
-    from zerojax.models import families, family as family_lib
+    from zerojax.models import families
+    from zerojax.models import family as family_lib
     from zerojax.zero.offload import budget, settings
 
     family = families.PRESETS[options.preset]
@@ -62,7 +63,9 @@ def main(options: argparse.Namespace) -> str:
     of_param, of_state = HOST_BYTES[options.state]
     count = family_lib.count_params(family.parts, model)
     pinned = count * (of_state * (options.optimizer == "host") + of_param * (options.params == "host"))
-    pinned += settings.IN_FLIGHT * settings.CHUNK_BYTES + budget.NEW_PARAMS * of_param * model.vocab_size * model.embed_dim
+    pinned += (
+        settings.IN_FLIGHT * settings.CHUNK_BYTES + budget.NEW_PARAMS * of_param * model.vocab_size * model.embed_dim
+    )
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(options.pool_gb or budget.pool_size_gb(pinned)))
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
     import jax
@@ -95,7 +98,9 @@ def main(options: argparse.Namespace) -> str:
         losses.append(float(metrics["loss"]))
         times.append(time.perf_counter() - start)
         rate = accum * options.micro_batch * options.seq_len / times[-1]
-        say(f"step of {accum} passes: {times[-1] * 1e3:.0f} ms, {rate:.0f} tokens/s, loss {losses[-1]:.3f}, {_peak(device)}")
+        say(
+            f"step of {accum} passes: {times[-1] * 1e3:.0f} ms, {rate:.0f} tokens/s, loss {losses[-1]:.3f}, {_peak(device)}"
+        )
 
     for _ in range(options.steps + 1):
         timed(train_step, options.accum, batch)

@@ -52,6 +52,7 @@ def below_params(path: str) -> str:
 def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
     """Maps `function(path, leaf, *others)` over trees of one structure."""
 
+    structure: Any
     leaves, structure = jax.tree.flatten(tree, is_leaf)
     others = [structure.flatten_up_to(other) for other in rest]
     return structure.unflatten(map(function, _paths(tree, structure, is_leaf), leaves, *others))

@@ -60,7 +60,9 @@ def test_a_pool_that_is_too_small_is_refused_with_the_name_of_its_variable(parti
 
 
 def test_a_pool_that_would_double_beyond_the_hosts_memory_is_refused(partition, monkeypatch):
-    assert budget.grown_bytes(65 * GIB, 118) == 118 * GIB, "64 GiB are not enough, and the next doubling ends at the pool's size"
+    assert budget.grown_bytes(65 * GIB, 118) == 118 * GIB, (
+        "64 GiB are not enough, and the next doubling ends at the pool's size"
+    )
     assert budget.grown_bytes(65 * GIB, 75) == 75 * GIB
     assert 40 * GIB < budget.grown_bytes(40 * GIB, 118) <= 64 * GIB
     monkeypatch.setattr(budget.mesh_lib, "platform", lambda mesh: "gpu")

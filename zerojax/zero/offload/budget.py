@@ -122,8 +122,8 @@ def _check_growth(pooled: int, pool_gb: float, host: Host, needed: int, count: i
     taken = grown_bytes(pooled, pool_gb)
     if least is not None and needed <= least < needed + count * (taken - pooled):
         raise UserError(
-            f"offload: this process pins {display.human(pooled)}, for which XLA's pool of pinned memory grows to {display.human(taken)}, and "
-            f"this host has {display.human(least)}; set the environment variable {xla_flags.PINNED_POOL}={pool_size_gb(pooled)} before JAX "
+            f"offload: this process pins {display.human(pooled)}, for which XLA's pool of pinned memory grows to {display.human(taken)}, "
+            f"and this host has {display.human(least)}; set the environment variable {xla_flags.PINNED_POOL}={pool_size_gb(pooled)} before JAX "
             "starts, where the pool ends"
         )
 

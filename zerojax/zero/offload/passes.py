@@ -158,7 +158,9 @@ class Passes:
         new = by_number(grads)
         grads.clear()
         if paths[0] in sums:
-            add = _added_up if is_last and self.in_16_bits else _added  # the last sum is float32, which bf16 has no room for
+            add = (
+                _added_up if is_last and self.in_16_bits else _added
+            )  # the last sum is float32, which bf16 has no room for
             new = add(by_number({path: sums.pop(path) for path in paths}), new, weight, seed, numbers)
         else:
             new = _begun(new, weight, seed, numbers)

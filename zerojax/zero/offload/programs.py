@@ -149,11 +149,15 @@ class _Mapped:
     def traced(self, part: _Part, taken: Sequence[jax.ShapeDtypeStruct]) -> Any:
         """Returns what is equal for parts of equal programs. `taken` are the abstract values that they read."""
         reads = part.reads
-        arguments = [reads.index(a) if _is_var(a) else (str(a.aval), np.asarray(a.val).tobytes()) for a in part.arguments]
-        avals = [(value.shape, value.dtype, value.sharding, self._in_specs.get(var)) for var, value in zip(reads, taken)]
+        arguments = [
+            reads.index(a) if _is_var(a) else (str(a.aval), np.asarray(a.val).tobytes()) for a in part.arguments
+        ]
+        avals = [
+            (value.shape, value.dtype, value.sharding, self._in_specs.get(var)) for var, value in zip(reads, taken)
+        ]
         specs = [self._out_specs.get(var) for var in part.writes]
         consts = [id(const) for const in part.closed.consts]
-        return part.name, str(part.closed.jaxpr), *map(tuple, (arguments, avals, specs, consts))
+        return part.name, str(part.closed.jaxpr), tuple(arguments), tuple(avals), tuple(specs), tuple(consts)
 
     def program(self, part: _Part) -> Callable[..., Any]:
         """Returns f(*global values) -> list of global values."""

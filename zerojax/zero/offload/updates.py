@@ -298,7 +298,9 @@ class Updates:
         """Returns what is equal for items of equal programs. To lower a program takes several times as long as to trace it."""
         args, tx = self._arguments(item), self._partition.abstract_state.tx
         if isinstance(tx, one_pass.OnePass):
-            roles = [next(n for n, own in enumerate((item.host, item.device, item.shared)) if p in own) for p in item.order]
+            roles = [
+                next(n for n, own in enumerate((item.host, item.device, item.shared)) if p in own) for p in item.order
+            ]
             decays = tx.decays(self._only({item.weight: self._weights[item.weight]}))
             avals = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(args))
             return item.dim, item.length, tuple(roles), tuple(decays), avals
@@ -389,7 +391,7 @@ class Updates:
 
     def _items(self, weight: str) -> list[Item]:
         """Returns the items of an offloaded weight."""
-        state, found = self._partition.abstract_state, self._partition.placements[weight]
+        found = self._partition.placements[weight]
         whole = self._weights[weight]
         cut = layout.cut_of(self._partition, weight)
         rest = set(self.rest.positions)
@@ -456,7 +458,7 @@ class _Parts:
 
     def __init__(self, partition: placement.Partition, init: Callable[[Any], Any]):
         self._init, state = init, partition.abstract_state.opt_state
-        self._structure = jax.tree.structure(state, is_leaf=pieces.is_pieces)
+        self._structure: Any = jax.tree.structure(state, is_leaf=pieces.is_pieces)
         self._owners = {}
         for path, leaf in tree.flatten(state, is_leaf=pieces.is_pieces):
             stored = f"opt_state/{path}/0" if pieces.is_pieces(leaf) else f"opt_state/{path}"
@@ -474,7 +476,8 @@ class _Parts:
         paths = [path for path, owner in self._owners.items() if not owner or owner == weight]
         kept = set(paths)
         own = self._structure.unflatten([0 if path in kept else optax.MaskedNode() for path in self._owners])
-        structure, name = jax.tree.structure(own), (weight.removeprefix(block_of(weight)), shape)
+        structure: Any = jax.tree.structure(own)
+        name = weight.removeprefix(block_of(weight)), shape
         if self._is_whole.get(name):
             return paths, structure
         made = self._init(part)
