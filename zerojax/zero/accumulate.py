@@ -48,8 +48,9 @@ def value_and_grad(
       in_16_bits: whether the sums of gradients are bf16.
       device: the number of this device, where the arrays are its own shards.
 
-    Gradients add up in float32 or wider (see `in_16_bits`), with the sharding that each pass returns: a sharded gradient stays sharded. Each
-    pass sees the `aux["state"]` of the one before, and the last is returned. The rest of `aux`, such as `metrics`, is that of `outputs.terms`.
+    Gradients add up in float32 or wider (see `in_16_bits`), with the sharding that each pass returns: a sharded gradient stays sharded.
+    Each pass sees the `aux["state"]` of the one before, and the last is returned. The rest of `aux`, such as `metrics`, is that of
+    `outputs.terms`.
     """
     one_pass = jax.value_and_grad(loss_fn, has_aux=True)
     if passes == 1:

@@ -123,8 +123,8 @@ def _check_growth(pooled: int, pool_gb: float, host: Host, needed: int, count: i
     if least is not None and needed <= least < needed + count * (taken - pooled):
         raise UserError(
             f"offload: this process pins {display.human(pooled)}, for which XLA's pool of pinned memory grows to {display.human(taken)}, "
-            f"and this host has {display.human(least)}; set the environment variable {xla_flags.PINNED_POOL}={pool_size_gb(pooled)} before JAX "
-            "starts, where the pool ends"
+            f"and this host has {display.human(least)}; set the environment variable {xla_flags.PINNED_POOL}={pool_size_gb(pooled)} before "
+            "JAX starts, where the pool ends"
         )
 
 
