@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import rounding
 from zerojax import precision, tree
 from zerojax.errors import UserError
+from zerojax.optim import rounded
 from zerojax.zero import placement
 from zerojax.zero.sharded_batch import keys, outputs, totals
 
@@ -70,7 +70,7 @@ def value_and_grad(
                 (loss, aux), grads = one_pass(params, *of_pass(micro_batch, before, own_keys, fields, number))
             fields, weight = aux.pop("state", {}), aux.get("weight")
             loss_sum += loss if weight is None else weight * loss
-            seed = seed_of(getattr(state, "step", 0), number, device) if in_16_bits else None
+            seed = rounded.seed(getattr(state, "step", 0), number, device) if in_16_bits else None
             return ((loss_sum, outputs.added(aux_sum, aux), added(grad_sum, grads, weight, seed)), fields), None
 
         (sums, fields), _ = jax.lax.scan(add, (sums, fields), (jnp.arange(passes), batch))
@@ -133,16 +133,9 @@ def added(sums: Any, grads: Any, weight: Any, seed: Any = None, numbers: Any = N
         exact += grad if weight is None else weight.astype(exact.dtype) * grad
         if total.dtype != jnp.bfloat16 or seed is None:
             return exact
-        bits, _, _ = rounding.noise(_index(total.shape), rounding.fold(seed, order[path]))
-        return rounding.stochastic_round(exact, bits)
+        return rounded.to_bfloat16(exact, rounded.seed(seed, order[path]))
 
     return tree.map_with_path(add, sums, grads)
-
-
-def seed_of(step: Any, number: Any, device: Any = 0) -> jax.Array:
-    """Returns the seed of a pass of a step, on a device."""
-    step = jnp.asarray(step).astype(jnp.uint32)
-    return rounding.fold(rounding.fold(rounding.fold(jnp.uint32(0), step), number), device)
 
 
 def averaged(sums: Any, count: Any) -> Any:
@@ -160,12 +153,3 @@ def _over(total: jax.Array, count: Any) -> jax.Array:
 def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     is_inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
     return jnp.zeros(leaf.shape, precision.at_least_float32(leaf.dtype) if is_inexact else leaf.dtype)
-
-
-def _index(shape: tuple[int, ...]) -> jax.Array:
-    """Returns each element's index, modulo 2**32."""
-    index, run = jnp.zeros(shape, jnp.uint32), 1
-    for dim in reversed(range(len(shape))):
-        index += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(run % 2**32)
-        run *= shape[dim]
-    return index

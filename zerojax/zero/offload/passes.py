@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zerojax import tree
+from zerojax.optim import rounded
 from zerojax.zero import accumulate, placement
 from zerojax.zero.offload import layout, programs, schedule
 from zerojax.zero.sharded_batch import inputs, outputs
@@ -213,9 +214,7 @@ def _added_up(sums: Any, grads: Any, weight: Any, seed: Any, numbers: Any) -> An
     return accumulate.added(sums, grads, weight, seed, numbers)
 
 
-@jax.jit
-def _seed(step: Any, number: Any) -> jax.Array:
-    return accumulate.seed_of(step, number)
+_seed = jax.jit(rounded.seed)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
