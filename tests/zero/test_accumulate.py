@@ -107,5 +107,7 @@ def test_sums_in_16_bits_are_unbiased_and_take_half_the_memory():
 
 def test_sums_in_another_dtype_are_refused():
     with pytest.raises(UserError, match="accum_dtype: must be float32 or bfloat16, and is float16"):
-        accumulate.checked_dtype(jnp.float16)
-    assert accumulate.checked_dtype("bfloat16") and not accumulate.checked_dtype(None)
+        accumulate.checked_dtype(jnp.float16, 2)
+    assert accumulate.checked_dtype("bfloat16", 2) and not accumulate.checked_dtype(None, 2)
+    with pytest.warns(UserWarning, match="adds up nothing"):
+        accumulate.checked_dtype(jnp.bfloat16, 1)

@@ -5,6 +5,7 @@ exact: rounded to nearest, a small gradient would leave a large sum as it was.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -20,15 +21,18 @@ from zerojax.zero.sharded_batch import keys, outputs, totals
 _NO_KEYS: tuple[Collection[str], Collection[str]] = ((), ())
 
 
-def checked_dtype(dtype: Any) -> bool:
-    """Returns whether `accum_dtype` is bf16.
+def checked_dtype(dtype: Any, passes: int) -> bool:
+    """Returns whether `accum_dtype` is bf16. Warns where a step of one pass adds up nothing.
 
     Raises:
       UserError: it is neither None, float32 nor bfloat16.
     """
     if dtype is not None and jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         raise UserError(f"accum_dtype: must be float32 or bfloat16, and is {jnp.dtype(dtype).name}")
-    return dtype is not None and jnp.dtype(dtype) == jnp.bfloat16
+    in_16_bits = dtype is not None and jnp.dtype(dtype) == jnp.bfloat16
+    if in_16_bits and passes == 1:
+        warnings.warn("accum_dtype: is bfloat16, and a step of one pass adds up nothing; omit it", stacklevel=3)
+    return in_16_bits
 
 
 def value_and_grad(

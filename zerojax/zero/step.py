@@ -91,9 +91,7 @@ def make_train_step(
     clip_norm = arguments.checked(partition, clip_norm)
     compute_dtype = precision.floating("compute_dtype", compute_dtype)
     reduce_dtype = precision.floating("reduce_dtype", reduce_dtype)
-    in_16_bits = accumulate.checked_dtype(accum_dtype)
-    if in_16_bits and grad_accum == 1:
-        warnings.warn("accum_dtype: is bfloat16, and a step of one pass adds up nothing; omit it", stacklevel=2)
+    in_16_bits = accumulate.checked_dtype(accum_dtype, grad_accum)
     scaling = update_lib.in_step(loss_scale, partition.abstract_state)
     how = _checked(where_used.How(blocks, heads, remat, recompute, offload, by_columns), partition)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
@@ -128,15 +126,8 @@ def make_train_step(
     if not params_on_host.are_on_host(partition):
         return streamed.StreamedStep(step, updates, donate=donate)
     is_early = not clip_norm and loss_scale is None
-    run = blockwise.passes_of(
-        loss_fn,
-        partition,
-        how,
-        layout,
-        reduce_dtype=reduce_dtype,
-        compute_dtype=compute_dtype,
-        in_16_bits=in_16_bits,
-    )
+    dtypes = {"reduce_dtype": reduce_dtype, "compute_dtype": compute_dtype, "in_16_bits": in_16_bits}
+    run = blockwise.passes_of(loss_fn, partition, how, layout, **dtypes)
     return blockwise.BlockwiseStep(step, updates, run, finish, scaling.scale, is_early=is_early, donate=donate)
 
 
