@@ -55,19 +55,12 @@ def main(options: argparse.Namespace) -> str:
         limit.start()
     from zerojax.models import families
     from zerojax.models import family as family_lib
-    from zerojax.zero.offload import budget, settings
 
     family = families.PRESETS[options.preset]
     model = dataclasses.replace(family.presets[options.preset], num_layers=options.layers)
     model = dataclasses.replace(model, vocab_size=model.vocab_size or 512)
-    of_param, of_state = HOST_BYTES[options.state]
     count = family_lib.count_params(family.parts, model)
-    pinned = count * (of_state * (options.optimizer == "host") + of_param * (options.params == "host"))
-    pinned += (
-        settings.IN_FLIGHT * settings.CHUNK_BYTES + budget.NEW_PARAMS * of_param * model.vocab_size * model.embed_dim
-    )
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(options.pool_gb or budget.pool_size_gb(pinned)))
-    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
+    pinned = _size_pool(options, model, count)
     import jax
 
     from zerojax.plan import targets
@@ -80,6 +73,14 @@ def main(options: argparse.Namespace) -> str:
     if not jax.config.jax_compilation_cache_dir:  # a step of more passes has the same programs of blocks
         jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    return _measured(options, family, model, count, say)
+
+
+def _measured(options: argparse.Namespace, family: Any, model: Any, count: int, say: Any) -> str:
+    """Makes the state and runs the steps. Returns the line of figures."""
+    import jax
+
+    began = time.perf_counter()
     device = jax.devices()[0]
     model = dataclasses.replace(model, attention="cudnn" if device.platform == "gpu" else "xla")
     partition = _partition(options, family, model, device)
@@ -123,6 +124,19 @@ def main(options: argparse.Namespace) -> str:
         f"[{shown}] ms; {accum * options.micro_batch * options.seq_len / middle:.0f} tokens/s; {_peak(device)}; "
         f"loss {' '.join(f'{loss:.3f}' for loss in losses)}"
     )
+
+
+def _size_pool(options: argparse.Namespace, model: Any, count: int) -> int:
+    """Sets the size of XLA's pool of pinned memory, before its first use. Returns the most bytes that are pinned."""
+    from zerojax.zero.offload import budget, settings
+
+    of_param, of_state = HOST_BYTES[options.state]
+    pinned = count * (of_state * (options.optimizer == "host") + of_param * (options.params == "host"))
+    pinned += settings.IN_FLIGHT * settings.CHUNK_BYTES
+    pinned += budget.NEW_PARAMS * of_param * model.vocab_size * model.embed_dim
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(options.pool_gb or budget.pool_size_gb(pinned)))
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
+    return pinned
 
 
 def _end() -> None:

@@ -91,14 +91,14 @@ def make_train_step(
     clip_norm = arguments.checked(partition, clip_norm)
     compute_dtype = precision.floating("compute_dtype", compute_dtype)
     reduce_dtype = precision.floating("reduce_dtype", reduce_dtype)
-    in_16_bits = accumulate.checked_dtype(accum_dtype, grad_accum)
+    sums = accumulate.checked_dtype(accum_dtype, grad_accum)
+    dtypes = {"reduce_dtype": reduce_dtype, "compute_dtype": compute_dtype, "in_16_bits": sums}
     scaling = update_lib.in_step(loss_scale, partition.abstract_state)
     how = _checked(where_used.How(blocks, heads, remat, recompute, offload, by_columns), partition)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     loss_fn, in_fp8 = fp8_modules.in_step(fp8, loss_fn, partition, blocks)
     loss_fn = outputs.with_aux(loss_fn, scaling.scale)
-    is_delayed = fp8 is not None and fp8.recipe == fp8_ops.DELAYED
-    gradients = _gradients(loss_fn, in_fp8, how, layout, reduce_dtype, compute_dtype, is_delayed, in_16_bits)
+    gradients = _gradients(loss_fn, in_fp8, how, layout, fp8 is not None and fp8.recipe == fp8_ops.DELAYED, **dtypes)
     updates = streamed.updates_of(partition, may_skip=loss_scale is not None)
     finish = update_lib.finish(partition, updates, scaling, clip_norm)
 
@@ -125,9 +125,7 @@ def make_train_step(
         return step
     if not params_on_host.are_on_host(partition):
         return streamed.StreamedStep(step, updates, donate=donate)
-    is_early = not clip_norm and loss_scale is None
-    dtypes = {"reduce_dtype": reduce_dtype, "compute_dtype": compute_dtype, "in_16_bits": in_16_bits}
-    run = blockwise.passes_of(loss_fn, partition, how, layout, **dtypes)
+    run, is_early = blockwise.passes_of(loss_fn, partition, how, layout, **dtypes), not clip_norm and loss_scale is None
     return blockwise.BlockwiseStep(step, updates, run, finish, scaling.scale, is_early=is_early, donate=donate)
 
 
@@ -164,9 +162,10 @@ def _gradients(
     partition: Any,
     how: where_used.How,
     layout: inputs.Layout,
+    is_delayed: bool,
+    *,
     reduce_dtype: Any,
     compute_dtype: Any,
-    is_delayed: bool,
     in_16_bits: bool,
 ) -> Callable[..., Any]:
     """Returns f(params, batch, state) -> ((loss, aux), grads of the trainable part), summed by the compiler or by `explicit`."""
