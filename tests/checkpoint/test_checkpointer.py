@@ -56,7 +56,7 @@ def open_in(directory, **kept):
 def save_steps(directory, *steps, **kept):
     saver = open_in(directory, **kept)
     for step in steps:
-        saver.save(step, small_state(step), {"0": {"at": step}}, meta={"seed": 7})
+        saver.save(step, small_state(step), {"0": {"at": step}}, meta={"seed": 7}, card=f'{{"step": {step}}}')
     saver.close()
 
 

@@ -162,6 +162,32 @@ def test_a_reduction_without_a_name_has_that_of_what_it_sums():
     assert roles(body, w=UP) == [(GRADIENTS, ("down/kernel",))]
 
 
+def test_a_reduction_of_several_arrays_with_the_name_of_one_is_of_what_each_sums():
+    known = {w.path: w for w in (weight("norm_0/scale", 64), weight("norm_1/scale", 64))}
+    name = "jit(step)/transpose(jvp(Net))/norm_{}/reduce_sum"
+    sums = "\n".join(
+        f'  %s{n} = f32[64] custom-call(%w), custom_call_target="x", metadata={{op_name="{name.format(n)}"}}'
+        for n in (0, 1)
+    )
+    body = f"""{sums}
+  %ar = (f32[64], f32[64]) all-reduce(%s0, %s1), {GROUPS}, metadata={{op_name="{name.format(1)}"}}"""
+    assert roles(body, known, w=UP) == [(GRADIENTS, ("norm_0/scale",)), (GRADIENTS, ("norm_1/scale",))]
+
+
+@pytest.mark.parametrize(
+    "made_by, role",
+    [("update/add", UPDATED_WEIGHTS), ("jvp(Net)/up/convert", WEIGHTS_BACKWARD), ("convert", WEIGHTS_BACKWARD)],
+)
+def test_a_gather_of_several_arrays_with_a_backward_name_has_updated_weights_where_the_update_makes_them(made_by, role):
+    """XLA merges the gathers of updated weights with one of an embedding's gradient."""
+    cast = f'  %new = f32[8,4096] add(%w, %w), metadata={{op_name="jit(step)/{made_by}"}}'
+    back = '  %g = f32[8,64] dot(%w, %w), metadata={op_name="jit(step)/transpose(jvp(Net))/embed/mul"}'
+    first, second = (back, cast) if role == UPDATED_WEIGHTS else (cast, back)
+    name = 'metadata={op_name="jit(step)/transpose(jvp(Net))/scatter-add"}'
+    body = f"{first}\n{second}\n  %ag = (f32[64,4096], f32[64,64]) all-gather(%new, %g), {GROUPS}, dimensions={{0}}, {name}"
+    assert roles(body, w=UP) == [(role, ("up/kernel",)), (ACTIVATIONS, ())]
+
+
 @pytest.mark.parametrize("read_by, role", [("clip/mul", GRADIENTS), ("jvp(Net)/BatchNorm/sub", SCALARS)])
 def test_a_vector_is_a_statistic_if_the_forward_pass_reads_its_sum(read_by, role):
     """Its own name may be the forward pass's where XLA merges both."""

@@ -228,10 +228,9 @@ def test_padding_is_no_part_of_a_checkpoint(tmp_path):
     changes = {"model__vocab_size": 321, "global_batch_size": 56, "seq_len": 8}
     padded, whole = {"devices": 7, "zero__indivisible": "pad"}, {"devices": 8, "zero__indivisible": "whole"}
     expected = np.array(runs.numbers(runs.run(tmp_path / "whole", **changes, **whole)))
-    for first, second in ((padded, whole), (whole, padded)):
-        folder = runs.run(tmp_path / first["zero__indivisible"] / "moved", steps=3, **changes, **first)
-        runs.run(folder, **changes, **second)
-        np.testing.assert_allclose(runs.numbers(folder), expected, rtol=SUM_ORDER)
+    for steps, how in ((2, padded), (4, whole), (6, padded)):
+        folder = runs.run(tmp_path / "moved", steps=steps, **changes, **how)
+    np.testing.assert_allclose(runs.numbers(folder), expected, rtol=SUM_ORDER)
 
 
 @pytest.mark.slow

@@ -160,7 +160,7 @@ def damaged(directory: pathlib.Path, step: int, flaw: str) -> UserError:
 
 
 def read_back(directory: pathlib.Path, step: int, card: str = "") -> None:
-    """Reads all files of a step that is written but not complete, and writes their sizes and checksums, and the run card beside them.
+    """Writes the run card to a step that is written but not complete, reads all its files, and writes their sizes and checksums.
 
     Raises:
       OSError: a file is missing or cannot be read, or the disk is full.
@@ -172,6 +172,7 @@ def read_back(directory: pathlib.Path, step: int, card: str = "") -> None:
             raise FileNotFoundError(errno.ENOENT, "was not written", name)
     if card:
         (path / CARD).write_text(card, encoding="utf-8")
+        names.append(CARD)
     checksums.write(path / SIZES, checksums.Record(step, checksums.of(path, names)))
 
 

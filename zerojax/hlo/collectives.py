@@ -186,21 +186,34 @@ def _op_name(
     number: int,
     count: int,
 ) -> str:
-    """Returns the op_name of one output: its part of the combined name, else the name of its reader or of its operand."""
+    """Returns the op_name of one output: its part of the combined name, else the name of its reader or of its operand.
+
+    XLA also gives a collective of several outputs the name of one of them. Then an output has its own name where it has one: that of
+    its reader, or of what a reduction sums, or of an update that a gather's operand is made by.
+    """
     joined = syntax.op_names(start.op_name)
-    if len(joined) == count and start.op_name:
-        return joined[number]
-    if len(joined) == 1 and start.op_name:
-        return start.op_name
+    if start.op_name and (len(joined) == count or count == 1):
+        return joined[number] if len(joined) == count else start.op_name
     if own := _name_of_sum(module, start):
         return own
     users = [
         u for u in where.users.get(result.name, ()) if u.opcode == "get-tuple-element" and u.number("index") == number
     ]
-    named = next((user.op_name for user in users if user.op_name), "")
-    if not named and number < len(start.operands):
-        named = _name_before(module, where, where.by_name.get(start.operands[number]))
-    return named or joined[0]
+    if named := next((user.op_name for user in users if user.op_name), ""):
+        return named
+    operand = where.by_name.get(start.operands[number]) if number < len(start.operands) else None
+    before = _name_before(module, where, operand)
+    is_shared = bool(start.op_name) and len(joined) == 1
+    if is_shared and _kind(module, start) not in REDUCTIONS and not _is_updated(where, operand, before):
+        return start.op_name
+    return before or joined[0]
+
+
+def _is_updated(where: syntax.Computation, value: syntax.Instruction | None, op_name: str) -> bool:
+    """Returns whether a value is made after the backward pass began, and by neither pass."""
+    first = next((i for i in where.instructions if "transpose(jvp" in i.op_name), None)
+    is_later = value is not None and first is not None and where.position[value.name] > where.position[first.name]
+    return is_later and op_name.startswith("jit(") and "jvp(" not in op_name
 
 
 def _name_of_sum(module: syntax.Module, start: syntax.Instruction) -> str:
