@@ -41,7 +41,6 @@ from zerojax.trainer.clients import outlets
 from zerojax.trainer.tuning import answers, examples, rounds
 from zerojax.zero import memory
 from zerojax.zero.offload import budget, kept
-from zerojax.zero.offload import params as params_on_host
 
 STEPS_BEFORE_COMPARING = 2  # a program reaches its peak memory in its first steps
 
@@ -279,10 +278,6 @@ def _build(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> pro
     say(memory.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
     if line := kept.line(program.partition):
         say(line)
-    is_text = config.data.task == tasks.TEXT
-    name, wanted = ("sample.length", config.sample.length) if is_text else ("evaluate.answers", config.evaluate.answers)
-    if wanted and params_on_host.are_on_host(program.partition):
-        say(f"generation copies all weights from the host to the devices at once; config.{name}=0 turns it off")
     return program
 
 

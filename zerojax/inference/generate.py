@@ -1,7 +1,8 @@
 """Continues prompts. This module generates token by token with a cache, from a model whose weights stay sharded.
 
 One compiled program reads the prompts and then runs a loop that adds a token to every row. The loop ends when all rows have ended. All
-devices take that decision from the same value inside the program, so no process can wait for another that has left the loop.
+devices take that decision from the same value inside the program, so no process can wait for another that has left the loop. Weights in
+host memory are fetched block by block instead (`by_block`).
 """
 
 import functools
@@ -9,17 +10,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
+from zerojax.inference import by_block
+from zerojax.inference import choice as choice_lib
 from zerojax.inference import sampling as sampling_lib
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
 from zerojax.zero import placement, where_used
+from zerojax.zero.offload import params as params_on_host
 
 
 def make_generator(
@@ -52,18 +55,9 @@ def make_generator(
     """
     if new_tokens < 1:
         raise UserError(f"max_new_tokens: must be 1 or more, and is {new_tokens}")
-    how = {"blocks": family.blocks, "heads": family_lib.heads(family, config), "remat": "full"}
-    start, extend = (
-        where_used.where_used(
-            functools.partial(function, config), partition.placements, compute_dtype=compute_dtype, **how
-        )
-        for function in (family.start, family.extend)
-    )
-    mesh, rows = partition.mesh, mesh_lib.batch_sharding(partition.mesh)
-    compiled = jax.jit(
-        _make_loop(start, extend, rows, new_tokens, special, sampling or sampling_lib.Sampling()),
-        out_shardings=NamedSharding(mesh, P()),
-    )
+    mesh, choice = partition.mesh, choice_lib.Choice(new_tokens, special, sampling or sampling_lib.Sampling())
+    make = by_block.make_loop if params_on_host.are_on_host(partition) else _make_loop
+    run = make(family, config, partition, choice, compute_dtype)
 
     def generate(params: Any, input_ids: Any, attention_mask: Any = None, *, seed: int = 0) -> np.ndarray:
         prompts, mask = _checked(input_ids, attention_mask, config.vocab_size)
@@ -82,7 +76,7 @@ def make_generator(
                 "shorten the prompt or lower max_new_tokens"
             )
         arrays = sharded_rows((inputs, texts, lengths), mesh)
-        new = np.asarray(compiled(params, *arrays, np.uint32(seed)))[:count]
+        new = np.asarray(run(params, *arrays, np.uint32(seed)))[:count]
         before = texts if inputs else np.asarray(input_ids, np.int32)
         return np.concatenate([before, new[:, : _longest(new, special)]], axis=1)
 
@@ -101,50 +95,38 @@ def sharded_rows(arrays: Any, mesh: Mesh) -> Any:
 
 
 def _make_loop(
-    start: Callable[..., Any],
-    extend: Callable[..., Any],
-    rows: NamedSharding,
-    new_tokens: int,
-    special: family_lib.SpecialTokens,
-    sampling: sampling_lib.Sampling,
+    family: family_lib.Family,
+    config: Any,
+    partition: placement.Partition,
+    choice: choice_lib.Choice,
+    compute_dtype: Any,
 ) -> Callable[..., jax.Array]:
-    """Returns the function that reads the prompts and adds tokens: int32[rows, new_tokens]."""
-
-    def pick(scores: jax.Array, count: jax.Array, is_over: jax.Array, seed: jax.Array) -> jax.Array:
-        own = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(scores.shape[0]))
-        token = sampling_lib.pick(scores, sampling, jax.vmap(jax.random.fold_in, (0, None))(own, count))
-        if special.forced_first is not None:
-            token = jnp.where(count == 0, special.forced_first, token)
-        if special.forced_last is not None:
-            token = jnp.where(count == new_tokens - 1, special.forced_last, token)
-        return jnp.where(is_over, special.pad, token)
+    """Returns the program that reads the prompts and adds tokens: int32[rows, new_tokens]."""
+    how = {"blocks": family.blocks, "heads": family_lib.heads(family, config), "remat": "full"}
+    start, extend = (
+        where_used.where_used(
+            functools.partial(function, config), partition.placements, compute_dtype=compute_dtype, **how
+        )
+        for function in (family.start, family.extend)
+    )
+    rows = mesh_lib.batch_sharding(partition.mesh)
 
     def generate(params: Any, inputs: Any, tokens: jax.Array, lengths: jax.Array, seed: jax.Array) -> jax.Array:
-        batch, length = tokens.shape
-        slots = length + new_tokens
-        stops = jnp.asarray(special.stops, jnp.int32)
+        length = tokens.shape[1]
+        slots = length + choice.new_tokens
         scores, caches = start(params, inputs, tokens, lengths, slots)
-        is_over = jnp.zeros(batch, bool)
-        token = pick(scores, jnp.int32(0), is_over, seed)
-        is_over = jnp.isin(token, stops)
-        found = jnp.full((batch, new_tokens), special.pad, jnp.int32).at[:, 0].set(token)
-
-        def goes_on(carry: tuple) -> jax.Array:
-            return (carry[0] < new_tokens) & ~jnp.all(carry[2])
 
         def add(carry: tuple) -> tuple:
-            count, token, is_over, found, caches = carry
+            found, caches = carry
             caches = jax.lax.with_sharding_constraint(caches, jax.tree.map(lambda _: rows, caches))
-            step = decoding.next_step(lengths, length, count - 1, slots)
-            scores, caches = extend(params, caches, step, token)
-            token = pick(scores, count, is_over, seed)
-            found = jax.lax.dynamic_update_slice_in_dim(found, token[:, None], count, axis=1)
-            return count + 1, token, is_over | jnp.isin(token, stops), found, caches
+            step = decoding.next_step(lengths, length, found.num_tokens - 1, slots)
+            scores, caches = extend(params, caches, step, found.token)
+            return choice.add(found, scores, seed), caches
 
-        first = (jnp.int32(1), token, is_over, found, caches)
-        return jax.lax.while_loop(goes_on, add, first)[3]
+        first = (choice.first(scores, seed), caches)
+        return jax.lax.while_loop(lambda carry: choice.goes_on(carry[0]), add, first)[0].tokens
 
-    return generate
+    return jax.jit(generate, out_shardings=NamedSharding(partition.mesh, P()))
 
 
 def _checked(input_ids: Any, attention_mask: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:

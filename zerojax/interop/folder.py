@@ -227,7 +227,7 @@ def _canonical(
     """Returns the tensors without those that hold no weights, and without copies of tied weights, by the names of the full model."""
     table, found = family.huggingface, dict(entries)
     if table.prefix and not any(name.startswith(table.prefix) for name in found):
-        found = {table.prefix + name: entry for name, entry in found.items()}
+        found = {name if name in table.outside else table.prefix + name: entry for name, entry in found.items()}
     for pattern, original in table.copies(raw).items():
         for name in [name for name in found if re.fullmatch(pattern, name)]:
             if original in found and tensor_files.is_equal(found[name], found[original]):

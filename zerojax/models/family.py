@@ -68,7 +68,8 @@ class HuggingFace:
         tied weights.
       ignored: a regex over names of tensors that hold no weights, "" for none.
       adapted: the ends of names of the modules that get adapters by default, as in PEFT.
-      prefix: begins all names but the head's. Files of a model without its head lack it. "" if it has no such form.
+      prefix: begins all names but those in `outside`. Files of a model without its head lack it. "" if it has no such form.
+      outside: the names of the head's tensors.
     """
 
     architectures: Mapping[str, tuple[str, ...]]
@@ -79,6 +80,7 @@ class HuggingFace:
     adapted: tuple[str, ...]
     ignored: str = ""
     prefix: str = ""
+    outside: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

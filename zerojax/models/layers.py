@@ -22,10 +22,18 @@ NO_LABEL = -1  # of a token that the loss leaves out
 
 # name of an activation in Hugging Face's configs -> the function
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": functools.partial(nn.gelu, approximate=False),
-    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh"), functools.partial(nn.gelu, approximate=True)),
+    **dict.fromkeys(("gelu", "gelu_python"), functools.partial(nn.gelu, approximate=False)),
+    **dict.fromkeys(
+        ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh"), functools.partial(nn.gelu, approximate=True)
+    ),
+    "quick_gelu": lambda x: x * nn.sigmoid(1.702 * x),  # arXiv:1606.08415, section 2
     "relu": nn.relu,
+    "relu2": lambda x: jnp.square(nn.relu(x)),
+    "relu6": nn.relu6,
     **dict.fromkeys(("silu", "swish"), nn.silu),
+    "mish": lambda x: x * jnp.tanh(nn.softplus(x)),  # arXiv:1908.08681, eq. 1
+    "sigmoid": nn.sigmoid,
+    "tanh": jnp.tanh,
 }
 
 

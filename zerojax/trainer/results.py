@@ -13,7 +13,6 @@ from zerojax.models import family as family_lib
 from zerojax.trainer import metrics, plot, resume
 from zerojax.trainer import program as program_lib
 from zerojax.trainer.adapters import outputs
-from zerojax.zero.offload import params as params_on_host
 
 
 def sample(
@@ -37,8 +36,7 @@ def sample(
         sampling=sampling.Sampling(temperature),
         compute_dtype=precision.PRECISIONS[program.config.precision].compute_dtype,
     )
-    # One program generates, so it needs all params on the device.
-    tokens = sampler(params_on_host.to_device(params), inputs.get("inputs", start)[None], seed=seed)
+    tokens = sampler(params, inputs.get("inputs", start)[None], seed=seed)
     return program.objective.answer(tokenizer, prompt, tokens[0])
 
 

@@ -210,11 +210,9 @@ def mean(
         return loss_fn(params, batch), {}
 
     def on_device(params: Any, batch: Any, _: Any) -> jax.Array:
-        weights = tree.map_with_path(
-            lambda path, leaf: gather.ShardAndSink(leaf, gather.sink(find(path, leaf), reduction)), params
-        )
         chain = runner(find, compute_dtype, reduction, overlap.no_tokens())
-        loss, _ = _device_loss(with_aux, partition, where_used.How(blocks, heads, "full"), chain)(weights, batch, None)
+        run = _device_loss(with_aux, partition, where_used.How(blocks, heads, "full"), chain)
+        loss, _ = run(_without_gradients(params, find), batch, None)
         loss, _ = totals.objective(outputs.loss_over_devices(loss, mesh_lib.ways(partition.mesh)), 1)
         return jax.lax.psum(_read(chain.tokens, loss), mesh_lib.BATCH_AXES)
 
@@ -225,8 +223,45 @@ def mean(
     return mean_loss
 
 
+def by_row(
+    function: Callable[..., Any],
+    partition: Any,
+    *,
+    compute_dtype: Any,
+    blocks: str,
+    heads: str,
+    runner: Callable[..., Any] = overlap.Chain,
+) -> Callable[[Any, Any], Any]:
+    """Returns f(params, arrays) -> `function(params, *arrays)`, forward only, which each device computes of its own rows.
+
+    All arrays of `arrays` and of the result count rows in their first dim. Scalars among `arrays` are the same for all rows. The other
+    arguments are those of `mean`.
+    """
+    reduction, find = gather.Reduction(jnp.float32), _finder(partition)
+
+    def on_device(params: Any, arrays: Any, _: Any) -> Any:
+        chain = runner(find, compute_dtype, reduction, overlap.no_tokens())
+        run = _device_loss(function, partition, where_used.How(blocks, heads, "full"), chain)
+        return run(_without_gradients(params, find), *arrays)
+
+    def of_rows(params: Any, arrays: Any) -> Any:
+        rows = P(mesh_lib.BATCH_AXES)
+        array_specs = jax.tree.map(lambda leaf: rows if leaf.ndim else P(), arrays)
+        return _mapped(on_device, partition, params, array_specs, rows)(params, arrays, None)
+
+    return of_rows
+
+
+def _without_gradients(params: Any, find: Callable[[str, Any], placement.Placement]) -> Any:
+    """Returns the weights for a forward pass: each with a sink that receives nothing."""
+    reduction = gather.Reduction(jnp.float32)
+    return tree.map_with_path(
+        lambda path, leaf: gather.ShardAndSink(leaf, gather.sink(find(path, leaf), reduction)), params
+    )
+
+
 def _device_loss(loss_fn: Callable[..., Any], partition: Any, how: where_used.How, chain: Any) -> Callable[..., Any]:
-    """Returns f(`ShardAndSink`s, batch, state) -> (loss, aux) of one device, whose blocks run in the chain's order."""
+    """Returns `loss_fn` as a function of `ShardAndSink`s on one device, whose blocks run in the chain's order."""
     return where_used.wrap(
         loss_fn,
         chain.gather_leaf,

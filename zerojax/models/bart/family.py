@@ -17,7 +17,7 @@ PRESETS: dict[str, BartConfig] = {
     "bart_large": _published(12, embed_dim=1024, num_heads=16, mlp_dim=4096),
 }
 
-HEAD, EMBED = "lm_head.weight", "model.shared.weight"
+HEAD, EMBED, BIAS = "lm_head.weight", "model.shared.weight", "final_logits_bias"
 
 
 def _linear(ours: str, theirs: str, inputs: int = 1) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ def _attention(ours: str, theirs: str) -> dict[str, Tensor]:
 def _tensors(config: BartConfig) -> dict[str, Tensor]:
     found = {"embed/embedding": Tensor(EMBED), "head/kernel": Tensor(HEAD, 1)}
     # A buffer, which is 0 in nearly all models and missing in files of a model without its head.
-    found["logits_bias/bias"] = Tensor("final_logits_bias", form="row", is_optional=True)
+    found["logits_bias/bias"] = Tensor(BIAS, form="row", is_optional=True)
     for side in ("encoder", "decoder"):
         ours, theirs = f"{side}_{{}}", f"model.{side}.layers.{{}}"
         found[f"{side}_embed/embedding"] = Tensor(f"model.{side}.embed_tokens.weight")
@@ -121,5 +121,6 @@ FAMILY = family.Family(
             **({HEAD: EMBED} if raw.get("tie_word_embeddings", True) else {}),
         },
         prefix="model.",
+        outside=(HEAD, BIAS),
     ),
 )

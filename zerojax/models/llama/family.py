@@ -237,13 +237,14 @@ FAMILY = family.Family(
     attention=("xla", "cudnn", "splash"),
     flops_per_token=_flops_per_token,
     huggingface=family.HuggingFace(
-        architectures={row: (name,) for row, name in ROWS.items()},
+        architectures={row: (name, name.replace("ForCausalLM", "Model")) for row, name in ROWS.items()},
         tensors=_tensors,
         write=_write,
         read=_read,
         adapted=("q_proj", "v_proj"),
         copies=lambda raw: {HEAD: EMBED} if raw.get("tie_word_embeddings") else {},
-        ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
         prefix="model.",
+        outside=(HEAD,),
     ),
 )

@@ -22,6 +22,8 @@ PRESETS: dict[str, T5Config] = {
 }
 
 
+# The rows: model_type in Hugging Face's config.json -> its class in transformers
+ROWS: dict[str, tuple[str, ...]] = {"t5": ("T5ForConditionalGeneration",), "mt5": ("MT5ForConditionalGeneration",)}
 HEAD, EMBED = "lm_head.weight", "shared.weight"
 
 
@@ -88,7 +90,8 @@ def _write(config: T5Config) -> dict[str, Any]:
 def _read(raw: Mapping[str, Any], names: Collection[str]) -> T5Config:
     """Reads a config.json. transformers 5 always says that embeddings are tied; the files then have a head where they are not."""
     f = foreign.Fields(raw)
-    is_tied, says_scale = f.flag("tie_word_embeddings", True), "scale_decoder_outputs" in raw
+    is_mt5 = raw.get("model_type") == "mt5"
+    is_tied, says_scale = f.flag("tie_word_embeddings", not is_mt5), "scale_decoder_outputs" in raw
     known = [f"{gate}{name}" for gate in ("", "gated-") for name in layers.ACTIVATIONS]
     return T5Config(
         f.count("vocab_size"),
@@ -97,7 +100,7 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> T5Config:
         num_heads=f.count("num_heads"),
         head_dim=f.count("d_kv"),
         mlp_dim=f.count("d_ff"),
-        mlp=f.choice("feed_forward_proj", known, "relu").replace("gated-", "gated_"),
+        mlp=f.choice("feed_forward_proj", known, "gated-gelu" if is_mt5 else "relu").replace("gated-", "gated_"),
         tie_embeddings=(is_tied or says_scale) and HEAD not in names,
         scale_outputs=f.flag("scale_decoder_outputs", is_tied),
         decoder_layers=f.count("num_decoder_layers", f.count("num_layers")),
@@ -122,7 +125,7 @@ FAMILY = family.Family(
     attention=("xla",),  # cuDNN's kernel is not tested with a learned bias
     flops_per_token=functools.partial(encoder_decoder.flops_per_token, model.flops_per_row),
     huggingface=family.HuggingFace(
-        architectures={"t5": ("T5ForConditionalGeneration",)},
+        architectures=ROWS,
         tensors=_tensors,
         write=_write,
         read=_read,

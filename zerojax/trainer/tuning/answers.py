@@ -18,7 +18,6 @@ from zerojax.inference import generate
 from zerojax.launch import watch
 from zerojax.trainer import program as program_lib
 from zerojax.trainer.tuning import examples
-from zerojax.zero.offload import params as params_on_host
 
 SHOWN = 10  # rows of the table
 MOST_LETTERS = 60  # of a prompt in the table; its end is shown
@@ -105,7 +104,6 @@ def make(
     text = functools.partial(_text, tokenizer, special.stops)
 
     def answer(params: Any) -> Score:
-        params = params_on_host.to_device(params)  # one program generates, so it needs all params on the device
         found: list[str] = []
         for ids, mask in batches:
             watch.at(watch.EVALUATE)

@@ -43,7 +43,10 @@ class NestedBlocks:
         placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
         kept = None if policy is None else remat.without_offload(policy)
         plan = overlap.BlockCall(body, placements, self._dtype, self._reduction, kept)
-        return _block(plan, weights, tuple(arrays))
+        return self._run(plan, weights, tuple(arrays))
+
+    def _run(self, plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> Any:
+        return _block(plan, weights, arrays)
 
     def gather_leaf(self, path: str, weight: gather.ShardAndSink) -> jax.Array:
         """Returns one gathered weight, outside of any block."""
@@ -51,12 +54,23 @@ class NestedBlocks:
             return gather.gather_shard(weight, self._find(path, weight.stored), self._dtype, self._reduction)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _block(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> Any:
+class ForwardBlocks(NestedBlocks):
+    """The same for a trace that is never differentiated: there, a function with a rule for its gradient would hide the nested one."""
+
+    def _run(self, plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> Any:
+        return _only_forward(plan, weights, arrays)
+
+
+def _only_forward(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> Any:
     def run(stored: dict[str, jax.Array], arrays: tuple) -> Any:
         return plan.body(plan.gather(stored), *arrays)
 
-    return _nested("loss", run)({path: weight.stored for path, weight in weights.items()}, arrays)
+    return _nested("forward", run)({path: weight.stored for path, weight in weights.items()}, arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _block(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> Any:
+    return _only_forward(plan, weights, arrays)
 
 
 def _forward(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> tuple[Any, Any]:

@@ -93,16 +93,18 @@ class BlockwiseStep(streamed.StreamedStep):
             out_shardings=(shardings, None, handed),
         )
         self._one = jax.device_put(np.float32(1), replicated) if self._is_real(partition) else None
+        self._named: _Leaves | None = None
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
         """Sends a step to the device. Returns before it ends, but not before its last stores have begun."""
-        rest = self.updates.rest.of(state)
+        rest, named = self.updates.rest.of(state), self._names(state.params)
         one_pass = self.passes.one_pass(rest, batch)
         last = len(one_pass.schedule.cut.programs)
         ready_at = one_pass.ready_at
         self.updates.set_grad_dtypes(dict.fromkeys(self.updates.weights, jnp.float32))
         due = [max(ready_at[w] for w in group.weights) if self.is_early else last for group in self.updates.groups]
-        groups = _Groups(self, state, due)
+        old = jax.tree.leaves(state.params)
+        groups = _Groups(self, state, dict(zip(named.paths, old)), due)
         bare = rest.replace(params=(), opt_state=())
         squares: dict[str, jax.Array] = {}
         grads: dict[str, jax.Array] = {}
@@ -120,12 +122,10 @@ class BlockwiseStep(streamed.StreamedStep):
             groups.load(index + LEAD)
 
         aux = self.passes(rest, batch, ready)
-        trained = self.updates.rest.partition.trainable_part(state.params)
-        own = tree.map_with_path(lambda path, _: grads.get(f"params/{path}", optax.MaskedNode()), trained)
-        of_all = tree.map_with_path(lambda path, _: squares.get(f"params/{path}", np.float32(0)), state.params)
-        new_state, metrics, handed = self._finish(self._without(rest), aux, own, of_all)
+        kept = rest.replace(params=jax.tree.unflatten(named.structure_kept, [old[n] for n in named.kept]))
+        new_state, metrics, handed = self._finish(kept, aux, grads, squares)
         groups.update(last, handed._replace(grads=groups.grads))
-        return self._put_together(state, new_state, groups), metrics
+        return self._put_together(state, new_state, groups, named), metrics
 
     def memory(self, state: Any, batch: Any) -> "Memory":
         """Returns what a step takes of a device, for a state and a batch that may be abstract. Compiles its programs."""
@@ -158,7 +158,12 @@ class BlockwiseStep(streamed.StreamedStep):
         return self
 
     def _finished(self, finish: Finish, state: Any, aux: Any, grads: Any, squares: Any) -> Any:
-        new_state, metrics, factor, finite = finish(state, aux, grads, squares)
+        assert self._named is not None
+        params = jax.tree.unflatten(self._named.structure, self._named.paths)
+        trained = self.updates.rest.partition.trainable_part(params)
+        own = jax.tree.map(lambda path: grads.get(path, optax.MaskedNode()), trained)
+        of_all = jax.tree.map(lambda path: squares.get(path, jnp.float32(0)), params)
+        new_state, metrics, factor, finite = finish(state, aux, own, of_all)
         return new_state, metrics, self.updates.handed_to(state, {}, factor, finite)
 
     def _without(self, state: Any) -> Any:
@@ -166,17 +171,45 @@ class BlockwiseStep(streamed.StreamedStep):
         keep = lambda path, leaf: optax.MaskedNode() if f"params/{path}" in self._apart else leaf  # noqa: E731
         return state.replace(params=tree.map_with_path(keep, state.params))
 
-    def _put_together(self, state: Any, new_state: Any, groups: "_Groups") -> Any:
+    def _names(self, params: Any) -> "_Leaves":
+        """Returns the names of the params. They are made once: each step would wait for them."""
+        structure = jax.tree.structure(params)
+        if self._named is None or self._named.structure != structure:
+            paths = tuple(f"params/{path}" for path, _ in tree.flatten(params))
+            kept = tuple(number for number, path in enumerate(paths) if path not in self._apart)
+            keep = [path if path not in self._apart else optax.MaskedNode() for path in paths]
+            self._named = _Leaves(structure, paths, kept, jax.tree.structure(jax.tree.unflatten(structure, keep)))
+        return self._named
+
+    def _put_together(self, state: Any, new_state: Any, groups: "_Groups", named: "_Leaves") -> Any:
         """Returns the new state: what `finish` updated, what groups updated, and frozen params."""
         leaves = groups.leaves | dict(zip(self.updates.rest.positions, jax.tree.leaves(new_state.opt_state)))
         opt_state = jax.tree.unflatten(jax.tree.structure(state.opt_state), [leaves[n] for n in range(len(leaves))])
-        updated = groups.params | {f"params/{path}": leaf for path, leaf in tree.flatten(new_state.params)}
-        params = tree.map_with_path(lambda path, leaf: updated.get(f"params/{path}", leaf), state.params)
-        return new_state.replace(params=params, opt_state=opt_state)
+        updated = groups.params | dict(zip((named.paths[n] for n in named.kept), jax.tree.leaves(new_state.params)))
+        old = jax.tree.leaves(state.params)
+        new = [updated.get(path, leaf) for path, leaf in zip(named.paths, old)]
+        return new_state.replace(params=jax.tree.unflatten(named.structure, new), opt_state=opt_state)
 
     @staticmethod
     def _is_real(partition: placement.Partition) -> bool:
         return partition.mesh.devices.flat[0] in jax.devices()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaves:
+    """Params of one structure.
+
+    Attributes:
+      structure: theirs.
+      paths: of the leaves, from the state.
+      kept: the numbers of the leaves that `finish` updates.
+      structure_kept: of the params with these leaves alone.
+    """
+
+    structure: Any
+    paths: tuple[str, ...]
+    kept: tuple[int, ...]
+    structure_kept: Any
 
 
 class _Groups:
@@ -190,7 +223,7 @@ class _Groups:
       uses: the number of updates to come of each weight.
     """
 
-    def __init__(self, step: BlockwiseStep, state: Any, due: Iterable[int]):
+    def __init__(self, step: BlockwiseStep, state: Any, old_params: dict[str, jax.Array], due: Iterable[int]):
         self._step, self._updates = step, step.updates
         order = sorted(zip(due, range(len(step.updates.groups))))
         self._waiting = collections.deque((index, step.updates.groups[number]) for index, number in order)
@@ -198,7 +231,7 @@ class _Groups:
         self._arriving: collections.deque[list[jax.Array]] = collections.deque()
         self._old = jax.tree.leaves(state.opt_state)
         self.leaves: dict[int, jax.Array] = {}
-        self._old_params = {f"params/{path}": leaf for path, leaf in tree.flatten(state.params)}
+        self._old_params = old_params
         self.uses = collections.Counter(weight for _, group in self._waiting for weight in group.weights)
         self.grads: dict[str, jax.Array] = {}
         self.weights: dict[str, jax.Array] = {}
@@ -256,22 +289,44 @@ class _Groups:
 
 def mean_of(loss_fn: Callable[..., Any], partition: placement.Partition, **how: Any) -> Callable[[Any, Any], jax.Array]:
     """Returns `explicit.mean(loss_fn, partition, **how)` for params in host memory, which are fetched block by block."""
-    mean = explicit.mean(loss_fn, partition, runner=blocks.NestedBlocks, **how)
-    schedules: dict[Any, schedule.Schedule] = {}
+    return Fetched(explicit.mean(loss_fn, partition, runner=blocks.ForwardBlocks, **how), partition)
 
-    def of(params: Any, batch: Any) -> jax.Array:
-        key = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
-        if key not in schedules:
+
+def by_row(function: Callable[..., Any], partition: placement.Partition, **how: Any) -> "Fetched":
+    """Returns `explicit.by_row(function, partition, **how)` for params in host memory, which are fetched block by block."""
+    return Fetched(explicit.by_row(function, partition, runner=blocks.ForwardBlocks, **how), partition)
+
+
+class Fetched:
+    """`run(params, arrays)`, forward only, as a program for each block. Weights in host memory arrive beside the blocks before.
+
+    Args:
+      run: a function of `explicit` with `blocks.ForwardBlocks`.
+      partition: of the params.
+    """
+
+    def __init__(self, run: Callable[[Any, Any], Any], partition: placement.Partition):
+        self._run, self._partition = run, partition
+        self._schedules: dict[Any, schedule.Schedule] = {}
+
+    def __call__(self, params: Any, arrays: Any) -> Any:
+        """Sends the programs to the device, and returns their result."""
+        return self.schedule(params, arrays)(params, arrays)
+
+    def schedule(self, params: Any, arrays: Any) -> schedule.Schedule:
+        """Returns the programs for params and arrays that may be abstract. They are compiled once for each shape of the arrays."""
+        leaves, structure = jax.tree.flatten(arrays)
+        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self._schedules:
             on_device = jax.tree.map(layout.as_on_device, tree.abstract(params))
             fetched = {
                 number: leaf.sharding
                 for number, (path, leaf) in enumerate(tree.flatten(on_device))
-                if f"params/{path}" in partition.on_host
+                if f"params/{path}" in self._partition.on_host
             }
-            schedules[key] = schedule.Schedule(programs.cut(mean, on_device, tree.abstract(batch)), fetched)
-        return schedules[key](params, batch)
-
-    return of
+            cut = programs.cut(self._run, on_device, tree.abstract(arrays))
+            self._schedules[key] = schedule.Schedule(cut, fetched)
+        return self._schedules[key]
 
 
 def passes_of(

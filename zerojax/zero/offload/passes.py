@@ -44,7 +44,7 @@ class PassPrograms:
         """Returns the number of each weight among those that have a gradient, by path."""
         return {path: number for number, path in enumerate(sorted(self.grads.values()))}
 
-    @property
+    @functools.cached_property
     def ready_at(self) -> dict[str, int]:
         """Returns the program after which each gradient is final, by path."""
         numbered = enumerate(self.schedule.cut.programs)
@@ -79,9 +79,10 @@ class Passes:
 
     def one_pass(self, state: Any, batch: Any) -> PassPrograms:
         """Returns the programs of one pass, for a state and a batch that may be abstract. They are cut and compiled once."""
-        micro = self._of_one_pass(jax.eval_shape(self._prepare, batch))
-        key = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(micro))
+        leaves, structure = jax.tree.flatten(batch)
+        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._cuts:
+            micro = self._of_one_pass(jax.eval_shape(self._prepare, batch))
             number = jax.ShapeDtypeStruct((), np.int32)
             state = jax.tree.map(layout.as_on_device, tree.abstract(state))
             leaves = tree.flatten((state.params, micro, state, number))

@@ -1,0 +1,80 @@
+"""Generates with weights in host memory. This module runs a program for each block, whose weights arrive beside the blocks before.
+
+    prompts    block 0, block 1, ..., the first token
+    a token    block 0, block 1, ..., the next one; until all rows have ended
+
+On a device are the weights of about three blocks, and the caches. All weights cross the bus for each token. After each token every process
+reads from the same value whether all rows have ended, so none waits for another that has left the loop.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import mesh as mesh_lib
+from zerojax.inference import choice as choice_lib
+from zerojax.models import decoding
+from zerojax.models import family as family_lib
+from zerojax.zero import placement
+from zerojax.zero.offload import blockwise
+
+
+def make_loop(
+    family: family_lib.Family,
+    config: Any,
+    partition: placement.Partition,
+    choice: choice_lib.Choice,
+    compute_dtype: Any,
+) -> Callable[..., jax.Array]:
+    """Returns f(params, inputs, tokens, lengths, seed) -> the new tokens int32[rows, new_tokens]; see `generate.make_generator`."""
+    programs = _Programs(family, config, partition, choice, compute_dtype)
+
+    def generate(params: Any, inputs: Any, tokens: jax.Array, lengths: jax.Array, seed: Any) -> jax.Array:
+        scores, caches = programs.start(params, (inputs, tokens, lengths))
+        found, goes_on, step = programs.first(scores, lengths, tokens, seed)
+        while goes_on:
+            scores, caches = programs.extend(params, (caches, step, found.token))
+            found, goes_on, step = programs.add(found, scores, lengths, tokens, seed)
+        return found.tokens
+
+    return generate
+
+
+class _Programs:
+    """The programs of a generation."""
+
+    def __init__(
+        self,
+        family: family_lib.Family,
+        config: Any,
+        partition: placement.Partition,
+        choice: choice_lib.Choice,
+        compute_dtype: Any,
+    ):
+        how = {"compute_dtype": compute_dtype, "blocks": family.blocks, "heads": family_lib.heads(family, config)}
+
+        def start(params: Any, inputs: Any, tokens: jax.Array, lengths: jax.Array) -> Any:
+            return family.start(config, params, inputs, tokens, lengths, tokens.shape[1] + choice.new_tokens)
+
+        self.start = blockwise.by_row(start, partition, **how)
+        self.extend = blockwise.by_row(functools.partial(family.extend, config), partition, **how)
+        same, rows = NamedSharding(partition.mesh, P()), mesh_lib.batch_sharding(partition.mesh)
+        found = choice_lib.Found._make([same, rows, rows, same])
+        step = decoding.Step._make([same, rows, rows, rows])
+
+        def following(found: choice_lib.Found, lengths: jax.Array, tokens: jax.Array) -> Any:
+            length = tokens.shape[1]
+            step = decoding.next_step(lengths, length, found.num_tokens - 1, length + choice.new_tokens)
+            return found, choice.goes_on(found), step
+
+        def first(scores: jax.Array, lengths: jax.Array, tokens: jax.Array, seed: Any) -> Any:
+            return following(choice.first(scores, seed), lengths, tokens)
+
+        def add(found: Any, scores: jax.Array, lengths: jax.Array, tokens: jax.Array, seed: Any) -> Any:
+            return following(choice.add(found, scores, seed), lengths, tokens)
+
+        self.first, self.add = (jax.jit(function, out_shardings=(found, same, step)) for function in (first, add))
