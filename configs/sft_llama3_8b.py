@@ -19,6 +19,7 @@ def get_config():
     c.data.answer_len = 512
     c.seq_len, c.global_batch_size, c.micro_batch_size = 4096, 64, 2
     c.grad_accum = 0
+    c.model.by_columns = ""  # answers alone are labels
     c.epochs = 2.0
     c.optimizer.learning_rate, c.optimizer.schedule, c.optimizer.weight_decay = 1e-5, "cosine", 0.0
     c.optimizer.warmup_steps = 10

@@ -62,7 +62,7 @@ PARTS = {
     "plans": Part(150, 240, ["1b-stage1", "1b-stage2-lean", "1b-accum4"]),
     "deepspeed-8b": Part(70, 150, ["peer_ds.py", *"--model 8b --bs 2 --seq 8192 --stage 3 --steps 5".split()], True),
     "titan-1b": Part(60, 120, ["peer_titan.py", "1B", "8", "4096", "selective", "15"], is_peer=True),
-    # without offload and recompute
+    # nothing recomputed, and nothing offloaded but where the name says so
     "8b-rich": Part(85, 180, ["8b-rich"]),
     "8b-fp8": Part(130, 220, ["8b-fp8"]),
     "titan-8b-float8": Part(
@@ -70,6 +70,7 @@ PARTS = {
     ),
     "lora": Part(90, 180, ["8b-lora"]),
     "host": Part(130, 220, ["8b-host"]),
+    "8b-fp8-offload": Part(130, 220, ["8b-fp8-offload"]),
     "8b-fp8-again": Part(80, 150, ["8b-fp8"]),
 }
 

@@ -56,10 +56,8 @@ SETTINGS = {
     "8b-lean": "configs/llama3_8b_lean.py",
     "8b-4layers": f"{EIGHT_B} model.num_layers=4",
     "8b-32k": "configs/llama3_8b_lean.py seq_len=32768 micro_batch_size=1",
-    "8b-columns": (
-        rf"{EIGHT_B} model.by_columns=embed|head model.offload=layer_(1?[02468]|2[0246])/mlp/up model.recompute=layer_(9|19)/mlp/up"
-    ),
-    "8b-lean-columns": "configs/llama3_8b_lean.py model.by_columns=embed|head",
+    "8b-gathered": f"{EIGHT_B} model.by_columns= model.offload= model.recompute=",
+    "8b-leanest": "configs/llama3_8b_lean.py model.remat=full model.recompute=",
     "8b-host": f"{EIGHT_B} offload.optimizer=host model.offload= model.recompute=",
     "8b-lora": "configs/lora_llama3_8b.py export.format=none",
 }

@@ -78,6 +78,7 @@ def layers() -> list[str]:
     """Returns the instructions of the trainer's step on three layers of 8B, in their order."""
     settings = llama3_8b.get_config()
     settings.model.num_layers, settings.model.offload, settings.model.recompute = 3, "", ""
+    settings.model.by_columns = ""
     built = program.build(config.from_dict(settings), devices=compile_only.devices())
     text = compile_only.compile_gpu(built.train_step.lower(built.partition.abstract_state, built.abstract_batch))
     return [line for line in text[text.index("\nENTRY") :].splitlines() if " = " in line]
