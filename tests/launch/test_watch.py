@@ -38,7 +38,7 @@ def test_a_heartbeat_tells_phase_step_and_stack_and_a_signal_dumps_all_threads(t
                 dump
             )
             process.send_signal(signal.SIGSTOP)
-            launches.wait_until(lambda: agent._state(process.pid) == "T")
+            launches.wait_until(lambda: agent._state(process.pid)[0] == "T")
             assert read(path)["stack"]
         finally:
             process.kill()

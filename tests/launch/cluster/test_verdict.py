@@ -9,9 +9,9 @@ from zerojax.launch.cluster import verdict
 
 def beat(rank=0, phase=watch.STEP, step=5, silent=0.0, still=0.0, state="S", has_beat=True, **more):
     """Returns a heartbeat. A process advances once a step here, and is busy unless `quiet` says otherwise."""
-    more = {"advances": step, "quiet": 0.0, "waits": False} | more
+    more = {"advances": step, "quiet": 0.0, "worked": 1.0, "waits": False, "stack": ()} | more
     return verdict.Beat(
-        rank, f"host-{rank}", phase, step, silent=silent, still=still, state=state, stack=(), has_beat=has_beat, **more
+        rank, f"host-{rank}", phase, step, silent=silent, still=still, state=state, has_beat=has_beat, **more
     )
 
 
@@ -81,6 +81,8 @@ def test_the_limit_is_that_of_the_processes_that_the_others_wait_for():
         ([beat(0, still=50), beat(1, still=51)], 1),
         ([beat(0, quiet=50), beat(1, quiet=51)], 1),
         ([beat(0, quiet=90, waits=True), beat(1, quiet=51)], 1),
+        ([beat(0, quiet=90), beat(1, quiet=51, worked=0.1)], 1),
+        ([beat(0, stack=("wait",)), beat(1, stack=("wait", "x"), worked=9.0), beat(2, stack=("wait",))], 1),
         ([beat(0, step=3), beat(1, "", step=0, has_beat=False)], 1),
     ],
 )
@@ -112,6 +114,8 @@ def test_a_quiet_process_is_named_in_every_phase_and_a_busy_one_in_none(phase):
     found = judge.suspect(beats)
     assert found.beat.rank == 1 and found.why.startswith("gives no sign of life for 41 s")
     assert judge.suspect(beats) is None
+    other = [beat(0, phase, quiet=70.0, worked=0.0, still=44), beats[1]._replace(quiet=70.0)]
+    assert judge.suspect(other) is None  # one line for one stand-still
 
 
 def test_a_process_that_is_ahead_of_the_others_or_like_a_busy_one_is_not_named():

@@ -144,6 +144,8 @@ class Process:
         self.tail = collections.deque[str](maxlen=TAIL_LINES)
         self.silence, self.stillness = Patience(), Patience()
         self.pulse = Pulse()
+        self._place: Any = None  # where the process last said it was
+        self._cpu_there = 0.0  # seconds that it had used when it said so
         self._log: BinaryIO | None = None
         self._dumped = 0  # bytes of stacks that were read
         if shared["log_dir"]:
@@ -185,11 +187,14 @@ class Process:
         """Returns what the process last said of itself, and for how long it has been silent and still, in seconds."""
         said = self.last_words()
         silent = self.silence.see(said.get("count"))
-        still = self.stillness.see((said.get("advances"), said.get("phase"), said.get("step")))
-        state = _state(said.get("pid", self.popen.pid))
+        place = (said.get("advances"), said.get("phase"), said.get("step"))
+        still = self.stillness.see(place)
+        state, cpu = _state(said.get("pid", self.popen.pid))
+        if place != self._place:
+            self._place, self._cpu_there = place, cpu
         idle, unmoved = self.pulse.seconds()
         seconds = {"silent": silent, "still": still, "idle": idle, "unmoved": min(still, unmoved)}
-        return {**said, "rank": self.rank, "state": state, **seconds}
+        return {**said, "rank": self.rank, "state": state, "worked": cpu - self._cpu_there, **seconds}
 
     def last_words(self) -> dict[str, Any]:
         """Returns what the process last said of itself, {} if nothing."""
@@ -387,11 +392,12 @@ class Agent:
                 self._unsent_bytes -= len(data)
 
 
-def _state(pid: int) -> str:
-    """Returns the kernel's state of a process: R, S, D, T (stopped), ...; "" if it cannot be read."""
-    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
-    return ""
+def _state(pid: int) -> tuple[str, float]:
+    """Returns the kernel's state of a process, R, S, D, T (stopped), ..., and its CPU seconds; ("", 0.0) if they cannot be read."""
+    with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+        return fields[0], sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    return "", 0.0
 
 
 def usage(sessions: set[int]) -> dict[int, Usage]:

@@ -337,7 +337,7 @@ class Attempt:
         return [
             *self._stack_of(guilty),
             "all processes:",
-            *(f"  {beat.place()}, still for {beat.still:.0f} s" for beat in running),
+            *(f"  {beat.place()}, still for {beat.still:.0f} s{_innermost(beat)}" for beat in running),
         ]
 
     def _stack_of(self, beat: verdict.Beat) -> list[str]:
@@ -435,6 +435,10 @@ class Attempt:
     def _broadcast(self, frame: Mapping[str, Any]) -> None:
         for one in self._connections.values():
             one.send(frame)
+
+
+def _innermost(beat: verdict.Beat) -> str:
+    return f", at {beat.stack[0]}" if beat.stack else ""
 
 
 def shell_status(returncode: int) -> int:

@@ -9,6 +9,7 @@ may use CPU all the time. A quiet process is named soon, since nothing that is m
 or a GPU may yet answer. The run ends after a limit.
 """
 
+import collections
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ class Beat(NamedTuple):
       silent: seconds without a heartbeat.
       still: seconds since the last advance.
       quiet: seconds without a sign of life.
+      worked: CPU seconds since the last advance.
       state: the kernel's state of it.
       stack: of its main thread.
       has_beat: whether it has heartbeats.
@@ -64,6 +66,7 @@ class Beat(NamedTuple):
     silent: float
     still: float
     quiet: float
+    worked: float
     state: str
     stack: tuple[str, ...]
     has_beat: bool
@@ -99,6 +102,7 @@ def beat(host: str, said: Mapping[str, Any], *, has_gpus: bool = False) -> Beat:
         silent=float(said["silent"]),
         still=float(said["still"]),
         quiet=unmoved if has_gpus and phase not in HOST_PHASES else min(unmoved, idle),
+        worked=float(said.get("worked", 0.0)),
         state=str(said.get("state", "")),
         stack=tuple(said.get("stack", ())),
         has_beat="count" in said,
@@ -115,7 +119,7 @@ class Judge:
         self._calmest: dict[str, float] = {}  # phase -> seconds without a sign of life, after which there was one
         self._before: dict[int, Beat] = {}
         self._late: Beat | None = None  # the quietest that was looked at last
-        self._named: tuple[int, int] | None = None  # rank and advances of the process that was named
+        self._named: tuple[int, int] | None = None  # step and advances of the process that was named
         self._done: dict[tuple[int, str], int] = {}  # rank and phase -> times since the start
 
     def judge(self, beats: Iterable[Beat]) -> Blame | None:
@@ -141,7 +145,7 @@ class Judge:
         """Returns the process for which all have waited for too long, once for each wait. It may go on yet."""
         told = list(beats)
         late = furthest_behind(told)
-        if not late or (late[0].rank, late[0].advances) == self._named:
+        if not late or (late[0].step, late[0].advances) == self._named:
             return None
         one, end = late[0], self._still_limit(late)
         quiet, still = (min(getattr(each, name) for each in late) for name in ("quiet", "still"))
@@ -153,7 +157,7 @@ class Judge:
             why = f"has not moved on for {still:.0f} s; before, it took {self._longest[one.phase]:.0f} s at most"
         else:
             return None
-        self._named = (one.rank, one.advances)
+        self._named = (one.step, one.advances)
         return Blame(one, why + (f"; the run ends after {end:.0f} s" if end < math.inf else ""))
 
     def _quiet_limit(self, told: Sequence[Beat], late: Beat) -> float:
@@ -202,7 +206,8 @@ class Judge:
 def furthest_behind(beats: Iterable[Beat]) -> list[Beat]:
     """Returns the processes that the others wait for, the likeliest cause first; none if none has heartbeats.
 
-    They have advanced the least. Of those, the ones that wait for other processes are left out, unless all do.
+    They have advanced the least. Of those, the ones that wait for other processes are left out, unless all do. Processes that wait for
+    devices cannot be told from one that hangs. But they have the same stack, as they wait at the same place, and they have worked before.
     """
     told = list(beats)
     if not any(one.has_beat for one in told):
@@ -210,7 +215,8 @@ def furthest_behind(beats: Iterable[Beat]) -> list[Beat]:
     least = min((one.has_beat, one.step, one.advances) for one in told)
     late = [one for one in told if (one.has_beat, one.step, one.advances) == least]
     late = [one for one in late if not one.waits] or late
-    return sorted(late, key=lambda one: (-one.quiet, -one.still, one.rank))
+    alike = collections.Counter(one.stack for one in late)
+    return sorted(late, key=lambda one: (alike[one.stack], round(one.worked, 1), -one.quiet, -one.still, one.rank))
 
 
 def _where(one: Beat) -> str:
