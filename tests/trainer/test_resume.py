@@ -23,7 +23,7 @@ from zerojax.trainer.card import document
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order by another stage or number of devices
 HALF_PRECISION = 2e-2  # relative: eight bits of bfloat16, over a few steps
-KILLS = 20
+KILLS, KILLS_ON_DISK = 20, 5
 KILLED = {**runs.EVALUATED, "steps": 20, "checkpoint__every": 1, "evaluate__every": 4}
 SLOW = """
 import time
@@ -132,6 +132,26 @@ def test_a_run_killed_at_any_moment_gives_the_numbers_of_one_that_was_not(comman
     assert command.status == 0 and said(command.err) == "", command.err
     assert recorded(tmp_path) == numbers
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if "tmp" in path.name) == []
+
+
+@pytest.mark.slow
+def test_a_run_with_its_state_on_a_disk_loses_nothing_by_kills(commands, stdlib_dir, tmp_path):
+    disk, (whole, killed) = tmp_path / "disk", (tmp_path / name for name in ("whole", "killed"))
+    settings = KILLED | {"steps": 10, "offload__optimizer": "nvme", "offload__chunk_bytes": 20_000}
+    arguments = runs.flags(**settings, offload__nvme_path=disk, data__name="python_stdlib", data__dir=stdlib_dir)
+    command = commands(*arguments, f"--workdir={whole}")
+    assert command.status == 0, command.err
+    draw = random.Random(1)
+    for _ in range(KILLS_ON_DISK):
+        command = commands.start(*arguments, f"--workdir={killed}")
+        wait_for(lambda more=lines(killed) + 1: lines(killed) >= more, command)  # a step at least, so that a run ends
+        time.sleep(draw.random() * 0.2)
+        command.kill(signal.SIGKILL)
+        command.wait()
+        assert not list(disk.iterdir()), "a killed run leaves nothing on the disk"
+    command = commands(*arguments, f"--workdir={killed}")
+    assert command.status == 0, command.err
+    assert recorded(killed) == recorded(whole)
 
 
 @pytest.mark.slow

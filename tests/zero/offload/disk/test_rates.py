@@ -1,8 +1,9 @@
 """Checks the measurement of a disk. This module tests zerojax.zero.offload.disk.rates."""
 
 import os
+import threading
 
-from zerojax.zero.offload.disk import rates
+from zerojax.zero.offload.disk import memory, rates, scratch
 
 MB = 1 << 20
 
@@ -32,6 +33,28 @@ def test_a_step_reads_and_writes_its_state_once_at_the_rate_of_both():
     slow, fast = rates.Rates(1, 1, read=9e9, write=9e9, both=2e9), rates.Rates(1, 2, read=3e9, write=3e9, both=4e9)
     measured = rates.Measured("here", True, (slow, fast))
     assert measured.best is fast and measured.best.seconds(8 * 10**9) == 4.0
+    assert slow.least_seconds(9 * 10**9) == 1.0 and rates.Rates(1, 1, 2e9, 4e9, 1e9).least_seconds(8 * 10**9) == 4.0
+
+
+def test_reads_and_writes_have_threads_of_their_own(tmp_path, monkeypatch):
+    """Reads that wait until a write has ended would wait for ever if they held all threads."""
+    wrote = threading.Event()
+    real = os.preadv
+
+    def after_a_write(fd, views, at):
+        assert wrote.wait(30)
+        return real(fd, views, at)
+
+    file = scratch.Scratch(tmp_path, 4 * MB)
+    monkeypatch.setattr(os, "preadv", after_a_write)
+    buffers = [memory.Buffer(MB) for _ in range(2)]
+    reads = [(file.read, MB, n * MB) for n in range(2)]
+
+    def write(view, offset):
+        file.write(view, offset)
+        wrote.set()
+
+    assert rates._rate([reads, [(write, MB, 2 * MB)]], buffers, seconds=60) > 0
 
 
 def test_a_rate_is_measured_no_longer_than_allowed(tmp_path):

@@ -26,7 +26,7 @@ class Rates:
 
     Attributes:
       chunk: bytes of one call to the kernel.
-      threads: calls at once.
+      threads: calls at once; for `both`, as many in each direction.
       read, write: alone.
       both: read and written together, the sum of the two.
     """
@@ -40,6 +40,10 @@ class Rates:
     def seconds(self, nbytes: int) -> float:
         """Returns the time in which that many bytes are read and written once each, at the same time."""
         return 2 * nbytes / self.both
+
+    def least_seconds(self, nbytes: int) -> float:
+        """Returns the time of the slower direction alone, than which no step is faster."""
+        return nbytes / min(self.read, self.write)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,20 +84,21 @@ def measure(
     """
     file = scratch.Scratch(folder, size)
     try:
-        buffers = [memory.Buffer(max(chunks)) for _ in range(max(threads))]
+        buffers = [memory.Buffer(max(chunks)) for _ in range(2 * max(threads))]
         random = np.random.default_rng(0).integers(0, 256, max(chunks), np.uint8)  # some disks compress
         for buffer in buffers:
             buffer.view[:] = random
         say("writing the file once")
-        _rate(_moves(file, file.write, max(chunks)), buffers, seconds=float("inf"))
+        _rate([_moves(file, file.write, max(chunks))], buffers, seconds=float("inf"))
         found = []
         for chunk in chunks:
             for number in threads:
                 say(f"chunks of {display.human(chunk)}, threads {number}")
                 reads, writes = (_moves(file, call, chunk) for call in (file.read, file.write))
                 half = len(reads) // 2
-                both = [move for pair in zip(reads[:half], writes[half:]) for move in pair] or [*reads, *writes]
-                read, write, duplex = (_rate(moves, buffers[:number], seconds) for moves in (reads, writes, both))
+                read, write = (_rate([moves], buffers[:number], seconds) for moves in (reads, writes))
+                # Threads of their own for each direction: a slow read holds up no write.
+                duplex = _rate([reads[:half] or reads, writes[half:]], buffers[: 2 * number], seconds)
                 found.append(Rates(chunk, number, read, write, duplex))
         return Measured(scratch.describe(file.folder, file.is_direct), file.is_direct, tuple(found))
     finally:
@@ -104,15 +109,18 @@ def _moves(file: scratch.Scratch, call: Callable[..., None], chunk: int) -> list
     return [(call, min(chunk, file.size - offset), offset) for offset in range(0, file.size, chunk)]
 
 
-def _rate(moves: Sequence[Move], buffers: Sequence[memory.Buffer], seconds: float) -> float:
-    """Returns bytes a second of these moves, with a thread for each buffer, for at most `seconds`."""
-    left, lock, began = iter(moves), threading.Lock(), time.perf_counter()
+def _rate(directions: Sequence[Sequence[Move]], buffers: Sequence[memory.Buffer], seconds: float) -> float:
+    """Returns bytes a second of the moves of each direction at the same time, for at most `seconds`.
 
-    def work(buffer: memory.Buffer) -> int:
-        moved = 0
+    Each buffer has a thread, and each direction its share of them.
+    """
+    left, lock, began = [iter(moves) for moves in directions], threading.Lock(), time.perf_counter()
+
+    def work(number: int) -> int:
+        moved, buffer = 0, buffers[number]
         while time.perf_counter() - began < seconds:
             with lock:
-                move = next(left, None)
+                move = next(left[number % len(left)], None)
             if move is None:
                 break
             call, nbytes, offset = move
@@ -121,5 +129,5 @@ def _rate(moves: Sequence[Move], buffers: Sequence[memory.Buffer], seconds: floa
         return moved
 
     with concurrent.futures.ThreadPoolExecutor(len(buffers)) as pool:
-        moved = sum(pool.map(work, buffers))
+        moved = sum(pool.map(work, range(len(buffers))))
     return moved / (time.perf_counter() - began)
