@@ -113,6 +113,8 @@ def test_a_pulse_is_what_was_used_since_the_look_before(monkeypatch, used, idle,
         pulse.feel(now, 1.0)
         found = pulse.seconds()
     assert found == (idle, unmoved)
+    pulse.wants_cpu()
+    assert pulse.seconds() == (0, unmoved)
     pulse.feel(now._replace(pids=frozenset({1, 2})), 1.0)
     assert pulse.seconds() == (0, 0)
 

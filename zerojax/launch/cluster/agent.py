@@ -122,6 +122,10 @@ class Pulse:
         self._works += is_new or cpus >= IDLE_CPUS
         self._moves += is_new or pages >= IDLE_PAGES or count >= IDLE_BYTES
 
+    def wants_cpu(self) -> None:
+        """Says that the process is ready to run, which is as good as running."""
+        self._works += 1
+
     def seconds(self) -> tuple[float, float]:
         """Returns for how long the process has been idle, and unmoved."""
         return self._idle.see(self._works), self._unmoved.see(self._moves)
@@ -192,6 +196,8 @@ class Process:
         state, cpu = _state(said.get("pid", self.popen.pid))
         if place != self._place:
             self._place, self._cpu_there = place, cpu
+        if state == "R":  # on a busy machine it may get no CPU for long
+            self.pulse.wants_cpu()
         idle, unmoved = self.pulse.seconds()
         seconds = {"silent": silent, "still": still, "idle": idle, "unmoved": min(still, unmoved)}
         return {**said, "rank": self.rank, "state": state, "worked": cpu - self._cpu_there, **seconds}
