@@ -43,8 +43,8 @@ class Part:
       words: settings of bench_train.py; for a peer, its script and the script's words.
     """
 
-    seconds: int
-    most: int
+    seconds: float
+    most: float
     words: Sequence[str]
     is_peer: bool = False
 
@@ -151,11 +151,7 @@ def wait_for_gpus(seconds: float = 20) -> None:
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     end = time.monotonic() + seconds
     while True:
-        used = [
-            int(word)
-            for word in subprocess.run(query, capture_output=True, text=True).stdout.split()
-            if word.isdecimal()
-        ]
+        used = [int(word) for word in _output(query).split() if word.isdecimal()]
         if max(used, default=0) < FREE:
             return
         if time.monotonic() > end:

@@ -1,0 +1,28 @@
+"""Checks the benchmark of eight GPUs. This module tests scripts/bench_eight.py."""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "scripts"))
+
+import bench_eight
+import bench_train
+
+
+def test_parts_name_settings_and_have_time_for_themselves():
+    for name, part in bench_eight.PARTS.items():
+        assert part.seconds < part.most, name
+        assert part.is_peer or set(part.words) <= set(bench_train.SETTINGS), name
+
+
+def test_a_part_that_fails_or_runs_over_takes_no_other_with_it(tmp_path, monkeypatch, capsys):
+    """What is done is not run again."""
+    scripts = {"8b": "echo boom; exit 3", "titan-8b": "sleep 60 & sleep 60", "lean": "echo '| 8b-lean | 8 |'"}
+    monkeypatch.setattr(bench_eight, "command", lambda name, *_: ["bash", "-c", scripts[name]])
+    monkeypatch.setattr(bench_eight, "PARTS", {name: bench_eight.Part(0, 0.3, ["x"], is_peer=True) for name in scripts})
+    words = [str(tmp_path), "--peers", "peers", "--gpus", "8"]
+    assert [bench_eight.main(words) for _ in range(2)] == [1, 1]
+    out = capsys.readouterr().out
+    assert out.count("== 8b: failed with status 3") == out.count("boom") == 2
+    assert out.count("== titan-8b: ended: time is up") == 2
+    assert out.count("== lean: ok") == out.count("| 8b-lean | 8 |") == out.count("== lean: done before") == 1
