@@ -26,6 +26,16 @@ def stdlib_dir(tmp_path_factory):
     return data_dir
 
 
+CACHED = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Compiles each program of this test worker once."""
+    with runs.jax_settings(jax_compilation_cache_dir=str(tmp_path_factory.mktemp("programs")), **CACHED):
+        yield
+
+
 @pytest.fixture(scope="session")
 def compiled_dir(tmp_path_factory):
     """Returns the folder of compiled programs of all small runs, which all test workers share."""
@@ -38,11 +48,7 @@ def compiled_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cache_dir(compiled_dir):
     """Compiles each program of the small runs once. A second run of the same shapes takes a second, not ten."""
-    with runs.jax_settings(
-        jax_compilation_cache_dir=str(compiled_dir),
-        jax_persistent_cache_min_compile_time_secs=0.0,
-        jax_persistent_cache_min_entry_size_bytes=-1,
-    ):
+    with runs.jax_settings(jax_compilation_cache_dir=str(compiled_dir), **CACHED):
         yield compiled_dir
 
 
