@@ -69,11 +69,11 @@ CONFIGS = {
         "llama",
         {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
     ),
-    "hidden_act: must be one of gelu": ("llama", {"hidden_act": "relu6"}),
+    "hidden_act: must be one of gelu": ("llama", {"hidden_act": "elu"}),
     "num_attention_heads: must be a whole number above 0, and is 'four'": ("llama", {"num_attention_heads": "four"}),
     "num_attention_heads: must be a multiple of num_key_value_heads=3": ("llama", {"num_key_value_heads": 3}),
     "layer_types: must be 2 of full_attention": ("qwen2", {"layer_types": ["linear_attention", "full_attention"]}),
-    "feed_forward_proj: must be one of": ("t5", {"feed_forward_proj": "gated-mish"}),
+    "feed_forward_proj: must be one of": ("t5", {"feed_forward_proj": "gated-elu"}),
     "d_model: must be a multiple of decoder_attention_heads=5": ("bart", {"decoder_attention_heads": 5}),
     "tie_word_embeddings: must be true or false, and is 'no'": ("bart", {"tie_word_embeddings": "no"}),
     "tensor model.layers.0.self_attn.k_proj.bias is not one of the model that config.json describes (6 of 26 are not)": (
@@ -130,6 +130,22 @@ def test_a_model_saved_without_its_head_is_read(copied):
     np.testing.assert_array_equal(
         folder_lib.read_shard(found, bias, (slice(8, 16),), np.float32), np.zeros(8, np.float32)
     )
+
+
+def test_names_without_their_prefix_and_buffers_of_rotations_are_read(copied):
+    folder = copied("llama")
+    tensors = safetensors.numpy.load_file(folder / tensor_files.ONE_FILE)
+    buffers = dict.fromkeys(("rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"), np.ones(8, np.float32))
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()} | buffers
+    assert "lm_head.weight" in bare
+    safetensors.numpy.save_file(bare, folder / tensor_files.ONE_FILE)
+    assert folder_lib.open_folder(folder).entries.keys() == tensors.keys()
+
+
+def test_mt5_is_t5_by_another_name(copied):
+    as_mt5 = {"model_type": "mt5", "architectures": ["MT5ForConditionalGeneration"]}
+    plain, found = (folder_lib.open_folder(copied("t5", change)) for change in ({}, as_mt5))
+    assert found.model == plain.model and found.family is plain.family
 
 
 def sparse_folder(tmp_path, **changes):

@@ -125,6 +125,32 @@ def test_a_module_that_is_trained_in_full_is_saved_with_its_bias(tmp_path):
     assert again.adapters.saved == loaded.adapters.saved
 
 
+def test_a_tied_embedding_that_is_trained_in_full_stays_tied_or_is_refused(tmp_path):
+    lora = zerojax.Lora(r=2, modules_to_save=("shared",))
+    loaded = zerojax.load_huggingface(golden_models.FOLDER / "bart", stage=0, lora=lora)
+    assert loaded.config.tie_embeddings
+    zerojax.export_adapter(loaded.params, loaded, tmp_path)
+    config = tmp_path / peft.CONFIG
+    saved, raw = safetensors.numpy.load_file(tmp_path / peft.WEIGHTS), json.loads(config.read_text())
+    assert raw.pop(peft.TYING) is True
+    copy = saved["base_model.model.lm_head.weight"]  # as PEFT saves it
+    np.testing.assert_array_equal(copy, saved["base_model.model.model.shared.weight"])
+    again = zerojax.load_huggingface(golden_models.FOLDER / "bart", stage=0, adapter=tmp_path)
+    assert again.adapters.saved == loaded.adapters.saved == ("embed/embedding",)
+    config.write_text(json.dumps(raw))
+    with pytest.raises(UserError, match="modules_to_save has the embedding of a model whose output projection repeats"):
+        zerojax.load_huggingface(golden_models.FOLDER / "bart", stage=0, adapter=tmp_path)
+
+
+def test_an_adapter_of_an_embedding_is_refused_in_one_line(tmp_path):
+    folder = changed(tmp_path)
+    tensors = safetensors.numpy.load_file(folder / peft.WEIGHTS)
+    name = "base_model.model.model.embed_tokens.lora_embedding_A"
+    safetensors.numpy.save_file(tensors | {name: np.ones((8, 384), np.float32)}, folder / peft.WEIGHTS)
+    with pytest.raises(UserError, match=f"tensor {name} is of an adapter of an embedding or of the output projection"):
+        zerojax.load_huggingface(golden_models.FOLDER / "llama", stage=0, adapter=folder)
+
+
 def test_patterns_of_rank_and_alpha_are_read_and_applied(tmp_path):
     lora = zerojax.Lora(r=4, alpha=8, rank_pattern={"v_proj": 2}, alpha_pattern={r"layers\.1\.self_attn\.q_proj": 2})
     loaded = zerojax.load_huggingface(golden_models.FOLDER / "llama", stage=0, lora=lora)
@@ -153,6 +179,10 @@ def changed(tmp_path, **fields):
         (
             {"r": 4},
             r".*tensor base_model.*lora_A.weight has shape \(8, 64\), and adapter_config.json and the model give \(4, 64\)",
+        ),
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            r".*init_lora_weights is 'pissa_niter_4', which changes the model's own",
         ),
         ({"lora_dropout": 2.0}, r".*adapter_config.json: lora.dropout: must be at least 0 and below 1"),
     ],

@@ -33,6 +33,22 @@ def test_a_linear_map_contracts_the_last_dims(contracted, equation):
     np.testing.assert_allclose(found, np.einsum(equation, x, params["kernel"]), atol=ROUNDING)
 
 
+def test_activations_are_those_of_their_names():
+    x = np.linspace(-4, 8, 25, dtype=np.float32)
+    relu, logistic = np.maximum(x, 0), 1 / (1 + np.exp(-x))
+    wanted = {
+        "relu2": relu**2,
+        "relu6": np.minimum(relu, 6),
+        "quick_gelu": x / (1 + np.exp(-1.702 * x)),
+        "mish": x * np.tanh(np.log1p(np.exp(x))),
+        "sigmoid": logistic,
+        "silu": x * logistic,
+        "tanh": np.tanh(x),
+    }
+    for name, value in wanted.items():
+        np.testing.assert_allclose(layers.ACTIVATIONS[name](x), value, atol=1e-6, rtol=1e-5)
+
+
 def test_an_embedding_looks_rows_up():
     tokens = jnp.array([[3, 1], [0, 3]])
     found, params = applied(layers.Embed(5, 4), tokens)

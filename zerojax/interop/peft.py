@@ -8,8 +8,9 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -42,6 +43,9 @@ UNREAD: Mapping[str, tuple[Any, ...]] = {
     "kasa_config": (None,),
     "monteclora_config": (None,),
 }
+# Other ways to begin change the model's own weights too, and the folder does not hold these.
+BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+TYING = "ensure_weight_tying"  # a tied embedding that is trained in full stays tied; else PEFT trains a copy of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +131,7 @@ def open_adapter(path: str | os.PathLike, family: family_lib.Family, model: Any,
             f"{path}: holds no {WEIGHTS}; name a folder that save_pretrained of PEFT wrote, with safetensors"
         )
     lora = read_settings(path, raw, quantize=quantize)
+    entries = _without_copies(entries, family, model)
     known = linear(family, model)
     path_of = {found.name: module for module, found in known.items()}
     own = {tensor.name: tensor for tensor in layout.tensors(family, model)}
@@ -138,11 +143,17 @@ def open_adapter(path: str | os.PathLike, family: family_lib.Family, model: Any,
             adapted[path_of[module]] = None
         elif not kind and module in own:
             saved.append(own[module].path)
+        elif ".lora_embedding_" in name or ".base_layer." in name:
+            raise UserError(
+                f"{path / WEIGHTS}: tensor {name} is of an adapter of an embedding or of the output projection, which PEFT saves with the "
+                "model's own weight; leave both out of target_modules"
+            )
         else:
             raise UserError(
                 f"{path / WEIGHTS}: tensor {name} belongs to no {'linear module' if kind else 'weight'} of this model; choose the model "
                 "that the adapter was trained with"
             )
+    _check_tied(path, raw, saved, family, model)
     ordered = tuple(module for module in known if module in adapted)
     chosen = targets.Targets(_with_targets(lora, known, ordered), known, ordered, tuple(saved))
     if not ordered:
@@ -150,6 +161,48 @@ def open_adapter(path: str | os.PathLike, family: family_lib.Family, model: Any,
     tensors = {tensor.path: tensor for tensor in tensors_of(chosen, family, model)}
     _check(path, tensors, entries)
     return Adapter(path, chosen, tensors, entries)
+
+
+def _check_tied(
+    path: pathlib.Path, raw: Mapping[str, Any], saved: list[str], family: family_lib.Family, model: Any
+) -> None:
+    """Refuses an embedding that is trained in full apart from the output projection that repeats it."""
+    if _tied(saved, family, model) and not raw.get(TYING):
+        raise UserError(
+            f"{path / CONFIG}: modules_to_save has the embedding of a model whose output projection repeats it, and {TYING} is not true, "
+            f"so PEFT trained a copy for one of the two; save it with {TYING}=True"
+        )
+
+
+def _copies(
+    tensors: Iterable[layout.ModelTensor], chosen: targets.Targets, family: family_lib.Family, model: Any
+) -> list[layout.ModelTensor]:
+    """Returns the tied embedding once more under the output projection's name, which PEFT expects if both are trained in full."""
+    if not _tied(chosen.saved, family, model):
+        return []
+    named = {tensor.name: tensor for tensor in tensors}
+    copies = family.huggingface.copies({"tie_word_embeddings": True})
+    heads = {name: original for name, original in copies.items() if "(" not in name}
+    return [named[PREFIX + original]._replace(name=PREFIX + name) for name, original in heads.items()]
+
+
+def _without_copies(
+    entries: Mapping[str, tensor_files.Entry], family: family_lib.Family, model: Any
+) -> dict[str, tensor_files.Entry]:
+    """Returns the tensors without copies of tied weights that PEFT saves beside them."""
+    found = dict(entries)
+    copies = family.huggingface.copies({"tie_word_embeddings": True}) if model.tie_embeddings else {}
+    for pattern, original in copies.items():
+        own = found.get(PREFIX + original)
+        for name in [name for name in found if re.fullmatch(re.escape(PREFIX) + pattern, name)]:
+            if own is not None and tensor_files.is_equal(found[name], own):
+                del found[name]
+    return found
+
+
+def _tied(saved: Iterable[str], family: family_lib.Family, model: Any) -> bool:
+    """Returns whether a weight that is trained in full is the output projection too."""
+    return model.tie_embeddings and "embed/embedding" in saved
 
 
 def read_config(path: pathlib.Path) -> dict[str, Any]:
@@ -173,6 +226,11 @@ def read_settings(path: pathlib.Path, raw: Mapping[str, Any], *, quantize: str =
                 f"{path / CONFIG}: {name} is {errors.shown(raw[name])}, which zerojax does not compute; known are adapters with "
                 f"{name}={errors.shown(same[0])}"
             )
+    if raw.get("init_lora_weights") not in BEGINNINGS:
+        raise UserError(
+            f"{path / CONFIG}: init_lora_weights is {errors.shown(raw['init_lora_weights'])}, which changes the model's own weights; save "
+            "it with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), which makes a plain adapter of it"
+        )
     read = {
         "r": raw.get("r", 8),
         "alpha": raw.get("lora_alpha", 8),
@@ -232,13 +290,16 @@ def export(
                 f"params/{tensor.path}: is {shape}, and the adapter has {tensor.leaf_shape}; pass its own settings"
             )
     fetch = huggingface.make_fetch(jax.process_index() == 0)
+    tensors += _copies(tensors, chosen, family, model)
     arrays = [fetch(leaves[tensor.path], np.dtype(leaves[tensor.path].dtype)) for tensor in tensors]
     with huggingface.writing(path) as partial:
         if jax.process_index() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             _write(partial / WEIGHTS, tensors, arrays)
-            (partial / CONFIG).write_text(json.dumps(config_of(chosen, family, base), indent=2, sort_keys=True) + "\n")
+            (partial / CONFIG).write_text(
+                json.dumps(config_of(chosen, family, model, base), indent=2, sort_keys=True) + "\n"
+            )
             path.mkdir(exist_ok=True)
             (path / CONFIG).unlink(missing_ok=True)  # so that a kill leaves no adapter of new weights and old settings
             for name in (WEIGHTS, CONFIG):
@@ -254,7 +315,7 @@ def _write(path: pathlib.Path, tensors: list[layout.ModelTensor], arrays: list[A
             huggingface.write_tensor(file, tensor, array)
 
 
-def config_of(chosen: targets.Targets, family: family_lib.Family, base: str | None) -> dict[str, Any]:
+def config_of(chosen: targets.Targets, family: family_lib.Family, model: Any, base: str | None) -> dict[str, Any]:
     """Returns the contents of adapter_config.json."""
     lora, others = chosen.lora, [path for path in chosen.linear if path not in chosen.adapted]
     meant = [chosen.linear[path].name for path in chosen.adapted]
@@ -276,6 +337,7 @@ def config_of(chosen: targets.Targets, family: family_lib.Family, base: str | No
         "init_lora_weights": True,
         "use_dora": False,
         "inference_mode": True,
+        **({TYING: True} if _tied(chosen.saved, family, model) else {}),
     }
 
 
