@@ -95,12 +95,18 @@ def plan(
 
 
 def bytes_at_once(step: streamed.StreamedStep) -> int:
-    """Returns the device bytes of the groups in flight, and of the temporaries of an update. Compiles the programs of the updates."""
+    """Returns the device bytes of the groups in flight, of params that leave with them, and of the temporaries of an update.
+
+    Compiles the programs of the updates.
+    """
     analyses = [compiled.memory_analysis() for compiled in step.updates.compile()]
     known = [analysis for analysis in analyses if analysis is not None]
     extra = max((a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes for a in known), default=0)
-    counts = [group.nbytes for group in step.updates.groups]
-    return max((sum(counts[n : n + step.in_flight]) for n in range(len(counts))), default=0) + extra
+    groups, in_flight = step.updates.groups, step.in_flight
+    windows = [groups[n : n + in_flight] for n in range(len(groups))]
+    return (
+        max((sum(g.nbytes for g in window) + step.updates.param_bytes(window) for window in windows), default=0) + extra
+    )
 
 
 def of(

@@ -224,6 +224,11 @@ class Updates:
         shardings = [self._leaves[n][1].sharding for n in group.host]
         return kept.leave(list(leaving), [leaves[n] for n in group.host], shardings)
 
+    def param_bytes(self, groups: Sequence[Group]) -> int:
+        """Returns the bytes on each device of the groups' params that are stored in host memory, where they go after their update."""
+        weights = {weight for group in groups for weight in group.weights if weight in self._partition.on_host}
+        return sum(layout.shard_bytes(self._weights[weight]) for weight in weights)
+
     def prefetch(self, leaves: Sequence[Any]) -> None:
         """Begins to read the groups that live on a disk."""
         kept.prefetch([[leaves[n] for n in group.host] for group in self.groups])
