@@ -6,8 +6,8 @@ Devices: 1 GPU with 80 GB, and a host with 110 GB of free memory: 6 bytes a weig
 tokens a step. On the device are the sums of gradients, 2 bytes a weight, and a fifth of the weights, so that the link keeps up.
 Weights and sums are rounded stochastically, and there are no float32 masters. Gradients are not clipped: the norm is known at the end of
 the backward pass, until when all gradients would wait in float32.
-Result: not yet run at this size. The loss needs 5.7 GB of device memory in one piece, so some 12 GB are left free (docs/offload.md). On random
-tokens the loss should fall as that of configs/llama3_1b.py.
+Result: not yet run at this size. The loss needs 5.7 GB of device memory in one piece, so some 12 GB are left free (docs/offload.md). On
+random tokens the loss should fall as that of configs/llama3_1b.py.
 """
 
 from configs import llama3_1b
