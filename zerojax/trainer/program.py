@@ -174,7 +174,8 @@ def _build(config: config_lib.Config, tokenizer_vocab: int, devices: Sequence[An
         params = start.abstract_params(config.lora, weights.adapted, family, model, source, policy)
         family, trainable = families_lora.with_adapters(family, weights.adapted.chosen), weights.trainable
     fp8 = config_lib.make_fp8(config)
-    histories = (lambda params: ()) if fp8 is None else functools.partial(fp8.init, blocks=family.blocks)
+    # Of all weights: a state of adapters is made without the frozen ones.
+    histories = (lambda: ()) if fp8 is None else functools.partial(fp8.init, params, blocks=family.blocks)
     how: dict[str, Any] = {"policy": policy, "loss_scale": loss_scale, "seed": config.seed, "trainable": trainable}
     how["histories"] = histories
     create = functools.partial(_state, tx=tx, inner=inner, copy_dtype=copy_dtype, **how)
@@ -470,12 +471,12 @@ def _state(
     loss_scale: Any,
     seed: int,
     trainable: str,
-    histories: Callable[[Any], Any],
+    histories: Callable[[], Any],
 ) -> Any:
     # Where weights are frozen, all have their dtypes already.
     weights = precision.cast_floating(params, policy.weight_dtype) if not trainable else params
     part = shard_state.trained_params(weights, trainable)
-    fields = {"loss_scale": _first_scale(loss_scale), "fp8": histories(params)}
+    fields = {"loss_scale": _first_scale(loss_scale), "fp8": histories()}
     logical = train_state.create(part, inner, jax.random.key(seed), **fields)
     logical = logical.replace(params=weights)
     return logical_lib.from_logical(logical, copy_dtype).replace(tx=tx)

@@ -55,6 +55,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_its_checkpoints_hold_adapter
     assert "lora_a" in names and "kernel" not in names
 
 
+def test_delayed_scales_of_fp8_have_histories_of_frozen_matmuls_too():
+    built, state = first(precision="fp8", fp8__recipe="delayed")
+    modules = {path.removesuffix("/kernel") for path in own(state) if path.endswith("kernel") and "layer_" in path}
+    assert modules and set(state.fp8) == modules
+    assert jax.tree.structure(state) == jax.tree.structure(built.partition.abstract_state)
+
+
 def test_another_base_is_refused_in_one_line(tmp_path, cache_dir):
     base = tmp_path / "base"
     shutil.copytree(FOLDER, base)
