@@ -26,7 +26,7 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import explicit, placement, where_used
 from zerojax.zero import update as update_lib
-from zerojax.zero.offload import blocks, layout, programs, schedule, streamed
+from zerojax.zero.offload import blocks, layout, programs, schedule, streamed, transfer
 from zerojax.zero.offload import passes as passes_lib
 from zerojax.zero.offload import updates as updates_lib
 from zerojax.zero.sharded_batch import inputs
@@ -270,7 +270,7 @@ class _Groups:
         old = self._old_params[weight]
         if weight not in self.weights:
             self.weights[weight] = (
-                jax.device_put(old, layout.on_device(old.sharding)) if layout.is_on_host(old) else old
+                transfer.moved([old], [layout.on_device(old.sharding)])[0] if layout.is_on_host(old) else old
             )
 
     def _finish(self, weight: str) -> None:
@@ -281,7 +281,7 @@ class _Groups:
         old, new = self._old_params[weight], self.weights.pop(weight)
         del self.grads[weight]
         if layout.is_on_host(old):
-            new = jax.device_put(new, old.sharding)
+            new = transfer.moved([new], [old.sharding])[0]
             if self._step.donate:
                 old.delete()
         self.params[weight] = new

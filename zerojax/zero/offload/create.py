@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from zerojax.optim import pieces
 from zerojax.zero import placement
-from zerojax.zero.offload import budget, kept, layout
+from zerojax.zero.offload import budget, kept, layout, transfer
 
 MOST_BYTES = 1 << 30  # of offloaded leaves on a device at once
 
@@ -85,7 +85,10 @@ def from_leaves(
 def copied(leaf: Any, like: Any) -> jax.Array:
     """Returns a leaf that may be on the host and in pieces as one array on the device, with the dtype and the sharding of `like`."""
     dim = leaf.dim if pieces.is_pieces(leaf) else 0
-    parts = [jax.device_put(kept.in_memory(part), layout.on_device(part.sharding)) for part in jax.tree.leaves(leaf)]
+    stored = jax.tree.leaves(leaf)
+    parts = transfer.moved(
+        [kept.in_memory(part) for part in stored], [layout.on_device(part.sharding) for part in stored]
+    )
     return jax.block_until_ready(_joined(dim, jnp.dtype(like.dtype), like.sharding)(parts))
 
 

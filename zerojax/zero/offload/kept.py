@@ -13,7 +13,7 @@ import jax
 from zerojax import display, roles, tree
 from zerojax.errors import UserError
 from zerojax.zero import placement
-from zerojax.zero.offload import layout, settings
+from zerojax.zero.offload import layout, settings, transfer
 from zerojax.zero.offload.disk import folder as folder_lib
 from zerojax.zero.offload.disk import scratch, store
 
@@ -107,14 +107,14 @@ def keeper(partition: placement.Partition) -> Keep:
 
 def to_host(array: jax.Array, like: Any) -> jax.Array:
     """Sends an array to where an abstract leaf is in host memory."""
-    return jax.device_put(array, like.sharding)
+    return transfer.moved([array], [like.sharding])[0]
 
 
 def load(leaves: list[Any], shardings: list[Any]) -> Loading:
     """Begins to bring leaves to the device. Returns the arrays, or a future of them; see `arrived`."""
     if leaves and is_on_disk(leaves[0]):
         return leaves[0].store.load(leaves, shardings)
-    return jax.device_put(leaves, shardings)
+    return transfer.moved(leaves, shardings)
 
 
 def arrived(loaded: Loading) -> list[jax.Array]:
@@ -124,7 +124,7 @@ def arrived(loaded: Loading) -> list[jax.Array]:
 
 def leave(leaving: list[jax.Array], old: list[Any], shardings: list[Any]) -> list[Any]:
     """Begins to bring new leaves to where the old ones live. Those of a disk are written over the old ones, which become invalid."""
-    host = jax.device_put(leaving, shardings)
+    host = transfer.moved(leaving, shardings)
     return old[0].store.replace(old, host) if old and is_on_disk(old[0]) else host
 
 

@@ -14,7 +14,7 @@ import jax
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import placement
-from zerojax.zero.offload import layout
+from zerojax.zero.offload import layout, transfer
 from zerojax.zero.offload import settings as settings_lib
 
 
@@ -77,9 +77,10 @@ def are_on_host(partition: placement.Partition) -> bool:
 
 def to_device(params: Any) -> Any:
     """Returns params with copies on the device of those in host memory, for a program that reads all of them at once."""
-    return jax.tree.map(
-        lambda leaf: jax.device_put(leaf, layout.on_device(leaf.sharding)) if layout.is_on_host(leaf) else leaf, params
-    )
+    leaves, structure = jax.tree.flatten(params)
+    stored = [leaf for leaf in leaves if layout.is_on_host(leaf)]
+    copies = iter(transfer.moved(stored, [layout.on_device(leaf.sharding) for leaf in stored]))
+    return jax.tree.unflatten(structure, [next(copies) if layout.is_on_host(leaf) else leaf for leaf in leaves])
 
 
 def _elements(found: placement.Placement) -> int:

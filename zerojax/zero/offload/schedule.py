@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from zerojax.zero.offload import programs as programs_lib
+from zerojax.zero.offload import transfer
 
 AHEAD = 2  # programs between the sending of a copy and its use; with 1 a copy has the time of one program
 
@@ -48,8 +49,8 @@ class Schedule:
         values: dict[int, Any] = {n: leaf for n, leaf in enumerate(stored) if n not in self._on_host}
         running: collections.deque[jax.Array] = collections.deque()
 
-        def fetch(numbers: list[int]) -> list[jax.Array]:  # one call for all: each costs the sender time
-            return jax.device_put([stored[n] for n in numbers], [self._on_host[n] for n in numbers])
+        def fetch(numbers: list[int]) -> list[jax.Array]:
+            return transfer.moved([stored[n] for n in numbers], [self._on_host[n] for n in numbers])
 
         for index in range(self._ahead):
             self._fetch(index, values, fetch)

@@ -1,0 +1,37 @@
+"""Copies arrays between host memory and the devices. This module sends each process's own shards.
+
+Where an array is of several processes, `jax.device_put` compiles and runs a program for it, though a copy needs no other process. Many such
+programs in flight beside a step's collectives made two processes wait for each other for ever on emulated devices.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+
+def moved(arrays: Sequence[jax.Array], shardings: Sequence[Any]) -> list[jax.Array]:
+    """Begins to copy arrays, and returns the copies.
+
+    Args:
+      arrays: arrays, of this process alone or of several.
+      shardings: where each copy shall be; its shards are those of the array, in another memory.
+    """
+    if all(array.is_fully_addressable for array in arrays):
+        return jax.device_put(list(arrays), list(shardings))  # one call for all: each costs the sender time
+    return by_shard(arrays, shardings)
+
+
+def by_shard(arrays: Sequence[jax.Array], shardings: Sequence[Any]) -> list[jax.Array]:
+    """As `moved`, each of this process's shards on its own."""
+    shards = [array.addressable_shards for array in arrays]
+    there = [
+        [SingleDeviceSharding(shard.device, memory_kind=sharding.memory_kind) for shard in own]
+        for own, sharding in zip(shards, shardings)
+    ]
+    placed = jax.device_put([[shard.data for shard in own] for own in shards], there)
+    return [
+        jax.make_array_from_single_device_arrays(array.shape, sharding, own)
+        for array, sharding, own in zip(arrays, shardings, placed)
+    ]
