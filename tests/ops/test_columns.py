@@ -1,5 +1,6 @@
 """Checks matrices that devices use by columns. This module tests zerojax.ops.columns."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -26,3 +27,17 @@ def test_a_matrix_whose_columns_nothing_takes_is_refused():
     with pytest.raises(UserError, match=line), columns.used():
         columns.take(add())
         add("params/embed/table")
+
+
+def test_a_matrix_that_is_also_computed_with_is_refused_where_its_gradient_would_be_lost():
+    def loss(sink, penalty):
+        with columns.used():
+            seen = columns.add("params/head/kernel", columns.Columns(jnp.ones((3, 2)), "data", 4), sink)
+            taken = columns.take(seen)
+            return taken.sink.sum() + penalty * (seen**2).sum() if penalty else taken.sink.sum()
+
+    assert (jax.grad(loss)(jnp.zeros((3, 2)), 0.0) == 1).all()
+    with pytest.raises(
+        UserError, match=r"by_columns: params/head/kernel is also computed with.*omit it from by_columns"
+    ):
+        jax.grad(loss)(jnp.zeros((3, 2)), 1e-4)

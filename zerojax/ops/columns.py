@@ -7,6 +7,7 @@ one-pass loss (`sharded_losses`) or a look-up (`embedding`), recognises it by it
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,13 +78,37 @@ def used() -> Iterator[None]:
 
 
 def add(path: str, columns: Columns, sink: jax.Array) -> jax.Array:
-    """Returns what a model sees in place of a matrix, and makes it known. A model that computes with it gets NaN."""
+    """Returns what a model sees in place of a matrix, and makes it known.
+
+    A model that computes with it gets NaN. In the backward pass of one that does both that and a look-up or a loss, as with a tied head, it
+    raises UserError, since the gradient of what was computed would be lost.
+    """
     rows, size = columns.shard.shape
-    seen = jnp.full((rows, size * columns.ways), jnp.nan, columns.shard.dtype)
+    seen = _in_place_of(path, (rows, size * columns.ways), columns.shard.dtype, sink)
     matrices = _KNOWN.get()
     assert matrices is not None, "outside of used()"
     matrices.append(Known(path, seen, columns, sink))
     return seen
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _in_place_of(path: str, shape: tuple[int, int], dtype: Any, sink: jax.Array) -> jax.Array:
+    return jnp.full(shape, jnp.nan, dtype)
+
+
+def _forward(path: str, shape: tuple[int, int], dtype: Any, sink: jax.Array) -> tuple[jax.Array, None]:
+    return _in_place_of(path, shape, dtype, sink), None
+
+
+def _backward(path: str, *_: Any) -> Any:
+    """Is traced if a gradient arrives, so if something has been computed with the matrix."""
+    raise UserError(
+        f"by_columns: {path} is also computed with, beside an operation that uses its columns; a tied head, or a penalty on the weight, "
+        "needs the gathered matrix; omit it from by_columns"
+    )
+
+
+_in_place_of.defvjp(_forward, _backward)
 
 
 def take(matrix: Any) -> Known | None:

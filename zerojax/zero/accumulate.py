@@ -27,9 +27,13 @@ def checked_dtype(dtype: Any, passes: int) -> bool:
     Raises:
       UserError: it is neither None, float32 nor bfloat16.
     """
-    if dtype is not None and jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
-        raise UserError(f"accum_dtype: must be float32 or bfloat16, and is {jnp.dtype(dtype).name}")
-    in_16_bits = dtype is not None and jnp.dtype(dtype) == jnp.bfloat16
+    try:
+        name = None if dtype is None else jnp.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    if name not in (None, "float32", "bfloat16"):
+        raise UserError(f"accum_dtype: must be float32 or bfloat16, and is {name}; pass jnp.bfloat16, or omit it")
+    in_16_bits = name == "bfloat16"
     if in_16_bits and passes == 1:
         warnings.warn("accum_dtype: is bfloat16, and a step of one pass adds up nothing; omit it", stacklevel=3)
     return in_16_bits
