@@ -4,15 +4,17 @@
     python scripts/bench_offload_blocks.py --preset llama3_1b --layers 16 --micro_batch 4 --clip_norm 1 --state fp32_params --optimizer host
     python scripts/bench_offload_blocks.py --preset qwen2_14b --layers 48 --seq_len 1024 --micro_batch 16 --accum 2 --whole_accum 32 ...
 
-States: fp32 (16-bit params, float32 masters and moments), 16bit (16-bit params and moments, stochastically rounded) and fp32_params
-(float32 params and moments). Weights are random, and the batch is the same in all steps. Each figure is printed as it comes. The first step
-compiles. The second may still allocate host memory, which is slow where a machine grows its memory as it is used. So the rate is that of
-the median of the later ones. --whole_accum adds one step of more passes than the others, and the rate is then that of this step.
+States: fp32 (16-bit params, float32 masters and moments), 16bit (16-bit params and moments, stochastically rounded), 8bit (16-bit params,
+8-bit moments) and fp32_params (float32 params and moments). Weights are random, and the batch is the same in all steps. Each figure is
+printed as it comes. The first step compiles. The second may still allocate host memory, which is slow where a machine grows its memory as
+it is used. So the rate is that of the median of the later ones. --whole_accum adds one step of more passes than the others, and the rate
+is then that of this step.
 --plan h100 compiles the programs for that device and prints the planned memory; it needs no GPU. --limit_s ends the process in time.
 """
 
 import argparse
 import dataclasses
+import functools
 import os
 import pathlib
 import sys
@@ -23,7 +25,12 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-HOST_BYTES = {"fp32": (2, 12), "16bit": (2, 4), "fp32_params": (4, 8)}  # of a param, and of its optimizer state
+HOST_BYTES = {
+    "fp32": (2, 12),
+    "16bit": (2, 4),
+    "8bit": (2, 2.04),
+    "fp32_params": (4, 8),
+}  # of a param, and of its optimizer state
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--preset", default="llama3_8b")
@@ -39,6 +46,7 @@ parser.add_argument("--state", choices=tuple(HOST_BYTES), default="fp32")
 parser.add_argument("--clip_norm", type=float, default=0.0)
 parser.add_argument("--optimizer", choices=("none", "host"), default="host")
 parser.add_argument("--params", choices=("none", "host"), default="none")
+parser.add_argument("--fraction", type=float, default=1.0)
 parser.add_argument("--params_fraction", type=float, default=1.0)
 parser.add_argument("--steps", type=int, default=4)
 parser.add_argument("--pool_gb", type=int, default=0, help="XLA's pool of pinned host memory; 0: as the state needs")
@@ -85,7 +93,7 @@ def _measured(options: argparse.Namespace, family: Any, model: Any, count: int, 
     model = dataclasses.replace(model, attention="cudnn" if device.platform == "gpu" else "xla")
     partition = _partition(options, family, model, device)
     train_step = _step(options, family, model, partition, options.accum)
-    state = _random(partition.abstract_state)
+    state = _random(partition)
     made = time.perf_counter()
     on_host = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if leaf.sharding.memory_kind == "pinned_host")
     say(f"the state is made, {on_host / 1e9:.1f} GB of it on the host")
@@ -131,7 +139,8 @@ def _size_pool(options: argparse.Namespace, model: Any, count: int) -> int:
     from zerojax.zero.offload import budget, settings
 
     of_param, of_state = HOST_BYTES[options.state]
-    pinned = count * (of_state * (options.optimizer == "host") + of_param * (options.params == "host"))
+    pinned = count * of_state * options.fraction * (options.optimizer == "host")
+    pinned += count * of_param * options.params_fraction * (options.params == "host")
     pinned += settings.IN_FLIGHT * settings.CHUNK_BYTES
     pinned += budget.NEW_PARAMS * of_param * model.vocab_size * model.embed_dim
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(options.pool_gb or budget.pool_size_gb(pinned)))
@@ -176,8 +185,8 @@ def _partition(options: argparse.Namespace, family: Any, model: Any, device: Any
     from zerojax.optim import registry
 
     how: dict[str, Any] = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-    if options.state == "16bit":
-        how |= {"moments": "bf16", "rounds_weights": True}
+    if options.state in ("16bit", "8bit"):
+        how |= {"moments": "bf16" if options.state == "16bit" else "int8", "rounds_weights": True}
     tx = registry.make_optimizer("adamw", 1e-4, **how)
     if options.state == "fp32":
         tx = zerojax.with_master_weights(tx)
@@ -192,6 +201,7 @@ def _partition(options: argparse.Namespace, family: Any, model: Any, device: Any
         offload={
             "optimizer": options.optimizer,
             "params": options.params,
+            "fraction": options.fraction,
             **({"params_fraction": options.params_fraction} if options.params == "host" else {}),
         },
     )
@@ -222,26 +232,31 @@ def _step(options: argparse.Namespace, family: Any, model: Any, partition: Any, 
     )
 
 
-def _random(abstract_state: Any) -> Any:
-    """Returns a state with random weights and moments of 0, made leaf by leaf where each is stored."""
+def _random(partition: Any) -> Any:
+    """Returns a state with random weights and moments of 0. Each leaf is made on the device, and moved to where it lives."""
     import jax
-    import numpy as np
+    import jax.numpy as jnp
 
     from zerojax import tree
+    from zerojax.zero.offload import kept, layout
 
-    rng = np.random.default_rng(0)
-    drawn = rng.standard_normal(1 << 24) * 0.02
+    keep, keys = kept.keeper(partition), iter(range(1 << 30))
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def drawn(shape: tuple[int, ...], dtype: Any, seed: Any) -> Any:
+        return (jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) * 0.02).astype(dtype)
 
     def value(path: str, leaf: Any) -> Any:
         if {"mu", "nu"} & set(path.split("/")) or leaf.size < 8:
-            array = np.zeros(leaf.shape, leaf.dtype)
+            array = jnp.zeros(leaf.shape, leaf.dtype)
         elif len(leaf.shape) == 1:
-            array = np.ones(leaf.shape, leaf.dtype)
+            array = jnp.ones(leaf.shape, leaf.dtype)
         else:
-            array = np.resize(drawn.astype(leaf.dtype), leaf.size).reshape(leaf.shape)
-        return jax.block_until_ready(jax.device_put(array, leaf.sharding))
+            array = drawn(leaf.shape, leaf.dtype, next(keys))
+        array = jax.device_put(array, layout.on_device(leaf.sharding))
+        return jax.block_until_ready(keep(array, leaf) if layout.is_on_host(leaf) else array)
 
-    return tree.map_with_path(value, abstract_state)
+    return tree.map_with_path(value, partition.abstract_state)
 
 
 def _tokens(options: argparse.Namespace, vocab_size: int, accum: int) -> Any:
