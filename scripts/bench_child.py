@@ -1,4 +1,4 @@
-"""Runs one case of a benchmark in a process of its own. This module shows the case's lines as they come, and ends it if it runs over."""
+"""Starts processes of benchmarks. This module runs a case in one of its own, shows its lines as they come, and ends it if it runs over."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -22,17 +22,7 @@ def run(name: str, words: Sequence[str], limit_s: float) -> dict[str, Any] | Non
     """
     began, found, last = time.monotonic(), None, ""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        [sys.executable, "-u", *words],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    process = start([sys.executable, "-u", *words], {**os.environ, "PYTHONPATH": path})
     timer = threading.Timer(max(0.0, limit_s), _kill, [process])
     timer.start()
     try:
@@ -51,6 +41,21 @@ def run(name: str, words: Sequence[str], limit_s: float) -> dict[str, Any] | Non
         why = f"ended after {seconds:.0f} s: --limit_s" if seconds >= limit_s else f"failed: {last[-300:]}"
         print(f"{name}: {why}", flush=True)
     return found
+
+
+def start(words: Sequence[str], environ: Mapping[str, str], stdout: Any = subprocess.PIPE) -> subprocess.Popen:
+    """Starts a command from the root of the repository, in a session of its own, so that it can be ended with what it started."""
+    return subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
 
 
 def tell(figures: dict[str, Any]) -> None:

@@ -25,7 +25,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+import bench_child  # in this folder
+
+ROOT = bench_child.ROOT
 FREE = 3000  # MiB in use on a GPU below which the part before has left it
 
 # tensorwise scales, fp8 gathers
@@ -107,14 +109,7 @@ def run(name: str, options: argparse.Namespace, left: float) -> str:
     """Runs a part for up to `left` seconds, and returns its status."""
     log = options.folder / f"{name}.out"
     with open(log, "w") as out:
-        process = subprocess.Popen(
-            command(name, options, left),
-            env=environment(name, options),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = bench_child.start(command(name, options, left), environment(name, options), out)
         try:
             code = process.wait(
                 timeout=left + 15 * (not PARTS[name].is_peer)
@@ -214,23 +209,26 @@ def _output(words: list[str]) -> str:
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=pathlib.Path, help="for all files; on a disk of the machine")
+    parser.add_argument("folder", type=_absolute, help="for all files; on a disk of the machine")
     parser.add_argument(
         "--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}"
     )
     parser.add_argument(
-        "--peers", type=pathlib.Path, help="the folder of peer_titan.py and peer_ds.py; without it no peers are run"
+        "--peers", type=_absolute, help="the folder of peer_titan.py and peer_ds.py; without it no peers are run"
     )
-    parser.add_argument("--site", type=pathlib.Path, help="the folder of the peers' packages")
+    parser.add_argument("--site", type=_absolute, help="the folder of the peers' packages")
     parser.add_argument("--gpus", type=int, default=0, help="0: all of this machine")
     parser.add_argument("--limit_s", type=float, default=570, help="seconds until all parts are ended")
     parser.add_argument("--dry", action="store_true", help="print the commands only")
     options = parser.parse_args(arguments)
     if options.peers is None:
         options.parts = [name for name in options.parts if not PARTS[name].is_peer]
-    options.folder = options.folder.absolute()
     options.gpus = options.gpus or _output(["nvidia-smi", "--list-gpus"]).count("GPU ") or 8
     return options
+
+
+def _absolute(text: str) -> pathlib.Path:
+    return pathlib.Path(text).absolute()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import bench_report  # in this folder
+import bench_child  # in this folder
+import bench_report
 
 from zerojax.trainer import memory_guard
 
@@ -207,17 +208,7 @@ def run(setting: Setting, folder: pathlib.Path, steps: int, limit: float) -> dic
     words, status, last = command(setting, folder, steps), "", ""
     found: dict[str, Any] = {"command": shlex.join(words)}
     began = time.monotonic()
-    process = subprocess.Popen(
-        words,
-        cwd=ROOT,
-        env=environment(setting, os.environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    process = bench_child.start(words, environment(setting, os.environ))
     timer = threading.Timer(limit, _end, [process, setting])
     timer.start()
     try:

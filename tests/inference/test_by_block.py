@@ -60,7 +60,7 @@ def test_a_program_reads_the_weights_of_one_block_and_three_blocks_are_on_the_de
     shapes = {"params": family.abstract_params(chosen.parts, config)}
     partition = stages.partition_state(shapes, mesh=mesh, **HOST)
     picked = choice.Choice(NEW, family.SpecialTokens(), sampling.Sampling())
-    programs, rows = by_block._Programs(chosen, config, partition, picked, None), mesh_lib.batch_sharding(mesh)
+    programs, rows = by_block.Loop(chosen, config, partition, picked, None), mesh_lib.batch_sharding(mesh)
     like = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows) for shape in ((1, 4), (1,))]
     weights = partition.abstract_state["params"]
     schedule = programs.start.schedule(weights, ({}, *like))

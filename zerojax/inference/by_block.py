@@ -8,7 +8,6 @@ reads from the same value whether all rows have ended, so none waits for another
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,29 +22,8 @@ from zerojax.zero import placement
 from zerojax.zero.offload import blockwise
 
 
-def make_loop(
-    family: family_lib.Family,
-    config: Any,
-    partition: placement.Partition,
-    choice: choice_lib.Choice,
-    compute_dtype: Any,
-) -> Callable[..., jax.Array]:
-    """Returns f(params, inputs, tokens, lengths, seed) -> the new tokens int32[rows, new_tokens]; see `generate.make_generator`."""
-    programs = _Programs(family, config, partition, choice, compute_dtype)
-
-    def generate(params: Any, inputs: Any, tokens: jax.Array, lengths: jax.Array, seed: Any) -> jax.Array:
-        scores, caches = programs.start(params, (inputs, tokens, lengths))
-        found, goes_on, step = programs.first(scores, lengths, tokens, seed)
-        while goes_on:
-            scores, caches = programs.extend(params, (caches, step, found.token))
-            found, goes_on, step = programs.add(found, scores, lengths, tokens, seed)
-        return found.tokens
-
-    return generate
-
-
-class _Programs:
-    """The programs of a generation."""
+class Loop:
+    """`loop(params, inputs, tokens, lengths, seed)` -> the new tokens int32[rows, new_tokens]; see `generate.make_generator`."""
 
     def __init__(
         self,
@@ -78,3 +56,12 @@ class _Programs:
             return following(choice.add(found, scores, seed), lengths, tokens)
 
         self.first, self.add = (jax.jit(function, out_shardings=(found, same, step)) for function in (first, add))
+
+    def __call__(self, params: Any, inputs: Any, tokens: jax.Array, lengths: jax.Array, seed: Any) -> jax.Array:
+        """Reads the prompts and adds tokens."""
+        scores, caches = self.start(params, (inputs, tokens, lengths))
+        found, goes_on, step = self.first(scores, lengths, tokens, seed)
+        while goes_on:
+            scores, caches = self.extend(params, (caches, step, found.token))
+            found, goes_on, step = self.add(found, scores, lengths, tokens, seed)
+        return found.tokens

@@ -191,30 +191,17 @@ class _OfDevice:
         return gradients
 
 
-def mean(
-    loss_fn: Callable[..., Any],
-    partition: Any,
-    *,
-    compute_dtype: Any,
-    blocks: str,
-    heads: str,
-    runner: Callable[..., Any] = overlap.Chain,
-) -> Callable[[Any, Any], jax.Array]:
+def mean(loss_fn: Callable[..., Any], partition: Any, **how: Any) -> Callable[[Any, Any], jax.Array]:
     """Returns f(params, batch) -> the loss over devices, forward only; `loss_fn(params, batch)` is a mean, a `Mean` or a `Sum`.
 
-    `runner` makes what runs the blocks; it takes the arguments of `overlap.Chain`.
+    `how` is that of `by_row`.
     """
-    reduction, find = gather.Reduction(jnp.float32), _finder(partition)
-
-    def with_aux(params: Any, batch: Any, _: Any) -> tuple[jax.Array, dict]:
-        return loss_fn(params, batch), {}
+    forward = _forward(loss_fn, partition, **how)
 
     def on_device(params: Any, batch: Any, _: Any) -> jax.Array:
-        chain = runner(find, compute_dtype, reduction, overlap.no_tokens())
-        run = _device_loss(with_aux, partition, where_used.How(blocks, heads, "full"), chain)
-        loss, _ = run(_without_gradients(params, find), batch, None)
+        loss, tokens = forward(params, batch)
         loss, _ = totals.objective(outputs.loss_over_devices(loss, mesh_lib.ways(partition.mesh)), 1)
-        return jax.lax.psum(_read(chain.tokens, loss), mesh_lib.BATCH_AXES)
+        return jax.lax.psum(_read(tokens, loss), mesh_lib.BATCH_AXES)
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         batch_specs = inputs.Layout(partition.mesh).specs(batch)
@@ -223,26 +210,21 @@ def mean(
     return mean_loss
 
 
-def by_row(
-    function: Callable[..., Any],
-    partition: Any,
-    *,
-    compute_dtype: Any,
-    blocks: str,
-    heads: str,
-    runner: Callable[..., Any] = overlap.Chain,
-) -> Callable[[Any, Any], Any]:
+def by_row(function: Callable[..., Any], partition: Any, **how: Any) -> Callable[[Any, Any], Any]:
     """Returns f(params, arrays) -> `function(params, *arrays)`, forward only, which each device computes of its own rows.
 
-    All arrays of `arrays` and of the result count rows in their first dim. Scalars among `arrays` are the same for all rows. The other
-    arguments are those of `mean`.
+    All arrays of `arrays` and of the result count rows in their first dim. Scalars among `arrays` are the same for all rows.
+
+    Args:
+      function: takes gathered weights.
+      partition: how the params are sharded.
+      how: `compute_dtype`, `blocks` and `heads`, see `where_used.where_used`; and `runner`, which makes what runs the blocks and takes
+        the arguments of `overlap.Chain`, the default.
     """
-    reduction, find = gather.Reduction(jnp.float32), _finder(partition)
+    forward = _forward(function, partition, **how)
 
     def on_device(params: Any, arrays: Any, _: Any) -> Any:
-        chain = runner(find, compute_dtype, reduction, overlap.no_tokens())
-        run = _device_loss(function, partition, where_used.How(blocks, heads, "full"), chain)
-        return run(_without_gradients(params, find), *arrays)
+        return forward(params, *arrays)[0]
 
     def of_rows(params: Any, arrays: Any) -> Any:
         rows = P(mesh_lib.BATCH_AXES)
@@ -252,12 +234,28 @@ def by_row(
     return of_rows
 
 
-def _without_gradients(params: Any, find: Callable[[str, Any], placement.Placement]) -> Any:
-    """Returns the weights for a forward pass: each with a sink that receives nothing."""
-    reduction = gather.Reduction(jnp.float32)
-    return tree.map_with_path(
-        lambda path, leaf: gather.ShardAndSink(leaf, gather.sink(find(path, leaf), reduction)), params
-    )
+def _forward(
+    function: Callable[..., Any],
+    partition: Any,
+    *,
+    compute_dtype: Any,
+    blocks: str,
+    heads: str,
+    runner: Callable[..., Any] = overlap.Chain,
+) -> Callable[..., tuple[Any, overlap.Tokens]]:
+    """Returns f(params, *args) -> (`function(params, *args)` on one device, the tokens of its gathers). Nothing is differentiated."""
+    reduction, find = gather.Reduction(jnp.float32), _finder(partition)
+
+    def sink(path: str, leaf: Any) -> gather.ShardAndSink:
+        return gather.ShardAndSink(leaf, gather.sink(find(path, leaf), reduction))
+
+    def forward(params: Any, *args: Any) -> tuple[Any, overlap.Tokens]:
+        chain = runner(find, compute_dtype, reduction, overlap.no_tokens())
+        run = _device_loss(function, partition, where_used.How(blocks, heads, "full"), chain)
+        result = run(tree.map_with_path(sink, params), *args)
+        return result, chain.tokens
+
+    return forward
 
 
 def _device_loss(loss_fn: Callable[..., Any], partition: Any, how: where_used.How, chain: Any) -> Callable[..., Any]:
