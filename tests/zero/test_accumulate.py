@@ -109,5 +109,5 @@ def test_sums_in_another_dtype_are_refused():
     with pytest.raises(UserError, match="accum_dtype: must be float32 or bfloat16, and is float16"):
         accumulate.checked_dtype(jnp.float16, 2)
     assert accumulate.checked_dtype("bfloat16", 2) and not accumulate.checked_dtype(None, 2)
-    with pytest.warns(UserWarning, match="adds up nothing"):
+    with pytest.warns(UserWarning, match="^accum_dtype: has no effect"):
         accumulate.checked_dtype(jnp.bfloat16, 1)

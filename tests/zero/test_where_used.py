@@ -442,6 +442,8 @@ def test_modules_that_differ_from_a_block_in_digits_alone_are_told_if_the_regex_
     ("pattern", "stage", "reduce_dtype", "line"),
     [
         ("head(", 3, jnp.float32, r"by_columns: 'head\(' is not a regex"),
+        (["head"], 3, jnp.float32, r"by_columns: must be a regex over module paths, .* and is \['head'\]"),
+        (None, 3, jnp.float32, "by_columns: must be a regex over module paths, .* and is None"),
         ("head", 3, None, "by_columns: needs explicit collectives; pass reduce_dtype="),
         (
             "head",
@@ -466,3 +468,11 @@ def test_matrices_that_cannot_be_used_by_columns_are_refused(pattern, stage, red
         zerojax.make_train_step(
             lambda *_: 0.0, partition, blocks="block", by_columns=pattern, reduce_dtype=reduce_dtype
         )
+
+
+def test_one_device_has_all_columns_and_is_told():
+    state = TrainState.create(apply_fn=None, params={"head": {"kernel": jnp.ones((64, 64))}}, tx=optax.sgd(1.0))
+    one = mesh_lib.make_mesh(devices=jax.devices()[:1])
+    _, partition = shard_state.shard_train_state(state, mesh=one, stage=3, min_size=0)
+    with pytest.warns(UserWarning, match="^by_columns: has no effect, because the mesh has data=1"):
+        zerojax.make_train_step(lambda *_: 0.0, partition, blocks="block", by_columns="head", reduce_dtype=jnp.float32)

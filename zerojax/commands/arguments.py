@@ -93,6 +93,7 @@ def order(given: argparse.Namespace, command: Sequence[str], environ: Mapping[st
         ssh_options = shlex.split(given.ssh_options)
     except ValueError as error:
         raise UserError(f"--ssh_options: {error}; quote it as a shell would") from error
+    limits = getattr(given, "limits", None)
     names = ("log_dir", "max_restarts", "min_nodes", "rejoin_seconds", "grace_seconds")
     more = {name: getattr(given, name) for name in names if hasattr(given, name)}
     for name, value in more.items():
@@ -107,7 +108,7 @@ def order(given: argparse.Namespace, command: Sequence[str], environ: Mapping[st
         coordinator=given.coordinator,
         python=given.python,
         ssh_options=ssh_options,
-        limits=verdict.read_limits(getattr(given, "limits", "")),
+        limits=verdict.LIMITS if limits is None else verdict.read_limits(limits),
         variables=environment.read(environ),
         **more,
     )

@@ -75,7 +75,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rejoin_seconds", type=float, default=60.0, help="how long a restart waits for all hosts")
     parser.add_argument("--grace_seconds", type=float, default=10.0, help="from SIGTERM to SIGKILL after a failure")
     parser.add_argument(
-        "--limits", default="", help="seconds without progress by phase, as in step=300,compile=7200,silent=60; 0: none"
+        "--limits", help="seconds without progress by phase, as in step=300,compile=7200,silent=60; 0: none"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
     try:

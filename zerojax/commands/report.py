@@ -90,7 +90,7 @@ def main() -> None:
 def _report() -> int:
     given = _parse(sys.argv[1:])
     if sys.stderr.isatty():
-        print("asking the devices and the compilers, which takes up to a minute ...", file=sys.stderr, flush=True)
+        print("asking devices and compilers: up to a minute ...", file=sys.stderr, flush=True)
     return facts.show(list(collect()), as_json=given.json)
 
 

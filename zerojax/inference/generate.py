@@ -56,7 +56,9 @@ def make_generator(
     if new_tokens < 1:
         raise UserError(f"max_new_tokens: must be 1 or more, and is {new_tokens}")
     mesh, choice = partition.mesh, choice_lib.Choice(new_tokens, special, sampling or sampling_lib.Sampling())
-    make = by_block.Loop if params_on_host.are_on_host(partition) else _make_loop
+    make: Callable[..., Callable[..., jax.Array]] = (
+        by_block.Loop if params_on_host.are_on_host(partition) else _make_loop
+    )
     run = make(family, config, partition, choice, compute_dtype)
 
     def generate(params: Any, input_ids: Any, attention_mask: Any = None, *, seed: int = 0) -> np.ndarray:

@@ -6,6 +6,7 @@ To add a rule, write a function of a `Case` and list it in RULES.
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -270,6 +271,26 @@ def copies_outlast_the_forward_pass(case: Case) -> Iterable[Finding]:
         )
 
 
+def columns_send_more_than_weights(case: Case) -> Iterable[Finding]:
+    """Finds matrices used by columns whose activations are more than their weights: with every device there are more examples."""
+    sent = sum(row.nbytes for row in case.rows if re.search(rf"\b{roles.BY_COLUMNS}\b", row.op_name))
+    moved = [row for row in case.rows if "all-to-all" in row.kind and row.op_name.endswith("all_to_all")]
+    used = {path: row.ways for row in moved for path in row.weights}
+    # Each pass would gather them in the compute dtype and sum their gradients in float32.
+    passing = {p: case.ledger.weights[p].size * (ways - 1) // ways * case.passes for p, ways in used.items()}
+    elements = sum(passing.values())
+    nbytes = elements * (6 if case.is_16_bit else 8)
+    if sent > nbytes > 0:
+        yield Finding(
+            "activations that are sent in place of weights are more than the weights",
+            _listed(passing),
+            f"each device receives {display.human(sent)} in a step; gathering the weights and summing their gradients takes "
+            f"{display.human(nbytes)}",
+            "gather them, if the memory allows: omit them from by_columns; or give each device fewer examples",
+            sent - nbytes,
+        )
+
+
 def matmuls_not_in_fp8(case: Case) -> Iterable[Finding]:
     """Finds matmuls that were asked for in fp8 and run in another dtype."""
     asked = [matmul for matmul in case.ledger.matmuls if matmul.wants_fp8]
@@ -297,6 +318,7 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     state_not_donated,
     offloaded_state_on_device,
     copies_outlast_the_forward_pass,
+    columns_send_more_than_weights,
     matmuls_not_in_fp8,
 )
 

@@ -35,7 +35,7 @@ def checked_dtype(dtype: Any, passes: int) -> bool:
         raise UserError(f"accum_dtype: must be float32 or bfloat16, and is {name}; pass jnp.bfloat16, or omit it")
     in_16_bits = name == "bfloat16"
     if in_16_bits and passes == 1:
-        warnings.warn("accum_dtype: is bfloat16, and a step of one pass adds up nothing; omit it", stacklevel=3)
+        warnings.warn("accum_dtype: has no effect, because a step of one pass adds up nothing; omit it", stacklevel=3)
     return in_16_bits
 
 

@@ -56,9 +56,13 @@ class How:
         }
         for name, example in examples.items():
             pattern = getattr(self, name)
+            if not isinstance(pattern, str | re.Pattern):
+                raise UserError(
+                    f"{name}: must be a regex over module paths, such as '{example}', or '' for none, and is {pattern!r}"
+                )
             try:
                 re.compile(pattern)
-            except (re.error, TypeError, OverflowError) as error:
+            except (re.error, OverflowError) as error:
                 raise UserError(
                     f"{name}: {pattern!r} is not a regex: {error}; pass one over module paths, such as '{example}'"
                 ) from error
@@ -335,7 +339,7 @@ def largest_block(placements: Mapping[str, placement.Placement], blocks: str) ->
 def used_by_columns(partition: placement.Partition, pattern: str) -> placement.Partition:
     """Returns a partition in which devices use columns of the matrices of some modules, and none gathers them (`ops.columns`).
 
-    One device has all columns, and nothing changes there.
+    One device has all columns, and nothing changes there but a warning.
 
     Args:
       partition: of the train state.
@@ -357,13 +361,17 @@ def used_by_columns(partition: placement.Partition, pattern: str) -> placement.P
         elif not weight.trainable:
             why = "it is frozen"
         elif mesh.shape[mesh_lib.DATA] > 1 and not gather.is_gathered(weight):
-            why = "every device holds all of it; weights are sharded at stage 3"
+            why = "every device holds all of it: weights are sharded at stage 3 (zero.stage=3) alone"
         if why:
             raise UserError(f"by_columns: {path} cannot be used by columns, because {why}; omit it from by_columns")
         marked[path] = dataclasses.replace(weight, by_columns=gather.is_gathered(weight))
     if pattern and not marked:
         raise UserError(
             f"by_columns: {pattern!r} matches no module with a matrix; name an output projection or an embedding, such as 'head'"
+        )
+    if pattern and partition.mesh.shape[mesh_lib.DATA] == 1:
+        warnings.warn(
+            "by_columns: has no effect, because the mesh has data=1 and a device has all columns; omit it", stacklevel=3
         )
     return dataclasses.replace(partition, placements={**partition.placements, **marked})
 

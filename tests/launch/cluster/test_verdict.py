@@ -168,7 +168,10 @@ def test_limits_can_be_set():
     assert verdict.Judge(verdict.read_limits("data=0")).judge([beat(phase=watch.DATA, still=1e6)]) is None
 
 
-@pytest.mark.parametrize("text", ["steps=3", "step", "step=x", "step=-1", "step=inf", "step=nan"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "step=1,", "quiet=1,quiet=2", "steps=3", "step", "step=x", "step=-1", "step=inf", "step=nan", "step=1_0"],
+)
 def test_wrong_limits_are_named(text):
     with pytest.raises(UserError, match="--limits: "):
         verdict.read_limits(text)

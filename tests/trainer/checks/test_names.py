@@ -1,5 +1,7 @@
 """Checks that errors of the library name config keys. This module tests zerojax.trainer.checks.names."""
 
+import warnings
+
 import fuzz_configs
 import pytest
 
@@ -40,3 +42,13 @@ def test_an_error_of_the_library_names_the_config_key(name):
     changes, message = REFUSED[name]
     with pytest.raises(UserError, match=message):
         plans.plan_program(program_lib.build(fuzz_configs.config(changes), tokenizer_vocab=320), "cpu")
+
+
+def test_a_warning_of_the_library_is_one_line_that_names_the_config_key(capsys):
+    for _ in range(2):
+        with warnings.catch_warnings(), names.of_config():
+            warnings.simplefilter("always")
+            warnings.warn("accum_dtype: has no effect, because x", stacklevel=1)
+    assert capsys.readouterr().err == "zerojax: config.accum_dtype: has no effect, because x\n"
+    with pytest.warns(UserWarning, match="^of another"), names.of_config():
+        warnings.warn("of another library", stacklevel=1)

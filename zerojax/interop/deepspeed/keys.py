@@ -187,9 +187,7 @@ KEYS: Mapping[str, Key] = {
     "torch_autocast.lower_precision_safe_modules": _unsupported(
         "one compute dtype holds for all modules; norms and softmax are float32", *OFF
     ),
-    "data_types.grad_accum_dtype": _taken(
-        "reduce_dtype", "gradients are summed over passes and devices in it; fp16 becomes fp32"
-    ),
+    "data_types.grad_accum_dtype": _taken("accum_dtype", "gradients of several passes add up in it; fp16 becomes fp32"),
     "data_types.param_dtype": _no_effect("config.precision decides the dtype of weights"),
     "data_types.buffer_dtype": _no_effect("the models have no buffers"),
     "communication_data_type": _taken("reduce_dtype", "fp16 becomes fp32"),

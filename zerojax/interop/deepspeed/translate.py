@@ -290,15 +290,16 @@ def _loss_scale(draft: Draft) -> None:
 
 
 def _sums(draft: Draft) -> None:
-    """Puts the dtype of the gradients' sums."""
-    for name in ("data_types.grad_accum_dtype", "communication_data_type"):
+    """Puts the dtypes of the gradients' sums over passes and over devices."""
+    sums = {"data_types.grad_accum_dtype": "accum_dtype", "communication_data_type": "reduce_dtype"}
+    for name, field in sums.items():
         value = draft.get(name)
         if value is not None:
             if str(value).lower() not in _REDUCED:
                 raise UserError(
                     f"{name}: must be one of {', '.join(_REDUCED)}, and is {value!r}; correct it in the file"
                 )
-            draft.put("reduce_dtype", _REDUCED[str(value).lower()], name)
+            draft.put(field, _REDUCED[str(value).lower()], name)
     if draft.flag("fp32_allreduce"):
         draft.put("reduce_dtype", "fp32", "fp32_allreduce")
 

@@ -11,6 +11,7 @@ or a GPU may yet answer. The run ends after a limit.
 
 import collections
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -228,17 +229,17 @@ def read_limits(text: str) -> dict[str, float]:
     """Returns LIMITS with the changes that "step=300,compile=7200" states; 0 means no limit, and for step one from the steps so far.
 
     Raises:
-      UserError: a phase is unknown, or a value is no number of seconds.
+      UserError: a phase is unknown or repeated, or a value is no number of seconds.
     """
-    found = dict(LIMITS)
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    found, named = dict(LIMITS), set[str]()
+    for part in (part.strip() for part in text.split(",")):
         name, equals, value = part.partition("=")
         if name not in LIMITS or not equals:
             raise UserError(f"--limits: {part!r} must be PHASE=SECONDS, with PHASE one of {', '.join(LIMITS)}")
-        try:
-            found[name] = float(value)
-        except ValueError:
-            found[name] = math.nan
-        if not 0 <= found[name] < math.inf:
+        if name in named:
+            raise UserError(f"--limits: {name} has two values; give it one")
+        if not re.fullmatch(r"(\d+\.?\d*|\.\d+)", value, re.ASCII):
             raise UserError(f"--limits: {name} must be a number of seconds, 0 or more, and is {value!r}")
+        named.add(name)
+        found[name] = float(value)
     return found
