@@ -1,6 +1,7 @@
 """Checks losses against autodiff and against each other. This module tests zerojax.ops.losses."""
 
 import functools
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -72,6 +73,16 @@ def test_one_pass_keeps_no_more_logits_than_a_chunk():
     assert f"{4 * 32},{VOCAB}]" not in str(grad) and f"32,{VOCAB}]" not in str(grad)
 
 
+def test_one_pass_has_float32_logits_of_a_part_of_a_chunk_and_no_float32_sum_of_a_single_chunk():
+    inputs = make_inputs(batch=4, length=8, dtype=jnp.bfloat16)
+    for chunk, dtype in ((32, "bf16"), (8, "f32")):
+        one_pass = functools.partial(losses.one_pass_cross_entropy, chunk_tokens=chunk)
+        grad = str(jax.make_jaxpr(jax.grad(one_pass, argnums=1))(*inputs))
+        assert re.findall(rf"(\w+)\[{EMBED},{VOCAB}\] = dot_general", grad) == [dtype]
+        assert re.findall(rf"f32\[(\d+),{VOCAB}\] = dot_general", grad)[0] == str(chunk // losses.PARTS)
+        assert f"f32[{chunk},{VOCAB}]" not in grad and f"bf16[{chunk},{VOCAB}]" in grad
+
+
 def test_one_pass_gradients_have_the_dtypes_of_what_they_belong_to():
     inputs = make_inputs(dtype=jnp.bfloat16)
     loss, (d_hidden, d_kernel) = value_and_grads(losses.one_pass_cross_entropy, inputs)
@@ -100,8 +111,9 @@ def test_one_pass_loses_no_gradient_to_float16():
 
 def test_a_prime_number_of_tokens_needs_no_more_chunks_than_another():
     hidden, kernel, labels = jnp.ones((1, 97, 8)), jnp.ones((8, 16)), jnp.zeros((1, 97), jnp.int32)
-    loss = jax.make_jaxpr(functools.partial(losses.one_pass_cross_entropy, chunk_tokens=10))(hidden, kernel, labels)
-    assert "length=10" in str(loss)
+    one_pass = functools.partial(losses.one_pass_cross_entropy, chunk_tokens=10)
+    grad = str(jax.make_jaxpr(jax.grad(one_pass, argnums=1))(hidden, kernel, labels))
+    assert "length=10" in grad and "f32[10,4,3,8]" in grad, "10 chunks of 4 parts of 3 tokens"
 
 
 def test_ignored_labels_are_left_out_of_the_mean():

@@ -5,7 +5,10 @@ they are computed once. With p = softmax(z), z = h W and label y, a token's grad
 
     dh = dz W^T        dW = sum over tokens of h^T dz
 
-and the backward pass only scales the residuals dh and dW. A frozen W has no dW. It multiplies dh by 1 / tokens and the loss's cotangent
+z is float32 and dz has the dtype of h, so a chunk's z is computed and dropped in PARTS, and its dz is kept for two large matmuls. dW adds
+up over chunks in float32; of a single chunk it is one matmul, without a sum beside it.
+
+The backward pass only scales the residuals dh and dW. A frozen W has no dW. It multiplies them by 1 / tokens and the loss's cotangent
 together, since 1 / tokens alone is too small for float16. For the same reason dW is stored in float32 if the weights are float16.
 """
 
@@ -19,7 +22,7 @@ from zerojax.errors import UserError
 from zerojax.ops import columns, sharded_losses
 
 _NO_LABEL = -1
-FROZEN_SHARE = 4  # a frozen kernel has chunks of that part of the tokens: no gradient is added up over them
+PARTS = 4  # of a chunk's logits. Without a gradient of the kernel a part is a chunk: nothing is added up over chunks
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array, *, ignored: int | None = None) -> jax.Array:
@@ -61,7 +64,7 @@ def one_pass_cross_entropy(
       labels: int32[batch, length].
       bias: float[vocab], a constant: its gradient is 0. None for none.
       ignored: the label of tokens that the mean leaves out; None: it has all tokens. Without any other label loss and gradients are 0.
-      chunk_tokens: tokens per chunk; a quarter of it where the kernel is not differentiated.
+      chunk_tokens: tokens per chunk; see PARTS.
 
     Returns:
       The mean over the tokens, float32[].
@@ -89,12 +92,9 @@ def _one_pass_forward(
     hidden, kernel, labels, bias, total = jax.tree.map(
         lambda part: part.value, (hidden, kernel, labels, bias, total), is_leaf=lambda node: hasattr(node, "perturbed")
     )
-    chunk = chunk if is_trained else max(1, chunk // FROZEN_SHARE)
     loss, (d_hidden, d_kernel) = _chunks(
         hidden, kernel, labels, bias, total, chunk, with_grads=True, is_trained=is_trained
     )
-    if d_kernel is not None:
-        d_kernel = d_kernel.astype(_residual_dtype(kernel))
     return loss, (d_hidden, d_kernel, jnp.zeros((0,), kernel.dtype), total)
 
 
@@ -103,7 +103,7 @@ def _one_pass_backward(chunk: int, residuals: tuple[Any, ...], scale: jax.Array)
     tokens = d_hidden.size // d_hidden.shape[-1] if total is None else total
     d_hidden = (d_hidden.astype(jnp.float32) * (scale / tokens)).astype(d_hidden.dtype)
     if d_kernel is not None:
-        d_kernel = (d_kernel.astype(jnp.float32) * scale).astype(like.dtype)
+        d_kernel = (d_kernel.astype(jnp.float32) * (scale / tokens)).astype(like.dtype)
     return d_hidden, d_kernel, None, None, None
 
 
@@ -121,40 +121,55 @@ def _chunks(
     with_grads: bool,
     is_trained: bool = True,
 ) -> tuple[jax.Array, Any]:
-    """Returns the mean loss, the gradient of the summed loss by hidden, and that of the mean loss by kernel, if it `is_trained`.
+    """Returns the mean loss, and the gradients of the summed loss by hidden, and by kernel if it `is_trained`.
 
     `total` is the number of labels that are not _NO_LABEL; None: all count.
     """
     shape, is_masked, total = hidden.shape, total is not None, labels.size if total is None else total
     hidden, labels = hidden.reshape(-1, shape[-1]), labels.reshape(-1)
-    tokens = labels.size
-    count = -(-tokens // chunk)
-    extra = -tokens % count  # equal chunks, so that the loop body has one shape; padding has no label
+    tokens, has_sum = labels.size, with_grads and is_trained
+    part = -(-chunk // PARTS)
+    count = -(-tokens // (chunk if has_sum else part))
+    parts = -(-tokens // (count * part))
+    extra = -tokens % (count * parts)  # equal parts, so that the loop body has one shape; padding has no label
     if extra:
         hidden, labels = jnp.pad(hidden, ((0, extra), (0, 0))), jnp.pad(labels, (0, extra), constant_values=_NO_LABEL)
-    hidden, labels = hidden.reshape(count, -1, shape[-1]), labels.reshape(count, -1)
+    hidden, labels = hidden.reshape(count, parts, -1, shape[-1]), labels.reshape(count, parts, -1)
+    sum_dtype = jnp.float32 if count > 1 else _residual_dtype(kernel)
 
-    def one_chunk(d_kernel: Any, inputs: tuple[jax.Array, jax.Array]) -> tuple[Any, tuple[jax.Array, Any]]:
-        h, y = inputs
+    def one_part(d_logits: Any, inputs: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+        number, h, y = inputs
         logits = jnp.dot(h, kernel, preferred_element_type=jnp.float32)
         logits = logits if bias is None else logits + bias.astype(jnp.float32)
         log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        hit = y[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         counts = (y != _NO_LABEL)[:, None] if extra or is_masked else 1.0
-        loss = jnp.sum(counts * (log_sum - jnp.sum(jnp.where(hit, logits, 0.0), axis=-1, keepdims=True))) / total
-        if not with_grads:
-            return None, (loss, None)
-        d_logits = ((jnp.exp(logits - log_sum) - hit) * counts).astype(h.dtype)
-        if is_trained:
-            d_kernel = d_kernel + jnp.dot(h.T, d_logits, preferred_element_type=jnp.float32)
-        return d_kernel, (loss, jnp.dot(d_logits, kernel.T).astype(h.dtype))
+        label_logits = jnp.take_along_axis(logits, jnp.maximum(y, 0)[:, None], axis=-1)
+        if with_grads:
+            hit = y[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+            own = ((jnp.exp(logits - log_sum) - hit) * counts).astype(h.dtype)
+            d_logits = jax.lax.dynamic_update_index_in_dim(d_logits, own, number, 0)
+        return d_logits, jnp.sum(counts * (log_sum - label_logits)) / total
 
-    start = jnp.zeros(kernel.shape, jnp.float32) if with_grads and is_trained else None
-    d_kernel, (losses, d_hidden) = jax.lax.scan(one_chunk, start, (hidden, labels))
+    def one_chunk(carry: tuple[Any, Any], inputs: tuple[jax.Array, jax.Array]) -> tuple[Any, tuple[jax.Array, Any]]:
+        d_kernel, d_logits = carry
+        d_logits, losses = jax.lax.scan(one_part, d_logits, (jnp.arange(parts), *inputs))
+        if not with_grads:
+            return carry, (losses, None)
+        h, dz = inputs[0].reshape(-1, shape[-1]), d_logits.reshape(-1, kernel.shape[1])
+        if is_trained:
+            d_kernel = d_kernel + jnp.dot(h.T, dz, preferred_element_type=sum_dtype)
+        return (d_kernel, d_logits), (losses, jnp.dot(dz, kernel.T).astype(h.dtype))
+
+    # A chunk's dz is written over that of the chunk before. If each began with zeros, these would be written first.
+    start = (
+        jnp.zeros(kernel.shape, sum_dtype) if has_sum else None,
+        jnp.zeros((*labels.shape[1:], kernel.shape[1]), hidden.dtype) if with_grads else None,
+    )
+    (d_kernel, _), (losses, d_hidden) = jax.lax.scan(one_chunk, start, (hidden, labels))
     if not with_grads:
         return jnp.sum(losses), None
     d_hidden = d_hidden.reshape(-1, shape[-1])[:tokens].reshape(shape)
-    return jnp.sum(losses), (d_hidden, d_kernel / total if is_trained else None)
+    return jnp.sum(losses), (d_hidden, d_kernel.astype(_residual_dtype(kernel)) if is_trained else None)
 
 
 def _residual_dtype(kernel: jax.Array) -> Any:
