@@ -53,6 +53,7 @@ def get_config():
     c.offload.params = "none"  # weights, with optimizer = "host" at stage 3: "none", "host"; fetched block by block
     c.offload.fraction = 1.0  # of the optimizer state that is offloaded, above 0
     c.offload.params_fraction = 1.0  # of the params that may be offloaded, above 0
+    c.offload.params_on_device = ""  # a regex of params that stay on the device ("embed|head")
     c.offload.chunk_bytes = 256 << 20  # copied and updated together on each device
     c.offload.in_flight = 8  # chunks on a device at once; half of them arrive before the forward pass
     c.offload.nvme_path = ""  # the folder of the file, on a local disk; "": WORKDIR/offload

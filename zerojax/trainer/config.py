@@ -140,6 +140,7 @@ class OffloadSettings:
     params: str
     fraction: float
     params_fraction: float
+    params_on_device: str
     chunk_bytes: int
     in_flight: int
     nvme_path: str

@@ -44,6 +44,13 @@ def test_a_fraction_of_the_params_is_spread_over_the_model(fraction, count):
     assert len([path for path in on_host(part) if path.startswith("params/")]) == count
 
 
+def test_params_that_a_regex_matches_stay_on_the_device_and_the_fraction_is_of_the_rest():
+    settings = {"optimizer": "host", "params": "host", "params_on_device": "block_[03]", "params_fraction": 0.5}
+    found = on_host(partition(settings))
+    assert [path for path in found if path.startswith("params/")] == ["params/block_1/kernel"]
+    assert "opt_state/0/mu/block_0/kernel" in found, "the moments of a weight on the device"
+
+
 def test_the_partition_of_the_device_has_nothing_on_the_host():
     part = partition({"optimizer": "host", "params": "host"})
     assert on_host(part.on_device) == [] and jax.tree.structure(part.on_device.specs) == jax.tree.structure(part.specs)
@@ -71,6 +78,21 @@ def test_specs_and_shapes_stay():
             {"optimizer": "host", "params_fraction": 0.5},
             3,
             r"^offload\.params_fraction: is 0\.5 and cannot take effect",
+        ),
+        (
+            {"optimizer": "host", "params_on_device": "embed"},
+            3,
+            r"^offload\.params_on_device: is 'embed' and cannot take effect",
+        ),
+        (
+            {"optimizer": "host", "params": "host", "params_on_device": "embed"},
+            3,
+            r"^offload\.params_on_device: 'embed' matches none of the 4 weights .* params/block_0/kernel; correct or omit",
+        ),
+        (
+            {"optimizer": "host", "params": "host", "params_on_device": "("},
+            3,
+            r"^offload\.params_on_device: '\(' is no regex",
         ),
         (
             {"optimizer": "host", "params": "host", "params_fraction": 0},

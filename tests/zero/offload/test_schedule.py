@@ -33,6 +33,22 @@ def test_weights_from_the_host_give_the_same_and_few_are_on_the_device(net, ahea
     assert max(most) <= 4 * (ahead + 1) < len(on_device)
 
 
+def test_a_run_that_is_followed_by_another_sends_its_first_weights_beside_its_last_programs(net):
+    cut, (params, *rest) = net
+    expected = schedule.Schedule(cut, {})(params, *rest)
+    on_device = {number: leaf.sharding for number, leaf in enumerate(jax.tree.leaves(params))}
+    on_host = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")), params)
+    first = {n for program in cut.programs[:2] for n in program.reads if n in on_device}
+    early, sent = {}, []
+    for goes_on in (True, False):
+        own = schedule.Schedule(cut, on_device, ahead=2)
+        found = own(on_host, *rest, done=lambda *_: sent.append(set(early)), early=early, goes_on=goes_on)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        assert set(early) == (first if goes_on else set())
+    count = len(cut.programs)
+    assert not any(sent[: count - 2]) and sent[count - 1] == first and not any(sent[count:])
+
+
 def test_a_result_that_is_taken_as_it_comes_is_not_held(net):
     cut, args = net
     results = {result for result in cut.results if isinstance(result, int)}

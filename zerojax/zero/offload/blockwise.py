@@ -143,7 +143,7 @@ class BlockwiseStep(streamed.StreamedStep):
         resident = sum(map(layout.shard_bytes, jax.tree.leaves(self.updates.rest.on_device.abstract_state.opt_state)))
         return Memory(
             fetched=num_passes * sum(map(cut.nbytes, reads)),
-            passes=one_pass.schedule.peak(takes_results=True) + waiting + resident,
+            passes=one_pass.schedule.peak(takes_results=True, goes_on=num_passes > 1) + waiting + resident,
             params=sum(map(cut.nbytes, on_host)),
             waiting=waiting,
         )

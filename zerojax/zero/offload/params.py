@@ -1,12 +1,13 @@
 """Decides which params are stored in host memory between their uses. This module changes a partition accordingly.
 
 Frozen weights and weights whose optimizer state is offloaded are stored there, if they have at least `min_size` elements. A trained weight
-whose optimizer state stays on the device (`fraction`) stays with it. `params_fraction` takes weights spread evenly over the model, as
-`layout` does: those that stay on the device are not sent twice in each pass.
+whose optimizer state stays on the device (`fraction`) stays with it, and so does one that `params_on_device` matches. `params_fraction`
+takes weights spread evenly over the rest of the model, as `layout` does: those that stay on the device are not sent twice in each pass.
 """
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax
@@ -51,7 +52,7 @@ def place(partition: placement.Partition, offload: settings_lib.Offload, min_siz
         raise UserError(
             f"offload.params: no weight has min_size={min_size} elements and offloaded optimizer state; lower min_size, or omit it"
         )
-    chosen = set(layout.spread(fitting, offload.params_fraction))
+    chosen = set(layout.spread(_movable(fitting, offload.params_on_device), offload.params_fraction))
 
     def move(path: str, leaf: Any) -> Any:
         if path not in chosen:
@@ -68,6 +69,22 @@ def place(partition: placement.Partition, offload: settings_lib.Offload, min_siz
         resident=partition.on_device,
         on_host=partition.on_host | chosen,
     )
+
+
+def _movable(nbytes: dict[str, int], stays: str) -> dict[str, int]:
+    """Returns the weights, by path, whose path the regex `stays` does not match.
+
+    Raises:
+      UserError: it matches none or all of them.
+    """
+    left = {path: count for path, count in nbytes.items() if not stays or not re.search(stays, path)}
+    if stays and len(left) in (0, len(nbytes)):
+        which = "all" if not left else "none"
+        raise UserError(
+            f"offload.params_on_device: {stays!r} matches {which} of the {len(nbytes)} weights that may be in host memory, such as "
+            f"{next(iter(nbytes))}; correct or omit it"
+        )
+    return left
 
 
 def are_on_host(partition: placement.Partition) -> bool:

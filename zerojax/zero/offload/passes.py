@@ -108,12 +108,15 @@ class Passes:
         weights: list[jax.Array] = []
         totals: Any = None
         fields: dict[str, Any] = {}
+        early: dict[int, jax.Array] = {}
         for number in range(self.count):
             is_last = number == self.count - 1
             micro = prepared if self.count == 1 else self._take(prepared, np.int32(number))
             seed = _seed(getattr(state, "step", 0), np.int32(number)) if self.in_16_bits and not is_last else None
             done = functools.partial(self._done, found, sums, weights, ready if is_last else None, seed)
-            (_, aux), _ = found.schedule(params, micro, state, np.int32(number), done=done)
+            (_, aux), _ = found.schedule(
+                params, micro, state, np.int32(number), done=done, early=early, goes_on=not is_last
+            )
             fields, metrics = aux.get("state", {}), aux["metrics"]
             state = state.replace(**fields)
             totals = metrics if totals is None else _added_metrics(totals, metrics)

@@ -3,8 +3,8 @@
     sent      copies for program i + 2, program i, copies for program i + 3, program i + 1, ...
 
 A copy begins when the programs that were sent before it have ended, because its memory may be theirs. It runs beside the programs that
-are sent after it. So copies are sent some programs ahead. The memory of a copy is taken when it is sent, so the sender waits until the
-device is near. A value is dropped after the last program that reads it.
+are sent after it. So copies are sent some programs ahead, across the end of a run that is followed by another. The memory of a copy is
+taken when it is sent, so the sender waits until the device is near. A value is dropped after the last program that reads it.
 """
 
 import collections
@@ -38,15 +38,21 @@ class Schedule:
         self._last = {number: index for number, index in last.items() if number not in results or number in on_host}
         self._host_reads = [[n for n in program.reads if n in on_host] for program in cut.programs]
 
-    def __call__(self, *args: Any, done: Done | None = None) -> Any:
+    def __call__(
+        self, *args: Any, done: Done | None = None, early: dict[int, jax.Array] | None = None, goes_on: bool = False
+    ) -> Any:
         """Returns the step's result.
 
         Args:
           *args: the arguments, those of `on_host` on the host.
           done: called after each program is sent.
+          early: copies from the host that the run before has sent. They are taken, and replaced by those for the run that follows.
+          goes_on: whether a run with the same leaves on the host follows.
         """
-        stored = jax.tree.leaves(args)
+        stored, early = jax.tree.leaves(args), {} if early is None else early
         values: dict[int, Any] = {n: leaf for n, leaf in enumerate(stored) if n not in self._on_host}
+        values.update(early)
+        early.clear()
         running: collections.deque[jax.Array] = collections.deque()
 
         def fetch(numbers: list[int]) -> list[jax.Array]:
@@ -55,7 +61,7 @@ class Schedule:
         for index in range(self._ahead):
             self._fetch(index, values, fetch)
         for index, program in enumerate(self.cut.programs):
-            self._fetch(index + self._ahead, values, fetch)
+            self._fetch_ahead(index, values, early if goes_on else None, fetch)
             written = program.run(*[values[number] for number in program.reads])
             values.update(zip(program.writes, written))
             if written:
@@ -73,11 +79,12 @@ class Schedule:
         """Returns whether no program after this one reads a value, and it is no result."""
         return self._last.get(number) == index
 
-    def peak(self, *, takes_results: bool = False) -> int:
+    def peak(self, *, takes_results: bool = False, goes_on: bool = False) -> int:
         """Returns the most bytes of values and temporaries on a device at once, without the arguments that no program reads.
 
         Args:
           takes_results: whether `done` takes each result that is no argument as it comes.
+          goes_on: see `__call__`.
         """
         read = {number for program in self.cut.programs for number in program.reads}
         values = {n: self.cut.nbytes(n) for n in range(self.cut.arguments) if n not in self._on_host and n in read}
@@ -86,17 +93,28 @@ class Schedule:
         def nbytes(numbers: list[int]) -> list[int]:
             return [self.cut.nbytes(number) for number in numbers]
 
+        early: dict[int, int] = {}
         for index in range(self._ahead):
             self._fetch(index, values, nbytes)
         for index, program in enumerate(self.cut.programs):
-            self._fetch(index + self._ahead, values, nbytes)
+            self._fetch_ahead(index, values, early if goes_on else None, nbytes)
             values.update({number: self.cut.nbytes(number) for number in program.writes})
             analysis = program.run.memory_analysis()
-            peak = max(peak, sum(values.values()) + (analysis.temp_size_in_bytes if analysis else 0))
+            held = sum(values.values()) + sum(early.values())
+            peak = max(peak, held + (analysis.temp_size_in_bytes if analysis else 0))
             self._drop(index, values)
             for number in results.intersection(program.writes) if takes_results else ():
                 del values[number]
         return peak
+
+    def _fetch_ahead(
+        self, index: int, values: dict[int, Any], early: dict[int, Any] | None, fetch: Callable[[list[int]], list[Any]]
+    ) -> None:
+        """Fetches for the program that is `ahead` of one; into `early` if it belongs to the next run."""
+        due = index + self._ahead
+        self._fetch(due, values, fetch)
+        if early is not None and due >= len(self.cut.programs):
+            self._fetch(due - len(self.cut.programs), early, fetch)
 
     def _fetch(self, index: int, values: dict[int, Any], fetch: Callable[[list[int]], list[Any]]) -> None:
         """Adds the values that a program reads from the host."""

@@ -9,6 +9,7 @@ A pair (part, kind) that is not in `BUILT` is refused.
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ class Offload:
       params: where the params live; the same values.
       fraction: of the optimizer state's bytes that is offloaded, from above 0 to 1. The rest stays on the device.
       params_fraction: the same of the bytes of the params that may be offloaded.
+      params_on_device: a regex; params whose path it matches stay on the device. For matrices that are too large to arrive beside a block.
       chunk_bytes: bytes of state on each device that are copied and updated together. A larger leaf is stored in pieces of about this size.
       in_flight: chunks that each device holds at once: those that arrive, are updated and leave. So the update needs about
         chunk_bytes * in_flight of device memory, whatever the model's size. Half of them arrive before the forward pass begins.
@@ -43,6 +45,7 @@ class Offload:
     params: str = NONE
     fraction: float = 1.0
     params_fraction: float = 1.0
+    params_on_device: str = ""
     chunk_bytes: int = CHUNK_BYTES
     in_flight: int = IN_FLIGHT
     nvme_path: str = ""
@@ -88,11 +91,17 @@ def _checked(offload: Offload) -> Offload:
         value = getattr(offload, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise UserError(f"offload.{name}: must be a whole number of at least {least}, and is {value!r}")
+    if not isinstance(offload.params_on_device, str):
+        raise UserError(f"offload.params_on_device: must be a regex, and is {offload.params_on_device!r}")
+    try:
+        re.compile(offload.params_on_device)
+    except re.error as error:
+        raise UserError(f"offload.params_on_device: {offload.params_on_device!r} is no regex: {error}") from error
     if not isinstance(offload.nvme_path, (str, os.PathLike)):
         raise UserError(f"offload.nvme_path: must be a folder's path, and is {offload.nvme_path!r}")
     unread = {"fraction", "chunk_bytes", "in_flight"} if (offload.optimizer, offload.params) == (NONE, NONE) else set()
     unread |= {"fraction"} if offload.optimizer == NONE else set()
-    unread |= {"params_fraction"} if offload.params == NONE else set()
+    unread |= {"params_fraction", "params_on_device"} if offload.params == NONE else set()
     unread |= {"nvme_path", "nvme_buffers"} if NVME not in (offload.optimizer, offload.params) else set()
     for name in sorted(unread):
         if getattr(offload, name) != getattr(Offload(), name):
