@@ -42,12 +42,15 @@ parser.add_argument("--whole_accum", type=int, default=0, help="passes of one mo
 parser.add_argument("--sums", choices=("fp32", "bf16"), default="fp32", help="dtype in which passes add up")
 parser.add_argument("--remat", default="dots")
 parser.add_argument("--recompute", default="")
+parser.add_argument("--fp8", action="store_true", help="matmuls of blocks in fp8")
 parser.add_argument("--state", choices=tuple(HOST_BYTES), default="fp32")
 parser.add_argument("--clip_norm", type=float, default=0.0)
 parser.add_argument("--optimizer", choices=("none", "host"), default="host")
 parser.add_argument("--params", choices=("none", "host"), default="none")
 parser.add_argument("--fraction", type=float, default=1.0)
 parser.add_argument("--params_fraction", type=float, default=1.0)
+parser.add_argument("--params_on_device", default="", help="a regex of params that stay on the device")
+parser.add_argument("--chunk_mib", type=int, default=256, help="chunks of the updates")
 parser.add_argument("--steps", type=int, default=4)
 parser.add_argument("--pool_gb", type=int, default=0, help="XLA's pool of pinned host memory; 0: as the state needs")
 parser.add_argument("--plan", default="", metavar="DEVICE", help="plan only, for h100 or h200")
@@ -202,7 +205,12 @@ def _partition(options: argparse.Namespace, family: Any, model: Any, device: Any
             "optimizer": options.optimizer,
             "params": options.params,
             "fraction": options.fraction,
-            **({"params_fraction": options.params_fraction} if options.params == "host" else {}),
+            "chunk_bytes": options.chunk_mib << 20,
+            **(
+                {"params_fraction": options.params_fraction, "params_on_device": options.params_on_device}
+                if options.params == "host"
+                else {}
+            ),
         },
     )
 
@@ -229,6 +237,7 @@ def _step(options: argparse.Namespace, family: Any, model: Any, partition: Any, 
         recompute=options.recompute,
         reduce_dtype=jnp.float32,
         accum_dtype=jnp.bfloat16 if options.sums == "bf16" else None,
+        fp8=zerojax.Fp8() if options.fp8 else None,
     )
 
 

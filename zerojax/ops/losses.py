@@ -161,7 +161,7 @@ def _chunks(
         return (d_kernel, d_logits), (losses, jnp.dot(dz, kernel.T).astype(h.dtype))
 
     # A chunk's dz is written over that of the chunk before. If each began with zeros, these would be written first.
-    start = (
+    start: tuple[Any, Any] = (
         jnp.zeros(kernel.shape, sum_dtype) if has_sum else None,
         jnp.zeros((*labels.shape[1:], kernel.shape[1]), hidden.dtype) if with_grads else None,
     )

@@ -288,7 +288,7 @@ def _eval_loss(
         recipe = fp8_ops.TENSORWISE if fp8.recipe == fp8_ops.DELAYED else fp8.recipe  # no state, so no history
         loss_fn = fp8_modules.wrapped(loss_fn, modules, recipe)
     if params_on_host.are_on_host(partition):
-        return blockwise.mean_of(loss_fn, partition, **how)
+        return blockwise.mean_of(loss_fn, partition, compiler_options=options, **how)
     return xla_options.jit(explicit.mean(loss_fn, partition, **how), options)
 
 

@@ -96,8 +96,7 @@ def make_train_step(
     scaling = update_lib.in_step(loss_scale, partition.abstract_state)
     how = _checked(where_used.How(blocks, heads, remat, recompute, offload, by_columns), partition)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
-    loss_fn, in_fp8 = fp8_modules.in_step(fp8, loss_fn, partition, blocks)
-    loss_fn = outputs.with_aux(loss_fn, scaling.scale)
+    loss_fn, in_fp8 = fp8_modules.in_step(fp8, outputs.with_aux(loss_fn, scaling.scale), partition, blocks)
     gradients = _gradients(loss_fn, in_fp8, how, layout, fp8 is not None and fp8.recipe == fp8_ops.DELAYED, **dtypes)
     updates = streamed.updates_of(partition, may_skip=loss_scale is not None)
     finish = update_lib.finish(partition, updates, scaling, clip_norm)
@@ -125,7 +124,8 @@ def make_train_step(
         return step
     if not params_on_host.are_on_host(partition):
         return streamed.StreamedStep(step, updates, donate=donate)
-    run, is_early = blockwise.passes_of(loss_fn, partition, how, layout, **dtypes), not clip_norm and loss_scale is None
+    run = blockwise.passes_of(loss_fn, partition, how, layout, **dtypes, options=_fp8_options(partition, fp8))
+    is_early = not clip_norm and loss_scale is None
     return blockwise.BlockwiseStep(step, updates, run, finish, scaling.scale, is_early=is_early, donate=donate)
 
 
@@ -146,7 +146,7 @@ def _checked(how: where_used.How, partition: Any) -> where_used.How:
 
 def _compiler_options(partition: Any, blocks: str, reduce_dtype: Any, compute_dtype: Any, fp8: Any) -> dict[str, Any]:
     """Returns XLA's options for a step: for matmuls in fp8, and for explicit collectives."""
-    options = {} if fp8 is None else xla_options.for_fp8(partition.mesh, but=xla_flags.names())
+    options = _fp8_options(partition, fp8)
     if reduce_dtype is None:
         return options
     weights = where_used.largest_block(partition.placements, blocks)
@@ -155,6 +155,10 @@ def _compiler_options(partition: Any, blocks: str, reduce_dtype: Any, compute_dt
     scattered = summed // partition.mesh.shape[mesh_lib.DATA]
     names = xla_flags.names()
     return options | xla_options.for_mesh(partition.mesh, gathered=gathered, summed=summed, kept=scattered, but=names)
+
+
+def _fp8_options(partition: Any, fp8: Any) -> dict[str, Any]:
+    return {} if fp8 is None else xla_options.for_fp8(partition.mesh, but=xla_flags.names())
 
 
 def _gradients(

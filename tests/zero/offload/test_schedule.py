@@ -46,7 +46,8 @@ def test_a_run_that_is_followed_by_another_sends_its_first_weights_beside_its_la
         jax.tree.map(np.testing.assert_array_equal, found, expected)
         assert set(early) == (first if goes_on else set())
     count = len(cut.programs)
-    assert not any(sent[: count - 2]) and sent[count - 1] == first and not any(sent[count:])
+    begin = max(0, count - schedule.EARLY)
+    assert begin and not any(sent[:begin]) and sent[begin + 1] == sent[count - 1] == first and not any(sent[count:])
 
 
 def test_a_result_that_is_taken_as_it_comes_is_not_held(net):

@@ -12,7 +12,7 @@ norm. Measured on an H100: copies of 220 ms in each direction beside programs of
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -287,9 +287,15 @@ class _Groups:
         self.params[weight] = new
 
 
-def mean_of(loss_fn: Callable[..., Any], partition: placement.Partition, **how: Any) -> Callable[[Any, Any], jax.Array]:
+def mean_of(
+    loss_fn: Callable[..., Any],
+    partition: placement.Partition,
+    *,
+    compiler_options: Mapping[str, Any] | None = None,
+    **how: Any,
+) -> Callable[[Any, Any], jax.Array]:
     """Returns `explicit.mean(loss_fn, partition, **how)` for params in host memory, which are fetched block by block."""
-    return Fetched(explicit.mean(loss_fn, partition, runner=blocks.ForwardBlocks, **how), partition)
+    return Fetched(explicit.mean(loss_fn, partition, runner=blocks.ForwardBlocks, **how), partition, compiler_options)
 
 
 def by_row(function: Callable[..., Any], partition: placement.Partition, **how: Any) -> "Fetched":
@@ -303,10 +309,16 @@ class Fetched:
     Args:
       run: a function of `explicit` with `blocks.ForwardBlocks`.
       partition: of the params.
+      compiler_options: XLA's, for each program.
     """
 
-    def __init__(self, run: Callable[[Any, Any], Any], partition: placement.Partition):
-        self._run, self._partition = run, partition
+    def __init__(
+        self,
+        run: Callable[[Any, Any], Any],
+        partition: placement.Partition,
+        compiler_options: Mapping[str, Any] | None = None,
+    ):
+        self._run, self._partition, self._options = run, partition, compiler_options
         self._schedules: dict[Any, schedule.Schedule] = {}
 
     def __call__(self, params: Any, arrays: Any) -> Any:
@@ -324,7 +336,7 @@ class Fetched:
                 for number, (path, leaf) in enumerate(tree.flatten(on_device))
                 if f"params/{path}" in self._partition.on_host
             }
-            cut = programs.cut(self._run, on_device, tree.abstract(arrays))
+            cut = programs.cut(self._run, on_device, tree.abstract(arrays), compiler_options=self._options)
             self._schedules[key] = schedule.Schedule(cut, fetched)
         return self._schedules[key]
 
@@ -338,8 +350,11 @@ def passes_of(
     reduce_dtype: Any,
     compute_dtype: Any,
     in_16_bits: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> passes_lib.Passes:
     """Returns the passes of a step whose params are in host memory; its arguments are those of `explicit.value_and_grad`.
+
+    `options` are XLA's, for each program.
 
     Raises:
       UserError: the step has no blocks to fetch params for, or lets the compiler sum gradients; or activations are offloaded too.
@@ -365,4 +380,11 @@ def passes_of(
         layout=dataclasses.replace(batch, passes=1),
         runner=blocks.NestedBlocks,
     )
-    return passes_lib.Passes(one_pass, partition.on_host, batch, compute_dtype, in_16_bits=in_16_bits)
+    return passes_lib.Passes(
+        one_pass,
+        partition.on_host,
+        batch,
+        compute_dtype,
+        in_16_bits=in_16_bits,
+        compiler_options=options,
+    )

@@ -60,6 +60,7 @@ class Passes:
       batch: how the batch is sharded; its `passes` is the number of passes.
       compute_dtype: the dtype that the batch is cast to; None keeps its own.
       in_16_bits: whether gradients add up in bf16, except for the last sum.
+      compiler_options: XLA's, for each program.
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class Passes:
         compute_dtype: Any,
         *,
         in_16_bits: bool = False,
+        compiler_options: Mapping[str, Any] | None = None,
     ):
         self._one_pass, self._on_host, self._batch, self.count = one_pass, on_host, batch, batch.passes
-        self.in_16_bits = in_16_bits
+        self.in_16_bits, self._options = in_16_bits, compiler_options
         self._prepare = jax.jit(lambda batch: self._batch.place(batch, compute_dtype))
         self._take = jax.jit(self._taken)
         self._cuts: dict[Any, PassPrograms] = {}
@@ -91,7 +93,7 @@ class Passes:
                 for path, _ in leaves
             ]
             on_host = {n: leaf.sharding for n, (_, leaf) in enumerate(leaves) if names[n] in self._on_host}
-            cut = programs.cut(self._one_pass, state.params, micro, state, number)
+            cut = programs.cut(self._one_pass, state.params, micro, state, number, compiler_options=self._options)
             (_, aux), grads = jax.tree.unflatten(cut.structure, cut.results)
             self._cuts[key] = PassPrograms(
                 schedule.Schedule(cut, on_host),

@@ -17,6 +17,7 @@ from zerojax.zero.offload import programs as programs_lib
 from zerojax.zero.offload import transfer
 
 AHEAD = 2  # programs between the sending of a copy and its use; with 1 a copy has the time of one program
+EARLY = 8  # programs before the end of a run when the first copies for the next are sent: an embedding takes long, and much is free then
 
 # done(index of the program, the numbers that it wrote, all values by number); it may take values that are read no more.
 Done = Callable[[int, Sequence[int], dict[int, Any]], None]
@@ -110,11 +111,11 @@ class Schedule:
     def _fetch_ahead(
         self, index: int, values: dict[int, Any], early: dict[int, Any] | None, fetch: Callable[[list[int]], list[Any]]
     ) -> None:
-        """Fetches for the program that is `ahead` of one; into `early` if it belongs to the next run."""
-        due = index + self._ahead
-        self._fetch(due, values, fetch)
-        if early is not None and due >= len(self.cut.programs):
-            self._fetch(due - len(self.cut.programs), early, fetch)
+        """Fetches for the program that is `ahead` of one, and into `early` for one of the first programs of the next run."""
+        self._fetch(index + self._ahead, values, fetch)
+        of_next = index - max(0, len(self.cut.programs) - EARLY)
+        if early is not None and 0 <= of_next < self._ahead:
+            self._fetch(of_next, early, fetch)
 
     def _fetch(self, index: int, values: dict[int, Any], fetch: Callable[[list[int]], list[Any]]) -> None:
         """Adds the values that a program reads from the host."""
