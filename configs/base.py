@@ -50,14 +50,14 @@ def get_config():
     c.offload.optimizer = (
         "none"  # moments and master weights: "host" keeps them in pinned host memory, "nvme" in a file (stages 1 to 3)
     )
-    c.offload.params = "none"  # weights, with optimizer = "host" at stage 3: "none", "host"; fetched block by block
+    c.offload.params = "none"  # weights, with an offloaded optimizer at stage 3: the same; fetched block by block
     c.offload.fraction = 1.0  # of the optimizer state that is offloaded, above 0
     c.offload.params_fraction = 1.0  # of the params that may be offloaded, above 0
     c.offload.params_on_device = ""  # a regex of params that stay on the device ("embed|head")
     c.offload.chunk_bytes = 256 << 20  # copied and updated together on each device
     c.offload.in_flight = 8  # chunks on a device at once; half of them arrive before the forward pass
-    c.offload.nvme_path = ""  # the folder of the file, on a local disk; "": WORKDIR/offload
-    c.offload.nvme_buffers = 4  # chunks for each device that are read into host memory ahead
+    c.offload.nvme_path = ""  # the folder of the files, on a local disk; "": WORKDIR/offload
+    c.offload.nvme_buffers = 4  # chunks of each file, for each device, that are read into host memory ahead
 
     c.model = config_dict.ConfigDict()
     c.model.preset = "tiny"  # a name in a PRESETS table in zerojax/models; not read with init_from

@@ -1,4 +1,4 @@
-"""Measures training steps of Llama shapes with optimizer state, and params, in host memory, on one device.
+"""Measures training steps of Llama shapes with optimizer state, and params, in host memory or on a disk, on one device.
 
     python scripts/bench_offload_blocks.py --layers 32 --seq_len 8192 --micro_batch 2 --accum 4 --remat full --state 16bit --params host
     python scripts/bench_offload_blocks.py --preset llama3_1b --layers 16 --micro_batch 4 --clip_norm 1 --state fp32_params --optimizer host
@@ -45,8 +45,10 @@ parser.add_argument("--recompute", default="")
 parser.add_argument("--fp8", action="store_true", help="matmuls of blocks in fp8")
 parser.add_argument("--state", choices=tuple(HOST_BYTES), default="fp32")
 parser.add_argument("--clip_norm", type=float, default=0.0)
-parser.add_argument("--optimizer", choices=("none", "host"), default="host")
-parser.add_argument("--params", choices=("none", "host"), default="none")
+parser.add_argument("--optimizer", choices=("none", "host", "nvme"), default="host")
+parser.add_argument("--params", choices=("none", "host", "nvme"), default="none")
+parser.add_argument("--nvme_path", default="", help='folder of what is "nvme"')
+parser.add_argument("--nvme_buffers", type=int, default=4)
 parser.add_argument("--fraction", type=float, default=1.0)
 parser.add_argument("--params_fraction", type=float, default=1.0)
 parser.add_argument("--params_on_device", default="", help="a regex of params that stay on the device")
@@ -91,6 +93,8 @@ def _measured(options: argparse.Namespace, family: Any, model: Any, count: int, 
     """Makes the state and runs the steps. Returns the line of figures."""
     import jax
 
+    from zerojax.zero.offload import kept
+
     began = time.perf_counter()
     device = jax.devices()[0]
     model = dataclasses.replace(model, attention="cudnn" if device.platform == "gpu" else "xla")
@@ -98,8 +102,11 @@ def _measured(options: argparse.Namespace, family: Any, model: Any, count: int, 
     train_step = _step(options, family, model, partition, options.accum)
     state = _random(partition)
     made = time.perf_counter()
-    on_host = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if leaf.sharding.memory_kind == "pinned_host")
-    say(f"the state is made, {on_host / 1e9:.1f} GB of it on the host")
+    away = [leaf for leaf in jax.tree.leaves(state) if leaf.sharding.memory_kind == "pinned_host"]
+    on_disk = sum(leaf.nbytes for leaf in away if kept.is_on_disk(leaf))
+    on_host = sum(leaf.nbytes for leaf in away) - on_disk
+    del away
+    say(f"the state is made, {on_host / 1e9:.1f} GB of it on the host, {on_disk / 1e9:.1f} GB on the disk")
     batch = {"tokens": jax.device_put(_tokens(options, model.vocab_size, options.accum))}
     times, losses = [], []
 
@@ -131,8 +138,9 @@ def _measured(options: argparse.Namespace, family: Any, model: Any, count: int, 
         middle = times[-1]
     shown = " ".join(f"{seconds * 1e3:.0f}" for seconds in times[1:])
     return (
-        f"{count / 1e9:.2f}B weights, {on_host / 1e9:.1f} GB on the host, made in {made - began:.0f} s; first step {times[0]:.0f} s, then "
-        f"[{shown}] ms; {accum * options.micro_batch * options.seq_len / middle:.0f} tokens/s; {_peak(device)}; "
+        f"{count / 1e9:.2f}B weights, {on_host / 1e9:.1f} GB on the host, {on_disk / 1e9:.1f} GB on the disk, made in "
+        f"{made - began:.0f} s; first step {times[0]:.0f} s, then [{shown}] ms; "
+        f"{accum * options.micro_batch * options.seq_len / middle:.0f} tokens/s; {_peak(device)}; "
         f"loss {' '.join(f'{loss:.3f}' for loss in losses)}"
     )
 
@@ -145,7 +153,7 @@ def _size_pool(options: argparse.Namespace, model: Any, count: int) -> int:
     pinned = count * of_state * options.fraction * (options.optimizer == "host")
     pinned += count * of_param * options.params_fraction * (options.params == "host")
     pinned += settings.IN_FLIGHT * settings.CHUNK_BYTES
-    pinned += budget.NEW_PARAMS * of_param * model.vocab_size * model.embed_dim
+    pinned += budget.NEW_PARAMS.get(options.params, 0) * of_param * model.vocab_size * model.embed_dim
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(options.pool_gb or budget.pool_size_gb(pinned)))
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
     return pinned
@@ -187,6 +195,8 @@ def _partition(options: argparse.Namespace, family: Any, model: Any, device: Any
     from zerojax.models import family as family_lib
     from zerojax.optim import registry
 
+    path = options.nvme_path if "nvme" in (options.optimizer, options.params) else ""
+
     how: dict[str, Any] = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     if options.state in ("16bit", "8bit"):
         how |= {"moments": "bf16" if options.state == "16bit" else "int8", "rounds_weights": True}
@@ -208,9 +218,10 @@ def _partition(options: argparse.Namespace, family: Any, model: Any, device: Any
             "chunk_bytes": options.chunk_mib << 20,
             **(
                 {"params_fraction": options.params_fraction, "params_on_device": options.params_on_device}
-                if options.params == "host"
+                if options.params != "none"
                 else {}
             ),
+            **({"nvme_path": path, "nvme_buffers": options.nvme_buffers} if path else {}),
         },
     )
 

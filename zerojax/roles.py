@@ -30,6 +30,7 @@ TEMPORARY = (GRADIENTS, GATHERED, COLLECTIVE_BUFFERS, ACTIVATIONS, ACTIVATION_GR
 # Sums of roles, as rows of a plan.
 TEMPORARIES = "activations and temporaries"  # all temporaries but gradients, gathered weights and collective buffers
 HOST = "host memory"  # arrays in host memory
+DISK = "disk"  # arrays in files
 
 # Bytes that collectives send.
 WEIGHTS_FORWARD = "weights forward"  # weights gathered for the forward pass

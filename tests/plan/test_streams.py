@@ -147,3 +147,11 @@ def test_params_on_the_host_arrive_in_each_pass_and_are_no_part_of_the_devices_m
     assert row["params"].assigned == row["params"].arithmetic
     assert sum(row.assigned for row in plan.memory if row.role != "host memory") == plan.peak == plan.stream.peak
     assert "of params arrive block by block" in report.text(plan)
+    by_block = plan.stream.by_block
+    disk = dataclasses.replace(plan.stream, params_on_disk=True, rate=by_block.fetched / 2.0)
+    assert (disk.disk, disk.read, disk.seconds) == (
+        nbytes,
+        by_block.fetched,
+        2.0,
+    )  # moments in host memory take other time
+    assert "of params arrive block by block from a disk; the disk reads" in report._stream_line(disk)

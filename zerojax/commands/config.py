@@ -87,7 +87,7 @@ def _topology(answer: str) -> str:
 
 
 _LAST = "stage"  # the question beside which the plan's advice is shown
-_KINDS = sorted({kind for part, kind in offload_lib.BUILT if part == "optimizer"} | {offload_lib.NONE}, reverse=True)
+_KINDS = sorted(offload_lib.KINDS, reverse=True)
 QUESTIONS = (
     Question("model", "Which model? " + ", ".join(families.PRESETS), "model.preset", _one_of("model", families.PRESETS)),
     Question("target", "Which devices? here, " + ", ".join(targets.TARGETS), "", _one_of("target", [*targets.TARGETS, targets.HERE])),

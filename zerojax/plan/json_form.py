@@ -60,6 +60,8 @@ def _stream(stream: streams.Stream) -> dict[str, Any]:
     return {
         "host_bytes": stream.nbytes,
         "is_on_disk": stream.is_on_disk,
+        "disk_bytes": stream.disk,
+        "disk_bytes_read": stream.read,
         "groups": stream.groups,
         "fetched_param_bytes": stream.by_block.fetched if stream.by_block else 0,
         "device_bytes_at_once": stream.at_once,

@@ -122,12 +122,18 @@ def _stream_line(stream: streams.Stream) -> str:
     line = f"offload: {display.human(stream.nbytes)} of optimizer state {where} in {stream.groups} groups, {at_once}"
     if stream.by_block is not None:
         line += f", and {display.human(stream.by_block.fetched)} of params arrive block by block"
+        line += " from a disk" if stream.params_on_disk else ""
     if stream.rate is None or stream.seconds is None or stream.exposed is None:
-        if stream.is_on_disk:
+        if stream.disk:
             return (
                 f"{line}; zerojax disk measures what each host's disk gives: pass a device's share of it as --host_gbps"
             )
         return f"{line}; the rate to host memory is unknown"
+    if stream.disk and stream.by_block is not None:
+        return (
+            f"{line}; the disk reads {display.human(stream.read)} and writes {display.human(stream.disk)}, in {stream.seconds:.3g} s at "
+            f"{stream.rate / 1e9:.3g} GB/s each way: no step is faster"
+        )
     if stream.is_early:
         return f"{line}; {stream.seconds * 1e3:.0f} ms at {stream.rate / 1e9:.0f} GB/s each way, beside the passes"
     hidden = stream.seconds - stream.exposed

@@ -20,6 +20,7 @@ from zerojax.plan import bound as bound_lib
 from zerojax.plan import departures, findings, flops, ledger, streams, targets
 from zerojax.zero import memory, stages
 from zerojax.zero import placement as placement_lib
+from zerojax.zero.offload import kept
 
 LARGEST = 10  # leaves and temporaries that are listed
 
@@ -230,7 +231,10 @@ def _memory(
     stream: streams.Stream | None,
 ) -> tuple[MemoryRow, ...]:
     """Returns the memory by role, computed in three ways."""
-    assigned = {**held.arguments_by_role, roles.HOST: held.host + (stream.nbytes if stream else 0)}
+    assigned = {**held.arguments_by_role, roles.HOST: held.host}
+    if stream is not None:
+        where = roles.DISK if stream.is_on_disk else roles.HOST
+        assigned[where] = assigned.get(where, 0) + stream.nbytes
     temporaries = held.temporaries_by_role if held.at_peak else {}
     for role in (roles.GRADIENTS, roles.GATHERED, roles.COLLECTIVE_BUFFERS):
         assigned[role] = temporaries.get(role, 0)
@@ -251,14 +255,16 @@ def _memory_by_block(
     """Returns the memory of a step block by block: what waits is known by role, and the rest of the peak is temporaries."""
     by_block = stream.by_block
     assert by_block is not None
+    where = roles.DISK if stream.params_on_disk else roles.HOST
     assigned = assigned | {
         roles.PARAMS: assigned.get(roles.PARAMS, 0) - by_block.params,
-        roles.HOST: assigned[roles.HOST] + by_block.params,
+        where: assigned.get(where, 0) + by_block.params,
         roles.GRADIENTS: by_block.waiting,
         roles.GATHERED: 0,
         roles.COLLECTIVE_BUFFERS: 0,
     }
-    resident = sum(count for role, count in assigned.items() if role not in (roles.HOST, roles.TEMPORARIES))
+    elsewhere = (roles.HOST, roles.DISK, roles.TEMPORARIES)
+    resident = sum(count for role, count in assigned.items() if role not in elsewhere)
     return _rows(assigned | {roles.TEMPORARIES: stream.peak - resident}, placement, passes, by_hand)
 
 
@@ -276,6 +282,7 @@ def _rows(
         roles.TEMPORARIES,
         roles.REST,
         roles.HOST,
+        *([roles.DISK] if roles.DISK in assigned else []),
     )
     return tuple(MemoryRow(role, theory.get(role), arithmetic.get(role), assigned.get(role, 0)) for role in shown)
 
@@ -290,13 +297,15 @@ def _theory(placement: placement_lib.Partition, passes: int, by_hand: bool) -> t
         roles.GRADIENTS: stage.grads,
     }
     theory, arithmetic = dict.fromkeys(is_sharded, 0.0), dict.fromkeys(is_sharded, 0)
+    on_disk = kept.on_disk(placement)
     for path, leaf in tree.flatten(placement.abstract_state):
         role = buffer_roles.argument_role(f"state/{path}")
         if role not in is_sharded:
             continue
         # The shard of the leaf if it were replicated over `data`. Other axes, such as `model`, still shard it.
         shape = NamedSharding(placement.mesh, specs.without(leaf.sharding.spec, stages.DATA)).shard_shape(leaf.shape)
-        where = roles.HOST if path in placement.on_host else role
+        elsewhere = roles.DISK if path in on_disk else roles.HOST
+        where = elsewhere if path in placement.on_host else role
         theory[where] = theory.get(where, 0.0) + tree.nbytes(leaf, shape) / (ways if is_sharded[role] else 1)
         arithmetic[where] = arithmetic.get(where, 0) + tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
         if role == roles.PARAMS and placement.placements[path].trainable:

@@ -31,6 +31,7 @@ class Stream:
       peak: device bytes during the updates: the state that stays, the gradients and `at_once`.
       rate: bytes/s in each direction while both are in use; None if unknown, as a disk's is where the user does not give it.
       is_on_disk: whether the bytes are on a disk.
+      params_on_disk: whether params are.
       by_block: of a step block by block, whose peak is `peak`; None: the step is one program and its updates.
       is_early: whether the groups of a step block by block are updated beside the backward pass.
     """
@@ -42,6 +43,7 @@ class Stream:
     peak: int
     rate: float | None
     is_on_disk: bool = False
+    params_on_disk: bool = False
     by_block: blockwise.Memory | None = None
     is_early: bool = False
 
@@ -51,9 +53,21 @@ class Stream:
         return self.nbytes + (self.by_block.fetched if self.by_block else 0)
 
     @property
+    def disk(self) -> int:
+        """Returns the bytes on a disk. A step writes as many."""
+        params = self.by_block.params if self.by_block and self.params_on_disk else 0
+        return params + (self.nbytes if self.is_on_disk else 0)
+
+    @property
+    def read(self) -> int:
+        """Returns the bytes that a step reads from a disk: params in each pass of a block."""
+        params = self.by_block.fetched if self.by_block and self.params_on_disk else 0
+        return params + (self.nbytes if self.is_on_disk else 0)
+
+    @property
     def seconds(self) -> float | None:
-        """Returns the time of the copies, both directions at once."""
-        return None if self.rate is None else self.arriving / self.rate
+        """Returns the time of the copies, both directions at once; those of a disk, if it is used."""
+        return None if self.rate is None else (self.read or self.arriving) / self.rate
 
     @property
     def exposed(self) -> float | None:
@@ -79,7 +93,8 @@ def plan(
     held = sum(argument.nbytes for argument in gradients.arguments if argument.space == "device") + gradients.outputs
     counts = [group.nbytes for group in groups]
     rate, is_on_disk = target.host_duplex or target.host_link, step.updates.is_on_disk
-    if is_on_disk and rate is not None and rate.source != targets.GIVEN:
+    params_on_disk = step.updates.params_on_disk
+    if (is_on_disk or params_on_disk) and rate is not None and rate.source != targets.GIVEN:
         rate = None  # that of host memory says nothing of a disk
     return Stream(
         nbytes=sum(counts),
@@ -89,6 +104,7 @@ def plan(
         peak=(by_block.passes if by_block else held) + at_once,
         rate=None if rate is None else rate.value,
         is_on_disk=is_on_disk,
+        params_on_disk=params_on_disk,
         by_block=by_block,
         is_early=isinstance(step, blockwise.BlockwiseStep) and step.is_early,
     )

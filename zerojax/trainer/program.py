@@ -303,8 +303,8 @@ def most_pinned_bytes(config: config_lib.Config) -> int:
     chosen = config_lib.make_offload(config.offload, config.zero.stage)
     if not chosen.is_on:
         return 0
-    if chosen.optimizer == offload_settings.NVME:
-        return 0  # the chunks in flight fit into the pool of XLA's own choice, or `budget` tells
+    if offload_settings.HOST not in (chosen.optimizer, chosen.params):
+        return 0  # what is in flight to a disk fits into the pool of XLA's own choice, or `budget` tells
     source = _source(config.init_from) if config.init_from else None
     family, model = _preset(config, 0) if source is None else _imported(config, source)
     count = family_lib.count_params(family.parts, model)
@@ -312,11 +312,12 @@ def most_pinned_bytes(config: config_lib.Config) -> int:
     has_params = chosen.params != offload_settings.NONE  # with a 16-bit copy, as at stage 2
     stage = 2 if has_params else config.zero.stage
     each = memory.bytes_per_parameter(policy, stage, 1, moments=config.optimizer.moments)
+    of_opt_state = 0.0 if chosen.optimizer == offload_settings.NVME else each[roles.MASTER] + each[roles.MOMENTS]
+    of_params = each[roles.PARAMS] if chosen.params == offload_settings.HOST else 0.0
     # Frozen weights take at most 4 bytes each, and adapters are few.
-    of_params = each[roles.PARAMS] if has_params else 0.0
-    of_each = 4.0 if config.lora.is_on else of_params + each[roles.MASTER] + each[roles.MOMENTS]
+    of_each = 4.0 if config.lora.is_on else of_params + of_opt_state
     largest = max(leaf.size for leaf in jax.tree.leaves(family_lib.abstract_params(family.parts, model)))
-    new = chosen.in_flight * chosen.chunk_bytes + budget.NEW_PARAMS * of_params * largest
+    new = chosen.in_flight * chosen.chunk_bytes + budget.NEW_PARAMS.get(chosen.params, 0) * each[roles.PARAMS] * largest
     return round(count * of_each * config.mesh.replica + new)
 
 

@@ -13,6 +13,7 @@ from zerojax.zero import gather, placement, stages
 from zerojax.zero.offload import kept, layout
 
 ROLES = (roles.PARAMS, roles.FROZEN, roles.GRADIENTS, roles.OPT_STATE, roles.OTHER)
+_IN = {roles.HOST: "in host memory", roles.DISK: "on disk"}
 MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": eight_bit.BYTES}  # of one moment of a parameter
 
 
@@ -41,13 +42,14 @@ def bytes_per_device(
     return counted
 
 
-def _where(partition: placement.Partition) -> str:
-    return "on disk" if kept.on_disk(partition) else f"in {roles.HOST}"
-
-
-def host_bytes(partition: placement.Partition) -> int:
-    """Returns the bytes of the state in host memory, or on a disk, for each device."""
-    return sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(partition).values())
+def bytes_elsewhere(partition: placement.Partition) -> dict[str, int]:
+    """Returns {role: bytes of the state for each device} of host memory and of the disk, where they hold any."""
+    found: dict[str, int] = {}
+    on_disk = kept.on_disk(partition)
+    for path, leaf in layout.host_leaves(partition).items():
+        role = roles.DISK if path in on_disk else roles.HOST
+        found[role] = found.get(role, 0) + layout.shard_bytes(leaf)
+    return found
 
 
 def bytes_per_parameter(
@@ -86,8 +88,7 @@ def per_parameter_line(partition: placement.Partition, name: str, moments: str) 
     total = sum(map(tree.size, weights))
     each = {role: counted[role] / total for role in stored}
     shown = ", ".join(f"{roles.WORDS.get(role, role)} {value:.4g}" for role, value in each.items())
-    host = host_bytes(partition) / total
-    rest = f" and {host:.4g} {_where(partition)}" if host else ""
+    rest = "".join(f" and {count / total:.4g} {_IN[role]}" for role, count in bytes_elsewhere(partition).items())
     return f"precision {name}, moments {moments}: {sum(each.values()):.4g} bytes a parameter on each device ({shown}){rest}"
 
 
@@ -109,10 +110,8 @@ def memory_table(
     table.add_section()
     total, total_there = sum(here.values()), sum(there.values())
     table.add_row("total", display.human(total), display.human(total_there), _saved(total, total_there))
-    if host := host_bytes(partition):
-        table.add_row(
-            _where(partition).removeprefix("in ").removeprefix("on "), display.human(host), display.human(0), ""
-        )
+    for role, count in bytes_elsewhere(partition).items():
+        table.add_row(role, display.human(count), display.human(0), "")
     if partition.kept_whole and partition.stage:
         table.caption = _caption(partition.kept_whole)
     return table

@@ -9,7 +9,6 @@ import pytest
 
 from zerojax.errors import UserError
 from zerojax.interop.deepspeed import draft, keys, translate
-from zerojax.zero.offload import settings as offload
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-4}}
 BASE = {
@@ -84,13 +83,11 @@ def test_legacy_forms_are_read_as_todays():
 
 @pytest.mark.parametrize("part, group", [("optimizer", "offload_optimizer"), ("params", "offload_param")])
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_offload_is_taken_as_far_as_it_exists(part, group, device):
+def test_offload_is_taken(part, group, device):
     content = {"zero_optimization": {"stage": 3, group: {"device": device, "pin_memory": True}}}
     found, name = settings(content), f"zero_optimization.{group}.device"
     kind = translate.DEVICES[device]
-    exists = (part, kind) in offload.BUILT
-    assert verdict(content, name).verdict == (keys.TAKEN if exists else keys.UNSUPPORTED)
-    assert found.get(f"offload.{part}") == (kind if exists else "host" if (part, "host") in offload.BUILT else None)
+    assert verdict(content, name).verdict == keys.TAKEN and found[f"offload.{part}"] == kind
     content["zero_optimization"]["stage"] = 0
     assert f"offload.{part}" not in settings(content) and verdict(content, name).verdict == keys.NO_EFFECT
     with pytest.raises(UserError, match=rf"{name}: must be one of none, cpu, nvme, and is 'disk'"):
@@ -98,17 +95,30 @@ def test_offload_is_taken_as_far_as_it_exists(part, group, device):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "expected"), [(None, ("host", "host")), ("cpu", ("host", "host")), ("nvme", ("nvme", None))]
+    ("optimizer", "expected"), [(None, ("host", "host")), ("cpu", ("host", "host")), ("nvme", ("nvme", "host"))]
 )
-def test_offloads_that_do_not_go_together_are_not_taken_together(optimizer, expected):
+def test_params_are_offloaded_with_their_optimizer_state(optimizer, expected):
     content = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     if optimizer:
         content["zero_optimization"]["offload_optimizer"] = {"device": optimizer, "nvme_path": "/disk"}
     found = settings(content)
     assert (found.get("offload.optimizer"), found.get("offload.params")) == expected
     assert found.get("offload.nvme_path") == ("/disk" if optimizer == "nvme" else None)
-    param = verdict(content, "zero_optimization.offload_param.device").verdict
-    assert param == (keys.TAKEN if expected[1] else keys.UNSUPPORTED)
+    assert verdict(content, "zero_optimization.offload_param.device").verdict == keys.TAKEN
+
+
+@pytest.mark.parametrize("folder, told", [("/disk", keys.TAKEN), ("/other", keys.UNSUPPORTED)])
+def test_one_folder_holds_what_is_on_a_disk(folder, told):
+    on_disk = {"device": "nvme", "nvme_path": "/disk"}
+    content = {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": on_disk,
+            "offload_param": {**on_disk, "nvme_path": folder},
+        }
+    }
+    assert settings(content)["offload.nvme_path"] == "/disk"
+    assert verdict(content, "zero_optimization.offload_param.nvme_path").verdict == told
 
 
 def test_absent_keys_have_the_defaults_of_the_version():
@@ -232,8 +242,9 @@ TELLING = {
     "zero_optimization.offload_optimizer.device": "cpu",
     "zero_optimization.offload_optimizer.ratio": 0.5,
     "zero_optimization.offload_optimizer.nvme_path": "/disk",
+    "zero_optimization.offload_param.device": "cpu",
+    "zero_optimization.offload_param.nvme_path": "/disk",
 }
-CONDITIONAL = ("zero_optimization.offload_param.device",)  # taken if that offload exists; tested above
 BESIDE = {
     "bf16.enabled": {"fp16.enabled": False},
     "bf16.bf16_master_weights_and_grads": {"fp16.enabled": False, "bf16.enabled": True},
@@ -249,13 +260,16 @@ BESIDE = {
     "zero_optimization.mics_shard_size": {"train_batch_size": 16},
     "zero_optimization.offload_optimizer.ratio": {"zero_optimization.offload_optimizer.device": "cpu"},
     "zero_optimization.offload_optimizer.nvme_path": {"zero_optimization.offload_optimizer.device": "nvme"},
+    "zero_optimization.offload_param.device": {"zero_optimization.stage": 3},
+    "zero_optimization.offload_param.nvme_path": {
+        "zero_optimization.stage": 3,
+        "zero_optimization.offload_param.device": "nvme",
+    },
     "wandb.project": {"wandb.enabled": True},
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, row in keys.KEYS.items() if row.verdict == keys.TAKEN and name not in CONDITIONAL]
-)
+@pytest.mark.parametrize("name", [name for name, row in keys.KEYS.items() if row.verdict == keys.TAKEN])
 def test_a_taken_key_decides_the_settings_that_its_row_names(name, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # all clients are installed
     content = BASE

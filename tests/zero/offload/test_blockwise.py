@@ -17,10 +17,12 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.optim import fused, master_weights
 from zerojax.zero import shard_state, step
+from zerojax.zero.offload import kept
 
 NET = Net(3)
 SCALE = jnp.linspace(0.5, 1.5, 16)[:, None]
 BOTH = {"optimizer": "host", "params": "host", "chunk_bytes": 600}
+DISK = {"optimizer": "nvme", "params": "nvme", "chunk_bytes": 600, "nvme_buffers": 2}
 
 
 class ScaledState(TrainState):
@@ -99,7 +101,7 @@ MASTER = master_weights.with_master_weights(optax.adamw(1e-2))
     "how",
     [
         {},
-        {"clip_norm": 0.5, "accum": 2},
+        {"clip_norm": 0.5, "accum": 2, "offload": DISK},
         {"loss_fn": loss_of, "accum": 2},
         {"trainable": "narrow|head", "clip_norm": 0.5},
         {"dtype": jnp.bfloat16, "tx": MASTER, "offload": {**BOTH, "fraction": 0.5, "params_fraction": 0.5}},
@@ -108,10 +110,28 @@ MASTER = master_weights.with_master_weights(optax.adamw(1e-2))
     ],
     ids=["early", "clip", "mean", "frozen", "master", "rounded", "scaled"],
 )
-def test_a_step_by_blocks_is_the_step(how):
-    state = agree(dict(how), rtol=2e-4, atol=2e-5)
+def test_a_step_by_blocks_is_the_step(how, tmp_path):
+    offload = how.get("offload", BOTH)
+    place = {"nvme_path": str(tmp_path)} if offload is DISK else {}
+    state = agree({**how, "offload": {**offload, **place}}, rtol=2e-4, atol=2e-5)
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)}
     assert "pinned_host" in kinds
+
+
+def test_a_disk_gives_the_bits_of_host_memory_and_a_checkpoint_restores_into_either(tmp_path):
+    """Params are read twice in each pass, and written over while the reads of the next step wait."""
+    rows, state, part = run(BOTH, accum=2, steps=3)
+    own_rows, own_state, own_part = run({**DISK, "nvme_path": str(tmp_path / "disk")}, accum=2, steps=3)
+    assert [row["loss"] for row in own_rows] == [row["loss"] for row in rows]
+    on_disk = {path for path, leaf in tree.flatten(own_state) if kept.is_on_disk(leaf)}
+    assert on_disk == own_part.on_host == part.on_host and any(path.startswith("params/") for path in on_disk)
+    with zerojax.Checkpointer(tmp_path / "steps") as saver:
+        saver.save(3, own_state, partition=own_part)
+        restored = [saver.restore(3, wanted)[0] for wanted in (part, own_part)]
+    for tested in (own_state, *restored):
+        for (path, own), leaf in zip(tree.flatten(tested), jax.tree.leaves(state), strict=True):
+            assert np.array_equal(np.asarray(own), np.asarray(leaf)), path
+    assert [any(map(kept.is_on_disk, jax.tree.leaves(tested))) for tested in restored] == [False, True]
 
 
 def test_the_old_state_is_given_up_and_the_new_one_is_complete():

@@ -147,7 +147,7 @@ KEYS: Mapping[str, Key] = {
     "zero_optimization.offload_param.device": Key(
         TAKEN, "cpu: pinned host memory", ("offload.params",), ("none", None)
     ),
-    "zero_optimization.offload_param.nvme_path": _no_effect("params are offloaded to host memory"),
+    "zero_optimization.offload_param.nvme_path": Key(TAKEN, "with device: nvme", ("offload.nvme_path",), ("", None)),
     "zero_optimization.offload_param.*": _no_effect(_HOST_STATE),
     "zero_optimization.zenflow": _unsupported("every weight is updated in every step", *OFF),
     "zero_optimization.zenflow.*": _unsupported("every weight is updated in every step"),

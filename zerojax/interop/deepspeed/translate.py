@@ -184,43 +184,34 @@ def _offload(draft: Draft) -> None:
         wanted = str(draft.get(name, "none")).lower()
         if wanted != "none":
             offload(draft, part, wanted, name)
-    _join_offloads(draft, f"{_ZERO}.offload_param.device")
-    folder = f"{_ZERO}.offload_optimizer.nvme_path"
-    if draft.has(folder):
-        if draft.settings.get("offload.optimizer") == offload_lib.NVME:
-            draft.put("offload.nvme_path", str(draft.get(folder, "")), folder)
+    if "offload.params" in draft.settings and "offload.optimizer" not in draft.settings:
+        draft.put("offload.optimizer", offload_lib.HOST, f"{_ZERO}.offload_param.device")
+    for part, group in (("optimizer", "offload_optimizer"), ("params", "offload_param")):
+        folder = f"{_ZERO}.{group}.nvme_path"
+        wanted, known = str(draft.get(folder, "")), draft.settings.get("offload.nvme_path")
+        if not draft.has(folder):
+            continue
+        if draft.settings.get(f"offload.{part}") != offload_lib.NVME:
+            draft.say(folder, keys_lib.NO_EFFECT, f"{part} are not offloaded to a disk")
+        elif known not in (None, wanted):
+            draft.say(
+                folder, keys_lib.UNSUPPORTED, f"one folder holds both files: config.offload.nvme_path = {known!r}"
+            )
         else:
-            draft.say(folder, keys_lib.NO_EFFECT, "the optimizer state is not offloaded to a disk")
+            draft.put("offload.nvme_path", wanted, folder)
     ratio = draft.number(f"{_ZERO}.offload_optimizer.ratio", 1.0)
     if ratio != 1.0 and "offload.optimizer" in draft.settings:
         draft.put("offload.fraction", ratio, f"{_ZERO}.offload_optimizer.ratio")
 
 
-def _join_offloads(draft: Draft, name: str) -> None:
-    """Makes the offload of params go together with that of the optimizer state."""
-    if "offload.params" not in draft.settings:
-        return
-    if draft.settings.get("offload.optimizer") == offload_lib.NVME:
-        del draft.settings["offload.params"]
-        text = "params in host memory do not go together with optimizer state on a disk; params stay in device memory"
-        draft.say(name, keys_lib.UNSUPPORTED, text)
-    elif "offload.optimizer" not in draft.settings:
-        draft.put("offload.optimizer", offload_lib.HOST, name)
-
-
 def offload(draft: Draft, part: str, device: str, name: str) -> None:
-    """Puts where a part of the state lives, as far as that exists here; else says what is done instead."""
+    """Puts where a part of the state lives, or says why it is not offloaded."""
     if device not in DEVICES:
         raise UserError(f"{name}: must be one of {', '.join(DEVICES)}, and is {device!r}; correct it in the file")
     column = offload_lib.PARTS[part]
     if not getattr(stages.STAGES[draft.settings["zero.stage"]], column):
         return draft.say(name, keys_lib.NO_EFFECT, f"the stage does not shard {part}, so it is not offloaded")
-    kinds = [kind for kind in (DEVICES[device], offload_lib.HOST) if (part, kind) in offload_lib.BUILT]
-    if kinds:
-        draft.put(f"offload.{part}", kinds[0], name)
-    if not kinds or kinds[0] != DEVICES[device]:
-        instead = f"config.offload.{part} = {kinds[0]!r} is taken instead" if kinds else f"{part} stay in device memory"
-        draft.say(name, keys_lib.UNSUPPORTED, f"there is no offload of {part} to {device}; {instead}")
+    draft.put(f"offload.{part}", DEVICES[device], name)
     return None
 
 

@@ -26,7 +26,7 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import explicit, placement, where_used
 from zerojax.zero import update as update_lib
-from zerojax.zero.offload import blocks, layout, programs, schedule, streamed, transfer
+from zerojax.zero.offload import blocks, kept, layout, programs, schedule, streamed
 from zerojax.zero.offload import passes as passes_lib
 from zerojax.zero.offload import updates as updates_lib
 from zerojax.zero.sharded_batch import inputs
@@ -125,6 +125,7 @@ class BlockwiseStep(streamed.StreamedStep):
         kept = rest.replace(params=jax.tree.unflatten(named.structure_kept, [old[n] for n in named.kept]))
         new_state, metrics, handed = self._finish(kept, aux, grads, squares)
         groups.update(last, handed._replace(grads=groups.grads))
+        self._is_loaded = True
         return self._put_together(state, new_state, groups, named), metrics
 
     def memory(self, state: Any, batch: Any) -> "Memory":
@@ -230,6 +231,8 @@ class _Groups:
         self._unsent = collections.deque(self._waiting)
         self._arriving: collections.deque[list[jax.Array]] = collections.deque()
         self._old = jax.tree.leaves(state.opt_state)
+        if self._updates.is_on_disk:
+            self._updates.prefetch(self._old, [group for _, group in self._waiting])
         self.leaves: dict[int, jax.Array] = {}
         self._old_params = old_params
         self.uses = collections.Counter(weight for _, group in self._waiting for weight in group.weights)
@@ -242,7 +245,8 @@ class _Groups:
         while self._unsent and self._unsent[0][0] <= until and len(self._arriving) < self._step.ahead:
             self._step._make_room(len(self._arriving))
             group = self._unsent.popleft()[1]
-            self._arriving.append(self._updates.load(group, self._old))
+            loading = self._updates.load(group, self._old)
+            self._arriving.append(self._safe(loading))
             for weight in group.weights if not self._step.is_early else ():
                 self._bring(weight)
 
@@ -253,6 +257,7 @@ class _Groups:
             self.load(due)
             for weight in group.weights:
                 self._bring(weight)
+                (self.weights[weight],) = kept.arrived([self.weights[weight]])
             done = self._updates.update(group, self._arriving.popleft(), self._old, self.weights, handed)
             stored = self._updates.store(group, done.leaving, self._old)
             self._step._leaving.append(stored)
@@ -266,12 +271,16 @@ class _Groups:
                 self._finish(weight)
 
     def _bring(self, weight: str) -> None:
-        """Brings a param to the device."""
+        """Begins to bring a param to the device."""
         old = self._old_params[weight]
         if weight not in self.weights:
-            self.weights[weight] = (
-                transfer.moved([old], [layout.on_device(old.sharding)])[0] if layout.is_on_host(old) else old
-            )
+            on_host = layout.is_on_host(old)
+            loading = kept.load([old], [layout.on_device(old.sharding)]) if on_host else [old]
+            (self.weights[weight],) = self._safe(loading)
+
+    def _safe(self, loading: kept.Loading) -> kept.Loading:
+        """Waits for a load from a disk in the first step: cuDNN fails if copies begin while it builds its attention."""
+        return loading if self._step._is_loaded else kept.arrived(loading)
 
     def _finish(self, weight: str) -> None:
         """Sends a param back after its last update."""
@@ -281,7 +290,7 @@ class _Groups:
         old, new = self._old_params[weight], self.weights.pop(weight)
         del self.grads[weight]
         if layout.is_on_host(old):
-            new = transfer.moved([new], [old.sharding])[0]
+            (new,) = kept.leave([new], [old], [old.sharding])
             if self._step.donate:
                 old.delete()
         self.params[weight] = new

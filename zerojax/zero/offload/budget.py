@@ -22,13 +22,15 @@ from zerojax import display, xla_flags
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.zero import placement
-from zerojax.zero.offload import kept, layout
+from zerojax.zero.offload import kept, layout, settings
 from zerojax.zero.offload.disk import folder as folder_lib
+from zerojax.zero.offload.disk import store
 
 _UNLIMITED = 1 << 60  # version 1 writes a number near 2**63 for no limit
 _FIRST_REGION = 2 << 20  # of XLA's pool; each later one is twice as large
+# Params that are written while the old ones are still read. Those that go on to a disk leave several at once, and one waits.
+NEW_PARAMS = {settings.HOST: 2, settings.NVME: store.WRITES + 1}
 _PROCESS_BYTES = 8 << 30  # of a process's memory beside what it pins
-NEW_PARAMS = 2  # that are written while the old ones are still read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,7 @@ def pool_bytes(partition: placement.Partition) -> int:
     # New leaves are stored while the old ones are still read.
     largest = max((count for path, count in counts.items() if path not in params), default=0)
     new = partition.offload.in_flight * max(partition.offload.chunk_bytes, largest)
-    new += NEW_PARAMS * max((counts[path] for path in params), default=0)
+    new += NEW_PARAMS.get(partition.offload.params, 0) * max((counts[path] for path in params), default=0)
     return len(partition.mesh.local_devices) * (stays + new)
 
 

@@ -18,22 +18,28 @@ from zerojax.zero.offload.disk import folder as folder_lib
 from zerojax.zero.offload.disk import scratch, store
 
 Keep = Callable[[jax.Array, Any], Any]
-Loading = Any  # arrays, or a future of them
+Loading = list[Any]  # arrays, or `store.Arriving`
 
 
 def on_disk(partition: placement.Partition) -> dict[str, Any]:
     """Returns the abstract leaves, or pieces, that live in a file, by path."""
-    if partition.offload is None or partition.offload.optimizer != settings.NVME:
-        return {}
-    return {
-        path: leaf
-        for path, leaf in tree.flatten(partition.abstract_state)
-        if path in partition.on_host and partition.leaves[path].role == roles.OPT_STATE
-    }
+    return {path: leaf for part in parts_on_disk(partition) for path, leaf in part.items()}
+
+
+def parts_on_disk(partition: placement.Partition) -> list[dict[str, Any]]:
+    """Returns the same for the optimizer state and for the params, those that are there. Each has a file of its own."""
+    if partition.offload is None or settings.NVME not in (partition.offload.optimizer, partition.offload.params):
+        return []
+    kinds = {True: partition.offload.optimizer, False: partition.offload.params}
+    parts: dict[bool, dict[str, Any]] = {True: {}, False: {}}
+    for path, leaf in tree.flatten(partition.abstract_state):
+        if path in partition.on_host:
+            parts[partition.leaves[path].role == roles.OPT_STATE][path] = leaf
+    return [part for is_opt_state, part in parts.items() if part and kinds[is_opt_state] == settings.NVME]
 
 
 def disk_bytes(partition: placement.Partition) -> int:
-    """Returns the bytes of this process's file."""
+    """Returns the bytes of this process's files."""
     return sum(map(store.bytes_of, on_disk(partition).values()))
 
 
@@ -44,18 +50,20 @@ def line(partition: placement.Partition) -> str:
     size, buffers, where = disk_bytes(partition), buffer_bytes(partition), _folder(partition.offload)
     kind = folder_lib.file_system(where) or "a disk"
     return (
-        f"offload: {display.human(size)} of optimizer state in a file in {where} ({kind}), read through {display.human(buffers)} of host "
-        f"memory; zerojax disk {where} measures that disk"
+        f"offload: {display.human(size)} of {_named(partition.offload)} on a disk, in {where} ({kind}), read through "
+        f"{display.human(buffers)} of host memory; zerojax disk {where} measures that disk"
     )
 
 
 def buffer_bytes(partition: placement.Partition) -> int:
-    """Returns the host memory of the buffers that this process reads its file into."""
-    leaves = list(on_disk(partition).values())
-    if not leaves:
-        return 0
-    chunk = max(partition.offload.chunk_bytes, max(map(layout.shard_bytes, leaves)))
-    return chunk * len(leaves[0].sharding.addressable_devices) * partition.offload.nvme_buffers
+    """Returns the host memory of the buffers that this process reads its files into."""
+    return sum(partition.offload.nvme_buffers * _buffer_bytes(partition, part) for part in parts_on_disk(partition))
+
+
+def _buffer_bytes(partition: placement.Partition, part: dict[str, Any]) -> int:
+    """Returns the bytes of one buffer: a chunk, or the largest leaf, of each device."""
+    largest = max(map(layout.shard_bytes, part.values()))
+    return scratch.aligned(max(partition.offload.chunk_bytes, largest)) * len(partition.mesh.local_devices)
 
 
 def check_space(partition: placement.Partition, processes: int) -> None:
@@ -76,7 +84,7 @@ def with_keeper(partition: placement.Partition) -> placement.Partition:
 def keeper(partition: placement.Partition) -> Keep:
     """Returns f(array, like) that brings an array to where the abstract leaf `like` of `partition.abstract_state` lives.
 
-    Where leaves live on a disk, a file for all of them is made now. It is freed when nothing refers to its leaves any more.
+    Where leaves live on a disk, a file for those of each part is made now. It is freed when nothing refers to its leaves any more.
 
     Args:
       partition: the state's.
@@ -84,23 +92,15 @@ def keeper(partition: placement.Partition) -> Keep:
     Raises:
       UserError: the folder cannot be used, or its disk has no room.
     """
-    leaves = on_disk(partition)
-    if not leaves:
-        return to_host
     chosen = partition.offload
-    made = store.Store(
-        store.Settings(
-            folder=_folder(chosen),
-            buffers=chosen.nvme_buffers,
-            buffer_bytes=scratch.aligned(chosen.chunk_bytes) * len(partition.mesh.local_devices),
-        ),
-        list(leaves.values()),
-    )
-    of_disk = set(map(id, leaves.values()))
+    stores: dict[int, store.Store] = {}
+    for part in parts_on_disk(partition):
+        how = store.Settings(_folder(chosen), chosen.nvme_buffers, _buffer_bytes(partition, part))
+        stores |= dict.fromkeys(map(id, part.values()), store.Store(how, list(part.values())))
 
     def keep(array: jax.Array, like: Any) -> Any:
         host = to_host(array, like)
-        return made.put(host) if id(like) in of_disk else host
+        return stores[id(like)].put(host) if id(like) in stores else host
 
     return keep
 
@@ -111,7 +111,7 @@ def to_host(array: jax.Array, like: Any) -> jax.Array:
 
 
 def load(leaves: list[Any], shardings: list[Any]) -> Loading:
-    """Begins to bring leaves to the device. Returns the arrays, or a future of them; see `arrived`."""
+    """Begins to bring leaves to the device. Those of a disk may not have been read yet; see `arrived`."""
     if leaves and is_on_disk(leaves[0]):
         return leaves[0].store.load(leaves, shardings)
     return transfer.moved(leaves, shardings)
@@ -119,7 +119,7 @@ def load(leaves: list[Any], shardings: list[Any]) -> Loading:
 
 def arrived(loaded: Loading) -> list[jax.Array]:
     """Returns the arrays that `load` began to bring, and waits where they come from a disk."""
-    return loaded if isinstance(loaded, list) else loaded.result()
+    return [array.result() if isinstance(array, store.Arriving) else array for array in loaded]
 
 
 def leave(leaving: list[jax.Array], old: list[Any], shardings: list[Any]) -> list[Any]:
@@ -145,7 +145,14 @@ def in_memory(leaf: Any) -> jax.Array:
     return leaf.to_host() if is_on_disk(leaf) else leaf
 
 
+def _named(chosen: settings.Offload) -> str:
+    """Returns the words for what lives on a disk."""
+    words = {"optimizer": "optimizer state", "params": "params"}
+    return " and ".join(word for part, word in words.items() if getattr(chosen, part) == settings.NVME)
+
+
 def _folder(chosen: settings.Offload) -> str:
     if not chosen.nvme_path:
-        raise UserError("offload.nvme_path: is missing, and offload.optimizer is 'nvme'; name a folder on a local disk")
+        part = "optimizer" if chosen.optimizer == settings.NVME else "params"
+        raise UserError(f"offload.nvme_path: is missing, and offload.{part} is 'nvme'; name a folder on a local disk")
     return os.fspath(chosen.nvme_path)

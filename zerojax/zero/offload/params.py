@@ -1,4 +1,4 @@
-"""Decides which params are stored in host memory between their uses. This module changes a partition accordingly.
+"""Decides which params are stored in host memory, or on a disk, between their uses. This module changes a partition accordingly.
 
 Frozen weights and weights whose optimizer state is offloaded are stored there, if they have at least `min_size` elements. A trained weight
 whose optimizer state stays on the device (`fraction`) stays with it, and so does one that `params_on_device` matches. `params_fraction`
@@ -15,12 +15,12 @@ import jax
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import placement
-from zerojax.zero.offload import layout, transfer
+from zerojax.zero.offload import kept, layout
 from zerojax.zero.offload import settings as settings_lib
 
 
 def place(partition: placement.Partition, offload: settings_lib.Offload, min_size: int) -> placement.Partition:
-    """Returns the partition with params in host memory.
+    """Returns the partition with params in host memory or on a disk.
 
     Args:
       partition: with its optimizer state placed (`layout.place`).
@@ -36,11 +36,6 @@ def place(partition: placement.Partition, offload: settings_lib.Offload, min_siz
         raise UserError(
             f"offload.params: is {offload.params!r}, and the optimizer state of trained weights stays on the device, where their update "
             "runs; set offload.optimizer too, or freeze some weights (trainable=)"
-        )
-    if offload.optimizer == settings_lib.NVME:
-        raise UserError(
-            "offload.params: 'host' does not go together with offload.optimizer='nvme'; set offload.optimizer to 'host', or "
-            "offload.params to 'none'"
         )
     known, updated = dict(tree.flatten(partition.abstract_state)), set(layout.offloaded_weights(partition))
     fitting = {
@@ -93,10 +88,10 @@ def are_on_host(partition: placement.Partition) -> bool:
 
 
 def to_device(params: Any) -> Any:
-    """Returns params with copies on the device of those in host memory, for a program that reads all of them at once."""
+    """Returns params with copies on the device of those that live elsewhere, for a program that reads all of them at once."""
     leaves, structure = jax.tree.flatten(params)
     stored = [leaf for leaf in leaves if layout.is_on_host(leaf)]
-    copies = iter(transfer.moved(stored, [layout.on_device(leaf.sharding) for leaf in stored]))
+    copies = iter(kept.arrived(kept.load(stored, [layout.on_device(leaf.sharding) for leaf in stored])))
     return jax.tree.unflatten(structure, [next(copies) if layout.is_on_host(leaf) else leaf for leaf in leaves])
 
 

@@ -1,10 +1,8 @@
 """Says which parts of a train state live in host memory or on a disk. This module holds the settings, their values and where they apply.
 
-    part        kinds                 stages
-    optimizer   none, host, nvme      those that shard the optimizer state
-    params      none, host, nvme      those that shard params
-
-A pair (part, kind) that is not in `BUILT` is refused.
+part        kinds                 stages
+optimizer   none, host, nvme      those that shard the optimizer state
+params      none, host, nvme      those that shard params
 """
 
 import dataclasses
@@ -18,7 +16,6 @@ from zerojax.errors import UserError
 NONE, HOST, NVME = "none", "host", "nvme"
 KINDS = (NONE, HOST, NVME)
 PARTS: Mapping[str, str] = {"optimizer": "opt_state", "params": "params"}  # part -> its column in the table of stages
-BUILT = {("optimizer", HOST), ("optimizer", NVME), ("params", HOST)}
 CHUNK_BYTES = 256 << 20  # 6 ms at 43 GB/s
 IN_FLIGHT = 8
 NVME_BUFFERS = 4
@@ -38,7 +35,8 @@ class Offload:
       in_flight: chunks that each device holds at once: those that arrive, are updated and leave. So the update needs about
         chunk_bytes * in_flight of device memory, whatever the model's size. Half of them arrive before the forward pass begins.
       nvme_path: the folder whose disk holds what is "nvme". It should be on a local disk.
-      nvme_buffers: chunks for each device that are read from the disk into host memory ahead of their use.
+      nvme_buffers: chunks of optimizer state for each device, and as many of params, that are read from the disk into host memory ahead
+        of their use. A buffer holds the largest leaf if that is more than a chunk.
     """
 
     optimizer: str = NONE
@@ -121,7 +119,7 @@ def check(offload: Offload, table: Mapping[int, Any], row: int) -> None:
       row: the stage.
 
     Raises:
-      UserError: it does not, or the part cannot be offloaded there.
+      UserError: it does not.
     """
     for part, column in PARTS.items():
         kind = getattr(offload, part)
@@ -134,6 +132,3 @@ def check(offload: Offload, table: Mapping[int, Any], row: int) -> None:
                 f"offload.{part}: is {kind!r}, which works at stage {listed}, and the stage is {row}; set the stage to "
                 f"{allowed[0]}, or offload.{part} to 'none'"
             )
-        if (part, kind) not in BUILT:
-            known = ", ".join(f"offload.{p}={k!r}" for p, k in sorted(BUILT))
-            raise UserError(f"offload.{part}: {kind!r} is not supported; supported are {known}")

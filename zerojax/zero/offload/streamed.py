@@ -42,9 +42,9 @@ class StreamedStep:
     def __init__(self, gradients: Callable[..., Any], updates: updates_lib.Updates, *, donate: bool):
         self.gradients, self.updates, self.in_flight = gradients, updates, updates.in_flight
         self._donate, self._is_loaded = donate, False
-        if updates.is_on_disk and not donate:
+        if (updates.is_on_disk or updates.params_on_disk) and not donate:
             raise UserError(
-                "donate: is False, and offload.optimizer='nvme' writes the new state over the old one; omit donate"
+                "donate: is False, and what offload keeps on a disk ('nvme') is written over the old state; omit donate"
             )
         self._leaving: collections.deque[list[Any]] = collections.deque()  # stores that may not have ended
 
@@ -52,7 +52,7 @@ class StreamedStep:
         """Sends a step to the device. Returns before it ends, but not before its last stores have begun."""
         self._check(state, batch)
         leaves, groups = jax.tree.leaves(state.opt_state), self.updates.groups
-        self.updates.prefetch(leaves)
+        self.updates.prefetch(leaves, groups)
         if self._is_loaded:
             arriving = self._first_loads(leaves)
             new_state, metrics, handed = self.gradients(self.updates.rest.of(state), batch)

@@ -24,7 +24,7 @@ from zerojax.errors import UserError
 from zerojax.optim import fused, one_pass, pieces
 from zerojax.zero import placement
 from zerojax.zero import update as update_lib
-from zerojax.zero.offload import kept, layout
+from zerojax.zero.offload import kept, layout, settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,8 +182,13 @@ class Updates:
 
     @property
     def is_on_disk(self) -> bool:
-        """Returns whether the state lives in a file."""
-        return bool(kept.on_disk(self._partition))
+        """Returns whether the optimizer state lives in a file."""
+        return self._partition.offload.optimizer == settings.NVME
+
+    @property
+    def params_on_disk(self) -> bool:
+        """Returns whether the params live in a file."""
+        return self._partition.offload.params == settings.NVME
 
     @property
     def structure(self) -> Any:
@@ -229,9 +234,9 @@ class Updates:
         weights = {weight for group in groups for weight in group.weights if weight in self._partition.on_host}
         return sum(layout.shard_bytes(self._weights[weight]) for weight in weights)
 
-    def prefetch(self, leaves: Sequence[Any]) -> None:
-        """Begins to read the groups that live on a disk."""
-        kept.prefetch([[leaves[n] for n in group.host] for group in self.groups])
+    def prefetch(self, leaves: Sequence[Any], groups: Sequence[Group]) -> None:
+        """Begins to read groups that live on a disk, in the order in which they will be loaded."""
+        kept.prefetch([[leaves[n] for n in group.host] for group in groups])
 
     def update(
         self,

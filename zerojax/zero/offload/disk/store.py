@@ -39,8 +39,9 @@ class Settings:
 
     Attributes:
       folder: whose disk holds the file.
-      buffers: groups of arrays that were read and are not on the device yet; at least 1.
-      buffer_bytes: bytes of each buffer; one that is too small for a group of arrays is replaced.
+      buffers: runs of arrays that were read and are not on the device yet; at least 1.
+      buffer_bytes: bytes of each buffer. Arrays that are asked for together are read in runs that fit. A buffer that is too small for an
+        array is replaced.
       threads: calls to the kernel at once.
       part_bytes: bytes of one call, a multiple of the alignment.
     """
@@ -155,6 +156,18 @@ class DiskArray:
 
     def __repr__(self) -> str:
         return f"DiskArray({self.dtype.name}[{','.join(map(str, self.shape))}] in {self.store.folder})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arriving:
+    """One of the arrays that come to the device together."""
+
+    together: "Future[list[jax.Array]]"
+    number: int
+
+    def result(self, timeout: float | None = None) -> jax.Array:
+        """Waits for the array, at most `timeout` seconds."""
+        return self.together.result(timeout)[self.number]
 
 
 def key_of(index: Sequence[slice]) -> tuple[tuple[int | None, int | None], ...]:
@@ -291,8 +304,8 @@ class Store:
         devices = [device for leaf in abstract for device in leaf.sharding.addressable_devices][:1]
         file = scratch.Scratch(settings.folder, sum(bytes_of(leaf) for leaf in abstract))
         self.folder, self.size, self.is_direct = file.folder, file.size, file.is_direct
-        self._moving, self._next = _Moving(settings, file, devices), 0
-        self._ahead: dict[int, _Request] = {}  # asked for ahead and not loaded yet, by the identity of the first array
+        self._moving, self._next, self._buffer_bytes = _Moving(settings, file, devices), 0, settings.buffer_bytes
+        self._ahead: collections.deque[_Request] = collections.deque()  # asked for ahead and not loaded yet
         self._arriving = concurrent.futures.ThreadPoolExecutor(2, "offload.arriving")
         self._writing = concurrent.futures.ThreadPoolExecutor(2, "offload.writing")
         self._finalizer = weakref.finalize(self, _close, self._moving, self._arriving, self._writing)
@@ -320,18 +333,21 @@ class Store:
         )
 
     def prefetch(self, arrays: Sequence[DiskArray]) -> None:
-        """Begins to read arrays as soon as a buffer is free. Groups that were prefetched must be loaded in the same order."""
-        self._request(arrays)
+        """Begins to read arrays as soon as buffers are free. What was prefetched together must be loaded so, in the same order."""
+        self._ahead.extend(map(self._request, self._runs(arrays)))
 
-    def load(self, arrays: Sequence[DiskArray], shardings: Sequence[Any]) -> "Future[list[jax.Array]]":
+    def load(self, arrays: Sequence[DiskArray], shardings: Sequence[Any]) -> list["Arriving"]:
         """Begins to bring arrays to the device. Those that were not prefetched are read now."""
-        request = self._ahead.pop(id(arrays[0]), None)
-        if request is None or list(map(id, request.arrays)) != list(map(id, arrays)):
-            self._forget(*filter(None, [request]), *self._ahead.values())  # of a state that is used no more
-            self._ahead.clear()
-            request = self._request(arrays)
-            del self._ahead[id(arrays[0])]
-        return self._arriving.submit(self._arrive, request, list(shardings))
+        arriving: list[Arriving] = []
+        for run in self._runs(arrays):
+            if self._ahead and list(map(id, self._ahead[0].arrays)) == list(map(id, run)):
+                request = self._ahead.popleft()
+            else:
+                self._forget()
+                request = self._request(run)
+            placed = self._arriving.submit(self._arrive, request, list(shardings[len(arriving) :][: len(run)]))
+            arriving += [Arriving(placed, number) for number in range(len(run))]
+        return arriving
 
     def read(self, place: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """Returns an array from the file, in new memory."""
@@ -358,13 +374,24 @@ class Store:
         self._check()
         for array in arrays:
             array.check()
-        request = self._ahead[id(arrays[0])] = _Request(list(arrays))
+        request = _Request(list(arrays))
         self._moving.ask(request)
         return request
 
-    def _forget(self, *requests: _Request) -> None:
-        for request in requests:
+    def _forget(self) -> None:
+        """Drops what was asked for ahead, by a step that did not end or of a state that is used no more."""
+        for request in self._ahead:
             self._arriving.submit(self._moving.drop, request)
+        self._ahead.clear()
+
+    def _runs(self, arrays: Sequence[DiskArray]) -> list[list[DiskArray]]:
+        """Returns the arrays in runs that fit into a buffer each, or of one array."""
+        runs: list[list[DiskArray]] = []
+        for array in arrays:
+            if not runs or sum(map(bytes_of, runs[-1])) + bytes_of(array) > self._buffer_bytes:
+                runs.append([])
+            runs[-1].append(array)
+        return runs
 
     def _arrive(self, request: _Request, shardings: Sequence[Any]) -> list[jax.Array]:
         """Returns a request's arrays on the device. Runs in a thread."""
