@@ -1,5 +1,6 @@
 """Runs the command in this process. This module tests zerojax.commands.generate."""
 
+import pathlib
 import shutil
 import sys
 
@@ -67,9 +68,28 @@ WRONG = {
     "tokenizer.json: is missing, so --prompt cannot be read": (MODEL, "--prompt", "x"),
     "nowhere: is not a folder": ("nowhere", "--prompt", "x"),
     "--ids nowhere.npz: cannot be read as .npz": (MODEL, "--ids", "nowhere.npz", "--out", "out.npz"),
+    "--ids cut.npz: cannot be read as .npz": (MODEL, "--ids", "cut.npz", "--out", "out.npz"),
+    "--ids one.npy: cannot be read as .npz": (MODEL, "--ids", "one.npy", "--out", "out.npz"),
+    "attention_mask: must be 0 where a row is padded, else 1, and holds <U1": (
+        MODEL,
+        "--ids",
+        "words.npz",
+        "--out",
+        "out.npz",
+    ),
+    "input_ids: must be integers [rows, length], and are int64[0, 2]": (MODEL, "--ids", "none.npz", "--out", "out.npz"),
     "has no input_ids; it holds labels": (MODEL, "--ids", "labels.npz", "--out", "out.npz"),
     "top_p: must be above 0": (MODEL, "--ids", "ids.npz", "--out", "o.npz", "--temperature", "1", "--top_p", "7"),
-    "max_new_tokens: must be 1 or more": (MODEL, "--ids", "ids.npz", "--out", "out.npz", "--max_new_tokens", "0"),
+    "max_new_tokens: must be 1 or more, and 16777216 at most, and is 0": (
+        MODEL,
+        "--ids",
+        "ids.npz",
+        "--out",
+        "out.npz",
+        "--max_new_tokens",
+        "0",
+    ),
+    "at most, and is 1000000000000": (MODEL, "--ids", "ids.npz", "--out", "o.npz", "--max_new_tokens", "1000000000000"),
 }
 
 
@@ -78,9 +98,17 @@ def test_a_wrong_argument_is_one_line(tmp_path, monkeypatch, command, message):
     monkeypatch.chdir(tmp_path)
     np.savez("labels.npz", labels=np.ones((1, 2), int))
     np.savez("ids.npz", input_ids=np.ones((1, 2), int))
+    np.savez("words.npz", input_ids=np.ones((1, 2), int), attention_mask=np.array([["a", "b"]]))
+    np.savez("none.npz", input_ids=np.ones((0, 2), int))
+    np.save("one.npy", np.ones((1, 2), int))
+    pathlib.Path("cut.npz").write_bytes(pathlib.Path("ids.npz").read_bytes()[:90])
     status, out, err = command(*WRONG[message])
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("zerojax: ") and message in err
+
+
+def test_a_prompt_of_bytes_that_are_no_text_is_one_line(spoken, command):
+    assert command(spoken, "--prompt", "\udcff")[::2] == (2, "zerojax: --prompt: is not a text in UTF-8; correct it\n")
 
 
 def test_settings_of_the_folder_that_are_not_applied_are_named(tmp_path, spoken, command):

@@ -82,7 +82,13 @@ def test_a_row_ends_at_a_stop_token_and_the_result_at_the_longest_row():
 
 def test_forced_tokens_are_taken():
     found = make(special=family.SpecialTokens(forced_first=11, forced_last=12))(PROMPTS, MASK)[:, 8:]
-    assert (found[:, 0] == 11).all() and (found[:, -1] == 12).all()
+    alone = make()(PROMPTS, MASK)[:, 8:]
+    np.testing.assert_array_equal(found[:, :-1], alone[:, :-1])  # their texts have more than one token
+    assert (found[:, -1] == 12).all()
+    found = make(special=family.SpecialTokens(forced_first=11))(PROMPTS, (np.cumsum(MASK, axis=1) == 1) & (MASK > 0))[
+        :, 8:
+    ]
+    assert found[:, 0].tolist() == [11] * 3
 
 
 def test_draws_depend_on_the_seed_and_the_row_alone():

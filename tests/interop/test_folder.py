@@ -48,7 +48,7 @@ def test_a_missing_or_unreadable_config_is_refused(tmp_path, copied):
     assert "is not a folder" in refused(tmp_path / "nowhere")
     assert "config.json: cannot be read" in refused(tmp_path)
     folder = copied("llama")
-    for text, message in (("{", "is not JSON"), ("[]", "is not a table of settings")):
+    for text, message in (("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "is not a table of settings")):
         (folder / "config.json").write_text(text)
         assert message in refused(folder)
 
@@ -56,6 +56,9 @@ def test_a_missing_or_unreadable_config_is_refused(tmp_path, copied):
 ROPE = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
 CONFIGS = {
     "model_type 'gpt2' is not an architecture": ("llama", {"model_type": "gpt2"}),
+    "model_type ['llama'] is not an architecture": ("llama", {"model_type": ["llama"]}),
+    "architecture 5 is not one": ("llama", {"architectures": 5}),
+    "num_hidden_layers: must be at most 100000, and is 1000000000": ("llama", {"num_hidden_layers": 10**9}),
     "architecture 'LlamaForSequenceClassification' is not one": (
         "llama",
         {"architectures": ["LlamaForSequenceClassification"]},

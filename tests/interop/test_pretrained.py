@@ -19,8 +19,7 @@ LOGITS = 2e-5  # float32 sums in another order, in two implementations
 LOSS = 1e-5  # relative to losses of about 6
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("name", golden_models.NAMES)
+@pytest.mark.parametrize("name, stage", [*((name, 3) for name in golden_models.NAMES), ("llama", 0)])
 def test_logits_loss_and_greedy_tokens_are_those_of_transformers(name, stage):
     loaded, expected, batch = golden_models.load(name, stage), golden_models.expected(name), golden_models.batch(name)
 
@@ -135,6 +134,11 @@ def test_settings_that_are_not_applied_are_named(tmp_path):
     assert pretrained.unread_settings(settings(tmp_path)) == []
     found = pretrained.unread_settings(settings(tmp_path, num_beams=4, no_repeat_ngram_size=3, min_length=0))
     assert found == ["num_beams=4", "no_repeat_ngram_size=3"]
+    folder = settings(tmp_path).path
+    (folder / folder_lib.GENERATION).unlink()
+    config = folder / folder_lib.CONFIG
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"repetition_penalty": 1.3}))
+    assert pretrained.unread_settings(folder_lib.open_folder(folder)) == ["repetition_penalty=1.3"]
 
 
 def test_padded_labels_are_left_out_and_start_after_the_start_token():

@@ -87,6 +87,7 @@ def test_a_malformed_header_is_refused(folder):
         "lacks a dtype": {"x": {"shape": [2], "data_offsets": [0, 8]}},
         "two offsets": {"x": good | {"data_offsets": [0]}},
         "not whole numbers": {"x": good | {"shape": [2.5]}},
+        "the dtype of tensor x is ['F32']": {"x": good | {"dtype": ["F32"]}},
         "needs another number": {"x": good | {"shape": [3]}},
         "begins at byte 4": {"x": good | {"data_offsets": [4, 12]}},
     }
@@ -95,6 +96,8 @@ def test_a_malformed_header_is_refused(folder):
         path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
         assert message in refused(folder), header
     path.write_bytes((3).to_bytes(8, "little") + b"{x}")
+    assert "its header is not JSON" in refused(folder)
+    path.write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
     assert "its header is not JSON" in refused(folder)
 
 
@@ -111,8 +114,9 @@ def test_an_index_that_does_not_fit_its_files_is_refused(folder):
     assert "one.safetensors: lacks tensor z" in refused(folder)
     write({"a": "../one.safetensors"})
     assert "names a file outside of its folder" in refused(folder)
-    index.write_text("{}")
-    assert "is not an index with a weight_map" in refused(folder)
+    for text in ("{}", "[" * 100_000):
+        index.write_text(text)
+        assert "is not an index with a weight_map" in refused(folder)
     write({"a": "one.safetensors"})
     assert tensor_files.read_folder(folder).keys() == {"a"}
 

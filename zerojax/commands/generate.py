@@ -21,6 +21,7 @@ from zerojax import mesh as mesh_lib
 from zerojax.commands import arguments
 from zerojax.errors import UserError
 from zerojax.inference import generate
+from zerojax.interop import folder as folder_lib
 from zerojax.interop import huggingface, pretrained
 from zerojax.launch import devices, processes
 from zerojax.zero import where_used
@@ -62,6 +63,7 @@ def _generate() -> None:
         if processes.is_primary():
             print("\n".join(texts))
         return
+    generate.check(arrays["input_ids"], arrays.get("attention_mask"), loaded.config.vocab_size)
     forward = _forward(loaded, arrays)
     generated = generator(loaded.params, arrays["input_ids"], arrays.get("attention_mask"), seed=given.seed)
     found = {**forward, "generated": generated}
@@ -115,7 +117,8 @@ def _note(loaded: pretrained.Pretrained) -> None:
     """Names the folder's settings of generation that are not applied."""
     unread = pretrained.unread_settings(loaded.folder)
     if unread and processes.is_primary():
-        print(f"zerojax: note: generation_config.json sets {', '.join(unread)}, which is not applied", file=sys.stderr)
+        file = folder_lib.GENERATION if loaded.folder.generation else folder_lib.CONFIG
+        print(f"zerojax: note: {file} sets {', '.join(unread)}, which is not applied", file=sys.stderr)
 
 
 def _tokenizer(folder: str) -> tokenizers.Tokenizer:
@@ -133,6 +136,10 @@ def _tokenizer(folder: str) -> tokenizers.Tokenizer:
 
 def _texts(loaded: pretrained.Pretrained, generator: Any, tokenizer: Any, given: argparse.Namespace) -> list[str]:
     """Returns the texts after the prompts; a decoder's begin with them."""
+    if any(
+        0xD800 <= ord(char) <= 0xDFFF for prompt in given.prompt for char in prompt
+    ):  # bytes that Python could not decode
+        raise UserError("--prompt: is not a text in UTF-8; correct it")
     rows = [tokenizer.encode(prompt).ids for prompt in given.prompt]
     if not all(rows):
         raise UserError("--prompt: a text without any token cannot be continued; give at least one word")
@@ -148,9 +155,11 @@ def _texts(loaded: pretrained.Pretrained, generator: Any, tokenizer: Any, given:
 
 def _read(path: str) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, AttributeError) as error:
+    except (
+        Exception
+    ) as error:  # numpy, zipfile and zlib raise seven kinds for damaged files, and for those of another kind
         raise UserError(f"--ids {path}: cannot be read as .npz; write it with numpy.savez") from error
     if "input_ids" not in arrays:
         raise UserError(f"--ids {path}: has no input_ids; it holds {', '.join(arrays) or 'nothing'}")
@@ -190,7 +199,7 @@ def _forward(loaded: pretrained.Pretrained, arrays: dict[str, np.ndarray]) -> di
 
 
 def _check_labels(labels: np.ndarray, rows: int, vocab_size: int) -> None:
-    if labels.ndim != 2 or len(labels) != rows or not np.issubdtype(labels.dtype, np.integer):
+    if labels.ndim != 2 or not labels.size or len(labels) != rows or not np.issubdtype(labels.dtype, np.integer):
         raise UserError(f"labels: must be integers [{rows}, length], and are {labels.dtype}{list(labels.shape)}")
     wrong = labels[((labels < 0) & (labels != pretrained.NO_LABEL)) | (labels >= vocab_size)]
     if wrong.size:

@@ -50,7 +50,7 @@ class Loop:
             return found, choice.goes_on(found), step
 
         def first(scores: jax.Array, lengths: jax.Array, tokens: jax.Array, seed: Any) -> Any:
-            return following(choice.first(scores, seed), lengths, tokens)
+            return following(choice.first(scores, lengths, seed), lengths, tokens)
 
         def add(found: Any, scores: jax.Array, lengths: jax.Array, tokens: jax.Array, seed: Any) -> Any:
             return following(choice.add(found, scores, seed), lengths, tokens)

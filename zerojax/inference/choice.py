@@ -40,10 +40,12 @@ class Choice:
     special: family_lib.SpecialTokens
     sampling: sampling_lib.Sampling
 
-    def first(self, scores: jax.Array, seed: jax.Array) -> Found:
-        """Returns the rows with their first token, from scores float32[rows, vocab]."""
+    def first(self, scores: jax.Array, lengths: jax.Array, seed: jax.Array) -> Found:
+        """Returns the rows with their first token, from scores float32[rows, vocab] after texts of `lengths` tokens, int32[rows]."""
         rows = scores.shape[0]
         token = self._pick(scores, jnp.int32(0), jnp.zeros(rows, bool), seed)
+        if self.special.forced_first is not None:
+            token = jnp.where(lengths == 1, self.special.forced_first, token)
         tokens = jnp.full((rows, self.new_tokens), self.special.pad, jnp.int32).at[:, 0].set(token)
         return Found(jnp.int32(1), token, self._ends(token), tokens)
 
@@ -64,8 +66,6 @@ class Choice:
     def _pick(self, scores: jax.Array, count: jax.Array, is_over: jax.Array, seed: jax.Array) -> jax.Array:
         own = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(scores.shape[0]))
         token = sampling_lib.pick(scores, self.sampling, jax.vmap(jax.random.fold_in, (0, None))(own, count))
-        if self.special.forced_first is not None:
-            token = jnp.where(count == 0, self.special.forced_first, token)
         if self.special.forced_last is not None:
             token = jnp.where(count == self.new_tokens - 1, self.special.forced_last, token)
         return jnp.where(is_over, self.special.pad, token)

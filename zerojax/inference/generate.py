@@ -24,6 +24,8 @@ from zerojax.models import family as family_lib
 from zerojax.zero import placement, where_used
 from zerojax.zero.offload import params as params_on_host
 
+MOST_TOKENS = 2**24  # of a text, which float32 counts exactly
+
 
 def make_generator(
     family: family_lib.Family,
@@ -53,8 +55,8 @@ def make_generator(
     Raises:
       UserError: `new_tokens` is below 1. `generate` refuses ids that the model does not know, and texts longer than its positions.
     """
-    if new_tokens < 1:
-        raise UserError(f"max_new_tokens: must be 1 or more, and is {new_tokens}")
+    if not 0 < new_tokens <= MOST_TOKENS:
+        raise UserError(f"max_new_tokens: must be 1 or more, and {MOST_TOKENS} at most, and is {new_tokens}")
     mesh, choice = partition.mesh, choice_lib.Choice(new_tokens, special, sampling or sampling_lib.Sampling())
     make: Callable[..., Callable[..., jax.Array]] = (
         by_block.Loop if params_on_host.are_on_host(partition) else _make_loop
@@ -62,7 +64,7 @@ def make_generator(
     run = make(family, config, partition, choice, compute_dtype)
 
     def generate(params: Any, input_ids: Any, attention_mask: Any = None, *, seed: int = 0) -> np.ndarray:
-        prompts, mask = _checked(input_ids, attention_mask, config.vocab_size)
+        prompts, mask = check(input_ids, attention_mask, config.vocab_size)
         count, inputs = len(prompts), {}
         if family.is_encoder_decoder:
             inputs = {"inputs": prompts, "mask": mask}
@@ -125,18 +127,25 @@ def _make_loop(
             scores, caches = extend(params, caches, step, found.token)
             return choice.add(found, scores, seed), caches
 
-        first = (choice.first(scores, seed), caches)
+        first = (choice.first(scores, lengths, seed), caches)
         return jax.lax.while_loop(lambda carry: choice.goes_on(carry[0]), add, first)[0].tokens
 
     return jax.jit(generate, out_shardings=NamedSharding(partition.mesh, P()))
 
 
-def _checked(input_ids: Any, attention_mask: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ids as int32[rows, length] and the mask as bool[rows, length]."""
+def check(input_ids: Any, attention_mask: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ids as int32[rows, length] and the mask as bool[rows, length].
+
+    Raises:
+      UserError: they are not numbers of one shape, a row has no token, or the model does not know one.
+    """
     ids = np.asarray(input_ids)
     if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
         raise UserError(f"input_ids: must be integers [rows, length], and are {ids.dtype}{list(ids.shape)}")
-    mask = np.ones(ids.shape, bool) if attention_mask is None else np.asarray(attention_mask) > 0
+    given = np.ones(ids.shape, bool) if attention_mask is None else np.asarray(attention_mask)
+    if given.dtype.kind not in "biuf":
+        raise UserError(f"attention_mask: must be 0 where a row is padded, else 1, and holds {given.dtype}")
+    mask = given > 0
     if mask.shape != ids.shape:
         raise UserError(f"attention_mask: has shape {mask.shape}, and input_ids have {ids.shape}; give both the same")
     if not mask.any(axis=1).all():

@@ -202,13 +202,14 @@ def _read_leaf(
 
 def _family(path: pathlib.Path, raw: Mapping[str, Any]) -> family_lib.Family:
     kind, classes = raw.get("model_type"), raw.get("architectures") or []
-    if kind not in families.MODEL_TYPES:
+    if not isinstance(kind, str) or kind not in families.MODEL_TYPES:
         known = ", ".join(families.MODEL_TYPES)
         raise UserError(
             f"{path / CONFIG}: model_type {kind!r} is not an architecture that zerojax computes; known: {known}"
         )
     family = families.MODEL_TYPES[kind]
     computed = family.huggingface.architectures[kind]
+    classes = [classes] if not isinstance(classes, list) else classes
     for name in classes:
         if name not in computed:
             raise UserError(
@@ -270,7 +271,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}); name a folder that save_pretrained of transformers wrote"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: is not JSON; copy the folder again") from error
     if not isinstance(found, dict):
         raise UserError(f"{path}: is not a table of settings; copy the folder again")

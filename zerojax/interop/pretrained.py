@@ -30,7 +30,7 @@ UNREAD = {
     "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
     "min_length": 0,
-    "min_new_tokens": None,
+    "min_new_tokens": 0,
     "bad_words_ids": None,
     "suppress_tokens": None,
     "begin_suppress_tokens": None,
@@ -38,6 +38,10 @@ UNREAD = {
     "exponential_decay_length_penalty": None,
     "penalty_alpha": None,
     "guidance_scale": None,
+    "stop_strings": None,
+    "token_healing": False,
+    "dola_layers": None,
+    "watermarking_config": None,
 }
 
 
@@ -293,8 +297,11 @@ def special_tokens(folder: folder_lib.Folder) -> family_lib.SpecialTokens:
 
 
 def unread_settings(folder: folder_lib.Folder) -> list[str]:
-    """Returns the folder's settings of generation that change a result in transformers, and that are not applied here."""
-    found = {name: value for name, value in folder.generation.items() if name in UNREAD}
+    """Returns the folder's settings of generation that change a result in transformers, and that are not applied here.
+
+    Without generation_config.json they are those of config.json, as in transformers.
+    """
+    found = {name: value for name, value in (folder.generation or folder.raw).items() if name in UNREAD}
     return [f"{name}={value}" for name, value in found.items() if value not in (None, UNREAD[name])]
 
 
@@ -302,7 +309,9 @@ def _ids(folder: folder_lib.Folder, name: str) -> tuple[int, ...]:
     """Returns the ids of a setting: a number, a list, or nothing."""
     value = folder.setting(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) and 0 <= token < folder.model.vocab_size for token in ids):
+    if not all(
+        isinstance(token, int) and not isinstance(token, bool) and 0 <= token < folder.model.vocab_size for token in ids
+    ):
         raise UserError(
             f"{folder.path}: {name} is {value!r}, and ids are from 0 to {folder.model.vocab_size - 1}; mend it"
         )

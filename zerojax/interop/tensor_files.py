@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from zerojax import errors
 from zerojax.errors import UserError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -103,7 +104,7 @@ def read_header(path: pathlib.Path) -> dict[str, Entry]:
             raw = json.loads(file.read(length))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); fix that or choose another folder") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
         raise damaged(path, "its header is not JSON") from error
@@ -205,7 +206,7 @@ def _read_index(path: pathlib.Path) -> dict[str, str]:
         return dict(files)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); fix that or choose another folder") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path}: is not an index with a weight_map; copy the folder again") from error
@@ -236,6 +237,8 @@ def _checked(path: pathlib.Path, name: str, told: Any) -> tuple[tuple[int, ...],
         dtype, shape, (first, last) = told["dtype"], tuple(told["shape"]), told["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
         raise damaged(path, f"tensor {name} lacks a dtype, a shape or two offsets") from error
+    if not isinstance(dtype, str):
+        raise damaged(path, f"the dtype of tensor {name} is {errors.shown(dtype)}")
     numbers = (*shape, first, last)
     if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
         raise damaged(path, f"the shape or the offsets of tensor {name} are not whole numbers")

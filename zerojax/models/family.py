@@ -27,7 +27,8 @@ class SpecialTokens:
       stops: each ends a text.
       pad: fills a row after its end.
       start: begins every text of an encoder-decoder's decoder.
-      forced_first, forced_last: taken as the first and the last new token, whatever their scores; None for none.
+      forced_first: the second token of a text, whatever its scores: the first new one after a prompt of one token; None for none.
+      forced_last: the last of the most new tokens, whatever its scores; None for none.
     """
 
     stops: tuple[int, ...] = ()

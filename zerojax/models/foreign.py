@@ -7,6 +7,8 @@ from typing import Any
 from zerojax.errors import UserError
 from zerojax.models import layers
 
+MOST_LAYERS = 100_000  # in a config.json; each takes Python objects before its tensors are looked for
+
 
 class Fields:
     """The fields of a config.json.
@@ -30,6 +32,12 @@ class Fields:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
             raise self.refuse(name, "a whole number above 0")
         return value
+
+    def depth(self, name: str, default: int | None = None) -> int:
+        """Returns a number of layers, as `count` does."""
+        if (found := self.count(name, default)) > MOST_LAYERS:
+            raise self.refuse(name, f"at most {MOST_LAYERS}")
+        return found
 
     def number(self, name: str, default: float | None = None) -> float:
         """Returns a number above 0. A missing or null field has the default; None refuses it."""
@@ -55,7 +63,7 @@ class Fields:
     def choice(self, name: str, known: Collection[str], default: str) -> str:
         """Returns a text that is one of `known`. A missing or null field has the default."""
         value = self._value(name, default)
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise self.refuse(name, f"one of {', '.join(known)}")
         return value
 

@@ -80,11 +80,11 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> BartConfig:
         f.heads("d_model", f"{side}_attention_heads")
     return BartConfig(
         f.count("vocab_size"),
-        f.count("encoder_layers"),
+        f.depth("encoder_layers"),
         embed_dim=f.count("d_model"),
         num_heads=f.count("encoder_attention_heads"),
         mlp_dim=f.count("encoder_ffn_dim"),
-        decoder_layers=f.count("decoder_layers"),
+        decoder_layers=f.depth("decoder_layers"),
         decoder_heads=f.count("decoder_attention_heads"),
         decoder_mlp_dim=f.count("decoder_ffn_dim"),
         max_seq_len=f.count("max_position_embeddings", 1024),

@@ -153,7 +153,7 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
     theta, scaling = _read_rope(f)
     model_config = LlamaConfig(
         f.count("vocab_size"),
-        f.count("num_hidden_layers"),
+        f.depth("num_hidden_layers"),
         embed_dim=f.count("hidden_size"),
         num_heads=heads,
         num_kv_heads=f.count("num_key_value_heads", {"mistral": 8, "qwen2": 32, "qwen3": 32}.get(row, heads)),
@@ -206,7 +206,7 @@ def _read_rope(f: foreign.Fields) -> tuple[float, rope.Scaling | None]:
 
 
 def _read_windows(f: foreign.Fields, row: str) -> tuple[int, ...]:
-    layers = f.count("num_hidden_layers")
+    layers = f.depth("num_hidden_layers")
     is_window_read = row == "mistral" or (row != "llama" and f.flag("use_sliding_window", False))
     has_window = is_window_read and f.raw.get("sliding_window", 4096) is not None
     window = f.count("sliding_window", 4096) if has_window else 0

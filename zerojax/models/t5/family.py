@@ -95,7 +95,7 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> T5Config:
     known = [f"{gate}{name}" for gate in ("", "gated-") for name in layers.ACTIVATIONS]
     return T5Config(
         f.count("vocab_size"),
-        f.count("num_layers"),
+        f.depth("num_layers"),
         embed_dim=f.count("d_model"),
         num_heads=f.count("num_heads"),
         head_dim=f.count("d_kv"),
@@ -103,7 +103,7 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> T5Config:
         mlp=f.choice("feed_forward_proj", known, "gated-gelu" if is_mt5 else "relu").replace("gated-", "gated_"),
         tie_embeddings=(is_tied or says_scale) and HEAD not in names,
         scale_outputs=f.flag("scale_decoder_outputs", is_tied),
-        decoder_layers=f.count("num_decoder_layers", f.count("num_layers")),
+        decoder_layers=f.depth("num_decoder_layers", f.depth("num_layers")),
         buckets=f.count("relative_attention_num_buckets", 32),
         max_distance=f.count("relative_attention_max_distance", 128),
         norm_eps=f.number("layer_norm_epsilon", 1e-6),
