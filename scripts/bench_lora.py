@@ -6,9 +6,15 @@
 Each case runs in a process of its own, since a device reports the peak of its process, and prints what it knows as it comes. After
 `--limit_s` seconds it is ended, and the next case begins. Weights and batches are random. A step is timed from the start of the first to
 the end of the last of several, after 3 others. Planned: what XLA assigned to the step, or for params in host memory the programs' sum.
+
+`--profile` then traces 3 steps and prints where their time goes. `--small_mib` changes which arrays of params in host memory a program
+copies (`zero.offload.programs`): 0 sends each as a copy of its own.
 """
 
 import argparse
+import itertools
+import statistics
+import tempfile
 import time
 from typing import Any
 
@@ -53,24 +59,28 @@ def main() -> None:
     parser.add_argument("--limit_s", type=float, default=240, help="seconds after which a case is ended")
     parser.add_argument("--here", action="store_true", help="run the one case in this process")
     parser.add_argument("--set", nargs="*", default=[], help="further settings, such as model.num_layers=2")
+    parser.add_argument("--profile", action="store_true", help="trace 3 more steps")
+    parser.add_argument("--small_mib", type=float, default=None, help="programs copy smaller arrays from host memory")
     options = parser.parse_args()
     if options.here:
-        return bench_child.tell(run(options.cases[0], options.set))
+        return bench_child.tell(run(options.cases[0], options.set, options.profile, options.small_mib))
     rows = []
     for case in options.cases:
         words = [__file__, "--here", "--cases", case, "--set", *options.set]
+        words += ["--profile"] if options.profile else []
+        words += [] if options.small_mib is None else ["--small_mib", str(options.small_mib)]
         found = bench_child.run(case, words, options.limit_s)
         if found is not None:
             rows.append((case, found))
-    columns = ("case", "ms a step", "tokens/s", "peak MiB", "planned", "state MiB", "host MiB", "compiled s")
+    columns = ("case", "ms a step", "host ms", "tokens/s", "peak MiB", "planned", "state MiB", "host MiB", "compiled s")
     print(f"{columns[0]:<22}" + "".join(f"{column:>12}" for column in columns[1:]) + "  bar")
     for case, found in rows:
-        cells = ("ms", "tokens_per_second", "peak_mib", "planned_mib", "state_mib", "host_mib", "compile_s")
+        cells = ("ms", "host_ms", "tokens_per_second", "peak_mib", "planned_mib", "state_mib", "host_mib", "compile_s")
         print(f"{case:<22}" + "".join(f"{found[cell]:>12,.1f}" for cell in cells) + f"  {BARS.get(case, '')}")
 
 
-def run(case: str, more: list[str]) -> dict[str, float]:
-    """Runs one case and returns its figures."""
+def run(case: str, more: list[str], is_profiled: bool, small_mib: float | None) -> dict[str, float]:
+    """Runs one case and returns its figures. Host: the median time in which a step's call returns."""
     import importlib
 
     import jax
@@ -78,8 +88,10 @@ def run(case: str, more: list[str]) -> dict[str, float]:
     from zerojax.launch import start_up
     from zerojax.trainer import config as config_lib
     from zerojax.trainer import program as program_lib
-    from zerojax.zero.offload import budget
+    from zerojax.zero.offload import budget, programs
 
+    if small_mib is not None:
+        programs.SMALL = int(small_mib * 2**20)
     name, changes, steps = CASES[case]
     raw = importlib.import_module(f"configs.{name}").get_config()
     raw.update_from_flattened_dict(changes | dict(_parsed(raw, word) for word in more))
@@ -101,15 +113,20 @@ def run(case: str, more: list[str]) -> dict[str, float]:
         state, metrics = step(state, batch)
     jax.block_until_ready((state, metrics))
     clock.lap("2 steps", f"{_peak_mib():,.0f} MiB in use at most so far")
-    start = time.perf_counter()
+    calls, start = [], time.perf_counter()
     for _ in range(steps):
+        began = time.perf_counter()
         state, metrics = step(state, batch)
+        calls.append(time.perf_counter() - began)
     jax.block_until_ready((state, metrics))
     seconds = (time.perf_counter() - start) / steps
+    if is_profiled:
+        state, metrics = _profiled(step, state, batch)
     leaves = jax.tree.leaves(state)
     on_host = sum(leaf.nbytes for leaf in leaves if leaf.sharding.memory_kind == "pinned_host")
     return {
         "ms": seconds * 1e3,
+        "host_ms": statistics.median(calls) * 1e3,
         "tokens_per_second": program.sizes.global_batch_size * config.seq_len / seconds,
         "peak_mib": _peak_mib(),
         "planned_mib": planned / 2**20,
@@ -121,6 +138,45 @@ def run(case: str, more: list[str]) -> dict[str, float]:
         "first_loss": first,
         "last_loss": float(metrics["loss"]),
     }
+
+
+def _profiled(step: Any, state: Any, batch: Any, steps: int = 3) -> tuple[Any, Any]:
+    """Traces some steps, and prints what the copies to the device and the kernels of a step take. Returns the new state and metrics."""
+    import pathlib
+
+    import jax
+
+    from zerojax.profile import phases, traces
+
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        jax.profiler.start_trace(folder, profiler_options=options)
+        began = time.perf_counter()
+        for _ in range(steps):
+            state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+        seconds = time.perf_counter() - began
+        jax.profiler.stop_trace()
+        path = traces.newest(pathlib.Path(folder))
+        found = traces.read(path) if path else []
+    copies = [(kernel.start, kernel.end) for kernel in found if "MemcpyH2D" in kernel.name]
+    kernels = [(kernel.start, kernel.end) for kernel in found if "Memcpy" not in kernel.name]
+    copying, computing = phases.union(copies), phases.union(kernels)
+    both = phases.length(copying) - phases.length(phases.subtract(copying, computing))
+    gaps = sorted(following[0] - before[1] for before, following in itertools.pairwise(copying))
+    times = {
+        "in all": seconds * 1e9,
+        f"{len(copies) // steps} copies to the device": phases.length(copying),
+        f"{len(kernels) // steps} kernels": phases.length(computing),
+        "copies beside kernels": both,
+        f"{len(gaps) // steps} gaps between copies": sum(gaps),
+        "the 10 longest gaps of a step": sum(gaps[-10 * steps :]),
+    }
+    print(
+        "a step, traced, ms: " + ", ".join(f"{name} {ns / steps / 1e6:.2f}" for name, ns in times.items()), flush=True
+    )
+    return state, metrics
 
 
 class _Clock:

@@ -19,9 +19,12 @@ HOW: dict[str, Any] = {"reduce_dtype": jnp.float32, "compute_dtype": None}
 
 
 class Block(nn.Module):
+    dropout: bool = False
+
     @nn.compact
     def __call__(self, x, scale=None):
         y = nn.Dense(8, name="narrow")(nn.tanh(nn.Dense(16, name="wide")(x)))
+        y = nn.Dropout(0.5, deterministic=not self.dropout)(y)
         return x + (y if scale is None else y * scale)
 
 
@@ -39,10 +42,10 @@ class Net(nn.Module):
 
     @nn.compact
     def __call__(self, x, scale):
-        shared = Block(name="block_shared")
+        shared = Block(self.dropout, name="block_shared")
         x = shared(nn.Dense(8, name="embed")(x), scale)
         for number in range(self.layers):
-            x = Block(name=f"block_{number}")(x, scale)
+            x = Block(self.dropout, name=f"block_{number}")(x, scale)
         if self.dropout:
             x = nn.Dropout(0.5, deterministic=False)(x)
         penalty = jnp.sum(jnp.square(shared.variables["params"]["wide"]["kernel"]))

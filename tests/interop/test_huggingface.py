@@ -266,11 +266,29 @@ def place(leaf):
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 huggingface.export(jax.tree.map(place, tests.random_params(model)), tests.LLAMA, model, sys.argv[1])
 assert os.path.exists(sys.argv[1] + "/config.json")
+
+from zerojax import mesh as mesh_lib
+from zerojax.inference import generate
+from zerojax.models import family
+from zerojax.zero import stages
+from zerojax.zero.offload import layout, programs
+mesh, host = mesh_lib.make_mesh(), {"stage": 3, "min_size": 64, "offload": {"params": "host"}, "trainable": "norm"}
+params = tests.random_params(model)
+partition = stages.partition_state({"params": params}, mesh=mesh, **host)
+stored = jax.tree.map(
+    lambda leaf, sharding: jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index]),
+    params, partition.shardings["params"],
+)
+assert sum(map(layout.is_on_host, jax.tree.leaves(stored))) > 10
+programs.SMALL = 160  # larger shards are copied on their own, the others by programs
+run = generate.make_generator(tests.LLAMA, model, partition, new_tokens=3, special=family.SpecialTokens())
+np.save(f"{sys.argv[1]}-{rank}.npy", run(stored, tests.PROMPTS))
 print("DONE")
 """
+PROMPTS = np.arange(16).reshape(8, 2)
 
 
-def test_two_processes_gather_together_and_the_first_writes(tmp_path):
+def test_two_processes_gather_together_and_the_first_writes_and_both_generate_from_host_memory(tmp_path):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -287,6 +305,13 @@ def test_two_processes_gather_together_and_the_first_writes(tmp_path):
         output, _ = worker.communicate(timeout=120)
         assert "DONE" in output, output
     assert_exported(tmp_path / "out", random_params(Model()), Model())
+    found = [np.load(path) for path in tmp_path.glob("out-*.npy")]
+    assert len(found) == 2 and np.array_equal(*found)
+    params = random_params(Model())
+    for row in (0, 5):
+        for length in (2, 3, 4):
+            logits = reference_logits(params, Model(), found[0][row, :length])
+            assert logits[-1].argmax() == found[0][row, length], "each token is the likeliest after those before"
 
 
 def reference_logits(params, model, tokens):

@@ -22,19 +22,21 @@ from zerojax.zero.offload import programs, schedule
 def test_programs_one_after_the_other_are_the_step(net, mesh, stage, how):
     plain, nested, *args = parts(net, mesh, stage, **how)
     expected = jax.jit(plain)(*args)
-    found = schedule.Schedule(programs.cut(nested, *abstract(args)), {})(*args)
+    found = schedule.Schedule(programs.cut(nested, *abstract(args)))(*args)
     for (path, have), (_, want) in zip(tree.flatten(found), tree.flatten(expected), strict=True):
         np.testing.assert_allclose(have, want, rtol=2e-5, atol=1e-6, err_msg=path)
         assert have.sharding.is_equivalent_to(want.sharding, want.ndim), path
         assert have.dtype == want.dtype, path
 
 
-def test_equal_layers_share_one_compiled_program_and_no_program_reads_what_it_does_not_need():
-    _, nested, *args = parts(Net(layers=5))
+@pytest.mark.parametrize("dropout", [False, True])
+def test_equal_layers_share_one_compiled_program_and_no_program_reads_what_it_does_not_need(dropout):
+    _, nested, *args = parts(Net(layers=5, dropout=dropout))
     cut = programs.cut(nested, *abstract(args))
     passes = [program for program in cut.programs if program.name in ("forward", "backward")]
     assert len(passes) == 2 * (5 + 2 + 1)  # the layers, the shared block twice, the head
-    assert len({id(program.run) for program in passes}) <= 8, "layers of one shape are compiled once"
+    # With dropout, the first block reads its key from the operations before all blocks, and the others make their own.
+    assert len({id(program.run) for program in passes}) <= 8 + dropout, "layers of one shape are compiled once"
     read = {number for program in cut.programs for number in program.reads}
     written = [number for program in cut.programs for number in program.writes]
     assert len(set(written)) == len(written)
@@ -43,11 +45,12 @@ def test_equal_layers_share_one_compiled_program_and_no_program_reads_what_it_do
     weights = len(jax.tree.leaves(args[0]))
     for program in passes:
         assert len([number for number in program.reads if number < weights]) <= 4, "a block reads its own weights"
+    assert bool(cut.integers) == dropout, "layers differ in the keys of their dropout alone"
 
 
 def test_a_result_that_is_constant_is_returned():
     _, nested, *args = parts(Net(1))
-    (_, aux), _ = schedule.Schedule(programs.cut(nested, *abstract(args)), {})(*args)
+    (_, aux), _ = schedule.Schedule(programs.cut(nested, *abstract(args)))(*args)
     assert float(aux["metrics"]["one"]) == 1 and int(aux["state"]["step"]) == 1
 
 

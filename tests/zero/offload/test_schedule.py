@@ -11,14 +11,18 @@ from zerojax.zero.offload import programs, schedule
 @pytest.fixture(scope="module")
 def net():
     _, nested, *args = parts(Net(4), remat="full")
-    return programs.cut(nested, *abstract(args)), args
+    cut = programs.cut(nested, *abstract(args))
+    return cut, nested, args, schedule.Schedule(cut)(*args)
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 3])
-def test_weights_from_the_host_give_the_same_and_few_are_on_the_device(net, ahead):
-    cut, (params, *rest) = net
-    expected = schedule.Schedule(cut, {})(params, *rest)
-    on_device = {number: leaf.sharding for number, leaf in enumerate(jax.tree.leaves(params))}
+@pytest.mark.parametrize(("ahead", "small"), [(1, 40), (2, 2**20), (3, 0)])
+def test_weights_from_the_host_give_the_same_and_few_are_on_the_device(net, ahead, small, monkeypatch):
+    _, nested, (params, *rest), expected = net
+    monkeypatch.setattr(programs, "SMALL", small)
+    on_device = set(range(len(jax.tree.leaves(params))))
+    cut = programs.cut(nested, *abstract((params, *rest)), on_host=on_device, ahead=ahead)
+    apart, inside = (any(getattr(program, how) for program in cut.programs) for how in ("after", "brings"))
+    assert (apart, inside) == (small <= 40, small > 0)
     on_host = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")), params)
     most = []
 
@@ -28,20 +32,20 @@ def test_weights_from_the_host_give_the_same_and_few_are_on_the_device(net, ahea
         assert held <= near, "a weight is held only near its use"
         most.append(len(held))
 
-    found = schedule.Schedule(cut, on_device, ahead=ahead)(on_host, *rest, done=done)
+    found = schedule.Schedule(cut)(on_host, *rest, done=done)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert max(most) <= 4 * (ahead + 1) < len(on_device)
 
 
 def test_a_run_that_is_followed_by_another_sends_its_first_weights_beside_its_last_programs(net):
-    cut, (params, *rest) = net
-    expected = schedule.Schedule(cut, {})(params, *rest)
-    on_device = {number: leaf.sharding for number, leaf in enumerate(jax.tree.leaves(params))}
+    _, nested, (params, *rest), expected = net
+    on_device = set(range(len(jax.tree.leaves(params))))
+    cut = programs.cut(nested, *abstract((params, *rest)), on_host=on_device)
+    own = schedule.Schedule(cut)
     on_host = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")), params)
     first = {n for program in cut.programs[:2] for n in program.reads if n in on_device}
     early, sent = {}, []
     for goes_on in (True, False):
-        own = schedule.Schedule(cut, on_device, ahead=2)
         found = own(on_host, *rest, done=lambda *_: sent.append(set(early)), early=early, goes_on=goes_on)
         jax.tree.map(np.testing.assert_array_equal, found, expected)
         assert set(early) == (first if goes_on else set())
@@ -51,7 +55,7 @@ def test_a_run_that_is_followed_by_another_sends_its_first_weights_beside_its_la
 
 
 def test_a_result_that_is_taken_as_it_comes_is_not_held(net):
-    cut, args = net
+    cut, _, args, _ = net
     results = {result for result in cut.results if isinstance(result, int)}
     taken = {}
 
@@ -59,5 +63,5 @@ def test_a_result_that_is_taken_as_it_comes_is_not_held(net):
         for number in results.intersection(written):
             taken[number], values[number] = values[number], None
 
-    found = schedule.Schedule(cut, {})(*args, done=done)
+    found = schedule.Schedule(cut)(*args, done=done)
     assert set(taken) == results and set(jax.tree.leaves(found, is_leaf=lambda leaf: leaf is None)) <= {None}

@@ -27,6 +27,7 @@ from zerojax.errors import UserError
 from zerojax.zero import explicit, placement, where_used
 from zerojax.zero import update as update_lib
 from zerojax.zero.offload import blocks, kept, layout, programs, schedule, streamed
+from zerojax.zero.offload import params as params_lib
 from zerojax.zero.offload import passes as passes_lib
 from zerojax.zero.offload import updates as updates_lib
 from zerojax.zero.sharded_batch import inputs
@@ -81,6 +82,7 @@ class BlockwiseStep(streamed.StreamedStep):
     ):
         super().__init__(gradients, updates, donate=donate)
         self.passes, self.is_early, self.donate = passes, is_early, donate
+        self._scale = scale
         self._squares = jax.jit(lambda grads, state: update_lib.squares(grads, 1.0 / scale(state)))
         partition = updates.rest.partition
         self._apart = {path for path in partition.placements if path in partition.on_host or path in updates.weights}
@@ -112,10 +114,11 @@ class BlockwiseStep(streamed.StreamedStep):
         early = updates_lib.Handed(groups.grads, [shared[n] for n in self.updates.shared], self._one, None)
 
         def ready(index: int, final: dict[str, jax.Array], weights: dict[str, jax.Array]) -> None:
-            if final:
-                squares.update(zip(final, self._squares(passes_lib.by_number(final), bare).values()))
-            for path, grad in final.items():
-                (groups.grads if path in groups.uses else grads)[path] = grad
+            leaving = {path: grad for path, grad in final.items() if path in groups.uses}
+            if leaving:  # those of the others are computed in `finish`: each program costs the host time
+                squares.update(zip(leaving, self._squares(passes_lib.by_number(leaving), bare).values()))
+            groups.grads.update(leaving)
+            grads.update({path: grad for path, grad in final.items() if path not in leaving})
             if self.is_early:
                 groups.weights.update({path: weight for path, weight in weights.items() if path in groups.uses})
                 groups.update(index, early)
@@ -163,6 +166,7 @@ class BlockwiseStep(streamed.StreamedStep):
         params = jax.tree.unflatten(self._named.structure, self._named.paths)
         trained = self.updates.rest.partition.trainable_part(params)
         own = jax.tree.map(lambda path: grads.get(path, optax.MaskedNode()), trained)
+        squares = squares | update_lib.squares(grads, 1.0 / self._scale(state))
         of_all = jax.tree.map(lambda path: squares.get(path, jnp.float32(0)), params)
         new_state, metrics, factor, finite = finish(state, aux, own, of_all)
         return new_state, metrics, self.updates.handed_to(state, {}, factor, finite)
@@ -340,13 +344,17 @@ class Fetched:
         key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._schedules:
             on_device = jax.tree.map(layout.as_on_device, tree.abstract(params))
-            fetched = {
-                number: leaf.sharding
-                for number, (path, leaf) in enumerate(tree.flatten(on_device))
-                if f"params/{path}" in self._partition.on_host
-            }
-            cut = programs.cut(self._run, on_device, tree.abstract(arrays), compiler_options=self._options)
-            self._schedules[key] = schedule.Schedule(cut, fetched)
+            paths = [f"params/{path}" for path, _ in tree.flatten(on_device)]
+            on_host = {number for number, path in enumerate(paths) if path in self._partition.on_host}
+            cut = programs.cut(
+                self._run,
+                on_device,
+                tree.abstract(arrays),
+                on_host=on_host,
+                on_disk=params_lib.are_on_disk(self._partition),
+                compiler_options=self._options,
+            )
+            self._schedules[key] = schedule.Schedule(cut)
         return self._schedules[key]
 
 
@@ -395,5 +403,6 @@ def passes_of(
         batch,
         compute_dtype,
         in_16_bits=in_16_bits,
+        on_disk=params_lib.are_on_disk(partition),
         compiler_options=options,
     )

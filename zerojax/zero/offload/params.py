@@ -87,6 +87,11 @@ def are_on_host(partition: placement.Partition) -> bool:
     return any(path in partition.on_host for path in partition.placements)
 
 
+def are_on_disk(partition: placement.Partition) -> bool:
+    """Returns whether offloaded params are stored on a disk."""
+    return partition.offload is not None and partition.offload.params == settings_lib.NVME
+
+
 def to_device(params: Any) -> Any:
     """Returns params with copies on the device of those that live elsewhere, for a program that reads all of them at once."""
     leaves, structure = jax.tree.flatten(params)

@@ -60,6 +60,7 @@ class Passes:
       batch: how the batch is sharded; its `passes` is the number of passes.
       compute_dtype: the dtype that the batch is cast to; None keeps its own.
       in_16_bits: whether gradients add up in bf16, except for the last sum.
+      on_disk: whether those of the params live on a disk.
       compiler_options: XLA's, for each program.
     """
 
@@ -71,10 +72,11 @@ class Passes:
         compute_dtype: Any,
         *,
         in_16_bits: bool = False,
+        on_disk: bool = False,
         compiler_options: Mapping[str, Any] | None = None,
     ):
         self._one_pass, self._on_host, self._batch, self.count = one_pass, on_host, batch, batch.passes
-        self.in_16_bits, self._options = in_16_bits, compiler_options
+        self.in_16_bits, self._on_disk, self._options = in_16_bits, on_disk, compiler_options
         self._prepare = jax.jit(lambda batch: self._batch.place(batch, compute_dtype))
         self._take = jax.jit(self._taken)
         self._cuts: dict[Any, PassPrograms] = {}
@@ -92,11 +94,20 @@ class Passes:
                 path.replace("0/", "params/", 1) if path.startswith("0/") else path.partition("/")[2]
                 for path, _ in leaves
             ]
-            on_host = {n: leaf.sharding for n, (_, leaf) in enumerate(leaves) if names[n] in self._on_host}
-            cut = programs.cut(self._one_pass, state.params, micro, state, number, compiler_options=self._options)
+            on_host = {n for n, name in enumerate(names) if name in self._on_host}
+            cut = programs.cut(
+                self._one_pass,
+                state.params,
+                micro,
+                state,
+                number,
+                on_host=on_host,
+                on_disk=self._on_disk,
+                compiler_options=self._options,
+            )
             (_, aux), grads = jax.tree.unflatten(cut.structure, cut.results)
             self._cuts[key] = PassPrograms(
-                schedule.Schedule(cut, on_host),
+                schedule.Schedule(cut),
                 {result: f"params/{path}" for path, result in tree.flatten(grads)},
                 {n: names[n] for n, (path, _) in enumerate(leaves) if n in on_host and path.startswith("0/")},
                 aux.get("weight") if self.count > 1 else None,

@@ -25,6 +25,7 @@ from zerojax.optim import fused, one_pass, pieces
 from zerojax.zero import placement
 from zerojax.zero import update as update_lib
 from zerojax.zero.offload import kept, layout, settings
+from zerojax.zero.offload import params as params_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +173,6 @@ class Updates:
         self._grad_dtypes: dict[str, Any] = {}
         self._scalars: dict[Any, jax.Array] = {}
         self._compiled: dict[Any, jax.stages.Compiled] = {}
-        self._by_text: dict[str, jax.stages.Compiled] = {}
         self._by_trace: dict[Any, jax.stages.Compiled] = {}
 
     @property
@@ -188,7 +188,7 @@ class Updates:
     @property
     def params_on_disk(self) -> bool:
         """Returns whether the params live in a file."""
-        return self._partition.offload.params == settings.NVME
+        return params_lib.are_on_disk(self._partition)
 
     @property
     def structure(self) -> Any:
@@ -282,11 +282,7 @@ class Updates:
         if same not in self._compiled:
             traced = self._traced(item)
             if traced not in self._by_trace:
-                lowered = self.lower(item)
-                text = lowered.as_text()
-                if text not in self._by_text:
-                    self._by_text[text] = lowered.compile()
-                self._by_trace[traced] = self._by_text[text]
+                self._by_trace[traced] = self.lower(item).compile()
             self._compiled[same] = self._by_trace[traced]
         return self._compiled[same]
 
@@ -295,7 +291,7 @@ class Updates:
         for group in self.groups:
             for item in group.items:
                 self.executable(item)
-        return list(self._by_text.values())
+        return list(self._by_trace.values())
 
     def lower(self, item: Item) -> jax.stages.Lowered:
         """Lowers an item's program: (param, host, device, grad, shared, scalars, number, start) -> (param, host, device)."""
