@@ -291,10 +291,8 @@ def _consts_of(params: Iterable[Any]) -> Iterator[Any]:
     for value in params:
         if isinstance(value, (list, tuple)):
             yield from _consts_of(value)
-        elif isinstance(value, jex.ClosedJaxpr):
-            yield from value.consts
-            yield from _consts_of([value.jaxpr])
-        elif isinstance(value, jex.Jaxpr):
+        elif isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr)):
+            yield from getattr(value, "consts", ())
             for eqn in value.eqns:
                 yield from _consts_of(eqn.params.values())
 
