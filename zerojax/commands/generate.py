@@ -157,9 +157,7 @@ def _read(path: str) -> dict[str, np.ndarray]:
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (
-        Exception
-    ) as error:  # numpy, zipfile and zlib raise seven kinds for damaged files, and for those of another kind
+    except Exception as error:  # numpy, zipfile and zlib raise many kinds for damaged files
         raise UserError(f"--ids {path}: cannot be read as .npz; write it with numpy.savez") from error
     if "input_ids" not in arrays:
         raise UserError(f"--ids {path}: has no input_ids; it holds {', '.join(arrays) or 'nothing'}")

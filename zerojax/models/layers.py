@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.models import decoding
-from zerojax.ops import attention, embedding, losses
+from zerojax.ops import attention, chunks, embedding, losses
 
 DROPOUT = "dropout"  # the collection of its random keys
-NO_LABEL = -1  # of a token that the loss leaves out
 
 # name of an activation in Hugging Face's configs -> the function
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
@@ -225,14 +224,14 @@ def next_logits(head: nn.Module, x_BTD: jax.Array) -> jax.Array:
 
 
 def next_labels(tokens_BU: jax.Array, labeled_BU: jax.Array | None) -> tuple[jax.Array, int | None]:
-    """Returns the tokens after each but the last, int32[B, U - 1], and the label that the loss ignores: NO_LABEL where `labeled_BU` is 0.
+    """Returns the tokens after each but the last, int32[B, U - 1], and the label that the loss ignores where `labeled_BU` is 0.
 
     Without `labeled_BU` all tokens are labels, and None is ignored.
     """
     labels_BT = tokens_BU[:, 1:]
     if labeled_BU is None:
         return labels_BT, None
-    return jnp.where(labeled_BU[:, 1:] > 0, labels_BT, NO_LABEL), NO_LABEL
+    return jnp.where(labeled_BU[:, 1:] > 0, labels_BT, chunks.NO_LABEL), chunks.NO_LABEL
 
 
 def at_last(x_BTD: jax.Array, lengths_B: jax.Array) -> jax.Array:

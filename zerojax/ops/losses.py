@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.errors import UserError
-from zerojax.ops import columns, sharded_losses
+from zerojax.ops import chunks, columns, sharded_losses
 
-_NO_LABEL = -1
 PARTS = 4  # of a chunk's logits. Without a gradient of the kernel a part is a chunk: nothing is added up over chunks
 
 
@@ -81,7 +80,7 @@ def one_pass_cross_entropy(
         return _one_pass(hidden, kernel, labels, bias, None, chunk_tokens)
     counts = labels != ignored
     total = jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)
-    return _one_pass(hidden, kernel, jnp.where(counts, labels, _NO_LABEL), bias, total, chunk_tokens)
+    return _one_pass(hidden, kernel, jnp.where(counts, labels, chunks.NO_LABEL), bias, total, chunk_tokens)
 
 
 def _one_pass_forward(
@@ -123,18 +122,15 @@ def _chunks(
 ) -> tuple[jax.Array, Any]:
     """Returns the mean loss, and the gradients of the summed loss by hidden, and by kernel if it `is_trained`.
 
-    `total` is the number of labels that are not _NO_LABEL; None: all count.
+    `total` is the number of labels that are not `chunks.NO_LABEL`; None: all count.
     """
     shape, is_masked, total = hidden.shape, total is not None, labels.size if total is None else total
-    hidden, labels = hidden.reshape(-1, shape[-1]), labels.reshape(-1)
     tokens, has_sum = labels.size, with_grads and is_trained
     part = -(-chunk // PARTS)
     count = -(-tokens // (chunk if has_sum else part))
     parts = -(-tokens // (count * part))
-    extra = -tokens % (count * parts)  # equal parts, so that the loop body has one shape; padding has no label
-    if extra:
-        hidden, labels = jnp.pad(hidden, ((0, extra), (0, 0))), jnp.pad(labels, (0, extra), constant_values=_NO_LABEL)
-    hidden, labels = hidden.reshape(count, parts, -1, shape[-1]), labels.reshape(count, parts, -1)
+    hidden, labels = chunks.cut(hidden, labels, count, parts)
+    has_padding = labels.size > tokens
     sum_dtype = jnp.float32 if count > 1 else _residual_dtype(kernel)
 
     def one_part(d_logits: Any, inputs: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
@@ -142,7 +138,7 @@ def _chunks(
         logits = jnp.dot(h, kernel, preferred_element_type=jnp.float32)
         logits = logits if bias is None else logits + bias.astype(jnp.float32)
         log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        counts = (y != _NO_LABEL)[:, None] if extra or is_masked else 1.0
+        counts = (y != chunks.NO_LABEL)[:, None] if has_padding or is_masked else 1.0
         label_logits = jnp.take_along_axis(logits, jnp.maximum(y, 0)[:, None], axis=-1)
         if with_grads:
             hit = y[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)

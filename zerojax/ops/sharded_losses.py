@@ -16,9 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.ops import chunks
 from zerojax.ops import columns as columns_lib
-
-_NO_LABEL = -1
 
 
 def cross_entropy(hidden: jax.Array, kernel: columns_lib.Known, labels: jax.Array, *, chunk_tokens: int) -> jax.Array:
@@ -62,9 +61,7 @@ def _chunks(hidden: Any, shard: Any, labels: Any, axis: str, ways: int, chunk: i
     """Returns the mean loss of this device's tokens, and the gradients of its sum by hidden, and of all devices' sum by the shard."""
     shape, tokens, vocab = hidden.shape, labels.size, shard.shape[1]
     count = -(-tokens // chunk)
-    extra = -tokens % count  # equal chunks; padding has no label
-    hidden = jnp.pad(hidden.reshape(tokens, -1), ((0, extra), (0, 0))).reshape(count, -1, shape[-1])
-    labels = jnp.pad(labels.reshape(-1), (0, extra), constant_values=_NO_LABEL).reshape(count, -1)
+    hidden, labels = chunks.cut(hidden, labels, count)
     size, me = labels.shape[1], jax.lax.axis_index(axis)
     all_labels = columns_lib.sent_to_all(labels, axis, ways).swapaxes(0, 1).reshape(count, -1)
 
@@ -83,7 +80,7 @@ def _chunks(hidden: Any, shard: Any, labels: Any, axis: str, ways: int, chunk: i
         tops, totals, label_logits = jnp.moveaxis(jax.lax.all_gather(own, axis), 1, 0)
         most = jnp.max(tops, axis=0)
         log_sum = jnp.log(jnp.sum(totals * jnp.exp(tops - most), axis=0)) + most
-        counts = y != _NO_LABEL
+        counts = y != chunks.NO_LABEL
         terms = counts * (log_sum - jnp.sum(label_logits, axis=0))
         loss = jnp.sum(jax.lax.dynamic_slice(terms, (me * size,), (size,)))
         hit = column[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
