@@ -31,6 +31,19 @@ def test_items_and_the_rest_cover_each_leaf_once(made):
     assert set(found.shared) <= set(found.rest.positions)
 
 
+def test_a_step_by_blocks_has_groups_for_large_weights_wherever_their_state_lives():
+    _, partition = offloads.sharded(offloads.adam(), {**offloads.PIECES, "fraction": 0.4}, stage=3)
+    found = updates.Updates(partition, may_skip=False, has_all=True)
+    items = [item for group in found.groups for item in group.items]
+    resident = {item.weight for item in items if not item.host}
+    assert resident and resident.isdisjoint(layout.offloaded_weights(partition))
+    assert {item.weight for item in items} == {path for path in partition.placements if not path.endswith("scale")}
+    state = jax.tree.leaves(partition.abstract_state.opt_state)
+    positions = [n for item in items for n in (*item.host, *item.device)]
+    assert sorted([*positions, *found.rest.positions]) == list(range(len(state)))
+    assert found.resident_bytes == sum(layout.shard_bytes(leaf) for leaf in state if not layout.is_on_host(leaf))
+
+
 def test_groups_hold_a_chunk_and_end_with_their_block(made):
     found, _, partition = made
     for group in found.groups:

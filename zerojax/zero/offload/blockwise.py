@@ -144,10 +144,11 @@ class BlockwiseStep(streamed.StreamedStep):
         waiting = grads if num_passes > 1 or not self.is_early else 0
         if self.passes.in_16_bits and self.is_early:
             waiting //= 2  # those that wait for the norm are float32
-        resident = sum(map(layout.shard_bytes, jax.tree.leaves(self.updates.rest.on_device.abstract_state.opt_state)))
         return Memory(
             fetched=num_passes * sum(map(cut.nbytes, reads)),
-            passes=one_pass.schedule.peak(takes_results=True, goes_on=num_passes > 1) + waiting + resident,
+            passes=one_pass.schedule.peak(takes_results=True, goes_on=num_passes > 1)
+            + waiting
+            + self.updates.resident_bytes,
             params=sum(map(cut.nbytes, on_host)),
             waiting=waiting,
         )
@@ -262,6 +263,8 @@ class _Groups:
             for weight in group.weights:
                 self._bring(weight)
                 (self.weights[weight],) = kept.arrived([self.weights[weight]])
+            for position in () if self._step.donate else group.device:
+                self._old[position] = self._old[position].copy()
             done = self._updates.update(group, self._arriving.popleft(), self._old, self.weights, handed)
             stored = self._updates.store(group, done.leaving, self._old)
             self._step._leaving.append(stored)
@@ -279,7 +282,8 @@ class _Groups:
         old = self._old_params[weight]
         if weight not in self.weights:
             on_host = layout.is_on_host(old)
-            loading = kept.load([old], [layout.on_device(old.sharding)]) if on_host else [old]
+            here = [old] if self._step.donate else [old.copy()]  # the update takes its memory
+            loading = kept.load([old], [layout.on_device(old.sharding)]) if on_host else here
             (self.weights[weight],) = self._safe(loading)
 
     def _safe(self, loading: kept.Loading) -> kept.Loading:

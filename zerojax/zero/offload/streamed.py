@@ -22,12 +22,15 @@ from zerojax.errors import UserError
 from zerojax.zero import placement
 from zerojax.zero.checks import arguments
 from zerojax.zero.offload import kept
+from zerojax.zero.offload import params as params_on_host
 from zerojax.zero.offload import updates as updates_lib
 
 
 def updates_of(partition: placement.Partition, *, may_skip: bool) -> updates_lib.Updates | None:
-    """Returns the updates of a partition's offloaded weights; None if the optimizer state stays on the device."""
-    return updates_lib.Updates(partition, may_skip=may_skip) if partition.on_host else None
+    """Returns the updates of a partition's offloaded weights, and of others in a step block by block; None if nothing is offloaded."""
+    if not partition.on_host:
+        return None
+    return updates_lib.Updates(partition, may_skip=may_skip, has_all=params_on_host.are_on_host(partition))
 
 
 class StreamedStep:

@@ -10,6 +10,7 @@ update, of what stays on the device, makes the new ones.
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -71,6 +72,11 @@ class Group:
     def host(self) -> list[int]:
         """Returns the positions of its leaves in host memory."""
         return [position for item in self.items for position in item.host]
+
+    @property
+    def device(self) -> list[int]:
+        """Returns the positions of its leaves that stay on the device."""
+        return [position for item in self.items for position in item.device]
 
     @property
     def weights(self) -> list[str]:
@@ -140,16 +146,18 @@ class Updates:
       groups: in the order of the params. No group waits for another.
       rest: what they do not update.
       shared: positions of the leaves that items read and the rest updates.
-      weights: the paths of the offloaded weights.
+      weights: the paths of the weights that they update.
       names: the paths of all weights, in the order of the params' leaves.
     """
 
-    def __init__(self, partition: placement.Partition, *, may_skip: bool):
+    def __init__(self, partition: placement.Partition, *, may_skip: bool, has_all: bool = False):
         """Divides the update.
 
         Args:
           partition: with offloaded leaves.
           may_skip: whether steps may be skipped (loss scaling).
+          has_all: whether weights whose optimizer state stays on the device are updated in groups too, if they are as large as those of
+            offloaded state. Their gradients then need not wait for those of the whole model.
 
         Raises:
           UserError: the optimizer cannot be initialised for a part of the weights.
@@ -164,7 +172,8 @@ class Updates:
         self._on_host = {n for n, (path, _) in enumerate(self._leaves) if f"opt_state/{path}" in partition.on_host}
         self._device_shardings = {n: layout.on_device(self._leaves[n][1].sharding) for n in self._on_host}
         offloaded = set(layout.offloaded_weights(partition))
-        self.weights = [name for name in names if name in offloaded]
+        least = min((self._weights[name].size for name in offloaded), default=math.inf) if has_all else math.inf
+        self.weights = [name for name in names if name in offloaded or self._weights[name].size >= least]
         self._parts = _Parts(partition, self._initialised)
         self.rest = self._rest()
         items = [item for weight in self.weights for item in self._items(weight)]
@@ -189,6 +198,11 @@ class Updates:
     def params_on_disk(self) -> bool:
         """Returns whether the params live in a file."""
         return params_lib.are_on_disk(self._partition)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Returns the bytes of the optimizer state that stays on each device."""
+        return sum(layout.shard_bytes(leaf) for n, (_, leaf) in enumerate(self._leaves) if n not in self._on_host)
 
     @property
     def structure(self) -> Any:
@@ -280,7 +294,8 @@ class Updates:
         """Returns an item's compiled program. Equal programs are compiled once."""
         same = (item.weight, item.length)  # pieces of a length differ in their arguments only
         if same not in self._compiled:
-            traced = self._traced(item)
+            form = len(item.host), len(item.device)  # of the arguments, which a trace does not tell
+            traced = self._traced(item), form
             if traced not in self._by_trace:
                 self._by_trace[traced] = self.lower(item).compile()
             self._compiled[same] = self._by_trace[traced]
@@ -396,7 +411,7 @@ class Updates:
         )
 
     def _items(self, weight: str) -> list[Item]:
-        """Returns the items of an offloaded weight."""
+        """Returns the items of a weight."""
         found = self._partition.placements[weight]
         whole = self._weights[weight]
         cut = layout.cut_of(self._partition, weight)
