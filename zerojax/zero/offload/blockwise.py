@@ -128,6 +128,7 @@ class BlockwiseStep(streamed.StreamedStep):
         kept = rest.replace(params=jax.tree.unflatten(named.structure_kept, [old[n] for n in named.kept]))
         new_state, metrics, handed = self._finish(kept, aux, grads, squares)
         groups.update(last, handed._replace(grads=groups.grads))
+        groups.give_up(at_end=True)
         self._is_loaded = True
         return self._put_together(state, new_state, groups, named), metrics
 
@@ -244,11 +245,13 @@ class _Groups:
         self.grads: dict[str, jax.Array] = {}
         self.weights: dict[str, jax.Array] = {}
         self.params: dict[str, jax.Array] = {}
+        self._stored: collections.deque[tuple[list[Any], list[Any]]] = collections.deque()
 
     def load(self, until: int) -> None:
         """Sends loads of the groups that are due by a program, as many as may be on the device."""
         while self._unsent and self._unsent[0][0] <= until and len(self._arriving) < self._step.ahead:
             self._step._make_room(len(self._arriving))
+            self.give_up()
             group = self._unsent.popleft()[1]
             loading = self._updates.load(group, self._old)
             self._arriving.append(self._safe(loading))
@@ -271,11 +274,18 @@ class _Groups:
             self.leaves.update(done.device)
             self.leaves.update(zip(group.host, stored))
             self.weights.update(done.params)
-            if self._step.donate:
-                for position in group.host:
-                    self._old[position].delete()
+            self._stored.append((stored, [self._old[position] for position in group.host if self._step.donate]))
             for weight in group.weights:
                 self._finish(weight)
+
+    def give_up(self, *, at_end: bool = False) -> None:
+        """Deletes old leaves whose successors are stored; at the end all.
+
+        The memory of an array that is deleted while a copy of it may run is freed some time later, and the host has little to spare.
+        """
+        while self._stored and (at_end or all(leaf.is_ready() for leaf in self._stored[0][0])):
+            for leaf in self._stored.popleft()[1]:
+                leaf.delete()
 
     def _bring(self, weight: str) -> None:
         """Begins to bring a param to the device."""
