@@ -56,6 +56,10 @@ def get_config():
     c.offload.params_on_device = ""  # a regex of params that stay on the device ("embed|head")
     c.offload.chunk_bytes = 256 << 20  # copied and updated together on each device
     c.offload.in_flight = 8  # chunks on a device at once; half of them arrive before the forward pass
+    c.offload.by_block = (
+        "auto"  # "on": each block a program of its own, so that updates run beside the backward pass; "off"
+    )
+    c.offload.late_norm = False  # clip by the norm of the step before, so that no update waits for its own
     c.offload.nvme_path = ""  # the folder of the files, on a local disk; "": WORKDIR/offload
     c.offload.nvme_buffers = 4  # chunks of each file, for each device, that are read into host memory ahead
 

@@ -3,6 +3,8 @@
     python scripts/bench_offload_blocks.py --layers 32 --seq_len 8192 --micro_batch 2 --accum 4 --remat full --state 16bit --params host
     python scripts/bench_offload_blocks.py --preset llama3_1b --layers 16 --micro_batch 4 --clip_norm 1 --state fp32_params --optimizer host
     python scripts/bench_offload_blocks.py --preset qwen2_14b --layers 48 --seq_len 1024 --micro_batch 16 --accum 2 --whole_accum 32 ...
+    python scripts/bench_offload_blocks.py --cases late none --preset llama3_1b --layers 16 --micro_batch 4 --accum 4 \\
+        --state fp32_params --in_flight 28 --steps 10 --limit_s 250
 
 States: fp32 (16-bit params, float32 masters and moments), 16bit (16-bit params and moments, stochastically rounded), 8bit (16-bit params,
 8-bit moments) and fp32_params (float32 params and moments). Weights are random, and the batch is the same in all steps. Each figure is
@@ -10,11 +12,20 @@ printed as it comes. The first step compiles. The second may still allocate host
 it is used. So the rate is that of the median of the later ones. --whole_accum adds one step of more passes than the others, and the rate
 is then that of this step.
 --plan h100 compiles the programs for that device and prints the planned memory; it needs no GPU. --limit_s ends the process in time.
+
+--cases compares steps that differ in the optimizer state alone, one after the other, and prints their times over that of "none". The
+peak of memory is that of the process so far, so "none" comes last:
+    none        on the device, clip 1            early       on the host, no clip: updated beside the backward pass
+    clip        on the host, clip 1              clip_block  the same, block by block
+    late        on the host, clip 1 by the norm of the step before
+    late_few    the same programs with two chunks in flight, so that copies wait: the same bits with --xla_gpu_deterministic_ops=true
+    blocks      as early, but for the first weight all on the device: what a program for each block costs
 """
 
 import argparse
 import dataclasses
 import functools
+import gc
 import os
 import pathlib
 import sys
@@ -25,6 +36,15 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+CASES = {
+    "none": {"optimizer": "none", "clip_norm": 1.0},
+    "early": {"optimizer": "host", "clip_norm": 0.0},
+    "clip": {"optimizer": "host", "clip_norm": 1.0},
+    "clip_block": {"optimizer": "host", "clip_norm": 1.0, "by_block": "on"},
+    "late": {"optimizer": "host", "clip_norm": 1.0, "late_norm": True},
+    "late_few": {"optimizer": "host", "clip_norm": 1.0, "late_norm": True, "in_flight": 2},
+    "blocks": {"optimizer": "host", "clip_norm": 0.0, "fraction": 0.01},
+}
 HOST_BYTES = {
     "fp32": (2, 12),
     "16bit": (2, 4),
@@ -53,6 +73,10 @@ parser.add_argument("--fraction", type=float, default=1.0)
 parser.add_argument("--params_fraction", type=float, default=1.0)
 parser.add_argument("--params_on_device", default="", help="a regex of params that stay on the device")
 parser.add_argument("--chunk_mib", type=int, default=256, help="chunks of the updates")
+parser.add_argument("--by_block", choices=("auto", "on", "off"), default="auto")
+parser.add_argument("--late_norm", action="store_true")
+parser.add_argument("--in_flight", type=int, default=0, help="chunks on the device at once; 0: the default")
+parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=[])
 parser.add_argument("--steps", type=int, default=4)
 parser.add_argument("--pool_gb", type=int, default=0, help="XLA's pool of pinned host memory; 0: as the state needs")
 parser.add_argument("--plan", default="", metavar="DEVICE", help="plan only, for h100 or h200")
@@ -73,7 +97,10 @@ def main(options: argparse.Namespace) -> str:
     model = dataclasses.replace(family.presets[options.preset], num_layers=options.layers)
     model = dataclasses.replace(model, vocab_size=model.vocab_size or 512)
     count = family_lib.count_params(family.parts, model)
-    pinned = _size_pool(options, model, count)
+    cases = [argparse.Namespace(**{**vars(options), **CASES[name]}) for name in options.cases] or [options]
+    pinned = max(_size_pool(case, model, count) for case in cases)
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(options.pool_gb or _pool_gb(pinned)))
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
     import jax
 
     from zerojax.plan import targets
@@ -82,15 +109,27 @@ def main(options: argparse.Namespace) -> str:
     say(f"{count / 1e9:.2f}B weights, at most {pinned / 1e9:.1f} GB pinned")
     if options.plan:
         (device,) = targets.devices(options.plan, "1x1")
-        return _planned(options, family, model, device, say)
+        lines = [_planned(case, family, model, device, say) for case in cases]
+        return "\n".join(f"{name}: {line}" for name, line in zip(options.cases or ["plan"], lines))
     if not jax.config.jax_compilation_cache_dir:  # a step of more passes has the same programs of blocks
         jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    return _measured(options, family, model, count, say)
+    if not options.cases:
+        return _measured(options, family, model, count, say)[1]
+    found: dict[str, tuple[float, str]] = {}
+    for name, case in zip(options.cases, cases):
+        found[name] = _measured(case, family, model, count, say)
+        gc.collect()
+        say(f"{name}: {found[name][1]}")
+    base = "none" if "none" in found else options.cases[0]
+    return "\n".join(
+        f"{name:<10} {seconds * 1e3:5.0f} ms a step, {seconds / found[base][0]:.3f} x {base}: {line}"
+        for name, (seconds, line) in found.items()
+    )
 
 
-def _measured(options: argparse.Namespace, family: Any, model: Any, count: int, say: Any) -> str:
-    """Makes the state and runs the steps. Returns the line of figures."""
+def _measured(options: argparse.Namespace, family: Any, model: Any, count: int, say: Any) -> tuple[float, str]:
+    """Makes the state and runs the steps. Returns the seconds of a step and the line of figures."""
     import jax
 
     from zerojax.zero.offload import kept
@@ -121,11 +160,17 @@ def _measured(options: argparse.Namespace, family: Any, model: Any, count: int, 
             f"step of {accum} passes: {times[-1] * 1e3:.0f} ms, {rate:.0f} tokens/s, loss {losses[-1]:.3f}, {_peak(device)}"
         )
 
-    for _ in range(options.steps + 1):
+    for _ in range(4 if options.cases else options.steps + 1):
         timed(train_step, options.accum, batch)
     jax.block_until_ready(jax.tree.leaves(state))
-    later = sorted(times[2:] or times[1:])
-    middle, accum = later[len(later) // 2], options.accum
+    if options.cases:
+        state, middle, more = _in_a_row(train_step, state, batch, options.steps)
+        losses.extend(more)
+        say(f"bits of the params: {_bits(state.params):08x}, of the losses: {' '.join(loss.hex() for loss in losses)}")
+    else:
+        later = sorted(times[2:] or times[1:])
+        middle = later[len(later) // 2]
+    accum = options.accum
     if options.whole_accum:
         accum = options.whole_accum
         whole_step = _step(options, family, model, partition, accum)
@@ -137,7 +182,7 @@ def _measured(options: argparse.Namespace, family: Any, model: Any, count: int, 
         jax.block_until_ready(jax.tree.leaves(state))
         middle = times[-1]
     shown = " ".join(f"{seconds * 1e3:.0f}" for seconds in times[1:])
-    return (
+    return middle, (
         f"{count / 1e9:.2f}B weights, {on_host / 1e9:.1f} GB on the host, {on_disk / 1e9:.1f} GB on the disk, made in "
         f"{made - began:.0f} s; first step {times[0]:.0f} s, then [{shown}] ms; "
         f"{accum * options.micro_batch * options.seq_len / middle:.0f} tokens/s; {_peak(device)}; "
@@ -145,18 +190,43 @@ def _measured(options: argparse.Namespace, family: Any, model: Any, count: int, 
     )
 
 
+def _in_a_row(train_step: Any, state: Any, batch: Any, steps: int) -> tuple[Any, float, list[float]]:
+    """Runs steps as a run does: none waits for a loss. Returns the last state, the mean seconds of a step, and the losses."""
+    import jax
+
+    began, losses = time.perf_counter(), []
+    for _ in range(steps):
+        state, metrics = train_step(state, batch)
+        losses.append(metrics["loss"])
+    jax.block_until_ready((state.params, losses))  # the last stores would run beside the next step
+    return state, (time.perf_counter() - began) / steps, [float(loss) for loss in losses]
+
+
+def _bits(params: Any) -> int:
+    """Returns the sum of all params' bits, which tells two runs apart that should be equal."""
+    import jax
+    import jax.numpy as jnp
+
+    words = {2: jnp.uint16, 4: jnp.uint32}
+    add = jax.jit(lambda leaf: jax.lax.bitcast_convert_type(leaf, words[leaf.dtype.itemsize]).sum(dtype=jnp.uint32))
+    return sum(int(add(leaf)) for leaf in jax.tree.leaves(params)) % 2**32
+
+
 def _size_pool(options: argparse.Namespace, model: Any, count: int) -> int:
-    """Sets the size of XLA's pool of pinned memory, before its first use. Returns the most bytes that are pinned."""
+    """Returns the most bytes that are pinned."""
     from zerojax.zero.offload import budget, settings
 
     of_param, of_state = HOST_BYTES[options.state]
     pinned = count * of_state * options.fraction * (options.optimizer == "host")
     pinned += count * of_param * options.params_fraction * (options.params == "host")
-    pinned += settings.IN_FLIGHT * settings.CHUNK_BYTES
-    pinned += budget.NEW_PARAMS.get(options.params, 0) * of_param * model.vocab_size * model.embed_dim
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(options.pool_gb or budget.pool_size_gb(pinned)))
-    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
-    return pinned
+    pinned += (options.in_flight or settings.IN_FLIGHT) * settings.CHUNK_BYTES
+    return round(pinned + budget.NEW_PARAMS.get(options.params, 0) * of_param * model.vocab_size * model.embed_dim)
+
+
+def _pool_gb(pinned: int) -> int:
+    from zerojax.zero.offload import budget
+
+    return budget.pool_size_gb(pinned)
 
 
 def _end() -> None:
@@ -170,13 +240,15 @@ def _peak(device: Any) -> str:
 
 def _planned(options: argparse.Namespace, family: Any, model: Any, device: Any, say: Any) -> str:
     """Compiles a step for a device that need not be there. Returns the line of its memory."""
-    from zerojax.zero.offload import budget
+    from zerojax.zero.offload import blockwise, budget
 
     model = dataclasses.replace(model, attention="cudnn")
     partition = _partition(options, family, model, device)
     train_step = _step(options, family, model, partition, options.whole_accum or options.accum)
     say(f"pins {budget.pool_bytes(partition) / 1e9:.1f} GB")
     batch = {"tokens": _tokens(options, model.vocab_size, options.whole_accum or options.accum)}
+    if not isinstance(train_step, blockwise.BlockwiseStep):
+        return "one program"
     memory = train_step.memory(partition.abstract_state, batch)
     say(f"{memory}")
     from zerojax.plan import streams
@@ -189,9 +261,9 @@ def _partition(options: argparse.Namespace, family: Any, model: Any, device: Any
     """Returns the partition of the state."""
     import jax
     import jax.numpy as jnp
-    from flax.training.train_state import TrainState
 
     import zerojax
+    from zerojax import train_state
     from zerojax.models import family as family_lib
     from zerojax.optim import registry
 
@@ -207,22 +279,23 @@ def _partition(options: argparse.Namespace, family: Any, model: Any, device: Any
     params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), family_lib.abstract_params(family.parts, model)
     )
+    offload: dict[str, Any] = {
+        "optimizer": options.optimizer,
+        "params": options.params,
+        "chunk_bytes": options.chunk_mib << 20,
+    }
+    if options.params != "none":
+        offload |= {"params_fraction": options.params_fraction, "params_on_device": options.params_on_device}
+    if options.optimizer != "none":
+        offload |= {"fraction": options.fraction, "by_block": options.by_block, "late_norm": options.late_norm}
+        offload |= {"in_flight": options.in_flight} if options.in_flight else {}
+    offload |= {"nvme_path": path, "nvme_buffers": options.nvme_buffers} if path else {}
+    fields = {"last_norm": zerojax.first_norm()} if options.late_norm else {}
     return zerojax.partition_state(
-        jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=tx), params),
+        jax.eval_shape(lambda p: train_state.create(p, tx, jax.random.key(0), **fields), params),
         mesh=zerojax.make_mesh(1, 1, devices=[device]),
         stage=3,
-        offload={
-            "optimizer": options.optimizer,
-            "params": options.params,
-            "fraction": options.fraction,
-            "chunk_bytes": options.chunk_mib << 20,
-            **(
-                {"params_fraction": options.params_fraction, "params_on_device": options.params_on_device}
-                if options.params != "none"
-                else {}
-            ),
-            **({"nvme_path": path, "nvme_buffers": options.nvme_buffers} if path else {}),
-        },
+        offload=offload,
     )
 
 
@@ -258,7 +331,7 @@ def _random(partition: Any) -> Any:
     import jax.numpy as jnp
 
     from zerojax import tree
-    from zerojax.zero.offload import kept, layout
+    from zerojax.zero.offload import kept, late_norm, layout
 
     keep, keys = kept.keeper(partition), iter(range(1 << 30))
 
@@ -267,7 +340,9 @@ def _random(partition: Any) -> Any:
         return (jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) * 0.02).astype(dtype)
 
     def value(path: str, leaf: Any) -> Any:
-        if {"mu", "nu"} & set(path.split("/")) or leaf.size < 8:
+        if path == late_norm.FIELD:
+            array = jnp.full(leaf.shape, late_norm.UNKNOWN, leaf.dtype)
+        elif {"mu", "nu"} & set(path.split("/")) or leaf.size < 8:
             array = jnp.zeros(leaf.shape, leaf.dtype)
         elif len(leaf.shape) == 1:
             array = jnp.ones(leaf.shape, leaf.dtype)

@@ -49,7 +49,8 @@ def test_steps_of_a_small_model_with_all_its_state_on_the_host_are_measured():
     small = "--preset test --layers 1 --seq_len 16 --micro_batch 1 --accum 1 --state 16bit --params host --steps 2"
     line = bench_offload_blocks.main(bench_offload_blocks.parser.parse_args(small.split()))
     assert re.fullmatch(
-        r"[\d.]+B weights, .* on the host, made in .*; first step .* ms; \d+ tokens/s; peak .* GB; loss .*", line
+        r"[\d.]+B weights, .* on the host, .* on the disk, made in .*; first step .* ms; \d+ tokens/s; peak .* GB; loss .*",
+        line,
     )
     found = [float(loss) for loss in line.rpartition("loss ")[2].split()]
     assert len(found) == 3 and found[-1] < found[0]

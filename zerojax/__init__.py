@@ -24,6 +24,7 @@ from zerojax.train_state import TrainState
 from zerojax.zero.fp8.modules import Fp8
 from zerojax.zero.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
 from zerojax.zero.memory import memory_table
+from zerojax.zero.offload.late_norm import first_norm
 from zerojax.zero.offload.settings import Offload
 from zerojax.zero.placement import Partition, Placement
 from zerojax.zero.shard_state import pad, shard_train_state, unpad
@@ -53,6 +54,7 @@ __all__ = [
     "embedding_lookup",
     "export_adapter",
     "export_huggingface",
+    "first_norm",
     "fp8",
     "from_deepspeed_config",
     "fused_adamw",

@@ -13,17 +13,17 @@ class TrainState(train_state.TrainState):
       rng: the key from which each step folds its own, so that a resumed run draws the same numbers as an uninterrupted one.
       loss_scale: a `loss_scale.LossScaleState`, or () if the loss is not scaled.
       fp8: the histories of `zero.fp8.history`, or () if scales are not delayed.
+      last_norm: the gradients' norm in the last step (`zero.offload.late_norm`), or () if they are not clipped by it.
     """
 
     rng: jax.Array
     loss_scale: Any = ()
     fp8: Any = ()
+    last_norm: Any = ()
 
 
-def create(
-    params: Any, tx: Any, rng: jax.Array, apply_fn: Any = None, loss_scale: Any = (), fp8: Any = ()
-) -> TrainState:
+def create(params: Any, tx: Any, rng: jax.Array, apply_fn: Any = None, **fields: Any) -> TrainState:
     """Returns the state before the first step; the key is stored as raw words, which every checkpoint format supports."""
     if jax.dtypes.issubdtype(rng.dtype, jax.dtypes.prng_key):
         rng = jax.random.key_data(rng)
-    return TrainState.create(apply_fn=apply_fn, params=params, tx=tx, rng=rng, loss_scale=loss_scale, fp8=fp8)
+    return TrainState.create(apply_fn=apply_fn, params=params, tx=tx, rng=rng, **fields)

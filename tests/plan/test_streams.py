@@ -94,6 +94,14 @@ def test_the_report_states_bytes_rate_and_what_hides(planned):
     assert row.arithmetic == row.assigned == plan.stream.nbytes
 
 
+def test_what_neither_arrives_before_nor_beside_the_last_backward_pass_is_exposed(planned):
+    stream = planned[0].stream
+    early, compute = dataclasses.replace(stream, is_early=True), 1.2 * stream.exposed
+    assert stream.beside(compute, 2) == stream, "updates that wait for the norm run beside nothing"
+    assert math.isclose(early.beside(compute, 2).exposed, stream.exposed - compute / 3)
+    assert early.beside(compute, 1).exposed > 0 == early.beside(2 * compute, 1).exposed
+
+
 def test_the_time_of_a_disk_is_that_of_the_rate_that_the_user_gives(planned):
     stream = dataclasses.replace(planned[0].stream, is_on_disk=True)
     line = report._stream_line(dataclasses.replace(stream, rate=None))

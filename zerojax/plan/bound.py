@@ -63,7 +63,6 @@ def least_step(
     traffic: float,
     received: Mapping[tuple[str, ...], float],
     host: float = 0,
-    exposed: float = 0.0,
 ) -> Bound | None:
     """Returns the least time of a step, or None if the target's rates are unknown.
 
@@ -74,7 +73,6 @@ def least_step(
       traffic: bytes that one device reads and writes (`memory_traffic`).
       received: bytes that one device receives from others, by the mesh axes that they travel over.
       host: bytes between one device and host memory, in the busier direction (`host_traffic`).
-      exposed: seconds in which the device only waits for offloaded state.
     """
     rates = {dtype: rate.value for dtype, rate in target.matrix_rates.items()}
     if not rates or target.memory_bandwidth is None or target.link is None:
@@ -88,7 +86,7 @@ def least_step(
     }
     if host and target.host_link is not None:
         seconds[HOST] = host / target.host_link.value
-    return Bound(seconds, exposed)
+    return Bound(seconds)
 
 
 def _travel(target: targets.Target, mesh: Mesh, axes: Iterable[str], nbytes: float) -> float:

@@ -120,7 +120,7 @@ def _stream_line(stream: streams.Stream) -> str:
     where = "are read from a disk and written back" if stream.is_on_disk else "arrive and leave"
     at_once = f"at most {display.human(stream.at_once)} on the device at once"
     line = f"offload: {display.human(stream.nbytes)} of optimizer state {where} in {stream.groups} groups, {at_once}"
-    if stream.by_block is not None:
+    if stream.by_block is not None and stream.by_block.fetched:
         line += f", and {display.human(stream.by_block.fetched)} of params arrive block by block"
         line += " from a disk" if stream.params_on_disk else ""
     if stream.rate is None or stream.seconds is None or stream.exposed is None:
@@ -134,12 +134,12 @@ def _stream_line(stream: streams.Stream) -> str:
             f"{line}; the disk reads {display.human(stream.read)} and writes {display.human(stream.disk)}, in {stream.seconds:.3g} s at "
             f"{stream.rate / 1e9:.3g} GB/s each way: no step is faster"
         )
-    if stream.is_early:
+    if stream.is_early and not stream.exposed:
         return f"{line}; {stream.seconds * 1e3:.0f} ms at {stream.rate / 1e9:.0f} GB/s each way, beside the passes"
-    hidden = stream.seconds - stream.exposed
+    hidden, beside = stream.seconds - stream.exposed, "passes" if stream.by_block else "gradients"
     return (
         f"{line}; {stream.seconds * 1e3:.0f} ms at {stream.rate / 1e9:.0f} GB/s each way, of which {hidden * 1e3:.0f} ms run beside "
-        f"gradients and {stream.exposed * 1e3:.0f} ms are exposed"
+        f"{beside} and {stream.exposed * 1e3:.0f} ms are exposed"
     )
 
 

@@ -166,7 +166,10 @@ def plan_step(
     weights = placement.placements if placement else _weights(state)
     sent = ledger.ledger(held.hlo_text, mesh, weights)
     ways = math.prod(size for axis, size in mesh.shape.items() if axis != mesh_lib.MODEL)
-    bound, copies = _bound(known, mesh, flops.count(traced), sent, (stream and stream.exposed) or 0.0)
+    bound, copies = _bound(known, mesh, flops.count(traced), sent)
+    if stream is not None and bound is not None:
+        stream = stream.beside(bound.seconds[bound_lib.COMPUTE], passes)
+        bound = dataclasses.replace(bound, exposed=stream.exposed or 0.0)
     return Plan(
         target=known,
         devices=mesh.size,
@@ -199,7 +202,7 @@ def _weights(state: Any) -> dict[str, Any]:
 
 
 def _bound(
-    target: targets.Target, mesh: Mesh, operations: Mapping[str, float], sent: ledger.Ledger, exposed: float
+    target: targets.Target, mesh: Mesh, operations: Mapping[str, float], sent: ledger.Ledger
 ) -> tuple[bound_lib.Bound | None, bound_lib.Copies | None]:
     """Returns the least time of a step, and its copies of activations to host memory."""
     to_host, from_host = bound_lib.host_traffic(sent.flow)
@@ -210,7 +213,6 @@ def _bound(
         traffic=bound_lib.memory_traffic(sent.flow),
         received=_received(sent),
         host=max(to_host, from_host),
-        exposed=exposed,
     )
     return bound, bound_lib.copies(target, bound, to_host)
 

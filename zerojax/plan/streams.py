@@ -4,8 +4,9 @@ before the gradients    the first groups arrive, beside the program of the gradi
 after them              the other groups arrive, are updated and leave, both directions at once
 in the next step        the last groups leave, beside its gradients
 
-With params in host memory too, each block's pass is a program of its own (`offload.blockwise`). Its weights arrive beside the programs
-before it, and where no norm is waited for, groups are updated beside the backward pass.
+In a step block by block each block's pass is a program of its own (`offload.blockwise`). Params in host memory arrive beside the programs
+before their use. All groups in flight may arrive before the last backward pass, and where no norm is waited for, the others arrive and are
+updated beside it. It takes two thirds of a pass.
 """
 
 import dataclasses
@@ -34,6 +35,7 @@ class Stream:
       params_on_disk: whether params are.
       by_block: of a step block by block, whose peak is `peak`; None: the step is one program and its updates.
       is_early: whether the groups of a step block by block are updated beside the backward pass.
+      backward: seconds of the last backward pass beside which groups arrive and are updated, at the rate of the matrix units.
     """
 
     nbytes: int
@@ -46,6 +48,11 @@ class Stream:
     params_on_disk: bool = False
     by_block: blockwise.Memory | None = None
     is_early: bool = False
+    backward: float = 0.0
+
+    def beside(self, compute: float, passes: int) -> "Stream":
+        """Returns the stream beside a step whose matmuls take `compute` seconds in all its passes."""
+        return dataclasses.replace(self, backward=compute * 2 / 3 / passes) if self.is_early else self
 
     @property
     def arriving(self) -> int:
@@ -71,10 +78,10 @@ class Stream:
 
     @property
     def exposed(self) -> float | None:
-        """Returns the part of `seconds` in which the device only waits for copies. The rest may run beside gradients."""
+        """Returns the least part of `seconds` in which the device only waits for copies. The rest may run beside gradients."""
         if self.rate is None:
             return None
-        return 0.0 if self.is_early else max(0, self.nbytes - self.before) / self.rate
+        return max(0.0, max(0, self.nbytes - self.before) / self.rate - self.backward)
 
 
 def plan(

@@ -143,6 +143,8 @@ class OffloadSettings:
     params_on_device: str
     chunk_bytes: int
     in_flight: int
+    by_block: str
+    late_norm: bool
     nvme_path: str
     nvme_buffers: int
 

@@ -38,7 +38,7 @@ from zerojax.trainer.tuning import examples
 from zerojax.zero import explicit, memory, placement, shard_state, stages, step, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero.fp8 import modules as fp8_modules
-from zerojax.zero.offload import blockwise, budget
+from zerojax.zero.offload import blockwise, budget, late_norm
 from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import params as params_on_host
 from zerojax.zero.offload import settings as offload_settings
@@ -177,7 +177,7 @@ def _build(config: config_lib.Config, tokenizer_vocab: int, devices: Sequence[An
     # Of all weights: a state of adapters is made without the frozen ones.
     histories = (lambda: ()) if fp8 is None else functools.partial(fp8.init, params, blocks=family.blocks)
     how: dict[str, Any] = {"policy": policy, "loss_scale": loss_scale, "seed": config.seed, "trainable": trainable}
-    how["histories"] = histories
+    how |= {"histories": histories, "has_late_norm": offload.late_norm}
     create = functools.partial(_state, tx=tx, inner=inner, copy_dtype=copy_dtype, **how)
     partition = stages.partition_state(
         jax.eval_shape(create, params),
@@ -411,6 +411,9 @@ def restored_state(program: Program, logical: Any, *, rescales: bool = False) ->
     if _is_lacking(logical.fp8):  # its histories begin anew
         logical = logical.replace(fp8=jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), logical.fp8))
 
+    if _is_lacking(logical.last_norm):  # the next step takes its own
+        logical = logical.replace(last_norm=np.float32(late_norm.UNKNOWN))
+
     def restore(logical: Any) -> Any:
         state = _with_copy(program, logical).replace(tx=program.tx)
         if not program.loss_scale or not (is_lacking or rescales):
@@ -428,10 +431,13 @@ def restored_state(program: Program, logical: Any, *, rescales: bool = False) ->
 
 
 def _with_small_fields(program: Program, state: Any) -> Any:
-    """Returns a state whose loss scale and histories are on the devices."""
+    """Returns a state whose loss scale, histories and last norm are on the devices."""
     wanted = program.partition.shardings
     return state.replace(
-        **{name: jax.device_put(getattr(state, name), getattr(wanted, name)) for name in ("loss_scale", "fp8")}
+        **{
+            name: jax.device_put(getattr(state, name), getattr(wanted, name))
+            for name in ("loss_scale", "fp8", late_norm.FIELD)
+        }
     )
 
 
@@ -473,11 +479,13 @@ def _state(
     seed: int,
     trainable: str,
     histories: Callable[[], Any],
+    has_late_norm: bool,
 ) -> Any:
     # Where weights are frozen, all have their dtypes already.
     weights = precision.cast_floating(params, policy.weight_dtype) if not trainable else params
     part = shard_state.trained_params(weights, trainable)
-    fields = {"loss_scale": _first_scale(loss_scale), "fp8": histories()}
+    last_norm = late_norm.first_norm() if has_late_norm else ()
+    fields = {"loss_scale": _first_scale(loss_scale), "fp8": histories(), late_norm.FIELD: last_norm}
     logical = train_state.create(part, inner, jax.random.key(seed), **fields)
     logical = logical.replace(params=weights)
     return logical_lib.from_logical(logical, copy_dtype).replace(tx=tx)

@@ -22,7 +22,11 @@ from zerojax.zero import placement
 from zerojax.zero.offload import kept
 
 IMPORTED = "imported"  # in `meta`: where a state that another program trained comes from
-OPTIONAL = ("loss_scale", "fp8")  # a run may resume with or without one, whether the checkpoint has one or not
+OPTIONAL = (
+    "loss_scale",
+    "fp8",
+    "last_norm",
+)  # a run may resume with or without one, as the checkpoint may have one or not
 
 
 FINGERPRINTS = {  # name -> (what it is of, what to do about another)

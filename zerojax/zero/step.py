@@ -19,8 +19,7 @@ from zerojax.zero import update as update_lib
 from zerojax.zero.checks import arguments
 from zerojax.zero.fp8 import history as fp8_history
 from zerojax.zero.fp8 import modules as fp8_modules
-from zerojax.zero.offload import blockwise, streamed
-from zerojax.zero.offload import params as params_on_host
+from zerojax.zero.offload import blockwise, late_norm, streamed
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, totals
 
 
@@ -53,7 +52,7 @@ def make_train_step(
         passes where a mean of means is not (masks, padding). `state` holds the other inputs of the forward pass (batch statistics,
         `step`, a random key). The returned fields replace the state's. What is averaged, added or refused: `sharded_batch.outputs`.
       partition: from `shard_train_state`. Weights that it freezes have no gradient and stay bitwise unchanged.
-      clip_norm: the upper limit of the gradients' global norm; 0 for no limit.
+      clip_norm: the upper limit of the gradients' global norm, or of that of the step before (`offload.late_norm`); 0 for no limit.
       grad_accum: forward and backward passes a step; above 1 the batch's leaves are [grad_accum, examples, ...].
       compute_dtype: dtype of floating weights and of the batch (`cast_batch`) in the forward pass; None keeps them.
       loss_scale: a `DynamicLossScale` or `StaticLossScale`, for float16; the state's field `loss_scale` then holds its state. The
@@ -77,7 +76,8 @@ def make_train_step(
 
     Returns:
       The step: a compiled function, or a `streamed.StreamedStep` if the partition has offloaded leaves. Its metrics are scalars: loss,
-      grad_norm and the metrics that the loss function returned. With loss scaling there are also loss_scale (of this step), skipped_steps
+      grad_norm and the metrics that the loss function returned. With a late norm there is also clipped_norm, the norm that the gradients
+      were clipped by. With loss scaling there are also loss_scale (of this step), skipped_steps
       (so far), overflow_leaf (the index of the first gradient that was not finite, or -1) and is_exhausted. The state must have
       `params` and `apply_gradients(grads=...)`, as flax's TrainState and its subclasses do. If weights
       are frozen, `apply_gradients` gets params and gradients with `optax.MaskedNode()` in their place.
@@ -98,8 +98,9 @@ def make_train_step(
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     loss_fn, in_fp8 = fp8_modules.in_step(fp8, outputs.with_aux(loss_fn, scaling.scale), partition, blocks)
     gradients = _gradients(loss_fn, in_fp8, how, layout, fp8 is not None and fp8.recipe == fp8_ops.DELAYED, **dtypes)
-    updates = streamed.updates_of(partition, may_skip=loss_scale is not None)
-    finish = update_lib.finish(partition, updates, scaling, clip_norm)
+    clip = late_norm.clip(partition, clip_norm, may_skip=loss_scale is not None)
+    updates = streamed.updates_of(partition, may_skip=clip.may_skip)
+    finish = update_lib.finish(partition, updates, scaling, clip)
 
     def train_step(state: Any, batch: Any) -> tuple[Any, ...]:
         batch = layout.place(batch, compute_dtype)
@@ -120,13 +121,10 @@ def make_train_step(
         in_shardings=(resident.shardings, None),
         out_shardings=(resident.shardings, None, *([updates.handed_shardings] if updates else [])),
     )
-    if updates is None:
-        return step
-    if not params_on_host.are_on_host(partition):
-        return streamed.StreamedStep(step, updates, donate=donate)
-    run = blockwise.passes_of(loss_fn, partition, how, layout, **dtypes, options=_fp8_options(partition, fp8))
-    is_early = not clip_norm and loss_scale is None
-    return blockwise.BlockwiseStep(step, updates, run, finish, scaling.scale, is_early=is_early, donate=donate)
+    if updates is None or not blockwise.is_chosen(partition, how, reduce_dtype, fp8, clip):
+        return step if updates is None else streamed.StreamedStep(step, updates, donate=donate)
+    passes = blockwise.passes_of(loss_fn, partition, how, layout, **dtypes, options=_fp8_options(partition, fp8))
+    return blockwise.BlockwiseStep(step, updates, passes, finish, scaling.scale, clip, donate=donate)
 
 
 def _checked(how: where_used.How, partition: Any) -> where_used.How:

@@ -154,14 +154,14 @@ def _if_finite(finite: Any, new: Any, old: Any) -> Any:
     return new if finite is None else jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
 
-def finish(partition: Any, updates: Any, scaling: "Unscaled", clip_norm: float) -> Callable[..., Any]:
+def finish(partition: Any, updates: Any, scaling: "Unscaled", clip: "Clip") -> Callable[..., Any]:
     """Returns f(state, aux, grads, squares) -> (new state, metrics, factor, finite): a step after its gradients and their `squares`.
 
     Args:
       partition: how the state is sharded.
       updates: the updates of weights that are left to it (`offload.updates.Updates`), and not made here; None for none.
       scaling: of the loss.
-      clip_norm: the upper limit of the gradients' global norm; 0 for no limit.
+      clip: limits the gradients' global norm.
 
     The gradients of `updates` are to be multiplied by `factor`. A step that is not `finite` is skipped.
     """
@@ -171,17 +171,17 @@ def finish(partition: Any, updates: Any, scaling: "Unscaled", clip_norm: float) 
     def finish(state: Any, aux: Any, grads: Any, squares: Any) -> tuple[Any, ...]:
         with jax.named_scope("clip"):
             norm, unscale = jnp.sqrt(sum(jax.tree.leaves(squares))), 1.0 / scaling.scale(state)
-            factor = (
-                unscale * jnp.minimum(1.0, clip_norm / norm) if clip_norm else unscale
-            )  # a norm of 0 gives inf, so 1
+            factor = unscale * clip.factor(state, norm)
             verdict = scaling.verdict(squares)
         with jax.named_scope("update"):
             own, after = resident.trainable_part(grads), state.replace(**aux.get("state", {}))
             new_state = update(state, after, own, factor, verdict.finite, numbers=numbers)
             new_state, scaling_metrics = scaling.adjust(new_state, verdict)
+            new_state, clip_metrics = clip.after(state, new_state, norm)
             # Cast and add on the shards, then gather, so that 16-bit params are sent.
             new_state = new_state.replace(params=constrain(partition, new_state.params))
-        return new_state, {**aux["metrics"], "grad_norm": norm, **scaling_metrics}, factor, verdict.finite
+        metrics = {**aux["metrics"], "grad_norm": norm, **clip_metrics, **scaling_metrics}
+        return new_state, metrics, factor, verdict.finite
 
     return finish
 
@@ -215,6 +215,32 @@ def constrain(partition: Any, params_like: Any) -> Any:
         return jax.lax.with_sharding_constraint(leaf, partition.placements[found].update)
 
     return tree.map_with_path(constrain_leaf, params_like)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """Limits the gradients' global norm.
+
+    Attributes:
+      limit: of the norm; 0 for none.
+      may_skip: whether a step is skipped if its gradients are not all finite.
+    """
+
+    limit: float = 0.0
+    may_skip: bool = False
+
+    @property
+    def is_early(self) -> bool:
+        """Returns whether the factor is known before the gradients, and every step is taken."""
+        return not self.limit and not self.may_skip
+
+    def factor(self, state: Any, norm: jax.Array) -> Any:
+        """Returns what the gradients of a step are multiplied by, for its own norm: float32[] or a number."""
+        return jnp.minimum(1.0, self.limit / norm) if self.limit else 1.0  # a norm of 0 gives inf, so 1
+
+    def after(self, before: Any, state: Any, norm: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+        """Returns the train state after a step that began with `before`, and metrics."""
+        return state, {}
 
 
 class Verdict(NamedTuple):

@@ -16,8 +16,8 @@ from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.optim import fused, master_weights
-from zerojax.zero import shard_state, step
-from zerojax.zero.offload import kept
+from zerojax.zero import shard_state, stages, step
+from zerojax.zero.offload import blockwise, kept
 
 NET = Net(3)
 SCALE = jnp.linspace(0.5, 1.5, 16)[:, None]
@@ -25,8 +25,13 @@ BOTH = {"optimizer": "host", "params": "host", "chunk_bytes": 600}
 DISK = {"optimizer": "nvme", "params": "nvme", "chunk_bytes": 600, "nvme_buffers": 2}
 
 
-class ScaledState(TrainState):
-    loss_scale: Any = None
+STATES = {"optimizer": "host", "by_block": "on", "chunk_bytes": 600}  # params on the device
+LATE = {"optimizer": "host", "late_norm": True, "chunk_bytes": 600, "in_flight": 3}
+
+
+class State(TrainState):
+    loss_scale: Any = ()
+    last_norm: Any = ()
 
 
 @functools.cache
@@ -48,16 +53,25 @@ def plain_loss(params: Any, batch: Any, state: Any) -> Any:
     return NET.apply({"params": params}, batch["x"], batch["scale"]) * batch["factor"][0]
 
 
-def run(offload: Any, loss_fn: Any = plain_loss, tx: Any = None, accum: int = 1, steps: int = 4, **how: Any) -> Any:
-    """Returns the metrics of each step, the last state and its partition."""
+def run(
+    offload: Any,
+    loss_fn: Any = plain_loss,
+    tx: Any = None,
+    accum: int = 1,
+    steps: int = 4,
+    stage: int = 3,
+    saved: int = 0,
+    **how: Any,
+) -> Any:
+    """Returns the metrics of each step, the last state and its partition. The state after `saved` steps is saved and restored."""
     dtype, trainable, scaler = how.pop("dtype", jnp.float32), how.pop("trainable", ""), how.pop("scaler", None)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), first_params())
     scale = {} if scaler is None else {"loss_scale": scaler.init()}
-    state = (TrainState if scaler is None else ScaledState).create(
-        apply_fn=None, params=params, tx=tx or optax.adamw(1e-2), **scale
-    )
+    if (offload or {}).get("late_norm"):
+        scale["last_norm"] = zerojax.first_norm()
+    state = State.create(apply_fn=None, params=params, tx=tx or optax.adamw(1e-2), **scale)
     state, part = shard_state.shard_train_state(
-        state, mesh=mesh_lib.make_mesh(2, 4), stage=3, min_size=0, offload=offload, trainable=trainable
+        state, mesh=mesh_lib.make_mesh(2, 4), stage=stage, min_size=0, offload=offload, trainable=trainable
     )
     train_step = step.make_train_step(
         loss_fn,
@@ -78,44 +92,116 @@ def run(offload: Any, loss_fn: Any = plain_loss, tx: Any = None, accum: int = 1,
             batch = jax.tree.map(lambda leaf: jnp.stack([leaf, 0.5 * leaf]), batch)
         state, metrics = train_step(state, batch)
         rows.append({name: np.asarray(value) for name, value in metrics.items()})
+        if number + 1 == saved:
+            state = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), leaf.sharding), state)
     return rows, state, part
 
 
-def agree(how: dict[str, Any], **tolerance: float) -> Any:
-    offload = how.pop("offload", BOTH)
+def agree(offloads: Any, how: dict[str, Any], **tolerance: float) -> list[Any]:
+    """Asserts that steps with different offload are the step without, and returns their last states."""
     rows, state, _ = run(None, **how)
-    own_rows, own_state, part = run(offload, **how)
-    for row, own in zip(rows, own_rows):
-        for name in row:
-            np.testing.assert_allclose(own[name], row[name], err_msg=name, **tolerance)
-    for (path, leaf), own in zip(tree.flatten(state.params), jax.tree.leaves(own_state.params)):
-        np.testing.assert_allclose(np.asarray(own, np.float32), np.asarray(leaf, np.float32), err_msg=path, **tolerance)
-    jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding or pytest.fail(str(leaf)), own_state, part.shardings)
-    return own_state
+    states = []
+    for offload in offloads:
+        own_rows, own_state, part = run(offload, **how)
+        for row, own in zip(rows, own_rows):
+            assert row.keys() == own.keys()
+            for name in row:
+                np.testing.assert_allclose(own[name], row[name], err_msg=name, **tolerance)
+        for (path, leaf), own in zip(tree.flatten(state.params), jax.tree.leaves(own_state.params)):
+            np.testing.assert_allclose(
+                np.asarray(own, np.float32), np.asarray(leaf, np.float32), err_msg=path, **tolerance
+            )
+        jax.tree.map(
+            lambda leaf, sharding: leaf.sharding == sharding or pytest.fail(str(leaf)), own_state, part.shardings
+        )
+        states.append(own_state)
+    return states
 
 
 MASTER = master_weights.with_master_weights(optax.adamw(1e-2))
 
 
 @pytest.mark.parametrize(
-    "how",
+    ("how", "offloads"),
     [
-        {},
-        {"clip_norm": 0.5, "accum": 2, "offload": DISK},
-        {"loss_fn": loss_of, "accum": 2},
-        {"trainable": "narrow|head", "clip_norm": 0.5},
-        {"dtype": jnp.bfloat16, "tx": MASTER, "offload": {**BOTH, "fraction": 0.5, "params_fraction": 0.5}},
-        {"dtype": jnp.bfloat16, "tx": fused.fused_adamw(1e-2, moments="bf16", stochastic_rounding=True)},
-        {"scaler": zerojax.DynamicLossScale(init_scale=2.0**10, window=2), "clip_norm": 0.5},
+        ({}, [BOTH]),
+        ({"clip_norm": 0.5, "accum": 2}, [DISK, STATES]),
+        ({"loss_fn": loss_of, "accum": 2}, [BOTH, {**STATES, "in_flight": 2}]),
+        ({"trainable": "narrow|head", "clip_norm": 0.5}, [BOTH]),
+        ({"dtype": jnp.bfloat16, "tx": MASTER}, [{**BOTH, "fraction": 0.5, "params_fraction": 0.5}]),
+        ({"dtype": jnp.bfloat16, "tx": fused.fused_adamw(1e-2, moments="bf16", stochastic_rounding=True)}, [BOTH]),
+        ({"scaler": zerojax.DynamicLossScale(init_scale=2.0**10, window=2), "clip_norm": 0.5}, [BOTH]),
+        ({"stage": 1, "dtype": jnp.bfloat16, "tx": MASTER, "donate": False, "steps": 2}, [STATES]),
     ],
-    ids=["early", "clip", "mean", "frozen", "master", "rounded", "scaled"],
+    ids=["early", "clip", "mean", "frozen", "master", "rounded", "scaled", "stage1"],
 )
-def test_a_step_by_blocks_is_the_step(how, tmp_path):
-    offload = how.get("offload", BOTH)
-    place = {"nvme_path": str(tmp_path)} if offload is DISK else {}
-    state = agree({**how, "offload": {**offload, **place}}, rtol=2e-4, atol=2e-5)
-    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)}
-    assert "pinned_host" in kinds
+def test_a_step_by_blocks_is_the_step(how, offloads, tmp_path):
+    offloads = [
+        {**offload, **({"nvme_path": str(tmp_path)} if "nvme_buffers" in offload else {})} for offload in offloads
+    ]
+    states = agree(offloads, how, rtol=2e-4, atol=2e-5)
+    for offload, state in zip(offloads, states):
+        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)}
+        assert ("pinned_host" in kinds) == ("params" in offload)
+
+
+def clipped_late(limit: float) -> optax.GradientTransformation:
+    """Returns a clip by the norm of the gradients of the update before; the first by its own."""
+
+    def update(grads: Any, last: Any, params: Any = None) -> Any:
+        norm = optax.global_norm(grads)
+        factor = jnp.minimum(1.0, limit / jnp.where(last < 0, norm, last))
+        return jax.tree.map(lambda grad: factor * grad, grads), norm
+
+    return optax.GradientTransformation(lambda params: jnp.float32(-1), update)
+
+
+def test_a_late_norm_clips_by_the_norm_of_the_step_before_and_the_first_by_its_own(monkeypatch):
+    limit, sent, update = 0.05, [], blockwise._Groups.update
+
+    def noted(groups: Any, index: int, handed: Any) -> None:
+        if groups._waiting and groups._waiting[0][0] <= index:
+            sent.append(index)
+        update(groups, index, handed)
+
+    monkeypatch.setattr(blockwise._Groups, "update", noted)
+    rows, state, _ = run(None, tx=optax.chain(clipped_late(limit), optax.sgd(0.5, momentum=0.9)), accum=2)
+    own_rows, own_state, _ = run(LATE, tx=optax.sgd(0.5, momentum=0.9), accum=2, clip_norm=limit, saved=2)
+    norms = [float(row["grad_norm"]) for row in rows]
+    assert max(norms) > 1.01 * min(norms) > limit, "another norm would show"
+    for row, own, before in zip(rows, own_rows, [norms[0], *norms]):
+        np.testing.assert_allclose(own["loss"], row["loss"], rtol=2e-5)
+        np.testing.assert_allclose(own["grad_norm"], row["grad_norm"], rtol=2e-5)
+        np.testing.assert_allclose(own["clipped_norm"], before, rtol=2e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), own_state.params, state.params)
+    assert float(own_state.last_norm) == float(own_rows[-1]["grad_norm"])
+    last = sent[0]  # the first step waits for its norm, and no other one does, also not the one that resumes
+    assert sent.count(last) == 1 and max(sent[1:]) < last and len(sent) > 1 + 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("devices", "by_block", "clip", "chosen"),
+    [
+        (1, "auto", 0.0, True),
+        (1, "auto", 1.0, False),
+        (8, "auto", 0.0, False),
+        (1, "off", 0.0, False),
+        (8, "on", 1.0, True),
+    ],
+)
+def test_a_step_runs_block_by_block_where_it_is_asked_for_or_hides_more(devices, by_block, clip, chosen):
+    state = TrainState.create(apply_fn=None, params=first_params(), tx=optax.adam(1e-2))
+    mesh = mesh_lib.make_mesh(devices=jax.devices()[:devices])
+    part = stages.partition_state(
+        jax.eval_shape(lambda: state),
+        mesh=mesh,
+        stage=2,
+        min_size=0,
+        offload={"optimizer": "host", "by_block": by_block},
+    )
+    how = {"blocks": r"block_\w+", "heads": "head", "reduce_dtype": jnp.float32}
+    made = step.make_train_step(plain_loss, part, clip_norm=clip, **how)
+    assert isinstance(made, blockwise.BlockwiseStep) == chosen
 
 
 def test_a_disk_gives_the_bits_of_host_memory_and_a_checkpoint_restores_into_either(tmp_path):

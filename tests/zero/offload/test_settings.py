@@ -32,6 +32,17 @@ def test_nothing_is_offloaded_by_default(value):
         ({"optimizer": "host", "nvme_path": "/scratch"}, "offload.nvme_path: is '/scratch' and cannot take effect"),
         ({"fraction": 0.5}, "offload.fraction: is 0.5 and cannot take effect"),
         ({"chunk_bytes": 4}, "offload.chunk_bytes: is 4 and cannot take effect"),
+        ({"late_norm": True}, "offload.late_norm: is True and cannot take effect"),
+        ({"by_block": "on"}, "offload.by_block: is 'on' and cannot take effect"),
+        ({"optimizer": "host", "by_block": True}, "offload.by_block: must be one of auto, on, off, and is True"),
+        ({"optimizer": "host", "late_norm": 1}, "offload.late_norm: must be True or False, and is 1"),
+        ({"optimizer": "host", "late_norm": True, "by_block": "off"}, "omit offload.by_block='off'"),
+        (
+            {"optimizer": "host", "params": "host", "by_block": "off"},
+            "offload.by_block: is 'off', and offloaded params",
+        ),
+        ({"optimizer": "nvme", "late_norm": True}, "offload.late_norm: cannot be used with offload.optimizer='nvme'"),
+        ({"optimizer": "nvme", "by_block": "on"}, "offload.by_block: cannot be used with offload.optimizer='nvme'"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_name(value, line):

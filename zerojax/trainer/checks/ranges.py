@@ -31,6 +31,7 @@ CHOICES: dict[str, tuple] = {
     "loss_scale.on_minimum": loss_scale_lib.ON_MINIMUM,
     "offload.optimizer": offload_lib.KINDS,
     "offload.params": offload_lib.KINDS,
+    "offload.by_block": offload_lib.BY_BLOCK,
     "reduce_dtype": tuple(precision.DTYPES),
     "accum_dtype": tuple(precision.DTYPES),
     "model.preset": tuple(families.PRESETS),

@@ -1,12 +1,17 @@
-"""A train step that runs block by block, with optimizer state and params in host memory. This module orders its programs and copies.
+"""A train step that runs block by block, with optimizer state, and params, in host memory. This module orders its programs and copies.
 
     forward      the weights of block i + 2 arrive beside block i
     backward     the weights of block i - 2 arrive beside block i; the last pass hands over each gradient as it becomes final
     update       group by group; the state of the next groups arrives and that of the groups before leaves beside it
 
-Where the factor of the gradients is known beforehand (no clip, no loss scale), a group is updated as soon as its gradients are there. Its
-copies then run beside the backward pass of the blocks before it, and no gradient outlives its block. Otherwise the groups wait for the
-norm. Measured on an H100: copies of 220 ms in each direction beside programs of 364 ms take 380 ms in all.
+Where the factor of the gradients is known beforehand (no clip or one by a late norm, no loss scale), a group is updated as soon as its
+gradients are there. Its copies then run beside the backward pass of the blocks before it, and no gradient outlives its block. Otherwise the
+groups wait for the norm. Measured on an H100: copies of 220 ms in each direction beside programs of 364 ms take 380 ms in all.
+
+Groups arrive in the order in which their gradients become final, the last block first. The last stores run beside the next step, which
+needs the new params alone. Where params are on the device, nothing else uses the link: groups are sent from the beginning of the step, as
+many as the device may hold, and wait there for the backward pass. In its course more are sent, into the memory of activations that are no
+longer needed. Where params are on the host, their copies come first, and a group is sent `LEAD` programs ahead.
 """
 
 import collections
@@ -24,9 +29,10 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import tree
 from zerojax.errors import UserError
+from zerojax.ops import fp8 as fp8_ops
 from zerojax.zero import explicit, placement, where_used
 from zerojax.zero import update as update_lib
-from zerojax.zero.offload import blocks, kept, layout, programs, schedule, streamed
+from zerojax.zero.offload import blocks, kept, late_norm, layout, programs, schedule, settings, streamed
 from zerojax.zero.offload import params as params_lib
 from zerojax.zero.offload import passes as passes_lib
 from zerojax.zero.offload import updates as updates_lib
@@ -50,10 +56,50 @@ class Memory:
     waiting: int
 
 
-LEAD = 3  # programs between the sending of a group's first load and its update
+LEAD = 3  # programs between the sending of a group's load and its update, where params are on the host
 
 # finish(state, aux, grads, squares) -> (new state, metrics, factor, finite)
 Finish = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, jax.Array], Any, Any]]
+
+
+def is_chosen(
+    partition: placement.Partition, how: where_used.How, reduce_dtype: Any, fp8: Any, clip: update_lib.Clip
+) -> bool:
+    """Returns whether a step with offload runs block by block. Nothing else decides it.
+
+    It must where params are in host memory, and where `offload.late_norm` or `offload.by_block="on"` asks for it. "auto" chooses it on one
+    device, where groups need not wait for the norm. On several the gathers of a block would not hide beside its neighbours.
+
+    Args:
+      partition: with offloaded leaves.
+      how: where weights are gathered.
+      reduce_dtype: the dtype in which gradients are summed over devices; None leaves the sum to the compiler.
+      fp8: the matmuls in fp8; None for none.
+      clip: limits the norm.
+
+    Raises:
+      UserError: it must, and another setting does not allow it.
+    """
+    chosen = partition.offload
+    asked = {
+        "params": params_lib.are_on_host(partition),
+        "late_norm": chosen.late_norm,
+        "by_block": chosen.by_block == settings.ON,
+    }
+    is_delayed = fp8 is not None and fp8.recipe == fp8_ops.DELAYED
+    lacking = {
+        "blocks is not given; pass make_train_step(blocks=<regex of the model's repeated modules>)": not how.blocks,
+        "reduce_dtype is not given; pass make_train_step(reduce_dtype=jnp.float32)": reduce_dtype is None,
+        f"offload={how.offload!r} keeps activations in host memory within one program; set it to '', and remat to 'full'": how.offload,
+        f"by_columns={how.by_columns!r} needs one program; omit it": how.by_columns,
+        "fp8.recipe='delayed' needs one program; take 'tensorwise'": is_delayed,
+    }
+    why_not = next((why for why, is_lacking in lacking.items() if is_lacking), "")
+    for name, is_asked in asked.items():
+        if is_asked and why_not:
+            raise UserError(f"offload.{name}: each block is a program of its own, and {why_not}")
+    is_free = chosen.by_block == settings.AUTO and chosen.optimizer == settings.HOST and partition.mesh.size == 1
+    return any(asked.values()) or (is_free and clip.is_early and not why_not)
 
 
 class BlockwiseStep(streamed.StreamedStep):
@@ -65,7 +111,7 @@ class BlockwiseStep(streamed.StreamedStep):
       passes: the forward and backward passes.
       finish: `update.finish`. Its params and gradients have `optax.MaskedNode()` in place of weights that it does not update.
       scale: f(state) -> the factor of the loss.
-      is_early: whether the factor of the gradients is 1 and every step is taken.
+      clip: limits the norm.
       donate: whether the old state's memory is reused.
     """
 
@@ -76,13 +122,14 @@ class BlockwiseStep(streamed.StreamedStep):
         passes: passes_lib.Passes,
         finish: Finish,
         scale: Callable[[Any], Any],
+        clip: update_lib.Clip,
         *,
-        is_early: bool,
         donate: bool,
     ):
         super().__init__(gradients, updates, donate=donate)
-        self.passes, self.is_early, self.donate = passes, is_early, donate
-        self._scale = scale
+        self.passes, self.is_early, self.donate, self._scale = passes, clip.is_early, donate, scale
+        self._late_factor = jax.jit(clip.factor_of) if isinstance(clip, late_norm.LateClip) else None
+        self._norm: Any = None  # the field `last_norm` of the state that the last step returned
         self._squares = jax.jit(lambda grads, state: update_lib.squares(grads, 1.0 / scale(state)))
         partition = updates.rest.partition
         self._apart = {path for path in partition.placements if path in partition.on_host or path in updates.weights}
@@ -96,22 +143,28 @@ class BlockwiseStep(streamed.StreamedStep):
         )
         self._one = jax.device_put(np.float32(1), replicated) if self._is_real(partition) else None
         self._named: _Leaves | None = None
+        self._has_params_on_host = params_lib.are_on_host(updates.rest.partition)
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
         """Sends a step to the device. Returns before it ends, but not before its last stores have begun."""
         rest, named = self.updates.rest.of(state), self._names(state.params)
         one_pass = self.passes.one_pass(rest, batch)
-        last = len(one_pass.schedule.cut.programs)
-        ready_at = one_pass.ready_at
+        last, over_at = len(one_pass.schedule.cut.programs), one_pass.over_at
         self.updates.set_grad_dtypes(dict.fromkeys(self.updates.weights, jnp.float32))
-        due = [max(ready_at[w] for w in group.weights) if self.is_early else last for group in self.updates.groups]
+        factor = self._known_factor(state)
+        is_early = factor is not None
+        due = [max(over_at[w] for w in group.weights) if is_early else last for group in self.updates.groups]
         old = jax.tree.leaves(state.params)
-        groups = _Groups(self, state, dict(zip(named.paths, old)), due)
+        groups = _Groups(self, state, dict(zip(named.paths, old)), due, is_early=is_early)
+        # The first step of all builds attention's programs, and copies might begin meanwhile; see `streamed`.
+        lead = LEAD if self._has_params_on_host or not self._is_loaded else last
+        self._is_loaded = True
+        chunk = max([1, *(group.nbytes for group in self.updates.groups)])
         bare = rest.replace(params=(), opt_state=())
         squares: dict[str, jax.Array] = {}
         grads: dict[str, jax.Array] = {}
         shared = jax.tree.leaves(state.opt_state)
-        early = updates_lib.Handed(groups.grads, [shared[n] for n in self.updates.shared], self._one, None)
+        early = updates_lib.Handed(groups.grads, [shared[n] for n in self.updates.shared], factor, None)
 
         def ready(index: int, final: dict[str, jax.Array], weights: dict[str, jax.Array]) -> None:
             leaving = {path: grad for path, grad in final.items() if path in groups.uses}
@@ -119,18 +172,40 @@ class BlockwiseStep(streamed.StreamedStep):
                 squares.update(zip(leaving, self._squares(passes_lib.by_number(leaving), bare).values()))
             groups.grads.update(leaving)
             grads.update({path: grad for path, grad in final.items() if path not in leaving})
-            if self.is_early:
+            if is_early:
                 groups.weights.update({path: weight for path, weight in weights.items() if path in groups.uses})
                 groups.update(index, early)
-            groups.load(index + LEAD)
+            sent(index)
+            if is_early and lead == last:
+                groups.further = min(one_pass.room[index] // chunk, self.in_flight)
+            groups.load(index + lead, least=self.half if lead == LEAD else 0)
 
-        aux = self.passes(rest, batch, ready)
+        def sent(index: int) -> None:
+            if (
+                index == last // 4
+            ):  # half of a forward pass: activations soon need the memory of the step before's further groups
+                self._make_room(0)
+            if lead == last:
+                groups.load(last)
+
+        sent(-1)
+        aux = self.passes(rest, batch, ready, sent)
         kept = rest.replace(params=jax.tree.unflatten(named.structure_kept, [old[n] for n in named.kept]))
         new_state, metrics, handed = self._finish(kept, aux, grads, squares)
         groups.update(last, handed._replace(grads=groups.grads))
         groups.give_up(at_end=True)
-        self._is_loaded = True
+        self._is_loaded, self._norm = True, getattr(new_state, late_norm.FIELD, None)
         return self._put_together(state, new_state, groups, named), metrics
+
+    @property
+    def ahead(self) -> int:
+        """Returns the number of groups that may arrive before the first update is sent. Nothing leaves before it."""
+        return self.in_flight
+
+    @property
+    def half(self) -> int:
+        """Returns the number of groups that arrive while as many leave."""
+        return super().ahead
 
     def memory(self, state: Any, batch: Any) -> "Memory":
         """Returns what a step takes of a device, for a state and a batch that may be abstract. Compiles its programs."""
@@ -141,9 +216,10 @@ class BlockwiseStep(streamed.StreamedStep):
         reads = [number for program in cut.programs for number in program.reads if number in on_host]
         num_passes = self.passes.count
         grads = sum(cut.nbytes(number) for number in one_pass.grads)
-        # The gradients of the pass before, and those that wait for the norm.
-        waiting = grads if num_passes > 1 or not self.is_early else 0
-        if self.passes.in_16_bits and self.is_early:
+        # The gradients of the pass before, and those that wait for the norm, as they do in the first step with a late one.
+        waits = not self.is_early or self._late_factor is not None
+        waiting = grads if num_passes > 1 or waits else 0
+        if self.passes.in_16_bits and not waits:
             waiting //= 2  # those that wait for the norm are float32
         return Memory(
             fetched=num_passes * sum(map(cut.nbytes, reads)),
@@ -162,6 +238,14 @@ class BlockwiseStep(streamed.StreamedStep):
     def with_gradients(self, compiled: jax.stages.Compiled) -> "BlockwiseStep":
         """Returns the step itself: its programs are compiled when they are first needed."""
         return self
+
+    def _known_factor(self, state: Any) -> Any:
+        """Returns the factor of the gradients if it is known before them, else None."""
+        if not self.is_early or self._late_factor is None:
+            return self._one if self.is_early else None
+        norm = getattr(state, late_norm.FIELD)
+        is_known = norm is self._norm or late_norm.is_known(norm)  # the step does not wait for a norm of its own
+        return self._late_factor(norm) if is_known else None
 
     def _finished(self, finish: Finish, state: Any, aux: Any, grads: Any, squares: Any) -> Any:
         assert self._named is not None
@@ -228,13 +312,23 @@ class _Groups:
       params: new params, by path, where they are stored.
       leaves: new leaves of the optimizer state, by position.
       uses: the number of updates to come of each weight.
+      further: groups that the device has room for beyond those in flight.
     """
 
-    def __init__(self, step: BlockwiseStep, state: Any, old_params: dict[str, jax.Array], due: Iterable[int]):
-        self._step, self._updates = step, step.updates
+    def __init__(
+        self,
+        step: BlockwiseStep,
+        state: Any,
+        old_params: dict[str, jax.Array],
+        due: Iterable[int],
+        *,
+        is_early: bool,
+    ):
+        self._step, self._updates, self._is_early = step, step.updates, is_early
         order = sorted(zip(due, range(len(step.updates.groups))))
         self._waiting = collections.deque((index, step.updates.groups[number]) for index, number in order)
         self._unsent = collections.deque(self._waiting)
+        self._final = max((index for index, _ in order), default=0)
         self._arriving: collections.deque[list[jax.Array]] = collections.deque()
         self._old = jax.tree.leaves(state.opt_state)
         if self._updates.is_on_disk:
@@ -242,27 +336,34 @@ class _Groups:
         self.leaves: dict[int, jax.Array] = {}
         self._old_params = old_params
         self.uses = collections.Counter(weight for _, group in self._waiting for weight in group.weights)
+        self.further = 0
         self.grads: dict[str, jax.Array] = {}
         self.weights: dict[str, jax.Array] = {}
         self.params: dict[str, jax.Array] = {}
         self._stored: collections.deque[tuple[list[Any], list[Any]]] = collections.deque()
 
-    def load(self, until: int) -> None:
-        """Sends loads of the groups that are due by a program, as many as may be on the device."""
-        while self._unsent and self._unsent[0][0] <= until and len(self._arriving) < self._step.ahead:
-            self._step._make_room(len(self._arriving))
+    def load(self, until: int, *, least: int = 0) -> None:
+        """Sends loads of the groups that are due by a program, as many as the device has room for. Waits for room if fewer than `least` of
+        them arrive."""
+        while self._unsent and self._unsent[0][0] <= until:
+            arriving = len(self._arriving)
+            if arriving + self._step._num_leaving() >= self._step.in_flight + self.further:
+                if arriving >= least:
+                    return
+                self._step._make_room(arriving - self.further)
             self.give_up()
             group = self._unsent.popleft()[1]
             loading = self._updates.load(group, self._old)
             self._arriving.append(self._safe(loading))
-            for weight in group.weights if not self._step.is_early else ():
+            for weight in group.weights if not self._is_early else ():
                 self._bring(weight)
 
     def update(self, index: int, handed: updates_lib.Handed) -> None:
         """Sends the updates and the stores of the groups that are due by a program."""
         while self._waiting and self._waiting[0][0] <= index:
             due, group = self._waiting.popleft()
-            self.load(due)
+            # A wait in the middle of the passes would keep programs from the device; after them only copies are left.
+            self.load(due, least=self._step.half if due == self._final else 1)
             for weight in group.weights:
                 self._bring(weight)
                 (self.weights[weight],) = kept.arrived([self.weights[weight]])
@@ -383,24 +484,10 @@ def passes_of(
     in_16_bits: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> passes_lib.Passes:
-    """Returns the passes of a step whose params are in host memory; its arguments are those of `explicit.value_and_grad`.
+    """Returns the passes of a step block by block; its arguments are those of `explicit.value_and_grad`.
 
     `options` are XLA's, for each program.
-
-    Raises:
-      UserError: the step has no blocks to fetch params for, or lets the compiler sum gradients; or activations are offloaded too.
     """
-    if not how.blocks or reduce_dtype is None:
-        lacking = "reduce_dtype" if how.blocks else "blocks"
-        raise UserError(
-            f"offload.params: params in host memory are fetched block by block, and {lacking} is not given; pass "
-            "make_train_step(blocks=<regex of the model's repeated modules>, reduce_dtype=jnp.float32)"
-        )
-    if how.offload:
-        raise UserError(
-            f"offload: {how.offload!r} keeps activations in host memory within one program, and params in host memory make each block a "
-            "program of its own; set it to '' and remat to 'full', or keep the params on the device"
-        )
     one_pass = explicit.one_pass(
         loss_fn,
         partition,

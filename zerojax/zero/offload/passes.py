@@ -19,7 +19,8 @@ from zerojax.zero import accumulate, placement
 from zerojax.zero.offload import layout, programs, schedule
 from zerojax.zero.sharded_batch import inputs, outputs
 
-# ready(index of the program, gradients that became final, params from the host that no later program reads), both by path
+# ready(index of the program, gradients that became final, params from the host that no later program reads), both by path;
+# called after each program of the last pass.
 Ready = Callable[[int, dict[str, jax.Array], dict[str, jax.Array]], None]
 
 
@@ -32,12 +33,14 @@ class PassPrograms:
       grads: the path of the weight whose gradient a value is, by number.
       weights: the path of the param in host memory that a value is, by number.
       weight: the number of the weight of the pass among passes; None if they count alike.
+      params: the path of the param that a value is, by number.
     """
 
     schedule: schedule.Schedule
     grads: Mapping[int, str]
     weights: Mapping[int, str]
     weight: int | None
+    params: Mapping[int, str]
 
     @functools.cached_property
     def position(self) -> dict[str, int]:
@@ -49,6 +52,22 @@ class PassPrograms:
         """Returns the program after which each gradient is final, by path."""
         numbered = enumerate(self.schedule.cut.programs)
         return {self.grads[n]: index for index, program in numbered for n in program.writes if n in self.grads}
+
+    @functools.cached_property
+    def room(self) -> list[int]:
+        """Returns, for each program, the bytes below the peak of a pass that are free on a device from its end to the end of the pass."""
+        used, most, found = self.schedule.used(takes_results=True), 0, []
+        for nbytes in reversed(used):
+            found.append(max(used) - most)
+            most = max(most, nbytes)
+        return found[::-1]
+
+    @functools.cached_property
+    def over_at(self) -> dict[str, int]:
+        """Returns the program after which a weight's gradient is final and the weight is read no more, by path."""
+        numbered = enumerate(self.schedule.cut.programs)
+        read = {self.params[n]: index for index, program in numbered for n in program.reads if n in self.params}
+        return {path: max(index, read.get(path, 0)) for path, index in self.ready_at.items()}
 
 
 class Passes:
@@ -111,11 +130,19 @@ class Passes:
                 {result: f"params/{path}" for path, result in tree.flatten(grads)},
                 {n: names[n] for n, (path, _) in enumerate(leaves) if n in on_host and path.startswith("0/")},
                 aux.get("weight") if self.count > 1 else None,
+                {n: names[n] for n, (path, _) in enumerate(leaves) if path.startswith(("0/", "2/params/"))},
             )
         return self._cuts[key]
 
-    def __call__(self, state: Any, batch: Any, ready: Ready) -> Any:
-        """Runs the passes. Returns their aux: the values of the metrics, and the state's fields after the last."""
+    def __call__(self, state: Any, batch: Any, ready: Ready, sent: Callable[[int], None] = lambda index: None) -> Any:
+        """Runs the passes. Returns their aux: the values of the metrics, and the state's fields after the last.
+
+        Args:
+          state: without an optimizer state.
+          batch: of all passes.
+          ready: see `Ready`.
+          sent: called with the index of each program of the passes before the last.
+        """
         found, prepared, params = self.one_pass(state, batch), self._prepare(batch), state.params
         sums: dict[str, jax.Array] = {}
         weights: list[jax.Array] = []
@@ -126,7 +153,7 @@ class Passes:
             is_last = number == self.count - 1
             micro = prepared if self.count == 1 else self._take(prepared, np.int32(number))
             seed = _seed(getattr(state, "step", 0), np.int32(number)) if self.in_16_bits and not is_last else None
-            done = functools.partial(self._done, found, sums, weights, ready if is_last else None, seed)
+            done = functools.partial(self._done, found, sums, weights, ready if is_last else None, sent, seed)
             (_, aux), _ = found.schedule(
                 params, micro, state, np.int32(number), done=done, early=early, goes_on=not is_last
             )
@@ -141,6 +168,7 @@ class Passes:
         sums: dict[str, jax.Array],
         weights: list[jax.Array],
         ready: Ready | None,
+        sent: Callable[[int], None],
         seed: jax.Array | None,
         index: int,
         written: Sequence[int],
@@ -155,6 +183,7 @@ class Passes:
             grads = self._summed(found, sums, weights, grads, seed, is_last=ready is not None)
         if ready is None:
             sums.update(grads)
+            sent(index)
             return
         reads = found.schedule.cut.programs[index].reads
         over = [n for n in reads if n in found.weights and n in values and found.schedule.is_last(n, index)]

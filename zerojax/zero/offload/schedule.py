@@ -100,7 +100,11 @@ class Schedule:
         return self._last.get(number) == index
 
     def peak(self, *, takes_results: bool = False, goes_on: bool = False) -> int:
-        """Returns the most bytes of values and temporaries on a device at once, without the arguments that no program reads.
+        """Returns the most bytes of values and temporaries on a device at once; see `used`."""
+        return max(self.used(takes_results=takes_results, goes_on=goes_on), default=0)
+
+    def used(self, *, takes_results: bool = False, goes_on: bool = False) -> list[int]:
+        """Returns the bytes of values and temporaries on a device while each program runs, without the arguments that no program reads.
 
         Args:
           takes_results: whether `done` takes each result that is no argument as it comes.
@@ -110,16 +114,16 @@ class Schedule:
         read = {number for program in cut.programs for number in program.reads}
         held = {n for n in range(cut.arguments) if n not in cut.on_host and n in read}
         held.update(cut.integers, *cut.first)
-        results, peak, early = {number for number in cut.results if isinstance(number, int)}, 0, 0
+        results, used, early = {number for number in cut.results if isinstance(number, int)}, [], 0
         for index, program in enumerate(cut.programs):
             held.update((*program.after, *program.brings, *program.writes))
             early += sum(map(cut.nbytes, self._of_next(index))) if goes_on else 0
             analysis = program.run.memory_analysis()
-            peak = max(peak, sum(map(cut.nbytes, held)) + early + (analysis.temp_size_in_bytes if analysis else 0))
+            used.append(sum(map(cut.nbytes, held)) + early + (analysis.temp_size_in_bytes if analysis else 0))
             held.difference_update(self._dropped[index])
             if takes_results:
                 held.difference_update(results.intersection(program.writes))
-        return peak
+        return used
 
     def _of_next(self, index: int) -> Sequence[int]:
         """Returns the numbers whose copies for the run that follows are sent before a program."""

@@ -19,6 +19,8 @@ PARTS: Mapping[str, str] = {"optimizer": "opt_state", "params": "params"}  # par
 CHUNK_BYTES = 256 << 20  # 6 ms at 43 GB/s
 IN_FLIGHT = 8
 NVME_BUFFERS = 4
+AUTO, ON, OFF = "auto", "on", "off"
+BY_BLOCK = (AUTO, ON, OFF)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,11 @@ class Offload:
       params_on_device: a regex; params whose path it matches stay on the device. For matrices that are too large to arrive beside a block.
       chunk_bytes: bytes of state on each device that are copied and updated together. A larger leaf is stored in pieces of about this size.
       in_flight: chunks that each device holds at once: those that arrive, are updated and leave. So the update needs about
-        chunk_bytes * in_flight of device memory, whatever the model's size. Half of them arrive before the forward pass begins.
+        chunk_bytes * in_flight of device memory, whatever the model's size. Half of them arrive before the forward pass begins, or in a
+        step block by block as many as fit.
+      by_block: whether a step runs block by block ("on"), so that groups can be updated beside the backward pass, or as one program with
+        its updates behind it ("off"). "auto" decides (`blockwise.is_chosen`).
+      late_norm: whether gradients are clipped by the norm of the step before, so that their update need not wait for their own norm.
       nvme_path: the folder whose disk holds what is "nvme". It should be on a local disk.
       nvme_buffers: chunks of optimizer state for each device, and as many of params, that are read from the disk into host memory ahead
         of their use. A buffer holds the largest leaf if that is more than a chunk.
@@ -46,6 +52,8 @@ class Offload:
     params_on_device: str = ""
     chunk_bytes: int = CHUNK_BYTES
     in_flight: int = IN_FLIGHT
+    by_block: str = AUTO
+    late_norm: bool = False
     nvme_path: str = ""
     nvme_buffers: int = NVME_BUFFERS
 
@@ -95,10 +103,18 @@ def _checked(offload: Offload) -> Offload:
         re.compile(offload.params_on_device)
     except re.error as error:
         raise UserError(f"offload.params_on_device: {offload.params_on_device!r} is no regex: {error}") from error
+    if offload.by_block not in BY_BLOCK:
+        raise UserError(f"offload.by_block: must be one of {', '.join(BY_BLOCK)}, and is {offload.by_block!r}")
+    if not isinstance(offload.late_norm, bool):
+        raise UserError(f"offload.late_norm: must be True or False, and is {offload.late_norm!r}")
     if not isinstance(offload.nvme_path, (str, os.PathLike)):
         raise UserError(f"offload.nvme_path: must be a folder's path, and is {offload.nvme_path!r}")
-    unread = {"fraction", "chunk_bytes", "in_flight"} if (offload.optimizer, offload.params) == (NONE, NONE) else set()
-    unread |= {"fraction"} if offload.optimizer == NONE else set()
+    unread = (
+        {"fraction", "chunk_bytes", "in_flight", "by_block"}
+        if (offload.optimizer, offload.params) == (NONE, NONE)
+        else set()
+    )
+    unread |= {"fraction", "late_norm"} if offload.optimizer == NONE else set()
     unread |= {"params_fraction", "params_on_device"} if offload.params == NONE else set()
     unread |= {"nvme_path", "nvme_buffers"} if NVME not in (offload.optimizer, offload.params) else set()
     for name in sorted(unread):
@@ -106,6 +122,17 @@ def _checked(offload: Offload) -> Offload:
             raise UserError(
                 f"offload.{name}: is {getattr(offload, name)!r} and cannot take effect, since nothing is offloaded that reads it; "
                 f"set offload.optimizer to {NVME if 'nvme' in name else HOST!r}, or omit it"
+            )
+    if offload.params != NONE and offload.by_block == OFF:
+        raise UserError("offload.by_block: is 'off', and offloaded params are fetched block by block; omit it")
+    if offload.late_norm and offload.by_block == OFF:
+        raise UserError(
+            "offload.late_norm: is True, and updates beside the backward pass need a step block by block; omit offload.by_block='off'"
+        )
+    for name in ("by_block", "late_norm"):
+        if offload.optimizer == NVME and getattr(offload, name) in (ON, True):
+            raise UserError(
+                f"offload.{name}: cannot be used with offload.optimizer='nvme', as a disk takes longer than a backward pass; omit it"
             )
     return offload
 
