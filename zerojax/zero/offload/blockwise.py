@@ -151,6 +151,8 @@ class BlockwiseStep(streamed.StreamedStep):
         one_pass = self.passes.one_pass(rest, batch)
         last, over_at = len(one_pass.schedule.cut.programs), one_pass.over_at
         self.updates.set_grad_dtypes(dict.fromkeys(self.updates.weights, jnp.float32))
+        if not self._is_loaded:  # compiled beside the passes they would lack the memory in which XLA times kernels
+            self.updates.compile()
         factor = self._known_factor(state)
         is_early = factor is not None
         due = [max(over_at[w] for w in group.weights) if is_early else last for group in self.updates.groups]
