@@ -151,7 +151,7 @@ class BlockwiseStep(streamed.StreamedStep):
         one_pass = self.passes.one_pass(rest, batch)
         last, over_at = len(one_pass.schedule.cut.programs), one_pass.over_at
         self.updates.set_grad_dtypes(dict.fromkeys(self.updates.weights, jnp.float32))
-        if not self._is_loaded:  # compiled beside the passes they would lack the memory in which XLA times kernels
+        if not self._is_loaded:  # XLA times kernels on arrays of their size, for which a pass leaves little room
             self.updates.compile()
         factor = self._known_factor(state)
         is_early = factor is not None
