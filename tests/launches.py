@@ -81,7 +81,11 @@ def launch(capfd: Any, program: str, *words: str, processes: int = 2, limits: st
     """Runs a Python program as `processes` processes of this host, or on the hosts in `changes`."""
     order = attempt.Order(
         command=[sys.executable, "-c", program, *words],
-        **{"hosts": nodes("localhost", slots=processes), "limits": verdict.read_limits(limits), **changes},
+        **{
+            "hosts": nodes("localhost", slots=processes),
+            "limits": verdict.read_limits(limits) if limits else verdict.LIMITS,
+            **changes,
+        },
     )
     capfd.readouterr()
     status = supervisor.Supervisor(order).run()
