@@ -8,8 +8,8 @@ cannot bring beside a layer's forward pass of 4,096 tokens (3.8 ms); so nothing 
 Weights and sums are rounded stochastically, and there are no float32 masters. Gradients are not clipped: the norm is known at the end of
 the backward pass, until when all gradients would wait in float32.
 Result: on an H200, which has more and faster memory, a step of 128 passes took 85 s, 6,148 tokens/s, in 80.45 GB, with
-XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async and a pool of 100 GiB of pinned memory (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100). Without the first it ran
-out of memory in holes; it has not run on an H100. On random tokens the loss should fall as that of configs/llama3_1b.py.
+XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async and a pool of 100 GiB of pinned memory (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100). Without the first
+it ran out of memory in holes; it has not run on an H100. On random tokens the loss should fall as that of configs/llama3_1b.py.
 """
 
 from configs import llama3_1b
