@@ -16,7 +16,7 @@ def test_rows_end_at_stop_tokens_and_the_loop_when_all_have_ended():
     ends = [next((n for n in range(NEW) if likeliest[n, row] in stops), NEW - 1) for row in range(ROWS)]
     picked = choice.Choice(NEW, family.SpecialTokens(stops=stops, pad=9), sampling.Sampling())
     first, add, goes_on = map(jax.jit, (picked.first, picked.add, picked.goes_on))
-    found, count = first(SCORES[0], np.uint32(0)), 1
+    found, count = first(SCORES[0], np.ones(ROWS, np.int32), np.uint32(0)), 1
     while goes_on(found):
         found, count = add(found, SCORES[count], np.uint32(0)), count + 1
     assert count == max(ends) + 1 and min(ends) < max(ends)
