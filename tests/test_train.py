@@ -359,6 +359,7 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_resumes(cache_dir, fini
     result = file_systems.in_a_namespace(script, command, runs.environment(cache_dir) | {"T": str(tmp_path)})
     before, after = result.stdout.split("second ")
     assert before.startswith("first 2\n1\n") and after.startswith("0\n"), (result.stdout, result.stderr)
-    assert result.stderr.count("\n") == 1 and "no space left on the disk" in result.stderr, result.stderr
+    # A checkpoint finds it full, or run.json.
+    assert result.stderr.count("\n") == 1 and "no space left" in result.stderr.lower(), result.stderr
     lines = [json.loads(line) for line in after.splitlines()[1:]]
     assert {line["step"]: line["loss"] for line in lines if "loss" in line} == runs.losses(finished)
