@@ -196,15 +196,9 @@ class _Clock:
 def _compiled(program: Any) -> tuple[Any, int]:
     """Returns the compiled step and its planned peak in bytes on the device."""
     from zerojax.trainer import memory_guard
-    from zerojax.zero.offload import blockwise
 
-    if not isinstance(program.train_step, blockwise.BlockwiseStep):
-        plan = memory_guard.compile_step(program)
-        return plan.compiled, plan.peak
-    # Its programs are compiled one by one. The trainer's plan compiles the step as one program too, which takes longer and never runs.
-    return program.train_step, program.train_step.memory(
-        program.partition.abstract_state, program.abstract_batch
-    ).passes
+    plan = memory_guard.compile_step(program)
+    return plan.compiled, plan.peak
 
 
 def _peak_mib() -> float:

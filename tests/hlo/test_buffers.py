@@ -183,7 +183,7 @@ def test_a_program_that_jax_cannot_read_is_refused_in_one_line():
     with pytest.raises(
         UserError, match=r"^the compiled program: jax .* cannot read .*async-update.* pip install [^\n]*$"
     ):
-        buffers._text(Unreadable())
+        buffers.text_of(Unreadable())
 
 
 def test_values_at_the_same_offset_are_counted_once():

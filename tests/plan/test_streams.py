@@ -120,16 +120,19 @@ def test_the_rate_of_host_memory_is_not_taken_for_that_of_a_disk(planned, monkey
     assert found.rate == 2e9 and found.is_on_disk
 
 
-def test_params_on_the_host_arrive_in_each_pass_and_are_no_part_of_the_devices_memory():
-    net, mesh = block_nets.Net(4), zerojax.make_mesh(devices=compile_only.devices())
+@pytest.fixture(scope="module")
+def by_block():
+    """Returns (plan, partition) of a step block by block on eight H200s, and the plan of one program with nothing offloaded."""
+    net, mesh = block_nets.Net(4, dropout=True), zerojax.make_mesh(devices=compile_only.devices())
     x, scale = jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((16, 1), jnp.float32)
 
     def init(key):
-        params = net.init(key, jnp.zeros(x.shape), jnp.zeros(scale.shape))["params"]
+        keys = {"params": key, "dropout": key}
+        params = net.init(keys, jnp.zeros(x.shape), jnp.zeros(scale.shape))["params"]
         return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
 
     def loss_fn(params, batch, state):
-        return net.apply({"params": params}, batch["x"], batch["scale"])
+        return block_nets.loss_of(net, params, batch, state)[0]
 
     partition = zerojax.partition_state(
         jax.eval_shape(init, jax.random.key(0)),
@@ -138,12 +141,35 @@ def test_params_on_the_host_arrive_in_each_pass_and_are_no_part_of_the_devices_m
         min_size=64,
         offload={"optimizer": "host", "params": "host"},
     )
-    step = zerojax.make_train_step(loss_fn, partition, blocks=r"block_\w+", heads="head", reduce_dtype=jnp.float32)
     batch = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=partition.batch_sharding)
         for name, leaf in (("x", x), ("scale", scale))
     }
-    plan = planned_on_h200s(step, partition, batch)
+    how = {"blocks": r"block_\w+", "heads": "head", "reduce_dtype": jnp.float32}
+    plans = [
+        planned_on_h200s(zerojax.make_train_step(loss_fn, part, **how), part, batch)
+        for part in (partition, partition.on_device)
+    ]
+    return plans[0], partition, plans[1]
+
+
+def test_a_step_block_by_block_has_the_collectives_and_the_work_of_one_program(by_block):
+    plan, _, whole = by_block
+
+    def sent(plan):
+        rows = [(r.kind, r.role, r.weights, r.dtype, r.elements, r.axes, r.times) for r in plan.ledger.rows]
+        return sorted(
+            row for row in rows if row[4] > 2
+        )  # without scalars: the norm's and the metrics' are not in the passes
+
+    assert len(sent(plan)) > 40 and sent(plan) == sent(whole)
+    assert plan.findings == whole.findings and plan.bound.seconds["compute"] == whole.bound.seconds["compute"]
+    assert 0.8 < plan.bound.seconds["memory"] / whole.bound.seconds["memory"] < 1  # without the update of small weights
+    assert any("gather.py" in row.source for row in plan.ledger.rows)
+
+
+def test_params_on_the_host_arrive_in_each_pass_and_are_no_part_of_the_devices_memory(by_block):
+    plan, partition, _ = by_block
     on_host = [path for path in partition.on_host if path.startswith("params/")]
     nbytes = sum(4 * math.prod(partition.placements[path].shape) for path in on_host) // 8
     assert len(on_host) == 2 * 5 + 1  # the kernels of the blocks, and that of the embedding

@@ -25,7 +25,7 @@ from zerojax.hlo import buffer_dump, buffer_roles, parameters, syntax
 from zerojax.hlo import flow as hlo_flow
 from zerojax.hlo.buffer_dump import DEVICE, HOST, TEMPORARY, Dump, Value
 
-ASSIGNMENT, ANALYSIS = "buffer assignment", "memory analysis"
+ASSIGNMENT, ANALYSIS, PROGRAMS = "buffer assignment", "memory analysis", "programs of blocks"
 _POINTS = 400  # maximum points of a curve; a step of a 70B model has a hundred thousand instructions
 
 
@@ -83,7 +83,8 @@ class Buffers:
     """A step's memory on one device, in bytes.
 
     Attributes:
-      source: "buffer assignment", or "memory analysis" if XLA dumped no assignment. The analysis has totals only.
+      source: "buffer assignment", or "memory analysis" if XLA dumped no assignment. The analysis has totals only. Those of several programs
+        ("programs of blocks") have arguments only.
       arguments: every leaf.
       outputs, constants: outputs that reuse no argument's memory, and constants.
       temporaries: the size of the block of temporaries.
@@ -174,7 +175,7 @@ def _buffers(lowered: Any, compiled: Any, dump: Dump | None, roles: Sequence[tup
     stats = compiled.memory_analysis()
     analysis = stats.argument_size_in_bytes + stats.temp_size_in_bytes if stats is not None else 0
     analysis += stats.output_size_in_bytes - stats.alias_size_in_bytes if stats is not None else 0
-    text = _text(compiled)
+    text = text_of(compiled)
     module = syntax.parse(text)
     leaves = parameters.leaves(lowered, module)
     if dump is None:
@@ -203,7 +204,7 @@ def _buffers(lowered: Any, compiled: Any, dump: Dump | None, roles: Sequence[tup
     )
 
 
-def _text(compiled: Any) -> str:
+def text_of(compiled: Any) -> str:
     """Returns the text of a compiled program.
 
     Raises:

@@ -100,17 +100,17 @@ class Ledger:
         return found
 
 
-def ledger(hlo_text: str, mesh: Mesh, weights: Mapping[str, Any]) -> Ledger:
+def ledger(program: str | syntax.Module, mesh: Mesh, weights: Mapping[str, Any]) -> Ledger:
     """Reads the collectives of a compiled step.
 
     Args:
-      hlo_text: the text of `compiled.as_text()`.
+      program: the text of `compiled.as_text()`, or what `syntax.parse` makes of it.
       mesh: the mesh that the step was compiled for. Its axes may have any names.
       weights: by path, `Partition.placements`, or arrays or ShapeDtypeStructs with shardings (see `weights_of`).
 
     >>> found = ledger(step.lower(state, batch).compile().as_text(), partition.mesh, partition.placements)
     """
-    flow = hlo_flow.flow(syntax.parse(hlo_text))
+    flow = hlo_flow.flow(syntax.parse(program) if isinstance(program, str) else program)
     known = weights_of(weights, mesh)
     owner = attribution.Attribution(flow, known, mesh.size)
     rows = [_row(flow, owner, found, part) for found in collectives.collectives(flow, mesh) for part in found.parts]

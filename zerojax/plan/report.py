@@ -39,8 +39,10 @@ def memory_table(plan: step_plan.Plan) -> Table:
         table.add_row(row.role, *(_bytes(count) for count in (row.theory, row.arithmetic, row.assigned)))
     table.add_section()
     table.add_row("peak", "", "", display.human(plan.peak))
-    if plan.buffers.source != buffers.ASSIGNMENT:
+    if plan.buffers.source == buffers.ANALYSIS:
         table.caption = "this backend reports totals only: temporaries have no roles"
+    if plan.buffers.source == buffers.PROGRAMS:
+        table.caption = "the step is a program for each block: temporaries have no roles"
     return table
 
 

@@ -17,7 +17,7 @@ from zerojax import mesh as mesh_lib
 from zerojax.hlo import buffer_roles
 from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import bound as bound_lib
-from zerojax.plan import departures, findings, flops, ledger, streams, targets
+from zerojax.plan import departures, findings, ledger, streams, targets
 from zerojax.zero import memory, stages
 from zerojax.zero import placement as placement_lib
 from zerojax.zero.offload import kept
@@ -56,7 +56,7 @@ class Plan:
       compile_seconds: the time to trace, lower and compile.
       compiled: the compiled step. It runs if the devices are real.
       stream: the stream of offloaded state; None if there is none. `buffers` and what is read from the program are then those of the
-        program of the gradients. A step block by block has no such program: it is compiled for the collectives and the work alone.
+        program of the gradients. A step block by block has no such program, and its own are read in their order (`streams`).
     """
 
     target: targets.Target
@@ -145,7 +145,7 @@ def plan_step(
       passes: forward and backward passes in a step.
       by_hand: whether explicit collectives sum the gradients, in float32 (`make_train_step`'s reduce_dtype).
       from_cache: see `buffers.compile_with_buffers`.
-      compiler_options: XLA options, in addition to the step's own.
+      compiler_options: XLA options, in addition to the step's own; programs of blocks that are compiled before do not have them.
       host_rate: bytes/s to and from host memory, or a disk, at the same time; None for the target's.
 
     >>> plan = plan_step(train_step, partition.abstract_state, batch, mesh=mesh, target="h200", placement=partition)
@@ -155,18 +155,14 @@ def plan_step(
         known = dataclasses.replace(known, host_duplex=targets.Figure(host_rate, targets.GIVEN))
     known = known.beside(max(bound_lib.hosts(mesh, mesh.axis_names).values()))
     began = time.perf_counter()
-    traced = train_step.trace(state, *args)
-    compiled, held = buffers_lib.compile_with_buffers(
-        traced.lower(),
-        from_cache=from_cache,
-        compiler_options={**(compiler_options or {}), **streams.compiler_options(train_step)},
-    )
+    read = streams.read(train_step, state, args, from_cache=from_cache, compiler_options=compiler_options)
+    held = read.buffers
     stream = streams.of(train_step, held, known, state, args)
     seconds = time.perf_counter() - began
     weights = placement.placements if placement else _weights(state)
-    sent = ledger.ledger(held.hlo_text, mesh, weights)
+    sent = ledger.ledger(read.module, mesh, weights)
     ways = math.prod(size for axis, size in mesh.shape.items() if axis != mesh_lib.MODEL)
-    bound, copies = _bound(known, mesh, flops.count(traced), sent)
+    bound, copies = _bound(known, mesh, read.operations, sent, stream)
     if stream is not None and bound is not None:
         stream = stream.beside(bound.seconds[bound_lib.COMPUTE], passes)
         bound = dataclasses.replace(bound, exposed=stream.exposed or 0.0)
@@ -190,7 +186,7 @@ def plan_step(
         theory=ledger.theory(sent.weights, ways, passes),
         bound=bound,
         compile_seconds=seconds,
-        compiled=streams.whole_step(train_step, compiled),
+        compiled=read.executable,
         stream=stream,
     )
 
@@ -202,10 +198,14 @@ def _weights(state: Any) -> dict[str, Any]:
 
 
 def _bound(
-    target: targets.Target, mesh: Mesh, operations: Mapping[str, float], sent: ledger.Ledger
+    target: targets.Target,
+    mesh: Mesh,
+    operations: Mapping[str, float],
+    sent: ledger.Ledger,
+    stream: streams.Stream | None,
 ) -> tuple[bound_lib.Bound | None, bound_lib.Copies | None]:
-    """Returns the least time of a step, and its copies of activations to host memory."""
-    to_host, from_host = bound_lib.host_traffic(sent.flow)
+    """Returns the least time of a step, and its copies of activations to host memory; programs of blocks copy weights alone."""
+    to_host, from_host = (0, 0) if stream and stream.by_block else bound_lib.host_traffic(sent.flow)
     bound = bound_lib.least_step(
         target,
         mesh,
@@ -255,13 +255,11 @@ def _memory_by_block(
     by_hand: bool,
 ) -> tuple[MemoryRow, ...]:
     """Returns the memory of a step block by block: what waits is known by role, and the rest of the peak is temporaries."""
-    by_block = stream.by_block
-    assert by_block is not None
+    assert stream.by_block is not None
     where = roles.DISK if stream.params_on_disk else roles.HOST
     assigned = assigned | {
-        roles.PARAMS: assigned.get(roles.PARAMS, 0) - by_block.params,
-        where: assigned.get(where, 0) + by_block.params,
-        roles.GRADIENTS: by_block.waiting,
+        where: assigned.get(where, 0) + stream.by_block.params,
+        roles.GRADIENTS: stream.by_block.waiting,
         roles.GATHERED: 0,
         roles.COLLECTIVE_BUFFERS: 0,
     }

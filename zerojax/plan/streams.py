@@ -6,18 +6,25 @@ in the next step        the last groups leave, beside its gradients
 
 In a step block by block each block's pass is a program of its own (`offload.blockwise`). Params in host memory arrive beside the programs
 before their use. All groups in flight may arrive before the last backward pass, and where no norm is waited for, the others arrive and are
-updated beside it. It takes two thirds of a pass.
+updated beside it. It takes two thirds of a pass. The plan of such a step is read from these programs, linked in their order
+(`hlo.linked`). Sums of gradients over passes, their norm, the metrics and the updates are programs of their own, and are not linked.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import operator
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
+from zerojax.hlo import buffer_roles, linked, syntax
 from zerojax.hlo import buffers as buffers_lib
-from zerojax.plan import targets
-from zerojax.zero.offload import blockwise, streamed
+from zerojax.plan import flops, targets
+from zerojax.zero.offload import blockwise, passes, programs, streamed
+
+_SCOPES = {"backward": "transpose(jvp())/"}  # autodiff's name, which a gather inside of a nested function lacks
+_DTYPES = {"bfloat": "bf", "float8_": "f8", "float": "f", "uint": "u", "int": "s", "bool": "pred"}  # JAX -> HLO
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,14 +146,127 @@ def of(
     return plan(train_step, gradients, target, state, *args) if isinstance(train_step, streamed.StreamedStep) else None
 
 
-def compiler_options(train_step: Any) -> dict[str, Any]:
-    """Returns XLA's options for the program that is planned.
+class Read(NamedTuple):
+    """What a plan reads of a step.
 
-    That of a step block by block never runs and may not fit. XLA would recompute what it can, for minutes.
+    Attributes:
+      buffers: its memory.
+      module: its program, or its programs as one.
+      operations: on all devices, by dtype.
+      executable: the step, compiled.
     """
-    return {"xla_disable_hlo_passes": "rematerialization"} if isinstance(train_step, blockwise.BlockwiseStep) else {}
+
+    buffers: buffers_lib.Buffers
+    module: str | syntax.Module
+    operations: dict[str, float]
+    executable: Any
 
 
-def whole_step(train_step: Any, compiled: jax.stages.Compiled) -> Any:
-    """Returns the executable step: the compiled program itself, or a streamed step of which it is the first program."""
-    return train_step.with_gradients(compiled) if isinstance(train_step, streamed.StreamedStep) else compiled
+def read(
+    train_step: Any,
+    state: Any,
+    args: Sequence[Any],
+    *,
+    from_cache: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Read:
+    """Compiles a step and reads it; see `step_plan.plan_step`. Of a streamed step, the program of the gradients."""
+    if isinstance(train_step, blockwise.BlockwiseStep):
+        return _read_blocks(train_step, state, *args, compiler_options=compiler_options)
+    traced = train_step.trace(state, *args)
+    compiled, held = buffers_lib.compile_with_buffers(
+        traced.lower(), from_cache=from_cache, compiler_options=compiler_options
+    )
+    executable = train_step.with_gradients(compiled) if isinstance(train_step, streamed.StreamedStep) else compiled
+    return Read(held, held.hlo_text, flops.count(traced), executable)
+
+
+def _read_blocks(
+    step: blockwise.BlockwiseStep, state: Any, batch: Any, *, compiler_options: Mapping[str, Any] | None = None
+) -> Read:
+    """Compiles the programs of a pass and reads them.
+
+    Args:
+      step: the train step.
+      state, batch: its arguments, abstract.
+      compiler_options: XLA's, in addition to the step's own.
+    """
+    one_pass, count = step.one_pass(state, batch, compiler_options), step.passes.count
+    cut = one_pass.schedule.cut
+    leaves = {number: _leaf(step, one_pass, number) for number in one_pass.paths}
+    runs = {id(program.run): program.run for program in cut.programs}
+    modules = {key: syntax.parse(buffers_lib.text_of(run)) for key, run in runs.items()}
+    first: dict[int, programs.StepProgram] = {}
+    row = [
+        linked.LinkedProgram(
+            modules[id(program.run)],
+            (*program.reads, *map(operator.invert, program.brings)),
+            (*program.writes, *program.brings),
+            _SCOPES.get(program.name, ""),
+            _names(one_pass.paths, first.setdefault(id(program.run), program), program),
+        )
+        for program in cut.programs
+    ]
+    # A program reads a weight in device memory, and brings it from where it is stored: ~number.
+    arguments = {~number: (leaf.path, _array(cut.values[number], leaf.space)) for number, leaf in leaves.items()}
+    arguments |= {number: (leaf.path, _array(cut.values[number])) for number, leaf in leaves.items()}
+    arguments |= {number: (f"integers/{number}", _array(cut.values[number])) for number in cut.integers}
+    module = linked.link(row, arguments, count, kept=() if step.donate else _kept(one_pass, leaves.values()))
+    operations = {dtype: number * count for dtype, number in flops.count(cut.trace).items()}
+    return Read(_buffers({leaf.path: leaf for leaf in leaves.values()}), module, operations, step)
+
+
+def _names(paths: Mapping[int, str], first: programs.StepProgram, own: programs.StepProgram) -> dict[str, str]:
+    """Returns the parts of weights' paths that differ between a program and the first of the same text."""
+    pairs = [
+        (paths[a].split("/"), paths[b].split("/")) for a, b in zip(first.reads, own.reads) if a in paths and b in paths
+    ]
+    return {a: b for one, other in pairs if len(one) == len(other) for a, b in zip(one, other) if a != b}
+
+
+def _leaf(step: blockwise.BlockwiseStep, one_pass: passes.PassPrograms, number: int) -> buffers_lib.Argument:
+    """Returns a leaf of the arguments of a pass, where it is stored."""
+    path, on_host = one_pass.paths[number], step.updates.rest.partition.on_host
+    return buffers_lib.Argument(
+        path,
+        buffer_roles.argument_role(path),
+        one_pass.schedule.cut.nbytes(number),
+        buffers_lib.HOST if path.removeprefix("state/") in on_host else buffers_lib.DEVICE,
+        step.donate and path.startswith("state/"),
+    )
+
+
+def _kept(one_pass: passes.PassPrograms, leaves: Iterable[buffers_lib.Argument]) -> set[str]:
+    """Returns the paths of the device's leaves that a step that donates nothing returns in new memory: of params, the trained ones."""
+    trained = {f"state/{path}" for path in one_pass.grads.values()}
+    state = {leaf.path for leaf in leaves if leaf.space == buffers_lib.DEVICE and leaf.path.startswith("state/")}
+    return {path for path in state if path in trained or not path.startswith("state/params/")}
+
+
+def _array(value: jax.ShapeDtypeStruct, space: str = buffers_lib.DEVICE) -> syntax.Array:
+    """Returns the type of a device's shard in HLO."""
+    name = str(value.dtype)
+    for jax_name, own in _DTYPES.items():
+        if name.startswith(jax_name):
+            name = own + name.removeprefix(jax_name)
+            break
+    dims = value.sharding.shard_shape(value.shape) if value.sharding else value.shape
+    return syntax.Array(re.sub(r"\W", "", name), tuple(dims), space == buffers_lib.HOST)
+
+
+def _buffers(arguments: Mapping[str, buffers_lib.Argument]) -> buffers_lib.Buffers:
+    """Returns the step's arguments. Its peak is that of the programs in their order (`Schedule.peak`)."""
+    return buffers_lib.Buffers(
+        source=buffers_lib.PROGRAMS,
+        arguments=tuple(arguments.values()),
+        outputs=0,
+        constants=0,
+        temporaries=0,
+        host=0,  # `Stream` counts what the step moves
+        peak_position=0,
+        length=0,
+        at_peak=(),
+        curve=None,
+        analysis=0,
+        hlo_text="",
+    )

@@ -118,7 +118,7 @@ def too_large(program: program_lib.Program, plan: step_plan.Plan | None) -> User
         print(f"{SHORT}: looking for settings that fit", flush=True)
     lines = []
     if plan is not None:
-        if plan.buffers.source != buffers.ASSIGNMENT:  # the cache of compiled programs omits the buffer assignment
+        if plan.buffers.source == buffers.ANALYSIS:  # the cache of compiled programs omits the buffer assignment
             plan = plans.plan_program(program, "here")
         lines.append(display.as_text(plan_report.memory_table(plan)))
         if plan.buffers.at_peak:

@@ -106,7 +106,7 @@ class BlockwiseStep(streamed.StreamedStep):
     """`train_step(state, batch) -> (state, metrics)`, as a program for each pass of a block and for each update.
 
     Args:
-      gradients: the step without its updates as one program, for a plan of its collectives.
+      gradients: the step without its updates as one program, for `trace` and `lower`.
       updates: the updates of the offloaded weights.
       passes: the forward and backward passes.
       finish: `update.finish`. Its params and gradients have `optax.MaskedNode()` in place of weights that it does not update.
@@ -209,10 +209,15 @@ class BlockwiseStep(streamed.StreamedStep):
         """Returns the number of groups that arrive while as many leave."""
         return super().ahead
 
+    def one_pass(
+        self, state: Any, batch: Any, compiler_options: Mapping[str, Any] | None = None
+    ) -> passes_lib.PassPrograms:
+        """Returns the programs of one pass, for a state and a batch that may be abstract; see `Passes.one_pass`."""
+        return self.passes.one_pass(self.updates.rest.of(state), batch, compiler_options)
+
     def memory(self, state: Any, batch: Any) -> "Memory":
         """Returns what a step takes of a device, for a state and a batch that may be abstract. Compiles its programs."""
-        rest = self.updates.rest.of(state)
-        one_pass = self.passes.one_pass(rest, batch)
+        one_pass = self.one_pass(state, batch)
         self.updates.set_grad_dtypes(dict.fromkeys(self.updates.weights, jnp.float32))
         cut, on_host = one_pass.schedule.cut, one_pass.weights
         reads = [number for program in cut.programs for number in program.reads if number in on_host]
@@ -233,13 +238,9 @@ class BlockwiseStep(streamed.StreamedStep):
         )
 
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
-        """Traces the step without its updates as one program on the device, for the whole train state, abstract or not."""
+        """Traces the step without its updates as one program on the device, which never runs."""
         on_device = state.replace(params=jax.tree.map(layout.as_on_device, tree.abstract(state.params)))
         return super().trace(on_device, batch)
-
-    def with_gradients(self, compiled: jax.stages.Compiled) -> "BlockwiseStep":
-        """Returns the step itself: its programs are compiled when they are first needed."""
-        return self
 
     def _known_factor(self, state: Any) -> Any:
         """Returns the factor of the gradients if it is known before them, else None."""

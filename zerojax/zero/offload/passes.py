@@ -30,6 +30,7 @@ class PassPrograms:
 
     Attributes:
       schedule: the programs.
+      paths: where each leaf of the arguments comes from ("state/params/kernel", "batch/x", "pass"), by number.
       grads: the path of the weight whose gradient a value is, by number.
       weights: the path of the param in host memory that a value is, by number.
       weight: the number of the weight of the pass among passes; None if they count alike.
@@ -37,6 +38,7 @@ class PassPrograms:
     """
 
     schedule: schedule.Schedule
+    paths: Mapping[int, str]
     grads: Mapping[int, str]
     weights: Mapping[int, str]
     weight: int | None
@@ -100,8 +102,11 @@ class Passes:
         self._take = jax.jit(self._taken)
         self._cuts: dict[Any, PassPrograms] = {}
 
-    def one_pass(self, state: Any, batch: Any) -> PassPrograms:
-        """Returns the programs of one pass, for a state and a batch that may be abstract. They are cut and compiled once."""
+    def one_pass(self, state: Any, batch: Any, compiler_options: Mapping[str, Any] | None = None) -> PassPrograms:
+        """Returns the programs of one pass, for a state and a batch that may be abstract. They are cut and compiled once.
+
+        `compiler_options` are XLA's, in addition to the passes' own.
+        """
         leaves, structure = jax.tree.flatten(batch)
         key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._cuts:
@@ -109,10 +114,9 @@ class Passes:
             number = jax.ShapeDtypeStruct((), np.int32)
             state = jax.tree.map(layout.as_on_device, tree.abstract(state))
             leaves = tree.flatten((state.params, micro, state, number))
-            names = [
-                path.replace("0/", "params/", 1) if path.startswith("0/") else path.partition("/")[2]
-                for path, _ in leaves
-            ]
+            froms = {"0": "state/params", "1": "batch", "2": "state", "3": "pass"}
+            paths = [path.replace(path[0], froms[path[0]], 1) for path, _ in leaves]
+            names = [path.removeprefix("state/") for path in paths]
             on_host = {n for n, name in enumerate(names) if name in self._on_host}
             cut = programs.cut(
                 self._one_pass,
@@ -122,11 +126,12 @@ class Passes:
                 number,
                 on_host=on_host,
                 on_disk=self._on_disk,
-                compiler_options=self._options,
+                compiler_options={**(self._options or {}), **(compiler_options or {})},
             )
             (_, aux), grads = jax.tree.unflatten(cut.structure, cut.results)
             self._cuts[key] = PassPrograms(
                 schedule.Schedule(cut),
+                dict(enumerate(paths)),
                 {result: f"params/{path}" for path, result in tree.flatten(grads)},
                 {n: names[n] for n, (path, _) in enumerate(leaves) if n in on_host and path.startswith("0/")},
                 aux.get("weight") if self.count > 1 else None,

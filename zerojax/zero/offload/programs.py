@@ -66,6 +66,7 @@ class CutStep:
       integers: values that programs read and no program writes, by number.
       results: for each leaf of the step's result the number of its value, or an array if it is a constant.
       structure: the tree of the result.
+      trace: of the whole.
     """
 
     programs: tuple[StepProgram, ...]
@@ -77,6 +78,7 @@ class CutStep:
     integers: Mapping[int, np.ndarray]
     results: tuple[Any, ...]
     structure: Any
+    trace: jex.ClosedJaxpr
 
     def nbytes(self, number: int) -> int:
         """Returns the bytes of a value on one device."""
@@ -150,6 +152,7 @@ def cut(
         integers=given,
         results=results,
         structure=jax.tree.structure(shapes),
+        trace=traced,
     )
 
 

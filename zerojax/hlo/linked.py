@@ -1,0 +1,171 @@
+"""Links programs that run one after the other into one module. This module makes what `syntax.parse` would return for a single program.
+
+    ENTRY      the arguments, and a loop over the passes
+    pass       the instructions of all programs in order; a program's parameters are the values that the programs before it returned
+
+So what reads a program (collectives, attribution, matmuls, traffic) reads the programs of a step as if they were one.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+from zerojax.hlo import parameters, syntax
+
+_CALLS = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_PASS, _UNTIL = "pass", "until"
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkedProgram:
+    """One program in a row of programs.
+
+    Attributes:
+      module: the program; equal programs share one.
+      reads: the numbers of the values that are its parameters.
+      writes: the numbers of the values that it returns.
+      scope: a name to put before its operations' names.
+      names: words of its operations' names -> what they are here. Programs that share a module have the names of the first.
+    """
+
+    module: syntax.Module
+    reads: Sequence[int]
+    writes: Sequence[int]
+    scope: str = ""
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def op_name(self, found: re.Match) -> str:
+        """Returns the attribute `op_name` for a match of it."""
+        name = re.sub(r"[\w.\-]+", lambda word: self.names.get(word[0], word[0]), found[1]) if self.names else found[1]
+        return f'op_name="{self.scope}{name}"'
+
+
+def link(
+    programs: Sequence[LinkedProgram],
+    arguments: Mapping[int, tuple[str, syntax.Array]],
+    passes: int,
+    *,
+    kept: Collection[str] = (),
+) -> syntax.Module:
+    """Returns the programs as one module.
+
+    Args:
+      programs: in the order of execution.
+      arguments: the path and the type of the values that no program returns, by number. Values of one path are one parameter, of the
+        first one's type. A program that returns such a value replaces it for those that follow.
+      passes: how often the programs run.
+      kept: the paths whose memory is not reused.
+    """
+    types: dict[str, syntax.Array] = {}
+    for path, array in arguments.values():
+        types.setdefault(path, array)
+    index = {path: number for number, path in enumerate(types)}
+    every, names = tuple(types.values()), tuple(f"argument.{number}" for number in index.values())
+    entry = [
+        syntax.Instruction(name, "parameter", (array,), (), _named(path), str(number))
+        for number, (name, (path, array)) in enumerate(zip(names, types.items()))
+    ]
+    loop = f'condition=%{_UNTIL}, body=%{_PASS}, backend_config={{"known_trip_count":{{"n":"{passes}"}}}}'
+    entry.append(syntax.Instruction("arguments", "tuple", every, names, ""))
+    entry.append(syntax.Instruction("passes", "while", every, ("arguments",), loop))
+    body = [syntax.Instruction("values", "parameter", every, (), "", "0")]
+    values = {number: f"value.{place}" for place, number in enumerate(arguments)}
+    for number, (path, array) in arguments.items():
+        body.append(_element(values[number], array, "values", index[path]))
+    for place, program in enumerate(programs):
+        body += _instructions(program, f"p{place}", values)
+    body.append(syntax.Instruction("again", "tuple", every, (), ""))
+    made = {"main": entry, _PASS: body, _UNTIL: []}
+    owners = {f"p{place}": program for place, program in enumerate(programs)}
+    names_of_all = [*made, *(f"{label}.{name}" for label, program in owners.items() for name in program.module.spans)]
+    reused = {number: number for path, number in index.items() if path not in kept}
+    found = _Linked("", "", dict.fromkeys(names_of_all, (0, 0)), "main", owners=owners, reused=reused)
+    found._read.update({name: syntax.Computation(name, tuple(instructions)) for name, instructions in made.items()})
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Linked(syntax.Module):
+    """A module whose computations are those of programs; the label of a program is before their own name.
+
+    Attributes:
+      owners: the programs by label.
+      reused: the parameters whose memory is reused.
+    """
+
+    owners: Mapping[str, LinkedProgram] = dataclasses.field(default_factory=dict)
+    reused: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+    def computation(self, name: str) -> syntax.Computation:
+        if name not in self._read:
+            label, _, own = name.partition(".")
+            inner = self.owners[label].module.computation(own)
+            linked = tuple(_linked(instruction, self.owners[label], label) for instruction in inner.instructions)
+            self._read[name] = syntax.Computation(name, linked)
+        return self._read[name]
+
+    def mentions(self, name: str, *opcodes: str) -> bool:
+        label, _, own = name.partition(".")
+        if label in self.owners:
+            return self.owners[label].module.mentions(own, *opcodes)
+        return any(instruction.opcode in opcodes for instruction in self._read[name].instructions)
+
+    @functools.cached_property
+    def aliases(self) -> Mapping[int, int]:
+        """Returns the parameters whose memory is reused: a step of several programs deletes its arguments as they are replaced."""
+        return self.reused
+
+    def source(self, instruction: syntax.Instruction, skip: re.Pattern = syntax.LIBRARIES) -> str:
+        found = re.search(r"\blinked_from=(\w+)", instruction.attributes)
+        return self.owners[found[1]].module.source(instruction, skip) if found else ""
+
+
+def _instructions(program: LinkedProgram, label: str, values: dict[int, str]) -> list[syntax.Instruction]:
+    """Returns the instructions of a program in a row, and adds what it returns to `values`, by number."""
+    entry, names, found = program.module.entry, {}, []
+    for number, parameter in entry.parameters.items():
+        argument = re.search(r"/(\d+)$", parameters.path_of(parameter.op_name))  # values[3]: unread ones are dropped
+        names[parameter.name] = values[program.reads[int(argument[1]) if argument else number]]
+    for instruction in entry.instructions:
+        if instruction.opcode != "parameter":
+            names[instruction.name] = f"{label}.{instruction.name}"
+            operands = tuple(names.get(operand, operand) for operand in instruction.operands)
+            linked = _linked(instruction, program, label)
+            found.append(dataclasses.replace(linked, name=names[instruction.name], operands=operands))
+    root = entry.root
+    if root.opcode == "tuple":
+        values.update(zip(program.writes, (names[operand] for operand in root.operands)))
+    elif len(program.writes) == 1:
+        values[program.writes[0]] = names[root.name]
+    else:
+        for index, (number, array) in enumerate(zip(program.writes, root.arrays)):
+            values[number] = f"{label}.output.{index}"
+            found.append(_element(values[number], array, names[root.name], index))
+    return found
+
+
+def _linked(instruction: syntax.Instruction, program: LinkedProgram, label: str) -> syntax.Instruction:
+    """Returns an instruction that calls linked computations, with its name in the row and the label of its program."""
+    attributes = _OP_NAME.sub(program.op_name, instruction.attributes)
+    if instruction.called:
+        attributes = _CALLS.sub(lambda found: f"{found[1]}=%{label}.{found[2]}", attributes)
+        attributes = _BRANCHES.sub(lambda found: f"branch_computations={{{_labelled(found[1], label)}}}", attributes)
+    return dataclasses.replace(instruction, attributes=f"{attributes}, linked_from={label}")
+
+
+def _labelled(names: str, label: str) -> str:
+    return re.sub(r"%?([\w.\-]+)", rf"%{label}.\1", names)
+
+
+def _element(name: str, array: syntax.Array, of: str, index: int) -> syntax.Instruction:
+    return syntax.Instruction(name, "get-tuple-element", (array,), (of,), f", index={index}")
+
+
+def _named(path: str) -> str:
+    """Returns the attributes of a parameter for a leaf, in the form that JAX gives it."""
+    first, *rest = path.split("/")
+    keys = "".join(f"[\\'{key}\\']" for key in rest)
+    return f', metadata={{op_name="{first}{keys}"}}'
