@@ -160,7 +160,6 @@ class BlockwiseStep(streamed.StreamedStep):
         groups = _Groups(self, state, dict(zip(named.paths, old)), due, is_early=is_early)
         # The first step of all builds attention's programs, and copies might begin meanwhile; see `streamed`.
         lead = LEAD if self._has_params_on_host or not self._is_loaded else last
-        self._is_loaded = True
         chunk = max([1, *(group.nbytes for group in self.updates.groups)])
         bare = rest.replace(params=(), opt_state=())
         squares: dict[str, jax.Array] = {}
@@ -183,9 +182,8 @@ class BlockwiseStep(streamed.StreamedStep):
             groups.load(index + lead, least=self.half if lead == LEAD else 0)
 
         def sent(index: int) -> None:
-            if (
-                index == last // 4
-            ):  # half of a forward pass: activations soon need the memory of the step before's further groups
+            # After half of a forward pass activations soon need the memory of the step before's further groups.
+            if index == last // 4:
                 self._make_room(0)
             if lead == last:
                 groups.load(last)
