@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zerojax import tree
 from zerojax.optim import rounded
@@ -101,6 +102,7 @@ class Passes:
         self._prepare = jax.jit(lambda batch: self._batch.place(batch, compute_dtype))
         self._take = jax.jit(self._taken)
         self._cuts: dict[Any, PassPrograms] = {}
+        self._given: dict[Any, jax.Array] = {}
 
     def one_pass(self, state: Any, batch: Any, compiler_options: Mapping[str, Any] | None = None) -> PassPrograms:
         """Returns the programs of one pass, for a state and a batch that may be abstract. They are cut and compiled once.
@@ -111,7 +113,7 @@ class Passes:
         key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._cuts:
             micro = self._of_one_pass(jax.eval_shape(self._prepare, batch))
-            number = jax.ShapeDtypeStruct((), np.int32)
+            number = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
             state = jax.tree.map(layout.as_on_device, tree.abstract(state))
             leaves = tree.flatten((state.params, micro, state, number))
             froms = {"0": "state/params", "1": "batch", "2": "state", "3": "pass"}
@@ -156,12 +158,11 @@ class Passes:
         early: dict[int, jax.Array] = {}
         for number in range(self.count):
             is_last = number == self.count - 1
-            micro = prepared if self.count == 1 else self._take(prepared, np.int32(number))
-            seed = _seed(getattr(state, "step", 0), np.int32(number)) if self.in_16_bits and not is_last else None
+            index = self._on_device(number)
+            micro = prepared if self.count == 1 else self._take(prepared, index)
+            seed = _seed(getattr(state, "step", 0), index) if self.in_16_bits and not is_last else None
             done = functools.partial(self._done, found, sums, weights, ready if is_last else None, sent, seed)
-            (_, aux), _ = found.schedule(
-                params, micro, state, np.int32(number), done=done, early=early, goes_on=not is_last
-            )
+            (_, aux), _ = found.schedule(params, micro, state, index, done=done, early=early, goes_on=not is_last)
             fields, metrics = aux.get("state", {}), aux["metrics"]
             state = state.replace(**fields)
             totals = metrics if totals is None else _added_metrics(totals, metrics)
@@ -206,7 +207,7 @@ class Passes:
     ) -> dict[str, jax.Array]:
         """Returns gradients with the sums of the passes before, which are taken from `sums`; of the last pass, their mean."""
         paths, weight = list(grads), weights[-1] if weights else None
-        numbers = np.array([found.position[path] for path in paths], np.uint32)
+        numbers = self._on_device([found.position[path] for path in paths])
         new = by_number(grads)
         grads.clear()
         if paths[0] in sums:
@@ -219,6 +220,18 @@ class Passes:
         if is_last:
             new = _averaged(new, sum(weights[1:], weights[0])) if weights else _divided(new, self.count)
         return dict(zip(paths, new.values()))
+
+    def _on_device(self, given: int | Sequence[int]) -> jax.Array:
+        """Returns integers as an array that is made once: in each pass its copy would wait behind those of weights."""
+        key = given if isinstance(given, int) else tuple(given)
+        if key not in self._given:
+            value = np.asarray(given, np.int32 if isinstance(given, int) else np.uint32)
+            self._given[key] = jax.make_array_from_callback(value.shape, self._replicated, value.__getitem__)
+        return self._given[key]
+
+    @property
+    def _replicated(self) -> NamedSharding:
+        return NamedSharding(self._batch.mesh, P())
 
     def _of_one_pass(self, prepared: Any) -> Any:
         """Returns the abstract batch of one pass, with shardings."""
