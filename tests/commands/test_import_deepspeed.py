@@ -21,6 +21,7 @@ from zerojax.interop.deepspeed import torch_files, zero_checkpoint
 from zerojax.trainer import program, resume
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "deepspeed"
+LORA = GOLDEN.parent / "huggingface" / "llama" / "lora"
 FIRST_RATES = {
     4: np.log(4) / np.log(10) * 1e-3,
     5: np.log(5) / np.log(10) * 1e-3,
@@ -159,7 +160,11 @@ def test_a_model_of_no_family_becomes_weights_alone(tmp_path, monkeypatch, capsy
     [
         (lambda name: name, {"train_batch_size": math.nan}, "its ds_config cannot be read (train_batch_size: must be"),
         (lambda name: f"base.{name}", {}, "describes another model ("),
-        (lambda name: f"{name[:-7]}.lora_A.default.weight", {}, "is a weight of an adapter; name PEFT's folder"),
+        (
+            lambda name: f"base_model.model.{name[:-7]}.lora_A.default.weight",
+            {},
+            "is a weight of an adapter, and no adapter_config.json lies beside the checkpoint; name the one that PEFT wrote by --adapter",
+        ),
     ],
 )
 def test_weights_that_no_run_can_go_on_from_are_written_with_the_reason(
@@ -183,6 +188,91 @@ def test_weights_that_no_run_can_go_on_from_are_written_with_the_reason(
     status, text, _ = call(monkeypatch, capsys, tmp_path / "in", "--out", tmp_path / "out")
     assert status == 0 and "no checkpoint to resume was written: " in text and words in text
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["huggingface"]
+
+
+def peft_checkpoint(folder, stage, *, has_frozen):
+    """Writes a checkpoint of DeepSpeed + PEFT on one rank, of the golden adapter. Returns {kind: {name in PEFT's folder: array}}."""
+    rng = np.random.default_rng(0)
+    held = {name: tensor(entry) for name, entry in tensor_files.read_header(LORA / "adapter_model.safetensors").items()}
+    arrays = {"params": held} | {
+        kind: {name: rng.random(a.shape, np.float32) for name, a in held.items()} for kind in ("exp_avg", "exp_avg_sq")
+    }
+    flat = {kind: np.concatenate([a.ravel() for a in named.values()]) for kind, named in arrays.items()}
+    inner = {"state": {0: {"step": np.array(7), **flat}}, "param_groups": [{"params": [0]}]}
+    inner["state"][0].pop("params")
+    frozen = {}
+    for name, entry in tensor_files.read_folder(LORA.parent).items() if has_frozen else ():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        frozen[f"{module}{'.base_layer' * (f'{module}.lora_A.weight' in held)}.weight"] = tensor(entry)
+    adapters = {f"{name.removesuffix('.weight')}.default.weight": a for name, a in held.items()}
+    content = {
+        "module": {**frozen, **adapters} if stage < 3 else {},
+        "param_shapes": [{name: torch_writer.Call("torch.Size", a.shape) for name, a in adapters.items()}],
+        "global_steps": 9,
+        "skipped_steps": 2,
+        "ds_config": {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}},
+    }
+    if stage > 1 and has_frozen:
+        content["frozen_param_shapes"] = {n: torch_writer.Call("torch.Size", a.shape) for n, a in frozen.items()}
+        content["frozen_param_fragments"] = {name: a.ravel() for name, a in frozen.items()}
+    state = {"partition_count": 1, "single_partition_of_fp32_groups": [flat["params"]], "base_optimizer_state": inner}
+    if stage == 3:
+        state = {"partition_count": 1, "fp32_flat_groups": [flat["params"]], "optimizer_state_dict": inner}
+    tag = folder / "global_step9"
+    tag.mkdir(parents=True)
+    (folder / "latest").write_text("global_step9")
+    rank = "zero_pp_rank_0_" if stage == 3 else ""
+    torch_writer.save(tag / f"{rank}mp_rank_00_model_states.pt", content)
+    torch_writer.save(tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt", {"optimizer_state_dict": state})
+    (folder / "adapter_config.json").write_text((LORA / "adapter_config.json").read_text())
+    return arrays
+
+
+def tensor(entry):
+    dims = range(len(entry.shape))
+    return tensor_files.read(entry, entry.shape, [slice(0, n) for n in entry.shape], dims, np.float32)
+
+
+@pytest.mark.parametrize("stage, has_frozen", [(1, True), (2, False), (3, True), (3, False)])
+def test_a_run_of_peft_goes_on_with_its_adapter(tmp_path, monkeypatch, capsys, stage, has_frozen):
+    """Weights, moments and counts are the checkpoint's; the model is made of the frozen weights, or named by --model."""
+    arrays = peft_checkpoint(tmp_path / "in", stage, has_frozen=has_frozen)
+    words = ("--model_config", LORA.parent / "config.json") if has_frozen else ("--model", LORA.parent)
+    out = tmp_path / "out"
+    status, text, errors = call(monkeypatch, capsys, tmp_path / "in", "--out", out, *words)
+    assert (status, errors) == (0, "") and f"{out / 'run'}: a checkpoint at step 9" in text
+    assert (out / "huggingface").exists() == has_frozen
+    config = import_deepspeed._config(out / "config.py")
+    built = program.build(config, tokenizer_vocab=1)
+    saver = checkpointer.Checkpointer(out / "run" / "checkpoints", keep_last=1, keep_best=0)
+    state = resume.state(built, saver, 9, saver.meta(9))
+    saver.close()
+    adam = state.opt_state[0]
+    assert int(state.step) == int(adam.count) == 7
+    for kind, own in (("params", state.params), ("exp_avg", adam.mu), ("exp_avg_sq", adam.nu)):
+        found = dict(tree.flatten(own))
+        for tensor_ in built.weights.adapted.opened.tensors.values():
+            np.testing.assert_array_equal(
+                tensor_.to_theirs(np.asarray(found[tensor_.path])), arrays[kind][tensor_.name]
+            )
+    kernel = dict(tree.flatten(state.params))["layer_0/attention/q/kernel"]
+    name = "model.layers.0.self_attn.q_proj.weight"
+    frozen = tensor(tensor_files.read_folder(LORA.parent)[name])
+    np.testing.assert_array_equal(np.asarray(kernel).reshape(frozen.T.shape), frozen.T)
+
+
+def test_what_an_adapters_run_lacks_is_named(tmp_path, monkeypatch, capsys):
+    peft_checkpoint(tmp_path / "in", 3, has_frozen=False)
+    status, text, _ = call(monkeypatch, capsys, tmp_path / "in", "--out", tmp_path / "out")
+    assert status == 0 and "holds the adapter alone, and its model" in text and "name the model's by --model" in text
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["adapter"]
+    other = GOLDEN / "zero2-bf16-world2"
+    for words, message in (
+        ((tmp_path / "in", "--model", tmp_path), "holds no config.json; name the folder of the adapter's model"),
+        ((other, "--adapter", LORA), "the checkpoint holds no adapter of PEFT; leave it out"),
+    ):
+        status, _, errors = call(monkeypatch, capsys, *words, "--out", tmp_path / "new")
+        assert status == 2 and errors.count("\n") == 1 and message in errors
 
 
 def test_a_hostile_checkpoint_builds_nothing_and_is_named(tmp_path, monkeypatch, capsys):

@@ -2,8 +2,9 @@
 
 zerojax import-deepspeed output/checkpoint-500 --out runs/imported
 
-DIR/huggingface gets the float32 weights of any model as safetensors. If its config.json (in the checkpoint, beside it, or --model_config)
-names a family, DIR/config.py gets the config and DIR/run a checkpoint with weights, moments, step and loss scale, which this resumes:
+DIR/huggingface gets the weights of any model as safetensors, float32 where they were trained, and DIR/adapter an adapter of PEFT.
+If the model's config.json (in the checkpoint, beside it, in --model, or --model_config) names a family, DIR/config.py gets the config and
+DIR/run a checkpoint with weights, moments, step and loss scale, which this resumes:
 
 python -m zerojax.train --config DIR/config.py --workdir DIR/run
 """
@@ -14,7 +15,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -24,13 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax import files, tree
+from zerojax import errors, files, tree
 from zerojax.checkpoint import checkpointer
 from zerojax.commands import arguments
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
-from zerojax.interop import tensor_files
-from zerojax.interop.deepspeed import config_file, translate, weights_folder, zero_checkpoint
+from zerojax.interop import peft, tensor_files
+from zerojax.interop.deepspeed import config_file, peft_weights, translate, weights_folder, zero_checkpoint
 from zerojax.launch import devices
 from zerojax.models import families
 from zerojax.trainer import config as config_lib
@@ -38,7 +38,7 @@ from zerojax.trainer import program as program_lib
 from zerojax.trainer import resume, workdir
 
 SEQ_LEN = 128  # of the base config
-WEIGHTS, CONFIG, RUN = "huggingface", "config.py", "run"
+WEIGHTS, ADAPTER, CONFIG, RUN = "huggingface", "adapter", "config.py", "run"
 CARRIED = (
     "generation_config.json",
     "tokenizer.json",
@@ -65,21 +65,29 @@ def _import() -> None:
     if given.out.exists() and any(given.out.iterdir()):
         raise UserError(f"--out {given.out}: holds files; choose a new folder")
     found = zero_checkpoint.read(given.checkpoint)
-    described = _model_config(given)
+    weights = {**found.params, **{copy: found.params[name] for copy, name in found.copies.items()}}
+    divided, peft_config = peft_weights.divide(weights), _beside(given, "adapter", peft.CONFIG)
+    described = _beside(given, "model_config", folder_lib.CONFIG)
+    _check_model(given, divided)
+    base_name = None if peft_config is None else folder_lib.read_json(peft_config).get("base_model_name_or_path")
     say(
         f"{found.folder}: DeepSpeed {found.version}, step {found.step} ({found.skipped} skipped), {found.ranks} parts, "
         f"{len(found.params)} tensors, moments: {', '.join(found.moments) or 'none'}"
     )
-    weights = {**found.params, **{copy: found.params[name] for copy, name in found.copies.items()}}
-    beside = [] if described is None else [described.with_name(name) for name in CARRIED]
-    weights_folder.write(weights, given.out / WEIGHTS, carried=[path for path in beside if path.is_file()])
-    if described is not None:
-        shutil.copyfile(described, given.out / WEIGHTS / folder_lib.CONFIG)
-    say(f"{given.out / WEIGHTS}: float32 weights as safetensors")
-    why = _why_no_run(found, described, given.out / WEIGHTS)
+    adapter = None
+    if divided is None or peft_config is None:
+        base = _write_model(weights, given.out / WEIGHTS, described)
+        why = "" if divided is None else _why_no_adapter(divided)
+    else:
+        adapter = given.out / ADAPTER
+        _write_adapter({name: weights[own] for name, own in divided.adapter.items()}, adapter, peft_config)
+        frozen = {name: weights[own] for name, own in divided.model.items()}
+        base, why = _model_of_adapter(given, frozen, base_name, described)
+        found = _of_adapter(found, weights, divided)
+    why = why or _why_no_run(found, base, described, adapter)
     if why:
         return say(f"no checkpoint to resume was written: {why}")
-    return _write_run(found, given.out)
+    return _write_run(found, given.out, base, adapter)
 
 
 def say(text: str) -> None:
@@ -87,52 +95,152 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def _model_config(given: argparse.Namespace) -> pathlib.Path | None:
-    """Returns the path of the model's config.json, or None."""
-    if given.model_config is not None:
-        if not given.model_config.is_file():
-            raise UserError(f"--model_config {given.model_config}: there is no such file; name the model's config.json")
-        return pathlib.Path(given.model_config)
-    for folder in (given.checkpoint, given.checkpoint.absolute().parent):
-        if (folder / folder_lib.CONFIG).is_file():
-            return pathlib.Path(folder / folder_lib.CONFIG)
-    return None
+def _check_model(given: argparse.Namespace, divided: peft_weights.Divided | None) -> None:
+    """Refuses flags of an adapter where there is none, and a model that is not there."""
+    for flag in ("adapter", "model"):
+        if getattr(given, flag) is not None and divided is None:
+            raise UserError(f"--{flag} {getattr(given, flag)}: the checkpoint holds no adapter of PEFT; leave it out")
+    if given.model is not None and not (given.model / folder_lib.CONFIG).is_file():
+        raise UserError(f"--model {given.model}: holds no {folder_lib.CONFIG}; name the folder of the adapter's model")
 
 
-def _why_no_run(found: zero_checkpoint.ZeroCheckpoint, described: pathlib.Path | None, weights: pathlib.Path) -> str:
+def _beside(given: argparse.Namespace, flag: str, name: str) -> pathlib.Path | None:
+    """Returns the path of a file that a flag names, or its folder; without the flag, one in the checkpoint or beside it, or None."""
+    named = getattr(given, flag)
+    if named is not None:
+        path = named / name if named.is_dir() else named
+        if not path.is_file():
+            raise UserError(f"--{flag} {named}: there is no such file; name the {name}, or its folder")
+        return pathlib.Path(path)
+    folders = (given.checkpoint, given.checkpoint.absolute().parent)
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
+def _write_model(weights: Mapping[str, Any], folder: pathlib.Path, described: pathlib.Path | None) -> pathlib.Path:
+    """Writes weights with the config.json of their model, and returns the folder."""
+    weights_folder.write(weights, folder, carried=_carried(described))
+    if described is not None:
+        shutil.copyfile(described, folder / folder_lib.CONFIG)
+    dtypes = sorted({array.dtype.name for array in weights.values()})
+    say(f"{folder}: {', '.join(dtypes)} weights as safetensors")
+    return folder
+
+
+def _write_adapter(weights: Mapping[str, Any], folder: pathlib.Path, peft_config: pathlib.Path) -> None:
+    """Writes PEFT's folder."""
+    weights_folder.write(weights, folder, carried=_carried(peft_config), only_file=peft.WEIGHTS)
+    shutil.copyfile(peft_config, folder / peft.CONFIG)
+    say(f"{folder}: the adapter, float32, as a folder of PEFT")
+
+
+def _carried(beside: pathlib.Path | None) -> list[pathlib.Path]:
+    """Returns the files of the tokenizer and of generation in a file's folder."""
+    paths = [] if beside is None else [beside.with_name(name) for name in CARRIED]
+    return [path for path in paths if path.is_file()]
+
+
+def _why_no_adapter(divided: peft_weights.Divided) -> str:
+    """Returns the reason why weights of an adapter cannot become a folder of PEFT."""
+    return (
+        f"{next(iter(divided.adapter.values()))} is a weight of an adapter, and no {peft.CONFIG} lies beside the checkpoint; name the one "
+        "that PEFT wrote by --adapter"
+    )
+
+
+def _model_of_adapter(
+    given: argparse.Namespace, frozen: Mapping[str, Any], name: Any, described: pathlib.Path | None
+) -> tuple[pathlib.Path, str]:
+    """Returns the folder of an adapter's model, and why there is none, or "". Frozen weights of the checkpoint become one.
+
+    Args:
+      given: the command line.
+      frozen: the model's own weights in the checkpoint; there may be none.
+      name: what PEFT calls the model: a folder, or a name on the Hub.
+      described: the model's config.json.
+    """
+    told = pathlib.Path(name) if isinstance(name, str) and name and pathlib.Path(name).is_dir() else None
+    if given.model is not None:
+        return given.model, ""
+    if frozen:
+        if described is None and told is not None and (told / folder_lib.CONFIG).is_file():
+            described = told / folder_lib.CONFIG
+        return _write_model(frozen, given.out / WEIGHTS, described), ""
+    if told is None:
+        why = f"the checkpoint holds the adapter alone, and its model {errors.shown(name)} is no folder here; name the model's by --model"
+        return given.out, why
+    return told, ""
+
+
+def _of_adapter(
+    found: zero_checkpoint.ZeroCheckpoint, weights: Mapping[str, Any], divided: peft_weights.Divided
+) -> zero_checkpoint.ZeroCheckpoint:
+    """Returns the adapter's part of a checkpoint, under the names of PEFT's folder."""
+    names = divided.adapter
+
+    def renamed(arrays: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: arrays[own] for name, own in names.items() if own in arrays}
+
+    moments = {kind: renamed(arrays) for kind, arrays in found.moments.items()}
+    return dataclasses.replace(found, params=renamed(weights), moments=moments, trainable=tuple(names), copies={})
+
+
+def _why_no_run(
+    found: zero_checkpoint.ZeroCheckpoint,
+    base: pathlib.Path,
+    described: pathlib.Path | None,
+    adapter: pathlib.Path | None,
+) -> str:
     """Returns why no run can go on from the checkpoint, or ""."""
-    adapter = next((name for name in found.params if re.search(r"\.lora_[AB]\.", name)), "")
-    if adapter:
-        return f"{adapter} is a weight of an adapter; name PEFT's folder of it by config.lora.init_from, or merge it into the model first"
-    if described is None:
+    config = base / folder_lib.CONFIG
+    if not config.is_file():
+        if adapter is not None:
+            return f"{base} has no {folder_lib.CONFIG}; name the folder of the adapter's model by --model"
         return "the checkpoint has no config.json of its model; name it by --model_config"
+    told = config if described is None or adapter is not None else described
     try:
-        kind = json.loads(described.read_text()).get("model_type")
+        kind = json.loads(config.read_text()).get("model_type")
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{described}: is not a model's config.json; name another by --model_config") from error
+        raise UserError(f"{told}: is not a model's config.json; name another by --model_config") from error
     if kind not in families.MODEL_TYPES:
         return f"model_type {kind!r} is not an architecture that zerojax computes; known: {', '.join(families.MODEL_TYPES)}"
+    way_out = f"config.init_from={base}" + (f" and config.lora.init_from={adapter}" if adapter is not None else "")
     if not found.moments:
-        return f"it holds no moments; start from the weights by config.init_from={WEIGHTS}"
+        return f"it holds no moments; start from the weights by {way_out}"
     try:
-        folder_lib.open_folder(weights)
+        source = folder_lib.open_folder(base)
     except UserError as error:
-        return f"{described} describes another model ({error})"
+        return f"{told} describes another model ({error})"
+    try:
+        if adapter is not None:
+            peft.open_adapter(adapter, source.family, source.model)
+    except UserError as error:
+        return str(error)
     try:
         translate.translate(found.config)
     except UserError as error:
-        return f"its ds_config cannot be read ({error}); start from the weights by config.init_from={WEIGHTS}"
+        return f"its ds_config cannot be read ({error}); start from the weights by {way_out}"
     return ""
 
 
-def _write_run(found: zero_checkpoint.ZeroCheckpoint, out: pathlib.Path) -> None:
-    """Writes the config, and the checkpoint that a run under it resumes."""
+def _write_run(
+    found: zero_checkpoint.ZeroCheckpoint, out: pathlib.Path, base: pathlib.Path, adapter: pathlib.Path | None
+) -> None:
+    """Writes the config, and the checkpoint that a run under it resumes.
+
+    Args:
+      found: the weights that are trained, and their moments.
+      out: the folder to write.
+      base: the folder of the model.
+      adapter: the folder of its adapter; None: the whole model is trained.
+    """
     translation = translate.translate(found.config)
-    settings = {**translation.settings, "init_from": str((out / WEIGHTS).absolute())}
-    longest = folder_lib.open_folder(out / WEIGHTS).model.max_seq_len or SEQ_LEN
+    settings = {**translation.settings, "init_from": str(base.absolute())}
+    settings |= {} if adapter is None else _lora_settings(adapter)
+    longest = folder_lib.open_folder(base).model.max_seq_len or SEQ_LEN
     settings["seq_len"] = min(SEQ_LEN, longest)
-    tokenizer = (out / WEIGHTS / "tokenizer.json").absolute()
-    settings["data.tokenizer"] = str(tokenizer) if tokenizer.is_file() else "bytes"
+    tokenizers = [folder.absolute() / "tokenizer.json" for folder in (adapter, base) if folder is not None]
+    tokenizer = next((path for path in tokenizers if path.is_file()), None)
+    settings["data.tokenizer"] = "bytes" if tokenizer is None else str(tokenizer)
     settings["steps"] = max(settings.get("steps", 0), found.step + 100)
     settings["optimizer.warmup_steps"] = settings.get("optimizer.warmup_steps", 0)
     sources = {**translation.sources, "init_from": ("the model; a checkpoint's weights are its own",)}
@@ -157,13 +265,19 @@ def _write_run(found: zero_checkpoint.ZeroCheckpoint, out: pathlib.Path) -> None
     frozen = len(found.params) - len(found.trainable)
     if frozen:
         say(f"{frozen} tensors had no moments (frozen weights, buffers); theirs begin at 0")
-    if not tokenizer.is_file():
+    if tokenizer is None:
         say(
             'no tokenizer.json lies beside the checkpoint, so config.data.tokenizer is "bytes"; set it to the model\'s own'
         )
     say(f"{out / CONFIG}: the config; zerojax migrate reports each key of the ds_config")
     say(f"{target}: a checkpoint at step {found.step}; the data begin at their start. Set data and steps, then:")
     say(f"python -m zerojax.train --config {out / CONFIG} --workdir {target}")
+
+
+def _lora_settings(adapter: pathlib.Path) -> dict[str, Any]:
+    """Returns the settings of a run that goes on with an adapter."""
+    lora = peft.read_settings(adapter, peft.read_config(adapter))
+    return {"lora.init_from": str(adapter.absolute()), "lora.dropout": lora.dropout, "export.format": "peft"}
 
 
 def _config(path: pathlib.Path) -> config_lib.Config:
@@ -177,9 +291,9 @@ def _config(path: pathlib.Path) -> config_lib.Config:
 def _state(program: program_lib.Program, found: zero_checkpoint.ZeroCheckpoint, out: pathlib.Path) -> Any:
     """Returns the state in the form of checkpoints: sharded params and moments, counts, and the loss scale."""
     abstract = program.logical_abstract_state
-    source = program.source
+    source = program.source if program.weights is None else program.weights.adapted.opened
     assert source is not None, "the config names the folder of weights"
-    params = folder_lib.read_params(source, abstract.params)
+    params = _read(source, abstract.params)
     moments: dict[str, dict[str, Any]] = {}
     for kind, arrays in found.moments.items():
         if kind in MOMENTS:
@@ -206,7 +320,7 @@ def _state(program: program_lib.Program, found: zero_checkpoint.ZeroCheckpoint, 
     if lacking:
         raise UserError(
             f"{found.folder}: holds {', '.join(found.moments)}, and {program.config.optimizer.name} needs {lacking[0]}; "
-            f"start from the weights by config.init_from={out / WEIGHTS}"
+            f"start from the weights by config.init_from={program.config.init_from}"
         )
     state = logical.replace(step=jnp.asarray(found.updates, jnp.int32), params=params, opt_state=opt_state)
     return state.replace(loss_scale=_loss_scale(found, logical.loss_scale))
@@ -216,8 +330,16 @@ def _as(dtype: Any, leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
 
+def _read(source: folder_lib.Folder | peft.Adapter, like: Any) -> Any:
+    """Returns the weights of a folder in the shardings of `like`."""
+    if isinstance(source, folder_lib.Folder):
+        return folder_lib.read_params(source, like)
+    found = peft.read_leaves(source, dict(tree.flatten(like)))
+    return tree.map_with_path(lambda path, _: found[path], like)
+
+
 def _read_moments(
-    source: folder_lib.Folder,
+    source: folder_lib.Folder | peft.Adapter,
     arrays: Mapping[str, np.ndarray],
     found: zero_checkpoint.ZeroCheckpoint,
     out: pathlib.Path,
@@ -225,7 +347,8 @@ def _read_moments(
     like: Any,
 ) -> Any:
     """Returns a moment of all weights, laid out as the params: it goes through a folder like theirs."""
-    raw = tensor_files.read_folder(source.path)
+    is_model = isinstance(source, folder_lib.Folder)
+    raw = tensor_files.read_folder(source.path) if is_model else tensor_files.read_header(source.path / peft.WEIGHTS)
     folder = out / f".{kind}.partial"
     full = {
         name: arrays[name] if name in arrays else np.zeros(entry.shape, np.float32)
@@ -237,7 +360,7 @@ def _read_moments(
         entries = tensor_files.read_folder(folder)
         by_place = {(entry.file.name, entry.start): name for name, entry in raw.items()}
         own = {name: entries[by_place[entry.file.name, entry.start]] for name, entry in source.entries.items()}
-        return folder_lib.read_params(dataclasses.replace(source, entries=own), like)
+        return _read(dataclasses.replace(source, entries=own), like)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -259,7 +382,7 @@ def _loss_scale(found: zero_checkpoint.ZeroCheckpoint, initial: Any) -> Any:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = arguments.OneLineParser(
         prog="zerojax import-deepspeed",
-        usage="python -m zerojax.commands.import_deepspeed CHECKPOINT --out DIR [--model_config config.json]",
+        usage="python -m zerojax.commands.import_deepspeed CHECKPOINT --out DIR [--model_config config.json] [--adapter DIR] [--model DIR]",
         description="Turns a checkpoint of DeepSpeed (ZeRO 0 to 3, or universal) into safetensors, and into a run that resumes.",
     )
     parser.add_argument(
@@ -268,6 +391,18 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="a new folder")
     parser.add_argument(
         "--model_config", type=pathlib.Path, metavar="config.json", help="the model's config.json of transformers"
+    )
+    parser.add_argument(
+        "--adapter",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="the folder with PEFT's adapter_config.json, if it lies elsewhere",
+    )
+    parser.add_argument(
+        "--model",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="the folder of the model that PEFT adapts, if the checkpoint lacks its weights",
     )
     return parser.parse_args(argv)
 

@@ -7,7 +7,7 @@ from typing import Any
 # The order of settings in a config; those of one group stay together.
 GROUPS = (
     "seed init_from steps global_batch_size micro_batch_size grad_accum seq_len precision reduce_dtype accum_dtype log_every "
-    "emulate_devices mesh zero offload model optimizer loss_scale data evaluate checkpoint"
+    "emulate_devices mesh zero offload model lora optimizer loss_scale data evaluate checkpoint export"
 ).split()
 WHY: Mapping[str, str] = {"emulate_devices": "as many as the file speaks of, where there is no accelerator"}
 

@@ -20,6 +20,7 @@ def write(
     *,
     carried: Sequence[pathlib.Path] = (),
     max_shard_bytes: int = SHARD_BYTES,
+    only_file: str = "",
 ) -> None:
     """Writes the arrays in their dtypes: `model.safetensors`, or several files and an index.
 
@@ -28,6 +29,7 @@ def write(
       folder: new or empty.
       carried: other files to copy there (config.json).
       max_shard_bytes: limit on the tensors of one file. A larger tensor gets its own file.
+      only_file: the name of a file that gets all arrays; "" names them as above.
 
     Raises:
       UserError: the folder holds files, or the disk is full.
@@ -37,7 +39,7 @@ def write(
         held = next(iter(sorted(folder.iterdir())), None)
         if held is not None:
             raise UserError(f"{folder}: holds {held.name}; choose a new folder")
-        shards = _pack(arrays, max_shard_bytes)
+        shards = {only_file: list(arrays)} if only_file else _pack(arrays, max_shard_bytes)
         for name, group in shards.items():
             _write_file(folder / name, {key: arrays[key] for key in group})
         if len(shards) > 1:

@@ -16,7 +16,7 @@ import numpy as np
 
 from zerojax import errors
 from zerojax.errors import UserError
-from zerojax.interop.deepspeed import torch_files
+from zerojax.interop.deepspeed import peft_weights, torch_files
 
 Arrays = dict[str, np.ndarray]
 _WEIGHTS = "params"
@@ -101,7 +101,8 @@ def _read(path: pathlib.Path) -> ZeroCheckpoint:
         parts = [_table(one, torch_files.read(one)) for one in models[:ranks]]
         merged, frozen = _merge_by_weight(folder, states[:ranks], parts), _frozen(parts, cut=True)
     else:
-        merged, frozen = _merge_groups(folder, states[:ranks], model), _frozen([model], cut=False)
+        merged = _merge_groups(folder, states[:ranks], model)
+        frozen = _frozen([model], cut=False) or _untrained(model, merged[_WEIGHTS])
     return _checkpoint(folder, model, merged, frozen, _scaler(states[0]), _updates(states[0]), ranks)
 
 
@@ -284,6 +285,14 @@ def _frozen(models: Sequence[Mapping[str, Any]], *, cut: bool) -> Arrays:
     return found
 
 
+def _untrained(model: Mapping[str, Any], trained: Arrays) -> Arrays:
+    """Returns the weights of the model's state that the optimizer does not keep. Stage 1 stores frozen ones nowhere else."""
+    module = model.get("module")
+    arrays = module if isinstance(module, Mapping) else {}
+    others = {*trained, *(model.get("buffer_names") or ()), *_copies(model, arrays)}
+    return {name: value for name, value in arrays.items() if name not in others and isinstance(value, np.ndarray)}
+
+
 def _read_whole(folder: pathlib.Path, path: pathlib.Path, model: Mapping[str, Any]) -> ZeroCheckpoint:
     """Reads a checkpoint of stage 0: the model's file holds the optimizer's state too."""
     module = _table(path, model.get("module"))
@@ -294,6 +303,8 @@ def _read_whole(folder: pathlib.Path, path: pathlib.Path, model: Mapping[str, An
     names = [name for name, value in module.items() if name not in buffers and isinstance(value, np.ndarray)]
     shared = _copies(model, names)
     names = [name for name in names if name not in shared]
+    frozen = peft_weights.frozen({name: module[name] for name in names})
+    names = [name for name in names if name not in frozen]
     flats = optimizer.get("fp32_groups_flat")
     if flats:
         groups = _groups_of(path, {name: module[name] for name in names}, [np.size(flat) for flat in flats])
@@ -313,7 +324,7 @@ def _read_whole(folder: pathlib.Path, path: pathlib.Path, model: Mapping[str, An
                 merged.setdefault(kind, {})[name] = _float32(state[kind])
     scaler = {key: value for key, value in optimizer.items() if key.startswith(("cur_", "last_overflow", "scale_"))}
     updates = _count(inner.get("state", {}))
-    return _checkpoint(folder, model, merged, {}, scaler or None, updates, 1)
+    return _checkpoint(folder, model, merged, frozen, scaler or None, updates, 1)
 
 
 def _groups_of(path: pathlib.Path, weights: Arrays, sizes: Sequence[int]) -> list[list[str]]:
