@@ -26,7 +26,7 @@ from zerojax.data.pairs import splits, tasks
 from zerojax.errors import UserError
 from zerojax.launch import devices, ending, processes, signals, start_up, watch
 from zerojax.plan import report as plan_report
-from zerojax.plan import step_plan
+from zerojax.plan import step_plan, targets
 from zerojax.profile import profiler
 from zerojax.trainer import command, loop, memory_guard, metrics, progress, results, resume, workdir
 from zerojax.trainer import config as config_lib
@@ -41,6 +41,7 @@ from zerojax.trainer.clients import outlets
 from zerojax.trainer.tuning import answers, examples, rounds
 from zerojax.zero import memory
 from zerojax.zero.offload import budget, kept
+from zerojax.zero.offload import settings as offload_settings
 
 STEPS_BEFORE_COMPARING = 2  # a program reaches its peak memory in its first steps
 
@@ -68,6 +69,7 @@ def main() -> None:
             if pinned := program_lib.most_pinned_bytes(config):
                 several = processes.find_cluster(*_joined_by())
                 start_up.size_pinned_pool(budget.pool_size_gb(pinned / (several.num_processes if several else 1)))
+            start_up.take_memory(targets.USABLE, mapped=config.offload.params != offload_settings.NONE)
             emulated = devices.emulate_cpu_devices(config.emulate_devices)
             processes.initialize(*_joined_by())
             if emulated:

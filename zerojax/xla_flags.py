@@ -1,4 +1,4 @@
-"""Returns the XLA options that the user has set. This module is the only reader of XLA_FLAGS and of the size of the pinned pool.
+"""Returns the XLA options that the user has set. This module is the only reader of XLA_FLAGS, and knows the names of the variables that size memory.
 
 XLA reads XLA_FLAGS when it starts, and applies it to every program of the process. Options that a library passes with one program override
 it silently. So a library that passes options must know which ones the user has set, and XLA does not report them. Nothing here sets the
@@ -14,6 +14,11 @@ PINNED_POOL = (
     "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # GiB of pinned host memory that a process may use; read when JAX starts
 )
 _DEFAULT_POOL_GB = 64.0
+MEMORY_FRACTIONS = (
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+)  # of a GPU's memory; the second is the older name
+ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 
 
 def names() -> frozenset[str]:

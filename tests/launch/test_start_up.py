@@ -80,6 +80,15 @@ def test_the_environment_variable_takes_precedence_on_which_programs_are_kept(mo
         assert jax.config.values[name] == expected
 
 
+@pytest.mark.parametrize("own", [{}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5", "XLA_PYTHON_CLIENT_ALLOCATOR": "bfc"}])
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_run_takes_a_share_of_the_memory_unless_the_user_says_otherwise(monkeypatch, own, mapped):
+    monkeypatch.setattr(start_up.os, "environ", dict(own))
+    start_up.take_memory(0.92, mapped=mapped)
+    chosen = {"XLA_CLIENT_MEM_FRACTION": "0.92"} | ({"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"} if mapped else {})
+    assert start_up.os.environ == (own or chosen)
+
+
 def test_a_second_start_compiles_nothing(commands, tmp_path):
     count = f"""
 import jax

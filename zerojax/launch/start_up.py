@@ -28,6 +28,20 @@ def size_pinned_pool(gb: int) -> None:
     os.environ.setdefault(xla_flags.PINNED_POOL, str(gb))
 
 
+def take_memory(share: float, *, mapped: bool) -> None:
+    """Lets JAX take a share of a GPU's memory, unless the user has set it. Must run before the first use of a device.
+
+    Args:
+      share: of the memory; JAX's own choice is 0.75.
+      mapped: whether CUDA maps memory as it is needed (`cuda_async`). A run that allocates and frees large arrays all the time leaves
+        holes otherwise, and ends for want of one piece.
+    """
+    if not os.environ.keys() & set(xla_flags.MEMORY_FRACTIONS):
+        os.environ[xla_flags.MEMORY_FRACTIONS[0]] = str(share)
+    if mapped:
+        os.environ.setdefault(xla_flags.ALLOCATOR, "cuda_async")
+
+
 def wake_devices() -> None:
     """Initializes this process's devices in a background thread. A GPU takes seconds.
 

@@ -314,8 +314,9 @@ def most_pinned_bytes(config: config_lib.Config) -> int:
     each = memory.bytes_per_parameter(policy, stage, 1, moments=config.optimizer.moments)
     of_opt_state = 0.0 if chosen.optimizer == offload_settings.NVME else each[roles.MASTER] + each[roles.MOMENTS]
     of_params = each[roles.PARAMS] if chosen.params == offload_settings.HOST else 0.0
-    # Frozen weights take at most 4 bytes each, and adapters are few.
-    of_each = 4.0 if config.lora.is_on else of_params + of_opt_state
+    of_each = of_params * chosen.params_fraction + of_opt_state * chosen.fraction
+    if config.lora.is_on:  # frozen weights take at most 4 bytes each, and adapters are few
+        of_each = 4.0 * chosen.params_fraction
     largest = max(leaf.size for leaf in jax.tree.leaves(family_lib.abstract_params(family.parts, model)))
     new = chosen.in_flight * chosen.chunk_bytes + budget.NEW_PARAMS.get(chosen.params, 0) * each[roles.PARAMS] * largest
     return round(count * of_each * config.mesh.replica + new)
