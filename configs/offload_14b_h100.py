@@ -3,10 +3,10 @@
     python -m zerojax.train --config configs/offload_14b_h100.py --config.data.name=random --config.steps=5
 
 Devices: 1 GPU with 80 GB, and a host with 90 GB of free memory: 4 bytes a weight of moments, a third of the layers' weights, and the
-chunks in flight. 128 passes make up 524,288 tokens a step. On the device are the sums of gradients, 2 bytes a weight, and as many weights as
-the link cannot bring beside a layer's forward pass of 4,096 tokens (3.8 ms); so nothing is recomputed. The head and the embedding stay too:
-each would take 29 ms. Weights and sums are rounded stochastically, and there are no float32 masters. Gradients are not clipped: the norm is
-known at the end of the backward pass, until when all gradients would wait in float32.
+chunks in flight. 128 passes make up 524,288 tokens a step. On the device are the sums of gradients, 2 bytes a weight, and as many weights
+as the link cannot bring beside a layer's forward pass of 4,096 tokens (3.8 ms); so nothing is recomputed. The head and the embedding stay
+too: each would take 29 ms. Weights and sums are rounded stochastically, and there are no float32 masters. Gradients are not clipped: the
+norm is known at the end of the backward pass, until when all gradients would wait in float32.
 Planned: 72.8 GB, of the 78.2 GB that `zerojax train` takes of 85 GB. It has not run on an H100. On random tokens the loss should fall as
 that of configs/llama3_1b.py.
 """

@@ -1,4 +1,4 @@
-"""Returns the XLA options that the user has set. This module is the only reader of XLA_FLAGS, and knows the names of the variables that size memory.
+"""Returns the XLA options that the user has set. This module alone reads XLA_FLAGS and names memory's variables.
 
 XLA reads XLA_FLAGS when it starts, and applies it to every program of the process. Options that a library passes with one program override
 it silently. So a library that passes options must know which ones the user has set, and XLA does not report them. Nothing here sets the
