@@ -2,11 +2,13 @@
 
 import importlib
 import pathlib
+import re
 
 import jax
 import pytest
 
 from zerojax.models.llama import model as llama
+from zerojax.optim import schedules
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program
 from zerojax.zero import memory
@@ -23,10 +25,12 @@ def load(name):
 
 @pytest.mark.parametrize("name", [file.stem for file in FILES])
 def test_every_config_is_valid_and_opens_with_its_command_devices_and_result(name):
-    _, doc = load(name)
+    config, doc = load(name)
     assert f"python -m zerojax.train --config configs/{name}.py" in doc
     assert "Devices: " in doc
     assert "Result: " in doc
+    (steps,) = re.findall(r"--config\.steps=(\d+)", doc) or [config.steps]
+    schedules.check(config.optimizer.schedule, config.optimizer.warmup_steps, int(steps), f"{steps} steps")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
