@@ -198,7 +198,8 @@ def peft_checkpoint(folder, stage, *, has_frozen):
         kind: {name: rng.random(a.shape, np.float32) for name, a in held.items()} for kind in ("exp_avg", "exp_avg_sq")
     }
     flat = {kind: np.concatenate([a.ravel() for a in named.values()]) for kind, named in arrays.items()}
-    inner = {"state": {0: {"step": np.array(7), **flat}}, "param_groups": [{"params": [0]}]}
+    group = {"params": [0], "lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.3}
+    inner = {"state": {0: {"step": np.array(7), **flat}}, "param_groups": [group]}
     inner["state"][0].pop("params")
     frozen = {}
     for name, entry in tensor_files.read_folder(LORA.parent).items() if has_frozen else ():
@@ -243,6 +244,9 @@ def test_a_run_of_peft_goes_on_with_its_adapter(tmp_path, monkeypatch, capsys, s
     assert (status, errors) == (0, "") and f"{out / 'run'}: a checkpoint at step 9" in text
     assert (out / "huggingface").exists() == has_frozen
     config = import_deepspeed._config(out / "config.py")
+    own = config.optimizer  # the ds_config has none
+    assert (own.learning_rate, own.schedule, own.b1, own.eps) == (0.01, "constant", 0.8, 1e-7)
+    assert (own.weight_decay, own.weight_decay_on) == (0.3, "all") and "the rate stays at 0.01" in text
     built = program.build(config, tokenizer_vocab=1)
     saver = checkpointer.Checkpointer(out / "run" / "checkpoints", keep_last=1, keep_best=0)
     state = resume.state(built, saver, 9, saver.meta(9))

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 import shutil
 import sys
@@ -244,6 +245,9 @@ def _write_run(
     settings["steps"] = max(settings.get("steps", 0), found.step + 100)
     settings["optimizer.warmup_steps"] = settings.get("optimizer.warmup_steps", 0)
     sources = {**translation.sources, "init_from": ("the model; a checkpoint's weights are its own",)}
+    own, lines = _own_optimizer(found, settings)
+    settings |= own
+    sources |= dict.fromkeys(own, ("the optimizer's state",))
     with files.writing(out):
         text = config_file.text(settings, sources, origin=f"the checkpoint {found.folder.name}", path=str(out / CONFIG))
         files.replace(out / CONFIG, text)
@@ -260,6 +264,8 @@ def _write_run(
     origin = {"from": str(found.folder.absolute()), "deepspeed": found.version, "step": found.step}
     with files.writing(target):
         files.replace(target / workdir.IMPORTED_FILE, json.dumps(origin, indent=2) + "\n")
+    for told in lines:
+        say(told)
     for line in translation.unsupported:
         say(f"{line.key}: is not supported: {line.text}")
     frozen = len(found.params) - len(found.trainable)
@@ -272,6 +278,46 @@ def _write_run(
     say(f"{out / CONFIG}: the config; zerojax migrate reports each key of the ds_config")
     say(f"{target}: a checkpoint at step {found.step}; the data begin at their start. Set data and steps, then:")
     say(f"python -m zerojax.train --config {out / CONFIG} --workdir {target}")
+
+
+def _own_optimizer(
+    found: zero_checkpoint.ZeroCheckpoint, settings: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the settings of an optimizer that the training script made, and what to know about it; nothing if the ds_config has one."""
+    if "optimizer.name" in settings:
+        return {}, []
+    own: dict[str, Any] = {}
+    first = found.groups[0] if found.groups else {}
+    if _are_numbers(first.get("betas"), 2) and _are_numbers((first.get("eps"), first.get("lr")), 2):
+        decays = [group.get("weight_decay", 0.0) for group in found.groups]
+        own = {
+            "optimizer.name": "adamw",
+            "optimizer.b1": float(first["betas"][0]),
+            "optimizer.b2": float(first["betas"][1]),
+            "optimizer.eps": float(first["eps"]),
+            "optimizer.weight_decay": float(max(decays)) if _are_numbers(decays, len(decays)) else 0.0,
+            "optimizer.weight_decay_on": "all" if all(decays) else "matrices",
+        }
+        lines = ["the ds_config has no optimizer: AdamW is taken, with the numbers of the optimizer's state"]
+    else:
+        lines = [
+            "the ds_config has no optimizer, so config.optimizer is the base config's AdamW; set it to the script's"
+        ]
+    if own and "optimizer.schedule" not in settings:
+        rate = own["optimizer.learning_rate"] = float(first["lr"])
+        own["optimizer.schedule"] = "constant"
+        lines.append(
+            f"the ds_config has no scheduler: the rate stays at {rate:g}, the last one; set config.optimizer to the script's"
+        )
+    return own, lines
+
+
+def _are_numbers(values: Any, count: int) -> bool:
+    return (
+        isinstance(values, (list, tuple))
+        and len(values) == count
+        and all(isinstance(value, (int, float)) and math.isfinite(value) for value in values)
+    )
 
 
 def _lora_settings(adapter: pathlib.Path) -> dict[str, Any]:

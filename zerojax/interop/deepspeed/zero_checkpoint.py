@@ -39,6 +39,7 @@ class ZeroCheckpoint:
       skipped: steps that overflowed.
       updates: updates of the optimizer, as it counts them.
       loss_scaler: the fields of DeepSpeed's scaler; None without loss scaling.
+      groups: the hyperparameters of each of the optimizer's groups of weights ("lr", "betas"); empty if none are stored.
       config: the DeepSpeed config, as saved.
       ranks: into how many parts the state was cut.
       version: of DeepSpeed.
@@ -53,6 +54,7 @@ class ZeroCheckpoint:
     skipped: int
     updates: int
     loss_scaler: dict[str, Any] | None
+    groups: tuple[dict[str, Any], ...]
     config: dict[str, Any]
     ranks: int
     version: str
@@ -103,7 +105,8 @@ def _read(path: pathlib.Path) -> ZeroCheckpoint:
     else:
         merged = _merge_groups(folder, states[:ranks], model)
         frozen = _frozen([model], cut=False) or _untrained(model, merged[_WEIGHTS])
-    return _checkpoint(folder, model, merged, frozen, _scaler(states[0]), _updates(states[0]), ranks)
+    inner = states[0].get("base_optimizer_state", states[0].get("optimizer_state_dict"))
+    return _checkpoint(folder, model, merged, frozen, _scaler(states[0]), inner, _updates(inner), ranks)
 
 
 def _tag(path: pathlib.Path) -> pathlib.Path:
@@ -312,7 +315,10 @@ def _read_whole(folder: pathlib.Path, path: pathlib.Path, model: Mapping[str, An
         state = {**optimizer, "single_partition_of_fp32_groups": list(flats), "base_optimizer_state": inner}
         merged = _merge_groups(folder, [state], {"param_shapes": shapes})
     else:
-        merged = {_WEIGHTS: {name: _float32(module[name]) for name in names}}
+        masters = [array for group in optimizer.get("fp32_groups") or () for array in group]
+        are_told = [np.shape(array) for array in masters] == [module[name].shape for name in names]
+        weights = dict(zip(names, masters)) if are_told else module
+        merged = {_WEIGHTS: {name: _float32(weights[name]) for name in names}}
         order = [number for group in inner.get("param_groups", []) for number in group["params"]]
         for number, name in zip(order, names if len(order) == len(names) else ()):
             state = inner.get("state", {}).get(number, {})
@@ -323,8 +329,7 @@ def _read_whole(folder: pathlib.Path, path: pathlib.Path, model: Mapping[str, An
                     )
                 merged.setdefault(kind, {})[name] = _float32(state[kind])
     scaler = {key: value for key, value in optimizer.items() if key.startswith(("cur_", "last_overflow", "scale_"))}
-    updates = _count(inner.get("state", {}))
-    return _checkpoint(folder, model, merged, frozen, scaler or None, updates, 1)
+    return _checkpoint(folder, model, merged, frozen, scaler or None, inner, _updates(inner), 1)
 
 
 def _groups_of(path: pathlib.Path, weights: Arrays, sizes: Sequence[int]) -> list[list[str]]:
@@ -357,7 +362,7 @@ def _read_universal(folder: pathlib.Path, model: Mapping[str, Any]) -> ZeroCheck
                 merged.setdefault(_UNIVERSAL_FILES.get(file.stem, file.stem), {})[weight.name] = _float32(value)
     if _WEIGHTS not in merged:
         raise UserError(f"{folder / 'zero'}: holds no fp32.pt of any weight; convert the checkpoint again")
-    return _checkpoint(folder, model, merged, {}, None, updates, 1)
+    return _checkpoint(folder, model, merged, {}, None, None, updates, 1)
 
 
 def _checkpoint(
@@ -366,6 +371,7 @@ def _checkpoint(
     merged: dict[str, Arrays],
     frozen: Arrays,
     scaler: dict[str, Any] | None,
+    optimizer: Any,
     updates: int,
     ranks: int,
 ) -> ZeroCheckpoint:
@@ -387,6 +393,7 @@ def _checkpoint(
         skipped=skipped,
         updates=max(0, step - skipped),
         loss_scaler=scaler,
+        groups=_hyperparameters(optimizer),
         config=dict(config) if isinstance(config, Mapping) else {},
         ranks=ranks,
         version=str(model.get("ds_version") or "unknown"),
@@ -409,8 +416,13 @@ def _scaler(state: Mapping[str, Any]) -> dict[str, Any] | None:
     return fields if fields.get("dynamic") or fields.get("cur_scale", 1.0) != 1.0 else None
 
 
-def _updates(state: Mapping[str, Any]) -> int:
-    optimizer = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+def _hyperparameters(optimizer: Any) -> tuple[dict[str, Any], ...]:
+    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
+    found = [group for group in groups or () if isinstance(group, Mapping)]
+    return tuple({str(name): value for name, value in group.items() if name != "params"} for group in found)
+
+
+def _updates(optimizer: Any) -> int:
     return _count(optimizer.get("state", {})) if isinstance(optimizer, Mapping) else 0
 
 
