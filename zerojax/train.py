@@ -150,6 +150,7 @@ def _take_steps(
             measure = functools.partial(_measure, program, plan, recorder)
             card.begin(facts.collect(config, program, plan, fingerprints), measure, saver.directory / str(start.step))
         with (
+            start_up.collector_restored(),
             memory_guard.explained(program, plan),
             _open_profiler(config, folder) as profile,
             _evaluation(prepared, recorder) as evaluate,

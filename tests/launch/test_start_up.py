@@ -32,6 +32,15 @@ def test_the_collectors_state_is_restored_after_an_exception(is_on):
         (gc.enable if was_on else gc.disable)()
 
 
+def test_the_collector_gets_back_what_it_was_spared():
+    before = gc.get_freeze_count()
+    with pytest.raises(KeyError), start_up.collector_restored():
+        start_up.spare_collector()
+        assert gc.get_freeze_count() > before
+        raise KeyError
+    assert (gc.get_freeze_count() > 0) == (before > 0), "objects that were spared before stay so"
+
+
 def test_a_process_that_ends_while_devices_wake_keeps_its_status():
     """A thread that is still inside JAX's client sometimes aborts the process. The processes are forked before JAX starts."""
     code = """

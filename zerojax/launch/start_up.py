@@ -69,3 +69,23 @@ def without_collector() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def spare_collector() -> None:
+    """Collects garbage, and exempts what is left from Python's garbage collector until `collector_restored` ends.
+
+    The traces of a model are some 500,000 objects. To walk them takes 0.2 to 0.5 s now and then, in which no step is sent to the devices.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@contextlib.contextmanager
+def collector_restored() -> Iterator[None]:
+    """Gives back to the collector, at the end of the block, what it was spared in it."""
+    was_spared = gc.get_freeze_count() > 0
+    try:
+        yield
+    finally:
+        if not was_spared:
+            gc.unfreeze()

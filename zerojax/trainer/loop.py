@@ -10,10 +10,13 @@ from zerojax import display
 from zerojax.checkpoint import checkpointer
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed
-from zerojax.launch import signals, watch
+from zerojax.launch import signals, start_up, watch
 from zerojax.plan import step_plan
 from zerojax.profile import profiler
 from zerojax.trainer import recorder as recorder_lib
+
+# Steps until Python's collector is spared: the last collection takes longer than a short run of a small model.
+_SETTLED = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +101,7 @@ def run(
         return End(state, step, is_stopped)
     stop.saves()
     recorder.begin()
+    settled = step + _SETTLED
     while step < when.steps and not is_stopped:
         step += 1
         if profile.begins(step):
@@ -110,6 +114,8 @@ def run(
             state, numbers = plan.compiled(state, batch)
         if profile.holds(step):
             numbers["profiled"] = 1  # slower than other steps, so timings leave it out
+        if step == settled:
+            start_up.spare_collector()
         recorder.push(step, numbers)
         if profile.ends(step):
             _end_profile(profile, plan, state, recorder)

@@ -232,6 +232,45 @@ def test_the_old_state_is_given_up_and_the_new_one_is_complete():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(new))
 
 
+def test_a_step_sends_frozen_weights_for_the_next_which_takes_them_only_if_it_gets_the_same():
+    first = TrainState.create(apply_fn=None, params=first_params(), tx=optax.adam(1e-2))
+    first, part = shard_state.shard_train_state(
+        first, mesh=mesh_lib.make_mesh(2, 4), stage=3, min_size=0, offload=BOTH, trainable="narrow|head"
+    )
+    train_step = step.make_train_step(plain_loss, part, blocks=r"block_\w+", heads="head", reduce_dtype=jnp.float32)
+    batch, passes = {"x": X, "scale": SCALE, "factor": jnp.ones(16)}, train_step.passes
+
+    def state(factor: float) -> Any:
+        def put(path: str, leaf: Any, sharding: Any) -> Any:
+            is_frozen = path.startswith("params/") and not part.placements[path].trainable
+            return jax.device_put(np.asarray(leaf) * factor if is_frozen else np.asarray(leaf), sharding)
+
+        return tree.map_with_path(put, kept_first, part.shardings)
+
+    def steps(state: Any, forgets: bool = False) -> tuple[Any, list[float]]:
+        losses = []
+        for _ in range(3):
+            state, metrics = train_step(state, batch)
+            losses.append(float(metrics["loss"]))
+            sent = passes._early[1]._copies
+            assert sent and {passes.one_pass(state, batch).weights[n] for n in sent} <= frozen
+            if forgets:
+                passes._early = None
+        return state, losses
+
+    kept_first = jax.tree.map(np.asarray, first)
+    frozen = {path for path in part.on_host if path in part.placements and not part.placements[path].trainable}
+    assert frozen
+    one, expected = steps(state(1.0), forgets=True)
+    two, others = steps(state(1.5), forgets=True)
+    assert expected != others
+    assert [steps(state(factor))[1] for factor in (1.0, 1.5, 1.0)] == [expected, others, expected]
+    one, two = steps(one)[0], steps(two)[0]
+    assert passes._early[1]._copies
+    del two  # the weights' copies on the device go with the state
+    assert not passes._early[1]._copies
+
+
 @pytest.mark.parametrize("how", [{"blocks": r"block_\w+"}, {"reduce_dtype": jnp.float32}])
 def test_params_on_the_host_need_blocks_and_explicit_sums(how):
     state = TrainState.create(apply_fn=None, params=first_params(), tx=optax.adam(1e-2))

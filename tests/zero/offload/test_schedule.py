@@ -45,13 +45,36 @@ def test_a_run_that_is_followed_by_another_sends_its_first_weights_beside_its_la
     on_host = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")), params)
     first = {n for program in cut.programs[:2] for n in program.reads if n in on_device}
     early, sent = {}, []
-    for goes_on in (True, False):
-        found = own(on_host, *rest, done=lambda *_: sent.append(set(early)), early=early, goes_on=goes_on)
+    for follows in (schedule.PASS, schedule.NOTHING):
+        found = own(on_host, *rest, done=lambda *_: sent.append(set(early)), early=early, follows=follows)
         jax.tree.map(np.testing.assert_array_equal, found, expected)
-        assert set(early) == (first if goes_on else set())
+        assert set(early) == (first if follows else set())
     count = len(cut.programs)
     begin = max(0, count - schedule.EARLY)
     assert begin and not any(sent[:begin]) and sent[begin + 1] == sent[count - 1] == first and not any(sent[count:])
+
+
+@pytest.mark.parametrize(("follows", "layers"), [(schedule.PASS, 4), (schedule.STEP, 4), (schedule.STEP, 0)])
+def test_copies_for_the_next_step_are_of_frozen_weights_and_come_last_and_their_memory_is_planned(follows, layers):
+    _, nested, params, *rest = parts(Net(layers), remat="full")
+    numbers = range(len(jax.tree.leaves(params)))
+    cut = programs.cut(nested, *abstract((params, *rest)), on_host=set(numbers))
+    first = {n for program in cut.programs[:2] for n in program.reads if n in numbers}
+    frozen = set(sorted(first)[1:])
+    own = schedule.Schedule(cut, frozen)
+    on_host = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")), params)
+    early, more = {}, []
+
+    def done(index, written, values):
+        assert follows == schedule.PASS or not early or not any(own.brings for own in cut.programs[index:])
+        more.append(sum(cut.nbytes(n) for n, copy in early.items() if values.get(n) is not copy))
+
+    own(on_host, *rest, done=done, early=early, follows=follows)
+    assert set(early) == (frozen if follows == schedule.STEP else first)
+    assert np.subtract(own.used(follows=follows), own.used()).tolist() == more
+    stored = jax.tree.leaves(params)
+    for number, copy in early.items():
+        np.testing.assert_array_equal(copy, stored[number])
 
 
 def test_a_result_that_is_taken_as_it_comes_is_not_held(net):

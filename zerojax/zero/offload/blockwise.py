@@ -16,8 +16,7 @@ longer needed. Where params are on the host, their copies come first, and a grou
 
 import collections
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -132,22 +131,18 @@ class BlockwiseStep(streamed.StreamedStep):
         self._norm: Any = None  # the field `last_norm` of the state that the last step returned
         self._squares = jax.jit(lambda grads, state: update_lib.squares(grads, 1.0 / scale(state)))
         partition = updates.rest.partition
-        self._apart = {path for path in partition.placements if path in partition.on_host or path in updates.weights}
-        shardings = self._without(partition.shardings)
-        replicated = NamedSharding(partition.mesh, P())
-        handed = updates.handed_shardings._replace(grads={})
-        self._finish = jax.jit(
-            functools.partial(self._finished, finish),
-            donate_argnums=(0,) if donate else (),
-            out_shardings=(shardings, None, handed),
-        )
+        # `finish` leaves frozen weights as they are, and those that groups update are frozen in this partition.
+        frozen = {path for path, own in partition.placements.items() if not own.trainable}
+        self._apart = frozen.union(partition.on_host, updates.weights)
+        self._finish, replicated = finish, NamedSharding(partition.mesh, P())
         self._one = jax.device_put(np.float32(1), replicated) if self._is_real(partition) else None
-        self._named: _Leaves | None = None
+        self._form: _Form | None = None
         self._has_params_on_host = params_lib.are_on_host(updates.rest.partition)
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
         """Sends a step to the device. Returns before it ends, but not before its last stores have begun."""
-        rest, named = self.updates.rest.of(state), self._names(state.params)
+        leaves, form = self._read(state)
+        rest = form.rest(leaves)
         one_pass = self.passes.one_pass(rest, batch)
         last, over_at = len(one_pass.schedule.cut.programs), one_pass.over_at
         self.updates.set_grad_dtypes(dict.fromkeys(self.updates.weights, jnp.float32))
@@ -156,16 +151,16 @@ class BlockwiseStep(streamed.StreamedStep):
         factor = self._known_factor(state)
         is_early = factor is not None
         due = [max(over_at[w] for w in group.weights) if is_early else last for group in self.updates.groups]
-        old = jax.tree.leaves(state.params)
-        groups = _Groups(self, state, dict(zip(named.paths, old)), due, is_early=is_early)
+        old = [leaves[n] for n in form.opt_state]
+        weights = {path: leaves[form.params[path]] for path in self.updates.weights}
+        groups = _Groups(self, list(old), weights, due, is_early=is_early)
         # The first step of all builds attention's programs, and copies might begin meanwhile; see `streamed`.
         lead = LEAD if self._has_params_on_host or not self._is_loaded else last
         chunk = max([1, *(group.nbytes for group in self.updates.groups)])
         bare = rest.replace(params=(), opt_state=())
         squares: dict[str, jax.Array] = {}
         grads: dict[str, jax.Array] = {}
-        shared = jax.tree.leaves(state.opt_state)
-        early = updates_lib.Handed(groups.grads, [shared[n] for n in self.updates.shared], factor, None)
+        early = updates_lib.Handed(groups.grads, [old[n] for n in self.updates.shared], factor, None)
 
         def ready(index: int, final: dict[str, jax.Array], weights: dict[str, jax.Array]) -> None:
             leaving = {path: grad for path, grad in final.items() if path in groups.uses}
@@ -190,12 +185,19 @@ class BlockwiseStep(streamed.StreamedStep):
 
         sent(-1)
         aux = self.passes(rest, batch, ready, sent)
-        kept = rest.replace(params=jax.tree.unflatten(named.structure_kept, [old[n] for n in named.kept]))
-        new_state, metrics, handed = self._finish(kept, aux, grads, squares)
+        finished, metrics, handed = form.finish([leaves[n] for n in form.finished], aux, grads, squares)
         groups.update(last, handed._replace(grads=groups.grads))
         groups.give_up(at_end=True)
+        for numbers, new in (
+            (form.finished, finished),
+            ([form.opt_state[position] for position in groups.leaves], groups.leaves.values()),
+            ([form.params[path] for path in groups.params], groups.params.values()),
+        ):
+            for number, leaf in zip(numbers, new):
+                leaves[number] = leaf  # frozen weights stay
+        new_state = form.state(leaves)
         self._is_loaded, self._norm = True, getattr(new_state, late_norm.FIELD, None)
-        return self._put_together(state, new_state, groups, named), metrics
+        return new_state, metrics
 
     @property
     def ahead(self) -> int:
@@ -220,6 +222,7 @@ class BlockwiseStep(streamed.StreamedStep):
         cut, on_host = one_pass.schedule.cut, one_pass.weights
         reads = [number for program in cut.programs for number in program.reads if number in on_host]
         num_passes = self.passes.count
+        follows = (schedule.STEP,) if num_passes == 1 else (schedule.PASS, schedule.STEP)
         grads = sum(cut.nbytes(number) for number in one_pass.grads)
         # The gradients of the pass before, and those that wait for the norm, as they do in the first step with a late one.
         waits = not self.is_early or self._late_factor is not None
@@ -228,7 +231,7 @@ class BlockwiseStep(streamed.StreamedStep):
             waiting //= 2  # those that wait for the norm are float32
         return Memory(
             fetched=num_passes * sum(map(cut.nbytes, reads)),
-            passes=one_pass.schedule.peak(takes_results=True, goes_on=num_passes > 1)
+            passes=max(one_pass.schedule.peak(takes_results=True, follows=what) for what in follows)
             + waiting
             + self.updates.resident_bytes,
             params=sum(map(cut.nbytes, on_host)),
@@ -248,60 +251,101 @@ class BlockwiseStep(streamed.StreamedStep):
         is_known = norm is self._norm or late_norm.is_known(norm)  # the step does not wait for a norm of its own
         return self._late_factor(norm) if is_known else None
 
-    def _finished(self, finish: Finish, state: Any, aux: Any, grads: Any, squares: Any) -> Any:
-        assert self._named is not None
-        params = jax.tree.unflatten(self._named.structure, self._named.paths)
-        trained = self.updates.rest.partition.trainable_part(params)
+    def _read(self, state: Any) -> tuple[list[Any], "_Form"]:
+        """Returns a state's leaves, and their form, which is made once: the device waits for what the host does between two steps."""
+        leaves, structure = jax.tree.flatten(state)
+        if self._form is None or self._form.structure != structure:
+            self._form = self._form_of(structure)
+        return leaves, self._form
+
+    def _form_of(self, structure: Any) -> "_Form":
+        """Returns the form of states of a structure."""
+        numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
+        rest = self.updates.rest.of(numbered)
+        own = self._without(rest)
+        paths = tree.map_with_path(lambda path, _: f"params/{path}", numbered.params)
+
+        def finish(leaves: list[Any], aux: Any, grads: Any, squares: Any) -> tuple[Any, ...]:
+            state = jax.tree.unflatten(jax.tree.structure(own), leaves)
+            new_state, *others = self._finished(paths, state, aux, grads, squares)
+            return jax.tree.leaves(new_state), *others
+
+        shardings = jax.tree.leaves(self._without(self.updates.rest.partition.shardings))
+        handed = self.updates.handed_shardings._replace(grads={})
+        return _Form(
+            structure,
+            state=_Mold(numbered),
+            rest=_Mold(rest),
+            params=dict(zip(jax.tree.leaves(paths), jax.tree.leaves(numbered.params))),
+            opt_state=jax.tree.leaves(numbered.opt_state),
+            finished=jax.tree.leaves(own),
+            # It takes and returns lists: to flatten the nodes of a state takes longer than the program.
+            finish=jax.jit(finish, donate_argnums=(0,) if self.donate else (), out_shardings=(shardings, None, handed)),
+        )
+
+    def _finished(self, paths: Any, state: Any, aux: Any, grads: Any, squares: Any) -> Any:
+        trained = self.updates.rest.partition.trainable_part(paths)
         own = jax.tree.map(lambda path: grads.get(path, optax.MaskedNode()), trained)
         squares = squares | update_lib.squares(grads, 1.0 / self._scale(state))
-        of_all = jax.tree.map(lambda path: squares.get(path, jnp.float32(0)), params)
-        new_state, metrics, factor, finite = finish(state, aux, own, of_all)
+        of_all = jax.tree.map(lambda path: squares.get(path, jnp.float32(0)), paths)
+        new_state, metrics, factor, finite = self._finish(state, aux, own, of_all)
         return new_state, metrics, self.updates.handed_to(state, {}, factor, finite)
 
     def _without(self, state: Any) -> Any:
-        """Returns a state, or a tree like it, without the params that are updated by groups or in host memory."""
+        """Returns a state, or a tree like it, without the params that are frozen, updated by groups or in host memory."""
         keep = lambda path, leaf: optax.MaskedNode() if f"params/{path}" in self._apart else leaf  # noqa: E731
         return state.replace(params=tree.map_with_path(keep, state.params))
-
-    def _names(self, params: Any) -> "_Leaves":
-        """Returns the names of the params. They are made once: each step would wait for them."""
-        structure = jax.tree.structure(params)
-        if self._named is None or self._named.structure != structure:
-            paths = tuple(f"params/{path}" for path, _ in tree.flatten(params))
-            kept = tuple(number for number, path in enumerate(paths) if path not in self._apart)
-            keep = [path if path not in self._apart else optax.MaskedNode() for path in paths]
-            self._named = _Leaves(structure, paths, kept, jax.tree.structure(jax.tree.unflatten(structure, keep)))
-        return self._named
-
-    def _put_together(self, state: Any, new_state: Any, groups: "_Groups", named: "_Leaves") -> Any:
-        """Returns the new state: what `finish` updated, what groups updated, and frozen params."""
-        leaves = groups.leaves | dict(zip(self.updates.rest.positions, jax.tree.leaves(new_state.opt_state)))
-        opt_state = jax.tree.unflatten(jax.tree.structure(state.opt_state), [leaves[n] for n in range(len(leaves))])
-        updated = groups.params | dict(zip((named.paths[n] for n in named.kept), jax.tree.leaves(new_state.params)))
-        old = jax.tree.leaves(state.params)
-        new = [updated.get(path, leaf) for path, leaf in zip(named.paths, old)]
-        return new_state.replace(params=jax.tree.unflatten(named.structure, new), opt_state=opt_state)
 
     @staticmethod
     def _is_real(partition: placement.Partition) -> bool:
         return partition.mesh.devices.flat[0] in jax.devices()
 
 
+class _Mold:
+    """Makes trees like one from a list of leaves. Its own leaves are the numbers of theirs.
+
+    A state of adapters holds thousands of `optax.MaskedNode()`. They are not made again for each tree, which takes milliseconds.
+
+    Args:
+      numbered: the tree; its leaves are numbers.
+    """
+
+    def __init__(self, numbered: Any):
+        self._nodes, self._structure = jax.tree.flatten(numbered, is_leaf=_is_empty)
+        self._places = [(place, node) for place, node in enumerate(self._nodes) if not _is_empty(node)]
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        nodes = list(self._nodes)
+        for place, number in self._places:
+            nodes[place] = leaves[number]
+        return jax.tree.unflatten(self._structure, nodes)
+
+
+def _is_empty(node: Any) -> bool:
+    return isinstance(node, tuple) and not jax.tree.leaves(node)
+
+
 @dataclasses.dataclass(frozen=True)
-class _Leaves:
-    """Params of one structure.
+class _Form:
+    """States of one structure. Numbers count the leaves of the state.
 
     Attributes:
-      structure: theirs.
-      paths: of the leaves, from the state.
-      kept: the numbers of the leaves that `finish` updates.
-      structure_kept: of the params with these leaves alone.
+      structure: of the state.
+      state: f(leaves) -> the state.
+      rest: f(leaves) -> `Rest.of(state)`.
+      params: the number of each param, by path, from the state.
+      opt_state: the numbers of the optimizer state's leaves.
+      finished: the numbers of the leaves that `finish` updates.
+      finish: f(these leaves, aux, grads, squares) -> (the new ones, metrics, what the updates of groups read), compiled.
     """
 
     structure: Any
-    paths: tuple[str, ...]
-    kept: tuple[int, ...]
-    structure_kept: Any
+    state: _Mold
+    rest: _Mold
+    params: Mapping[str, int]
+    opt_state: Sequence[int]
+    finished: Sequence[int]
+    finish: Callable[..., tuple[list[jax.Array], dict[str, jax.Array], updates_lib.Handed]]
 
 
 class _Groups:
@@ -319,7 +363,7 @@ class _Groups:
     def __init__(
         self,
         step: BlockwiseStep,
-        state: Any,
+        old: list[Any],
         old_params: dict[str, jax.Array],
         due: Iterable[int],
         *,
@@ -331,7 +375,7 @@ class _Groups:
         self._unsent = collections.deque(self._waiting)
         self._final = max((index for index, _ in order), default=0)
         self._arriving: collections.deque[list[jax.Array]] = collections.deque()
-        self._old = jax.tree.leaves(state.opt_state)
+        self._old = old
         if self._updates.is_on_disk:
             self._updates.prefetch(self._old, [group for _, group in self._waiting])
         self.leaves: dict[int, jax.Array] = {}
@@ -506,5 +550,6 @@ def passes_of(
         compute_dtype,
         in_16_bits=in_16_bits,
         on_disk=params_lib.are_on_disk(partition),
+        frozen={path for path, own in partition.placements.items() if not own.trainable},
         compiler_options=options,
     )

@@ -6,6 +6,7 @@ made here. What receives the gradients decides how long they live.
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -57,9 +58,23 @@ class PassPrograms:
         return {self.grads[n]: index for index, program in numbered for n in program.writes if n in self.grads}
 
     @functools.cached_property
+    def handed(self) -> list[list[tuple[int, str]]]:
+        """Returns the numbers and paths of the gradients that each program writes."""
+        return [[(n, self.grads[n]) for n in own.writes if n in self.grads] for own in self.schedule.cut.programs]
+
+    @functools.cached_property
+    def over(self) -> list[list[tuple[int, str]]]:
+        """Returns the numbers and paths of the params in host memory that each program is the last to read."""
+        numbered = enumerate(self.schedule.cut.programs)
+        return [
+            [(n, self.weights[n]) for n in own.reads if n in self.weights and self.schedule.is_last(n, index)]
+            for index, own in numbered
+        ]
+
+    @functools.cached_property
     def room(self) -> list[int]:
         """Returns, for each program, the bytes below the peak of a pass that are free on a device from its end to the end of the pass."""
-        used, most, found = self.schedule.used(takes_results=True), 0, []
+        used, most, found = self.schedule.used(takes_results=True, follows=schedule.STEP), 0, []
         for nbytes in reversed(used):
             found.append(max(used) - most)
             most = max(most, nbytes)
@@ -83,6 +98,7 @@ class Passes:
       compute_dtype: the dtype that the batch is cast to; None keeps its own.
       in_16_bits: whether gradients add up in bf16, except for the last sum.
       on_disk: whether those of the params live on a disk.
+      frozen: the paths of those that no step changes.
       compiler_options: XLA's, for each program.
     """
 
@@ -95,14 +111,16 @@ class Passes:
         *,
         in_16_bits: bool = False,
         on_disk: bool = False,
+        frozen: Collection[str] = (),
         compiler_options: Mapping[str, Any] | None = None,
     ):
         self._one_pass, self._on_host, self._batch, self.count = one_pass, on_host, batch, batch.passes
-        self.in_16_bits, self._on_disk, self._options = in_16_bits, on_disk, compiler_options
+        self.in_16_bits, self._on_disk, self._frozen, self._options = in_16_bits, on_disk, frozen, compiler_options
         self._prepare = jax.jit(lambda batch: self._batch.place(batch, compute_dtype))
         self._take = jax.jit(self._taken)
         self._cuts: dict[Any, PassPrograms] = {}
         self._given: dict[Any, jax.Array] = {}
+        self._early: tuple[PassPrograms, _Early] | None = None
 
     def one_pass(self, state: Any, batch: Any, compiler_options: Mapping[str, Any] | None = None) -> PassPrograms:
         """Returns the programs of one pass, for a state and a batch that may be abstract. They are cut and compiled once.
@@ -131,11 +149,12 @@ class Passes:
                 compiler_options={**(self._options or {}), **(compiler_options or {})},
             )
             (_, aux), grads = jax.tree.unflatten(cut.structure, cut.results)
+            weights = {n: names[n] for n, (path, _) in enumerate(leaves) if n in on_host and path.startswith("0/")}
             self._cuts[key] = PassPrograms(
-                schedule.Schedule(cut),
+                schedule.Schedule(cut, frozen={n for n, name in weights.items() if name in self._frozen}),
                 dict(enumerate(paths)),
                 {result: f"params/{path}" for path, result in tree.flatten(grads)},
-                {n: names[n] for n, (path, _) in enumerate(leaves) if n in on_host and path.startswith("0/")},
+                weights,
                 aux.get("weight") if self.count > 1 else None,
                 {n: names[n] for n, (path, _) in enumerate(leaves) if path.startswith(("0/", "2/params/"))},
             )
@@ -155,17 +174,20 @@ class Passes:
         weights: list[jax.Array] = []
         totals: Any = None
         fields: dict[str, Any] = {}
-        early: dict[int, jax.Array] = {}
+        stored = jax.tree.leaves(params)
+        early = self._sent_before(found, stored)
         for number in range(self.count):
             is_last = number == self.count - 1
             index = self._on_device(number)
             micro = prepared if self.count == 1 else self._take(prepared, index)
             seed = _seed(getattr(state, "step", 0), index) if self.in_16_bits and not is_last else None
             done = functools.partial(self._done, found, sums, weights, ready if is_last else None, sent, seed)
-            (_, aux), _ = found.schedule(params, micro, state, index, done=done, early=early, goes_on=not is_last)
+            follows = schedule.STEP if is_last else schedule.PASS
+            (_, aux), _ = found.schedule(params, micro, state, index, done=done, early=early, follows=follows)
             fields, metrics = aux.get("state", {}), aux["metrics"]
             state = state.replace(**fields)
             totals = metrics if totals is None else _added_metrics(totals, metrics)
+        self._early = found, _Early(stored, early)
         return {"metrics": _values(totals, self.count), "state": fields}
 
     def _done(
@@ -183,17 +205,20 @@ class Passes:
         """Adds the gradients that a program wrote to the sums. The last pass hands them over, with the params that are read no more."""
         if found.weight is not None and found.weight in written:
             weights.append(values[found.weight])
-        grads = {found.grads[number]: values[number] for number in written if number in found.grads}
-        values.update(dict.fromkeys((number for number in written if number in found.grads), None))
+        grads = {path: values[number] for number, path in found.handed[index]}
+        values.update(dict.fromkeys((number for number, _ in found.handed[index]), None))
         if grads and self.count > 1:
             grads = self._summed(found, sums, weights, grads, seed, is_last=ready is not None)
         if ready is None:
             sums.update(grads)
             sent(index)
             return
-        reads = found.schedule.cut.programs[index].reads
-        over = [n for n in reads if n in found.weights and n in values and found.schedule.is_last(n, index)]
-        ready(index, grads, {found.weights[number]: values.pop(number) for number in over})
+        ready(index, grads, {path: values.pop(number) for number, path in found.over[index] if number in values})
+
+    def _sent_before(self, found: PassPrograms, stored: Sequence[Any]) -> dict[int, jax.Array]:
+        """Returns the copies that the step before has sent for this one. `stored` are the params' leaves."""
+        before, self._early = self._early, None
+        return before[1].of(stored) if before is not None and before[0] is found else {}
 
     def _summed(
         self,
@@ -251,6 +276,23 @@ class Passes:
         """Returns the shardings of the batch of one pass."""
         specs = dataclasses.replace(self._batch, passes=1).specs(micro)
         return jax.tree.map(lambda _, spec: NamedSharding(self._batch.mesh, spec), micro, specs)
+
+
+class _Early:
+    """Copies of weights that a step has sent for the next. The next may get another state: each is of one array, and goes with it.
+
+    Args:
+      stored: the leaves of the params.
+      copies: of some of them, by number.
+    """
+
+    def __init__(self, stored: Sequence[Any], copies: Mapping[int, jax.Array]):
+        self._copies = held = dict(copies)
+        self._of = {n: weakref.ref(stored[n], lambda _, n=n: held.pop(n, None)) for n in copies}  # type: ignore[misc]
+
+    def of(self, stored: Sequence[Any]) -> dict[int, jax.Array]:
+        """Returns the copies of arrays that are among these leaves, by number."""
+        return {n: self._copies[n] for n, own in self._of.items() if own() is stored[n]}
 
 
 def by_number(grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

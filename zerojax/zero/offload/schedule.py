@@ -9,10 +9,13 @@ value is dropped after the last program that reads it.
 
 A disk is slower. All reads of a run are asked for in their order when it begins, and go as far ahead as the disk's buffers reach. What was
 read is copied to the device when a copy from host memory would be sent.
+
+Between two steps the host is busy with the end of one and the beginning of the next, and sends no program. So the first copies of weights
+that a step leaves as they are, frozen ones, are sent for the next step after the last copies of this one, and the link works meanwhile.
 """
 
 import collections
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +23,10 @@ import jax
 from zerojax.zero.offload import kept
 from zerojax.zero.offload import programs as programs_lib
 
-EARLY = 8  # programs before the end of a run when the first copies for the next are sent: an embedding takes long, and much is free then
+EARLY = 8  # programs before the end of a pass when the first copies for the next are sent: an embedding takes long, and much is free then
+
+# What follows a run: nothing that is known, a run with the same leaves on the host, or one with the same frozen leaves.
+NOTHING, PASS, STEP = "", "pass", "step"
 
 # done(index of the program, the numbers that it wrote, all values by number); it may take values that are read no more.
 Done = Callable[[int, Sequence[int], dict[int, Any]], None]
@@ -31,19 +37,24 @@ class Schedule:
 
     Args:
       cut: the programs.
+      frozen: the numbers of the arguments on the host that are the same in the next step.
     """
 
-    def __init__(self, cut: programs_lib.CutStep):
+    def __init__(self, cut: programs_lib.CutStep, frozen: Collection[int] = ()):
         self.cut, self._has_run = cut, False
         last = {number: index for index, program in enumerate(cut.programs) for number in program.reads}
         results = {number for number in cut.results if isinstance(number, int)}
         self._last = {number: index for number, index in last.items() if number not in results or number in cut.on_host}
         self._host_reads = [[n for n in program.reads if n in cut.on_host] for program in cut.programs]
         self._dropped = [self._drops(index) for index in range(len(cut.programs))]
+        read = results.union(*(program.reads for program in cut.programs))
+        self._resident = [number for number in range(cut.arguments) if number not in cut.on_host and number in read]
+        self._smallest = [min(program.writes, key=cut.nbytes, default=-1) for program in cut.programs]
+        self._sent_for = {NOTHING: {}, PASS: self._beside_last(), STEP: self._after_copies(frozen)}
         self._integers: dict[int, jax.Array] | None = None
 
     def __call__(
-        self, *args: Any, done: Done | None = None, early: dict[int, jax.Array] | None = None, goes_on: bool = False
+        self, *args: Any, done: Done | None = None, early: dict[int, jax.Array] | None = None, follows: str = NOTHING
     ) -> Any:
         """Returns the step's result.
 
@@ -51,15 +62,16 @@ class Schedule:
           *args: the arguments, those of `cut.on_host` on the host or a disk.
           done: called after each program is sent.
           early: copies from the host that the run before has sent. They are taken, and replaced by those for the run that follows.
-          goes_on: whether a run with the same leaves on the host follows.
+          follows: what follows this run. On a disk, no copies are sent for another step.
         """
         stored, cut, early = jax.tree.leaves(args), self.cut, {} if early is None else early
-        values: dict[int, Any] = {n: leaf for n, leaf in enumerate(stored) if n not in cut.on_host}
+        values: dict[int, Any] = {number: stored[number] for number in self._resident}
         values.update(self._on_device())
         running: collections.deque[jax.Array] = collections.deque()
         is_on_disk = any(kept.is_on_disk(stored[number]) for number in list(cut.on_host)[:1])
+        sent_for = self._sent_for[NOTHING if is_on_disk and follows == STEP else follows]
         if is_on_disk:
-            kept.prefetch([[stored[n] for n in numbers] for numbers in self._in_order(early, goes_on)])
+            kept.prefetch([[stored[n] for n in numbers] for numbers in self._in_order(early, sent_for)])
         values.update(early)
         early.clear()
 
@@ -74,8 +86,9 @@ class Schedule:
             fetch(numbers, values)
         for index, program in enumerate(cut.programs):
             fetch(program.after, values)
-            if goes_on:
-                fetch(self._of_next(index), early)
+            if index in sent_for:
+                early.update({n: values[n] for n in sent_for[index] if n in values})
+                fetch(sent_for[index], early)
             if is_on_disk:
                 reads = self._host_reads[index]
                 values.update(zip(reads, kept.arrived([values[number] for number in reads])))
@@ -83,7 +96,7 @@ class Schedule:
             written = program.run(*read, *[stored[number] for number in program.brings])
             values.update(zip((*program.writes, *program.brings), written))
             if program.writes:
-                running.append(min(written[: len(program.writes)], key=_size))
+                running.append(values[self._smallest[index]])
             del read, written
             if done is not None:
                 done(index, program.writes, values)
@@ -99,44 +112,54 @@ class Schedule:
         """Returns whether no program after this one reads a value, and it is no result."""
         return self._last.get(number) == index
 
-    def peak(self, *, takes_results: bool = False, goes_on: bool = False) -> int:
+    def peak(self, *, takes_results: bool = False, follows: str = NOTHING) -> int:
         """Returns the most bytes of values and temporaries on a device at once; see `used`."""
-        return max(self.used(takes_results=takes_results, goes_on=goes_on), default=0)
+        return max(self.used(takes_results=takes_results, follows=follows), default=0)
 
-    def used(self, *, takes_results: bool = False, goes_on: bool = False) -> list[int]:
+    def used(self, *, takes_results: bool = False, follows: str = NOTHING) -> list[int]:
         """Returns the bytes of values and temporaries on a device while each program runs, without the arguments that no program reads.
 
         Args:
           takes_results: whether `done` takes each result that is no argument as it comes.
-          goes_on: see `__call__`.
+          follows: see `__call__`.
         """
         cut = self.cut
         read = {number for program in cut.programs for number in program.reads}
-        held = {n for n in range(cut.arguments) if n not in cut.on_host and n in read}
+        held = {n for n in self._resident if n in read}
         held.update(cut.integers, *cut.first)
-        results, used, early = {number for number in cut.results if isinstance(number, int)}, [], 0
+        results, used = {number for number in cut.results if isinstance(number, int)}, []
+        early, both = 0, set[int]()  # bytes of copies for what follows, and values that stay for it
         for index, program in enumerate(cut.programs):
-            held.update((*program.after, *program.brings, *program.writes))
-            early += sum(map(cut.nbytes, self._of_next(index))) if goes_on else 0
+            again = both.intersection((*program.after, *program.brings)) - held
+            held.update(program.after)
+            sent = set(self._sent_for[follows].get(index, ()))
+            early += sum(map(cut.nbytes, (sent - held) | again))
+            both = (both - again) | (sent & held)
+            held.update((*program.brings, *program.writes))
             analysis = program.run.memory_analysis()
-            used.append(sum(map(cut.nbytes, held)) + early + (analysis.temp_size_in_bytes if analysis else 0))
+            used.append(sum(map(cut.nbytes, held | both)) + early + (analysis.temp_size_in_bytes if analysis else 0))
             held.difference_update(self._dropped[index])
             if takes_results:
                 held.difference_update(results.intersection(program.writes))
         return used
 
-    def _of_next(self, index: int) -> Sequence[int]:
-        """Returns the numbers whose copies for the run that follows are sent before a program."""
-        place = index - max(0, len(self.cut.programs) - EARLY)
-        return self.cut.first[place] if 0 <= place < len(self.cut.first) else ()
+    def _beside_last(self) -> dict[int, Sequence[int]]:
+        """Returns the numbers whose copies for the next pass are sent before a program, by its index."""
+        return dict(enumerate(self.cut.first, max(0, len(self.cut.programs) - EARLY)))
 
-    def _in_order(self, held: Collection[int], goes_on: bool) -> Iterator[list[int]]:
+    def _after_copies(self, frozen: Collection[int]) -> dict[int, Sequence[int]]:
+        """Returns the same for the next step: those that are frozen, after the last copies of this one."""
+        own = [index for index, program in enumerate(self.cut.programs) if program.after or program.brings]
+        begin = max(own) + 1 if own else len(self.cut.programs) - len(self.cut.first)
+        return dict(enumerate(([n for n in numbers if n in frozen] for numbers in self.cut.first), begin))
+
+    def _in_order(self, held: Collection[int], sent_for: Mapping[int, Sequence[int]]) -> Iterator[list[int]]:
         """Returns the numbers that a run fetches together, in the order of the fetches. `held` are on the device before it."""
         for numbers in self.cut.first:
             yield [number for number in numbers if number not in held]
         for index, program in enumerate(self.cut.programs):
             yield list(program.after)
-            yield list(self._of_next(index)) if goes_on else []
+            yield list(sent_for.get(index, ()))
 
     def _drops(self, index: int) -> list[int]:
         """Returns what no program after this one reads, and weights that are read again only after `ahead` more programs."""
@@ -152,7 +175,3 @@ class Schedule:
                 for number, own in self.cut.integers.items()
             }
         return self._integers
-
-
-def _size(value: jax.Array) -> int:
-    return value.size
