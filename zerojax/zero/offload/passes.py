@@ -150,8 +150,10 @@ class Passes:
             )
             (_, aux), grads = jax.tree.unflatten(cut.structure, cut.results)
             weights = {n: names[n] for n, (path, _) in enumerate(leaves) if n in on_host and path.startswith("0/")}
+            # What was read from a disk would keep one of its few buffers until the next step.
+            frozen = {n for n, name in weights.items() if name in self._frozen and not self._on_disk}
             self._cuts[key] = PassPrograms(
-                schedule.Schedule(cut, frozen={n for n, name in weights.items() if name in self._frozen}),
+                schedule.Schedule(cut, frozen),
                 dict(enumerate(paths)),
                 {result: f"params/{path}" for path, result in tree.flatten(grads)},
                 weights,

@@ -37,7 +37,7 @@ class Schedule:
 
     Args:
       cut: the programs.
-      frozen: the numbers of the arguments on the host that are the same in the next step.
+      frozen: the numbers of the arguments in host memory that are the same in the next step.
     """
 
     def __init__(self, cut: programs_lib.CutStep, frozen: Collection[int] = ()):
@@ -62,14 +62,14 @@ class Schedule:
           *args: the arguments, those of `cut.on_host` on the host or a disk.
           done: called after each program is sent.
           early: copies from the host that the run before has sent. They are taken, and replaced by those for the run that follows.
-          follows: what follows this run. On a disk, no copies are sent for another step.
+          follows: what follows this run.
         """
         stored, cut, early = jax.tree.leaves(args), self.cut, {} if early is None else early
         values: dict[int, Any] = {number: stored[number] for number in self._resident}
         values.update(self._on_device())
         running: collections.deque[jax.Array] = collections.deque()
         is_on_disk = any(kept.is_on_disk(stored[number]) for number in list(cut.on_host)[:1])
-        sent_for = self._sent_for[NOTHING if is_on_disk and follows == STEP else follows]
+        sent_for = self._sent_for[follows]
         if is_on_disk:
             kept.prefetch([[stored[n] for n in numbers] for numbers in self._in_order(early, sent_for)])
         values.update(early)
@@ -87,7 +87,8 @@ class Schedule:
         for index, program in enumerate(cut.programs):
             fetch(program.after, values)
             if index in sent_for:
-                early.update({n: values[n] for n in sent_for[index] if n in values})
+                if follows == STEP:  # no later program brings them once more
+                    early.update({n: values[n] for n in sent_for[index] if n in values})
                 fetch(sent_for[index], early)
             if is_on_disk:
                 reads = self._host_reads[index]
@@ -128,13 +129,13 @@ class Schedule:
         held = {n for n in self._resident if n in read}
         held.update(cut.integers, *cut.first)
         results, used = {number for number in cut.results if isinstance(number, int)}, []
-        early, both = 0, set[int]()  # bytes of copies for what follows, and values that stay for it
+        early, both = 0, set[int]()  # bytes of copies for what follows, and weights that stay for it
         for index, program in enumerate(cut.programs):
-            again = both.intersection((*program.after, *program.brings)) - held
             held.update(program.after)
             sent = set(self._sent_for[follows].get(index, ()))
-            early += sum(map(cut.nbytes, (sent - held) | again))
-            both = (both - again) | (sent & held)
+            stay = sent & held if follows == STEP else set()
+            early += sum(map(cut.nbytes, sent - stay))
+            both |= stay
             held.update((*program.brings, *program.writes))
             analysis = program.run.memory_analysis()
             used.append(sum(map(cut.nbytes, held | both)) + early + (analysis.temp_size_in_bytes if analysis else 0))
