@@ -24,7 +24,7 @@ def get_config():
     c.optimizer.clip_norm = 0.0
     c.optimizer.warmup_steps = 2
     c.offload.optimizer = c.offload.params = "host"
-    c.offload.params_fraction, c.offload.params_on_device = 0.36, "head|embed"
+    c.offload.params_fraction, c.offload.params_on_device = 0.3, "head|embed"
     c.offload.chunk_bytes = 128 << 20  # 8 in flight take 1 GiB
     c.evaluate.every = c.checkpoint.every = 0
     c.checkpoint.at_end = False  # 89 GB, and as much host memory again while it is written

@@ -238,9 +238,9 @@ class Passes:
         new = by_number(grads)
         grads.clear()
         if paths[0] in sums:
-            add = (
-                _added_up if is_last and self.in_16_bits else _added
-            )  # the last sum is float32, which bf16 has no room for
+            is_wider = is_last and self.in_16_bits  # the last sum is float32, which the memory of bf16 has no room for
+            has_room = all(grad.dtype == np.float32 for grad in new.values())
+            add = (_added_to_grads if has_room else _added_apart) if is_wider else _added
             new = add(by_number({path: sums.pop(path) for path in paths}), new, weight, seed, numbers)
         else:
             new = _begun(new, weight, seed, numbers)
@@ -317,8 +317,13 @@ def _added(sums: Any, grads: Any, weight: Any, seed: Any, numbers: Any) -> Any:
     return accumulate.added(sums, grads, weight, seed, numbers)
 
 
+@functools.partial(jax.jit, donate_argnums=1)
+def _added_to_grads(sums: Any, grads: Any, weight: Any, seed: Any, numbers: Any) -> Any:
+    return accumulate.added(sums, grads, weight, seed, numbers)
+
+
 @jax.jit
-def _added_up(sums: Any, grads: Any, weight: Any, seed: Any, numbers: Any) -> Any:
+def _added_apart(sums: Any, grads: Any, weight: Any, seed: Any, numbers: Any) -> Any:
     return accumulate.added(sums, grads, weight, seed, numbers)
 
 
