@@ -148,6 +148,8 @@ def open_adapter(path: str | os.PathLike, family: family_lib.Family, model: Any,
                 f"{path / WEIGHTS}: tensor {name} is of an adapter of an embedding or of the output projection, which PEFT saves with the "
                 "model's own weight; leave both out of target_modules"
             )
+        elif model.tie_embeddings and _is_copy(module, family):
+            raise _trained_apart(path)
         else:
             raise UserError(
                 f"{path / WEIGHTS}: tensor {name} belongs to no {'linear module' if kind else 'weight'} of this model; choose the model "
@@ -168,10 +170,19 @@ def _check_tied(
 ) -> None:
     """Refuses an embedding that is trained in full apart from the output projection that repeats it."""
     if _tied(saved, family, model) and not raw.get(TYING):
-        raise UserError(
-            f"{path / CONFIG}: modules_to_save has the embedding of a model whose output projection repeats it, and {TYING} is not true, "
-            f"so PEFT trained a copy for one of the two; save it with {TYING}=True"
-        )
+        raise _trained_apart(path)
+
+
+def _is_copy(name: str, family: family_lib.Family) -> bool:
+    """Returns whether a tensor's name is that of a weight that repeats another one in models with tied embeddings."""
+    return any(re.fullmatch(pattern, name) for pattern in family.huggingface.copies({"tie_word_embeddings": True}))
+
+
+def _trained_apart(path: pathlib.Path) -> UserError:
+    return UserError(
+        f"{path / CONFIG}: modules_to_save has the embedding or the output projection of a model in which one repeats the other, and "
+        f"{TYING} is not true, so PEFT trained a copy for one of the two; train it with {TYING}=True"
+    )
 
 
 def _copies(
