@@ -11,7 +11,7 @@ States: fp32 (16-bit params, float32 masters and moments), 16bit (16-bit params 
 printed as it comes. The first step compiles. The second may still allocate host memory, which is slow where a machine grows its memory as
 it is used. So the rate is that of the median of the later ones. --whole_accum adds one step of more passes than the others, and the rate
 is then that of this step.
---plan h100 compiles the programs for that device and prints the planned memory; it needs no GPU. --limit_s ends the process in time.
+--plan h100 compiles the programs for that device and prints the plan; it needs no GPU. --limit_s ends the process in time.
 
 --cases compares steps that differ in the optimizer state alone, one after the other, and prints their times over that of "none". The
 peak of memory is that of the process so far, so "none" comes last:
@@ -239,22 +239,29 @@ def _peak(device: Any) -> str:
 
 
 def _planned(options: argparse.Namespace, family: Any, model: Any, device: Any, say: Any) -> str:
-    """Compiles a step for a device that need not be there. Returns the line of its memory."""
-    from zerojax.zero.offload import blockwise, budget
+    """Compiles a step for a device that need not be there. Returns its plan."""
+    import jax.numpy as jnp
+
+    from zerojax.plan import report, step_plan
+    from zerojax.zero.offload import budget
 
     model = dataclasses.replace(model, attention="cudnn")
-    partition = _partition(options, family, model, device)
-    train_step = _step(options, family, model, partition, options.whole_accum or options.accum)
+    partition, passes = _partition(options, family, model, device), options.whole_accum or options.accum
     say(f"pins {budget.pool_bytes(partition) / 1e9:.1f} GB")
-    batch = {"tokens": _tokens(options, model.vocab_size, options.whole_accum or options.accum)}
-    if not isinstance(train_step, blockwise.BlockwiseStep):
-        return "one program"
-    memory = train_step.memory(partition.abstract_state, batch)
-    say(f"{memory}")
-    from zerojax.plan import streams
-
-    at_once = streams.bytes_at_once(train_step)
-    return f"planned peak {(memory.passes + at_once) / 1e9:.2f} GB: passes {memory.passes / 1e9:.2f}, updates {at_once / 1e9:.2f}"
+    return report.text(
+        step_plan.plan_step(
+            _step(options, family, model, partition, passes),
+            partition.abstract_state,
+            {"tokens": _tokens(options, model.vocab_size, passes)},
+            mesh=partition.mesh,
+            target=options.plan,
+            placement=partition,
+            tokens=passes * options.micro_batch * options.seq_len,
+            compute_dtype=jnp.bfloat16,
+            passes=passes,
+            by_hand=True,
+        )
+    )
 
 
 def _partition(options: argparse.Namespace, family: Any, model: Any, device: Any) -> Any:

@@ -30,7 +30,10 @@ _SEARCH = flags.DEFINE_boolean("search", False, "Search for the fastest plan tha
 _MOST = flags.DEFINE_integer("most_compiles", 12, "Maximum number of plans that --search compiles.")
 
 _HOST_GBPS = flags.DEFINE_float(
-    "host_gbps", None, "GB/s to and from host memory, or a disk, at once; default: the target's.", 0.001
+    "host_gbps", None, "GB/s to host memory, and as many from it at once; default: the target's.", 0.001
+)
+_DISK_GBPS = flags.DEFINE_float(
+    "disk_gbps", None, 'GB/s of each host\'s disk, "both" of zerojax disk; default: 2, assumed.', 0.001
 )
 
 
@@ -61,9 +64,15 @@ def _prepare(config: config_lib.Config) -> None:
 
 
 def _plan(config: config_lib.Config) -> None:
-    rate = None if _HOST_GBPS.value is None else _HOST_GBPS.value * 1e9
+    if _DISK_GBPS.value is not None and "nvme" not in (config.offload.optimizer, config.offload.params):
+        raise UserError(
+            "--disk_gbps: nothing is offloaded to a disk; set offload.optimizer to 'nvme', or omit --disk_gbps"
+        )
+    if _HOST_GBPS.value is not None and (config.offload.optimizer, config.offload.params) == ("none", "none"):
+        raise UserError("--host_gbps: nothing is offloaded; set offload.optimizer to 'host', or omit --host_gbps")
+    host_rate, disk_rate = (None if flag.value is None else flag.value * 1e9 for flag in (_HOST_GBPS, _DISK_GBPS))
     try:
-        plan = plans.plan_config(config, _TARGET.value, _TOPOLOGY.value, host_rate=rate)
+        plan = plans.plan_config(config, _TARGET.value, _TOPOLOGY.value, host_rate=host_rate, disk_rate=disk_rate)
     except jax.errors.JaxRuntimeError as error:
         lack = step_plan.shortage(error)
         if lack is None:
@@ -94,8 +103,9 @@ def _search(config: config_lib.Config) -> None:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    if _HOST_GBPS.value is not None:
-        raise UserError("--host_gbps: --search does not use it; omit one of them")
+    for name in ("host_gbps", "disk_gbps"):
+        if flags.FLAGS[name].value is not None:
+            raise UserError(f"--{name}: --search does not use it; omit one of them")
     if _PICTURE.value:
         raise UserError("--picture: draws one plan, and --search makes many; omit one of them")
     outcomes = plans.search_config(config, _TARGET.value, _TOPOLOGY.value, most_compiles=_MOST.value, say=say)

@@ -7,7 +7,8 @@ It is the maximum because all four can run at the same time. Bytes moved are tho
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -16,7 +17,7 @@ from zerojax.hlo import flow as hlo_flow
 from zerojax.hlo import syntax
 from zerojax.plan import targets
 
-COMPUTE, MEMORY, COLLECTIVES, HOST = "compute", "memory", "collectives", "host link"
+COMPUTE, MEMORY, COLLECTIVES, HOST, DISK = "compute", "memory", "collectives", "host link", "disk"
 
 REACHED = 0.7  # of the matrix rate, by the layers' matmuls and attention of 8B on H200s (docs/benchmarks/gpu.md)
 
@@ -33,17 +34,17 @@ class Bound:
     """The least time of a step.
 
     Attributes:
-      seconds: by term: "compute", "memory", "collectives", and "host link" if bytes travel over it.
-      exposed: seconds in which the device waits for offloaded state, beside which nothing else runs.
+      seconds: by term: "compute", "memory", "collectives", and "host link" and "disk" if bytes travel over them.
+      offloaded: the least time of a step with offloaded state, whose copies run beside a part of it only (`times`); 0 without.
     """
 
     seconds: Mapping[str, float]
-    exposed: float = 0.0
+    offloaded: float = 0.0
 
     @property
     def step_seconds(self) -> float:
-        """Returns the least time of a step: its longest term, and what is exposed."""
-        return max(self.seconds.values()) + self.exposed
+        """Returns the least time of a step: its longest term, or that of its phases."""
+        return max(*self.seconds.values(), self.offloaded)
 
     @property
     def binds(self) -> str:
@@ -156,16 +157,30 @@ def _counted(flow: hlo_flow.Flow) -> list[hlo_flow.Call]:
 
 
 def memory_traffic(flow: hlo_flow.Flow) -> int:
-    """Returns the bytes that one device reads and writes in a step of the compiled program. A loop counts times its length.
+    """Returns the bytes that one device reads and writes in a step of the compiled program. A loop counts times its length."""
+    return sum(kernel.nbytes * kernel.times for kernel in kernels(flow))
+
+
+class Kernel(NamedTuple):
+    """An instruction that moves bytes of the device's memory: how many in one run, how often it runs, and where it is."""
+
+    nbytes: int
+    times: int
+    where: syntax.Computation
+    instruction: syntax.Instruction
+
+
+def kernels(flow: hlo_flow.Flow) -> Iterator[Kernel]:
+    """Yields the instructions of a program that move bytes.
 
     Each instruction reads its operands and writes its output once. If it reads a slice of an array, or updates a slice in place, only
     the slice counts. Caches make the true traffic smaller. Tiles that are read again make it larger.
     """
-    return sum(
-        call.times
-        * sum(_moved(flow.module, call.computation, instruction) for instruction in call.computation.instructions)
-        for call in _counted(flow)
-    )
+    for call in _counted(flow):
+        for instruction in call.computation.instructions:
+            nbytes = _moved(flow.module, call.computation, instruction)
+            if nbytes:
+                yield Kernel(nbytes, call.times, call.computation, instruction)
 
 
 def _moved(module: syntax.Module, where: syntax.Computation, instruction: syntax.Instruction) -> int:

@@ -3,12 +3,13 @@
 `SCHEMA` is their version. It increases by one when a field changes its meaning or is removed.
 """
 
+import dataclasses
 from typing import Any
 
 from zerojax.hlo import buffers
-from zerojax.plan import matmuls, step_plan, streams
+from zerojax.plan import matmuls, step_plan, targets
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def as_json(plan: step_plan.Plan) -> dict[str, Any]:
@@ -49,14 +50,16 @@ def as_json(plan: step_plan.Plan) -> dict[str, Any]:
             "binds": bound.binds,
             "step_seconds": bound.step_seconds,
             "tokens_per_second": bound.most_tokens_per_second(plan.tokens),
-            "exposed_seconds": bound.exposed,
         },
-        "stream": None if plan.stream is None else _stream(plan.stream),
+        "stream": None if plan.stream is None else _stream(plan),
         "compile_seconds": plan.compile_seconds,
     }
 
 
-def _stream(stream: streams.Stream) -> dict[str, Any]:
+def _stream(plan: step_plan.Plan) -> dict[str, Any]:
+    stream, target, found = plan.stream, plan.target, plan.expected
+    assert stream is not None
+    link = target.host_duplex or target.host_link
     return {
         "host_bytes": stream.nbytes,
         "is_on_disk": stream.is_on_disk,
@@ -66,9 +69,14 @@ def _stream(stream: streams.Stream) -> dict[str, Any]:
         "fetched_param_bytes": stream.by_block.fetched if stream.by_block else 0,
         "device_bytes_at_once": stream.at_once,
         "peak_bytes": stream.peak,
-        "bytes_per_second": stream.rate,
-        "seconds": stream.seconds,
-        "exposed_seconds": stream.exposed,
+        "bytes_per_second": None if link is None else link.value,
+        "disk_bytes_per_second": target.disk.value if stream.disk else None,
+        "disk_rate_is_assumed": target.disk.source == targets.ASSUMED if stream.disk else None,
+        "expected_seconds": None if found is None else found.seconds,
+        "link_seconds": None if found is None else found.link,
+        "disk_seconds": None if found is None else found.disk,
+        "exposed_seconds": None if found is None else found.exposed,
+        "phases": [] if found is None else [dataclasses.asdict(p) | {"exposed": p.exposed} for p in found.phases],
     }
 
 

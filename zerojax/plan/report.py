@@ -6,12 +6,12 @@ from rich.table import Table
 
 from zerojax import display
 from zerojax.hlo import buffers
-from zerojax.plan import matmuls, step_plan, streams
+from zerojax.plan import matmuls, step_plan, targets
 
 
 def text(plan: step_plan.Plan) -> str:
     """Returns the complete plan as plain text."""
-    tables = [memory_table(plan), leaves_table(plan), temporaries_table(plan), ledger_table(plan)]
+    tables = [memory_table(plan), leaves_table(plan), temporaries_table(plan), ledger_table(plan), times_table(plan)]
     shown = [display.as_text(table) for table in tables if table.row_count]
     return "\n\n".join([*shown, "\n".join(_lines(plan))])
 
@@ -105,7 +105,7 @@ def _lines(plan: step_plan.Plan) -> list[str]:
     if any(matmul.wants_fp8 for matmul in plan.ledger.matmuls):
         lines.append("matmuls: " + ", ".join(f"{count} in {kind}" for kind, count in counted.items()))
     if plan.stream is not None:
-        lines.append(_stream_line(plan.stream))
+        lines += _stream_lines(plan)
     lines += [
         f"departure from theory: {d.role}: {d.found:.3f} parameters instead of {d.expected:.3f}: {d.why} "
         f"({', '.join(d.weights[:2])}{f' and {len(d.weights) - 2} more' if len(d.weights) > 2 else ''})"
@@ -118,31 +118,55 @@ def _lines(plan: step_plan.Plan) -> list[str]:
     return lines
 
 
-def _stream_line(stream: streams.Stream) -> str:
+def _stream_lines(plan: step_plan.Plan) -> list[str]:
+    """Returns what a step with offloaded state moves, and how much of it hides beside its programs."""
+    stream, target, found = plan.stream, plan.target, plan.expected
+    assert stream is not None
     where = "are read from a disk and written back" if stream.is_on_disk else "arrive and leave"
     at_once = f"at most {display.human(stream.at_once)} on the device at once"
     line = f"offload: {display.human(stream.nbytes)} of optimizer state {where} in {stream.groups} groups, {at_once}"
     if stream.by_block is not None and stream.by_block.fetched:
         line += f", and {display.human(stream.by_block.fetched)} of params arrive block by block"
         line += " from a disk" if stream.params_on_disk else ""
-    if stream.rate is None or stream.seconds is None or stream.exposed is None:
-        if stream.disk:
-            return (
-                f"{line}; zerojax disk measures what each host's disk gives: pass a device's share of it as --host_gbps"
-            )
-        return f"{line}; the rate to host memory is unknown"
-    if stream.disk and stream.by_block is not None:
-        return (
-            f"{line}; the disk reads {display.human(stream.read)} and writes {display.human(stream.disk)}, in {stream.seconds:.3g} s at "
-            f"{stream.rate / 1e9:.3g} GB/s each way: no step is faster"
+    if found is None or target.host_link is None:
+        return [f"{line}; the rate to host memory is unknown"]
+    both = target.host_duplex or target.host_link
+    lines = [f"{line}; {both.value / 1e9:.3g} GB/s each way at once ({both.source})"]
+    if stream.disk:
+        line = f"disk: a step reads {display.human(stream.read)} and writes {display.human(stream.disk)}"
+        line += f" at {target.disk.value / 1e9:.3g} GB/s"
+        if target.disk.source == targets.ASSUMED:
+            line += ", which is ASSUMED: zerojax disk measures yours (both GB/s), for --disk_gbps"
+        lines.append(line)
+    rate = f", {plan.tokens / found.seconds / plan.devices:,.0f} tokens/s/device" if plan.tokens else ""
+    copies = found.link + found.disk
+    hidden = f"of {_ms(copies)} of copies {_ms(copies - found.exposed)} hide and {_ms(found.exposed)} are exposed"
+    return [*lines, f"a step should take about {_ms(found.seconds)}{rate} (an estimate, see docs/plan.md): {hidden}"]
+
+
+def times_table(plan: step_plan.Plan) -> Table:
+    """Returns a table of the estimated time of a step with offloaded state, by phase."""
+    found = plan.expected.phases if plan.expected else ()
+    has_disk = any(phase.disk for phase in found)
+    table = Table(title="Estimated time of a step: copies run beside the device's programs of their phase")
+    for column in ("phase", "runs", "device", "host link", *(["disk"] if has_disk else []), "takes", "exposed"):
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    for phase in found:
+        disk = [_ms(phase.disk)] if has_disk else []
+        table.add_row(
+            phase.name,
+            str(phase.runs),
+            _ms(phase.device),
+            _ms(phase.link),
+            *disk,
+            _ms(phase.seconds),
+            _ms(phase.exposed),
         )
-    if stream.is_early and not stream.exposed:
-        return f"{line}; {stream.seconds * 1e3:.0f} ms at {stream.rate / 1e9:.0f} GB/s each way, beside the passes"
-    hidden, beside = stream.seconds - stream.exposed, "passes" if stream.by_block else "gradients"
-    return (
-        f"{line}; {stream.seconds * 1e3:.0f} ms at {stream.rate / 1e9:.0f} GB/s each way, of which {hidden * 1e3:.0f} ms run beside "
-        f"{beside} and {stream.exposed * 1e3:.0f} ms are exposed"
-    )
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms"
 
 
 def _bytes(count: int | None) -> str:

@@ -17,7 +17,7 @@ from zerojax import mesh as mesh_lib
 from zerojax.hlo import buffer_roles
 from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import bound as bound_lib
-from zerojax.plan import departures, findings, ledger, streams, targets
+from zerojax.plan import departures, findings, ledger, streams, targets, times
 from zerojax.zero import memory, stages
 from zerojax.zero import placement as placement_lib
 from zerojax.zero.offload import kept
@@ -57,6 +57,7 @@ class Plan:
       compiled: the compiled step. It runs if the devices are real.
       stream: the stream of offloaded state; None if there is none. `buffers` and what is read from the program are then those of the
         program of the gradients. A step block by block has no such program, and its own are read in their order (`streams`).
+      expected: the estimated time of a step with offloaded state; None if there is none, or the target's rates are unknown.
     """
 
     target: targets.Target
@@ -74,6 +75,7 @@ class Plan:
     compile_seconds: float
     compiled: Any = dataclasses.field(repr=False)
     stream: streams.Stream | None = None
+    expected: times.Times | None = None
 
     @property
     def peak(self) -> int:
@@ -130,6 +132,7 @@ def plan_step(
     from_cache: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
     host_rate: float | None = None,
+    disk_rate: float | None = None,
 ) -> Plan:
     """Plans any jitted train step.
 
@@ -146,26 +149,39 @@ def plan_step(
       by_hand: whether explicit collectives sum the gradients, in float32 (`make_train_step`'s reduce_dtype).
       from_cache: see `buffers.compile_with_buffers`.
       compiler_options: XLA options, in addition to the step's own; programs of blocks that are compiled before do not have them.
-      host_rate: bytes/s to and from host memory, or a disk, at the same time; None for the target's.
+      host_rate: bytes/s to host memory, and as many from it at the same time; None for the target's.
+      disk_rate: bytes/s that each host's disk reads and writes at the same time, both together; None assumes `targets.Target.disk`.
 
     >>> plan = plan_step(train_step, partition.abstract_state, batch, mesh=mesh, target="h200", placement=partition)
     """
     known = targets.get(target)
     if host_rate is not None:
         known = dataclasses.replace(known, host_duplex=targets.Figure(host_rate, targets.GIVEN))
+    if disk_rate is not None:
+        known = dataclasses.replace(known, disk=targets.Figure(disk_rate, targets.GIVEN))
     known = known.beside(max(bound_lib.hosts(mesh, mesh.axis_names).values()))
     began = time.perf_counter()
     read = streams.read(train_step, state, args, from_cache=from_cache, compiler_options=compiler_options)
     held = read.buffers
-    stream = streams.of(train_step, held, known, state, args)
+    stream = streams.of(train_step, held, state, args)
     seconds = time.perf_counter() - began
     weights = placement.placements if placement else _weights(state)
     sent = ledger.ledger(read.module, mesh, weights)
     ways = math.prod(size for axis, size in mesh.shape.items() if axis != mesh_lib.MODEL)
-    bound, copies = _bound(known, mesh, read.operations, sent, stream)
+    activations = (0, 0) if stream and stream.by_block else bound_lib.host_traffic(sent.flow)
+    bound = bound_lib.least_step(
+        known,
+        mesh,
+        flops=read.operations,
+        traffic=bound_lib.memory_traffic(sent.flow),
+        received=_received(sent),
+        host=max(activations),
+    )
+    copies, expected = bound_lib.copies(known, bound, activations[0]), None
     if stream is not None and bound is not None:
-        stream = stream.beside(bound.seconds[bound_lib.COMPUTE], passes)
-        bound = dataclasses.replace(bound, exposed=stream.exposed or 0.0)
+        phases = times.phases(train_step, stream, sent.flow, bound.seconds, state, args[0], activations)
+        bound = times.bounded(bound, phases, known)
+        expected = times.of(phases, known, times.AS_REACHED)
     return Plan(
         target=known,
         devices=mesh.size,
@@ -188,6 +204,7 @@ def plan_step(
         compile_seconds=seconds,
         compiled=read.executable,
         stream=stream,
+        expected=expected,
     )
 
 
@@ -195,26 +212,6 @@ def _weights(state: Any) -> dict[str, Any]:
     """Returns the leaves of a state that are weights, by path."""
     role_of = stages.leaf_roles(state)
     return {path: leaf for path, leaf in tree.flatten(state) if role_of[path] == roles.PARAMS}
-
-
-def _bound(
-    target: targets.Target,
-    mesh: Mesh,
-    operations: Mapping[str, float],
-    sent: ledger.Ledger,
-    stream: streams.Stream | None,
-) -> tuple[bound_lib.Bound | None, bound_lib.Copies | None]:
-    """Returns the least time of a step, and its copies of activations to host memory; programs of blocks copy weights alone."""
-    to_host, from_host = (0, 0) if stream and stream.by_block else bound_lib.host_traffic(sent.flow)
-    bound = bound_lib.least_step(
-        target,
-        mesh,
-        flops=operations,
-        traffic=bound_lib.memory_traffic(sent.flow),
-        received=_received(sent),
-        host=max(to_host, from_host),
-    )
-    return bound, bound_lib.copies(target, bound, to_host)
 
 
 def _received(sent: ledger.Ledger) -> dict[tuple[str, ...], float]:

@@ -1,13 +1,14 @@
-"""Plans the stream of offloaded optimizer state through a device. This module counts its bytes, its device memory and its time.
+"""Plans the stream of offloaded optimizer state through a device. This module counts its bytes and its device memory; `times` its time.
 
 before the gradients    the first groups arrive, beside the program of the gradients: half of those in flight
 after them              the other groups arrive, are updated and leave, both directions at once
 in the next step        the last groups leave, beside its gradients
 
 In a step block by block each block's pass is a program of its own (`offload.blockwise`). Params in host memory arrive beside the programs
-before their use. All groups in flight may arrive before the last backward pass, and where no norm is waited for, the others arrive and are
-updated beside it. It takes two thirds of a pass. The plan of such a step is read from these programs, linked in their order
-(`hlo.linked`). Sums of gradients over passes, their norm, the metrics and the updates are programs of their own, and are not linked.
+before their use. Where params are on the device, all groups in flight may arrive before the last backward pass. Where no norm is waited
+for, the others arrive and are updated beside it. The plan of such a step is read from these programs, linked in their order (`hlo.linked`).
+Sums of gradients over passes, their norm, the metrics and the updates are programs of their own, and are not linked: `times` counts the
+traffic of sums and updates.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ import jax
 
 from zerojax.hlo import buffer_roles, linked, syntax
 from zerojax.hlo import buffers as buffers_lib
-from zerojax.plan import flops, targets
+from zerojax.plan import flops
 from zerojax.zero.offload import blockwise, passes, programs, streamed
 
 _SCOPES = {"backward": "transpose(jvp())/"}  # autodiff's name, which a gather inside of a nested function lacks
@@ -32,39 +33,28 @@ class Stream:
     """The stream of one step on one device.
 
     Attributes:
-      nbytes: bytes in host memory, or on a disk. As many arrive in each step, and leave.
+      nbytes: bytes of optimizer state in host memory, or on a disk. As many arrive in each step, and leave.
       groups: the number of groups.
-      before: device bytes of groups that arrive before the program of the gradients ends.
+      before: device bytes of groups that arrive before the program of the gradients ends, or the last backward pass begins.
+      in_flight: device bytes of the groups that may leave beside the next step.
       at_once: device bytes of the groups in flight, and of the temporaries of an update.
       peak: device bytes during the updates: the state that stays, the gradients and `at_once`.
-      rate: bytes/s in each direction while both are in use; None if unknown, as a disk's is where the user does not give it.
       is_on_disk: whether the bytes are on a disk.
       params_on_disk: whether params are.
       by_block: of a step block by block, whose peak is `peak`; None: the step is one program and its updates.
       is_early: whether the groups of a step block by block are updated beside the backward pass.
-      backward: seconds of the last backward pass beside which groups arrive and are updated, at the rate of the matrix units.
     """
 
     nbytes: int
     groups: int
     before: int
+    in_flight: int
     at_once: int
     peak: int
-    rate: float | None
     is_on_disk: bool = False
     params_on_disk: bool = False
     by_block: blockwise.Memory | None = None
     is_early: bool = False
-    backward: float = 0.0
-
-    def beside(self, compute: float, passes: int) -> "Stream":
-        """Returns the stream beside a step whose matmuls take `compute` seconds in all its passes."""
-        return dataclasses.replace(self, backward=compute * 2 / 3 / passes) if self.is_early else self
-
-    @property
-    def arriving(self) -> int:
-        """Returns the bytes that arrive in a step."""
-        return self.nbytes + (self.by_block.fetched if self.by_block else 0)
 
     @property
     def disk(self) -> int:
@@ -78,47 +68,30 @@ class Stream:
         params = self.by_block.fetched if self.by_block and self.params_on_disk else 0
         return params + (self.nbytes if self.is_on_disk else 0)
 
-    @property
-    def seconds(self) -> float | None:
-        """Returns the time of the copies, both directions at once; those of a disk, if it is used."""
-        return None if self.rate is None else (self.read or self.arriving) / self.rate
 
-    @property
-    def exposed(self) -> float | None:
-        """Returns the least part of `seconds` in which the device only waits for copies. The rest may run beside gradients."""
-        if self.rate is None:
-            return None
-        return max(0.0, max(0, self.nbytes - self.before) / self.rate - self.backward)
-
-
-def plan(
-    step: streamed.StreamedStep, gradients: buffers_lib.Buffers, target: targets.Target, state: Any, batch: Any
-) -> Stream:
+def plan(step: streamed.StreamedStep, gradients: buffers_lib.Buffers, state: Any, batch: Any) -> Stream:
     """Plans the stream of a step whose program of the gradients is compiled. Compiles the programs of the updates, and those of blocks.
 
     Args:
       step: traced before, so that the gradients' dtypes are known.
       gradients: the memory of the program of the gradients.
-      target: the device.
       state, batch: of the step, abstract.
     """
     by_block = step.memory(state, batch) if isinstance(step, blockwise.BlockwiseStep) else None
     groups, at_once = step.updates.groups, bytes_at_once(step)
     held = sum(argument.nbytes for argument in gradients.arguments if argument.space == "device") + gradients.outputs
     counts = [group.nbytes for group in groups]
-    rate, is_on_disk = target.host_duplex or target.host_link, step.updates.is_on_disk
-    params_on_disk = step.updates.params_on_disk
-    if (is_on_disk or params_on_disk) and rate is not None and rate.source != targets.GIVEN:
-        rate = None  # that of host memory says nothing of a disk
+    # Where params arrive from the host, a group is sent a few programs before its update (`blockwise.LEAD`).
+    ahead = 0 if by_block is not None and by_block.params else step.ahead
     return Stream(
         nbytes=sum(counts),
         groups=len(groups),
-        before=sum(counts[: step.ahead]),
+        before=sum(counts[:ahead]),
+        in_flight=sum(counts[: step.ahead]),
         at_once=at_once,
         peak=(by_block.passes if by_block else held) + at_once,
-        rate=None if rate is None else rate.value,
-        is_on_disk=is_on_disk,
-        params_on_disk=params_on_disk,
+        is_on_disk=step.updates.is_on_disk,
+        params_on_disk=step.updates.params_on_disk,
         by_block=by_block,
         is_early=isinstance(step, blockwise.BlockwiseStep) and step.is_early,
     )
@@ -139,11 +112,9 @@ def bytes_at_once(step: streamed.StreamedStep) -> int:
     )
 
 
-def of(
-    train_step: Any, gradients: buffers_lib.Buffers, target: targets.Target, state: Any, args: Sequence[Any]
-) -> Stream | None:
+def of(train_step: Any, gradients: buffers_lib.Buffers, state: Any, args: Sequence[Any]) -> Stream | None:
     """Returns the stream of a step that has one."""
-    return plan(train_step, gradients, target, state, *args) if isinstance(train_step, streamed.StreamedStep) else None
+    return plan(train_step, gradients, state, *args) if isinstance(train_step, streamed.StreamedStep) else None
 
 
 class Read(NamedTuple):

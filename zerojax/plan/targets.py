@@ -25,6 +25,7 @@ from zerojax.plan import gpu_configs
 
 MEASURED = "measured"
 GIVEN = "given"  # by the user
+ASSUMED = "assumed"
 NVIDIA = "published: NVIDIA data sheet, not measured"
 XLA = "published: XLA's description of the device, not measured"
 GOOGLE = "published: Cloud TPU documentation, not measured"
@@ -58,6 +59,7 @@ class Target:
       host_link: bytes/s to host memory.
       host_duplex: bytes/s to host memory and as many from it at the same time; None: those of `host_link`.
       host_memory: bytes/s to host memory from all devices of one host together; None: what their links carry.
+      disk: bytes/s of a host's disk, read and written at the same time, both together; for offload to a disk.
       is_pool: whether `memory` is the amount that JAX may allocate, not all of the device's memory.
     """
 
@@ -72,6 +74,7 @@ class Target:
     host_link: Figure | None = None
     host_duplex: Figure | None = None
     host_memory: Figure | None = None
+    disk: Figure = Figure(2e9, ASSUMED)
     is_pool: bool = False
 
     @property
@@ -82,15 +85,18 @@ class Target:
         return int(self.memory.value if self.is_pool else self.memory.value * USABLE)
 
     def beside(self, devices: int) -> "Target":
-        """Returns the target with the rates to host memory that each has when so many devices of one host copy at once."""
+        """Returns the target with the rates to host memory and a disk that each has when so many devices of one host copy at once."""
+        disk = dataclasses.replace(self.disk, value=self.disk.value / devices)
         if self.host_memory is None:
-            return self
+            return dataclasses.replace(self, disk=disk)
         share = dataclasses.replace(self.host_memory, value=self.host_memory.value / devices)
 
         def least(link: Figure | None) -> Figure | None:
             return share if link and share.value < link.value and link.source != GIVEN else link
 
-        return dataclasses.replace(self, host_link=least(self.host_link), host_duplex=least(self.host_duplex))
+        return dataclasses.replace(
+            self, disk=disk, host_link=least(self.host_link), host_duplex=least(self.host_duplex)
+        )
 
 
 def _rates(source: str, **rates: float) -> dict[str, Figure]:
@@ -127,7 +133,8 @@ TARGETS: dict[str, Target] = {
         matrix_rates=_rates(NVIDIA, bf16=989.4e12, fp8=1978.9e12, fp32=494.7e12),
         link=Figure(450e9, NVIDIA),
         network=_INFINIBAND_400,
-        host_link=Figure(64e9, NVIDIA),
+        host_link=Figure(54e9, MEASURED + " on an H200, over the same PCIe 5.0 x16"),
+        host_duplex=Figure(43e9, MEASURED),
     ),
     "a100": Target(
         name="a100",

@@ -30,6 +30,7 @@ def plan_config(
     *,
     compiler_options: Mapping[str, Any] | None = None,
     host_rate: float | None = None,
+    disk_rate: float | None = None,
 ) -> step_plan.Plan:
     """Plans the trainer's step under a config. The target devices need not be present.
 
@@ -37,7 +38,7 @@ def plan_config(
       UserError: the config, the target or the topology is invalid, or an extra is not installed.
     """
     program = program_lib.build(config, devices=targets.devices(target, topology))
-    return plan_program(program, target, compiler_options=compiler_options, host_rate=host_rate)
+    return plan_program(program, target, compiler_options=compiler_options, host_rate=host_rate, disk_rate=disk_rate)
 
 
 def partitions(
@@ -55,6 +56,7 @@ def plan_program(
     from_cache: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
     host_rate: float | None = None,
+    disk_rate: float | None = None,
 ) -> step_plan.Plan:
     """Plans a built program on its own mesh; see `step_plan.plan_step`. Errors name config keys."""
     config, sizes = program.config, program.sizes
@@ -73,6 +75,7 @@ def plan_program(
             from_cache=from_cache,
             compiler_options=compiler_options,
             host_rate=host_rate,
+            disk_rate=disk_rate,
         )
 
 

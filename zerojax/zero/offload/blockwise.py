@@ -220,7 +220,7 @@ class BlockwiseStep(streamed.StreamedStep):
         one_pass = self.one_pass(state, batch)
         self.updates.set_grad_dtypes(dict.fromkeys(self.updates.weights, jnp.float32))
         cut, on_host = one_pass.schedule.cut, one_pass.weights
-        reads = [number for program in cut.programs for number in program.reads if number in on_host]
+        copies = [*cut.first, *((*program.after, *program.brings) for program in cut.programs)]
         num_passes = self.passes.count
         follows = (schedule.STEP,) if num_passes == 1 else (schedule.PASS, schedule.STEP)
         grads = sum(cut.nbytes(number) for number in one_pass.grads)
@@ -230,7 +230,7 @@ class BlockwiseStep(streamed.StreamedStep):
         if self.passes.in_16_bits and not waits:
             waiting //= 2  # those that wait for the norm are float32
         return Memory(
-            fetched=num_passes * sum(map(cut.nbytes, reads)),
+            fetched=num_passes * sum(cut.nbytes(number) for numbers in copies for number in numbers),
             passes=max(one_pass.schedule.peak(takes_results=True, follows=what) for what in follows)
             + waiting
             + self.updates.resident_bytes,

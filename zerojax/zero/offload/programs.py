@@ -36,7 +36,7 @@ class StepProgram:
     """One program of a step.
 
     Attributes:
-      name: "forward", "backward" or "loss" of a block, or "between".
+      part: its operations in the trace.
       reads: the numbers of the values that it takes.
       writes: the numbers of the values that it returns.
       brings: the numbers of the arguments in host memory that it takes too, and returns on the device.
@@ -44,12 +44,17 @@ class StepProgram:
       run: f(*values, *arguments in host memory) -> list of values, compiled.
     """
 
-    name: str
+    part: parts_lib.StepPart
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     brings: tuple[int, ...]
     after: tuple[int, ...]
     run: jax.stages.Compiled
+
+    @property
+    def name(self) -> str:
+        """Returns "forward" or "backward" of a block, or "between"."""
+        return self.part.name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,7 +140,7 @@ def cut(
         likes = zip(jax.tree.leaves(run_part.out_info), run_part.output_shardings)
         shaped = [jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding) for like, sharding in likes]
         values += shaped[: len(part.writes)]
-        programs.append(StepProgram(part.name, tuple(reads), tuple(writes), brings, after, run_part))
+        programs.append(StepProgram(part, tuple(reads), tuple(writes), brings, after, run_part))
     number_of |= {outer: number_of[var] for outer, var in zip(call.outvars, inner.outvars) if _is_var(var)}
     constants = {outer: var.val for outer, var in zip(call.outvars, inner.outvars) if not _is_var(var)}
     results = tuple(

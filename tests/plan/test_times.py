@@ -1,0 +1,78 @@
+"""Tests of zerojax.plan.times: phases against closed forms, and the traffic of sums against that of the programs that add them up."""
+
+import math
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.hlo import flow as hlo_flow
+from zerojax.hlo import syntax
+from zerojax.plan import bound, targets, times
+from zerojax.zero.offload import passes
+
+FAKE = targets.Target(
+    name="fake",
+    kind="gpu",
+    device_kind="fake",
+    memory_bandwidth=targets.Figure(100.0, "test"),
+    host_link=targets.Figure(10.0, "test"),
+    host_duplex=targets.Figure(5.0, "test"),
+    disk=targets.Figure(2.0, "test"),
+)
+PEAK, SERIAL = times.AT_PEAK, times.Pace(0.5, 0.5, 0.8, 0.25, is_serial=True)
+WORK = times.Work(compute=3.0, collectives=1.0, traffic=400.0, others=100.0, swept=40.0, kernels=4)
+
+
+def test_work_takes_its_longest_term_at_the_peak_and_all_of_them_as_reached():
+    assert WORK.seconds(100.0, PEAK) == 4.0
+    assert WORK.seconds(100.0, SERIAL) == 3.0 / 0.5 + 1.0 + (1.0 / 0.5 + 0.4 / 0.8) + 4 * 0.25
+    assert (WORK + WORK * 2).seconds(100.0, PEAK) == 12.0
+
+
+def test_copies_hide_beside_their_own_phase_alone():
+    phases = [times.Phase("a", 3, WORK, arriving=30.0), times.Phase("b", 1, WORK, arriving=20.0, leaving=50.0)]
+    found = times.of(phases, FAKE, PEAK)
+    # Alone at 10 bytes a second; 20 each way at 5, and the other 30 alone.
+    assert [phase.link for phase in found.phases] == [9.0, 7.0]
+    assert [phase.seconds for phase in found.phases] == [12.0, 7.0] and found.seconds == 19.0
+    assert [phase.exposed for phase in found.phases] == [0.0, 3.0] and found.exposed == 3.0
+
+
+def test_no_copy_begins_before_the_first_program_of_a_phase_and_a_disk_may_take_longest():
+    head = times.Work(compute=2.0)
+    assert times.of([times.Phase("a", 1, WORK, arriving=30.0, first=head)], FAKE, PEAK).seconds == 5.0
+    found = times.of([times.Phase("a", 1, WORK, arriving=30.0, read=4.0, written=8.0)], FAKE, PEAK)
+    assert (found.link, found.disk, found.seconds) == (3.0, 6.0, 6.0)
+
+
+def test_a_bound_has_the_traffic_of_all_phases_and_a_target_without_rates_no_times():
+    first = bound.Bound({"compute": 12.0, "memory": 1.0, "collectives": 0.0})
+    found = times.bounded(first, [times.Phase("a", 4, WORK, arriving=80.0, read=2.0)], FAKE)
+    assert found.seconds == {"compute": 12.0, "memory": 16.0, "collectives": 0.0, "host link": 32.0, "disk": 4.0}
+    assert found.binds == "host link" and found.step_seconds == 32.0
+    assert times.of([times.Phase("a", 1, WORK)], targets.get("cpu"), PEAK) is None
+
+
+def test_the_traffic_of_sums_is_that_of_the_programs_that_add_gradients_up():
+    count, grads = 4, {"0": jnp.ones((64, 96)), "1": jnp.ones((4096,))}
+    numbers = np.arange(2, dtype=np.uint32)
+
+    def traffic(program, *args):
+        compiled = program.lower(*args).compile()
+        return bound.memory_traffic(hlo_flow.flow(syntax.parse(compiled.as_text())))
+
+    begun = traffic(passes._begun, grads, None, None, numbers)
+    added = traffic(passes._added, grads, grads, None, None, numbers)
+    divided = traffic(passes._divided, grads, count)
+    nbytes = {n: leaf.nbytes for n, leaf in enumerate(jax.tree.leaves(grads))}
+    one_pass = types.SimpleNamespace(
+        schedule=types.SimpleNamespace(cut=types.SimpleNamespace(nbytes=nbytes.get)),
+        grads=dict.fromkeys(nbytes, "path"),
+    )
+    before, last = times._sums(one_pass, count, in_16_bits=False)
+    scalars = 64  # constants that the programs read
+    assert math.isclose(before.traffic, (begun + 2 * added) / 3, abs_tol=scalars)
+    assert math.isclose(last.traffic, added + divided, abs_tol=scalars)
+    assert times._sums(one_pass, 1, in_16_bits=False) == (times.Work(), times.Work())
