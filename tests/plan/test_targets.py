@@ -142,4 +142,6 @@ def test_devices_of_one_host_share_the_rate_to_its_memory_and_given_rates_stay()
         assert shared.host_link.value == shared.host_duplex.value == h200.host_memory.value / devices
     given = dataclasses.replace(h200, host_duplex=targets.Figure(43e9, targets.GIVEN))
     assert given.beside(8).host_duplex.value == 43e9
-    assert targets.get("h100").beside(8) == targets.get("h100")
+    h100 = targets.get("h100")
+    shared = dataclasses.replace(h100.disk, value=h100.disk.value / 8)
+    assert h100.beside(8) == dataclasses.replace(h100, disk=shared)

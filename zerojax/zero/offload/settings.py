@@ -121,7 +121,7 @@ def _checked(offload: Offload) -> Offload:
         if getattr(offload, name) != getattr(Offload(), name):
             raise UserError(
                 f"offload.{name}: is {getattr(offload, name)!r} and cannot take effect, since nothing is offloaded that reads it; "
-                f"set offload.optimizer to {NVME if 'nvme' in name else HOST!r}, or omit it"
+                f"set offload.{'params' if name.startswith('params') else 'optimizer'} to {NVME if 'nvme' in name else HOST!r}, or omit it"
             )
     if offload.params != NONE and offload.by_block == OFF:
         raise UserError("offload.by_block: is 'off', and offloaded params are fetched block by block; omit it")
