@@ -161,7 +161,7 @@ def memory_traffic(flow: hlo_flow.Flow) -> int:
     return sum(kernel.nbytes * kernel.times for kernel in kernels(flow))
 
 
-class Kernel(NamedTuple):
+class KernelBytes(NamedTuple):
     """An instruction that moves bytes of the device's memory: how many in one run, how often it runs, and where it is."""
 
     nbytes: int
@@ -170,7 +170,7 @@ class Kernel(NamedTuple):
     instruction: syntax.Instruction
 
 
-def kernels(flow: hlo_flow.Flow) -> Iterator[Kernel]:
+def kernels(flow: hlo_flow.Flow) -> Iterator[KernelBytes]:
     """Yields the instructions of a program that move bytes.
 
     Each instruction reads its operands and writes its output once. If it reads a slice of an array, or updates a slice in place, only
@@ -180,7 +180,7 @@ def kernels(flow: hlo_flow.Flow) -> Iterator[Kernel]:
         for instruction in call.computation.instructions:
             nbytes = _moved(flow.module, call.computation, instruction)
             if nbytes:
-                yield Kernel(nbytes, call.times, call.computation, instruction)
+                yield KernelBytes(nbytes, call.times, call.computation, instruction)
 
 
 def _moved(module: syntax.Module, where: syntax.Computation, instruction: syntax.Instruction) -> int:

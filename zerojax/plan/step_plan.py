@@ -17,7 +17,8 @@ from zerojax import mesh as mesh_lib
 from zerojax.hlo import buffer_roles
 from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import bound as bound_lib
-from zerojax.plan import departures, findings, ledger, streams, targets, times
+from zerojax.plan import departures, findings, ledger, targets
+from zerojax.plan.offload import streams, times
 from zerojax.zero import memory, stages
 from zerojax.zero import placement as placement_lib
 from zerojax.zero.offload import kept
@@ -154,12 +155,7 @@ def plan_step(
 
     >>> plan = plan_step(train_step, partition.abstract_state, batch, mesh=mesh, target="h200", placement=partition)
     """
-    known = targets.get(target)
-    if host_rate is not None:
-        known = dataclasses.replace(known, host_duplex=targets.Figure(host_rate, targets.GIVEN))
-    if disk_rate is not None:
-        known = dataclasses.replace(known, disk=targets.Figure(disk_rate, targets.GIVEN))
-    known = known.beside(max(bound_lib.hosts(mesh, mesh.axis_names).values()))
+    known = _target(target, mesh, host_rate, disk_rate)
     began = time.perf_counter()
     read = streams.read(train_step, state, args, from_cache=from_cache, compiler_options=compiler_options)
     held = read.buffers
@@ -168,20 +164,12 @@ def plan_step(
     weights = placement.placements if placement else _weights(state)
     sent = ledger.ledger(read.module, mesh, weights)
     ways = math.prod(size for axis, size in mesh.shape.items() if axis != mesh_lib.MODEL)
+    # Programs of blocks copy weights alone.
     activations = (0, 0) if stream and stream.by_block else bound_lib.host_traffic(sent.flow)
-    bound = bound_lib.least_step(
-        known,
-        mesh,
-        flops=read.operations,
-        traffic=bound_lib.memory_traffic(sent.flow),
-        received=_received(sent),
-        host=max(activations),
-    )
-    copies, expected = bound_lib.copies(known, bound, activations[0]), None
+    bound, expected = _bound(known, mesh, read.operations, sent, max(activations)), None
     if stream is not None and bound is not None:
         phases = times.phases(train_step, stream, sent.flow, bound.seconds, state, args[0], activations)
-        bound = times.bounded(bound, phases, known)
-        expected = times.of(phases, known, times.AS_REACHED)
+        bound, expected = times.bounded(bound, phases, known), times.of(phases, known, times.AS_REACHED)
     return Plan(
         target=known,
         devices=mesh.size,
@@ -196,7 +184,7 @@ def plan_step(
             planned=placement.abstract_state if placement else state,
             compute_dtype=compute_dtype,
             passes=passes,
-            copies=copies,
+            copies=bound_lib.copies(known, bound, activations[0]),
         ),
         departures=departures.departures(sent, passes=passes),
         theory=ledger.theory(sent.weights, ways, passes),
@@ -208,10 +196,34 @@ def plan_step(
     )
 
 
+def _target(name: str, mesh: Mesh, host_rate: float | None, disk_rate: float | None) -> targets.Target:
+    """Returns the target with the given rates, of which the devices of a host have a share."""
+    known = targets.get(name)
+    if host_rate is not None:
+        known = dataclasses.replace(known, host_duplex=targets.Figure(host_rate, targets.GIVEN))
+    if disk_rate is not None:
+        known = dataclasses.replace(known, disk=targets.Figure(disk_rate, targets.GIVEN))
+    return known.beside(max(bound_lib.hosts(mesh, mesh.axis_names).values()))
+
+
 def _weights(state: Any) -> dict[str, Any]:
     """Returns the leaves of a state that are weights, by path."""
     role_of = stages.leaf_roles(state)
     return {path: leaf for path, leaf in tree.flatten(state) if role_of[path] == roles.PARAMS}
+
+
+def _bound(
+    target: targets.Target, mesh: Mesh, operations: Mapping[str, float], sent: ledger.Ledger, host: int
+) -> bound_lib.Bound | None:
+    """Returns the least time of the step's programs; `host` are the bytes of activations to host memory, or from there."""
+    return bound_lib.least_step(
+        target,
+        mesh,
+        flops=operations,
+        traffic=bound_lib.memory_traffic(sent.flow),
+        received=_received(sent),
+        host=host,
+    )
 
 
 def _received(sent: ledger.Ledger) -> dict[tuple[str, ...], float]:

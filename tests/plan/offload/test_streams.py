@@ -1,4 +1,4 @@
-"""Tests of zerojax.plan.streams: each offloaded leaf stays on the host, and a bounded part of it is on the device, on compiled GPUs."""
+"""Tests of zerojax.plan.offload.streams: each offloaded leaf stays on the host, and a bounded part is on the device, on compiled GPUs."""
 
 import dataclasses
 import math
@@ -13,7 +13,8 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax.hlo import parameters
-from zerojax.plan import report, step_plan, streams, targets, times
+from zerojax.plan import report, step_plan, targets
+from zerojax.plan.offload import streams, times
 
 CHUNK, IN_FLIGHT = 20_000, 4
 

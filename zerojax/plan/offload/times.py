@@ -17,7 +17,8 @@ from typing import Any
 from zerojax.hlo import buffers, syntax
 from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import bound as bound_lib
-from zerojax.plan import flops, matmuls, streams, targets
+from zerojax.plan import flops, matmuls, targets
+from zerojax.plan.offload import streams
 from zerojax.zero.offload import blockwise, passes, streamed
 
 
@@ -81,7 +82,7 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase:
+class StepPhase:
     """A part of a step, and what is copied beside it.
 
     Attributes:
@@ -151,7 +152,7 @@ class Times:
         return sum(phase.disk for phase in self.phases)
 
 
-def of(phases: Iterable[Phase], target: targets.Target, pace: Pace) -> Times | None:
+def of(phases: Iterable[StepPhase], target: targets.Target, pace: Pace) -> Times | None:
     """Returns the time of a step's phases; None if the target's rates are unknown."""
     if target.memory_bandwidth is None or target.host_link is None:
         return None
@@ -169,7 +170,7 @@ def of(phases: Iterable[Phase], target: targets.Target, pace: Pace) -> Times | N
     return Times(tuple(found))
 
 
-def bounded(bound: bound_lib.Bound, phases: Sequence[Phase], target: targets.Target) -> bound_lib.Bound:
+def bounded(bound: bound_lib.Bound, phases: Sequence[StepPhase], target: targets.Target) -> bound_lib.Bound:
     """Returns a bound with all the programs' traffic, the copies over the host link and those of a disk."""
     least = of(phases, target, AT_PEAK)
     if least is None or target.memory_bandwidth is None:
@@ -188,7 +189,7 @@ def phases(
     state: Any,
     batch: Any,
     activations: tuple[int, int] = (0, 0),
-) -> list[Phase]:
+) -> list[StepPhase]:
     """Returns the phases of a step.
 
     Args:
@@ -208,8 +209,8 @@ def phases(
     sent, fetched = activations
     on_disk = stream.nbytes if stream.is_on_disk else 0
     return [
-        Phase("gradients", 1, work, ahead + fetched, ahead + sent, read),
-        Phase("updates", 1, updates, stream.nbytes - ahead, stream.nbytes - ahead, on_disk - read, on_disk),
+        StepPhase("gradients", 1, work, ahead + fetched, ahead + sent, read),
+        StepPhase("updates", 1, updates, stream.nbytes - ahead, stream.nbytes - ahead, on_disk - read, on_disk),
     ]
 
 
@@ -220,7 +221,7 @@ def _by_block(
     seconds: Mapping[str, float],
     updates: Work,
     one_pass: passes.PassPrograms,
-) -> list[Phase]:
+) -> list[StepPhase]:
     cut, count = one_pass.schedule.cut, step.passes.count
     row = _programs(one_pass, flow, seconds, count)
     turn = next((n for n, program in enumerate(cut.programs) if program.name == "backward"), len(row))
@@ -236,8 +237,8 @@ def _by_block(
     behind = min(leaving, stream.in_flight)
     of_params = 1 if stream.params_on_disk else 0
     found = [
-        Phase("forward passes", count, forward, to_forward + ahead, behind / count, of_params * to_forward + read),
-        Phase("backward passes", count - 1, backward + sums, to_backward, read=of_params * to_backward),
+        StepPhase("forward passes", count, forward, to_forward + ahead, behind / count, of_params * to_forward + read),
+        StepPhase("backward passes", count - 1, backward + sums, to_backward, read=of_params * to_backward),
     ]
     arriving, reading = stream.nbytes - stream.before, (stream.nbytes if stream.is_on_disk else 0) - read * count
     leaving -= behind
@@ -245,13 +246,13 @@ def _by_block(
         arriving, reading = arriving + to_backward, reading + of_params * to_backward
         head = row[turn] if turn < len(row) else Work()  # no gradient is final before its end
         work = backward + last_sums + updates
-        found.append(Phase("last backward pass, updates", 1, work, arriving, leaving, reading, stream.disk, head))
+        found.append(StepPhase("last backward pass, updates", 1, work, arriving, leaving, reading, stream.disk, head))
     else:
         again = step.updates.param_bytes(step.updates.groups)  # params are brought again
         arriving, reading = arriving + again, reading + of_params * again
         found += [
-            Phase("last backward pass", 1, backward + last_sums, to_backward, read=of_params * to_backward),
-            Phase("updates", 1, updates, arriving, leaving, reading, stream.disk),
+            StepPhase("last backward pass", 1, backward + last_sums, to_backward, read=of_params * to_backward),
+            StepPhase("updates", 1, updates, arriving, leaving, reading, stream.disk),
         ]
     return [phase for phase in found if phase.runs]
 
@@ -273,7 +274,7 @@ def _programs(
     ]
 
 
-def _work(module: syntax.Module, kernels: Iterable[bound_lib.Kernel]) -> dict[str, Work]:
+def _work(module: syntax.Module, kernels: Iterable[bound_lib.KernelBytes]) -> dict[str, Work]:
     """Returns the traffic of kernels by the label of their program (`linked`); "" without."""
     found: dict[str, Work] = {}
     for kernel in kernels:

@@ -1,4 +1,4 @@
-"""Tests of zerojax.plan.times: phases against closed forms, and the traffic of sums against that of the programs that add them up."""
+"""Tests of zerojax.plan.offload.times: phases against closed forms, and the traffic of sums against that of their programs."""
 
 import math
 import types
@@ -9,7 +9,8 @@ import numpy as np
 
 from zerojax.hlo import flow as hlo_flow
 from zerojax.hlo import syntax
-from zerojax.plan import bound, targets, times
+from zerojax.plan import bound, targets
+from zerojax.plan.offload import times
 from zerojax.zero.offload import passes
 
 FAKE = targets.Target(
@@ -32,7 +33,7 @@ def test_work_takes_its_longest_term_at_the_peak_and_all_of_them_as_reached():
 
 
 def test_copies_hide_beside_their_own_phase_alone():
-    phases = [times.Phase("a", 3, WORK, arriving=30.0), times.Phase("b", 1, WORK, arriving=20.0, leaving=50.0)]
+    phases = [times.StepPhase("a", 3, WORK, arriving=30.0), times.StepPhase("b", 1, WORK, arriving=20.0, leaving=50.0)]
     found = times.of(phases, FAKE, PEAK)
     # Alone at 10 bytes a second; 20 each way at 5, and the other 30 alone.
     assert [phase.link for phase in found.phases] == [9.0, 7.0]
@@ -42,17 +43,17 @@ def test_copies_hide_beside_their_own_phase_alone():
 
 def test_no_copy_begins_before_the_first_program_of_a_phase_and_a_disk_may_take_longest():
     head = times.Work(compute=2.0)
-    assert times.of([times.Phase("a", 1, WORK, arriving=30.0, first=head)], FAKE, PEAK).seconds == 5.0
-    found = times.of([times.Phase("a", 1, WORK, arriving=30.0, read=4.0, written=8.0)], FAKE, PEAK)
+    assert times.of([times.StepPhase("a", 1, WORK, arriving=30.0, first=head)], FAKE, PEAK).seconds == 5.0
+    found = times.of([times.StepPhase("a", 1, WORK, arriving=30.0, read=4.0, written=8.0)], FAKE, PEAK)
     assert (found.link, found.disk, found.seconds) == (3.0, 6.0, 6.0)
 
 
 def test_a_bound_has_the_traffic_of_all_phases_and_a_target_without_rates_no_times():
     first = bound.Bound({"compute": 12.0, "memory": 1.0, "collectives": 0.0})
-    found = times.bounded(first, [times.Phase("a", 4, WORK, arriving=80.0, read=2.0)], FAKE)
+    found = times.bounded(first, [times.StepPhase("a", 4, WORK, arriving=80.0, read=2.0)], FAKE)
     assert found.seconds == {"compute": 12.0, "memory": 16.0, "collectives": 0.0, "host link": 32.0, "disk": 4.0}
     assert found.binds == "host link" and found.step_seconds == 32.0
-    assert times.of([times.Phase("a", 1, WORK)], targets.get("cpu"), PEAK) is None
+    assert times.of([times.StepPhase("a", 1, WORK)], targets.get("cpu"), PEAK) is None
 
 
 def test_the_traffic_of_sums_is_that_of_the_programs_that_add_gradients_up():
