@@ -37,7 +37,7 @@ class Head(nn.Module):
 class Net(nn.Module):
     """Reads one weight in two blocks and outside of them, and an array in each block."""
 
-    layers: int = 3
+    layers: int = 2
     dropout: bool = False
 
     @nn.compact

@@ -108,7 +108,9 @@ def compile_plain(step, state, on: Mesh, donate: bool = True) -> str:
     batch = jax.ShapeDtypeStruct((EXAMPLES, WIDTH), jnp.bfloat16, sharding=NamedSharding(on, P(on.axis_names[0])))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     jitted = jax.jit(step, out_shardings=(shardings, None), donate_argnums=(0,) if donate else ())
-    return compile_gpu(jitted.lower(state, batch))
+    with runs.jax_settings(jax_traceback_in_locations_limit=10):  # rows name the line of the model, below flax
+        lowered = jitted.lower(state, batch)
+    return compile_gpu(lowered)
 
 
 def compile_gpu(lowered: jax.stages.Lowered) -> str:

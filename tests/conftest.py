@@ -4,6 +4,7 @@ Most tests spend most of their time compiling. Without LLVM's optimizations and 
 quarter of the time. Shardings do not change.
 """
 
+import gc
 import os
 
 import rough
@@ -16,6 +17,13 @@ import pytest
 import runs
 
 from zerojax.data import source
+
+
+def pytest_collection_finish():
+    """Lets Python's garbage collector start seldom and skip what is loaded. Each trace would start it a dozen times."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
 
 
 @pytest.fixture(scope="session")

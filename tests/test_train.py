@@ -327,7 +327,7 @@ def test_overrides_come_through_the_command_line_and_resume(commands, tmp_path):
 def test_a_bare_environment_trains_and_reports_emulated_devices(cache_dir, stdlib_dir, tmp_path):
     keep = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
     environ = {key: value for key, value in runs.environment(cache_dir).items() if key in keep or key[:3] == "JAX"}
-    settings = runs.flags(data__name="python_stdlib", data__dir=stdlib_dir, sample__length=4)
+    settings = runs.flags(data__name="python_stdlib", data__dir=stdlib_dir, steps=2)
     command = [sys.executable, "-m", "zerojax.train", *settings, f"--workdir={tmp_path}"]
     closed = ["sh", "-c", 'exec "$@" <&-', "sh", *command]  # no stdin, no HOME, a terminal that can do nothing
     result = subprocess.run(
@@ -335,7 +335,7 @@ def test_a_bare_environment_trains_and_reports_emulated_devices(cache_dir, stdli
     )
     assert (result.returncode, result.stderr) == (0, ""), result.stderr
     assert result.stdout.startswith("no accelerator found: emulating 8 CPU devices\n")
-    assert "a sample, from 'def '" in result.stdout and f"done: {tmp_path}" in result.stdout
+    assert f"done: {tmp_path}" in result.stdout
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from zerojax.ops import losses
 from zerojax.optim import master_weights
 from zerojax.zero import shard_state, stages, step, xla_options
 
-STEPS, ROWS, LENGTH = 30, 48, 17
+STEPS, ROWS, LENGTH = 30, 48, 9
 SAME_LOSS = 1e-5  # relative, over 30 steps in float32: the bar of the project
 ROUNDING = 2e-6  # the same float32 terms, summed in another order
 BF16 = (

@@ -19,7 +19,7 @@ from zerojax.optim import fused, master_weights
 from zerojax.zero import shard_state, stages, step
 from zerojax.zero.offload import blockwise, kept
 
-NET = Net(3)
+NET = Net(2)
 SCALE = jnp.linspace(0.5, 1.5, 16)[:, None]
 BOTH = {"optimizer": "host", "params": "host", "chunk_bytes": 600}
 DISK = {"optimizer": "nvme", "params": "nvme", "chunk_bytes": 600, "nvme_buffers": 2}

@@ -35,7 +35,7 @@ def resident():
     return state, metrics["loss"]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_twenty_steps_equal_those_without_offload_bit_for_bit(stage, resident, tmp_path):
     state, metrics, train_step, partition = offloads.trained(offloads.adam(), nvme(tmp_path), STEPS, stage=stage)
     assert partition.cuts and len(train_step.updates.groups) > 2 * train_step.in_flight

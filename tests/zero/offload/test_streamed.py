@@ -46,7 +46,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_fifty_steps_equal_those_without_offload_bit_for_bit(stage):
     resident, metrics, _, _ = offloads.trained(offloads.adam(), None, 50, stage=stage)
     offloaded, own_metrics, _, partition = offloads.trained(offloads.adam(), offloads.PIECES, 50, stage=stage)
