@@ -49,3 +49,17 @@ def test_a_setting_that_nothing_reads_is_told_with_the_reason(name):
 def test_defaults_are_never_told():
     config = runs.config(evaluate__batches=16, optimizer__name="lion", zero__stage=0)
     assert effects.unread(config) == []
+
+
+def test_a_setting_is_told_once_and_one_that_is_off_never():
+    lines = effects.unread(
+        runs.config(
+            data__name="short_reviews",
+            data__task="chat",
+            epochs=1.0,
+            evaluate__every=9,
+            data__eval_split="",
+            sample__length=0,
+        )
+    )
+    assert sum("evaluate.every" in line for line in lines) == 1 and not any("sample.length" in line for line in lines)

@@ -63,14 +63,16 @@ DEFAULTS: dict[str, Any] = {
     "metrics.resume_id": "",
 }
 
+OFF = {"sample.length": 0}  # values that ask for nothing
+
 
 def unread(config: Any) -> list[str]:
-    """Returns a line for each setting without effect that is not at its default."""
-    return [
-        f"config.{place}={ranges.lookup(config, place)!r} has no effect: {why}"
-        for place, why in _ignored(config)
-        if ranges.lookup(config, place) != DEFAULTS[place]
-    ]
+    """Returns a line for each setting without effect that is not at its default, with the first reason."""
+    reasons: dict[str, str] = {}
+    for place, why in _ignored(config):
+        if ranges.lookup(config, place) not in (DEFAULTS[place], OFF.get(place, DEFAULTS[place])):
+            reasons.setdefault(place, why)
+    return [f"config.{place}={ranges.lookup(config, place)!r} has no effect: {why}" for place, why in reasons.items()]
 
 
 def _of_task(config: Any) -> dict[str, tuple[str, ...]]:
