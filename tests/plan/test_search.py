@@ -82,6 +82,26 @@ def test_offload_is_tried_only_where_nothing_fits_without_and_the_stage_allows_i
     assert "without offload" in outcomes[-1].reason
 
 
+def test_params_are_offloaded_last_and_only_where_they_are_sharded():
+    grid = {"stage": (2, 3), "remat": ("full",), "micro_batch_size": (1,), "replica": (1,)}
+    grid |= {name: search.DEFAULT_GRID[name] for name in ("offload", "params")}
+    candidates = search.candidates_of(grid, ways=1, global_batch_size=1)
+    kinds = [(c.stage, c.offload, c.params) for c in candidates]
+    assert kinds == [(stage, o, "none") for stage in (2,) for o in ("none", "host")] + [
+        (3, "none", "none"),
+        (3, "host", "none"),
+        (3, "host", "host"),
+    ]
+
+    def build_by_kind(candidate):
+        held = 100 - 40 * candidate.offloaded
+        return held, lambda: types.SimpleNamespace(peak=held, bound=None, tokens=0)
+
+    best = search.search("h200", candidates, build_by_kind, memory=30)[0]
+    assert (best.candidate.params, best.reason) == ("host", "")
+    assert "with less offload" in search.search("h200", candidates, build_by_kind, memory=70)[-1].reason
+
+
 def test_an_optimizer_that_cannot_be_offloaded_loses_with_its_reason():
     def build_one(candidate):
         raise zerojax.UserError("offload.optimizer: no moment")

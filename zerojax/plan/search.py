@@ -22,12 +22,19 @@ DEFAULT_GRID: Mapping[str, Sequence[Any]] = {
     "remat": ("none", "dots", "full"),  # in order of the residuals kept, most first
     "micro_batch_size": (1, 2, 4, 8),
     "offload": ("none", "host"),  # of the optimizer; the second is tried if nothing fits without
+    "params": (
+        "none",
+        "host",
+    ),  # where params live; the second is tried if nothing fits with the optimizer alone on the host
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One choice of settings. All candidates have the same global batch, by gradient accumulation. `offload` is that of the optimizer."""
+    """One choice of settings. All candidates have the same global batch, by gradient accumulation.
+
+    `offload` says where the optimizer state lives, `params` where the params do.
+    """
 
     stage: int
     remat: str
@@ -35,6 +42,12 @@ class Candidate:
     grad_accum: int
     replica: int
     offload: str = "none"
+    params: str = "none"
+
+    @property
+    def offloaded(self) -> int:
+        """Returns how many parts of the state are offloaded."""
+        return (self.offload != "none") + (self.params != "none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,17 +116,20 @@ def candidates_of(grid: Mapping[str, Sequence[Any]], *, ways: int, global_batch_
     """Returns the grid's choices that keep the global batch.
 
     Args:
-      grid: choices by setting: those of DEFAULT_GRID, and "replica". Without "offload", nothing is offloaded.
+      grid: choices by setting: those of DEFAULT_GRID, and "replica". Without "offload" and "params", nothing is offloaded.
       ways: the number of devices that the batch is sharded over.
       global_batch_size: examples in one step, over all devices and passes.
     """
     found = []
-    for stage, remat, micro, replica, offload in itertools.product(
-        grid["stage"], grid["remat"], grid["micro_batch_size"], grid["replica"], grid.get("offload", ("none",))
+    of_optimizer, of_params = grid.get("offload", ("none",)), grid.get("params", ("none",))
+    for stage, remat, micro, replica, offload, params in itertools.product(
+        grid["stage"], grid["remat"], grid["micro_batch_size"], grid["replica"], of_optimizer, of_params
     ):
-        may_offload = offload == "none" or stages.STAGES[stage].opt_state
+        row = stages.STAGES[stage]
+        may_offload = (offload == "none" or row.opt_state) and (params == "none" or row.params)
+        may_offload &= offload != "none" or params == "none" or len(of_params) == 1  # the optimizer first
         if may_offload and ways % replica == 0 and global_batch_size % (micro * ways) == 0:
-            found.append(Candidate(stage, remat, micro, global_batch_size // (micro * ways), replica, offload))
+            found.append(Candidate(stage, remat, micro, global_batch_size // (micro * ways), replica, offload, params))
     return found
 
 
@@ -128,7 +144,7 @@ def _try(candidate: Candidate, build: Build, memory: float) -> Outcome:
     try:
         held, make_plan = build(candidate)
     except UserError as error:
-        if candidate.offload == "none":
+        if not candidate.offloaded:
             raise
         return Outcome(candidate, None, None, str(error))  # an optimizer that cannot be offloaded
     if held > memory:
@@ -157,33 +173,54 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         title="Plans, the fastest that fits first",
         caption="model.recompute applies only if remat is dots; model.offload does not apply if remat is none",
     )
-    for column in ("stage", "remat", "micro-batch", "accum", "replica", "offload", "peak", "most tokens/s", "why not"):
-        shown.add_column(column, justify="left" if column in ("remat", "offload", "why not") else "right")
+    for column in (
+        "stage",
+        "remat",
+        "micro-batch",
+        "accum",
+        "replica",
+        "offload",
+        "params",
+        "peak",
+        "most tokens/s",
+        "why not",
+    ):
+        shown.add_column(column, justify="left" if column in ("remat", "offload", "params", "why not") else "right")
     for outcome in outcomes:
         c = outcome.candidate
         rate = "" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}"
         peak = "" if outcome.peak is None else display.human(outcome.peak)
-        row = (c.stage, c.remat, c.micro_batch_size, c.grad_accum, c.replica, c.offload, peak, rate, outcome.reason)
+        row = (
+            c.stage,
+            c.remat,
+            c.micro_batch_size,
+            c.grad_accum,
+            c.replica,
+            c.offload,
+            c.params,
+            peak,
+            rate,
+            outcome.reason,
+        )
         shown.add_row(*map(str, row))
     return shown
 
 
-def _expected_cost(candidate: Candidate) -> tuple[bool, float, int, int, int]:
-    """Returns a sort key: without offload first, then fewest recomputed operations, fewest bytes sent, fewest passes, most replicas."""
+def _expected_cost(candidate: Candidate) -> tuple[int, float, int, int, int]:
+    """Returns a sort key: least offloaded first, then fewest recomputed operations, fewest bytes sent, fewest passes, most replicas."""
     recomputed = {"none": 0.0, "dots": 0.02, "full": 0.33}[candidate.remat]
     sent = 3 if stages.STAGES[candidate.stage].params else 2
-    is_offloaded = candidate.offload != "none"
-    return (is_offloaded, recomputed, sent * candidate.grad_accum, candidate.grad_accum, -candidate.replica)
+    return (candidate.offloaded, recomputed, sent * candidate.grad_accum, candidate.grad_accum, -candidate.replica)
 
 
 def _why_skipped(candidate: Candidate, outcomes: Sequence[Outcome], memory: float) -> str:
-    """Returns why a candidate need not be compiled: the same settings with a smaller micro-batch did not fit, or others fit without
-    offload. Otherwise returns "".
+    """Returns why a candidate need not be compiled: the same settings with a smaller micro-batch did not fit, or others fit with
+    less offloaded. Otherwise returns "".
     """
     for outcome in outcomes:
         tried = outcome.candidate
-        if not outcome.reason and candidate.offload != "none" == tried.offload:
-            return "not needed: a plan fits without offload"
+        if not outcome.reason and candidate.offloaded > tried.offloaded:
+            return f"not needed: a plan fits with{' less' if tried.offloaded else 'out'} offload"
         same = dataclasses.replace(tried, micro_batch_size=0, grad_accum=0) == dataclasses.replace(
             candidate, micro_batch_size=0, grad_accum=0
         )
@@ -212,4 +249,5 @@ def words(candidate: Candidate) -> str:
     """Returns a candidate's settings as text."""
     c = candidate
     offload = "" if c.offload == "none" else f", optimizer on the {c.offload}"
+    offload += "" if c.params == "none" else f", params on the {c.params}"
     return f"stage {c.stage}, remat {c.remat}, micro-batch {c.micro_batch_size} x {c.grad_accum}, replica {c.replica}{offload}"

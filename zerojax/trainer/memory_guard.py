@@ -131,7 +131,7 @@ def too_large(program: program_lib.Program, plan: step_plan.Plan | None) -> User
     else:
         way_out = (
             "use more devices, a shorter config.seq_len or a smaller model: "
-            "no change of stage, remat, micro-batch or offload.optimizer fits"
+            "no change of stage, remat, micro-batch or offload fits"
         )
     if processes.is_primary():
         print("\n".join(lines), flush=True)

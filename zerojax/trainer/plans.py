@@ -111,7 +111,7 @@ def search_config(
     return search.search(
         target,
         search.candidates_of(
-            grid or search.default_grid(devices) | {"offload": _offloads(config)},
+            grid or search.default_grid(devices) | _offloads(config),
             ways=ways,
             global_batch_size=config_lib.batch_sizes(config, ways).global_batch_size,
         ),
@@ -125,8 +125,8 @@ def search_config(
 def changes_that_fit(program: program_lib.Program, *, most_compiles: int) -> list[Change]:
     """Compiles leaner settings for this machine's devices and returns those that fit, with the fastest first.
 
-    Leaner settings have a higher stage, a remat policy that keeps fewer residuals, a smaller micro-batch, or the optimizer state in host
-    memory.
+    Leaner settings have a higher stage, a remat policy that keeps fewer residuals, a smaller micro-batch, or the optimizer state, and the
+    params, in host memory.
     """
     # The tokenizer may have set the size of the vocabulary.
     model = dataclasses.replace(program.config.model, vocab_size=program.model.vocab_size)
@@ -137,7 +137,7 @@ def changes_that_fit(program: program_lib.Program, *, most_compiles: int) -> lis
         "remat": _from(search.DEFAULT_GRID["remat"], config.model.remat),
         "micro_batch_size": tuple(size for size in (micro, micro // 2, micro // 4, 1) if size >= 1),
         "replica": (config.mesh.replica,),
-        "offload": _offloads(config),
+        **_offloads(config),
     }
     try:
         outcomes = search_config(config, "here", grid=grid, most_compiles=most_compiles)
@@ -169,13 +169,14 @@ def _applied(config: config_lib.Config, candidate: search.Candidate) -> config_l
             by_columns=config.model.by_columns if stages.STAGES[candidate.stage].params else "",
         ),
         mesh=dataclasses.replace(config.mesh, replica=candidate.replica, data=-1),
-        offload=dataclasses.replace(config.offload, optimizer=candidate.offload),
+        offload=dataclasses.replace(config.offload, optimizer=candidate.offload, params=candidate.params),
     )
 
 
-def _offloads(config: config_lib.Config) -> Sequence[str]:
-    """Returns the choices for the optimizer state: what the config offloads stays offloaded."""
-    return _from(search.DEFAULT_GRID["offload"], config.offload.optimizer)
+def _offloads(config: config_lib.Config) -> dict[str, Sequence[str]]:
+    """Returns the choices for the optimizer state and the params: what the config offloads stays offloaded, where it is."""
+    own = {"offload": config.offload.optimizer, "params": config.offload.params}
+    return {name: search.DEFAULT_GRID[name] if kind == "none" else (kind,) for name, kind in own.items()}
 
 
 def _flags(config: config_lib.Config, candidate: search.Candidate) -> str:
@@ -188,6 +189,7 @@ def _flags(config: config_lib.Config, candidate: search.Candidate) -> str:
             for name in ("remat", "recompute", "offload")
         },
         "offload.optimizer": (config.offload.optimizer, candidate.offload),
+        "offload.params": (config.offload.params, candidate.params),
         "micro_batch_size": (config.micro_batch_size, candidate.micro_batch_size),
         "grad_accum": (config.grad_accum, candidate.grad_accum),
     }
