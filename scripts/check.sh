@@ -9,6 +9,6 @@ step() { printf '\n== %s\n' "$*" && "$@"; }
 step ruff format --check .
 step ruff check .
 step mypy
-step python -m pytest -m "not slow"
+step python -m pytest -m "not slow and not long"
 step scripts/docs.sh
 echo "all checks passed"

@@ -12,12 +12,13 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
 import jax
 import programs
+import pytest
 import rough
 from absl import flags as absl_flags
 from jax.experimental.compilation_cache import compilation_cache
@@ -29,6 +30,7 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics, program, resume
 
 ROOT = pathlib.Path(__file__).parents[1]
+LONG = pytest.mark.long  # see pyproject.toml
 LIMIT = 240  # seconds; a command that takes longer hangs
 SMALL: Mapping[str, Any] = {
     "model.preset": "test",
@@ -75,6 +77,11 @@ sys.argv = ["zerojax.train", *request["arguments"]]
 exec(request["before"])
 train.main()
 """
+
+
+def cases(names: Iterable[str], *, long: Iterable[str] = ()) -> list[Any]:
+    """Returns names of cases for `pytest.mark.parametrize`; those of `long` are marked so."""
+    return [pytest.param(name, marks=LONG) if name in long else name for name in names]
 
 
 def config(**changes: Any) -> config_lib.Config:

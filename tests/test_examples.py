@@ -25,7 +25,7 @@ from zerojax.models import family as family_lib
 from zerojax.zero import memory
 
 FOLDER = pathlib.Path(__file__).parent.parent / "examples"
-STAGES, STEPS = (0, 1, 2, 3), 10
+STAGES, STEPS = (0, 1, 2, 3), 6
 # float32 sums in another order
 LOSS_TOLERANCE = 1e-5
 # 8 bits of mantissa, and gradients summed over 8 devices before they are widened

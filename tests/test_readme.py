@@ -77,7 +77,7 @@ def test_readme_shows_the_two_commands_and_ci_runs_the_second():
     assert commands[0].endswith(TRAIN)
     assert commands[1] == TEST
     *_, last = (ROOT / ".ci" / "run").read_text().strip().splitlines()
-    assert last.replace(" --quiet --disable-pip-version-check", "") == TEST
+    assert last.replace(" --quiet --disable-pip-version-check --no-compile", "") == TEST
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 

@@ -125,9 +125,9 @@ def test_thirty_losses_are_those_of_plain_optax_on_one_device(plain_losses, chan
     "changes",
     [
         {"precision": "bf16_sr", "zero__stage": 3},
-        {"precision": "bf16_sr", "optimizer__moments": "bf16", "zero__stage": 1},
+        pytest.param({"precision": "bf16_sr", "optimizer__moments": "bf16", "zero__stage": 1}, marks=runs.LONG),
         {"precision": "bf16", "optimizer__moments": "int8", "zero__stage": 2},
-        {"precision": "fp16", "zero__stage": 3},
+        pytest.param({"precision": "fp16", "zero__stage": 3}, marks=runs.LONG),  # as in test_fp16_runs
     ],
     ids=str,
 )
@@ -163,7 +163,7 @@ ODD = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", runs.cases(ODD, long=("seven devices", "one token, one device")))
 def test_odd_shapes_train_evaluate_sample_and_export(tmp_path, name):
     settings = {"steps": 2, "optimizer__warmup_steps": 0, "sample__length": 2, "export__format": "huggingface"}
     runs.run(tmp_path, **settings, **runs.EVALUATED, **ODD[name])

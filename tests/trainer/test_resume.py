@@ -23,7 +23,7 @@ from zerojax.trainer.card import document
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order by another stage or number of devices
 HALF_PRECISION = 2e-2  # relative: eight bits of bfloat16, over a few steps
-KILLS, KILLS_ON_DISK = 6, int(os.environ.get("ZEROJAX_TEST_KILLS_ON_DISK", 2))
+KILLS, KILLS_ON_DISK = 4, int(os.environ.get("ZEROJAX_TEST_KILLS_ON_DISK", 2))
 KILLED = {**runs.EVALUATED, "steps": 20, "checkpoint__every": 1, "evaluate__every": 4}
 SLOW = """
 import time
@@ -127,7 +127,7 @@ def test_a_run_killed_at_any_moment_gives_the_numbers_of_one_that_was_not(comman
         killed_while_saving += is_saving(tmp_path)
         command.kill(signal.SIGKILL)
         command.wait()
-    assert killed_while_saving >= KILLS // 5, "few kills fell into a save; widen the window"
+    assert killed_while_saving, "few kills fell into a save; widen the window"
     command = commands(*arguments, f"--workdir={tmp_path}")
     assert command.status == 0 and said(command.err) == "", command.err
     assert recorded(tmp_path) == numbers

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from flax.training.train_state import TrainState
 
 from zerojax import mesh as mesh_lib
@@ -128,7 +129,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", runs.cases(CASES, long=("stage 3, no blocks, full", "stage 1, by the compiler")))
 def test_thirty_losses_are_those_of_plain_optax(name):
     found, norms, state = run(**CASES[name])
     expected, expected_norms = truth()

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from block_nets import Net, X
 from flax.training.train_state import TrainState
 
@@ -128,7 +129,9 @@ MASTER = master_weights.with_master_weights(optax.adamw(1e-2))
         ({"clip_norm": 0.5, "accum": 2}, [DISK, STATES]),
         ({"loss_fn": loss_of, "accum": 2}, [BOTH, {**STATES, "in_flight": 2}]),
         ({"trainable": "narrow|head", "clip_norm": 0.5}, [BOTH]),
-        ({"dtype": jnp.bfloat16, "tx": MASTER}, [{**BOTH, "fraction": 0.5, "params_fraction": 0.5}]),
+        pytest.param(
+            {"dtype": jnp.bfloat16, "tx": MASTER}, [{**BOTH, "fraction": 0.5, "params_fraction": 0.5}], marks=runs.LONG
+        ),
         ({"dtype": jnp.bfloat16, "tx": fused.fused_adamw(1e-2, moments="bf16", stochastic_rounding=True)}, [BOTH]),
         ({"scaler": zerojax.DynamicLossScale(init_scale=2.0**10, window=2), "clip_norm": 0.5}, [BOTH]),
         ({"stage": 1, "dtype": jnp.bfloat16, "tx": MASTER, "donate": False, "steps": 2}, [STATES]),

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import offloads
 import pytest
+import runs
 
 import zerojax
 from zerojax.checkpoint import in_file, logical
@@ -35,7 +36,7 @@ def resident():
     return state, metrics["loss"]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=runs.LONG), 3])
 def test_twenty_steps_equal_those_without_offload_bit_for_bit(stage, resident, tmp_path):
     state, metrics, train_step, partition = offloads.trained(offloads.adam(), nvme(tmp_path), STEPS, stage=stage)
     assert partition.cuts and len(train_step.updates.groups) > 2 * train_step.in_flight
