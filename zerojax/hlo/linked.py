@@ -16,6 +16,7 @@ from zerojax.hlo import parameters, syntax
 _CALLS = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_LABEL = re.compile(r"\blinked_from=(\w+)")
 _PASS, _UNTIL = "pass", "until"
 
 
@@ -119,8 +120,14 @@ class _Linked(syntax.Module):
         return self.reused
 
     def source(self, instruction: syntax.Instruction, skip: re.Pattern = syntax.LIBRARIES) -> str:
-        found = re.search(r"\blinked_from=(\w+)", instruction.attributes)
-        return self.owners[found[1]].module.source(instruction, skip) if found else ""
+        label = label_of(instruction)
+        return self.owners[label].module.source(instruction, skip) if label else ""
+
+
+def label_of(instruction: syntax.Instruction) -> str:
+    """Returns the label of the program in a row that an instruction is of ("p0", "p1", ...); "" if it is of none."""
+    found = _LABEL.search(instruction.attributes)
+    return found[1] if found else ""
 
 
 def _instructions(program: LinkedProgram, label: str, values: dict[int, str]) -> list[syntax.Instruction]:

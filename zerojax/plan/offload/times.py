@@ -10,11 +10,10 @@ the other, at the share of the rates that steps reached. It knows neither waits 
 """
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from zerojax.hlo import buffers, syntax
+from zerojax.hlo import buffers, linked, syntax
 from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import bound as bound_lib
 from zerojax.plan import flops, matmuls, targets
@@ -278,11 +277,10 @@ def _work(module: syntax.Module, kernels: Iterable[bound_lib.KernelBytes]) -> di
     """Returns the traffic of kernels by the label of their program (`linked`); "" without."""
     found: dict[str, Work] = {}
     for kernel in kernels:
-        label = re.search(r"\blinked_from=(\w+)", kernel.instruction.attributes)
         nbytes = kernel.nbytes * kernel.times
         is_bound = matmuls.uses_matrix_units(module, kernel.where, kernel.instruction)
         own = Work(traffic=nbytes, others=0 if is_bound else nbytes, kernels=kernel.times)
-        name = label[1] if label else ""
+        name = linked.label_of(kernel.instruction)
         found[name] = found.get(name, Work()) + own
     return found
 

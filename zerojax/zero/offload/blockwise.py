@@ -132,8 +132,7 @@ class BlockwiseStep(streamed.StreamedStep):
         self._squares = jax.jit(lambda grads, state: update_lib.squares(grads, 1.0 / scale(state)))
         partition = updates.rest.partition
         # `finish` leaves frozen weights as they are, and those that groups update are frozen in this partition.
-        frozen = {path for path, own in partition.placements.items() if not own.trainable}
-        self._apart = frozen.union(partition.on_host, updates.weights)
+        self._apart = _frozen(partition).union(partition.on_host, updates.weights)
         self._finish, replicated = finish, NamedSharding(partition.mesh, P())
         self._one = jax.device_put(np.float32(1), replicated) if self._is_real(partition) else None
         self._form: _Form | None = None
@@ -550,6 +549,11 @@ def passes_of(
         compute_dtype,
         in_16_bits=in_16_bits,
         on_disk=params_lib.are_on_disk(partition),
-        frozen={path for path, own in partition.placements.items() if not own.trainable},
+        frozen=_frozen(partition),
         compiler_options=options,
     )
+
+
+def _frozen(partition: placement.Partition) -> set[str]:
+    """Returns the paths of the params that are not trained."""
+    return {path for path, own in partition.placements.items() if not own.trainable}

@@ -312,20 +312,10 @@ def _begun(grads: Any, weight: Any, seed: Any, numbers: Any) -> Any:
     return accumulate.added(sums, grads, weight, seed, numbers)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _added(sums: Any, grads: Any, weight: Any, seed: Any, numbers: Any) -> Any:
-    return accumulate.added(sums, grads, weight, seed, numbers)
-
-
-@functools.partial(jax.jit, donate_argnums=1)
-def _added_to_grads(sums: Any, grads: Any, weight: Any, seed: Any, numbers: Any) -> Any:
-    return accumulate.added(sums, grads, weight, seed, numbers)
-
-
-@jax.jit
-def _added_apart(sums: Any, grads: Any, weight: Any, seed: Any, numbers: Any) -> Any:
-    return accumulate.added(sums, grads, weight, seed, numbers)
-
+# The result takes the memory of the sums, that of the gradients, or its own.
+_added = jax.jit(accumulate.added, donate_argnums=0)
+_added_to_grads = jax.jit(accumulate.added, donate_argnums=1)
+_added_apart = jax.jit(accumulate.added)
 
 _seed = jax.jit(rounded.seed)
 
