@@ -20,7 +20,7 @@ def get_config():
     c.seq_len = 1024
     c.micro_batch_size, c.grad_accum, c.global_batch_size = 4, 128, 0
     c.precision = "bf16_sr"
-    c.optimizer.moments = c.accum_dtype = "bf16"
+    c.optimizer.moments = c.accum_dtype = c.reduce_dtype = "bf16"
     c.optimizer.clip_norm = 0.0
     c.optimizer.warmup_steps = 2
     c.offload.optimizer = c.offload.params = "host"

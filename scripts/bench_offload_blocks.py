@@ -60,6 +60,7 @@ parser.add_argument("--micro_batch", type=int, default=2)
 parser.add_argument("--accum", type=int, default=1)
 parser.add_argument("--whole_accum", type=int, default=0, help="passes of one more step at the end; 0: none")
 parser.add_argument("--sums", choices=("fp32", "bf16"), default="fp32", help="dtype in which passes add up")
+parser.add_argument("--reduce", choices=("fp32", "bf16"), default="fp32", help="dtype of the gradients of a pass")
 parser.add_argument("--remat", default="dots")
 parser.add_argument("--recompute", default="")
 parser.add_argument("--fp8", action="store_true", help="matmuls of blocks in fp8")
@@ -326,7 +327,7 @@ def _step(options: argparse.Namespace, family: Any, model: Any, partition: Any, 
         heads=family_lib.heads(family, model),
         remat=options.remat,
         recompute=options.recompute,
-        reduce_dtype=jnp.float32,
+        reduce_dtype=jnp.bfloat16 if options.reduce == "bf16" else jnp.float32,
         accum_dtype=jnp.bfloat16 if options.sums == "bf16" else None,
         fp8=zerojax.Fp8() if options.fp8 else None,
     )

@@ -62,8 +62,13 @@ def prepared_layout(passes: int, mesh: tuple[int, ...] = (1, 8)) -> inputs.Layou
     return inputs.Layout(mesh_lib.make_mesh(*mesh), passes, by_device=True)
 
 
-def parts(net: Net, mesh: tuple[int, ...] = (1, 8), stage: int = 3, passes: int = 1, **how: Any) -> tuple[Any, ...]:
-    """Returns one pass as a function of (params, batch, state, number), the same with nested blocks, and the arguments."""
+def parts(
+    net: Net, mesh: tuple[int, ...] = (1, 8), stage: int = 3, passes: int = 1, dtypes: Any = None, **how: Any
+) -> tuple[Any, ...]:
+    """Returns one pass as a function of (params, batch, state, number), the same with nested blocks, and the arguments.
+
+    `dtypes` are those of `explicit.one_pass`, `how` the rest of `where_used.How`.
+    """
     scale = jnp.linspace(0.5, 1.5, 16)[:, None]
     params = jax.eval_shape(net.init, {"params": jax.random.key(0), "dropout": jax.random.key(0)}, X, scale)["params"]
     keys = iter(jax.random.split(jax.random.key(2), 99))
@@ -78,7 +83,7 @@ def parts(net: Net, mesh: tuple[int, ...] = (1, 8), stage: int = 3, passes: int 
         where_used.How(r"block_\w+", **{"heads": "head"} | how),
         layout=prepared_layout(1, mesh),
         passes=passes,
-        **HOW,
+        **HOW | (dtypes or {}),
     )
     args = state.params, batch, state.replace(params=(), opt_state=()), jax.numpy.int32(0)
     return make(runner=overlap.Chain), make(runner=blocks.NestedBlocks), *args

@@ -92,12 +92,14 @@ def one_pass(
     compute_dtype: Any,
     layout: inputs.Layout,
     runner: Callable[..., Any],
+    grad_dtype: Any = jnp.float32,
 ) -> Callable[..., Any]:
     """Returns f(params, batch, state, number) -> ((loss, aux), grads) of one pass, for a caller that adds up passes itself.
 
     Its arguments are those of `value_and_grad`, and:
       layout: that of one pass.
       runner: makes what runs the blocks; takes the arguments of `overlap.Chain`.
+      grad_dtype: of the gradients of the weights of blocks; others are float32.
 
     `aux` has the state's fields, the metrics as `outputs.terms` of all devices, and the weight of the pass (`totals.objective`) if passes
     differ. `number` is int32[], the number of the pass.
@@ -106,7 +108,8 @@ def one_pass(
         raise UserError(
             "by_columns: cannot be used with params in host memory, which a step gathers block by block; omit one of them"
         )
-    of_device = _OfDevice(loss_fn, partition, how, gather.Reduction(reduce_dtype), compute_dtype, passes, runner)
+    marked = where_used.with_grad_dtype(partition, how.blocks, grad_dtype)
+    of_device = _OfDevice(loss_fn, marked, how, gather.Reduction(reduce_dtype), compute_dtype, passes, runner)
 
     def on_device(program: Program, own_keys: Any, params: Any, batch: Any, state: Any, number: Any) -> Any:
         run = jax.value_and_grad(of_device.of_sinks(program, own_keys, params), has_aux=True)

@@ -87,7 +87,7 @@ class ShardAndSink:
 
     Attributes:
       stored: the shard, as in `Placement.stored`.
-      sink: zeros, float32, of the gradient's shape on this device (`sink`). The loss is differentiated with respect to the sink, because a
+      sink: zeros of the gradient's shape and dtype on this device (`sink`). The loss is differentiated with respect to the sink, because a
         gradient and its weight differ in shape where only one of them is sharded. A frozen weight has none: `optax.MaskedNode()`.
     """
 
@@ -96,11 +96,11 @@ class ShardAndSink:
 
 
 def sink(placement: Placement, reduction: Reduction) -> Any:
-    """Returns zeros of the shape of a weight's gradient on this device; see `ShardAndSink`."""
+    """Returns zeros of the shape and dtype of a weight's gradient on this device; see `ShardAndSink`."""
     if not placement.trainable:
         return optax.MaskedNode()
     assert placement.shape is not None
-    return jnp.zeros(local_shape(placement.shape, reduction.target(placement)), jnp.float32)
+    return jnp.zeros(local_shape(placement.shape, reduction.target(placement)), placement.grad_dtype)
 
 
 def local_shape(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
@@ -168,16 +168,17 @@ def is_gathered(placement: Placement) -> bool:
 def reduce_pass(grad: jax.Array, placement: Placement, reduction: Reduction) -> jax.Array:
     """Returns a backward pass's gradient of a weight's sink, from its gradient of the gathered weight."""
     grad = _with_padding(grad, placement)
-    return grad.astype(jnp.float32) if reduction.waits(placement) else _sum(grad, placement, reduction.dtype)
+    grad = grad if reduction.waits(placement) else _sum(grad, placement, reduction.dtype)
+    return grad.astype(placement.grad_dtype)
 
 
 def reduce_rest(grad: jax.Array, placement: Placement, reduction: Reduction) -> jax.Array:
     """Sums over devices a gradient that the passes left unsummed."""
-    return _sum(grad, placement, reduction.dtype) if reduction.waits(placement) else grad
+    return _sum(grad, placement, reduction.dtype).astype(jnp.float32) if reduction.waits(placement) else grad
 
 
 def _sum(grad: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
-    """Returns the sum over devices in float32, sharded as `placement.update`."""
+    """Returns the sum over devices in `dtype`, sharded as `placement.update`; of what overwrites its weight, the largest, in float32."""
     if placement.overwritten:
         return jax.lax.pmax(grad.astype(jnp.float32), mesh_lib.BATCH_AXES)
     grad, dim, mesh = grad.astype(dtype), _data_dim(placement.update), placement.update.mesh
@@ -188,7 +189,7 @@ def _sum(grad: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
         if mesh.shape[mesh_lib.DATA] > 1:
             grad = _scatter(grad, dim, scatter_sizes(mesh))
     axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
-    return (jax.lax.psum(grad, axes) if axes else grad).astype(jnp.float32)
+    return jax.lax.psum(grad, axes) if axes else grad
 
 
 def scatter_sizes(mesh: Any) -> tuple[int, ...]:

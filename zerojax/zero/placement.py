@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import Mesh, NamedSharding
@@ -37,6 +38,7 @@ class Placement:
       overwritten: whether its gradient is its new value (`is_overwritten`).
       in_fp8: whether blocks gather it in fp8 (`fp8.gathered`).
       by_columns: whether each device uses some of its columns, and none gathers it (`ops.sharded_losses`).
+      grad_dtype: of the gradient that a backward pass returns where explicit collectives sum it.
     """
 
     stored: NamedSharding
@@ -50,6 +52,7 @@ class Placement:
     overwritten: bool = False
     in_fp8: bool = False
     by_columns: bool = False
+    grad_dtype: Any = jnp.float32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -336,6 +336,19 @@ def largest_block(placements: Mapping[str, placement.Placement], blocks: str) ->
     return max(sizes.values(), default=0)
 
 
+def with_grad_dtype(partition: placement.Partition, blocks: str, dtype: Any) -> placement.Partition:
+    """Returns a partition in which backward passes return the gradients of the weights of blocks in `dtype`.
+
+    Those of other weights stay float32: a table's adds up rows in float32, and an output layer's adds up chunks of tokens.
+    """
+    marked = {
+        path: dataclasses.replace(weight, grad_dtype=dtype)
+        for path, weight in partition.placements.items()
+        if not weight.overwritten and intercept.block_of(path, re.compile(blocks)) is not None
+    }
+    return dataclasses.replace(partition, placements={**partition.placements, **marked})
+
+
 def used_by_columns(partition: placement.Partition, pattern: str) -> placement.Partition:
     """Returns a partition in which devices use columns of the matrices of some modules, and none gathers them (`ops.columns`).
 

@@ -6,6 +6,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from zerojax.hlo import flow as hlo_flow
 from zerojax.hlo import syntax
@@ -56,24 +57,30 @@ def test_a_bound_has_the_traffic_of_all_phases_and_a_target_without_rates_no_tim
     assert times.of([times.StepPhase("a", 1, WORK)], targets.get("cpu"), PEAK) is None
 
 
-def test_the_traffic_of_sums_is_that_of_the_programs_that_add_gradients_up():
-    count, grads = 4, {"0": jnp.ones((64, 96)), "1": jnp.ones((4096,))}
-    numbers = np.arange(2, dtype=np.uint32)
+@pytest.mark.parametrize(
+    ("dtype", "in_16_bits"), [(jnp.float32, False), (jnp.float32, True), (jnp.bfloat16, True)], ids=str
+)
+def test_the_traffic_of_sums_is_that_of_the_programs_that_add_gradients_up(dtype, in_16_bits):
+    count, grads = 4, {"0": jnp.ones((64, 96), dtype), "1": jnp.ones((4096,), dtype)}
+    numbers, seed = np.arange(2, dtype=np.uint32), np.uint32(3) if in_16_bits else None
 
     def traffic(program, *args):
         compiled = program.lower(*args).compile()
         return bound.memory_traffic(hlo_flow.flow(syntax.parse(compiled.as_text())))
 
-    begun = traffic(passes._begun, grads, None, None, numbers)
-    added = traffic(passes._added, grads, grads, None, None, numbers)
-    divided = traffic(passes._divided, grads, count)
+    sums, total = (jax.eval_shape(passes._begun, grads, None, own, numbers) for own in (seed, None))
+    begun = traffic(passes._begun, grads, None, seed, numbers)
+    added = traffic(passes._added, sums, grads, None, seed, numbers)
+    last_added = traffic(passes._added_apart, sums, grads, None, None, numbers)
+    divided = traffic(passes._divided, total, count)
     nbytes = {n: leaf.nbytes for n, leaf in enumerate(jax.tree.leaves(grads))}
     one_pass = types.SimpleNamespace(
         schedule=types.SimpleNamespace(cut=types.SimpleNamespace(nbytes=nbytes.get)),
         grads=dict.fromkeys(nbytes, "path"),
+        elements={n: leaf.size for n, leaf in enumerate(jax.tree.leaves(grads))},
     )
-    before, last = times._sums(one_pass, count, in_16_bits=False)
-    scalars = 64  # constants that the programs read
+    before, last = times._sums(one_pass, count, in_16_bits=in_16_bits)
+    scalars = 128  # constants that the programs read
     assert math.isclose(before.traffic, (begun + 2 * added) / 3, abs_tol=scalars)
-    assert math.isclose(last.traffic, added + divided, abs_tol=scalars)
+    assert math.isclose(last.traffic, last_added + divided, abs_tol=scalars)
     assert times._sums(one_pass, 1, in_16_bits=False) == (times.Work(), times.Work())

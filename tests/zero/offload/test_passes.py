@@ -1,14 +1,21 @@
 """Checks that each gradient is handed over once, as soon as it is final. This module tests zerojax.zero.offload.passes."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from block_nets import Net, parts, prepared_layout
+from block_nets import Net, X, loss_of, parts, prepared_layout
+from flax.training.train_state import TrainState
 
+from zerojax import mesh as mesh_lib
 from zerojax import tree
-from zerojax.zero import accumulate
-from zerojax.zero.offload import passes
+from zerojax.zero import accumulate, stages, where_used
+from zerojax.zero.offload import blockwise, passes
+from zerojax.zero.sharded_batch import outputs
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -69,3 +76,52 @@ def test_sums_in_16_bits_are_rounded_in_all_passes_but_the_last():
         limit = 2.0**-7 * float(jnp.abs(grad).max()) * 2 + 1e-12
         np.testing.assert_allclose(rounded[path], grad, atol=limit, rtol=0, err_msg=path)
     assert differs
+
+
+def test_gradients_of_a_pass_in_bf16_add_up_to_the_bits_of_the_same_in_float32():
+    """A sum over devices in bf16 has the same bits in either dtype. Where terms of a weight that several blocks read meet, they are rounded
+    once more."""
+    found: dict[str, dict[str, jax.Array]] = {}
+    for dtype in ("float32", "bfloat16"):
+        dtypes = {"reduce_dtype": jnp.bfloat16, "grad_dtype": jnp.dtype(dtype)}
+        _, nested, params, batch, state, _ = parts(Net(1), passes=3, dtypes=dtypes)
+        state = state.replace(params=params)
+        together = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf, 3 * leaf]), batch)
+        steps, sums = passes.Passes(nested, (), prepared_layout(3), None, in_16_bits=True), found.setdefault(dtype, {})
+        steps(state, together, lambda index, final, weights, sums=sums: sums.update(final))
+        one_pass = steps.one_pass(state, together)
+        for number, path in one_pass.grads.items():
+            assert one_pass.schedule.cut.values[number].dtype == (dtype if "block_" in path else "float32"), path
+        assert one_pass.elements == {
+            path: math.prod(grad.sharding.shard_shape(grad.shape)) for path, grad in sums.items()
+        }
+    assert found["float32"].keys() == found["bfloat16"].keys()
+    for path, grad in found["float32"].items():
+        own = found["bfloat16"][path]
+        assert grad.dtype == own.dtype == jnp.float32
+        limit = 2.0**-6 * float(jnp.abs(grad).max()) if "block_shared" in path else 0
+        np.testing.assert_allclose(own, grad, rtol=0, atol=limit, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("reduce_dtype", "in_16_bits", "expected"),
+    [("bfloat16", True, "bfloat16"), ("bfloat16", False, "float32"), ("float32", True, "float32")],
+)
+def test_gradients_of_a_pass_are_in_bf16_where_both_of_their_sums_are(reduce_dtype, in_16_bits, expected):
+    net, mesh = Net(1), mesh_lib.make_mesh(1, 8)
+    params = jax.eval_shape(net.init, jax.random.key(0), X, X[:, :1])["params"]
+    state = jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=optax.adam(1e-3)), params)
+    part = stages.partition_state(state, mesh=mesh, stage=3, min_size=0)
+    steps = blockwise.passes_of(
+        outputs.with_aux(functools.partial(loss_of, net), lambda state: 1.0),
+        part,
+        where_used.How(r"block_\w+", heads="head"),
+        prepared_layout(2),
+        reduce_dtype=jnp.dtype(reduce_dtype),
+        compute_dtype=None,
+        in_16_bits=in_16_bits,
+    )
+    batch = {"x": jnp.stack([X, X]), "scale": jnp.ones((2, 16, 1))}
+    one_pass = steps.one_pass(part.abstract_state.replace(opt_state=()), batch)
+    found = {one_pass.schedule.cut.values[number].dtype for number, path in one_pass.grads.items() if "block_" in path}
+    assert found == {jnp.dtype(expected)}

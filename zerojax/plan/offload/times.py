@@ -293,17 +293,17 @@ def _sums(one_pass: passes.PassPrograms, count: int, in_16_bits: bool) -> tuple[
     """
     if count == 1:
         return Work(), Work()
-    grads = sum(map(one_pass.schedule.cut.nbytes, one_pass.grads))
-    sums, number = grads // 2 if in_16_bits else grads, len(one_pass.grads)
+    grads, elements = sum(map(one_pass.schedule.cut.nbytes, one_pass.grads)), sum(one_pass.elements.values())
+    sums, number = (2 if in_16_bits else 4) * elements, len(one_pass.grads)
     nbytes = grads + sums + sums * (count - 2) / (count - 1)
-    last = sums + 4 * grads
+    last = grads + sums + 3 * 4 * elements
     return Work(traffic=nbytes, swept=nbytes, kernels=number), Work(traffic=last, swept=last, kernels=2 * number)
 
 
 def _squares(step: blockwise.BlockwiseStep, one_pass: passes.PassPrograms) -> Work:
     """Returns the work to sum up the squares of the gradients of groups."""
-    apart = [number for number, path in one_pass.grads.items() if path in step.updates.weights]
-    nbytes = sum(map(one_pass.schedule.cut.nbytes, apart))
+    apart = [count for path, count in one_pass.elements.items() if path in step.updates.weights]
+    nbytes = 4 * sum(apart)
     return Work(traffic=nbytes, swept=nbytes, kernels=len(apart))
 
 

@@ -222,12 +222,10 @@ class BlockwiseStep(streamed.StreamedStep):
         copies = [*cut.first, *((*program.after, *program.brings) for program in cut.programs)]
         num_passes = self.passes.count
         follows = (schedule.STEP,) if num_passes == 1 else (schedule.PASS, schedule.STEP)
-        grads = sum(cut.nbytes(number) for number in one_pass.grads)
         # The gradients of the pass before, and those that wait for the norm, as they do in the first step with a late one.
         waits = not self.is_early or self._late_factor is not None
-        waiting = grads if num_passes > 1 or waits else 0
-        if self.passes.in_16_bits and not waits:
-            waiting //= 2  # those that wait for the norm are float32
+        itemsize = 2 if self.passes.in_16_bits and not waits else 4  # those that wait for the norm are float32
+        waiting = itemsize * sum(one_pass.elements.values()) if num_passes > 1 or waits else 0
         return Memory(
             fetched=num_passes * sum(cut.nbytes(number) for numbers in copies for number in numbers),
             passes=max(one_pass.schedule.peak(takes_results=True, follows=what) for what in follows)
@@ -532,6 +530,8 @@ def passes_of(
 
     `options` are XLA's, for each program.
     """
+    # A gradient that is summed over devices in bf16 and added to a sum in bf16 need not be float32 in between.
+    in_bf16 = in_16_bits and jnp.dtype(reduce_dtype) == jnp.bfloat16
     one_pass = explicit.one_pass(
         loss_fn,
         partition,
@@ -541,6 +541,7 @@ def passes_of(
         compute_dtype=compute_dtype,
         layout=dataclasses.replace(batch, passes=1),
         runner=blocks.NestedBlocks,
+        grad_dtype=jnp.bfloat16 if in_bf16 else jnp.float32,
     )
     return passes_lib.Passes(
         one_pass,

@@ -52,6 +52,12 @@ class PassPrograms:
         return {path: number for number, path in enumerate(sorted(self.grads.values()))}
 
     @functools.cached_property
+    def elements(self) -> dict[str, int]:
+        """Returns the elements of each gradient on one device, by path."""
+        cut = self.schedule.cut
+        return {path: cut.nbytes(n) // cut.values[n].dtype.itemsize for n, path in self.grads.items()}
+
+    @functools.cached_property
     def ready_at(self) -> dict[str, int]:
         """Returns the program after which each gradient is final, by path."""
         numbered = enumerate(self.schedule.cut.programs)
