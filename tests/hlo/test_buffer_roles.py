@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from zerojax.hlo import buffer_roles, buffers
-from zerojax.roles import ACTIVATION_GRADIENTS, GRADIENTS, MASTER, MOMENTS, PARAMS, REST
+from zerojax.roles import ACTIVATION_GRADIENTS, ACTIVATIONS, GRADIENTS, MASTER, MOMENTS, PARAMS, REST
 
 
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
@@ -50,7 +50,11 @@ ALIGNMENT = 0.01  # of the size: XLA rounds sizes up
 
 
 def plain_step(params, x, remat=False):
-    """A step as another project may write it: no scopes, no state, no mesh."""
+    """A step as another project may write it: no scopes, no state, no mesh.
+
+    It returns the largest of the new weights, not the weights: XLA may put an activation of the same size into memory that is
+    donated or returned, and then it is no temporary.
+    """
 
     def block(y, params):
         return y + jnp.tanh(y @ params["up"]) @ params["down"]
@@ -62,7 +66,7 @@ def plain_step(params, x, remat=False):
         return jnp.mean((y - x) ** 2)
 
     value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+    return jax.tree.map(lambda p, g: jnp.max(p - 0.1 * g), params, grads), value
 
 
 def most(examples, remat=False):
@@ -71,7 +75,7 @@ def most(examples, remat=False):
     block["down"] = jax.ShapeDtypeStruct((HIDDEN, WIDTH), jnp.float32)
     x = jax.ShapeDtypeStruct((examples, WIDTH), jnp.float32)
     step = functools.partial(plain_step, remat=remat)
-    lowered = jax.jit(step, donate_argnums=0).lower({"first": block, "second": block}, x)
+    lowered = jax.jit(step).lower({"first": block, "second": block}, x)
     return {role: max(column) for role, column in buffers.compile_with_buffers(lowered)[1].curve.by_role.items()}
 
 
@@ -80,4 +84,5 @@ def test_an_activation_with_a_weights_shape_is_no_gradient(remat):
     # With as many examples as the width, every activation, and its gradient, has some weight's shape.
     same, other = most(WIDTH, remat), most(WIDTH + 8, remat)
     assert same[GRADIENTS] == pytest.approx(other[GRADIENTS], rel=ALIGNMENT)
-    assert same[ACTIVATION_GRADIENTS] == pytest.approx(other[ACTIVATION_GRADIENTS] * WIDTH / (WIDTH + 8), rel=ALIGNMENT)
+    for role in (ACTIVATIONS, ACTIVATION_GRADIENTS):
+        assert same[role] == pytest.approx(other[role] * WIDTH / (WIDTH + 8), rel=ALIGNMENT)
