@@ -124,6 +124,15 @@ def read(text: str, state, on: Mesh) -> ledger.Ledger:
     return ledger.ledger(text, on, dict(tree.flatten(state.params)))
 
 
+@functools.cache  # the key differs for omitted arguments, so callers pass all
+def plain(stored: P, moments: P, donate: bool) -> tuple[train_state.TrainState, ledger.Ledger]:
+    """Returns the state planned for a plain step, of the moments' spec, and the step's ledger; its params have the spec `stored`."""
+    on = mesh()
+    planned = plain_state(on, moments)
+    state = planned.replace(params=plain_state(on, stored).params)
+    return planned, read(compile_plain(plain_step, state, on, donate), planned, on)
+
+
 def rules(found: ledger.Ledger, planned, **kwargs: Any) -> list[str]:
     """Returns the rules that a step breaks."""
     return [finding.rule for finding in findings.findings(found, planned=planned, **kwargs)]

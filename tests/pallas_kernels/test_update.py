@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jaxprs
 import numpy as np
 import pytest
+import runs
 
 from pallas_kernels import blockwise, rules, tiles, update
 
@@ -109,9 +110,9 @@ SHAPES = st.one_of(
 )
 
 
-@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
 @hypothesis.given(
-    st.lists(SHAPES, min_size=1, max_size=3),
+    st.lists(SHAPES, min_size=1, max_size=2),
     st.sampled_from(["adam", "lion"]),
     st.sampled_from(["float32", "bfloat16", "float16"]),
     st.sampled_from(["float32", "bfloat16"]),
@@ -129,7 +130,7 @@ def test_the_kernel_is_its_twin(shapes, name, grads, params, moments, stochastic
     assert_alike(found, expected)
 
 
-@pytest.mark.parametrize("size", [1, 2, 255, 256, 4095, 65537, 5_000_003])
+@pytest.mark.parametrize("size", [1, 2, 255, 256, 4095, 65537, 2_100_003])
 def test_any_number_of_elements(size):
     rule = rules.Rule("adam", copy_dtype=jnp.dtype("bfloat16"), skips=True)
     leaves = [make_leaf((size,), "bfloat16", seed=size)]
@@ -174,24 +175,11 @@ def test_leaves_that_a_kernel_cannot_take_take_the_twin():
     assert run("interpret", rules.Rule("adam"), [leaf, make_leaf((3,))])[0].param.shape == (0, 5)
 
 
-@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("moments", runs.cases(["float32", "bfloat16", "int8"], long=["bfloat16"]))
 def test_leaves_of_a_group_are_each_updated_as_alone(moments):
     """Whatever their sizes, and beside leaves that differ in dtype or decay, which are in groups of their own."""
     rule = rules.Rule("adam", stochastic=moments != "float32", skips=True, copy_dtype=jnp.dtype("bfloat16"))
-    shapes = [
-        (5, 256),
-        (1, 256),
-        (9, 256),
-        (3, 300),
-        (1,),
-        (2, 512),
-        (7, 11),
-        (2999,),
-        (4, 256),
-        (3, 1024),
-        (8, 512),
-        (3001,),
-    ]
+    shapes = [(5, 256), (1, 256), (1,), (3, 300), (7, 11), (3, 1024), (8, 512), (2999,), (3001,)]
     leaves = [
         make_leaf(shape, "bfloat16" if n % 4 == 3 else "float32", moments=moments, seed=n)
         for n, shape in enumerate(shapes)
@@ -222,7 +210,7 @@ def all_tiles(shape):
     return [tiles.flat(int(np.prod(shape)), 1024), tiles.in_blocks(shape, 1024), tiles.in_blocks(shape, 256)]
 
 
-@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
 @hypothesis.given(st.lists(st.integers(1, 1500), min_size=1, max_size=2).map(tuple))
 @hypothesis.example((1, 5000))
 @hypothesis.example((300,))
@@ -238,7 +226,7 @@ def test_tiles_cover_every_element_once_and_full_ones_have_no_other(shape):
         assert not spots or sorted(numbers) == list(range(int(np.prod(shape))))
 
 
-@hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=8, deadline=None, derandomize=True)
 @hypothesis.given(st.lists(st.integers(1, 3000), min_size=2, max_size=9))
 def test_every_program_of_a_group_finds_a_tile_of_its_own(sizes):
     cut = [tiles.flat(size, 512) for size in sizes]

@@ -1,7 +1,7 @@
 import flax.linen as nn
 import jax.numpy as jnp
 import pytest
-from compile_only import compile_plain, mesh, plain_state, plain_step, read, staged
+from compile_only import compile_plain, mesh, plain, plain_state, plain_step, read, staged
 from jax.sharding import PartitionSpec as P
 
 from zerojax.plan import departures, ledger
@@ -10,9 +10,7 @@ ROUNDING = 1e-6  # of the parameters: numbers of elements are integers
 
 
 def test_departures_add_up_to_the_difference_from_theory():
-    on = mesh()
-    state = plain_state(on)
-    found = read(compile_plain(plain_step, state, on), state, on)
+    _, found = plain(P("fsdp"), P("fsdp"), True)
     listed = departures.departures(found, tolerance=0)
     expected = ledger.theory(found.weights, found.ways)
     differs = sum(found.totals()[role]["params"] for role in expected) - sum(expected.values())
@@ -46,8 +44,5 @@ def test_replicated_gradients_with_sharded_moments_are_explained():
 
 
 def test_a_program_with_replicated_weights_is_explained():
-    on = mesh()
-    planned = plain_state(on)
-    actual = planned.replace(params=plain_state(on, split=P()).params)
-    found = read(compile_plain(plain_step, actual, on), planned, on)
+    _, found = plain(P(), P("fsdp"), True)
     assert any("the weight is replicated in the program" in d.why for d in departures.departures(found))

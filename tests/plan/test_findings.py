@@ -1,12 +1,13 @@
 """Most tests put one defect into a train step, compile it for GPUs, and check that the findings name it."""
 
 import functools
+import math
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from compile_only import compile_plain, mesh, plain_state, plain_step, read, rules, staged
+from compile_only import compile_plain, mesh, plain, plain_state, plain_step, read, rules, staged
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -32,14 +33,14 @@ def test_this_projects_own_steps_have_no_findings(stage):
     assert rules(found, partition.abstract_state) == []
 
 
-def test_findings_are_sorted_by_cost_and_have_a_remedy():
-    on = mesh()
-    state = plain_state(on)
-    found = read(compile_plain(plain_step, state, on, donate=False), state, on)
+def test_a_state_that_is_not_donated_is_found_and_findings_are_sorted_by_cost_and_have_a_remedy():
+    state, found = plain(P("fsdp"), P("fsdp"), False)
     listed = findings.findings(found, planned=state)
     assert [f.rule for f in listed] == [KEPT, NOT_DONATED]
     assert listed[0].nbytes >= listed[1].nbytes
     assert all(f.where and f.amount and f.remedy for f in listed)
+    shards = [leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(state)]
+    assert listed[1].nbytes == sum(shards)
 
 
 def test_rules_that_the_cpu_backend_cannot_satisfy_do_not_apply_to_it():
@@ -56,19 +57,24 @@ def test_rules_that_the_cpu_backend_cannot_satisfy_do_not_apply_to_it():
 
 
 def test_a_plain_data_parallel_step_has_no_findings():
-    on = mesh()
-    state = plain_state(on, split=P())
-    assert rules(read(compile_plain(plain_step, state, on), state, on), state) == []
+    state, found = plain(P(), P(), True)
+    assert rules(found, state) == []
 
 
-def test_a_constraint_that_replicates_weights_is_found_to_all_reduce_gradients_and_to_gather_float32():
+@functools.cache
+def replicated():
+    """Returns the state and the ledger of a plain step that replicates its weights by a constraint."""
     on = mesh()
     state = plain_state(on)
 
-    def replicated(params):
+    def whole(params):
         return jax.tree.map(lambda w: jax.lax.with_sharding_constraint(w, NamedSharding(on, P())), params)
 
-    found = read(compile_plain(functools.partial(plain_step, used=replicated), state, on), state, on)
+    return state, read(compile_plain(functools.partial(plain_step, used=whole), state, on), state, on)
+
+
+def test_a_constraint_that_replicates_weights_is_found_to_all_reduce_gradients_and_to_gather_float32():
+    state, found = replicated()
     assert set(rules(found, state)) == {ALL_REDUCED, FLOAT32, KEPT}
     worst = next(f for f in findings.findings(found, planned=state) if f.rule == ALL_REDUCED)
     assert "block_" in worst.where and "zerojax.where_used" in worst.remedy
@@ -76,20 +82,13 @@ def test_a_constraint_that_replicates_weights_is_found_to_all_reduce_gradients_a
 
 
 def test_the_compute_dtype_argument_overrides_the_programs_dtype():
-    on = mesh()
-    state = plain_state(on)
-
-    def whole(params):
-        return jax.tree.map(lambda w: jax.lax.with_sharding_constraint(w, NamedSharding(on, P())), params)
-
-    found = read(compile_plain(functools.partial(plain_step, used=whole), state, on), state, on)
+    state, found = replicated()
+    assert FLOAT32 in rules(found, state)
     assert FLOAT32 not in rules(found, state, compute_dtype=jnp.float32)
 
 
 def test_weights_kept_for_the_backward_pass_are_found_and_weights_gathered_again_are_not():
-    on = mesh()
-    state = plain_state(on)
-    kept = read(compile_plain(plain_step, state, on), state, on)
+    state, kept = plain(P("fsdp"), P("fsdp"), True)
     assert rules(kept, state) == [KEPT]
     assert "1.50 MiB" in findings.findings(kept, planned=state)[0].amount  # six kernels in bf16
     again, partition = staged(3)
@@ -132,20 +131,8 @@ def test_replicated_gradients_that_are_summed_in_every_pass_are_found():
     assert EVERY_PASS in rules(found, partition.abstract_state, passes=4)
 
 
-def test_a_state_that_is_not_donated_is_found():
-    on = mesh()
-    state = plain_state(on, split=P())
-    found = read(compile_plain(plain_step, state, on, donate=False), state, on)
-    assert rules(found, state) == [NOT_DONATED]
-    held = sum(leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(state))
-    assert findings.findings(found, planned=state)[0].nbytes == held
-
-
 def test_a_leaf_that_the_step_takes_replicated_is_found():
-    on = mesh()
-    planned = plain_state(on)
-    actual = planned.replace(params=plain_state(on, split=P()).params)
-    found = read(compile_plain(plain_step, actual, on), planned, on)
+    planned, found = plain(P(), P("fsdp"), True)
     assert LARGER_SHARDS in rules(found, planned)
     worst = next(f for f in findings.findings(found, planned=planned) if f.rule == LARGER_SHARDS)
     assert worst.nbytes == 6 * 256 * 512 * 4 * 7 // 8
@@ -178,9 +165,7 @@ def test_a_list_names_the_costliest_and_counts_the_rest():
 
 def test_copies_to_the_host_are_named_when_the_forward_pass_is_shorter():
     target = targets.get("h200")
-    on = mesh()
-    state = plain_state(on, split=P())
-    found = read(compile_plain(plain_step, state, on), state, on)
+    state, found = plain(P(), P(), True)
     step = bound.Bound({bound.COMPUTE: 0.9})  # 8B on eight devices; its forward pass takes some 0.43 s
     for devices, is_named in ((1, False), (4, False), (8, True)):
         copies = bound.copies(target.beside(devices), step, 28 * 470 * 10**6)

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compile_only import compile_plain, mesh, plain_state, plain_step, read, staged
+import runs
+from compile_only import plain, staged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -70,8 +71,10 @@ def test_weights_passed_as_arrays_are_gathered_over_data_and_stay_sharded_over_o
     assert (found.used, found.stored) == ((16, 16), (4, 16))
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", SENT)
+SIXTY_FOUR = [pytest.param(stage, 64, marks=() if stage == 3 else runs.LONG) for stage in SENT]
+
+
+@pytest.mark.parametrize(("stage", "count"), [*((stage, 8) for stage in SENT), *SIXTY_FOUR])
 def test_stages_send_the_papers_amounts_in_16_bits(stage, count):
     found, _ = staged(stage, count)
     totals = found.totals()
@@ -82,8 +85,7 @@ def test_stages_send_the_papers_amounts_in_16_bits(stage, count):
         assert sum(total[unit] for total in totals.values()) == pytest.approx(sum(paper.values()), rel=PAPER)
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "count"), [*((stage, 8) for stage in (1, 2, 3)), *SIXTY_FOUR[1:]])
 def test_stages_1_to_3_scatter_gradients_and_gather_in_16_bits(stage, count):
     found, partition = staged(stage, count)
     kernels = {path for path in partition.placements if path.endswith("kernel")}
@@ -96,8 +98,14 @@ def test_stages_1_to_3_scatter_gradients_and_gather_in_16_bits(stage, count):
         assert {path for row in gathered if row.role == role for path in row.weights} == kernels
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "count"),
+    [
+        (2, 8),
+        (3, 8),
+        *(pytest.param(stage, count, marks=runs.LONG) for stage, count in ((1, 8), (1, 64), (2, 64), (3, 64))),
+    ],
+)
 def test_gradients_summed_in_float32_take_twice_the_bytes_and_no_more_elements(stage, count):
     found, partition = staged(stage, count, reduce_dtype=jnp.float32)
     totals = found.totals()
@@ -136,9 +144,7 @@ def test_accumulation_multiplies_the_bytes_that_a_loop_sends():
 
 
 def test_a_plain_step_is_read_without_scopes():
-    on = mesh()
-    state = plain_state(on)
-    found = read(compile_plain(plain_step, state, on), state, on)
+    _, found = plain(P("fsdp"), P("fsdp"), True)
     totals, expected = found.totals(), ledger.theory(found.weights, found.ways)
     for role in (WEIGHTS_FORWARD, GRADIENTS):
         assert totals[role]["params"] == pytest.approx(expected[role], abs=ROUNDING)

@@ -1,8 +1,7 @@
 import json
 import os
-import subprocess
-import sys
 
+import programs
 import pytest
 import rough
 import runs
@@ -12,29 +11,9 @@ SMALL = [
     "--config.model.preset=test",
     "--config.model.num_layers=1",
     "--config.model.vocab_size=320",
+    "--config.seq_len=32",
+    "--config.global_batch_size=8",
 ]
-
-
-def run(*arguments, program=("-m", "zerojax.plan")):
-    command = [
-        sys.executable,
-        *program,
-        *SMALL,
-        "--config.seq_len=32",
-        "--config.global_batch_size=8",
-        *arguments,
-    ]
-    environ = {**os.environ, "XLA_FLAGS": rough.XLA_FLAGS}
-    return subprocess.run(command, capture_output=True, text=True, cwd=runs.ROOT, env=environ, timeout=runs.LIMIT)
-
-
-def test_the_command_prints_json_and_draws(tmp_path):
-    done = run("--target=cpu", "--topology=1x4", "--json", f"--picture={tmp_path}/plan.png")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["mesh"] == {"replica": 1, "data": 4, "model": 1}
-    assert (tmp_path / "plan.png").exists()
-
-
 NO_ROOM = """
 import jax
 from zerojax.plan import __main__ as command
@@ -46,26 +25,49 @@ def compile_step(*_, **__):
 plans.plan_config = compile_step
 command.main()
 """
+BAD = {
+    "target: must be one of": ["--target=h300"],
+    "topology": ["--target=cpu", "--topology=4by4"],
+    "--most_compiles: only --search uses it": ["--target=cpu", "--topology=1x4", "--most_compiles=3"],
+    "memory is unknown": ["--target=cpu", "--topology=1x8", "--search"],
+    "config.zero.stage": ["--target=cpu", "--topology=1x8", "--config.zero.stage=4"],
+}
 
 
-def test_a_step_that_the_compiler_refuses_for_its_memory_is_an_answer():
-    done = run("--target=cpu", "--topology=1x4", program=("-c", NO_ROOM))
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert "Bytes on each device: stage 3, data=4" in done.stdout
-    assert "does not fit on cpu: the compiler needs 594.90G of 95.74G of hbm; --search looks for" in done.stdout
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Returns how the commands ended: the first with its picture, the one without memory, and those of BAD, in their order."""
+    folder = tmp_path_factory.mktemp("commands")
+    (folder / "no_room.py").write_text(NO_ROOM)
+    picture = folder / "plan.png"
+    first = ["zerojax.plan", *SMALL, "--target=cpu", "--topology=1x4"]
+    commands = [
+        [*first, "--json", f"--picture={picture}"],
+        ["no_room", *first[1:]],
+        *(["zerojax.plan", *SMALL, *arguments] for arguments in BAD.values()),
+    ]
+    path = os.pathsep.join([str(runs.ROOT), str(folder)])
+    return picture, programs.modules(
+        commands, PYTHONPATH=path, XLA_FLAGS=rough.XLA_FLAGS, **rough.JAX, JAX_PLATFORMS="cpu"
+    )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--target=h300"], "target: must be one of"),
-        (["--target=cpu", "--topology=4by4"], "topology"),
-        (["--target=cpu", "--topology=1x4", "--most_compiles=3"], "--most_compiles: only --search uses it"),
-        (["--target=cpu", "--topology=1x8", "--search"], "memory is unknown"),
-        (["--target=cpu", "--topology=1x8", "--config.zero.stage=4"], "config.zero.stage"),
-    ],
-)
-def test_bad_input_ends_in_one_line_and_status_2(arguments, words):
-    done = run(*arguments)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert words in done.stderr
+def test_the_command_prints_json_and_draws(ended):
+    picture, (done, *_) = ended
+    assert done.status == 0, done.err
+    assert json.loads(done.out)["mesh"] == {"replica": 1, "data": 4, "model": 1}
+    assert picture.exists()
+
+
+def test_a_step_that_the_compiler_refuses_for_its_memory_is_an_answer(ended):
+    done = ended[1][1]
+    assert done.status == 0 and done.err == "", done.err
+    assert "Bytes on each device: stage 3, data=4" in done.out
+    assert "does not fit on cpu: the compiler needs 594.90G of 95.74G of hbm; --search looks for" in done.out
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_ends_in_one_line_and_status_2(words, ended):
+    done = ended[1][2 + list(BAD).index(words)]
+    assert done.status == 2 and done.err.count("\n") == 1, done.err
+    assert words in done.err

@@ -109,11 +109,11 @@ def test_a_custom_step_is_planned_without_a_partition():
 
 
 def test_stage_3_on_absent_gpus_gathers_in_16_bits_and_scatters_gradients():
-    config = runs.config(
-        zero__stage=3, precision="bf16", model__vocab_size=1024, model__attention="xla", model__num_layers=2
-    )
+    config = runs.config(zero__stage=3, precision="bf16", model__vocab_size=1024, model__attention="xla")
     with compile_only.optimized():
-        plan = plans.plan_program(program.build(config, devices=compile_only.gpus()), "h200")
+        plan = plans.plan_program(
+            program.build(config, devices=compile_only.gpus()), "h200", compiler_options=compile_only.FAST
+        )
     sent = {(row.role, row.kind, row.dtype) for row in plan.ledger.rows if row.weights}
     assert ("weights forward", "all-gather", "bf16") in sent and ("weights backward", "all-gather", "bf16") in sent
     assert all(dtype == "bf16" for role, kind, dtype in sent if kind == "all-gather")

@@ -116,7 +116,7 @@ def test_the_time_of_a_disk_counts_at_its_own_rate_and_an_assumed_rate_says_so(p
 @pytest.fixture(scope="module")
 def by_block():
     """Returns (plan, partition) of a step block by block on eight H200s, and the plan of one program with nothing offloaded."""
-    net, mesh = block_nets.Net(4, dropout=True), zerojax.make_mesh(devices=compile_only.devices())
+    net, mesh = block_nets.Net(2, dropout=True), zerojax.make_mesh(devices=compile_only.devices())
     x, scale = jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((16, 1), jnp.float32)
 
     def init(key):
@@ -155,7 +155,7 @@ def test_a_step_block_by_block_has_the_collectives_and_the_work_of_one_program(b
             row for row in rows if row[4] > 2
         )  # without scalars: the norm's and the metrics' are not in the passes
 
-    assert len(sent(plan)) > 40 and sent(plan) == sent(whole)
+    assert len(sent(plan)) > 25 and sent(plan) == sent(whole)
     assert plan.findings == whole.findings and plan.bound.seconds["compute"] == whole.bound.seconds["compute"]
     assert 0.95 < plan.bound.seconds["memory"] / whole.bound.seconds["memory"] < 1.05  # with the updates
     assert any("gather.py" in row.source for row in plan.ledger.rows)
@@ -165,7 +165,7 @@ def test_params_on_the_host_arrive_in_each_pass_and_are_no_part_of_the_devices_m
     plan, partition, _ = by_block
     on_host = [path for path in partition.on_host if path.startswith("params/")]
     nbytes = sum(4 * math.prod(partition.placements[path].shape) for path in on_host) // 8
-    assert len(on_host) == 2 * 5 + 1  # the kernels of the blocks, and that of the embedding
+    assert len(on_host) == 2 * 3 + 1  # the kernels of the blocks, and that of the embedding
     assert plan.stream.by_block.params == nbytes
     assert 2 * nbytes <= plan.stream.by_block.fetched <= 3 * nbytes  # one block is read twice
     assert plan.stream.is_early and plan.stream.by_block.waiting == 0 and plan.stream.before == 0

@@ -1,13 +1,11 @@
-"""Checks gathers in fp8: their bytes, their scales and their gradients. This module tests zerojax.zero.fp8.gathered."""
+"""Checks gathers in fp8: their scales and their gradients. This module tests zerojax.zero.fp8.gathered."""
 
-import fp8_programs
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax import roles
 from zerojax.ops import fp8
 from zerojax.zero import explicit
 from zerojax.zero.fp8 import gathered
@@ -64,15 +62,3 @@ def test_modules_find_their_weight_by_the_end_of_its_path():
         assert gathered.of_module("layer_0/up") is one and gathered.of_module("net/layer_0/big_up") is other
         assert gathered.of_module("er_0/up") is None
     assert gathered.of_module("layer_0/up") is None
-
-
-def test_on_gpus_the_weights_of_fp8_matmuls_are_sent_in_8_bits_and_their_scales_at_once():
-    found = fp8_programs.compiled()
-    gathers = [row for row in found.rows if row.kind == "all-gather"]
-    in_fp8 = {path for row in gathers if row.dtype == "f8e4m3fn" for path in row.weights}
-    assert in_fp8 == {path for path in found.weights if "layer_0" in path and path.endswith("kernel")}
-    for role in (roles.WEIGHTS_FORWARD, roles.WEIGHTS_BACKWARD):
-        sent = sum(row.nbytes for row in gathers if row.dtype == "f8e4m3fn" and row.role == role)
-        assert sent == sum(found.weights[path].size for path in in_fp8) // 2  # half of the bytes, from the other device
-    maxima = [row for row in found.rows if row.kind == "all-reduce" and "fp8_scales" in row.op_name]
-    assert [(row.dtype, row.dims) for row in maxima] == [("f32", (7,))]
