@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from unittest import mock
 
 import jax
@@ -42,90 +43,93 @@ def test_overflows_skip_steps_and_the_run_learns_by_the_steps_taken(overflowed):
     assert not {"overflow_leaf", "is_exhausted"} & lines[0].keys()
 
 
-def test_a_skipped_step_names_the_leaf_and_is_logged_for_any_log_every(tmp_path, capsys):
-    runs.run(tmp_path, **{**OVERFLOWING, "log_every": 5, "steps": 3})
-    told = [line for line in capsys.readouterr().out.splitlines() if ": skipped" in line]
-    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
-    assert first["step"] == 1 and first["not_finite"].keys() == {"grad_norm"}
-    assert told[0].startswith("step 1: skipped, the gradient of params/")
-    assert told[0].endswith(" is not finite at loss scale 1.67772e+07")
-
-
-@pytest.mark.parametrize("cut", [2, 9])  # among the overflows, and after them
+@pytest.mark.parametrize("cut", [2, pytest.param(9, marks=runs.LONG)])  # among the overflows, and after them
 def test_a_run_resumed_halfway_gives_the_numbers_and_scales_of_one_run(tmp_path, overflowed, cut):
     runs.run(tmp_path, **{**OVERFLOWING, "steps": cut})
     runs.run(tmp_path, **OVERFLOWING)
     assert runs.numbers(tmp_path, names=SCALED) == runs.numbers(overflowed, names=SCALED)
 
 
-def test_a_checkpoint_moves_into_and_out_of_float16(tmp_path, overflowed):
+@pytest.fixture(scope="module")
+def plain(cache_dir, tmp_path_factory):
+    """Returns the folder of two steps in float32; copy it."""
+    return runs.run(tmp_path_factory.mktemp("plain"), precision="fp32", steps=2)
+
+
+def test_a_checkpoint_moves_into_and_out_of_float16(tmp_path, overflowed, plain):
     _, state = runs.restored(overflowed, 12, **{**OVERFLOWING, "zero__stage": 1})
     assert isinstance(state.loss_scale, loss_scale.LossScaleState) and int(state.loss_scale.skipped_steps) > 0
     weights = jax.tree.map(np.asarray, state.opt_state.master)
-    _, plain = runs.restored(overflowed, 12, precision="fp32", steps=12)
-    assert plain.loss_scale == ()
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, plain.params), weights)
+    _, out = runs.restored(overflowed, 12, precision="fp32", steps=12)
+    assert out.loss_scale == ()
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, out.params), weights)
 
-    runs.run(tmp_path, precision="fp32", steps=2)
-    _, fresh = runs.restored(tmp_path, 2, **OVERFLOWING)
+    _, fresh = runs.restored(plain, 2, **OVERFLOWING)
     assert (float(fresh.loss_scale.scale), int(fresh.loss_scale.skipped_steps)) == (2.0**24, 0)
     assert jax.tree.leaves(fresh.loss_scale)[0].sharding.is_fully_replicated
-    runs.run(tmp_path, precision="fp16", steps=4)
-    runs.run(tmp_path, precision="bf16", steps=6)
-    assert np.isfinite(list(runs.losses(tmp_path).values())).all() and len(runs.losses(tmp_path)) == 6
+    folder = shutil.copytree(plain, tmp_path / "run")
+    runs.run(folder, precision="fp16", loss_scale__hysteresis=1, steps=4)
+    assert np.isfinite(list(runs.losses(folder).values())).all() and len(runs.losses(folder)) == 4
 
 
-def test_a_checkpoint_moves_into_and_out_of_weights_without_a_master(tmp_path):
+def test_a_checkpoint_moves_into_and_out_of_weights_without_a_master(tmp_path, plain):
     """Into bfloat16 each weight is rounded to nearest. Out of it nothing is lost. Moments do not change."""
-    runs.run(tmp_path, precision="fp32", steps=2)
-    _, first = runs.restored(tmp_path, 2, precision="fp32")
-    _, rounded = runs.restored(tmp_path, 2, precision="bf16_sr", zero__stage=1)
+    _, first = runs.restored(plain, 2, precision="fp32")
+    _, rounded = runs.restored(plain, 2, precision="bf16_sr", zero__stage=1)
     for weight, full in zip(jax.tree.leaves(rounded.params), jax.tree.leaves(first.params)):
         assert weight.dtype == jax.numpy.bfloat16
         np.testing.assert_array_equal(weight, full.astype(jax.numpy.bfloat16))
     jax.tree.map(np.testing.assert_array_equal, rounded.opt_state, first.opt_state)
-    runs.run(tmp_path, precision="bf16_sr", steps=4)
-    runs.run(tmp_path, precision="bf16", zero__stage=2, steps=6)
-    assert np.isfinite(list(runs.losses(tmp_path).values())).all() and len(runs.losses(tmp_path)) == 6
+    folder = shutil.copytree(plain, tmp_path / "run")
+    runs.run(folder, precision="bf16_sr", steps=4)
+    assert np.isfinite(list(runs.losses(folder).values())).all() and len(runs.losses(folder)) == 4
+    _, trained = runs.restored(folder, 4, precision="bf16_sr")
+    built, out = runs.restored(folder, 4, precision="bf16", zero__stage=2)
+    assert jax.tree.map(lambda leaf: leaf.sharding, out) == built.partition.shardings
+    for master, weight in zip(jax.tree.leaves(out.opt_state.master), jax.tree.leaves(trained.params), strict=True):
+        np.testing.assert_array_equal(np.asarray(master), np.asarray(weight, np.float32))
 
 
-def test_at_the_smallest_scale_the_run_stops_by_name_or_holds(commands, tmp_path):
+def test_at_the_smallest_scale_the_run_stops_by_name_or_holds(commands, tmp_path, capsys):
     stuck = {**OVERFLOWING, "loss_scale__min_scale": 2.0**23, "checkpoint__every": 1}
-    line = commands(*runs.flags(**stuck), f"--workdir={tmp_path / 'raise'}").error_line
+    runs.run(tmp_path, **{**stuck, "loss_scale__on_minimum": "hold", "steps": 3, "log_every": 5})
+    lines = metrics.read(tmp_path)
+    assert [line["skipped_steps"] for line in lines] == [1, 2, 3]  # skipped steps are logged for any log_every
+    told = [line for line in capsys.readouterr().out.splitlines() if ": skipped" in line]
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["step"] == 1 and first["not_finite"].keys() == {"grad_norm"}
+    assert told[0].startswith("step 1: skipped, the gradient of params/")
+    assert told[0].endswith(" is not finite at loss scale 1.67772e+07")
+    line = commands(*runs.flags(**stuck), f"--workdir={tmp_path}").error_line
+    # The checkpoint of step 3, from which it resumed, is not known to give a finite loss.
     assert re.fullmatch(
-        r"zerojax: step 2: the gradient of params/\S+ is not finite at loss scale 8.38861e\+06, which is the smallest; "
-        r"no checkpoint before it is good in \S+; lower config.loss_scale.min_scale \(now 8.38861e\+06\), or lower "
-        r"config.optimizer.learning_rate .*",
+        r"zerojax: step 4: the gradient of params/\S+ is not finite at loss scale 8.38861e\+06, which is the smallest; "
+        r"the last good checkpoint is of step 2 in \S+; lower config.loss_scale.min_scale \(now 8.38861e\+06\), or the state "
+        r"was restored from step 3: .*",
         line,
     )
-    runs.run(tmp_path / "hold", **{**stuck, "loss_scale__on_minimum": "hold", "steps": 5})
-    assert [line["skipped_steps"] for line in metrics.read(tmp_path / "hold")] == [1, 2, 3, 4, 5]
-    line = commands(*runs.flags(**stuck), f"--workdir={tmp_path / 'hold'}").error_line
-    # The checkpoint of step 5, from which it resumed, is not known to give a finite loss.
-    assert line.startswith("zerojax: step 6: ") and "; the last good checkpoint is of step 4 in " in line
-
-
-def test_a_static_scale_stays(tmp_path):
-    runs.run(tmp_path, precision="fp16", loss_scale__static=2.0**10, steps=3)
-    assert [line["loss_scale"] for line in metrics.read(tmp_path)] == [1024.0] * 3
 
 
 def test_a_resumed_run_takes_a_new_initial_scale_from_its_config(tmp_path, capsys):
+    """And no new one with another window. A static scale stays."""
+
     def scales_of(last, **changes):
         runs.run(tmp_path, precision="fp16", steps=last, **changes)
         return [line["loss_scale"] for line in metrics.read(tmp_path)], capsys.readouterr().out.count(
             "loss scale is reset"
         )
 
-    assert scales_of(2, loss_scale__init_scale=2.0**26, loss_scale__hysteresis=1) == ([2.0**26, 2.0**25], 0)
-    assert scales_of(3, loss_scale__init_scale=2.0**26, loss_scale__window=7) == ([2.0**26, 2.0**25, 2.0**24], 0)
-    assert scales_of(4, loss_scale__static=2.0**9) == ([2.0**26, 2.0**25, 2.0**24, 2.0**9], 1)
-    assert scales_of(5, loss_scale__init_scale=2.0**12)[0][3:] == [2.0**9, 2.0**12]
-    assert [line["skipped_steps"] for line in metrics.read(tmp_path)][-2:] == [3, 3]  # and the count goes on
+    large = {"loss_scale__init_scale": 2.0**26, "loss_scale__hysteresis": 1}
+    assert scales_of(2, **large) == ([2.0**26, 2.0**25], 0)
+    _, other_window = runs.restored(tmp_path, 2, precision="fp16", **large, loss_scale__window=7)
+    assert float(other_window.loss_scale.scale) == 2.0**24
+    assert scales_of(4, loss_scale__static=2.0**9) == ([2.0**26, 2.0**25, 2.0**9, 2.0**9], 1)
+    assert scales_of(5, loss_scale__init_scale=2.0**12, loss_scale__hysteresis=1)[0][2:] == [2.0**9, 2.0**9, 2.0**12]
+    assert [line["skipped_steps"] for line in metrics.read(tmp_path)][-2:] == [2, 2]  # and the count goes on
 
 
 def test_a_run_killed_before_its_first_checkpoint_resets_its_scale_again(tmp_path, monkeypatch):
-    changes = {"precision": "fp16", "checkpoint__every": 0}
+    changes = {"precision": "fp16", "loss_scale__hysteresis": 1, "checkpoint__every": 0}
     runs.run(tmp_path, steps=2, loss_scale__init_scale=2.0**10, **changes)
     with monkeypatch.context() as killed, pytest.raises(InterruptedError):
         killed.setattr(metrics.MetricsLog, "open", mock.Mock(side_effect=InterruptedError))
@@ -135,7 +139,7 @@ def test_a_run_killed_before_its_first_checkpoint_resets_its_scale_again(tmp_pat
 
 
 def test_a_run_that_took_no_step_says_so(tmp_path, capsys):
-    runs.run(tmp_path, precision="fp16", loss_scale__static=2.0**40, steps=2)
+    runs.run(tmp_path, **{**OVERFLOWING, "loss_scale__init_scale": 2.0**40, "steps": 2})
     assert "\n2 steps were skipped, since their gradients overflowed; no step was taken" in capsys.readouterr().out
 
 
