@@ -97,7 +97,7 @@ def run(case: str, more: list[str], is_profiled: bool, small_mib: float | None) 
     raw.update_from_flattened_dict(changes | dict(_parsed(raw, word) for word in more))
     config = config_lib.from_dict(raw)
     if pinned := program_lib.most_pinned_bytes(config):
-        start_up.size_pinned_pool(budget.pool_size_gb(pinned))
+        start_up.size_pinned_pool(budget.pool_size_gb(pinned, budget.read_host()))
     program = program_lib.build(config, devices=jax.devices()[:1])
     clock = _Clock()
     step, planned = _compiled(program)

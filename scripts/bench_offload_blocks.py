@@ -227,7 +227,7 @@ def _size_pool(options: argparse.Namespace, model: Any, count: int) -> int:
 def _pool_gb(pinned: int) -> int:
     from zerojax.zero.offload import budget
 
-    return budget.pool_size_gb(pinned)
+    return budget.pool_size_gb(pinned, budget.read_host())
 
 
 def _end() -> None:

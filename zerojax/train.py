@@ -68,7 +68,8 @@ def main() -> None:
             start_up.keep_every_program()
             if pinned := program_lib.most_pinned_bytes(config):
                 several = processes.find_cluster(*_joined_by())
-                start_up.size_pinned_pool(budget.pool_size_gb(pinned / (several.num_processes if several else 1)))
+                count = several.num_processes if several else 1
+                start_up.size_pinned_pool(budget.pool_size_gb(pinned / count, budget.read_host(), count))
             start_up.take_memory(targets.USABLE, mapped=config.offload.params != offload_settings.NONE)
             emulated = devices.emulate_cpu_devices(config.emulate_devices)
             processes.initialize(*_joined_by())

@@ -126,6 +126,14 @@ def test_a_full_host_is_told_as_such_and_not_as_a_device(built, plan):
     ):
         with pytest.raises(zerojax.UserError, match=r"^out of host memory \("), memory_guard.explained(built, plan):
             raise error
+    pool = "RESOURCE_EXHAUSTED: Out of host memory while trying to allocate 135.00MiB with allocator xla_gpu_host_bfc on device 0."
+    with (
+        pytest.raises(
+            zerojax.UserError, match=r"^out of host memory: XLA's pool of pinned memory has 64 GiB.*_LIMIT_GB"
+        ),
+        memory_guard.explained(built, plan),
+    ):
+        raise jax.errors.JaxRuntimeError(pool)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory_guard.explained(built, plan):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 

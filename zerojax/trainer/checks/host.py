@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from zerojax import display, errors
+from zerojax import display, errors, xla_flags
 from zerojax import mesh as mesh_lib
 from zerojax.data import batches
 from zerojax.errors import UserError
@@ -16,6 +16,7 @@ from zerojax.zero import memory
 from zerojax.zero.offload import budget
 
 SHORT = "out of host memory"  # the start of the error messages
+_POOL_IS_FULL = "Out of host memory while trying to allocate"  # what XLA says
 WAY_OUT = "use a smaller model, batch or config.seq_len, fewer config.emulate_devices, or a host with more memory"
 
 
@@ -54,6 +55,12 @@ def refuse(what: str, needed: int) -> None:
 
 def short(error: Exception) -> UserError | None:
     """Returns the error that ends a run whose host ran out of memory, or None if an exception has another reason."""
+    if _POOL_IS_FULL in str(error):
+        return UserError(
+            f"{SHORT}: XLA's pool of pinned memory has {xla_flags.pinned_pool_gb():g} GiB, and no free place in it is large enough; "
+            f"set the environment variable {xla_flags.PINNED_POOL} to more before the start, if this host has more, or offload less "
+            "(config.offload.fraction, config.offload.params_fraction)"
+        )
     if not errors.is_host_memory_full(error):
         return None
     return UserError(f"{SHORT} ({errors.first_line(error)}), and this host has {display.human(total())}; {WAY_OUT}")

@@ -4,6 +4,11 @@ The machine has what its control group allows, or MemTotal if that is less. Some
 group allows more than MemTotal, MemTotal is a floor, and a state that needs more is made with a warning. On GPUs pinned memory comes
 from a pool of XLA's, whose size is set before the first device is used. The pool doubles when it is full, up to that size: 65 GiB in a pool
 of 118 pin 118.
+
+A free place of the pool is given whole to an array that is more than half as long, unless 128 MiB of it would be left (XLA's BFCAllocator).
+Each step stores new leaves in the places of old ones. Leaves of several sizes so waste some of each place, more with each step at first:
+14B in 16 bits holds 62.5 GiB, wastes 10 GiB after one step and 12 to 15 GiB after some more (simulated). In a pool of 77 GiB it ended for
+want of memory in its third or fourth step. So the pool is larger than what is pinned, by as much as the host can give.
 """
 
 import dataclasses
@@ -31,6 +36,8 @@ _FIRST_REGION = 2 << 20  # of XLA's pool; each later one is twice as large
 # Params that are written while the old ones are still read. Those that go on to a disk leave several at once, and one waits.
 NEW_PARAMS = {settings.HOST: 2, settings.NVME: store.WRITES + 1}
 _PROCESS_BYTES = 8 << 30  # of a process's memory beside what it pins
+_WASTED = 0.3  # of the pinned bytes, at most, in the pool's places
+_LEFT = 16 << 30  # of a host's memory, beside its pools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +93,17 @@ def check(partition: placement.Partition, *, host: Host | None = None, pool_gb: 
     pooled, buffers = pool_bytes(partition), kept.buffer_bytes(partition)
     is_pooled = mesh_lib.platform(partition.mesh) == "gpu"
     pool_gb = xla_flags.pinned_pool_gb() if pool_gb is None else pool_gb
+    host = read_host() if host is None else host
+    count = _processes_here()
+    size = pool_size_gb(pooled, host, count)
     if is_pooled and pooled > pool_gb * 2**30:
         raise UserError(
             f"offload: this process pins {display.human(pooled)}, and XLA's pool of pinned memory has {pool_gb:g} GiB; set the environment "
-            f"variable {xla_flags.PINNED_POOL}={pool_size_gb(pooled)} before JAX starts"
+            f"variable {xla_flags.PINNED_POOL}={size} before JAX starts"
         )
-    host = read_host() if host is None else host
-    count = _processes_here()
     needed = count * (pooled + buffers)
-    if is_pooled and pool_gb > pool_size_gb(pooled):
-        _check_growth(pooled, pool_gb, host, needed + _PROCESS_BYTES * count, count)
+    if is_pooled and pool_gb > size:
+        _check_growth(pooled, pool_gb, size, host, needed + _PROCESS_BYTES * count, count)
     own = pooled + buffers
     what = f"offload: pins {display.human(needed)} of host memory on this host ({display.human(own)} a process)"
     way_out = "offload less (offload.fraction), keep fewer bytes (16-bit or 8-bit moments), or use more hosts"
@@ -110,12 +118,13 @@ def check(partition: placement.Partition, *, host: Host | None = None, pool_gb: 
         )
 
 
-def _check_growth(pooled: int, pool_gb: float, host: Host, needed: int, count: int) -> None:
+def _check_growth(pooled: int, pool_gb: float, size: int, host: Host, needed: int, count: int) -> None:
     """Refuses a pool that would pin more than the host has, where a smaller one would do.
 
     Args:
       pooled: bytes that this process takes from it.
       pool_gb: its size.
+      size: one that would do, in GiB.
       host: the machine's memory.
       needed: bytes that the processes of this host need, with the rest of their memory.
       count: processes of this host.
@@ -125,7 +134,7 @@ def _check_growth(pooled: int, pool_gb: float, host: Host, needed: int, count: i
     if least is not None and needed <= least < needed + count * (taken - pooled):
         raise UserError(
             f"offload: this process pins {display.human(pooled)}, for which XLA's pool of pinned memory grows to {display.human(taken)}, "
-            f"and this host has {display.human(least)}; set the environment variable {xla_flags.PINNED_POOL}={pool_size_gb(pooled)} before "
+            f"and this host has {display.human(least)}; set the environment variable {xla_flags.PINNED_POOL}={size} before "
             "JAX starts, where the pool ends"
         )
 
@@ -139,9 +148,17 @@ def _check_disk(partition: placement.Partition) -> None:
         warnings.warn(f"offload.nvme_path: {line}", stacklevel=3)
 
 
-def pool_size_gb(pinned: float) -> int:
-    """Returns the size in GiB of XLA's pool for a process that pins so many bytes. The pool doubles as it grows, up to its size."""
-    return math.ceil(1.1 * pinned / 2**30) + 1
+def pool_size_gb(pinned: float, host: Host, processes: int = 1) -> int:
+    """Returns the size in GiB of XLA's pool for a process that pins so many bytes, with what its places waste if the host has as much.
+
+    Args:
+      pinned: bytes of state and of what is in flight, of one process.
+      host: its machine's memory.
+      processes: those that share the host's memory, or all of a run.
+    """
+    sizes = [size for size in (host.total, host.allowed) if size is not None and size > processes * pinned]
+    room = (min(sizes) - _LEFT) / processes if sizes else 1.1 * pinned
+    return math.ceil(max(pinned, min((1 + _WASTED) * pinned, room)) / 2**30) + 1
 
 
 def read_host(root: str | os.PathLike = "/") -> Host:
