@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from flax.training.train_state import TrainState
 
 import zerojax
@@ -179,8 +180,28 @@ WARN = {
 }  # blocks do not gather their weights here, and a warning reports it
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32], ids=["global batch", "by device"])
-@pytest.mark.parametrize("name", CASES)
+BY_DEVICE = {
+    "a shared module",
+    "no weights",
+    "all weights read by the loss",
+    "one weight read by the loss",
+    "a part of the params",
+    "a module that reads its path",
+    "a flag returned",
+    "calls changed by their path",
+}  # whose gradients of the global batch are made as those of other cases
+
+
+@pytest.mark.parametrize(
+    ("name", "reduce_dtype"),
+    [
+        *(pytest.param(name, jnp.float32, id=f"{name}, by device") for name in CASES),
+        *(
+            pytest.param(name, None, id=f"{name}, global batch", marks=runs.LONG if name in BY_DEVICE else ())
+            for name in CASES
+        ),
+    ],
+)
 def test_losses_and_gradients_are_those_of_plain_autodiff(name, reduce_dtype):
     compare_with_autodiff(*CASES[name], reduce_dtype, "", is_told=name in WARN and reduce_dtype is not None)
 

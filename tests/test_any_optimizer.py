@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from flax.training.train_state import TrainState
 from optax import contrib
 
@@ -42,9 +43,9 @@ OPTIMIZERS = (
         "every second step": optax.MultiSteps(optax.adam(RATE), 2).gradient_transformation(),
     }
 )
-# (stage, indivisible). At the second an elementwise optimizer updates sharded and padded leaves. Any other sees no padding there, and takes
-# the third too, with sharded and replicated ones.
-PLACES = ((0, "whole"), (3, "pad"), (3, "whole"))
+# (stage, indivisible). At the first an elementwise optimizer updates sharded and padded leaves. Any other sees no padding there, and takes
+# the second too, with sharded and replicated ones. At the last no leaf is sharded, so few optimizers take it.
+PLACES = ((3, "pad"), (3, "whole"), (0, "whole"))
 GRADIENTS = tuple(itertools.product((False, True), (None, jnp.float32)))  # (with blocks, reduce_dtype)
 
 
@@ -61,15 +62,26 @@ def loss_fn(params, batch, state):
     return Net().apply({"params": params}, batch)
 
 
-@pytest.mark.parametrize("number", range(len(OPTIMIZERS)), ids=list(OPTIMIZERS))
+# Their updates are made as those of the others: of each element by itself, or with norms of leaves, or with a number of all leaves.
+ALIKE = (
+    "adadelta adamax adamaxw adan amsgrad nadam nadamw optimistic_adam_v2 radam rmsprop sign_sgd yogi acprop ademamix adopt "
+    "simplified_ademamix fromage lars cocob dadapt_adamw dog"
+).split()
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(n, marks=runs.LONG if name in ALIKE else (), id=name) for n, name in enumerate(OPTIMIZERS)],
+)
 def test_optimizers_update_as_on_one_device(number):
-    """At stages 0 and 3; the ways to get the gradients take turns."""
+    """At stages 3 and 0; the ways to get the gradients take turns."""
     plain = TrainState.create(
         apply_fn=None, params=Net().init(jax.random.key(0), X)["params"], tx=[*OPTIMIZERS.values()][number]
     )
     is_elementwise = locality.of(plain.tx, plain.params).kind == locality.ELEMENTWISE
     placed = []
-    for turn, (stage, indivisible) in enumerate(PLACES[:2] if is_elementwise else PLACES):
+    places = PLACES[: 1 if is_elementwise else 2] + PLACES[2:] * (number % 9 == 0)
+    for turn, (stage, indivisible) in enumerate(places):
         with_blocks, reduce_dtype = GRADIENTS[(number + turn) % len(GRADIENTS)]
         on, part = zerojax.shard_train_state(
             plain, mesh=zerojax.make_mesh(), stage=stage, min_size=8, indivisible=indivisible
@@ -88,5 +100,5 @@ def test_optimizers_update_as_on_one_device(number):
     for path, expected in jax.tree_util.tree_leaves_with_path(plain):
         for turn, found in enumerate(placed):
             if not jnp.issubdtype(jnp.result_type(expected), jax.dtypes.prng_key):
-                text = f"{path} at {PLACES[turn]}"
+                text = f"{path} at {places[turn]}"
                 np.testing.assert_allclose(found[path], expected, atol=ROUNDING, rtol=2e-4, err_msg=text)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
@@ -181,7 +182,13 @@ def truth(name, by_device):
     return losses, state
 
 
-RUNS = [(name, *setting) for name, (_, blocks) in CASES.items() for setting in SETTINGS if blocks or not setting[1]]
+RICHEST = ("masks and counts", "NNX with dropout and batch norm", "Equinox")  # of states, and of models without blocks
+RUNS = [
+    pytest.param(name, *setting, marks=() if name in RICHEST or setting[3] == "pad" else runs.LONG)
+    for name, (_, blocks) in CASES.items()
+    for setting in SETTINGS
+    if blocks or not setting[1]
+]
 
 
 @pytest.mark.parametrize(("name", "stage", "with_blocks", "reduce_dtype", "indivisible"), RUNS)

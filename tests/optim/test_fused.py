@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -95,8 +96,12 @@ def distance(found, expected):
     return np.sqrt(np.mean(np.concatenate(wrong) ** 2) / np.mean(np.concatenate(moved) ** 2))
 
 
-@pytest.mark.parametrize(("dtype", "moments"), APART)
-@pytest.mark.parametrize("name", ["adamw", "adam_l2"])
+L2 = [
+    pytest.param("adam_l2", *key, marks=() if key == ("bfloat16", "int8") else runs.LONG) for key in APART
+]  # differs from adamw in one line
+
+
+@pytest.mark.parametrize(("name", "dtype", "moments"), [*(("adamw", *key) for key in APART), *L2])
 def test_100_steps_are_those_of_optax_in_float64(name, dtype, moments):
     rounds = (dtype, moments) != ("float32", "fp32")
     tx = MAKERS[name][0](RATE, weight_decay=DECAY, moments=moments, stochastic_rounding=rounds, **OPTIONS)

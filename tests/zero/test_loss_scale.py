@@ -94,7 +94,7 @@ SCALERS = st.builds(
 )
 
 
-@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
 @hypothesis.given(SCALERS, st.lists(st.booleans(), min_size=40, max_size=40))
 def test_any_sequence_gives_what_the_rule_gives(scaler, overflows):
     expected = list(plain(scaler, overflows))
@@ -108,7 +108,7 @@ def test_any_sequence_gives_what_the_rule_gives(scaler, overflows):
         assert exhausted.size == 0
 
 
-@hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
 @hypothesis.given(SCALERS, st.lists(st.booleans(), min_size=40, max_size=40), st.integers(0, 40))
 def test_a_state_is_all_that_a_run_needs_to_continue(scaler, overflows, cut):
     """A sequence may be cut anywhere, as a checkpoint cuts it."""

@@ -61,7 +61,7 @@ def test_a_blocks_gradients_are_summed_before_the_block_before_it_ends():
 
 def test_copies_to_and_from_the_host_overlap_the_neighbours():
     """A copy to the host has ended when the second block after its own does; one from it begins beside the block after its own."""
-    depth = 6
+    depth = 4
     options = {"offload": r"block_\d/wide", "depth": depth}
     find, lines = functools.partial(places, **options), schedule(**options)
     sent = [place for place in find("copy-done(") if "S(5)" in lines[place].split("copy-done(")[0]]

@@ -11,6 +11,7 @@ import jaxprs
 import numpy as np
 import optax
 import pytest
+import runs
 from flax.training.train_state import TrainState
 
 from zerojax import mesh as mesh_lib
@@ -116,8 +117,13 @@ def assert_frozen_are_the_same_and_trained_close(found, expected, tolerance=ROUN
             np.testing.assert_allclose(np.asarray(leaf, np.float32), target, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
-@pytest.mark.parametrize("stage", stages.STAGES)
+PASSES = list(itertools.product(stages.STAGES, [None, jnp.float32]))
+ALIKE = ((1, None), (2, None), (2, jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("stage", "reduce_dtype"), [pytest.param(*way, marks=runs.LONG if way in ALIKE else ()) for way in PASSES]
+)
 def test_trained_weights_take_optaxs_path_and_frozen_ones_stay_to_the_bit(stage, reduce_dtype):
     """Over all stages, with blocks and without, in one pass and in two."""
     accum, blocks = 1 + stage % 2, BLOCKS if (stage in (0, 3)) == (reduce_dtype is None) else ""
@@ -237,7 +243,7 @@ def test_loss_scaling_names_the_weight_that_overflowed_though_others_are_frozen(
 
 def test_a_concrete_state_keeps_the_moments_of_its_trained_weights():
     state = TrainState.create(apply_fn=None, params=make_params(), tx=make_tx(0))
-    state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+    state = jax.jit(lambda state: state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params)))(state)
     sharded, _ = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), trainable=TRAINABLE)
     (adam, *_), (expected, *_) = sharded.opt_state, state.opt_state
     np.testing.assert_array_equal(adam.mu["head"]["kernel"], expected.mu["head"]["kernel"])

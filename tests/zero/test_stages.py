@@ -20,7 +20,7 @@ from zerojax.errors import UserError
 from zerojax.optim import master_weights
 from zerojax.zero import memory, stages
 
-FAST = hypothesis.settings(max_examples=120, deadline=None, derandomize=True)
+FAST = hypothesis.settings(max_examples=50, deadline=None, derandomize=True)
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 4, 6, 7, 8, 16, 24, 64]), max_size=4).map(tuple)
 NAMES = st.sampled_from(["a", "b", "kernel", "scale"])
 PARAMS = st.dictionaries(NAMES, st.recursive(SHAPES, lambda x: st.dictionaries(NAMES, x, min_size=1)), min_size=1)
@@ -158,7 +158,7 @@ def test_a_leaf_is_sharded_unless_a_reason_is_given(shapes, ways, stage, min_siz
         assert added in ([], [-longest % ways])
 
 
-@hypothesis.settings(FAST, max_examples=30)
+@hypothesis.settings(FAST, max_examples=12)
 @hypothesis.given(PARAMS, WAYS, st.sampled_from(list(stages.STAGES)), st.booleans())
 def test_factored_moments_have_valid_shardings_beside_any_override(shapes, ways, stage, overridden):
     state = abstract_state(shapes, optax.adafactor(1e-3, min_dim_size_to_factor=4))

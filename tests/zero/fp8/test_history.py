@@ -82,7 +82,7 @@ HOWS = {
 }
 
 
-@pytest.mark.parametrize("name", HOWS)
+@pytest.mark.parametrize("name", runs.cases(HOWS, long=["one pass", "stage 1"]))
 def test_a_step_remembers_the_largest_magnitudes_of_all_devices_and_passes_the_newest_first(name):
     state = stepped(scale=(1.0, 3.0), **HOWS[name])
     assert set(state.fp8) == {f"block_{n}/{part}" for n in (0, 1) for part in ("in", "out")}

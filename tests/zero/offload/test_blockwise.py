@@ -125,8 +125,8 @@ MASTER = master_weights.with_master_weights(optax.adamw(1e-2))
 @pytest.mark.parametrize(
     ("how", "offloads"),
     [
-        ({}, [BOTH]),
-        ({"clip_norm": 0.5, "accum": 2}, [DISK, STATES]),
+        pytest.param({}, [BOTH], marks=runs.LONG),
+        ({"clip_norm": 0.5, "accum": 2}, [DISK]),
         ({"loss_fn": loss_of, "accum": 2}, [BOTH, {**STATES, "in_flight": 2}]),
         ({"trainable": "narrow|head", "clip_norm": 0.5}, [BOTH]),
         pytest.param(

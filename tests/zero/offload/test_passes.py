@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from block_nets import Net, X, loss_of, parts, prepared_layout
 from flax.training.train_state import TrainState
 
@@ -18,7 +19,7 @@ from zerojax.zero.offload import blockwise, passes
 from zerojax.zero.sharded_batch import outputs
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=runs.LONG), 2])
 def test_gradients_arrive_in_the_order_of_the_backward_pass_and_are_the_mean_over_passes(count):
     plain, nested, params, batch, state, _ = parts(Net(2), passes=count)
     state = state.replace(params=params)

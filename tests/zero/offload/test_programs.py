@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+import runs
 from block_nets import Net, abstract, parts
 
 from zerojax import tree
@@ -12,10 +13,10 @@ from zerojax.zero.offload import programs, schedule
 @pytest.mark.parametrize(
     ("net", "mesh", "stage", "how"),
     [
-        (Net(), (1, 8), 3, {}),
+        pytest.param(Net(), (1, 8), 3, {}, marks=runs.LONG),
         (Net(), (2, 4), 3, {"remat": "full", "heads": ""}),
         (Net(dropout=True), (8, 1), 3, {"recompute": ".*/wide"}),
-        (Net(), (2, 2, 2), 3, {}),
+        pytest.param(Net(), (2, 2, 2), 3, {}, marks=runs.LONG),
         (Net(1), (1, 8), 2, {}),
     ],
 )

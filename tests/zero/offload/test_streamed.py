@@ -6,6 +6,7 @@ import numpy as np
 import offloads
 import optax
 import pytest
+import runs
 
 import zerojax
 from zerojax.errors import UserError
@@ -46,16 +47,16 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_fifty_steps_equal_those_without_offload_bit_for_bit(stage):
-    resident, metrics, _, _ = offloads.trained(offloads.adam(), None, 50, stage=stage)
-    offloaded, own_metrics, _, partition = offloads.trained(offloads.adam(), offloads.PIECES, 50, stage=stage)
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=runs.LONG), 3])
+def test_twelve_steps_equal_those_without_offload_bit_for_bit(stage):
+    resident, metrics, _, _ = offloads.trained(offloads.adam(), None, 12, stage=stage)
+    offloaded, own_metrics, _, partition = offloads.trained(offloads.adam(), offloads.PIECES, 12, stage=stage)
     assert partition.cuts
     assert metrics["loss"] == own_metrics["loss"]
     offloads.assert_equal(offloaded, resident)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", runs.cases(POLICIES, long=["one pass, 16-bit weights rounded stochastically"]))
 def test_every_policy_takes_the_steps_that_it_takes_without_offload(name):
     make, how, step = POLICIES[name]
     how, tx = dict(how), make()
@@ -66,8 +67,8 @@ def test_every_policy_takes_the_steps_that_it_takes_without_offload(name):
         batch = offloads.batch_of(number, *([passes] if passes > 1 else []), width=width)
         return batch.at[0].set(np.inf) if number == 2 and "scaler" in how else batch
 
-    runs = [offloads.trained(tx, choice, 6, batches=batches, step=step, stage=2, **how) for choice in (offload, None)]
-    (offloaded, metrics, train_step, _), (resident, expected, _, _) = runs
+    both = [offloads.trained(tx, choice, 6, batches=batches, step=step, stage=2, **how) for choice in (offload, None)]
+    (offloaded, metrics, train_step, _), (resident, expected, _, _) = both
     assert train_step.updates.weights
     offloads.assert_equal(offloaded, resident)
     assert {key: float(value) for key, value in metrics.items()} == {

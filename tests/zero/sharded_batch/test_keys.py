@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
@@ -72,8 +73,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("name", CASES)
+IN_ONE_PASS = ("Linen, a key closed over", "a raw key of the state")
+WAYS = [(name, passes, () if passes == 2 or name in IN_ONE_PASS else runs.LONG) for name in CASES for passes in (1, 2)]
+
+
+@pytest.mark.parametrize(("name", "passes"), [pytest.param(*way, marks=marks) for *way, marks in WAYS])
 def test_each_device_and_each_pass_draws_its_own_mask(name, passes):
     params = {"Dense_0": {"kernel": jnp.ones((WIDTH, 1))}}
     state = Keyed.create(
