@@ -196,9 +196,9 @@ def test_a_foreign_folder_of_checkpoints_is_refused_and_left_as_it_is(commands, 
 def test_stray_files_among_checkpoints_are_left_alone(copied):
     (copied / "checkpoints" / "notes.txt").write_text("mine")
     (copied / "checkpoints" / "6" / "notes.txt").write_text("mine")
-    runs.run(copied, steps=9, checkpoint__every=1, checkpoint__keep_last=1, checkpoint__keep_best=0)
+    runs.run(copied, steps=8, checkpoint__every=1, checkpoint__keep_last=1, checkpoint__keep_best=0)
     names = sorted(path.name for path in (copied / "checkpoints").iterdir())
-    assert names == ["6", "9", "notes.txt"]  # a step with a foreign file is not deleted
+    assert names == ["6", "8", "notes.txt"]  # a step with a foreign file is not deleted
 
 
 @pytest.mark.parametrize(
@@ -216,24 +216,19 @@ def test_an_invalid_line_of_the_metrics_file_is_named(commands, copied, text, wo
     assert (copied / "metrics.jsonl").read_bytes() == text
 
 
-def test_a_metrics_file_with_nan_or_gone_does_not_stop_a_run(copied):
+def test_a_metrics_file_with_nan_does_not_stop_a_run_and_lost_files_are_named_and_written_again(copied, capsys):
     (copied / "metrics.jsonl").write_text('{"step": 6, "loss": NaN}\n')
     runs.run(copied, steps=7)
     assert runs.losses(copied)[6] is None and list(runs.losses(copied)) == [6, 7]
-    (copied / "metrics.jsonl").unlink()
-    runs.run(copied, steps=8)
-    assert list(runs.losses(copied)) == [8]
-
-
-def test_files_lost_beside_checkpoints_are_named_and_written_again(copied, capsys):
+    assert "missing" not in capsys.readouterr().out
     for name in ("config.json", "metrics.jsonl"):
         (copied / name).unlink()
-    runs.run(copied, steps=7)
+    runs.run(copied, steps=8)
     out = capsys.readouterr().out
     assert f"{copied}/config.json: is missing beside checkpoints" in out
     assert f"{copied}/metrics.jsonl: is missing beside checkpoints" in out
-    runs.run(copied, steps=8)
-    assert "missing" not in capsys.readouterr().out and list(runs.losses(copied)) == [7, 8]
+    runs.run(copied, steps=9)
+    assert "missing" not in capsys.readouterr().out and list(runs.losses(copied)) == [8, 9]
 
 
 def test_a_path_under_which_checkpoints_would_be_lost_is_refused_at_the_start(commands, tmp_path):
@@ -314,7 +309,10 @@ def test_a_full_disk_under_the_printed_lines_ends_the_run_in_one_line(commands, 
 
 
 def test_overrides_come_through_the_command_line_and_resume(commands, tmp_path):
-    arguments = [*runs.flags(zero__overrides="(('embed', ()), ('head', (None, 'data')))"), f"--workdir={tmp_path}"]
+    arguments = [
+        *runs.flags(steps=2, zero__overrides="(('embed', ()), ('head', (None, 'data')))"),
+        f"--workdir={tmp_path}",
+    ]
     for _ in range(2):
         command = commands(*arguments)
         assert command.status == 0 and command.err == "", command.err
@@ -325,7 +323,7 @@ def test_overrides_come_through_the_command_line_and_resume(commands, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(bool(glob.glob("/dev/nvidia[0-9]*")), reason="there is an accelerator, and it would be used")
 def test_a_bare_environment_trains_and_reports_emulated_devices(cache_dir, stdlib_dir, tmp_path):
-    keep = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+    keep = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "XLA_FLAGS")
     environ = {key: value for key, value in runs.environment(cache_dir).items() if key in keep or key[:3] == "JAX"}
     settings = runs.flags(data__name="python_stdlib", data__dir=stdlib_dir, steps=2)
     command = [sys.executable, "-m", "zerojax.train", *settings, f"--workdir={tmp_path}"]
@@ -341,7 +339,8 @@ def test_a_bare_environment_trains_and_reports_emulated_devices(cache_dir, stdli
 @pytest.mark.slow
 def test_a_dataset_on_a_read_only_disk_is_read(cache_dir, stdlib_dir, tmp_path):
     script = 'mount --bind $D $D && mount -o remount,ro,bind $D && ! touch $D/x 2>/dev/null && "$@" >/dev/null'
-    command = [sys.executable, "-m", "zerojax.train", *runs.flags(data__name="python_stdlib", data__dir=stdlib_dir)]
+    settings = runs.flags(steps=2, data__name="python_stdlib", data__dir=stdlib_dir)
+    command = [sys.executable, "-m", "zerojax.train", *settings]
     environ = runs.environment(cache_dir) | {"D": str(stdlib_dir)}
     result = file_systems.in_a_namespace(script, [*command, f"--workdir={tmp_path}"], environ)
     assert (result.returncode, result.stderr) == (0, ""), result.stderr
@@ -354,7 +353,7 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_resumes(cache_dir, fini
         'mount -o remount,size=64m $T; "$@" >/dev/null; echo "second $?"; cat $T/run/metrics.jsonl'
     )
     # A checkpoint takes over 1 MB, so the second or third finds the disk full; keep_last=9 deletes none.
-    settings = runs.flags(checkpoint__every=1, checkpoint__keep_last=9)
+    settings = runs.flags(steps=4, checkpoint__every=1, checkpoint__keep_last=9)
     command = [sys.executable, "-m", "zerojax.train", *settings, f"--workdir={tmp_path}/run"]
     result = file_systems.in_a_namespace(script, command, runs.environment(cache_dir) | {"T": str(tmp_path)})
     before, after = result.stdout.split("second ")
@@ -362,4 +361,5 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_resumes(cache_dir, fini
     # A checkpoint finds it full, or run.json.
     assert result.stderr.count("\n") == 1 and "no space left" in result.stderr.lower(), result.stderr
     lines = [json.loads(line) for line in after.splitlines()[1:]]
-    assert {line["step"]: line["loss"] for line in lines if "loss" in line} == runs.losses(finished)
+    found = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    assert list(found) == [1, 2, 3, 4] and found.items() <= runs.losses(finished).items()

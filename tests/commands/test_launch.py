@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import runs
 
 from zerojax.commands import launch
 from zerojax.launch.cluster import agent, supervisor, verdict
@@ -110,7 +111,9 @@ def test_a_script_is_started_by_python_and_its_own_options_are_left_alone(orders
     assert call(monkeypatch, str(tmp_path / "tool.py")) == 7 and orders[1].command == [str(tmp_path / "tool.py")]
 
 
-@pytest.mark.parametrize("ends, status", [("trap 'exit 0' TERM", 2), ("trap 'exit 7' TERM", 7)])
+@pytest.mark.parametrize(
+    "ends, status", [("trap 'exit 0' TERM", 2), pytest.param("trap 'exit 7' TERM", 7, marks=runs.LONG)]
+)
 def test_a_run_whose_output_nobody_reads_is_stopped_and_its_status_is_not_0(ends, status):
     command = ["sh", "-c", f"{ends}; while true; do echo line; sleep 0.1; done"]
     words = [sys.executable, "-m", "zerojax.commands.launch", "--", *command]

@@ -111,6 +111,7 @@ def test_the_table_equals_the_bytes_counted_from_the_arrays(tmp_path, capsys):
     assert not list((tmp_path / "checkpoints").iterdir())  # at_end is off
 
 
+@runs.LONG  # test_results.py samples the same weights twice
 def test_the_sample_begins_with_the_prompt_and_depends_on_nothing_but_weights_and_seed(tmp_path, capsys):
     settings = {"steps": 2, "sample__length": 8, "sample__prompt": "import "}
     texts = []
@@ -118,14 +119,6 @@ def test_the_sample_begins_with_the_prompt_and_depends_on_nothing_but_weights_an
         runs.run(tmp_path / folder, **settings)
         texts.append(re.search(r"a sample, from 'import ':\n(import .*?)\ndone: ", capsys.readouterr().out, re.S)[1])
     assert texts[0] == texts[1] and len(texts[0]) > len("import ")
-
-
-def test_log_every_thins_the_lines_and_keeps_the_last(tmp_path):
-    runs.run(tmp_path / "all", **runs.EVALUATED)
-    runs.run(tmp_path / "some", log_every=4, **runs.EVALUATED)
-    every = runs.losses(tmp_path / "all")
-    assert runs.losses(tmp_path / "some") == {4: every[4], 6: every[6]}
-    assert runs.evaluations(tmp_path / "some") == runs.evaluations(tmp_path / "all")
 
 
 def test_checkpoints_are_the_newest_and_the_best(tmp_path):
@@ -137,6 +130,7 @@ def test_checkpoints_are_the_newest_and_the_best(tmp_path):
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [best, 5, 6]
 
 
+@runs.LONG  # as in test_resume.py
 def test_two_accumulated_passes_give_the_losses_of_one(tmp_path):
     for accum in (1, 2):
         runs.run(tmp_path / str(accum), global_batch_size=16, grad_accum=accum, **runs.EVALUATED)
@@ -179,7 +173,7 @@ def test_batches_are_sharded_over_the_devices_in_the_order_of_rows(tmp_path):
     streams.close()
 
 
-def test_a_steps_numbers_are_read_after_the_next_step_is_dispatched(tmp_path, monkeypatch):
+def test_a_steps_numbers_are_read_after_the_next_step_is_dispatched_and_log_every_thins_them(tmp_path, monkeypatch):
     events = []
 
     def spied(cls, method, word):
@@ -193,9 +187,13 @@ def test_a_steps_numbers_are_read_after_the_next_step_is_dispatched(tmp_path, mo
 
     spied(timing.LateReader, "push", "dispatched")
     spied(metrics.MetricsLog, "write", "wrote")
-    runs.run(tmp_path)
+    runs.run(tmp_path / "all", checkpoint__at_end=False)
     late = [f"{word} {step + (word == 'dispatched')}" for step in range(1, 6) for word in ("dispatched", "wrote")]
     assert events == ["dispatched 1", *late, "wrote 6"]
+    runs.run(tmp_path / "some", log_every=4, **runs.EVALUATED, checkpoint__at_end=False)
+    every = runs.losses(tmp_path / "all")
+    assert runs.losses(tmp_path / "some") == {4: every[4], 6: every[6]}
+    assert [step for step, _ in runs.evaluations(tmp_path / "some")] == [6]
 
 
 WHEN = loop.When(steps=10, log_every=4, evaluate_every=3, save_every=0, saves_at_end=True)

@@ -24,7 +24,7 @@ OTHER_CPU = 1e-3  # relative: bfloat16 sums in the order of another processor's 
 pytestmark = pytest.mark.usefixtures("cache_dir")
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", runs.cases(range(4), long=(0, 1, 2)))
 def test_a_checkpoint_of_older_code_restores_bit_for_bit_and_trains_on_at_every_stage(tmp_path, capsys, stage):
     folder = pathlib.Path(shutil.copytree(OLD_RUN, tmp_path / "run"))
     _, state = runs.restored(folder, 3, zero__stage=stage, **OLD_SETTINGS)

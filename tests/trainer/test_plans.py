@@ -8,7 +8,7 @@ import zerojax
 from zerojax.plan import search
 from zerojax.trainer import plans
 
-GRID = {"stage": (0, 3), "remat": ("none",), "micro_batch_size": (1, 2, 4), "replica": (1,)}
+GRID = {"stage": (3,), "remat": ("none",), "micro_batch_size": (1, 2, 4), "replica": (1,)}
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +33,10 @@ def test_with_room_for_all_one_wins_and_the_others_fit(roomy):
 
 def test_a_candidate_that_does_not_fit_names_the_bytes_it_lacks(config, roomy):
     peaks = sorted(o.peak for o in roomy)
-    tight = plans.search_config(config, "cpu", "1x8", grid=GRID, memory=peaks[1])
-    lost = {o.candidate for o in roomy if o.peak > peaks[1]}
+    tight = plans.search_config(config, "cpu", "1x8", grid=GRID, memory=peaks[0])
+    lost = {o.candidate for o in roomy if o.peak > peaks[0]}
     assert {o.candidate for o in tight if "does not fit" in o.reason or "alone take" in o.reason} == lost and lost
-    assert tight[0].peak <= peaks[1]
+    assert tight[0].peak <= peaks[0]
 
 
 def test_state_that_is_too_large_alone_is_not_compiled(config):

@@ -106,7 +106,7 @@ def batches(steps: int):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"zero__stage": 1},
+        pytest.param({"zero__stage": 1}, marks=runs.LONG),
         {"zero__stage": 3, "mesh__replica": 2, "mesh__data": 4},
     ],
     ids=["stage1", "stage3 2x4"],
@@ -145,7 +145,15 @@ def test_every_policy_learns_as_float32_does(plain_losses, changes):
 ODD = {
     "one token, one device": {"devices": 1, "global_batch_size": 1, "seq_len": 1},
     "seven devices": {"devices": 7, "global_batch_size": 7, "zero__stage": 2},
-    "seven devices, padded": {"devices": 7, "global_batch_size": 7, "zero__indivisible": "pad", "seq_len": 5},
+    "seven devices, padded, odd vocabulary, three passes": {
+        "devices": 7,
+        "global_batch_size": 21,
+        "grad_accum": 3,
+        "model__vocab_size": 321,
+        "seq_len": 5,
+        "precision": "bf16",
+        "zero__indivisible": "pad",
+    },
     "odd vocabulary, three passes": {
         "model__vocab_size": 321,
         "global_batch_size": 24,
@@ -163,7 +171,10 @@ ODD = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", runs.cases(ODD, long=("seven devices", "one token, one device")))
+@pytest.mark.parametrize(
+    "name",
+    runs.cases(ODD, long=("seven devices", "one token, one device", "odd vocabulary, three passes", "tensor parallel")),
+)
 def test_odd_shapes_train_evaluate_sample_and_export(tmp_path, name):
     settings = {"steps": 2, "optimizer__warmup_steps": 0, "sample__length": 2, "export__format": "huggingface"}
     runs.run(tmp_path, **settings, **runs.EVALUATED, **ODD[name])
@@ -173,9 +184,13 @@ def test_odd_shapes_train_evaluate_sample_and_export(tmp_path, name):
 
 
 def test_a_model_axis_gives_the_losses_of_none(tmp_path):
-    plain = runs.run(tmp_path / "plain")
-    sharded = runs.run(tmp_path / "split", **{**ODD["tensor parallel"], "global_batch_size": 8})
+    """And it samples and exports."""
+    plain = runs.run(tmp_path / "plain", **runs.EVALUATED)
+    settings = {"global_batch_size": 8, "sample__length": 2, "export__format": "huggingface", **runs.EVALUATED}
+    sharded = runs.run(tmp_path / "split", **{**ODD["tensor parallel"], **settings})
     np.testing.assert_allclose(runs.numbers(sharded), runs.numbers(plain), rtol=SUM_ORDER)
+    np.testing.assert_allclose(runs.evaluations(sharded), runs.evaluations(plain), rtol=SUM_ORDER)
+    assert (sharded / "export" / "model.safetensors").exists()
 
 
 def test_a_batch_is_sharded_within_each_pass():
@@ -294,19 +309,14 @@ def test_an_offloaded_program_begins_trains_and_restores_as_one_on_the_device(tm
     saver.close()
     # The last program of the loop but one has its params on the host: it evaluates and trains as the one on the device.
     there = build(zero__stage=3, precision="bf16", **OFFLOAD, offload__params="host")
-    state = program.restored_state(there, saver_state(tmp_path, there))
+    with checkpointer.Checkpointer(tmp_path, keep_last=1, keep_best=0) as saver:
+        state = program.restored_state(there, saver.restore(1, there.logical_abstract_state)[0])
+    on_device = results[0][0]
     micro = {name: array[: there.sizes.global_batch_size] for name, array in batch.items()}
-    here = build(zero__stage=3, precision="bf16")
-    on_device = program.restored_state(here, saver_state(tmp_path, here))
     np.testing.assert_allclose(there.eval_loss(state.params, micro), here.eval_loss(on_device.params, micro), rtol=2e-3)
     np.testing.assert_allclose(
         there.train_step(state, batch)[1]["loss"], here.train_step(on_device, batch)[1]["loss"], rtol=2e-3
     )
-
-
-def saver_state(folder, built):
-    with checkpointer.Checkpointer(folder, keep_last=1, keep_best=0) as saver:
-        return saver.restore(1, built.logical_abstract_state)[0]
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -54,11 +54,11 @@ def test_answers_are_what_the_generator_gives_for_each_prompt_alone(tmp_path, ca
     assert sorted(found.classes) == ["negative", "positive"]
     special = examples.special_tokens(built.family, None, BYTES)
     alone = generate.make_generator(built.family, built.model, built.partition, new_tokens=5, special=special)
-    for number in (0, 10):
-        prompt = chosen[number].inputs[: chosen[number].prompt or None]
-        tokens = alone(params, prompt[None])[0, 1 if built.family.is_encoder_decoder else len(prompt) :]
-        assert found.answers[number].found == BYTES.decode(tokens[: [*tokens, 256].index(256)]).strip()
-        assert found.answers[number].prompt == BYTES.decode(prompt)
+    number = 10  # of the second batch, which is not full
+    prompt = chosen[number].inputs[: chosen[number].prompt or None]
+    tokens = alone(params, prompt[None])[0, 1 if built.family.is_encoder_decoder else len(prompt) :]
+    assert found.answers[number].found == BYTES.decode(tokens[: [*tokens, 256].index(256)]).strip()
+    assert found.answers[number].prompt == BYTES.decode(prompt)
 
 
 def test_nothing_is_answered_without_held_out_examples_or_wish(tmp_path):
