@@ -1,7 +1,7 @@
 """Starts small runs of the trainer for tests. This module holds their settings, and a process that forks commands.
 
 Importing the trainer takes seconds, so `Commands` imports it once and forks a child for each command line. Apart from its start, the
-child behaves as `python -m zerojax.train ARGUMENTS`.
+child behaves as `python -m zerojax.train ARGUMENTS`. Runs draw no losses.png unless a test asks for it: that takes up to a second.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from zerojax import train
 from zerojax.checkpoint import checkpointer
 from zerojax.data import tokenizer
 from zerojax.trainer import config as config_lib
-from zerojax.trainer import metrics, program, resume
+from zerojax.trainer import metrics, program, results, resume
 
 ROOT = pathlib.Path(__file__).parents[1]
 LONG = pytest.mark.long  # see pyproject.toml
@@ -54,7 +54,10 @@ EVALUATED = {"data__eval_split": "validation"}
 _FORKS = """
 import gc, json, os, sys
 sys.path.insert(0, os.getcwd())
+import tensorboardX
 from zerojax import train
+from zerojax.trainer import results
+results.draw = lambda folder: None
 gc.collect()
 gc.freeze()
 for line in sys.stdin:
@@ -99,9 +102,10 @@ def flags(**changes: Any) -> list[str]:
     return ["--config=configs/base.py", *(f"--config.{key}={value}" for key, value in settings.items())]
 
 
-def run(folder: pathlib.Path, *, devices: int = 8, **changes: Any) -> pathlib.Path:
+def run(folder: pathlib.Path, *, devices: int = 8, draws: bool = False, **changes: Any) -> pathlib.Path:
     """Trains in this process, on the first `devices`, and returns the folder."""
-    with on_devices(devices):
+    drawn = contextlib.nullcontext() if draws else mock.patch.object(results, "draw")
+    with on_devices(devices), drawn:
         train.train(config(**changes), folder)
     return folder
 
@@ -242,6 +246,15 @@ class Commands:
     def __call__(self, *arguments: str, **options: Any) -> Command:
         """Starts a command and waits for its end."""
         return self.start(*arguments, **options).wait()
+
+    def start_python(self, code: str, folder: pathlib.Path = ROOT) -> Command:
+        """Starts `python -c CODE` in a folder, on the CPU. The library is imported already, and nothing is deleted at the end."""
+        begin = f'import sys, jax; os.chdir({str(folder)!r}); jax.config.update("jax_platforms", "cpu")\n'
+        return self.start(before=f"{begin}{code}\nsys.stdout.flush()\nos._exit(0)")
+
+    def python(self, code: str, folder: pathlib.Path = ROOT) -> Command:
+        """Starts it and waits for its end."""
+        return self.start_python(code, folder).wait()
 
     def close(self) -> None:
         """Ends the process."""

@@ -86,6 +86,7 @@ def parse(path: pathlib.Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
 def imports(path: pathlib.Path) -> set[str]:
     """Returns the dotted names that a file imports, `from a import b` as a.b and as a."""
     found: set[str] = set()
@@ -125,21 +126,18 @@ def test_every_folder_is_a_room_and_every_module_beside_them_is_ground_or_a_comm
     assert {name for name in MODULES if not room_of(name)} == GROUND | {"__main__", "train"}
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_module_imports_what_its_room_may(name):
-    allowed = {"train": set(ROOMS), "plan.__main__": set(ROOMS)}.get(name, ROOMS.get(room_of(name), set()))
-    above = {
-        found
-        for found in own_imports(MODULES[name]) - GROUND
-        if room_of(found) not in allowed | {room_of(name)} or not room_of(found)
-    }
-    assert not above, f"{name} imports {above}"
+def test_a_module_imports_what_its_room_may():
+    above = {}
+    for name, path in MODULES.items():
+        allowed = {"train": set(ROOMS), "plan.__main__": set(ROOMS)}.get(name, ROOMS.get(room_of(name), set()))
+        rooms = {found: room_of(found) for found in own_imports(path) - GROUND}
+        above[name] = {found for found, room in rooms.items() if room not in allowed | {room_of(name)} or not room}
+    assert not {name: found for name, found in above.items() if found}
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_kernels_are_imported_where_a_row_says_so(name):
-    uses = any(found.split(".")[0] == KERNELS for found in imports(MODULES[name]))
-    assert not uses or KERNELS in ROOMS.get(room_of(name), set())
+def test_kernels_are_imported_where_a_row_says_so():
+    using = {name for name, path in MODULES.items() if any(found.split(".")[0] == KERNELS for found in imports(path))}
+    assert using and not {name for name in using if KERNELS not in ROOMS.get(room_of(name), set())}
 
 
 def test_no_room_imports_itself_in_a_circle():
@@ -253,10 +251,10 @@ def test_the_inner_train_step_fits_one_screen():
     assert lines_of(functions(MODULES["zero.step"])["train_step"]) <= TRAIN_STEP
 
 
-@pytest.mark.parametrize("path", [*MODULES.values(), *KERNELS_FILES, *sorted((ROOT / "scripts").glob("*.py"))], ids=str)
-def test_functions_are_short(path):
-    long = {name: lines_of(function) for name, function in functions(path).items()}
-    assert not {name: lines for name, lines in long.items() if lines > LONGEST_FUNCTION}
+def test_functions_are_short():
+    paths = [*MODULES.values(), *KERNELS_FILES, *sorted((ROOT / "scripts").glob("*.py"))]
+    lines = {(path, name): lines_of(function) for path in paths for name, function in functions(path).items()}
+    assert not {place: count for place, count in lines.items() if count > LONGEST_FUNCTION}
 
 
 def test_no_two_classes_have_one_name():
@@ -276,15 +274,15 @@ def test_no_private_part_of_jax_is_used():
             assert private not in path.read_text(), path
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_every_module_has_tests_of_its_name(name):
-    *folders, last = name.replace("__main__", "main").split(".")
-    assert (ROOT / "tests" / pathlib.Path(*folders) / f"test_{last}.py").is_file()
+def test_every_module_has_tests_of_its_name():
+    names = [name.replace("__main__", "main").split(".") for name in MODULES]
+    wanted = [pathlib.Path(*folders, f"test_{last}.py") for *folders, last in names]
+    assert not [path for path in wanted if not (ROOT / "tests" / path).is_file()]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_the_first_paragraph_says_what_a_module_does(name):
-    assert "This module" in (ast.get_docstring(parse(MODULES[name])) or "").split("\n\n")[0]
+def test_the_first_paragraph_says_what_a_module_does():
+    first = {name: (ast.get_docstring(parse(path)) or "").split("\n\n")[0] for name, path in MODULES.items()}
+    assert not [name for name, paragraph in first.items() if "This module" not in paragraph]
 
 
 def test_the_public_names_are_those_imported():

@@ -45,25 +45,30 @@ def prose_names(pattern):
 
 
 @pytest.fixture(scope="module")
-def run_code(tmp_path_factory):
-    """Returns f(page): runs the page's Python blocks as one program, once, in a folder of its own."""
-    return functools.cache(lambda page: _run(page, tmp_path_factory.mktemp(page.stem)))
+def run_code(commands, tmp_path_factory):
+    """Returns f(page) -> (status, stdout, stderr): runs the page's Python blocks as one program, once, in a folder of its own."""
+    return functools.cache(lambda page: _run(page, commands, tmp_path_factory.mktemp(page.stem)))
 
 
-def _run(page, folder):
+def _run(page, commands, folder):
+    code = "\n".join(blocks(page, "python"))
+    if page != README:
+        done = commands.python(code, folder)
+        return done.status, done.out, done.err
     environ = {**os.environ, "XLA_FLAGS": rough.XLA_FLAGS, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", "\n".join(blocks(page, "python"))]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=LIMIT)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=LIMIT)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_python_blocks_of_a_page_run_unchanged(page, run_code):
-    done = run_code(page)
-    assert (done.returncode, done.stderr) == (0, "")
+    status, _, err = run_code(page)
+    assert (status, err) == (0, "")
 
 
 def test_readme_example_learns_on_eight_emulated_devices(run_code):
-    out = run_code(README).stdout
+    out = run_code(README)[1]
     losses = [float(loss) for loss in re.findall(r"^\d+ ([\d.]+)$", out, re.MULTILINE)]
     assert len(losses) == 20
     assert losses[-1] < 0.5 * losses[0]
@@ -81,43 +86,46 @@ def test_readme_shows_the_two_commands_and_ci_runs_the_second():
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
-@pytest.mark.parametrize("module", words(r"python3? -m ([\w.]+)"))
-def test_every_module_that_a_command_runs_exists(module):
-    assert importlib.util.find_spec(module) or module in ("pre_commit", "mypy")
+def test_every_module_that_a_command_runs_exists():
+    modules = set(words(r"python3? -m ([\w.]+)"))
+    assert modules and not [name for name in modules - {"pre_commit", "mypy"} if not importlib.util.find_spec(name)]
 
 
-@pytest.mark.parametrize("path", words(r"(?<![\w/])((?:scripts|configs|examples|docs|tests|zerojax)/[\w/.-]*\w/?)"))
-def test_every_path_that_is_named_exists(path):
-    assert (ROOT / path).exists()
+def test_every_path_that_is_named_exists():
+    paths = words(r"(?<![\w/])((?:scripts|configs|examples|docs|tests|zerojax)/[\w/.-]*\w/?)")
+    assert paths and not [path for path in paths if not (ROOT / path).exists()]
 
 
-@pytest.mark.parametrize("key", words(r"`config\.((?!json)\w[\w.]*\w)"))
-def test_every_setting_that_is_named_exists(key):
-    operator.attrgetter(key)(base.get_config())
+def test_every_setting_that_is_named_exists():
+    keys, config = words(r"`config\.((?!json)\w[\w.]*\w)"), base.get_config()
+    assert keys
+    for key in keys:
+        operator.attrgetter(key)(config)
 
 
-@pytest.mark.parametrize("override", words(r"--config\.([\w.]+=[^\s`]+)"))
-def test_every_override_has_the_type_of_its_setting(override):
-    key, value = override.split("=")
-    default = operator.attrgetter(key)(base.get_config())
-    type(default)(value)
+def test_every_override_has_the_type_of_its_setting():
+    overrides, config = words(r"--config\.([\w.]+=[^\s`]+)"), base.get_config()
+    assert overrides
+    for override in overrides:
+        key, value = override.split("=")
+        type(operator.attrgetter(key)(config))(value)
 
 
-@pytest.mark.parametrize("name", prose_names(r"`zerojax\.(\w+)"))
-def test_every_public_name_that_is_mentioned_exists(name):
-    assert hasattr(zerojax, name) or importlib.util.find_spec(f"zerojax.{name}")
+def test_every_public_name_that_is_mentioned_exists():
+    names = prose_names(r"`zerojax\.(\w+)")
+    known = {name for name in names if hasattr(zerojax, name) or importlib.util.find_spec(f"zerojax.{name}")}
+    assert names and not set(names) - known
 
 
-@pytest.mark.parametrize("extra", words(r"\.\[(\w+)\]"))
-def test_every_extra_that_is_installed_exists(extra):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert extra in project["optional-dependencies"]
+def test_every_extra_that_is_installed_exists():
+    project, extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"], words(r"\.\[(\w+)\]")
+    assert extras and not set(extras) - project["optional-dependencies"].keys()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_to_files_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-        assert "://" in target or (page.parent / target).exists(), target
+def test_links_to_files_lead_somewhere():
+    links = [(page, link) for page in PAGES for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())]
+    dead = [(page.name, link) for page, link in links if "://" not in link and not (page.parent / link).exists()]
+    assert links and not dead
 
 
 def test_the_table_of_stages_is_the_one_in_the_code():

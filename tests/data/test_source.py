@@ -3,8 +3,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -65,10 +63,9 @@ def test_preparing_again_leaves_the_files_alone(stdlib_dir):
 
 
 @pytest.mark.parametrize("where", [WHILE_GENERATING, BEFORE_THE_RENAME])
-def test_a_run_after_one_killed_in_preparation_works(tmp_path, stdlib_dir, where):
-    code = KILLED + where + f"source.prepare('python_stdlib', {str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+def test_a_run_after_one_killed_in_preparation_works(commands, tmp_path, stdlib_dir, where):
+    done = commands.python(KILLED + where + f"source.prepare('python_stdlib', {str(tmp_path)!r})")
+    assert done.status == -signal.SIGKILL, done.err
     assert "has no prepared" in refusal(source.open_source, "python_stdlib", "train", tmp_path)
     source.prepare("python_stdlib", tmp_path)
     first = source.open_source("python_stdlib", "train", stdlib_dir)

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 
 import hypothesis
 import numpy as np
@@ -118,7 +116,7 @@ def test_the_error_for_a_missing_file_lists_the_choices(spec):
         tokenizer.load_tokenizer(spec)
 
 
-def test_a_fork_after_encoding_prints_no_warning(tmp_path):
+def test_a_fork_after_encoding_prints_no_warning(commands, tmp_path):
     path = write_tokenizer(tmp_path / "tokenizer.json")
     code = (
         "import os; from zerojax.data import tokenizer;"
@@ -127,8 +125,8 @@ def test_a_fork_after_encoding_prints_no_warning(tmp_path):
         "if pid == 0: t.encode('hello'); os._exit(0)\n"
         "os.waitpid(pid, 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = commands.python(code)
+    assert (done.status, done.err) == (0, "")
 
 
 @pytest.mark.parametrize("begins", [True, False])

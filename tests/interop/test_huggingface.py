@@ -5,15 +5,13 @@ import functools
 import json
 import os
 import pathlib
-import socket
-import subprocess
-import sys
 import weakref
 
 import file_systems
 import jax
 import ml_dtypes
 import numpy as np
+import programs
 import pytest
 import safetensors
 import safetensors.numpy
@@ -25,7 +23,7 @@ from zerojax.interop import huggingface
 from zerojax.models import families
 from zerojax.models.llama.model import LlamaConfig
 
-ROOT, HERE = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).parent
+HERE = pathlib.Path(__file__).parent
 LOGITS_TOLERANCE = 2e-5  # float32 rounding in two implementations; the weights are the same bfloat16 values
 
 
@@ -248,15 +246,14 @@ def test_a_full_disk_is_reported_and_the_earlier_export_stays(tmp_path, monkeypa
 
 TWO_PROCESSES = """
 import os, sys
-import conftest
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 import jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 rank = int(sys.argv[2])
 jax.distributed.initialize(f"localhost:{sys.argv[3]}", 2, rank)
 import importlib
 from zerojax.interop import huggingface
-sys.path.insert(0, sys.argv[4])
+sys.path[:0] = sys.argv[4:]
 tests = importlib.import_module("test_huggingface")
 model = tests.Model()
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
@@ -283,27 +280,17 @@ assert sum(map(layout.is_on_host, jax.tree.leaves(stored))) > 10
 programs.SMALL = 160  # larger shards are copied on their own, the others by programs
 run = generate.make_generator(tests.LLAMA, model, partition, new_tokens=3, special=family.SpecialTokens())
 np.save(f"{sys.argv[1]}-{rank}.npy", run(stored, tests.PROMPTS))
+jax.distributed.shutdown()  # waits for the other
 print("DONE")
 """
 PROMPTS = np.arange(16).reshape(8, 2)
 
 
-def test_two_processes_gather_together_and_the_first_writes_and_both_generate_from_host_memory(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
-    }
-    commands = [
-        [sys.executable, "-c", TWO_PROCESSES, str(tmp_path / "out"), str(rank), str(port), str(HERE)] for rank in (0, 1)
-    ]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": env}
-    workers = [subprocess.Popen(command, **pipes) for command in commands]
-    for worker in workers:
-        output, _ = worker.communicate(timeout=120)
-        assert "DONE" in output, output
+def test_two_processes_gather_together_and_the_first_writes_and_both_generate_from_host_memory(commands, tmp_path):
+    port = programs.free_port()
+    words = [["", str(tmp_path / "out"), str(rank), str(port), str(HERE), str(HERE.parent)] for rank in (0, 1)]
+    for worker in [commands.start_python(f"sys.argv = {argv}\n{TWO_PROCESSES}") for argv in words]:
+        assert "DONE" in worker.wait().out, worker.err
     assert_exported(tmp_path / "out", random_params(Model()), Model())
     found = [np.load(path) for path in tmp_path.glob("out-*.npy")]
     assert len(found) == 2 and np.array_equal(*found)

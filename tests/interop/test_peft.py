@@ -9,6 +9,7 @@ import golden_models
 import jax
 import numpy as np
 import pytest
+import runs
 import safetensors.numpy
 
 import zerojax
@@ -23,7 +24,7 @@ GOLDEN = [
     ("llama", "rslora", 0),
     ("qwen2", "rslora", 3),
     ("t5", "lora", 0),
-    ("t5", "rslora", 3),
+    pytest.param("t5", "rslora", 3, marks=runs.LONG),
     ("bart", "lora", 3),
 ]
 

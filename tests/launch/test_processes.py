@@ -14,7 +14,7 @@ from zerojax.launch import processes
 
 PROCESSES, DEVICES = 2, 4
 
-JOIN = f"""
+JOIN = f"""{programs.SINGLE_MODULES}
 import os, signal, sys, time
 from zerojax.launch import devices, processes, signals
 import jax, numpy as np

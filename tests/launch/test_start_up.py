@@ -6,6 +6,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import programs
 import pytest
 import runs
 
@@ -52,7 +53,8 @@ for status in (0, 2) * 2:
         sys.exit(status)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", programs.SINGLE_MODULES + code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "2"] * 2, done.stderr
 
 
@@ -111,7 +113,7 @@ ending.before_end(lambda *_: print("compiled", events.count("compile_requests_us
     compiled = []
     for number in (1, 2):
         command = commands(
-            *runs.flags(steps=2),
+            *runs.flags(steps=2, emulate_devices=2),
             f"--workdir={tmp_path / str(number)}",
             before=count,
             unset=("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",),

@@ -7,29 +7,29 @@ import programs
 import pytest
 
 import zerojax
+from zerojax.launch import together
 
-BLOCK = r"""
+BLOCK = """
 import sys, time, jax
-import zerojax
-from zerojax.launch import devices
+from zerojax.launch import devices, together
 devices.emulate_cpu_devices(1)
 jax.distributed.initialize("127.0.0.1:PORT", 2, int(sys.argv[1]), initialization_timeout=60)
 own, path, fails = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-with zerojax.main_process_first():
+with together.main_process_first():
     if own == 0:
         time.sleep(0.5)
         open(path, "w").write("made")
     if fails == str(own):
-        raise ValueError("no such dataset\nmore")
+        raise ValueError("no such dataset\\nmore")
     assert open(path).read() == "made"
-zerojax.wait_for_everyone()
+together.wait_for_everyone()
 print("done", own)
 """
 
 
 @pytest.mark.parametrize("fails", ["none", "0", "1"])
 def test_the_main_process_is_first_and_one_that_fails_ends_the_others_with_a_line(tmp_path, fails):
-    program = BLOCK.replace("PORT", str(programs.free_port()))
+    program = programs.SINGLE_MODULES + BLOCK.replace("PORT", str(programs.free_port()))
     started = [
         subprocess.Popen(
             [sys.executable, "-c", program, str(index), str(tmp_path / "made"), fails],
@@ -52,5 +52,6 @@ def test_the_main_process_is_first_and_one_that_fails_ends_the_others_with_a_lin
 
 
 def test_one_process_does_not_wait():
+    assert zerojax.main_process_first is together.main_process_first
     with zerojax.main_process_first():
         zerojax.wait_for_everyone()

@@ -37,7 +37,7 @@ def finished(cache_dir, stdlib_dir, tmp_path_factory):
         "sample__length": 8,
         "export__format": "huggingface",
     }
-    return runs.run(tmp_path_factory.mktemp("finished"), **changes), changes
+    return runs.run(tmp_path_factory.mktemp("finished"), draws=True, **changes), changes
 
 
 def opened(folder: pathlib.Path, **changes):

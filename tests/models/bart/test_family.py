@@ -22,8 +22,7 @@ def test_big_presets_have_their_published_number_of_weights(name):
 
 def test_a_run_learns_and_its_export_is_read_back(tmp_path, stdlib_dir):
     settings = {"model__preset": "bart_test", "data__name": "python_stdlib", "data__dir": str(stdlib_dir)}
-    finish = {"sample__length": 4, "sample__prompt": "def ___(self):", "export__format": "huggingface"}
-    losses = runs.losses(runs.run(tmp_path, **settings, **finish, steps=4))
+    losses = runs.losses(runs.run(tmp_path, **settings, export__format="huggingface", steps=4))
     assert losses[4] < losses[1]
     exported = folder.open_folder(tmp_path / "export")
     assert exported.dtype.name == "bfloat16" and exported.model.embed_dim == 64

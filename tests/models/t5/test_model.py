@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import runs
 
 from zerojax import tree
 from zerojax.models import family
@@ -63,7 +64,7 @@ def test_small_distances_have_a_bucket_each_and_large_ones_share_wider_buckets(i
     np.testing.assert_array_equal(behind[1:], np.zeros(199) if is_causal else buckets[1:] + 16)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=runs.LONG)])
 def test_16_bit_weights_compute_in_16_bits_and_logits_are_float32(dtype):
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), encoder_decoders.make_params(t5.parts, CONFIG))
     batch = encoder_decoders.make_batch()
