@@ -63,13 +63,13 @@ def test_a_pool_that_is_too_small_is_refused_with_the_name_of_its_variable(parti
     [
         (65, (400, None), 1, 86),  # 1.3 times, and one more
         (65, (None, 400), 1, 86),
-        (100, (126, None), 1, 111),  # all but 16 GiB of the host's
+        (100, (126, None), 1, 108),  # all but 18 GiB of the host's
         (124, (126, None), 1, 125),  # what is pinned
         (60, (16, 200), 1, 79),  # MemTotal can be a floor
         (60, (None, None), 1, 67),  # unknown
         (60, (16, 20), 1, 67),
         (15, (240, None), 8, 21),
-        (15, (140, None), 8, 17),
+        (15, (150, None), 8, 17),
     ],
 )
 def test_a_pool_has_room_for_what_its_places_waste_as_far_as_the_host_has(pinned, host, processes, size):

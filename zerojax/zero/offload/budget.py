@@ -37,7 +37,7 @@ _FIRST_REGION = 2 << 20  # of XLA's pool; each later one is twice as large
 NEW_PARAMS = {settings.HOST: 2, settings.NVME: store.WRITES + 1}
 _PROCESS_BYTES = 8 << 30  # of a process's memory beside what it pins
 _WASTED = 0.3  # of the pinned bytes, at most, in the pool's places
-_LEFT = 16 << 30  # of a host's memory, beside its pools
+_LEFT = 18 << 30  # of a host's memory, beside its pools; a run of 8B took 13 GB of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +157,8 @@ def pool_size_gb(pinned: float, host: Host, processes: int = 1) -> int:
       processes: those that share the host's memory, or all of a run.
     """
     sizes = [size for size in (host.total, host.allowed) if size is not None and size > processes * pinned]
-    room = (min(sizes) - _LEFT) / processes if sizes else 1.1 * pinned
-    return math.ceil(max(pinned, min((1 + _WASTED) * pinned, room)) / 2**30) + 1
+    room = (min(sizes) - _LEFT) / processes if sizes else 1.1 * pinned + 2**30
+    return math.ceil(max(pinned + 2**30, min((1 + _WASTED) * pinned + 2**30, room)) / 2**30)
 
 
 def read_host(root: str | os.PathLike = "/") -> Host:
