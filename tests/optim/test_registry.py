@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 
 from zerojax import tree
 from zerojax.errors import UserError
@@ -52,7 +53,7 @@ def test_adamw_is_optax_with_the_given_settings():
 
 
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
-@pytest.mark.parametrize("name", registry.FUSED)
+@pytest.mark.parametrize("name", runs.cases(registry.FUSED, long=["adam"]))
 def test_fewer_bits_give_the_steps_of_optax_but_for_rounding(name, moments):
     keys = jax.random.split(jax.random.key(0))
     params = {"kernel": jax.random.normal(keys[0], (64, 128)), "scale": jax.random.normal(keys[1], (3,))}

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+import runs
 from compile_only import compile_plain, mesh, plain, plain_state, plain_step, read, rules, staged
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,7 +28,9 @@ ON_DEVICE = "offloaded state stays on the device"
 COPIES = "copies to host memory outlast the forward pass"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=runs.LONG), 2, 3]
+)  # in one pass stage 1 compiles as stage 2 does
 def test_this_projects_own_steps_have_no_findings(stage):
     found, partition = staged(stage)
     assert rules(found, partition.abstract_state) == []

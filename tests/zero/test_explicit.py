@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from flax import nnx
 from flax.training.train_state import TrainState
 
@@ -51,20 +52,27 @@ def loss_of(net: nn.Module, params: Any, batch: Any, state: Any) -> tuple[jax.Ar
     return loss, {"metrics": {"twice": 2 * loss}}
 
 
+WAYS: list[tuple[Any, ...]] = [
+    (0, (1, 8), 2, {}),
+    (1, (2, 4), 2, {"remat": "full"}),
+    (2, (2, 4), 1, {"heads": "head"}),
+    (3, (1, 8), 2, {"heads": "head", "recompute": "block_1/wide"}),
+    (3, (2, 2, 2), 1, {"blocks": ""}),
+    (3, (8, 1), 1, {"remat": "none"}),
+    (3, (1, 8), 2, {"heads": "head", "offload": ".*/wide"}),
+    (2, (2, 4), 1, {"remat": "full", "offload": "block_0/(wide|narrow)"}),
+]
+ALIKE = (0, 1, 4, 5)  # a transformation inside the model changes nothing of these
+
+
 @pytest.mark.parametrize(
-    ("stage", "mesh", "passes", "options"),
+    ("stage", "mesh", "passes", "options", "nested"),
     [
-        (0, (1, 8), 2, {}),
-        (1, (2, 4), 2, {"remat": "full"}),
-        (2, (2, 4), 1, {"heads": "head"}),
-        (3, (1, 8), 2, {"heads": "head", "recompute": "block_1/wide"}),
-        (3, (2, 2, 2), 1, {"blocks": ""}),
-        (3, (8, 1), 1, {"remat": "none"}),
-        (3, (1, 8), 2, {"heads": "head", "offload": ".*/wide"}),
-        (2, (2, 4), 1, {"remat": "full", "offload": "block_0/(wide|narrow)"}),
+        pytest.param(*way, nested, marks=runs.LONG if nested and number in ALIKE else ())
+        for nested in (False, True)
+        for number, way in enumerate(WAYS)
     ],
 )
-@pytest.mark.parametrize("nested", [False, True])
 def test_gradients_are_those_of_the_global_batch_sharded_as_the_moments(stage, mesh, passes, options, nested):
     net = Net(nested)
     params, state, part = sharded(stage, mesh)

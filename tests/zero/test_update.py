@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from flax.training.train_state import TrainState
 from optax import contrib
 
@@ -179,7 +180,10 @@ def raw(leaf):
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-@pytest.mark.parametrize("name", PADDED)
+ALONE = ("adam", "adafactor", "sm3", "muon", "lamb", "prodigy")  # other tests pad their leaves too
+
+
+@pytest.mark.parametrize("name", runs.cases(PADDED, long=ALONE))
 def test_padding_changes_no_optimizer(name):
     """Also those that use a weight's shape, mean or norm: all leaves of the state are those of the unpadded, unsharded one."""
     state = odd_state(PADDED[name])

@@ -1,5 +1,6 @@
 """Checks that values which leave a step are those of one device, and equal on all. This module tests zerojax.zero.sharded_batch.outputs."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -19,6 +20,7 @@ BATCH = {
     "y": jnp.arange(16) % 4,
     "mask": (jnp.arange(16) % 5 > 1).astype(jnp.float32),
 }  # unequal over devices and passes
+BATCHES = [BATCH, jax.tree.map(lambda leaf: leaf[::-1], BATCH)]
 
 
 class Net(nn.Module):
@@ -89,16 +91,17 @@ def loss_fn(params, batch, state):
     return zerojax.Mean(terms.sum(), batch["mask"].sum()), {"state": fields, "metrics": metrics}
 
 
-def on_one_device(state, batches):
+@functools.cache
+def on_one_device(steps):
     """Returns the state and the metrics after a plain loop; a step has one pass."""
-    found = []
-    for batch in batches:
+    found, state = [], make_state()
+    for batch in BATCHES[:steps]:
 
         def of_params(params, batch=batch, state=state):
             loss, aux = loss_fn(params, batch, state)
             return loss.total / loss.weight, aux
 
-        (loss, aux), grads = jax.value_and_grad(of_params, has_aux=True)(state.params)
+        (loss, aux), grads = jax.jit(jax.value_and_grad(of_params, has_aux=True))(state.params)
         plain = jax.tree.map(read, aux, is_leaf=lambda node: isinstance(node, (zerojax.Mean, zerojax.Sum)))
         found.append({**plain["metrics"], "loss": loss})
         state = state.replace(**plain["state"]).apply_gradients(grads=grads)
@@ -124,10 +127,9 @@ def words(leaf):
     [(0, {"reduce_dtype": jnp.float32}), (3, {"reduce_dtype": jnp.float32, "blocks": r"layer_\d"}), (3, {})],
 )
 def test_metrics_and_state_are_those_of_one_device(stage, options):
-    batches = [BATCH, jax.tree.map(lambda leaf: leaf[::-1], BATCH)]
-    expected, expected_metrics = on_one_device(make_state(), batches)
+    expected, expected_metrics = on_one_device(2)
     state, train_step = shard(make_state(), stage, **options)
-    for batch, wanted in zip(batches, expected_metrics):
+    for batch, wanted in zip(BATCHES, expected_metrics, strict=True):
         state, metrics = train_step(state, batch)
         for name in wanted.keys() - {"noise", "noise_squared"}:
             np.testing.assert_allclose(metrics[name], wanted[name], rtol=1e-5, atol=ROUNDING, err_msg=name)
@@ -145,7 +147,7 @@ def test_metrics_and_state_are_those_of_one_device(stage, options):
 @pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
 def test_passes_are_weighed_by_their_weights_and_their_counts_add_up(reduce_dtype):
     """Two passes of unlike weights, whose losses and gradients are those of the batch."""
-    whole, wanted = on_one_device(make_state(), [BATCH])
+    whole, wanted = on_one_device(1)
     state, train_step = shard(make_state(), 3, reduce_dtype=reduce_dtype, grad_accum=2)
     state, metrics = train_step(state, jax.tree.map(lambda leaf: leaf.reshape(2, 8, *leaf.shape[1:]), BATCH))
     for name in ("loss", "right", "masked", "weight", "accuracy", "step"):
