@@ -7,7 +7,6 @@ import pathlib
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from typing import Any
@@ -588,37 +587,32 @@ def test_orbax_logs_nothing_below_warning(tmp_path, caplog):
     assert [record.message for record in caplog.records if record.name == "absl"] == ["from another package"]
 
 
-def run_python(code, *args, **kwargs):
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(
-            [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "checkpoint"), os.environ.get("PYTHONPATH", "")]
-        ),
-    }
-    command = [sys.executable, "-c", code, *map(str, args)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs)
-
-
 SAVE_FOREVER = """
-import itertools, sys, test_checkpointer
-saver = test_checkpointer.open_in(sys.argv[1], keep_last=2)
+import itertools
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
+sys.path[:0] = ["tests", "tests/checkpoint"]
+import test_checkpointer
+saver = test_checkpointer.open_in(DIRECTORY, keep_last=2)
 for step in itertools.count((saver.latest_step() or 0) + 1):
     saver.save(step, test_checkpointer.small_state(step, rows=4096), {"0": step}, meta={"step": step})
     print(step, flush=True)
 """
 
 
-def test_a_kill_at_any_moment_leaves_the_last_complete_step(tmp_path):
+def test_a_kill_at_any_moment_leaves_the_last_complete_step(commands, tmp_path):
     random = np.random.default_rng(0)
     wanted = tree.abstract(small_state(0, rows=4096))
     last = 0
     for _ in range(2):
-        process = run_python(SAVE_FOREVER, tmp_path)
-        lines = [process.stdout.readline() for _ in range(3)]
-        assert all(line.strip().isdigit() for line in lines), process.stdout.read()
+        process = commands.start_python(SAVE_FOREVER.replace("DIRECTORY", repr(str(tmp_path))))
+        deadline = time.monotonic() + 120
+        while process.out.count("\n") < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        lines = process.out.splitlines()[:3]
+        assert len(lines) == 3 and all(line.isdigit() for line in lines), process.err
         time.sleep(random.uniform(0, 0.4))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process.kill(signal.SIGKILL)
+        process.wait()
         saver = open_in(tmp_path)
         step = saver.latest_step()
         assert step >= int(lines[-1]) - 1 > last  # save(n) returns only once n - 1 is complete
@@ -681,13 +675,11 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_survives_it(tmp_path):
 
 
 TWO_PROCESSES = """
-import json, os, sys
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-import jax, numpy as np
+import json
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
+import numpy as np
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-rank = int(sys.argv[2])
-jax.distributed.initialize(f"localhost:{sys.argv[3]}", 2, rank)
+jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from jax.sharding import NamedSharding, PartitionSpec as P
 from zerojax import tree
 from zerojax.checkpoint import checkpointer
@@ -696,7 +688,7 @@ full = np.arange(32, dtype=np.float32).reshape(8, 4)
 sharding = NamedSharding(mesh, P("data"))
 state = {"w": jax.make_array_from_callback(full.shape, sharding, lambda index: full[index]),
          "rng": jax.random.key(1), "count": 3}
-saver = checkpointer.Checkpointer(sys.argv[1], keep_last=1, keep_best=0)
+saver = checkpointer.Checkpointer(directory, keep_last=1, keep_best=0)
 for step in (1, 2):
     saver.save(step, state, {str(rank): {"at": "x" * (5 + 10 * rank)}}, meta={}, eval_loss=1.0)
 wanted = tree.abstract(state)
@@ -706,18 +698,19 @@ for shard in restored["w"].addressable_shards:
     np.testing.assert_array_equal(shard.data, full[shard.index])
 saver.close()
 print("STATE", json.dumps(data_state, sort_keys=True))
+jax.distributed.shutdown()
 """
 
 
-def test_two_processes_save_together_and_each_gets_the_rows_of_both(tmp_path):
+def test_two_processes_save_together_and_each_gets_the_rows_of_both(commands, tmp_path):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    workers = [run_python(TWO_PROCESSES, tmp_path / "run", rank, port) for rank in range(2)]
+    given = f"directory, port = {str(tmp_path / 'run')!r}, {port}"
+    workers = [commands.start_python(f"{given}\nrank = {rank}\n{TWO_PROCESSES}") for rank in range(2)]
     rows = {"0": {"at": "x" * 5}, "1": {"at": "x" * 15}}
     for worker in workers:
-        output, _ = worker.communicate(timeout=120)
-        assert f"STATE {json.dumps(rows)}" in output, output
+        assert f"STATE {json.dumps(rows)}" in worker.wait().out, worker.err
     saver = open_in(tmp_path / "run")
     wanted = {"w": np.zeros((8, 4), np.float32), "rng": jax.random.key(0), "count": 0}
     state, data_state = saver.restore(2, tree.abstract(wanted))

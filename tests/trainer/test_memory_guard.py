@@ -48,7 +48,8 @@ def test_out_of_memory_names_the_changes_that_fit(built, plan, monkeypatch, caps
     search_config = plans.search_config
 
     def with_memory(config, target, **kwargs):
-        return search_config(config, target, memory=plan.peak * 0.9, **kwargs)
+        grid = {**kwargs.pop("grid"), "stage": (0, 3), "remat": ("none",)}
+        return search_config(config, target, memory=plan.peak * 0.9, grid=grid, **kwargs)
 
     monkeypatch.setattr(plans, "search_config", with_memory)
     error = memory_guard.too_large(built, plan)
@@ -126,14 +127,6 @@ def test_a_full_host_is_told_as_such_and_not_as_a_device(built, plan):
     ):
         with pytest.raises(zerojax.UserError, match=r"^out of host memory \("), memory_guard.explained(built, plan):
             raise error
-    pool = "RESOURCE_EXHAUSTED: Out of host memory while trying to allocate 135.00MiB with allocator xla_gpu_host_bfc on device 0."
-    with (
-        pytest.raises(
-            zerojax.UserError, match=r"^out of host memory: XLA's pool of pinned memory has 64 GiB.*_LIMIT_GB"
-        ),
-        memory_guard.explained(built, plan),
-    ):
-        raise jax.errors.JaxRuntimeError(pool)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory_guard.explained(built, plan):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 

@@ -1,5 +1,6 @@
 """Trains adapters, resumes, and refuses what does not fit. This module tests zerojax.trainer.adapters.start."""
 
+import pathlib
 import shutil
 
 import golden_models
@@ -42,13 +43,22 @@ def own(state):
     return dict(tree.flatten(state.params))
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_and_its_checkpoints_hold_adapters_alone(tmp_path, cache_dir):
-    runs.run(tmp_path / "whole", **ADAPTED, steps=4)
-    for steps in (2, 4):
-        runs.run(tmp_path / "parts", **ADAPTED, steps=steps)
+@pytest.fixture(scope="module")
+def begun(cache_dir, tmp_path_factory):
+    """Returns the settings and the folder of a run of two steps from a folder of its own; copy it."""
+    base = shutil.copytree(FOLDER, tmp_path_factory.mktemp("base") / "llama")
+    settings = {**ADAPTED, "init_from": str(base), "lora__target_modules": "q_proj"}
+    return settings, runs.run(tmp_path_factory.mktemp("begun"), **settings, steps=2)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_and_its_checkpoints_hold_adapters_alone(begun, tmp_path):
+    settings, folder = begun
+    shutil.copytree(folder, tmp_path / "parts")
+    for name in ("whole", "parts"):
+        runs.run(tmp_path / name, **settings, steps=4)
     whole, parts = (runs.losses(tmp_path / name) for name in ("whole", "parts"))
     assert len(whole) == 4 and whole == parts
-    built = build(steps=4)
+    built = build(**settings, steps=4)
     with checkpointer.Checkpointer(tmp_path / "whole" / "checkpoints") as saver:
         assert resume.state(built, saver, 4, saver.meta(4)).step == 4
     names = (tmp_path / "whole" / "checkpoints" / "4" / "state" / "_METADATA").read_text()
@@ -62,22 +72,25 @@ def test_delayed_scales_of_fp8_have_histories_of_frozen_matmuls_too():
     assert jax.tree.structure(state) == jax.tree.structure(built.partition.abstract_state)
 
 
-def test_another_base_is_refused_in_one_line(tmp_path, cache_dir):
-    base = tmp_path / "base"
-    shutil.copytree(FOLDER, base)
-    settings = {**ADAPTED, "init_from": str(base), "steps": 2}
-    runs.run(tmp_path / "run", **settings)
-    weights = bytearray((base / "model.safetensors").read_bytes())
+def test_another_base_is_refused_in_one_line(begun, tmp_path):
+    settings, folder = begun
+    shutil.copytree(folder, tmp_path / "run")
+    file = pathlib.Path(settings["init_from"]) / "model.safetensors"
+    before = file.read_bytes()
+    weights = bytearray(before)
     weights[-4:] = b"\0\0\0\0"
     weights[-2000:-1000] = bytes(1000)
-    (base / "model.safetensors").write_bytes(weights)
-    with pytest.raises(
-        UserError, match=r"was saved with another model in config.init_from \(fingerprint .*\); restore that folder"
-    ):
-        runs.run(tmp_path / "run", **{**settings, "steps": 3})
+    file.write_bytes(weights)
+    try:
+        with pytest.raises(
+            UserError, match=r"was saved with another model in config.init_from \(fingerprint .*\); restore that folder"
+        ):
+            runs.run(tmp_path / "run", **settings, steps=3)
+    finally:
+        file.write_bytes(before)
 
 
-@pytest.mark.parametrize("quantize", ["none", "nf4"])
+@pytest.mark.parametrize("quantize", runs.cases(["none", "nf4"], long=("none",)))
 def test_frozen_weights_without_a_folder_are_drawn_and_the_same_at_every_stage(quantize):
     settings = {
         "init_from": "",
