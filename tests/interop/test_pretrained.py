@@ -7,6 +7,7 @@ import golden_models
 import jax
 import numpy as np
 import pytest
+import runs
 import safetensors.numpy
 
 import zerojax
@@ -19,7 +20,9 @@ LOGITS = 2e-5  # float32 sums in another order, in two implementations
 LOSS = 1e-5  # relative to losses of about 6
 
 
-@pytest.mark.parametrize("name, stage", [*((name, 3) for name in golden_models.NAMES), ("llama", 0)])
+@pytest.mark.parametrize(
+    "name, stage", [*((name, 3) for name in golden_models.NAMES), pytest.param("llama", 0, marks=runs.LONG)]
+)
 def test_logits_loss_and_greedy_tokens_are_those_of_transformers(name, stage):
     loaded, expected, batch = golden_models.load(name, stage), golden_models.expected(name), golden_models.batch(name)
 

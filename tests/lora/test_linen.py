@@ -89,7 +89,7 @@ def test_adapters_give_the_output_of_merged_kernels(quantize):
         (0, "none", jnp.float32),
         pytest.param(3, "none", None, marks=runs.LONG),
         (3, "nf4", None),
-        (3, "nf4", jnp.float32),
+        pytest.param(3, "nf4", jnp.float32, marks=runs.LONG),
     ],
 )
 def test_training_changes_adapters_as_plain_optax_does_and_nothing_else(stage, quantize, reduce_dtype):

@@ -7,6 +7,7 @@ import pytest
 
 from zerojax.models import decoding
 
+attend = jax.jit(decoding.attend, static_argnums=3, static_argnames=("window",))
 ROUNDING = 1e-6  # float32 sums in another order
 
 
@@ -28,7 +29,7 @@ def test_a_token_added_to_a_cache_sees_what_it_sees_without_one(window):
     """Row 0 has 4 prompt tokens, row 1 has 2; both get 3 more."""
     batch, length, new, heads, kv_heads, dim = 2, 4, 3, 4, 2, 8
     q, k, v = (normal(seed, batch, 7, h, dim) for seed, h in ((0, heads), (1, kv_heads), (2, kv_heads)))
-    full, none = decoding.attend(q, k, v, "xla", None, window=window)
+    full, none = attend(q, k, v, "xla", None, window=window)
     assert none is None
     lengths = np.array([4, 2])
 
@@ -38,21 +39,19 @@ def test_a_token_added_to_a_cache_sees_what_it_sees_without_one(window):
     prompt = [np.arange(length)] * batch
     empty = decoding.empty(batch, length + new, kv_heads, dim, jnp.float32)
     past = decoding.Past(empty, decoding.first_step(batch, length, length + new))
-    found, keys = decoding.attend(*(at(x, prompt) for x in (q, k, v)), "xla", past, window=window)
+    found, keys = attend(*(at(x, prompt) for x in (q, k, v)), "xla", past, window=window)
     for row in range(batch):
         np.testing.assert_allclose(found[row, : lengths[row]], full[row, : lengths[row]], atol=ROUNDING)
     for count in range(new):
         here = [np.array([own + count]) for own in lengths]
         step = decoding.next_step(jnp.asarray(lengths), length, jnp.int32(count), length + new)
-        found, keys = decoding.attend(
-            *(at(x, here) for x in (q, k, v)), "xla", decoding.Past(keys, step), window=window
-        )
+        found, keys = attend(*(at(x, here) for x in (q, k, v)), "xla", decoding.Past(keys, step), window=window)
         np.testing.assert_allclose(found, at(full, here), atol=ROUNDING)
 
 
 def test_masked_tokens_are_not_seen():
     q, k, v = (normal(seed, 1, 5, 2, 4) for seed in range(3))
     mask = jnp.array([[True, False, True, True, True]])
-    found, _ = decoding.attend(q, k, v, "xla", None, mask=mask)
-    other, _ = decoding.attend(q, k.at[:, 1].set(9.0), v.at[:, 1].set(9.0), "xla", None, mask=mask)
+    found, _ = attend(q, k, v, "xla", None, mask=mask)
+    other, _ = attend(q, k.at[:, 1].set(9.0), v.at[:, 1].set(9.0), "xla", None, mask=mask)
     np.testing.assert_array_equal(found, other)

@@ -1,5 +1,7 @@
 """Checks the shared modules against their equations. This module tests zerojax.models.layers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +14,10 @@ ROUNDING = 1e-5  # float32 sums of some terms in another order
 
 
 def applied(module, *arrays, **options):
-    params = module.init(jax.random.key(0), *arrays)
-    return np.asarray(module.apply(params, *arrays, **options)), jax.tree.map(np.asarray, params["params"])
+    params = jax.jit(module.init)(jax.random.key(0), *arrays)
+    return np.asarray(jax.jit(functools.partial(module.apply, **options))(params, *arrays)), jax.tree.map(
+        np.asarray, params["params"]
+    )
 
 
 def normal(*shape):
@@ -94,9 +98,9 @@ def test_the_layer_norm_subtracts_the_mean_and_divides_by_the_deviation():
 def test_attention_to_a_memory_reuses_its_keys():
     x, memory, mask = normal(2, 3, 16), normal(2, 5, 16) + 1, jnp.arange(5)[None] < jnp.array([[5], [3]])
     module = layers.MultiHeadAttention(16, 4, 4, "xla", use_bias=True)
-    params = module.init(jax.random.key(0), x, memory)
-    full, keys = module.apply(params, x, memory, mask_BS=mask)
-    again, _ = module.apply(params, x[:, 1:2], mask_BS=mask, keys=keys)
+    params, apply = jax.jit(module.init)(jax.random.key(0), x, memory), jax.jit(module.apply)
+    full, keys = apply(params, x, memory, mask_BS=mask)
+    again, _ = apply(params, x[:, 1:2], mask_BS=mask, keys=keys)
     np.testing.assert_allclose(again, full[:, 1:2], atol=ROUNDING)
     scores = np.einsum("bthn,bshn->bhts", *(_projected(params, name, y) for name, y in (("q", x), ("k", memory)))) / 2
     weights = np.exp(np.where(mask[:, None, None], scores, -np.inf))
