@@ -225,13 +225,12 @@ def padded(cache_dir, tmp_path_factory):
 
 
 def test_a_checkpoint_of_any_stage_device_count_and_padding_resumes_in_any_other(padded, tmp_path):
-    whole = runs.run(tmp_path / "whole", zero__stage=0, **ODD, **runs.EVALUATED)
+    whole = runs.run(tmp_path / "whole", zero__stage=0, **ODD)
     moved = pathlib.Path(shutil.copytree(padded, tmp_path / "moved"))
     runs.run(moved, steps=4, zero__stage=1, devices=1, grad_accum=2, **ODD)
     runs.run(moved, steps=5, **PADDED)
-    runs.run(moved, steps=6, zero__stage=2, mesh__replica=2, mesh__data=4, **ODD, **runs.EVALUATED)
+    runs.run(moved, steps=6, zero__stage=2, mesh__replica=2, mesh__data=4, **ODD)
     np.testing.assert_allclose(runs.numbers(moved), runs.numbers(whole), rtol=SUM_ORDER)
-    np.testing.assert_allclose(runs.evaluations(moved)[-1], runs.evaluations(whole)[-1], rtol=SUM_ORDER)
 
 
 @pytest.mark.slow
