@@ -22,7 +22,7 @@ LOGITS, LOSS = 2e-5, 1e-5  # as in tests/interop/test_pretrained.py
 GOLDEN = [
     ("llama", "lora", 3),
     ("llama", "rslora", 0),
-    ("qwen2", "rslora", 3),
+    pytest.param("qwen2", "rslora", 3, marks=runs.LONG),
     ("t5", "lora", 0),
     pytest.param("t5", "rslora", 3, marks=runs.LONG),
     ("bart", "lora", 3),
