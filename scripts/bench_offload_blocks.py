@@ -81,6 +81,9 @@ parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=[])
 parser.add_argument("--steps", type=int, default=4)
 parser.add_argument("--pool_gb", type=int, default=0, help="XLA's pool of pinned host memory; 0: as the state needs")
 parser.add_argument("--plan", default="", metavar="DEVICE", help="plan only, for h100 or h200")
+parser.add_argument(
+    "--disk_gbps", type=float, default=0, help="GB/s of the disk, both ways together, for --plan; 0: 2, assumed"
+)
 parser.add_argument("--limit_s", type=float, default=0, help="seconds until the process ends itself; 0: never")
 
 
@@ -261,6 +264,7 @@ def _planned(options: argparse.Namespace, family: Any, model: Any, device: Any, 
             compute_dtype=jnp.bfloat16,
             passes=passes,
             by_hand=True,
+            disk_rate=options.disk_gbps * 1e9 or None,
         )
     )
 

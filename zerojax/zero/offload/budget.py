@@ -37,6 +37,7 @@ _FIRST_REGION = 2 << 20  # of XLA's pool; each later one is twice as large
 NEW_PARAMS = {settings.HOST: 2, settings.NVME: store.WRITES + 1}
 _PROCESS_BYTES = 8 << 30  # of a process's memory beside what it pins
 _WASTED = 0.3  # of the pinned bytes, at most, in the pool's places
+_TIGHT = 1.15  # of the pinned bytes: a pool that is smaller may be full after some steps
 _LEFT = 18 << 30  # of a host's memory, beside its pools; a run of 8B took 13 GB of it
 
 
@@ -100,6 +101,13 @@ def check(partition: placement.Partition, *, host: Host | None = None, pool_gb: 
         raise UserError(
             f"offload: this process pins {display.human(pooled)}, and XLA's pool of pinned memory has {pool_gb:g} GiB; set the environment "
             f"variable {xla_flags.PINNED_POOL}={size} before JAX starts"
+        )
+    if is_pooled and pool_gb * 2**30 < _TIGHT * pooled and pooled > 2**30:
+        warnings.warn(
+            f"offload: this process pins {display.human(pooled)} of the {pool_gb:g} GiB of XLA's pool of pinned memory, whose places waste some "
+            f"more with each step at first; it may be full after some steps. Offload less (offload.fraction), or set {xla_flags.PINNED_POOL} to "
+            "more if this host has more",
+            stacklevel=2,
         )
     needed = count * (pooled + buffers)
     if is_pooled and pool_gb > size:
