@@ -3,12 +3,13 @@
     python -m zerojax.train --config configs/offload_14b_h100.py --config.data.name=random --config.steps=5
 
 Devices: 1 GPU with 80 GB, and a host with 110 GB of free memory: 4 bytes a weight of moments, a third of the layers' weights, the chunks
-in flight, and what XLA's pool of pinned memory wastes. 128 passes make up 524,288 tokens a step. On the device are the sums of gradients, 2 bytes a weight, and as many weights
-as the link cannot bring beside a layer's forward pass of 4,096 tokens (3.8 ms); so nothing is recomputed. The head and the embedding stay
-too: each would take 29 ms. Weights and sums are rounded stochastically, gradients of a pass to the nearest, and there are no float32
-masters. Gradients are not clipped: the norm is known at the end of the backward pass, until when all gradients would wait in float32.
-Result: on an H200, which has more and faster memory, 6,400 tokens/s with 77.0 GB in use at most (81.6 while kernels are tuned and the state is
-made); it has not run on an H100. The GPU's power limits it. On random tokens the loss should fall as that of configs/llama3_1b.py.
+in flight, and what XLA's pool of pinned memory wastes. 128 passes make up 524,288 tokens a step. On the device are the sums of gradients,
+2 bytes a weight, and as many weights as the link cannot bring beside a layer's forward pass of 4,096 tokens (3.8 ms); so nothing is
+recomputed. The head and the embedding stay too: each would take 29 ms. Weights and sums are rounded stochastically, gradients of a pass to
+the nearest, and there are no float32 masters. Gradients are not clipped: the norm is known at the end of the backward pass, until when all
+gradients would wait in float32. Result: on an H200, which has more and faster memory, 6,400 tokens/s with 77.0 GB in use at most (81.6
+while kernels are tuned and the state is made); it has not run on an H100. The GPU's power limits it. On random tokens the loss should fall
+as that of configs/llama3_1b.py.
 """
 
 from configs import llama3_1b

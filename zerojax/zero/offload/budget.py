@@ -104,9 +104,9 @@ def check(partition: placement.Partition, *, host: Host | None = None, pool_gb: 
         )
     if is_pooled and pool_gb * 2**30 < _TIGHT * pooled and pooled > 2**30:
         warnings.warn(
-            f"offload: this process pins {display.human(pooled)} of the {pool_gb:g} GiB of XLA's pool of pinned memory, whose places waste some "
-            f"more with each step at first; it may be full after some steps. Offload less (offload.fraction), or set {xla_flags.PINNED_POOL} to "
-            "more if this host has more",
+            f"offload: this process pins {display.human(pooled)} of the {pool_gb:g} GiB of XLA's pool of pinned memory, whose places waste "
+            "some more with each step at first; it may be full after some steps. Offload less (offload.fraction), or set "
+            f"{xla_flags.PINNED_POOL} to more if this host has more",
             stacklevel=2,
         )
     needed = count * (pooled + buffers)
