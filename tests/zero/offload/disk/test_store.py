@@ -1,6 +1,7 @@
 """Checks arrays in a file: what is read is what was written last, whatever the order in which threads run; failures reach whoever waits.
 This module tests zerojax.zero.offload.disk.store."""
 
+import concurrent.futures
 import errno
 import gc
 import os
@@ -214,6 +215,17 @@ def test_a_closed_store_ends_its_threads_and_refuses(mesh, tmp_path):
     assert threads and not any(thread.is_alive() for thread in threads)
     with pytest.raises(UserError, match="its store was closed"):
         np.asarray(arrays[0])
+
+
+def test_nothing_waits_for_a_part_that_closing_has_cancelled():
+    gate, pool = threading.Event(), concurrent.futures.ThreadPoolExecutor(1)
+    parts = [pool.submit(gate.wait), pool.submit(gate.wait)]
+    thread = threading.Thread(target=store_lib._wait, args=[parts], daemon=True)
+    thread.start()
+    pool.shutdown(wait=False, cancel_futures=True)
+    gate.set()
+    thread.join(LIMIT)
+    assert parts[0].done() and parts[1].cancelled() and not thread.is_alive()
 
 
 def test_a_store_that_nothing_refers_to_frees_its_disk(mesh, tmp_path):

@@ -13,6 +13,7 @@ as donation does with a jax.Array.
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import math
 import threading
@@ -228,7 +229,7 @@ class _Moving:
 
     def give_back(self, request: _Request) -> None:
         """Frees a request's buffer, when its reads have ended."""
-        concurrent.futures.wait(request.parts)
+        _wait(request.parts)
         with self.changed:
             assert request.buffer is not None
             self.free.append(request.buffer)
@@ -454,7 +455,7 @@ def _leave(moving: _Moving, what: list[tuple[jax.Array, Mapping[Any, int]]], don
     except BaseException as caught:
         error = caught
         moving.fail(caught)
-    concurrent.futures.wait(parts)
+    _wait(parts)
     what.clear()
     with moving.changed:
         moving.num_leaving -= 1
@@ -484,6 +485,13 @@ def _indices(array: Any) -> list[Any]:
 
 def _shard_bytes(array: Any) -> int:
     return math.prod(array.sharding.shard_shape(tuple(array.shape))) * np.dtype(array.dtype).itemsize
+
+
+def _wait(parts: Sequence[Future]) -> None:
+    """Waits until no part runs. `concurrent.futures.wait` would wait forever for one that `_Moving.close` has cancelled."""
+    for part in parts:
+        with contextlib.suppress(concurrent.futures.CancelledError):
+            part.exception()
 
 
 def _all(parts: Sequence[Future]) -> None:
