@@ -102,6 +102,12 @@ def fingerprint(folder: Folder) -> str:
     return found.hexdigest()[:16]
 
 
+def read_parts(folder: Folder, abstract: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the name and the weights of each part of a model, as `read_params` reads them."""
+    for name, part in abstract.items():
+        yield name, read_params(folder, {name: part})[name]
+
+
 def read_params(folder: Folder, abstract: Any) -> Any:
     """Reads the weights into their shardings. All processes must call it, and each reads its own shards.
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from zerojax import files, precision, roles, specs, train_state, xla_flags
+from zerojax import files, precision, roles, specs, train_state, tree, xla_flags
 from zerojax import mesh as mesh_lib
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, objectives
@@ -331,9 +331,7 @@ def init_state(program: Program) -> Any:
         return program.weights.first_state(program.create, program.partition)
     abstract_params = logical_lib.to_logical(program.partition.on_device.abstract_state).params
     source = program.source
-    params = (
-        _draw_params(program, abstract_params) if source is None else folder_lib.read_params(source, abstract_params)
-    )
+    parts = _drawn_parts(program, abstract_params) if source is None else folder_lib.read_parts(source, abstract_params)
 
     def create(params: Any) -> Any:
         # The optimizer's state is that of the weights without padding.
@@ -342,14 +340,18 @@ def init_state(program: Program) -> Any:
         return shard_state.pad(state, on_device)
 
     if program.partition.offload:
-        leaves = offload_create.from_init(create, [params], program.partition, donate=program.copy_dtype is None)
+        place = {path: number for number, (path, _) in enumerate(tree.flatten(abstract_params))}
+        numbered = ({place[f"{name}/{path}"]: leaf for path, leaf in tree.flatten(part)} for name, part in parts)
+        leaves = offload_create.from_parts(
+            create, abstract_params, numbered, program.partition, donate=program.copy_dtype is None
+        )
         return jax.tree.unflatten(jax.tree.structure(program.partition.abstract_state), leaves)
-    return jax.jit(create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
+    return jax.jit(create, out_shardings=program.partition.shardings, donate_argnums=0)(dict(parts))
 
 
-def _draw_params(program: Program, abstract_params: Any) -> dict[str, Any]:
+def _drawn_parts(program: Program, abstract_params: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the name and the float32 weights of each part of the model, drawn from the run's seed."""
     key = jax.random.key(program.config.seed)
-    params: dict[str, Any] = {}
     compiled: list[tuple[nn.Module, Any, Callable[..., Any]]] = []
     for number, (name, (module, inputs)) in enumerate(
         family_lib.parts_to_initialise(program.family.parts, program.model).items()
@@ -360,8 +362,7 @@ def _draw_params(program: Program, abstract_params: Any) -> dict[str, Any]:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
             init = jax.jit(functools.partial(_init_part, module, inputs, abstract), out_shardings=shardings)
             compiled.append((module, abstract, init))
-        params[name] = init(key, number)
-    return params
+        yield name, init(key, number)
 
 
 def open_feed(

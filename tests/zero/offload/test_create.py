@@ -1,11 +1,16 @@
 """Tests of zerojax.zero.offload.create: offloaded states begin as others do, and never exist on the device all at once."""
 
+import functools
+import weakref
+
 import jax
 import jax.numpy as jnp
 import offloads
 import pytest
 
 import zerojax
+from zerojax import train_state, tree
+from zerojax.zero import stages
 from zerojax.zero.offload import create, kept, layout
 
 OPTIMIZERS = {
@@ -49,3 +54,44 @@ def test_few_offloaded_leaves_are_on_the_device_at_once(monkeypatch):
     )
     assert max(sizes) - before <= 2 * (1 << 10) < whole
     del state
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_may_come_part_by_part_and_none_is_kept_longer_than_it_is_needed(name):
+    tx = OPTIMIZERS[name]()
+    part_of = lambda n: {"kernel": jnp.full((64, 128), n / 7.0), "scale": jnp.linspace(0.0, n, 128)}  # noqa: E731
+    params = {f"part_{n}": part_of(n) for n in range(4)}
+    begin = functools.partial(_begun, tx)
+    partition = stages.partition_state(
+        jax.eval_shape(begin, params),
+        mesh=zerojax.make_mesh(),
+        stage=2,
+        min_size=0,
+        offload={"optimizer": "host", "chunk_bytes": 1 << 13},
+    )
+    place = {path: number for number, (path, _) in enumerate(tree.flatten(params))}
+    gone = []
+
+    def parts():
+        for n in reversed(range(4)):
+            assert all(leaf() is None for leaf in gone), "a part is dropped before the next is asked for"
+            found = {place[f"part_{n}/{path}"]: leaf for path, leaf in tree.flatten(part_of(n))}
+            gone.extend(map(weakref.ref, found.values()))
+            yield found
+            del found
+
+    leaves = create.from_parts(begin, params, parts(), partition)
+    whole = create.from_init(begin, [params], partition)
+    shardings = jax.tree.leaves(partition.shardings)
+    for leaf, own, sharding in zip(leaves, whole, shardings, strict=True):
+        assert leaf.sharding == own.sharding == sharding
+        assert leaf.dtype == own.dtype and bool((jax.device_get(leaf) == jax.device_get(own)).all())
+    expected = dict(tree.flatten(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)))
+    state = jax.tree.unflatten(jax.tree.structure(partition.abstract_state), leaves)
+    for path, leaf in tree.flatten(state.params):
+        assert bool((jax.device_get(leaf) == jax.device_get(expected[path])).all()), path
+
+
+def _begun(tx, params):
+    """Returns a state with weights in 16 bits; its optimizer begins with those in float32."""
+    return train_state.create(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params), tx, jax.random.key(0))

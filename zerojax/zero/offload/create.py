@@ -1,11 +1,12 @@
 """Makes a train state whose offloaded leaves never exist on the device all at once. This module is used where a state begins.
 
-The init function is traced once. Offloaded leaves are computed a few at a time and moved to the host; one program computes the rest. A leaf
-that is filled with one value, as moments are, needs no other part of the init function.
+The init function is traced once. Offloaded leaves are computed a few at a time and moved to the host, and the rest after them. A leaf
+that is filled with one value, as moments are, needs no other part of the init function. Where the weights come part by part, what is made
+of a part is made before the next one: float32 weights of a large model would take more than the state that is trained.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,50 +16,128 @@ import jax.numpy as jnp
 from zerojax.optim import pieces
 from zerojax.zero import placement
 from zerojax.zero.offload import budget, kept, layout, transfer
+from zerojax.zero.offload import parts as parts_lib
 
 MOST_BYTES = 1 << 30  # of offloaded leaves on a device at once
 
 
-def from_init(
-    init: Callable[..., Any], args: Sequence[Any], partition: placement.Partition, *, donate: bool = False
-) -> list[Any]:
+def from_init(init: Callable[..., Any], args: Sequence[Any], partition: placement.Partition) -> list[Any]:
     """Returns the leaves of `init(*args)` in the form and with the shardings of `partition.abstract_state`.
 
     Args:
       init: returns the state with nothing in pieces, padded as stored.
       args: its arguments, pytrees of arrays.
       partition: the state's.
-      donate: whether the memory of `args` may be reused.
 
     Raises:
       UserError: the host cannot hold what is offloaded.
     """
+    return from_parts(lambda args: init(*args), list(args), [dict(enumerate(jax.tree.leaves(list(args))))], partition)
+
+
+def from_parts(
+    init: Callable[[Any], Any],
+    like: Any,
+    parts: Iterable[dict[int, jax.Array]],
+    partition: placement.Partition,
+    *,
+    donate: bool = False,
+) -> list[Any]:
+    """Returns the same of `init(arg)`, whose argument's leaves come in parts. What a part makes is made before the next is asked for.
+
+    Args:
+      init: see `from_init`.
+      like: the argument, of arrays or abstract.
+      parts: the leaves of the argument by number, each leaf once. One that nothing needs any more is dropped.
+      partition: the state's.
+      donate: whether the memory of the leaves may be reused.
+    """
     budget.check(partition)
     keep = kept.keeper(partition)
-    traced = jax.make_jaxpr(lambda *args: jax.tree.leaves(init(*args)))(*args)
-    flat = jax.tree.leaves(args)
+    traced = jax.make_jaxpr(lambda arg: jax.tree.leaves(init(arg)))(like)
     wanted = jax.tree.leaves(partition.abstract_state, is_leaf=pieces.is_pieces)
+    slices = _Slices(traced, wanted)
     made: dict[int, Any] = {}
-    computed = []
     for number, leaf in enumerate(wanted):
-        if not layout.is_on_host(leaf):
-            continue
-        value = _fill_value(traced.jaxpr, traced.jaxpr.outvars[number])
-        if value is None:
-            computed.append(number)
-        else:
+        value = _fill_value(traced.jaxpr, traced.jaxpr.outvars[number]) if layout.is_on_host(leaf) else None
+        if value is not None:
             made[number] = jax.tree.map(functools.partial(_filled, keep, value), leaf)
-    for run in _runs(computed, wanted):
-        found = _evaluated(traced, run, wanted)(*flat)
-        for number, parts in zip(run, found):
-            like = jax.tree.leaves(wanted[number])
-            moved = [keep(part, piece) for part, piece in zip(parts, like)]
-            made[number] = jax.tree.unflatten(jax.tree.structure(wanted[number]), moved)
-        jax.block_until_ready([made[number] for number in run])
-    resident = [number for number in range(len(wanted)) if number not in made]
-    rest = _evaluated(traced, resident, wanted, donate=range(len(flat)) if donate else ())(*flat)
-    made |= {number: parts[0] for number, parts in zip(resident, rest)}
+    needs = {number: slices.needs([number]) for number in range(len(wanted)) if number not in made}
+    held: dict[int, jax.Array] = {}
+    for part in parts:
+        held |= part
+        del part
+        ready = [number for number, needed in needs.items() if needed <= held.keys()]
+        for run in _runs([number for number in ready if layout.is_on_host(wanted[number])], wanted):
+            for number, found in zip(run, slices.evaluated(run, held)):
+                like = jax.tree.leaves(wanted[number])
+                moved = [keep(piece, abstract) for piece, abstract in zip(found, like)]
+                made[number] = jax.tree.unflatten(jax.tree.structure(wanted[number]), moved)
+            jax.block_until_ready([made[number] for number in run])
+        needs = {number: needed for number, needed in needs.items() if number not in ready}
+        last = held.keys() - set().union(*needs.values())
+        resident = [number for number in ready if number not in made]
+        if resident:
+            results = slices.evaluated(resident, held, donated=last if donate else ())
+            made |= {number: own[0] for number, own in zip(resident, results)}
+        held = {number: leaf for number, leaf in held.items() if number not in last}
     return jax.tree.leaves([made[number] for number in range(len(wanted))])
+
+
+class _Slices:
+    """The operations that make some results of a traced function.
+
+    Args:
+      traced: the function.
+      wanted: the abstract form of each of its results; those in pieces are sliced.
+    """
+
+    def __init__(self, traced: jex.ClosedJaxpr, wanted: Sequence[Any]):
+        self._traced, self._wanted = traced, wanted
+        self._compiled: dict[Any, tuple[Any, Callable[..., Any]]] = {}  # by text: equal parts share a program
+
+    def needs(self, numbers: Sequence[int]) -> set[int]:
+        """Returns the numbers of the arguments that these results are made of."""
+        return set(self._of(numbers)[-1])
+
+    def evaluated(
+        self, numbers: Sequence[int], held: Mapping[int, jax.Array], donated: Collection[int] = ()
+    ) -> list[list[jax.Array]]:
+        """Returns for each number the pieces of that result on the device, or the result itself.
+
+        Args:
+          numbers: of results.
+          held: the arguments that they need, by number.
+          donated: the numbers of arguments whose memory may be reused.
+        """
+        eqns, results, read = self._of(numbers)
+        like = [self._wanted[number] for number in numbers]
+
+        def run(*args: Any) -> list[list[Any]]:
+            jaxpr = self._traced.jaxpr
+            values = dict(zip(jaxpr.constvars, self._traced.consts)) | dict(zip([jaxpr.invars[n] for n in read], args))
+            value = lambda atom: atom.val if isinstance(atom, jex.Literal) else values[atom]  # noqa: E731
+            for eqn in eqns:
+                with eqn.ctx.manager:
+                    made = eqn.primitive.bind(*map(value, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
+                values.update(zip(eqn.outvars, made if eqn.primitive.multiple_results else [made]))
+            return [_slices(value(var), leaf) for var, leaf in zip(results, like)]
+
+        shardings = [[layout.on_device(piece.sharding) for piece in jax.tree.leaves(leaf)] for leaf in like]
+        places = tuple(place for place, number in enumerate(read) if number in donated)
+        own = jax.make_jaxpr(run)(*(held[number] for number in read))
+        key = (str(own.jaxpr), *map(id, own.consts), str(shardings), places)
+        if key not in self._compiled:
+            self._compiled[key] = own, jax.jit(run, out_shardings=shardings, donate_argnums=places)
+        return self._compiled[key][1](*(held[number] for number in read))
+
+    def _of(self, numbers: Sequence[int]) -> tuple[list[jex.JaxprEqn], list[Any], list[int]]:
+        """Returns the operations that make these results, the results' variables, and the numbers of the arguments that they read."""
+        jaxpr = self._traced.jaxpr
+        results = [jaxpr.outvars[number] for number in numbers]
+        eqns = parts_lib.live(jaxpr.eqns, results)
+        used = {id(atom) for atom in (*results, *(atom for eqn in eqns for atom in eqn.invars))}
+        return eqns, results, [number for number, var in enumerate(jaxpr.invars) if id(var) in used]
 
 
 def from_leaves(
@@ -105,19 +184,6 @@ def _filled(keep: kept.Keep, value: Any, like: Any) -> Any:
 @functools.lru_cache
 def _fill(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[Any], jax.Array]:
     return jax.jit(lambda value: jnp.full(shape, value, dtype), out_shardings=sharding)
-
-
-def _evaluated(
-    traced: Any, numbers: Sequence[int], wanted: Sequence[Any], donate: Sequence[int] = ()
-) -> Callable[..., Any]:
-    """Returns f(*flat arguments) -> for each number, the slices of that result, on the device. Other results are not computed."""
-
-    def run(*flat: Any) -> list[list[Any]]:
-        results = jex.jaxpr_as_fun(traced)(*flat)
-        return [_slices(results[number], wanted[number]) for number in numbers]
-
-    shardings = [[layout.on_device(piece.sharding) for piece in jax.tree.leaves(wanted[number])] for number in numbers]
-    return jax.jit(run, out_shardings=shardings, donate_argnums=tuple(donate))
 
 
 def _slices(array: Any, like: Any) -> list[Any]:

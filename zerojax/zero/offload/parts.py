@@ -98,7 +98,7 @@ def cut(jaxpr: jex.Jaxpr, apart: Collection[Any]) -> list[StepPart]:
     """
     groups: list[Any] = []
     results = jaxpr.outvars
-    for eqn in _live(jaxpr.eqns, _variables(results)):
+    for eqn in live(jaxpr.eqns, _variables(results)):
         if _is_block(eqn) or not groups or not isinstance(groups[-1], list):
             groups.append(eqn if _is_block(eqn) else [])
         if not _is_block(eqn):
@@ -143,7 +143,7 @@ def _renamed(parts: Iterable[StepPart]) -> list[StepPart]:
 
 
 def _between(eqns: list[jex.JaxprEqn], needed: set[Any]) -> StepPart:
-    eqns = _live(eqns, needed)
+    eqns = live(eqns, needed)
     own = {var for eqn in eqns for var in eqn.outvars}
     reads = [var for var in _variables(atom for eqn in eqns for atom in eqn.invars) if var not in own]
     writes = [var for eqn in eqns for var in eqn.outvars if var in needed]
@@ -171,7 +171,7 @@ def _block(eqn: jex.JaxprEqn, needed: set[Any], results: set[Any]) -> StepPart:
         elif var in needed:
             out.append((var, inner))
     outvars = [inner for _, inner in out]
-    eqns = _live(closed.jaxpr.eqns, _variables(outvars))
+    eqns = live(closed.jaxpr.eqns, _variables(outvars))
     read = set(_variables([*outvars, *(atom for eqn in eqns for atom in eqn.invars)]))
     invars = [var for var in closed.jaxpr.invars if var in read]
     trimmed = jex.ClosedJaxpr(jex.Jaxpr(closed.jaxpr.constvars, invars, outvars, eqns), closed.consts)
@@ -297,9 +297,9 @@ def _consts_of(params: Iterable[Any]) -> Iterator[Any]:
                 yield from _consts_of(eqn.params.values())
 
 
-def _live(eqns: Iterable[jex.JaxprEqn], needed: Iterable[Any]) -> list[jex.JaxprEqn]:
-    """Returns the operations whose results are read."""
-    needed, kept = set(needed), []
+def live(eqns: Iterable[jex.JaxprEqn], needed: Iterable[Any]) -> list[jex.JaxprEqn]:
+    """Returns the operations whose results are read, directly or by others."""
+    needed, kept = set(_variables(needed)), []
     for eqn in reversed(list(eqns)):
         if _acts(eqn) or any(var in needed for var in eqn.outvars):
             kept.append(eqn)
