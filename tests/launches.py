@@ -16,7 +16,7 @@ from zerojax.launch.cluster import attempt, hosts, supervisor, verdict
 
 LIMIT = 60.0  # seconds
 SSH = f"""#!{sys.executable}
-import os, pathlib, subprocess, sys, threading
+import contextlib, os, pathlib, subprocess, sys, threading
 words = sys.argv[1:]
 while words[0].startswith("-"):
     words = words[2:] if words[0] == "-o" else words[1:]
@@ -30,8 +30,9 @@ environment = {{"PATH": os.environ["PATH"], "HOME": "/", "SSH_CONNECTION": "127.
 pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
 remote = subprocess.Popen(["sh", "-c", " ".join(command)], env=environment, cwd="/", start_new_session=True, **pipes)
 def copy(source, target):
-    while data := os.read(source, 1 << 16):
-        os.write(target, data)
+    with contextlib.suppress(BrokenPipeError):  # the other side has ended, as ssh would not tell either
+        while data := os.read(source, 1 << 16):
+            os.write(target, data)
     os.close(target)
 threading.Thread(target=copy, args=(0, remote.stdin.fileno()), daemon=True).start()
 copy(remote.stdout.fileno(), 1)
