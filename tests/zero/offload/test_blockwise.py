@@ -128,7 +128,7 @@ MASTER = master_weights.with_master_weights(optax.adamw(1e-2))
         pytest.param({}, [BOTH], marks=runs.LONG),
         ({"clip_norm": 0.5, "accum": 2}, [DISK]),
         ({"loss_fn": loss_of, "accum": 2}, [BOTH]),
-        pytest.param({"loss_fn": loss_of, "accum": 2}, [{**STATES, "in_flight": 2}], marks=runs.LONG),
+        pytest.param({"loss_fn": loss_of, "accum": 2, "clip_norm": 0.5}, [{**STATES, "in_flight": 2}], marks=runs.LONG),
         ({"trainable": "narrow|head", "clip_norm": 0.5}, [BOTH]),
         pytest.param(
             {"dtype": jnp.bfloat16, "tx": MASTER}, [{**BOTH, "fraction": 0.5, "params_fraction": 0.5}], marks=runs.LONG
