@@ -104,8 +104,9 @@ def fingerprint(folder: Folder) -> str:
 
 def read_parts(folder: Folder, abstract: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields the name and the weights of each part of a model, as `read_params` reads them."""
+    tensors = _tensors(folder)
     for name, part in abstract.items():
-        yield name, read_params(folder, {name: part})[name]
+        yield name, _read(folder, tensors, {name: part})[name]
 
 
 def read_params(folder: Folder, abstract: Any) -> Any:
@@ -118,7 +119,14 @@ def read_params(folder: Folder, abstract: Any) -> Any:
     Returns:
       The params, as `abstract` describes them.
     """
-    tensors = {tensor.path: tensor for tensor in layout.tensors(folder.family, folder.model)}
+    return _read(folder, _tensors(folder), abstract)
+
+
+def _tensors(folder: Folder) -> dict[str, layout.ModelTensor]:
+    return {tensor.path: tensor for tensor in layout.tensors(folder.family, folder.model)}
+
+
+def _read(folder: Folder, tensors: Mapping[str, layout.ModelTensor], abstract: Any) -> Any:
     found = read_leaves(folder, tensors, dict(tree.flatten(abstract)))
     return tree.map_with_path(lambda path, _: found[path], abstract)
 

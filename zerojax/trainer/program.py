@@ -331,7 +331,6 @@ def init_state(program: Program) -> Any:
         return program.weights.first_state(program.create, program.partition)
     abstract_params = logical_lib.to_logical(program.partition.on_device.abstract_state).params
     source = program.source
-    parts = _drawn_parts(program, abstract_params) if source is None else folder_lib.read_parts(source, abstract_params)
 
     def create(params: Any) -> Any:
         # The optimizer's state is that of the weights without padding.
@@ -340,13 +339,21 @@ def init_state(program: Program) -> Any:
         return shard_state.pad(state, on_device)
 
     if program.partition.offload:
+        parts = (
+            _drawn_parts(program, abstract_params) if source is None else folder_lib.read_parts(source, abstract_params)
+        )
         place = {path: number for number, (path, _) in enumerate(tree.flatten(abstract_params))}
         numbered = ({place[f"{name}/{path}"]: leaf for path, leaf in tree.flatten(part)} for name, part in parts)
         leaves = offload_create.from_parts(
             create, abstract_params, numbered, program.partition, donate=program.copy_dtype is None
         )
         return jax.tree.unflatten(jax.tree.structure(program.partition.abstract_state), leaves)
-    return jax.jit(create, out_shardings=program.partition.shardings, donate_argnums=0)(dict(parts))
+    params = (
+        dict(_drawn_parts(program, abstract_params))
+        if source is None
+        else folder_lib.read_params(source, abstract_params)
+    )
+    return jax.jit(create, out_shardings=program.partition.shardings, donate_argnums=0)(params)
 
 
 def _drawn_parts(program: Program, abstract_params: Any) -> Iterator[tuple[str, Any]]:

@@ -451,12 +451,10 @@ class _Groups:
         old, new = self._old_params[weight], self.weights.pop(weight)
         del self.grads[weight]
         if layout.is_on_host(old):
-            sharding, is_on_disk = old.sharding, kept.is_on_disk(old)
-            if self._step.donate and not is_on_disk:
+            sharding = old.sharding
+            if self._step.donate and not kept.is_on_disk(old):  # on a disk the new one is written over it
                 old.delete()  # the new one may take its place
             (new,) = kept.leave([new], [old], [sharding])
-            if self._step.donate and is_on_disk:
-                old.delete()
         self.params[weight] = new
 
 

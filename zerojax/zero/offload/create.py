@@ -62,7 +62,7 @@ def from_parts(
         value = _fill_value(traced.jaxpr, traced.jaxpr.outvars[number]) if layout.is_on_host(leaf) else None
         if value is not None:
             made[number] = jax.tree.map(functools.partial(_filled, keep, value), leaf)
-    needs = {number: slices.needs([number]) for number in range(len(wanted)) if number not in made}
+    needs = {number: own for number, own in enumerate(parts_lib.needs(traced.jaxpr)) if number not in made}
     held: dict[int, jax.Array] = {}
     for part in parts:
         held |= part
@@ -94,11 +94,8 @@ class _Slices:
 
     def __init__(self, traced: jex.ClosedJaxpr, wanted: Sequence[Any]):
         self._traced, self._wanted = traced, wanted
-        self._compiled: dict[Any, tuple[Any, Callable[..., Any]]] = {}  # by text: equal parts share a program
-
-    def needs(self, numbers: Sequence[int]) -> set[int]:
-        """Returns the numbers of the arguments that these results are made of."""
-        return set(self._of(numbers)[-1])
+        self._place = {var: number for number, var in enumerate(traced.jaxpr.invars)}
+        self._compiled: dict[Any, Callable[..., Any]] = {}  # by text: equal parts share a program
 
     def evaluated(
         self, numbers: Sequence[int], held: Mapping[int, jax.Array], donated: Collection[int] = ()
@@ -110,34 +107,19 @@ class _Slices:
           held: the arguments that they need, by number.
           donated: the numbers of arguments whose memory may be reused.
         """
-        eqns, results, read = self._of(numbers)
+        own = parts_lib.trimmed(self._traced, [self._traced.jaxpr.outvars[number] for number in numbers])
+        read = [self._place[var] for var in own.jaxpr.invars]
         like = [self._wanted[number] for number in numbers]
-
-        def run(*args: Any) -> list[list[Any]]:
-            jaxpr = self._traced.jaxpr
-            values = dict(zip(jaxpr.constvars, self._traced.consts)) | dict(zip([jaxpr.invars[n] for n in read], args))
-            value = lambda atom: atom.val if isinstance(atom, jex.Literal) else values[atom]  # noqa: E731
-            for eqn in eqns:
-                with eqn.ctx.manager:
-                    made = eqn.primitive.bind(*map(value, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
-                values.update(zip(eqn.outvars, made if eqn.primitive.multiple_results else [made]))
-            return [_slices(value(var), leaf) for var, leaf in zip(results, like)]
-
-        shardings = [[layout.on_device(piece.sharding) for piece in jax.tree.leaves(leaf)] for leaf in like]
         places = tuple(place for place, number in enumerate(read) if number in donated)
-        own = jax.make_jaxpr(run)(*(held[number] for number in read))
-        key = (str(own.jaxpr), *map(id, own.consts), str(shardings), places)
+        key = (str(own.jaxpr), *map(id, parts_lib.consts_of([own])), str(list(map(jax.tree.leaves, like))), places)
         if key not in self._compiled:
-            self._compiled[key] = own, jax.jit(run, out_shardings=shardings, donate_argnums=places)
-        return self._compiled[key][1](*(held[number] for number in read))
 
-    def _of(self, numbers: Sequence[int]) -> tuple[list[jex.JaxprEqn], list[Any], list[int]]:
-        """Returns the operations that make these results, the results' variables, and the numbers of the arguments that they read."""
-        jaxpr = self._traced.jaxpr
-        results = [jaxpr.outvars[number] for number in numbers]
-        eqns = parts_lib.live(jaxpr.eqns, results)
-        used = {id(atom) for atom in (*results, *(atom for eqn in eqns for atom in eqn.invars))}
-        return eqns, results, [number for number, var in enumerate(jaxpr.invars) if id(var) in used]
+            def run(*args: Any) -> list[list[Any]]:
+                return [_slices(result, leaf) for result, leaf in zip(jex.jaxpr_as_fun(own)(*args), like)]
+
+            shardings = [[layout.on_device(piece.sharding) for piece in jax.tree.leaves(leaf)] for leaf in like]
+            self._compiled[key] = jax.jit(run, out_shardings=shardings, donate_argnums=places)
+        return self._compiled[key](*(held[number] for number in read))
 
 
 def from_leaves(

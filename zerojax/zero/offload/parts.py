@@ -98,7 +98,7 @@ def cut(jaxpr: jex.Jaxpr, apart: Collection[Any]) -> list[StepPart]:
     """
     groups: list[Any] = []
     results = jaxpr.outvars
-    for eqn in live(jaxpr.eqns, _variables(results)):
+    for eqn in _live(jaxpr.eqns, results):
         if _is_block(eqn) or not groups or not isinstance(groups[-1], list):
             groups.append(eqn if _is_block(eqn) else [])
         if not _is_block(eqn):
@@ -143,7 +143,7 @@ def _renamed(parts: Iterable[StepPart]) -> list[StepPart]:
 
 
 def _between(eqns: list[jex.JaxprEqn], needed: set[Any]) -> StepPart:
-    eqns = live(eqns, needed)
+    eqns = _live(eqns, needed)
     own = {var for eqn in eqns for var in eqn.outvars}
     reads = [var for var in _variables(atom for eqn in eqns for atom in eqn.invars) if var not in own]
     writes = [var for eqn in eqns for var in eqn.outvars if var in needed]
@@ -170,13 +170,29 @@ def _block(eqn: jex.JaxprEqn, needed: set[Any], results: set[Any]) -> StepPart:
             same[var] = outer_of[inner]
         elif var in needed:
             out.append((var, inner))
-    outvars = [inner for _, inner in out]
-    eqns = live(closed.jaxpr.eqns, _variables(outvars))
-    read = set(_variables([*outvars, *(atom for eqn in eqns for atom in eqn.invars)]))
-    invars = [var for var in closed.jaxpr.invars if var in read]
-    trimmed = jex.ClosedJaxpr(jex.Jaxpr(closed.jaxpr.constvars, invars, outvars, eqns), closed.consts)
+    own = trimmed(closed, [inner for _, inner in out])
     writes = [var for var, _ in out]
-    return StepPart(name, [TraceCall([outer_of[var] for var in invars], writes, trimmed)], writes, same)
+    return StepPart(name, [TraceCall([outer_of[var] for var in own.jaxpr.invars], writes, own)], writes, same)
+
+
+def trimmed(closed: jex.ClosedJaxpr, results: Sequence[Any]) -> jex.ClosedJaxpr:
+    """Returns a trace that makes some of its variables, or literals, without operations and arguments that they do not need."""
+    jaxpr = closed.jaxpr
+    eqns = _live(jaxpr.eqns, results)
+    read = set(_variables([*results, *(atom for eqn in eqns for atom in eqn.invars)]))
+    invars = [var for var in jaxpr.invars if var in read]
+    return jex.ClosedJaxpr(jex.Jaxpr(jaxpr.constvars, invars, list(results), eqns), closed.consts)
+
+
+def needs(jaxpr: jex.Jaxpr) -> list[set[int]]:
+    """Returns for each result of a trace the numbers of the arguments that `trimmed` leaves."""
+    found: dict[Any, set[int]] = {var: {number} for number, var in enumerate(jaxpr.invars)}
+    acting: set[int] = set()
+    for eqn in jaxpr.eqns:
+        own = set().union(*(found.get(var, ()) for var in _variables(eqn.invars)))
+        found.update(dict.fromkeys(eqn.outvars, own))
+        acting |= own if _acts(eqn) else set()
+    return [acting.union(*(found.get(var, ()) for var in _variables([atom]))) for atom in jaxpr.outvars]
 
 
 class _Description:
@@ -212,7 +228,7 @@ class _Description:
         """Writes down one operation."""
         names = [self.name() for _ in eqn.outvars]
         types = [str(var.aval) for var in eqn.outvars]
-        consts = [id(const) for const in _consts_of(eqn.params.values())]
+        consts = [id(const) for const in consts_of(eqn.params.values())]
         self.lines.append(f"{eqn.primitive.name} {eqn.params} {consts} {inputs} {types}")
         return names
 
@@ -286,18 +302,18 @@ def _inlined(eqn: jex.JaxprEqn) -> tuple[jex.Jaxpr, Sequence[Any]] | None:
     return (inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else (inner, ())
 
 
-def _consts_of(params: Iterable[Any]) -> Iterator[Any]:
+def consts_of(params: Iterable[Any]) -> Iterator[Any]:
     """Returns the constants of traces among the params of an operation, which their text does not show."""
     for value in params:
         if isinstance(value, (list, tuple)):
-            yield from _consts_of(value)
+            yield from consts_of(value)
         elif isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr)):
             yield from getattr(value, "consts", ())
             for eqn in value.eqns:
-                yield from _consts_of(eqn.params.values())
+                yield from consts_of(eqn.params.values())
 
 
-def live(eqns: Iterable[jex.JaxprEqn], needed: Iterable[Any]) -> list[jex.JaxprEqn]:
+def _live(eqns: Iterable[jex.JaxprEqn], needed: Iterable[Any]) -> list[jex.JaxprEqn]:
     """Returns the operations whose results are read, directly or by others."""
     needed, kept = set(_variables(needed)), []
     for eqn in reversed(list(eqns)):
