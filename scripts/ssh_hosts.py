@@ -3,7 +3,8 @@
     python scripts/ssh_hosts.py --hosts 2 --slots 4 -- zerojax launch --hostfile {hostfile} --ssh_options {ssh_options} -- COMMAND
 
 {hostfile} and {ssh_options} are replaced. The hosts are 10.77.N.1, 10.77.N.2, ... on a bridge of this machine, with host names of their
-own. They share its files. `Hosts.cut` takes a host off the network. tests/test_ssh_hosts.py and scripts/soak_launch.py use this too.
+own. They share its files. `Hosts.cut` takes a host off the network.
+tests/scripts/test_ssh_hosts.py and scripts/soak_launch.py use this too.
 """
 
 import argparse

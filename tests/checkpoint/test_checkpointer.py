@@ -590,7 +590,7 @@ def test_orbax_logs_nothing_below_warning(tmp_path, caplog):
 SAVE_FOREVER = """
 import itertools
 os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
-sys.path[:0] = ["tests", "tests/checkpoint"]
+sys.path[:0] = ["tests/support", "tests/checkpoint"]
 import test_checkpointer
 saver = test_checkpointer.open_in(DIRECTORY, keep_last=2)
 for step in itertools.count((saver.latest_step() or 0) + 1):
@@ -658,7 +658,12 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_survives_it(tmp_path):
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(
-            [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "checkpoint"), os.environ.get("PYTHONPATH", "")]
+            [
+                str(ROOT),
+                str(ROOT / "tests" / "support"),
+                str(ROOT / "tests" / "checkpoint"),
+                os.environ.get("PYTHONPATH", ""),
+            ]
         ),
     }
     command = [sys.executable, "-c", FILL_THE_DISK, str(tmp_path / "run")]

@@ -1,4 +1,4 @@
-"""Judges steps by their numbers. This module tests zerojax.trainer.health; tests/test_fp16_runs.py has full runs."""
+"""Judges steps by their numbers. This module tests zerojax.trainer.health; tests/whole_runs/test_fp16_runs.py has full runs."""
 
 import math
 import pathlib

@@ -22,7 +22,7 @@ from zerojax.models.llama import family as presets
 from zerojax.models.llama import model as llama
 from zerojax.trainer import config as config_lib
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import bench_report  # noqa: E402

@@ -29,7 +29,7 @@ from zerojax.data import tokenizer
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics, program, results, resume
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 LONG = pytest.mark.long  # see pyproject.toml
 LIMIT = 240  # seconds; a command that takes longer hangs
 SMALL: Mapping[str, Any] = {

@@ -8,7 +8,7 @@ import numpy as np
 import zerojax
 from zerojax.interop import pretrained
 
-FOLDER = pathlib.Path(__file__).parent / "golden" / "huggingface"
+FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
 NAMES = ("llama", "qwen2", "t5", "bart")
 
 

@@ -4,7 +4,7 @@ import pathlib
 import re
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "scripts"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts"))
 
 import bench_offload
 import bench_offload_blocks

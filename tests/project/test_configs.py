@@ -13,7 +13,7 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import program
 from zerojax.zero import memory
 
-FILES = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.py"))
+FILES = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))
 LLAMA_WEIGHTS = {"llama3_1b": 1.50e9, "llama3_8b": 8.03e9, "llama3_70b": 70.6e9}
 ROUNDING = 0.01  # of the published numbers above
 

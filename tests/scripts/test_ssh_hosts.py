@@ -14,7 +14,7 @@ import pytest
 
 from zerojax.launch.cluster import attempt
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "ssh_hosts.py"
+SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "ssh_hosts.py"
 SPEC = importlib.util.spec_from_file_location("ssh_hosts", SCRIPT)
 ssh_hosts = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(ssh_hosts)

@@ -17,7 +17,7 @@ import zerojax
 from configs import base
 from zerojax.zero import stages
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TRAIN = "python -m zerojax.train --config configs/zero3.py"

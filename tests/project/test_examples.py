@@ -28,7 +28,7 @@ from zerojax.zero import memory
 
 pytestmark = pytest.mark.usefixtures("cache_dir")
 
-FOLDER = pathlib.Path(__file__).parent.parent / "examples"
+FOLDER = pathlib.Path(__file__).parents[2] / "examples"
 STAGES, STEPS = (0, 1, 2, 3), 6
 # Every stage of one example; of the others the one that shards most.
 IN_CI = {("nnx_model", stage) for stage in STAGES} | {

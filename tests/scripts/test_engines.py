@@ -13,7 +13,7 @@ import yaml
 
 from zerojax.trainer.card import document
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 LIMIT = 60  # seconds; a script that takes longer hangs
 PYTHON = """#!/bin/bash
 printf '%s\\n' "$*" > "$WORKDIR/arguments"

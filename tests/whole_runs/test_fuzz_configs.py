@@ -1,4 +1,4 @@
-"""Runs the fuzzer with a fixed seed, and checks its judge. This module tests tests/fuzz_configs.py."""
+"""Runs the fuzzer with a fixed seed, and checks its judge. This module tests tests/support/fuzz_configs.py."""
 
 import os
 import re
@@ -17,7 +17,7 @@ LIMIT = 400  # seconds, on a machine that other tests share; alone it takes a te
 
 def test_wrong_configs_paths_and_files_end_in_no_traceback():
     """In a process of its own, which an abort in C++ would end."""
-    command = [sys.executable, "tests/fuzz_configs.py", f"--seed={SEED}", f"--cases={TRIED}"]
+    command = [sys.executable, "tests/support/fuzz_configs.py", f"--seed={SEED}", f"--cases={TRIED}"]
     done = subprocess.run(command, cwd=runs.ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     counted = {end: int(count) for count, end in re.findall(r"(\d+) (passed|refused)", done.stdout)}

@@ -1,8 +1,8 @@
 # ruff: noqa: E402
 """Feeds the trainer configs, paths and files that are wrong, extreme or contradict each other. This module is a fuzzer.
 
-    python tests/fuzz_configs.py --cases 1500 --seed 7      # unseen cases
-    python tests/fuzz_configs.py --seed 7 --only 812        # one of them again, with its traceback
+    python tests/support/fuzz_configs.py --cases 1500 --seed 7      # unseen cases
+    python tests/support/fuzz_configs.py --seed 7 --only 812        # one of them again, with its traceback
 
 A case either passes all checks that a run makes before it compiles, or ends with a UserError of one line that names what was changed. Any
 other exception, a case that takes longer than LIMIT seconds, and a case that allocates more than MEMORY are failures. A few cases train.
@@ -32,9 +32,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")]
     import conftest  # noqa: F401  sets the devices
 
 import numpy as np

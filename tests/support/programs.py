@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 LIMIT = 120  # seconds; a test that waits longer hangs
 # Before a program that needs single modules. `import zerojax` imports the whole library, which takes more than a second longer.
 SINGLE_MODULES = f"""

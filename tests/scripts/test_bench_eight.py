@@ -3,7 +3,7 @@
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "scripts"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts"))
 
 import bench_eight
 import bench_train
