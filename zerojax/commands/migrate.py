@@ -17,7 +17,7 @@ from typing import Any
 from zerojax import files
 from zerojax.commands import arguments
 from zerojax.errors import UserError
-from zerojax.interop.deepspeed import accelerate_keys, config_file, documents, draft
+from zerojax.interop.deepspeed import accelerate_keys, config_file, documents, draft, trainer_arguments
 from zerojax.interop.deepspeed import keys as keys_lib
 
 _STATUS_STRICT = 2
@@ -78,8 +78,9 @@ def key_tables() -> list[str]:
             lines.append(f"| `{key}` | {row.verdict} | {'; '.join(filter(None, (places, row.why)))} |")
         lines.append("")
     lines += ["### A Trainer's arguments", "", '| argument | the "auto" that takes it | here |', "|---|---|---|"]
-    for name, (keys, place) in accelerate_keys.TRAINER.items():
+    for name, (keys, place) in trainer_arguments.ARGUMENTS.items():
         lines.append(f"| `{name}` | {', '.join(f'`{key}`' for key in keys)} | `config.{place}` |")
+    lines += [f"| `{name}` |  | {text} |" for name, text in trainer_arguments.BY_HAND.items()]
     lines += ["", "### Older names", "", "| name | today's |", "|---|---|"]
     return lines + [f"| `{old}` | `{new}` |" for old, new in keys_lib.ALIASES.items()]
 

@@ -1,9 +1,9 @@
-"""Checks what Accelerate configs, Trainer arguments and hostfiles become. This module tests zerojax.interop.deepspeed.accelerate."""
+"""Checks what Accelerate configs and hostfiles become. This module tests zerojax.interop.deepspeed.accelerate."""
 
 import pytest
 
 from zerojax.errors import UserError
-from zerojax.interop.deepspeed import accelerate, accelerate_keys, keys
+from zerojax.interop.deepspeed import accelerate, keys
 
 PLAIN = {"compute_environment": "LOCAL_MACHINE", "num_processes": 8, "num_machines": 2, "mixed_precision": "bf16"}
 
@@ -130,41 +130,6 @@ def test_a_config_without_sharding_is_stage_0(value):
 def test_a_wrong_value_is_named():
     with pytest.raises(UserError, match=r"mixed_precision: must be one of no, .*, and is 'fp4'"):
         translated({"mixed_precision": "fp4"})
-
-
-def test_a_trainers_arguments_fill_in_auto():
-    inner = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
-    }
-    arguments = {
-        "deepspeed": "ds.json",
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 2e-5,
-        "adam_beta2": 0.95,
-        "weight_decay": 0.1,
-        "bf16": True,
-        "logging_steps": 5,
-        "dataset": "mine",
-    }
-    found = accelerate.translate_trainer(arguments, inner)
-    expected = {
-        "micro_batch_size": 4,
-        "grad_accum": 2,
-        "optimizer.learning_rate": 2e-5,
-        "optimizer.b2": 0.95,
-        "precision": "bf16",
-        "log_every": 5,
-    }
-    assert {place: found.settings[place] for place in expected} == expected
-    said = lines(found)
-    assert set(arguments) <= said.keys() and [line.key for line in found.unsupported] == ["dataset"]
-    assert set(accelerate_keys.TRAINER) & set(arguments) <= {
-        key for key, line in said.items() if line.verdict == keys.TAKEN
-    }
 
 
 def test_a_hostfile_is_a_number_of_devices():

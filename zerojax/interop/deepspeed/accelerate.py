@@ -1,4 +1,4 @@
-"""Translates an Accelerate config, a Trainer's arguments, and a hostfile. This module turns their values into settings of ours."""
+"""Translates an Accelerate config and a hostfile. This module turns their values into settings of ours."""
 
 import dataclasses
 import re
@@ -73,54 +73,6 @@ def translate_accelerate(
         if kind != wanted:
             _unread(draft, content, group, f"Accelerate reads it with distributed_type {wanted} alone")
     return draft.finish(devices)
-
-
-def translate_trainer(
-    content: Mapping[str, Any], deepspeed: Mapping[str, Any], *, version: tuple[int, ...] = translate.NEWEST
-) -> Translation:
-    """Returns what a Trainer's arguments become. They give the values of "auto" in the DeepSpeed config that they name.
-
-    Args:
-      content: the arguments.
-      deepspeed: the config under `deepspeed`.
-      version: of DeepSpeed, whose defaults hold for absent keys.
-    """
-    arguments = {name: value for name, value in content.items() if name != "deepspeed"}
-    auto = {
-        key: _read(arguments, name)
-        for name, (taken, _) in accelerate_keys.TRAINER.items()
-        if name in arguments
-        for key in taken
-    }
-    if {"adam_beta1", "adam_beta2"} & arguments.keys():
-        auto["optimizer.params.betas"] = [arguments.get("adam_beta1", 0.9), arguments.get("adam_beta2", 0.999)]
-    found = translate.translate(deepspeed, version=version, auto={k: v for k, v in auto.items() if v is not None})
-    settings, sources = dict(found.settings), dict(found.sources)
-    lines = []
-    for name, value in arguments.items():
-        keys, place = accelerate_keys.TRAINER.get(name, ((), ""))
-        own = not keys and place and isinstance(value, int) and not isinstance(value, bool) and value > 0
-        if own:
-            settings[place], sources[place] = value, (name,)
-        used = any(key in sources.get(place, ()) for key in keys)
-        if own or used:
-            lines.append(Line(name, value, keys_lib.TAKEN, draft_lib.shown({place: settings[place]})))
-        elif keys:
-            lines.append(
-                Line(
-                    name,
-                    value,
-                    keys_lib.NO_EFFECT,
-                    f"the DeepSpeed config has its own value or none; set config.{place}",
-                )
-            )
-        else:
-            lines.append(
-                Line(name, value, keys_lib.UNSUPPORTED, "an argument of the training script, which nothing here reads")
-            )
-    named = Line("deepspeed", "...", keys_lib.IMPLIED, "its keys follow")
-    inner = [dataclasses.replace(line, key=f"deepspeed.{line.key}") for line in found.lines]
-    return Translation(settings, sources, (*lines, named, *inner), found.devices)
 
 
 def translate_hostfile(text: str) -> Translation:
@@ -288,12 +240,3 @@ def _unread(draft: Draft, content: Mapping[str, Any], group: str, why: str, but:
     for name, _ in draft_lib.leaves(inner, f"{group}.") if isinstance(inner, Mapping) else ():
         if name != f"{group}.{but}":
             draft.say(accelerate_keys.canonical(name), keys_lib.NO_EFFECT, why)
-
-
-def _read(arguments: Mapping[str, Any], name: str) -> Any:
-    """Returns a Trainer's argument; None for its ways of saying "not given"."""
-    value = arguments[name]
-    is_unset = value in ("", "auto") or (
-        name in ("max_steps", "warmup_steps") and isinstance(value, (int, float)) and value <= 0
-    )
-    return None if is_unset else value

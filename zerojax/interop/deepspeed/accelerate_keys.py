@@ -132,27 +132,6 @@ KEYS: Mapping[str, Key] = {
 
 PREFIXES: Mapping[str, str] = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_"}
 
-# A Trainer's argument -> the DeepSpeed keys whose "auto" takes it, and the settings of ours that it decides by itself.
-TRAINER: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "per_device_train_batch_size": (("train_micro_batch_size_per_gpu",), "micro_batch_size"),
-    "gradient_accumulation_steps": (("gradient_accumulation_steps",), "grad_accum"),
-    "learning_rate": (("optimizer.params.lr", "scheduler.params.warmup_max_lr"), "optimizer.learning_rate"),
-    "weight_decay": (("optimizer.params.weight_decay",), "optimizer.weight_decay"),
-    "adam_epsilon": (("optimizer.params.eps",), "optimizer.eps"),
-    "adam_beta1": (("optimizer.params.betas",), "optimizer.b1"),
-    "adam_beta2": (("optimizer.params.betas",), "optimizer.b2"),
-    "max_grad_norm": (("gradient_clipping",), "optimizer.clip_norm"),
-    "warmup_steps": (("scheduler.params.warmup_num_steps",), "optimizer.warmup_steps"),
-    "max_steps": (("scheduler.params.total_num_steps",), "steps"),
-    "bf16": (("bf16.enabled",), "precision"),
-    "fp16": (("fp16.enabled",), "precision"),
-    "seed": ((), "seed"),
-    "logging_steps": ((), "log_every"),
-    "save_steps": ((), "checkpoint.every"),
-    "save_total_limit": ((), "checkpoint.keep_last"),
-    "eval_steps": ((), "evaluate.every"),
-}
-
 
 def canonical(name: str) -> str:
     """Returns a dotted name without the prefix that its group gives to its keys."""

@@ -17,7 +17,7 @@ import yaml
 
 from zerojax import errors
 from zerojax.errors import UserError
-from zerojax.interop.deepspeed import accelerate, translate
+from zerojax.interop.deepspeed import accelerate, trainer_arguments, translate
 from zerojax.interop.deepspeed.draft import Translation
 
 DEEPSPEED, ACCELERATE, TRAINER, HOSTFILE = "DeepSpeed config", "Accelerate config", "Trainer arguments", "hostfile"
@@ -73,7 +73,7 @@ def translated(document: Document, *, version: tuple[int, ...] = translate.NEWES
             return translate.translate(content, version=version)
         if document.kind == TRAINER:
             inner = _named(content.get("deepspeed"), document.folder)
-            return accelerate.translate_trainer(content, inner or {}, version=version)
+            return trainer_arguments.translate_trainer(content, inner, version=version)
         group = content.get("deepspeed_config")
         named = group.get("deepspeed_config_file") if isinstance(group, Mapping) else None
         return accelerate.translate_accelerate(content, _named(named, document.folder), version=version)

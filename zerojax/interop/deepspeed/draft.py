@@ -96,10 +96,10 @@ class Draft:
         """Returns whether the file holds a canonical name, or a group of that name."""
         return any(own == name or own.startswith(f"{name}.") for own in self._names.values())
 
-    def is_auto(self, name: str) -> bool:
-        """Returns whether the file leaves a value to the training script, and it is not known."""
+    def is_auto(self, name: str, *, filled: bool = False) -> bool:
+        """Returns whether the file leaves a value to the training script; with `filled`, also one that is known."""
         return any(self._names[own] == name and value == AUTO for own, value in self._given.items()) and (
-            name not in self._auto
+            filled or name not in self._auto
         )
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -171,7 +171,7 @@ class Draft:
             where = ", ".join(f"config.{place}" for place in row.into)
             return keys_lib.NO_EFFECT, f"auto is the training script's value; set {where}"
         asks = row.verdict in (keys_lib.TAKEN, keys_lib.UNSUPPORTED)
-        if _is_one_of(value, row.off) or (asks and is_off(self._content, own)):
+        if _is_one_of(value, row.off) or (asks and is_off(self._content, own, self._auto)):
             return keys_lib.NO_EFFECT, "it is off"
         if row.verdict != keys_lib.TAKEN:
             return row.verdict, row.why
@@ -202,12 +202,21 @@ def is_true(value: Any) -> bool:
     return bool(value)
 
 
-def is_off(content: Mapping[str, Any], name: str) -> bool:
-    """Returns whether a group around a name is switched off by `enabled`, its own or that of its `shared_parameters`."""
+def is_off(content: Mapping[str, Any], name: str, auto: Mapping[str, Any] | None = None) -> bool:
+    """Returns whether a group around a name is switched off by `enabled`, its own or that of its `shared_parameters`.
+
+    Args:
+      content: the file's content.
+      name: a dotted name in it.
+      auto: values for keys that are "auto", by name.
+    """
     node: Any = content
-    for part in name.split("."):
+    parts = name.split(".")
+    for depth, part in enumerate(parts):
         if not isinstance(node, Mapping):
             break
+        if node.get("enabled") == AUTO and is_true((auto or {}).get(".".join([*parts[:depth], "enabled"]))):
+            node = {**node, "enabled": True}
         shared = node.get("shared_parameters")
         for switch in (node, shared if isinstance(shared, Mapping) else {}):
             if "enabled" in switch and not is_true(switch["enabled"]):

@@ -351,7 +351,7 @@ def _decay(draft: Draft, name: str) -> None:
     if decay is not None:
         draft.put("optimizer.weight_decay", decay, f"{_OPT}.weight_decay")
     if decay or draft.has(f"{_OPT}.weight_decay"):
-        by_script = any(draft.is_auto(f"{_OPT}.{key}") for key in ("lr", "weight_decay", "betas", "eps"))
+        by_script = any(draft.is_auto(f"{_OPT}.{key}", filled=True) for key in ("lr", "weight_decay", "betas", "eps"))
         draft.put("optimizer.weight_decay_on", "matrices" if by_script else "all", f"{_OPT}.weight_decay")
 
 
