@@ -157,16 +157,13 @@ def forget_flags() -> None:
 
 def environment(cache: pathlib.Path) -> dict[str, str]:
     """Returns this process's environment without conftest's variables, and with a cache of compiled programs."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "SLURM_", "OMPI_"))}
-    return {
-        **kept,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    return programs.environment(
         **rough.JAX,
-        "XLA_FLAGS": rough.XLA_FLAGS,
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+        XLA_FLAGS=rough.XLA_FLAGS,
+        JAX_COMPILATION_CACHE_DIR=str(cache),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+    )
 
 
 @dataclasses.dataclass
