@@ -112,3 +112,12 @@ def test_the_first_leaf_with_a_number_that_is_not_finite_is_found_on_any_device_
 def test_the_largest_and_smallest_numbers_are_finite():
     limits = jnp.finfo(jnp.float32)
     assert health_lib.first_not_finite({"w": jnp.array([limits.max, limits.min, limits.tiny / 4])}) is None
+
+
+def test_leaves_of_one_shape_and_sharding_share_a_program_over_all_devices(caplog):
+    mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    state = {name: jax.device_put(jnp.ones((8, 3)), sharding) for name in ("w", "mu", "nu")}
+    with jax.log_compiles():
+        assert health_lib.first_not_finite(state) is None
+    assert len([record for record in caplog.records if "Finished XLA compilation of jit(_all_finite)" in record.getMessage()]) == 1

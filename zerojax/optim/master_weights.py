@@ -23,7 +23,8 @@ def with_master_weights(inner: optax.GradientTransformation) -> optax.GradientTr
     """Wraps `inner` so that it updates a float32 copy of 16-bit params, which become that copy, rounded.
 
     The returned updates are float32 differences between the new master and the stored params. `optax.apply_updates`, and so any
-    TrainState, then returns `master.astype(params.dtype)` up to a last-place tie (Micikevicius et al., arXiv:1710.03740, 3.1).
+    TrainState, then returns `master.astype(params.dtype)` up to a last-place tie (Micikevicius et al., arXiv:1710.03740, 3.1). A step of
+    `make_train_step` returns exactly that.
     If `inner` has a one-pass form, the result has one too.
 
     >>> tx = with_master_weights(optax.adamw(1e-3))

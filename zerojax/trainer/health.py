@@ -1,6 +1,7 @@
 """Checks that a run is healthy. This module judges each step by its metrics, and ends a run with the name of its last good checkpoint."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zerojax import tree
 from zerojax.checkpoint import checkpointer
@@ -101,31 +104,42 @@ class Health:
 def first_not_finite(state: Any) -> str | None:
     """Returns the path of the first floating leaf that holds a NaN or an infinity, or None if there is none.
 
-    Each device reduces its own shards, without collectives, and processes then compare what they found. Shards in host memory are
-    copied to their device one at a time, and those on a disk are read one at a time.
+    Each device reduces its own shards, without collectives, and processes then compare what they found. Leaves of one shape, dtype and
+    sharding share a compiled program. Leaves in host memory are copied to their devices one at a time, and shards on a disk are read one
+    at a time.
     """
     floats = [(path, leaf) for path, leaf in tree.flatten(state) if jnp.issubdtype(tree.dtype_of(leaf), jnp.floating)]
-    shards = [
-        (at, shard) for at, (_, leaf) in enumerate(floats) for shard in leaf.addressable_shards if shard.replica_id == 0
-    ]
-    verdicts = jax.device_get([_reduced(shard.data) for _, shard in shards])
-    first = min((at for (at, _), is_finite in zip(shards, verdicts) if not is_finite), default=len(floats))
+    verdicts = jax.device_get([_verdicts(leaf) for _, leaf in floats])
+    first = next((at for at, found in enumerate(verdicts) if not all(found)), len(floats))
     if jax.process_count() > 1:
         first = int(multihost_utils.process_allgather(np.array(first)).min())
     return floats[first][0] if first < len(floats) else None
 
 
-def _reduced(data: Any) -> Any:
-    """Returns whether all numbers of a shard are finite, as bool[] on its device, or as numpy's."""
-    if isinstance(data, np.ndarray):
-        return np.isfinite(data).all()
-    default = next(iter(data.devices())).default_memory().kind
-    if data.sharding.memory_kind in (None, default):
-        return _all_finite(data)
-    on_device = jax.device_put(data, data.sharding.with_memory_kind(default))
-    return jax.block_until_ready(_all_finite(on_device))  # so that a device holds one copy at a time
+def _verdicts(leaf: Any) -> list[Any]:
+    """Returns whether all numbers of each of this process's shards are finite, as bool[] or bool[1]."""
+    if not isinstance(leaf, jax.Array):  # on a disk
+        return [np.isfinite(shard.data).all() for shard in leaf.addressable_shards if shard.replica_id == 0]
+    default = next(iter(leaf.devices())).default_memory().kind
+    if leaf.sharding.memory_kind in (None, default):
+        return _by_device(leaf)
+    on_device = jax.device_put(leaf, leaf.sharding.with_memory_kind(default))
+    return jax.block_until_ready(_by_device(on_device))  # so that the devices hold one leaf at a time
 
 
-@jax.jit
-def _all_finite(leaf: jax.Array) -> jax.Array:
-    return jnp.isfinite(leaf).all()
+def _by_device(leaf: jax.Array) -> list[jax.Array]:
+    """Returns whether the numbers on each of this process's devices are finite."""
+    mesh, spec = (leaf.sharding.mesh, leaf.sharding.spec) if isinstance(leaf.sharding, NamedSharding) else (None, None)
+    return [shard.data for shard in _all_finite(leaf, mesh, spec).addressable_shards]
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "spec"))
+def _all_finite(leaf: jax.Array, mesh: jax.sharding.Mesh | None, spec: P | None) -> jax.Array:
+    """Returns bool[devices] for an array on a mesh, and bool[1] for one without."""
+
+    def of_shard(shard: jax.Array) -> jax.Array:
+        return jnp.isfinite(shard).all()[None]
+
+    if mesh is None:
+        return of_shard(leaf)
+    return jax.shard_map(of_shard, mesh=mesh, in_specs=spec, out_specs=P(mesh.axis_names), check_vma=False)(leaf)

@@ -15,7 +15,7 @@ from flax.training import train_state
 
 from zerojax import precision, tree
 from zerojax.errors import UserError
-from zerojax.optim import locality
+from zerojax.optim import locality, master_weights
 from zerojax.optim import one_pass as one_pass_lib
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import placement, shard_state
@@ -112,7 +112,20 @@ def _by_parts(before: Any, after: Any, grads: Any, factor: Any, finite: Any, num
         return grad if placement.is_overwritten(path) else grad * jnp.asarray(factor, grad.dtype)
 
     grads = _in_dtypes_that_keep(before, tree.map_with_path(scaled, grads))
-    return _if_finite(finite, after.apply_gradients(grads=grads), before)
+    new = _if_finite(finite, after.apply_gradients(grads=grads), before)
+    return _if_finite(finite, _with_copies(new), before) if _is_flax(new) else new
+
+
+def _with_copies(state: Any) -> Any:
+    """Returns a state whose 16-bit params are its master weights, rounded, if it has master weights.
+
+    Sums of 16-bit params and updates may round ties the other way, and a state that is restored from its master weights would be another.
+    """
+    master = getattr(state.opt_state, "master", None)
+    is_copied = isinstance(state.opt_state, master_weights.MasterWeightsState)
+    if not is_copied or jax.tree.structure(master) != jax.tree.structure(state.params):  # where gradients overwrite weights
+        return state
+    return state.replace(params=jax.tree.map(lambda m, p: m.astype(p.dtype), master, state.params))
 
 
 def _in_dtypes_that_keep(state: Any, grads: Any) -> Any:
