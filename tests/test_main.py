@@ -24,9 +24,11 @@ def helps():
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_a_sub_command_is_a_module_that_python_m_also_starts(helps, name):
+def test_a_sub_command_is_a_module_that_python_m_also_starts_and_its_help_says_how(helps, name):
     (through, direct), module = helps[name], cli.COMMANDS[name][0]
-    assert through == direct and f"python -m {module} " in through.out and through.err == ""
+    assert through == direct and through.err == ""
+    how = f"python -m {module} " if name in ("train", "plan") else f"usage: zerojax {name} "
+    assert how in through.out
 
 
 def test_a_refused_input_ends_a_sub_command_in_one_line_with_status_2():
@@ -41,6 +43,13 @@ def test_help_lists_every_command_and_imports_none(monkeypatch, capsys):
     cli.main()
     out = capsys.readouterr().out
     assert all(f"  {name}" in out and what in out for name, (_, what) in cli.COMMANDS.items())
+
+
+def test_the_version_is_that_of_the_package(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["zerojax", "--version"])
+    cli.main()
+    project = tomllib.loads((runs.ROOT / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"zerojax {project['version']}\n"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ zerojax train --config configs/zero3.py         the same as: python -m zerojax.t
 """
 
 import difflib
+import importlib.metadata
 import runpy
 import sys
 
@@ -32,6 +33,9 @@ def main() -> None:
     if name in ("-h", "--help", "help"):
         print(usage())
         return
+    if name == "--version":
+        print(f"zerojax {importlib.metadata.version('zerojax')}")
+        return
     if name not in COMMANDS:
         print(f"zerojax: {_refused(name)}; zerojax --help lists the commands", file=sys.stderr, flush=True)
         sys.exit(2)
@@ -43,7 +47,13 @@ def usage() -> str:
     """Returns the list of sub-commands."""
     rows = [f"  {name:<19}{what}" for name, (_, what) in COMMANDS.items()]
     return "\n".join(
-        ["usage: zerojax COMMAND [flags]", "", *rows, "", "zerojax COMMAND --help lists the flags of a command."]
+        [
+            "usage: zerojax COMMAND [flags]",
+            "",
+            *rows,
+            "",
+            "zerojax COMMAND --help lists the flags of a command. zerojax --version prints the version.",
+        ]
     )
 
 

@@ -63,3 +63,8 @@ def test_closed_streams_are_as_empty_ones():
     command = ["sh", "-c", f'exec {sys.executable} -c "{program}" <&- >&-']
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1 and done.stderr.endswith("EOFError: EOF when reading a line\n")
+
+
+def test_help_leaves_out_what_a_docstring_says_of_the_module():
+    doc = "Merges two files. This module is the command line `merge`.\n\nmerge A B    writes A\n"
+    assert arguments.described(doc) == "Merges two files.\n\nmerge A B    writes A\n"

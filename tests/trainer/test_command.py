@@ -15,11 +15,6 @@ def test_a_config_that_is_not_there_is_named_before_the_flags_are_read():
         command.parse(["program", "--config=nowhere.py"])
 
 
-def test_a_command_line_without_a_config_says_how_to_give_one():
-    with pytest.raises(zerojax.UserError, match="--config: is missing"):
-        command.parse(["program"])
-
-
 def test_an_unknown_flag_is_named():
     with pytest.raises(zerojax.UserError, match="no_such_flag"):
         command.parse(["program", "--no_such_flag=1"])
@@ -38,6 +33,11 @@ def parsed(monkeypatch):
 
     yield parse
     parse("--config=configs/base.py")
+
+
+def test_a_command_line_without_a_config_says_how_to_give_one(parsed):
+    with pytest.raises(zerojax.UserError, match="--config: is missing"):
+        parsed()
 
 
 @pytest.mark.parametrize(
@@ -75,3 +75,8 @@ def test_a_config_file_that_fails_is_told_in_one_line(parsed, tmp_path, text, wo
     with pytest.raises(zerojax.UserError) as caught:
         parsed(f"--config={tmp_path}/own.py", "--config.steps=3")
     assert words in str(caught.value) and str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("config", [["--config", "configs/base.py"], ["--config=configs/base.py"]], ids=" ".join)
+def test_a_setting_may_come_before_the_config(parsed, config):
+    assert parsed("--config.steps=3", *config, "--config.seed=5").to_dict().items() >= {"steps": 3, "seed": 5}.items()

@@ -41,7 +41,7 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = _Parser(
         prog="zerojax verify-checkpoint",
-        usage="python -m zerojax.checkpoint WORKDIR [--step N]",
+        usage="zerojax verify-checkpoint WORKDIR [--step N]",
         description="Reads all files of a run's checkpoints and compares them with their sizes and checksums.",
     )
     parser.add_argument("workdir", metavar="WORKDIR", type=pathlib.Path, help="the folder of a run, or of checkpoints")

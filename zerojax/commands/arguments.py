@@ -4,6 +4,7 @@ import argparse
 import io
 import os
 import pathlib
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,11 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; --help lists the arguments")
+
+
+def described(doc: str | None) -> str:
+    """Returns a module's docstring for its --help, without the sentence on the module itself."""
+    return re.sub(r" This module [^\n]*", "", doc or "", count=1)
 
 
 def check_new(path: pathlib.Path, *, force: bool) -> None:

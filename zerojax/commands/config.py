@@ -87,7 +87,7 @@ def _topology(answer: str) -> str:
 
 
 _LAST = "stage"  # the question beside which the plan's advice is shown
-_KINDS = sorted(offload_lib.KINDS, reverse=True)
+_KINDS = offload_lib.KINDS
 QUESTIONS = (
     Question("model", "Which model? " + ", ".join(families.PRESETS), "model.preset", _one_of("model", families.PRESETS)),
     Question("target", "Which devices? here, " + ", ".join(targets.TARGETS), "", _one_of("target", [*targets.TARGETS, targets.HERE])),
@@ -372,7 +372,7 @@ def _write(path: pathlib.Path, settings: Mapping[str, Any]) -> None:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = arguments.OneLineParser(
         prog="zerojax config",
-        usage="python -m zerojax.commands.config [--out CONFIG.py] [--force] [--yes] [--quick] [--model NAME] ...",
+        usage="zerojax config [--out CONFIG.py] [--force] [--yes] [--quick] [--model NAME] ...",
         description="Asks eight questions, shows what the plan says, and writes a config that runs. A flag answers its question.",
     )
     parser.add_argument(

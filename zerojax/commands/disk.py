@@ -56,7 +56,7 @@ def text(measured: rates.Measured, nbytes: int = 0) -> str:
     best = measured.best
     lines = [
         display.as_text(table),
-        f"fastest for a step: chunks of {display.human(best.chunk)}, {best.threads} threads",
+        f"fastest for a step: chunks of {display.human(best.chunk)}, {best.threads} at a time",
     ]
     if nbytes:
         lines.append(
@@ -106,7 +106,7 @@ def _threads(word: str) -> list[int]:
 def _parse(words: list[str]) -> argparse.Namespace:
     parser = arguments.OneLineParser(
         prog="zerojax disk",
-        usage="python -m zerojax.commands.disk [FOLDER] [--size 2G] [--chunk 1M,8M] [--threads 1,4] [--config FILE | --state 96G] [--json]",
+        usage="zerojax disk [FOLDER] [--size 2G] [--chunk 1M,8M] [--threads 1,4] [--config FILE | --state 96G] [--json]",
         description="Measures direct reads, writes, and both at once on a folder's disk, and predicts the step of a config that offloads "
         "to it.",
     )

@@ -298,7 +298,7 @@ def _hear(found: dict[int, dict[str, Any]], rank: int, line: str) -> bool:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = arguments.OneLineParser(
         prog="zerojax doctor",
-        usage="python -m zerojax.commands.doctor [options]",
+        usage="zerojax doctor [options]",
         description="Checks that every device computes, every two hosts exchange data, and clocks, versions, memory and disk agree.",
     )
     arguments.add_hosts(parser)

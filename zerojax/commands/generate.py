@@ -1,7 +1,7 @@
 """Continues prompts with a model that transformers saved. This module is the command line `zerojax generate`.
 
-python -m zerojax.commands.generate FOLDER --prompt "Once upon a time" --max_new_tokens 40    prints the text
-python -m zerojax.commands.generate FOLDER --ids IN.npz --out OUT.npz --stage 3    for scripts: token ids in; logits and token ids out
+zerojax generate FOLDER --prompt "Once upon a time" --max_new_tokens 40    prints the text
+zerojax generate FOLDER --ids IN.npz --out OUT.npz --stage 3    for scripts: token ids in; logits and token ids out
 """
 
 import argparse
@@ -74,7 +74,9 @@ def _generate() -> None:
 
 def _parse(words: list[str]) -> argparse.Namespace:
     parser = arguments.OneLineParser(
-        prog="zerojax generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="zerojax generate",
+        description=arguments.described(__doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("folder", help="a folder with config.json, safetensors and, for --prompt, tokenizer.json")

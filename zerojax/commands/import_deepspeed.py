@@ -428,7 +428,7 @@ def _loss_scale(found: zero_checkpoint.ZeroCheckpoint, initial: Any) -> Any:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = arguments.OneLineParser(
         prog="zerojax import-deepspeed",
-        usage="python -m zerojax.commands.import_deepspeed CHECKPOINT --out DIR [--model_config config.json] [--adapter DIR] [--model DIR]",
+        usage="zerojax import-deepspeed CHECKPOINT --out DIR [--model_config config.json] [--adapter DIR] [--model DIR]",
         description="Turns a checkpoint of DeepSpeed (ZeRO 0 to 3, or universal) into safetensors, and into a run that resumes.",
     )
     parser.add_argument(

@@ -61,7 +61,7 @@ def _trains(command: list[str]) -> bool:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = arguments.OneLineParser(
         prog="zerojax launch",
-        usage="python -m zerojax.commands.launch [options] -- COMMAND",
+        usage="zerojax launch [options] -- COMMAND",
         description="Starts COMMAND once for each GPU. Output lines begin with [host:rank].",
     )
     arguments.add_hosts(parser)

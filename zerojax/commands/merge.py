@@ -1,6 +1,6 @@
 """Merges an adapter into its model. This module is the command line `zerojax merge`.
 
-python -m zerojax.commands.merge FOLDER --adapter FOLDER --out FOLDER    writes a folder of transformers, one tensor at a time
+zerojax merge FOLDER --adapter FOLDER --out FOLDER    writes a folder of transformers, one tensor at a time
 """
 
 import argparse
@@ -32,7 +32,9 @@ def _merge() -> None:
 
 def _parse(words: list[str]) -> argparse.Namespace:
     parser = arguments.OneLineParser(
-        prog="zerojax merge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="zerojax merge",
+        description=arguments.described(__doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("folder", help="a folder with config.json and safetensors")

@@ -138,7 +138,7 @@ def _version(text: str) -> tuple[int, ...]:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = arguments.OneLineParser(
         prog="zerojax migrate",
-        usage="python -m zerojax.commands.migrate FILE [--out CONFIG.py] [--force] [--strict] [--json] [--deepspeed VERSION]",
+        usage="zerojax migrate FILE [--out CONFIG.py] [--force] [--strict] [--json] [--deepspeed VERSION], or --keys",
         description="Translates a DeepSpeed config, an Accelerate config, a Trainer's arguments or a hostfile, and reports every key.",
     )
     parser.add_argument(

@@ -354,7 +354,7 @@ def _lines(command: list[str]) -> list[str]:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = arguments.OneLineParser(
         prog="zerojax report",
-        usage="python -m zerojax.commands.report [--json]",
+        usage="zerojax report [--json]",
         description="Prints versions, devices, links, driver, compile-only targets, kernels and cache, with a remedy for what is wrong.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")

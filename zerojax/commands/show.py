@@ -171,7 +171,7 @@ def _speed(card: Mapping[str, Any]) -> str:
 def _parse(words: list[str]) -> argparse.Namespace:
     parser = arguments.OneLineParser(
         prog="zerojax show",
-        usage="python -m zerojax.commands.show RUN [RUN] [--json]",
+        usage="zerojax show RUN [RUN] [--json]",
         description="Prints the card of a run: its settings, versions, devices, memory, speed, losses and end. With two, compares them.",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's folder, a checkpoint's, or a run.json")

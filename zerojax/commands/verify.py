@@ -314,7 +314,7 @@ def _verdict(outcomes: Sequence[Verified], reference: str) -> str:
 def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = arguments.OneLineParser(
         prog="zerojax verify",
-        usage="python -m zerojax.commands.verify --config FILE [--config.KEY=VALUE ...] [--steps N] [--only 0,3] [--keep DIR] [--json]",
+        usage="zerojax verify --config FILE [--config.KEY=VALUE ...] [--steps N] [--only 0,3] [--keep DIR] [--json]",
         description="Trains a few steps at each ZeRO stage, and with offload, and compares the losses.",
         allow_abbrev=False,
     )

@@ -21,10 +21,10 @@ CHECKOUT = pathlib.Path(__file__).parents[2]  # of this repository, whose config
 
 
 def parse(argv: list[str]) -> Any:
-    """Reads the flags. Config files in any folder may import each other as `from configs import base`.
+    """Reads the flags, in any order. Config files in any folder may import each other as `from configs import base`.
 
     Args:
-      argv: the command line, with the program's name first.
+      argv: the command line, with the program's name first. `sys.argv`, which ml_collections reads too, is put in the same order.
 
     Returns:
       The result of `get_config` in the file after --config, with the overrides applied.
@@ -33,6 +33,7 @@ def parse(argv: list[str]) -> Any:
       UserError: a flag or key is unknown, or the config file is missing or fails. The line names it.
     """
     logging.set_verbosity(logging.WARNING)
+    sys.argv[1:], argv = _config_first(sys.argv[1:]), [*argv[:1], *_config_first(argv[1:])]
     for index, word in enumerate(argv):
         name = word.partition("=")[2] if word.startswith("--config=") else ""
         if word == "--config" and index + 1 < len(argv):
@@ -62,6 +63,16 @@ def parse(argv: list[str]) -> Any:
     if rest[1:]:
         raise UserError(f"command line: {rest[1]!r} is not a flag; settings are given as --config.steps=50")
     return _CONFIG.value
+
+
+def _config_first(words: list[str]) -> list[str]:
+    """Returns the words with `--config FILE` in front, since ml_collections refuses a setting before it."""
+    first, rest = [], []
+    flags_end = words.index("--") if "--" in words else len(words)
+    for index, word in enumerate(words[:flags_end]):
+        is_value = index > 0 and words[index - 1] == "--config"
+        (first if is_value or word == "--config" or word.startswith("--config=") else rest).append(word)
+    return [*first, *rest, *words[flags_end:]]
 
 
 def _why_no_value(error: Exception) -> str:
