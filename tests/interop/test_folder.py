@@ -1,5 +1,6 @@
 """Checks that folders that do not fit are refused by name, and what a process reads. This module tests zerojax.interop.folder."""
 
+import dataclasses
 import json
 import shutil
 import threading
@@ -53,6 +54,14 @@ def test_a_missing_or_unreadable_config_is_refused(tmp_path, copied):
         assert message in refused(folder)
 
 
+AS_MT5 = {"model_type": "mt5", "architectures": ["MT5ForConditionalGeneration"]}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 ROPE = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
 CONFIGS = {
     "model_type 'gpt2' is not an architecture": ("llama", {"model_type": "gpt2"}),
@@ -72,10 +81,40 @@ CONFIGS = {
         "llama",
         {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
     ),
+    "rope_scaling: must be absent where there are rope_parameters, and is {'type': 'linear'": (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    ),
+    "rope_parameters: full_attention: must be a number or a name": (
+        "llama",
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+    ),
+    "original_max_position_embeddings: must be 64, as in": (
+        "llama",
+        {"rope_parameters": LLAMA3, "original_max_position_embeddings": 32},
+    ),
     "hidden_act: must be one of gelu": ("llama", {"hidden_act": "elu"}),
     "num_attention_heads: must be a whole number above 0, and is 'four'": ("llama", {"num_attention_heads": "four"}),
     "num_attention_heads: must be a multiple of num_key_value_heads=3": ("llama", {"num_key_value_heads": 3}),
     "layer_types: must be 2 of full_attention": ("qwen2", {"layer_types": ["linear_attention", "full_attention"]}),
+    "layer_types: must be 2 of sliding_attention, and is ['full_attention', 'sliding_attention']": (
+        "llama",
+        {
+            "model_type": "mistral",
+            "architectures": None,
+            "sliding_window": 4,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+    "relative_attention_num_buckets: must be 4 or more": ("t5", {"relative_attention_num_buckets": 3}),
+    "relative_attention_max_distance: must be above 16, half of the buckets, and is 16": (
+        "t5",
+        {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 16},
+    ),
+    "dense_act_fn: must be 'gelu_new' where feed_forward_proj is 'gated-gelu', and is 'silu'": (
+        "t5",
+        {"feed_forward_proj": "gated-gelu", "dense_act_fn": "silu"},
+    ),
     "feed_forward_proj: must be one of": ("t5", {"feed_forward_proj": "gated-elu"}),
     "d_model: must be a multiple of decoder_attention_heads=5": ("bart", {"decoder_attention_heads": 5}),
     "tie_word_embeddings: must be true or false, and is 'no'": ("bart", {"tie_word_embeddings": "no"}),
@@ -121,6 +160,13 @@ def test_copies_of_tied_weights_are_left_out_if_they_are_equal(copied):
     )
 
 
+def test_copies_that_are_no_weights_are_refused_by_name(copied):
+    names = ("model.shared.weight", "lm_head.weight")
+    assert "has shape ()" in refused(copied("bart", **dict.fromkeys(names, np.array(1.0, np.float32))))
+    original = safetensors.numpy.load_file(golden_models.FOLDER / "bart" / "model.safetensors")["model.shared.weight"]
+    assert "is stored as I8" in refused(copied("bart", **dict.fromkeys(names, original.astype(np.int8))))
+
+
 def test_a_model_saved_without_its_head_is_read(copied):
     folder = copied("bart", {"architectures": ["BartModel"]})
     tensors = safetensors.numpy.load_file(folder / tensor_files.ONE_FILE)
@@ -145,10 +191,12 @@ def test_names_without_their_prefix_and_buffers_of_rotations_are_read(copied):
     assert folder_lib.open_folder(folder).entries.keys() == tensors.keys()
 
 
-def test_mt5_is_t5_by_another_name(copied):
-    as_mt5 = {"model_type": "mt5", "architectures": ["MT5ForConditionalGeneration"]}
-    plain, found = (folder_lib.open_folder(copied("t5", change)) for change in ({}, as_mt5))
-    assert found.model == plain.model and found.family is plain.family
+@pytest.mark.parametrize("version, is_scaled", [("4.57.1", True), (None, True), ("5.23.0", False)])
+def test_mt5_is_t5_by_another_name_and_its_version_says_whether_tied_outputs_are_scaled(copied, version, is_scaled):
+    plain = folder_lib.open_folder(copied("t5"))
+    found = folder_lib.open_folder(copied("t5", AS_MT5 | {"transformers_version": version}))
+    assert plain.model.scale_outputs and found.family is plain.family
+    assert found.model == dataclasses.replace(plain.model, scale_outputs=is_scaled)
 
 
 def sparse_folder(tmp_path, **changes):

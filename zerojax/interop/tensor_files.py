@@ -171,14 +171,13 @@ def _mapped(file: BinaryIO, offset: int, length: int, *, reads_ahead: bool) -> I
 
 
 def is_equal(one: Entry, other: Entry) -> bool:
-    """Returns whether two tensors have the same shape, dtype and bytes. Reads both."""
-    if one[1:3] != other[1:3]:
+    """Returns whether two tensors of weights have the same shape, dtype and bytes. Reads both. Tensors of other dtypes are not compared."""
+    if one[1:3] != other[1:3] or one.dtype not in DTYPES:
         return False
-    rows = max(1, WINDOW_BYTES // max(1, math.prod(one.shape[1:])))
-    order = range(len(one.shape))
-    for first in range(0, one.shape[0], rows):
-        index = [slice(first, min(first + rows, one.shape[0])), *(slice(0, size) for size in one.shape[1:])]
-        parts = [read(entry, one.shape, index, order, DTYPES[one.dtype]).tobytes() for entry in (one, other)]
+    size, dtype = math.prod(one.shape), DTYPES[one.dtype]
+    for first in range(0, size, WINDOW_BYTES):
+        index = [slice(first, min(first + WINDOW_BYTES, size))]
+        parts = [read(entry, (size,), index, (0,), dtype).tobytes() for entry in (one, other)]
         if parts[0] != parts[1]:
             return False
     return True

@@ -187,7 +187,13 @@ def _head_dim(f: foreign.Fields, row: str) -> int:
 
 def _read_rope(f: foreign.Fields) -> tuple[float, rope.Scaling | None]:
     """Reads the forms of transformers 5 (rope_parameters) and of earlier versions (rope_theta, rope_scaling)."""
-    group = f.group("rope_parameters" if f.raw.get("rope_parameters") is not None else "rope_scaling")
+    told = [name for name in ("rope_scaling", "rope_parameters") if f.raw.get(name)]
+    if len(told) == 2 and f.raw[told[0]] != f.raw[told[1]]:
+        raise f.refuse("rope_scaling", "absent where there are rope_parameters")
+    group = f.group(told[0] if told else "rope_parameters")
+    nested = next((name for name, value in group.raw.items() if isinstance(value, Mapping)), None)
+    if nested is not None:
+        raise group.refuse(nested, "a number or a name, as all layers have the same positions")
     theta = group.number("rope_theta", f.number("rope_theta", 10000.0))
     for fields in (f, group):
         if fields.number("partial_rotary_factor", 1.0) != 1.0:
@@ -202,7 +208,10 @@ def _read_rope(f: foreign.Fields) -> tuple[float, rope.Scaling | None]:
     low, high = group.number("low_freq_factor"), group.number("high_freq_factor")
     if high <= low:
         raise group.refuse("high_freq_factor", f"above low_freq_factor={low:g}")
-    return theta, rope.Scaling("llama3", factor, low, high, group.count("original_max_position_embeddings"))
+    original = group.count("original_max_position_embeddings")
+    if f.count("original_max_position_embeddings", original) != original:
+        raise f.refuse("original_max_position_embeddings", f"{original}, as in {group.place}")
+    return theta, rope.Scaling("llama3", factor, low, high, original)
 
 
 def _read_windows(f: foreign.Fields, row: str) -> tuple[int, ...]:
@@ -216,6 +225,7 @@ def _read_windows(f: foreign.Fields, row: str) -> tuple[int, ...]:
         windows = tuple(window if layer >= first else 0 for layer in range(layers))
     else:
         known = ("full_attention", "sliding_attention") if window else ("full_attention",)
+        known = known[1:] if window and row == "mistral" else known  # its class has the window in every layer
         if not isinstance(types, list) or len(types) != layers or not set(types) <= set(known):
             raise f.refuse("layer_types", f"{layers} of {' or '.join(known)}")
         windows = tuple(window if kind == "sliding_attention" else 0 for kind in types)

@@ -92,7 +92,7 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> T5Config:
     f = foreign.Fields(raw)
     is_mt5 = raw.get("model_type") == "mt5"
     is_tied, says_scale = f.flag("tie_word_embeddings", not is_mt5), "scale_decoder_outputs" in raw
-    known = [f"{gate}{name}" for gate in ("", "gated-") for name in layers.ACTIVATIONS]
+    buckets, max_distance = _read_distances(f)
     return T5Config(
         f.count("vocab_size"),
         f.depth("num_layers"),
@@ -100,14 +100,40 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> T5Config:
         num_heads=f.count("num_heads"),
         head_dim=f.count("d_kv"),
         mlp_dim=f.count("d_ff"),
-        mlp=f.choice("feed_forward_proj", known, "gated-gelu" if is_mt5 else "relu").replace("gated-", "gated_"),
+        mlp=_read_mlp(f, "gated-gelu" if is_mt5 else "relu"),
         tie_embeddings=(is_tied or says_scale) and HEAD not in names,
-        scale_outputs=f.flag("scale_decoder_outputs", is_tied),
+        scale_outputs=is_tied and _is_of_version_4(raw) if is_mt5 else f.flag("scale_decoder_outputs", is_tied),
         decoder_layers=f.depth("num_decoder_layers", f.depth("num_layers")),
-        buckets=f.count("relative_attention_num_buckets", 32),
-        max_distance=f.count("relative_attention_max_distance", 128),
+        buckets=buckets,
+        max_distance=max_distance,
         norm_eps=f.number("layer_norm_epsilon", 1e-6),
     )
+
+
+def _read_distances(f: foreign.Fields) -> tuple[int, int]:
+    """Reads the number of buckets of distances and the longest distance that has one of its own."""
+    buckets, longest = f.count("relative_attention_num_buckets", 32), f.count("relative_attention_max_distance", 128)
+    if buckets < 4:
+        raise f.refuse("relative_attention_num_buckets", "4 or more, since an encoder's are shared by two directions")
+    if longest <= buckets // 2:
+        raise f.refuse("relative_attention_max_distance", f"above {buckets // 2}, half of the buckets")
+    return buckets, longest
+
+
+def _read_mlp(f: foreign.Fields, default: str) -> str:
+    """Reads the MLP's activation and gate, which newer files say twice."""
+    known = [f"{gate}{name}" for gate in ("", "gated-") for name in layers.ACTIVATIONS]
+    found = f.choice("feed_forward_proj", known, default)
+    activation = "gelu_new" if found == "gated-gelu" else found.removeprefix("gated-")
+    for name, told in (("dense_act_fn", activation), ("is_gated_act", found.startswith("gated-"))):
+        if f.raw.get(name) not in (None, told):
+            raise f.refuse(name, f"{told!r} where feed_forward_proj is {found!r}")
+    return found.replace("gated-", "gated_")
+
+
+def _is_of_version_4(raw: Mapping[str, Any]) -> bool:
+    """Returns whether a version of transformers before 5 wrote the file. Those scale the outputs of a tied mT5, and later ones never do."""
+    return str(raw.get("transformers_version") or "4").split(".")[0] in ("2", "3", "4")
 
 
 FAMILY = family.Family(
