@@ -124,3 +124,12 @@ def test_a_text_longer_than_the_table_of_positions_is_refused():
         )
         with pytest.raises(UserError, match="would have 11 tokens, and the model has 10 positions"):
             function(None, np.ones((1, length), int))
+
+
+def test_a_text_longer_than_those_of_training_is_warned_of():
+    config = dataclasses.replace(WINDOWED, max_seq_len=10)
+    params = {"params": family.abstract_params(DECODER.parts, config)}
+    partition = stages.partition_state(params, mesh=mesh_lib.make_mesh(), stage=0)
+    function = generate.make_generator(DECODER, config, partition, new_tokens=3, special=family.SpecialTokens())
+    with pytest.raises(UserWarning, match="may have 11 tokens, and the model was trained on 10 at most"):
+        function(None, PROMPTS)  # warnings are errors here, so nothing is compiled

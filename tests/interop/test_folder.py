@@ -199,6 +199,35 @@ def test_mt5_is_t5_by_another_name_and_its_version_says_whether_tied_outputs_are
     assert found.model == dataclasses.replace(plain.model, scale_outputs=is_scaled)
 
 
+def test_the_first_tensor_that_holds_nan_or_infinity_is_warned_of_once(copied):
+    names = [f"model.layers.{layer}.input_layernorm.weight" for layer in (0, 1)]
+    odd = {name: np.array([np.nan] + [1.0] * 63, np.float32) for name in names}
+    folder = folder_lib.open_folder(copied("llama", **odd))
+    single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=single),
+        family.abstract_params(folder.family.parts, folder.model),
+    )
+    with pytest.warns(UserWarning, match=r"input_layernorm.weight holds NaN or infinity, and so may what") as caught:
+        folder_lib.read_params(folder, abstract)
+        read_whole(folder, names[1], np.float32)
+    assert len(caught) == 1
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_numbers_beyond_the_dtype_that_is_wanted_are_warned_of(copied):
+    name = "model.norm.weight"
+    folder = folder_lib.open_folder(copied("llama", **{name: np.full(64, 1e5, np.float32)}))
+    read_whole(folder, name, np.float32)
+    with pytest.warns(UserWarning, match="model.norm.weight holds numbers beyond the range of float16, which become"):
+        read_whole(folder, name, np.float16)
+
+
+def read_whole(folder, name, dtype):
+    tensor = next(found for found in layout.tensors(folder.family, folder.model) if found.name == name)
+    return folder_lib.read_shard(folder, tensor, tuple(slice(0, size) for size in tensor.leaf_shape), np.dtype(dtype))
+
+
 def sparse_folder(tmp_path, **changes):
     """Makes a folder whose one file has the bytes of a large model, all holes."""
     raw = json.loads((golden_models.FOLDER / "llama" / "config.json").read_text()) | changes

@@ -37,6 +37,14 @@ def test_slices_are_those_of_numpy_in_any_order_and_dtype(folder, monkeypatch, w
     np.testing.assert_array_equal(found, TENSORS["b"][3:6].astype(np.float32))
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+def test_an_array_is_finite_without_nan_and_infinity_of_either_sign(dtype):
+    largest = np.array([0.0, -0.0, float(ml_dtypes.finfo(dtype).max), float(ml_dtypes.finfo(dtype).min)]).astype(dtype)
+    assert tensor_files.is_finite(largest) and tensor_files.is_finite(largest[:0])
+    for odd in (np.nan, -np.nan, np.inf, -np.inf):
+        assert not tensor_files.is_finite(np.append(largest, np.array(odd, dtype)))
+
+
 def test_equal_tensors_are_those_of_equal_bytes(tmp_path):
     a = TENSORS["a"]
     tensors = {"one": a, "same": a.copy(), "other": a + np.eye(12, 10, dtype=np.float32), "shape": a.T.copy()}

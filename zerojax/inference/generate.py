@@ -6,6 +6,7 @@ host memory are fetched block by block instead (`by_block`).
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,8 @@ def make_generator(
       compute_dtype: the dtype of floating weights in the model; None keeps the stored one.
 
     Raises:
-      UserError: `new_tokens` is below 1. `generate` refuses ids that the model does not know, and texts longer than its positions.
+      UserError: `new_tokens` is below 1. `generate` refuses ids that the model does not know, and texts longer than its positions; where
+        these have no weights it warns.
     """
     if not 0 < new_tokens <= MOST_TOKENS:
         raise UserError(f"max_new_tokens: must be 1 or more, and {MOST_TOKENS} at most, and is {new_tokens}")
@@ -78,6 +80,12 @@ def make_generator(
             raise UserError(
                 f"max_new_tokens: the longest text would have {longest} tokens, and the model has {positions} positions; "
                 "shorten the prompt or lower max_new_tokens"
+            )
+        if positions is None and config.max_seq_len and longest > config.max_seq_len:
+            warnings.warn(
+                f"max_new_tokens: the longest text may have {longest} tokens, and the model was trained on {config.max_seq_len} at most "
+                "(max_position_embeddings), so later ones may make no sense; shorten the prompt or lower max_new_tokens",
+                stacklevel=2,
             )
         arrays = sharded_rows((inputs, texts, lengths), mesh)
         new = np.asarray(run(params, *arrays, np.uint32(seed)))[:count]

@@ -14,6 +14,7 @@ import os
 import pathlib
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -43,6 +44,7 @@ class Folder:
       family: the model's family.
       model: the model's config.
       entries: each tensor of the model in the files, by name. Optional ones may be missing.
+      first_odd: taken by the first reading that finds NaN or infinity, which warns.
     """
 
     path: pathlib.Path
@@ -51,6 +53,7 @@ class Folder:
     family: family_lib.Family
     model: Any
     entries: Mapping[str, tensor_files.Entry]
+    first_odd: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False)
 
     @property
     def dtype(self) -> np.dtype:
@@ -132,10 +135,13 @@ def _read(folder: Folder, tensors: Mapping[str, layout.ModelTensor], abstract: A
 
 
 class TensorFiles(Protocol):
-    """Files of tensors: a folder of a model, or of an adapter. `entries` are the tensors by name."""
+    """Files of tensors: a folder of a model, or of an adapter. `entries` are the tensors by name; `first_odd` as in `Folder`."""
 
     @property
     def entries(self) -> Mapping[str, tensor_files.Entry]: ...
+
+    @property
+    def first_odd(self) -> threading.Lock: ...
 
 
 def read_leaves(
@@ -158,7 +164,11 @@ def read_leaves(
 
 
 def read_shard(folder: TensorFiles, tensor: layout.ModelTensor, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
-    """Returns a slice of one leaf, in our layout. Parts of the slice beyond the leaf's shape are 0."""
+    """Returns a slice of one leaf, in our layout. Parts of the slice beyond the leaf's shape are 0.
+
+    The first slice of the files that holds NaN or infinity is warned of. All weights pass here, and only those that a process reads anyway
+    are checked.
+    """
     bounds = [part.indices(1 << 62)[:2] for part in index]
     lengths = [stop - start for start, stop in bounds]
     inside = [slice(min(start, size), min(stop, size)) for (start, stop), size in zip(bounds, tensor.leaf_shape)]
@@ -166,8 +176,22 @@ def read_shard(folder: TensorFiles, tensor: layout.ModelTensor, index: tuple[sli
     if entry is None:
         return np.zeros(lengths, dtype)
     found = tensor_files.read(entry, tensor.view, tensor.source_index(inside), tensor.order, dtype)
+    if not tensor_files.is_finite(found) and folder.first_odd.acquire(blocking=False):
+        _warn_of_odd(entry, tensor, inside, found.dtype)
     extra = [(0, length - size) for length, size in zip(lengths, found.shape)]
     return np.pad(found, extra) if any(after for _, after in extra) else found
+
+
+def _warn_of_odd(entry: tensor_files.Entry, tensor: layout.ModelTensor, index: list[slice], dtype: np.dtype) -> None:
+    """Warns of NaN or infinity in a slice of a leaf, in the file or as `dtype`."""
+    stored = tensor_files.DTYPES[entry.dtype]
+    found = tensor_files.read(entry, tensor.view, tensor.source_index(index), tensor.order, stored)
+    line = (
+        f"holds numbers beyond the range of {dtype}, which become infinity; choose bf16 or fp32"
+        if tensor_files.is_finite(found)
+        else "holds NaN or infinity, and so may what the model computes; copy the file again, or choose another folder"
+    )
+    warnings.warn(f"{entry.file}: tensor {tensor.name} {line}", stacklevel=3)
 
 
 class _Budget:

@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import shutil
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -57,12 +58,14 @@ class Adapter:
       chosen: the adapters, with the folder's settings.
       tensors: its tensors, by path in our weights.
       entries: where their bytes are, by name.
+      first_odd: taken by the first reading that finds NaN or infinity, which warns.
     """
 
     path: pathlib.Path
     chosen: targets.Targets
     tensors: Mapping[str, layout.ModelTensor]
     entries: Mapping[str, tensor_files.Entry]
+    first_odd: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False)
 
 
 def choose(lora: settings.Lora, family: family_lib.Family, model: Any) -> targets.Targets:
