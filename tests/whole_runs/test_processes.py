@@ -78,9 +78,11 @@ def test_two_processes_train_as_one_although_one_is_killed_in_evaluation_and_one
 def test_a_checkpoint_of_one_process_resumes_in_two_and_sigterm_to_one_saves_and_ends_both(
     commands, tmp_path, stdlib_dir, one_process
 ):
+    """The two have their optimizer state on a disk, of which each saves its shards."""
     text = {**TEXT, "data__dir": str(stdlib_dir)}
     runs.run(tmp_path, steps=2, **text)
-    long = runs.flags(emulate_devices=4, steps=5000, **{**text, "evaluate__every": 0})
+    long = {**text, "emulate_devices": 4, "steps": 5000, "evaluate__every": 0, "offload__optimizer": "nvme"}
+    long = runs.flags(**long)
     both = commands.start_two(*long, f"--workdir={tmp_path}")
     deadline = time.monotonic() + runs.LIMIT
     while len(runs.numbers(tmp_path)) < 6 and time.monotonic() < deadline and not any(c.err for c in both):

@@ -61,13 +61,15 @@ def to_stored(state: Any) -> dict[str, Any]:
     """Returns {path: array}: random keys as their data, numbers and process-local arrays as numpy copies, leaves in pieces as one.
 
     With one process, leaves in host memory are numpy copies too, so that a save in the background does not keep pinned memory that the next
-    step needs, and leaves in a file are `in_file.InFile`s, which must not change until the save has ended.
+    step needs, and leaves in a file are `in_file.InFile`s, which must not change until the save has ended. With several, each reads its
+    shards of leaves in a file into host memory.
     """
 
     def convert(leaf: Any) -> Any:
         if jax.process_count() == 1 and all(map(_is_in_file, jax.tree.leaves(leaf))):
             return in_file.InFile(functools.partial(_read, leaf), leaf.shape, leaf.dtype)
         array = pieces.join(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+        array = array.to_host() if _is_in_file(array) else array
         if isinstance(array, np.ndarray) and array is not leaf:
             return array
         is_local = jax.process_count() > 1 and getattr(array, "is_fully_addressable", False)

@@ -121,11 +121,10 @@ def _with_copies(state: Any) -> Any:
 
     Sums of 16-bit params and updates may round ties the other way, and a state that is restored from its master weights would be another.
     """
-    master = getattr(state.opt_state, "master", None)
-    is_copied = isinstance(state.opt_state, master_weights.MasterWeightsState)
-    if not is_copied or jax.tree.structure(master) != jax.tree.structure(state.params):  # where gradients overwrite weights
+    has_masters = isinstance(state.opt_state, master_weights.MasterWeightsState)
+    if not has_masters or any(placement.is_overwritten(path) for path, _ in tree.flatten(state.params)):
         return state
-    return state.replace(params=jax.tree.map(lambda m, p: m.astype(p.dtype), master, state.params))
+    return state.replace(params=jax.tree.map(lambda m, p: m.astype(p.dtype), state.opt_state.master, state.params))
 
 
 def _in_dtypes_that_keep(state: Any, grads: Any) -> Any:
