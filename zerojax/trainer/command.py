@@ -67,7 +67,8 @@ def parse(argv: list[str]) -> Any:
 
 def _config_first(words: list[str]) -> list[str]:
     """Returns the words with `--config FILE` in front, since ml_collections refuses a setting before it."""
-    first, rest = [], []
+    first: list[str] = []
+    rest: list[str] = []
     flags_end = words.index("--") if "--" in words else len(words)
     for index, word in enumerate(words[:flags_end]):
         is_value = index > 0 and words[index - 1] == "--config"

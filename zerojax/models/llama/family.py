@@ -224,7 +224,7 @@ def _read_windows(f: foreign.Fields, row: str) -> tuple[int, ...]:
         first = 0 if row == "mistral" else f.count("max_window_layers", 28) if f.raw.get("max_window_layers", 28) else 0
         windows = tuple(window if layer >= first else 0 for layer in range(layers))
     else:
-        known = ("full_attention", "sliding_attention") if window else ("full_attention",)
+        known: tuple[str, ...] = ("full_attention", "sliding_attention") if window else ("full_attention",)
         known = known[1:] if window and row == "mistral" else known  # its class has the window in every layer
         if not isinstance(types, list) or len(types) != layers or not set(types) <= set(known):
             raise f.refuse("layer_types", f"{layers} of {' or '.join(known)}")
