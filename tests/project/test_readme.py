@@ -128,6 +128,30 @@ def test_links_to_files_lead_somewhere():
     assert links and not dead
 
 
+def test_links_to_headings_lead_somewhere():
+    links = [
+        (page, page.parent / file if file else page, anchor)
+        for page in PAGES
+        for file, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text())
+    ]
+    assert links and not [(page.name, anchor) for page, file, anchor in links if anchor not in anchors(file)]
+
+
+def anchors(page):
+    """Returns the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+    )
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_a_table_ends_with_an_empty_line():
+    glued = [
+        (page.name, line) for page in PAGES for line in re.findall(r"^\|.*\n([^|\n].*)", page.read_text(), re.MULTILINE)
+    ]
+    assert not glued
+
+
 def test_the_table_of_stages_is_the_one_in_the_code():
     rows = re.findall(r"^\| (\d) \| (\w+) \| (\w+) \| (\w+)", README.read_text(), re.MULTILINE)
     shown = {int(stage): tuple(word == "sharded" for word in roles) for stage, *roles in rows}

@@ -49,8 +49,17 @@ def test_a_command_line_without_a_config_says_how_to_give_one(parsed):
         ),
         ("--config.steps=1e400", "config.steps: must be a whole number, and is '1e400'"),
         ("--config.optimizer.b1=x", "config.optimizer.b1: must be a number, and is 'x'"),
-        ("--config.mesh=3", "config.mesh: must be a group of settings (replica, data, model), and is '3'"),
+        (
+            "--config.mesh=3",
+            "config.mesh: must be a group of settings (replica, data, model), and is '3'; "
+            "set one of them, such as --config.mesh.replica=...",
+        ),
         ("--config.seed.x=3", "config.seed.x: unknown config key; config.seed is a whole number, not a group"),
+        (
+            "--config.mesh.lr=3",
+            "--config.mesh.lr=3: unknown config key 'lr'; config.mesh is a group of settings (replica, data, model)",
+        ),
+        ("--config.lr=3", "--config.lr=3: unknown config key 'lr'; configs/base.py holds every key"),
         ("--config.stepz=3", "--config.stepz=3: unknown config key 'stepz'; did you mean 'steps'?"),
     ],
 )

@@ -93,7 +93,7 @@ def gradients_all_reduced(case: Case) -> Iterable[Finding]:
         and row.kind == "all-reduce"
         and any(_is_unsharded(row, weights[path]) for path in row.weights)
     ]
-    if rows and not case.is_cpu and _is_large(case, rows):  # the CPU backend has no reduce-scatter
+    if rows and not case.is_cpu and _is_large(case, rows):  # whose compiler inserts no reduce-scatter
         yield _sent(
             "gradients are all-reduced, but the plan shards them",
             rows,

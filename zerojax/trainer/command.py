@@ -85,7 +85,9 @@ def _why_no_value(error: Exception) -> str:
     place, value = found.groups()
     if place in ranges.CHOICES:
         return f"config.{place}: {ranges.not_a_choice(place, value)}"
-    return f"config.{place}: must be {config_lib.expected(place)}, and is {errors.shown(value)}"
+    line = f"config.{place}: must be {config_lib.expected(place)}, and is {errors.shown(value)}"
+    member = re.search(r"group of settings \((\w+)", line)
+    return f"{line}; set one of them, such as --config.{place}.{member[1]}=..." if member else line
 
 
 def _why_no_config(error: BaseException, argv: list[str]) -> str:
@@ -108,5 +110,8 @@ def _why_no_config(error: BaseException, argv: list[str]) -> str:
         if override := next((word for word in overrides if isinstance(error, SyntaxError)), None):
             return f"{override}: is not a setting ({why}); give it as --config.steps=50"
         return f"--config: get_config must return an ml_collections.ConfigDict, as configs/base.py does ({why}); fix the config file"
-    hint = f"did you mean {near[1]!r}?" if near else "configs/base.py holds every key"
+    group = override.removeprefix("--config.").partition("=")[0].rpartition(".")[0]
+    known = config_lib.expected(group)
+    hint = f"config.{group} is {known}" if known else "configs/base.py holds every key"
+    hint = f"did you mean {near[1]!r}?" if near else hint
     return f"{override}: unknown config key {key[0]!r}; {hint}"
