@@ -13,6 +13,8 @@ def test_a_config_that_is_not_there_is_named_before_the_flags_are_read():
         command.parse(["program", "--config", "nowhere.py"])
     with pytest.raises(zerojax.UserError, match=r"--config nowhere.py: there is no such file"):
         command.parse(["program", "--config=nowhere.py"])
+    with pytest.raises(zerojax.UserError, match=r"there is no such file; did you mean configs/base.py\?"):
+        command.parse(["program", "--config=configs/base"])
 
 
 def test_an_unknown_flag_is_named():

@@ -42,7 +42,9 @@ def parse(argv: list[str]) -> Any:
             files.check_path(name, "--config")
             path = pathlib.Path(os.path.realpath(name))
             if not path.is_file():
-                raise UserError(f"--config {name}: there is no such file; configs/ holds some")
+                near = f"{name}.py"
+                hint = f"did you mean {near}?" if os.path.isfile(near) else "configs/ holds some"
+                raise UserError(f"--config {name}: there is no such file; {hint}")
             sys.path += [str(path.parent.parent), str(CHECKOUT)]
     app.define_help_flags()
     try:

@@ -9,7 +9,7 @@ import pytest
 import zerojax
 from zerojax import xla_flags
 from zerojax.errors import UserError
-from zerojax.zero.offload import budget, layout
+from zerojax.zero.offload import budget, kept, layout
 
 GIB = 1 << 30
 
@@ -29,6 +29,19 @@ def test_all_shards_of_this_process_and_the_chunks_in_flight_are_counted(partiti
     assert shards == moments
     assert budget.pinned_bytes(partition) == moments + 8 * 4 * offloads.PIECES["chunk_bytes"]
     assert budget.pinned_bytes(partition.on_device) == 0
+
+
+@pytest.mark.parametrize("place", ["host", "nvme"])
+def test_a_state_smaller_than_the_chunks_in_flight_needs_its_own_bytes_alone(tmp_path, place):
+    state = jax.eval_shape(
+        lambda key: offloads.State.create(apply_fn=None, params=offloads.weights(key), tx=offloads.adam()),
+        jax.random.key(0),
+    )
+    how = {"optimizer": place, "chunk_bytes": 1 << 30} | ({"nvme_path": str(tmp_path)} if place == "nvme" else {})
+    found = zerojax.partition_state(state, mesh=zerojax.make_mesh(), offload=how, min_size=64)
+    shards = 8 * sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(found).values())
+    buffers = found.offload.nvme_buffers * kept.disk_bytes(found)
+    assert budget.pinned_bytes(found) == (2 * shards if place == "host" else shards + buffers) < 1 << 25
 
 
 def test_a_state_that_the_host_cannot_hold_is_refused(partition):

@@ -62,9 +62,10 @@ def pool_bytes(partition: placement.Partition) -> int:
         return 0
     on_disk = kept.on_disk(partition)
     stays = sum(count for path, count in counts.items() if path not in on_disk)
-    # New leaves are stored while the old ones are still read.
-    largest = max((count for path, count in counts.items() if path not in params), default=0)
-    new = partition.offload.in_flight * max(partition.offload.chunk_bytes, largest)
+    # New leaves are stored while the old ones are still read: as many as are in flight, or all.
+    of_opt_state = [count for path, count in counts.items() if path not in params]
+    new = partition.offload.in_flight * max(partition.offload.chunk_bytes, *of_opt_state, 0)
+    new = min(new, sum(of_opt_state))
     new += NEW_PARAMS.get(partition.offload.params, 0) * max((counts[path] for path in params), default=0)
     return len(partition.mesh.local_devices) * (stays + new)
 

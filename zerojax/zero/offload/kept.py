@@ -61,9 +61,10 @@ def buffer_bytes(partition: placement.Partition) -> int:
 
 
 def _buffer_bytes(partition: placement.Partition, part: dict[str, Any]) -> int:
-    """Returns the bytes of one buffer: a chunk, or the largest leaf, of each device."""
+    """Returns the bytes of one buffer: a chunk, or the largest leaf, of each device; or the whole part, if that is less."""
     largest = max(map(layout.shard_bytes, part.values()))
-    return scratch.aligned(max(partition.offload.chunk_bytes, largest)) * len(partition.mesh.local_devices)
+    most = scratch.aligned(max(partition.offload.chunk_bytes, largest)) * len(partition.mesh.local_devices)
+    return min(most, sum(map(store.bytes_of, part.values())))
 
 
 def check_space(partition: placement.Partition, processes: int) -> None:
