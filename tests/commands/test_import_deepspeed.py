@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import sys
 
+import file_systems
 import jax
 import numpy as np
 import pytest
@@ -59,7 +60,7 @@ def imported(tmp_path_factory):
 
 def restored(out, **changes):
     """Returns the program of an imported run, in float32, and the state that it resumes with."""
-    config = import_deepspeed._config(out / "config.py")
+    config = import_deepspeed._config((out / "config.py").read_text())
     config = dataclasses.replace(config, **changes)
     built = program.build(config, tokenizer_vocab=1)
     saver = checkpointer.Checkpointer(out / "run" / "checkpoints", keep_last=1, keep_best=0)
@@ -148,11 +149,28 @@ def test_a_model_of_no_family_becomes_weights_alone(tmp_path, monkeypatch, capsy
         monkeypatch, capsys, GOLDEN / "zero2-bf16-world2", "--out", tmp_path / "a", "--model_config", config
     )
     assert status == 0 and "'mamba' is not an architecture that zerojax computes" in text
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["huggingface"]
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["huggingface"]
     shutil.copytree(GOLDEN / "zero2-bf16-world2", tmp_path / "alone")
     config.unlink()
     status, text, _ = call(monkeypatch, capsys, tmp_path / "alone", "--out", tmp_path / "b")
     assert status == 0 and "no config.json of its model; name it by --model_config" in text
+
+
+def test_an_import_that_did_not_end_is_begun_anew_and_its_config_is_written_last(tmp_path, monkeypatch, capsys):
+    out, config = tmp_path / "out", tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "mamba"}))
+    words = (GOLDEN / "zero2-bf16-world2", "--out", out)
+    with monkeypatch.context() as patch:
+        patch.setattr(import_deepspeed.program_lib, "build", file_systems.full)
+        with pytest.raises(OSError):
+            call(patch, capsys, *words)
+    assert sorted(path.name for path in out.iterdir()) == [".unfinished", "huggingface"]
+    (out / ".exp_avg.partial").mkdir()
+    (out / "huggingface" / tensor_files.ONE_FILE).write_bytes(b"half")
+    assert call(monkeypatch, capsys, *words, "--model_config", config)[0] == 0
+    assert [path.name for path in out.iterdir()] == ["huggingface"] and tensor_files.read_folder(out / "huggingface")
+    status, _, errors = call(monkeypatch, capsys, *words)
+    assert status == 2 and "holds huggingface; choose a new folder" in errors
 
 
 @pytest.mark.parametrize(
@@ -243,7 +261,7 @@ def test_a_run_of_peft_goes_on_with_its_adapter(tmp_path, monkeypatch, capsys, s
     status, text, errors = call(monkeypatch, capsys, tmp_path / "in", "--out", out, *words)
     assert (status, errors) == (0, "") and f"{out / 'run'}: a checkpoint at step 9" in text
     assert (out / "huggingface").exists() == has_frozen
-    config = import_deepspeed._config(out / "config.py")
+    config = import_deepspeed._config((out / "config.py").read_text())
     own = config.optimizer  # the ds_config has none
     assert (own.learning_rate, own.schedule, own.b1, own.eps) == (0.01, "constant", 0.8, 1e-7)
     assert (own.weight_decay, own.weight_decay_on) == (0.3, "all") and "the rate stays at 0.01" in text
@@ -298,7 +316,8 @@ def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "out" / "mine").touch()
     for words, message in (
         ((GOLDEN / "zero2-bf16-world2",), "arguments are required: --out"),
-        ((GOLDEN / "zero2-bf16-world2", "--out", tmp_path / "out"), "holds files; choose a new folder"),
+        ((GOLDEN / "zero2-bf16-world2", "--out", tmp_path / "out"), "holds mine; choose a new folder"),
+        ((GOLDEN / "zero2-bf16-world2", "--out", tmp_path / "out" / "mine"), "is a file; choose a new folder"),
         (
             (GOLDEN / "zero2-bf16-world2", "--out", tmp_path / "new", "--model_config", tmp_path / "none"),
             "there is no such file",

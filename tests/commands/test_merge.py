@@ -42,6 +42,7 @@ def test_wrong_words_and_folders_end_in_one_line(tmp_path, command):
         ([source, "--adapter", source / "lora", "--out", source], "--out .*: is a folder that is read"),
         ([source, "--adapter", tmp_path, "--out", tmp_path / "x"], "holds no adapter_config.json"),
         ([source, "--out", tmp_path / "x"], "--adapter"),
+        ([source, "--adapter", source / "lora", "--out", ""], "--out: is empty"),
     ):
         status, out, err = command(*words)
         assert (status, out, err.count("\n")) == (2, "", 1)

@@ -209,6 +209,21 @@ def test_an_earlier_export_is_replaced_and_other_files_are_not(tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_the_folder_of_a_link_is_replaced_and_that_of_a_mount_is_refused(tmp_path, monkeypatch):
+    model = Model(num_layers=1)
+    params = random_params(model)
+    (tmp_path / "out").symlink_to(tmp_path / "real")
+    for _ in range(2):
+        huggingface.export(params, LLAMA, model, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["out", "real"] and (tmp_path / "out").is_symlink()
+    assert_exported(tmp_path / "real", params, model)
+    monkeypatch.setattr(huggingface.pathlib.Path, "is_mount", lambda path: path.name == "real")
+    with pytest.raises(
+        UserError, match="real: a file system is mounted there, so it cannot be replaced; name a folder in"
+    ):
+        huggingface.export(params, LLAMA, model, tmp_path / "out")
+
+
 @pytest.mark.parametrize("stop_at", ["a leaf", "the swap"])
 def test_a_killed_export_leaves_the_earlier_one_and_the_next_cleans_up(tmp_path, monkeypatch, stop_at):
     model = Model(num_layers=1)

@@ -126,7 +126,20 @@ def test_an_index_that_does_not_fit_its_files_is_refused(folder):
         index.write_text(text)
         assert "is not an index with a weight_map" in refused(folder)
     write({"a": "one.safetensors"})
-    assert tensor_files.read_folder(folder).keys() == {"a"}
+    assert tensor_files.read_folder(folder).keys() == TENSORS.keys()
+
+
+def test_tensors_of_one_name_in_two_files_are_equal_or_refused(folder):
+    (folder / tensor_files.ONE_FILE).rename(folder / "one.safetensors")
+    (folder / tensor_files.INDEX).write_text(
+        json.dumps({"weight_map": {"a": "one.safetensors", "d": "two.safetensors"}})
+    )
+    two = {"a": TENSORS["a"].copy(), "d": np.ones(3, np.float32)}
+    safetensors.numpy.save_file(two, folder / "two.safetensors")
+    assert tensor_files.read_folder(folder)["a"].file.name == "one.safetensors"
+    two["a"][3, 4] += 1
+    safetensors.numpy.save_file(two, folder / "two.safetensors")
+    assert "two.safetensors: tensor a has other numbers than in one.safetensors" in refused(folder)
 
 
 def test_pickles_are_refused_with_the_way_out_and_so_is_an_empty_folder(tmp_path):

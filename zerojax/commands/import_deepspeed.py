@@ -18,7 +18,7 @@ import math
 import pathlib
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -40,6 +40,7 @@ from zerojax.trainer import resume, workdir
 
 SEQ_LEN = 128  # of the base config
 WEIGHTS, ADAPTER, CONFIG, RUN = "huggingface", "adapter", "config.py", "run"
+UNFINISHED = ".unfinished"  # lies in the folder while it is written; the next import there begins anew
 CARRIED = (
     "generation_config.json",
     "tokenizer.json",
@@ -63,8 +64,7 @@ def main() -> None:
 
 def _import() -> None:
     given = _parse(sys.argv[1:])
-    if given.out.exists() and any(given.out.iterdir()):
-        raise UserError(f"--out {given.out}: holds files; choose a new folder")
+    _check_out(given.out)
     found = zero_checkpoint.read(given.checkpoint)
     weights = {**found.params, **{copy: found.params[name] for copy, name in found.copies.items()}}
     divided, peft_config = peft_weights.divide(weights), _beside(given, "adapter", peft.CONFIG)
@@ -75,20 +75,53 @@ def _import() -> None:
         f"{found.folder}: DeepSpeed {found.version}, step {found.step} ({found.skipped} skipped), {found.ranks} parts, "
         f"{len(found.params)} tensors, moments: {', '.join(found.moments) or 'none'}"
     )
-    adapter = None
-    if divided is None or peft_config is None:
-        base = _write_model(weights, given.out / WEIGHTS, described)
-        why = "" if divided is None else _why_no_adapter(divided)
-    else:
-        adapter = given.out / ADAPTER
-        _write_adapter({name: weights[own] for name, own in divided.adapter.items()}, adapter, peft_config)
-        frozen = {name: weights[own] for name, own in divided.model.items()}
-        base, why = _model_of_adapter(given, frozen, base_name, described)
-        found = _of_adapter(found, weights, divided)
-    why = why or _why_no_run(found, base, described, adapter)
-    if why:
-        return say(f"no checkpoint to resume was written: {why}")
-    return _write_run(found, given.out, base, adapter)
+    with _writing(given.out):
+        adapter = None
+        if divided is None or peft_config is None:
+            base = _write_model(weights, given.out / WEIGHTS, described)
+            why = "" if divided is None else _why_no_adapter(divided)
+        else:
+            adapter = given.out / ADAPTER
+            _write_adapter({name: weights[own] for name, own in divided.adapter.items()}, adapter, peft_config)
+            frozen = {name: weights[own] for name, own in divided.model.items()}
+            base, why = _model_of_adapter(given, frozen, base_name, described)
+            found = _of_adapter(found, weights, divided)
+        why = why or _why_no_run(found, base, described, adapter)
+        if why:
+            return say(f"no checkpoint to resume was written: {why}")
+        return _write_run(found, given.out, base, adapter)
+
+
+def _check_out(out: pathlib.Path) -> None:
+    """Checks that the folder is new, empty, or what an import left that did not end, and empties it.
+
+    Raises:
+      UserError: it is a file, holds other files, or cannot be changed.
+    """
+    files.check_path(out, "--out")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise UserError(f"--out {out}: is a file; choose a new folder")
+    with files.writing(out, "choose a new folder"):
+        if (out / UNFINISHED).exists():
+            for path in (out / WEIGHTS, out / ADAPTER, out / RUN, *out.glob(".*.partial")):
+                shutil.rmtree(path, ignore_errors=True)
+            for name in (CONFIG, f"{CONFIG}.new", UNFINISHED):
+                (out / name).unlink(missing_ok=True)
+        held = next(iter(sorted(out.iterdir())), None)
+    if held is not None:
+        raise UserError(f"--out {out}: holds {held.name}; choose a new folder")
+
+
+@contextlib.contextmanager
+def _writing(out: pathlib.Path) -> Iterator[None]:
+    """Marks the folder as unfinished until the block ends without an error."""
+    with files.writing(out, "make room, or choose another folder"):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / UNFINISHED).touch()
+    yield
+    (out / UNFINISHED).unlink()
 
 
 def say(text: str) -> None:
@@ -248,10 +281,8 @@ def _write_run(
     own, lines = _own_optimizer(found, settings)
     settings |= own
     sources |= dict.fromkeys(own, ("the optimizer's state",))
-    with files.writing(out):
-        text = config_file.text(settings, sources, origin=f"the checkpoint {found.folder.name}", path=str(out / CONFIG))
-        files.replace(out / CONFIG, text)
-    config = _config(out / CONFIG)
+    text = config_file.text(settings, sources, origin=f"the checkpoint {found.folder.name}", path=str(out / CONFIG))
+    config = _config(text)
     with contextlib.suppress(UserError):  # JAX has started in this process
         devices.emulate_cpu_devices(config.emulate_devices)
     program = program_lib.build(config)
@@ -264,6 +295,7 @@ def _write_run(
     origin = {"from": str(found.folder.absolute()), "deepspeed": found.version, "step": found.step}
     with files.writing(target):
         files.replace(target / workdir.IMPORTED_FILE, json.dumps(origin, indent=2) + "\n")
+        files.replace(out / CONFIG, text)  # last: without its checkpoint it would begin a run anew
     for told in lines:
         say(told)
     for line in translation.unsupported:
@@ -326,11 +358,11 @@ def _lora_settings(adapter: pathlib.Path) -> dict[str, Any]:
     return {"lora.init_from": str(adapter.absolute()), "lora.dropout": lora.dropout, "export.format": "peft"}
 
 
-def _config(path: pathlib.Path) -> config_lib.Config:
-    """Returns the settings of the written config."""
+def _config(text: str) -> config_lib.Config:
+    """Returns the settings of the config's text."""
     names: dict[str, Any] = {}
     sys.path.append(str(pathlib.Path(__file__).parents[2]))  # of `configs`
-    exec(compile(path.read_text(), path, "exec"), names)
+    exec(compile(text, CONFIG, "exec"), names)
     return config_lib.from_dict(names["get_config"]())
 
 

@@ -7,6 +7,7 @@ import argparse
 import pathlib
 import sys
 
+from zerojax import files
 from zerojax.commands import arguments
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
@@ -20,6 +21,7 @@ def main() -> None:
 
 def _merge() -> None:
     given = _parse(sys.argv[1:])
+    files.check_path(given.out, "--out")
     out = pathlib.Path(given.out)
     if out.resolve() in (pathlib.Path(given.folder).resolve(), pathlib.Path(given.adapter).resolve()):
         raise UserError(f"--out {given.out}: is a folder that is read; name another")

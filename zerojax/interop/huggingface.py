@@ -92,7 +92,7 @@ def export(
     _check(leaves, tensors)
     dtypes = _dtypes(tensors, dtype, source)
     shards = _pack(tensors, max_shard_bytes, dtypes)
-    directory = pathlib.Path(directory).absolute()
+    directory = pathlib.Path(directory).resolve()  # a link stays, and its folder is replaced
     is_primary = jax.process_index() == 0
     fetch = make_fetch(is_primary)
     texts = _texts(family.huggingface.write(model), source, dtypes, shards)
@@ -280,6 +280,8 @@ def _prepare(directory: pathlib.Path, partial: pathlib.Path) -> None:
     old = _old(directory)
     if old.exists() and not directory.exists():
         old.rename(directory)  # an export was killed between its two renames
+    if directory.is_mount():
+        raise UserError(f"{directory}: a file system is mounted there, so it cannot be replaced; name a folder in it")
     if directory.exists():
         for entry in sorted(directory.iterdir()):
             is_ours = entry.name in (CONFIG, INDEX, *CARRIED) or entry.match("model*.safetensors")

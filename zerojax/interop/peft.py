@@ -295,7 +295,7 @@ def export(
     Raises:
       UserError: a weight is missing or of another shape, or the disk is full.
     """
-    path, leaves = pathlib.Path(path).absolute(), targets.flat(params)
+    path, leaves = pathlib.Path(path).resolve(), targets.flat(params)
     tensors = tensors_of(chosen, family, model)
     for tensor in tensors:
         if tensor.path not in leaves or tuple(leaves[tensor.path].shape) != tensor.leaf_shape:

@@ -60,10 +60,11 @@ class Entry(NamedTuple):
 
 
 def read_folder(folder: pathlib.Path) -> dict[str, Entry]:
-    """Returns all tensors of a folder, in one file or in those that its index names.
+    """Returns all tensors of a folder, in one file or in those that its index names. Like transformers it reads those that the index omits.
 
     Raises:
-      UserError: there is no safetensors file, the index names a missing file, or a file is damaged.
+      UserError: there is no safetensors file, the index names a missing file, a file is damaged, or two files hold unequal
+        tensors of one name.
     """
     if (folder / ONE_FILE).is_file():
         return read_header(folder / ONE_FILE)
@@ -77,15 +78,23 @@ def read_folder(folder: pathlib.Path) -> dict[str, Entry]:
             "copy the folder again"
         )
     found: dict[str, Entry] = {}
+    again: list[tuple[str, Entry]] = []
     for file in sorted(set(files.values())):
         for name, entry in read_header(folder / file).items():
-            if files.get(name) == file:
+            if name in found or files.get(name, file) != file:
+                again.append((name, entry))
+            else:
                 found[name] = entry
     lost = next((name for name in files if name not in found), None)
     if lost is not None:
         raise UserError(
             f"{folder / files[lost]}: lacks tensor {lost}, which {INDEX} says it holds; copy the folder again"
         )
+    for name, entry in again:
+        if not is_equal(entry, found[name]):
+            raise UserError(
+                f"{entry.file}: tensor {name} has other numbers than in {found[name].file.name}; copy the folder again"
+            )
     return found
 
 
