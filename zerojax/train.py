@@ -154,7 +154,7 @@ def _take_steps(
             start_up.collector_restored(),
             memory_guard.explained(program, plan),
             _open_profiler(config, folder) as profile,
-            _evaluation(prepared, recorder) as evaluate,
+            _evaluation(prepared, recorder, stop) as evaluate,
         ):
             end = loop.run(
                 plan,
@@ -169,6 +169,7 @@ def _take_steps(
                 recorder=recorder,
                 profile=profile,
                 stop=stop,
+                is_unevaluated=_is_unevaluated(start),
             )
     if not end.is_stopped and (skipped := health.summary()):
         say(skipped)
@@ -176,10 +177,17 @@ def _take_steps(
 
 
 @contextlib.contextmanager
-def _evaluation(prepared: "Prepared", recorder: recorder_lib.Recorder) -> Iterator[Callable[[int, Any], float | None]]:
-    """Gives (step, params) -> the held-out loss, None if nothing is held out; it logs and shows the loss and, of a task, a round."""
+def _evaluation(
+    prepared: "Prepared", recorder: recorder_lib.Recorder, stop: signals.StopSignal
+) -> Iterator[Callable[[int, Any], float | None]]:
+    """Gives (step, params) -> the held-out loss, None if nothing is held out; it logs and shows the loss and, of a task, a round.
+
+    It raises `signals.Stopped` within a batch if the run is to stop.
+    """
     tokenizer, program, streams, *_, pairs = prepared
-    loss_of = functools.partial(program_lib.held_out_loss, program, streams)
+
+    def loss_of(params: Any) -> float | None:
+        return program_lib.held_out_loss(program, streams, params, stop.check)
 
     def evaluate(step: int, params: Any) -> float | None:
         loss = loss_of(params)
@@ -191,7 +199,7 @@ def _evaluation(prepared: "Prepared", recorder: recorder_lib.Recorder) -> Iterat
         yield evaluate
         return
     ends = pairs.ends(program.config.epochs, program.sizes.global_batch_size)
-    kept = rounds.Rounds(recorder, loss_of, answers.make(program, tokenizer, pairs), ends)
+    kept = rounds.Rounds(recorder, loss_of, answers.make(program, tokenizer, pairs, stop.check), ends)
     kept.begin()
     try:
         yield kept.evaluate
@@ -399,8 +407,13 @@ def _first_state(
     held = display.human(memory.measured_bytes(state, jax.local_devices()[0]))
     counted = f"{held} of state on each device, counted from its arrays"
     recorder.say(f"starts at step {start.step} of {config.steps}; {counted}")
-    recorder.open(start.step, is_over=start.step == config.steps)
+    recorder.open(start.step, is_over=start.step == config.steps and not _is_unevaluated(start))
     return state
+
+
+def _is_unevaluated(start: resume.Start) -> bool:
+    """Returns whether the run that is resumed gave up an evaluation at its last step."""
+    return bool((start.saved or {}).get(loop.UNEVALUATED))
 
 
 def _write_results(

@@ -197,11 +197,18 @@ def test_a_signal_before_the_first_step_ends_in_one_line(commands, tmp_path, cod
     assert not (tmp_path / "run.lock").exists()
 
 
-@pytest.mark.parametrize("code, step", [(STOP_AT_2, 2), (STOP_IN_EVALUATION, 3)], ids=["before it", "inside"])
-def test_a_stop_where_an_evaluation_is_due_does_not_lose_it(commands, tmp_path, code, step):
-    command = commands(*runs.flags(steps=4, evaluate__every=2, **runs.EVALUATED), f"--workdir={tmp_path}", before=code)
-    assert command.status == 0 and f"stopped by a signal at step {step}, saved" in command.out
-    assert [at for at, _ in runs.evaluations(tmp_path)] == [2]
+@pytest.mark.parametrize("code, steps", [(STOP_AT_2, 4), (STOP_IN_EVALUATION, 2)], ids=["before it", "inside the last"])
+def test_a_stop_gives_up_an_evaluation_with_which_the_resumed_run_begins(commands, tmp_path, capsys, code, steps):
+    settings = {"steps": steps, "evaluate__every": 2, **runs.EVALUATED}
+    command = commands(*runs.flags(**settings), f"--workdir={tmp_path}", before=code)
+    assert command.status == 0 and "stopped by a signal at step 2, saved" in command.out, command.err
+    assert not runs.evaluations(tmp_path) and document.read(tmp_path)["status"] == "stopped"
+    runs.run(tmp_path, **settings)
+    assert f"starts at step 2 of {steps}" in capsys.readouterr().out
+    found = runs.evaluations(tmp_path)
+    assert [at for at, _ in found] == list(range(2, steps + 1, 2))
+    card = document.read(tmp_path)
+    assert (card["status"], card["eval_loss"]) == ("finished", found[-1][1])
 
 
 def test_a_stop_in_an_export_ends_at_once_and_the_same_command_writes_it(commands, tmp_path):

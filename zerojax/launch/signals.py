@@ -14,6 +14,10 @@ from zerojax.launch import early, ending
 SIGNAL = "a signal"
 
 
+class Stopped(Exception):
+    """Work that can be done later is given up, since the run is to stop."""
+
+
 class StopSignal:
     """Turns SIGTERM, SIGINT and SIGHUP into a request to stop after the step, or ends the process where it has nothing to save.
 
@@ -80,6 +84,11 @@ class StopSignal:
             return agreed(self.requested)
         before, self._asked = self._asked, _any(self.requested)
         return before is not None and bool(jax.device_get(before))
+
+    def check(self) -> None:
+        """Raises Stopped on every process if any process is to stop. Every process must call it at the same places."""
+        if self.agreed(at_once=True):
+            raise Stopped
 
     def _handle(self, number: int, frame: object) -> None:
         self.requested = True

@@ -15,6 +15,8 @@ from zerojax.plan import step_plan
 from zerojax.profile import profiler
 from zerojax.trainer import recorder as recorder_lib
 
+UNEVALUATED = "unevaluated"  # in `meta`: whether the evaluation that was due at this step was given up
+
 # Steps until Python's collector is spared: the last collection takes longer than a short run of a small model.
 _SETTLED = 10
 
@@ -63,7 +65,7 @@ class Checkpoints:
 
 
 class End(NamedTuple):
-    """The end of a run: the last step, the state after it, and whether a signal stopped the run there."""
+    """The end of a run: the last step, the state after it, which is saved if a signal stopped the run there."""
 
     state: Any
     step: int
@@ -82,13 +84,15 @@ def run(
     profile: profiler.Profiler,
     checkpoints: Checkpoints,
     stop: signals.StopSignal,
+    is_unevaluated: bool = False,
 ) -> End:
-    """Trains from `step` until the last step or a signal.
+    """Trains from `step` until the last step or a signal. A signal gives up an evaluation, which the run that resumes begins with.
 
     Args:
       plan: holds the compiled train step; None if no step is left.
       first_state: returns the state at `step`. The loop creates it, so that nothing else holds buffers that each step donates.
-      evaluate: (step, params) -> the held-out loss, which it records, or None if nothing is held out.
+      evaluate: (step, params) -> the held-out loss, which it records, or None if nothing is held out. Raises `signals.Stopped` to give up.
+      is_unevaluated: whether the evaluation at `step` was given up.
 
     Raises:
       UserError: numbers are not finite, or the disk is full.
@@ -97,10 +101,13 @@ def run(
     is_stopped = False
     if profile.is_missed(step):
         recorder.say(f"nothing is profiled: step {profile.first} was done before this run")
-    if plan is None:
+    is_due = is_unevaluated and when.evaluates(step)
+    if plan is None and not is_due:
         return End(state, step, is_stopped)
     stop.saves()
     recorder.begin()
+    if is_due:
+        _, is_stopped = _evaluate(evaluate, step, state.params)
     settled = step + _SETTLED
     while step < when.steps and not is_stopped:
         step += 1
@@ -110,6 +117,7 @@ def run(
         watch.at(watch.DATA, step)
         batch = streams.next()
         watch.at(watch.STEP, step)
+        assert plan is not None
         with jax.profiler.StepTraceAnnotation("train", step_num=step), recorder.away():
             state, numbers = plan.compiled(state, batch)
         if profile.holds(step):
@@ -120,16 +128,26 @@ def run(
         if profile.ends(step):
             _end_profile(profile, plan, state, recorder)
         is_stopped = stop.agreed()
-        eval_loss = None
+        eval_loss, is_given_up = None, False
         if when.evaluates(step):
             recorder.flush()
-            watch.at(watch.EVALUATE)
-            eval_loss = evaluate(step, state.params)
+            eval_loss, is_given_up = _evaluate(evaluate, step, state.params)
+            is_stopped |= is_given_up
         if when.saves(step) or is_stopped:
-            _save(checkpoints, streams, state, step, eval_loss, recorder)
+            about = {UNEVALUATED: True} if is_given_up else {}
+            _save(checkpoints, streams, state, step, eval_loss, recorder, about)
     watch.at(watch.CHECKPOINT)
     checkpoints.saver.wait()
     return End(state, step, is_stopped)
+
+
+def _evaluate(evaluate: Callable[[int, Any], float | None], step: int, params: Any) -> tuple[float | None, bool]:
+    """Returns the held-out loss, and whether the evaluation was given up, since the run is to stop."""
+    watch.at(watch.EVALUATE)
+    try:
+        return evaluate(step, params), False
+    except signals.Stopped:
+        return None, True
 
 
 def _end_profile(profile: profiler.Profiler, plan: step_plan.Plan, state: Any, recorder: recorder_lib.Recorder) -> None:
@@ -149,13 +167,14 @@ def _save(
     step: int,
     eval_loss: float | None,
     recorder: recorder_lib.Recorder,
+    more: Mapping[str, Any],
 ) -> None:
-    """Saves the state, after checking that it and the metrics of its step are finite."""
+    """Saves the state with `more` in its `meta`, after checking that it and the metrics of its step are finite."""
     logical = checkpoints.form(state)
     recorder.flush()
     watch.at(watch.CHECKPOINT)
     recorder.check(step, logical)
-    about = {**checkpoints.meta, "logged": recorder.logged, "tally": recorder.tally.as_meta()}
+    about = {**checkpoints.meta, "logged": recorder.logged, "tally": recorder.tally.as_meta(), **more}
     card = checkpoints.card()
     checkpoints.saver.save(step, logical, streams.position(), meta=about, eval_loss=eval_loss, card=card)
     recorder.saved()

@@ -400,11 +400,17 @@ def open_feed(
     )
 
 
-def held_out_loss(program: Program, batches: feed.Feed, params: Any) -> float | None:
-    """Returns the mean loss over the first `evaluate.batches` global batches of held-out text, or None if there is none."""
+def held_out_loss(
+    program: Program, batches: feed.Feed, params: Any, check: Callable[[], object] = lambda: None
+) -> float | None:
+    """Returns the mean loss over the first `evaluate.batches` global batches of held-out text, or None if there is none.
+
+    Calls `check` before each batch; it may raise to give up.
+    """
 
     def measure(batch: Any) -> Any:
         watch.at(watch.EVALUATE)
+        check()
         return program.eval_loss(params, batch)
 
     return batches.held_out_mean(measure, program.config.evaluate.batches)

@@ -76,10 +76,10 @@ class Card:
         before = document.read_if_there([self._folder]) if self._enabled else None
         if before is not None and before.get("status") != status:  # no step was left to take
             parts = _parts(before)
-            document.write(
-                self._folder,
-                {**before, "status": status, "line": line, "parts": [*parts[:-1], *map(_over, parts[-1:])]},
-            )
+            parts = [*parts[:-1], *map(_over, parts[-1:])]
+            eval_loss = _either(self._tally.eval_loss, before.get("eval_loss"))
+            card = {**before, "status": status, "line": line, "eval_loss": eval_loss, "parts": parts}
+            document.write(self._folder, card)
 
     def _end_quietly(self, status: str, line: str) -> None:
         """Ends a card that has begun. The error that ends the run matters more than one of the card."""

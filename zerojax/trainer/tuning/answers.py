@@ -81,11 +81,14 @@ class Score:
 
 
 def make(
-    program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer, pairs: splits.Splits
+    program: program_lib.Program,
+    tokenizer: tokenizer_lib.Tokenizer,
+    pairs: splits.Splits,
+    check: Callable[[], object] = lambda: None,
 ) -> Callable[[Any], Score] | None:
     """Returns f(params) -> the score of the first `evaluate.answers` held-out examples; None if none are to be answered.
 
-    All processes must call f. It compiles one program at its first call.
+    All processes must call f. It compiles one program at its first call. It calls `check` before each batch, which may raise to give up.
     """
     held, most = pairs.held_out, program.config.evaluate.answers
     if held is None or not most:
@@ -107,6 +110,7 @@ def make(
         found: list[str] = []
         for ids, mask in batches:
             watch.at(watch.EVALUATE)
+            check()
             tokens = generator(params, ids, mask)
             found += [text(row) for row in tokens[:, 1 if pairs.form.is_encoder_decoder else ids.shape[1] :]]
         prompts = (tokenizer.decode(ids) for ids in tasks.prompts(chosen, pairs.form))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zerojax import display
+from zerojax.launch import signals
 from zerojax.trainer import recorder as recorder_lib
 from zerojax.trainer.tuning import answers as answers_lib
 from zerojax.trainer.tuning import phases
@@ -43,12 +44,20 @@ class Rounds:
         self._phase = phases.Phase()
 
     def evaluate(self, step: int, params: Any) -> float | None:
-        """Ends a round after `step`: logs and shows it, and returns the held-out loss, or None if nothing is held out."""
+        """Ends a round after `step`: logs and shows it, and returns the held-out loss, or None if nothing is held out.
+
+        Raises:
+          signals.Stopped: the run is to stop. What is known of the training is logged.
+        """
         name = f"epoch {self._ends.index(step) + 1}" if step in self._ends else f"step {step}"
         numbers = self._of_training(name)
-        with phases.measured() as memory:
-            loss = self._held_out_loss(params)
-            score = None if self._answer is None else self._answer(params)
+        try:
+            with phases.measured() as memory:
+                loss = self._held_out_loss(params)
+                score = None if self._answer is None else self._answer(params)
+        except signals.Stopped:  # the run that resumes evaluates, and does not know the round's training
+            self._recorder.log(step, numbers)
+            raise
         if loss is not None:
             self._recorder.evaluated(step, loss)
             numbers["eval_perplexity"] = perplexity(loss)
@@ -83,8 +92,8 @@ class Rounds:
             loss = self._total / self._labels
             numbers = {"train_loss": loss, "train_perplexity": perplexity(loss)}
             self._recorder.say(f"{name}: training loss {loss:.4f}, perplexity {numbers['train_perplexity']:.4g}")
+            self._tell_memory(name, "training", memory, numbers)
         self._total = self._labels = 0.0
-        self._tell_memory(name, "training", memory, numbers)
         return numbers
 
     def _tell_memory(self, name: str, phase: str, memory: dict[str, int], numbers: dict[str, Any]) -> None:
