@@ -4,6 +4,7 @@ import glob
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -110,10 +111,8 @@ def test_held_out_text_that_is_trained_on_is_refused_and_text_read_more_than_onc
         "optimizer__warmup_steps": 0,
     }
     command = commands(*runs.flags(**settings), f"--workdir={tmp_path}/a")
-    assert (
-        "config.data.eval_split: 7 examples of 'train[:1%]+validation' are in config.data.train_split='train'"
-        in command.error_line
-    )
+    both = r"config.data.eval_split: \d+ examples of 'train\[:1%\]\+validation' are in config.data.train_split='train'"
+    assert re.search(both, command.error_line)
     settings |= {"data__eval_split": "validation", "evaluate__batches": 2**31 - 1}
     command = commands(*runs.flags(**settings), f"--workdir={tmp_path}/b")
     assert "config.evaluate.batches: 2147483647 batches of 264 tokens would read" in command.error_line

@@ -39,9 +39,13 @@ def joined(count: int) -> list[peers.Peers]:
 
 
 def disconnect(peer: peers.Peers) -> None:
-    """Does what the kernel does when the process ends."""
-    for writer in peer._writers.values():
-        peer._loop.call_soon_threadsafe(writer.transport.abort)
+    """Does what the kernel does when the process ends: all its connections end before it can say a word of one."""
+
+    def abort() -> None:
+        for writer in peer._writers.values():
+            writer.transport.abort()
+
+    peer._loop.call_soon_threadsafe(abort)
 
 
 @pytest.mark.parametrize("dead", [0, 1, 2])
