@@ -407,7 +407,8 @@ def _first_state(
     held = display.human(memory.measured_bytes(state, jax.local_devices()[0]))
     counted = f"{held} of state on each device, counted from its arrays"
     recorder.say(f"starts at step {start.step} of {config.steps}; {counted}")
-    recorder.open(start.step, is_over=start.step == config.steps and not _is_unevaluated(start))
+    again = _is_unevaluated(start)
+    recorder.open(start.step, is_over=start.step == config.steps and not again, is_unevaluated=again)
     return state
 
 

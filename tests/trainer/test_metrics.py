@@ -44,6 +44,15 @@ def test_tensorboard_knows_where_a_resumed_run_starts(tmp_path):
     assert [e.step for e in event_files.read(tmp_path) if e.session_log.status == event_pb2.SessionLog.START] == [3]
 
 
+def test_an_evaluation_that_a_resumed_run_repeats_appears_once(tmp_path):
+    for values in ({"loss": 0.5}, {"train_loss": 0.5}, {"eval_loss": 0.5}, {"answers": 1, "step_seconds": 2}):
+        log(tmp_path, [1, 2], **values)
+    with metrics.MetricsLog(tmp_path, enabled=True) as file:
+        file.resume_at(2, is_unevaluated=True)
+    kept = [(record["step"], *record.keys() - {"step", "step_seconds"}) for record in metrics.read(tmp_path)]
+    assert kept == [(1, "loss"), (2, "loss"), (1, "train_loss"), (2, "train_loss"), (1, "eval_loss"), (1, "answers")]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_null_and_named(tmp_path, value):
     log(tmp_path, [1], loss=value, grad_norm=2.0)

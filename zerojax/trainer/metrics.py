@@ -56,9 +56,10 @@ class MetricsLog:
         if self._clients is not None:
             self._clients.close(is_failed=kind is not None)
 
-    def resume_at(self, step: int) -> None:
+    def resume_at(self, step: int, *, is_unevaluated: bool = False) -> None:
         """Removes all lines after `step` and a truncated last line, so that no step appears twice.
 
+        With `is_unevaluated` also the evaluation of `step`: the run that resumes repeats it, and an earlier one may have done so.
         Call it before the first `write`. In a new run, `step` is 0.
 
         Raises:
@@ -70,7 +71,11 @@ class MetricsLog:
         self._first_step = step + 1
         if not path.exists():
             return
-        kept = [record for record in read(self._workdir) if record["step"] <= step]
+        kept = [
+            record
+            for record in read(self._workdir)
+            if record["step"] <= step and not (is_unevaluated and record["step"] == step and _is_evaluation(record))
+        ]
         with files.writing(path):
             files.replace(path, "".join(map(_line, kept)))
 
@@ -176,6 +181,11 @@ def read(workdir: str | os.PathLike) -> list[dict]:
             raise UserError(f'{path}:{number}: not the record of a "step"; remove that line')
         records.append(record)
     return records
+
+
+def _is_evaluation(record: Mapping[str, Any]) -> bool:
+    """Returns whether a record tells of an evaluation."""
+    return any(name.startswith("eval_") or name == "answers" for name in record)
 
 
 def device_memory() -> dict[str, int]:

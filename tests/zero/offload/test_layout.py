@@ -26,6 +26,7 @@ def weights(*shapes, dtype=jnp.float32):
     return {f"layer_{n}": {"kernel": jax.ShapeDtypeStruct(shape, dtype)} for n, shape in enumerate(shapes)}
 
 
+@pytest.mark.filterwarnings("ignore:offload.fraction. is 0.01, and 0.05 of the bytes are offloaded")
 @pytest.mark.parametrize("fraction", [0.01, 0.25, 0.5, 0.9, 1.0])
 def test_at_least_the_fraction_is_offloaded_and_spread_evenly(fraction):
     params = weights(*[(8 * (1 + n % 5), 64) for n in range(40)])

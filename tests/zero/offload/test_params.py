@@ -44,6 +44,13 @@ def test_a_fraction_of_the_params_is_spread_over_the_model(fraction, count):
     assert len([path for path in on_host(part) if path.startswith("params/")]) == count
 
 
+@pytest.mark.parametrize("field", ["fraction", "params_fraction"])
+def test_a_fraction_of_less_than_a_weight_is_warned_of(field):
+    line = f"offload.{field}: is 1e-09, and 0.25 of the bytes are offloaded, .* 1 of 4 weights, .*; set {field} to 0.25 or more"
+    with pytest.warns(UserWarning, match=line):
+        partition({"optimizer": "host", "params": "host", field: 1e-9})
+
+
 def test_params_that_a_regex_matches_stay_on_the_device_and_the_fraction_is_of_the_rest():
     settings = {"optimizer": "host", "params": "host", "params_on_device": "block_[03]", "params_fraction": 0.5}
     found = on_host(partition(settings))

@@ -24,6 +24,7 @@ from zerojax.zero import placement
 from zerojax.zero.offload import settings as settings_lib
 
 MEMORY_KIND = "pinned_host"
+FAR_MORE = 2  # times the fraction that was asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ def place(partition: placement.Partition, offload: settings_lib.Offload, min_siz
     may_cut = local.kind == locality.ELEMENTWISE
     known = dict(tree.flatten(partition.abstract_state))
     nbytes = {weight: sum(shard_bytes(known[path]) for path in paths) for weight, paths in owned.items()}
-    chosen = spread(nbytes, offload.fraction)
+    chosen = spread(nbytes, offload.fraction, "fraction")
     cuts = {
         weight: cut
         for weight in chosen
@@ -134,14 +135,23 @@ def shard_bytes(leaf: Any) -> int:
     return tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
 
 
-def spread(nbytes: Mapping[str, int], fraction: float) -> list[str]:
-    """Returns weights with at least that fraction of the bytes, spread evenly, and less than one weight more."""
+def spread(nbytes: Mapping[str, int], fraction: float, field: str) -> list[str]:
+    """Returns weights with at least that fraction of the bytes, spread evenly, and less than one weight more.
+
+    Warns if they have far more, since the weights are few or the fraction is tiny. `field` is the setting's name.
+    """
     chosen, taken, seen = [], 0, 0
     for weight, count in nbytes.items():
         seen += count
         if taken < fraction * seen:
             chosen.append(weight)
             taken += count
+    if taken > FAR_MORE * fraction * seen:
+        warnings.warn(
+            f"offload.{field}: is {fraction:g}, and {taken / seen:.2g} of the bytes are offloaded, since a weight is not divided: those of "
+            f"{len(chosen)} of {len(nbytes)} weights, the first {chosen[0]}; set {field} to {taken / seen:.2g} or more, or omit offload",
+            stacklevel=2,
+        )
     return chosen
 
 

@@ -47,7 +47,7 @@ def place(partition: placement.Partition, offload: settings_lib.Offload, min_siz
         raise UserError(
             f"offload.params: no weight has min_size={min_size} elements and offloaded optimizer state; lower min_size, or omit it"
         )
-    chosen = set(layout.spread(_movable(fitting, offload.params_on_device), offload.params_fraction))
+    chosen = set(layout.spread(_movable(fitting, offload.params_on_device), offload.params_fraction, "params_fraction"))
 
     def move(path: str, leaf: Any) -> Any:
         if path not in chosen:
