@@ -108,8 +108,14 @@ def test_the_plan_recommends_the_fastest_that_fits():
     }
     found = config._advice(held, 60, [1, 2, 3], outcomes)
     assert (found.stage, found.micro_batch_size) == (2, 4)
-    assert (config._advice(held, 60, [1, 2, 3], {}).stage, config._advice(held, 60, [], {}).stage) == (1, 3)
+    assert config._advice(held, 60, [], {}).stage == 3
     assert config._advice(held, None, list(held), {}).stage == 3  # unknown memory: the least
+
+
+@pytest.mark.parametrize(("usable", "stage"), [(200, 0), (110, 1), (90, 2), (60, 3), (30, 3)])
+def test_bytes_alone_recommend_the_lowest_stage_that_leaves_half_of_the_memory_to_activations(usable, stage):
+    held = {0: 90, 1: 50, 2: 40, 3: 20}
+    assert config._advice(held, usable, [number for number in held if held[number] <= usable], {}).stage == stage
 
 
 @pytest.mark.parametrize("answered", [0, 2])

@@ -39,11 +39,13 @@ def ended(tmp_path_factory):
     """Returns how the commands ended: the first with its picture, the one without memory, and those of BAD, in their order."""
     folder = tmp_path_factory.mktemp("commands")
     (folder / "no_room.py").write_text(NO_ROOM)
+    (folder / "broken.py").write_text(NO_ROOM.replace("RESOURCE_EXHAUSTED: Used", "INTERNAL: no tile\\nfits"))
     picture = folder / "plan.png"
     first = ["zerojax.plan", *SMALL, "--target=cpu", "--topology=1x4"]
     commands = [
         [*first, "--json", f"--picture={picture}"],
         ["no_room", *first[1:]],
+        ["broken", *first[1:]],
         *(["zerojax.plan", *SMALL, *arguments] for arguments in BAD.values()),
     ]
     path = os.pathsep.join([str(runs.ROOT), str(folder)])
@@ -66,8 +68,14 @@ def test_a_step_that_the_compiler_refuses_for_its_memory_is_an_answer(ended):
     assert "does not fit on cpu: the compiler needs 594.90G of 95.74G of hbm; --search looks for" in done.out
 
 
+def test_a_step_that_the_compiler_fails_on_is_one_line(ended):
+    done = ended[1][2]
+    assert done.status == 2 and done.err.count("\n") == 1, done.err
+    assert "--target cpu: XLA cannot compile this step; plan another target" in done.err and "no tile fits" in done.err
+
+
 @pytest.mark.parametrize("words", BAD)
 def test_bad_input_ends_in_one_line_and_status_2(words, ended):
-    done = ended[1][2 + list(BAD).index(words)]
+    done = ended[1][3 + list(BAD).index(words)]
     assert done.status == 2 and done.err.count("\n") == 1, done.err
     assert words in done.err

@@ -32,6 +32,7 @@ from zerojax.trainer import program as program_lib
 from zerojax.zero import memory, stages
 from zerojax.zero.offload import settings as offload_lib
 
+ROOM = 0.5  # of a device's memory, for the state and the gradients of a step that is not compiled
 MOST_COMPILES = 4
 _CHECKOUT = pathlib.Path(__file__).parents[2]  # whose configs/base.py the written config starts from
 
@@ -266,8 +267,8 @@ def _compiled(
             most_compiles=MOST_COMPILES,
             say=lambda line: say(f"  {line}"),
         )
-    except UserError as error:
-        say(f"  not compiled: {error}")
+    except (UserError, jax.errors.JaxRuntimeError) as error:
+        say(f"  not compiled: {errors.one_line(error)}")
         return {}
     best: dict[int, search.Outcome] = {}
     for outcome in found:
@@ -284,7 +285,9 @@ def _advice(
         shown.add_column(column, justify="right" if column else "left")
     compiled = {number: outcome for number, outcome in outcomes.items() if "does not fit" not in outcome.reason}
     rates = {number: outcome.tokens_per_second or 0.0 for number, outcome in compiled.items()}
-    known = min(fitting) if fitting and usable is not None else max(held)
+    # By bytes alone, a stage must leave room for activations, which only a compiled step tells.
+    roomy = [number for number in fitting if usable is not None and held[number] <= ROOM * usable]
+    known = min(roomy, default=max(fitting, default=max(held)))
     best = max(rates, key=lambda number: rates[number]) if rates else known
     for number, count in held.items():
         outcome = outcomes.get(number)

@@ -10,7 +10,7 @@ import sys
 import jax
 from absl import flags
 
-from zerojax import display
+from zerojax import display, errors
 from zerojax.errors import UserError
 from zerojax.launch import devices, ending, processes
 from zerojax.plan import json_form, picture, search, step_plan
@@ -50,6 +50,12 @@ def main() -> None:
                 _plan(config)
     except UserError as error:
         processes.leave(2, f"zerojax: {error}")
+    except jax.errors.JaxRuntimeError as error:
+        why = errors.one_line(error)
+        processes.leave(
+            2,
+            f"zerojax: --target {_TARGET.value}: XLA cannot compile this step; plan another target or config.precision ({why})",
+        )
     processes.leave(0)
 
 

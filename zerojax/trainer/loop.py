@@ -17,7 +17,7 @@ from zerojax.trainer import recorder as recorder_lib
 
 UNEVALUATED = "unevaluated"  # in `meta`: whether the evaluation that was due at this step was given up
 
-# Steps until Python's collector is spared: the last collection takes longer than a short run of a small model.
+# Steps before Python's garbage collector is frozen: the collection before that takes longer than a short run of a small model.
 _SETTLED = 10
 
 

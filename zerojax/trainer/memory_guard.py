@@ -73,7 +73,7 @@ def write(
 
 @contextlib.contextmanager
 def explained(program: program_lib.Program, plan: step_plan.Plan | None) -> Iterator[None]:
-    """Turns an out-of-memory error of a device in the block into a UserError that names settings that fit, and one of the host."""
+    """Turns an out-of-memory error in the block into a UserError; that of a device names settings that fit."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, MemoryError) as error:

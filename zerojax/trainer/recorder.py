@@ -20,7 +20,7 @@ class Recorder:
     The caller owns the log and the display, and closes them.
 
     Attributes:
-      logged: the steps logged since the beginning of the run, or None if an older checkpoint does not tell.
+      logged: the steps logged since the beginning of the run, or None if an older checkpoint does not hold it.
       tally: what the run card tells of the steps.
     """
 

@@ -174,7 +174,7 @@ def logical_params(program: program_lib.Program, state: Any) -> Any:
 def _check_same_run(
     program: program_lib.Program, path: pathlib.Path, saved: Mapping[str, Any], fingerprints: Mapping[str, str]
 ) -> None:
-    """Raises a UserError if a checkpoint was saved with other settings, other text or another tokenizer. Older ones do not tell."""
+    """Raises a UserError if a checkpoint was saved with other settings, other text or another tokenizer. Older ones lack these."""
     now = config_lib.to_dict(program.config)
     place = workdir.difference(saved.get("config", now), now)
     if place is not None:

@@ -122,7 +122,7 @@ def _either(now: Any, before: Any) -> Any:
 
 
 def _parts(card: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Returns the earlier starts that a card tells of."""
+    """Returns the earlier starts that a card lists."""
     found = (card or {}).get("parts")
     return [dict(part) for part in found if isinstance(part, Mapping)] if isinstance(found, list) else []
 

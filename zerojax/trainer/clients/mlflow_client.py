@@ -19,7 +19,7 @@ def open_run(info: run_info.RunInfo) -> run_info.Client:
     import mlflow
     from mlflow import entities
 
-    for name in ("mlflow", "urllib3"):  # which tell of each table that is made, and of each try to connect
+    for name in ("mlflow", "urllib3"):  # which log each table that is made, and each try to connect
         logging.getLogger(name).setLevel(logging.ERROR)
     is_file = not os.environ.get("MLFLOW_TRACKING_URI")
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{info.folder / FILE}" if is_file else None)

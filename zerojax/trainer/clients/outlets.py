@@ -183,7 +183,7 @@ class _Outlet:
             self._fail(errors.first_line(error))
 
     def _fail(self, why: str) -> None:
-        """Tells once that the client failed. From then on it gets nothing."""
+        """Prints once that the client failed. From then on it gets nothing."""
         with self._once:
             if self._is_over.is_set():
                 return

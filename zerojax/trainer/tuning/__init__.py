@@ -1,6 +1,6 @@
 """Runs that learn answers: fine-tuning.
 
-`examples` opens their data. `rounds` is what happens between two evaluations: it tells losses, generated `answers`, and the memory of
+`examples` opens their data. `rounds` is what happens between two evaluations: it reports losses, generated `answers`, and the memory of
 each of the `phases`.
 What a single step does is no part of this.
 To add a setting of a task, add it to `examples`.

@@ -7,8 +7,8 @@ What PEFT's scripts print, in the same terms:
     peak         the most in use during the phase, less before
     total peak   the most in use during the phase
 
-JAX tells the most bytes of a device since the process began. A phase that does not exceed earlier ones is known by samples alone, which a
-short peak may escape. CPU devices tell nothing, and then no number stands for them.
+JAX reports a device's peak since the process began. A phase that does not exceed earlier ones is known by samples alone, which a short peak
+may escape. CPU devices report nothing, so they have no numbers.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _STATM = pathlib.Path("/proc/self/statm")
 
 
 def device_bytes() -> tuple[int, int] | None:
-    """Returns the bytes in use on this process's first device, and the most since the process began; None if the backend does not tell."""
+    """Returns the bytes in use on this process's first device, and the most since the process began; None if they are not known."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_in_use" not in stats:
         return None
@@ -37,7 +37,7 @@ def device_bytes() -> tuple[int, int] | None:
 
 
 def host_bytes() -> int | None:
-    """Returns the resident bytes of this process; None where the system does not tell."""
+    """Returns the resident bytes of this process; None where the system does not report them."""
     if _STATM.exists():
         return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if sys.platform == "darwin":

@@ -1,4 +1,4 @@
-"""Evaluates a run that learns answers, and tells what it learnt. This module holds what happens between two evaluations: a round.
+"""Evaluates a run that learns answers, and reports what it learnt. This module holds what happens between two evaluations: a round.
 
 A round is an epoch if the config counts epochs. At its end the log, metrics.jsonl and TensorBoard get the training loss and perplexity of
 the round, the held-out loss, the share of right answers, answers beside labels, and the memory of both phases.
@@ -103,5 +103,5 @@ class Rounds:
 
 
 def perplexity(loss: float) -> float:
-    """Returns exp(loss), of what a float can hold."""
+    """Returns exp(loss), with the loss bounded so that a float can hold the result."""
     return math.exp(min(loss, LARGEST))

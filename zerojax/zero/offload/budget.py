@@ -149,7 +149,7 @@ def _check_growth(pooled: int, pool_gb: float, size: int, host: Host, needed: in
 
 
 def _check_disk(partition: placement.Partition) -> None:
-    """Checks the folder of what lives on a disk; warns if it is none of a local disk."""
+    """Checks the folder of what lives on a disk; warns if it is not on a local disk."""
     if not kept.on_disk(partition):
         return
     kept.check_space(partition, _processes_here())

@@ -264,7 +264,7 @@ class _Execution:
 
 
 def _run(part: StepPart, values: Mapping[Any, Any], how: Any) -> dict[Any, Any]:
-    """Returns the values of a part's variables. What a value is, `how` decides. Integers are met in the same order each time."""
+    """Returns the values of a part's variables. `how` decides what a value is. Integers are met in the same order each time."""
     values = dict(values)
     for call in part.calls:
         args = [_read(values, atom, how) for atom in call.arguments]

@@ -294,7 +294,7 @@ class Updates:
         """Returns an item's compiled program. Equal programs are compiled once."""
         same = (item.weight, item.length)  # pieces of a length differ in their arguments only
         if same not in self._compiled:
-            form = len(item.host), len(item.device)  # of the arguments, which a trace does not tell
+            form = len(item.host), len(item.device)  # of the arguments, which a trace does not hold
             traced = self._traced(item), form
             if traced not in self._by_trace:
                 self._by_trace[traced] = self.lower(item).compile()

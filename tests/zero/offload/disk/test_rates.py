@@ -60,3 +60,10 @@ def test_reads_and_writes_have_threads_of_their_own(tmp_path, monkeypatch):
 def test_a_rate_is_measured_no_longer_than_allowed(tmp_path):
     measured = rates.measure(tmp_path, size=4 * MB, chunks=(MB,), threads=(1,), seconds=0.0)
     assert measured.rates[0].read == 0.0
+
+
+def test_a_step_is_never_faster_than_the_slower_direction_alone():
+    steady = rates.Rates(chunk=MB, threads=1, read=2e9, write=3e9, both=2.5e9)
+    assert (steady.seconds(10**9), steady.least_seconds(10**9)) == (0.8, 0.5)
+    noisy = rates.Rates(chunk=MB, threads=1, read=0.5e9, write=3e9, both=1.3e9)
+    assert noisy.seconds(10**9) == noisy.least_seconds(10**9) == 2.0

@@ -28,7 +28,7 @@ def make(folder: str | os.PathLike) -> pathlib.Path:
 
 
 def file_system(folder: str | os.PathLike) -> str:
-    """Returns the type of the file system that a folder is on ("ext4"), or "" where the system does not tell."""
+    """Returns the type of the file system that a folder is on ("ext4"), or "" if that is not known."""
     path, found, most = os.path.realpath(folder), "", -1
     try:
         lines = pathlib.Path(_MOUNTS).read_text().splitlines()

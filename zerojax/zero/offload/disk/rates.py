@@ -38,8 +38,11 @@ class Rates:
     both: float
 
     def seconds(self, nbytes: int) -> float:
-        """Returns the time in which that many bytes are read and written once each, at the same time."""
-        return 2 * nbytes / self.both
+        """Returns the time in which that many bytes are read and written once each, at the same time.
+
+        A disk that others use too may be faster in that measurement than in those of one direction, but no step is.
+        """
+        return max(2 * nbytes / self.both, self.least_seconds(nbytes))
 
     def least_seconds(self, nbytes: int) -> float:
         """Returns the time of the slower direction alone, than which no step is faster."""
