@@ -17,12 +17,27 @@ def build(candidate: search.Candidate):
     return held, lambda: types.SimpleNamespace(peak=peak, bound=None, tokens=0)
 
 
-def test_a_candidate_whose_smaller_micro_batch_did_not_fit_is_not_compiled():
+def test_a_candidate_is_not_compiled_if_another_shows_that_it_cannot_fit():
     outcomes = search.search("h200", CANDIDATES, build, memory=40)
     assert all("alone take" in o.reason or "does not fit" in o.reason for o in outcomes if o.candidate.stage == 0)
     late = [search.Candidate(3, "dots", 4, 1, 1), search.Candidate(3, "dots", 2, 1, 1)]
     reasons = {o.candidate.micro_batch_size: o.reason for o in search.search("h200", late[::-1], build, memory=40)}
-    assert reasons == {2: "does not fit: 5 B too much", 4: "micro-batch 2 does not fit"}
+    assert reasons == {2: "does not fit: 5 B too much", 4: "does not fit, after stage 3, micro-batch 2 (5 B too much)"}
+
+
+@pytest.mark.parametrize(("constant", "slope"), [(0, 40), (30, 10), (300, 0), (7, 1)])
+def test_only_candidates_that_do_not_fit_are_left_out(constant, slope):
+    """Temporaries of any constant part, and stages that have half of those of others at least: what fits is compiled."""
+
+    def build_any(candidate):
+        temporaries = (constant + slope * candidate.micro_batch_size) * (2 if candidate.stage == 3 else 1)
+        held = 60 // (candidate.stage + 1)
+        return held, lambda: types.SimpleNamespace(peak=held + temporaries, bound=None, tokens=0)
+
+    for memory in (70, 100, 200, 700):
+        outcomes = search.search("h200", CANDIDATES, build_any, memory=memory)
+        fits = {c for c in CANDIDATES if build_any(c)[1]().peak <= memory}
+        assert {o.candidate for o in outcomes if o.is_compiled and "does not fit" not in o.reason} == fits
 
 
 def test_a_candidate_that_the_compiler_refuses_for_its_memory_does_not_fit():

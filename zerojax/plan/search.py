@@ -1,7 +1,8 @@
 """Searches for the fastest plan that fits, by compilation alone. This module walks a grid of settings and reports why each one lost.
 
-It tries the settings that should be fastest first. It does not compile a setting whose state and gradients exceed the device's memory,
-or whose smaller micro-batch did not fit.
+It tries the settings that should be fastest first. It does not compile a setting whose state and gradients exceed the device's memory, or
+exceed it with the activations that it must have after what another setting took. To compile a step that is far too large takes minutes,
+in which XLA looks for what it could compute again.
 """
 
 import dataclasses
@@ -29,6 +30,11 @@ DEFAULT_GRID: Mapping[str, Sequence[Any]] = {
 }
 
 
+OTHER_STAGE = (
+    0.5  # of the temporaries of a stage that any other has at least: activations, without its gathered weights
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """One choice of settings. All candidates have the same global batch, by gradient accumulation.
@@ -52,13 +58,17 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of a candidate: its peak and its rate if it was compiled, and why it lost ("" for the best)."""
+    """The result of a candidate: its peak and its rate if it was compiled, and why it lost ("" for the best).
+
+    `held` are the bytes of its state and gradients, if they were counted.
+    """
 
     candidate: Candidate
     peak: int | None
     tokens_per_second: float | None
     reason: str
     is_compiled: bool = False
+    held: int | None = None
 
 
 # Maps a candidate to the bytes of its state and gradients on each device, and to a function that compiles and plans its step.
@@ -101,13 +111,13 @@ def search(
     outcomes: list[Outcome] = []
     for candidate in sorted(candidates, key=_expected_cost):
         compiled = sum(outcome.is_compiled for outcome in outcomes)
-        reason = _why_skipped(candidate, outcomes, memory)
+        reason = _why_skipped(candidate, outcomes)
         if not reason and compiled >= most_compiles:
             reason = f"not compiled: the limit of {most_compiles} compiles was reached"
         if reason:
             outcomes.append(Outcome(candidate, None, None, reason))
             continue
-        outcomes.append(_try(candidate, build, memory))
+        outcomes.append(_try(candidate, build, memory, outcomes))
         say(f"{words(candidate)}: {outcomes[-1].reason or 'fits'}")
     return _ranked(outcomes)
 
@@ -139,8 +149,8 @@ def default_grid(devices: Sequence[Any]) -> dict[str, Sequence[Any]]:
     return {**DEFAULT_GRID, "replica": sorted({1, hosts})}
 
 
-def _try(candidate: Candidate, build: Build, memory: float) -> Outcome:
-    """Compiles a candidate, unless its state and gradients alone exceed the memory."""
+def _try(candidate: Candidate, build: Build, memory: float, outcomes: Sequence[Outcome]) -> Outcome:
+    """Compiles a candidate, unless its state and gradients exceed the memory, alone or with its least activations."""
     try:
         held, make_plan = build(candidate)
     except UserError as error:
@@ -148,18 +158,41 @@ def _try(candidate: Candidate, build: Build, memory: float) -> Outcome:
             raise
         return Outcome(candidate, None, None, str(error))  # an optimizer that cannot be offloaded
     if held > memory:
-        return Outcome(candidate, held, None, f"state and gradients alone take {display.human(held)}")
+        return Outcome(candidate, held, None, f"state and gradients alone take {display.human(held)}", held=held)
+    for outcome in outcomes:
+        if held + _least_temporaries(candidate, outcome) > memory:
+            return Outcome(candidate, None, None, f"does not fit, after {_in_words(outcome)}", held=held)
     try:
         plan = make_plan()
     except jax.errors.JaxRuntimeError as error:
         lack = step_plan.shortage(error)
         if lack is None:
             raise
-        return Outcome(candidate, None, None, f"does not fit: {lack}", is_compiled=True)
+        return Outcome(candidate, None, None, f"does not fit: {lack}", is_compiled=True, held=held)
     rate = plan.bound.most_tokens_per_second(plan.tokens) if plan.bound else None
     over = plan.peak - memory
     reason = f"does not fit: {display.human(over)} too much" if over > 0 else ""
-    return Outcome(candidate, plan.peak, rate, reason, is_compiled=True)
+    return Outcome(candidate, plan.peak, rate, reason, is_compiled=True, held=held)
+
+
+def _least_temporaries(candidate: Candidate, outcome: Outcome) -> float:
+    """Returns the least bytes of a candidate's temporaries, after those of another that was compiled; 0 if the two do not compare.
+
+    A part of them is the same for all micro-batches, the rest grows with these.
+    """
+    tried = outcome.candidate
+    if not outcome.is_compiled or outcome.peak is None or outcome.held is None:
+        return 0
+    if (tried.remat, tried.offload, tried.params) != (candidate.remat, candidate.offload, candidate.params):
+        return 0
+    share = min(1, candidate.micro_batch_size / tried.micro_batch_size)
+    same = (tried.stage, tried.replica) == (candidate.stage, candidate.replica)
+    return (outcome.peak - outcome.held) * share * (1 if same else OTHER_STAGE)
+
+
+def _in_words(outcome: Outcome) -> str:
+    c, over = outcome.candidate, outcome.reason.partition(": ")[2]
+    return f"stage {c.stage}, micro-batch {c.micro_batch_size}" + (f" ({over})" if over else "")
 
 
 def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -213,20 +246,12 @@ def _expected_cost(candidate: Candidate) -> tuple[int, float, int, int, int]:
     return (candidate.offloaded, recomputed, sent * candidate.grad_accum, candidate.grad_accum, -candidate.replica)
 
 
-def _why_skipped(candidate: Candidate, outcomes: Sequence[Outcome], memory: float) -> str:
-    """Returns why a candidate need not be compiled: the same settings with a smaller micro-batch did not fit, or others fit with
-    less offloaded. Otherwise returns "".
-    """
+def _why_skipped(candidate: Candidate, outcomes: Sequence[Outcome]) -> str:
+    """Returns why a candidate need not be tried: others fit with less offloaded. Otherwise returns ""."""
     for outcome in outcomes:
         tried = outcome.candidate
         if not outcome.reason and candidate.offloaded > tried.offloaded:
             return f"not needed: a plan fits with{' less' if tried.offloaded else 'out'} offload"
-        same = dataclasses.replace(tried, micro_batch_size=0, grad_accum=0) == dataclasses.replace(
-            candidate, micro_batch_size=0, grad_accum=0
-        )
-        too_large = outcome.peak is not None and outcome.peak > memory
-        if same and too_large and tried.micro_batch_size <= candidate.micro_batch_size:
-            return f"micro-batch {tried.micro_batch_size} does not fit"
     return ""
 
 
