@@ -15,6 +15,7 @@ import rough
 
 import zerojax
 from configs import base
+from zerojax.trainer import workdir
 from zerojax.zero import stages
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -109,6 +110,12 @@ def test_every_override_has_the_type_of_its_setting():
     for override in overrides:
         key, value = override.split("=")
         type(operator.attrgetter(key)(config))(value)
+
+
+def test_the_settings_that_may_change_are_those_of_the_code():
+    text = (ROOT / "docs" / "configuration.md").read_text().split("## What may change when a run resumes")[1]
+    listed = re.findall(r"`([\w.]+)`", re.sub(r"\(.*?\)", "", text.split("A change of any other")[0], flags=re.DOTALL))
+    assert sorted(listed) == sorted(workdir.FREE)
 
 
 def test_every_public_name_that_is_mentioned_exists():
