@@ -89,6 +89,19 @@ def test_an_export_of_an_import_holds_the_same_bytes_and_its_import_is_the_same(
     assert again.config == loaded.config
 
 
+def test_an_untied_bart_is_written_with_the_tables_of_its_encoder_and_decoder(tmp_path):
+    shutil.copytree(golden_models.FOLDER / "bart", tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    safetensors.numpy.save_file(tensors | {"lm_head.weight": tensors["model.shared.weight"] + 1}, file)
+    loaded = zerojax.load_huggingface(tmp_path / "in", stage=0)
+    zerojax.export_huggingface(loaded.params, loaded, tmp_path / "out")
+    found = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    for side in ("encoder", "decoder"):
+        np.testing.assert_array_equal(found[f"model.{side}.embed_tokens.weight"], tensors["model.shared.weight"])
+    assert folder_lib.open_folder(tmp_path / "out").model == loaded.config
+
+
 def test_a_loaded_model_trains_as_a_model_of_ones_own():
     import optax
     from flax.training import train_state

@@ -88,7 +88,7 @@ def export(
       UserError: a leaf is missing, unknown or of another shape, the directory holds other files, or the disk is full.
     """
     leaves = dict(tree.flatten(params, is_leaf=lambda node: isinstance(node, Made)))
-    tensors = layout.tensors(family, model)
+    tensors = layout.written(family, model)
     _check(leaves, tensors)
     dtypes = _dtypes(tensors, dtype, source)
     shards = _pack(tensors, max_shard_bytes, dtypes)

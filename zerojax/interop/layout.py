@@ -62,3 +62,11 @@ def tensors(family: family_lib.Family, model: Any) -> list[ModelTensor]:
         number = layer[1] if layer else -1
         found.append((int(number), order.index(place), ModelTensor(entry.name.format(number), path, leaf.shape, entry)))
     return [tensor for *_, tensor in sorted(found, key=lambda item: item[:2])]
+
+
+def written(family: family_lib.Family, model: Any) -> list[ModelTensor]:
+    """Returns the tensors of files that are written: `tensors`, and those that repeat one."""
+    found = tensors(family, model)
+    by_name = {tensor.name: tensor for tensor in found}
+    repeated = family.huggingface.repeated(model)
+    return found + [by_name[original]._replace(name=name) for name, original in repeated.items()]

@@ -69,6 +69,8 @@ class HuggingFace:
         tied weights.
       ignored: a regex over names of tensors that hold no weights, "" for none.
       adapted: the ends of names of the modules that get adapters by default, as in PEFT.
+      repeated: (config) -> {name of a tensor: name of the one that it repeats}. Files that are written hold both, since transformers draws
+        the first one anew where it is missing.
       prefix: begins all names but those in `outside`. Files of a model without its head lack it. "" if it has no such form.
       outside: the names of the head's tensors.
     """
@@ -79,6 +81,7 @@ class HuggingFace:
     read: Callable[[Mapping[str, Any], Collection[str]], Any]
     copies: Callable[[Mapping[str, Any]], Mapping[str, str]]
     adapted: tuple[str, ...]
+    repeated: Callable[[Any], Mapping[str, str]] = lambda config: {}
     ignored: str = ""
     prefix: str = ""
     outside: tuple[str, ...] = ()

@@ -18,6 +18,7 @@ PRESETS: dict[str, BartConfig] = {
 }
 
 HEAD, EMBED, BIAS = "lm_head.weight", "model.shared.weight", "final_logits_bias"
+OWN_EMBEDS = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
 
 
 def _linear(ours: str, theirs: str, inputs: int = 1) -> dict[str, Tensor]:
@@ -91,9 +92,14 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> BartConfig:
         activation=f.activation("activation_function", "gelu"),
         scale_embeddings=f.flag("scale_embedding", False),
         tie_embeddings=f.flag("tie_word_embeddings", True) and HEAD not in names,
-        separate_embeddings={f"model.{side}.embed_tokens.weight" for side in ("encoder", "decoder")} <= set(names),
+        separate_embeddings=set(OWN_EMBEDS) <= set(names),
         stddev=f.number("init_std", 0.02),
     )
+
+
+def _repeated(config: BartConfig) -> dict[str, str]:
+    """Returns the tables of the encoder and the decoder, which transformers ties to the shared one only if the head is tied too."""
+    return {} if config.tie_embeddings or config.separate_embeddings else dict.fromkeys(OWN_EMBEDS, EMBED)
 
 
 FAMILY = family.Family(
@@ -116,6 +122,7 @@ FAMILY = family.Family(
         write=_write,
         read=_read,
         adapted=("q_proj", "v_proj"),
+        repeated=_repeated,
         copies=lambda raw: {
             r"model\.(encoder|decoder)\.embed_tokens\.weight": EMBED,
             **({HEAD: EMBED} if raw.get("tie_word_embeddings", True) else {}),
