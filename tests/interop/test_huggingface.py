@@ -24,6 +24,7 @@ from zerojax.models import families
 from zerojax.models.llama.model import LlamaConfig
 
 HERE = pathlib.Path(__file__).parent
+SUPPORT = HERE.parent / "support"
 LOGITS_TOLERANCE = 2e-5  # float32 rounding in two implementations; the weights are the same bfloat16 values
 
 
@@ -303,7 +304,7 @@ PROMPTS = np.arange(16).reshape(8, 2)
 
 def test_two_processes_gather_together_and_the_first_writes_and_both_generate_from_host_memory(commands, tmp_path):
     port = programs.free_port()
-    words = [["", str(tmp_path / "out"), str(rank), str(port), str(HERE), str(HERE.parent)] for rank in (0, 1)]
+    words = [["", str(tmp_path / "out"), str(rank), str(port), str(HERE), str(SUPPORT)] for rank in (0, 1)]
     for worker in [commands.start_python(f"sys.argv = {argv}\n{TWO_PROCESSES}") for argv in words]:
         assert "DONE" in worker.wait().out, worker.err
     assert_exported(tmp_path / "out", random_params(Model()), Model())
