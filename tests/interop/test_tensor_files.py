@@ -120,6 +120,8 @@ def test_an_index_that_does_not_fit_its_files_is_refused(folder):
     assert f"{index}: names two.safetensors, which is missing (1 of 2 files are)" in refused(folder)
     write({"a": "one.safetensors", "z": "one.safetensors"})
     assert "one.safetensors: lacks tensor z" in refused(folder)
+    write({"a": "x" * 5000})
+    assert "which is missing (1 of 1 files are)" in refused(folder)
     write({"a": "../one.safetensors"})
     assert "names a file outside of its folder" in refused(folder)
     for text in ("{}", "[" * 100_000):
@@ -127,6 +129,11 @@ def test_an_index_that_does_not_fit_its_files_is_refused(folder):
         assert "is not an index with a weight_map" in refused(folder)
     write({"a": "one.safetensors"})
     assert tensor_files.read_folder(folder).keys() == TENSORS.keys()
+
+
+def test_a_pointer_of_git_lfs_is_named(folder):
+    (folder / tensor_files.ONE_FILE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert "model.safetensors: is a pointer of Git LFS and holds no weights; run git lfs pull" in refused(folder)
 
 
 def test_tensors_of_one_name_in_two_files_are_equal_or_refused(folder):

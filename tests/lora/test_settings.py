@@ -45,6 +45,8 @@ def test_the_shortest_ends_mean_the_names_and_no_other():
         ("r", True, "lora.r: must be a whole number"),
         ("alpha", float("nan"), "lora.alpha: must be a number above 0, and is nan"),
         ("dropout", 1.0, "lora.dropout: must be at least 0 and below 1"),
+        ("rank_pattern", 3, "lora.rank_pattern: must be a number for each regex, such as .*, and is 3"),
+        ("alpha_pattern", ["q_proj"], "lora.alpha_pattern: must be a number for each regex"),
         ("target_modules", "q_proj(", r"lora.target_modules: 'q_proj\(' is not a regex"),
         ("target_modules", 3, "lora.target_modules: must be names of modules"),
         ("modules_to_save", "lm_head", "lora.modules_to_save: must be names of modules"),

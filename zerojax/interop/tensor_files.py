@@ -25,6 +25,7 @@ WINDOW_BYTES = 32 * 2**20
 READ_AHEAD_BYTES = (
     16 * 2**10
 )  # of a row that a slice skips, above which reading ahead would mostly read what is not needed
+LFS = b"version "  # begins the pointer to a file that Git LFS has not fetched
 MOST_HEADER_BYTES = 100 * 10**6  # the format's own limit
 # name in a header -> dtype of weights
 DTYPES: Mapping[str, np.dtype] = {
@@ -71,7 +72,7 @@ def read_folder(folder: pathlib.Path) -> dict[str, Entry]:
     if not (folder / INDEX).is_file():
         raise UserError(_why_none(folder))
     files = _read_index(folder / INDEX)
-    missing = sorted({name for name in files.values() if not (folder / name).is_file()})
+    missing = sorted({name for name in files.values() if not os.path.isfile(folder / name)})
     if missing:
         raise UserError(
             f"{folder / INDEX}: names {missing[0]}, which is missing ({len(missing)} of {len(set(files.values()))} files are); "
@@ -107,7 +108,10 @@ def read_header(path: pathlib.Path) -> dict[str, Entry]:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
+            begins = file.read(8)
+            if begins == LFS:
+                raise UserError(f"{path}: is a pointer of Git LFS and holds no weights; run git lfs pull in its folder")
+            length = int.from_bytes(begins, "little")
             if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
                 raise damaged(path, f"its header would have {length} bytes, and the file has {size}")
             raw = json.loads(file.read(length))

@@ -49,9 +49,7 @@ class Lora:
         for name in ("target_modules", "exclude_modules", "modules_to_save"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         for name in ("rank_pattern", "alpha_pattern"):
-            value = getattr(self, name)
-            pairs = value.items() if isinstance(value, Mapping) else value
-            object.__setattr__(self, name, tuple((pattern, number) for pattern, number in pairs))
+            object.__setattr__(self, name, _pairs(name, getattr(self, name)))
             _check_regexes(name, [pattern for pattern, _ in getattr(self, name)])
         for rank in (self.r, *(rank for _, rank in self.rank_pattern)):
             if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
@@ -124,6 +122,16 @@ def _names(field: str, value: Any) -> Any:
             f"lora.{field}: must be names of modules, such as ('q_proj', 'v_proj'), and is {errors.shown(value)}"
         )
     return tuple(value) if isinstance(value, (list, tuple)) else tuple(sorted(value))
+
+
+def _pairs(field: str, value: Any) -> tuple[tuple[Any, Any], ...]:
+    """Returns a table as pairs; refuses other values."""
+    try:
+        return tuple((pattern, number) for pattern, number in (value.items() if isinstance(value, Mapping) else value))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"lora.{field}: must be a number for each regex, such as {{'q_proj': 16}}, and is {errors.shown(value)}"
+        ) from error
 
 
 def _check_regexes(field: str, patterns: Iterable[Any]) -> None:
