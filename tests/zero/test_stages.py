@@ -310,6 +310,14 @@ def test_the_roles_of_nnx_variables_follow_their_types():
     assert all(found == "opt_state" for path, found in role.items() if path.startswith("opt_state"))
 
 
+def test_two_leaves_of_one_path_are_refused():
+    params = {"a/b": jnp.zeros((8, 8)), "a": {"b": jnp.zeros((8, 8))}}
+    with pytest.raises(
+        UserError, match=r"^params/a/b: is the path of 2 leaves of the state, .*; rename the key with a '/'"
+    ):
+        stages.partition_state({"params": params}, mesh=mesh_lib.make_mesh(), stage=1)
+
+
 def test_roles_may_be_given_by_regex():
     state = {"weights": {"w": jnp.zeros((64, 64))}, "momentum": {"w": jnp.zeros((64, 64))}, "stats": jnp.zeros((4096,))}
     with pytest.raises(UserError, match="no leaf has the role 'params'"):

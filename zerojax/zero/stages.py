@@ -10,6 +10,7 @@
 one override, so they get the same dim. The optimizer update is therefore local (ZeRO, arXiv:1910.02054, sections 5.1 to 5.3).
 """
 
+import collections
 import dataclasses
 import math
 import re
@@ -122,8 +123,8 @@ def partition_state(
 
     Raises:
       UserError: the stage, `indivisible` or a mesh axis is unknown; an override matches no weight or does not fit its shape; a regex of
-        `roles` matches no leaf; the state has no params; `trainable` matches no weight; the optimizer state has leaves of a frozen
-        weight; or the stage or the optimizer does not allow what `offload` says.
+        `roles` matches no leaf; two leaves have one path; the state has no params; `trainable` matches no weight; the optimizer state
+        has leaves of a frozen weight; or the stage or the optimizer does not allow what `offload` says.
 
     >>> partition = partition_state(jax.eval_shape(init, key), mesh=make_mesh(), stage=2)
     """
@@ -135,6 +136,7 @@ def partition_state(
     chosen = settings.read(offload)
     settings.check(chosen, STAGES, stage)
     abstract_state = tree.abstract(abstract_state)
+    _check_paths(abstract_state)
     _check_roles(abstract_state, roles)
     role_of = leaf_roles(abstract_state, roles, trainable)
     if PARAMS not in role_of.values() and FROZEN not in role_of.values():
@@ -275,6 +277,14 @@ def _scales(codes: placement.Decision, shape: tuple[int, ...], mesh: Mesh) -> pl
     padding = tuple(n - have for n, have in zip(eight_bit.scales_shape(stored), shape))
     spec, sharded = (eight_bit.scales_spec(s, stored, mesh) for s in (codes.spec, codes.sharded))
     return dataclasses.replace(codes, shape=shape, spec=spec, sharded=sharded, padding=padding if any(padding) else ())
+
+
+def _check_paths(abstract_state: Any) -> None:
+    """Raises a UserError if two leaves have one path, as those of {"a/b": x, "a": {"b": y}} have."""
+    paths = collections.Counter(path for path, _ in tree.flatten(abstract_state))
+    path, count = max(paths.items(), key=lambda found: found[1], default=("", 0))
+    if count > 1:
+        raise UserError(f"{path}: is the path of {count} leaves of the state, and names one; rename the key with a '/'")
 
 
 def _check_roles(abstract_state: Any, roles: Sequence[tuple[str, str]]) -> None:
