@@ -68,6 +68,14 @@ def test_the_deepspeed_config_that_a_file_names_is_read_beside_it(tmp_path):
     assert documents.translated(documents.read(write(tmp_path, text))).settings["zero.stage"] == 2
 
 
+def test_a_trainers_arguments_are_told_from_an_accelerate_config_by_their_own_names(tmp_path):
+    dumped = {"output_dir": "out", "bf16": True, "fsdp": [], "fsdp_config": {"min_num_params": 0}, "deepspeed": None}
+    document = documents.read(write(tmp_path, json.dumps(dumped)))
+    assert document.kind == documents.TRAINER
+    found = documents.translated(document)
+    assert found.settings["precision"] == "bf16" and [line.key for line in found.unsupported] == ["output_dir"]
+
+
 def test_an_error_names_the_file(tmp_path):
     path = write(tmp_path, '{"zero_optimization": {"stage": 9}}')
     with pytest.raises(UserError, match=rf"{path}: zero_optimization.stage"):

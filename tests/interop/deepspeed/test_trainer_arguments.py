@@ -111,3 +111,17 @@ def test_what_is_not_translated_names_the_setting():
     assert {line.key for line in found.unsupported} == {*arguments, "deepspeed"}
     assert "config.metrics.to" in said["report_to"].text and "config.epochs" in said["num_train_epochs"].text
     assert "'linear' is taken instead" in said["lr_scheduler_type"].text and "not there" in said["deepspeed"].text
+
+
+def test_arguments_that_ask_for_nothing_are_not_reported_as_unsupported():
+    dumped = {
+        "deepspeed": None,
+        "fsdp": [],
+        "resume_from_checkpoint": None,
+        "bf16_full_eval": False,
+        "hub_token": "",
+        "max_steps": -1,
+    }
+    found = trainer_arguments.translate_trainer({**dumped, "label_smoothing_factor": 0.1}, None)
+    assert [line.key for line in found.unsupported] == ["label_smoothing_factor"]
+    assert lines(found)["max_steps"].text == "it is not given; set config.steps" and "steps" not in found.settings

@@ -114,10 +114,10 @@ def _told(name: str, text: str, folder: pathlib.Path) -> Document:
         raise UserError(f"{name}: holds no table of keys; name a ds_config.json, an Accelerate YAML or a hostfile")
     _check(name, content, {})
     has_blocks = "zero_optimization" in content or "train_micro_batch_size_per_gpu" in content
+    if any(key in content for key in _OF_TRAINER) and not has_blocks:  # which have a key fsdp_config too
+        return Document(name, TRAINER, content, folder)
     if any(key in content for key in _OF_ACCELERATE) and not has_blocks:
         return Document(name, ACCELERATE, content, folder)
-    if any(key in content for key in _OF_TRAINER) and not has_blocks:
-        return Document(name, TRAINER, content, folder)
     return Document(name, DEEPSPEED, content, folder)
 
 

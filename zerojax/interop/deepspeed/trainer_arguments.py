@@ -46,7 +46,6 @@ BY_HAND: Mapping[str, str] = {
     "report_to": "set config.metrics.to",
     "run_name": "set config.metrics.name",
     "fsdp": "set config.zero.stage: 3 for full_shard, 2 for shard_grad_op",
-    "fsdp_config": "set config.zero.stage: 3 for full_shard, 2 for shard_grad_op",
 }
 # transformers' defaults, for arguments that the file omits
 DEFAULTS: Mapping[str, Any] = {
@@ -166,6 +165,10 @@ def _line(name: str, value: Any, settings: Mapping[str, Any], sources: Mapping[s
         return Line(name, value, keys_lib.IMPLIED, "AdamW is taken unless the DeepSpeed config names another")
     if name == "num_train_epochs" and "steps" in settings:
         return Line(name, value, keys_lib.NO_EFFECT, "the number of steps is given")
+    if name not in ARGUMENTS and not draft_lib.is_true(value):
+        return Line(name, value, keys_lib.NO_EFFECT, "it is off")
+    if name == "fsdp_config":
+        return Line(name, value, keys_lib.NO_EFFECT, "Trainer reads it with fsdp alone; set config.zero.stage")
     if name in BY_HAND:
         return Line(name, value, keys_lib.UNSUPPORTED, BY_HAND[name])
     if name not in ARGUMENTS:
@@ -177,6 +180,8 @@ def _line(name: str, value: Any, settings: Mapping[str, Any], sources: Mapping[s
         )
     if any(key in sources.get(place, ()) for key in (name, *keys)):
         return Line(name, value, keys_lib.TAKEN, draft_lib.shown({place: settings[place]}))
+    if _is_unset(name, value):
+        return Line(name, value, keys_lib.NO_EFFECT, f"it is not given; set config.{place}")
     if not draft_lib.is_true(value):
         return Line(name, value, keys_lib.NO_EFFECT, "it is off")
     if name == "warmup_ratio":
