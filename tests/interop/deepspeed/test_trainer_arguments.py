@@ -83,6 +83,8 @@ def test_trainer_makes_what_the_deepspeed_config_lacks():
     assert (found.settings["optimizer.learning_rate"], found.settings["optimizer.schedule"]) == (1e-4, "linear")
     assert found.settings["optimizer.weight_decay_on"] == "matrices"  # Trainer exempts biases and norms
     assert lines(found)["learning_rate"].verdict == keys.TAKEN
+    nulls = trainer_arguments.translate_trainer({"learning_rate": 1e-4}, {"optimizer": None, "scheduler": None})
+    assert nulls.settings["optimizer.learning_rate"] == 1e-4 and nulls.settings["optimizer.schedule"] == "linear"
     own = {"optimizer": OPTIMIZER, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
     found = trainer_arguments.translate_trainer({"lr_scheduler_type": "cosine"}, own)
     assert found.settings["optimizer.weight_decay_on"] == "matrices"
@@ -97,6 +99,9 @@ def test_trainer_makes_what_the_deepspeed_config_lacks():
         ({"warmup_steps": 0.1, "max_steps": 35}, 4),
         ({"warmup_steps": 7, "warmup_ratio": 0.1, "max_steps": 35}, 7),
         ({"warmup_ratio": 0.1}, 0),
+        ({"warmup_ratio": float("nan"), "max_steps": 35}, 0),
+        ({"warmup_steps": float("inf"), "lr_scheduler_type": None}, 0),
+        ({"warmup_ratio": 0.5, "max_steps": 10**400}, 0),
         ({"warmup_steps": 7, "lr_scheduler_type": "constant"}, 0),
     ],
 )

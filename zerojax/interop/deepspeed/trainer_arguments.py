@@ -60,6 +60,7 @@ DEFAULTS: Mapping[str, Any] = {
     "bf16": False,
     "fp16": False,
 }
+MOST_STEPS = 2**31
 SCHEDULES: Mapping[str, str] = {
     "linear": "linear",
     "cosine": "cosine",
@@ -91,7 +92,7 @@ def translate_trainer(
       UserError: a value has a wrong type or is not known.
     """
     arguments = {name: value for name, value in content.items() if name != "deepspeed"}
-    given = dict(_PLAIN if deepspeed is None else deepspeed)
+    given = {key: value for key, value in (_PLAIN if deepspeed is None else deepspeed).items() if value is not None}
     filled = {"optimizer": _ADAMW, **given}
     found = translate.translate(filled, version=version, auto=_auto(arguments))
     settings, sources = dict(found.settings), dict(found.sources)
@@ -138,7 +139,7 @@ def _own(arguments: Mapping[str, Any], *, has_scheduler: bool) -> dict[str, tupl
     if draft_lib.is_true(arguments.get("gradient_checkpointing", False)):
         found["model.remat"] = "full", "gradient_checkpointing"
     if not has_scheduler:
-        kind = str(arguments.get("lr_scheduler_type", "linear"))
+        kind = str(arguments.get("lr_scheduler_type") or "linear")
         found["optimizer.schedule"] = SCHEDULES.get(kind, "linear"), "lr_scheduler_type"
         found["optimizer.warmup"] = "linear", ""
         found["optimizer.final_fraction"] = 0.0, ""
@@ -151,7 +152,7 @@ def _own(arguments: Mapping[str, Any], *, has_scheduler: bool) -> dict[str, tupl
 def _warmup(arguments: Mapping[str, Any]) -> int | None:
     """Returns the steps of the warm-up; None for a share of a number of steps that is not known."""
     steps, share, last = (arguments.get(name) or 0 for name in ("warmup_steps", "warmup_ratio", "max_steps"))
-    if not all(isinstance(value, (int, float)) for value in (steps, share, last)):
+    if not all(isinstance(value, (int, float)) and abs(value) < MOST_STEPS for value in (steps, share, last)):
         return None
     share = steps if 0 < steps < 1 else share if not steps else 0
     if not share:
@@ -174,7 +175,7 @@ def _line(name: str, value: Any, settings: Mapping[str, Any], sources: Mapping[s
     if name not in ARGUMENTS:
         return Line(name, value, keys_lib.UNSUPPORTED, "an argument of the training script, which nothing here reads")
     keys, place = ARGUMENTS[name]
-    if name == "lr_scheduler_type" and str(value) not in SCHEDULES:
+    if name == "lr_scheduler_type" and "optimizer.schedule" in settings and str(value or "linear") not in SCHEDULES:
         return Line(
             name, value, keys_lib.UNSUPPORTED, f"there is no such schedule; {settings[place]!r} is taken instead"
         )
