@@ -433,8 +433,8 @@ def _read_moments(
         for name, entry in raw.items()
         if name not in found.copies
     }
-    weights_folder.write(full, folder)
     try:
+        weights_folder.write(full, folder)
         entries = tensor_files.read_folder(folder)
         by_place = {(entry.file.name, entry.start): name for name, entry in raw.items()}
         own = {name: entries[by_place[entry.file.name, entry.start]] for name, entry in source.entries.items()}
