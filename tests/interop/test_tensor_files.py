@@ -131,6 +131,16 @@ def test_an_index_that_does_not_fit_its_files_is_refused(folder):
     assert tensor_files.read_folder(folder).keys() == TENSORS.keys()
 
 
+def test_a_file_that_changes_after_its_header_was_read_is_named(folder):
+    path, entry = folder / tensor_files.ONE_FILE, tensor_files.read_folder(folder)["a"]
+    for change in (lambda: path.write_bytes(path.read_bytes()[: entry.start + 8]), path.unlink):
+        change()
+        with pytest.raises(
+            UserError, match=r"model.safetensors: is damaged .*: its tensors cannot be read \(.*\); copy it"
+        ):
+            tensor_files.read(entry, (12, 10), (slice(0, 12), slice(0, 10)), (0, 1), np.float32)
+
+
 def test_a_pointer_of_git_lfs_is_named(folder):
     (folder / tensor_files.ONE_FILE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     assert "model.safetensors: is a pointer of Git LFS and holds no weights; run git lfs pull" in refused(folder)

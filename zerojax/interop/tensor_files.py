@@ -152,6 +152,9 @@ def read(entry: Entry, view: Sequence[int], index: Sequence[slice], order: Seque
 
     Returns:
       The slice, its dims in `order`.
+
+    Raises:
+      UserError: the file has changed since its header was read.
     """
     lengths = [part.stop - part.start for part in index]
     found = np.empty([lengths[dim] for dim in order], dtype)
@@ -161,7 +164,7 @@ def read(entry: Entry, view: Sequence[int], index: Sequence[slice], order: Seque
     source, row = DTYPES[entry.dtype], math.prod(view[1:])
     rows = max(1, WINDOW_BYTES // (row * source.itemsize))
     gap = (row - math.prod(lengths[1:])) * source.itemsize
-    with open(entry.file, "rb") as file:
+    with _opened(entry.file) as file:
         for first in range(index[0].start, index[0].stop, rows):
             count = min(rows, index[0].stop - first)
             at, offset = first - index[0].start, entry.start + first * row * source.itemsize
@@ -170,6 +173,16 @@ def read(entry: Entry, view: Sequence[int], index: Sequence[slice], order: Seque
                 target[at : at + count] = window[(slice(None), *index[1:])]
                 del window  # a map in use cannot be closed
     return found
+
+
+@contextlib.contextmanager
+def _opened(path: pathlib.Path) -> Iterator[BinaryIO]:
+    """Opens a file whose header has been read. Raises UserError if it has been deleted, or is shorter by now."""
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except (OSError, ValueError) as error:
+        raise damaged(path, f"its tensors cannot be read ({errors.first_line(error)})") from error
 
 
 @contextlib.contextmanager
