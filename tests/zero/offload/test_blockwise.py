@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -282,3 +283,36 @@ def test_params_on_the_host_need_blocks_and_explicit_sums(how):
     lacking = "reduce_dtype" if "blocks" in how else "blocks"
     with pytest.raises(UserError, match=rf"^offload\.params: .* and {lacking} is not given"):
         step.make_train_step(plain_loss, part, **how)
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(8)(x), None
+
+
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)(name="layer")(x, None)
+
+
+def test_a_stack_of_nn_scan_is_one_program_with_the_losses_of_the_step_on_the_device():
+    x = jnp.linspace(-1, 1, 32).reshape(4, 8)
+
+    def init(key):
+        return TrainState.create(apply_fn=None, params=Stack().init(key, x)["params"], tx=optax.sgd(0.1, 0.9))
+
+    def loss_fn(params, batch, state):
+        return jnp.mean(Stack().apply({"params": params}, batch)[0] ** 2)
+
+    losses = []
+    for offload in (None, {"optimizer": "host", "params": "host"}):
+        how = {"mesh": mesh_lib.make_mesh(devices=jax.devices()[:1]), "stage": 3, "min_size": 8, "offload": offload}
+        state, part = shard_state.shard_train_state(init, jax.random.key(0), **how)
+        train_step = step.make_train_step(loss_fn, part, blocks="layer", reduce_dtype=jnp.float32)
+        assert isinstance(train_step, blockwise.BlockwiseStep) == bool(offload)
+        for _ in range(2):
+            state, metrics = train_step(state, x)
+            losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses[2:], losses[:2], rtol=1e-6)

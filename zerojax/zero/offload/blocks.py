@@ -48,6 +48,9 @@ class NestedBlocks:
     def _run(self, plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> Any:
         return _block(plan, weights, arrays)
 
+    def restart(self) -> None:
+        """Does nothing: no state is kept between blocks when the loss is traced again."""
+
     def gather_leaf(self, path: str, weight: gather.ShardAndSink) -> jax.Array:
         """Returns one gathered weight, outside of any block."""
         with jax.named_scope(path):
