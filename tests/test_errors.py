@@ -2,6 +2,7 @@
 
 import errno
 import os
+import warnings
 
 import jax
 import pytest
@@ -109,3 +110,11 @@ def test_the_way_out_of_a_name_is_the_nearest_or_all():
     assert errors.choose("tinny", ["test", "tiny"]) == "did you mean 'tiny'?"
     assert errors.choose("zzz", ["test", "tiny"]) == errors.choose(7, ["test", "tiny"]) == "known: test, tiny"
     assert errors.choose("33", (0, 1, 2, 3)) == "did you mean 3?"
+
+
+def test_a_warning_of_the_library_is_one_line_of_a_command_and_others_keep_their_form(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    errors.warn_in_one_line()
+    own = warnings.formatwarning("offload.fraction: is tiny", UserWarning, errors.__file__, 7)
+    other = warnings.formatwarning("of another", UserWarning, "/other/module.py", 7)
+    assert (own, other) == ("zerojax: offload.fraction: is tiny\n", "/other/module.py:7: UserWarning: of another\n")

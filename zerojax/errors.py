@@ -2,7 +2,9 @@
 
 import difflib
 import errno
+import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,6 +14,8 @@ _NO_SPACE_WORDS = ("No space left", "quota exceeded", "Not enough disk space")
 # XLA's allocator of host memory says "allocating", that of a device "while trying to allocate". CUDA's of pinned memory names the host.
 _NO_HOST_MEMORY = re.compile(r"Out of memory allocating|host memory|bad_alloc|Cannot allocate memory|MemoryError")
 _LONGEST = 2000  # characters of an error line
+_LIBRARY = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_python_form = warnings.formatwarning
 
 
 class UserError(ValueError):
@@ -26,6 +30,17 @@ class UserError(ValueError):
             text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
         )
         return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+
+
+def warn_in_one_line() -> None:
+    """Lets Python print a warning of this library as a command line prints an error: one line, without its place in the source."""
+    warnings.formatwarning = _one_warning
+
+
+def _one_warning(message: Any, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    if category is UserWarning and filename.startswith(_LIBRARY):
+        return f"zerojax: {message}\n"
+    return _python_form(message, category, filename, lineno, line)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

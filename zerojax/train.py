@@ -18,7 +18,7 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from zerojax import display, files
+from zerojax import display, errors, files
 from zerojax.checkpoint import checkpointer
 from zerojax.data import batches, feed, source
 from zerojax.data import tokenizer as tokenizer_lib
@@ -59,6 +59,7 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", None, "This process's number, f
 def main() -> None:
     """Parses the command line and trains. An invalid input ends the process with one line and status 2."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # the checkpointer reports a failed write, once
+    errors.warn_in_one_line()
     sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
     with signals.StopSignal(has_state=False) as stop:
         watch.at(watch.START)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from zerojax import files
+from zerojax import errors, files
 from zerojax.errors import UserError
 from zerojax.launch.cluster import agent, attempt, environment, hosts, verdict
 
@@ -48,6 +48,7 @@ def run(command: Callable[[], int | None]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # one that is not UTF-8 cannot show every character
             stream.reconfigure(errors="backslashreplace")
+    errors.warn_in_one_line()
     status = 0
     try:
         status = command() or 0

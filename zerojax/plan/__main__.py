@@ -40,6 +40,7 @@ _DISK_GBPS = flags.DEFINE_float(
 def main() -> None:
     """Parses the command line and prints the plan. A UserError prints one line and exits with status 2."""
     ending.guard_streams(lambda error: None)
+    errors.warn_in_one_line()
     try:
         config = config_lib.from_dict(command.parse(sys.argv))
         _prepare(config)
