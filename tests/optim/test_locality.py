@@ -158,6 +158,18 @@ def test_the_reason_names_the_weight_and_the_operation():
     assert "momo" in locality.of(GLOBAL["needs the loss"], make_params()).why
 
 
+@pytest.mark.parametrize("name", ["prodigy", "dadapt_adamw", "dog"])
+def test_a_state_that_belongs_to_no_weight_reaches_beyond_a_single_one(name):
+    """It has no second weight to depend on: the others are masked, or there are none."""
+    tx = getattr(contrib, name)(RATE)
+    for found in (
+        locality.of(tx, {"kernel": jnp.ones((ROWS, COLUMNS))}),
+        locality.of(optax.masked(tx, of_matrices), make_params()),
+    ):
+        assert found.kind == locality.GLOBAL and found.why.endswith(" depends on kernel and belongs to no weight")
+    assert locality.of(optax.adam(RATE), jnp.ones((ROWS, COLUMNS))).kind == locality.ELEMENTWISE  # params without names
+
+
 def test_shapes_decide_where_the_transformation_looks_at_them():
     """Factored moments begin at 128 rows and columns; abstract weights are enough to see it."""
     tx = optax.scale_by_factored_rms()

@@ -6,7 +6,8 @@ An update is local in one of three degrees:
                   (counts, schedules, hyperparameters). Pieces of a leaf, or a leaf padded with zeros, then update as the leaf does.
     per_leaf      a leaf's update needs that whole leaf, at its own shape: a mean, a norm, a factored moment, the leaf's shape,
                   random bits drawn for its elements. Leaves may be updated one after another.
-    global        a leaf's update, or a part of the state, depends on other leaves, such as a global norm
+    global        a leaf's update, or a part of the state, depends on other leaves, such as a global norm; or a part of the state that
+                  belongs to no weight depends on one, such as an estimated learning rate
 
 The answer holds for all values, since no value is looked at: `clip_by_global_norm` is global however high its limit. It is cautious: an
 operation that is not known to be elementwise counts as one that mixes elements, so a per_leaf update may still be elementwise (a weight
@@ -97,7 +98,7 @@ class _Traced:
     shapes: list[tuple[int, ...]]
     init: jex.ClosedJaxpr
     update: jex.ClosedJaxpr
-    num_state: int
+    state_paths: list[str]
 
     @classmethod
     def make(cls, tx: optax.GradientTransformation, params: Any) -> "_Traced":
@@ -108,7 +109,9 @@ class _Traced:
         if structures[0] != structures[1]:
             raise ValueError("its state changes its structure")
         names, leaves = zip(*tree.flatten(params)) if jax.tree.leaves(params) else ((), ())
-        return cls(list(names), [leaf.shape for leaf in leaves], init, update, len(jax.tree.leaves(state)))
+        return cls(
+            list(names), [leaf.shape for leaf in leaves], init, update, [path for path, _ in tree.flatten(state)]
+        )
 
     def locality(self) -> Locality:
         weights = [_Value(frozenset([number])) for number in range(len(self.names))]
@@ -129,11 +132,19 @@ class _Traced:
             if value.leaves - {own}:
                 other = self.names[min(value.leaves - {own})]
                 return Locality(GLOBAL, f"{what} depends on {other}" + (" too" if own in value.leaves else ""))
+        for path, value in zip(self.state_paths, state):
+            if value.leaves and not self._is_of_a_weight(path):
+                own = self.names[min(value.leaves)]
+                return Locality(GLOBAL, f"its state {path} depends on {own} and belongs to no weight")
         for what, value, own in reaching:
             if not value.is_even:
                 how = f" ({value.by})" if value.by else ""
                 return Locality(PER_LEAF, f"{what} depends on the whole of {self.names[own]}{how}")
         return Locality(ELEMENTWISE)
+
+    def _is_of_a_weight(self, path: str) -> bool:
+        """Returns whether the path of a part of the state holds that of a weight; params that are one array have no path."""
+        return self.names == [""] or any(f"/{name}/" in f"/{path}/" for name in self.names)
 
     def is_like(self, other: "_Traced") -> bool:
         """Returns whether both are the same operations with the same constants, but for shapes."""
