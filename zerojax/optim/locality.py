@@ -134,8 +134,8 @@ class _Traced:
                 return Locality(GLOBAL, f"{what} depends on {other}" + (" too" if own in value.leaves else ""))
         for path, value in zip(self.state_paths, state):
             if value.leaves and not self._is_of_a_weight(path):
-                own = self.names[min(value.leaves)]
-                return Locality(GLOBAL, f"its state {path} depends on {own} and belongs to no weight")
+                weight = self.names[min(value.leaves)]
+                return Locality(GLOBAL, f"its state {path} depends on {weight} and belongs to no weight")
         for what, value, own in reaching:
             if not value.is_even:
                 how = f" ({value.by})" if value.by else ""
