@@ -11,7 +11,8 @@ States: fp32 (16-bit params, float32 masters and moments), 16bit (16-bit params 
 printed as it comes. The first step compiles. The second may still allocate host memory, which is slow where a machine grows its memory as
 it is used. So the rate is that of the median of the later ones. --whole_accum adds one step of more passes than the others, and the rate
 is then that of this step.
---plan h100 compiles the programs for that device and prints the plan; it needs no GPU. --limit_s ends the process in time.
+--plan h100 compiles the programs for that device and prints the plan; it needs no GPU. --kernels 8 adds the 8 kernels of each program,
+other than matmuls and attention, that move the most bytes. --limit_s ends the process in time.
 
 --cases compares steps that differ in the optimizer state alone, one after the other, and prints their times over that of "none". The
 peak of memory is that of the process so far, so "none" comes last:
@@ -23,6 +24,7 @@ peak of memory is that of the process so far, so "none" comes last:
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
 import gc
@@ -81,6 +83,7 @@ parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=[])
 parser.add_argument("--steps", type=int, default=4)
 parser.add_argument("--pool_gb", type=int, default=0, help="XLA's pool of pinned host memory; 0: as the state needs")
 parser.add_argument("--plan", default="", metavar="DEVICE", help="plan only, for h100 or h200")
+parser.add_argument("--kernels", type=int, default=0, help="with --plan: kernels of each program to list")
 parser.add_argument(
     "--disk_gbps", type=float, default=0, help="GB/s of the disk, both ways together, for --plan; 0: 2, assumed"
 )
@@ -252,21 +255,45 @@ def _planned(options: argparse.Namespace, family: Any, model: Any, device: Any, 
     model = dataclasses.replace(model, attention="cudnn")
     partition, passes = _partition(options, family, model, device), options.whole_accum or options.accum
     say(f"pins {budget.pool_bytes(partition) / 1e9:.1f} GB")
-    return report.text(
-        step_plan.plan_step(
-            _step(options, family, model, partition, passes),
-            partition.abstract_state,
-            {"tokens": _tokens(options, model.vocab_size, passes)},
-            mesh=partition.mesh,
-            target=options.plan,
-            placement=partition,
-            tokens=passes * options.micro_batch * options.seq_len,
-            compute_dtype=jnp.bfloat16,
-            passes=passes,
-            by_hand=True,
-            disk_rate=options.disk_gbps * 1e9 or None,
-        )
+    step = _step(options, family, model, partition, passes)
+    batch = {"tokens": _tokens(options, model.vocab_size, passes)}
+    plan = step_plan.plan_step(
+        step,
+        partition.abstract_state,
+        batch,
+        mesh=partition.mesh,
+        target=options.plan,
+        placement=partition,
+        tokens=passes * options.micro_batch * options.seq_len,
+        compute_dtype=jnp.bfloat16,
+        passes=passes,
+        by_hand=True,
+        disk_rate=options.disk_gbps * 1e9 or None,
     )
+    one_pass = step.one_pass(partition.abstract_state, batch) if options.kernels else None
+    return "\n".join([report.text(plan), *(_kernels(one_pass, options.kernels) if one_pass else [])])
+
+
+def _kernels(one_pass: Any, most: int) -> list[str]:
+    """Returns lines of the kernels of a pass's programs, each listed once: the bytes that they move, without matmuls and attention."""
+    from zerojax.hlo import buffers, flow, syntax
+    from zerojax.plan import bound, matmuls
+
+    programs = one_pass.schedule.cut.programs
+    runs = collections.Counter(id(program.run) for program in programs)
+    lines = []
+    for program in {id(program.run): program for program in programs}.values():
+        found = flow.flow(syntax.parse(buffers.text_of(program.run)))
+        others = [
+            (kernel.nbytes * kernel.times / 1e6, kernel.instruction)
+            for kernel in bound.kernels(found)
+            if not matmuls.uses_matrix_units(found.module, kernel.where, kernel.instruction)
+        ]
+        total = sum(megabytes for megabytes, _ in others)
+        lines.append(f"{program.name}, {runs[id(program.run)]} times a pass: {total:,.0f} MB")
+        for megabytes, instruction in sorted(others, key=lambda pair: -pair[0])[:most]:
+            lines.append(f"  {megabytes:9,.1f} MB  {instruction.op_name.partition('/')[2] or instruction.name}")
+    return lines
 
 
 def _partition(options: argparse.Namespace, family: Any, model: Any, device: Any) -> Any:

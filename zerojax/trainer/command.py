@@ -74,7 +74,8 @@ def _config_first(words: list[str]) -> list[str]:
     flags_end = words.index("--") if "--" in words else len(words)
     for index, word in enumerate(words[:flags_end]):
         is_value = index > 0 and words[index - 1] == "--config"
-        (first if is_value or word == "--config" or word.startswith("--config=") else rest).append(word)
+        has_value = word == "--config" and index + 1 < flags_end  # without one it stays the last word, and is refused
+        (first if is_value or has_value or word.startswith("--config=") else rest).append(word)
     return [*first, *rest, *words[flags_end:]]
 
 
