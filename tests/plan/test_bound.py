@@ -18,8 +18,8 @@ from zerojax.plan import bound, targets
 ROUNDING = 1e-12  # sums of integers that float64 holds exactly, times rates
 
 
-def traffic(function, *shapes, donate=()):
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+def traffic(function, *shapes, donate=(), dtypes=None):
+    arrays = [jax.ShapeDtypeStruct(*pair) for pair in zip(shapes, dtypes or [jnp.float32] * len(shapes))]
     text = jax.jit(function, donate_argnums=donate).lower(*arrays).compile().as_text()
     return bound.memory_traffic(hlo_flow.flow(syntax.parse(text)))
 
@@ -27,6 +27,17 @@ def traffic(function, *shapes, donate=()):
 def test_one_pass_over_an_array_reads_and_writes_it_once():
     assert traffic(lambda x: x * 2 + 1, (512, 512)) == 2 * 4 * 512 * 512
     assert traffic(lambda x, y: x * y, (512, 512), (512, 512)) == 3 * 4 * 512 * 512
+
+
+def test_of_a_table_that_is_converted_only_the_rows_that_are_looked_up_are_read():
+    rows, width, looked_up = 4096, 512, 16
+    found = traffic(
+        lambda table, row: table.astype(jnp.float32)[row] * 2,
+        (rows, width),
+        (looked_up,),
+        dtypes=(jnp.bfloat16, jnp.int32),
+    )
+    assert found == looked_up * (2 * width + 4 * width + 4)
 
 
 def test_a_loop_that_reads_slices_moves_only_the_slices():

@@ -203,15 +203,15 @@ def _moved(module: syntax.Module, where: syntax.Computation, instruction: syntax
 
 
 def _used(inside: syntax.Computation, number: int, nbytes: int) -> int:
-    """Returns the bytes that a fusion reads of an operand."""
+    """Returns the bytes that a fusion reads of an operand. It converts only the elements that it uses."""
     parameter = inside.parameters.get(number)
     if parameter is None:
         return nbytes
-    users = inside.users.get(parameter.name, ())
-    while len(users) == 1 and users[0].opcode == "bitcast":
+    whole, users = _elements(parameter), inside.users.get(parameter.name, ())
+    while len(users) == 1 and users[0].opcode in ("bitcast", "convert"):
         parameter, users = users[0], inside.users.get(users[0].name, ())
     if users and all(u.opcode in _SLICES and u.operands[0] == parameter.name for u in users):
-        return min(nbytes, sum(_nbytes(user) for user in users))
+        return min(nbytes, nbytes * sum(map(_elements, users)) // max(1, whole))
     in_place = ("dynamic-update-slice", "scatter")
     if users and all(u.opcode in in_place and u.operands[0] == parameter.name for u in users):
         return 0
@@ -229,6 +229,10 @@ def _written(inside: syntax.Computation) -> int:
         update = {"dynamic-update-slice": 1, "scatter": -1}.get(output.opcode)
         total += _nbytes(output if update is None else inside.by_name[output.operands[update]])
     return total
+
+
+def _elements(instruction: syntax.Instruction) -> int:
+    return sum(array.elements for array in instruction.arrays)
 
 
 def _nbytes(instruction: syntax.Instruction) -> int:
