@@ -40,6 +40,17 @@ def test_of_a_table_that_is_converted_only_the_rows_that_are_looked_up_are_read(
     assert found == looked_up * (2 * width + 4 * width + 4)
 
 
+def test_a_table_that_is_converted_and_updated_is_read_whole():
+    rows, width = 4096, 512
+    found = traffic(
+        lambda table, new: jax.lax.dynamic_update_slice(table.astype(jnp.float32), new, (3, 0)),
+        (rows, width),
+        (1, width),
+        dtypes=(jnp.bfloat16, jnp.float32),
+    )
+    assert found >= 2 * rows * width
+
+
 def test_a_loop_that_reads_slices_moves_only_the_slices():
     def sums(x):
         return jax.lax.scan(lambda c, row: (c + row, c * row), jnp.zeros(x.shape[1]), x)[0]

@@ -208,12 +208,14 @@ def _used(inside: syntax.Computation, number: int, nbytes: int) -> int:
     if parameter is None:
         return nbytes
     whole, users = _elements(parameter), inside.users.get(parameter.name, ())
+    is_converted = False
     while len(users) == 1 and users[0].opcode in ("bitcast", "convert"):
+        is_converted |= users[0].opcode == "convert"
         parameter, users = users[0], inside.users.get(users[0].name, ())
     if users and all(u.opcode in _SLICES and u.operands[0] == parameter.name for u in users):
         return min(nbytes, nbytes * sum(map(_elements, users)) // max(1, whole))
-    in_place = ("dynamic-update-slice", "scatter")
-    if users and all(u.opcode in in_place and u.operands[0] == parameter.name for u in users):
+    in_place = ("dynamic-update-slice", "scatter")  # of the operand itself: what is converted is read whole
+    if users and not is_converted and all(u.opcode in in_place and u.operands[0] == parameter.name for u in users):
         return 0
     return nbytes
 

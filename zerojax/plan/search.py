@@ -30,9 +30,7 @@ DEFAULT_GRID: Mapping[str, Sequence[Any]] = {
 }
 
 
-OTHER_STAGE = (
-    0.5  # of the temporaries of a stage that any other has at least: activations, without its gathered weights
-)
+OTHER_STAGE = 0.5  # of a stage's temporaries, which any other has at least: activations, without its gathered weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +159,10 @@ def _try(candidate: Candidate, build: Build, memory: float, outcomes: Sequence[O
         return Outcome(candidate, held, None, f"state and gradients alone take {display.human(held)}", held=held)
     for outcome in outcomes:
         if held + _least_temporaries(candidate, outcome) > memory:
-            return Outcome(candidate, None, None, f"does not fit, after {_in_words(outcome)}", held=held)
+            tried, over = outcome.candidate, (outcome.peak or 0) - memory
+            why = f"does not fit, after stage {tried.stage}, micro-batch {tried.micro_batch_size}"
+            why += f" ({display.human(over)} too much)" if over > 0 else ""
+            return Outcome(candidate, None, None, why, held=held)
     try:
         plan = make_plan()
     except jax.errors.JaxRuntimeError as error:
@@ -188,11 +189,6 @@ def _least_temporaries(candidate: Candidate, outcome: Outcome) -> float:
     share = min(1, candidate.micro_batch_size / tried.micro_batch_size)
     same = (tried.stage, tried.replica) == (candidate.stage, candidate.replica)
     return (outcome.peak - outcome.held) * share * (1 if same else OTHER_STAGE)
-
-
-def _in_words(outcome: Outcome) -> str:
-    c, over = outcome.candidate, outcome.reason.partition(": ")[2]
-    return f"stage {c.stage}, micro-batch {c.micro_batch_size}" + (f" ({over})" if over else "")
 
 
 def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
