@@ -1,5 +1,6 @@
 """Runs the command in this process. This module tests zerojax.commands.merge."""
 
+import os
 import re
 import sys
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import zerojax
+from zerojax.checkpoint import lock
 from zerojax.commands import merge
 
 LOGITS = 2e-5  # as in tests/interop/test_pretrained.py
@@ -47,3 +49,16 @@ def test_wrong_words_and_folders_end_in_one_line(tmp_path, command):
         status, out, err = command(*words)
         assert (status, out, err.count("\n")) == (2, "", 1)
         assert re.search(message, err)
+
+
+def test_two_merges_do_not_write_one_folder_at_once(tmp_path, command):
+    source = golden_models.FOLDER / "qwen2"
+    words = [source, "--adapter", source / "lora", "--out", tmp_path / "out"]
+    held = lock.take(tmp_path / ".out.lock", "the first", "wait")  # as another merge does
+    status, out, err = command(*words)
+    assert (status, out) == (2, "")
+    assert re.search(r"out: process \d+ on .* has held it since .*, or choose another directory$", err.strip())
+    held.release()
+    status, _, err = command(*words)
+    assert (status, err, os.listdir(tmp_path)) == (0, "", ["out"])
+    zerojax.load_huggingface(tmp_path / "out", stage=0)

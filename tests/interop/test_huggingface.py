@@ -18,7 +18,6 @@ import safetensors.numpy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.checkpoint import lock
 from zerojax.errors import UserError
 from zerojax.interop import huggingface
 from zerojax.models import families
@@ -259,17 +258,6 @@ def test_a_full_disk_is_reported_and_the_earlier_export_stays(tmp_path, monkeypa
     assert str(tmp_path / "out") in str(caught.value)
     assert os.listdir(tmp_path) == ["out"]
     assert_exported(tmp_path / "out", params, model)
-
-
-def test_two_exports_do_not_write_one_folder_at_once(tmp_path):
-    model = Model(num_layers=1)
-    held = lock.take(tmp_path / ".out.lock", "the first", "wait")  # as another export does
-    with pytest.raises(UserError, match=r"out: process \d+ on .* has held it since .*, or choose another directory$"):
-        huggingface.export(random_params(model), LLAMA, model, tmp_path / "out")
-    held.release()
-    huggingface.export(random_params(model), LLAMA, model, tmp_path / "out")
-    assert os.listdir(tmp_path) == ["out"]
-    assert_exported(tmp_path / "out", random_params(model), model)
 
 
 TWO_PROCESSES = """

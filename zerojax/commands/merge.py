@@ -8,6 +8,7 @@ import pathlib
 import sys
 
 from zerojax import files
+from zerojax.checkpoint import lock
 from zerojax.commands import arguments
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
@@ -27,7 +28,14 @@ def _merge() -> None:
         raise UserError(f"--out {given.out}: is a folder that is read; name another")
     folder = folder_lib.open_folder(given.folder)
     adapter = peft.open_adapter(given.adapter, folder.family, folder.model)
-    merged.export(folder, adapter, out, dtype=huggingface.DTYPES.get(given.dtype))
+    target = out.resolve()
+    with files.writing(target.parent, "choose another directory"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    held = lock.take(target.with_name(f".{target.name}.lock"), str(target), "choose another directory")
+    try:
+        merged.export(folder, adapter, out, dtype=huggingface.DTYPES.get(given.dtype))
+    finally:
+        held.release()
     count = len(adapter.chosen.adapted)
     print(f"{out}: written, with {count} adapters of {given.adapter} merged into the model of {given.folder}")
 

@@ -23,7 +23,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import errors, tree
-from zerojax.checkpoint import lock
 from zerojax.errors import UserError
 from zerojax.interop import layout, tensor_files
 from zerojax.models import family as family_lib
@@ -119,12 +118,11 @@ def writing(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     """Gives the folder in which the files of `directory` are written. At the end all processes wait for each other.
 
     Raises:
-      UserError: a file could not be written, and what was written is deleted; or another process writes there.
+      UserError: a file could not be written. What was written is deleted.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     try:
-        with _held(directory) if jax.process_index() == 0 else contextlib.nullcontext():
-            yield partial
+        yield partial
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         cause = "no space left on the disk; free some" if errors.is_disk_full(error) else f"{error.strerror}; fix that"
@@ -275,18 +273,6 @@ def _write(
 def write_tensor(file: BinaryIO, tensor: layout.ModelTensor, array: np.ndarray) -> None:
     """Writes one array as Hugging Face's tensor in row-major order."""
     file.write(tensor.to_theirs(array).view(np.uint8).data)
-
-
-@contextlib.contextmanager
-def _held(directory: pathlib.Path) -> Iterator[None]:
-    """Keeps other processes from writing the same folder."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    path = directory.with_name(f".{directory.name}.lock")
-    held = lock.take(path, str(directory), "choose another directory")
-    try:
-        yield
-    finally:
-        held.release()
 
 
 def _prepare(directory: pathlib.Path, partial: pathlib.Path) -> None:
