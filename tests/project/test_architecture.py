@@ -69,8 +69,7 @@ KNOW_STAGES = {
     "plan",
     "commands",
 }  # may use the name `stage` in code
-MOST_MODULES = 16  # in a folder
-LONGEST_FUNCTION, TRAIN_STEP = 60, 40
+TRAIN_STEP = 40  # lines: one screen
 
 
 def module_name(path: pathlib.Path) -> str:
@@ -154,11 +153,6 @@ def test_no_room_imports_itself_in_a_circle():
         for room in ROOMS
     }
     graphlib.TopologicalSorter(graph).prepare()
-
-
-def test_rooms_hold_few_modules():
-    folders = [path.parent for path in (*MODULES.values(), *KERNELS_FILES, *(ROOT / "tests").rglob("*.py"))]
-    assert max(folders.count(folder) for folder in folders) <= MOST_MODULES
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -249,12 +243,6 @@ def test_a_family_is_named_only_in_its_folder_and_in_the_table_of_families():
 
 def test_the_inner_train_step_fits_one_screen():
     assert lines_of(functions(MODULES["zero.step"])["train_step"]) <= TRAIN_STEP
-
-
-def test_functions_are_short():
-    paths = [*MODULES.values(), *KERNELS_FILES, *sorted((ROOT / "scripts").glob("*.py"))]
-    lines = {(path, name): lines_of(function) for path in paths for name, function in functions(path).items()}
-    assert not {place: count for place, count in lines.items() if count > LONGEST_FUNCTION}
 
 
 def test_no_two_classes_have_one_name():
