@@ -109,14 +109,16 @@ def get_config():
     c.optimizer.name = "adamw"  # adam, adamw, adafactor, lamb, lion, sgd
     c.optimizer.learning_rate = 3e-3  # the schedule's peak
     c.optimizer.schedule = "cosine"  # constant, linear, cosine; WarmupLR, WarmupDecayLR, WarmupCosineLR as in DeepSpeed
-    c.optimizer.warmup_steps = 20  # steps of the warm-up
+    c.optimizer.warmup_steps = 20  # steps of the warm-up; in a run with fewer, a tenth of these
     c.optimizer.warmup = "linear"  # the form of the warm-up: "linear", "log"
     c.optimizer.initial_fraction = 0.0  # of the peak, at step 0 of a warm-up
     c.optimizer.final_fraction = 0.1  # of the peak, at the last step (linear, cosine, WarmupCosineLR); at most 1
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.95
     c.optimizer.eps = 1e-8
-    c.optimizer.weight_decay = 0.1  # decoupled from the gradient
+    c.optimizer.weight_decay = (
+        -1.0
+    )  # decoupled from the gradient; -1: 0.1, or 0 where the optimizer has none (adam, sgd)
     c.optimizer.weight_decay_on = "matrices"  # leaves with two or more dims; "all": biases and scales too
     c.optimizer.clip_norm = 1.0  # maximum of the global gradient norm, above eps; 0: no clipping
     c.optimizer.moments = "fp32"  # stored in "fp32", "bf16" or "int8": 4, 2 or 1 bytes; only for adam, adamw and lion
@@ -171,7 +173,7 @@ def get_config():
 
     c.sample = config_dict.ConfigDict()
     c.sample.prompt = "def "  # a T5 preset fills in each ___
-    c.sample.length = 160  # tokens; 0: none
+    c.sample.length = -1  # tokens; 0: none; -1: 160, or as many as the model has positions for
     c.sample.temperature = 0.8  # 0: the likeliest token
 
     c.export = config_dict.ConfigDict()

@@ -136,7 +136,7 @@ def run(folder: pathlib.Path, out: pathlib.Path, args: argparse.Namespace) -> fl
                 state, metrics = train_step(state, jax.device_put(batch, partition.batch_sharding))
                 losses.append(metrics["loss"])
             mean = float(np.mean(jax.device_get(losses)))
-        say(*phases.lines(f"epoch {epoch}, training", memory))
+        say(*(phases.unreported(memory) if epoch == 1 else []), *phases.lines(f"epoch {epoch}, training", memory))
         say(f"epoch {epoch}: train_ppl={math.exp(min(mean, 700)):.4f} train_epoch_loss={mean:.4f}")
         with phases.measured() as memory:
             params = (

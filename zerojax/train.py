@@ -36,11 +36,11 @@ from zerojax.trainer import recorder as recorder_lib
 from zerojax.trainer.card import document, facts
 from zerojax.trainer.card import tally as tally_lib
 from zerojax.trainer.card import writer as card_lib
-from zerojax.trainer.checks import effects, host, texts
+from zerojax.trainer.checks import effects, host, ranges, texts
 from zerojax.trainer.clients import outlets
 from zerojax.trainer.tuning import answers, examples, rounds
 from zerojax.zero import memory
-from zerojax.zero.offload import budget, kept
+from zerojax.zero.offload import blockwise, budget, kept
 from zerojax.zero.offload import settings as offload_settings
 
 STEPS_BEFORE_COMPARING = 2  # a program reaches its peak memory in its first steps
@@ -284,10 +284,17 @@ def _build(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> pro
         program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
     texts.check(program, tokenizer)
     host.check(program)
+    for line in effects.shortened(config):
+        say(line)
+    if program.weights is not None:
+        say(program.weights.count_line(program.partition))
     if program.source is not None:
         say(f"the model is that of {program.source.path}; config.model.preset is not read")
     accumulates = program.sizes.grad_accum > 1
-    say(display.as_text(memory.memory_table(program.partition, program.baseline, accumulates, by_hand=True)))
+    step = program.train_step
+    frees = isinstance(step, blockwise.BlockwiseStep) and not step.holds_gradients
+    counted: dict[str, Any] = {"by_hand": True, "one_block": program.family.blocks if frees else ""}
+    say(display.as_text(memory.memory_table(program.partition, program.baseline, accumulates, **counted)))
     say(memory.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
     if line := kept.line(program.partition):
         say(line)
@@ -427,16 +434,20 @@ def _write_results(
 ) -> None:
     """Prints a sample, draws the losses and exports the weights. A failure of one does not lose the others."""
 
+    length, is_own = texts.sample_length(program, tokenizer), config.sample.length == ranges.OWN
+
     def sample() -> None:
-        sampled = results.sample(program, tokenizer, state.params, **vars(config.sample), seed=config.seed)
-        say(f"a sample, from {config.sample.prompt!r}:\n{sampled}")
+        how = {**vars(config.sample), "length": length}
+        sampled = results.sample(program, tokenizer, state.params, **how, seed=config.seed)
+        fits = f" of {length} tokens, for which the model has positions" if length < texts.SAMPLED and is_own else ""
+        say(f"a sample{fits}, from {config.sample.prompt!r}:\n{sampled}")
 
     def export() -> None:
         results.export(program, state, folder / "export", tokenizer)
         say(f"weights exported to {folder / 'export'}")
 
     wanted: list[tuple[Callable[[], None], bool]] = [
-        (sample, config.sample.length > 0 and config.data.task == tasks.TEXT),
+        (sample, length > 0),
         (functools.partial(results.draw, folder), processes.is_primary()),
         (export, config.export.format != "none"),
     ]

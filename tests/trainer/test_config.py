@@ -13,6 +13,7 @@ import pytest
 import runs
 
 from zerojax.errors import UserError
+from zerojax.optim import registry
 from zerojax.trainer import config as config_lib
 from zerojax.zero import loss_scale
 
@@ -91,6 +92,15 @@ def test_a_field_is_described_in_words():
         "a whole number", "a whole number", "", "", "a number",
     ]  # fmt: skip
     assert config_lib.expected("mesh") == "a group of settings (replica, data, model)"
+
+
+@pytest.mark.parametrize("name", registry.OPTIMIZERS)
+def test_a_weight_decay_that_nobody_set_is_one_that_the_optimizer_has(name):
+    found = config_lib.from_dict(changed({"optimizer.name": name})).optimizer
+    registry.make_optimizer(name, 1e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=found.weight_decay)  # is not refused
+    assert found.weight_decay == (0.1 if "weight_decay" in registry.READS[name] else 0.0)
+    own = config_lib.from_dict(changed({"optimizer.name": name, "optimizer.weight_decay": 0.3}))
+    assert own.optimizer.weight_decay == 0.3
 
 
 def test_settings_survive_json():

@@ -50,6 +50,15 @@ GRADS = {
 }
 
 
+def test_gradients_of_weights_in_host_memory_are_on_the_device_all_or_those_of_a_block():
+    part = make_partition(3, offload={"optimizer": "host", "params": "host"})
+    assert len(part.on_host) == 3 * len(SHAPES)  # weights and two moments
+    counted = memory.bytes_per_device(part, by_hand=True)
+    assert (counted[roles.PARAMS], counted[roles.GRADIENTS]) == (0, 4 * COUNT // 8)
+    by_block = memory.bytes_per_device(part, by_hand=True, one_block="kernel|table")[roles.GRADIENTS]
+    assert by_block == 4 * (64 * 40 + 24) // 8  # of the largest block, and of what is in none
+
+
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("stage", stages.STAGES)

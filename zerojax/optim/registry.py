@@ -41,6 +41,13 @@ READS: dict[str, tuple[str, ...]] = {
     "lion": ("b1", "b2", "weight_decay"),
     "sgd": ("b1",),
 }
+OWN_DECAY = 0.1  # of an optimizer that has weight decay, if none is given
+
+
+def own_weight_decay(name: str) -> float:
+    """Returns the weight decay of an optimizer if none is given: 0 for one that has none."""
+    return OWN_DECAY if "weight_decay" in READS[name] else 0.0
+
 
 # The same with moments in 16 or 8 bits, and with stochastically rounded 16-bit weights.
 FUSED: dict[str, Callable[..., Any]] = {

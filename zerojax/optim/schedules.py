@@ -89,13 +89,12 @@ def make(
     return optax.join_schedules([rise, SCHEDULES[name](peak, warmup_steps, steps, final_fraction)], [warmup_steps])
 
 
-def check(name: str, warmup_steps: int, steps: int, length: str) -> None:
-    """Raises a UserError if the warm-up is longer than the run of `length`, in words. DeepSpeed's schedules may be cut."""
-    if name in SCHEDULES and warmup_steps > steps:
-        raise UserError(
-            f"config.optimizer.warmup_steps: {warmup_steps} is longer than the run of {length}; "
-            f"set --config.optimizer.warmup_steps={steps // 10}"
-        )
+def fitting_warmup(name: str, warmup_steps: int, steps: int) -> int:
+    """Returns the steps of the warm-up in a run of `steps`: a tenth of them if the warm-up is longer than the run.
+
+    DeepSpeed's schedules keep theirs, which may end after the run.
+    """
+    return steps // 10 if name in SCHEDULES and warmup_steps > steps else warmup_steps
 
 
 def _logarithmic(first: float, peak: float, steps: int) -> Schedule:

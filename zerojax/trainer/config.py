@@ -20,6 +20,7 @@ from zerojax import errors, precision
 from zerojax.data import batches
 from zerojax.errors import UserError
 from zerojax.lora import settings as lora_lib
+from zerojax.optim import registry
 from zerojax.trainer.checks import ranges
 from zerojax.trainer.clients import outlets
 from zerojax.zero import loss_scale as loss_scale_lib
@@ -288,7 +289,13 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
     make_offload(config.offload, config.zero.stage)
     make_fp8(config)
     _check_lora(config)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=_tokenizer(config)))
+    chosen = config.optimizer
+    decay = registry.own_weight_decay(chosen.name) if chosen.weight_decay == ranges.OWN else chosen.weight_decay
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, tokenizer=_tokenizer(config)),
+        optimizer=dataclasses.replace(chosen, weight_decay=decay),
+    )
 
 
 def with_scratch(config: Config, folder: str | os.PathLike) -> Config:

@@ -190,7 +190,6 @@ def _build(config: config_lib.Config, tokenizer_vocab: int, devices: Sequence[An
         offload=offload,
     )
     _check_model_axis(partition)
-    schedules.check(config.optimizer.schedule, config.optimizer.warmup_steps, config.steps, config.length)
     return Program(
         config=config,
         mesh=mesh,
@@ -602,7 +601,7 @@ def _optimizer(
     schedule = schedules.make(
         chosen.schedule,
         chosen.learning_rate,
-        chosen.warmup_steps,
+        schedules.fitting_warmup(chosen.schedule, chosen.warmup_steps, config.steps),
         config.steps,
         chosen.final_fraction,
         warmup=chosen.warmup,

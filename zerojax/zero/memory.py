@@ -1,6 +1,7 @@
 """Counts bytes per device by role. This module shows, before any allocation, the bytes of a state and the share that its stage saves."""
 
 import math
+import re
 from typing import Any
 
 import jax
@@ -18,27 +19,31 @@ MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": eight_bit.BYTES}  # of one mom
 
 
 def bytes_per_device(
-    partition: placement.Partition, *, accumulates: bool = False, by_hand: bool = False
+    partition: placement.Partition, *, accumulates: bool = False, by_hand: bool = False, one_block: str = ""
 ) -> dict[str, int]:
     """Returns {role: bytes on each device}, computed from the shardings; activations and host memory are not counted.
 
     Frozen weights have a role of their own, and no gradients.
 
-    Gradients exist while a step runs. They have the dtype of their weights, or float32 if they accumulate over several passes or are
-    summed by explicit collectives (`by_hand`: `make_train_step`'s reduce_dtype). With these, one pass leaves them sharded as the optimizer
-    state.
+    Gradients exist while a step runs, on the device, also those of weights in host memory. They have the dtype of their weights, or float32
+    if they accumulate over several passes or are summed by explicit collectives (`by_hand`: `make_train_step`'s reduce_dtype). With these,
+    one pass leaves them sharded as the optimizer state. `one_block` is a regex of the blocks if no gradient outlives its block
+    (docs/offload.md); those of the largest block are counted then, and those of weights outside of blocks.
     """
     counted = dict.fromkeys(ROLES, 0)
+    of_blocks: dict[str, int] = {}
     for path, leaf in tree.flatten(partition.abstract_state):
         role = partition.leaves[path].role
-        if path in partition.on_host:
-            continue
-        counted[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
+        if path not in partition.on_host:
+            counted[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
         if role == roles.PARAMS:
             item = 4 if accumulates or by_hand else jnp.dtype(leaf.dtype).itemsize
             weight, reduction = partition.placements[path], gather.Reduction(jnp.float32, at_once=not accumulates)
             sharding = reduction.target(weight) if by_hand else weight.grad
-            counted[roles.GRADIENTS] += item * math.prod(sharding.shard_shape(leaf.shape))
+            block = re.search(one_block, path) if one_block else None
+            name = block[0] if block else ""
+            of_blocks[name] = of_blocks.get(name, 0) + item * math.prod(sharding.shard_shape(leaf.shape))
+    counted[roles.GRADIENTS] = of_blocks.pop("", 0) + max(of_blocks.values(), default=0)
     return counted
 
 
@@ -97,9 +102,10 @@ def memory_table(
     baseline: placement.Partition,
     accumulates: bool = False,
     by_hand: bool = False,
+    one_block: str = "",
 ) -> Table:
     """Returns a table of the bytes of a partition and of `baseline`, the same run at stage 0; see `bytes_per_device`."""
-    here = bytes_per_device(partition, accumulates=accumulates, by_hand=by_hand)
+    here = bytes_per_device(partition, accumulates=accumulates, by_hand=by_hand, one_block=one_block)
     there = bytes_per_device(baseline, accumulates=accumulates, by_hand=by_hand)
     table = Table(title=f"Bytes on each device: stage {partition.stage}, data={partition.mesh.shape['data']}")
     for column in ("role", f"stage {partition.stage}", "stage 0", "saved"):

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import runs
+import safetensors
 
 import zerojax
 from zerojax import tree
@@ -158,6 +159,20 @@ def test_a_folder_of_adapters_is_a_start(cache_dir):
 def test_settings_that_do_not_fit_are_refused_in_one_line(changes, message):
     with pytest.raises(UserError, match=f"^{message}"):
         build(**changes)
+
+
+@pytest.mark.parametrize("saved", ["", "lm_head"])
+def test_the_trained_weights_and_all_are_counted_as_peft_does(saved):
+    built = build(lora__target_modules="q_proj,v_proj", lora__modules_to_save=saved)
+    with safetensors.safe_open(FOLDER / "model.safetensors", "numpy") as file:
+        sizes = {name: int(np.prod(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
+        shapes = [
+            file.get_slice(name).get_shape() for name in sizes if "q_proj.weight" in name or "v_proj.weight" in name
+        ]
+    trained = sum(4 * (outs + ins) for outs, ins in shapes) + (sizes["lm_head.weight"] if saved else 0)
+    every = sum(sizes.values()) + trained  # PEFT keeps the original of a module that it trains in full
+    line = f"trainable params: {trained:,} || all params: {every:,} || trainable%: {100 * trained / every:.4f}"
+    assert built.weights.count_line(built.partition) == line
 
 
 def test_a_frozen_weight_counts_two_thirds_of_the_operations_of_a_trained_one():

@@ -17,7 +17,7 @@ TOLD = {  # changed settings -> the one that then has no effect, and words of th
     "stage 0": ({"zero__stage": 0, "zero__indivisible": "pad"}, "zero.indivisible='pad'", "shards nothing"),
     "bf16": ({"precision": "bf16", "fp8__first": 1}, "fp8.first=1", "'bf16' computes nothing in fp8"),
     "sgd": (
-        {"optimizer__name": "sgd", "optimizer__weight_decay": 0.0, "optimizer__eps": 1e-6},
+        {"optimizer__name": "sgd", "optimizer__eps": 1e-6},
         "optimizer.eps=1e-06",
         "sgd does not read it",
     ),
@@ -37,6 +37,14 @@ TOLD = {  # changed settings -> the one that then has no effect, and words of th
     "no sample": ({"sample__prompt": "class "}, "sample.prompt='class '", "sample.length=0"),
     "no profile": ({"profile__start": 3}, "profile.start=3", "profile.steps=0"),
 }
+
+
+def test_a_warm_up_longer_than_the_run_is_told_and_no_other():
+    told = effects.shortened(runs.config(steps=12, optimizer__warmup_steps=20))
+    assert told == [
+        "config.optimizer.warmup_steps=20 is longer than the run of config.steps=12: the warm-up takes 1 step"
+    ]
+    assert effects.shortened(runs.config(steps=20, optimizer__warmup_steps=20)) == []
 
 
 @pytest.mark.parametrize("name", TOLD)

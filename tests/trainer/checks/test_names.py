@@ -32,7 +32,7 @@ REFUSED = {
     "no module": ({"model.recompute": "zzz", "model.remat": "dots"}, r"^config\.model\.recompute: 'zzz' matches no module"),
     "no regex": ({"model.offload": "("}, r"^config\.model\.offload: '\(' is not a regex"),
     "too large a regex": ({"model.offload": "x{99999999999}"}, r"^config\.model\.offload: .* is not a regex"),
-    "the most basic first": ({"optimizer.warmup_steps": 9, "mesh.replica": 3}, r"^config\.mesh: "),
+    "the most basic first": ({"mesh.model": 2, "mesh.replica": 3}, r"^config\.mesh: "),
     "a short T5": ({"model.preset": "t5_test", "seq_len": 1}, r"^config\.seq_len: must be 2 or more for span corruption"),
 }  # fmt: skip
 

@@ -27,6 +27,19 @@ def test_a_sample_up_to_the_last_position_is_allowed_and_no_longer_one():
     check(sample__prompt="x" * 600, sample__length=0)
 
 
+def test_a_sample_of_no_given_length_is_as_long_as_the_positions_allow():
+    def length(**changes):
+        built = program.build(runs.config(sample__length=-1, **changes), tokenizer_vocab=BYTES.vocab_size)
+        texts.check(built, BYTES)
+        return texts.sample_length(built, BYTES)
+
+    assert length(sample__prompt="x") == 160
+    assert length(sample__prompt="x" * 411) == 100  # with the separator 412 of 512
+    assert length(sample__prompt="x" * 600) == 0
+    with pytest.raises(UserError, match=r"^config\.sample\.prompt: has 64 gaps"):
+        length(model__preset="t5_test", sample__prompt="___" * 64)
+
+
 def test_more_gaps_or_spans_than_sentinels_are_refused_before_a_run():
     check(model__preset="t5_test", sample__prompt="___" * 63, sample__length=4)
     with pytest.raises(UserError, match=r"^config\.sample\.prompt: has 64 gaps"):

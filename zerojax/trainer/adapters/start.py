@@ -5,6 +5,7 @@ Frozen weights are in no checkpoint. They are read from the model's folder again
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -146,6 +147,12 @@ class Weights:
         made = dict(tree.flatten(self._make(frozen)))
         own = dict(tree.flatten(state.params))
         return state.replace(params=tree.map_with_path(lambda path, _: own.get(path, made.get(path)), everything))
+
+    def count_line(self, partition: placement.Partition) -> str:
+        """Returns the numbers of trained weights and of all, as PEFT prints them. A weight trained in full counts beside its original."""
+        trained = sum(math.prod(found.shape or ()) for found in partition.placements.values() if found.trainable)
+        every = family_lib.count_params(self.family.parts, self.model) + trained
+        return f"trainable params: {trained:,} || all params: {every:,} || trainable%: {100 * trained / every:.4f}"
 
     def _make(self, abstract: Any) -> Any:
         """Returns weights for abstract leaves."""

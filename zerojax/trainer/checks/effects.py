@@ -52,7 +52,7 @@ DEFAULTS: dict[str, Any] = {
     "evaluate.answers": 64,
     "checkpoint.keep_last": 2,
     "checkpoint.keep_best": 1,
-    "sample.length": 160,
+    "sample.length": ranges.OWN,
     "sample.prompt": "def ",
     "sample.temperature": 0.8,
     "export.dtype": "auto",
@@ -73,6 +73,18 @@ def unread(config: Any) -> list[str]:
         if ranges.lookup(config, place) not in (DEFAULTS[place], OFF.get(place, DEFAULTS[place])):
             reasons.setdefault(place, why)
     return [f"config.{place}={ranges.lookup(config, place)!r} has no effect: {why}" for place, why in reasons.items()]
+
+
+def shortened(config: Any) -> list[str]:
+    """Returns a line if the warm-up is longer than the run, whose steps must be known."""
+    chosen = config.optimizer
+    warmup = schedules.fitting_warmup(chosen.schedule, chosen.warmup_steps, config.steps)
+    if warmup == chosen.warmup_steps:
+        return []
+    steps = f"{warmup} step" if warmup == 1 else f"{warmup} steps"
+    return [
+        f"config.optimizer.warmup_steps={chosen.warmup_steps} is longer than the run of {config.length}: the warm-up takes {steps}"
+    ]
 
 
 def _of_task(config: Any) -> dict[str, tuple[str, ...]]:

@@ -56,6 +56,8 @@ NOT_NEGATIVE = tuple(
     "optimizer.clip_norm loss_scale.static epochs evaluate.every evaluate.batches evaluate.answers checkpoint.every "
     "checkpoint.keep_best sample.length sample.temperature profile.steps".split()
 )
+OWN = -1.0  # of a setting that the optimizer or the model then chooses
+OWN_ALLOWED = {"optimizer.weight_decay": "the optimizer's own", "sample.length": "as many as fit, up to 160"}
 BELOW_ONE = ("optimizer.b1", "optimizer.b2", "lora.dropout", "model.dropout")
 
 # place -> (the largest value, why). Without these bounds XLA aborts the process where an array has 2**63 bytes, and Python traces or
@@ -163,7 +165,9 @@ def _flaw(place: str, value: float) -> str:
         return "must be above 0"
     if place in POSITIVE and value < _FLOAT32.tiny:
         return f"must be above {_FLOAT32.tiny:.2g}, below which float32 has only 0"
-    if place in NOT_NEGATIVE and value < 0:
+    if place in OWN_ALLOWED and value < 0 and value != OWN:
+        return f"must not be negative, or -1 for {OWN_ALLOWED[place]}"
+    if place in NOT_NEGATIVE and value < 0 and place not in OWN_ALLOWED:
         return "must not be negative"
     if place in BELOW_ONE and not 0 <= value < 1:
         return "must be at least 0 and below 1"

@@ -1,10 +1,14 @@
 """Compares a run with its tokenizer. This module refuses, before anything is compiled, what would fail at the first batch or the sample."""
 
+import math
 from typing import Any
 
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
+from zerojax.trainer.checks import ranges
+
+SAMPLED = 160  # tokens of a sample whose length is not set
 
 
 def check(program: Any, tokenizer: tokenizer_lib.Tokenizer) -> None:
@@ -19,17 +23,29 @@ def check(program: Any, tokenizer: tokenizer_lib.Tokenizer) -> None:
     program.objective.form(tokenizer, config.seq_len)
     if not config.sample.length:
         return
-    inputs, start = program.objective.prompt(tokenizer, config.sample.prompt)
-    longest = program.model.max_seq_len
-    text = max(len(start) + config.sample.length, *(len(array) for array in inputs.values()), 0)
-    if longest and text > longest:
-        prompt = max(len(start), *(len(array) for array in inputs.values()), 0)
-        way_out = (
-            f"set --config.sample.length={longest - prompt} or less"
-            if prompt < longest
-            else "shorten config.sample.prompt"
-        )
+    prompt, room = _room(program, tokenizer)
+    if config.sample.length > room:
+        way_out = f"set --config.sample.length={room} or less" if room > 0 else "shorten config.sample.prompt"
         raise UserError(
-            f"config.sample.length: the prompt's {prompt} tokens and {config.sample.length} more are over the {longest} positions of "
-            f"config.model.preset={config.model.preset}; {way_out}"
+            f"config.sample.length: the prompt's {prompt} tokens and {config.sample.length} more are over the "
+            f"{program.model.max_seq_len} positions of config.model.preset={config.model.preset}; {way_out}"
         )
+
+
+def sample_length(program: Any, tokenizer: tokenizer_lib.Tokenizer) -> int:
+    """Returns the tokens of a run's sample: those of its config, or else SAMPLED, or as many as the model has positions for."""
+    config = program.config
+    if config.data.task != tasks.TEXT:
+        return 0
+    if config.sample.length != ranges.OWN:
+        return config.sample.length
+    _, room = _room(program, tokenizer)
+    return int(max(0, min(SAMPLED, room)))
+
+
+def _room(program: Any, tokenizer: tokenizer_lib.Tokenizer) -> tuple[int, float]:
+    """Returns the tokens of the prompt, and how many tokens the model has positions for after it."""
+    inputs, start = program.objective.prompt(tokenizer, program.config.sample.prompt)
+    longest = program.model.max_seq_len or math.inf
+    read = max((len(array) for array in inputs.values()), default=0)
+    return max(len(start), read), max(0, longest - len(start)) if read <= longest else 0

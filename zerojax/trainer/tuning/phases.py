@@ -90,11 +90,10 @@ def measured() -> Iterator[dict[str, int]]:
 
 
 def lines(name: str, numbers: dict[str, int]) -> list[str]:
-    """Returns a line for the device and one for the host, from the numbers of a phase with this name."""
+    """Returns a line for the device and one for the host, as far as they are known, from the numbers of a phase with this name."""
     told = []
     for where in (DEVICE, HOST):
         if f"{where}_before_bytes" not in numbers:
-            told.append(f"{name}: the memory of the {where} is not reported by this {_teller(where)}")
             continue
         before, consumed, peak, total = (
             numbers[f"{where}_{kind}_bytes"] for kind in ("before", "consumed", "peak", "total_peak")
@@ -105,6 +104,15 @@ def lines(name: str, numbers: dict[str, int]) -> list[str]:
             f"{display.human(peak)} peak above that, {display.human(total)} total peak"
         )
     return told
+
+
+def unreported(numbers: dict[str, int]) -> list[str]:
+    """Returns a line for the device and one for the host if the numbers of a phase lack theirs."""
+    return [
+        f"the memory of the {where} is not reported by this {_teller(where)}"
+        for where in (DEVICE, HOST)
+        if f"{where}_before_bytes" not in numbers
+    ]
 
 
 def _teller(where: str) -> str:

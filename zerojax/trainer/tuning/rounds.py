@@ -37,6 +37,7 @@ class Rounds:
         self._recorder, self._held_out_loss, self._answer, self._ends = recorder, held_out_loss, answer, ends
         self._total = self._labels = 0.0
         self._phase: phases.Phase | None = None
+        self._is_told = False  # whose memory is not known
         recorder.listen(self._add)
 
     def begin(self) -> None:
@@ -99,6 +100,10 @@ class Rounds:
     def _tell_memory(self, name: str, phase: str, memory: dict[str, int], numbers: dict[str, Any]) -> None:
         for line in phases.lines(f"{name}, {phase}", memory):
             self._recorder.say(line)
+        if not self._is_told:
+            self._is_told = True
+            for line in phases.unreported(memory):
+                self._recorder.say(line)
         numbers |= {f"memory/{phase}_{kind}": number for kind, number in memory.items()}
 
 

@@ -214,6 +214,16 @@ class BlockwiseStep(streamed.StreamedStep):
         """Returns the programs of one pass, for a state and a batch that may be abstract; see `Passes.one_pass`."""
         return self.passes.one_pass(self.updates.rest.of(state), batch, compiler_options)
 
+    @property
+    def _waits(self) -> bool:
+        """Returns whether gradients wait for the norm, as they do in the first step with a late one."""
+        return not self.is_early or self._late_factor is not None
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Returns whether all gradients are on the device at once: those of the pass before, or those that wait for the norm."""
+        return self.passes.count > 1 or self._waits
+
     def memory(self, state: Any, batch: Any) -> "Memory":
         """Returns what a step takes of a device, for a state and a batch that may be abstract. Compiles its programs."""
         one_pass = self.one_pass(state, batch)
@@ -222,10 +232,8 @@ class BlockwiseStep(streamed.StreamedStep):
         copies = [*cut.first, *((*program.after, *program.brings) for program in cut.programs)]
         num_passes = self.passes.count
         follows = (schedule.STEP,) if num_passes == 1 else (schedule.PASS, schedule.STEP)
-        # The gradients of the pass before, and those that wait for the norm, as they do in the first step with a late one.
-        waits = not self.is_early or self._late_factor is not None
-        itemsize = 2 if self.passes.in_16_bits and not waits else 4  # those that wait for the norm are float32
-        waiting = itemsize * sum(one_pass.elements.values()) if num_passes > 1 or waits else 0
+        itemsize = 2 if self.passes.in_16_bits and not self._waits else 4  # those that wait for the norm are float32
+        waiting = itemsize * sum(one_pass.elements.values()) if self.holds_gradients else 0
         return Memory(
             fetched=num_passes * sum(cut.nbytes(number) for numbers in copies for number in numbers),
             passes=max(one_pass.schedule.peak(takes_results=True, follows=what) for what in follows)
