@@ -6,6 +6,7 @@ quarter of the time. Shardings do not change.
 
 import gc
 import os
+import signal
 
 import rough
 
@@ -17,6 +18,12 @@ import pytest
 import runs
 
 from zerojax.data import source
+
+# Tests send signals, and pytest may have been started with some ignored, as by nohup. It lives through them as before, and what it starts
+# does not ignore them.
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 
 def pytest_collection_finish():

@@ -75,7 +75,9 @@ def test_the_lock_of_another_host_is_refused_with_the_way_to_remove_it(tmp_path)
     message = refusal(path)
     assert "process 12 on node7 has held it since 2" in message and f"delete {path}" in message
     assert path.read_bytes() == before
-    os.utime(path, (time.time() - lock.SILENT_SECONDS - 1,) * 2)
+    os.utime(path, (time.time() - 14.5 * 60,) * 2)
+    assert message == refusal(path) and message.endswith("until it has been silent for 15 minutes, else choose another")
+    os.utime(path, (time.time() - 15.1 * 60,) * 2)
     with held(path):
         assert json.loads(path.read_text())["pid"] == os.getpid()
 

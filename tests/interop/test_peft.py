@@ -174,6 +174,11 @@ def changed(tmp_path, **fields):
     return folder
 
 
+def test_what_a_config_leaves_out_has_the_default_of_peft(tmp_path):
+    lora = peft.read_settings(tmp_path, {"peft_type": "LORA", "target_modules": ["q_proj"]})
+    assert lora == zerojax.Lora(r=8, alpha=8, dropout=0.0, target_modules=("q_proj",), rslora=False)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -18,15 +18,19 @@ def catches(pid: int, number: int) -> bool:
     return bool(int(line.split()[1], 16) >> (number - 1) & 1)
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_command_that_is_stopped_during_its_imports_ends_in_one_line(number, status):
-    command = [sys.executable, "-m", "zerojax.train", "--config=none"]
+@pytest.mark.parametrize("number, status, ignored", [(signal.SIGINT, 130, ""), (signal.SIGTERM, 143, "INT HUP")])
+def test_a_command_that_is_stopped_during_its_imports_ends_in_one_line(number, status, ignored):
+    shell = [f"trap '' {ignored}; exec \"$@\"" if ignored else 'exec "$@"', "sh"]
+    command = ["sh", "-c", *shell, sys.executable, "-m", "zerojax.train", "--config=none"]
     with subprocess.Popen(
         command, cwd=programs.ROOT, env=programs.environment(), stderr=subprocess.PIPE, text=True
     ) as process:
         deadline = time.monotonic() + programs.LIMIT
         while not catches(process.pid, signal.SIGTERM) and time.monotonic() < deadline:
             time.sleep(0.001)
+        if ignored:  # by nohup, or & in a script
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGHUP)
         process.send_signal(number)
         _, err = process.communicate(timeout=programs.LIMIT)
     assert (process.returncode, err) == (status, f"{early.line(number)}\n")

@@ -50,6 +50,18 @@ def test_a_signal_asks_and_a_second_sigterm_has_no_further_effect():
             signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.parametrize("number", signals.StopSignal.SIGNALS)
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(number):
+    former = signal.signal(number, signal.SIG_IGN)
+    try:
+        with signals.StopSignal(has_state=False) as stop:  # a signal that it heard would end this process
+            signal.raise_signal(number)
+            assert not stop.requested
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, former)
+
+
 def test_a_process_with_nothing_to_save_ends_at_once_with_a_line():
     command = [sys.executable, "-c", programs.SINGLE_MODULES + FORKS, json.dumps(list(ENDS.values()))]
     out = subprocess.run(command, env=programs.environment(), capture_output=True, text=True, timeout=50).stdout

@@ -1,5 +1,6 @@
 """Checks the gather in its two forms against numpy. This module tests zerojax.zero.gather."""
 
+import dataclasses
 import itertools
 import types
 from typing import Any
@@ -88,6 +89,23 @@ def test_the_sum_is_made_in_the_dtype_asked_for():
 
     assert all(":f32" in line for line in sums(jnp.float32)) and len(sums(jnp.float32)) == 1
     assert all(":bf16" in line for line in sums(jnp.bfloat16)) and len(sums(jnp.bfloat16)) == 1
+
+
+@pytest.mark.parametrize("mesh", list(MESHES))
+def test_of_what_overwrites_a_weight_the_largest_of_all_devices_is_taken_also_in_one_of_several_passes(mesh):
+    place = dataclasses.replace(placement(mesh_lib.make_mesh(*MESHES[mesh]), P(), P(), P()), overwritten=True)
+    values = (
+        np.random.default_rng(0).normal(size=(8, 16, 24)).astype(np.float32)
+    )  # each device has the largest somewhere
+    reduction = gather.Reduction(jnp.bfloat16, at_once=False)
+    found = jax.shard_map(
+        lambda own: gather.reduce_pass(own[0], place, reduction),
+        mesh=place.stored.mesh,
+        in_specs=P(mesh_lib.BATCH_AXES),
+        out_specs=P(),
+        check_vma=False,
+    )(values)
+    np.testing.assert_array_equal(found, values.max(axis=0))
 
 
 @pytest.mark.parametrize(("stage", "waits"), [("0", True), ("1", True), ("2", False), ("3", False)])

@@ -24,7 +24,7 @@ from rich.table import Table
 from zerojax import display, errors
 from zerojax.commands import arguments
 from zerojax.errors import UserError
-from zerojax.launch import processes
+from zerojax.launch import early, processes
 from zerojax.trainer import command, metrics
 from zerojax.trainer import config as config_lib
 from zerojax.trainer.card import document
@@ -95,7 +95,8 @@ class Verified:
 
 def main() -> None:
     """Runs each setting and prints the table. Status 1: some losses differ, or nothing was proven; 2: wrong input."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the run in progress too
+    if early.listens_for(signal.SIGTERM):
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the run in progress too
     arguments.run(_verify)
 
 

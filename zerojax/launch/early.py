@@ -16,8 +16,9 @@ INTERRUPTED = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped by SIGTERM
 
 
 def listens_for(number: int) -> bool:
-    """Returns whether a command acts on the signal. One started by nohup ignores SIGHUP."""
-    return number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    """Returns whether a command acts on the signal. One that was ignored when it started stays ignored: SIGHUP after `nohup`, SIGINT after
+    `&` in a script, any after `trap ''`."""
+    return signal.getsignal(number) != signal.SIG_IGN
 
 
 def line(number: int) -> str:

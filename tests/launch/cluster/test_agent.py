@@ -61,6 +61,21 @@ def test_processes_of_a_killed_agent_are_killed_with_their_children(capfd, tmp_p
     assert not (tmp_path / "saved0").exists()
 
 
+def test_the_guard_knows_a_process_before_it_starts_anything(tmp_path):
+    """An agent that is killed at once, before it does anything else, leaves no child of its processes."""
+    code = (
+        "import os, signal, sys, time; from zerojax.launch.cluster import agent; folder = sys.argv[1]\n"
+        "order = dict(rank=0, env={'RANK': '0'}, argv=[sys.executable, *sys.argv[2:], folder])\n"
+        "shared = dict(log_dir='', attempt=0, cwd=folder, host='a')\n"
+        "agent.Process(order, shared, folder, agent.guard(folder + '/own'), print)\n"
+        "while not os.path.exists(folder + '/pids0'): time.sleep(0.01)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    command = [sys.executable, "-c", programs.SINGLE_MODULES + code, str(tmp_path), "-c", FAMILY + "time.sleep(100)"]
+    assert subprocess.run(command).returncode == -signal.SIGKILL
+    launches.wait_until(lambda: not any(map(launches.is_alive, pids(tmp_path, 0))))
+
+
 def test_children_of_a_process_that_ended_end_too_and_its_output_is_complete(capfd, tmp_path):
     began = time.monotonic()
     done = launch(capfd, FAMILY + "print('x' * 100_000); print('last', end='')", str(tmp_path), processes=1)

@@ -99,6 +99,16 @@ def test_signals_reach_every_process_once_and_a_clean_end_is_status_0(capfd, tmp
     assert signal.getsignal(number) is former
 
 
+def test_processes_ignore_no_signal_also_where_the_launcher_does(capfd):
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        order = attempt.Order(["grep", "SigIgn", "/proc/self/status"], nodes("localhost"))
+        assert supervisor.Supervisor(order).run() == 0
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert int(capfd.readouterr().out.split()[-1], 16) == 0
+
+
 def test_sigquit_kills_processes_that_would_not_end(capfd, tmp_path):
     program = (
         "import os, pathlib, signal, sys\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

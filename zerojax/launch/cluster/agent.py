@@ -42,17 +42,22 @@ MOST_UNSENT = 32 << 20  # bytes of output that wait for a slow connection; what 
 BEAT_BYTES = 4096  # of a heartbeat file
 STACK_SIGNAL = int(getattr(signal, "SIGRTMIN", 34)) + 7  # asks a process for the stacks of its threads
 BOOT = "import sys;b=sys.stdin.buffer;exec(compile(b.read(int(b.readline())),'agent','exec'),{'__name__':'agent'})"
-# Replaces itself by the command, which keeps the request (PR_SET_PDEATHSIG = 1; Linux alone has it).
-ENDS_WITH_PARENT = """
+# Replaces itself by the command, which keeps the request (PR_SET_PDEATHSIG = 1; Linux alone has it). Before, it tells the guard of its
+# group, which the agent might not live to tell, and no longer ignores the signals that the launcher and Python ignore.
+STARTER = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):
         sys.exit(1)
+os.write(int(sys.argv[2]), b"+%d\\n" % os.getpid())
+os.close(int(sys.argv[2]))
+for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+    signal.signal(number, signal.SIG_DFL)
 try:
-    os.execvp(sys.argv[2], sys.argv[2:])
+    os.execvp(sys.argv[3], sys.argv[3:])
 except OSError as error:
-    print(f"zerojax: {sys.argv[2]}: {error.strerror}; give a command after --", file=sys.stderr)
+    print(f"zerojax: {sys.argv[3]}: {error.strerror}; give a command after --", file=sys.stderr)
     sys.exit(127)
 """
 
@@ -139,6 +144,7 @@ class Process:
         order: Mapping[str, Any],
         shared: Mapping[str, Any],
         folder: str,
+        guard_fd: int,
         tell: Callable[[Mapping[str, Any]], None],
     ):
         self.rank: int = order["rank"]
@@ -161,13 +167,14 @@ class Process:
         cwd = shared["cwd"]
         environment = {**os.environ, **order["env"], "ZEROJAX_HEARTBEAT": self.beat_path, "PWD": cwd}
         self.popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", ENDS_WITH_PARENT, str(os.getpid()), *order["argv"]],
+            [sys.executable, "-I", "-S", "-c", STARTER, str(os.getpid()), str(guard_fd), *order["argv"]],
             env=environment,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=[guard_fd],
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -241,8 +248,8 @@ class Process:
 class Agent:
     """The processes of this host, and the connection to the launcher."""
 
-    def __init__(self, tell_guard: Callable[[str], bool], folder: str):
-        self._tell_guard, self._folder = tell_guard, folder
+    def __init__(self, guard_fd: int, folder: str):
+        self._guard_fd, self._folder = guard_fd, folder
         self._frames: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._unsent: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._unsent_bytes, self._counting = 0, threading.Lock()
@@ -269,6 +276,12 @@ class Agent:
         self._send({"bye": True})
         self._unsent.put(b"")
         transmitter.join(5)
+
+    def _tell_guard(self, line: str) -> bool:
+        try:
+            return os.write(self._guard_fd, f"{line}\n".encode()) > 0
+        except OSError:
+            return False
 
     def _running(self) -> list[Process]:
         return [process for process in self._processes.values() if process.status is None]
@@ -336,9 +349,8 @@ class Agent:
         self._look_seconds = order.get("look", LOOK_SECONDS)
         try:
             for one in order["ranks"]:
-                process = Process(one, order, self._folder, self._from_process)
+                process = Process(one, order, self._folder, self._guard_fd, self._from_process)
                 self._processes[one["rank"]] = process
-                self._tell_guard(f"+{process.popen.pid}")
         except OSError as error:
             self._send({"refused": f"{error.filename or order['cwd']}: {error.strerror}"})
             self._end(0.0, "")
@@ -434,8 +446,8 @@ def _bytes(pid: str) -> int:
     return 0
 
 
-def guard(folder: str) -> Callable[[str], bool]:
-    """Forks the guard. Returns a function that tells it of started (+PID) and ended (-PID) processes, and that the agent lives (tick)."""
+def guard(folder: str) -> int:
+    """Forks the guard. Returns the pipe that tells it of started (+PID) and ended (-PID) processes, and that the agent lives (tick)."""
     read, write = os.pipe()
     agent = os.getpid()
     if os.fork() == 0:
@@ -449,14 +461,7 @@ def guard(folder: str) -> Callable[[str], bool]:
         _stand_guard(read, agent, folder)
         os._exit(0)
     os.close(read)
-
-    def tell(line: str) -> bool:
-        try:
-            return os.write(write, f"{line}\n".encode()) > 0
-        except OSError:
-            return False
-
-    return tell
+    return write
 
 
 def _stand_guard(read: int, agent: int, folder: str) -> None:
