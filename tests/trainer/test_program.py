@@ -269,6 +269,20 @@ def test_a_factored_optimizers_state_is_that_of_the_weights_without_padding():
 OFFLOAD = {"offload__optimizer": "host", "offload__chunk_bytes": 20_000}
 
 
+@pytest.mark.parametrize("name", sorted({*precision.PRECISIONS} - {"fp8", "fp16"}))
+def test_a_state_made_part_by_part_has_the_bits_and_dtypes_of_one_made_at_once(name):
+    away = {**OFFLOAD, "offload__params": "host", "offload__params_on_device": "embed"}
+    here, there = (build(precision=name, zero__stage=3, **changes) for changes in ({}, away))
+    states = [program.init_state(built) for built in (here, there)]
+    assert [leaf.dtype for leaf in jax.tree.leaves(states[1])] == [
+        leaf.dtype for leaf in jax.tree.leaves(there.partition.abstract_state)
+    ]
+    stored = [logical_lib.to_stored(logical_lib.to_logical(state)) for state in states]
+    assert stored[0].keys() == stored[1].keys()
+    for path, value in stored[0].items():
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(stored[1][path]), err_msg=path)
+
+
 def test_an_offloaded_program_begins_trains_and_restores_as_one_on_the_device(tmp_path):
     """At stage 2, where the master weights are offloaded too; then its checkpoint restores at stage 3, with each kind of offload."""
     here, there = build(zero__stage=2, precision="bf16"), build(zero__stage=2, precision="bf16", **OFFLOAD)

@@ -324,7 +324,7 @@ def most_pinned_bytes(config: config_lib.Config) -> int:
 def init_state(program: Program) -> Any:
     """Returns the initial state, created with the partition's shardings.
 
-    Weights are read from the program's source, or else drawn in float32, part by part. Equal parts share one compiled function.
+    Weights are read from the program's source, or else drawn in float32 and cast, part by part. Equal parts share one compiled function.
     """
     if program.weights is not None:
         return program.weights.first_state(program.create, program.partition)
@@ -356,7 +356,7 @@ def init_state(program: Program) -> Any:
 
 
 def _drawn_parts(program: Program, abstract_params: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the name and the float32 weights of each part of the model, drawn from the run's seed."""
+    """Yields the name and the weights of each part of the model, drawn from the run's seed."""
     key = jax.random.key(program.config.seed)
     compiled: list[tuple[nn.Module, Any, Callable[..., Any]]] = []
     for number, (name, (module, inputs)) in enumerate(
@@ -472,12 +472,12 @@ def _with_copy(program: Program, logical: Any) -> Any:
 
 
 def _init_part(module: nn.Module, inputs: family_lib.Inputs, abstract: Any, key: jax.Array, number: int) -> Any:
-    """Initialises the weights of part `number`, with zeros where the partition pads a leaf."""
+    """Initialises the weights of part `number` as `abstract` describes them: with its dtype, and zeros where the partition pads a leaf."""
     arrays = [jnp.zeros(like.shape, like.dtype) for like in inputs]
     params = module.init(jax.random.fold_in(key, number), *arrays)["params"]
 
     def fit(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.pad(leaf, [(0, want - have) for want, have in zip(like.shape, leaf.shape)])
+        return jnp.pad(leaf, [(0, want - have) for want, have in zip(like.shape, leaf.shape)]).astype(like.dtype)
 
     return jax.tree.map(fit, params, abstract)
 

@@ -65,6 +65,7 @@ def from_parts(
     needs = {number: own for number, own in enumerate(parts_lib.needs(traced.jaxpr)) if number not in made}
     held: dict[int, jax.Array] = {}
     for part in parts:
+        assert all(_is_like(leaf, traced.in_avals[number]) for number, leaf in part.items()), "not as traced"
         held |= part
         del part
         ready = [number for number, needed in needs.items() if needed <= held.keys()]
@@ -82,6 +83,11 @@ def from_parts(
             made |= {number: own[0] for number, own in zip(resident, results)}
         held = {number: leaf for number, leaf in held.items() if number not in last}
     return jax.tree.leaves([made[number] for number in range(len(wanted))])
+
+
+def _is_like(leaf: Any, told: Any) -> bool:
+    own = jax.typeof(leaf)
+    return (own.shape, own.dtype) == (told.shape, told.dtype)
 
 
 class _Slices:
