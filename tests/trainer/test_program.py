@@ -19,6 +19,7 @@ from zerojax.ops import losses
 from zerojax.optim import registry, schedules
 from zerojax.trainer import program, resume
 from zerojax.zero import memory, shard_state
+from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import late_norm, layout
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums in another order, over 30 steps
@@ -238,7 +239,7 @@ def test_a_restored_state_is_the_state_that_was_saved():
         built = build(**changes)
         state = program.init_state(built)
         copy = jax.tree.map(jnp.copy, logical_lib.to_logical(state))
-        restored = program.restored_state(built, copy)
+        restored = program.restored_state(built, copy, offload_create.begin(built.partition))
         assert jax.tree.structure(restored.opt_state) == jax.tree.structure(state.opt_state)
         jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(restored), jax.tree.leaves(state))
         assert [leaf.sharding for leaf in jax.tree.leaves(restored)] == jax.tree.leaves(built.partition.shardings)
@@ -307,7 +308,7 @@ def test_an_offloaded_program_begins_trains_and_restores_as_one_on_the_device(tm
     ):
         built = build(precision="bf16", **changes)
         restored, _ = saver.restore(1, built.logical_abstract_state, optional=resume.OPTIONAL)
-        state = program.restored_state(built, restored)
+        state = program.restored_state(built, restored, offload_create.begin(built.partition))
         assert jax.tree.leaves(jax.tree.map(lambda leaf: leaf.sharding, state)) == jax.tree.leaves(
             built.partition.shardings
         )
@@ -325,7 +326,8 @@ def test_an_offloaded_program_begins_trains_and_restores_as_one_on_the_device(tm
     # The last program of the loop but one has its params on the host: it evaluates and trains as the one on the device.
     there = build(zero__stage=3, precision="bf16", **OFFLOAD, offload__params="host")
     with checkpointer.Checkpointer(tmp_path, keep_last=1, keep_best=0) as saver:
-        state = program.restored_state(there, saver.restore(1, there.logical_abstract_state)[0])
+        logical, _ = saver.restore(1, there.logical_abstract_state)
+        state = program.restored_state(there, logical, offload_create.begin(there.partition))
     on_device = results[0][0]
     micro = {name: array[: there.sizes.global_batch_size] for name, array in batch.items()}
     np.testing.assert_allclose(there.eval_loss(state.params, micro), here.eval_loss(on_device.params, micro), rtol=2e-3)

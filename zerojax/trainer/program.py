@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import math
 import os
+import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +40,7 @@ from zerojax.trainer.tuning import examples
 from zerojax.zero import explicit, memory, placement, shard_state, stages, step, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero.fp8 import modules as fp8_modules
-from zerojax.zero.offload import blockwise, budget, late_norm
+from zerojax.zero.offload import blockwise, budget, kept, late_norm, layout
 from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import params as params_on_host
 from zerojax.zero.offload import settings as offload_settings
@@ -306,19 +308,26 @@ def most_pinned_bytes(config: config_lib.Config) -> int:
         return 0  # what is in flight to a disk fits into the pool of XLA's own choice, or `budget` tells
     source = _source(config.init_from) if config.init_from else None
     family, model = _preset(config, 0) if source is None else _imported(config, source)
-    count = family_lib.count_params(family.parts, model)
     policy = precision.PRECISIONS[config.precision]
     has_params = chosen.params != offload_settings.NONE  # with a 16-bit copy, as at stage 2
     stage = 2 if has_params else config.zero.stage
     each = memory.bytes_per_parameter(policy, stage, 1, moments=config.optimizer.moments)
+    params, trainable = family_lib.abstract_params(family.parts, model), ""
+    with warnings.catch_warnings(action="ignore"):  # `build` repeats them
+        weights = _weights(config, family, model, source)
+    if weights is not None:
+        params = start.abstract_params(config.lora, weights.adapted, family, model, source, policy)
+        trainable = weights.trainable
+        each |= {roles.PARAMS: jnp.dtype(policy.weight_dtype).itemsize, roles.MASTER: 0.0}  # adapters have no copy
     of_opt_state = 0.0 if chosen.optimizer == offload_settings.NVME else each[roles.MASTER] + each[roles.MOMENTS]
-    of_params = each[roles.PARAMS] if chosen.params == offload_settings.HOST else 0.0
-    of_each = of_params * chosen.params_fraction + of_opt_state * chosen.fraction
-    if config.lora.is_on:  # frozen weights take at most 4 bytes each, and adapters are few
-        of_each = 4.0 * chosen.params_fraction
-    largest = max(leaf.size for leaf in jax.tree.leaves(family_lib.abstract_params(family.parts, model)))
-    new = chosen.in_flight * chosen.chunk_bytes + budget.NEW_PARAMS.get(chosen.params, 0) * each[roles.PARAMS] * largest
-    return round(count * of_each * config.mesh.replica + new)
+    leaves = tree.flatten(params)
+    trained = [leaf.size for path, leaf in leaves if re.search(trainable, path)]
+    frozen = sum(tree.nbytes(leaf) for path, leaf in leaves if not re.search(trainable, path))
+    of_params = (each[roles.PARAMS] * sum(trained) + frozen) if chosen.params == offload_settings.HOST else 0.0
+    held = of_params * chosen.params_fraction + of_opt_state * sum(trained) * chosen.fraction
+    new = chosen.in_flight * chosen.chunk_bytes
+    new += budget.NEW_PARAMS.get(chosen.params, 0) * each[roles.PARAMS] * max(trained)
+    return round(held * config.mesh.replica + new)
 
 
 def init_state(program: Program) -> Any:
@@ -343,8 +352,9 @@ def init_state(program: Program) -> Any:
         )
         place = {path: number for number, (path, _) in enumerate(tree.flatten(abstract_params))}
         numbered = ({place[f"{name}/{path}"]: leaf for path, leaf in tree.flatten(part)} for name, part in parts)
+        wanted, keep = program.partition.abstract_state, offload_create.begin(program.partition)
         leaves = offload_create.from_parts(
-            create, abstract_params, numbered, program.partition, donate=program.copy_dtype is None
+            create, abstract_params, numbered, wanted, keep, donate=program.copy_dtype is None
         )
         return jax.tree.unflatten(jax.tree.structure(program.partition.abstract_state), leaves)
     params = (
@@ -415,8 +425,10 @@ def held_out_loss(
     return batches.held_out_mean(measure, program.config.evaluate.batches)
 
 
-def restored_state(program: Program, logical: Any, *, rescales: bool = False) -> Any:
+def restored_state(program: Program, logical: Any, keep: kept.Keep, *, rescales: bool = False) -> Any:
     """Returns the state from its checkpointed form (see `logical_lib.to_logical`), whose buffers are donated.
+
+    `keep` brought what is offloaded to where it lives (see `offload.create.begin`), and so brings the rest of it.
 
     A loss scale that the checkpoint lacks has abstract leaves and is initialised. With `rescales`, a restored loss scale is initialised
     too, but keeps its count of skipped steps.
@@ -429,7 +441,7 @@ def restored_state(program: Program, logical: Any, *, rescales: bool = False) ->
         logical = logical.replace(last_norm=np.float32(late_norm.UNKNOWN))
 
     def restore(logical: Any) -> Any:
-        state = _with_copy(program, logical).replace(tx=program.tx)
+        state = _with_copy(program, logical, keep).replace(tx=program.tx)
         if not program.loss_scale or not (is_lacking or rescales):
             return state
         skipped = {} if is_lacking else {"skipped_steps": state.loss_scale.skipped_steps}
@@ -438,7 +450,7 @@ def restored_state(program: Program, logical: Any, *, rescales: bool = False) ->
     logical = logical.replace(loss_scale=()) if is_lacking else logical
     if program.weights is not None:
         state = restore(logical)
-        return program.weights.with_frozen(_with_small_fields(program, state), program.partition)
+        return program.weights.with_frozen(_with_small_fields(program, state), program.partition, keep)
     if program.partition.offload:  # leaves in host memory pass through no program
         return _with_small_fields(program, restore(logical))
     return jax.jit(restore, out_shardings=program.partition.shardings, donate_argnums=0)(logical)
@@ -460,12 +472,17 @@ def _is_lacking(field: Any) -> bool:
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(field))
 
 
-def _with_copy(program: Program, logical: Any) -> Any:
+def _with_copy(program: Program, logical: Any, keep: kept.Keep) -> Any:
     """Returns the state of a checkpoint's form: params are copied from the master weights, if there are any."""
     if not program.partition.offload or program.copy_dtype is None:
         return logical_lib.from_logical(logical, program.copy_dtype)
     wanted = program.partition.abstract_state.params
-    params = jax.tree.map(offload_create.copied, logical.params, wanted, is_leaf=pieces.is_pieces)
+
+    def copied(leaf: Any, like: Any) -> Any:
+        copy = offload_create.copied(leaf, layout.as_on_device(like))
+        return keep(copy, like) if layout.is_on_host(like) else copy
+
+    params = jax.tree.map(copied, logical.params, wanted, is_leaf=pieces.is_pieces)
     return logical.replace(
         params=params, opt_state=master_weights.MasterWeightsState(logical.params, logical.opt_state)
     )

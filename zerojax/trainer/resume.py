@@ -19,7 +19,7 @@ from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics, workdir
 from zerojax.trainer import program as program_lib
 from zerojax.zero import placement
-from zerojax.zero.offload import kept
+from zerojax.zero.offload import create as offload_create
 
 IMPORTED = "imported"  # in `meta`: where a state that another program trained comes from
 OPTIONAL = (
@@ -142,10 +142,9 @@ def state(program: program_lib.Program, saver: checkpointer.Checkpointer, step: 
     Raises:
       UserError: the checkpoint is damaged or of another model.
     """
-    logical, _ = saver.restore(
-        step, program.logical_abstract_state, _resizable(program, saved), OPTIONAL, keep=kept.keeper(program.partition)
-    )
-    return program_lib.restored_state(program, logical, rescales=rescales(program, saved))
+    keep = offload_create.begin(program.partition)
+    logical, _ = saver.restore(step, program.logical_abstract_state, _resizable(program, saved), OPTIONAL, keep=keep)
+    return program_lib.restored_state(program, logical, keep, rescales=rescales(program, saved))
 
 
 def rescales(program: program_lib.Program, saved: Mapping[str, Any]) -> bool:

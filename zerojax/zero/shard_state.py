@@ -46,7 +46,10 @@ def shard_train_state(
         abstract_state = jax.eval_shape(init, *traced)
         partition = stages.partition_state(abstract_state, mesh=mesh, stage=stage, trainable=trainable, **options)
         if partition.offload:
-            leaves = create.from_init(lambda *args: pad(init(*args), partition.on_device), traced, partition)
+            whole = partition.abstract_state
+            leaves = create.from_init(
+                lambda *args: pad(init(*args), partition.on_device), traced, whole, create.begin(partition)
+            )
             return jax.tree.unflatten(jax.tree.structure(partition.abstract_state), leaves), partition
         # Returns leaves, because an init function that makes its own optimizer returns another tree type at each call.
         init_leaves = jax.jit(
@@ -59,7 +62,8 @@ def shard_train_state(
     state = _trained(_checked(state_or_init), trainable)
     partition = stages.partition_state(state, mesh=mesh, stage=stage, trainable=trainable, **options)
     if partition.offload:
-        leaves = create.from_leaves(jax.tree.leaves(pad(state, partition.on_device)), partition, _copy_to)
+        stored, keep = jax.tree.leaves(pad(state, partition.on_device)), create.begin(partition)
+        leaves = create.from_leaves(stored, partition.abstract_state, keep, _copy_to)
         return jax.tree.unflatten(jax.tree.structure(partition.abstract_state), leaves), partition
     return jax.tree.map(_copy_to, pad(state, partition), partition.shardings), partition
 

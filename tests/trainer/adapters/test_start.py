@@ -1,5 +1,6 @@
 """Trains adapters, resumes, and refuses what does not fit. This module tests zerojax.trainer.adapters.start."""
 
+import functools
 import pathlib
 import shutil
 
@@ -11,12 +12,14 @@ import runs
 import safetensors
 
 import zerojax
-from zerojax import tree
+from zerojax import roles, tree
 from zerojax.checkpoint import checkpointer
 from zerojax.data import tokenizer
 from zerojax.errors import UserError
 from zerojax.trainer import program, results, resume
 from zerojax.trainer.adapters import start
+from zerojax.zero import memory
+from zerojax.zero.offload import budget, kept, layout
 
 FOLDER = golden_models.FOLDER / "llama"
 ADAPTED = {
@@ -111,19 +114,61 @@ def test_frozen_weights_without_a_folder_are_drawn_and_the_same_at_every_stage(q
     assert len(moments) == 2 * len(trained)
 
 
-def test_params_on_the_host_train_adapters_as_those_on_the_device(cache_dir):
+@pytest.fixture(scope="module")
+def losses_on_the_device(cache_dir):
+    return functools.cache(
+        lambda quantize: losses(*first(jax.devices()[:2], model__remat="full", lora__quantize=quantize))
+    )
+
+
+CHUNKS = {"offload__chunk_bytes": 1 << 14, "offload__in_flight": 2}
+
+
+def losses(built, state):
+    rows = np.arange(8 * 33).reshape(8, 33) % 300
+    batch = {"tokens": jax.device_put(rows.astype(np.int32), built.batch_sharding)}
+    found = []
+    for _ in range(3):
+        state, metrics = built.train_step(state, batch)
+        found.append(float(metrics["loss"]))
+    return [*found, float(built.eval_loss(state.params, batch))]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "params", "quantize"),
+    [
+        ("host", "host", "nf4"),
+        ("nvme", "nvme", "none"),
+        *(pytest.param(*case, marks=runs.LONG) for case in (("none", "host", "none"), ("host", "nvme", "nf4"))),
+    ],
+)
+def test_adapters_train_with_offload_as_on_the_device_and_pin_what_was_counted(
+    losses_on_the_device, tmp_path, optimizer, params, quantize
+):
     """With dropout, which blocks draw as on the device."""
-    losses = {}
-    for where in ("none", "host"):
-        built, state = first(jax.devices()[:2], offload__params=where, model__remat="full")
-        kinds = {leaf.sharding.memory_kind for path, leaf in own(state).items() if "lora_" not in path}
-        assert ("pinned_host" in kinds) == (where == "host")
-        rows = np.arange(8 * 33).reshape(8, 33) % 300
-        batch = {"tokens": jax.device_put(rows.astype(np.int32), built.batch_sharding)}
-        for _ in range(2):
-            state, metrics = built.train_step(state, batch)
-        losses[where] = float(metrics["loss"])
-    assert losses["host"] == pytest.approx(losses["none"], rel=1e-5)
+    where = {"offload__optimizer": optimizer, "offload__params": params, "lora__quantize": quantize}
+    where |= (CHUNKS if optimizer != "none" else {}) | (
+        {"offload__nvme_path": str(tmp_path)} if params == "nvme" else {}
+    )
+    built, state = first(jax.devices()[:2], model__remat="full", **where)
+    partition, leaves = built.partition, dict(tree.flatten(state))
+    adapters = [layout.shard_bytes(leaf) for path, leaf in layout.host_leaves(partition).items() if "lora_" in path]
+    assert bool(adapters) == (optimizer != "none") and len(partition.on_host) > len(adapters)
+    pinned, in_files = 0, set()
+    for path, leaf in leaves.items():
+        if kept.is_on_disk(leaf):
+            in_files.add(path)
+        elif layout.is_on_host(leaf):
+            pinned += sum(shard.data.nbytes for shard in leaf.addressable_shards)
+            assert path in partition.on_host
+    assert in_files == kept.on_disk(partition).keys()
+    assert pinned == 2 * memory.bytes_elsewhere(partition).get(roles.HOST, 0)
+    written = budget.NEW_PARAMS[params] * max(adapters, default=0) + 2 * (
+        1 << 14
+    )  # and two chunks, of each of two devices
+    assert pinned <= budget.pool_bytes(partition) <= pinned + 2 * written
+    assert not pinned or pinned <= program.most_pinned_bytes(built.config)
+    assert losses(built, state) == pytest.approx(losses_on_the_device(quantize), rel=1e-5)
 
 
 def test_a_folder_of_adapters_is_a_start(cache_dir):

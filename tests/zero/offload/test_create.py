@@ -80,8 +80,9 @@ def test_weights_may_come_part_by_part_and_none_is_kept_longer_than_it_is_needed
             yield found
             del found
 
-    leaves = create.from_parts(begin, params, parts(), partition)
-    whole = create.from_init(begin, [params], partition)
+    wanted, keep = partition.abstract_state, create.begin(partition)
+    leaves = create.from_parts(begin, params, parts(), wanted, keep)
+    whole = create.from_init(begin, [params], wanted, keep)
     shardings = jax.tree.leaves(partition.shardings)
     for leaf, own, sharding in zip(leaves, whole, shardings, strict=True):
         assert leaf.sharding == own.sharding == sharding

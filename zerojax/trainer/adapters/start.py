@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 
 from zerojax import errors, files, precision, tree
 from zerojax.errors import UserError
@@ -25,6 +24,7 @@ from zerojax.ops import quantized
 from zerojax.trainer import config as config_lib
 from zerojax.zero import placement, shard_state
 from zerojax.zero.offload import create as offload_create
+from zerojax.zero.offload import kept, layout
 
 
 class Adapted(NamedTuple):
@@ -127,26 +127,29 @@ class Weights:
             state = create(shard_state.unpad({"params": part}, on_device)["params"])
             return shard_state.pad(state, on_device)
 
-        wanted = trained_part(partition, partition.abstract_state)
+        wanted, keep = trained_part(partition, partition.abstract_state), offload_create.begin(partition)
         if partition.offload:
-            of_part = dataclasses.replace(partition, abstract_state=wanted)
-            leaves = offload_create.from_init(create_part, [trained], of_part)
+            leaves = offload_create.from_init(create_part, [trained], wanted, keep)
             state = jax.tree.unflatten(jax.tree.structure(wanted), leaves)
         else:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
             state = jax.jit(create_part, out_shardings=shardings, donate_argnums=0)(trained)
-        return self.with_frozen(state, partition)
+        return self.with_frozen(state, partition, keep)
 
-    def with_frozen(self, state: Any, partition: placement.Partition) -> Any:
-        """Returns a state of the trained part with the frozen weights, read or drawn."""
-        everything = partition.abstract_state.params
-        frozen = tree.map_with_path(
-            lambda path, leaf: optax.MaskedNode() if partition.placements[f"params/{path}"].trainable else leaf,
-            everything,
-        )
-        made = dict(tree.flatten(self._make(frozen)))
-        own = dict(tree.flatten(state.params))
-        return state.replace(params=tree.map_with_path(lambda path, _: own.get(path, made.get(path)), everything))
+    def with_frozen(self, state: Any, partition: placement.Partition, keep: kept.Keep) -> Any:
+        """Returns a state of the trained part with the frozen weights, which are read or drawn part by part on the device.
+
+        Args:
+          state: of the trained part.
+          partition: the state's.
+          keep: brings a weight that is offloaded to where it lives, before the next part is made; see `kept.keeper`.
+        """
+        own, wanted = dict(tree.flatten(state.params)), dict(tree.flatten(partition.abstract_state.params))
+        for name, part in partition.on_device.abstract_state.params.items():
+            frozen = tree.map_with_path(lambda path, leaf: optax.MaskedNode() if path in own else leaf, {name: part})
+            for path, leaf in tree.flatten(self._make(frozen)):
+                own[path] = jax.block_until_ready(keep(leaf, wanted[path])) if layout.is_on_host(wanted[path]) else leaf
+        return state.replace(params=tree.map_with_path(lambda path, _: own[path], partition.abstract_state.params))
 
     def count_line(self, partition: placement.Partition) -> str:
         """Returns the numbers of trained weights and of all, as PEFT prints them. A weight trained in full counts beside its original."""
@@ -168,7 +171,6 @@ class Weights:
     def _drawn(self, wanted: Mapping[str, Any], key: jax.Array) -> dict[str, jax.Array]:
         """Returns the model's own weights among `wanted`, drawn part by part; equal parts share one compiled function."""
         found: dict[str, jax.Array] = {}
-        make = functools.lru_cache(_part_maker)
         kind = self.adapted.chosen.lora.quantize
         coded = {f"{path}/{targets.KERNEL}" for path in self.adapted.chosen.quantized}
         parts = family_lib.parts_to_initialise(self.family.parts, self.model)
@@ -181,14 +183,13 @@ class Weights:
             }
             if likes:
                 own = frozenset(path.removeprefix(f"{name}/") for path in coded if path.startswith(f"{name}/"))
-                leaves = tuple(
-                    (path, like.shape, like.dtype, _on_device(like.sharding)) for path, like in likes.items()
-                )
-                made = make(module, inputs, leaves, own, kind)(key, number)
-                found |= {f"{name}/{path}": jax.device_put(made[path], like.sharding) for path, like in likes.items()}
+                leaves = tuple((path, like.shape, like.dtype, like.sharding) for path, like in likes.items())
+                made = _part_maker(module, inputs, leaves, own, kind)(key, number)
+                found |= {f"{name}/{path}": leaf for path, leaf in made.items()}
         return found
 
 
+@functools.lru_cache
 def _part_maker(
     module: Any, inputs: family_lib.Inputs, leaves: tuple, coded: frozenset[str], kind: str
 ) -> Callable[..., dict[str, jax.Array]]:
@@ -211,7 +212,3 @@ def _part_maker(
 def trained_part(partition: placement.Partition, state: Any) -> Any:
     """Returns a state without its frozen weights: what a checkpoint holds."""
     return state.replace(params=partition.trainable_part(state.params))
-
-
-def _on_device(sharding: Any) -> NamedSharding:
-    return NamedSharding(sharding.mesh, sharding.spec)

@@ -55,18 +55,23 @@ def pinned_bytes(partition: placement.Partition) -> int:
 
 
 def pool_bytes(partition: placement.Partition) -> int:
-    """Returns the bytes that this process takes from XLA's pool: its devices' shards of leaves in host memory, and what is in flight."""
-    params = {path for path in partition.on_host if path in partition.placements}
+    """Returns the bytes that this process takes from XLA's pool: its devices' shards of leaves in host memory, and what is in flight.
+
+    Frozen weights are in host memory once: nothing writes new ones.
+    """
     counts = {path: layout.shard_bytes(leaf) for path, leaf in layout.host_leaves(partition).items()}
     if not counts:
         return 0
     on_disk = kept.on_disk(partition)
     stays = sum(count for path, count in counts.items() if path not in on_disk)
     # New leaves are stored while the old ones are still read: as many as are in flight, or all.
-    of_opt_state = [count for path, count in counts.items() if path not in params]
+    of_opt_state = [count for path, count in counts.items() if path not in partition.placements]
     new = partition.offload.in_flight * max(partition.offload.chunk_bytes, *of_opt_state, 0)
     new = min(new, sum(of_opt_state))
-    new += NEW_PARAMS.get(partition.offload.params, 0) * max((counts[path] for path in params), default=0)
+    trained = [
+        count for path, count in counts.items() if path in partition.placements and partition.placements[path].trainable
+    ]
+    new += NEW_PARAMS.get(partition.offload.params, 0) * max(trained, default=0)
     return len(partition.mesh.local_devices) * (stays + new)
 
 

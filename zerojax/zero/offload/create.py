@@ -21,25 +21,36 @@ from zerojax.zero.offload import parts as parts_lib
 MOST_BYTES = 1 << 30  # of offloaded leaves on a device at once
 
 
-def from_init(init: Callable[..., Any], args: Sequence[Any], partition: placement.Partition) -> list[Any]:
-    """Returns the leaves of `init(*args)` in the form and with the shardings of `partition.abstract_state`.
-
-    Args:
-      init: returns the state with nothing in pieces, padded as stored.
-      args: its arguments, pytrees of arrays.
-      partition: the state's.
+def begin(partition: placement.Partition) -> kept.Keep:
+    """Returns f(array, abstract leaf of `partition.abstract_state`) that brings an array to where it lives; see `kept.keeper`.
 
     Raises:
-      UserError: the host cannot hold what is offloaded.
+      UserError: the host or the disk cannot hold what is offloaded.
     """
-    return from_parts(lambda args: init(*args), list(args), [dict(enumerate(jax.tree.leaves(list(args))))], partition)
+    budget.check(partition)
+    return kept.keeper(partition)
+
+
+def from_init(init: Callable[..., Any], args: Sequence[Any], wanted: Any, keep: kept.Keep) -> list[Any]:
+    """Returns the leaves of `init(*args)` in the form and with the shardings of `wanted`.
+
+    Args:
+      init: returns the state, or a part of it, with nothing in pieces, padded as stored.
+      args: its arguments, pytrees of arrays.
+      wanted: that part of the partition's `abstract_state`.
+      keep: from `begin`.
+    """
+    return from_parts(
+        lambda args: init(*args), list(args), [dict(enumerate(jax.tree.leaves(list(args))))], wanted, keep
+    )
 
 
 def from_parts(
     init: Callable[[Any], Any],
     like: Any,
     parts: Iterable[dict[int, jax.Array]],
-    partition: placement.Partition,
+    wanted: Any,
+    keep: kept.Keep,
     *,
     donate: bool = False,
 ) -> list[Any]:
@@ -49,13 +60,11 @@ def from_parts(
       init: see `from_init`.
       like: the argument, of arrays or abstract.
       parts: the leaves of the argument by number, each leaf once. One that nothing needs any more is dropped.
-      partition: the state's.
+      wanted, keep: see `from_init`.
       donate: whether the memory of the leaves may be reused.
     """
-    budget.check(partition)
-    keep = kept.keeper(partition)
     traced = jax.make_jaxpr(lambda arg: jax.tree.leaves(init(arg)))(like)
-    wanted = jax.tree.leaves(partition.abstract_state, is_leaf=pieces.is_pieces)
+    wanted = jax.tree.leaves(wanted, is_leaf=pieces.is_pieces)
     slices = _Slices(traced, wanted)
     made: dict[int, Any] = {}
     for number, leaf in enumerate(wanted):
@@ -129,20 +138,17 @@ class _Slices:
 
 
 def from_leaves(
-    leaves: Sequence[Any], partition: placement.Partition, to_device: Callable[[Any, Any], jax.Array]
+    leaves: Sequence[Any], wanted: Any, keep: kept.Keep, to_device: Callable[[Any, Any], jax.Array]
 ) -> list[Any]:
-    """Returns the leaves of a state in the form and with the shardings of `partition.abstract_state`; offloaded ones move piece by piece.
+    """Returns the leaves of a state in the form and with the shardings of `wanted`; offloaded ones move piece by piece.
 
     Args:
       leaves: of the state with nothing in pieces, padded as stored.
-      partition: the state's.
+      wanted, keep: see `from_init`.
       to_device: f(array, sharding) -> a copy of the array with that sharding.
     """
-    budget.check(partition)
-    keep = kept.keeper(partition)
-    wanted = jax.tree.leaves(partition.abstract_state, is_leaf=pieces.is_pieces)
     made: list[jax.Array] = []
-    for leaf, like in zip(leaves, wanted, strict=True):
+    for leaf, like in zip(leaves, jax.tree.leaves(wanted, is_leaf=pieces.is_pieces), strict=True):
         for part, piece in zip(_slices(leaf, like), jax.tree.leaves(like), strict=True):
             copied = to_device(part, layout.on_device(piece.sharding))
             made.append(jax.block_until_ready(keep(copied, piece)) if layout.is_on_host(piece) else copied)
