@@ -6,11 +6,9 @@ Devices: any number that divides 32; without an accelerator 2 CPU devices are em
 short_reviews, without their labels. Result: runs/bart_tiny/export holds the model as transformers writes one, for configs/lora_tiny.py.
 """
 
-import pathlib
+from zerojax.configs import FOLDER, base
 
-from configs import base
-
-TOKENIZER = pathlib.Path(__file__).parent / "short_reviews_tokenizer.json"  # of these sentences' words
+TOKENIZER = FOLDER / "short_reviews_tokenizer.json"  # of these sentences' words
 
 
 def get_config():

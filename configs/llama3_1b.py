@@ -9,7 +9,7 @@ the loss falls from 11.8, a uniform guess over the vocabulary, towards 5.8, one 
 memory: docs/benchmarks/.
 """
 
-from configs import base
+from zerojax.configs import base
 
 
 def get_config():

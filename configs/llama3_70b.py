@@ -6,7 +6,7 @@ Devices: 32 or more GPUs of 80 GB. Weights and moments take 12 bytes per weight,
 run. Text: as configs/llama3_1b.py. Result: as there.
 """
 
-from configs import llama3_1b
+from zerojax.configs import llama3_1b
 
 
 def get_config():

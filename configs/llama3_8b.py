@@ -6,7 +6,7 @@ Devices: 8 GPUs of 80 GB or more, and 6.6 GB of host memory for each. Weights an
 Text: as configs/llama3_1b.py. Result: as there; see docs/benchmarks/.
 """
 
-from configs import llama3_1b
+from zerojax.configs import llama3_1b
 
 
 def get_config():

@@ -6,7 +6,7 @@ Devices: 8 GPUs of 80 GB or more with fp8 (Ada, Hopper or newer). Weights and mo
 Result: as there, in less time; docs/benchmarks/gpu.md.
 """
 
-from configs import llama3_8b
+from zerojax.configs import llama3_8b
 
 
 def get_config():

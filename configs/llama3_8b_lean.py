@@ -6,7 +6,7 @@ Devices: 8 GPUs of 40 GB or more, and 6.6 GB of host memory for each, which hold
 configs/llama3_8b.py. Result: as there, in steps that take about 15% longer; see docs/benchmarks/.
 """
 
-from configs import llama3_8b
+from zerojax.configs import llama3_8b
 
 
 def get_config():

@@ -6,7 +6,7 @@ Devices: 1 GPU with 4 GB or more. Add --config.offload.params=host to keep the f
 folder of PEFT in WORKDIR/export. Without init_from the weights are random, so only the time and the memory mean something.
 """
 
-from configs import base
+from zerojax.configs import base
 
 
 def get_config():

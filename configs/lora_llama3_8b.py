@@ -6,7 +6,7 @@ Devices: 1 GPU with 80 GB. With --config.lora.quantize=nf4 --config.micro_batch_
 planned). More GPUs share the frozen weights. Result: a folder of PEFT in WORKDIR/export, which `zerojax merge` merges.
 """
 
-from configs import llama3_1b
+from zerojax.configs import llama3_1b
 
 
 def get_config():

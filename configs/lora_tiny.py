@@ -6,7 +6,7 @@ Devices: any number that divides 16; without an accelerator 2 CPU devices are em
 least 95% of the held-out reviews are labelled right, and runs/lora_tiny/export is an adapter that PEFT loads.
 """
 
-from configs import base
+from zerojax.configs import base
 
 
 def get_config():

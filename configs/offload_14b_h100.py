@@ -13,7 +13,7 @@ weights were drawn in float32 at once, as they no longer are); it has not run on
 loss should fall as that of configs/llama3_1b.py.
 """
 
-from configs import llama3_1b
+from zerojax.configs import llama3_1b
 
 
 def get_config():

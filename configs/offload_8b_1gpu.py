@@ -9,7 +9,7 @@ Result: 8,560 tokens/s and 69.7 GiB on one H200, and on random tokens the loss f
 least step time add --target h200 --topology 1x1 to the command of python -m zerojax.plan.
 """
 
-from configs import llama3_1b
+from zerojax.configs import llama3_1b
 
 
 def get_config():

@@ -8,7 +8,7 @@ not see each other. Result: WORKDIR/export holds the model as transformers write
 --topology 1x8 to the command of python -m zerojax.plan.
 """
 
-from configs import llama3_8b
+from zerojax.configs import llama3_8b
 
 
 def get_config():

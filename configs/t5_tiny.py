@@ -8,7 +8,7 @@ the run prints a prompt with its gaps filled, within minutes on two cores. In so
 little about the text around a gap.
 """
 
-from configs import base
+from zerojax.configs import base
 
 
 def get_config():

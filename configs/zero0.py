@@ -7,7 +7,7 @@ Devices: any number that divides 32; without an accelerator 8 CPU devices are em
 loss is about 2.5, within minutes on two cores. The run prints a table of the bytes on each device.
 """
 
-from configs import base
+from zerojax.configs import base
 
 
 def get_config():

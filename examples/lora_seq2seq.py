@@ -12,7 +12,6 @@ sentences without their labels. The texts are zerojax's own short reviews. Witho
 import argparse
 import math
 import pathlib
-import sys
 import tempfile
 from typing import Any
 
@@ -28,7 +27,6 @@ from zerojax.data import short_reviews
 from zerojax.launch import devices, processes
 from zerojax.trainer.tuning import phases
 
-ROOT = pathlib.Path(__file__).parents[1]
 WORDS = {"negative": " bad", "positive": " good"}  # what the model answers: words of its texts
 ANSWER_TOKENS = 4
 
@@ -41,9 +39,8 @@ class TrainState(train_state.TrainState):
 
 def pretrain(workdir: pathlib.Path, steps: int) -> pathlib.Path:
     """Pre-trains a tiny BART on sentences without labels, and returns its folder."""
-    sys.path.insert(0, str(ROOT))
-    from configs import bart_tiny
     from zerojax import train
+    from zerojax.configs import bart_tiny
     from zerojax.trainer import config as config_lib
 
     settings = bart_tiny.get_config()

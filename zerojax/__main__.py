@@ -21,6 +21,7 @@ COMMANDS = {
     "disk": ("zerojax.commands.disk", "Measures a disk, and predicts the step of a config that offloads to it."),
     "report": ("zerojax.commands.report", "Describes this machine: versions, devices, links, targets, cache."),
     "config": ("zerojax.commands.config", "Asks eight questions and writes a config that runs."),
+    "configs": ("zerojax.commands.configs", "Lists the configs that --config knows by name."),
     "show": ("zerojax.commands.show", "Prints the card of a run, or compares two runs."),
     "verify": ("zerojax.commands.verify", "Proves that all stages and offloads give the same losses here."),
     "verify-checkpoint": ("zerojax.checkpoint", "Checks the files of a run's checkpoints."),

@@ -60,15 +60,17 @@ for number, words in enumerate(json.loads(sys.argv[1])):
 """
 
 
-def modules(commands: Sequence[Sequence[str]], **variables: str) -> list[Ended]:
-    """Runs each command (MODULE, ARGUMENT, ...) as `python -m` does, in a child of one process that has imported the library."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", _FORKS, json.dumps(list(map(list, commands))), folder]
+def modules(
+    commands: Sequence[Sequence[str]], *, python: str = sys.executable, folder: pathlib.Path = ROOT, **variables: str
+) -> list[Ended]:
+    """Runs each command (MODULE, ARGUMENT, ...) as `python -m` does, in children of one process that has imported the library."""
+    with tempfile.TemporaryDirectory() as files:
+        command = [python, "-c", _FORKS, json.dumps(list(map(list, commands))), files]
         done = subprocess.run(
-            command, cwd=ROOT, env=environment(**variables), capture_output=True, text=True, check=True, timeout=LIMIT
+            command, cwd=folder, env=environment(**variables), capture_output=True, text=True, check=True, timeout=LIMIT
         )
         texts = [
-            [pathlib.Path(folder, f"{n}.{name}").read_text() for name in ("out", "err")] for n in range(len(commands))
+            [pathlib.Path(files, f"{n}.{name}").read_text() for name in ("out", "err")] for n in range(len(commands))
         ]
     return [Ended(int(status), *pair) for status, pair in zip(done.stdout.split(), texts, strict=True)]
 

@@ -15,6 +15,10 @@ def test_a_config_that_is_not_there_is_named_before_the_flags_are_read():
         command.parse(["program", "--config=nowhere.py"])
     with pytest.raises(zerojax.UserError, match=r"there is no such file; did you mean configs/base.py\?"):
         command.parse(["program", "--config=configs/base"])
+    with pytest.raises(
+        zerojax.UserError, match=r"--config a/zero3.py: there is no such file; did you mean --config zero3\?"
+    ):
+        command.parse(["program", "--config=a/zero3.py"])
 
 
 def test_an_unknown_flag_is_named():
@@ -34,12 +38,24 @@ def parsed(monkeypatch):
         return command.parse(argv)
 
     yield parse
-    parse("--config=configs/base.py")
+    parse("--config=base")
 
 
 def test_a_command_line_without_a_config_says_how_to_give_one(parsed):
     with pytest.raises(zerojax.UserError, match="--config: is missing"):
         parsed()
+
+
+@pytest.mark.parametrize("config", [["--config", "zero1"], ["--config=zero1"]], ids=" ".join)
+def test_a_config_of_ours_has_a_name_and_a_file_or_a_folder_of_that_name_hides_none(
+    parsed, config, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zero1").mkdir()
+    assert parsed(*config).zero.stage == 1
+    (tmp_path / "zero1").rmdir()
+    (tmp_path / "zero1").write_text("from zerojax.configs import zero2\nget_config = zero2.get_config\n")
+    assert parsed(*config).zero.stage == 2
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_bad_settings_are_named_in_one_line(name):
 def test_a_missing_key_is_named():
     raw = changed({})
     del raw["optimizer"]["b1"]
-    with pytest.raises(UserError, match=r"^config\.optimizer\.b1: missing; start from configs/base\.py"):
+    with pytest.raises(UserError, match=r"^config\.optimizer\.b1: missing; start from zerojax\.configs\.base"):
         config_lib.from_dict(raw)
 
 
@@ -310,7 +310,7 @@ MISFITS = {
     "far": ({"zzz": 1}, r"^c\.zzz: unknown config key; known: name, count, axes, inner$"),
     "group": ({"inner": 3}, r"^c\.inner: must be a group of settings \(flag, rate\), and is 3$"),
     "inner": ({"inner": {"flag": True, "rate": float("nan")}}, r"^c\.inner\.rate: must be a number, and is nan$"),
-    "missing": ({"inner": {"flag": True}}, r"^c\.inner\.rate: missing; start from configs/base\.py"),
+    "missing": ({"inner": {"flag": True}}, r"^c\.inner\.rate: missing; start from zerojax\.configs\.base"),
 }
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from rich.table import Table
 
-from zerojax import display, errors, files, precision
+from zerojax import configs, display, errors, files, precision
 from zerojax.commands import arguments
 from zerojax.errors import UserError
 from zerojax.interop.deepspeed import config_file
@@ -34,7 +34,6 @@ from zerojax.zero.offload import settings as offload_lib
 
 ROOM = 0.5  # of a device's memory, for the state and the gradients of a step that is not compiled
 MOST_COMPILES = 4
-_CHECKOUT = pathlib.Path(__file__).parents[2]  # whose configs/base.py the written config starts from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,13 +348,7 @@ def _at(config: config_lib.Config, number: int) -> config_lib.Config:
 
 def _raw(settings: Mapping[str, Any]) -> Any:
     """Returns the base config with settings."""
-    if str(_CHECKOUT) not in sys.path:
-        sys.path.append(str(_CHECKOUT))
-    try:
-        from configs import base
-    except ImportError as error:
-        raise UserError("configs/base.py: is not beside the package; run in a checkout of the repository") from error
-    raw = base.get_config()
+    raw = configs.get("base")
     raw.update_from_flattened_dict(dict(settings))
     return raw
 

@@ -1,5 +1,6 @@
 """Reads a command line that names a config file. This module turns every error in either into one line."""
 
+import difflib
 import os
 import pathlib
 import re
@@ -10,18 +11,21 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from zerojax import errors, files
+from zerojax import configs, errors, files
 from zerojax.errors import UserError
 from zerojax.trainer import config as config_lib
 from zerojax.trainer.checks import ranges
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A config file, such as configs/zero3.py.", lock_config=True)
-
-CHECKOUT = pathlib.Path(__file__).parents[2]  # of this repository, whose configs/ a config anywhere may import
+_CONFIG = config_flags.DEFINE_config_file(
+    "config",
+    None,
+    "A config: a file, such as mine.py, or a name of `zerojax configs`, such as zero3.",
+    lock_config=True,
+)
 
 
 def parse(argv: list[str]) -> Any:
-    """Reads the flags, in any order. Config files in any folder may import each other as `from configs import base`.
+    """Reads the flags, in any order. Config files in any folder may import ours as `from zerojax.configs import base`.
 
     Args:
       argv: the command line, with the program's name first. `sys.argv`, which ml_collections reads too, is put in the same order.
@@ -33,19 +37,7 @@ def parse(argv: list[str]) -> Any:
       UserError: a flag or key is unknown, or the config file is missing or fails. The line names it.
     """
     logging.set_verbosity(logging.WARNING)
-    sys.argv[1:], argv = _config_first(sys.argv[1:]), [*argv[:1], *_config_first(argv[1:])]
-    for index, word in enumerate(argv):
-        name = word.partition("=")[2] if word.startswith("--config=") else ""
-        if word == "--config" and index + 1 < len(argv):
-            name = argv[index + 1]
-        if name:
-            files.check_path(name, "--config")
-            path = pathlib.Path(os.path.realpath(name))
-            if not path.is_file():
-                near = f"{name}.py"
-                hint = f"did you mean {near}?" if os.path.isfile(near) else "configs/ holds some"
-                raise UserError(f"--config {name}: there is no such file; {hint}")
-            sys.path += [str(path.parent.parent), str(CHECKOUT)]
+    sys.argv[1:], argv = _with_config(sys.argv[1:]), [*argv[:1], *_with_config(argv[1:])]
     app.define_help_flags()
     try:
         rest = flags.FLAGS(argv)
@@ -61,22 +53,51 @@ def parse(argv: list[str]) -> Any:
         )  # which absl replaces by its own
         raise UserError(_why_no_config(first, argv)) from error
     if _CONFIG.value is None:
-        raise UserError("--config: is missing; name a config file, such as --config configs/zero3.py")
+        raise UserError(
+            "--config: is missing; name a file, or one of those that `zerojax configs` lists: --config zero3"
+        )
     if rest[1:]:
         raise UserError(f"command line: {rest[1]!r} is not a flag; settings are given as --config.steps=50")
     return _CONFIG.value
 
 
-def _config_first(words: list[str]) -> list[str]:
-    """Returns the words with `--config FILE` in front, since ml_collections refuses a setting before it."""
+def _with_config(words: list[str]) -> list[str]:
+    """Returns the words with `--config FILE` in front, since ml_collections refuses a setting before it; a name becomes its file."""
     first: list[str] = []
     rest: list[str] = []
     flags_end = words.index("--") if "--" in words else len(words)
     for index, word in enumerate(words[:flags_end]):
         is_value = index > 0 and words[index - 1] == "--config"
         has_value = word == "--config" and index + 1 < flags_end  # without one it stays the last word, and is refused
-        (first if is_value or has_value or word.startswith("--config=") else rest).append(word)
+        if is_value:
+            first.append(_found(word))
+        elif word.startswith("--config="):
+            first.append(f"--config={_found(word.partition('=')[2])}")
+        else:
+            (first if has_value else rest).append(word)
     return [*first, *rest, *words[flags_end:]]
+
+
+def _found(name: str) -> str:
+    """Returns the config file that a word after --config means, and lets it import what is beside its folder, and `configs`.
+
+    Raises:
+      UserError: there is no such file.
+    """
+    if not name:
+        return name
+    files.check_path(name, "--config")
+    file, known = pathlib.Path(os.path.realpath(name)), configs.names()
+    if not file.is_file() and name in known:
+        file = configs.path(name)
+        name = str(file)
+    if not file.is_file():
+        near = difflib.get_close_matches(file.stem, known, 1)
+        hint = f"did you mean --config {near[0]}?" if near else "`zerojax configs` lists those that have a name"
+        hint = f"did you mean {name}.py?" if os.path.isfile(f"{name}.py") else hint
+        raise UserError(f"--config {name}: there is no such file; {hint}")
+    sys.path += [str(folder) for folder in (file.parent.parent, configs.FOLDER.parent) if str(folder) not in sys.path]
+    return name
 
 
 def _why_no_value(error: Exception) -> str:
@@ -112,7 +133,7 @@ def _why_no_config(error: BaseException, argv: list[str]) -> str:
         why = errors.one_line(error) or type(error).__name__
         if override := next((word for word in overrides if isinstance(error, SyntaxError)), None):
             return f"{override}: is not a setting ({why}); give it as --config.steps=50"
-        return f"--config: get_config must return an ml_collections.ConfigDict, as configs/base.py does ({why}); fix the config file"
+        return f"--config: get_config must return an ml_collections.ConfigDict, as zerojax.configs.base does ({why}); fix the config file"
     group = override.removeprefix("--config.").partition("=")[0].rpartition(".")[0]
     known = config_lib.expected(group)
     hint = f"config.{group} is {known}" if known else "configs/base.py holds every key"

@@ -383,7 +383,7 @@ def read(cls: type, raw: Mapping[str, Any], place: str) -> Any:
             raise UserError(f"{place}.{key}: unknown config key; {errors.choose(key, hints)}")
     missing = [key for key in hints if key not in given]
     if missing:
-        raise UserError(f"{place}.{missing[0]}: missing; start from configs/base.py, which holds every key")
+        raise UserError(f"{place}.{missing[0]}: missing; start from zerojax.configs.base, which holds every key")
     return cls(**{key: _value(hint, given[key], f"{place}.{key}") for key, hint in hints.items()})
 
 

@@ -1,4 +1,4 @@
-"""Writes translated settings as a config of ours. This module makes the text of a Python file that starts from configs/base.py."""
+"""Writes translated settings as a config of ours. This module makes the text of a Python file that starts from zerojax.configs.base."""
 
 import json
 from collections.abc import Mapping
@@ -46,10 +46,10 @@ def text(
         "",
         f"    python -m zerojax.train --config {_plain(path)}",
         "",
-        f"Devices: {needed}. Model, data and run length are those of configs/base.py; set them below.",
+        f"Devices: {needed}. Model, data and run length are those of zerojax.configs.base; set them below.",
         '"""',
         "",
-        "from configs import base",
+        "from zerojax.configs import base",
         "",
         "",
         "def get_config():",

@@ -1,0 +1,132 @@
+"""Installs a wheel, made from an sdist, and runs commands in a folder where no checkout is.
+
+The environment of the installed package sees the test environment's packages, but not its `zerojax`: that is this checkout.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import programs
+import pytest
+import runs
+
+from zerojax import configs
+
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "zerojax", "pallas_kernels", "configs")
+ADAMW = {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.1}
+DEEPSPEED = {
+    "train_batch_size": 8,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1024},
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": ADAMW},
+}
+SMALL = [flag for flag in runs.flags() if not flag.startswith("--config=")]
+MATRICES = "--config.optimizer.weight_decay_on=matrices"  # DeepSpeed's optimizers shrink all weights
+PLAN = ["--target=cpu", "--topology=1x2", "--config.model.num_layers=1", "--config.model.remat=none"]
+WIZARD = ["--yes", "--quick", "--model=test", "--target=cpu", "--topology=2", "--seq_len=32", "--global_batch_size=8"]
+
+
+def build(hook, where, folder):
+    """Builds an archive of the source in `where`, without a network, and returns its file in `folder`."""
+    program = f"from setuptools import build_meta; print(build_meta.{hook}({str(folder)!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=where, capture_output=True, text=True, timeout=runs.LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Returns a wheel, built from the unpacked sdist, which thereby is complete."""
+    folder = tmp_path_factory.mktemp("build")
+    source = folder / "source"
+    source.mkdir()
+    for name in SOURCES:
+        copy = shutil.copytree if (runs.ROOT / name).is_dir() else shutil.copy
+        copy(runs.ROOT / name, source / name)
+    with tarfile.open(build("build_sdist", source, folder)) as archive:
+        archive.extractall(folder, filter="data")
+    (unpacked,) = folder.glob("zerojax-*/")
+    return build("build_wheel", unpacked, folder)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """Installs the wheel with pip, and returns the folder of the environment's programs."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=runs.LIMIT)
+    python = folder / "bin" / "python"
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--no-compile",
+    ]
+    subprocess.run([*pip, wheel], check=True, timeout=runs.LIMIT)
+    (site,) = folder.glob("lib/python*/site-packages")
+    # Folders that another .pth file names are not read for .pth files of their own, such as that of an editable installation.
+    (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    return python.parent
+
+
+@pytest.fixture(scope="module")
+def ends(installed, compiled_dir, tmp_path_factory):
+    """Returns (the folder, {name: the end of a command}) of commands that ran there one after the other."""
+    folder = tmp_path_factory.mktemp("empty")
+    (folder / "ds_config.json").write_text(json.dumps(DEEPSPEED))
+    jobs = {
+        "configs": ["zerojax.commands.configs"],
+        "train": ["zerojax.train", *SMALL, "--config", "zero3", "--workdir=run"],
+        "config": ["zerojax.commands.config", "--out=wizard.py", *WIZARD],
+        "plan": ["zerojax.plan", "--config=wizard.py", *PLAN],
+        "migrate": ["zerojax.commands.migrate", "ds_config.json", "--out=configs/mine.py"],
+        "train migrated": ["zerojax.train", *SMALL, MATRICES, "--config=configs/mine.py", "--workdir=migrated"],
+    }
+    variables = {**runs.environment(compiled_dir), "PYTHONPATH": ""}
+    found = programs.modules(list(jobs.values()), python=str(installed / "python"), folder=folder, **variables)
+    return folder, dict(zip(jobs, found, strict=True))
+
+
+def test_the_package_is_the_installed_one_and_its_command_starts(installed, tmp_path):
+    done = subprocess.run([installed / "zerojax", "--version"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("zerojax 0.")
+    program = "import importlib.util as u; print(u.find_spec('zerojax').origin, u.find_spec('configs'))"
+    variables = {**os.environ, "PYTHONPATH": ""}
+    out = subprocess.check_output([installed / "python", "-c", program], cwd=tmp_path, text=True, env=variables)
+    assert str(installed.parent) in out and out.endswith("None\n")
+
+
+def test_a_wheel_holds_each_file_of_the_packages_and_of_configs(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    files = {path for room in ("zerojax", "pallas_kernels", "configs") for path in (runs.ROOT / room).rglob("*.*")}
+    wanted = {path.relative_to(runs.ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
+    wanted = {f"zerojax/configs/{name}" if name.startswith("configs/") else name for name in wanted}
+    assert wanted == {name for name in names if ".dist-info/" not in name}
+
+
+def test_every_command_ends_well_away_from_a_checkout(ends):
+    assert {name: (end.status, end.err) for name, end in ends[1].items()} == dict.fromkeys(ends[1], (0, ""))
+
+
+def test_the_names_of_configs_are_those_of_the_folder(ends):
+    rows = [line.split("  ", 1) for line in ends[1]["configs"].out.splitlines()]
+    assert {name: text.strip() for name, text in rows} == {name: configs.summary(name) for name in configs.names()}
+    assert sorted(name for name, _ in rows) == sorted(path.stem for path in (runs.ROOT / "configs").glob("*.py"))
+
+
+def test_a_translated_config_trains_as_the_named_one_with_its_settings(ends):
+    folder, _ = ends
+    losses = runs.losses(folder / "migrated")
+    assert len(losses) == runs.SMALL["steps"] and losses == runs.losses(folder / "run")
