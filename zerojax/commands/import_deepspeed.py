@@ -268,7 +268,7 @@ def _write_run(
       adapter: the folder of its adapter; None: the whole model is trained.
     """
     translation = translate.translate(found.config)
-    settings = {**translation.settings, "init_from": str(base.absolute())}
+    settings = {**translation.decided, "init_from": str(base.absolute())}
     settings |= {} if adapter is None else _lora_settings(adapter)
     longest = folder_lib.open_folder(base).model.max_seq_len or SEQ_LEN
     settings["seq_len"] = min(SEQ_LEN, longest)

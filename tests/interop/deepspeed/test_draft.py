@@ -4,7 +4,7 @@ import pytest
 
 from zerojax.errors import UserError
 from zerojax.interop.deepspeed import draft, keys
-from zerojax.interop.deepspeed.keys import NO_EFFECT, TAKEN, UNSUPPORTED, Key
+from zerojax.interop.deepspeed.keys import ASSUMED, NO_EFFECT, TAKEN, UNSUPPORTED, Key
 
 TABLE = {
     "size": Key(TAKEN, "", ("steps",)),
@@ -35,7 +35,7 @@ def test_a_group_that_is_off_asks_for_nothing():
 
 
 def test_auto_is_filled_in_or_left_to_the_script():
-    assert verdicts({"size": "auto"})["size"] == (NO_EFFECT, "auto is the training script's value; set config.steps")
+    assert verdicts({"size": "auto"})["size"] == (ASSUMED, "the training script's; set config.steps")
     found = draft.Draft({"size": "auto"}, TABLE, auto={"size": 4})
     assert found.whole("size") == 4 and not found.is_auto("size")
 

@@ -1,6 +1,5 @@
 """Checks what DeepSpeed configs become. This module tests zerojax.interop.deepspeed.translate."""
 
-import importlib.util
 import json
 
 import hypothesis
@@ -52,7 +51,7 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
         ((None, 2, 4), (0, 2, 4), None),
         ((None, 2, None), (0, 2, 1), None),
         ((None, "auto", 4), (0, 1, 4), None),
-        (("auto", "auto", "auto"), (None, None, None), None),
+        (("auto", "auto", "auto"), (0, 1, 1), None),
     ],
 )
 def test_two_batch_sizes_decide_the_third(given, expected, devices):
@@ -84,7 +83,8 @@ def test_legacy_forms_are_read_as_todays():
 @pytest.mark.parametrize("part, group", [("optimizer", "offload_optimizer"), ("params", "offload_param")])
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_offload_is_taken(part, group, device):
-    content = {"zero_optimization": {"stage": 3, group: {"device": device, "pin_memory": True}}}
+    chosen = {"device": device, "pin_memory": True}
+    content = {"zero_optimization": {"stage": 3, "offload_optimizer": dict(chosen), group: chosen}}
     found, name = settings(content), f"zero_optimization.{group}.device"
     kind = translate.DEVICES[device]
     assert verdict(content, name).verdict == keys.TAKEN and found[f"offload.{part}"] == kind
@@ -95,16 +95,19 @@ def test_offload_is_taken(part, group, device):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "expected"), [(None, ("host", "host")), ("cpu", ("host", "host")), ("nvme", ("nvme", "host"))]
+    ("optimizer", "expected"), [(None, (None, None)), ("cpu", ("host", "host")), ("nvme", ("nvme", "host"))]
 )
-def test_params_are_offloaded_with_their_optimizer_state(optimizer, expected):
-    content = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+@pytest.mark.parametrize("params", ["cpu", "nvme"])
+def test_params_are_offloaded_with_their_optimizer_state_and_bring_none_along(optimizer, expected, params):
+    content = {"zero_optimization": {"stage": 3, "offload_param": {"device": params}}}
     if optimizer:
         content["zero_optimization"]["offload_optimizer"] = {"device": optimizer, "nvme_path": "/disk"}
     found = settings(content)
+    expected = expected[0], expected[1] and translate.DEVICES[params]
     assert (found.get("offload.optimizer"), found.get("offload.params")) == expected
     assert found.get("offload.nvme_path") == ("/disk" if optimizer == "nvme" else None)
-    assert verdict(content, "zero_optimization.offload_param.device").verdict == keys.TAKEN
+    told = verdict(content, "zero_optimization.offload_param.device").verdict
+    assert told == (keys.TAKEN if optimizer else keys.UNSUPPORTED)
 
 
 @pytest.mark.parametrize("folder, told", [("/disk", keys.TAKEN), ("/other", keys.UNSUPPORTED)])
@@ -138,10 +141,12 @@ def test_absent_keys_have_the_defaults_of_the_version():
     [
         ({"bf16": {"enabled": True}}, "bf16"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, "fp16"),
-        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, "bf16"),
-        ({"fp16": {"enabled": "auto"}}, "fp16"),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, "fp32"),
+        ({"fp16": {"enabled": "auto"}}, "fp32"),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16_sr"),
         ({"torch_autocast": {"enabled": True, "dtype": "torch.float16"}}, "fp16"),
+        ({"torch_autocast": {"enabled": True}}, "fp16"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float32"}}, "fp32"),
         ({"amp": {"enabled": True}}, "fp16"),
         ({}, "fp32"),
     ],
@@ -223,10 +228,83 @@ def test_a_schedules_rates_are_fractions_of_its_peak():
     assert (found["optimizer.initial_fraction"], found["optimizer.final_fraction"]) == (0.1, 1e-4)
 
 
-def test_auto_values_come_from_the_script_if_it_tells_them():
-    block = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
-    assert "optimizer.learning_rate" not in settings(block)
-    assert settings(block, auto={"optimizer.params.lr": 2e-5})["optimizer.learning_rate"] == 2e-5
+AUTO = {
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}},
+    "gradient_clipping": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": "auto"},
+}
+
+
+def test_what_a_file_leaves_to_the_script_is_assumed_with_its_number():
+    found = translate.translate(AUTO)
+    told = {line.key: line for line in found.lines}
+    expected = {
+        "optimizer.params.lr": {"optimizer.learning_rate": 5e-5},
+        "optimizer.params.betas": {"optimizer.b1": 0.9, "optimizer.b2": 0.999},
+        "optimizer.params.eps": {"optimizer.eps": 1e-8},
+        "optimizer.params.weight_decay": {"optimizer.weight_decay": 0.0},
+        "scheduler.params.warmup_num_steps": {"optimizer.warmup_steps": 0},
+        "gradient_clipping": {"optimizer.clip_norm": 1.0},
+        "train_micro_batch_size_per_gpu": {"micro_batch_size": 1},
+        "bf16.enabled": {"precision": "fp32"},
+        "zero_optimization.stage3_param_persistence_threshold": {"zero.min_size": 1024},
+    }
+    for name, values in expected.items():
+        assert told[name].verdict == keys.ASSUMED and values.items() <= found.settings.items(), name
+        assert draft.shown(values) in told[name].text and values.keys() <= found.assumed
+    filled = settings(AUTO, auto={"optimizer.params.lr": 2e-5, "scheduler.params.warmup_num_steps": 0.1})
+    assert (filled["optimizer.learning_rate"], filled["optimizer.warmup_steps"]) == (2e-5, 0.1)
+
+
+def test_an_optimizer_that_the_script_makes_is_assumed_with_its_schedule():
+    found = translate.translate({"gradient_clipping": 0.5})
+    told = {line.key: line for line in found.lines}
+    for name, place in (("optimizer.type", "optimizer.name"), ("scheduler.type", "optimizer.schedule")):
+        assert told[name].verdict == keys.ASSUMED and f"config.{place} = " in told[name].text
+    assert "config.optimizer.learning_rate = 5e-05" in told["optimizer.type"].text
+    assert "optimizer.name" not in found.decided and found.decided["optimizer.clip_norm"] == 0.5
+
+
+@pytest.mark.parametrize("number", [float("nan"), "nan", "NaN"])
+@pytest.mark.parametrize("name", ["gradient_clipping", "optimizer.params.lr", "optimizer.params.betas", "steps_per_print"])
+def test_what_is_no_number_is_refused(name, number):
+    with pytest.raises(UserError, match=name):
+        translate.translate(put(BASE, name, [0.9, number] if name.endswith("betas") else number))
+
+
+def test_an_infinite_number_means_what_it_means_in_deepspeed():
+    infinite = {"gradient_clipping": float("inf"), "steps_per_print": float("inf")}
+    assert settings(infinite)["optimizer.clip_norm"] == 0.0 and "log_every" not in settings(infinite)
+    with pytest.raises(UserError, match="optimizer.params.lr: must be a number, and is inf"):
+        translate.translate(put(BASE, "optimizer.params.lr", float("inf")))
+
+
+SWITCHED = [name for name, row in keys.KEYS.items() if row.verdict == keys.UNSUPPORTED and "*" not in name]
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_an_option_that_is_on_and_has_no_counterpart_is_never_reported_as_off(name):
+    on = False if True in keys.KEYS[name].off else True  # noqa: SIM211
+    content = BASE
+    for other, value in BESIDE.get(name, {}).items():
+        content = put(content, other, value)
+    for value in (on, str(on).lower()):
+        line = verdict(put(content, name, value), name)
+        assert line.verdict == keys.UNSUPPORTED and line.text == keys.KEYS[name].why
+    if keys.KEYS[name].off:
+        assert verdict(put(BASE, name, keys.KEYS[name].off[-1]), name).verdict == keys.NO_EFFECT
+
+
+@pytest.mark.parametrize("group", [group for group in keys.SWITCHES if keys.find(f"{group}.new") is not None])
+def test_a_group_is_off_until_its_own_key_switches_it_on(group):
+    content = put({}, f"{group}.new", 7)
+    assert verdict(content, f"{group}.new").verdict == keys.NO_EFFECT
+    for outer in [outer for outer in keys.SWITCHES if group.startswith(outer)]:
+        content = put(content, keys.SWITCHES[outer], True)
+    assert verdict(content, f"{group}.new").verdict == keys.find(f"{group}.new").verdict
 
 
 # A value that makes each taken key decide a setting, where the base's neighbours do not say it.
@@ -260,9 +338,10 @@ BESIDE = {
     "zero_optimization.mics_shard_size": {"train_batch_size": 16},
     "zero_optimization.offload_optimizer.ratio": {"zero_optimization.offload_optimizer.device": "cpu"},
     "zero_optimization.offload_optimizer.nvme_path": {"zero_optimization.offload_optimizer.device": "nvme"},
-    "zero_optimization.offload_param.device": {"zero_optimization.stage": 3},
+    "zero_optimization.offload_param.device": {"zero_optimization.offload_optimizer.device": "cpu"},
+    "torch_autocast.lower_precision_safe_modules": {"torch_autocast.enabled": True},
     "zero_optimization.offload_param.nvme_path": {
-        "zero_optimization.stage": 3,
+        "zero_optimization.offload_optimizer.device": "cpu",
         "zero_optimization.offload_param.device": "nvme",
     },
     "wandb.project": {"wandb.enabled": True},
@@ -270,8 +349,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("name", [name for name, row in keys.KEYS.items() if row.verdict == keys.TAKEN])
-def test_a_taken_key_decides_the_settings_that_its_row_names(name, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # all clients are installed
+def test_a_taken_key_decides_the_settings_that_its_row_names(name):
     content = BASE
     for other, value in BESIDE.get(name, {}).items():
         content = put(content, other, value)
@@ -294,8 +372,11 @@ def test_a_taken_key_decides_the_settings_that_its_row_names(name, monkeypatch):
     "name", [name for name, row in keys.KEYS.items() if row.verdict != keys.TAKEN and "*" not in name]
 )
 def test_a_key_that_is_not_taken_changes_no_setting(name):
-    with_key = put(BASE, name, "cpu" if name.endswith("device") else 7)
-    assert settings(with_key) == settings(BASE)
+    content = BASE
+    for other, value in BESIDE.get(name, {}).items():
+        content = put(content, other, value)
+    with_key = put(content, name, "cpu" if name.endswith("device") else 7)
+    assert settings(with_key) == settings(content)
     assert verdict(with_key, name).verdict == keys.KEYS[name].verdict
 
 
@@ -338,12 +419,10 @@ def test_any_content_is_accounted_for_or_refused_in_one_line(flat):
     assert all(line.text and line.verdict in keys.VERDICTS for line in found.lines)
 
 
-def test_wandb_becomes_an_outlet_of_the_metrics_where_it_is_installed(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+def test_wandb_becomes_an_outlet_of_the_metrics_wherever_one_translates():
     found = translate.translate({"wandb": {"enabled": True, "project": "mine"}, "comet": {"enabled": True}})
     assert found.settings["metrics.to"] == ("tensorboard", "wandb") and found.settings["metrics.project"] == "mine"
     assert [line.key for line in found.unsupported] == ["comet.enabled"]
+    told = next(line for line in found.lines if line.key == "wandb.enabled")
+    assert told.verdict == keys.TAKEN and "pip install 'zerojax[wandb]'" in told.text
     assert "metrics.to" not in settings({"wandb": {"enabled": False, "project": "mine"}})
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    found = translate.translate({"wandb": {"enabled": True, "project": "mine"}})
-    assert "metrics.to" not in found.settings and [line.key for line in found.unsupported] == ["wandb.enabled"]

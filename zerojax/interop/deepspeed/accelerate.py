@@ -12,7 +12,17 @@ from zerojax.interop.deepspeed import keys as keys_lib
 from zerojax.interop.deepspeed.draft import Draft, Line, Translation
 
 _DS, _FSDP, _WAYS, _FP8 = "deepspeed_config", "fsdp_config", "parallelism_config", "fp8_config"
-_OFFLOAD = {group: f"deepspeed_config.{group}_device" for group in ("offload_optimizer", "offload_param")}
+# key of Accelerate -> the DeepSpeed key that it becomes
+_OWN: Mapping[str, str] = {
+    f"{_DS}.zero_stage": "zero_optimization.stage",
+    f"{_DS}.gradient_accumulation_steps": "gradient_accumulation_steps",
+    f"{_DS}.gradient_clipping": "gradient_clipping",
+    **{
+        f"{_DS}.{group}_{key}": f"zero_optimization.{group}.{key}"
+        for group in ("offload_optimizer", "offload_param")
+        for key in ("device", "nvme_path")
+    },
+}
 # sharding_strategy -> (the stage, whether each machine holds a copy)
 STRATEGIES: Mapping[str, tuple[int, bool]] = {
     "FULL_SHARD": (3, False),
@@ -67,6 +77,8 @@ def translate_accelerate(
             keys_lib.UNSUPPORTED,
             "there is no such parallelism; config.zero.stage = 0 is taken instead",
         )
+    translate.assume_script(draft)
+    draft.assume("gradient_clipping", {"optimizer.clip_norm": translate.ASSUMED["gradient_clipping"]})
     _mesh(draft)
     _fp8(draft, content)
     for group, wanted in ((_DS, "DEEPSPEED"), (_FSDP, "FSDP"), ("megatron_lm_config", "MEGATRON_LM")):
@@ -113,38 +125,14 @@ def _with_deepspeed(
 ) -> Translation:
     """Returns the translation of the DeepSpeed config that an Accelerate config holds, or of the file that it names."""
     named = draft.get(f"{_DS}.deepspeed_config_file")
-    inner = translate.translate(_written(draft) if deepspeed is None else deepspeed, version=version, devices=devices)
-    for place, value in inner.settings.items():
-        draft.settings[place], draft.sources[place] = value, inner.sources[place]
     if named is not None and deepspeed is not None:
-        _unread(draft, content, _DS, "the DeepSpeed config file decides it", but="deepspeed_config_file")
-        draft.say("mixed_precision", keys_lib.NO_EFFECT, "the DeepSpeed config file decides it")
-        draft.say("distributed_type", keys_lib.IMPLIED, "the stage is the DeepSpeed config file's")
-        more = tuple(dataclasses.replace(line, key=f"{named}: {line.key}") for line in inner.lines)
+        more = _of_file(draft, content, deepspeed, str(named), devices, version)
     else:
         if named is not None:
-            draft.say(
-                f"{_DS}.deepspeed_config_file",
-                keys_lib.UNSUPPORTED,
-                "the file is not there; translate it, and take its settings",
-            )
+            why = "the file is not there; translate it, and take its settings"
+            draft.say(f"{_DS}.deepspeed_config_file", keys_lib.UNSUPPORTED, why)
         more = ()
-        own = {
-            "zero.stage": ("distributed_type", f"{_DS}.zero_stage"),
-            "grad_accum": (f"{_DS}.gradient_accumulation_steps",),
-            "optimizer.clip_norm": (f"{_DS}.gradient_clipping",),
-            "precision": ("mixed_precision", "fp16"),
-            "emulate_devices": ("num_processes",),
-            "offload.optimizer": (_OFFLOAD["offload_optimizer"],),
-            "offload.params": (_OFFLOAD["offload_param"],),
-        }
-        for line in inner.lines:
-            group = line.key.removeprefix("zero_optimization.").removesuffix(".device")
-            if group in _OFFLOAD and line.verdict != keys_lib.TAKEN:
-                draft.say(_OFFLOAD[group], line.verdict, line.text)
-        draft.sources |= {place: own.get(place, ()) for place in draft.settings}
-        if _named_precision(draft) == "fp8":
-            _precision(draft)
+        _of_keys(draft, devices, version)
     _fp8(draft, content)
     _mesh(draft)
     _unread(draft, content, _FSDP, "Accelerate reads it with distributed_type FSDP alone")
@@ -152,20 +140,83 @@ def _with_deepspeed(
     return dataclasses.replace(found, lines=found.lines + more)
 
 
-def _written(draft: Draft) -> dict[str, Any]:
-    """Returns the DeepSpeed config that Accelerate writes from its own keys."""
+def _of_keys(draft: Draft, devices: int | None, version: tuple[int, ...]) -> None:
+    """Puts what the DeepSpeed config decides that Accelerate makes of its own keys."""
     precision = _named_precision(draft)
-    accum = draft.get(f"{_DS}.gradient_accumulation_steps", 1)
-    clip = draft.get(f"{_DS}.gradient_clipping", "none")
-    found: dict[str, Any] = {
-        "zero_optimization": {"stage": draft.get(f"{_DS}.zero_stage", 2)}
-        | {group: {"device": draft.get(name, "none")} for group, name in _OFFLOAD.items()},
-        "gradient_accumulation_steps": 1 if str(accum).lower() in ("auto", "none") else accum,
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_clipping": "auto" if str(clip).lower() in ("auto", "none") else clip,
-    }
+    written = {inner: draft.get(name) for name, inner in _OWN.items() if draft.get(name) is not None}
+    # Accelerate's forms of "not given"; its gradient_clipping is then that of `prepare`, 1.0
+    written = {name: value for name, value in written.items() if str(value).lower() not in ("auto", "none")}
+    absent = {"zero_optimization.stage": 2, "gradient_clipping": draft_lib.AUTO}
+    absent |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), draft_lib.AUTO)
     if precision != "fp32":
-        found["fp16" if precision == "fp16" else "bf16"] = {"enabled": True}
+        absent |= {f"{'fp16' if precision == 'fp16' else 'bf16'}.enabled": True}
+    nested = _nested({**absent, **written})
+    inner = translate.translate(nested, version=version, devices=devices)
+    sources = {inner: name for name, inner in _OWN.items()} | {"fp16.enabled": "fp16", "bf16.enabled": "mixed_precision"}
+    more = {"zero.stage": ("distributed_type",), "precision": ("mixed_precision",), "emulate_devices": ("num_processes",)}
+    for place, value in inner.settings.items():
+        keys = [sources[key] for key in inner.sources[place] if key in sources]
+        draft.put(place, value, *keys, *more.get(place, ()))
+    draft.assumed |= inner.assumed
+    draft.sources |= {place: inner.sources[place] for place in inner.assumed}
+    for line in inner.lines:
+        name = sources.get(line.key, line.key)
+        if line.verdict == keys_lib.ASSUMED and not draft.has(name):
+            draft.absent(line.key, line.verdict, line.text)
+        elif line.verdict != keys_lib.TAKEN and name in _OWN and draft.get(name) is not None:
+            draft.say(name, line.verdict, line.text)
+    if not draft.has(f"{_DS}.zero_stage"):
+        draft.absent(f"{_DS}.zero_stage", keys_lib.TAKEN, "absent: config.zero.stage = 2, Accelerate's default")
+    if precision == "fp8":
+        _precision(draft)
+
+
+def _of_file(
+    draft: Draft,
+    content: Mapping[str, Any],
+    deepspeed: Mapping[str, Any],
+    named: str,
+    devices: int | None,
+    version: tuple[int, ...],
+) -> tuple[Line, ...]:
+    """Puts what a DeepSpeed config file decides, and returns the lines of its keys. Its "auto" takes Accelerate's keys."""
+    precision = _named_precision(draft)
+    own = {name: inner for name, inner in _OWN.items() if draft.get(name) is not None}
+    auto = {inner: draft.get(name) for name, inner in own.items()}
+    halves = {"bf16": precision in ("bf16", "fp8"), "fp16": precision == "fp16"}
+    auto |= {f"{kind}.enabled": is_on for kind, is_on in halves.items()}
+    given = dict(draft_lib.leaves(deepspeed))
+    is_chosen = any(draft_lib.is_true(given.get(f"{kind}.enabled")) for kind in halves)
+    added = {
+        kind: {"enabled": True}
+        for kind, is_on in halves.items()
+        if is_on and kind not in deepspeed and not is_chosen
+    }
+    inner = translate.translate({**deepspeed, **added}, version=version, devices=devices, auto=auto)
+    draft.settings |= inner.settings
+    draft.sources |= inner.sources
+    draft.assumed |= inner.assumed
+    _unread(draft, content, _DS, f"{named} decides it; Accelerate refuses it beside that file", but="deepspeed_config_file")
+    for name, key in own.items():
+        if given.get(key) == draft_lib.AUTO:
+            draft.say(name, keys_lib.TAKEN, f'fills in the "auto" of {key}')
+    fills = added or any(given.get(f"{kind}.enabled") == draft_lib.AUTO for kind in halves)
+    told = f"config.precision = {inner.settings['precision']!r}" if fills else f"{named} decides it"
+    draft.say("mixed_precision", keys_lib.TAKEN if fills else keys_lib.NO_EFFECT, told)
+    draft.say("distributed_type", keys_lib.IMPLIED, "the stage is the DeepSpeed config file's")
+    lines = [line for line in inner.lines if line.key.partition(".")[0] not in added]
+    return tuple(dataclasses.replace(line, key=f"{named}: {line.key}") for line in lines)
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested mappings of {dotted name: value}."""
+    found: dict[str, Any] = {}
+    for name, value in flat.items():
+        *groups, last = name.split(".")
+        node = found
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[last] = value
     return found
 
 

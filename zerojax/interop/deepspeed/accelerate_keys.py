@@ -7,7 +7,7 @@ Source: Accelerate 1.15 (`commands/config`), transformers 5 (`TrainingArguments`
 from collections.abc import Mapping
 
 from zerojax.interop.deepspeed import keys as keys_lib
-from zerojax.interop.deepspeed.keys import IMPLIED, NO_EFFECT, OFF, TAKEN, UNSUPPORTED, Key
+from zerojax.interop.deepspeed.keys import IMPLIED, NO_EFFECT, OFF, ONE, TAKEN, UNSUPPORTED, Key
 
 _PARALLEL = "the models here have no such parallelism; only ZeRO over `data` and copies over `replica`"
 _JOIN = "zerojax launch, Slurm, Open MPI or Kubernetes start the processes and join them"
@@ -120,9 +120,9 @@ KEYS: Mapping[str, Key] = {
     ),
     "parallelism_config.dp_replicate_size": Key(TAKEN, "", ("mesh.replica",), (1, None)),
     "parallelism_config.dp_shard_size": Key(TAKEN, "", ("mesh.data",)),
-    "parallelism_config.tp_size": Key(UNSUPPORTED, _PARALLEL, (), OFF),
-    "parallelism_config.cp_size": Key(UNSUPPORTED, _PARALLEL, (), OFF),
-    "parallelism_config.sp_size": Key(UNSUPPORTED, _PARALLEL, (), OFF),
+    "parallelism_config.tp_size": Key(UNSUPPORTED, _PARALLEL, (), ONE),
+    "parallelism_config.cp_size": Key(UNSUPPORTED, _PARALLEL, (), ONE),
+    "parallelism_config.sp_size": Key(UNSUPPORTED, _PARALLEL, (), ONE),
     "parallelism_config.cp_comm_strategy": Key(NO_EFFECT, "there is no context parallelism"),
     "parallelism_config.sp_backend": Key(NO_EFFECT, "there is no sequence parallelism"),
     "parallelism_config.sp_seq_length": Key(NO_EFFECT, "there is no sequence parallelism"),

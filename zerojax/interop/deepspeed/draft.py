@@ -15,6 +15,7 @@ from zerojax.errors import UserError
 from zerojax.interop.deepspeed import keys as keys_lib
 
 AUTO = "auto"
+SCRIPT = "the training script's; transformers' default is taken"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +44,19 @@ class Translation:
       sources: {place: the keys that decided it}.
       lines: the account of every key of the file, in its order, and of absent keys that matter.
       devices: the number of devices that the file speaks of; None if it does not say.
+      assumed: the places whose values the file leaves to a training script. Lines with the verdict `keys.ASSUMED` name them.
     """
 
     settings: dict[str, Any]
     sources: dict[str, tuple[str, ...]]
     lines: tuple[Line, ...]
     devices: int | None = None
+    assumed: frozenset[str] = frozenset()
+
+    @property
+    def decided(self) -> dict[str, Any]:
+        """Returns the settings that the file decides, without those that are assumed."""
+        return {place: value for place, value in self.settings.items() if place not in self.assumed}
 
     @property
     def unsupported(self) -> tuple[Line, ...]:
@@ -64,6 +72,10 @@ class Draft:
       table: the rows of its keys.
       canonical: (name) -> the name in the table, for older names.
       auto: values for keys that the file leaves to the training script ("auto"), by canonical name.
+      switches: groups that are off unless a key of theirs is true -> that key.
+
+    Raises:
+      UserError: a value is no number (NaN).
     """
 
     def __init__(
@@ -73,15 +85,20 @@ class Draft:
         *,
         canonical: Callable[[str], str] = lambda name: name,
         auto: Mapping[str, Any] | None = None,
+        switches: Mapping[str, str] | None = None,
     ):
         self._content, self._table = content, table
         self._names = {name: canonical(name) for name, _ in leaves(content)}
         self._given = dict(leaves(content))
-        self._auto = dict(auto or {})
+        self._auto, self._switches = dict(auto or {}), dict(switches or {})
+        for name, value in self._given.items():
+            if any(isinstance(one, float) and math.isnan(one) for one in (value if isinstance(value, list) else [value])):
+                raise UserError(f"{name}: is {errors.shown(value)}, and NaN is no number; correct it in the file")
         self.settings: dict[str, Any] = {}
         self.sources: dict[str, tuple[str, ...]] = {}
         self._said: dict[str, tuple[str, str]] = {}
         self._absent: list[Line] = []
+        self.assumed: set[str] = set()
 
     def get(self, name: str, default: Any = None) -> Any:
         """Returns the value under a canonical name; the default if it is absent, null, or left to the training script."""
@@ -96,6 +113,10 @@ class Draft:
         """Returns whether the file holds a canonical name, or a group of that name."""
         return any(own == name or own.startswith(f"{name}.") for own in self._names.values())
 
+    def holds(self, group: str) -> bool:
+        """Returns whether the file holds a key of a group."""
+        return any(own.startswith(f"{group}.") for own in self._names.values())
+
     def is_auto(self, name: str, *, filled: bool = False) -> bool:
         """Returns whether the file leaves a value to the training script; with `filled`, also one that is known."""
         return any(self._names[own] == name and value == AUTO for own, value in self._given.items()) and (
@@ -106,8 +127,13 @@ class Draft:
         """Returns a truth value; texts as YAML and shells write them are read."""
         return is_true(self.get(name, default))
 
-    def number(self, name: str, default: Any = None) -> Any:
+    def number(self, name: str, default: Any = None, *, infinite: bool = False) -> Any:
         """Returns a float.
+
+        Args:
+          name: canonical.
+          default: the value if there is none.
+          infinite: whether it may be infinite.
 
         Raises:
           UserError: the value is not a number.
@@ -116,9 +142,10 @@ class Draft:
         if value is None:
             return None
         try:
-            if isinstance(value, bool):
+            found = math.nan if isinstance(value, bool) else float(value)
+            if math.isnan(found) or (math.isinf(found) and not infinite):
                 raise ValueError(value)
-            return float(value)
+            return found
         except (TypeError, ValueError, OverflowError) as error:
             raise UserError(
                 f"{name}: must be a number, and is {errors.shown(value)}; correct it in the file"
@@ -131,14 +158,24 @@ class Draft:
           UserError: the value is not a whole number.
         """
         value = self.number(name, default)
-        if value is None or (math.isfinite(value) and value == int(value)):
+        if value is None or value == int(value):
             return None if value is None else int(value)
         raise UserError(f"{name}: must be a whole number, and is {self.get(name)!r}; correct it in the file")
 
     def put(self, place: str, value: Any, *names: str) -> None:
         """Sets a setting, decided by these canonical names."""
+        known = () if place in self.assumed else self.sources.get(place, ())
+        self.assumed.discard(place)
         self.settings[place] = value
-        self.sources[place] = tuple(name for name in names if self.has(name)) or self.sources.get(place, ())
+        self.sources[place] = tuple(name for name in names if self.has(name)) or known
+
+    def assume(self, name: str, settings: Mapping[str, Any], why: str = SCRIPT) -> None:
+        """Sets settings that the file leaves to a training script, under a canonical name that it lacks or that is "auto"."""
+        self.settings |= settings
+        self.sources |= dict.fromkeys(settings, (f"assumed for {name}",))
+        self.assumed |= settings.keys()
+        text = f"{why}: {shown(settings)}"
+        self.say(name, keys_lib.ASSUMED, text) if self.has(name) else self.absent(name, keys_lib.ASSUMED, text)
 
     def say(self, name: str, verdict: str, text: str) -> None:
         """Overrides the table for one canonical name."""
@@ -151,7 +188,7 @@ class Draft:
     def finish(self, devices: int | None = None) -> Translation:
         """Returns the translation, with a line for every key."""
         lines = [self._line(own, canonical, self._given[own]) for own, canonical in self._names.items()]
-        return Translation(self.settings, self.sources, (*lines, *self._absent), devices)
+        return Translation(self.settings, self.sources, (*lines, *self._absent), devices, frozenset(self.assumed))
 
     def _line(self, own: str, name: str, value: Any) -> Line:
         verdict, text = self._account(own, name, value)
@@ -167,18 +204,24 @@ class Draft:
         row = keys_lib.find(name, self._table)
         if row is None:
             return _unknown(own, self._table)
+        found = {place: self.settings[place] for place in self.settings if name in self.sources[place]}
         if value == AUTO and row.verdict == keys_lib.TAKEN and name not in self._auto:
             where = ", ".join(f"config.{place}" for place in row.into)
-            return keys_lib.NO_EFFECT, f"auto is the training script's value; set {where}"
-        asks = row.verdict in (keys_lib.TAKEN, keys_lib.UNSUPPORTED)
-        if _is_one_of(value, row.off) or (asks and is_off(self._content, own, self._auto)):
+            return keys_lib.ASSUMED, f"the training script's; {f'{shown(found)} is taken' if found else f'set {where}'}"
+        if _is_one_of(value, row.off):
+            return keys_lib.NO_EFFECT, "it is off" if _is_one_of(value, keys_lib.OFF) else "it asks for nothing else"
+        if row.verdict in (keys_lib.TAKEN, keys_lib.UNSUPPORTED) and self._is_off(own, name):
             return keys_lib.NO_EFFECT, "it is off"
         if row.verdict != keys_lib.TAKEN:
             return row.verdict, row.why
-        found = {place: self.settings[place] for place in self.settings if name in self.sources[place]}
         if not found:
-            return keys_lib.NO_EFFECT, row.why or "other keys decide it"
+            return keys_lib.NO_EFFECT, row.why or ("it is null" if value is None else "other keys decide it")
         return keys_lib.TAKEN, "; ".join(filter(None, (shown(found), row.why)))
+
+    def _is_off(self, own: str, name: str) -> bool:
+        """Returns whether a group around a key is switched off, or off since nothing switches it on."""
+        around = (group for group in self._switches if name == group or name.startswith(f"{group}."))
+        return is_off(self._content, own, self._auto) or not all(self.has(self._switches[group]) for group in around)
 
 
 def shown(settings: Mapping[str, Any]) -> str:
@@ -226,11 +269,11 @@ def is_off(content: Mapping[str, Any], name: str, auto: Mapping[str, Any] | None
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    """Returns whether a value is among others; an empty group counts as None."""
-    value = None if isinstance(value, Mapping) and not value else value
-    return any(type(value) is type(other) and value == other for other in values) or (
-        isinstance(value, (int, float)) and any(isinstance(o, (int, float)) and value == o for o in values)
-    )
+    """Returns whether a value is among others: texts in any case, an empty group or list as None, a truth value never as a number."""
+    if isinstance(value, str):
+        return value.strip().lower() in (str(other).lower() for other in values)
+    value = None if isinstance(value, (Mapping, list)) and not value else value
+    return any(isinstance(value, bool) == isinstance(other, bool) and value == other for other in values)
 
 
 def _unknown(name: str, table: Mapping[str, keys_lib.Key]) -> tuple[str, str]:

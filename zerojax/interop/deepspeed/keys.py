@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-TAKEN, IMPLIED, NO_EFFECT, UNSUPPORTED = "taken", "implied", "no effect", "not supported"
-VERDICTS = (TAKEN, IMPLIED, NO_EFFECT, UNSUPPORTED)
+TAKEN, IMPLIED, NO_EFFECT, ASSUMED, UNSUPPORTED = "taken", "implied", "no effect", "assumed", "not supported"
+VERDICTS = (TAKEN, IMPLIED, NO_EFFECT, ASSUMED, UNSUPPORTED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Key:
       verdict: one of VERDICTS.
       why: the reason, or what differs here.
       into: the settings that it decides, by their places in a config ("zero.stage").
-      off: values with which the key asks for nothing; they are reported as without effect.
+      off: values with which the key asks for nothing; they are reported as without effect. A truth value is no number: True is not 1.
     """
 
     verdict: str
@@ -29,7 +29,8 @@ class Key:
     off: tuple[Any, ...] = ()
 
 
-OFF = (None, False, 0, 1, "none", "", (), 1.0)  # what an option that is not used holds
+OFF = (None, False, 0, "none", "no", "off", "")  # what an option that is not used holds
+ONE = (None, 0, 1)  # what a number of devices holds where there is no such parallelism
 
 
 def _taken(into: str, why: str = "") -> Key:
@@ -65,8 +66,8 @@ KEYS: Mapping[str, Key] = {
     "gradient_accumulation_steps": _taken(
         "grad_accum", "0 (derived) where the global batch and the micro-batch are given"
     ),
-    "managed_gradient_accumulation": _implied("the step accumulates in one compiled program"),
-    "sequence_parallel_size": _unsupported(_PARALLEL, *OFF),
+    "managed_gradient_accumulation": _unsupported("the step accumulates in one compiled program, and leaves no part of it to a script", None, True),
+    "sequence_parallel_size": _unsupported(_PARALLEL, *ONE),
     "seq_parallel_communication_data_type": _no_effect("there is no sequence parallelism"),
     "data_parallel_size": _implied("the mesh takes all devices"),
     "dataloader_drop_last": _implied("the data are an endless stream of full batches"),
@@ -83,12 +84,10 @@ KEYS: Mapping[str, Key] = {
     "zero_optimization.allgather_partitions": _implied("updated weights are all-gathered"),
     "zero_optimization.allgather_bucket_size": _no_effect(_BUCKETS),
     "zero_optimization.overlap_comm": _implied("a block's collectives run beside its neighbours' matmuls"),
-    "zero_optimization.load_from_fp32_weights": _implied("checkpoints hold the float32 weights"),
+    "zero_optimization.load_from_fp32_weights": _unsupported("a checkpoint is restored with the float32 weights that it holds", None, True),
     "zero_optimization.elastic_checkpoint": _implied(_CHECKPOINTS),
     "zero_optimization.sub_group_size": _no_effect("an update runs leaf by leaf, without sub-groups"),
-    "zero_optimization.ignore_unused_parameters": _implied(
-        "JAX gives weights that the loss does not read zero gradients"
-    ),
+    "zero_optimization.ignore_unused_parameters": _unsupported("weights that the loss does not read are no error: JAX gives them zero gradients", None, True),
     "zero_optimization.legacy_stage1": _no_effect("there is one stage 1"),
     "zero_optimization.round_robin_gradients": _no_effect("each device holds an equal shard of every gradient"),
     "zero_optimization.stage3_prefetch_bucket_size": _no_effect(_GATHERED),
@@ -104,7 +103,7 @@ KEYS: Mapping[str, Key] = {
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": _no_effect("weights are all-gathered"),
     "zero_optimization.stage3_allgather_sequential": _no_effect(_BUCKETS),
     "zero_optimization.zero_hpz_partition_size": _unsupported(
-        "weights have one sharding; mesh.replica shards weights and state within a host", *OFF
+        "weights have one sharding; mesh.replica shards weights and state within a host", *ONE
     ),
     "zero_optimization.zero_quantized_weights": _unsupported("weights are gathered in the compute dtype", *OFF),
     "zero_optimization.zero_quantized_nontrainable_weights": _unsupported(
@@ -141,7 +140,7 @@ KEYS: Mapping[str, Key] = {
     "zero_optimization.offload_optimizer.nvme_path": Key(
         TAKEN, "with device: nvme", ("offload.nvme_path",), ("", None)
     ),
-    "zero_optimization.offload_optimizer.ratio": Key(TAKEN, "", ("offload.fraction",), (1.0, None)),
+    "zero_optimization.offload_optimizer.ratio": Key(TAKEN, "", ("offload.fraction",), (1, None)),
     "zero_optimization.offload_optimizer.super_offload": _unsupported("there is one way of offloading", *OFF),
     "zero_optimization.offload_optimizer.*": _no_effect(_HOST_STATE),
     "zero_optimization.offload_param.device": Key(
@@ -156,8 +155,8 @@ KEYS: Mapping[str, Key] = {
     # Precision
     "bf16.enabled": _taken("precision", "float32 master weights, as in DeepSpeed"),
     "bf16.immediate_grad_update": _no_effect("gradients are added up in config.reduce_dtype"),
-    "bf16.check_grad_overflow": _implied("a state that is not finite is not saved, and ends the run"),
-    "bf16.check_overflow": _implied("a state that is not finite is not saved, and ends the run"),
+    "bf16.check_grad_overflow": _no_effect("a step whose numbers are not finite is not skipped: it ends the run, and is not saved"),
+    "bf16.check_overflow": _no_effect("a step whose numbers are not finite is not skipped: it ends the run, and is not saved"),
     "bf16.auto_cast": _implied("floating inputs are cast to the compute dtype"),
     "bf16.bf16_master_weights_and_grads": Key(
         TAKEN, "bf16 weights without master weights, rounded stochastically", ("precision",), (False, None)
@@ -188,7 +187,7 @@ KEYS: Mapping[str, Key] = {
         "one compute dtype holds for all modules; norms and softmax are float32", *OFF
     ),
     "data_types.grad_accum_dtype": _taken("accum_dtype", "gradients of several passes add up in it; fp16 becomes fp32"),
-    "data_types.param_dtype": _no_effect("config.precision decides the dtype of weights"),
+    "data_types.param_dtype": _unsupported("config.precision decides the dtype of weights", *OFF),
     "data_types.buffer_dtype": _no_effect("the models have no buffers"),
     "communication_data_type": _taken("reduce_dtype", "fp16 becomes fp32"),
     "fp32_allreduce": Key(TAKEN, "", ("reduce_dtype",), (False, None)),
@@ -246,7 +245,7 @@ KEYS: Mapping[str, Key] = {
     "scheduler.params.total_num_steps": _taken("steps"),
     "scheduler.params.warmup_min_ratio": _taken("optimizer.initial_fraction"),
     "scheduler.params.cos_min_ratio": _taken("optimizer.final_fraction"),
-    "scheduler.params.last_batch_iteration": _implied("a checkpoint holds the step"),
+    "scheduler.params.last_batch_iteration": _unsupported("a run begins its schedule at step 0, and a checkpoint holds the step", None, -1),
     "scheduler.params.*": _unsupported("only zerojax.from_deepspeed_config has OneCycle and LRRangeTest"),
     # Activations
     "activation_checkpointing.partition_activations": _unsupported("activations are not split over a model axis", *OFF),
@@ -258,7 +257,7 @@ KEYS: Mapping[str, Key] = {
     "activation_checkpointing.synchronize_checkpoint_boundary": _no_effect("a compiled step has no such boundaries"),
     "activation_checkpointing.profile": _no_effect(_PROFILE),
     # Logs
-    "steps_per_print": _taken("log_every"),
+    "steps_per_print": _taken("log_every", "a line is printed once a minute at least"),
     "wall_clock_breakdown": _no_effect(_PROFILE),
     "memory_breakdown": _implied("plan.json has the memory by role, and metrics.jsonl the device's"),
     "dump_state": _implied("WORKDIR/config.json holds every setting"),
@@ -267,7 +266,7 @@ KEYS: Mapping[str, Key] = {
     "tensorboard.*": _no_effect("events go to WORKDIR/tensorboard"),
     "csv_monitor.enabled": _implied("metrics.jsonl holds the same numbers"),
     "csv_monitor.*": _no_effect("numbers go to WORKDIR/metrics.jsonl"),
-    "wandb.enabled": _taken("metrics.to"),
+    "wandb.enabled": _taken("metrics.to", "a run needs its package: pip install 'zerojax[wandb]'"),
     "wandb.project": _taken("metrics.project"),
     "wandb.team": _no_effect("set WANDB_ENTITY in the environment, which wandb reads"),
     "wandb.group": _no_effect("set WANDB_RUN_GROUP in the environment, which wandb reads"),
@@ -284,11 +283,11 @@ KEYS: Mapping[str, Key] = {
     "checkpoint.*": _no_effect("the checkpointer has no such choice"),
     "compile.*": _implied("XLA compiles the whole step"),
     "graph_harvesting": _implied("XLA makes CUDA graphs"),
-    "tensor_parallel.autotp_size": _unsupported(_PARALLEL, *OFF),
+    "tensor_parallel.autotp_size": _unsupported(_PARALLEL, *ONE),
     "tensor_parallel.*": _unsupported(_PARALLEL),
     "expert_parallel.*": _unsupported(_PARALLEL),
     "pipeline.*": _unsupported(_PARALLEL),
-    "pipeline_parallel_size": _unsupported(_PARALLEL, *OFF),
+    "pipeline_parallel_size": _unsupported(_PARALLEL, *ONE),
     "moe.*": _unsupported(_PARALLEL),
     "hybrid_engine.*": _unsupported("there is no inference engine inside training"),
     "elasticity.*": _unsupported(
@@ -307,6 +306,23 @@ KEYS: Mapping[str, Key] = {
     "timers.*": _no_effect(_PROFILE),
     "weight_quantization.*": _unsupported("weights are not quantized"),
     "zero_quantized_weights": _unsupported("weights are gathered in the compute dtype", *OFF),
+}
+
+# Groups that DeepSpeed reads only if a key of theirs is true, which it is not by default -> that key.
+SWITCHES: Mapping[str, str] = {
+    **{
+        group: f"{group}.enabled"
+        for group in (
+            "fp16 bf16 amp torch_autocast wandb comet elasticity autotuning hybrid_engine progressive_layer_drop eigenvalue "
+            "curriculum_learning data_efficiency data_efficiency.data_sampling data_efficiency.data_routing "
+            "data_efficiency.data_sampling.curriculum_learning data_efficiency.data_routing.random_ltd "
+            "compression_training.layer_reduction"
+        ).split()
+    },
+    **{
+        f"compression_training.{kind}": f"compression_training.{kind}.shared_parameters.enabled"
+        for kind in "weight_quantization activation_quantization sparse_pruning row_pruning head_pruning channel_pruning".split()
+    },
 }
 
 # Older and second names -> the names of the table.

@@ -82,7 +82,7 @@ def from_deepspeed_config(
     >>> train_step = zerojax.make_train_step(loss_fn, partition, **found.step)
     """
     devices = len(jax.devices()) if devices is None else devices
-    found = translate.translate(config, version=version, devices=devices, auto=auto)
+    found = _of_program(translate.translate(config, version=version, devices=devices, auto=auto))
     given = _Given(config, auto or {})
     schedule, tx, own = _optimizer(found, given)
     own |= {
@@ -115,6 +115,16 @@ def from_deepspeed_config(
         global_batch_size=total,
         lines=lines,
     )
+
+
+def _of_program(found: Translation) -> Translation:
+    """Returns a translation that leaves to the program what the config leaves to a training script."""
+    settings = {**found.decided, "precision": found.settings["precision"]}
+    lines = [
+        dataclasses.replace(line, text="the program's own") if line.verdict == keys_lib.ASSUMED else line
+        for line in found.lines
+    ]
+    return dataclasses.replace(found, settings=settings, lines=tuple(lines))
 
 
 class _Given:

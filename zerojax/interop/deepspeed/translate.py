@@ -3,11 +3,11 @@
 `keys` says which key decides which setting. DeepSpeed's defaults are those of 0.19; `version` takes older ones.
 """
 
-import importlib.util
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax import errors
 from zerojax.errors import UserError
 from zerojax.interop.deepspeed import draft as draft_lib
 from zerojax.interop.deepspeed import keys as keys_lib
@@ -42,11 +42,34 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "musgd": ("sgd", _WIDTHS),
 }
 DECAYING = ("adamw", "adafactor", "lamb", "lion")  # with a weight decay of their own
-BETAS = {"adamw": (0.9, 0.999), "adam": (0.9, 0.999), "lamb": (0.9, 0.999), "lion": (0.9, 0.999)}
-SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+MOMENTUM = "momentum"
+READS = {name: ("betas", "eps") for name in ("adamw", "adam", "lamb")} | {"lion": ("betas",), "sgd": (MOMENTUM,)}  # of DeepSpeed's optimizer
+# what transformers' Trainer takes for "auto" where nobody gives it a value, and for an optimizer and a schedule that are absent
+ASSUMED: Mapping[str, Any] = {
+    "optimizer.params.lr": 5e-5,
+    "optimizer.params.betas": (0.9, 0.999),
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "gradient_clipping": 1.0,
+    "scheduler.params.warmup_num_steps": 0,
+}
+LINEAR = {
+    "optimizer.schedule": "linear",
+    "optimizer.warmup": "linear",
+    "optimizer.warmup_steps": 0,
+    "optimizer.final_fraction": 0.0,
+}
+_WARMUP = ("warmup_num_steps", "warmup_type", "last_batch_iteration")
+SCHEDULES: Mapping[str, tuple[str, ...]] = {  # DeepSpeed's type -> its parameters
+    "WarmupLR": ("warmup_min_lr", "warmup_max_lr", *_WARMUP),
+    "WarmupDecayLR": ("total_num_steps", "warmup_min_lr", "warmup_max_lr", *_WARMUP),
+    "WarmupCosineLR": ("total_num_steps", "warmup_min_ratio", "cos_min_ratio", *_WARMUP),
+}
 DEVICES = {"none": offload_lib.NONE, "cpu": offload_lib.HOST, "nvme": offload_lib.NVME}  # DeepSpeed's -> ours
 MOST_EMULATED = 64  # CPU devices
+MIN_SIZE = 1024  # of config.zero.min_size, where the file asks for ten times a hidden size that it does not know
 _REDUCED = {"fp32": "fp32", "float32": "fp32", "fp16": "fp32", "float16": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
+_HALVES = {"fp16": "fp16", "float16": "fp16", "half": "fp16", "bf16": "bf16", "bfloat16": "bf16", "fp32": "fp32", "float32": "fp32"}
 _ZERO, _OPT, _SCHED = "zero_optimization", "optimizer.params", "scheduler.params"
 
 
@@ -68,7 +91,9 @@ def translate(
     Raises:
       UserError: a value has a wrong type, or keys contradict each other.
     """
-    draft = Draft(_modern(content), keys_lib.KEYS, canonical=keys_lib.canonical, auto=auto)
+    draft = Draft(
+        _modern(content), keys_lib.KEYS, canonical=keys_lib.canonical, auto=auto, switches=keys_lib.SWITCHES
+    )
     devices = _batch(draft, devices)
     _zero(draft, devices)
     _offload(draft)
@@ -78,15 +103,19 @@ def translate(
     _schedule(draft)
     _clip(draft, version)
     _clients(draft)
-    every = draft.number("steps_per_print")
-    if every is not None and every >= 1:
-        draft.put("log_every", int(min(every, 2**31 - 1)), "steps_per_print")
+    every = draft.number("steps_per_print", infinite=True)
+    if every is not None and 1 <= every < 2**31:
+        draft.put("log_every", int(every), "steps_per_print")
+    elif every is not None:
+        draft.say("steps_per_print", keys_lib.NO_EFFECT, "DeepSpeed prints no steps; config.log_every stays")
     return draft.finish(devices)
 
 
-def is_left_to_script(content: Mapping[str, Any]) -> bool:
-    """Returns whether a config has "auto" values, as those for transformers' Trainer do."""
-    return any(value == draft_lib.AUTO for _, value in draft_lib.leaves(content))
+def assume_script(draft: Draft) -> None:
+    """Puts what every format here leaves to the training script: the batch, the optimizer and its schedule."""
+    _batch(draft, None)
+    _optimizer(draft)
+    _schedule(draft)
 
 
 def _modern(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,33 +152,27 @@ def _batch(draft: Draft, devices: int | None) -> int | None:
         draft.put("global_batch_size", total, names[0])
         draft.put("micro_batch_size", micro or 0, names[1])
         draft.put("grad_accum", 0 if micro else accum or 1, names[2])
-    elif micro or accum:
+    else:
         draft.put("global_batch_size", 0, names[0])
-        draft.put("micro_batch_size", micro or 1, names[1])
+        if micro:
+            draft.put("micro_batch_size", micro, names[1])
+        else:
+            draft.assume(names[1], {"micro_batch_size": 1}, "the training script's; the smallest is taken")
         draft.put("grad_accum", accum or 1, names[2])
-        if not micro and not draft.has(names[1]):
-            draft.absent(
-                names[1], keys_lib.NO_EFFECT, "absent: the training script's; 1 is taken, set config.micro_batch_size"
-            )
-    elif not any(map(draft.has, names)):
-        draft.absent(names[0], keys_lib.NO_EFFECT, "absent: the training script's; set config.global_batch_size")
+    derived = "it follows from the two others and the number of devices"
+    for name, place in zip(names, ("global_batch_size", "micro_batch_size", "grad_accum")):
+        if draft.is_auto(name) and not draft.settings[place]:
+            draft.say(name, keys_lib.IMPLIED, derived)
     if total and not devices:
         most = next(count for count in range(8, 0, -1) if total // (micro or accum or 1) % count == 0)
         if most < 8:  # the base config emulates 8
             draft.put("emulate_devices", most, names[0])
-    if draft.is_auto(names[1]) and "micro_batch_size" in draft.settings and not total:
-        draft.say(
-            names[1], keys_lib.NO_EFFECT, "auto is the training script's value; 1 is taken, set config.micro_batch_size"
-        )
     return devices
 
 
 def _clients(draft: Draft) -> None:
     """Puts what shows the metrics beside TensorBoard."""
-    if draft.flag("wandb.enabled") and importlib.util.find_spec("wandb") is None:
-        why = "wandb is not installed here; install it and translate again, or set config.metrics.to"
-        draft.say("wandb.enabled", keys_lib.UNSUPPORTED, why)
-    elif draft.flag("wandb.enabled"):
+    if draft.flag("wandb.enabled"):
         draft.put("metrics.to", ("tensorboard", "wandb"), "wandb.enabled")
         if project := draft.get("wandb.project"):
             draft.put("metrics.project", str(project), "wandb.project")
@@ -164,11 +187,14 @@ def _zero(draft: Draft, devices: int | None) -> None:
     if not draft.has(f"{_ZERO}.stage"):
         draft.absent(f"{_ZERO}.stage", keys_lib.TAKEN, "absent: config.zero.stage = 0, DeepSpeed's default")
     threshold = f"{_ZERO}.stage3_param_persistence_threshold"
-    elements = draft.number(threshold)
-    if elements is not None and chosen == 3:
-        draft.put("zero.min_size", int(min(elements, 2**31 - 1)), threshold)
-    elif elements is not None:
+    elements = draft.number(threshold, infinite=True)
+    if chosen < 3:
         draft.say(threshold, keys_lib.NO_EFFECT, "DeepSpeed reads it at stage 3 alone")
+    elif elements is not None:
+        draft.put("zero.min_size", int(max(0, min(elements, 2**31 - 1))), threshold)
+    elif draft.is_auto(threshold):
+        why = "ten times the model's hidden size, which the file does not have; our default is taken"
+        draft.assume(threshold, {"zero.min_size": MIN_SIZE}, why)
     ways = draft.whole(f"{_ZERO}.mics_shard_size", -1)
     if ways > 0:
         draft.put("mesh.data", ways, f"{_ZERO}.mics_shard_size")
@@ -185,7 +211,9 @@ def _offload(draft: Draft) -> None:
         if wanted != "none":
             offload(draft, part, wanted, name)
     if "offload.params" in draft.settings and "offload.optimizer" not in draft.settings:
-        draft.put("offload.optimizer", offload_lib.HOST, f"{_ZERO}.offload_param.device")
+        del draft.settings["offload.params"]
+        why = "here params are offloaded with the optimizer state alone, so both stay on the device; add offload_optimizer, or set "
+        draft.say(f"{_ZERO}.offload_param.device", keys_lib.UNSUPPORTED, f"{why}config.offload")
     for part, group in (("optimizer", "offload_optimizer"), ("params", "offload_param")):
         folder = f"{_ZERO}.{group}.nvme_path"
         wanted, known = str(draft.get(folder, "")), draft.settings.get("offload.nvme_path")
@@ -199,9 +227,14 @@ def _offload(draft: Draft) -> None:
             )
         else:
             draft.put("offload.nvme_path", wanted, folder)
-    ratio = draft.number(f"{_ZERO}.offload_optimizer.ratio", 1.0)
-    if ratio != 1.0 and "offload.optimizer" in draft.settings:
-        draft.put("offload.fraction", ratio, f"{_ZERO}.offload_optimizer.ratio")
+    name = f"{_ZERO}.offload_optimizer.ratio"
+    ratio = draft.number(name, 1.0)
+    if "offload.optimizer" not in draft.settings:
+        draft.say(name, keys_lib.NO_EFFECT, "the optimizer state is not offloaded")
+    elif ratio != 1.0 and draft.settings["zero.stage"] < 3:
+        draft.say(name, keys_lib.NO_EFFECT, "DeepSpeed reads it at stage 3 alone")
+    elif ratio != 1.0:
+        draft.put("offload.fraction", ratio, name)
 
 
 def offload(draft: Draft, part: str, device: str, name: str) -> None:
@@ -223,7 +256,6 @@ def _precision(draft: Draft) -> None:
         raise UserError(
             "bf16.enabled and fp16.enabled: both are true, and DeepSpeed refuses that; set one to false in the file"
         )
-    auto = next((kind for kind, name in names.items() if draft.is_auto(name)), None)
     if on["bf16"]:
         keeps_master = not draft.flag("bf16.bf16_master_weights_and_grads")
         draft.put(
@@ -234,17 +266,13 @@ def _precision(draft: Draft) -> None:
     elif on["fp16"]:
         draft.put("precision", "fp16", "fp16.enabled")
     elif draft.flag("torch_autocast.enabled"):
-        is_half = "bf" not in str(draft.get("torch_autocast.dtype", "bfloat16"))
-        draft.put("precision", "fp16" if is_half else "bf16", "torch_autocast.enabled", "torch_autocast.dtype")
+        _autocast(draft)
     elif draft.flag("amp.enabled"):
         draft.put("precision", "fp16")
-    elif auto:
-        draft.put("precision", auto)
-        for name in filter(draft.is_auto, names.values()):
-            text = f"auto is the training script's value; {auto} is taken, set config.precision"
-            draft.say(name, keys_lib.NO_EFFECT, text)
     else:
         draft.put("precision", "fp32", "bf16.enabled", "fp16.enabled")
+        for name in filter(draft.is_auto, names.values()):
+            draft.assume(name, {"precision": "fp32"}, f"{draft_lib.SCRIPT} (false)")
         if not any(map(draft.has, names.values())):
             draft.absent("bf16.enabled", keys_lib.TAKEN, "absent: config.precision = 'fp32', DeepSpeed's default")
     if draft.settings["precision"] == "fp16":
@@ -261,6 +289,18 @@ def _precision(draft: Draft) -> None:
         draft.say(
             f"fp16.{key}", keys_lib.NO_EFFECT, f"precision is {draft.settings['precision']}, which needs no loss scale"
         )
+
+
+def _autocast(draft: Draft) -> None:
+    """Puts the precision of PyTorch's autocast, which takes float16 on GPUs where no dtype is given."""
+    name = "torch_autocast.dtype"
+    dtype = draft.get(name)
+    kind = _HALVES.get(str(dtype or "fp16").lower().removeprefix("torch."))
+    if kind is None:
+        raise UserError(f"{name}: must be one of {', '.join(_HALVES)}, and is {dtype!r}; correct it in the file")
+    draft.put("precision", kind, "torch_autocast.enabled", name)
+    if dtype is None:
+        draft.absent(name, keys_lib.TAKEN, "absent: config.precision = 'fp16', as PyTorch's autocast on GPUs")
 
 
 def _loss_scale(draft: Draft) -> None:
@@ -297,9 +337,17 @@ def _sums(draft: Draft) -> None:
 
 def _optimizer(draft: Draft) -> None:
     """Puts the optimizer and its numbers."""
-    if not draft.has("optimizer"):
-        text = "absent: the training script's; config.optimizer keeps the base config's AdamW"
-        return draft.absent("optimizer.type", keys_lib.NO_EFFECT, text)
+    if not draft.holds("optimizer"):
+        betas = ASSUMED[f"{_OPT}.betas"]
+        settings = {
+            "optimizer.name": "adamw",
+            "optimizer.learning_rate": ASSUMED[f"{_OPT}.lr"],
+            "optimizer.b1": betas[0],
+            "optimizer.b2": betas[1],
+            "optimizer.eps": ASSUMED[f"{_OPT}.eps"],
+            "optimizer.weight_decay": ASSUMED[f"{_OPT}.weight_decay"],
+        }
+        return draft.assume("optimizer.type", settings)
     kind = str(draft.get("optimizer.type", "AdamW"))
     name, why = OPTIMIZERS.get(kind.lower(), ("adamw", "there is no such optimizer"))
     modes = f"{_OPT}.adam_w_mode", f"{_OPT}.adamw_mode"
@@ -308,9 +356,10 @@ def _optimizer(draft: Draft) -> None:
     draft.put("optimizer.name", name, "optimizer.type", *modes)
     if why:
         draft.say("optimizer.type", keys_lib.UNSUPPORTED, f"{why}; config.optimizer.name = {name!r} is taken instead")
-    rate = draft.number(f"{_OPT}.lr", None if draft.is_auto(f"{_OPT}.lr") else 1e-3)
-    if rate is not None:
-        draft.put("optimizer.learning_rate", rate, f"{_OPT}.lr")
+    if draft.is_auto(f"{_OPT}.lr"):
+        draft.assume(f"{_OPT}.lr", {"optimizer.learning_rate": ASSUMED[f"{_OPT}.lr"]})
+    else:
+        draft.put("optimizer.learning_rate", draft.number(f"{_OPT}.lr", 1e-3), f"{_OPT}.lr")
     _moments(draft, name)
     _decay(draft, name)
     return None
@@ -318,47 +367,69 @@ def _optimizer(draft: Draft) -> None:
 
 def _moments(draft: Draft, name: str) -> None:
     """Puts the averages' decay rates and eps."""
-    if name == "sgd":
+    reads = READS.get(name, ())
+    for key in ("betas", "eps", MOMENTUM):
+        if key not in reads:
+            draft.say(f"{_OPT}.{key}", keys_lib.UNSUPPORTED, f"{name} has no such parameter")
+    if MOMENTUM in reads:
         draft.put("optimizer.b1", draft.number(f"{_OPT}.momentum", 0.0), f"{_OPT}.momentum")
-    elif name in BETAS:
-        betas = draft.get(f"{_OPT}.betas", BETAS[name])
-        if (
-            not isinstance(betas, (list, tuple))
-            or not all(isinstance(b, (int, float)) for b in betas)
-            or len(betas) < 2
-        ):
-            raise UserError(f"{_OPT}.betas: must be two numbers, and is {betas!r}; correct it in the file")
-        if not draft.is_auto(f"{_OPT}.betas"):
-            draft.put("optimizer.b1", float(betas[0]), f"{_OPT}.betas")
-            draft.put("optimizer.b2", float(betas[1]), f"{_OPT}.betas")
-    epsilon = draft.number(f"{_OPT}.eps")
-    if epsilon is not None:
-        draft.put("optimizer.eps", epsilon, f"{_OPT}.eps")
+    if "betas" in reads:
+        _betas(draft)
+    if "eps" in reads and draft.is_auto(f"{_OPT}.eps"):
+        draft.assume(f"{_OPT}.eps", {"optimizer.eps": ASSUMED[f"{_OPT}.eps"]})
+    elif "eps" in reads:
+        draft.put("optimizer.eps", draft.number(f"{_OPT}.eps", 1e-8), f"{_OPT}.eps")
     if draft.has(f"{_OPT}.fp32_optimizer_states"):
         is_wide = draft.flag(f"{_OPT}.fp32_optimizer_states")
         draft.put("optimizer.moments", "fp32" if is_wide else "bf16", f"{_OPT}.fp32_optimizer_states")
 
 
+def _betas(draft: Draft) -> None:
+    betas = draft.get(f"{_OPT}.betas", ASSUMED[f"{_OPT}.betas"])
+    if (
+        not isinstance(betas, (list, tuple))
+        or len(betas) != 2
+        or not all(isinstance(beta, (int, float)) and not isinstance(beta, bool) and 0 <= beta < 1 for beta in betas)
+    ):
+        raise UserError(
+            f"{_OPT}.betas: must be two numbers from 0 to below 1, and is {errors.shown(betas)}; correct it in the file"
+        )
+    found = dict(zip(("optimizer.b1", "optimizer.b2"), map(float, betas)))
+    if draft.is_auto(f"{_OPT}.betas"):
+        return draft.assume(f"{_OPT}.betas", found)
+    for place, beta in found.items():
+        draft.put(place, beta, f"{_OPT}.betas")
+    return None
+
+
 def _decay(draft: Draft, name: str) -> None:
     """Puts the weight decay. transformers' Trainer, whose configs have "auto" values, exempts biases and norms from it."""
-    decay = draft.number(f"{_OPT}.weight_decay", None if draft.is_auto(f"{_OPT}.weight_decay") else 0.0)
+    key = f"{_OPT}.weight_decay"
+    decay = draft.number(key, ASSUMED[key])
     if name not in DECAYING:
-        draft.put("optimizer.weight_decay", 0.0, f"{_OPT}.weight_decay")
+        draft.put("optimizer.weight_decay", 0.0, key)
         if decay:
-            text = f"{name} here has no L2 penalty; add it to your loss, or use AdamW"
-            draft.say(f"{_OPT}.weight_decay", keys_lib.UNSUPPORTED, text)
+            draft.say(key, keys_lib.UNSUPPORTED, f"{name} here has no L2 penalty; add it to your loss, or use AdamW")
         return
-    if decay is not None:
-        draft.put("optimizer.weight_decay", decay, f"{_OPT}.weight_decay")
-    if decay or draft.has(f"{_OPT}.weight_decay"):
-        by_script = any(draft.is_auto(f"{_OPT}.{key}", filled=True) for key in ("lr", "weight_decay", "betas", "eps"))
-        draft.put("optimizer.weight_decay_on", "matrices" if by_script else "all", f"{_OPT}.weight_decay")
+    if draft.is_auto(key):
+        draft.assume(key, {"optimizer.weight_decay": decay})
+    else:
+        draft.put("optimizer.weight_decay", decay, key)
+    if decay or draft.has(key):
+        draft.put("optimizer.weight_decay_on", "matrices" if _is_of_script(draft) else "all", key)
+
+
+def _is_of_script(draft: Draft) -> bool:
+    """Returns whether the optimizer's numbers are a training script's."""
+    return any(draft.is_auto(f"{_OPT}.{key}", filled=True) for key in ("lr", "weight_decay", "betas", "eps"))
 
 
 def _schedule(draft: Draft) -> None:
     """Puts the learning-rate schedule."""
-    if not draft.has("scheduler"):
-        if draft.has("optimizer"):
+    if not draft.holds("scheduler"):
+        if not draft.holds("optimizer") or _is_of_script(draft):
+            draft.assume("scheduler.type", LINEAR)
+        else:
             draft.put("optimizer.schedule", "constant")
             draft.put("optimizer.warmup_steps", 0)
             text = "absent: config.optimizer.schedule = 'constant', as in DeepSpeed where the training script has none"
@@ -376,11 +447,20 @@ def _schedule(draft: Draft) -> None:
         return
     draft.put("optimizer.schedule", kind, "scheduler.type")
     draft.put("optimizer.warmup", _form(draft), f"{_SCHED}.warmup_type")
-    steps = draft.whole(f"{_SCHED}.warmup_num_steps", None if draft.is_auto(f"{_SCHED}.warmup_num_steps") else 1000)
-    if steps is not None:
-        draft.put("optimizer.warmup_steps", steps, f"{_SCHED}.warmup_num_steps")
-    if kind != "WarmupLR" and (last := draft.whole(f"{_SCHED}.total_num_steps")) is not None:
-        draft.put("steps", last, f"{_SCHED}.total_num_steps")
+    for name in {key for names in SCHEDULES.values() for key in names} - set(SCHEDULES[kind]):
+        draft.say(f"{_SCHED}.{name}", keys_lib.UNSUPPORTED, f"{kind} has no such parameter, and DeepSpeed refuses it")
+    rise = f"{_SCHED}.warmup_num_steps"
+    if draft.is_auto(rise):
+        draft.assume(rise, {"optimizer.warmup_steps": ASSUMED[rise]})
+    else:
+        share = draft.number(rise, 1000)
+        is_share = draft.is_auto(rise, filled=True) and 0 < share < 1
+        draft.put("optimizer.warmup_steps", share if is_share else draft.whole(rise, 1000), rise)
+    last = f"{_SCHED}.total_num_steps"
+    if kind != "WarmupLR" and (steps := draft.whole(last)) is not None:
+        draft.put("steps", steps, last)
+    elif kind != "WarmupLR" and not draft.has(last):
+        draft.absent(last, keys_lib.UNSUPPORTED, f"absent, and DeepSpeed's {kind} needs it; config.steps counts")
     if kind == "WarmupCosineLR":
         draft.put(
             "optimizer.initial_fraction", draft.number(f"{_SCHED}.warmup_min_ratio", 0.0), f"{_SCHED}.warmup_min_ratio"
@@ -398,25 +478,23 @@ def _form(draft: Draft) -> str:
 def _bounds(draft: Draft, kind: str) -> None:
     """Puts the schedule's largest and smallest rate."""
     largest, smallest = f"{_SCHED}.warmup_max_lr", f"{_SCHED}.warmup_min_lr"
-    known = draft.settings.get("optimizer.learning_rate")
-    default = 1e-3 if kind == "WarmupDecayLR" and not draft.has(largest) else known
-    peak = draft.number(largest, default)
-    if peak is not None:
+    peak = draft.number(largest, 1e-3 if kind == "WarmupDecayLR" and not draft.has(largest) else None)
+    if peak is None:
+        peak = draft.settings["optimizer.learning_rate"]
+    else:
         draft.put("optimizer.learning_rate", peak, largest if draft.has(largest) else f"{_OPT}.lr")
+        draft.say(f"{_OPT}.lr", keys_lib.NO_EFFECT, f"the schedule's own peak counts: config.optimizer.learning_rate = {peak}")
     first = draft.number(smallest, 0.0)
-    if first and not peak:
-        text = "the peak is the training script's; set config.optimizer.initial_fraction"
-        return draft.say(smallest, keys_lib.NO_EFFECT, text)
-    return draft.put("optimizer.initial_fraction", first / peak if first else 0.0, smallest)
+    draft.put("optimizer.initial_fraction", first / peak if peak else 0.0, smallest)
 
 
 def _clip(draft: Draft, version: tuple[int, ...]) -> None:
     """Puts the largest norm of the gradients."""
-    norm = draft.number("gradient_clipping")
+    norm = draft.number("gradient_clipping", infinite=True)
     if norm is not None:
-        return draft.put("optimizer.clip_norm", norm if math.isfinite(norm) else 0.0, "gradient_clipping")
+        return draft.put("optimizer.clip_norm", norm if 0 < norm < math.inf else 0.0, "gradient_clipping")
     if draft.is_auto("gradient_clipping"):
-        return None
+        return draft.assume("gradient_clipping", {"optimizer.clip_norm": ASSUMED["gradient_clipping"]})
     norm = 1.0 if version >= CLIPS_SINCE or version == NEWEST else 0.0
     draft.put("optimizer.clip_norm", norm)
     since = ".".join(map(str, CLIPS_SINCE))
