@@ -109,7 +109,8 @@ def get_config():
     c.optimizer.name = "adamw"  # adam, adamw, adafactor, lamb, lion, sgd
     c.optimizer.learning_rate = 3e-3  # the schedule's peak
     c.optimizer.schedule = "cosine"  # constant, linear, cosine; WarmupLR, WarmupDecayLR, WarmupCosineLR as in DeepSpeed
-    c.optimizer.warmup_steps = 20  # steps of the warm-up; in a run with fewer, a tenth of these
+    # steps of the warm-up; in a run with fewer, a tenth of these. Below 1: a share of the steps (those of epochs too)
+    c.optimizer.warmup_steps = 20.0
     c.optimizer.warmup = "linear"  # the form of the warm-up: "linear", "log"
     c.optimizer.initial_fraction = 0.0  # of the peak, at step 0 of a warm-up
     c.optimizer.final_fraction = 0.1  # of the peak, at the last step (linear, cosine, WarmupCosineLR); at most 1

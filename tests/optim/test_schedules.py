@@ -36,6 +36,10 @@ def test_a_run_of_warm_up_alone_is_allowed_and_a_longer_warm_up_takes_a_tenth_of
     assert [schedules.fitting_warmup("cosine", 10, steps) for steps in (11, 10, 9, 1)] == [10, 10, 0, 0]
     assert schedules.fitting_warmup("linear", 500, 40) == 4
     assert schedules.fitting_warmup("WarmupLR", 500, 40) == 500  # as DeepSpeed
+    assert [schedules.fitting_warmup(name, 0.03, 101) for name in ("cosine", "WarmupLR")] == [
+        4,
+        4,
+    ]  # a share, rounded up
 
 
 def test_an_unknown_name_lists_the_known():

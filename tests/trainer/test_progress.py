@@ -25,6 +25,17 @@ def test_without_a_terminal_there_is_one_line_an_interval_and_one_at_the_end():
     assert "loss 2  tokens_per_second 12.35k  eta 0:00:00" in lines[1]
 
 
+def test_a_run_that_logs_seldom_prints_a_line_a_minute(monkeypatch):
+    out, clock = io.StringIO(), [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with progress.Progress(100, log_every=2000, out=out) as shown:
+        for step in range(1, 101):
+            shown.update(step, loss=2.0)
+            clock[0] += 7.0
+    told = [int(line.split("/")[0].removeprefix("step ")) for line in out.getvalue().splitlines()]
+    assert told == [*range(10, 100, 9), 100]  # 9 steps of 7 seconds are the first above a minute
+
+
 def test_a_terminal_gets_a_bar_with_text_above_it(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat any file as a terminal
     monkeypatch.setenv("TERM", "xterm")

@@ -80,7 +80,10 @@ def key_tables() -> list[str]:
     lines += ["### A Trainer's arguments", "", '| argument | the "auto" that takes it | here |', "|---|---|---|"]
     for name, (keys, place) in trainer_arguments.ARGUMENTS.items():
         lines.append(f"| `{name}` | {', '.join(f'`{key}`' for key in keys)} | `config.{place}` |")
-    lines += [f"| `{name}` |  | {text} |" for name, text in trainer_arguments.BY_HAND.items()]
+    for name, row in trainer_arguments.KEYS.items():
+        if name not in trainer_arguments.ARGUMENTS:
+            places = ", ".join(f"`config.{place}`" for place in row.into)
+            lines.append(f"| `{name}` |  | {'; '.join(filter(None, (places, row.why)))} |")
     lines += ["", "### Older names", "", "| name | today's |", "|---|---|"]
     return lines + [f"| `{old}` | `{new}` |" for old, new in keys_lib.ALIASES.items()]
 

@@ -89,12 +89,16 @@ def make(
     return optax.join_schedules([rise, SCHEDULES[name](peak, warmup_steps, steps, final_fraction)], [warmup_steps])
 
 
-def fitting_warmup(name: str, warmup_steps: int, steps: int) -> int:
+def fitting_warmup(name: str, warmup_steps: float, steps: int) -> int:
     """Returns the steps of the warm-up in a run of `steps`: a tenth of them if the warm-up is longer than the run.
+
+    A warm-up below 1 is a share of the steps, rounded up.
 
     DeepSpeed's schedules keep theirs, which may end after the run.
     """
-    return steps // 10 if name in SCHEDULES and warmup_steps > steps else warmup_steps
+    if 0 < warmup_steps < 1:
+        return math.ceil(warmup_steps * steps)
+    return steps // 10 if name in SCHEDULES and warmup_steps > steps else int(warmup_steps)
 
 
 def _logarithmic(first: float, peak: float, steps: int) -> Schedule:

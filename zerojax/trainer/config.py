@@ -107,7 +107,7 @@ class OptimizerSettings:
     name: str
     learning_rate: float
     schedule: str
-    warmup_steps: int
+    warmup_steps: float
     warmup: str
     initial_fraction: float
     final_fraction: float

@@ -8,9 +8,11 @@ from typing import TextIO
 import rich.console
 import rich.progress
 
+SILENT_SECONDS = 60.0  # without a terminal, a line is printed at least as often, whatever `log_every` is
+
 
 class Progress:
-    """Shows a bar on a terminal, or else a line every `log_every` steps. Shows nothing unless `enabled`."""
+    """Shows a bar on a terminal, or else a line every `log_every` steps and once a minute. Shows nothing unless `enabled`."""
 
     def __init__(
         self,
@@ -25,6 +27,7 @@ class Progress:
         self._steps, self._log_every, self._enabled = steps, log_every, enabled
         self._out = out or sys.stdout
         self._began: tuple[int, float] | None = None  # the first step seen, which is slower, and the time of its end
+        self._shown_at = 0.0  # when the last line was printed
         self._bar: rich.progress.Progress | None = None
         console = rich.console.Console(file=self._out)
         if enabled and (console.is_terminal or console.is_jupyter):
@@ -45,13 +48,15 @@ class Progress:
         """Shows that `step` is done, with `values` by name, as in loss=3.2, tokens_per_second=1.2e5."""
         if not self._enabled:
             return
+        now = time.monotonic()
         if self._began is None:
-            self._began = (step, time.monotonic())
+            self._began, self._shown_at = (step, now), now
         words = [f"{name} {_short(value)}" for name, value in values.items()]
         text = "  ".join([*words, f"eta {self._eta(step)}"])
         if self._bar:
             self._bar.update(self._task, completed=step, text=text)
-        elif step % self._log_every == 0 or step == self._steps:
+        elif step % self._log_every == 0 or step == self._steps or now - self._shown_at >= SILENT_SECONDS:
+            self._shown_at = now
             self.print(f"step {step}/{self._steps}  {text}")
 
     def print(self, text: str) -> None:

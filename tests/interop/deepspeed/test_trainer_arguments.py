@@ -2,6 +2,7 @@
 
 import pytest
 
+from zerojax.errors import UserError
 from zerojax.interop.deepspeed import keys, trainer_arguments
 
 OPTIMIZER = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
@@ -32,7 +33,7 @@ def test_a_trainers_arguments_fill_in_auto():
         "weight_decay": 0.1,
         "bf16": True,
         "logging_steps": 5,
-        "dataset": "mine",
+        "label_smoothing_factor": 0.1,
     }
     found = trainer_arguments.translate_trainer(arguments, inner)
     expected = {
@@ -45,7 +46,7 @@ def test_a_trainers_arguments_fill_in_auto():
     }
     assert {place: found.settings[place] for place in expected} == expected
     said = lines(found)
-    assert set(arguments) <= said.keys() and [line.key for line in found.unsupported] == ["dataset"]
+    assert set(arguments) <= said.keys() and [line.key for line in found.unsupported] == ["label_smoothing_factor"]
     assert set(trainer_arguments.ARGUMENTS) & set(arguments) <= {
         key for key, line in said.items() if line.verdict == keys.TAKEN
     }
@@ -72,8 +73,12 @@ def test_arguments_without_deepspeed_decide_alone():
     }
     assert {place: found.settings[place] for place in expected} == expected
     said = lines(found)
-    assert set(said) == {*arguments, "deepspeed"}
+    absent = {
+        name for name, value in trainer_arguments.DEFAULTS.items() if value is not False and name not in arguments
+    }
+    assert set(said) == {*arguments, *absent, "deepspeed"}
     assert {name for name, line in said.items() if line.verdict == keys.TAKEN} == set(said) - {"output_dir"}
+    assert said["weight_decay"].text == "absent: config.optimizer.weight_decay = 0.0, transformers' default"
 
 
 def test_trainer_makes_what_the_deepspeed_config_lacks():
@@ -98,10 +103,9 @@ def test_trainer_makes_what_the_deepspeed_config_lacks():
         ({"warmup_ratio": 0.1, "max_steps": 35}, 4),
         ({"warmup_steps": 0.1, "max_steps": 35}, 4),
         ({"warmup_steps": 7, "warmup_ratio": 0.1, "max_steps": 35}, 7),
-        ({"warmup_ratio": 0.1}, 0),
-        ({"warmup_ratio": float("nan"), "max_steps": 35}, 0),
-        ({"warmup_steps": float("inf"), "lr_scheduler_type": None}, 0),
-        ({"warmup_ratio": 0.5, "max_steps": 10**400}, 0),
+        ({"warmup_ratio": 0.1}, 0.1),
+        ({"warmup_ratio": 0.1, "num_train_epochs": 3}, 0.1),
+        ({"warmup_steps": 0.1, "num_train_epochs": 3}, 0.1),
         ({"warmup_steps": 7, "lr_scheduler_type": "constant"}, 0),
     ],
 )
@@ -109,8 +113,24 @@ def test_a_warm_up_is_a_number_of_steps_or_a_share_of_them(given, steps):
     assert trainer_arguments.translate_trainer(given, None).settings["optimizer.warmup_steps"] == steps
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"warmup_ratio": float("nan")},
+        {"warmup_steps": float("inf"), "lr_scheduler_type": None},
+        {"max_steps": 10**400, "warmup_ratio": 0.5},
+        {"learning_rate": "nan"},
+        {"max_grad_norm": "nan"},
+        {"lora_alpha": "nan", "lora_r": 4},
+    ],
+)
+def test_what_is_no_number_is_refused_by_the_arguments_name(given):
+    with pytest.raises(UserError, match=rf"^{next(iter(given))}: "):
+        trainer_arguments.translate_trainer(given, None)
+
+
 def test_what_is_not_translated_names_the_setting():
-    arguments = {"report_to": "wandb", "num_train_epochs": 3, "lr_scheduler_type": "polynomial", "warmup_ratio": 0.1}
+    arguments = {"report_to": "neptune", "num_train_epochs": 3, "lr_scheduler_type": "polynomial"}
     found = trainer_arguments.translate_trainer({**arguments, "deepspeed": "gone.json"}, None)
     said = lines(found)
     assert {line.key for line in found.unsupported} == {*arguments, "deepspeed"}

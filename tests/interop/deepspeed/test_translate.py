@@ -269,7 +269,9 @@ def test_an_optimizer_that_the_script_makes_is_assumed_with_its_schedule():
 
 
 @pytest.mark.parametrize("number", [float("nan"), "nan", "NaN"])
-@pytest.mark.parametrize("name", ["gradient_clipping", "optimizer.params.lr", "optimizer.params.betas", "steps_per_print"])
+@pytest.mark.parametrize(
+    "name", ["gradient_clipping", "optimizer.params.lr", "optimizer.params.betas", "steps_per_print"]
+)
 def test_what_is_no_number_is_refused(name, number):
     with pytest.raises(UserError, match=name):
         translate.translate(put(BASE, name, [0.9, number] if name.endswith("betas") else number))
@@ -278,7 +280,7 @@ def test_what_is_no_number_is_refused(name, number):
 def test_an_infinite_number_means_what_it_means_in_deepspeed():
     infinite = {"gradient_clipping": float("inf"), "steps_per_print": float("inf")}
     assert settings(infinite)["optimizer.clip_norm"] == 0.0 and "log_every" not in settings(infinite)
-    with pytest.raises(UserError, match="optimizer.params.lr: must be a number, and is inf"):
+    with pytest.raises(UserError, match=r"optimizer\.params\.lr: must be a number, and is inf"):
         translate.translate(put(BASE, "optimizer.params.lr", float("inf")))
 
 

@@ -50,6 +50,10 @@ REFUSED = {
         {"optimizer__final_fraction": 1.5},
         r"final_fraction: must be at most 1, since a schedule falls",
     ),
+    "half a step": (
+        {"optimizer__warmup_steps": 2.5},
+        r"warmup_steps: must be a whole number of steps, or a share of them below 1, and is 2.5",
+    ),
     "an epsilon above every gradient": (
         {"optimizer__eps": 1e6},
         r"eps: must be at most 1, since gradients are far smaller",

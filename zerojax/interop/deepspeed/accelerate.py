@@ -152,8 +152,15 @@ def _of_keys(draft: Draft, devices: int | None, version: tuple[int, ...]) -> Non
         absent |= {f"{'fp16' if precision == 'fp16' else 'bf16'}.enabled": True}
     nested = _nested({**absent, **written})
     inner = translate.translate(nested, version=version, devices=devices)
-    sources = {inner: name for name, inner in _OWN.items()} | {"fp16.enabled": "fp16", "bf16.enabled": "mixed_precision"}
-    more = {"zero.stage": ("distributed_type",), "precision": ("mixed_precision",), "emulate_devices": ("num_processes",)}
+    sources = {inner: name for name, inner in _OWN.items()} | {
+        "fp16.enabled": "fp16",
+        "bf16.enabled": "mixed_precision",
+    }
+    more = {
+        "zero.stage": ("distributed_type",),
+        "precision": ("mixed_precision",),
+        "emulate_devices": ("num_processes",),
+    }
     for place, value in inner.settings.items():
         keys = [sources[key] for key in inner.sources[place] if key in sources]
         draft.put(place, value, *keys, *more.get(place, ()))
@@ -188,15 +195,15 @@ def _of_file(
     given = dict(draft_lib.leaves(deepspeed))
     is_chosen = any(draft_lib.is_true(given.get(f"{kind}.enabled")) for kind in halves)
     added = {
-        kind: {"enabled": True}
-        for kind, is_on in halves.items()
-        if is_on and kind not in deepspeed and not is_chosen
+        kind: {"enabled": True} for kind, is_on in halves.items() if is_on and kind not in deepspeed and not is_chosen
     }
     inner = translate.translate({**deepspeed, **added}, version=version, devices=devices, auto=auto)
     draft.settings |= inner.settings
     draft.sources |= inner.sources
     draft.assumed |= inner.assumed
-    _unread(draft, content, _DS, f"{named} decides it; Accelerate refuses it beside that file", but="deepspeed_config_file")
+    _unread(
+        draft, content, _DS, f"{named} decides it; Accelerate refuses it beside that file", but="deepspeed_config_file"
+    )
     for name, key in own.items():
         if given.get(key) == draft_lib.AUTO:
             draft.say(name, keys_lib.TAKEN, f'fills in the "auto" of {key}')

@@ -22,7 +22,7 @@ from zerojax.interop.deepspeed.draft import Translation
 
 DEEPSPEED, ACCELERATE, TRAINER, HOSTFILE = "DeepSpeed config", "Accelerate config", "Trainer arguments", "hostfile"
 _OF_ACCELERATE = ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "mixed_precision")
-_OF_TRAINER = ("deepspeed", "per_device_train_batch_size", "output_dir")
+_OF_TRAINER = ("deepspeed", "per_device_train_batch_size", "output_dir", "model_name_or_path")
 _MOST_VALUES = 100_000
 _COMMENT = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|/\*.*?\*/|^\s*#[^\n]*', re.DOTALL | re.MULTILINE)
 _MOST_BYTES = 4 * 2**20

@@ -92,8 +92,10 @@ class Draft:
         self._given = dict(leaves(content))
         self._auto, self._switches = dict(auto or {}), dict(switches or {})
         for name, value in self._given.items():
-            if any(isinstance(one, float) and math.isnan(one) for one in (value if isinstance(value, list) else [value])):
-                raise UserError(f"{name}: is {errors.shown(value)}, and NaN is no number; correct it in the file")
+            if any(
+                isinstance(one, float) and math.isnan(one) for one in (value if isinstance(value, list) else [value])
+            ):
+                raise UserError(f"{name}: must be a number, and is {errors.shown(value)}; correct it in the file")
         self.settings: dict[str, Any] = {}
         self.sources: dict[str, tuple[str, ...]] = {}
         self._said: dict[str, tuple[str, str]] = {}
@@ -180,6 +182,11 @@ class Draft:
     def say(self, name: str, verdict: str, text: str) -> None:
         """Overrides the table for one canonical name."""
         self._said[name] = (verdict, text)
+
+    @property
+    def told(self) -> frozenset[str]:
+        """Returns the canonical names that the table does not account for."""
+        return frozenset(self._said)
 
     def absent(self, name: str, verdict: str, text: str) -> None:
         """Reports a key that the file lacks."""

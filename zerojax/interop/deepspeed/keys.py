@@ -66,7 +66,9 @@ KEYS: Mapping[str, Key] = {
     "gradient_accumulation_steps": _taken(
         "grad_accum", "0 (derived) where the global batch and the micro-batch are given"
     ),
-    "managed_gradient_accumulation": _unsupported("the step accumulates in one compiled program, and leaves no part of it to a script", None, True),
+    "managed_gradient_accumulation": _unsupported(
+        "the step accumulates in one compiled program, and leaves no part of it to a script", None, True
+    ),
     "sequence_parallel_size": _unsupported(_PARALLEL, *ONE),
     "seq_parallel_communication_data_type": _no_effect("there is no sequence parallelism"),
     "data_parallel_size": _implied("the mesh takes all devices"),
@@ -84,10 +86,14 @@ KEYS: Mapping[str, Key] = {
     "zero_optimization.allgather_partitions": _implied("updated weights are all-gathered"),
     "zero_optimization.allgather_bucket_size": _no_effect(_BUCKETS),
     "zero_optimization.overlap_comm": _implied("a block's collectives run beside its neighbours' matmuls"),
-    "zero_optimization.load_from_fp32_weights": _unsupported("a checkpoint is restored with the float32 weights that it holds", None, True),
+    "zero_optimization.load_from_fp32_weights": _unsupported(
+        "a checkpoint is restored with the float32 weights that it holds", None, True
+    ),
     "zero_optimization.elastic_checkpoint": _implied(_CHECKPOINTS),
     "zero_optimization.sub_group_size": _no_effect("an update runs leaf by leaf, without sub-groups"),
-    "zero_optimization.ignore_unused_parameters": _unsupported("weights that the loss does not read are no error: JAX gives them zero gradients", None, True),
+    "zero_optimization.ignore_unused_parameters": _unsupported(
+        "weights that the loss does not read are no error: JAX gives them zero gradients", None, True
+    ),
     "zero_optimization.legacy_stage1": _no_effect("there is one stage 1"),
     "zero_optimization.round_robin_gradients": _no_effect("each device holds an equal shard of every gradient"),
     "zero_optimization.stage3_prefetch_bucket_size": _no_effect(_GATHERED),
@@ -155,8 +161,12 @@ KEYS: Mapping[str, Key] = {
     # Precision
     "bf16.enabled": _taken("precision", "float32 master weights, as in DeepSpeed"),
     "bf16.immediate_grad_update": _no_effect("gradients are added up in config.reduce_dtype"),
-    "bf16.check_grad_overflow": _no_effect("a step whose numbers are not finite is not skipped: it ends the run, and is not saved"),
-    "bf16.check_overflow": _no_effect("a step whose numbers are not finite is not skipped: it ends the run, and is not saved"),
+    "bf16.check_grad_overflow": _no_effect(
+        "a step whose numbers are not finite is not skipped: it ends the run, and is not saved"
+    ),
+    "bf16.check_overflow": _no_effect(
+        "a step whose numbers are not finite is not skipped: it ends the run, and is not saved"
+    ),
     "bf16.auto_cast": _implied("floating inputs are cast to the compute dtype"),
     "bf16.bf16_master_weights_and_grads": Key(
         TAKEN, "bf16 weights without master weights, rounded stochastically", ("precision",), (False, None)
@@ -245,7 +255,9 @@ KEYS: Mapping[str, Key] = {
     "scheduler.params.total_num_steps": _taken("steps"),
     "scheduler.params.warmup_min_ratio": _taken("optimizer.initial_fraction"),
     "scheduler.params.cos_min_ratio": _taken("optimizer.final_fraction"),
-    "scheduler.params.last_batch_iteration": _unsupported("a run begins its schedule at step 0, and a checkpoint holds the step", None, -1),
+    "scheduler.params.last_batch_iteration": _unsupported(
+        "a run begins its schedule at step 0, and a checkpoint holds the step", None, -1
+    ),
     "scheduler.params.*": _unsupported("only zerojax.from_deepspeed_config has OneCycle and LRRangeTest"),
     # Activations
     "activation_checkpointing.partition_activations": _unsupported("activations are not split over a model axis", *OFF),

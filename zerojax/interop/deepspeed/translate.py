@@ -43,7 +43,10 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
 }
 DECAYING = ("adamw", "adafactor", "lamb", "lion")  # with a weight decay of their own
 MOMENTUM = "momentum"
-READS = {name: ("betas", "eps") for name in ("adamw", "adam", "lamb")} | {"lion": ("betas",), "sgd": (MOMENTUM,)}  # of DeepSpeed's optimizer
+READS = dict.fromkeys(("adamw", "adam", "lamb"), ("betas", "eps")) | {
+    "lion": ("betas",),
+    "sgd": (MOMENTUM,),
+}  # of DeepSpeed's optimizer
 # what transformers' Trainer takes for "auto" where nobody gives it a value, and for an optimizer and a schedule that are absent
 ASSUMED: Mapping[str, Any] = {
     "optimizer.params.lr": 5e-5,
@@ -69,7 +72,15 @@ DEVICES = {"none": offload_lib.NONE, "cpu": offload_lib.HOST, "nvme": offload_li
 MOST_EMULATED = 64  # CPU devices
 MIN_SIZE = 1024  # of config.zero.min_size, where the file asks for ten times a hidden size that it does not know
 _REDUCED = {"fp32": "fp32", "float32": "fp32", "fp16": "fp32", "float16": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
-_HALVES = {"fp16": "fp16", "float16": "fp16", "half": "fp16", "bf16": "bf16", "bfloat16": "bf16", "fp32": "fp32", "float32": "fp32"}
+_HALVES = {
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp32": "fp32",
+    "float32": "fp32",
+}
 _ZERO, _OPT, _SCHED = "zero_optimization", "optimizer.params", "scheduler.params"
 
 
@@ -91,9 +102,7 @@ def translate(
     Raises:
       UserError: a value has a wrong type, or keys contradict each other.
     """
-    draft = Draft(
-        _modern(content), keys_lib.KEYS, canonical=keys_lib.canonical, auto=auto, switches=keys_lib.SWITCHES
-    )
+    draft = Draft(_modern(content), keys_lib.KEYS, canonical=keys_lib.canonical, auto=auto, switches=keys_lib.SWITCHES)
     devices = _batch(draft, devices)
     _zero(draft, devices)
     _offload(draft)
@@ -231,7 +240,7 @@ def _offload(draft: Draft) -> None:
     ratio = draft.number(name, 1.0)
     if "offload.optimizer" not in draft.settings:
         draft.say(name, keys_lib.NO_EFFECT, "the optimizer state is not offloaded")
-    elif ratio != 1.0 and draft.settings["zero.stage"] < 3:
+    elif ratio != 1.0 and not stages.STAGES[draft.settings["zero.stage"]].params:
         draft.say(name, keys_lib.NO_EFFECT, "DeepSpeed reads it at stage 3 alone")
     elif ratio != 1.0:
         draft.put("offload.fraction", ratio, name)
@@ -483,7 +492,9 @@ def _bounds(draft: Draft, kind: str) -> None:
         peak = draft.settings["optimizer.learning_rate"]
     else:
         draft.put("optimizer.learning_rate", peak, largest if draft.has(largest) else f"{_OPT}.lr")
-        draft.say(f"{_OPT}.lr", keys_lib.NO_EFFECT, f"the schedule's own peak counts: config.optimizer.learning_rate = {peak}")
+        draft.say(
+            f"{_OPT}.lr", keys_lib.NO_EFFECT, f"the schedule's own peak counts: config.optimizer.learning_rate = {peak}"
+        )
     first = draft.number(smallest, 0.0)
     draft.put("optimizer.initial_fraction", first / peak if peak else 0.0, smallest)
 

@@ -79,11 +79,11 @@ def shortened(config: Any) -> list[str]:
     """Returns a line if the warm-up is longer than the run, whose steps must be known."""
     chosen = config.optimizer
     warmup = schedules.fitting_warmup(chosen.schedule, chosen.warmup_steps, config.steps)
-    if warmup == chosen.warmup_steps:
+    if warmup == chosen.warmup_steps or 0 < chosen.warmup_steps < 1:
         return []
     steps = f"{warmup} step" if warmup == 1 else f"{warmup} steps"
     return [
-        f"config.optimizer.warmup_steps={chosen.warmup_steps} is longer than the run of {config.length}: the warm-up takes {steps}"
+        f"config.optimizer.warmup_steps={chosen.warmup_steps:g} is longer than the run of {config.length}: the warm-up takes {steps}"
     ]
 
 

@@ -74,6 +74,7 @@ MOST: dict[str, tuple[float, str]] = {
     "lora.r": (2**16, "it is a share of a kernel's inputs"),
     "model.num_layers": (512, "each layer is traced on its own"),
     "model.vocab_size": (2**24, "each position has a logit for every id"),
+    "optimizer.warmup_steps": (2**31 - 1, "no run has as many steps"),
     "optimizer.initial_fraction": (1, "a warm-up rises to the peak"),
     "optimizer.final_fraction": (1, "a schedule falls from its peak"),
     "optimizer.eps": (1, "gradients are far smaller, and the weights would hardly change"),
@@ -169,6 +170,8 @@ def _flaw(place: str, value: float) -> str:
         return f"must not be negative, or -1 for {OWN_ALLOWED[place]}"
     if place in NOT_NEGATIVE and value < 0 and place not in OWN_ALLOWED:
         return "must not be negative"
+    if place == "optimizer.warmup_steps" and value > 1 and value != int(value):
+        return "must be a whole number of steps, or a share of them below 1"
     if place in BELOW_ONE and not 0 <= value < 1:
         return "must be at least 0 and below 1"
     if place in BELOW_ONE and np.float32(value) >= 1:
