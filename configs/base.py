@@ -18,7 +18,7 @@ def get_config():
     c.epochs = (
         0.0  # times that the training examples of a task are read, with an evaluation after each; 0: c.steps counts
     )
-    # global_batch_size = micro_batch_size * grad_accum * data * replica; one of the three may be 0, and is then derived
+    # global_batch_size = micro_batch_size * grad_accum * data * replica; one of the three may be 0, and is then derived;
     c.global_batch_size = 32  # sequences per optimizer step, over all devices
     c.micro_batch_size = 0  # sequences per device and forward pass
     c.grad_accum = 1  # forward and backward passes per optimizer step
@@ -33,12 +33,12 @@ def get_config():
     c.log_every = 10  # steps between lines of metrics.jsonl
     c.emulate_devices = 8  # CPU devices to emulate if there is no accelerator
 
-    c.mesh = config_dict.ConfigDict()
+    c.mesh = config_dict.ConfigDict()  # the devices are replica x data x model
     c.mesh.replica = 1  # replicas of the sharded state (hybrid sharding)
     c.mesh.data = -1  # ZeRO shards over it; -1: all remaining devices
     c.mesh.model = 1  # tensor parallel size, used by leaves whose override names `model`
 
-    c.zero = config_dict.ConfigDict()
+    c.zero = config_dict.ConfigDict()  # what is sharded over the devices
     c.zero.stage = 3  # sharded: 0 nothing, 1 optimizer state, 2 + gradients, 3 + params
     c.zero.min_size = 1024  # elements; a smaller leaf is replicated
     c.zero.indivisible = (
@@ -63,7 +63,7 @@ def get_config():
     c.offload.nvme_path = ""  # the folder of the files, on a local disk; "": WORKDIR/offload
     c.offload.nvme_buffers = 4  # chunks of each file, for each device, that are read into host memory ahead
 
-    c.model = config_dict.ConfigDict()
+    c.model = config_dict.ConfigDict()  # its shapes, and what its backward pass keeps
     c.model.preset = "tiny"  # a name in a PRESETS table in zerojax/models; not read with init_from
     c.model.vocab_size = 0  # rows of the embedding; 0: the preset's, or the tokenizer's if the preset has none
     c.model.num_layers = 0  # 0: the preset's
@@ -75,6 +75,9 @@ def get_config():
     c.model.offload = ""  # a regex of modules whose outputs are offloaded to host memory until the backward pass
     c.model.attention = (
         "auto"  # "xla", "cudnn" (Ampere or newer, bf16), "splash" (TPUs, bf16), or "auto": by device and precision
+    )
+    c.model.dropout = (
+        0.0  # in training, of T5 and BART: the share of embeddings and of outputs of residual branches that is set to 0
     )
 
     c.fp8 = config_dict.ConfigDict()  # read with precision "fp8": docs/precision.md
@@ -101,11 +104,7 @@ def get_config():
         "auto"  # of other frozen weights: "fp32", "bf16", "fp16"; "auto": as in c.init_from, or the precision's
     )
 
-    c.model.dropout = (
-        0.0  # in training, of T5 and BART: the share of embeddings and of outputs of residual branches that is set to 0
-    )
-
-    c.optimizer = config_dict.ConfigDict()
+    c.optimizer = config_dict.ConfigDict()  # with its schedule
     c.optimizer.name = "adamw"  # adam, adamw, adafactor, lamb, lion, sgd
     c.optimizer.learning_rate = 3e-3  # the schedule's peak
     c.optimizer.schedule = "cosine"  # constant, linear, cosine; WarmupLR, WarmupDecayLR, WarmupCosineLR as in DeepSpeed
@@ -114,9 +113,9 @@ def get_config():
     c.optimizer.warmup = "linear"  # the form of the warm-up: "linear", "log"
     c.optimizer.initial_fraction = 0.0  # of the peak, at step 0 of a warm-up
     c.optimizer.final_fraction = 0.1  # of the peak, at the last step (linear, cosine, WarmupCosineLR); at most 1
-    c.optimizer.b1 = 0.9
-    c.optimizer.b2 = 0.95
-    c.optimizer.eps = 1e-8
+    c.optimizer.b1 = 0.9  # decay of the mean of gradients; of sgd: the momentum
+    c.optimizer.b2 = 0.95  # decay of the mean of their squares
+    c.optimizer.eps = 1e-8  # added to the root of that mean
     c.optimizer.weight_decay = (
         -1.0
     )  # decoupled from the gradient; -1: 0.1, or 0 where the optimizer has none (adam, sgd)
@@ -133,9 +132,9 @@ def get_config():
     c.loss_scale.min_scale = 1.0  # the smallest scale
     c.loss_scale.on_minimum = "raise"  # an overflow at the smallest scale ends the run; "hold": the run continues
 
-    c.data = config_dict.ConfigDict()
+    c.data = config_dict.ConfigDict()  # what is learned
     c.data.name = "python_stdlib"  # a tensorflow-datasets name ("lm1b"), or "random" for random tokens
-    c.data.train_split = "train"
+    c.data.train_split = "train"  # the split of data.name that is learned
     c.data.eval_split = "validation"  # held-out split, no part of train_split; "": none
     c.data.text_key = "text"  # the name of the text feature
     c.data.tokenizer = (
@@ -159,30 +158,30 @@ def get_config():
     )
     c.data.pack = True  # a decoder's row holds several short examples, which do not see each other
 
-    c.evaluate = config_dict.ConfigDict()
+    c.evaluate = config_dict.ConfigDict()  # on held-out examples
     c.evaluate.every = 50  # steps between evaluations; 0: only after the last step; not read with epochs
     c.evaluate.batches = 16  # of global_batch_size sequences, at most; 0, with a task: all held-out examples
     c.evaluate.answers = (
         64  # held-out examples of a task whose answers are generated at an evaluation, at most; 0: none
     )
 
-    c.checkpoint = config_dict.ConfigDict()
+    c.checkpoint = config_dict.ConfigDict()  # WORKDIR/checkpoints
     c.checkpoint.every = 50  # steps between checkpoints; 0: none before the last step
     c.checkpoint.at_end = True  # False: the last step is not saved (a stop by a signal is always saved)
     c.checkpoint.keep_last = 2  # newest checkpoints kept
     c.checkpoint.keep_best = 1  # checkpoints of the lowest evaluation loss, also kept
 
-    c.sample = config_dict.ConfigDict()
+    c.sample = config_dict.ConfigDict()  # a text that the model writes at the end
     c.sample.prompt = "def "  # a T5 preset fills in each ___
     c.sample.length = -1  # tokens; 0: none; -1: 160, or as many as the model has positions for
     c.sample.temperature = 0.8  # 0: the likeliest token
 
-    c.export = config_dict.ConfigDict()
+    c.export = config_dict.ConfigDict()  # the weights in the form of other libraries
     # "huggingface" writes safetensors and config.json to WORKDIR/export, with adapters merged; "peft" writes the adapters alone
     c.export.format = "none"
     c.export.dtype = "auto"  # "fp32", "bf16", "fp16"; "auto": that of each tensor in init_from, or bf16 without one
 
-    c.profile = config_dict.ConfigDict()
+    c.profile = config_dict.ConfigDict()  # a trace of some steps
     c.profile.start = 10  # the first step to trace; the first two steps of a run are slower
     c.profile.steps = 0  # steps to trace into WORKDIR/profile, with a table of their time by phase; 0: none
 

@@ -29,6 +29,7 @@ def test_a_sub_command_is_a_module_that_python_m_also_starts_and_its_help_says_h
     assert through == direct and through.err == ""
     how = f"python -m {module} " if name in ("train", "plan") else f"usage: zerojax {name} "
     assert how in through.out
+    assert name != "train" or all(f"--config.{place}=" in through.out for place in ("seed", "zero.stage", "metrics.to"))
 
 
 def test_a_refused_input_ends_a_sub_command_in_one_line_with_status_2():

@@ -21,7 +21,7 @@ from zerojax.trainer import program, workdir
 REFUSED = {  # name -> (arguments, words of the error line)
     "unknown key": ([*runs.flags(), "--config.stepz=3"], "--config.stepz=3: unknown config key 'stepz'; did you mean 'steps'?"),
     "unknown group": ([*runs.flags(), "--config.zeroo.stage=3"], "unknown config key 'zeroo'; did you mean 'zero'?"),
-    "unknown key like none": ([*runs.flags(), "--config.qqq=3"], "--config.qqq=3: unknown config key 'qqq'; configs/base.py"),
+    "unknown key like none": ([*runs.flags(), "--config.qqq=3"], "--config.qqq=3: unknown config key 'qqq'; zerojax train --help"),
     "unknown flag": ([*runs.flags(), "--stepz=3"], "Unknown command line flag 'stepz'"),
     "no flag": ([*runs.flags(), "extra"], "'extra' is not a flag; settings are given as --config.steps=50"),
     "no config": ([], "--config: is missing; name a config file"),

@@ -22,6 +22,7 @@ COMMANDS = {
     "report": ("zerojax.commands.report", "Describes this machine: versions, devices, links, targets, cache."),
     "config": ("zerojax.commands.config", "Asks eight questions and writes a config that runs."),
     "configs": ("zerojax.commands.configs", "Lists the configs that --config knows by name."),
+    "completion": ("zerojax.commands.completion", "Prints a script with which bash or zsh completes this command."),
     "show": ("zerojax.commands.show", "Prints the card of a run, or compares two runs."),
     "verify": ("zerojax.commands.verify", "Proves that all stages and offloads give the same losses here."),
     "verify-checkpoint": ("zerojax.checkpoint", "Checks the files of a run's checkpoints."),

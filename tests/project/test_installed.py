@@ -5,6 +5,7 @@ The environment of the installed package sees the test environment's packages, b
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import programs
 import pytest
 import runs
 
-from zerojax import configs
+from zerojax import __main__, configs
 
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "zerojax", "pallas_kernels", "configs")
 ADAMW = {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.1}
@@ -88,6 +89,7 @@ def ends(installed, compiled_dir, tmp_path_factory):
     (folder / "ds_config.json").write_text(json.dumps(DEEPSPEED))
     jobs = {
         "configs": ["zerojax.commands.configs"],
+        "completion": ["zerojax.commands.completion", "bash"],
         "train": ["zerojax.train", *SMALL, "--config", "zero3", "--workdir=run"],
         "config": ["zerojax.commands.config", "--out=wizard.py", *WIZARD],
         "plan": ["zerojax.plan", "--config=wizard.py", *PLAN],
@@ -124,6 +126,17 @@ def test_the_names_of_configs_are_those_of_the_folder(ends):
     rows = [line.split("  ", 1) for line in ends[1]["configs"].out.splitlines()]
     assert {name: text.strip() for name, text in rows} == {name: configs.summary(name) for name in configs.names()}
     assert sorted(name for name, _ in rows) == sorted(path.stem for path in (runs.ROOT / "configs").glob("*.py"))
+
+
+def test_the_completion_holds_the_flags_of_every_command(ends):
+    out = ends[1]["completion"].out
+    found = {
+        name: set(flags.split())
+        for name, flags in re.findall(r'^ +([\w-]+)\\ -\*\) known="(.*)" ;;$', out, re.MULTILINE)
+    }
+    assert {"--workdir", "--config", "--process_id"} <= found["train"] and {"--json", "--search"} <= found["plan"]
+    assert found["show"] == {"--help", "--json"} and {"--hostfile", "--max_restarts"} <= found["launch"]
+    assert found.keys() == set(__main__.COMMANDS) and all(found.values())
 
 
 def test_a_translated_config_trains_as_the_named_one_with_its_settings(ends):

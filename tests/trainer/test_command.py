@@ -77,7 +77,7 @@ def test_a_config_of_ours_has_a_name_and_a_file_or_a_folder_of_that_name_hides_n
             "--config.mesh.lr=3",
             "--config.mesh.lr=3: unknown config key 'lr'; config.mesh is a group of settings (replica, data, model)",
         ),
-        ("--config.lr=3", "--config.lr=3: unknown config key 'lr'; configs/base.py holds every key"),
+        ("--config.lr=3", "--config.lr=3: unknown config key 'lr'; zerojax train --help lists every key"),
         ("--config.stepz=3", "--config.stepz=3: unknown config key 'stepz'; did you mean 'steps'?"),
     ],
 )
@@ -85,6 +85,47 @@ def test_a_value_that_cannot_be_read_is_told_in_the_words_of_the_config(parsed, 
     with pytest.raises(zerojax.UserError) as caught:
         parsed("--config=configs/base.py", flag)
     assert str(caught.value) == line
+
+
+@pytest.mark.parametrize(
+    ("flags", "labels"),
+    {
+        "nothing": (["--config.data.labels="], ()),
+        "None": (["--config.data.labels=None"], ()),
+        "None in a word of its own": (["--config.data.labels", "None"], ()),
+        "one text": (["--config.data.labels=bad"], ("bad",)),
+        "texts": (["--config.data.labels=very bad, don't know,3"], ("very bad", "don't know", "3")),
+        "a tuple": (["--config.data.labels=('bad', 'good,')"], ("bad", "good,")),
+        "a list": (["--config.data.labels", '["bad"]'], ("bad",)),
+        "an empty list": (["--config.data.labels=[]"], ()),
+        "several flags": (["--config.data.labels=a", "--config.data.labels=b,c"], ("a", "b", "c")),
+        "not given": ([], ("one",)),
+    }.values(),
+)  # fmt: skip
+def test_a_list_may_be_given_in_the_usual_ways(parsed, tmp_path, flags, labels):
+    lines = "from zerojax.configs import base\ndef get_config():\n    c = base.get_config()\n    c.data.labels = ('one',)\n    return c\n"
+    (tmp_path / "own.py").write_text(lines)
+    assert parsed(f"--config={tmp_path}/own.py", *flags).data.labels == labels
+
+
+@pytest.mark.parametrize(
+    "words", [["--config.init_from="], ["--config.init_from=None"], ["--config.init_from", "None"]]
+)
+def test_a_text_that_may_be_empty_can_be_emptied(parsed, words):
+    assert parsed("--config=lora_tiny", *words).init_from == ""
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    {
+        "a list that is none": ("--config.data.labels=(a", "config.data.labels: must be texts with commas, or a tuple or list"),
+        "None for a number": ("--config.steps=None", "config.steps: must be a whole number, and is 'None'"),
+    }.values(),
+)  # fmt: skip
+def test_a_value_that_no_list_or_no_nothing_can_be_is_refused(parsed, flag, words):
+    with pytest.raises(zerojax.UserError) as caught:
+        parsed("--config=base", flag)
+    assert str(caught.value).startswith(words)
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,10 @@ BAD = {
     "a bool for a number": ({"steps": True}, r"^config\.steps: must be a whole number, and is True$"),
     "a float for an int": ({"seq_len": 12.5}, r"^config\.seq_len: must be a whole number, and is 12\.5$"),
     "a number for a group": ({"zero": 3}, r"^config\.zero: must be a group of settings \(stage, .*\), and is 3$"),
-    "a string for a list": ({"zero.overrides": "x"}, r"^config\.zero\.overrides: must be a tuple, and is 'x'$"),
+    "a string for a list": (
+        {"zero.overrides": "x"},
+        r"^config\.zero\.overrides: must be texts with commas, or a tuple or list of Python, and is 'x'$",
+    ),
     "not a number": ({"optimizer.learning_rate": float("nan")}, r"^config\.optimizer\.learning_rate: must be "),
     "stage 4": ({"zero.stage": 4}, r"^config\.zero\.stage: must be one of 0, 1, 2, 3, and is 4; set --config\.zero"),
     "precision": (
@@ -301,7 +304,10 @@ def test_a_value_is_read_exactly_where_it_has_the_fields_type(field, value):
             tuple(value) if field == "axes" else value
         )
     else:
-        with pytest.raises(UserError, match=rf"^config\.{field}: must be (text|a whole number|a tuple), and is "):
+        with pytest.raises(
+            UserError,
+            match=rf"^config\.{field}: must be (text|a whole number|texts with commas, or a tuple or list of Python), and is ",
+        ):
             config_lib.read(Outer, {**FITTING, field: value}, "config")
 
 

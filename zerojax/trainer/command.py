@@ -1,19 +1,23 @@
 """Reads a command line that names a config file. This module turns every error in either into one line."""
 
+import ast
 import difflib
 import os
 import pathlib
 import re
+import shutil
 import sys
 import traceback
 from typing import Any
 
 from absl import app, flags, logging
 from ml_collections import config_flags
+from ml_collections.config_flags import tuple_parser
 
 from zerojax import configs, errors, files
 from zerojax.errors import UserError
 from zerojax.trainer import config as config_lib
+from zerojax.trainer import settings
 from zerojax.trainer.checks import ranges
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -22,6 +26,28 @@ _CONFIG = config_flags.DEFINE_config_file(
     "A config: a file, such as mine.py, or a name of `zerojax configs`, such as zero3.",
     lock_config=True,
 )
+_NONE = "None"  # empties a setting that may be empty
+
+
+class _Texts(tuple_parser.TupleParser):
+    """Reads a setting that is a tuple: texts with commas, a tuple or list of Python, or nothing. Values of several flags are joined."""
+
+    def parse(self, argument: Any) -> tuple:
+        if isinstance(argument, tuple):  # the config's own value
+            return argument
+        if isinstance(argument, list):  # the values of the flags
+            return sum(map(self.parse, argument), ())
+        text = argument.strip()
+        if text[:1] not in tuple("([\"'"):
+            return tuple(word.strip() for word in text.split(",")) if text else ()
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+            raise ValueError("is no tuple of Python") from error
+        return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+config_flags.register_flag_parser_for_type(tuple, _Texts())
 
 
 def parse(argv: list[str]) -> Any:
@@ -44,6 +70,7 @@ def parse(argv: list[str]) -> Any:
     except SystemExit as end:  # absl prints the help and exits with 1
         if not any(word.startswith(("--help", "-help")) or word in ("-h", "-?") for word in argv[1:]):
             raise UserError(f"--config: the file ends the program with status {end.code}; fix the config file") from end
+        print(f"\n{settings.text(max(60, min(140, shutil.get_terminal_size().columns)))}")
         raise SystemExit(0) from end
     except Exception as error:  # a config file is code and may raise anything
         if isinstance(error, flags.Error) and not str(error).startswith("flag --config="):
@@ -62,7 +89,10 @@ def parse(argv: list[str]) -> Any:
 
 
 def _with_config(words: list[str]) -> list[str]:
-    """Returns the words with `--config FILE` in front, since ml_collections refuses a setting before it; a name becomes its file."""
+    """Returns the words with `--config FILE` in front, since ml_collections refuses a setting before it.
+
+    A name becomes its file, and "None" an empty value where the setting of `base` is empty.
+    """
     first: list[str] = []
     rest: list[str] = []
     flags_end = words.index("--") if "--" in words else len(words)
@@ -74,8 +104,15 @@ def _with_config(words: list[str]) -> list[str]:
         elif word.startswith("--config="):
             first.append(f"--config={_found(word.partition('=')[2])}")
         else:
-            (first if has_value else rest).append(word)
+            (first if has_value else rest).append(_emptied(word, words[index - 1] if index else ""))
     return [*first, *rest, *words[flags_end:]]
+
+
+def _emptied(word: str, before: str) -> str:
+    """Returns a word without the value None of a setting that may be empty; in two words, the setting is the one before."""
+    flag, equals, value = word.partition("=") if "=" in word else (before, "", word)
+    known = settings.table().get(flag.removeprefix("--config.")) if value == _NONE else None
+    return f"{flag}=" * bool(equals) if known is not None and known.default in ("", ()) else word
 
 
 def _found(name: str) -> str:
@@ -136,6 +173,6 @@ def _why_no_config(error: BaseException, argv: list[str]) -> str:
         return f"--config: get_config must return an ml_collections.ConfigDict, as zerojax.configs.base does ({why}); fix the config file"
     group = override.removeprefix("--config.").partition("=")[0].rpartition(".")[0]
     known = config_lib.expected(group)
-    hint = f"config.{group} is {known}" if known else "configs/base.py holds every key"
+    hint = f"config.{group} is {known}" if known else "zerojax train --help lists every key"
     hint = f"did you mean {near[1]!r}?" if near else hint
     return f"{override}: unknown config key {key[0]!r}; {hint}"

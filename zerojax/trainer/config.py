@@ -31,7 +31,13 @@ from zerojax.zero.offload import settings as offload_lib
 AUTO, BYTES = "auto", "bytes"  # of config.data.tokenizer
 TOKENIZER = "tokenizer.json"
 OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
-KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", tuple: "a tuple"}
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "text",
+    tuple: "texts with commas, or a tuple or list of Python",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,62 @@
+"""Checks the completion in a bash. This module tests zerojax.commands.completion; tests/project/test_installed.py runs the command."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import runs
+
+from zerojax import configs
+from zerojax.commands import completion
+
+FLAGS = {"train": ["config", "workdir"], "show": ["json"], "configs": ["help"]}
+STAGES = ["0", "1", "2", "3"]
+
+
+@pytest.fixture(scope="module")
+def complete():
+    """Returns f(word, ...) -> what bash offers for the last word. Bash splits words at "="."""
+    if not (bash := shutil.which("bash")):
+        pytest.skip("there is no bash")
+
+    def run(*words):
+        line = 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _zerojax 2>/dev/null; printf "%s\\n" "${COMPREPLY[@]}"'
+        command = [bash, "--norc", "-c", f"{completion.script(FLAGS)}\n{line}", "bash", "zerojax", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=runs.LIMIT)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.split()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    {
+        "a command": (["sh"], ["show"]),
+        "all commands": ([""], list(FLAGS)),
+        "a flag": (["train", "--w"], ["--workdir"]),
+        "a flag of another command": (["show", "--w"], []),
+        "a config": (["train", "--config", "zero"], ["zero0", "zero1", "zero2", "zero3"]),
+        "a config after =": (["train", "--config", "=", "zero3"], ["zero3"]),
+        "all configs": (["train", "--config", "="], configs.names()),
+        "a setting": (["train", "--config.zero.st"], ["--config.zero.stage="]),
+        "its values": (["train", "--config.zero.stage", "="], STAGES),
+        "its values in one word, as in zsh": (["train", "--config.zero.stage="], [f"--config.zero.stage={n}" for n in STAGES]),
+        "a truth": (["train", "--config.data.pack", "=", "T"], ["True"]),
+        "a setting of a launched command": (["launch", "--", "zerojax", "train", "--config.seq"], ["--config.seq_len="]),
+        "a file, which bash itself completes": (["show", "ru"], []),
+        "a file after =": (["train", "--workdir", "=", "ru"], []),
+        "a config to print": (["configs", "lora_t"], ["lora_tiny"]),
+    }.values(),
+)  # fmt: skip
+def test_bash_offers_what_may_stand_there(complete, words, offered):
+    assert complete(*words) == offered
+
+
+def test_an_unknown_shell_is_told_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["completion", "fish"])
+    with pytest.raises(SystemExit) as end:
+        completion.main()
+    out, errors = capsys.readouterr()
+    assert (end.value.code, out, errors.count("\n")) == (2, "", 1) and "bash" in errors and "zsh" in errors
