@@ -1,6 +1,7 @@
 """Arranges devices as a mesh with the axes replica, data and model. This module also defines the sharding of a batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -84,3 +85,20 @@ def platform(where: Mesh | jax.Device | None = None) -> str:
 def ways(mesh: Mesh) -> int:
     """Returns the number of shards of a batch."""
     return mesh.shape[REPLICA] * mesh.shape[DATA]
+
+
+def manual_over_model(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Returns `function`, run on each device's shards over `model` where an outer `jax.shard_map` leaves `model` to the compiler.
+
+    There XLA gathers the operands of an explicit collective, and of a kernel that it cannot shard, over `model` first. Anywhere else, or if
+    `model` has size 1, this is `function` itself.
+
+    Args:
+      function: takes and returns arrays. What it computes of its shards must be the shards of its result.
+      in_specs, out_specs: as of `jax.shard_map`, naming `model` alone.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    left = set(around.axis_names) - set(around.manual_axes)
+    if not around.manual_axes or MODEL not in left or around.shape[MODEL] == 1:
+        return function
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names={MODEL}, check_vma=False)

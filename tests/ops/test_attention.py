@@ -1,10 +1,17 @@
 """Checks attention against its equation, and which kernel is chosen. This module tests zerojax.ops.attention."""
 
+import functools
+import re
+
+import compile_only
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.ops import attention
 
@@ -30,6 +37,45 @@ def arrays(queries=5, keys=5, heads=4, kv_heads=2):
     draw = np.random.default_rng(0).normal
     shapes = [(2, queries, heads, 8), (2, keys, kv_heads, 8), (2, keys, kv_heads, 8)]
     return [jnp.asarray(draw(size=shape), jnp.float32) for shape in shapes]
+
+
+def over_data(function, mesh):
+    """Returns a function of rows on each device's rows, in a shard_map that leaves `model` to the compiler, as a train step does."""
+    rows = P("data")
+    return jax.jit(
+        jax.shard_map(
+            function, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"replica", "data"}, check_vma=False
+        )
+    )
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 2), (4, 1), (6, 3)])  # sharded over `model`, and twice not
+def test_heads_are_sharded_over_model_where_it_is_left_to_the_compiler(heads, kv_heads):
+    q, k, v = arrays(heads=heads, kv_heads=kv_heads)
+    bias = jnp.asarray(np.random.default_rng(1).normal(size=(2, heads, 5, 5)), jnp.float32)
+    mask = jnp.arange(5) < jnp.asarray([[5], [3]])
+
+    def value_and_grads(q, k, v, bias, mask):
+        def total(*args):
+            out = attention.attend(*args[:3], "xla", is_causal=True, bias=args[3], mask=mask)
+            return jnp.sum(jnp.sin(3 * out)), out
+
+        (_, out), grads = jax.value_and_grad(total, argnums=(0, 1, 2, 3), has_aux=True)(q, k, v, bias)
+        return out, grads
+
+    mesh = mesh_lib.make_mesh(data=2, model=2, devices=jax.devices()[:4])
+    by_row = [jax.tree.map(lambda a, row=row: a[row : row + 1], (q, k, v, bias, mask)) for row in (0, 1)]
+    expected = jax.tree.map(lambda *rows: jnp.concatenate(rows), *(value_and_grads(*row) for row in by_row))
+    found = over_data(value_and_grads, mesh)(q, k, v, bias, mask)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=ROUNDING), found, expected)
+
+
+def test_cudnn_compiles_with_heads_sharded_over_model():
+    mesh = mesh_lib.make_mesh(data=2, model=2, devices=compile_only.gpus(topology="1x4"))
+    like = jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("data", None, "model")))
+    run = over_data(functools.partial(attention.attend, kernel="cudnn", is_causal=True), mesh)
+    text = compile_only.compile_gpu(run.lower(like, like, like))
+    assert "fmha" in text and not re.search("all-gather|all-reduce|all-to-all", text)
 
 
 def test_causal_attention_with_shared_heads():

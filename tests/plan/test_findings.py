@@ -3,6 +3,7 @@
 import functools
 import math
 
+import compile_only
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from zerojax import tree
 from zerojax.plan import bound, findings, ledger, targets
+from zerojax.zero import gather
 
 ALL_REDUCED = "gradients are all-reduced, but the plan shards them"
 FLOAT32 = "weights are gathered in float32, but matmuls run in 16 bits"
@@ -112,6 +114,36 @@ def test_a_constraint_that_reshards_activations_is_found(monkeypatch):
     state = plain_state(on, split=P())
     found = read(compile_plain(plain_step, state, on), state, on)
     assert RESHARDED in rules(found, state)
+
+
+def test_tensor_parallelism_is_kept_and_where_it_is_undone_is_found(monkeypatch):
+    """The defect: collectives over `data` without a nested shard_map over `model`, which XLA makes whole first."""
+    on = zerojax.make_mesh(model=2, devices=compile_only.devices())
+    overrides = [("wide/kernel", P(None, "model")), ("narrow/kernel", P("model"))]
+    state = jax.eval_shape(functools.partial(compile_only.create, depth=1), jax.random.key(0))
+    partition = zerojax.partition_state(state, mesh=on, stage=3, overrides=overrides)
+
+    def loss_fn(params, batch, state):
+        return jnp.mean((state.apply_fn({"params": params}, batch) - batch).astype(jnp.float32) ** 2)
+
+    def found():
+        step = zerojax.make_train_step(
+            loss_fn, partition, compute_dtype=jnp.bfloat16, blocks=r"block_\d", reduce_dtype=jnp.float32
+        )
+        lowered = step.lower(partition.abstract_state, jax.ShapeDtypeStruct((64, compile_only.WIDTH), jnp.bfloat16))
+        return ledger.ledger(compile_only.compile_gpu(lowered), on, partition.placements)
+
+    kept = found()
+    moved = [row for row in kept.rows if row.weights]
+    assert moved and not [row for row in moved if "model" in row.axes]
+    # Of each kernel's half that a device uses, it receives three of the four shards.
+    half = compile_only.WIDTH * compile_only.HIDDEN // 2
+    assert {row.elements for row in moved if row.kind == "all-gather"} == {half * 3 // 4}
+    assert rules(kept, partition.abstract_state) == []
+
+    monkeypatch.setattr(gather, "_of_model_shards", lambda collective, placement: collective)
+    undone = "weights are gathered over model, over which they are used sharded"
+    assert undone in rules(found(), partition.abstract_state)
 
 
 def test_weights_used_with_another_sharded_dim_than_stored_are_found():

@@ -3,12 +3,15 @@
 Shapes: B batch, T queries, S keys, H query heads, K key and value heads, N head dim.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
+from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 
 Kernel = Literal["xla", "cudnn", "splash"]  # the last two never materialise the scores
@@ -49,21 +52,35 @@ def attend(
     dtype = jnp.float32 if kernel == "xla" and q_BTHN.dtype == jnp.float16 else q_BTHN.dtype
     out_dtype = q_BTHN.dtype
     q_BTHN, k_BSKN, v_BSKN = q_BTHN.astype(dtype), k_BSKN.astype(dtype), v_BSKN.astype(dtype)
-    y_BTHN = jax.nn.dot_product_attention(
-        q_BTHN,
-        k_BSKN,
-        v_BSKN,
-        bias=bias[None] if bias is not None and bias.ndim == 3 else bias,
-        mask=mask if mask is None else mask[:, None, None, :] if mask.ndim == 2 else mask[:, None],
+    attended = functools.partial(
+        jax.nn.dot_product_attention,
         scale=scale,
         is_causal=is_causal,
         local_window_size=(window - 1, 0) if is_limited else None,
         implementation=kernel,
     )
+    y_BTHN = _of_heads(attended, k_BSKN.shape[2])(
+        q_BTHN,
+        k_BSKN,
+        v_BSKN,
+        bias[None] if bias is not None and bias.ndim == 3 else bias,
+        mask if mask is None else mask[:, None, None, :] if mask.ndim == 2 else mask[:, None],
+    )
     if is_causal and mask is not None:
         sees_BT = _sees_a_key(mask, q_BTHN.shape[1], window)
         y_BTHN = jnp.where(sees_BT[:, :, None, None], y_BTHN, 0)
     return y_BTHN.astype(out_dtype)
+
+
+def _of_heads(attended: Callable[..., jax.Array], kv_heads: int) -> Callable[..., jax.Array]:
+    """Returns attention of (q, k, v, bias, mask) in which each device along `model` has its heads, or all if `model` does not divide them.
+
+    cuDNN's kernel does not compile where XLA would have to shard it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    divides = kv_heads % mesh.shape.get(mesh_lib.MODEL, 1) == 0
+    heads, scores = (P(None, None, mesh_lib.MODEL), P(None, mesh_lib.MODEL)) if divides else (P(), P())
+    return mesh_lib.manual_over_model(attended, (heads, heads, heads, scores, P()), heads)
 
 
 def _sees_a_key(mask: jax.Array, queries: int, window: int) -> jax.Array:

@@ -30,6 +30,7 @@ class WeightDims:
       grad: of its gradient.
       moments: of its moments.
       trainable: whether it has a gradient and moments.
+      axes: the mesh axes over which the weight is sharded as used, such as those of tensor parallelism.
     """
 
     path: str
@@ -39,6 +40,7 @@ class WeightDims:
     grad: tuple[int, ...]
     moments: tuple[int, ...]
     trainable: bool = True
+    axes: frozenset[str] = frozenset()
 
     @property
     def size(self) -> int:

@@ -146,6 +146,24 @@ def activations_resharded(case: Case) -> Iterable[Finding]:
         )
 
 
+def gathered_over_their_own_axes(case: Case) -> Iterable[Finding]:
+    """Finds weights, or their gradients, gathered over an axis over which the plan uses them sharded: tensor parallelism undone."""
+    weights = case.ledger.weights
+    rows = [
+        row
+        for row in case.rows
+        if row.kind == "all-gather" and row.weights and all(weights[path].axes & set(row.axes) for path in row.weights)
+    ]
+    axes = sorted({axis for row in rows for path in row.weights for axis in weights[path].axes & set(row.axes)})
+    if rows and _is_large(case, rows):
+        yield _sent(
+            f"weights are gathered over {' and '.join(axes)}, over which they are used sharded",
+            rows,
+            "let no operation need the whole weight: inside a jax.shard_map of your own, run collectives over other axes, and kernels "
+            f"that XLA cannot shard, in a nested one over {' and '.join(axes)}; or shard the weight's other dim (overrides)",
+        )
+
+
 def gathered_weights_kept(case: Case) -> Iterable[Finding]:
     """Finds gathered weights that stay in memory until the backward pass reads them."""
     rows = [row for row in case.rows if row.is_kept]
@@ -311,6 +329,7 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     gradients_all_reduced,
     weights_gathered_in_float32,
     activations_resharded,
+    gathered_over_their_own_axes,
     gathered_weights_kept,
     reduced_in_every_pass,
     sharded_on_another_dim,

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax import roles
@@ -136,16 +137,17 @@ def weights_of(weights: Mapping[str, Any], mesh: Mesh) -> dict[str, WeightDims]:
                 grad=weight.grad.shard_shape(shape),
                 moments=weight.update.shard_shape(shape),
                 trainable=weight.trainable,
+                axes=frozenset(specs_lib.axes(weight.used.spec)),
             )
             continue
         shape, sharding = tuple(weight.shape), getattr(weight, "sharding", None)
-        used = stored = shape
+        used, spec = (stored := shape), P()
         if isinstance(sharding, NamedSharding):
             stored, spec = sharding.shard_shape(shape), sharding.spec
             for axis in gathered_over:
                 spec = specs_lib.without(spec, axis)
             used = NamedSharding(sharding.mesh, spec).shard_shape(shape)
-        found[path] = WeightDims(path, shape, used, stored, stored, stored)
+        found[path] = WeightDims(path, shape, used, stored, stored, stored, axes=frozenset(specs_lib.axes(spec)))
     return found
 
 

@@ -16,6 +16,7 @@ It comes in two forms (ZeRO, arXiv:1910.02054, section 5; FSDP, arXiv:2304.11277
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision
+from zerojax import precision, specs
 from zerojax.ops import columns
 from zerojax.zero.placement import Placement
 
@@ -123,8 +124,18 @@ def all_gather(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array
     """Returns a weight gathered and in `dtype` from this device's shard."""
     weight, dim = cast(stored, placement, dtype), _data_dim(placement.stored)
     if is_gathered(placement):
-        weight = jax.lax.all_gather(weight, mesh_lib.DATA, axis=dim, tiled=True)
+        collective = functools.partial(jax.lax.all_gather, axis_name=mesh_lib.DATA, axis=dim, tiled=True)
+        weight = _of_model_shards(collective, placement)(weight)
     return without_padding(weight, placement)
+
+
+def _of_model_shards(collective: Callable[[jax.Array], jax.Array], placement: Placement) -> Callable[..., jax.Array]:
+    """Returns a collective over `data` of a weight, or its gradient, that does not gather it over `model`."""
+    entries = [specs.names(entry) for entry in placement.stored.spec]
+    if any({mesh_lib.MODEL, mesh_lib.DATA} <= set(names) and names[0] == mesh_lib.DATA for names in entries):
+        return collective  # the parts of a device's shard over `model` are not in a row, and XLA must arrange them
+    spec = specs.only(placement.stored.spec, {mesh_lib.MODEL})
+    return mesh_lib.manual_over_model(collective, spec, spec)
 
 
 def to_columns(stored: jax.Array, placement: Placement, dtype: Any) -> columns.Columns:
@@ -181,7 +192,11 @@ def _sum(grad: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
     """Returns the sum over devices in `dtype`, sharded as `placement.update`; of what overwrites its weight, the largest, in float32."""
     if placement.overwritten:
         return jax.lax.pmax(grad.astype(jnp.float32), mesh_lib.BATCH_AXES)
-    grad, dim, mesh = grad.astype(dtype), _data_dim(placement.update), placement.update.mesh
+    return _of_model_shards(functools.partial(_sum_shards, placement=placement), placement)(grad.astype(dtype))
+
+
+def _sum_shards(grad: jax.Array, placement: Placement) -> jax.Array:
+    dim, mesh = _data_dim(placement.update), placement.update.mesh
     if dim is None:
         axes: tuple[str, ...] = mesh_lib.BATCH_AXES
     else:
