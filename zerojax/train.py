@@ -294,6 +294,7 @@ def _build(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> pro
     step = program.train_step
     frees = isinstance(step, blockwise.BlockwiseStep) and not step.holds_gradients
     counted: dict[str, Any] = {"by_hand": True, "one_block": program.family.blocks if frees else ""}
+    counted["in_16_bits"] = config.accum_dtype == "bf16"
     say(display.as_text(memory.memory_table(program.partition, program.baseline, accumulates, **counted)))
     say(memory.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
     if line := kept.line(program.partition):

@@ -68,6 +68,12 @@ def test_gradients_take_their_weights_bytes_or_float32_where_they_accumulate(sta
     assert counted[roles.GRADIENTS] == GRADS[stage](8, item) * COUNT
 
 
+def test_gradients_that_add_up_in_bf16_take_half_and_those_of_one_pass_do_not():
+    part = make_partition(3, dtype=jnp.float32)
+    counted = [memory.bytes_per_device(part, accumulates=a, by_hand=True, in_16_bits=True) for a in (True, False)]
+    assert [found[roles.GRADIENTS] for found in counted] == [GRADS[3](8, item) * COUNT for item in (2, 4)]
+
+
 @pytest.mark.parametrize("stage", stages.STAGES)
 def test_gradients_of_explicit_collectives_take_float32_and_after_one_pass_are_sharded_as_the_moments(stage):
     part = make_partition(stage, dtype=jnp.bfloat16)

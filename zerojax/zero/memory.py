@@ -19,16 +19,22 @@ MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": eight_bit.BYTES}  # of one mom
 
 
 def bytes_per_device(
-    partition: placement.Partition, *, accumulates: bool = False, by_hand: bool = False, one_block: str = ""
+    partition: placement.Partition,
+    *,
+    accumulates: bool = False,
+    by_hand: bool = False,
+    one_block: str = "",
+    in_16_bits: bool = False,
 ) -> dict[str, int]:
     """Returns {role: bytes on each device}, computed from the shardings; activations and host memory are not counted.
 
     Frozen weights have a role of their own, and no gradients.
 
-    Gradients exist while a step runs, on the device, also those of weights in host memory. They have the dtype of their weights, or float32
-    if they accumulate over several passes or are summed by explicit collectives (`by_hand`: `make_train_step`'s reduce_dtype). With these,
-    one pass leaves them sharded as the optimizer state. `one_block` is a regex of the blocks if no gradient outlives its block
-    (docs/offload.md); those of the largest block are counted then, and those of weights outside of blocks.
+    Gradients exist while a step runs, on the device, also those of weights in host memory. They have the dtype of their weights. If they
+    accumulate over several passes, they are float32, or bf16 with `in_16_bits` (`make_train_step`'s accum_dtype). If they are summed by
+    explicit collectives (`by_hand`: its reduce_dtype), they are float32, and one pass leaves them sharded as the optimizer state.
+    `one_block` is a regex of the blocks if no gradient outlives its block (docs/offload.md); those of the largest block are counted then,
+    and those of weights outside of blocks.
     """
     counted = dict.fromkeys(ROLES, 0)
     of_blocks: dict[str, int] = {}
@@ -37,7 +43,8 @@ def bytes_per_device(
         if path not in partition.on_host:
             counted[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
         if role == roles.PARAMS:
-            item = 4 if accumulates or by_hand else jnp.dtype(leaf.dtype).itemsize
+            sums = 2 if in_16_bits and accumulates else 4
+            item = sums if accumulates or by_hand else jnp.dtype(leaf.dtype).itemsize
             weight, reduction = partition.placements[path], gather.Reduction(jnp.float32, at_once=not accumulates)
             sharding = reduction.target(weight) if by_hand else weight.grad
             block = re.search(one_block, path) if one_block else None
@@ -103,10 +110,11 @@ def memory_table(
     accumulates: bool = False,
     by_hand: bool = False,
     one_block: str = "",
+    in_16_bits: bool = False,
 ) -> Table:
     """Returns a table of the bytes of a partition and of `baseline`, the same run at stage 0; see `bytes_per_device`."""
-    here = bytes_per_device(partition, accumulates=accumulates, by_hand=by_hand, one_block=one_block)
-    there = bytes_per_device(baseline, accumulates=accumulates, by_hand=by_hand)
+    how: dict[str, Any] = {"accumulates": accumulates, "by_hand": by_hand, "in_16_bits": in_16_bits}
+    here, there = bytes_per_device(partition, one_block=one_block, **how), bytes_per_device(baseline, **how)
     table = Table(title=f"Bytes on each device: stage {partition.stage}, data={partition.mesh.shape['data']}")
     for column in ("role", f"stage {partition.stage}", "stage 0", "saved"):
         table.add_column(column, justify="left" if column == "role" else "right")
