@@ -33,6 +33,30 @@ def test_a_new_folder_is_made_and_takes_any_config(tmp_path):
     assert (tmp_path / "a" / "b").is_dir()
 
 
+@pytest.mark.parametrize("kept", ["", "file", "empty"])
+def test_a_run_that_is_refused_leaves_no_folder_that_it_made_and_each_that_was_there(tmp_path, kept):
+    before = tmp_path / "runs" / "mine" / kept if kept else tmp_path
+    if kept == "file":
+        before = before / "data"
+        before.parent.mkdir(parents=True)
+        before.write_text("mine")
+    before.exists() or before.mkdir(parents=True)
+    found = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError), workdir.held(tmp_path / "runs" / "mine"):
+        (tmp_path / "runs" / "mine" / "checkpoints").mkdir()
+        (tmp_path / "runs" / "mine" / "datasets" / "a").mkdir(parents=True)
+        raise UserError("config.steps: is refused")
+    assert sorted(tmp_path.rglob("*")) == found
+
+
+def test_a_run_that_fails_after_its_first_state_keeps_its_folder(tmp_path):
+    with pytest.raises(UserError), workdir.held(tmp_path / "run"):
+        (tmp_path / "run" / "checkpoints").mkdir()
+        workdir.save(tmp_path / "run", settings())
+        raise UserError("the loss is not finite")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", workdir.CONFIG_FILE]
+
+
 def test_the_saved_config_is_the_resolved_one(tmp_path):
     workdir.save(tmp_path, settings(steps=7))
     assert json.loads((tmp_path / workdir.CONFIG_FILE).read_text()) == json.loads(json.dumps(settings(steps=7)))

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from zerojax import files
@@ -91,10 +91,15 @@ FREE = (
 def held(workdir: str | os.PathLike) -> Iterator[None]:
     """Holds a folder for this run alone inside the block. Every process of the run must enter; the primary takes the lock.
 
+    A run that ends with an error before it saves its config leaves no empty folder that it made.
+
     Raises:
       UserError: another run holds the folder, or the folder cannot be used.
     """
     refused = lock = None
+    folder = pathlib.Path(workdir).absolute()
+    is_new = not (folder / CONFIG_FILE).exists()
+    before = {path for path in (folder, *folder.parents, *_folders_in(folder)) if path.exists()} if is_new else set()
     if processes.is_primary():
         try:
             place = f"--workdir {workdir}"
@@ -106,10 +111,28 @@ def held(workdir: str | os.PathLike) -> Iterator[None]:
     forget = ending.before_end(lambda *_: lock.release() if lock is not None else None)
     try:
         yield
+    except BaseException:
+        if lock is not None and is_new and not (folder / CONFIG_FILE).exists():
+            lock.release()
+            _remove_empty([*_folders_in(folder), folder, *folder.parents], before)
+        raise
     finally:
         forget()
         if lock is not None:
             lock.release()
+
+
+def _folders_in(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the folders below a folder, the deepest first; links are not followed."""
+    return [pathlib.Path(path) for path, _, _ in os.walk(folder, topdown=False) if pathlib.Path(path) != folder]
+
+
+def _remove_empty(folders: Iterable[pathlib.Path], before: set[pathlib.Path]) -> None:
+    """Removes the folders that are empty, in this order, but for those of `before`."""
+    for path in folders:
+        if path not in before:
+            with contextlib.suppress(OSError):  # it is not empty
+                path.rmdir()
 
 
 def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
