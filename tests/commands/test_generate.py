@@ -1,8 +1,10 @@
 """Runs the command in this process. This module tests zerojax.commands.generate."""
 
+import json
 import pathlib
 import shutil
 import sys
+import types
 
 import golden_models
 import numpy as np
@@ -60,10 +62,57 @@ def test_prompts_of_unequal_length_are_continued_as_each_alone(spoken, command):
     assert command(spoken, "--prompt", "four", "--max_new_tokens", 5)[1] == lines[1] + "\n"
 
 
+def test_answers_of_a_file_in_batches_are_those_of_its_prompts_and_stand_beside_the_labels(spoken, tmp_path, command):
+    asked = ["one two three", "four", "two two"]
+    found = command(spoken, *(word for text in asked for word in ("--prompt", text)), "--max_new_tokens", 5)[1]
+    answers = [line.removeprefix(text).strip() for text, line in zip(asked, found.splitlines())]
+    lines = [
+        {"q": "one two", "r": "three", "label": answers[0]},
+        {"q": "four", "r": "", "label": "no"},
+        {"q": "two", "r": "two"},
+    ]
+    (tmp_path / "in[1].jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["--file", tmp_path / "in[1].jsonl", "--out", tmp_path / "out.jsonl", "--template", "{q} {r}"]
+    status, out, err = command(spoken, *words, "--max_new_tokens", 5, "--batch_size", 2)
+    assert (status, err) == (0, "")
+    assert out == f"{tmp_path}/out.jsonl: 3 predictions; 50.0% right (1 of 2 with a label)\n"
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert written[0] == lines[0] | {"prediction": answers[0], "expected": answers[0], "is_right": True}
+    assert written[1] == lines[1] | {"prediction": answers[1], "expected": "no", "is_right": False}
+    assert written[2] == lines[2] | {"prediction": answers[2]}
+
+
+def test_an_example_that_lacks_a_field_is_named_and_an_earlier_result_stays(spoken, tmp_path, command):
+    (tmp_path / "in.jsonl").write_text('{"text": "one"}\n{"txt": "two"}\n')
+    (tmp_path / "out.jsonl").write_text("mine")
+    words = ["--file", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", "--template", "{text}"]
+    status, out, err = command(spoken, *words)
+    assert (status, out) == (2, "") and "in.jsonl:2: has no field 'text', which --template names" in err
+    assert (tmp_path / "out.jsonl").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+    assert "the examples are read from it" in command(spoken, *words[:2], "--out", words[1], *words[4:])[2]
+
+
+@pytest.mark.parametrize("is_pair, longest, given, expected", [
+    (False, 10, None, 54), (True, 60, None, 63), (False, 70, None, 64), (False, 10, 60, 60), (False, 0, None, 64),
+])  # fmt: skip
+def test_the_default_number_of_new_tokens_is_what_fits_and_a_given_one_stays(is_pair, longest, given, expected, capsys):
+    family = types.SimpleNamespace(positions=lambda model: 64, is_encoder_decoder=is_pair)
+    folder = types.SimpleNamespace(family=family, model=None)
+    assert generate._new_tokens(folder, types.SimpleNamespace(max_new_tokens=given), longest) == expected
+    note = f"zerojax: note: {expected} tokens are added at most, and not 64: the model has 64 positions\n"
+    assert capsys.readouterr().err == (note if expected in (54, 63) else "")
+
+
 MODEL = golden_models.FOLDER / "llama"
 WRONG = {
-    "--prompt, --ids: give one of them": (MODEL,),
-    "--ids, --out: belong together": (MODEL, "--ids", "in.npz"),
+    "--prompt, --ids, --file: give one of them": (MODEL,),
+    "--prompt, --ids, --file: give one": (MODEL, "--prompt", "x", "--file", "x.jsonl", "--out", "y"),
+    "--ids or --file, and --out: belong together": (MODEL, "--ids", "in.npz"),
+    "--run, --template: are of --file's prompts": (MODEL, "--prompt", "x", "--template", "{text}"),
+    "--file: the prompts need a template": (MODEL, "--file", "x.jsonl", "--out", "y.jsonl"),
+    "--file: there is no file 'x.jsonl'": (MODEL, "--file", "x.jsonl", "--out", "y.jsonl", "--template", "{text}"),
+    "--run: nowhere/config.json is not the config of a run": (MODEL, "--file", "x", "--out", "y", "--run", "nowhere"),
     "argument --stage: invalid choice: 7": (MODEL, "--prompt", "x", "--stage", "7"),
     "tokenizer.json: is missing, so --prompt cannot be read": (MODEL, "--prompt", "x"),
     "nowhere: is not a folder": ("nowhere", "--prompt", "x"),

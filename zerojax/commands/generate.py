@@ -1,10 +1,13 @@
 """Continues prompts with a model that transformers saved. This module is the command line `zerojax generate`.
 
 zerojax generate FOLDER --prompt "Once upon a time" --max_new_tokens 40    prints the text
+zerojax generate FOLDER --file IN.jsonl --out OUT.jsonl    answers each example by the templates of the run that trained the model
 zerojax generate FOLDER --ids IN.npz --out OUT.npz --stage 3    for scripts: token ids in; logits and token ids out
 """
 
 import argparse
+import contextlib
+import functools
 import pathlib
 import sys
 from typing import Any
@@ -19,14 +22,18 @@ from jax.sharding import PartitionSpec as P
 from zerojax import errors, files
 from zerojax import mesh as mesh_lib
 from zerojax.commands import arguments
+from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.data.pairs import records
 from zerojax.errors import UserError
 from zerojax.inference import generate
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import huggingface, pretrained
 from zerojax.launch import devices, processes
+from zerojax.trainer.tuning import answers, examples, predictions
 from zerojax.zero import where_used
 
 TOKENIZER = "tokenizer.json"
+NEW_TOKENS = 64  # that are added if the user names no number
 
 
 def main() -> None:
@@ -49,27 +56,102 @@ def _generate() -> None:
     given = _parse(sys.argv[1:])
     devices.emulate_cpu_devices(given.emulate_devices)
     processes.initialize(given.coordinator, given.num_processes, given.process_id)
+    if given.file:
+        return _answer_file(given)
     arrays = _read(given.ids) if given.ids else None
     tokenizer = _tokenizer(given.folder) if given.prompt and pathlib.Path(given.folder).is_dir() else None
-    loaded = pretrained.load_huggingface(
-        given.folder, stage=given.stage, dtype=huggingface.DTYPES.get(given.dtype), adapter=given.adapter
-    )
-    _note(loaded)
-    generator = loaded.generator(
-        max_new_tokens=given.max_new_tokens, temperature=given.temperature, top_k=given.top_k, top_p=given.top_p
-    )
+    loaded = _load(given)
     if arrays is None:
-        texts = _texts(loaded, generator, tokenizer, given)
+        texts = _texts(loaded, tokenizer, given)
         if processes.is_primary():
             print("\n".join(texts))
         return
-    generate.check(arrays["input_ids"], arrays.get("attention_mask"), loaded.config.vocab_size)
+    _, is_token = generate.check(arrays["input_ids"], arrays.get("attention_mask"), loaded.config.vocab_size)
+    generator = _generator(loaded, given, _new_tokens(loaded.folder, given, int(is_token.sum(axis=1).max())))
     forward = _forward(loaded, arrays)
     generated = generator(loaded.params, arrays["input_ids"], arrays.get("attention_mask"), seed=given.seed)
     found = {**forward, "generated": generated}
     if processes.is_primary():
         with files.writing(given.out, "name another file with --out"), open(given.out, "wb") as file:
-            np.savez(file, **found)  # type: ignore[arg-type]
+            np.savez(file, **found)
+
+
+def _load(given: argparse.Namespace) -> pretrained.Pretrained:
+    """Returns the model, and names its settings of generation that are not applied."""
+    dtype = huggingface.DTYPES.get(given.dtype)
+    loaded = pretrained.load_huggingface(given.folder, stage=given.stage, dtype=dtype, adapter=given.adapter)
+    unread = pretrained.unread_settings(loaded.folder)
+    if unread:
+        file = folder_lib.GENERATION if loaded.folder.generation else folder_lib.CONFIG
+        _note(f"{file} sets {', '.join(unread)}, which is not applied")
+    return loaded
+
+
+def _generator(loaded: pretrained.Pretrained, given: argparse.Namespace, new_tokens: int) -> Any:
+    how = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p")}
+    return loaded.generator(max_new_tokens=new_tokens, **how)
+
+
+def _new_tokens(folder: folder_lib.Folder, given: argparse.Namespace, longest: int, default: int = NEW_TOKENS) -> int:
+    """Returns the most tokens that are added to prompts of `longest` tokens: those given, or as many of the default as the model has
+    positions for."""
+    if given.max_new_tokens is not None:
+        return given.max_new_tokens
+    positions = folder.family.positions(folder.model) or folder.model.max_seq_len
+    room = default if not positions else positions - (1 if folder.family.is_encoder_decoder else longest)
+    if not 0 < room < default:
+        return default  # where there is no room at all, the generator refuses the prompts
+    _note(f"{room} tokens are added at most, and not {default}: the model has {positions} positions")
+    return room
+
+
+def _answer_file(given: argparse.Namespace) -> None:
+    """Answers the examples of --file, and writes them with the answers to --out."""
+    run = pathlib.Path(given.run) if given.run else predictions.run_of(given.adapter, given.folder)
+    how = predictions.asking(run, given.template)
+    predictions.check_out(given.out, given.file)
+    source = records.Files(given.file, "--file")
+    folder = folder_lib.open_folder(given.folder)
+    _tokenizer(given.folder)  # names the file that is missing
+    tokenizer = tokenizer_lib.load_tokenizer(str(folder.path / TOKENIZER))
+    new_tokens = _new_tokens(
+        folder, given, 1, how.answer_len or NEW_TOKENS
+    )  # a decoder's prompt that is too long is cut
+    try:
+        asked = predictions.encode(source, given.file, how, folder, tokenizer, new_tokens)
+    except UserError as error:
+        names = {"config.data.task='seq2seq': ": ""} if run is None else {}
+        names |= {"config.data.prompt": "--template"} if given.template else {}
+        raise UserError(
+            functools.reduce(lambda line, name: line.replace(name, names[name]), names, str(error))
+        ) from error
+    with contextlib.ExitStack() as stack:
+        is_primary = processes.is_primary()
+        file = stack.enter_context(predictions.replacing(pathlib.Path(given.out))) if is_primary else None
+        if run is not None:
+            _note(f"the prompts are those of the run in {run}")
+        for note in asked.notes:
+            _note(note)
+        loaded = _load(given)
+        generator = _generator(loaded, given, new_tokens)
+        special = examples.special_tokens(loaded.family, loaded.folder, tokenizer)
+        is_pair = loaded.family.is_encoder_decoder
+
+        def new(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+            return generator(loaded.params, ids, mask, seed=given.seed)[:, 1 if is_pair else ids.shape[1] :]
+
+        positions = folder.family.positions(folder.model) or 1 << 30
+        told = predictions.write(
+            source,
+            asked,
+            new,
+            functools.partial(answers.text_of, tokenizer, special.stops),
+            most=positions if is_pair else positions - new_tokens,
+            batch_size=given.batch_size,
+            file=file,
+        )
+    if is_primary:
+        print(f"{given.out}: {told}")
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
@@ -86,8 +168,22 @@ def _parse(words: list[str]) -> argparse.Namespace:
         "--ids",
         help="an .npz file with input_ids and, if rows are padded, attention_mask; labels for an encoder-decoder",
     )
-    add("--out", help="the .npz file to write: generated, and logits and loss of a forward pass")
-    add("--max_new_tokens", type=int, default=64, help="the most tokens that are added (64)")
+    add(
+        "--file",
+        help="examples to answer: .jsonl, .json, .csv, .tsv or .parquet; several with * in the name",
+    )
+    add(
+        "--run",
+        help="the workdir whose config.json has the templates of --file's prompts; by default that of the adapter or of the model",
+    )
+    add("--template", help="the template of --file's prompts, with fields in braces; by default the run's")
+    add("--batch_size", type=int, default=16, help="examples of --file that are answered together (16)")
+    add("--out", help="the file to write: JSON lines for --file; for --ids an .npz of generated, logits and loss")
+    add(
+        "--max_new_tokens",
+        type=int,
+        help=f"the most tokens that are added ({NEW_TOKENS}, or as many as fit; for --file the run's config.data.answer_len)",
+    )
     add("--temperature", type=float, default=0.0, help="divides the scores; 0 takes the likeliest token (0)")
     add("--top_k", type=int, default=0, help="draws among this many tokens; 0: all (0)")
     add("--top_p", type=float, default=1.0, help="draws among the likeliest tokens of this probability in sum (1)")
@@ -104,10 +200,14 @@ def _parse(words: list[str]) -> argparse.Namespace:
     add("--num_processes", type=int, help="processes in the run")
     add("--process_id", type=int, help="this process's number, from 0")
     given = parser.parse_args(words)
-    if bool(given.prompt) == bool(given.ids):
-        raise UserError("--prompt, --ids: give one of them: a text, or a file of token ids")
-    if bool(given.ids) != bool(given.out):
-        raise UserError("--ids, --out: belong together: a file to read and one to write")
+    if [bool(given.prompt), bool(given.ids), bool(given.file)].count(True) != 1:
+        raise UserError("--prompt, --ids, --file: give one of them: a text, a file of token ids, or a file of examples")
+    if bool(given.ids or given.file) != bool(given.out):
+        raise UserError("--ids or --file, and --out: belong together: a file to read and one to write")
+    if not given.file and (given.run or given.template):
+        raise UserError("--run, --template: are of --file's prompts; a --prompt is taken as it is")
+    if given.batch_size < 1:
+        raise UserError(f"--batch_size: must be 1 or more, and is {given.batch_size}")
     if given.emulate_devices < 1:
         raise UserError(f"--emulate_devices: must be 1 or more, and is {given.emulate_devices}")
     if not 0 <= given.seed < 2**32:
@@ -115,12 +215,10 @@ def _parse(words: list[str]) -> argparse.Namespace:
     return given
 
 
-def _note(loaded: pretrained.Pretrained) -> None:
-    """Names the folder's settings of generation that are not applied."""
-    unread = pretrained.unread_settings(loaded.folder)
-    if unread and processes.is_primary():
-        file = folder_lib.GENERATION if loaded.folder.generation else folder_lib.CONFIG
-        print(f"zerojax: note: {file} sets {', '.join(unread)}, which is not applied", file=sys.stderr)
+def _note(line: str) -> None:
+    """Prints a line on the primary process, beside the results."""
+    if processes.is_primary():
+        print(f"zerojax: note: {line}", file=sys.stderr)
 
 
 def _tokenizer(folder: str) -> tokenizers.Tokenizer:
@@ -136,7 +234,7 @@ def _tokenizer(folder: str) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _texts(loaded: pretrained.Pretrained, generator: Any, tokenizer: Any, given: argparse.Namespace) -> list[str]:
+def _texts(loaded: pretrained.Pretrained, tokenizer: Any, given: argparse.Namespace) -> list[str]:
     """Returns the texts after the prompts; a decoder's begin with them."""
     if any(
         0xD800 <= ord(char) <= 0xDFFF for prompt in given.prompt for char in prompt
@@ -148,6 +246,7 @@ def _texts(loaded: pretrained.Pretrained, generator: Any, tokenizer: Any, given:
     longest = max(map(len, rows))
     ids = np.array([row + [0] * (longest - len(row)) for row in rows])
     mask = np.array([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    generator = _generator(loaded, given, _new_tokens(loaded.folder, given, longest))
     found = generator(loaded.params, ids, mask, seed=given.seed)
     kept = np.ones_like(found)
     if not loaded.family.is_encoder_decoder:

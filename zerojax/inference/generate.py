@@ -171,7 +171,7 @@ def _text_first(prompts: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.n
     """Returns the prompts with their padding at the end, and their lengths."""
     order = np.argsort(~mask, axis=1, kind="stable")
     lengths = mask.sum(axis=1).astype(np.int32)
-    return np.take_along_axis(prompts, order, axis=1)[:, : lengths.max()], lengths
+    return np.take_along_axis(prompts, order, axis=1), lengths
 
 
 def _longest(new: np.ndarray, special: family_lib.SpecialTokens) -> int:

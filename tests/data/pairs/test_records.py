@@ -33,6 +33,17 @@ def write(path, rows):
     return path
 
 
+def test_a_folder_that_exists_is_no_pattern_and_what_is_below_it_may_be_one(tmp_path):
+    folder = tmp_path / "runs [1]*"
+    folder.mkdir()
+    for name in ("b.jsonl", "a.jsonl", "a[b].jsonl"):
+        write(folder / name, ROWS[:1])
+    names = [["a.jsonl", "a[b].jsonl", "b.jsonl"], ["a[b].jsonl"], ["b.jsonl"], []]
+    for pattern, expected in zip(("*.jsonl", "a[b].jsonl", "[b].jsonl", "[c].jsonl"), names):
+        assert records.matching(f"{folder}/{pattern}") == [str(folder / name) for name in expected]
+    assert records.matching(f"{tmp_path}/**/b.jsonl") == [str(folder / "b.jsonl")]
+
+
 @pytest.mark.parametrize("suffix", records._OPENERS)
 def test_every_format_holds_the_same_examples(tmp_path, suffix):
     write(tmp_path / f"a{suffix}", ROWS[:2])

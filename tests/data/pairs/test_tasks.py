@@ -85,6 +85,22 @@ def test_every_answer_of_a_conversation_is_a_label_and_nothing_follows_the_last(
     assert BYTES.decode(pair.inputs) == text[:-2] and labels(pair) == "A2"
 
 
+@pytest.mark.parametrize("form", [ONE, PAIR], ids=["decoder", "encoder-decoder"])
+def test_a_model_is_asked_what_its_training_asked_with_and_without_a_label(form):
+    form = dataclasses.replace(form, seq_len=200)
+    known = encode(EXAMPLES, form).examples
+    asked = tasks.ask([EXAMPLES[0], {"text": "two"}], BYTES, SETTINGS, form, name="file")
+    assert asked.labels == ["yes", None]
+    np.testing.assert_equal(asked.prompts, list(tasks.prompts(known, form)))
+
+    talk = TALKS[0]["messages"][:5]  # the assistant's answer is the last message
+    (known,) = tasks.prompts(encode([{"messages": talk}], form, CHAT).examples, form)
+    asked = tasks.ask([{"messages": talk[:at]} for at in (5, 4, 2)], BYTES, CHAT, form, name="file")
+    assert asked.labels == ["A2", None, None]
+    np.testing.assert_equal(asked.prompts[:2], [known, known])
+    assert BYTES.decode(asked.prompts[2]) == "### system\nS\n\n### user\nU1\n\n### assistant\n"
+
+
 def test_the_tokens_of_a_tokenizers_template_are_one_id_each_and_its_end_ends_an_answer(tmp_path):
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "U1": 1, "A1": 2}, "[UNK]"))
     model.add_special_tokens(["<s>", "[U]", "[A]", "[E]"])

@@ -70,6 +70,6 @@ def test_nothing_is_answered_without_held_out_examples_or_wish(tmp_path):
 
 
 def test_an_answer_ends_before_the_token_that_ends_it():
-    assert answers._text(BYTES, (256,), np.array([*b" yes", 256, *b"no"])) == "yes"
-    assert answers._text(BYTES, (256,), np.array([*b"yes "])) == "yes"
-    assert answers._text(BYTES, (256,), np.array([256, *b"no"])) == ""
+    assert answers.text_of(BYTES, (256,), np.array([*b" yes", 256, *b"no"])) == "yes"
+    assert answers.text_of(BYTES, (256,), np.array([*b"yes "])) == "yes"
+    assert answers.text_of(BYTES, (256,), np.array([256, *b"no"])) == ""

@@ -31,7 +31,7 @@ class Files:
 
     def __init__(self, pattern: str, key: str, needs: str = ""):
         self._needs = needs
-        paths = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+        paths = matching(pattern)
         if not paths:
             raise UserError(f"{key}: there is no file {pattern!r}; name a file, or several with * in the name")
         self._parts = [_open(pathlib.Path(path), key) for path in paths]
@@ -60,6 +60,17 @@ class Files:
     def _find(self, index: int) -> tuple["_File", int]:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         return self._parts[number], index - int(self._starts[number])
+
+
+def matching(pattern: str) -> list[str]:
+    """Returns the files that a path or a pattern names, by name. An existing path is no pattern, whatever characters it has."""
+    path = os.path.expanduser(pattern)
+    if os.path.lexists(path):
+        return [path]
+    known, rest = pathlib.Path(path).parent, [pathlib.Path(path).name]
+    while not known.is_dir():  # the part that exists is no pattern either
+        known, rest = known.parent, [known.name, *rest]
+    return sorted(glob.glob(os.path.join(glob.escape(str(known)), *rest), recursive=True))
 
 
 class _File:

@@ -153,6 +153,36 @@ def encode(
     return Encoded(found, tuple(answers), [*encoder.notes, *counts.notes(len(found))])
 
 
+class Asked(NamedTuple):
+    """The prompts of examples that a model is to answer.
+
+    Attributes:
+      prompts: int32[length] of each example.
+      labels: the text of each answer that the examples hold; None where there is none.
+      notes: lines about what was cut.
+    """
+
+    prompts: list[np.ndarray]
+    labels: list[str | None]
+    notes: list[str]
+
+
+def ask(
+    examples: source_lib.Source,
+    tokenizer: tokenizer_lib.Tokenizer,
+    settings: TaskSettings,
+    form: RowForm,
+    *,
+    name: str,
+    folder: pathlib.Path | None = None,
+) -> Asked:
+    """Encodes the prompts of all examples, which need no answers. Takes the arguments of `encode`, and raises as it does."""
+    encoder, counts = _Encoder(tokenizer, settings, form, folder, None), _Counts(name, form)
+    place_of: Callable[[int], str] = getattr(examples, "place", lambda index: f"{name}, example {index}")
+    found = [encoder.ask(examples[index], place_of(index), counts) for index in range(len(examples))]
+    return Asked([ids for ids, _ in found], [label for _, label in found], [*encoder.notes, *counts.notes(len(found))])
+
+
 class _Counts:
     """Counts what is told of a split, with the place of the first of each kind."""
 
@@ -218,18 +248,41 @@ class _Encoder:
             return self._two_arrays(pieces, answer, place, counts)
         return self._one_array(pieces, answer, place, counts)
 
+    def ask(self, example: Mapping[str, Any], place: str, counts: _Counts) -> tuple[np.ndarray, str | None]:
+        """Returns the tokens of an example's prompt, and its label; None if it has none."""
+        told = f"config.data.task={self._settings.task!r}: {place}"
+        label: str | None = None
+        if self._settings.task != CHAT:
+            if all(field in example for field in self._answer.fields):
+                label = self._answer.fill(example, told, self._names)
+            pieces: list[Piece] = [(self._prompt.fill(example, told, self._names), False, False)]
+        else:
+            messages = self._messages(example, told, is_answered=False)
+            if messages[-1][0] == templates.ASSISTANT:
+                label = messages.pop()[1]
+            pieces = self._turns([*messages, (templates.ASSISTANT, "")], told)[0][:-1]
+        pieces = [*pieces, ("", True, False)]
+        if self._form.is_encoder_decoder:
+            return self._two_arrays(pieces, "", place, counts).inputs, label
+        row = self._one_array(pieces, "", place, counts)
+        return row.inputs[: row.prompt], label
+
     def _pieces(self, example: Mapping[str, Any], place: str) -> tuple[list[Piece], str]:
         """Returns an example's texts in order, and the last answer."""
         place = f"config.data.task={self._settings.task!r}: {place}"
         if self._settings.task != CHAT:
             answer = self._answer.fill(example, place, self._names)
             return [(self._prompt.fill(example, place, self._names), False, False), (answer, True, False)], answer
+        return self._turns(self._messages(example, place), place)
+
+    def _messages(self, example: Mapping[str, Any], place: str, *, is_answered: bool = True) -> list[tuple[str, str]]:
+        """Returns the conversation of an example."""
         key = self._settings.messages
         if key not in example:
             raise UserError(
                 f"{place}: has no field {key!r}, which config.data.messages names; its fields: {', '.join(map(str, example))}"
             )
-        return self._turns(templates.messages_of(example[key], place, key), place)
+        return templates.messages_of(example[key], place, key, is_answered=is_answered)
 
     def _turns(self, messages: list[tuple[str, str]], place: str) -> tuple[list[Piece], str]:
         """Returns the texts of a conversation. Each message of the assistant is an answer, and nothing follows the last one."""

@@ -105,16 +105,17 @@ class Template:
         return str(value)
 
 
-def messages_of(value: Any, place: str, key: str) -> list[tuple[str, str]]:
+def messages_of(value: Any, place: str, key: str, *, is_answered: bool = True) -> list[tuple[str, str]]:
     """Returns the messages of a conversation.
 
     Args:
       value: a list of {"role": ..., "content": ...} or of {"from": ..., "value": ...}, or a table of such columns.
       place: of the example, for errors.
       key: the name of its field.
+      is_answered: whether a message must be the assistant's.
 
     Raises:
-      UserError: it is not one of them, or has no message of the assistant.
+      UserError: it is not one of them, or lacks a message of the assistant.
     """
     if isinstance(value, Mapping):  # columns, as tensorflow-datasets gives sequences of features
         value = [dict(zip(value, row)) for row in zip(*value.values())]
@@ -134,7 +135,7 @@ def messages_of(value: Any, place: str, key: str) -> list[tuple[str, str]]:
         if not isinstance(role, str) or not isinstance(content, str):
             raise UserError(f"{place}: {form}, and a message is {errors.shown(message)}")
         found.append((ROLES.get(role, role), content))
-    if all(role != ASSISTANT for role, _ in found):
+    if is_answered and all(role != ASSISTANT for role, _ in found):
         raise UserError(f"{place}: no message is the {ASSISTANT}'s, so there is no answer to learn; remove the example")
     return found
 

@@ -104,7 +104,7 @@ def make(
         compute_dtype=precision.PRECISIONS[program.config.precision].compute_dtype,
     )
     batches = list(_batches(chosen, pairs.form, program.sizes.global_batch_size // program.sizes.grad_accum))
-    text = functools.partial(_text, tokenizer, special.stops)
+    text = functools.partial(text_of, tokenizer, special.stops)
 
     def answer(params: Any) -> Score:
         found: list[str] = []
@@ -126,15 +126,18 @@ def _batches(chosen: Sequence[tasks.Example], form: tasks.RowForm, size: int) ->
     prompts = list(tasks.prompts(chosen, form))
     longest = max(map(len, prompts))
     for at in range(0, len(prompts), size):
-        part = prompts[at : at + size]
-        part += part[:1] * (size - len(part))
-        ids, mask = (np.zeros((size, longest), np.int32) for _ in range(2))
-        for row, prompt in enumerate(part):
-            ids[row, : len(prompt)], mask[row, : len(prompt)] = prompt, 1
-        yield ids, mask
+        yield padded(prompts[at : at + size], size, longest)
 
 
-def _text(tokenizer: tokenizer_lib.Tokenizer, stops: tuple[int, ...], tokens: np.ndarray) -> str:
+def padded(prompts: Sequence[np.ndarray], size: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns prompts as int32[size, length], and the mask of their tokens. Missing rows repeat the first prompt."""
+    ids, mask = (np.zeros((size, length), np.int32) for _ in range(2))
+    for row, prompt in enumerate([*prompts, *([prompts[0]] * (size - len(prompts)))]):
+        ids[row, : len(prompt)], mask[row, : len(prompt)] = prompt, 1
+    return ids, mask
+
+
+def text_of(tokenizer: tokenizer_lib.Tokenizer, stops: tuple[int, ...], tokens: np.ndarray) -> str:
     """Returns the text of new tokens up to the one that ends them."""
     ends = np.flatnonzero(np.isin(tokens, stops))
     return tokenizer.decode(tokens[: ends[0]] if len(ends) else tokens).strip()

@@ -1,0 +1,80 @@
+"""Answers examples with a function in place of a model. This module tests zerojax.trainer.tuning.predictions."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import runs
+
+from zerojax.data.pairs import records, tasks
+from zerojax.errors import UserError
+from zerojax.trainer import config as config_lib
+from zerojax.trainer import workdir
+from zerojax.trainer.tuning import predictions
+
+
+@pytest.fixture
+def tuned(tmp_path):
+    """Returns the folder of a run that learnt answers."""
+    own = {"data__task": "classification", "data__name": "short_reviews", "data__labels": ("bad", "good")}
+    settings = runs.config(**own, data__prompt="Tweet: {text}", data__answer=" {sort}", data__answer_len=4)
+    (tmp_path / "run" / "export").mkdir(parents=True)
+    workdir.save(tmp_path / "run", config_lib.to_dict(settings))
+    return tmp_path / "run"
+
+
+def test_a_run_asks_by_its_own_templates_and_is_found_above_its_export(tuned, tmp_path):
+    settings, seq_len, answer_len = predictions.asking(tuned, None)
+    assert (settings.task, settings.prompt, settings.answer) == ("classification", "Tweet: {text}", " {sort}")
+    assert (settings.labels, seq_len, answer_len) == (("bad", "good"), 32, 4)
+    assert predictions.asking(tuned, "{text}").settings.prompt == "{text}"
+    assert predictions.run_of(None, str(tmp_path), str(tuned / "export")) == tuned
+    assert predictions.run_of(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"data": 3}', '{"data": {"task": "chat"}, "seq_len": 8}'])
+def test_what_is_no_config_of_a_run_is_refused_in_one_line(tmp_path, text):
+    (tmp_path / workdir.CONFIG_FILE).write_text(text)
+    with pytest.raises(
+        UserError, match=r"^--run: .*config\.json is not the config of a run \([^\n]*\); name a --workdir$"
+    ):
+        predictions.asking(tmp_path, None)
+
+
+def test_a_run_that_learnt_text_needs_a_template(tmp_path):
+    workdir.save(tmp_path, config_lib.to_dict(runs.config()))
+    with pytest.raises(UserError, match="learnt text and has no template of prompts"):
+        predictions.asking(tmp_path, None)
+    assert predictions.asking(tmp_path, "{text}!").settings.prompt == "{text}!"
+
+
+def test_batches_have_few_shapes_and_every_example_gets_its_own_answer(tmp_path):
+    lengths = [3, 17, 2, 20, 40]
+    prompts = [np.full(length, number, np.int32) for number, length in enumerate(lengths)]
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"n": {number}, "prediction": "old"}}\n' for number in range(5)))
+    source, out, shapes = records.Files(str(tmp_path / "in.jsonl"), "--file"), io.StringIO(), []
+
+    def generate(ids, mask):
+        shapes.append(ids.shape)
+        return np.stack([ids[:, 0], mask.sum(axis=1)], axis=1)
+
+    labels = ["0 3", " 1 17", None, "wrong", None]
+    asked = tasks.Asked(prompts, labels, [])
+    how = {"most": 48, "batch_size": 2, "file": out}
+    told = predictions.write(source, asked, generate, lambda row: " ".join(map(str, row)), **how)
+    assert told == "5 predictions; 66.7% right (2 of 3 with a label)"
+    assert shapes == [(2, 32), (2, 32), (2, 48)]
+    found = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [line["prediction"] for line in found] == [f"{number} {length}" for number, length in enumerate(lengths)]
+    assert [line.get("is_right") for line in found] == [True, True, None, False, None]
+
+
+def test_a_file_gets_its_name_when_it_is_complete(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with predictions.replacing(path) as file:
+        file.write("one\n")
+        assert not path.exists()
+    with pytest.raises(KeyboardInterrupt), predictions.replacing(path) as file:
+        raise KeyboardInterrupt
+    assert path.read_text() == "one\n" and list(tmp_path.iterdir()) == [path]
