@@ -8,7 +8,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
-import json
 import math
 import os
 import pathlib
@@ -21,7 +20,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from zerojax import tree
+from zerojax import bounded, errors, tree
 from zerojax.errors import UserError
 from zerojax.interop import layout, tensor_files
 from zerojax.models import families
@@ -304,13 +303,13 @@ def _check(path: pathlib.Path, tensors: list[layout.ModelTensor], entries: Mappi
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Returns the table in a JSON file. Raises UserError if there is none."""
     try:
-        found = json.loads(path.read_text())
+        found = bounded.parse_json(bounded.read_bytes(path), is_finite=True)
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}); name a folder that save_pretrained of transformers wrote"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is not JSON; copy the folder again") from error
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON ({errors.one_line(error, 120)}); copy the folder again") from error
     if not isinstance(found, dict):
         raise UserError(f"{path}: is not a table of settings; copy the folder again")
     return found

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from zerojax import errors
+from zerojax import bounded, errors
 from zerojax.errors import UserError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -106,7 +106,7 @@ def read_header(path: pathlib.Path) -> dict[str, Entry]:
       UserError: the file cannot be read, is truncated, or is not safetensors.
     """
     try:
-        with open(path, "rb") as file:
+        with bounded.open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             begins = file.read(8)
             if begins == LFS:
@@ -114,13 +114,13 @@ def read_header(path: pathlib.Path) -> dict[str, Entry]:
             length = int.from_bytes(begins, "little")
             if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
                 raise damaged(path, f"its header would have {length} bytes, and the file has {size}")
-            raw = json.loads(file.read(length))
+            raw = bounded.parse_json(file.read(length), is_finite=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); fix that or choose another folder") from error
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise damaged(path, "its header is not JSON") from error
+    except UserError:
+        raise
+    except ValueError as error:
+        raise damaged(path, f"its header is not JSON ({errors.one_line(error, 120)})") from error
     if not isinstance(raw, dict):
         raise damaged(path, "its header is not a table of tensors")
     raw.pop("__metadata__", None)
@@ -179,7 +179,7 @@ def read(entry: Entry, view: Sequence[int], index: Sequence[slice], order: Seque
 def _opened(path: pathlib.Path) -> Iterator[BinaryIO]:
     """Opens a file whose header has been read. Raises UserError if it has been deleted, or is shorter by now."""
     try:
-        with open(path, "rb") as file:
+        with bounded.open_file(path) as file:
             yield file
     except (OSError, ValueError) as error:
         raise damaged(path, f"its tensors cannot be read ({errors.first_line(error)})") from error
@@ -238,13 +238,13 @@ def write_header(file: BinaryIO, tensors: Mapping[str, tuple[tuple[int, ...], np
 def _read_index(path: pathlib.Path) -> dict[str, str]:
     """Returns {tensor: file name} of an index."""
     try:
-        files = json.loads(path.read_text())["weight_map"]
+        files = bounded.parse_json(bounded.read_bytes(path), is_finite=True)["weight_map"]
         if not all(isinstance(file, str) and pathlib.PurePath(file).name == file for file in files.values()):
             raise UserError(f"{path}: names a file outside of its folder; copy the folder again")
         return dict(files)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); fix that or choose another folder") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path}: is not an index with a weight_map; copy the folder again") from error

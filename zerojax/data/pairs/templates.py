@@ -9,14 +9,20 @@ The plain chat template writes each message under its role, and the answer after
     Paris
 """
 
+import contextlib
 import importlib.util
 import json
 import pathlib
 import re
+import signal
+import subprocess
+import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zerojax import errors
+from zerojax import bounded, errors
+from zerojax.data.pairs import chat_child
 from zerojax.errors import UserError
 
 _PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
@@ -25,6 +31,8 @@ ASSISTANT = "assistant"
 CHOICES = ("auto", "own", "plain")  # of chat templates
 ROLES = {"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}  # other names for a role
 TOKENIZER_CONFIG, JINJA_FILE = "tokenizer_config.json", "chat_template.jinja"
+_MOST_BYTES = 2**20  # of a chat template; the longest known ones have a few thousand
+_SPECIAL = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))  # variables of a template
 
 # a conversation: (role, content) of each message
 Messages = Sequence[tuple[str, str]]
@@ -165,7 +173,7 @@ def chat_of(folder: pathlib.Path | None, wanted: str) -> tuple[Chat, str]:
     elif importlib.util.find_spec("jinja2") is None:
         why = "the tokenizer's chat template needs jinja2 (pip install jinja2)"
     else:
-        return _jinja_chat(source, settings, f"{folder}"), f"conversations are written in the chat template of {folder}"
+        return _JinjaChat(source, settings, f"{folder}"), f"conversations are written in the chat template of {folder}"
     if wanted == "own":
         raise UserError(f'{key}: is "own", and {why}; set it to "plain"')
     return plain_chat, f"{why}: conversations are written in zerojax's plain chat template"
@@ -173,48 +181,98 @@ def chat_of(folder: pathlib.Path | None, wanted: str) -> tuple[Chat, str]:
 
 def _own_template(folder: pathlib.Path) -> tuple[str, Mapping[str, Any]]:
     """Returns the source of a folder's template, "" if it has none, and the settings beside it."""
-    path = folder / TOKENIZER_CONFIG
+    path, file = folder / TOKENIZER_CONFIG, folder / JINJA_FILE
+    settings: Any = {}
     try:
-        settings = json.loads(path.read_text()) if path.is_file() else {}
+        if path.is_file():
+            settings = bounded.parse_json(bounded.read_bytes(path))
+        if file.is_file():
+            found: Any = bounded.read_text(file, _MOST_BYTES)
+    except OSError as error:
+        raise UserError(f"{error.filename or path}: cannot be read ({error.strerror}); fix that") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: is not UTF-8 text; save the tokenizer again") from error
     except ValueError as error:
         raise UserError(f"{path}: is not JSON ({errors.first_line(error)}); save the tokenizer again") from error
-    if (folder / JINJA_FILE).is_file():
-        return (folder / JINJA_FILE).read_text(), settings
+    if not isinstance(settings, Mapping):
+        raise UserError(f"{path}: is not a table of settings; save the tokenizer again")
+    if file.is_file():
+        return found, settings
     found = settings.get("chat_template") or ""
     if isinstance(found, list):  # several by name
-        found = {entry.get("name"): entry.get("template") for entry in found}.get("default") or ""
+        named = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, Mapping)}
+        found = named.get("default") or ""
+    if not isinstance(found, str) or len(found) > _MOST_BYTES:
+        raise UserError(
+            f"{path}: chat_template must be a text of at most {_MOST_BYTES} characters, and is {errors.shown(found, 40)}; save the "
+            "tokenizer again"
+        )
     return found, settings
 
 
-def _jinja_chat(source: str, settings: Mapping[str, Any], place: str) -> Chat:
-    """Returns the chat of a Jinja template, which gets what transformers gives it."""
-    import jinja2
-    import jinja2.sandbox
+class _JinjaChat:
+    """The chat of a Jinja template, rendered in a process of its own with limits on time and memory; see `chat_child`.
 
-    def refuse(message: str) -> None:
-        raise UserError(
-            f"{place}: its chat template refuses a conversation: {message}; set config.data.chat_template=plain"
+    Args:
+      source: the template.
+      settings: the contents of tokenizer_config.json, whose special tokens are variables.
+      place: the tokenizer's folder, for errors.
+
+    Raises:
+      UserError: the template cannot be read.
+    """
+
+    def __init__(self, source: str, settings: Mapping[str, Any], place: str):
+        self._place = place
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", chat_child.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # the terminal's Ctrl-C is not for it
         )
+        self._end = weakref.finalize(self, _end, self._process)
+        variables = {name: _content(settings[name]) for name in _SPECIAL if name in settings}
+        self._ask([source, {"tools": None, "documents": None, **variables}], "is damaged")
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    environment.globals["raise_exception"] = refuse
-    special = {name: _content(settings[name]) for name in ("bos_token", "eos_token", "pad_token") if name in settings}
-    try:
-        template = environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise UserError(f"{place}: its chat template is damaged ({errors.first_line(error)}); save it again") from error
-
-    def chat(messages: Messages, is_answered: bool) -> str:
+    def __call__(self, messages: Messages, is_answered: bool) -> str:
         listed = [{"role": role, "content": content} for role, content in messages]
-        try:
-            return template.render(messages=listed, add_generation_prompt=is_answered, **special)
-        except jinja2.TemplateError as error:
-            raise UserError(f"{place}: its chat template fails ({errors.first_line(error)})") from error
+        return self._ask([listed, is_answered], "fails")
 
-    return chat
+    def _ask(self, question: Any, verb: str) -> str:
+        """Returns the text that the process answers.
+
+        Raises:
+          UserError: it ended, or answers with an error.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        line = b""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        way_out = "set config.data.chat_template=plain"
+        if not line:
+            status = self._process.wait()
+            is_slow = status == -signal.SIGPROF
+            why = f"it computes for more than {chat_child.SECONDS:g} s" if is_slow else f"its process ends with {status}"
+            raise UserError(f"{self._place}: its chat template {verb} ({why}); {way_out}")
+        found = json.loads(line)
+        if "refused" in found:
+            raise UserError(
+                f"{self._place}: its chat template refuses a conversation: {found['refused']}; {way_out}"
+            )
+        if "error" in found:
+            raise UserError(
+                f"{self._place}: its chat template {verb} ({found['error']}); save the tokenizer again, or {way_out}"
+            )
+        return str(found["text"])
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends the process of a template."""
+    process.kill()
+    process.communicate()
 
 
 def _content(token: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from zerojax import errors
+from zerojax import bounded, errors
 from zerojax.errors import UserError
 from zerojax.interop.deepspeed import accelerate, trainer_arguments, translate
 from zerojax.interop.deepspeed.draft import Translation
@@ -96,9 +96,7 @@ def _named(value: Any, folder: pathlib.Path) -> Mapping[str, Any] | None:
 
 def _text(path: pathlib.Path) -> str:
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise UserError(f"{path}: has {path.stat().st_size} bytes, which no config has; name a config")
-        return path.read_text(encoding="utf-8-sig")
+        return bounded.read_text(path, _MOST_BYTES)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); name a config file") from error
     except UnicodeDecodeError as error:

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Mapping
 
-from zerojax import errors
+from zerojax import bounded, errors
 from zerojax.errors import UserError
 
 FILE, FILE_VARIABLE = ".deepspeed_env", "DS_ENV_FILE"  # DeepSpeed's names
@@ -54,7 +54,7 @@ def _exists(path: pathlib.Path) -> bool:
 
 def _of_file(path: pathlib.Path) -> dict[str, str]:
     try:
-        lines = path.read_text("utf-8-sig").splitlines()  # Windows' editors begin a file with a mark
+        lines = bounded.read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({errors.first_line(error)}); correct or remove it") from error
     found: dict[str, str] = {}

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from zerojax import errors
+from zerojax import bounded, errors
 from zerojax.errors import UserError
 
 HOSTFILE = "/job/hostfile"  # DeepSpeed's default, read if it exists
@@ -47,7 +47,7 @@ def read(path: str | None, local: Sequence[str]) -> dict[str, tuple[str, ...]]:
         return {THIS: tuple(local)}
     path = path or HOSTFILE
     try:
-        lines = pathlib.Path(path).read_text().splitlines()
+        lines = bounded.read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--hostfile {path}: cannot be read ({errors.first_line(error)}); name a text file") from error
     found: dict[str, tuple[str, ...]] = {}
