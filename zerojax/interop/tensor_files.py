@@ -27,6 +27,7 @@ READ_AHEAD_BYTES = (
 )  # of a row that a slice skips, above which reading ahead would mostly read what is not needed
 LFS = b"version "  # begins the pointer to a file that Git LFS has not fetched
 MOST_HEADER_BYTES = 100 * 10**6  # the format's own limit
+MOST_DIMS = 64  # numpy's own limit
 # name in a header -> dtype of weights
 DTYPES: Mapping[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -278,8 +279,10 @@ def _checked(path: pathlib.Path, name: str, told: Any) -> tuple[tuple[int, ...],
     if not isinstance(dtype, str):
         raise damaged(path, f"the dtype of tensor {name} is {errors.shown(dtype)}")
     numbers = (*shape, first, last)
-    if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
-        raise damaged(path, f"the shape or the offsets of tensor {name} are not whole numbers")
+    if not all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**63 for number in numbers):
+        raise damaged(path, f"the shape or the offsets of tensor {name} are not whole numbers below 2**63")
+    if len(shape) > MOST_DIMS:
+        raise damaged(path, f"tensor {name} has {len(shape)} dims")
     known = DTYPES.get(dtype, OTHERS.get(dtype))
     if known is not None and last - first != known.itemsize * math.prod(shape):
         raise damaged(

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-SECONDS = 10.0  # of computing for one text; known templates take less than a thousandth
+SECONDS = 5.0  # of computing for one text; known templates take less than a thousandth
 MEMORY = 2**30  # bytes of addresses
 LONGEST = 2**24  # characters of a text
 

@@ -98,7 +98,7 @@ def translate_hostfile(text: str) -> Translation:
         words = line.partition("#")[0].strip()
         if not words:
             continue
-        match = re.fullmatch(r"(\S+)\s+slots\s*=\s*(\d+)", words)
+        match = re.fullmatch(r"(\S+)\s+slots\s*=\s*([0-9]{1,5})", words)
         if match is None or match[1] in hosts:
             raise UserError(
                 f"hostfile line {number}: must be 'HOST slots=N' with each host once, and is {line.strip()!r}"

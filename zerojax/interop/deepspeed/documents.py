@@ -24,8 +24,9 @@ DEEPSPEED, ACCELERATE, TRAINER, HOSTFILE = "DeepSpeed config", "Accelerate confi
 _OF_ACCELERATE = ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "mixed_precision")
 _OF_TRAINER = ("deepspeed", "per_device_train_batch_size", "output_dir", "model_name_or_path")
 _MOST_VALUES = 100_000
-_COMMENT = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|/\*.*?\*/|^\s*#[^\n]*', re.DOTALL | re.MULTILINE)
-_MOST_BYTES = 4 * 2**20
+# A text or a comment that does not end reaches to the end of the line or of the file, so that each letter is read once.
+_COMMENT = re.compile(r'("(?:[^"\\\n]|\\.)*+"?)|//[^\n]*|/\*.*?(?:\*/|\Z)|^[^\S\n]*#[^\n]*', re.DOTALL | re.MULTILINE)
+_MOST_BYTES = 2**18  # PyYAML reads some 50,000 a second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +158,8 @@ def _loader(name: str) -> type[yaml.SafeLoader]:
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+            if any(not isinstance(own, yaml.ScalarNode) for own, _ in node.value):
+                raise UserError(f"{name}: keys must be names, and one is a list or a table; correct it")
             found: dict[str, Any] = {}
             for own, value in node.value:
                 key = str(self.construct_object(own, deep=True))
@@ -201,7 +204,7 @@ def _check(name: str, content: Any, sizes: dict[int, int | None]) -> int:
 
 def _is_hostfile(text: str) -> bool:
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
-    return any(re.fullmatch(r"\S+\s+slots\s*=\s*\d+", line) for line in lines)
+    return any(re.fullmatch(r"\S+\s+slots\s*=\s*[0-9]{1,5}", line) for line in lines)
 
 
 def _from_base64(source: str) -> str | None:

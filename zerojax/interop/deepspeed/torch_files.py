@@ -6,13 +6,17 @@ Storages are mapped from the disk: a tensor's bytes are read when they are used.
 """
 
 import collections
+import collections.abc
 import dataclasses
 import io
 import math
+import os
 import pathlib
 import pickle
 import pickletools
 import re
+import sys
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -21,11 +25,15 @@ from typing import Any, NoReturn
 import ml_dtypes
 import numpy as np
 
-from zerojax import errors
+from zerojax import bounded, errors
 from zerojax.errors import UserError
 
-_MOST_PICKLE_BYTES, _MOST_OPCODES = 2**28, 2**24  # a pickle's objects take up to 250 bytes each
+_MOST_PICKLE_BYTES, _MOST_OPCODES = 2**27, 2**22  # a pickle's objects take up to 250 bytes each
 _MOST_VALUES = 2**24
+_MOST_BUILT = 2**26  # items and characters that are given to functions of a file: most of these copy what they get
+_MOST_LARGE = 1000  # integers of 61 bits and more. Python hashes a few of them alike, and a table of many such keys takes hours
+_MOST_JOINED = 4096  # characters of a path or of a device's name
+_MOST_PACKED = 2**28  # bytes of compressed storages, which are unpacked in memory; torch.save compresses none
 _PIECE = 2**24  # bytes
 _DTYPES: Mapping[str, np.dtype] = {
     "Float": np.dtype(np.float32),
@@ -56,6 +64,8 @@ class PickledObject:
 class _Sealed:
     """Takes no state from a pickle, which otherwise could change it for later files."""
 
+    __slots__ = ()
+
     def __setstate__(self, state: Any) -> NoReturn:
         raise ValueError("a state is given to what has none")
 
@@ -67,7 +77,18 @@ class _Builder(_Sealed):
         self._function = function
 
     def __call__(self, *arguments: Any) -> Any:
+        _charge(*arguments)
         return self._function(*arguments)
+
+
+_built = threading.local()  # .count: items that functions of the file that this thread reads were given
+
+
+def _charge(*arguments: Any) -> None:
+    """Counts what functions of a file are given. Raises ValueError if it is too much."""
+    _built.count += sum(len(one) for one in arguments if isinstance(one, collections.abc.Sized)) + 1
+    if _built.count > _MOST_BUILT:
+        raise ValueError(f"its functions are given more than {_MOST_BUILT} items")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +113,7 @@ def read(path: pathlib.Path) -> Any:
         value. Nothing of it was built or called.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with bounded.open_file(path) as file, zipfile.ZipFile(file) as archive:
             return _load(path, archive)
     except UserError:
         raise
@@ -113,24 +134,45 @@ def _load(path: pathlib.Path, archive: zipfile.ZipFile) -> Any:
         raise UserError(f"{path}: holds no data.pkl of torch.save; name a file that torch.save wrote")
     folder = pickles[0].filename.split("/")[0]
     order = f"{folder}/byteorder"
-    if order in archive.namelist() and archive.read(order).strip() != b"little":
+    if order in archive.namelist() and _unpacked(archive, archive.getinfo(order), 64).strip() != b"little":
         raise UserError(f"{path}: was saved on a big-endian machine, which is not read; save it on another")
-    content = archive.read(pickles[0])
-    _check_memo(content)
+    content = _unpacked(archive, pickles[0], _MOST_PICKLE_BYTES)
+    _check_opcodes(content)
+    _built.count = 0
     found = _Unpickler(path, archive, folder, content).load()
     _count_values(found, {})
     return found
 
 
-def _check_memo(content: bytes) -> None:
-    """Refuses a pickle of too many objects, or that numbers one higher than it has bytes: Python would fill a table of that many entries.
+def _unpacked(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> bytes:
+    """Returns the bytes of an entry that may be compressed, as deflate does it, and never more than it says.
+
+    Raises:
+      ValueError: it has more than `most` bytes, fewer than it says, or another checksum.
+    """
+    if info.file_size > most or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f"{info.filename} would have {info.file_size} bytes, and at most {most} are unpacked by deflate")
+    with archive.open(info) as file:
+        content = file.read(info.file_size)
+    if len(content) != info.file_size or zlib.crc32(content) != info.CRC:
+        raise ValueError(f"{info.filename} has {len(content)} bytes of {info.file_size}, or another checksum")
+    return content
+
+
+def _check_opcodes(content: bytes) -> None:
+    """Refuses a pickle of too many objects, of too many large integers, or that numbers an object higher than it has bytes: Python would
+    fill a table of that many entries.
 
     Raises:
       ValueError: it does, or is no pickle.
     """
+    large = 0
     for count, (opcode, number, _) in enumerate(pickletools.genops(content)):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(number or 0) > len(content):
             raise ValueError(f"object {number} in a pickle of {len(content)} bytes")
+        large += isinstance(number, int) and abs(number) >= sys.hash_info.modulus
+        if large > _MOST_LARGE:
+            raise ValueError(f"more than {_MOST_LARGE} integers of 61 bits and more")
         if count > _MOST_OPCODES:
             raise ValueError(f"a pickle of more than {_MOST_OPCODES} objects")
 
@@ -169,6 +211,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(content))
         self._path, self._archive, self._folder = path, archive, folder
         self._storages: dict[str, _Storage] = {}
+        self._packed = self._mapped = 0  # bytes of storages: of compressed ones, and of those in the file as they are
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns what stands for a name of the file.
@@ -209,8 +252,12 @@ class _Unpickler(pickle.Unpickler):
         if info.file_size != elements * dtype.itemsize:
             raise ValueError(f"{name} has {info.file_size} bytes, and {elements} {dtype} elements need another number")
         if info.compress_type != zipfile.ZIP_STORED or not elements:
-            return np.frombuffer(self._archive.read(name), dtype)
-        with open(self._path, "rb") as file:  # the local header may be longer than the one in the directory
+            self._packed += info.file_size
+            return np.frombuffer(_unpacked(self._archive, info, _MOST_PACKED - self._packed + info.file_size), dtype)
+        with bounded.open_file(self._path) as file:  # the local header may be longer than the one in the directory
+            self._mapped += info.file_size
+            if self._mapped > os.fstat(file.fileno()).st_size:
+                raise ValueError("storages overlap")
             file.seek(info.header_offset)
             header = file.read(30)
         start = (
@@ -284,6 +331,8 @@ def _joined(between: str) -> Callable[..., str]:
     def join(*parts: Any) -> str:
         if not all(isinstance(part, (str, int)) for part in parts):
             raise ValueError("a text of other parts than texts")
+        if sum(len(part) if isinstance(part, str) else 20 for part in parts) > _MOST_JOINED:
+            raise ValueError(f"a path or a device of more than {_MOST_JOINED} characters")
         return between.join(map(str, parts))
 
     return join
@@ -326,7 +375,7 @@ def _numpy_scalar(of: Any, content: Any = b"") -> Any:
     return value.item()
 
 
-class _Text(str):
+class _Text(_Sealed, str):
     """A text with a class of its own."""
 
     __slots__ = ()
@@ -344,6 +393,7 @@ def _record(name: str) -> type[PickledObject]:
 def _set_fields(self: Any, fields: Any) -> None:
     if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
         raise ValueError("an object whose fields are not a table")
+    _charge(fields)
     self.__dict__.update(fields)
 
 
