@@ -119,6 +119,33 @@ def test_the_coordinator_listens_on_its_address_alone_and_ignores_strangers(left
     assert first.wait(SOON) == second.wait(SOON) == [] and left == []
 
 
+@pytest.mark.parametrize("words", [b"SSH-2.0\n", b"[1]\n", b"[" * 60_000 + b"\n", b"x" * 100_000])
+def test_a_stranger_at_the_port_of_process_0_is_no_process_0(words, left):
+    with socket.create_server((peers.LOCAL, 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(words)
+                connection.recv(100)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(ConnectionError, match="another program listens there"):
+            peers.Peers(1, 2).join(peers.LOCAL, server.getsockname()[1])
+        thread.join()
+
+
+@pytest.mark.parametrize("words", [b"[1]", b"{", b'{"status": "x", "line": "y"}', b'{"status": 3}', b"[" * 50_000])
+def test_odd_words_of_another_process_count_as_its_end(words, left):
+    port = programs.free_port()
+    first = peers.Peers(0, 2)
+    first.listen(peers.LOCAL, port)
+    with socket.create_connection((peers.LOCAL, port), timeout=SOON) as connection:
+        connection.sendall(b"zerojax process 1 of 2\n" + words + b"\n")
+        assert first.news(SOON) == peers.News(1, 1, "")
+
+
 def test_a_relayed_client_sees_bytes_both_ways_and_not_the_end_of_process_0(left):
     port = programs.free_port()
     first, second = peers.Peers(0, 2), peers.Peers(1, 2)

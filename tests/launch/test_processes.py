@@ -221,10 +221,13 @@ def test_processes_that_do_not_come_are_named():
         ("localhost", None, ("localhost", 7)),
         ("127.0.0.1", "[::]:9", (None, 9)),
         ("127.0.0.1", "10.0.0.1:9", ("10.0.0.1", 9)),
-        ("node0", None, (None, 7)),  # a name that this host's own files give a loopback address
+        # a name that this host's own files give a loopback address
+        ("node0", None, (["127.0.1.1", "10.0.0.7"], 7)),
+        ("node0 without a route", None, (None, 7)),
     ],
 )
-def test_process_0_listens_where_it_was_told(host, variable, expected, monkeypatch):
+def test_process_0_listens_where_it_was_told_and_nowhere_else(host, variable, expected, monkeypatch):
+    monkeypatch.setattr(processes, "_outward_address", lambda: None if "route" in host else "10.0.0.7")
     if variable:
         monkeypatch.setenv(processes.BIND_VARIABLE, variable)
     monkeypatch.setattr(

@@ -961,7 +961,7 @@ def main() -> int:
     chosen = [(name, run) for name, run in cases() if name.startswith(given.only)][:: given.share]
     failed, began = 0, time.time()
     for name, run in chosen:
-        found, line, seconds, growth = judge(run, shows=bool(given.only))
+        found, line, seconds, growth = judge(run, shows=bool(given.only) and not given.lines)
         failed += bool(found)
         if found:
             print(f"FAULT {name}: {found}", flush=True)

@@ -17,9 +17,10 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from zerojax import bounded, errors
 from zerojax.errors import UserError
 from zerojax.launch import ending
 
@@ -66,8 +67,12 @@ class Peers:
         self._thread = threading.Thread(target=self._loop.run_forever, name="peers", daemon=True)
         self._thread.start()
 
-    def listen(self, host: str | None, port: int) -> str:
+    def listen(self, host: str | Sequence[str] | None, port: int) -> str:
         """On process 0: listens for the others, and returns the address for its own XLA service.
+
+        Args:
+          host: the address or the addresses; None for all of this host's.
+          port: of each of them.
 
         Raises:
           OSError: the address cannot be opened.
@@ -173,8 +178,12 @@ class Peers:
         reader, writer = await asyncio.open_connection(host, port)
         self._connections.append(writer)
         writer.write(b"zerojax process %d of %d\n" % (self._index, self._count))
-        answer = await asyncio.wait_for(reader.readline(), FIRST_LINE_SECONDS)
-        refused = json.loads(answer).get("refused") if answer else None
+        try:
+            answer = await asyncio.wait_for(reader.readline(), FIRST_LINE_SECONDS)
+            refused = str(_message(answer).get("refused", "")) if answer else ""
+        except ValueError as error:
+            writer.close()
+            raise ConnectionError(f"another program listens there ({errors.first_line(error)})") from error
         if not answer or refused:
             writer.close()
             raise UserError(refused) if refused else ConnectionError("the connection was closed")
@@ -211,9 +220,12 @@ class Peers:
             self._note_if_all_here()
         with contextlib.suppress(OSError, ValueError):
             while line := await reader.readline():
-                said = json.loads(line)
+                said = _message(line)
                 if "status" in said:
-                    await self._learn(News(said.get("process", other), said["status"], said["line"]))
+                    told = said.get("process", other), said["status"], said.get("line")
+                    if not (isinstance(told[0], int) and isinstance(told[1], int) and isinstance(told[2], str)):
+                        raise ValueError(f"no news: {line!r}")
+                    await self._learn(News(*told))
                 elif "done" in said:
                     self._done.add(other)
                     await self._note_if_all_done()
@@ -256,6 +268,14 @@ class Peers:
         for writer in list(self._writers.values()):
             with contextlib.suppress(OSError):
                 await _write(writer, message)
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    """Returns what another process wrote. Raises ValueError if no process of ours wrote it."""
+    found = bounded.parse_json(line)
+    if not isinstance(found, dict):
+        raise ValueError(f"no message: {line!r}")
+    return found
 
 
 async def _write(writer: asyncio.StreamWriter, message: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -278,15 +278,18 @@ def _join(joined: peers_lib.Peers, cluster: Cluster, timeout_seconds: float) -> 
                 what = (
                     f"nothing answers at {cluster.coordinator} after {timeout_seconds} s ({errors.first_line(error)})"
                 )
-                way_out = "start process 0 there, and make that port reachable from this host"
+                way_out = (
+                    f"start process 0 there, and make that port reachable from this host ({BIND_VARIABLE} there chooses where it listens)"
+                )
                 raise UserError(f"--coordinator: {what}; {way_out}") from error
         time.sleep(0.2)
 
 
-def _bind_address(host: str, port: int) -> tuple[str | None, int]:
-    """Returns the address on which process 0 listens; None for all of this host's.
+def _bind_address(host: str, port: int) -> tuple[str | Sequence[str] | None, int]:
+    """Returns the addresses on which process 0 listens, and the port; None for all addresses of this host.
 
-    That is the coordinator's, except where this host's own files give its name a loopback address, which no other host can reach.
+    They are those of the coordinator. Where this host's own files give its name a loopback address, which no other host can reach, the
+    address by which this host reaches others is added.
     """
     if chosen := os.environ.get(BIND_VARIABLE):
         own, _, port_text = chosen.rpartition(":")
@@ -294,7 +297,19 @@ def _bind_address(host: str, port: int) -> tuple[str | None, int]:
         return (None if own in ("", "::", "0.0.0.0") else own), int(port_text)
     found = {ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     is_name = host != "localhost" and not any(str(address) == host for address in found)
-    return (None if is_name and all(address.is_loopback for address in found) else host), port
+    if not is_name or not all(address.is_loopback for address in found):
+        return host, port
+    outward = _outward_address()
+    return (None if outward is None else [*sorted(map(str, found)), outward]), port
+
+
+def _outward_address() -> str | None:
+    """Returns the address from which this host reaches others, or None if it has no route to any. Sends nothing."""
+    for family, far in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):  # reserved for examples
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as unused:
+            unused.connect((far, 9))
+            return str(unused.getsockname()[0])
+    return None
 
 
 def _leave_after(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
