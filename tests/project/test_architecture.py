@@ -16,7 +16,19 @@ ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "zerojax"
 
 # room -> the other rooms that it may import. Every room may import the ground.
-GROUND = {"bounded", "display", "errors", "files", "mesh", "precision", "roles", "specs", "train_state", "tree", "xla_flags"}
+GROUND = {
+    "bounded",
+    "display",
+    "errors",
+    "files",
+    "mesh",
+    "precision",
+    "roles",
+    "specs",
+    "train_state",
+    "tree",
+    "xla_flags",
+}
 KERNELS = "pallas_kernels"
 ROOMS: dict[str, set[str]] = {
     "ops": {KERNELS},

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from zerojax import files
+from zerojax import bounded, files
 
 THREADS = 16
 BLOCK = 1 << 20  # bytes read at a time; zlib releases Python's lock while it reads one
@@ -73,9 +73,9 @@ def read(path: pathlib.Path) -> Record:
       ValueError: it is not as written. The text says why.
     """
     try:
-        text = path.read_text()
-        saved = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        text = bounded.read_text(path)
+        saved = bounded.parse_json(text)
+    except ValueError as error:
         raise ValueError("is cut or altered") from error
     if not isinstance(saved, dict):
         raise ValueError("is not a table")
@@ -125,8 +125,8 @@ def _of(path: pathlib.Path) -> File:
     size = crc32 = 0
     block = memoryview(bytearray(BLOCK))
     try:
-        with open(path, "rb", buffering=0) as file:
-            while count := file.readinto(block):
+        with bounded.open_file(path) as file:
+            while count := file.readinto(block):  # type: ignore[attr-defined]
                 size, crc32 = size + count, zlib.crc32(block[:count], crc32)
     except OSError as error:
         error.filename = error.filename or str(path)  # a failed read does not name its file

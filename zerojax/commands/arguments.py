@@ -8,15 +8,26 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from zerojax import errors, files
 from zerojax.errors import UserError
 from zerojax.launch.cluster import agent, attempt, environment, hosts, verdict
 
 
+def whole(word: str) -> int:
+    """Returns the whole number that a word is. Raises argparse.ArgumentTypeError if it is none, or has more than 18 digits."""
+    if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", word):
+        raise argparse.ArgumentTypeError(f"invalid int value: {errors.shown(word)}")
+    return int(word)
+
+
 class OneLineParser(argparse.ArgumentParser):
-    """Refuses wrong arguments in one line."""
+    """Refuses wrong arguments in one line. Options of `type=int` are read by `whole`."""
+
+    def __init__(self, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self.register("type", int, whole)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; --help lists the arguments")

@@ -71,8 +71,8 @@ def _count(name: str) -> Callable[[str], int]:
     """Returns a check that an answer is a whole number above 0."""
 
     def check(answer: str) -> int:
-        if not answer.isdecimal() or not 0 < int(answer) < 2**31:
-            raise UserError(f"{name}: must be a whole number above 0, and is {answer!r}")
+        if not re.fullmatch("[0-9]{1,10}", answer) or not 0 < int(answer) < 2**31:
+            raise UserError(f"{name}: must be a whole number above 0 and below 2**31, and is {errors.shown(answer)}")
         return int(answer)
 
     return check

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.table import Table
 
-from zerojax import display, roles, tree
+from zerojax import display, errors, roles, tree
 from zerojax.commands import arguments
 from zerojax.errors import UserError
 from zerojax.zero.offload.disk import folder as folder_lib
@@ -83,10 +83,10 @@ def size_of(word: str) -> int:
     8388608
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", word.strip(), re.IGNORECASE)
-    nbytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
-    if nbytes < 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is no size; write 8M or 4GiB")
-    return nbytes
+    nbytes = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
+    if not 1 <= nbytes < 2**63:
+        raise argparse.ArgumentTypeError(f"{errors.shown(word)} is no size; write 8M or 4GiB")
+    return int(nbytes)
 
 
 def _chunk(word: str) -> list[int]:
@@ -118,6 +118,8 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", metavar="FILE", help="a config, whose optimizer state is counted")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(words)
+    if not given.folder.is_dir():
+        raise UserError(f"{given.folder}: there is no such folder; name one on the disk that shall be measured")
     if given.state and given.config:
         raise UserError("--state and --config: both say how large the optimizer state is; omit one")
     if given.size < 2 * max(given.chunk):

@@ -18,6 +18,7 @@ from zerojax import display
 from zerojax.commands import arguments, facts
 from zerojax.commands.facts import NOTE, OK, WRONG, Fact
 from zerojax.errors import UserError
+from zerojax.launch import devices
 from zerojax.launch.cluster import attempt, hosts, probe, supervisor
 
 SLOW = 0.75  # of the median rate, below which a device or host is slow
@@ -43,6 +44,8 @@ def _doctor() -> int:
     if given.probe:
         probe.run([int(rank) for rank in given.probe.split(",")], given.workdir, given.emulate_devices)
         return 0
+    if not 1 <= given.emulate_devices <= devices.MOST_EMULATED:
+        raise UserError(f"--emulate_devices: must be from 1 to {devices.MOST_EMULATED}, and is {given.emulate_devices}")
     if not 0 <= given.min_gb_per_second < math.inf:
         raise UserError(f"--min_gb_per_second: must be 0 or more, and is {given.min_gb_per_second}")
     order = arguments.order(given, [], os.environ)

@@ -8,18 +8,19 @@ zerojax generate FOLDER --ids IN.npz --out OUT.npz --stage 3    for scripts: tok
 import argparse
 import contextlib
 import functools
+import io
 import pathlib
 import sys
+import zipfile
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import errors, files
+from zerojax import bounded, errors, files
 from zerojax import mesh as mesh_lib
 from zerojax.commands import arguments
 from zerojax.data import tokenizer as tokenizer_lib
@@ -34,6 +35,7 @@ from zerojax.zero import where_used
 
 TOKENIZER = "tokenizer.json"
 NEW_TOKENS = 64  # that are added if the user names no number
+MOST_BYTES = 2**28  # of the arrays of token ids
 
 
 def main() -> None:
@@ -221,17 +223,11 @@ def _note(line: str) -> None:
         print(f"zerojax: note: {line}", file=sys.stderr)
 
 
-def _tokenizer(folder: str) -> tokenizers.Tokenizer:
+def _tokenizer(folder: str) -> Any:
     path = pathlib.Path(folder) / TOKENIZER
     if not path.is_file():
         raise UserError(f"{path}: is missing, so --prompt cannot be read; save the tokenizer there, or give --ids")
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise UserError(f"{path}: is not a tokenizer.json ({errors.one_line(error)}); save it again") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
+    return tokenizer_lib.read_model(path, f"{path}:")
 
 
 def _texts(loaded: pretrained.Pretrained, tokenizer: Any, given: argparse.Namespace) -> list[str]:
@@ -256,13 +252,24 @@ def _texts(loaded: pretrained.Pretrained, tokenizer: Any, given: argparse.Namesp
 
 def _read(path: str) -> dict[str, np.ndarray]:
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
+        with bounded.open_file(path, MOST_BYTES) as file, zipfile.ZipFile(file) as archive:
+            if (size := sum(info.file_size for info in archive.infolist())) > MOST_BYTES:
+                raise ValueError(f"its arrays have {size} bytes, and at most {MOST_BYTES} are read")
+            if any(info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for info in archive.infolist()):
+                raise ValueError("it is compressed otherwise than numpy.savez does")
+            arrays = {info.filename.removesuffix(".npy"): _array(archive, info) for info in archive.infolist()}
     except Exception as error:  # numpy, zipfile and zlib raise many kinds for damaged files
-        raise UserError(f"--ids {path}: cannot be read as .npz; write it with numpy.savez") from error
+        why = getattr(error, "strerror", None) or errors.one_line(error, 160)
+        raise UserError(f"--ids {path}: cannot be read as .npz ({why}); write it with numpy.savez") from error
     if "input_ids" not in arrays:
         raise UserError(f"--ids {path}: has no input_ids; it holds {', '.join(arrays) or 'nothing'}")
     return arrays
+
+
+def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
+    """Returns an array of an .npz file. Only the bytes that the archive's directory tells are unpacked."""
+    with archive.open(info) as file:
+        return np.load(io.BytesIO(file.read(info.file_size)), allow_pickle=False)
 
 
 def _forward(loaded: pretrained.Pretrained, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -232,9 +232,9 @@ def _why_no_run(
         return "the checkpoint has no config.json of its model; name it by --model_config"
     told = config if described is None or adapter is not None else described
     try:
-        kind = json.loads(config.read_text()).get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{told}: is not a model's config.json; name another by --model_config") from error
+        kind = folder_lib.read_json(config).get("model_type")
+    except UserError as error:
+        raise UserError(f"{told}: is not a model's config.json ({error}); name another by --model_config") from error
     if kind not in families.MODEL_TYPES:
         return f"model_type {kind!r} is not an architecture that zerojax computes; known: {', '.join(families.MODEL_TYPES)}"
     way_out = f"config.init_from={base}" + (f" and config.lora.init_from={adapter}" if adapter is not None else "")

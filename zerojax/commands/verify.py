@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -330,7 +331,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _steps(word: str) -> int:
-    if not word.isdecimal() or not 2 <= int(word) <= 10_000:
+    if not re.fullmatch("[0-9]{1,5}", word) or not 2 <= int(word) <= 10_000:
         raise argparse.ArgumentTypeError(
             f"{word!r} is no number of steps from 2 to 10000; the first update acts on step 2"
         )

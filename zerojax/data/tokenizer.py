@@ -1,10 +1,13 @@
 """Converts text to ids and back. This module has one small protocol for bytes and for Hugging Face tokenizer files."""
 
+import contextlib
 import dataclasses
 import functools
 import json
+import math
+import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,8 +17,12 @@ import tokenizers.models
 import tokenizers.pre_tokenizers
 import tokenizers.processors
 
-from zerojax import files
+from zerojax import bounded, errors, files
 from zerojax.errors import UserError
+
+_MOST_BYTES = 2**28  # of a tokenizer.json; the largest known ones have 2**25
+_MOST_IDS = 2**24  # the most that a model's logits may have
+_MOST_STEPS, _MOST_GROWTH, _MOST_LETTERS = 100, 1000, 1000
 
 # The first of these that is in the vocabulary separates documents.
 SEPARATOR = "<|endoftext|>"  # its name in the file of the bytes tokenizer
@@ -70,22 +77,65 @@ def load_tokenizer(spec: str) -> Tokenizer:
         files.check_path(spec, "config.data.tokenizer")
     if not pathlib.Path(spec).is_file():
         raise UserError(f'{subject} is not a file; set it to "bytes" or the path of a Hugging Face tokenizer.json')
-    try:
-        model = tokenizers.Tokenizer.from_file(spec)
-    except Exception as error:  # the library raises plain Exception
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{subject} is not a readable tokenizer.json ({reason}); save it again or choose another"
-        ) from error
-    # A file may turn on truncation or padding. Both would corrupt the stream of tokens.
-    model.no_truncation()
-    model.no_padding()
+    model = read_model(spec, subject)
     # The letters of a special token in a document are plain text.
     model.encode_special_tokens = True
     bos_id = next((found for name in SEPARATORS if (found := model.token_to_id(name)) is not None), None)
     if bos_id is None:
         raise UserError(f"{subject} has no document separator; add one of {', '.join(SEPARATORS)} to its vocabulary")
-    return FileTokenizer(model, bos_id)
+    return FileTokenizer(model, bos_id, subject)
+
+
+def read_model(path: str | os.PathLike, subject: str) -> tokenizers.Tokenizer:
+    """Returns the tokenizer in a tokenizer.json, without truncation and padding, which would corrupt a stream of tokens.
+
+    Args:
+      path: the file.
+      subject: its name, for errors.
+
+    Raises:
+      UserError: it is no tokenizer file, or its steps could turn a short text into one that fills the memory.
+    """
+    with _refused(f"{subject} is not a readable tokenizer.json", "save it again or choose another"):
+        model = tokenizers.Tokenizer.from_str(bounded.read_bytes(path, _MOST_BYTES).decode())
+        model.no_truncation()
+        model.no_padding()
+        parts = (model.normalizer, model.pre_tokenizer, model.decoder)
+        steps = [step for part in parts if part is not None for step in _steps(json.loads(part.__getstate__()))]
+        if len(steps) > _MOST_STEPS:
+            raise ValueError(f"it has {len(steps)} steps, and at most {_MOST_STEPS} are read")
+        growth = math.prod(1.0 + len(step.get("content") or step.get("prepend") or "") for step in steps)
+        if growth > _MOST_GROWTH:
+            raise ValueError(f"its steps make a text more than {_MOST_GROWTH} times as long")
+        if getattr(model.model, "max_input_chars_per_word", 0) > _MOST_LETTERS:
+            raise ValueError(f"it reads words of more than {_MOST_LETTERS} letters, in quadratic time")
+        if max(model.get_vocab(with_added_tokens=True).values(), default=0) >= _MOST_IDS:
+            raise ValueError(f"it has an id of {_MOST_IDS} or more")
+    return model
+
+
+def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
+    """Yields the steps of a normalizer, a pre-tokenizer or a decoder, in which sequences stand open."""
+    if isinstance(part, Mapping):
+        inner = [value for value in part.values() if isinstance(value, list)]
+        if part.get("type") == "Sequence":
+            for listed in inner:
+                for step in listed:
+                    yield from _steps(step)
+        else:
+            yield part
+
+
+@contextlib.contextmanager
+def _refused(what: str, way_out: str) -> Iterator[None]:
+    """Turns all that the library may raise, plain Exception and panics of its Rust code, into a UserError."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        why = getattr(error, "strerror", None) or errors.one_line(error)
+        raise UserError(f"{what} ({why}); {way_out}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +196,7 @@ class FileTokenizer:
 
     model: tokenizers.Tokenizer
     bos_id: int
+    subject: str = "the tokenizer"
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -176,15 +227,21 @@ class FileTokenizer:
         """Returns the ids of `text` as int32[length]. Bytes are decoded as UTF-8, with invalid bytes replaced."""
         if isinstance(text, bytes):
             text = text.decode("utf-8", errors="replace")
-        return np.asarray(self.model.encode(text, add_special_tokens=False).ids, np.int32)
+        return self._ids(self.model, text, adds_special=False)
 
     def encode_whole(self, text: str) -> np.ndarray:
         """Returns the ids of `text` with those that the file's post-processor adds."""
-        return np.asarray(self.model.encode(text).ids, np.int32)
+        return self._ids(self.model, text, adds_special=True)
 
     def encode_special(self, text: str) -> np.ndarray:
         """Returns the ids of `text`, in which the names of special tokens are these tokens."""
-        return np.asarray(self._naming.encode(text, add_special_tokens=False).ids, np.int32)
+        return self._ids(self._naming, text, adds_special=False)
+
+    def _ids(self, model: tokenizers.Tokenizer, text: str, *, adds_special: bool) -> np.ndarray:
+        with _refused(
+            f"{self.subject} cannot encode {errors.shown(text, 60)}", "mend the text, or choose another tokenizer"
+        ):
+            return np.asarray(model.encode(text, add_special_tokens=adds_special).ids, np.int32)
 
     @functools.cached_property
     def _naming(self) -> tokenizers.Tokenizer:
@@ -194,7 +251,8 @@ class FileTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of `ids`. Drops special tokens and ids outside the vocabulary."""
-        return self.model.decode(_below(ids, self.vocab_size))
+        with _refused(f"{self.subject} cannot decode its ids", "choose another tokenizer"):
+            return self.model.decode(_below(ids, self.vocab_size))
 
 
 def _below(ids: Sequence[int] | np.ndarray, end: int) -> list[int]:

@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import errors, tree
+from zerojax import bounded, errors, tree
 from zerojax.errors import UserError
 from zerojax.interop import layout, tensor_files
 from zerojax.models import family as family_lib
@@ -203,7 +203,7 @@ def _texts(
     """Returns the contents of config.json and, if there are several files, of their index, by file name."""
     config = dict(written)
     if source is not None:
-        config = json.loads((pathlib.Path(source) / CONFIG).read_text())
+        config = bounded.parse_json(bounded.read_bytes(pathlib.Path(source) / CONFIG))
         config["architectures"] = written["architectures"]  # a model without its head now has one
         if config.get("tie_word_embeddings") and written.get("tie_word_embeddings") is False:
             ties = ("tie_word_embeddings", "scale_decoder_outputs")

@@ -15,6 +15,7 @@ import jax
 from zerojax import xla_flags
 from zerojax.errors import UserError
 
+MOST_EMULATED = 1024
 # part of a JAX plugin's name -> (device files, one of which exists if the hardware does; the variable that can hide the devices)
 DEVICE_FILES = {
     "cuda": (("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/dxg"), "CUDA_VISIBLE_DEVICES"),
@@ -33,8 +34,12 @@ def emulate_cpu_devices(count: int) -> bool:
       Whether computation will run on (emulated) CPU devices.
 
     Raises:
-      UserError: JAX's backends have started, so the number of devices is fixed.
+      UserError: JAX's backends have started, so the number of devices is fixed, or the count is out of range.
     """
+    if not 1 <= count <= MOST_EMULATED:
+        raise UserError(
+            f"emulate_devices: must be from 1 to {MOST_EMULATED}, and is {count}: each has threads of its own"
+        )
     is_counted = "xla_force_host_platform_device_count" in xla_flags.names()
     try:
         if not pass_over_absent():

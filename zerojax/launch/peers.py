@@ -222,10 +222,10 @@ class Peers:
             while line := await reader.readline():
                 said = _message(line)
                 if "status" in said:
-                    told = said.get("process", other), said["status"], said.get("line")
-                    if not (isinstance(told[0], int) and isinstance(told[1], int) and isinstance(told[2], str)):
+                    news = News(said.get("process", other), said["status"], said.get("line", 0))
+                    if list(map(type, news)) != [int, int, str]:
                         raise ValueError(f"no news: {line!r}")
-                    await self._learn(News(*told))
+                    await self._learn(news)
                 elif "done" in said:
                     self._done.add(other)
                     await self._note_if_all_done()

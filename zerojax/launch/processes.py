@@ -17,6 +17,7 @@ import dataclasses
 import importlib.util
 import ipaddress
 import os
+import re
 import signal
 import socket
 import sys
@@ -223,8 +224,8 @@ def _checked(coordinator: str | None, num_processes: int | None, process_id: int
         raise UserError(f"{missing[0]}: must be set together with {present}; set all of {', '.join(flags)}, or none")
     assert coordinator is not None and num_processes is not None and process_id is not None
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(f"--coordinator: must be HOST:PORT, as in node0:1234, and is {coordinator!r}")
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise UserError(f"--coordinator: must be HOST:PORT, as in node0:1234, and is {errors.shown(coordinator)}")
     if not 0 <= process_id < num_processes:
         raise UserError(f"--process_id: must be below --num_processes={num_processes}, and is {process_id}")
     return Cluster(coordinator, num_processes, process_id)
@@ -278,9 +279,7 @@ def _join(joined: peers_lib.Peers, cluster: Cluster, timeout_seconds: float) -> 
                 what = (
                     f"nothing answers at {cluster.coordinator} after {timeout_seconds} s ({errors.first_line(error)})"
                 )
-                way_out = (
-                    f"start process 0 there, and make that port reachable from this host ({BIND_VARIABLE} there chooses where it listens)"
-                )
+                way_out = f"start process 0 there, and make that port reachable from here ({BIND_VARIABLE} there tells where it listens)"
                 raise UserError(f"--coordinator: {what}; {way_out}") from error
         time.sleep(0.2)
 

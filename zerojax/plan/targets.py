@@ -292,14 +292,15 @@ def _real_devices(target: str, topology: str) -> list[Any]:
             devices_lib.emulate_cpu_devices(count or 1)
     devices = jax.devices("cpu") if target == "cpu" else jax.devices()
     if count > len(devices):
-        way_out = f"set JAX_NUM_CPU_DEVICES={count} before JAX starts" if target == "cpu" else "choose fewer"
+        can_be = target == "cpu" and count <= devices_lib.MOST_EMULATED
+        way_out = f"set JAX_NUM_CPU_DEVICES={count} before JAX starts" if can_be else "choose fewer"
         raise UserError(f"topology: {topology} needs {count} devices, and {target} has {len(devices)}; {way_out}")
     return list(devices[: count or len(devices)])
 
 
 def _hosts(target: str, topology: str) -> tuple[int, int]:
-    if not re.fullmatch(r"([1-9]\d*x)?[1-9]\d*", topology):
-        raise UserError(f"topology: {target} needs hosts x devices, such as 1x8 or 64x8; got {topology!r}")
+    if not re.fullmatch(r"([1-9][0-9]{0,5}x)?[1-9][0-9]{0,5}", topology):
+        raise UserError(f"topology: {target} needs hosts x devices, such as 1x8 or 64x8; got {errors.shown(topology)}")
     hosts, _, per_host = topology.rpartition("x")
     return int(hosts or 1), int(per_host)
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import jax
 
-from zerojax import files
+from zerojax import bounded, files
 from zerojax.errors import UserError
 from zerojax.trainer import events
 from zerojax.trainer.clients import outlets
 
 FILE = "metrics.jsonl"
+_MOST_BYTES = 2**31  # of it, which is read as a whole
 TENSORBOARD = "tensorboard"  # the folder of its events
 
 
@@ -168,7 +169,7 @@ def read(workdir: str | os.PathLike) -> list[dict]:
     """
     path = pathlib.Path(workdir) / FILE
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = bounded.read_bytes(path, _MOST_BYTES).split(b"\n")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the workdir of a run") from error
     records = []

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from zerojax import files
+from zerojax import bounded, files
 from zerojax.checkpoint import files as step_files
 from zerojax.checkpoint import lock as lock_lib
 from zerojax.errors import UserError
@@ -145,7 +145,7 @@ def check(workdir: str | os.PathLike, config: Mapping[str, Any]) -> None:
     try:
         if not (folder / CONFIG_FILE).exists():
             return
-        saved = json.loads((folder / CONFIG_FILE).read_text())
+        saved = bounded.parse_json(bounded.read_bytes(folder / CONFIG_FILE))
     except OSError as error:
         raise UserError(f"--workdir {folder}: cannot be used ({error.strerror}); choose another folder") from error
     except ValueError as error:

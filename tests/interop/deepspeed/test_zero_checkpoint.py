@@ -1,10 +1,12 @@
 """Checks checkpoints of DeepSpeed, golden ones and ones cut here. This module tests zerojax.interop.deepspeed.zero_checkpoint."""
 
 import hashlib
+import io
 import json
 import math
 import pathlib
 import shutil
+import zipfile
 
 import ml_dtypes
 import numpy as np
@@ -39,6 +41,37 @@ def test_a_golden_checkpoint_is_bit_for_bit_what_deepspeed_reports(name):
     assert found.moments.keys() == {"exp_avg", "exp_avg_sq"}
     scaler = found.loss_scaler
     assert scaler is None if "bf16" in name else (scaler["cur_scale"], scaler["cur_iter"]) == (512.0, 4)
+
+
+def swapped(name, folder, *, forgets_names):
+    """Copies a golden checkpoint with the files of both ranks swapped, and says whether any can be."""
+    shutil.copytree(GOLDEN / name, folder)
+    for pattern in ("*optim_states.pt", "*model_states.pt"):
+        found = sorted((folder / "global_step4").glob(pattern))
+        if len(found) == 2:
+            contents = [path.read_bytes() for path in found]
+            for path, content in zip(found, reversed(contents)):
+                path.write_bytes(content)
+                if forgets_names:
+                    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(path, "w") as new:
+                        for entry in old.namelist():
+                            new.writestr(f"archive/{entry.partition('/')[2]}", old.read(entry))
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if not name.startswith("zero0")])
+def test_swapped_files_of_ranks_are_refused_by_the_names_inside(tmp_path, name):
+    swapped(name, tmp_path / "step", forgets_names=False)
+    with pytest.raises(
+        UserError, match=r"zero_pp_rank_0_.*pt: was written as .*zero_pp_rank_1_.*pt: files of ranks were swapped"
+    ):
+        zero_checkpoint.read(tmp_path / "step")
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if name.startswith(("zero1", "zero2"))])
+def test_swapped_files_of_ranks_differ_from_the_copy_that_the_model_computes_with(tmp_path, name):
+    swapped(name, tmp_path / "step", forgets_names=True)
+    with pytest.raises(UserError, match=r"weight of the optimizer's files differs from the model's copy in \d+%"):
+        zero_checkpoint.read(tmp_path / "step")
 
 
 def truth(shapes=SHAPES):

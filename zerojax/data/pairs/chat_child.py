@@ -1,12 +1,13 @@
 """Renders a chat template in a process of its own. This module is its program, and imports neither zerojax nor JAX.
 
-A template is a program that came with a tokenizer. Jinja's sandbox keeps it from files and other objects, but not from a loop without an end
-or from a text of 1e11 letters. The kernel does: it ends this process after SECONDS of computing, and gives it no more than MEMORY.
+A template is a program that came with a tokenizer. Jinja's sandbox keeps it from files and other objects, but not from a loop without an
+end or from a text of 1e11 letters. The kernel does: it ends this process after SECONDS of computing, and gives it no more than MEMORY.
 
 Reads JSON lines: first [the template, the variables of every call], then [messages, whether the header of an answer follows] again and
 again. Writes a JSON line for each: {"text": ...}, {"refused": what the template says}, or {"error": why it cannot be rendered}.
 """
 
+import functools
 import json
 import resource
 import signal
@@ -35,7 +36,8 @@ def main() -> None:
     _answer(lambda: made.append(_template(source)) or "")  # type: ignore[func-returns-value]
     for line in sys.stdin:
         messages, is_answered = json.loads(line)
-        _answer(lambda: made[0].render(messages=messages, add_generation_prompt=is_answered, **variables))
+        given = {"messages": messages, "add_generation_prompt": is_answered, **variables}
+        _answer(functools.partial(made[0].render, **given))
 
 
 def _answer(render: Callable[[], str]) -> None:
@@ -66,7 +68,7 @@ def _template(source: str) -> Any:
     class Generation(jinja2.ext.Extension):
         """Marks what a model writes. Here that is told by the messages."""
 
-        tags = {"generation"}
+        tags = {"generation"}  # noqa: RUF012  as its base class declares it
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)

@@ -1,10 +1,14 @@
 """Reads examples from files. This module opens JSON lines, JSON, CSV, TSV and parquet files as sources whose errors name file and line."""
 
+import array
+import codecs
 import csv
 import glob
+import io
 import json
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,7 +16,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from zerojax import errors
+from zerojax import bounded, errors
 from zerojax.errors import UserError
 
 
@@ -85,14 +89,16 @@ class _File:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         found = self._read(index)
         if not isinstance(found, Mapping):
-            way_out = 'write one object a line, as in {"text": "...", "label": "..."}'
-            raise UserError(
-                f"{self.place(index)}: is {errors.shown(found)}, and an example has named fields; {way_out}"
-            )
+            raise _not_named(self.place(index), found)
         return found
 
     def place(self, index: int) -> str:
         return f"{self._path}:{self._line(index)}"
+
+
+def _not_named(place: str, found: Any) -> UserError:
+    way_out = 'write one object a line, as in {"text": "...", "label": "..."}'
+    return UserError(f"{place}: is {errors.shown(found)}, and an example has named fields; {way_out}")
 
 
 def _open(path: pathlib.Path, key: str) -> _File:
@@ -113,9 +119,12 @@ def _open(path: pathlib.Path, key: str) -> _File:
 
 def _open_lines(path: pathlib.Path) -> _File:
     """Opens a file with one JSON object a line. Lines are found now and parsed when they are read; empty lines are skipped."""
-    starts, ends, numbers, at = [], [], [], 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+    starts, ends, numbers, at, number = array.array("q"), array.array("q"), array.array("q"), 0, 0
+    with bounded.open_file(path) as file:
+        while line := file.readline(_MOST_LINE + 1):
+            number += 1
+            if len(line) > _MOST_LINE:
+                raise UserError(f"{path}:{number}: has more than {_MOST_LINE} bytes; write one object a line")
             if line.strip():
                 starts.append(at)
                 ends.append(at + len(line))
@@ -123,7 +132,7 @@ def _open_lines(path: pathlib.Path) -> _File:
             at += len(line)
 
     def read(index: int) -> Any:
-        with open(path, "rb") as file:
+        with bounded.open_file(path) as file:
             file.seek(starts[index])
             return _parse(file.read(ends[index] - starts[index]), f"{path}:{numbers[index]}")
 
@@ -131,32 +140,69 @@ def _open_lines(path: pathlib.Path) -> _File:
 
 
 def _open_json(path: pathlib.Path) -> _File:
-    """Opens a JSON file of a list of objects; a file with an object a line under this name is read too."""
-    data = path.read_bytes()
-    if not data.lstrip().startswith(b"["):
+    """Opens a JSON file of a list of objects, which are parsed when they are read; a file with an object a line is read too."""
+    data = bounded.read_bytes(path, _MOST_LIST)
+    if not data.lstrip().startswith((b"[", codecs.BOM_UTF8 + b"[")):
         return _open_lines(path)
-    found = _parse(data, str(path))
-    return _File(path, len(found), found.__getitem__, lambda index: f"example {index + 1}")
+    text, decoder = data.decode("utf-8-sig"), json.JSONDecoder()
+    del data
+    starts, ends = array.array("q"), array.array("q")
+
+    def place(index: int) -> str:
+        return f"example {index + 1}"
+
+    try:
+        at = _BLANKS.match(text, text.index("[") + 1).end()  # type: ignore[union-attr]
+        while text[at : at + 1] != "]" or starts:
+            found, end = decoder.raw_decode(text, at)
+            if not isinstance(found, Mapping):
+                raise _not_named(f"{path}:{place(len(starts))}", found)
+            if len(starts) == _MOST_EXAMPLES:
+                raise UserError(f"{path}: is a list of more than {_MOST_EXAMPLES} examples; write it as JSON lines")
+            starts.append(at)
+            ends.append(end)
+            at = _BLANKS.match(text, end).end()  # type: ignore[union-attr]
+            if text[at : at + 1] == "]":
+                break
+            if text[at : at + 1] != ",":
+                raise ValueError(f"no comma at character {at}")
+            at = _BLANKS.match(text, at + 1).end()  # type: ignore[union-attr]
+        if text[at + 1 :].strip():
+            raise ValueError(f"more after the list, at character {at + 1}")
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path}:{place(len(starts))}: is not JSON ({errors.first_line(error)}); mend the file"
+        ) from error
+    return _File(path, len(starts), lambda index: json.loads(text[starts[index] : ends[index]]), place)
 
 
 def _parse(data: bytes, place: str) -> Any:
     try:
-        return json.loads(data.decode("utf-8-sig"))
+        return bounded.parse_json(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: is not UTF-8 text; save the file as UTF-8") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{place}: is not JSON ({errors.first_line(error)}); mend or remove that line") from error
 
 
 def _open_table(path: pathlib.Path, delimiter: str) -> _File:
     """Opens a CSV or TSV file, whose first row names the fields."""
-    rows: list[dict[str, str]] = []
-    lines: list[int] = []
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        for number, row in _rows(csv.reader(file, delimiter=delimiter, strict=True), path):
-            if not rows and not lines:
+    names: list[str] = []
+    held: list[list[str]] = []
+    batches: list[list[pyarrow.Array]] = []  # of _ROWS rows each: far smaller than Python's texts
+    lines = array.array("q")
+
+    def pack() -> None:
+        batches.append([pyarrow.array(column, pyarrow.large_string()) for column in zip(*held)])
+        held.clear()
+
+    with io.TextIOWrapper(bounded.open_file(path), encoding="utf-8-sig", newline="") as file:
+        lines_of = iter(lambda: file.readline(_MOST_LINE), "")
+        for number, row in _rows(csv.reader(lines_of, delimiter=delimiter, strict=True), path):
+            if not names:
                 names = row
-                lines.append(0)
                 if len(set(names)) < len(names) or not all(names):
                     raise UserError(
                         f"{path}:1: names the fields, and is {errors.shown(row)}; give each a name of its own"
@@ -166,9 +212,16 @@ def _open_table(path: pathlib.Path, delimiter: str) -> _File:
                     raise UserError(
                         f"{path}:{number}: has {len(row)} values, and line 1 names {len(names)} fields; mend it"
                     )
-                rows.append(dict(zip(names, row)))
+                held.append(row)
                 lines.append(number)
-    return _File(path, len(rows), rows.__getitem__, lambda index: str(lines[index + 1]))
+                if len(held) == _ROWS:
+                    pack()
+    pack()
+
+    def read(index: int) -> dict[str, str]:
+        return {name: column[index % _ROWS].as_py() for name, column in zip(names, batches[index // _ROWS])}
+
+    return _File(path, len(lines), read, lambda index: str(lines[index]))
 
 
 def _rows(reader: Any, path: pathlib.Path) -> Iterator[tuple[int, list[str]]]:
@@ -186,20 +239,59 @@ def _rows(reader: Any, path: pathlib.Path) -> Iterator[tuple[int, list[str]]]:
 
 def _is_parquet(path: pathlib.Path) -> bool:
     """Returns whether a file begins as parquet files do."""
-    with open(path, "rb") as file:
+    with bounded.open_file(path) as file:
         return file.read(4) == b"PAR1"
 
 
 def _open_parquet(path: pathlib.Path) -> _File:
+    """Opens a parquet file. Some kilobytes can name one text a billion times, so what they unpack to is bounded."""
+    batches: list[pyarrow.RecordBatch] = []
+    nbytes = 0
     try:
-        table = pyarrow.parquet.read_table(path, memory_map=True)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: cannot be read as parquet ({errors.first_line(error)}); write it again") from error
-    return _File(
-        path, table.num_rows, lambda index: table.slice(index, 1).to_pylist()[0], lambda index: f"row {index + 1}"
-    )
+        with bounded.open_file(path) as file, pyarrow.parquet.ParquetFile(file) as table:
+            most = max(_MOST_UNPACKED, _MOST_RATIO * os.fstat(file.fileno()).st_size)
+            names = table.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise UserError(f"{path}: has two columns of one name; give each a name of its own")
+            for batch in table.iter_batches(_ROWS):
+                nbytes += batch.nbytes
+                if nbytes > most:
+                    raise UserError(
+                        f"{path}: unpacks to more than {most} bytes, {_MOST_RATIO} times its own; write it as JSON lines"
+                    )
+                batches.append(batch)
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        why = getattr(error, "strerror", None) or errors.first_line(error)
+        raise UserError(f"{path}: cannot be read as parquet ({why}); write it again") from error
+    starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
+
+    def place(index: int) -> str:
+        return f"row {index + 1}"
+
+    def read(index: int) -> Any:
+        number = int(np.searchsorted(starts, index, side="right")) - 1
+        try:
+            return batches[number].slice(index - int(starts[number]), 1).to_pylist()[0]
+        except (
+            pyarrow.ArrowException,
+            ValueError,
+            OverflowError,
+        ) as error:  # a text that is no UTF-8, a date beyond Python's
+            raise UserError(
+                f"{path}:{place(index)}: cannot be read ({errors.first_line(error)}); write it again"
+            ) from error
+
+    return _File(path, int(starts[-1]), read, place)
 
 
+_BLANKS = re.compile(r"[ \t\n\r]*")
+_MOST_LINE = 2**27  # bytes of a line; JSON takes several times as much
+_MOST_LIST = 2**30  # bytes of a JSON file of one list, which is held in memory
+_MOST_EXAMPLES = 2**22  # of such a list, whose places take a microsecond each
+_ROWS = 1024  # of a table that are read at a time
+_MOST_UNPACKED, _MOST_RATIO = 2**28, 100  # bytes of a parquet file when unpacked, and as a multiple of the file
 _PARQUET = ".parquet"
 _OPENERS: dict[str, Callable[[pathlib.Path], _File]] = {
     ".jsonl": _open_lines,

@@ -32,7 +32,9 @@ CHOICES = ("auto", "own", "plain")  # of chat templates
 ROLES = {"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}  # other names for a role
 TOKENIZER_CONFIG, JINJA_FILE = "tokenizer_config.json", "chat_template.jinja"
 _MOST_BYTES = 2**20  # of a chat template; the longest known ones have a few thousand
-_SPECIAL = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))  # variables of a template
+_SPECIAL = tuple(
+    f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)  # variables of a template
 
 # a conversation: (role, content) of each message
 Messages = Sequence[tuple[str, str]]
@@ -255,13 +257,13 @@ class _JinjaChat:
         if not line:
             status = self._process.wait()
             is_slow = status == -signal.SIGPROF
-            why = f"it computes for more than {chat_child.SECONDS:g} s" if is_slow else f"its process ends with {status}"
+            why = (
+                f"it computes for more than {chat_child.SECONDS:g} s" if is_slow else f"its process ends with {status}"
+            )
             raise UserError(f"{self._place}: its chat template {verb} ({why}); {way_out}")
         found = json.loads(line)
         if "refused" in found:
-            raise UserError(
-                f"{self._place}: its chat template refuses a conversation: {found['refused']}; {way_out}"
-            )
+            raise UserError(f"{self._place}: its chat template refuses a conversation: {found['refused']}; {way_out}")
         if "error" in found:
             raise UserError(
                 f"{self._place}: its chat template {verb} ({found['error']}); save the tokenizer again, or {way_out}"

@@ -8,6 +8,7 @@ import base64
 import binascii
 import dataclasses
 import json
+import os
 import pathlib
 import re
 from collections.abc import Hashable, Mapping
@@ -55,7 +56,9 @@ def read(source: str) -> Document:
     if source.lstrip().startswith("{"):
         return _told("the argument", source, pathlib.Path())
     path = pathlib.Path(source)
-    if not path.exists() and (text := _from_base64(source)) is not None:
+    if (
+        not os.path.exists(path) and (text := _from_base64(source)) is not None
+    ):  # pathlib raises for a name that is too long
         return _told("the argument", text, pathlib.Path())
     return _told(str(path), _text(path), path.parent)
 
@@ -99,7 +102,9 @@ def _text(path: pathlib.Path) -> str:
     try:
         return bounded.read_text(path, _MOST_BYTES)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); name a config file") from error
+        raise UserError(
+            f"{errors.shown(str(path), 300)}: cannot be read ({error.strerror}); name a config file"
+        ) from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not text; name a ds_config.json, an Accelerate YAML or a hostfile") from error
 

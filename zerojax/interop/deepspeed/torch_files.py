@@ -15,6 +15,7 @@ import pathlib
 import pickle
 import pickletools
 import re
+import struct
 import sys
 import threading
 import zipfile
@@ -30,8 +31,10 @@ from zerojax.errors import UserError
 
 _MOST_PICKLE_BYTES, _MOST_OPCODES = 2**27, 2**22  # a pickle's objects take up to 250 bytes each
 _MOST_VALUES = 2**24
-_MOST_BUILT = 2**26  # items and characters that are given to functions of a file: most of these copy what they get
-_MOST_LARGE = 1000  # integers of 61 bits and more. Python hashes a few of them alike, and a table of many such keys takes hours
+_MOST_BUILT = 2**22  # items, or 64 characters, that are given to functions of a file: most of these copy what they get
+_MOST_LARGE = (
+    1000  # integers of 61 bits and more. Python hashes a few of them alike, and a table of many such keys takes hours
+)
 _MOST_JOINED = 4096  # characters of a path or of a device's name
 _MOST_PACKED = 2**28  # bytes of compressed storages, which are unpacked in memory; torch.save compresses none
 _PIECE = 2**24  # bytes
@@ -86,7 +89,8 @@ _built = threading.local()  # .count: items that functions of the file that this
 
 def _charge(*arguments: Any) -> None:
     """Counts what functions of a file are given. Raises ValueError if it is too much."""
-    _built.count += sum(len(one) for one in arguments if isinstance(one, collections.abc.Sized)) + 1
+    sized = [one for one in arguments if isinstance(one, collections.abc.Sized)]
+    _built.count += 1 + sum(len(one) // 64 if isinstance(one, str | bytes) else len(one) for one in sized)
     if _built.count > _MOST_BUILT:
         raise ValueError(f"its functions are given more than {_MOST_BUILT} items")
 
@@ -128,6 +132,15 @@ def read(path: pathlib.Path) -> Any:
         raise UserError(f"{path}: is damaged ({what}); copy it again") from error
 
 
+def written_as(path: pathlib.Path) -> str:
+    """Returns the name without its end under which `torch.save` wrote a file, or "" if the file does not say. A copy keeps it."""
+    try:
+        with bounded.open_file(path) as file, zipfile.ZipFile(file) as archive:
+            return next((info.filename.split("/")[0] for info in archive.infolist()), "")
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile, struct.error):
+        return ""  # `read` says why
+
+
 def _load(path: pathlib.Path, archive: zipfile.ZipFile) -> Any:
     pickles = [info for info in archive.infolist() if info.filename.split("/")[1:] == ["data.pkl"]]
     if len(pickles) != 1 or pickles[0].file_size > _MOST_PICKLE_BYTES:
@@ -151,7 +164,9 @@ def _unpacked(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> byt
       ValueError: it has more than `most` bytes, fewer than it says, or another checksum.
     """
     if info.file_size > most or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ValueError(f"{info.filename} would have {info.file_size} bytes, and at most {most} are unpacked by deflate")
+        raise ValueError(
+            f"{info.filename} would have {info.file_size} bytes, and at most {most} are unpacked by deflate"
+        )
     with archive.open(info) as file:
         content = file.read(info.file_size)
     if len(content) != info.file_size or zlib.crc32(content) != info.CRC:

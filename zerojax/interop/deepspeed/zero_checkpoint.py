@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from zerojax import errors
+from zerojax import bounded, errors
 from zerojax.errors import UserError
 from zerojax.interop.deepspeed import peft_weights, torch_files
 
@@ -22,6 +22,8 @@ Arrays = dict[str, np.ndarray]
 _WEIGHTS = "params"
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_SAME = 0.9  # the least share of a weight that equals its copy
+_PIECE = 2**22  # elements that are compared at a time
 _UNIVERSAL_FILES = {"fp32": _WEIGHTS}  # file of a universal checkpoint -> what it holds; others keep their name
 
 
@@ -117,10 +119,10 @@ def _tag(path: pathlib.Path) -> pathlib.Path:
         return path
     for name in ("latest", "latest_universal"):
         if (path / name).is_file():
-            tag = (path / name).read_text(errors="replace").strip()
+            tag = bounded.read_bytes(path / name, 4096).decode(errors="replace").strip()
             if not tag or "/" in tag or tag.startswith("."):
                 raise UserError(
-                    f"{path / name}: must hold the name of a folder beside it, and holds {tag!r}; correct it"
+                    f"{path / name}: must hold the name of a folder beside it, and holds {errors.shown(tag)}; correct it"
                 )
             if not (path / tag).is_dir():
                 raise UserError(f"{path / name}: names {tag}, which is not there; name the folder of a step")
@@ -149,8 +151,19 @@ def _files(folder: pathlib.Path) -> tuple[list[pathlib.Path], list[pathlib.Path]
             raise UserError(
                 f"{entry}: the weights are cut by tensor parallelism, which is not read; convert it by ds_to_universal.py"
             )
+        _check_name(entry, match)
         (models if model else shards)[int(match[1] or 0)] = entry
     return [models[rank] for rank in sorted(models)], [shards[rank] for rank in sorted(shards)]
+
+
+def _check_name(path: pathlib.Path, match: re.Match) -> None:
+    """Refuses the file of another rank under this name: torch.save notes the name inside the file."""
+    name = f"{torch_files.written_as(path)}.pt"
+    other = match.re.fullmatch(name)
+    if other is not None and other.groups() != match.groups():
+        raise UserError(
+            f"{path}: was written as {name}: files of ranks were swapped; give each the name that it was written under"
+        )
 
 
 def _ranks(folder: pathlib.Path, states: Sequence[Mapping[str, Any]]) -> int:
@@ -378,6 +391,7 @@ def _checkpoint(
     params = {**merged.pop(_WEIGHTS), **frozen}
     trainable = tuple(name for name in params if name not in frozen)
     module = model.get("module")
+    _check_copies(folder, params, module if isinstance(module, Mapping) else {})
     for name in model.get("buffer_names") or ():
         if isinstance(module, Mapping) and isinstance(module.get(name), np.ndarray):
             params.setdefault(name, module[name])
@@ -398,6 +412,29 @@ def _checkpoint(
         ranks=ranks,
         version=str(model.get("ds_version") or "unknown"),
     )
+
+
+def _check_copies(folder: pathlib.Path, params: Arrays, module: Mapping[str, Any]) -> None:
+    """Compares the weights with the copies that the model computes with; stage 3 stores none.
+
+    Raises:
+      UserError: a weight is another than its copy, beyond the rounding of float16 and bfloat16.
+    """
+    for name, array in params.items():
+        copy = module.get(name)
+        if not isinstance(copy, np.ndarray) or copy.shape != array.shape or not copy.size:
+            continue
+        same = 0
+        for first in range(0, copy.size, _PIECE):
+            own, known = (_float32(one.reshape(-1)[first : first + _PIECE]) for one in (array, copy))
+            with np.errstate(all="ignore"):
+                same += int(np.sum((abs(own - known) <= abs(known) * 2**-6 + 2**-20) | ~np.isfinite(known)))
+        share = same / copy.size
+        if share < _SAME:
+            raise UserError(
+                f"{folder}: {name} of the optimizer's files differs from the model's copy in {1 - share:.0%} of its elements: files of "
+                "ranks were swapped, or are of two steps; copy the checkpoint again"
+            )
 
 
 def _copies(model: Mapping[str, Any], names: Any) -> dict[str, str]:

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from zerojax import files
+from zerojax import bounded, files
 from zerojax.checkpoint import files as step_files
 from zerojax.errors import UserError
 
@@ -26,14 +26,14 @@ def read(place: str | os.PathLike) -> dict[str, Any]:
     path = pathlib.Path(place)
     path = path / FILE if path.is_dir() else path
     try:
-        found = json.loads(path.read_bytes())
+        found = bounded.parse_json(bounded.read_bytes(path))
     except FileNotFoundError as error:
         raise UserError(
             f"{path}: there is no run card; name the folder of a run, or of a checkpoint, that took a step"
         ) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give this user read access") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: is not JSON; name the card of another checkpoint of the run") from error
     schema = found.get("schema") if isinstance(found, dict) else None
     if not isinstance(schema, int):

@@ -10,6 +10,7 @@ from zerojax.data import batches
 from zerojax.data.pairs import tasks, templates
 from zerojax.errors import UserError
 from zerojax.interop import huggingface
+from zerojax.launch import devices
 from zerojax.models import families
 from zerojax.ops import fp8, quantized
 from zerojax.optim import fused, registry, schedules
@@ -67,7 +68,7 @@ MOST: dict[str, tuple[float, str]] = {
     "global_batch_size": (2**20, "each sequence of a batch has a position in the data"),
     "micro_batch_size": (2**20, "each sequence of a batch has a position in the data"),
     "grad_accum": (2**20, "each sequence of a batch has a position in the data"),
-    "emulate_devices": (1024, "each has threads of its own"),
+    "emulate_devices": (devices.MOST_EMULATED, "each has threads of its own"),
     "mesh.replica": (2**20, "no machine has as many devices"),
     "mesh.data": (2**20, "no machine has as many devices"),
     "mesh.model": (2**20, "no machine has as many devices"),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from zerojax import errors, files
+from zerojax import bounded, errors, files
 from zerojax.errors import UserError
 from zerojax.launch import ending
 from zerojax.trainer.clients import mlflow_client, run_info, wandb_client
@@ -194,7 +194,7 @@ class _Outlet:
 def _read_ids(workdir: pathlib.Path) -> dict[str, str]:
     """Returns the ids of earlier starts. A file that is lost or damaged means new runs."""
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads((workdir / FILE).read_text())
+        found = bounded.parse_json(bounded.read_bytes(workdir / FILE))
         if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()):
             return found
     return {}
