@@ -19,6 +19,7 @@ import os
 import pathlib
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -55,6 +56,7 @@ from zerojax.trainer import workdir
 
 GOLDEN = ROOT / "tests" / "golden"
 SECONDS = 20  # of computing
+SLOW = r"1 GiB|GiB that|MiB|TiB|lies|MB|,000,000|many|1e|large|deep|long|nested|template: .*(range|power|macro|slow|spaces|cycler|lorem|sort)|copied|colliding|entries|20,000|tensors|digits|one text|sixties|quotes|newlines|bomb|columns|without end"
 WAIT = 120  # of waiting, on a machine that others use too
 GROWTH = 2**30  # bytes
 ROOM = 6 * 2**30  # bytes of addresses, so that a failure harms nobody
@@ -1117,9 +1119,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="the beginning of the names of the cases")
     parser.add_argument("--share", type=int, default=1, help="runs each that many-th case")
+    parser.add_argument("--quick", action="store_true", help="leaves out the cases that take seconds")
     parser.add_argument("--lines", action="store_true", help="prints how each case ends")
     given = parser.parse_args()
-    chosen = [(name, run) for name, run in cases() if name.startswith(given.only)][:: given.share]
+    chosen = [(name, run) for name, run in cases() if name.startswith(given.only)]
+    if given.quick:
+        chosen = [(name, run) for name, run in chosen if not re.search(SLOW, name)]
+    chosen = chosen[:: given.share]
     failed, began = 0, time.time()
     for name, run in chosen:
         found, line, seconds, growth = judge(run, shows=bool(given.only) and not given.lines)
