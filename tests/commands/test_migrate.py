@@ -103,6 +103,8 @@ def test_json_holds_the_settings_the_keys_and_the_config(tmp_path, capsys, monke
         "a binary file": ("\0\ud800", (), "is not text"),
         "stage": ('{"zero_optimization": {"stage": 4}}', (), "zero_optimization.stage: must be 0, 1, 2 or 3, and is 4"),
         "two precisions": ('{"bf16": {"enabled": true}, "fp16": {"enabled": true}}', (), "both are true"),
+        "no run has it": ('{"optimizer": {"type": "Adam", "params": {"lr": -1}}}', (), "optimizer.params.lr becomes a config that cannot"),
+        "NaN": ('{"gradient_clipping": NaN}', (), "gradient_clipping: must be a number, and is nan"),
         "a text": ('{"gradient_clipping": "much"}', (), "gradient_clipping: must be a number, and is 'much'"),
         "version": ("{\"steps_per_print\": 1}", ("--deepspeed", "new"), "--deepspeed: must be a version such as 0.18.2"),
         "flag": ("{}", ("--strictly",), "unrecognized arguments: --strictly"),

@@ -14,11 +14,12 @@ import re
 import sys
 from typing import Any
 
-from zerojax import files
+from zerojax import configs, files
 from zerojax.commands import arguments
 from zerojax.errors import UserError
 from zerojax.interop.deepspeed import accelerate_keys, config_file, documents, draft, trainer_arguments
 from zerojax.interop.deepspeed import keys as keys_lib
+from zerojax.trainer import config as config_lib
 
 _STATUS_STRICT = 2
 
@@ -35,6 +36,7 @@ def _migrate() -> int:
         return 0
     document = documents.read(given.file)
     found = documents.translated(document, version=_version(given.deepspeed))
+    _check(document, found)
     path = given.out or pathlib.Path("configs") / f"{_stem(document.name)}.py"
     config = config_file.text(found.settings, found.sources, origin=pathlib.Path(document.name).name, path=str(path))
     fails = given.strict and bool(found.unsupported)
@@ -55,6 +57,22 @@ def _migrate() -> int:
     elif not given.json:
         print(f"\n{config}", end="")
     return 0
+
+
+def _check(document: documents.Document, found: draft.Translation) -> None:
+    """Checks that the settings are those of a config that can run.
+
+    Raises:
+      UserError: one is out of its range. The line names it, and the keys of the file that decided it.
+    """
+    raw = configs.get("base")
+    raw.update_from_flattened_dict(found.settings)
+    try:
+        config_lib.from_dict(raw)
+    except UserError as error:
+        place = re.match(r"config\.([\w.]+)", str(error))
+        keys = ", ".join(found.sources.get(place[1], ())) if place else ""
+        raise UserError(f"{document.name}: {keys or 'it'} becomes a config that cannot run: {error}") from error
 
 
 def report(document: documents.Document, found: draft.Translation) -> str:

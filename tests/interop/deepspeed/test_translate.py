@@ -171,6 +171,8 @@ def test_the_loss_scale_is_deepspeeds():
     assert scale == {"static": 0.0, "init_scale": 256.0, "window": 5, "hysteresis": 3, "min_scale": 2.0}
     constant = settings({"fp16": {**block, "loss_scale": 128}})
     assert constant["loss_scale.static"] == 128.0 and "loss_scale.window" not in constant
+    with pytest.raises(UserError, match=r"initial_scale_power: must be from 0 to 127, and is 1000000000"):
+        settings({"fp16": {**block, "initial_scale_power": 1e9}})
     off = translate.translate({"fp16": {**block, "enabled": False}})
     assert not [place for place in off.settings if place.startswith("loss_scale")]
 

@@ -170,7 +170,9 @@ def _of_keys(draft: Draft, devices: int | None, version: tuple[int, ...]) -> Non
         name = sources.get(line.key, line.key)
         if line.verdict == keys_lib.ASSUMED and not draft.has(name):
             draft.absent(line.key, line.verdict, line.text)
-        elif line.verdict != keys_lib.TAKEN and name in _OWN and draft.get(name) is not None:
+        elif line.verdict == keys_lib.ASSUMED or (
+            line.verdict != keys_lib.TAKEN and name in _OWN and draft.get(name) is not None
+        ):
             draft.say(name, line.verdict, line.text)
     if not draft.has(f"{_DS}.zero_stage"):
         draft.absent(f"{_DS}.zero_stage", keys_lib.TAKEN, "absent: config.zero.stage = 2, Accelerate's default")
@@ -199,7 +201,7 @@ def _of_file(
     }
     inner = translate.translate({**deepspeed, **added}, version=version, devices=devices, auto=auto)
     draft.settings |= inner.settings
-    draft.sources |= inner.sources
+    draft.sources = {**inner.sources, **draft.sources}
     draft.assumed |= inner.assumed
     _unread(
         draft, content, _DS, f"{named} decides it; Accelerate refuses it beside that file", but="deepspeed_config_file"

@@ -235,7 +235,7 @@ def _offload(draft: Draft) -> None:
                 folder, keys_lib.UNSUPPORTED, f"one folder holds both files: config.offload.nvme_path = {known!r}"
             )
         else:
-            draft.put("offload.nvme_path", wanted, folder)
+            draft.put("offload.nvme_path", wanted, folder, *draft.sources.get("offload.nvme_path", ()))
     name = f"{_ZERO}.offload_optimizer.ratio"
     ratio = draft.number(name, 1.0)
     if "offload.optimizer" not in draft.settings:
@@ -315,8 +315,11 @@ def _autocast(draft: Draft) -> None:
 def _loss_scale(draft: Draft) -> None:
     static = draft.number("fp16.loss_scale", 0.0)
     draft.put("loss_scale.static", static, "fp16.loss_scale")
+    power = draft.whole("fp16.initial_scale_power", 16)
+    if not 0 <= power < 128:
+        raise UserError(f"fp16.initial_scale_power: must be from 0 to 127, and is {power}; correct it in the file")
     dynamic = {
-        "init_scale": (2.0 ** draft.whole("fp16.initial_scale_power", 16), "fp16.initial_scale_power"),
+        "init_scale": (2.0**power, "fp16.initial_scale_power"),
         "window": (draft.whole("fp16.loss_scale_window", 1000), "fp16.loss_scale_window"),
         "hysteresis": (draft.whole("fp16.hysteresis", 2), "fp16.hysteresis"),
         "consecutive_hysteresis": (draft.flag("fp16.consecutive_hysteresis"), "fp16.consecutive_hysteresis"),
@@ -487,14 +490,16 @@ def _form(draft: Draft) -> str:
 def _bounds(draft: Draft, kind: str) -> None:
     """Puts the schedule's largest and smallest rate."""
     largest, smallest = f"{_SCHED}.warmup_max_lr", f"{_SCHED}.warmup_min_lr"
-    peak = draft.number(largest, 1e-3 if kind == "WarmupDecayLR" and not draft.has(largest) else None)
-    if peak is None:
-        peak = draft.settings["optimizer.learning_rate"]
-    else:
-        draft.put("optimizer.learning_rate", peak, largest if draft.has(largest) else f"{_OPT}.lr")
-        draft.say(
-            f"{_OPT}.lr", keys_lib.NO_EFFECT, f"the schedule's own peak counts: config.optimizer.learning_rate = {peak}"
-        )
+    own = draft.settings["optimizer.learning_rate"]
+    peak = draft.number(largest, 1e-3 if kind == "WarmupDecayLR" and not draft.has(largest) else own)
+    if draft.is_auto(largest):
+        draft.say(largest, keys_lib.ASSUMED, f"{draft_lib.SCRIPT}: config.optimizer.learning_rate = {peak}")
+    elif peak == own and draft.has(largest):
+        draft.put("optimizer.learning_rate", peak, largest, *draft.sources["optimizer.learning_rate"])
+    elif peak != own:
+        draft.put("optimizer.learning_rate", peak, largest)
+        told = f"the schedule's own peak counts: config.optimizer.learning_rate = {peak}"
+        draft.say(f"{_OPT}.lr", keys_lib.NO_EFFECT, told)
     first = draft.number(smallest, 0.0)
     draft.put("optimizer.initial_fraction", first / peak if peak else 0.0, smallest)
 
