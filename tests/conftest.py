@@ -26,6 +26,12 @@ for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--programs", help="a folder of compiled programs that outlives the tests; without it they compile all"
+    )
+
+
 def pytest_collection_finish():
     """Lets Python's garbage collector start seldom and skip what is loaded. Each trace would start it a dozen times."""
     gc.collect()
@@ -45,9 +51,10 @@ CACHED = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cac
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled_once(tmp_path_factory):
+def compiled_once(tmp_path_factory, pytestconfig):
     """Compiles each program of this test worker once."""
-    with runs.jax_settings(jax_compilation_cache_dir=str(tmp_path_factory.mktemp("programs")), **CACHED):
+    folder = pytestconfig.getoption("--programs") or tmp_path_factory.mktemp("programs")
+    with runs.jax_settings(jax_compilation_cache_dir=str(folder), **CACHED):
         yield
 
 
