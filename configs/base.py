@@ -12,7 +12,8 @@ def get_config():
     c = config_dict.ConfigDict()
 
     c.seed = 0  # of the weights, the data order and the sample
-    # a folder of transformers (config.json and safetensors): the model and its first weights; "": c.model's, drawn at random
+    # a folder of transformers (config.json and safetensors), or a name on the Hugging Face hub: the model and its first weights; "":
+    # c.model's, drawn at random
     c.init_from = ""
     c.steps = 150  # optimizer steps; not read with epochs
     c.epochs = (
@@ -98,7 +99,7 @@ def get_config():
     c.lora.exclude_modules = ""  # those that get no adapter, in the same form
     c.lora.rslora = False  # True: alpha / sqrt(r)
     c.lora.modules_to_save = ""  # ends of names of modules that are trained in full, with commas ("lm_head")
-    c.lora.init_from = ""  # a folder of PEFT: the adapters that the run starts from
+    c.lora.init_from = ""  # a folder of PEFT, or a name on the hub: the adapters that the run starts from
     c.lora.quantize = "none"  # how frozen kernels are stored: "none", "int8", "nf4" (QLoRA)
     c.lora.frozen_dtype = (
         "auto"  # of other frozen weights: "fp32", "bf16", "fp16"; "auto": as in c.init_from, or the precision's
@@ -179,6 +180,9 @@ def get_config():
     c.export = config_dict.ConfigDict()  # the weights in the form of other libraries
     # "huggingface" writes safetensors and config.json to WORKDIR/export, with adapters merged; "peft" writes the adapters alone
     c.export.format = "none"
+    c.export.push_to = (
+        ""  # a name on the Hugging Face hub (user/model) that the export is written to; a new one is private
+    )
     c.export.dtype = "auto"  # "fp32", "bf16", "fp16"; "auto": that of each tensor in init_from, or bf16 without one
 
     c.profile = config_dict.ConfigDict()  # a trace of some steps

@@ -24,6 +24,7 @@ from zerojax.data import batches, feed, source
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits, tasks
 from zerojax.errors import UserError
+from zerojax.interop import hub
 from zerojax.launch import devices, ending, processes, signals, start_up, watch
 from zerojax.plan import report as plan_report
 from zerojax.plan import step_plan, targets
@@ -446,6 +447,12 @@ def _write_results(
     def export() -> None:
         results.export(program, state, folder / "export", tokenizer)
         say(f"weights exported to {folder / 'export'}")
+        if config.export.push_to and processes.is_primary():
+            try:
+                hub.push(folder / "export", config.export.push_to)
+            except UserError as error:
+                raise UserError(f"config.export.push_to: {error}") from error
+            say(f"and written to the Hugging Face hub: {config.export.push_to}")
 
     wanted: list[tuple[Callable[[], None], bool]] = [
         (sample, length > 0),

@@ -28,7 +28,7 @@ from zerojax.data.pairs import records
 from zerojax.errors import UserError
 from zerojax.inference import generate
 from zerojax.interop import folder as folder_lib
-from zerojax.interop import huggingface, pretrained
+from zerojax.interop import hub, huggingface, pretrained
 from zerojax.launch import devices, processes
 from zerojax.trainer.tuning import answers, examples, predictions
 from zerojax.zero import where_used
@@ -61,6 +61,7 @@ def _generate() -> None:
     if given.file:
         return _answer_file(given)
     arrays = _read(given.ids) if given.ids else None
+    given.folder = hub.fetched(given.folder)
     tokenizer = _tokenizer(given.folder) if given.prompt and pathlib.Path(given.folder).is_dir() else None
     loaded = _load(given)
     if arrays is None:
@@ -163,7 +164,10 @@ def _parse(words: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("folder", help="a folder with config.json, safetensors and, for --prompt, tokenizer.json")
+    add(
+        "folder",
+        help="a folder with config.json, safetensors and, for --prompt, tokenizer.json; or a name on the Hugging Face hub",
+    )
     add("--adapter", help="a folder of PEFT (adapter_config.json, adapter_model.safetensors) to apply to the model")
     add("--prompt", action="append", help="a text to continue; may be given several times")
     add(

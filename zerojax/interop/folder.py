@@ -22,7 +22,7 @@ import numpy as np
 
 from zerojax import bounded, errors, tree
 from zerojax.errors import UserError
-from zerojax.interop import layout, tensor_files
+from zerojax.interop import hub, layout, tensor_files
 from zerojax.models import families
 from zerojax.models import family as family_lib
 
@@ -69,11 +69,13 @@ class Folder:
 def open_folder(path: str | os.PathLike) -> Folder:
     """Reads the configs and the headers of a folder, and checks that its tensors are those of its model. Reads no weights.
 
+    The path may be the name of a model on the Hugging Face hub (`hub.fetched`).
+
     Raises:
       UserError: a file is missing, damaged or pickled; the architecture is unknown; or a tensor is missing, unknown, or of another shape
         or dtype. The line names it.
     """
-    path = pathlib.Path(path)
+    path = pathlib.Path(hub.fetched(path))
     if not path.is_dir():
         raise UserError(f"{path}: is not a folder; name one that save_pretrained of transformers wrote")
     raw = read_json(path / CONFIG)

@@ -20,7 +20,7 @@ import numpy as np
 from zerojax import errors
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
-from zerojax.interop import huggingface, layout, tensor_files
+from zerojax.interop import hub, huggingface, layout, tensor_files
 from zerojax.lora import settings, targets
 from zerojax.models import family as family_lib
 
@@ -126,7 +126,7 @@ def open_adapter(path: str | os.PathLike, family: family_lib.Family, model: Any,
     Raises:
       UserError: a file is missing or damaged; the folder has another kind of adapter, or one of another model. The line says which.
     """
-    path = pathlib.Path(path)
+    path = pathlib.Path(hub.fetched(path))
     raw = read_config(path)
     entries = tensor_files.read_header(path / WEIGHTS) if (path / WEIGHTS).is_file() else None
     if entries is None:

@@ -16,6 +16,7 @@ from ml_collections.config_flags import tuple_parser
 
 from zerojax import configs, errors, files
 from zerojax.errors import UserError
+from zerojax.interop import hub
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings
 from zerojax.trainer.checks import ranges
@@ -85,7 +86,17 @@ def parse(argv: list[str]) -> Any:
         )
     if rest[1:]:
         raise UserError(f"command line: {rest[1]!r} is not a flag; settings are given as --config.steps=50")
+    _fetch(_CONFIG.value.get("init_from"))
     return _CONFIG.value
+
+
+def _fetch(init_from: Any) -> None:
+    """Downloads a model that is named as on the Hugging Face hub: its tokenizer is part of the settings."""
+    try:
+        if isinstance(init_from, str):
+            hub.fetched(init_from)
+    except UserError as error:
+        raise UserError(f"config.init_from: {error}") from error
 
 
 def _with_config(words: list[str]) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any
 from zerojax import errors, precision
 from zerojax.data import batches
 from zerojax.errors import UserError
+from zerojax.interop import hub
 from zerojax.lora import settings as lora_lib
 from zerojax.optim import registry
 from zerojax.trainer.checks import ranges
@@ -208,10 +209,11 @@ class SampleSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ExportSettings:
-    """The format and the dtype in which the final weights are exported."""
+    """The format and the dtype in which the final weights are exported, and where to on the hub."""
 
     format: str
     dtype: str
+    push_to: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,6 +294,7 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
         _check_override(override)
     ranges.check(config)
     outlets.check(config.metrics)
+    _check_push(config.export)
     make_offload(config.offload, config.zero.stage)
     make_fp8(config)
     _check_lora(config)
@@ -318,7 +321,7 @@ def _tokenizer(config: Config) -> str:
     Raises:
       UserError: the folder's tokenizer cannot be read, or is not chosen: ids of another would mean other words.
     """
-    chosen, folder = config.data.tokenizer, pathlib.Path(config.init_from)
+    chosen, folder = config.data.tokenizer, pathlib.Path(hub.folder(config.init_from))
     own = folder / TOKENIZER
     if not config.init_from or not folder.is_dir() or chosen not in (AUTO, BYTES):
         return BYTES if chosen == AUTO else chosen
@@ -539,6 +542,20 @@ def _modules(text: str) -> str | tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     is_list = all(re.fullmatch(r"[\w.]+", name) for name in names)
     return names if is_list and text != lora_lib.ALL_LINEAR else text
+
+
+def _check_push(group: ExportSettings) -> None:
+    """Checks that an export that is to be written to the hub can be."""
+    if not group.push_to:
+        return
+    if group.format == "none":
+        raise UserError(
+            f"config.export.push_to: is {group.push_to!r}, and nothing is exported; set --config.export.format=huggingface (or peft)"
+        )
+    try:
+        hub.check_push(group.push_to)
+    except UserError as error:
+        raise UserError(f"config.export.push_to: {error}") from error
 
 
 def _check_lora(config: Config) -> None:

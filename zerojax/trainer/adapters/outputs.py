@@ -3,7 +3,7 @@
 import pathlib
 from typing import Any
 
-from zerojax.interop import huggingface, merged, peft
+from zerojax.interop import hub, huggingface, merged, peft
 from zerojax.trainer.adapters import start
 
 
@@ -19,7 +19,7 @@ def export(weights: start.Weights, params: Any, folder: pathlib.Path, format: st
     """
     chosen, source = weights.adapted.chosen, weights.source
     if format == "peft":
-        base = None if source is None else str(source.path.absolute())
+        base = None if source is None else hub.name_of(source.path)
         peft.export(params, chosen, weights.family, weights.model, folder, base=base)
         return
     plain = merged.of_params(params, chosen)
