@@ -162,6 +162,9 @@ def get_config():
     c.evaluate = config_dict.ConfigDict()  # on held-out examples
     c.evaluate.every = 50  # steps between evaluations; 0: only after the last step; not read with epochs
     c.evaluate.batches = 16  # of global_batch_size sequences, at most; 0, with a task: all held-out examples
+    c.evaluate.patience = (
+        0  # evaluations without a lower loss that end the run, with the best checkpoint's results; 0: none
+    )
     c.evaluate.answers = (
         64  # held-out examples of a task whose answers are generated at an evaluation, at most; 0: none
     )

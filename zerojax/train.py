@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import logging
+import math
 import os
 import pathlib
 import sys
@@ -20,6 +21,7 @@ from ml_collections import config_flags
 
 from zerojax import display, errors, files
 from zerojax.checkpoint import checkpointer
+from zerojax.checkpoint import files as step_files
 from zerojax.data import batches, feed, source
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits, tasks
@@ -32,6 +34,7 @@ from zerojax.profile import profiler
 from zerojax.trainer import command, loop, memory_guard, metrics, progress, results, resume, workdir
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import health as health_lib
+from zerojax.trainer import patience as patience_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import recorder as recorder_lib
 from zerojax.trainer.card import document, facts
@@ -130,6 +133,7 @@ def train(config: config_lib.Config, folder: pathlib.Path, stop: signals.StopSig
         watch.at(watch.RESULTS)
         saver.close()
         streams.close()
+        end = _best(config, program, saver, end)
         _write_results(config, program, tokenizer, end.state, folder)
         card.end(document.FINISHED)
     say(f"done: {folder}")
@@ -148,7 +152,9 @@ def _take_steps(
     _, program, streams, saver, fingerprints, start, pairs = prepared
     health = _open_health(config, program, saver, start)
     with _open_recorder(config, program, health, tally, folder, start) as recorder:
-        plan = _compile(program, recorder, folder, start) if start.step < config.steps else None
+        patience = patience_lib.EarlyStop.resumed(config.evaluate.patience, start.saved)
+        goes_on = start.step < config.steps and not patience.is_over
+        plan = _compile(program, recorder, folder, start) if goes_on else None
         if plan is not None:
             measure = functools.partial(_measure, program, plan, recorder)
             card.begin(facts.collect(config, program, plan, fingerprints), measure, saver.directory / str(start.step))
@@ -160,7 +166,7 @@ def _take_steps(
         ):
             end = loop.run(
                 plan,
-                functools.partial(_first_state, config, program, saver, folder, start, recorder),
+                functools.partial(_first_state, config, program, saver, folder, start, recorder, goes_on=goes_on),
                 start.step,
                 when=_when(config, () if pairs is None else pairs.ends(config.epochs, program.sizes.global_batch_size)),
                 streams=streams,
@@ -171,6 +177,7 @@ def _take_steps(
                 recorder=recorder,
                 profile=profile,
                 stop=stop,
+                patience=patience,
                 is_unevaluated=_is_unevaluated(start),
             )
     if not end.is_stopped and (skipped := health.summary()):
@@ -404,6 +411,8 @@ def _first_state(
     folder: pathlib.Path,
     start: resume.Start,
     recorder: recorder_lib.Recorder,
+    *,
+    goes_on: bool,
 ) -> Any:
     """Initialises the state with its shardings or restores it, and writes the config: the folder now belongs to this run."""
     watch.at(watch.RESTORE)
@@ -418,8 +427,23 @@ def _first_state(
     counted = f"{held} of state on each device, counted from its arrays"
     recorder.say(f"starts at step {start.step} of {config.steps}; {counted}")
     again = _is_unevaluated(start)
-    recorder.open(start.step, is_over=start.step == config.steps and not again, is_unevaluated=again)
+    recorder.open(start.step, is_over=not goes_on and not again, is_unevaluated=again)
     return state
+
+
+def _best(
+    config: config_lib.Config, program: program_lib.Program, saver: checkpointer.Checkpointer, end: loop.End
+) -> loop.End:
+    """Returns the end of a run with the state whose results are written: with patience that of the lowest evaluation loss."""
+    losses = step_files.losses(saver.directory) if config.evaluate.patience else {}
+    best = min(losses, key=lambda step: (losses[step], step), default=end.step)
+    if best == end.step or losses[best] == math.inf:
+        return end
+    say(f"the results are those of step {best}, which has the lowest evaluation loss ({losses[best]:.4f})")
+    for leaf in jax.tree.leaves(end.state):
+        if isinstance(leaf, jax.Array):
+            leaf.delete()  # its memory is needed
+    return end._replace(state=resume.state(program, saver, best, saver.meta(best)))
 
 
 def _is_unevaluated(start: resume.Start) -> bool:

@@ -186,6 +186,7 @@ class EvaluateSettings:
     every: int
     batches: int
     answers: int
+    patience: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from zerojax.data import feed
 from zerojax.launch import signals, start_up, watch
 from zerojax.plan import step_plan
 from zerojax.profile import profiler
+from zerojax.trainer import patience as patience_lib
 from zerojax.trainer import recorder as recorder_lib
 
 UNEVALUATED = "unevaluated"  # in `meta`: whether the evaluation that was due at this step was given up
@@ -84,6 +85,7 @@ def run(
     profile: profiler.Profiler,
     checkpoints: Checkpoints,
     stop: signals.StopSignal,
+    patience: patience_lib.EarlyStop,
     is_unevaluated: bool = False,
 ) -> End:
     """Trains from `step` until the last step or a signal. A signal gives up an evaluation, which the run that resumes begins with.
@@ -92,6 +94,7 @@ def run(
       plan: holds the compiled train step; None if no step is left.
       first_state: returns the state at `step`. The loop creates it, so that nothing else holds buffers that each step donates.
       evaluate: (step, params) -> the held-out loss, which it records, or None if nothing is held out. Raises `signals.Stopped` to give up.
+      patience: ends the run after evaluations without a lower loss. A step with the lowest loss so far is then saved.
       is_unevaluated: whether the evaluation at `step` was given up.
 
     Raises:
@@ -106,10 +109,13 @@ def run(
         return End(state, step, is_stopped)
     stop.saves()
     recorder.begin()
+    is_over = False
     if is_due:
-        _, is_stopped = _evaluate(evaluate, step, state.params)
+        eval_loss, is_stopped = _evaluate(evaluate, step, state.params)
+        patience.count(eval_loss)
+        is_over = signals.agreed(patience.is_over)
     settled = step + _SETTLED
-    while step < when.steps and not is_stopped:
+    while step < when.steps and not is_stopped and not is_over:
         step += 1
         if profile.begins(step):
             recorder.settle(state)
@@ -128,14 +134,18 @@ def run(
         if profile.ends(step):
             _end_profile(profile, plan, state, recorder)
         is_stopped = stop.agreed()
-        eval_loss, is_given_up = None, False
+        eval_loss, is_given_up, is_best = None, False, False
         if when.evaluates(step):
             recorder.flush()
             eval_loss, is_given_up = _evaluate(evaluate, step, state.params)
             is_stopped |= is_given_up
-        if when.saves(step) or is_stopped:
+            is_best = patience.count(eval_loss)
+            is_over = step < when.steps and signals.agreed(patience.is_over)
+        if is_over:
+            recorder.say(f"step {step}: {patience.line}")
+        if when.saves(step) or is_stopped or is_best or (is_over and when.saves_at_end):
             about = {UNEVALUATED: True} if is_given_up else {}
-            _save(checkpoints, streams, state, step, eval_loss, recorder, about)
+            _save(checkpoints, streams, state, step, eval_loss, recorder, about | patience.as_meta())
     watch.at(watch.CHECKPOINT)
     checkpoints.saver.wait()
     return End(state, step, is_stopped)

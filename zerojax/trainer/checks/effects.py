@@ -50,6 +50,7 @@ DEFAULTS: dict[str, Any] = {
     "evaluate.every": 50,
     "evaluate.batches": 16,
     "evaluate.answers": 64,
+    "evaluate.patience": 0,
     "checkpoint.keep_last": 2,
     "checkpoint.keep_best": 1,
     "sample.length": ranges.OWN,
@@ -143,7 +144,10 @@ def _ignored(config: Any) -> Iterator[tuple[str, str]]:
         else (),
         "nothing is held out, so nothing is evaluated": ()
         if (config.data.eval_file if config.data.train_file else config.data.eval_split)
-        else ("evaluate.every", "evaluate.batches", "evaluate.answers", "checkpoint.keep_best"),
+        else ("evaluate.every", "evaluate.batches", "evaluate.answers", "evaluate.patience", "checkpoint.keep_best"),
+        "config.evaluate.every=0 evaluates after the last step alone": ()
+        if config.evaluate.every or config.epochs
+        else ("evaluate.patience",),
         **_of_task(config),
         "no checkpoint is saved": ()
         if config.checkpoint.every or config.checkpoint.at_end

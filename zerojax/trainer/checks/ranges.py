@@ -54,7 +54,8 @@ NOT_NEGATIVE = tuple(
     "seed global_batch_size micro_batch_size grad_accum zero.min_size model.vocab_size model.num_layers "
     "fp8.first fp8.last lora.r lora.alpha "
     "optimizer.warmup_steps optimizer.initial_fraction optimizer.final_fraction optimizer.weight_decay "
-    "optimizer.clip_norm loss_scale.static epochs evaluate.every evaluate.batches evaluate.answers checkpoint.every "
+    "optimizer.clip_norm loss_scale.static epochs evaluate.every evaluate.batches evaluate.answers evaluate.patience "
+    "checkpoint.every "
     "checkpoint.keep_best sample.length sample.temperature profile.steps".split()
 )
 OWN = -1.0  # of a setting that the optimizer or the model then chooses
@@ -105,6 +106,11 @@ def check(config: Any) -> None:
         if flaw:
             raise UserError(f"config.{place}: {flaw}, and is {errors.shown(lookup(config, place))}")
     _check_task(config)
+    if config.evaluate.patience and not config.checkpoint.keep_best:
+        raise UserError(
+            f"config.evaluate.patience: is {config.evaluate.patience}, and the results are then those of the best checkpoint, of which "
+            "config.checkpoint.keep_best=0 keeps none; set --config.checkpoint.keep_best=1"
+        )
     chosen = config.optimizer
     if "eps" in registry.READS[chosen.name] and 0 < chosen.clip_norm <= chosen.eps:
         raise UserError(
