@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -49,6 +50,18 @@ SMALL = {
     "own_train_step": {"HIDDEN": 64, "FEATURES": 64, "BATCH": 16},
 }
 SIZES = {**SMALL, "offload_mlp": {"FEATURES": 64, "HIDDEN": 128, "BATCH": 32}}
+
+
+def test_the_notebook_runs_from_its_first_cell_to_its_last(commands, tmp_path):
+    cells = [
+        cell for cell in json.loads((FOLDER / "first_steps.ipynb").read_text())["cells"] if cell["cell_type"] == "code"
+    ]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
+    done = commands.python("\n".join("".join(cell["source"]) for cell in cells), tmp_path)
+    assert (done.status, done.err) == (0, "")
+    first, last = map(float, re.search(r"^loss ([\d.]+) -> ([\d.]+)$", done.out, re.MULTILINE).groups())
+    here, there = map(float, re.search(r"^{'next_batch': 20} ([\d.]+) ([\d.]+)$", done.out, re.MULTILINE).groups())
+    assert last < 0.1 * first and here < last and there == pytest.approx(here, rel=1e-4)
 
 
 @functools.cache
