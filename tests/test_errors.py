@@ -29,6 +29,13 @@ def caused_by(cause: BaseException) -> BaseException:
         return error
 
 
+def test_a_lost_file_system_is_told_from_other_errors():
+    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/shared/data.jsonl")
+    assert errors.lost_file(caused_by(stale)) == "/shared/data.jsonl: its file system fails (Stale file handle)"
+    assert errors.lost_file(OSError(errno.EIO, "x")).startswith("a file: its file system fails (")
+    assert errors.lost_file(OSError(errno.ENOENT, "x")) == errors.lost_file(ValueError("Stale file handle")) == ""
+
+
 def test_causes_are_walked_by_what_raised_and_by_what_was_handled():
     first = ValueError("first")
     assert [str(error) for error in errors.causes(caused_by(first))] == ["'outermost'", "outer", "first"]

@@ -13,6 +13,8 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_SPACE_WORDS = ("No space left", "quota exceeded", "Not enough disk space")
 # XLA's allocator of host memory says "allocating", that of a device "while trying to allocate". CUDA's of pinned memory names the host.
 _NO_HOST_MEMORY = re.compile(r"Out of memory allocating|host memory|bad_alloc|Cannot allocate memory|MemoryError")
+# A file server that has forgotten an open file, or a disk that fails.
+_LOST = tuple(getattr(errno, name) for name in ("ESTALE", "EIO", "EREMOTEIO") if hasattr(errno, name))
 _LONGEST = 2000  # characters of an error line
 _LIBRARY = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _python_form = warnings.formatwarning
@@ -55,6 +57,16 @@ def is_disk_full(error: BaseException) -> bool:
     return any(
         getattr(cause, "errno", None) in _NO_SPACE or any(words in str(cause) for words in _NO_SPACE_WORDS)
         for cause in causes(error)
+    )
+
+
+def lost_file(error: BaseException) -> str:
+    """Returns the file, if it is known, and the reason if an error means that its file system or disk fails; else ""."""
+    found = next((cause for cause in causes(error) if isinstance(cause, OSError) and cause.errno in _LOST), None)
+    return (
+        ""
+        if found is None
+        else f"{found.filename or 'a file'}: its file system fails ({os.strerror(found.errno or 0)})"
     )
 
 

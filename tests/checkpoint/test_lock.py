@@ -1,6 +1,7 @@
 """Checks that one process holds a lock and that dead ones lose it. This module tests zerojax.checkpoint.lock."""
 
 import contextlib
+import errno
 import fcntl
 import gc
 import json
@@ -80,6 +81,45 @@ def test_the_lock_of_another_host_is_refused_with_the_way_to_remove_it(tmp_path)
     os.utime(path, (time.time() - 15.1 * 60,) * 2)
     with held(path):
         assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_a_lock_that_the_file_server_has_forgotten_is_opened_again(tmp_path, monkeypatch):
+    silence, tries = lock._silence, []
+
+    def forgotten_once(descriptor):
+        tries.append(descriptor)
+        if len(tries) == 1:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return silence(descriptor)
+
+    monkeypatch.setattr(lock, "_silence", forgotten_once)
+    with held(tmp_path / ".lock"):
+        assert len(tries) == 2
+    monkeypatch.setattr(lock, "LINGER_SECONDS", -1.0)
+    tries.clear()
+    with pytest.raises(UserError, match=r"cannot be written \(Stale file handle\)"):
+        lock.take(tmp_path / ".lock", "the folder", "choose another")
+
+
+def test_the_lock_of_another_host_that_is_dated_in_the_future_is_silent_from_now_on(tmp_path):
+    path = tmp_path / ".lock"
+    left_by_a_dead_process(path, host="node7", pid=12)
+    os.utime(path, (time.time() + 1e8,) * 2)
+    assert "process 12 on node7 has held it" in refusal(path)
+    assert abs(path.stat().st_mtime - time.time()) < lock.BEAT_SECONDS
+
+
+def test_a_clock_that_is_slow_does_not_date_a_lock_anew(tmp_path, monkeypatch):
+    path = tmp_path / ".lock"
+    left_by_a_dead_process(path, host="node7", pid=12)
+    now = time.time()
+    os.utime(path, (now - 100, now - 100))
+    monkeypatch.setattr(lock.time, "time", lambda: now - 1e6)
+    assert "process 12 on node7 has held it" in refusal(path)
+    assert path.stat().st_mtime == pytest.approx(now - 100, abs=1)
+    os.utime(path, (now - lock.SILENT_SECONDS - 1,) * 2)
+    with held(path):
+        pass
 
 
 def test_a_restart_of_the_same_run_takes_the_lock_of_another_host_over(tmp_path):

@@ -342,3 +342,21 @@ def test_tokens_are_counted_up_to_what_is_enough(enough):
     endless = make_random()
     assert endless.count_tokens(enough) == enough
     endless.close()
+
+
+@pytest.mark.parametrize("key", ["config.data.train_file", "config.data.eval_file"])
+def test_empty_documents_of_a_file_are_told_and_nothing_else_is_refused(tmp_path, key):
+    path = tmp_path / "data.jsonl"
+    sizes = {"text_key": "text", "split": "", "data_dir": "", "rows": [0], "num_rows": 1, "seq_len": 8, "seed": 0}
+
+    def opened(texts):
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        batches.open_batches("", BYTES, file=str(path), key=key, **sizes).close()
+
+    opened(["a", "b"])
+    with pytest.warns(
+        UserWarning, match=rf"^{key}: 2 of the first 3 documents have no text in 'text', such as .*:2; the model learns"
+    ):
+        opened(["a", "", " \n"])
+    with pytest.raises(UserError, match=rf"^{key}: 2 of the first 2 documents have no text in 'text'"):
+        opened(["", " "])

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.errors import UserError
-from zerojax.interop import huggingface
+from zerojax.interop import huggingface, tensor_files
 from zerojax.models import families
 from zerojax.models.llama.model import LlamaConfig
 
@@ -124,7 +124,8 @@ def test_every_tensor_is_the_bfloat16_weight_in_hugging_faces_layout(tmp_path, m
     huggingface.export(place(params), LLAMA, model, tmp_path / "out", bos_token_id=1)
     assert_exported(tmp_path / "out", params, model)
     assert sorted(os.listdir(tmp_path)) == ["out"]
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "out")) == [tensor_files.CHECKSUMS, "config.json", "model.safetensors"]
+    tensor_files.check([tmp_path / "out" / "model.safetensors"])
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["torch_dtype"] == "bfloat16"
     assert config["num_key_value_heads"] == model.num_kv_heads and config["rope_theta"] == 500.0

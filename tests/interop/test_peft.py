@@ -15,7 +15,7 @@ import safetensors.numpy
 import zerojax
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.interop import peft
+from zerojax.interop import peft, tensor_files
 
 LOGITS, LOSS = 2e-5, 1e-5  # as in tests/interop/test_pretrained.py
 # (model, adapter, stage): every model and both kinds of scale at a stage, and both stages of two models
@@ -90,7 +90,8 @@ def test_an_end_between_the_files_of_an_adapter_leaves_none_of_new_weights_and_o
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(UserError, match="out: export failed: no space left on the disk"):
         zerojax.export_adapter(loaded.params, loaded, out)
-    assert [path.name for path in out.iterdir()] == [peft.WEIGHTS] and [out] == list(tmp_path.iterdir())
+    assert sorted(path.name for path in out.iterdir()) == [peft.WEIGHTS, tensor_files.CHECKSUMS]
+    assert [out] == list(tmp_path.iterdir())
 
 
 def test_fresh_adapters_change_no_logit_and_only_they_and_modules_to_save_are_trained_and_saved(tmp_path):
@@ -215,10 +216,22 @@ def test_an_adapter_of_another_model_or_one_with_settings_beside_it_is_refused(t
         zerojax.export_adapter(loaded.params, loaded, tmp_path)
 
 
+def test_an_export_with_another_bit_is_refused_by_its_checksum_and_read_without(tmp_path):
+    loaded, out = load("llama", "lora", 0), tmp_path / "out"
+    zerojax.export_adapter(loaded.params, loaded, out)
+    content = bytearray((out / peft.WEIGHTS).read_bytes())
+    content[-2] ^= 1
+    (out / peft.WEIGHTS).write_bytes(content)
+    with pytest.raises(UserError, match=rf"^{out / peft.WEIGHTS}: is not what was written: its checksum is another"):
+        zerojax.load_huggingface(golden_models.FOLDER / "llama", stage=0, adapter=out)
+    (out / tensor_files.CHECKSUMS).unlink()
+    zerojax.load_huggingface(golden_models.FOLDER / "llama", stage=0, adapter=out)
+
+
 def test_an_interrupted_or_repeated_export_leaves_a_whole_folder(tmp_path):
     loaded = load("llama", "lora", 0)
     for _ in range(2):
         zerojax.export_adapter(loaded.params, loaded, tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [peft.CONFIG, peft.WEIGHTS]
+    assert sorted(os.listdir(tmp_path / "out")) == [peft.CONFIG, peft.WEIGHTS, tensor_files.CHECKSUMS]
     assert not list(tmp_path.glob(".*"))
     assert dict(tree.flatten(loaded.params))

@@ -164,3 +164,19 @@ def test_pickles_are_refused_with_the_way_out_and_so_is_an_empty_folder(tmp_path
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
     message = refused(tmp_path)
     assert "holds pytorch_model.bin, a pickle" in message and "save it as safetensors" in message
+
+
+def test_weights_are_compared_with_the_record_beside_them(folder):
+    path = folder / tensor_files.ONE_FILE
+    tensor_files.check([path])  # there is none
+    tensor_files.write_checksums(folder)
+    tensor_files.check([path, path])
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"^{path}: is not what was written"):
+        tensor_files.check([path])
+    tensor_files.check([path], slice(1, None, 2))  # another process compares it
+    (folder / tensor_files.CHECKSUMS).write_text("{}x")
+    with pytest.raises(UserError, match=rf"^{folder / tensor_files.CHECKSUMS}: is cut or altered"):
+        tensor_files.check([path])

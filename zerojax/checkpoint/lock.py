@@ -6,6 +6,7 @@ on other hosts has ended its processes before: they share a run id, by which the
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -72,7 +73,7 @@ def _lock(path: pathlib.Path, place: str, way_out: str, run_id: str) -> int:
                 if not _is_open_at(path, descriptor):  # a process that ended removed it
                     os.close(descriptor)
                     continue
-                silence = time.time() - os.fstat(descriptor).st_mtime
+                silence = _silence(descriptor)
                 content = os.read(descriptor, 1 << 16)
                 is_own = bool(run_id) and f'"{run_id}"'.encode() in content
                 if is_own and is_taken is False and time.monotonic() < deadline:
@@ -83,8 +84,11 @@ def _lock(path: pathlib.Path, place: str, way_out: str, run_id: str) -> int:
                     _check_holder(path, content, is_taken, silence, place, way_out)
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps(_this_process() | {"run": run_id}).encode() + b"\n", 0)
-            except BaseException:
+            except BaseException as error:
                 os.close(descriptor)
+                if getattr(error, "errno", None) == errno.ESTALE and time.monotonic() < deadline:
+                    time.sleep(0.5)  # another host removed the file, and the file server has forgotten it
+                    continue
                 raise
             return descriptor
 
@@ -113,6 +117,23 @@ def _flock(descriptor: int) -> bool | None:
     except OSError:
         return None
     return True
+
+
+def _silence(descriptor: int) -> float:
+    """Returns the seconds since a lock was touched.
+
+    A lock that seems to be dated in the future is measured by the clock of its file system, which may be another host's. One that is in
+    the future there too was touched when that clock was wrong, nobody knows when: it is dated anew, and its silence counts from now.
+    """
+    touched = os.fstat(descriptor).st_mtime
+    silence = time.time() - touched
+    if silence >= -BEAT_SECONDS:
+        return silence
+    os.utime(descriptor)
+    silence = os.fstat(descriptor).st_mtime - touched
+    if silence >= -BEAT_SECONDS:
+        os.utime(descriptor, (touched, touched))
+    return max(0.0, silence)
 
 
 def _is_open_at(path: pathlib.Path, descriptor: int) -> bool:

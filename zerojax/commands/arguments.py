@@ -72,6 +72,14 @@ def run(command: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         print("zerojax: interrupted", file=sys.stderr, flush=True)
         status = 130
+    except OSError as error:
+        line = errors.lost_file(error)
+        if errors.is_disk_full(error):
+            line = f"{error.filename or 'a file'}: no space left on the device; make room"
+        if not line:
+            raise
+        print(f"zerojax: {line}; run again", file=sys.stderr, flush=True)
+        status = 2
     sys.exit(status)
 
 

@@ -12,6 +12,7 @@ round trip through JSON it silently drops a document.)
 import functools
 import numbers
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from zerojax.data.pairs import records
 from zerojax.errors import UserError
 
 PREFETCHED = 2  # batches that are made ahead
+LOOKED = 1000  # documents of which empty ones are told
+USUAL = 0.1  # the share of empty ones that a dataset may have, such as the empty files among the source of a library
 RANDOM = "random"  # the data.name of random tokens
 # grain's index_shuffle needs no memory, but walks through blocks of 2**16. It takes 4 us an index for a large source,
 # and 5 ms for one of 13 documents. Up to this many documents, an epoch is permuted in memory instead.
@@ -158,6 +161,7 @@ def open_batches(
     if name == RANDOM and not file:
         return random_batches(tokenizer.vocab_size, **sizes)
     source = open_text(name, split, file, data_dir, text_key, key)
+    _check_filled(source, text_key, key, usual=0.0 if file else USUAL)
     return make_batches(source, tokenizer, text_key=text_key, shuffle=shuffle, **sizes)
 
 
@@ -330,6 +334,28 @@ def _count_tokens(source: source_lib.Source, text_key: str, enough: int) -> int:
             break
         count += 1 + len(source[index][text_key])
     return min(count, enough)
+
+
+def _check_filled(source: source_lib.Source, text_key: str, key: str, *, usual: float) -> None:
+    """Warns if a larger share than `usual` of the first documents is empty: the model learns a separator of each.
+
+    Raises:
+      UserError: all of them are empty.
+    """
+    looked = min(len(source), LOOKED)
+    if not looked:
+        return
+    _check_text(source[0], text_key)
+    empty = [index for index in range(looked) if not source[index].get(text_key, " ").strip()]
+    if len(empty) <= usual * looked:
+        return
+    place: Callable[[int], str] = getattr(source, "place", lambda index: f"document {index}")
+    told = (
+        f"{key}: {len(empty)} of the first {looked} documents have no text in {text_key!r}, such as {place(empty[0])}"
+    )
+    if len(empty) == looked:
+        raise UserError(f"{told}; name the feature with the text (config.data.text_key), or other data")
+    warnings.warn(f"{told}; the model learns a separator of each, so remove them", stacklevel=3)
 
 
 def _check_text(example: Any, text_key: str) -> None:

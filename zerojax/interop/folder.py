@@ -44,6 +44,7 @@ class Folder:
       model: the model's config.
       entries: each tensor of the model in the files, by name. Optional ones may be missing.
       first_odd: taken by the first reading that finds NaN or infinity, which warns.
+      first_read: taken by the first reading, which compares checksums.
     """
 
     path: pathlib.Path
@@ -53,6 +54,7 @@ class Folder:
     model: Any
     entries: Mapping[str, tensor_files.Entry]
     first_odd: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False)
+    first_read: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False)
 
     @property
     def dtype(self) -> np.dtype:
@@ -136,13 +138,16 @@ def _read(folder: Folder, tensors: Mapping[str, layout.ModelTensor], abstract: A
 
 
 class TensorFiles(Protocol):
-    """Files of tensors: a folder of a model, or of an adapter. `entries` are the tensors by name; `first_odd` as in `Folder`."""
+    """Files of tensors: a folder of a model, or of an adapter. `entries` are the tensors by name; the locks are as in `Folder`."""
 
     @property
     def entries(self) -> Mapping[str, tensor_files.Entry]: ...
 
     @property
     def first_odd(self) -> threading.Lock: ...
+
+    @property
+    def first_read(self) -> threading.Lock: ...
 
 
 def read_leaves(
@@ -154,7 +159,11 @@ def read_leaves(
       source: the files.
       tensors: the tensor of each leaf, by path.
       abstract: ShapeDtypeStructs with shardings, by path.
+
+    Raises:
+      UserError: see `check_files`.
     """
+    check_files(source)
     budget = _Budget(MOST_BYTES)
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
         reading = {
@@ -162,6 +171,17 @@ def read_leaves(
             for path, like in abstract.items()
         }
         return {path: future.result() for path, future in reading.items()}
+
+
+def check_files(source: TensorFiles) -> None:
+    """Compares the files with the checksums beside them, if any, before the first reading. Each process compares some of them.
+
+    Raises:
+      UserError: a file is another than it was when it was written.
+    """
+    if source.first_read.acquire(blocking=False):
+        files = {entry.file for entry in source.entries.values()}
+        tensor_files.check(files, slice(jax.process_index(), None, jax.process_count()))
 
 
 def read_shard(folder: TensorFiles, tensor: layout.ModelTensor, index: tuple[slice, ...], dtype: Any) -> np.ndarray:

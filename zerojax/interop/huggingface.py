@@ -110,6 +110,7 @@ def export(
                 (partial / name).write_text(json.dumps(content, indent=2) + "\n")
             for carried in _carried(source):
                 shutil.copyfile(carried, partial / carried.name)
+            tensor_files.write_checksums(partial)
             _replace(directory, partial)
 
 
@@ -284,7 +285,9 @@ def _prepare(directory: pathlib.Path, partial: pathlib.Path) -> None:
         raise UserError(f"{directory}: a file system is mounted there, so it cannot be replaced; name a folder in it")
     if directory.exists():
         for entry in sorted(directory.iterdir()):
-            is_ours = entry.name in (CONFIG, INDEX, *CARRIED) or entry.match("model*.safetensors")
+            is_ours = entry.name in (CONFIG, INDEX, tensor_files.CHECKSUMS, *CARRIED) or entry.match(
+                "model*.safetensors"
+            )
             if not is_ours:
                 raise UserError(
                     f"{directory}: holds {entry.name}, which no export wrote; move it away or choose another directory"

@@ -91,5 +91,6 @@ def _of_folders(folder: folder_lib.Folder, adapter: peft.Adapter, tensor: layout
 
 def _read(source: folder_lib.TensorFiles, tensor: layout.ModelTensor) -> np.ndarray:
     """Returns a whole weight in float32."""
+    folder_lib.check_files(source)
     index = tuple(slice(0, size) for size in tensor.leaf_shape)
     return folder_lib.read_shard(source, tensor, index, np.dtype(np.float32))

@@ -59,6 +59,7 @@ class Adapter:
       tensors: its tensors, by path in our weights.
       entries: where their bytes are, by name.
       first_odd: taken by the first reading that finds NaN or infinity, which warns.
+      first_read: taken by the first reading, which compares checksums.
     """
 
     path: pathlib.Path
@@ -66,6 +67,7 @@ class Adapter:
     tensors: Mapping[str, layout.ModelTensor]
     entries: Mapping[str, tensor_files.Entry]
     first_odd: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False)
+    first_read: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False)
 
 
 def choose(lora: settings.Lora, family: family_lib.Family, model: Any) -> targets.Targets:
@@ -314,9 +316,14 @@ def export(
             (partial / CONFIG).write_text(
                 json.dumps(config_of(chosen, family, model, base), indent=2, sort_keys=True) + "\n"
             )
+            tensor_files.write_checksums(partial)
             path.mkdir(exist_ok=True)
-            (path / CONFIG).unlink(missing_ok=True)  # so that a kill leaves no adapter of new weights and old settings
-            for name in (WEIGHTS, CONFIG):
+            for name in (
+                CONFIG,
+                tensor_files.CHECKSUMS,
+            ):  # so that a kill leaves no new weights beside what tells of old ones
+                (path / name).unlink(missing_ok=True)
+            for name in (WEIGHTS, tensor_files.CHECKSUMS, CONFIG):
                 os.replace(partial / name, path / name)
             partial.rmdir()
 

@@ -11,15 +11,17 @@ import math
 import mmap
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from zerojax import bounded, errors
+from zerojax.checkpoint import checksums
 from zerojax.errors import UserError
 
+CHECKSUMS = "checksums.json"  # of the weights beside it; other programs do not read it
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WINDOW_BYTES = 32 * 2**20
 READ_AHEAD_BYTES = (
@@ -234,6 +236,40 @@ def write_header(file: BinaryIO, tensors: Mapping[str, tuple[tuple[int, ...], np
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
+
+
+def write_checksums(folder: pathlib.Path) -> None:
+    """Records the bytes and the checksums of a folder's weights beside them. Raises OSError if the folder cannot be written."""
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    checksums.write(folder / CHECKSUMS, checksums.Record(None, checksums.of(folder, names)))
+
+
+def check(paths: Iterable[pathlib.Path], part: slice = slice(None)) -> None:
+    """Compares files of weights with the record beside them, where there is one. Reads them as a whole.
+
+    Args:
+      paths: the files.
+      part: those of them that are read, in the order of their names. The others are another process's.
+
+    Raises:
+      UserError: the record is damaged, or a file is another than it was when it was written.
+    """
+    for path in sorted(set(paths))[part]:
+        record = path.parent / CHECKSUMS
+        if not record.is_file():
+            continue
+        try:
+            known = checksums.read(record).files.get(path.name)
+            is_same = known is None or checksums.of(path.parent, [path.name])[path.name] == known
+        except OSError as error:
+            raise UserError(f"{error.filename or record}: cannot be read ({error.strerror}); fix that") from error
+        except ValueError as error:
+            raise UserError(f"{record}: {error}; copy the folder again") from error
+        if not is_same:
+            raise UserError(
+                f"{path}: is not what was written: its checksum is another than in {CHECKSUMS}; copy the folder again, or delete that file "
+                "if the weights were changed on purpose"
+            )
 
 
 def _read_index(path: pathlib.Path) -> dict[str, str]:

@@ -210,6 +210,8 @@ def leave_after(error: Exception) -> NoReturn:
     if isinstance(error, OSError) and errors.is_disk_full(error):
         where = error.filename or "a file of the run"
         ending.leave(2, f"zerojax: {where}: no space left on the device; make room, then run again to resume")
+    if lost := errors.lost_file(error):
+        ending.leave(2, f"zerojax: {lost}; when it is back, the same command resumes")
     _leave_with_traceback(error)
 
 

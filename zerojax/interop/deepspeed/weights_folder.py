@@ -51,6 +51,7 @@ def write(
             (folder / tensor_files.INDEX).write_text(json.dumps(index, indent=2) + "\n")
         for path in carried:
             shutil.copyfile(path, folder / path.name)
+        tensor_files.write_checksums(folder)
 
 
 def _pack(arrays: Mapping[str, np.ndarray], most: int) -> dict[str, list[str]]:
