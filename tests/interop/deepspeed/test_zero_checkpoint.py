@@ -74,6 +74,14 @@ def test_swapped_files_of_ranks_differ_from_the_copy_that_the_model_computes_wit
         zero_checkpoint.read(tmp_path / "step")
 
 
+@pytest.mark.parametrize("name, value", [("global_steps", 2**31), ("skipped_steps", -1), ("global_steps", 10**30)])
+def test_numbers_that_no_run_counts_are_refused(tmp_path, name, value):
+    write_by_group(tmp_path / "step", truth(), 1)
+    torch_writer.save(tmp_path / "step" / "mp_rank_00_model_states.pt", model_state(SHAPES, **{name: value}))
+    with pytest.raises(UserError, match=rf"step: {name} is -?\d+, which no run counts"):
+        zero_checkpoint.read(tmp_path / "step")
+
+
 def truth(shapes=SHAPES):
     """Returns {kind: {name: array}}."""
     rng = np.random.default_rng(0)

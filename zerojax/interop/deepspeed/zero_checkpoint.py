@@ -397,6 +397,14 @@ def _checkpoint(
             params.setdefault(name, module[name])
     config = model.get("ds_config")
     step, skipped = int(model.get("global_steps") or updates), int(model.get("skipped_steps") or 0)
+    numbers = {"global_steps": step, "skipped_steps": skipped, "step of the optimizer": updates}
+    numbers |= {name: (scaler or {}).get(name, 1) for name in ("cur_scale", "cur_iter", "cur_hysteresis")}
+    for name, number in numbers.items():
+        most = 2.0**128 if name == "cur_scale" else 2**31
+        if not isinstance(number, int | float) or not 0 <= number < most:
+            raise UserError(
+                f"{folder}: {name} is {errors.shown(number)}, which no run counts; copy the checkpoint again"
+            )
     return ZeroCheckpoint(
         folder=folder,
         params=params,
