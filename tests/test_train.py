@@ -229,12 +229,6 @@ def test_a_metrics_file_with_nan_does_not_stop_a_run_and_lost_files_are_named_an
     assert "missing" not in capsys.readouterr().out and list(runs.losses(copied)) == [8, 9]
 
 
-def test_a_path_under_which_checkpoints_would_be_lost_is_refused_at_the_start(commands, tmp_path):
-    command = commands(*runs.flags(), f"--workdir={tmp_path}/run[1]")
-    assert "holds [ ], and checkpoints under such a name would be lost" in command.error_line
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(commands, copied):
     unfinished = copied / "checkpoints" / "7.orbax-checkpoint-tmp"
     unfinished.mkdir()

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -189,6 +190,29 @@ def test_the_newest_and_the_best_are_kept_also_over_a_restart(tmp_path):
         saver.save(step, small_state(step), {}, meta={}, eval_loss=loss)
         saver.close()
     assert sorted(os.listdir(tmp_path)) == ["20", "30", "60", "70"]
+
+
+@pytest.mark.parametrize("name", ["run [1]*", "[", "50%?#"])
+def test_a_directory_may_have_the_characters_of_patterns(tmp_path, name):
+    (tmp_path / "run 1").mkdir()  # what the first name means as a pattern
+    save_steps(tmp_path / name / "checkpoints", 1, 2, keep_last=1)
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), small_state(2)
+    )
+    saver = open_in(tmp_path / name / "checkpoints")
+    state, data = saver.restore(None, like)
+    assert saver.steps() == [2] and data == {"0": {"at": 2}}
+    assert_bits_equal(state["params"]["w"], small_state(2)["params"]["w"])
+    assert not list((tmp_path / "run 1").iterdir())
+
+
+def test_orbax_finds_the_files_of_a_step_in_such_a_directory(tmp_path):
+    (tmp_path / "run [1]").mkdir()
+    (tmp_path / "run [1]" / "ocdbt.process_0").touch()
+    literal = step_files.Literal(tmp_path / "run [1]")
+    found = [*literal.glob("ocdbt.*"), *(literal / "x").parent.glob("ocdbt.*"), *epath.Path(literal).glob("ocdbt.*")]
+    assert [str(path) for path in found] == [str(tmp_path / "run [1]" / "ocdbt.process_0")] * 3
+    assert all(isinstance(path, step_files.Literal) for path in found)
 
 
 def test_saving_a_saved_step_again_changes_nothing(tmp_path):

@@ -94,7 +94,7 @@ def test_a_step_of_older_code_is_checked_by_the_sizes_it_has(tmp_path):
         step_files.intact(tmp_path, 3)
 
 
-@pytest.mark.parametrize("name", ["a[b]", "a*", "what?", "a\\b", "]", "b\udcff"])
+@pytest.mark.parametrize("name", ["a\\b", "b\udcff"])
 def test_a_path_under_which_checkpoints_would_be_lost_is_refused_before_it_is_made(tmp_path, name):
     with pytest.raises(UserError, match="choose a path without it") as caught:
         step_files.open_directory(tmp_path / name / "checkpoints")

@@ -610,7 +610,7 @@ WORKDIRS: dict[str, Callable[[pathlib.Path, random.Random], Any]] = {
     "not UTF-8": lambda folder, rng: f"{folder}/work\udcff",
     "a surrogate": lambda folder, rng: f"{folder}/work\ud800",
     "a line break": lambda folder, rng: f"{folder}/work\nx",
-    "patterns": lambda folder, rng: f"{folder}/work{rng.choice('*?[]')}",
+    "patterns": lambda folder, rng: f"{folder}/work" + rng.choice("*?[]\\"),
     "a file": lambda folder, rng: _file(folder / "work"),
     "below a file": lambda folder, rng: _file(folder / "work") / "run",
     "a loop": lambda folder, rng: _link(folder / "work", "work"),

@@ -113,8 +113,8 @@ def test_a_file_in_the_folders_place_is_refused(tmp_path):
 
 
 def test_a_name_under_which_checkpoints_would_be_lost_is_refused_at_the_start(tmp_path):
-    with pytest.raises(UserError, match=r"holds \[ \], and checkpoints under such a name would be lost"):
-        workdir.check(tmp_path / "run[1]", settings())
+    with pytest.raises(UserError, match=r"holds \\, and checkpoints under such a name would be lost"):
+        workdir.check(tmp_path / "run\\1", settings())
     assert not list(tmp_path.iterdir())
 
 

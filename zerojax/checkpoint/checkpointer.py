@@ -244,7 +244,7 @@ class Checkpointer:
             with self._read(step):
                 how = {name: _restore_args(wanted[name], name in resized) for name in names}
                 args = ocp.args.PyTreeRestore(dict.fromkeys(names, 0), restore_args=how, partial_restore=True)
-                stored = self._arrays.restore(path / "state", args=args)
+                stored = self._arrays.restore(step_files.Literal(path) / "state", args=args)
             for name, leaf in leaves:
                 if name in names:
                     restored[name] = logical.from_stored(_resized(stored[name], wanted[name]), leaf)
@@ -264,7 +264,7 @@ class Checkpointer:
         wanted = {name: logical.form(leaf) for name, leaf in tree.flatten(abstract_state, is_leaf=pieces.is_pieces)}
         path = self._checked(step)
         with self._read(step):
-            saved = self._arrays.metadata(path / "state").tree
+            saved = self._arrays.metadata(step_files.Literal(path) / "state").tree
             shapes = [{name: tuple(leaf.shape) for name, leaf in leaves.items()} for leaves in (wanted, saved)]
             fitting = {name for name in wanted.keys() & saved.keys() if shapes[0][name] == shapes[1][name]}
             wanted, saved = (
@@ -349,7 +349,7 @@ class Checkpointer:
         self._losses = step_files.losses(self.directory)
         jsons = {"data": ocp.JsonCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(
-            self.directory,
+            step_files.Literal(self.directory),
             item_handlers={"state": self._arrays, **jsons},
             options=ocp.CheckpointManagerOptions(
                 create=False,

@@ -5,11 +5,15 @@ checksum of every file, so damage is found before anything else is read. An inco
 """
 
 import errno
+import glob
 import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self
+
+from etils.epath import gpath
 
 from zerojax.checkpoint import checksums
 from zerojax.errors import UserError
@@ -50,13 +54,22 @@ def open_directory(directory: str | os.PathLike) -> pathlib.Path:
     return path
 
 
+class Literal(gpath.PosixGPath):
+    """A path for Orbax, in which every character stands for itself. A plain `epath.Path` takes its own text for a pattern in `glob`."""
+
+    def glob(self, pattern: str) -> Iterator[Self]:
+        """Yields the files below this folder whose names match the pattern."""
+        for found in glob.glob(os.path.join(glob.escape(os.fspath(self)), pattern)):
+            yield type(self)(found)
+
+
 def check_path(path: pathlib.Path) -> None:
-    """Checks that checkpoints below a path can be found again. Orbax takes a path for a pattern of names.
+    """Checks that checkpoints below a path can be written and found again.
 
     Raises:
-      UserError: the path holds a character of patterns, or is not UTF-8.
+      UserError: the path holds a character that tensorstore takes for another, or is not UTF-8.
     """
-    unfit = [char for char in "*?[]\\" if char in str(path)]
+    unfit = [char for char in "\\" if char in str(path)]
     if unfit or any(0xD800 <= ord(char) < 0xE000 for char in str(path)):
         what = f"holds {' '.join(unfit)}" if unfit else "is not UTF-8"
         shown = str(path).encode("utf-8", "backslashreplace").decode()
