@@ -78,23 +78,26 @@ NEEDED = {
 
 
 class Fault(NamedTuple):
-    """One change: the file, its line, the kind of code, the bytes that change, and what they become."""
+    """One change: the file, its line, the kind of code, where its bytes begin, what they are, and what they become."""
 
     path: str
     line: int
     kind: str
     begin: int
-    end: int
+    before: bytes
     after: str
 
     def __str__(self) -> str:
-        before = (ROOT / self.path).read_bytes()[self.begin : self.end].decode()
-        return f"{self.path}:{self.line}: {' '.join(before.split())[:90]}  ->  {' '.join(self.after.split())[:90]}"
+        before, after = (" ".join(text.split())[:90] for text in (self.before.decode(), self.after))
+        return f"{self.path}:{self.line}: {before}  ->  {after}"
 
-    def text(self) -> bytes:
-        """Returns the file with the fault."""
-        data = (ROOT / self.path).read_bytes()
-        return data[: self.begin] + self.after.encode() + data[self.end :]
+    def put(self, folder: pathlib.Path) -> bytes:
+        """Puts the fault into a copy of the repository, and returns the file as it was."""
+        data = (folder / self.path).read_bytes()
+        end = self.begin + len(self.before)
+        assert data[self.begin : end] == self.before
+        (folder / self.path).write_bytes(data[: self.begin] + self.after.encode() + data[end:])
+        return data
 
 
 def changed(node: ast.AST) -> Iterator[ast.AST]:
@@ -124,9 +127,9 @@ def changed(node: ast.AST) -> Iterator[ast.AST]:
     yield new
 
 
-def faults_of(path: str) -> Iterator[tuple[str, Fault]]:
+def faults_of(root: pathlib.Path, path: str) -> Iterator[tuple[str, Fault]]:
     """Yields (function, fault) for all faults of a file; the function is "" outside of all."""
-    data = (ROOT / path).read_bytes()
+    data = (root / path).read_bytes()
     tree, lines = ast.parse(data), data.splitlines(keepends=True)
     starts = [sum(map(len, lines[:n])) for n in range(len(lines))]
     for scope in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))]:
@@ -137,7 +140,10 @@ def faults_of(path: str) -> Iterator[tuple[str, Fault]]:
                     starts[node.end_lineno - 1] + node.end_col_offset,
                 )
                 after = f"({ast.unparse(new)})" if isinstance(node, ast.expr) else ast.unparse(new)
-                yield getattr(scope, "name", ""), Fault(path, node.lineno, type(node).__name__, begin, end, after)
+                yield (
+                    getattr(scope, "name", ""),
+                    Fault(path, node.lineno, type(node).__name__, begin, data[begin:end], after),
+                )
 
 
 def nodes(node: ast.AST) -> Iterator[ast.AST]:
@@ -162,14 +168,14 @@ def called(call: ast.Call) -> str:
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
-def chosen(room: str, count: int, seed: int) -> list[Fault]:
+def chosen(root: pathlib.Path, room: str, count: int, seed: int) -> list[Fault]:
     """Returns `count` faults of a room, at most one in a function."""
     rng = random.Random(seed)
     by_function: dict[tuple[str, str], dict[str, list[Fault]]] = {}
-    place = ROOT / "zerojax" / room
+    place = root / "zerojax" / room
     for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
-        name = str(path.relative_to(ROOT))
-        for function, fault in faults_of(name):
+        name = str(path.relative_to(root))
+        for function, fault in faults_of(root, name):
             by_function.setdefault((name, function), {}).setdefault(fault.kind, []).append(fault)
     keys = rng.sample(sorted(by_function), min(count, len(by_function)))
     return [rng.choice(by_function[key][rng.choice(sorted(by_function[key]))]) for key in keys]
@@ -234,19 +240,19 @@ def main() -> None:
     os.environ.update(rough.JAX, JAX_PLATFORMS="cpu")
     for name in ("flax.linen", "optax", "orbax.checkpoint", "pytest"):  # which the children then have
         importlib.import_module(name)
-    faults = [fault for room in given.rooms for fault in chosen(room, given.count, given.seed)]
     tried, lived = 0, 0
     with tempfile.TemporaryDirectory(prefix="zerojax-faults-") as temporary:
         folder, programs = copied(pathlib.Path(temporary, "copy")), pathlib.Path(temporary, "programs")
         assert verdict(["tests/test_errors.py"], folder, programs, show=True) == LIVES, "tests fail without a fault"
+        faults = [fault for room in given.rooms for fault in chosen(folder, room, given.count, given.seed)]
         for number, fault in enumerate(faults):
             if given.only not in (None, number):
                 continue
             began, show = time.monotonic(), given.only is not None
-            (folder / fault.path).write_bytes(fault.text())
+            data = fault.put(folder)
             found = (verdict(tests, folder, programs, show=show) for tests in tests_of(fault.path) if tests)
             end = next((end for end in found if end != LIVES), LIVES)
-            shutil.copy(ROOT / fault.path, folder / fault.path)
+            (folder / fault.path).write_bytes(data)
             tried, lived = tried + 1, lived + (end == LIVES)
             print(f"{number:3} {end:6} {time.monotonic() - began:4.0f} s  {fault}", flush=True)
     print(f"{lived} of {tried} faults lived")

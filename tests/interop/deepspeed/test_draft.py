@@ -36,8 +36,10 @@ def test_a_group_that_is_off_asks_for_nothing():
 
 def test_auto_is_filled_in_or_left_to_the_script():
     assert verdicts({"size": "auto"})["size"] == (ASSUMED, "the training script's; set config.steps")
+    found = draft.Draft({"size": "auto", "share": 2}, TABLE)
+    assert found.is_auto("size") and not found.is_auto("share")
     found = draft.Draft({"size": "auto"}, TABLE, auto={"size": 4})
-    assert found.whole("size") == 4 and not found.is_auto("size")
+    assert found.whole("size") == 4 and not found.is_auto("size") and found.is_auto("size", filled=True)
 
 
 def test_an_unknown_key_is_named_with_the_nearest():
