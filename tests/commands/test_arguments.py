@@ -1,9 +1,9 @@
 """Checks how commands refuse and end. This module tests zerojax.commands.arguments."""
 
-import os
 import subprocess
 import sys
 
+import programs
 import pytest
 
 from zerojax.commands import arguments
@@ -52,15 +52,13 @@ def test_a_file_that_exists_and_a_folder_are_not_written_over(tmp_path):
 
 def test_output_that_its_stream_cannot_show_is_escaped():
     program = "from zerojax.commands import arguments\narguments.run(lambda: print('\\u2500'))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}
-    )
-    assert (done.returncode, done.stdout) == (0, b"\\u2500\n")
+    done = programs.python(program, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (0, "\\u2500\n")
 
 
 def test_closed_streams_are_as_empty_ones():
     program = "from zerojax.commands import arguments; arguments.run(lambda: print(input()))"
-    command = ["sh", "-c", f'exec {sys.executable} -c "{program}" <&- >&-']
+    command = ["sh", "-c", 'exec "$@" <&- >&-', "sh", sys.executable, "-c", programs.SINGLE_MODULES + program]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1 and done.stderr.endswith("EOFError: EOF when reading a line\n")
 

@@ -4,14 +4,13 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 
 import event_files
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import numpy as np
+import programs
 import pytest
 from tensorboardX.proto import event_pb2
 
@@ -79,13 +78,12 @@ def test_after_a_kill_and_resume_every_step_appears_once(tmp_path_factory, writt
 
 def test_a_killed_process_leaves_every_written_step(tmp_path):
     program = (
-        "import os, signal, sys\nfrom zerojax.trainer import metrics\n"
-        "log = metrics.MetricsLog(sys.argv[1], enabled=True)\n"
+        "import os, signal\nfrom zerojax.trainer import metrics\n"
+        f"log = metrics.MetricsLog({str(tmp_path)!r}, enabled=True)\n"
         "for step in (1, 2, 3): log.write(step, {'loss': 1.0})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    status = subprocess.run([sys.executable, "-c", program, tmp_path], timeout=60).returncode
-    assert status == -signal.SIGKILL
+    assert programs.python(program).returncode == -signal.SIGKILL
     assert [record["step"] for record in metrics.read(tmp_path)] == [1, 2, 3]
 
 
