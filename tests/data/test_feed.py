@@ -56,5 +56,8 @@ def test_the_feed_counts_how_often_an_evaluation_reads_its_text(stdlib_dir):
     offered = int(str(caught.value).rpartition("=")[2])
     exact = opened(stdlib_dir, **text, evaluate__batches=offered)
     assert offered == held // (8 * 33) and exact.times == 1
-    for streams in (rare, often, exact):
+    hundred = opened(stdlib_dir, **text, evaluate__batches=100 * held // (8 * 33))
+    with pytest.raises(UserError, match="would read"):
+        opened(stdlib_dir, **text, evaluate__batches=100 * held // (8 * 33) + 1)
+    for streams in (rare, often, exact, hundred):
         streams.close()

@@ -68,7 +68,7 @@ def test_lines_are_numbered_as_an_editor_does(tmp_path):
         ("a.csv", b"text,label\na,b\nc\n", "a.csv:3: has 1 values, and line 1 names 2 fields"),
         ("a.csv", b'text,label\na,"b\n', "a.csv:2: is no row of a table"),
         ("a.csv", b"text,text\na,b\n", "a.csv:1: names the fields"),
-        ("a.parquet", b"PAR1", "a.parquet: cannot be read as parquet"),
+        ("a.parquet", b"PAR1", "a.parquet: cannot be read as parquet (Parquet file size is 4 bytes"),
         ("a.csv", b"PAR1\xff", "a.csv is a parquet file under another name; rename it to a.parquet"),
         ("a.txt", b"hello", "is not one of .jsonl, .json"),
         ("a.jsonl", b"\n", "has no examples"),
