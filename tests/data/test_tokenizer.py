@@ -47,7 +47,8 @@ def test_byte_ids_are_the_bytes(data):
 def test_byte_tokenizer_gives_text_back(text):
     byte_tokenizer = tokenizer.ByteTokenizer()
     assert byte_tokenizer.decode(byte_tokenizer.encode(text)) == text
-    np.testing.assert_array_equal(byte_tokenizer.encode(text), byte_tokenizer.encode(text.encode()))
+    for encode in (byte_tokenizer.encode, byte_tokenizer.encode_whole, byte_tokenizer.encode_special):
+        np.testing.assert_array_equal(encode(text), byte_tokenizer.encode(text.encode()))
 
 
 def test_byte_tokenizer_drops_ids_that_are_not_bytes():

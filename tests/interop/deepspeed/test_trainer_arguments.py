@@ -57,6 +57,13 @@ def test_a_value_that_an_argument_switches_on_is_not_reported_as_off():
     assert lines(found)["deepspeed.bf16.enabled"].verdict == keys.TAKEN
 
 
+def test_a_key_under_its_older_name_is_the_configs_own():
+    holds = [
+        trainer_arguments._holds({name: {"enabled": True}}, "bf16.enabled") for name in ("bf16", "bfloat16", "fp16")
+    ]
+    assert holds == [True, True, False]
+
+
 def test_arguments_without_deepspeed_decide_alone():
     arguments = {"output_dir": "out", "learning_rate": 1e-4, "bf16": True, "max_steps": 20}
     found = trainer_arguments.translate_trainer(arguments, None)

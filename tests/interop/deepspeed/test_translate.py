@@ -71,6 +71,11 @@ def test_legacy_forms_are_read_as_todays():
     assert settings({"zero_optimization": True})["zero.stage"] == 1
     assert settings({"zero_optimization": False})["zero.stage"] == 0
     assert settings({"bfloat16": {"enabled": True}})["precision"] == "bf16"
+    threshold = verdict(
+        put(BASE, "zero_optimization", {"stage": 2, "param_persistence_threshold": 1e4}),
+        "zero_optimization.param_persistence_threshold",
+    )
+    assert threshold.verdict == keys.NO_EFFECT and threshold.text.startswith("DeepSpeed reads it at stage 3 alone")
     old = {"zero_optimization": {"stage": 3, "cpu_offload": True, "param_persistence_threshold": 1e4}}
     assert "zero_optimization.offload_optimizer.device" in verdict(old, "zero_optimization.cpu_offload").text
     assert settings(old)["zero.min_size"] == 10_000
