@@ -134,7 +134,7 @@ def get_config():
     c.loss_scale.on_minimum = "raise"  # an overflow at the smallest scale ends the run; "hold": the run continues
 
     c.data = config_dict.ConfigDict()  # what is learned
-    c.data.name = "python_stdlib"  # a tensorflow-datasets name ("lm1b"), or "random" for random tokens
+    c.data.name = "python_stdlib"  # a tensorflow-datasets name ("lm1b"), one of the Hugging Face hub ("hf:USER/DATASET"), or "random"
     c.data.train_split = "train"  # the split of data.name that is learned
     c.data.eval_split = "validation"  # held-out split, no part of train_split; "": none
     c.data.text_key = "text"  # the name of the text feature

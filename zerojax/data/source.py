@@ -17,7 +17,7 @@ from array_record.python import array_record_module
 import zerojax.data.python_stdlib
 import zerojax.data.short_reviews  # noqa: F401
 from zerojax import errors
-from zerojax.data import split_files
+from zerojax.data import hub_dataset, split_files
 from zerojax.errors import UserError
 
 
@@ -74,7 +74,8 @@ def open_source(name: str, split: str, data_dir: str | os.PathLike, key: str = "
         )
     _check_files(path, found)
     try:
-        source = _Named(builder.as_data_source(split=split), path)
+        kept = builder.info.features if name.startswith(hub_dataset.PREFIX) else None
+        source = _Named(builder.as_data_source(split=split), path, kept)
     except Exception as error:  # array_record raises RuntimeError or ValueError, tfds what its features raise
         raise UserError(_unreadable(path, error)) from error
     source[0]
@@ -118,15 +119,16 @@ def class_names(name: str, data_dir: str | os.PathLike) -> dict[str, list[str]]:
 class _Named:
     """A source whose errors name the example and the dataset's folder."""
 
-    def __init__(self, source: Source, path: str):
-        self._source, self._path = source, path
+    def __init__(self, source: Source, path: str, features: Mapping[str, Any] | None = None):
+        self._source, self._path, self._features = source, path, features  # features: of a dataset of the hub
 
     def __len__(self) -> int:
         return len(self._source)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         try:
-            return self._source[index]
+            example = self._source[index]
+            return example if self._features is None else hub_dataset.decoded(example, self._features)
         except Exception as error:  # array_record raises RuntimeError or ValueError, tfds what its features raise
             if errors.is_host_memory_full(error):
                 raise
@@ -204,8 +206,12 @@ def _unreadable(what: str, error: Exception) -> str:
 def _builder(name: str, data_dir: str | os.PathLike) -> tfds.core.DatasetBuilder:
     """Returns the builder of `name`: of tensorflow-datasets, registered by this package, or read from files below `data_dir`."""
     try:
+        if name.startswith(hub_dataset.PREFIX):
+            return hub_dataset.builder(name, data_dir)
         with _quiet():
             return tfds.builder(name, data_dir=os.fspath(data_dir), file_format="array_record")
+    except UserError:
+        raise
     except tfds.core.DatasetNotFoundError as error:
         known = tfds.list_builders(with_community_datasets=False)
         raise UserError(

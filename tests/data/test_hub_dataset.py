@@ -1,0 +1,75 @@
+"""Checks datasets of the Hugging Face hub, made here without a network. This module tests zerojax.data.hub_dataset."""
+
+import datasets
+import pytest
+
+from zerojax.data import source
+from zerojax.errors import UserError
+
+NAME = "hf:ought/raft/twitter_complaints"
+TALK = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+FEATURES = {
+    "Tweet text": datasets.Value("string"),
+    "Label": datasets.ClassLabel(names=["no complaint", "complaint"]),
+    "ID": datasets.Value("int32"),
+    "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+    "picture": datasets.Image(),
+}
+ROWS = {
+    "Tweet text": ["late again", None, "thank you"],
+    "Label": [1, 0, None],
+    "ID": [7, None, 9],
+    "messages": [TALK, [], TALK],
+    "picture": [None] * 3,
+}
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Lets the hub's library return three rows in two splits, and returns the arguments of its calls."""
+    rows = datasets.Dataset.from_dict(ROWS, features=datasets.Features(FEATURES))
+    calls = []
+    found = datasets.DatasetDict({"train": rows, "test": rows.select([0])})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *arguments: calls.append(arguments) or found)
+    return calls
+
+
+def test_a_dataset_is_prepared_once_and_then_read_without_the_hub(asked, tmp_path):
+    source.prepare(NAME, tmp_path)
+    source.prepare(NAME, tmp_path)
+    assert asked == [("ought/raft", "twitter_complaints")]
+    opened = source.open_source(NAME, "train", tmp_path)
+    rows = [opened[index] for index in range(len(opened))]
+    assert [row["Tweet text"].decode() for row in rows] == ["late again", "", "thank you"]
+    assert [(row["Label"], row["ID"], row["messages"]) for row in rows] == [(1, 7, TALK), (0, None, []), (-1, 9, TALK)]
+    assert "picture" not in rows[0] and source.class_names(NAME, tmp_path) == {"Label": FEATURES["Label"].names}
+    assert len(source.open_source(NAME, "train[:67%]", tmp_path)) == 2
+    with pytest.raises(UserError, match=r"^config\.data\.eval_split: no split 'validation' in .*; known splits: "):
+        source.open_source(NAME, "validation", tmp_path, "config.data.eval_split")
+    assert len(asked) == 1
+
+
+def test_names_that_differ_in_signs_alone_are_two_datasets(asked, tmp_path):
+    for name in ("hf:a/b_c", "hf:a/b-c", "hf:imdb"):
+        source.prepare(name, tmp_path)
+    assert asked == [("a/b_c",), ("a/b-c",), ("imdb",)] and len(list(tmp_path.glob("hf_*"))) == 3
+
+
+@pytest.mark.parametrize("name", ["hf:", "hf:a b", "hf:a/b/c/d", "hf:../x y"])
+def test_a_name_of_another_form_is_refused(asked, tmp_path, name):
+    with pytest.raises(UserError, match=r"^config\.data\.name: .* must be hf:USER/DATASET"):
+        source.prepare(name, tmp_path)
+    assert not asked
+
+
+def test_what_cannot_be_downloaded_is_told_with_the_command_that_downloads_it(monkeypatch, tmp_path):
+    def away(*arguments):
+        raise ConnectionError("the hub is away.\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", away)
+    with pytest.raises(UserError) as caught:
+        source.prepare(NAME, tmp_path)
+    line = str(caught.value)
+    assert f"'{NAME}' is not in the hub's cache and cannot be downloaded (ConnectionError: the hub is away)" in line
+    assert "datasets.load_dataset('ought/raft', 'twitter_complaints')" in line and "\n" not in line
+    assert not any(tmp_path.iterdir())
