@@ -24,6 +24,7 @@ from zerojax.lora.targets import KERNEL, A, B
 from zerojax.models import layers
 from zerojax.ops import quantized
 from zerojax.zero import remat
+from zerojax.zero.sharded_batch import keys
 
 RNG = "lora"  # the name of Linen's random stream for dropout
 _key: contextvars.ContextVar[Any] = contextvars.ContextVar("zerojax_lora_key", default=None)
@@ -123,7 +124,7 @@ class _Interceptor:
             return call(*args, **kwargs)
         key = _key.get()
         if key is not None and scope.parent is None and not scope.has_rng(RNG):
-            scope.rngs = {**scope.rngs, RNG: LazyRng.create(key)}
+            scope.rngs = {**scope.rngs, RNG: LazyRng.create(keys.folded(key))}
             scope.rng_counters.setdefault(RNG, 0)
         if method == "setup" or not hasattr(type(module), method) or not scope.has_variable("params", KERNEL):
             return call(*args, **kwargs)

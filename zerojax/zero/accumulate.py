@@ -103,12 +103,12 @@ def of_pass(batch: Any, state: Any, own_keys: Any, renewed: Collection[str], num
 
 
 def keys_of_pass(own_keys: Any, renewed: Collection[str], number: Any) -> contextlib.AbstractContextManager[None]:
-    """Folds the number of a pass into the keys that Linen draws with, unless the loss renews random keys of the state itself.
+    """Folds the number of a pass into the keys that Flax draws with, unless the loss renews random keys of the state itself.
 
     A loss that splits the state's key and returns the rest has other keys in each pass already.
     """
     renews = any(path.split("/")[0] in renewed for path in own_keys[0])
-    return contextlib.nullcontext() if renews else keys.folded_in_linen(number)
+    return contextlib.nullcontext() if renews else keys.folded_in_flax(number)
 
 
 def zeros(grads: Any, *, in_16_bits: bool = False) -> Any:

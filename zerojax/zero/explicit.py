@@ -162,7 +162,7 @@ class _OfDevice:
             )
             device_loss = _device_loss(self.loss_fn, self.partition, self.how, chain)
             own = [keys.fold(values, paths, device) for values, paths in zip((state, batch), own_keys)]
-            with keys.folded_in_linen(device), fp8_history.known(histories), columns.used():
+            with keys.folded_in_flax(device), fp8_history.known(histories), columns.used():
                 loss, aux = device_loss(jax.tree.map(gather.ShardAndSink, params, sinks), *reversed(own))
             ways = mesh_lib.ways(self.partition.mesh)
             loss, aux = outputs.of_device(loss, aux, state, program, ways=ways, passes=self.passes)

@@ -28,6 +28,7 @@ from flax.traverse_util import unflatten_dict
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import remat
+from zerojax.zero.sharded_batch import keys as keys_lib
 
 Policy = Callable[..., bool] | None
 # run(body, params, arrays, policy) -> outputs, with body(used params, *arrays) -> outputs; `params` are by path in the model.
@@ -297,7 +298,7 @@ class _Streams:
     """The random streams of a block's scope. Inside the block they draw what they would draw without it, also if it is traced again.
 
     Attributes:
-      words: the words of the streams' keys, which are inputs of the block.
+      words: inputs of the block: the words of the streams' keys, and the numbers that are folded into the keys of an `apply` inside.
     """
 
     def __init__(self, scope: Any):
@@ -307,19 +308,22 @@ class _Streams:
         self._impls = [
             jax.random.key_impl(key) if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) else None for key in keys
         ]
-        self.words = [key if impl is None else jax.random.key_data(key) for key, impl in zip(keys, self._impls)]
+        words = [key if impl is None else jax.random.key_data(key) for key, impl in zip(keys, self._impls)]
+        self.words = [*words, *keys_lib.numbers()] if words else []
 
     @contextlib.contextmanager
     def running(self, scope: Any, words: Sequence[jax.Array]) -> Iterator[None]:
         """Gives the streams to another scope of the same module. Afterwards the block's own scope has drawn as often."""
+        count = len(self._impls)
         keys = [
             word if impl is None else jax.random.wrap_key_data(word, impl=impl)
-            for word, impl in zip(words, self._impls)
+            for word, impl in zip(words[:count], self._impls)
         ]
         scope.rngs = {name: LazyRng(key, lazy.suffix) for key, (name, lazy) in zip(keys, self._lazy.items())}
         scope.rng_counters = _copied(self._before)
         counters = scope.rng_counters
-        yield
+        with keys_lib.folding(tuple(words[count:])) if words else contextlib.nullcontext():
+            yield
         self._scope.rng_counters.update(_copied(counters))
 
 

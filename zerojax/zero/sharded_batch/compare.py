@@ -74,7 +74,7 @@ def _equal_draws(loss_fn: Callable[..., Any], partition: Any, state: Any, batch:
 
     def on_device(params: Any, batch: Any, inputs: Any) -> Any:
         own = [keys.fold(values, paths, inputs["device"]) for values, paths in zip((inputs["state"], batch), own_keys)]
-        with keys.folded_in_linen(inputs["device"]):
+        with keys.folded_in_flax(inputs["device"]):
             return aux_of(params, own[1], own[0])
 
     everything = {"state": state, "device": jnp.int32(0)}

@@ -5,16 +5,24 @@ A loss function that draws with one key on all devices draws the same mask for t
 - by their dtype, in the state and in the batch (`jax.random.key`);
 - by their use: raw words (uint32[2]) that the loss passes to `jax.random`. A counter of the same shape is left alone;
 - as the field `rng` of `zerojax.TrainState`;
-- where Linen draws: whatever key the loss gave to `Module.apply(..., rngs=...)`.
+- where Flax draws: whatever key the loss gave to `Module.apply(..., rngs=...)` of Linen or to `nnx.Rngs`.
+
+For the last, this module puts functions of its own in the place of two of Flax: the one that makes the root scope of every `apply` and
+`bind`, before any module has a scope of its own, and the one by which a stream of `nnx.Rngs` draws. Outside of `folded_in_flax` they are
+Flax's. Calls to modules could be intercepted without that, but then a module has copied the keys into those that are its attributes.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+import contextvars
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-import flax.linen as nn
+import flax.core
+import flax.core.scope
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from flax.core.scope import LazyRng
 
 from zerojax import specs, train_state, tree
@@ -67,27 +75,59 @@ def fold(values: Any, paths: Collection[str], number: Any) -> Any:
 
 
 @contextlib.contextmanager
-def folded_in_linen(number: Any) -> Iterator[None]:
-    """Folds `number` into the keys of every Linen module that is applied inside, once for each `apply`."""
-    done: dict[int, Any] = {}  # scopes by id; holds them, so that no other takes an id
-    depth = 0
+def folded_in_flax(*numbers: Any) -> Iterator[None]:
+    """Folds numbers (int32[]) into the keys that Linen and NNX draw with inside, once for each `apply` and each draw of a stream.
 
-    def intercept(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
-        nonlocal depth
-        scope = context.module.scope
-        if depth == 0 and scope is not None and scope.rngs and id(scope) not in done:
-            done[id(scope)] = scope
-            scope.rngs = {
-                name: LazyRng(jax.random.fold_in(lazy.rng, number), lazy.suffix) for name, lazy in scope.rngs.items()
-            }
-        depth += 1
-        try:
-            return call(*args, **kwargs)
-        finally:
-            depth -= 1
-
-    with nn.intercept_methods(intercept):
+    The weights of an `init` inside stay equal on all devices.
+    """
+    with folding((*numbers, *_numbers.get())):
         yield
+
+
+@contextlib.contextmanager
+def folding(numbers: tuple[Any, ...]) -> Iterator[None]:
+    """Makes `numbers` those that `folded_in_flax` folds, in place of others. A block that is traced on its own has them as inputs."""
+    token = _numbers.set(numbers)
+    try:
+        with _traces(next(_trace_numbers)):
+            yield
+    finally:
+        _numbers.reset(token)
+
+
+def numbers() -> tuple[Any, ...]:
+    """Returns the numbers that are folded into the keys of Flax here."""
+    return _numbers.get()
+
+
+def folded(key: Any) -> Any:
+    """Returns a random key with `numbers` folded in."""
+    for number in _numbers.get():
+        key = jax.random.fold_in(key, number)
+    return key
+
+
+_numbers: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("zerojax_key_numbers", default=())
+_traces, _trace_numbers = (
+    jax.make_user_context(0),
+    itertools.count(1),
+)  # a jitted function is traced anew for other numbers
+_bind, _draw = flax.core.scope.bind, nnx.RngStream.__call__
+
+
+def _bind_folded(variables: Any, rngs: Any = None, mutable: Any = False, flags: Mapping | None = None) -> Any:
+    scope = _bind(variables, rngs=rngs, mutable=mutable, flags=flags)
+    if _numbers.get() and not scope.flags.get("initializing"):
+        scope.rngs = {name: LazyRng(folded(lazy.rng), lazy.suffix) for name, lazy in scope.rngs.items()}
+    return scope
+
+
+def _draw_folded(stream: nnx.RngStream) -> jax.Array:
+    return folded(_draw(stream))
+
+
+flax.core.scope.bind = flax.core.bind = _bind_folded
+nnx.RngStream.__call__ = _draw_folded  # type: ignore[method-assign]
 
 
 def _may_be_raw(leaf: Any) -> bool:
