@@ -20,7 +20,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import specs, tree
 from zerojax.errors import UserError
 from zerojax.ops import columns
-from zerojax.zero import accumulate, gather, overlap, placement, where_used
+from zerojax.zero import accumulate, constraints, gather, overlap, placement, where_used
 from zerojax.zero.fp8 import gathered as fp8_gathered
 from zerojax.zero.fp8 import history as fp8_history
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, totals
@@ -282,8 +282,13 @@ def _mapped(
     batch_specs = jax.tree.map(
         lambda spec: specs.only(spec, axes), batch_specs, is_leaf=lambda node: isinstance(node, P)
     )
+
+    def on_device(*args: Any) -> Any:
+        with constraints.dropped(axes):
+            return run(*args)
+
     return jax.shard_map(
-        run,
+        on_device,
         mesh=partition.mesh,
         in_specs=(param_specs, batch_specs, P(), *[P()] * num_rest),
         out_specs=out_specs,

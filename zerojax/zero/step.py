@@ -197,7 +197,7 @@ def _gradients(
             with fp8_history.known(histories):
                 loss, aux = loss_of_stored(placement.with_frozen(part, params), batch, state)
             loss, weight = totals.objective(loss, passes)
-            metrics = aux["metrics"] if passes == 1 else outputs.terms(aux["metrics"], state, program)
+            metrics = aux["metrics"] if passes == 1 else outputs.terms(aux["metrics"], state, program, passes)
             return loss, {"metrics": metrics, "state": outputs.state_of_batch(aux.get("state", {}), state), **weight}
 
         sums = accumulate.value_and_grad(loss_of_part, passes, own_keys, in_16_bits=in_16_bits)

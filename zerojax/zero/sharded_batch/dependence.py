@@ -24,6 +24,7 @@ import numpy as np
 
 from zerojax import mesh as mesh_lib
 from zerojax import tree
+from zerojax.zero import constraints
 from zerojax.zero.sharded_batch import inputs
 
 SAME, COUNT, GROWN, OTHER = "same", "count", "grown", "other"
@@ -31,7 +32,7 @@ _MIXED = "mixed"  # `other`, and made of many examples by more than a sum, such 
 
 _CALLS = frozenset("jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call".split())
 _MOVES = frozenset(
-    "broadcast_in_dim reshape squeeze expand_dims transpose copy copy_p rev slice name stop_gradient".split()
+    "broadcast_in_dim reshape squeeze expand_dims transpose copy copy_p rev slice name stop_gradient sharding_constraint".split()
 )
 _SUMS_OVER_DEVICES = frozenset("psum psum_invariant pmax pmin all_gather all_gather_invariant".split())
 _DRAWS, _WRAP = "random_bits", "random_wrap"
@@ -93,7 +94,9 @@ def of_loss(
     @functools.cache
     def program() -> TracedLoss:
         one_pass = jax.tree.map(lambda leaf: _abstract(leaf, layout.passes > 1), batch)
-        return TracedLoss(aux_of, params, one_pass, jax.tree.map(_abstract, state), layout.examples(batch))
+        axes = layout.mesh.shape if layout.by_device else {}
+        with constraints.dropped(axes):
+            return TracedLoss(aux_of, params, one_pass, jax.tree.map(_abstract, state), layout.examples(batch), axes)
 
     return program
 
@@ -121,10 +124,14 @@ class TracedLoss:
       function: returns a pytree.
       params, batch, state: arrays or ShapeDtypeStructs, of one pass over the whole batch.
       examples: the number of examples in it. A dim that it divides is taken to count examples.
+      axes: {name: size} of the axes of devices that the function may read or sum over.
     """
 
-    def __init__(self, function: Callable[..., Any], params: Any, batch: Any, state: Any, examples: int):
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, batch, state)
+    def __init__(
+        self, function: Callable[..., Any], params: Any, batch: Any, state: Any, examples: int, axes: Any = None
+    ):
+        traced = jax.make_jaxpr(function, axis_env=[*(axes or {}).items()], return_shape=True)
+        closed, shapes = traced(params, batch, state)
         self._top = _Frame(closed.jaxpr, closed.consts)
         ends = np.cumsum([len(jax.tree.leaves(part)) for part in (params, batch, state)])
         self._batch, self._state = range(ends[0], ends[1]), range(ends[1], ends[2])
@@ -142,6 +149,10 @@ class TracedLoss:
         if found == GROWN and self._is_old(self._top, self.outputs[output], old):
             return SAME
         return OTHER if found == _MIXED else found
+
+    def reads_examples(self, output: str) -> bool:
+        """Returns whether the result of this path may depend on the batch; one that the loss summed over devices is still `same`."""
+        return any(self._reads(self._top, self.outputs[output], number, {}) for number in self._batch)
 
     def evaluate(self, output: str, state: Any) -> Any:
         """Returns the value of a `same` result, for the whole batch and these values of the state.

@@ -12,8 +12,9 @@ Nothing is looked at but types, unless an integer, a boolean, a random key or an
 the loss's traced program.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -44,7 +45,8 @@ def with_aux(loss_fn: Callable[..., Any], scale: Callable[[Any], Any]) -> Callab
     """
 
     def with_aux(params: Any, batch: Any, state: Any) -> tuple[Any, dict]:
-        loss, aux = _read(loss_fn(params, batch, state), state)
+        with _axes_named():
+            loss, aux = _read(loss_fn(params, batch, state), state)
         loss = totals.in_float32(loss)
         metrics = {"loss": loss, **aux.get("metrics", {})}
         return totals.times(loss, scale(state)), {**aux, "metrics": metrics}
@@ -62,7 +64,7 @@ def of_device(
     """
     scalar, weight = totals.objective(loss_over_devices(loss, ways), passes)
     fields = state_of_devices(aux.get("state", {}), state, program)
-    return scalar, {"metrics": terms(aux["metrics"], state, program), "state": fields, **weight}
+    return scalar, {"metrics": terms(aux["metrics"], state, program, passes), "state": fields, **weight}
 
 
 def state_of_batch(returned: Mapping[str, Any], before: Any) -> dict[str, Any]:
@@ -105,8 +107,8 @@ def state_of_devices(
     return {field: _fitted(field, value, getattr(before, field), equal) for field, value in returned.items()}
 
 
-def terms(metrics: Any, before: Any, program: Callable[[], dependence.TracedLoss]) -> Any:
-    """Returns one pass's metrics as terms that can be added over passes and devices: floating arrays, `Mean`, `Sum` and `Same`."""
+def terms(metrics: Any, before: Any, program: Callable[[], dependence.TracedLoss], passes: int) -> Any:
+    """Returns metrics of one of `passes` as terms that can be added over passes and devices: floating arrays, `Mean`, `Sum`, `Same`."""
 
     def term(path: str, leaf: Any) -> Any:
         name = f"metrics/{path}"
@@ -122,7 +124,7 @@ def terms(metrics: Any, before: Any, program: Callable[[], dependence.TracedLoss
         if totals.is_total(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf
         kind = program().kind(name)
-        if kind == dependence.SAME:
+        if kind == dependence.SAME and not (passes > 1 and program().reads_examples(name)):
             return Same(_whole(program(), name, before, leaf))
         if kind == dependence.COUNT and jnp.issubdtype(leaf.dtype, jnp.integer):
             return totals.Sum(leaf)
@@ -173,6 +175,20 @@ def loss_over_devices(loss: Any, ways: int) -> Any:
     if isinstance(loss, totals.Mean):
         return totals.Mean(loss.total, jax.lax.psum(jax.lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32)), AXES))
     return loss if isinstance(loss, totals.Sum) else loss / ways
+
+
+@contextlib.contextmanager
+def _axes_named() -> Iterator[None]:
+    """Raises a UserError for an axis that does not exist where the loss runs."""
+    try:
+        yield
+    except NameError as error:
+        if "axis name" not in str(error):
+            raise
+        raise UserError(
+            f"loss_fn: {str(error).split('. ')[0]}; the axes replica and data exist where each device runs the loss on its own examples: "
+            "pass reduce_dtype=jnp.float32 and name these, or sum over no axis"
+        ) from error
 
 
 def _read(result: Any, state: Any) -> tuple[Any, Mapping[str, Any]]:
