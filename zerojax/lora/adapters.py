@@ -1,8 +1,10 @@
 """The weights of adapters. This module draws them, adds them to a model's weights, and merges them into the kernels.
 
 An adapter's two weights are beside the kernel: `.../q/kernel`, `.../q/lora_a` float[inputs, r], `.../q/lora_b` float[r, outputs].
+A stack of layers has one pair for each layer, stacked as its kernels are.
 """
 
+import functools
 import math
 import zlib
 from typing import Any
@@ -16,7 +18,7 @@ from zerojax.lora.targets import KERNEL, A, B
 from zerojax.ops import quantized
 
 
-def shapes(targets: targets_lib.Targets) -> dict[str, tuple[int, int]]:
+def shapes(targets: targets_lib.Targets) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each adapter's weights, by path."""
     found = {}
     for path in targets.adapted:
@@ -31,7 +33,7 @@ def draw(key: jax.Array, number: Any, shape: tuple[int, ...], *, is_b: bool) -> 
     """
     if is_b:
         return jnp.zeros(shape, jnp.float32)
-    bound = 1 / math.sqrt(shape[0])  # kaiming_uniform with a = sqrt(5)
+    bound = 1 / math.sqrt(shape[-2])  # kaiming_uniform with a = sqrt(5)
     return jax.random.uniform(jax.random.fold_in(key, number), shape, jnp.float32, -bound, bound)
 
 
@@ -47,12 +49,22 @@ def add(params: Any, targets: targets_lib.Targets, key: jax.Array) -> Any:
     found: dict[str, Any] = {}
     for path, leaf in targets_lib.flat(params).items():
         if path in quantize:
-            found |= {f"{path}/{name}": part for name, part in quantized.quantize(leaf, targets.lora.quantize).items()}
+            stack = targets.linear[path.rpartition("/")[0]].stack
+            stored = quantize_stack(leaf, targets.lora.quantize, len(stack))
+            found |= {f"{path}/{name}": part for name, part in stored.items()}
         else:
             found[path] = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) if path in targets.saved else leaf
     for path, shape in shapes(targets).items():
         found[path] = draw(key, number_of(path), shape, is_b=path.endswith(B))
     return targets_lib.nested(found)
+
+
+def quantize_stack(kernel: jax.Array, kind: str, dims: int) -> dict[str, jax.Array]:
+    """Returns `quantized.quantize` of each layer of a stack, whose first `dims` dims count layers."""
+    one = functools.partial(quantized.quantize, kind=kind)
+    for _ in range(dims):
+        one = jax.vmap(one)
+    return one(kernel)
 
 
 def merged(kernel: Any, a: Any, b: Any, scale: float) -> Any:

@@ -39,6 +39,7 @@ def find(function: Callable[..., Any], params: Any, *args: Any) -> dict[str, tar
       *args: example inputs.
     """
     found: dict[str, targets_lib.LinearModule] = {}
+    stored = targets_lib.flat(params)
 
     def note(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
         module = context.module
@@ -47,7 +48,9 @@ def find(function: Callable[..., Any], params: Any, *args: Any) -> dict[str, tar
         if inputs is not None and module.scope is not None and module.scope.has_variable("params", KERNEL):
             kernel = module.scope.get_variable("params", KERNEL)
             path = "/".join(module.path)
-            found[path] = targets_lib.LinearModule(path.replace("/", "."), tuple(kernel.shape), inputs)
+            found[path] = targets_lib.LinearModule(path.replace("/", "."), tuple(kernel.shape), inputs)._replace(
+                stack=_stack(path, tuple(kernel.shape), stored.get(f"{path}/{KERNEL}"))
+            )
         return result
 
     plain = getattr(function, "__wrapped__", function) if hasattr(function, "lower") else function
@@ -56,6 +59,18 @@ def find(function: Callable[..., Any], params: Any, *args: Any) -> dict[str, tar
     ):  # JAX remembers what it has traced: a jitted function, and a function that it has seen
         jax.eval_shape(lambda *values: plain(*values), params, *args)
     return found
+
+
+def _stack(path: str, shape: tuple[int, ...], stored: Any) -> tuple[int, ...]:
+    """Returns the first dims of a stored kernel, which count the layers of a stack; `shape` is that of the kernel in a call."""
+    found = shape if stored is None else tuple(stored.shape)
+    dims = len(found) - len(shape)
+    if found[max(dims, 0) :] != shape:
+        raise UserError(
+            f"add_lora: {path} is called with a kernel of shape {shape}, and its weights are {found}; an adapter is stacked as nn.scan and "
+            'nn.vmap with variable_axes={"params": 0} stack kernels: stack them so, or name it in exclude_modules'
+        )
+    return found[:dims]
 
 
 def add(
@@ -123,7 +138,7 @@ class _Interceptor:
         if scope is None:
             return call(*args, **kwargs)
         key = _key.get()
-        if key is not None and scope.parent is None and not scope.has_rng(RNG):
+        if key is not None and not scope.path and scope.parent is None and not scope.has_rng(RNG):
             scope.rngs = {**scope.rngs, RNG: LazyRng.create(keys.folded(key))}
             scope.rng_counters.setdefault(RNG, 0)
         if method == "setup" or not hasattr(type(module), method) or not scope.has_variable("params", KERNEL):
@@ -139,6 +154,11 @@ class _Interceptor:
         y = _linear(module, x, kernel, inputs) if is_coded else call(*args, **kwargs)
         if not has_adapter:
             return y
+        if self._dropout and key is not None and not scope.has_rng(RNG):
+            raise UserError(
+                f"lora.dropout: {'/'.join(module.path)} is in a stack of nn.scan or nn.vmap that hands it no random keys; pass "
+                f'split_rngs={{"{RNG}": True}} there, or set lora.dropout to 0'
+            )
         seen = self._dropped(module, x) if self._dropout and scope.has_rng(RNG) else x
         weights = scope.get_variable("params", A), scope.get_variable("params", B)
         return (y + output(seen, *weights, self._scale("/".join(module.path)), y.shape)).astype(y.dtype)

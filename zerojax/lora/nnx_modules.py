@@ -15,7 +15,6 @@ from zerojax.lora import adapters, linen
 from zerojax.lora import settings as settings_lib
 from zerojax.lora import targets as targets_lib
 from zerojax.lora.targets import A, B
-from zerojax.ops import quantized
 
 
 def add(model: nnx.Module, lora: settings_lib.Lora, key: jax.Array) -> nnx.Module:
@@ -28,7 +27,7 @@ def add(model: nnx.Module, lora: settings_lib.Lora, key: jax.Array) -> nnx.Modul
     chosen = targets_lib.choose(lora, linear, weights)
     for path, module in modules.items():
         if path in chosen.quantized:
-            stored = quantized.quantize(module.kernel[...], lora.quantize)
+            stored = adapters.quantize_stack(module.kernel[...], lora.quantize, len(linear[path].stack))
             module.kernel = nnx.Dict({name: nnx.Param(part) for name, part in stored.items()})
         if path in chosen.adapted:
             for name, shape in zip((A, B), chosen.shapes(path)):
@@ -37,6 +36,8 @@ def add(model: nnx.Module, lora: settings_lib.Lora, key: jax.Array) -> nnx.Modul
             module.lora_scale = chosen.scale(path)
             own = jax.random.fold_in(key, adapters.number_of(path))
             module.lora_dropout = nnx.Dropout(lora.dropout, rngs=nnx.Rngs(dropout=own) if lora.dropout else None)
+            if lora.dropout and linear[path].stack:
+                module.lora_dropout.rngs = module.lora_dropout.rngs.split(linear[path].stack)
         if path in chosen.quantized or path in chosen.adapted:
             cls: Any = type(module)
             module.__class__ = _adapted(cls)
@@ -72,7 +73,9 @@ def _coded(module: Any, x: jax.Array) -> jax.Array:
 def _linear(path: str, module: Any) -> targets_lib.LinearModule:
     inputs = _inputs_of(module)
     assert inputs is not None
-    return targets_lib.LinearModule(path.replace("/", "."), tuple(module.kernel.shape), inputs)
+    shape = tuple(module.kernel.shape)
+    dims = len(shape) - sum(1 if isinstance(n, int) else len(n) for n in (module.in_features, module.out_features))
+    return targets_lib.LinearModule(path.replace("/", "."), shape[dims:], inputs, stack=shape[:dims])
 
 
 def _inputs_of(module: Any) -> int | None:

@@ -16,12 +16,16 @@ A, B, KERNEL = settings.A, settings.B, "kernel"
 
 
 class LinearModule(NamedTuple):
-    """A linear module: its name for the user, its kernel's shape, how many leading dims of that are inputs, whether it is the output."""
+    """A linear module: its name for the user, its kernel's shape, how many leading dims of that are inputs, whether it is the output.
+
+    `stack` has the dims before these in the stored kernel, which count the layers of a stack (`nn.scan`, `nn.vmap`).
+    """
 
     name: str
     shape: tuple[int, ...]
     inputs: int
     is_output: bool = False
+    stack: tuple[int, ...] = ()
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -61,11 +65,11 @@ class Targets:
             if not found.is_output and f"{path}/{KERNEL}" not in self.saved and quantized.takes(found.shape)
         )
 
-    def shapes(self, path: str) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Returns the shapes of an adapter's two weights: A float[inputs, r] and B float[r, outputs]."""
+    def shapes(self, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shapes of an adapter's two weights: A float[inputs, r] and B float[r, outputs]; one for each layer of a stack."""
         inputs, outputs = self.linear[path].sizes
-        rank = self.rank(path)
-        return (inputs, rank), (rank, outputs)
+        rank, stack = self.rank(path), self.linear[path].stack
+        return (*stack, inputs, rank), (*stack, rank, outputs)
 
     def rank(self, path: str) -> int:
         """Returns the rank of a module's adapter."""

@@ -83,7 +83,7 @@ def _dequantize(stored: dict[str, jax.Array], dtype: Any) -> jax.Array:
         packed = stored[NF4]
         codes = jnp.stack([packed & 15, packed >> 4], axis=-1)
         values = jnp.asarray(CODE_BOOK).at[codes.reshape(shape)].get(mode="promise_in_bounds")
-    return (values.reshape(shape[0], -1, BLOCK) * scales).reshape(shape).astype(dtype)
+    return (values.reshape(*scales.shape[:-1], BLOCK) * scales).reshape(shape).astype(dtype)
 
 
 def _forward(stored: dict[str, jax.Array], dtype: Any) -> tuple[jax.Array, dict[str, None]]:

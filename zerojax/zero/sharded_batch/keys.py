@@ -127,7 +127,7 @@ def _draw_folded(stream: nnx.RngStream) -> jax.Array:
 
 
 flax.core.scope.bind = flax.core.bind = _bind_folded
-nnx.RngStream.__call__ = _draw_folded  # type: ignore[method-assign]
+nnx.RngStream.__call__ = _draw_folded  # type: ignore[method-assign, assignment]
 
 
 def _may_be_raw(leaf: Any) -> bool:
