@@ -133,3 +133,24 @@ def test_a_text_longer_than_those_of_training_is_warned_of():
     function = generate.make_generator(DECODER, config, partition, new_tokens=3, special=family.SpecialTokens())
     with pytest.raises(UserWarning, match="may have 11 tokens, and the model was trained on 10 at most"):
         function(None, PROMPTS)  # warnings are errors here, so nothing is compiled
+
+
+def test_prompts_whose_attention_exceeds_the_host_are_refused_before_anything_is_compiled():
+    partition = stages.partition_state(
+        {"params": family.abstract_params(DECODER.parts, WINDOWED)}, mesh=mesh_lib.make_mesh(), stage=0
+    )
+    function = generate.make_generator(DECODER, WINDOWED, partition, new_tokens=1, special=family.SpecialTokens())
+    with pytest.raises(
+        UserError, match=r"^input_ids: 2 prompts of up to 1000000 tokens need more memory than there is"
+    ):
+        function(None, np.ones((2, 1_000_000), int))
+
+
+def test_an_allocation_that_fails_is_one_line_and_other_errors_are_not():
+    line = r"^input_ids: 3 prompts of up to 7 tokens .*RESOURCE_EXHAUSTED: x"
+    for message, error, match in (
+        ("RESOURCE_EXHAUSTED: x", UserError, line),
+        ("INTERNAL: x", jax.errors.JaxRuntimeError, "INTERNAL"),
+    ):
+        with pytest.raises(error, match=match), generate._out_of_memory((3, 7)):
+            raise jax.errors.JaxRuntimeError(message)

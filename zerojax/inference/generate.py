@@ -5,9 +5,10 @@ devices take that decision from the same value inside the program, so no process
 host memory are fetched block by block instead (`by_block`).
 """
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax import display, errors
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.inference import by_block
@@ -23,8 +25,10 @@ from zerojax.inference import sampling as sampling_lib
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
 from zerojax.zero import placement, where_used
+from zerojax.zero.offload import budget
 from zerojax.zero.offload import params as params_on_host
 
+SCORES = 3  # arrays [rows, heads, length, length] that attention over the prompts holds at a time
 MOST_TOKENS = 2**24  # of a text, which float32 counts exactly
 
 
@@ -74,6 +78,7 @@ def make_generator(
             lengths = np.ones(count, np.int32)
         else:
             texts, lengths = _text_first(prompts, mask)
+        _check_memory(mesh, config.num_heads, prompts.shape)
         longest = max(int(lengths.max()) + new_tokens, prompts.shape[1] if inputs else 0)
         positions = family.positions(config)
         if positions is not None and longest > positions:
@@ -88,11 +93,42 @@ def make_generator(
                 stacklevel=2,
             )
         arrays = sharded_rows((inputs, texts, lengths), mesh)
-        new = np.asarray(run(params, *arrays, np.uint32(seed)))[:count]
+        with _out_of_memory(prompts.shape):
+            new = np.asarray(run(params, *arrays, np.uint32(seed)))[:count]
         before = texts if inputs else np.asarray(input_ids, np.int32)
         return np.concatenate([before, new[:, : _longest(new, special)]], axis=1)
 
     return generate
+
+
+def _check_memory(mesh: Mesh, num_heads: int, shape: tuple[int, ...]) -> None:
+    """Raises a UserError if the scores of attention over the prompts exceed the memory of a host without accelerators, which would swap."""
+    rows, length = shape
+    host = budget.read_host()
+    limit = min((nbytes for nbytes in (host.total, host.allowed) if nbytes is not None), default=None)
+    needed = SCORES * np.dtype(np.float32).itemsize * num_heads * rows * length**2
+    if limit is not None and mesh.devices.flat[0].platform == "cpu" and needed > limit:
+        raise _too_long(
+            shape, f"its scores of attention take {display.human(needed)}, and this host has {display.human(limit)}"
+        )
+
+
+@contextlib.contextmanager
+def _out_of_memory(shape: tuple[int, ...]) -> Iterator[None]:
+    """Turns an allocator's error into a UserError that names the prompts."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise _too_long(shape, errors.first_line(error)) from error
+
+
+def _too_long(shape: tuple[int, ...], why: str) -> UserError:
+    return UserError(
+        f"input_ids: {shape[0]} prompts of up to {shape[1]} tokens need more memory than there is ({why}); shorten the prompt, or give "
+        "fewer at a time"
+    )
 
 
 def sharded_rows(arrays: Any, mesh: Mesh) -> Any:
