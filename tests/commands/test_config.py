@@ -39,7 +39,10 @@ def test_eight_questions_are_asked_and_wrong_answers_are_asked_again(run):
     status, out, errors, written = run("--quick", answers=answers)
     assert (status, errors) == (0, "") and len(config.QUESTIONS) == 8
     assert [f"{number}/8 " in out for number in range(1, 9)] == [True] * 8
-    assert "'tst' is not known; did you mean test?" in out and "must be a whole number above 0 and below 2**31, and is '-3'" in out
+    assert (
+        "'tst' is not known; did you mean test?" in out
+        and "must be a whole number above 0 and below 2**31, and is '-3'" in out
+    )
     assert out.index("What each stage needs on each device") < out.index("8/8 Which ZeRO stage?")
     assert (written.model.preset, written.seq_len, written.global_batch_size) == ("test", 64, 16)
     assert (written.precision, written.zero.stage, written.emulate_devices) == ("fp32", 2, 8)

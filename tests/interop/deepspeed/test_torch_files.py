@@ -9,6 +9,7 @@ import zipfile
 
 import ml_dtypes
 import numpy as np
+import odd_files
 import pytest
 import torch_writer
 from torch_writer import Call
@@ -210,3 +211,67 @@ def test_a_pickle_cannot_make_python_fill_the_memory(tmp_path):
         archive.writestr("a/data.pkl", b"\x80\x02Nr\xff\xff\xff\x7f.")
     with pytest.raises(UserError, match="object 2147483647 in a pickle of 9 bytes"):
         torch_files.read(path)
+
+
+def test_compressed_entries_are_unpacked_up_to_a_bound_and_by_deflate_alone(tmp_path, monkeypatch):
+    path = tmp_path / "file.pt"
+    for how in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        with zipfile.ZipFile(path, "w", how) as archive:
+            archive.writestr("a/data.pkl", START + b"}" + END)
+            archive.writestr("a/byteorder", b"little" + b" " * (10_000 if how == zipfile.ZIP_DEFLATED else 0))
+        with pytest.raises(
+            UserError, match=r"a/byteorder would have \d+ bytes, and at most 64 are unpacked by deflate"
+        ):
+            torch_files.read(path)
+    content = {name: np.full(100, number, np.float32) for number, name in enumerate("abc")}
+    path = written(tmp_path, content, compresses=True)
+    monkeypatch.setattr(torch_files, "_MOST_PACKED", 1200)
+    assert torch_files.read(path).keys() == content.keys()
+    monkeypatch.setattr(torch_files, "_MOST_PACKED", 1199)
+    with pytest.raises(UserError, match="would have 400 bytes, and at most 399 are unpacked"):
+        torch_files.read(path)
+
+
+def test_an_entry_that_unpacks_to_more_than_it_says_is_refused(tmp_path):
+    path = tmp_path / "file.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/byteorder", b"little" + b" " * 10_000)
+        archive.writestr("a/data.pkl", START + b"}" + END)
+    content = bytearray(path.read_bytes())
+    at = content.rindex(b"a/byteorder") - 46 + 24  # the size in the directory
+    content[at : at + 4] = (6).to_bytes(4, "little")
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="is damaged"):
+        torch_files.read(path)
+
+
+def test_keys_that_python_hashes_alike_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_files, "_MOST_LARGE", 3)
+    path = written(tmp_path, {n * (2**61 - 1): n for n in range(1, 4)})
+    assert len(torch_files.read(path)) == 3
+    with pytest.raises(UserError, match="more than 3 integers of 61 bits and more"):
+        torch_files.read(written(tmp_path, {n * (2**61 - 1): n for n in range(1, 5)}))
+
+
+def test_what_functions_of_a_file_copy_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_files, "_MOST_BUILT", 100)
+    many, more = ([Call("torch.Size", [1] * 10) for _ in range(n)] for n in (9, 10))
+    assert torch_files.read(written(tmp_path, many)) == [(1,) * 10] * 9
+    for content in (more, [Call("argparse.Namespace", state={f"f{n}": n for n in range(101)})]):
+        with pytest.raises(UserError, match="its functions are given more than 100 items"):
+            torch_files.read(written(tmp_path, content))
+    with pytest.raises(UserError, match="a path or a device of more than 4096 characters"):
+        torch_files.read(written(tmp_path, Call("torch.device", "x" * 5000)))
+
+
+def test_a_class_of_texts_takes_no_state(tmp_path):
+    raw(tmp_path / "file.pt", START + b"ctorch.torch_version\nTorchVersion\nN}X\x05\x00\x00\x00addedNs\x86b" + END)
+    with pytest.raises(UserError, match="is damaged"):
+        torch_files.read(tmp_path / "file.pt")
+    assert not hasattr(torch_files._KNOWN["torch.torch_version.TorchVersion"], "added")
+
+
+def test_storages_that_share_the_bytes_of_the_file_are_refused(tmp_path):
+    odd_files._overlapping(tmp_path / "file.pt", 3)
+    with pytest.raises(UserError, match="storages overlap"):
+        torch_files.read(tmp_path / "file.pt")
