@@ -33,6 +33,14 @@ def left_by_a_dead_process(path, **changes):
     path.write_text(json.dumps({**content, **changes}))
 
 
+def touch(path, seconds):
+    """Dates a file so many seconds before now by the clock of its file system, which is returned."""
+    os.utime(path)
+    now = path.stat().st_mtime
+    os.utime(path, (now - seconds,) * 2)
+    return now
+
+
 def refusal(path):
     with pytest.raises(UserError) as caught:
         lock.take(path, "the folder", "choose another")
@@ -76,9 +84,9 @@ def test_the_lock_of_another_host_is_refused_with_the_way_to_remove_it(tmp_path)
     message = refusal(path)
     assert "process 12 on node7 has held it since 2" in message and f"delete {path}" in message
     assert path.read_bytes() == before
-    os.utime(path, (time.time() - 14.5 * 60,) * 2)
+    touch(path, 14.5 * 60)
     assert message == refusal(path) and message.endswith("until it has been silent for 15 minutes, else choose another")
-    os.utime(path, (time.time() - 15.1 * 60,) * 2)
+    touch(path, 15.1 * 60)
     with held(path):
         assert json.loads(path.read_text())["pid"] == os.getpid()
 
@@ -104,20 +112,20 @@ def test_a_lock_that_the_file_server_has_forgotten_is_opened_again(tmp_path, mon
 def test_the_lock_of_another_host_that_is_dated_in_the_future_is_silent_from_now_on(tmp_path):
     path = tmp_path / ".lock"
     left_by_a_dead_process(path, host="node7", pid=12)
-    os.utime(path, (time.time() + 1e8,) * 2)
+    now = touch(path, -1e8)
     assert "process 12 on node7 has held it" in refusal(path)
-    assert abs(path.stat().st_mtime - time.time()) < lock.BEAT_SECONDS
+    assert abs(path.stat().st_mtime - now) < lock.BEAT_SECONDS
 
 
-def test_a_clock_that_is_slow_does_not_date_a_lock_anew(tmp_path, monkeypatch):
+@pytest.mark.parametrize("ahead", [-1e6, 1e8])
+def test_a_wrong_clock_of_this_host_changes_nothing(tmp_path, monkeypatch, ahead):
     path = tmp_path / ".lock"
     left_by_a_dead_process(path, host="node7", pid=12)
-    now = time.time()
-    os.utime(path, (now - 100, now - 100))
-    monkeypatch.setattr(lock.time, "time", lambda: now - 1e6)
+    now = touch(path, 100)
+    monkeypatch.setattr(lock.time, "time", lambda: now + ahead)
     assert "process 12 on node7 has held it" in refusal(path)
     assert path.stat().st_mtime == pytest.approx(now - 100, abs=1)
-    os.utime(path, (now - lock.SILENT_SECONDS - 1,) * 2)
+    touch(path, lock.SILENT_SECONDS + 1)
     with held(path):
         pass
 

@@ -122,12 +122,13 @@ def _flock(descriptor: int) -> bool | None:
 def _silence(descriptor: int) -> float:
     """Returns the seconds since a lock was touched.
 
-    A lock that seems to be dated in the future is measured by the clock of its file system, which may be another host's. One that is in
-    the future there too was touched when that clock was wrong, nobody knows when: it is dated anew, and its silence counts from now.
+    A lock that seems to be dated in the future, or to have been silent for long, is measured by the clock of its file system, which may be
+    another host's. One that is in the future there too was touched when that clock was wrong, nobody knows when: it is dated anew, and its
+    silence counts from now.
     """
     touched = os.fstat(descriptor).st_mtime
     silence = time.time() - touched
-    if silence >= -BEAT_SECONDS:
+    if -BEAT_SECONDS <= silence <= SILENT_SECONDS:
         return silence
     os.utime(descriptor)
     silence = os.fstat(descriptor).st_mtime - touched
@@ -175,6 +176,6 @@ def _this_process() -> dict[str, Any]:
 def _began(pid: int) -> str | None:
     """Returns when a process of this host began, in the kernel's ticks since it booted, or None if there is no such process."""
     try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
     except (OSError, IndexError):
         return None

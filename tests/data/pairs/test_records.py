@@ -28,7 +28,8 @@ def write(path, rows):
     else:
         mark = "," if path.suffix == ".csv" else "\t"
         path.write_text(
-            "".join(mark.join(f'"{cell}"' for cell in row) + "\n" for row in (rows[0], *(r.values() for r in rows)))
+            "".join(mark.join(f'"{cell}"' for cell in row) + "\n" for row in (rows[0], *(r.values() for r in rows))),
+            encoding="utf-8",
         )
     return path
 

@@ -1,21 +1,26 @@
 """Checks what is said of a folder. This module tests zerojax.zero.offload.disk.folder."""
 
+import os
+
 import pytest
 
 from zerojax.errors import UserError
 from zerojax.zero.offload.disk import folder
 
-MOUNTS = """21 1 253:0 / / rw - ext4 /dev/root rw
+MOUNTS = (
+    b"""21 1 253:0 / / rw - ext4 /dev/root rw
 30 21 0:25 / /fast rw,relatime shared:1 - xfs /dev/nvme0n1 rw
 31 30 0:26 / /fast/mem\\040ory rw - tmpfs tmpfs rw
 32 21 0:27 / /home rw - nfs4 server:/home rw
 33 32 0:28 / /home rw - fuse.sshfs host:/home rw
 """
+    + b"34 21 0:29 / /\xc3\xbc\\040b rw - btrfs /dev/a rw\n35 21 0:30 / /\xff rw - xfs /dev/\xff rw\n"
+)  # names are bytes
 
 
 @pytest.fixture
 def mounts(tmp_path, monkeypatch):
-    (tmp_path / "mountinfo").write_text(MOUNTS)
+    (tmp_path / "mountinfo").write_bytes(MOUNTS)
     monkeypatch.setattr(folder, "_MOUNTS", str(tmp_path / "mountinfo"))
 
 
@@ -25,6 +30,8 @@ def mounts(tmp_path, monkeypatch):
         ("/fast/run", "xfs", ""),
         ("/faster/run", "ext4", ""),
         ("/fast/mem ory", "tmpfs", "keeps its files in the host's memory"),
+        (os.fsdecode(b"/\xc3\xbc b/run"), "btrfs", ""),
+        (os.fsdecode(b"/\xff/run"), "xfs", ""),
         ("/home/me", "fuse.sshfs", "over the network"),
     ],
 )

@@ -31,15 +31,15 @@ def file_system(folder: str | os.PathLike) -> str:
     """Returns the type of the file system that a folder is on ("ext4"), or "" if that is not known."""
     path, found, most = os.path.realpath(folder), "", -1
     try:
-        lines = pathlib.Path(_MOUNTS).read_text().splitlines()
+        lines = pathlib.Path(_MOUNTS).read_bytes().splitlines()
     except OSError:
         return ""
     for line in lines:
         fields = line.split()
-        point = fields[4].encode().decode("unicode_escape")
+        point = os.fsdecode(fields[4].decode("unicode_escape").encode("latin-1"))
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= most:  # of two mounts on one point the later one is seen
-            found, most = fields[fields.index("-") + 1], len(point)
+            found, most = fields[fields.index(b"-") + 1].decode(), len(point)
     return found
 
 
