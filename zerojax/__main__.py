@@ -20,7 +20,7 @@ COMMANDS = {
     "import-deepspeed": ("zerojax.commands.import_deepspeed", "Takes over a checkpoint of DeepSpeed."),
     "disk": ("zerojax.commands.disk", "Measures a disk, and predicts the step of a config that offloads to it."),
     "report": ("zerojax.commands.report", "Describes this machine: versions, devices, links, targets, cache."),
-    "config": ("zerojax.commands.config", "Asks eight questions and writes a config that runs."),
+    "config": ("zerojax.commands.config", "Asks a dozen questions and writes a config that runs."),
     "configs": ("zerojax.commands.configs", "Lists the configs that --config knows by name."),
     "completion": ("zerojax.commands.completion", "Prints a script with which bash or zsh completes this command."),
     "show": ("zerojax.commands.show", "Prints the card of a run, or compares two runs."),

@@ -1,15 +1,16 @@
 """Checks the questions, on a terminal and without one. This module tests zerojax.commands.config."""
 
+import dataclasses
+import pathlib
+import shutil
 import sys
 
-import jax
 import pytest
 
+from zerojax import configs, display
 from zerojax.commands import config
 from zerojax.errors import UserError
-from zerojax.plan import search
 from zerojax.trainer import config as config_lib
-from zerojax.trainer import program
 
 TINY = ("--quick", "--model", "test", "--target", "cpu", "--topology", "8")
 
@@ -34,30 +35,63 @@ def run(monkeypatch, capsys, tmp_path):
     return call
 
 
-def test_eight_questions_are_asked_and_wrong_answers_are_asked_again(run):
-    answers = ["tst", "test", "cpu", "8", "64", "-3", "16", "fp32", "", "2"]
+def test_every_question_is_asked_and_wrong_answers_are_asked_again(run):
+    answers = ["", "tst", "test", "4", "cpu", "8", "64", "-3", "16", "2", "0.5", "fp32", "", "", "2"]
     status, out, errors, written = run("--quick", answers=answers)
-    assert (status, errors) == (0, "") and len(config.QUESTIONS) == 8
-    assert [f"{number}/8 " in out for number in range(1, 9)] == [True] * 8
+    count = len(config.QUESTIONS)
+    assert (status, errors) == (0, "") and count == 13
+    assert [f"{number}/{count} " in out for number in range(1, count + 1)] == [True] * count
     assert (
         "'tst' is not known; did you mean test?" in out
         and "must be a whole number above 0 and below 2**31, and is '-3'" in out
     )
-    assert out.index("What each stage needs on each device") < out.index("8/8 Which ZeRO stage?")
+    assert out.index("What each stage needs on each device") < out.index(f"{count}/{count} Which ZeRO stage?")
     assert (written.model.preset, written.seq_len, written.global_batch_size) == ("test", 64, 16)
     assert (written.precision, written.zero.stage, written.emulate_devices) == ("fp32", 2, 8)
-    built = program.build(written, tokenizer_vocab=320, devices=jax.devices()[:8])
-    assert built.sizes.micro_batch_size == 2
+    assert (written.lora.r, written.export.format, written.grad_accum, written.optimizer.clip_norm) == (
+        4,
+        "peft",
+        2,
+        0.5,
+    )
 
 
 def test_answers_that_do_not_go_together_are_asked_again_and_the_others_are_kept(run):
-    answers = ["test", "cpu", "1xq", "8", "64", "7", "fp32", "host", "16", "0", "none", "0"]
+    answers = ["", "test", "", "cpu", "1xq", "8", "64", "7", "", "", "fp32", "host", "", "16", "0", "none", "0"]
     status, out, errors, written = run("--quick", answers=answers)
     assert (status, errors) == (0, ""), errors
     assert "topology: must be numbers joined by x, such as 1x8 or 4x4x8, and is '1xq'" in out
-    assert "config.global_batch_size: 7 does not fit" in out and out.count("1/8 Which model?") == 1
-    assert "offload.optimizer" in out.split("8/8 Which ZeRO stage?")[1]
+    assert "config.global_batch_size: 7 does not fit" in out and out.count("2/13 Which model?") == 1
+    assert "offload.optimizer" in out.split("13/13 Which ZeRO stage?")[1]
     assert (written.global_batch_size, written.zero.stage, written.offload.optimizer) == (16, 0, "none")
+
+
+@pytest.mark.filterwarnings("ignore:offload")  # no adapter of the tiny model has min_size elements
+def test_peft_guides_answers_are_a_config(run, tmp_path):
+    folder = tmp_path / "bart"
+    shutil.copytree(pathlib.Path(__file__).parents[1] / "golden" / "huggingface" / "bart", folder)
+    shutil.copyfile(configs.path("bart_tiny").parent / "short_reviews_tokenizer.json", folder / "tokenizer.json")
+    flags = (
+        "--init_from",
+        str(folder),
+        "--lora_r",
+        "8",
+        "--grad_accum",
+        "1",
+        "--clip_norm",
+        "1.0",
+        "--offload",
+        "host",
+    )
+    status, _, errors, written = run(
+        "--yes", *TINY[:1], *TINY[3:], *flags, "--offload_params", "host", "--seq_len", "16"
+    )
+    assert (status, errors) == (0, ""), errors
+    assert (written.init_from, written.lora.r, written.export.format) == (str(folder), 8, "peft")
+    assert (written.offload.optimizer, written.offload.params, written.zero.stage) == ("host", "host", 3)
+    assert (written.grad_accum, written.optimizer.clip_norm) == (1, 1.0)
+    status, _, errors, _ = run("--yes", "--force", *TINY, "--init_from", str(tmp_path / "gone"))
+    assert status == 2 and errors.count("\n") == 1 and "config.init_from" in errors
 
 
 def test_a_file_that_exists_is_kept_unless_it_is_to_be_replaced(run, tmp_path):
@@ -99,26 +133,66 @@ def test_a_wrong_flag_is_one_line(run, flags, message):
     assert (status, written) == (2, None) and errors.count("\n") == 1 and message in errors
 
 
-def test_the_plan_recommends_the_fastest_that_fits():
-    def outcome(stage, rate, reason=""):
-        return search.Outcome(search.Candidate(stage, "dots", 4, 1, 1), 10, rate, reason, is_compiled=True)
-
-    held = {0: 90, 1: 50, 2: 40, 3: 20}
-    outcomes = {
-        1: outcome(1, 5.0, "does not fit: 1 B too much"),
-        2: outcome(2, 9.0),
-        3: outcome(3, 7.0, "fits, 22% slower"),
-    }
-    found = config._advice(held, 60, [1, 2, 3], outcomes)
-    assert (found.stage, found.micro_batch_size) == (2, 4)
-    assert config._advice(held, 60, [], {}).stage == 3
-    assert config._advice(held, None, list(held), {}).stage == 3  # unknown memory: the least
+def fit(stage, micro=4, accum=1, remat="dots", peak=50.0):
+    return config.Fit(stage, micro, accum, remat, 10.0, peak)
 
 
-@pytest.mark.parametrize(("usable", "stage"), [(200, 0), (110, 1), (90, 2), (60, 3), (30, 3)])
-def test_bytes_alone_recommend_the_lowest_stage_that_leaves_half_of_the_memory_to_activations(usable, stage):
-    held = {0: 90, 1: 50, 2: 40, 3: 20}
-    assert config._advice(held, usable, [number for number in held if held[number] <= usable], {}).stage == stage
+def test_a_stage_is_named_only_if_it_fits():
+    held = {0: 90.0, 1: 50.0, 2: 40.0, 3: 20.0}
+    fits = {1: fit(1, micro=2, accum=2), 2: fit(2), 3: fit(3)}
+    found = config._advice(held, 60.0, fits, None)
+    assert found.stage == 2 and "arithmetic's answer" in display.as_text(found.table)
+    assert config._advice(held, 60.0, {3: fit(3, remat="full")}, None).stage == 3
+    planned = dataclasses.replace(fit(3), tokens_per_second=7.0, is_planned=True)
+    found = config._advice(held, 60.0, {**fits, 3: planned}, planned)
+    assert found.stage == 3 and "the plan's answer" in display.as_text(found.table)
+    none = config._advice(held, 60.0, {}, None)
+    assert (
+        none.stage == 3
+        and "answer" not in display.as_text(none.table)
+        and "no stage is known to fit" in display.as_text(none.table)
+    )
+    assert "answer" not in display.as_text(config._advice(held, None, {}, None).table)
+
+
+def test_a_plan_that_does_not_fit_gives_way_to_the_next(monkeypatch, capsys):
+    tried = []
+
+    def planned(config, target, devices, chosen):
+        tried.append(chosen.stage)
+        return dataclasses.replace(chosen, peak=70.0 if chosen.stage < 3 else 40.0, is_planned=True)
+
+    monkeypatch.setattr(config, "_planned", planned)
+    fits, plan = config._plans(None, {"target": "h100"}, [], {number: fit(number) for number in (1, 2, 3)}, 60.0)
+    assert tried == [1, 2, 3] and plan == fits[3] and set(fits) == {3}
+    assert capsys.readouterr().out.count("does not fit: 10") == 2
+
+
+def test_a_micro_batch_keeps_the_batch():
+    sizes = config_lib.BatchSizes(32, 4, 1)
+    assert config._micro_batches(sizes, 0, 8) == [4, 2, 1]
+    assert config._micro_batches(sizes, 2, 8) == [2] and config._micro_batches(
+        config_lib.BatchSizes(24, 3, 1), 0, 8
+    ) == [1]
+
+
+def test_quick_names_no_stage_that_needs_more_than_a_device_has(run):
+    """8B on eight H100s of 72.8 GiB: a plan of the whole batch of 4 sequences of 8,192 tokens at once needs 121.5 GiB."""
+    flags = (
+        "--model",
+        "llama3_8b",
+        "--target",
+        "h100",
+        "--topology",
+        "1x8",
+        "--seq_len",
+        "8192",
+        "--global_batch_size",
+        "32",
+    )
+    status, out, errors, written = run("--yes", "--quick", *flags)
+    assert (status, errors) == (0, "") and "arithmetic's answer" in out
+    assert (written.zero.stage, written.model.remat) == (3, "dots") and 0 < written.micro_batch_size < 4
 
 
 @pytest.mark.parametrize("answered", [0, 2])
@@ -132,6 +206,6 @@ def test_the_end_of_the_input_ends_the_questions_in_one_line(monkeypatch, answer
         return ""
 
     monkeypatch.setattr("builtins.input", ends)
-    with pytest.raises(UserError, match=r"config: the input ended at the question of the (model|topology)"):
+    with pytest.raises(UserError, match=r"config: the input ended at the question of the (init_from|lora_r)"):
         config._ask_all({question.name: None for question in config.QUESTIONS}, True, True)
     assert len(asked) == answered + 1

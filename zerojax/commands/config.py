@@ -1,4 +1,4 @@
-"""Asks eight questions and writes a config that runs. This module is the command line `zerojax config`.
+"""Asks a dozen questions and writes a config that runs. This module is the command line `zerojax config`.
 
 zerojax config                                 asks on a terminal, with the plan's answer beside the question of the stage
 zerojax config --yes --target h200 --topology 1x8 --out mine.py     asks nothing
@@ -8,6 +8,8 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import itertools
+import math
 import pathlib
 import re
 import shutil
@@ -25,15 +27,19 @@ from zerojax.errors import UserError
 from zerojax.interop.deepspeed import config_file
 from zerojax.launch import devices as devices_lib
 from zerojax.models import families
-from zerojax.plan import search, targets
+from zerojax.plan import targets
+from zerojax.trainer import activations, plans
 from zerojax.trainer import config as config_lib
-from zerojax.trainer import plans
 from zerojax.trainer import program as program_lib
 from zerojax.zero import memory, stages
 from zerojax.zero.offload import settings as offload_lib
 
-ROOM = 0.5  # of a device's memory, for the state and the gradients of a step that is not compiled
-MOST_COMPILES = 4
+MOST_PLANS = 3
+REMATS = ("dots", "full")  # the base config's, and one that keeps less
+SMALL = (
+    2,
+    4,
+)  # layers of the two steps that are compiled for a deeper model: each further layer adds as much as those between them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,33 +92,91 @@ def _topology(answer: str) -> str:
     return answer
 
 
+def _number(name: str) -> Callable[[str], float]:
+    """Returns a check that an answer is a number that is not negative."""
+
+    def check(answer: str) -> float:
+        try:
+            value = float(answer)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < 1e30:
+            raise UserError(f"{name}: must be a number from 0, and is {errors.shown(answer)}")
+        return value
+
+    return check
+
+
+def _count_or(name: str, other: str, value: int) -> Callable[[str], int]:
+    """Returns a check that an answer is a whole number above 0, or a word that stands for a value."""
+    check = _count(name)
+    return lambda answer: value if answer in (other, str(value)) else check(answer)
+
+
 _LAST = "stage"  # the question beside which the plan's advice is shown
 _KINDS = offload_lib.KINDS
+_MODEL, _WEIGHTS = "model", "init_from"
+_PARAMS = (
+    f"Where do the params live? {', '.join(_KINDS)}; outside of the device only with the optimizer state, at stage 3"
+)
 QUESTIONS = (
-    Question("model", "Which model? " + ", ".join(families.PRESETS), "model.preset", _one_of("model", families.PRESETS)),
+    Question(_WEIGHTS, "Which weights does it start from? a folder of transformers; empty: drawn at random", "init_from", str.strip),
+    Question(_MODEL, "Which model? " + ", ".join(families.PRESETS), "model.preset", _one_of(_MODEL, families.PRESETS)),
+    Question("lora_r", "Adapters (LoRA) of which rank? 0: all weights are trained", "lora.r", _count_or("lora_r", "none", 0)),
     Question("target", "Which devices? here, " + ", ".join(targets.TARGETS), "", _one_of("target", [*targets.TARGETS, targets.HERE])),
     Question("topology", "How many? hosts x devices (1x8); TPUs: chips (2x2x1); empty for all that are here", "", _topology),
     Question("seq_len", "How many tokens a sequence?", "seq_len", _count("seq_len")),
     Question("global_batch_size", "How many sequences a step, over all devices?", "global_batch_size", _count("global_batch_size")),
+    Question("grad_accum", "In how many passes (accumulation)? auto: as few as fit", "grad_accum", _count_or("grad_accum", "auto", 0)),
+    Question("clip_norm", "Clip gradients to which norm? 0: no clipping", "optimizer.clip_norm", _number("clip_norm")),
     Question("precision", "Which precision? " + ", ".join(precision.PRECISIONS), "precision", _one_of("precision", precision.PRECISIONS)),
     Question("offload", "Where does the optimizer state live? " + ", ".join(_KINDS), "offload.optimizer", _one_of("offload", _KINDS)),
+    Question("offload_params", _PARAMS, "offload.params", _one_of("offload_params", _KINDS)),
     Question("stage", "Which ZeRO stage? " + ", ".join(map(str, stages.STAGES)), "zero.stage", _one_of("stage", stages.STAGES)),
 )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
+class Fit:
+    """How a step is run at a stage, and what it needs on each device.
+
+    Attributes:
+      stage, micro_batch_size, grad_accum, remat: the settings.
+      held: bytes of state and gradients.
+      peak: bytes, by arithmetic or by a plan.
+      tokens_per_second: the most that a plan allows; None without a plan.
+      is_planned: whether the peak is a plan's.
+    """
+
+    stage: int
+    micro_batch_size: int
+    grad_accum: int
+    remat: str
+    held: float
+    peak: float
+    tokens_per_second: float | None = None
+    is_planned: bool = False
+
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """Returns a sort key: least computed again first, then fewest bytes sent, then the lowest stage."""
+        sent = 3 if stages.STAGES[self.stage].params else 2
+        return REMATS.index(self.remat), sent * self.grad_accum, self.stage
+
+
+@dataclasses.dataclass(frozen=True)
 class Advice:
-    """What the plan says of the stages.
+    """What arithmetic and the plan say of the stages.
 
     Attributes:
       table: to be shown beside the question.
-      stage: the fastest that fits, or that of the least memory.
-      micro_batch_size: that it fits with; 0 if no step was compiled.
+      stage: the fastest that fits; the last one if none is known to.
+      fits: by stage, how it fits; stages that do not fit are missing.
     """
 
     table: Table
     stage: int
-    micro_batch_size: int
+    fits: Mapping[int, Fit]
 
 
 def main() -> None:
@@ -147,6 +211,9 @@ def _ask_all(flags: Mapping[str, str | None], asks: bool, quick: bool) -> tuple[
     advised: dict[str, Any] = {}  # the answers that the advice is about
     while pending:
         name = pending.pop(0)
+        if name == _MODEL and answers[_WEIGHTS]:
+            answers[_MODEL] = _raw({}).model.preset  # not read
+            continue
         try:
             if name == _LAST and advised != {**answers, _LAST: None}:
                 advice, advised = _advise(answers, quick=quick), {**answers, _LAST: None}
@@ -210,93 +277,147 @@ def _default(name: str, answers: Mapping[str, Any], advice: Advice | None) -> st
     if name == "topology":
         target = targets.get(answers["target"]) if answers["target"] != targets.HERE else None
         return "" if target is None else {"tpu": "2x2x1", "cpu": "8"}.get(target.kind, "1x8")
+    if name == "seq_len" and answers[_WEIGHTS]:
+        return "512"
     if name == "seq_len":
         preset = families.PRESETS[answers["model"]].presets[answers["model"]]
         is_large = preset.embed_dim > 512
         return str(min(preset.max_seq_len or 2048, 8192 if is_large else 128))
     base = _raw({})
     fixed = {
-        "model": base.model.preset,
+        _WEIGHTS: "",
+        _MODEL: base.model.preset,
+        "lora_r": 0,
         "target": targets.HERE,
+        "grad_accum": "auto",
+        "clip_norm": base.optimizer.clip_norm,
         "precision": base.precision,
         "offload": offload_lib.NONE,
+        "offload_params": offload_lib.NONE,
     }
     return str(fixed.get(name, base.global_batch_size))
 
 
 def _advise(answers: Mapping[str, Any], *, quick: bool) -> Advice:
-    """Returns what each stage needs on each device, and, for devices that a compiler knows, which is fastest."""
+    """Returns what each stage needs on each device, by arithmetic, and a plan of the chosen one if its compiler is there."""
     config = config_lib.from_dict(_raw(_chosen(answers)))
     devices = _devices(answers, config)
     usable = None
     with contextlib.suppress(UserError):
         usable = targets.get(answers["target"]).usable
-    held = {}
+    ways = len(devices)
+    held: dict[int, float] = {}
+    programs = {}
     for number in stages.STAGES:
         with contextlib.suppress(UserError):  # a part of the state that this stage does not shard cannot be offloaded
-            built = program_lib.build(_at(config, number), devices=devices)
-            held[number] = sum(memory.bytes_per_device(built.partition).values())
+            programs[number] = program_lib.build(_at(config, number), devices=devices)
+            accumulates = programs[number].sizes.grad_accum > 1
+            counted = memory.bytes_per_device(programs[number].partition, accumulates=accumulates, by_hand=True)
+            held[number] = sum(counted.values())
     if not held:
         program_lib.build(_at(config, max(stages.STAGES)), devices=devices)  # raises why
-    fitting = [number for number, count in held.items() if usable is None or count <= usable]
-    outcomes = {}
-    if usable is not None and fitting and not quick and devices[0].platform != "cpu":
-        outcomes = _compiled(config, answers, fitting, devices)
-    return _advice(held, usable, fitting, outcomes)
-
-
-def _compiled(
-    config: config_lib.Config, answers: Mapping[str, Any], fitting: list[int], devices: list[Any]
-) -> dict[int, search.Outcome]:
-    """Returns the best outcome of each stage that was compiled. A target whose compiler fails has none."""
-    each = max(1, config.global_batch_size // len(devices))
-    grid = {
-        "stage": fitting,
-        "remat": (config.model.remat,),
-        "micro_batch_size": (min(each, 1 << (each.bit_length() - 1)),),
-        "replica": (1,),
-    }
-    say(f"compiling the step at {len(fitting)} stages; --quick compares their bytes alone")
-    try:
-        found = plans.search_config(
-            config,
-            answers["target"],
-            answers["topology"],
-            grid=grid,
-            most_compiles=MOST_COMPILES,
-            say=lambda line: say(f"  {line}"),
-        )
-    except (UserError, jax.errors.JaxRuntimeError) as error:
-        say(f"  not compiled: {errors.one_line(error)}")
-        return {}
-    best: dict[int, search.Outcome] = {}
-    for outcome in found:
-        if outcome.is_compiled:
-            best.setdefault(outcome.candidate.stage, outcome)
-    return best
-
-
-def _advice(
-    held: Mapping[int, int], usable: float | None, fitting: list[int], outcomes: Mapping[int, search.Outcome]
-) -> Advice:
-    shown = Table(title="What each stage needs on each device" + (f", of {display.human(usable)}" if usable else ""))
-    for column in ("stage", "state and gradients", "peak", "most tokens/s", ""):
-        shown.add_column(column, justify="right" if column else "left")
-    compiled = {number: outcome for number, outcome in outcomes.items() if "does not fit" not in outcome.reason}
-    rates = {number: outcome.tokens_per_second or 0.0 for number, outcome in compiled.items()}
-    # By bytes alone, a stage must leave room for activations, which only a compiled step tells.
-    roomy = [number for number in fitting if usable is not None and held[number] <= ROOM * usable]
-    known = min(roomy, default=max(fitting, default=max(held)))
-    best = max(rates, key=lambda number: rates[number]) if rates else known
+    if usable is None:
+        return _advice(held, None, {}, None)
+    temporaries = activations.estimate(next(iter(programs.values())))
+    arriving = (
+        0 if config.offload.optimizer == offload_lib.NONE else config.offload.chunk_bytes * config.offload.in_flight
+    )
+    fits: dict[int, Fit] = {}
+    sizes = config_lib.batch_sizes(config, ways)
     for number, count in held.items():
-        outcome = outcomes.get(number)
-        peak = display.human(outcome.peak) if outcome and outcome.peak else ""
-        rate = f"{outcome.tokens_per_second:,.0f}" if outcome and outcome.tokens_per_second else ""
-        word = "does not fit" if number not in fitting else (outcome.reason if outcome else "fits" if usable else "")
-        word = "the plan's answer" if number == best and number in (compiled or fitting) else word
-        shown.add_row(str(number), display.human(count), peak, rate, word)
-    micro = compiled[best].candidate.micro_batch_size if best in compiled else 0
-    return Advice(shown, best, micro)
+        accumulated = memory.bytes_per_device(programs[number].partition, accumulates=True, by_hand=True)
+        for remat, micro in itertools.product(REMATS, _micro_batches(sizes, answers["grad_accum"], ways)):
+            accum = sizes.global_batch_size // (micro * ways)
+            state = sum(accumulated.values()) if accum > 1 else count
+            peak = state + temporaries(number, micro, remat, accum) + arriving
+            if peak <= usable:
+                fits[number] = Fit(number, micro, accum, remat, state, peak)
+                break
+    planned = None
+    if not quick and devices[0].platform != "cpu":
+        fits, planned = _plans(config, answers, devices, fits, usable)
+    return _advice(held, usable, fits, planned)
+
+
+def _micro_batches(sizes: config_lib.BatchSizes, passes: int, ways: int) -> list[int]:
+    """Returns the micro-batches that keep the global batch, the largest first; those of a number of passes if that was answered."""
+    each = max(1, sizes.global_batch_size // ways)
+    if passes:
+        return [each // passes] if each % passes == 0 else []
+    return [size for size in (1 << power for power in range(each.bit_length() - 1, -1, -1)) if each % size == 0]
+
+
+def _plans(
+    config: config_lib.Config, answers: Mapping[str, Any], devices: list[Any], fits: dict[int, Fit], usable: float
+) -> tuple[dict[int, Fit], Fit | None]:
+    """Compiles the step that should be fastest; if it does not fit after all, the next one. Returns what is then known, and the plan."""
+    fits = dict(fits)
+    for _ in range(MOST_PLANS):
+        if not fits:
+            break
+        chosen = min(fits.values(), key=lambda fit: fit.cost)
+        at = f"stage {chosen.stage}, remat {chosen.remat}, micro-batch {chosen.micro_batch_size} x {chosen.grad_accum}"
+        say(f"planning {at}; --quick takes the arithmetic's word")
+        try:
+            planned = _planned(config, answers["target"], devices, chosen)
+        except (UserError, jax.errors.JaxRuntimeError) as error:
+            say(f"  not compiled: {errors.one_line(error)}")
+            return fits, None
+        if planned.peak <= usable:
+            return {**fits, chosen.stage: planned}, planned
+        say(f"  does not fit: {display.human(planned.peak - usable)} too much")
+        del fits[chosen.stage]
+    return fits, None
+
+
+def _planned(config: config_lib.Config, target: str, devices: list[Any], fit: Fit) -> Fit:
+    """Returns a stage with its plan. A deep preset's follows from two shallow ones: a layer adds the same to the peak and to the time."""
+    layers = {
+        name: getattr(families.PRESETS[config.model.preset].presets[config.model.preset], name, 0)
+        for name in activations.DEPTHS
+    }
+    depth = max(layers.values())
+    is_deep = not config.init_from and depth > SMALL[-1] and set(layers.values()) <= {0, depth}
+    points = []
+    for count in SMALL if is_deep else (0,):
+        say(f"  compiling {count} of {depth} layers" if count else "  compiling the step")
+        at = dataclasses.replace(
+            _at(config, fit.stage),
+            micro_batch_size=fit.micro_batch_size,
+            grad_accum=0,
+            model=dataclasses.replace(config.model, num_layers=count, remat=fit.remat),
+        )
+        plan = plans.plan_program(program_lib.build(at, devices=devices), target)
+        points.append((plan.peak, plan.bound.step_seconds if plan.bound else None, plan.tokens))
+    (peak, seconds, tokens), (more, longer, _) = points[0], points[-1]
+    further = (depth - SMALL[0]) / (SMALL[1] - SMALL[0]) if is_deep else 0.0
+    rate = None
+    if seconds and longer and tokens:
+        rate = tokens / (seconds + further * (longer - seconds))
+    return dataclasses.replace(fit, peak=peak + further * (more - peak), tokens_per_second=rate, is_planned=True)
+
+
+def _advice(held: Mapping[int, float], usable: float | None, fits: Mapping[int, Fit], planned: Fit | None) -> Advice:
+    """Returns the table, and the stage that is named: that of the plan, or the cheapest that fits by arithmetic."""
+    shown = Table(title="What each stage needs on each device" + (f", of {display.human(usable)}" if usable else ""))
+    for column in ("stage", "state and gradients", "peak", "micro-batch", "remat", "tokens/s", ""):
+        shown.add_column(column, justify="right" if column else "left")
+    named = planned or min(fits.values(), key=lambda fit: fit.cost, default=None)
+    for number, count in held.items():
+        fit = fits.get(number)
+        if fit is None:
+            word = "" if usable is None else "does not fit" if count > usable else "not known to fit"
+            shown.add_row(str(number), display.human(count), "", "", "", "", word)
+            continue
+        word = (
+            "the plan's answer" if fit is planned else "arithmetic's answer" if fit is named else "fits by arithmetic"
+        )
+        rate = f"{fit.tokens_per_second:,.0f}" if fit.tokens_per_second else ""
+        batch = f"{fit.micro_batch_size} x {fit.grad_accum}"
+        shown.add_row(str(number), display.human(fit.held), display.human(fit.peak), batch, fit.remat, rate, word)
+    if usable is not None and named is None:
+        shown.caption = "no stage is known to fit: offload the state, shorten the sequences, or take more devices"
+    return Advice(shown, named.stage if named else max(held), fits)
 
 
 def _devices(answers: Mapping[str, Any], config: config_lib.Config) -> list[Any]:
@@ -321,25 +442,37 @@ def _devices(answers: Mapping[str, Any], config: config_lib.Config) -> list[Any]
 
 
 def _chosen(answers: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that the answers decide."""
-    return {
+    """Returns the settings that the answers decide. What is not asked for has the base config's value."""
+    found = {
         question.place: answers[question.name] for question in QUESTIONS if question.place and question.name in answers
     }
+    if found.get("init_from"):
+        del found["model.preset"]
+    else:
+        found.pop("init_from", None)
+    if passes := found.pop("grad_accum", 0):
+        found["grad_accum"], found["micro_batch_size"] = passes, 0
+    if found.get("lora.r"):
+        found["export.format"] = "peft"
+    none = {"offload.optimizer": offload_lib.NONE, "offload.params": offload_lib.NONE, "lora.r": 0}
+    return {place: value for place, value in found.items() if none.get(place) != value}
 
 
 def _settings(answers: Mapping[str, Any], advice: Advice) -> dict[str, Any]:
     """Returns all settings of the config."""
-    found = {**_chosen(answers), "zero.stage": int(answers["stage"])}
-    found["micro_batch_size"], found["grad_accum"] = (advice.micro_batch_size, 0) if advice.micro_batch_size else (0, 1)
+    number = int(answers["stage"])
+    found = {**_chosen(answers), "zero.stage": number}
+    if fit := advice.fits.get(number):
+        found["micro_batch_size"], found["grad_accum"] = fit.micro_batch_size, 0
+        if fit.remat != REMATS[0]:
+            found["model.remat"] = fit.remat
+    else:
+        found["micro_batch_size"], found["grad_accum"] = 0, answers["grad_accum"] or 1
     if answers["target"] == "cpu" and answers["topology"]:
         found["emulate_devices"] = int(answers["topology"].split("x")[0]) * int(
             (answers["topology"] + "x1").split("x")[1]
         )
-    return {
-        place: value
-        for place, value in found.items()
-        if not (place == "offload.optimizer" and value == offload_lib.NONE)
-    }
+    return found
 
 
 def _at(config: config_lib.Config, number: int) -> config_lib.Config:
@@ -355,7 +488,12 @@ def _raw(settings: Mapping[str, Any]) -> Any:
 
 def _write(path: pathlib.Path, settings: Mapping[str, Any]) -> None:
     sources = {question.place: (question.text.split("?")[0] + "?",) for question in QUESTIONS if question.place}
-    sources |= {"micro_batch_size": ("that the plan fits; 0: derived",), "grad_accum": ("0: derived",)}
+    sources |= {
+        "micro_batch_size": ("that fits; 0: derived",),
+        "grad_accum": ("0: derived",),
+        "model.remat": ("that fits",),
+    }
+    sources |= {"export.format": ("the adapters alone",)}
     text = config_file.text(
         settings, sources, origin="the answers", path=str(path), maker="Written by `zerojax config` from"
     )
@@ -369,14 +507,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = arguments.OneLineParser(
         prog="zerojax config",
         usage="zerojax config [--out CONFIG.py] [--force] [--yes] [--quick] [--model NAME] ...",
-        description="Asks eight questions, shows what the plan says, and writes a config that runs. A flag answers its question.",
+        description="Asks a dozen questions, shows what the plan says, and writes a config that runs. A flag answers its question.",
     )
     parser.add_argument(
         "--out", type=pathlib.Path, default=pathlib.Path("mine.py"), metavar="CONFIG.py", help="the config to write"
     )
     parser.add_argument("--force", action="store_true", help="replace the file of --out")
     parser.add_argument("--yes", action="store_true", help="ask nothing: take the default where no flag answers")
-    parser.add_argument("--quick", action="store_true", help="compare the stages by their bytes, without compiling")
+    parser.add_argument("--quick", action="store_true", help="judge the stages by arithmetic, without compiling")
     for question in QUESTIONS:
         parser.add_argument(f"--{question.name}", metavar="ANSWER", help=question.text.replace("%", "%%"))
     return parser.parse_args(argv)

@@ -1,0 +1,105 @@
+"""Estimates the temporaries of a train step without compiling it. This module adds up what its backward pass keeps and makes.
+
+The residuals are counted from a trace of the loss on one device: exactly what automatic differentiation keeps under `remat`. The rest is
+arithmetic over the largest block and the output projection.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+
+from zerojax import mesh as mesh_lib
+from zerojax import precision, tree
+from zerojax.models import family as family_lib
+from zerojax.trainer import program as program_lib
+from zerojax.zero import stages, where_used
+
+DEPTHS = ("num_layers", "decoder_layers")  # fields of a model's config that count its blocks
+
+
+# (stage, sequences of a pass on each device, remat, passes of a step) -> bytes of temporaries on each device
+Estimate = Callable[[int, int, str, int], float]
+
+
+def estimate(program: program_lib.Program) -> Estimate:
+    """Returns an upper estimate of the temporaries of a program's step at any stage.
+
+    With the state and the gradients it is an upper estimate of the peak, of which compiled steps took 0.82 to 0.95.
+    Adapters are counted as if all weights were trained.
+
+    Args:
+      program: of any stage, whose arrays are abstract.
+    """
+    depths = {name: count for name in DEPTHS if (count := getattr(program.model, name, 0))}
+    block, other = _weights(program)
+    width = jnp.dtype(precision.PRECISIONS[program.config.precision].compute_dtype).itemsize
+
+    @functools.cache
+    def by_depth(rows: int, remat: str) -> dict[str, float]:
+        """Returns what one more block of each kind keeps, by the name of its count, and under "" what all of them do not."""
+        one = dict.fromkeys(depths, 1)
+        first = _residuals(program, rows, remat, one)
+        found = {name: float(_residuals(program, rows, remat, {**one, name: 2}) - first) for name in depths}
+        return {"": first - sum(found.values()), **found}
+
+    def temporaries(number: int, rows: int, remat: str, passes: int) -> float:
+        sharded = stages.STAGES[number]
+        kept, whole = by_depth(rows, remat), by_depth(rows, "none")
+        total = kept[""] + sum(count * kept[name] for name, count in depths.items())
+        weight = (width if sharded.params else 0) + 4  # gathered, and its gradient before it is reduced
+        # A block's backward pass computes its residuals of "none" again, while the next one's weights arrive.
+        again = max(whole[name] - kept[name] for name in depths)
+        of_block = again + weight * block + (width * block if sharded.params else 0)
+        beside = 4 * other if passes > 1 else 0  # the gradient of a pass, beside the sum of those before
+        return total + beside + max(of_block, weight * other)
+
+    return temporaries
+
+
+def _weights(program: program_lib.Program) -> tuple[int, int]:
+    """Returns the elements of the largest block, and of the largest weight outside of blocks."""
+    params = family_lib.abstract_params(program_lib.family_of(program.config)[0].parts, program.model)
+    pattern = re.compile(program.family.blocks)
+    blocks: dict[str, int] = {}
+    others = 0
+    for path, leaf in tree.flatten(params):
+        name = path.split("/")[0]
+        if pattern.fullmatch(name):
+            blocks[name] = blocks.get(name, 0) + tree.size(leaf)
+        else:
+            others = max(others, tree.size(leaf))
+    return max(blocks.values(), default=0), others
+
+
+def _residuals(program: program_lib.Program, rows: int, remat: str, depths: dict[str, int]) -> int:
+    """Returns the bytes that the forward pass of so many blocks keeps on a device for the backward pass of `rows` sequences."""
+    config = program.config
+    family, _ = program_lib.family_of(config)
+    model = dataclasses.replace(program.model, **depths)
+    params = family_lib.abstract_params(family.parts, model)
+    state = jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=optax.identity()), params)
+    mesh = mesh_lib.make_mesh(devices=list(program.mesh.devices.flat)[:1])
+    partition = stages.partition_state(state, mesh=mesh, stage=0)
+    batch = {name: jax.ShapeDtypeStruct((rows, length), jnp.int32) for name, length in program.lengths.items()}
+    loss = where_used.where_used(
+        lambda given, arrays: family.loss(model, given, arrays),
+        partition.placements,
+        compute_dtype=precision.PRECISIONS[config.precision].compute_dtype,
+        blocks=family.blocks,
+        heads=family_lib.heads(family, model),
+        remat=remat,
+        recompute=config.model.recompute if remat == "dots" else "",
+        offload=config.model.offload if remat != "none" else "",
+    )
+    kept = jax.eval_shape(lambda p, arrays: jax.vjp(lambda q: loss(q, arrays), p)[1], params, batch)
+    found = collections.Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(kept))
+    found -= collections.Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(params))
+    return sum(count * math.prod(shape) * jnp.dtype(dtype).itemsize for (shape, dtype), count in found.items())
