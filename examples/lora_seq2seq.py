@@ -27,7 +27,8 @@ from zerojax.data import short_reviews
 from zerojax.launch import devices, processes
 from zerojax.trainer.tuning import phases
 
-WORDS = {"negative": " bad", "positive": " good"}  # what the model answers: words of its texts
+# What the model answers: words that it tells apart from all others (see configs/lora_tiny.py).
+WORDS = {"negative": " waste", "positive": " pleasure"}
 ANSWER_TOKENS = 4
 
 
@@ -167,7 +168,7 @@ def main() -> None:
         help="an encoder-decoder that transformers saved, with tokenizer.json; default: a tiny one, made here",
     )
     add("--out", type=pathlib.Path, default=pathlib.Path("runs/lora_seq2seq"), help="where the adapter is written")
-    add("--epochs", type=int, default=20, help="passes over the training texts")
+    add("--epochs", type=int, default=18, help="passes over the training texts")
     add("--batch", type=int, default=16, help="texts in a batch")
     add("--length", type=int, default=24, help="tokens of a prompt")
     add("--lr", type=float, default=3e-3, help="learning rate of the first step; it falls linearly to 0")

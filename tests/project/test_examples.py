@@ -405,6 +405,6 @@ def test_labels_of_the_peft_example_are_the_answer_and_its_end_and_all_rows_have
     }
     for row, text in enumerate(("The soup is awful.", "This book was good.")):
         assert tokenizer.decode(data["inputs"][row][data["mask"][row] > 0]) == text
-        assert tokenizer.decode(data["targets"][row][data["labeled"][row] > 0]) == (" bad", " good")[row]
+        assert tokenizer.decode(data["targets"][row][data["labeled"][row] > 0]) == (" waste", " pleasure")[row]
         assert data["targets"][row][data["labeled"][row] > 0][-1] == 1 and not data["labeled"][row, 0]
     assert [len(batch["inputs"]) for batch in example.batches(data, 1, np.array([1, 0]))] == [1, 1]

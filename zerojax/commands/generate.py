@@ -114,12 +114,12 @@ def _answer_file(given: argparse.Namespace) -> None:
     how = predictions.asking(run, given.template)
     predictions.check_out(given.out, given.file)
     source = records.Files(given.file, "--file")
+    given.folder = hub.fetched(given.folder)
     folder = folder_lib.open_folder(given.folder)
     _tokenizer(given.folder)  # names the file that is missing
     tokenizer = tokenizer_lib.load_tokenizer(str(folder.path / TOKENIZER))
-    new_tokens = _new_tokens(
-        folder, given, 1, how.answer_len or NEW_TOKENS
-    )  # a decoder's prompt that is too long is cut
+    # A decoder's prompt that is too long is cut.
+    new_tokens = _new_tokens(folder, given, 1, how.answer_len or NEW_TOKENS)
     try:
         asked = predictions.encode(source, given.file, how, folder, tokenizer, new_tokens)
     except UserError as error:
