@@ -2,17 +2,18 @@
 
     python examples/lora_seq2seq.py
     python examples/lora_seq2seq.py --folder opt/bart-large --offload --epochs 5
+    zerojax launch --num_gpus 2 -- python examples/lora_seq2seq.py --offload nvme
 
 It is peft_lora_seq2seq_accelerate_ds_zero3_offload.py: an encoder-decoder learns to label short texts. Each epoch prints the memory of
 both phases, the training loss and perplexity, and the accuracy of generated answers. Then come answers beside labels, and a folder that
 PEFT loads. Without --folder there are no pre-trained weights, since this needs no network: a tiny BART is pre-trained first, on the same
-sentences without their labels. The texts are zerojax's own short reviews. Without an accelerator, 2 CPU devices are emulated.
+sentences without their labels, which a second start finds. The texts are zerojax's own short reviews. Without an accelerator, 2 CPU
+devices are emulated.
 """
 
 import argparse
 import math
 import pathlib
-import tempfile
 from typing import Any
 
 import jax
@@ -113,13 +114,15 @@ def run(folder: pathlib.Path, out: pathlib.Path, args: argparse.Namespace) -> fl
         labels = batch["labeled"][:, 1:].sum()
         return zerojax.Mean(loaded.family.loss(loaded.config, params, batch, key) * labels, labels)
 
-    offload = zerojax.Offload(optimizer="host", params="host") if args.offload else None
+    where = {"optimizer": args.offload, "params": args.offload} if args.offload else None
+    if args.offload == "nvme":
+        where["nvme_path"] = str(out.parent)
     state, partition = zerojax.shard_train_state(
-        create, loaded.params, mesh=mesh, stage=3, trainable=lora.trainable, **({"offload": offload} if offload else {})
+        create, loaded.params, mesh=mesh, stage=3, trainable=lora.trainable, offload=where
     )
     how = {"blocks": loaded.blocks, "heads": loaded.heads, "reduce_dtype": jnp.float32, "clip_norm": 1.0}
     train_step = zerojax.make_train_step(loss_fn, partition, **how)
-    generate = loaded.generator(max_new_tokens=ANSWER_TOKENS)
+    generate = loaded.generator(max_new_tokens=ANSWER_TOKENS, partition=partition)
     trained, every = (
         sum(leaf.size for leaf in jax.tree.leaves(part))
         for part in (partition.trainable_part(state.params), state.params)
@@ -137,11 +140,7 @@ def run(folder: pathlib.Path, out: pathlib.Path, args: argparse.Namespace) -> fl
         say(*(phases.unreported(memory) if epoch == 1 else []), *phases.lines(f"epoch {epoch}, training", memory))
         say(f"epoch {epoch}: train_ppl={math.exp(min(mean, 700)):.4f} train_epoch_loss={mean:.4f}")
         with phases.measured() as memory:
-            params = (
-                jax.device_put(state.params, loaded.partition.shardings["params"]) if args.offload else state.params
-            )
-            found = evaluate(generate, params, held_data, tokenizer, args.batch)
-            del params
+            found = evaluate(generate, state.params, held_data, tokenizer, args.batch)
         say(*phases.lines(f"epoch {epoch}, evaluation", memory))
         accuracy = float(np.mean([answer == WORDS[label].strip() for answer, (_, label) in zip(found, held)]))
         say(f"epoch {epoch}: accuracy={accuracy:.1%}")
@@ -175,16 +174,17 @@ def main() -> None:
     add("--r", type=int, default=8, help="rank of the adapters; alpha is 4 r")
     add("--dropout", type=float, default=0.0, help="of the adapters' inputs; PEFT's script has 0.1")
     add("--target_modules", default="all-linear", help='modules with adapters; "": the usual ones of the model')
-    add("--offload", action="store_true", help="keeps optimizer state and weights in host memory")
+    where = {"nargs": "?", "const": "host", "choices": ["host", "nvme"]}
+    add("--offload", **where, help="keeps optimizer state and weights in host memory, or on the disk of --out")
     add("--pretraining_steps", type=int, default=300, help="steps of pre-training without --folder")
     args = parser.parse_args()
     devices.emulate_cpu_devices(2)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = args.folder
-        if folder is None:
-            say("no --folder: a tiny BART is pre-trained first, on sentences without labels")
-            folder = pretrain(pathlib.Path(scratch), args.pretraining_steps)
-        run(folder, args.out, args)
+    processes.initialize()  # does nothing without a launcher
+    folder = args.folder
+    if folder is None:
+        say("no --folder: a tiny BART is pre-trained first, on sentences without labels")
+        folder = pretrain(args.out.with_name(f"{args.out.name}-model"), args.pretraining_steps)
+    run(folder, args.out, args)
 
 
 if __name__ == "__main__":

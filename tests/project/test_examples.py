@@ -49,7 +49,6 @@ SMALL = {
     "nnx_model": {"HIDDEN": 64, "LAYERS": 2, "BATCH": 32},
     "own_train_step": {"HIDDEN": 64, "FEATURES": 64, "BATCH": 16},
 }
-SIZES = {**SMALL, "offload_mlp": {"FEATURES": 64, "HIDDEN": 128, "BATCH": 32}}
 
 
 def test_the_notebook_runs_from_its_first_cell_to_its_last(commands, tmp_path):
@@ -69,7 +68,7 @@ def load(name):
     spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for constant, value in SIZES.get(name, {}).items():
+    for constant, value in SMALL.get(name, {}).items():
         assert hasattr(module, constant)
         setattr(module, constant, value)
     return module
@@ -317,20 +316,6 @@ def test_weights_of_another_model_are_refused_where_used():
         loss_fn({"code": {"kernel": jnp.zeros((8, 8))}})
 
 
-def test_the_offloaded_mlp_trains_as_on_the_device_with_its_float32_state_on_the_host():
-    example = load("offload_mlp")
-    losses, state, partition = example.train(steps=6)
-    resident, expected, _ = example.train(steps=6, offload=None)
-    assert losses == resident
-    assert losses[-1] < losses[0]
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float16)}
-    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params)):
-        np.testing.assert_array_equal(one, other)
-    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state) if leaf.sharding.memory_kind == "pinned_host")
-    assert kept > 0.98 * sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
-    assert partition.on_host
-
-
 def test_the_example_of_fine_tuning_learns_to_count_and_saves_what_it_learnt(tmp_path):
     example = runpy.run_path(str(FOLDER / "fine_tune_huggingface.py"))
     example["write_tiny_model"](tmp_path / "model")
@@ -372,7 +357,7 @@ module.main()
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SMALL, "save_and_restore"])
 def test_the_main_function_of_a_small_example_prints_its_memory_and_its_losses(commands, name):
-    done = commands.python(MAIN.format(path=str(FOLDER / f"{name}.py"), sizes=SIZES.get(name, {})))
+    done = commands.python(MAIN.format(path=str(FOLDER / f"{name}.py"), sizes=SMALL.get(name, {})))
     assert done.status == 0, done.err
     assert "stage 3 on 8 devices:" in done.out and re.search("loss:? ", done.out)
     assert name in SMALL or "stage 1 on 6 devices: loss" in done.out

@@ -117,6 +117,7 @@ class Pretrained:
         top_k: int = 0,
         top_p: float = 1.0,
         compute_dtype: Any = None,
+        partition: placement.Partition | None = None,
     ) -> Callable[..., np.ndarray]:
         """Returns `generate(params, input_ids, attention_mask=None, *, seed=0)`; see `inference.generate.make_generator`.
 
@@ -124,11 +125,12 @@ class Pretrained:
           max_new_tokens: the most tokens that are added to a row.
           temperature, top_k, top_p: see `inference.sampling.Sampling`.
           compute_dtype: the dtype of floating weights in the model; None keeps the stored one.
+          partition: that of the state whose params these are, where it is sharded or offloaded otherwise; None: as loaded.
         """
         return generate.make_generator(
             self.family,
             self.config,
-            self.partition,
+            partition or self.partition,
             new_tokens=max_new_tokens,
             special=self.special,
             sampling=sampling.Sampling(temperature, top_k, top_p),
