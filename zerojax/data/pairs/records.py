@@ -289,7 +289,7 @@ def _open_parquet(path: pathlib.Path) -> _File:
 _BLANKS = re.compile(r"[ \t\n\r]*")
 _MOST_LINE = 2**27  # bytes of a line; JSON takes several times as much
 _MOST_LIST = 2**30  # bytes of a JSON file of one list, which is held in memory
-_MOST_EXAMPLES = 2**22  # of such a list, whose places take a microsecond each
+_MOST_EXAMPLES = 2**21  # of such a list, whose places take a microsecond each
 _ROWS = 1024  # of a table that are read at a time
 _MOST_UNPACKED, _MOST_RATIO = 2**28, 100  # bytes of a parquet file when unpacked, and as a multiple of the file
 _PARQUET = ".parquet"
