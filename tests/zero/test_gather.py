@@ -157,3 +157,20 @@ def slice_of(platform, *lengths, order=None):
 )
 def test_only_slices_of_three_dims_reduce_twice_of_which_the_first_is_over_the_slowest_dim(mesh, sizes):
     assert gather.scatter_sizes(mesh) == sizes
+
+
+@pytest.mark.parametrize("mesh", ["8", "2 x 4"])
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=["rows", "columns"])
+def test_columns_are_made_of_shards_along_either_dim_and_their_gradients_become_shards_again(mesh, spec):
+    mesh = mesh_lib.make_mesh(*MESHES[mesh])
+    place, replicas = placement(mesh, spec, spec, spec), mesh.shape["replica"]
+    weight = jnp.arange(16.0 * 24).reshape(16, 24)
+
+    def there_and_back(shard):
+        own = gather.to_columns(shard, place, None).shard
+        return own, gather.from_columns(own, place, jnp.float32)
+
+    mapped = jax.shard_map(there_and_back, mesh=mesh, in_specs=spec, out_specs=(P(None, "data"), spec), check_vma=False)
+    columns, grad = jax.jit(mapped)(weight)
+    np.testing.assert_array_equal(columns, weight)
+    np.testing.assert_array_equal(grad, replicas * weight)  # the sum over replicas
