@@ -97,7 +97,9 @@ def ends(installed, compiled_dir, tmp_path_factory):
         "train migrated": ["zerojax.train", *SMALL, MATRICES, "--config=configs/mine.py", "--workdir=migrated"],
     }
     variables = {**runs.environment(compiled_dir), "PYTHONPATH": ""}
-    found = programs.modules(list(jobs.values()), python=str(installed / "python"), folder=folder, **variables)
+    found = programs.modules(
+        list(jobs.values()), python=str(installed / "python"), folder=folder, limit=runs.LIMIT, **variables
+    )
     return folder, dict(zip(jobs, found, strict=True))
 
 

@@ -61,13 +61,18 @@ for number, words in enumerate(json.loads(sys.argv[1])):
 
 
 def modules(
-    commands: Sequence[Sequence[str]], *, python: str = sys.executable, folder: pathlib.Path = ROOT, **variables: str
+    commands: Sequence[Sequence[str]],
+    *,
+    python: str = sys.executable,
+    folder: pathlib.Path = ROOT,
+    limit: float = LIMIT,
+    **variables: str,
 ) -> list[Ended]:
     """Runs each command (MODULE, ARGUMENT, ...) as `python -m` does, in children of one process that has imported the library."""
     with tempfile.TemporaryDirectory() as files:
         command = [python, "-c", _FORKS, json.dumps(list(map(list, commands))), files]
         done = subprocess.run(
-            command, cwd=folder, env=environment(**variables), capture_output=True, text=True, check=True, timeout=LIMIT
+            command, cwd=folder, env=environment(**variables), capture_output=True, text=True, check=True, timeout=limit
         )
         texts = [
             [pathlib.Path(files, f"{n}.{name}").read_text() for name in ("out", "err")] for n in range(len(commands))
