@@ -16,4 +16,3 @@ def test_a_folder_is_fine_tuned_exported_and_answers_as_in_the_evaluation(tuner)
     prompts = [word for answer in found["answers"] for word in ("--prompt", answer["prompt"])]
     said = tuner.zerojax("generate", "runs/all/export", "--max_new_tokens", 4, *prompts).out
     assert [line.strip() for line in said.splitlines()] == [answer["found"] for answer in found["answers"]]
-    assert {"good", "bad"} >= {answer["found"] for answer in found["answers"]}
