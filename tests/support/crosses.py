@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import io
 import itertools
-import math
 import os
 import pathlib
 import random
@@ -26,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -35,17 +34,19 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")]
     import conftest  # noqa: F401  sets the devices
 
-import covertable
+import allpairspy
 import runs
 
+from configs import base as base_config
 from zerojax import train
 from zerojax.commands import verify
 from zerojax.errors import UserError
+from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics, results
 
 GOLDEN = "tests/golden/huggingface"
 STEPS = 3
-BATCH = 24  # sequences, for 1, 2, 4, 6 and 8 devices, in one or three passes
+BATCH = 48  # sequences, for 1, 4, 6 and 8 devices, in one or two passes
 
 BASE: Mapping[str, Any] = {
     "steps": STEPS,
@@ -81,7 +82,7 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
     "precision": {name: {"precision": name} for name in ("fp32", "bf16", "fp16", "bf16_sr", "fp8")},
     "reduce_dtype": {name: {"reduce_dtype": name} for name in ("fp32", "bf16")},
     "accum_dtype": {name: {"accum_dtype": name} for name in ("fp32", "bf16")},
-    "grad_accum": {"1": {}, "3": {"grad_accum": 3}},
+    "grad_accum": {"1": {}, "2": {"grad_accum": 2}},
     "stage": {str(stage): {"zero.stage": stage} for stage in range(4)},
     "mesh": {
         "1x1x1": _axes(1, 1, 1),
@@ -115,9 +116,10 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
     "activations": {"": {}, "mlp": {"model.offload": r"(layer|encoder|decoder)_\d+/mlp"}},
     "family": {"llama": {}, "t5": {}, "bart": {}},
     "weights": {"drawn": {}, "read": {}},
-    "layers": {"": {}, "1": {"model.num_layers": 1}},
+    "layers": {"1": {"model.num_layers": 1}, "2": {"model.num_layers": 2}},
     "dropout": {"0": {}, "0.1": {"model.dropout": 0.1}},
-    "lora": {"off": {}, "r": {"lora.r": 16}, "nf4": {"lora.r": 16, "lora.quantize": "nf4"}, "int8": {"lora.r": 16, "lora.quantize": "int8"}},
+    "lora": {"off": {}, "on": {"lora.r": 16}},
+    "quantize": {name: {"lora.quantize": name} for name in ("none", "nf4", "int8")},
     "lora_from": {"drawn": {}, "folder": {}},
     "lora_dropout": {"0": {}, "0.1": {"lora.dropout": 0.1}},
     "lora_targets": {"": {}, "all": {"lora.target_modules": "all-linear"}},
@@ -182,7 +184,7 @@ EXCLUSIVE: list[Exclusive] = [
         _no(f"offload.{name}", **{name: value}, optimizer_offload="none", params_offload="none")
         for name, value in (("chunk_bytes", "4096"), ("in_flight", "2"), ("by_block", ("on", "off")))
     ),
-    _no("offload.optimizer", optimizer_offload=("host", "nvme"), lora=_but("lora", "off"), min_size="8192"),
+    _no("offload.optimizer", optimizer_offload=("host", "nvme"), lora="on", min_size="8192"),
     _no("offload.params", params_offload=("host", "nvme"), optimizer_offload="none", lora="off"),
     _no("offload.late_norm", late_norm="yes", optimizer_offload=("none", "nvme")),
     _no("offload.late_norm", late_norm="yes", by_block="off"),
@@ -206,25 +208,52 @@ EXCLUSIVE: list[Exclusive] = [
     _no("by_columns", by_columns=("head", "both"), by_block="on"),
     _no("by_columns", by_columns=("head", "both"), task=_but("task", "text")),
     _no("by_columns", by_columns=("head", "both"), family="bart"),
-    _no("by_columns", by_columns=("head", "both"), lora=_but("lora", "off")),
+    _no("by_columns", by_columns=("head", "both"), lora="on"),
     _no("config.zero.overrides", overrides="features", mesh="1x6x1"),
     _no("fp8", fp8="delayed", precision="fp8", params_offload=("host", "nvme")),
     _no("fp8", fp8="delayed", precision="fp8", late_norm="yes"),
     _no("fp8", fp8="delayed", precision="fp8", by_block="on"),
     _no("config.mesh.model", mesh="2x2x2", overrides=_but("overrides", "model")),
-    _no("config.model.num_layers", layers="1", weights="read"),
     _no("config.model.dropout", dropout="0.1", family="llama"),
     _no("config.lora.init_from", lora_from="folder", weights="drawn"),
     _no("config.lora.init_from", lora_from="folder", rslora="yes"),
     _no("config.lora.init_from", lora_from="folder", lora_targets="all"),
     _no("config.lora.init_from", lora_from="folder", modules_to_save="yes"),
-    _no("config.lora.quantize", lora=("nf4", "int8"), precision="fp8"),
+    _no("config.lora.quantize", quantize=("nf4", "int8"), precision="fp8"),
     _no("config.export.format", export="peft", lora="off"),
     _no("config.optimizer.moments", moments=("bf16", "int8"), optimizer=_but("optimizer", "adamw", "adam", "lion")),
     _no("config.optimizer.weight_decay", optimizer=("adam", "sgd", "adafactor"), decay=("matrices", "all")),
     _no("config.loss_scale.static", loss_scale="static", precision=_but("precision", "fp16")),
     _no("config.loss_scale.init_scale", loss_scale="overflow", precision=_but("precision", "fp16")),
 ]
+
+# What has no effect, and a line of the run names: pairs with it would show nothing.
+UNREAD: list[Exclusive] = [
+    _no("zero.min_size", min_size=("0", "8192"), stage="0"),
+    _no("zero.indivisible", indivisible="pad", stage="0"),
+    *(
+        _no(place, **{name: _but(name, next(iter(SETTINGS[name]))), "lora": "off"})
+        for name, place in {
+            "quantize": "lora.quantize",
+            "lora_dropout": "lora.dropout",
+            "lora_targets": "lora.target_modules",
+            "rslora": "lora.rslora",
+            "frozen_dtype": "lora.frozen_dtype",
+        }.items()
+    ),
+    _no("fp8", fp8=_but("fp8", "tensorwise"), precision=_but("precision", "fp8")),
+    _no("data.pack", pack="no", task="text"),
+    _no("sample", sample="yes", task=_but("task", "text")),
+]
+# Values of this tool that set nothing beside others.
+HOLLOW: list[Exclusive] = [
+    _no("", lora_from="folder", lora="off"),
+    _no("", modules_to_save="yes", lora="off"),
+    _no("", accum_dtype="bf16", grad_accum="1"),
+    _no("", layers="2", weights="read"),
+]
+RULES = [*EXCLUSIVE, *UNREAD, *HOLLOW]
+TOGETHER = ("lora", "optimizer_offload", "params_offload")  # each of their triples meets every other value
 
 
 def changes(row: Row) -> dict[str, Any]:
@@ -233,7 +262,7 @@ def changes(row: Row) -> dict[str, Any]:
     for name, value in row.items():
         found |= SETTINGS[name][value]
     family, is_read, adapts = row["family"], row["weights"] == "read", row["lora"] != "off"
-    found |= {"init_from": f"{GOLDEN}/{family}"} if is_read else {"model.preset": MODELS[family]}
+    found |= {"init_from": f"{GOLDEN}/{family}", "model.num_layers": 0} if is_read else {"model.preset": MODELS[family]}
     if row["lora_from"] == "folder" and adapts:
         found |= {"lora.init_from": f"{GOLDEN}/{family}/lora", "lora.r": 0}
     if row["modules_to_save"] == "yes" and adapts:
@@ -256,6 +285,86 @@ def baseline(row: Row) -> dict[str, str]:
 def first_value(name: str) -> str:
     """Returns the value of the baseline."""
     return next(iter(SETTINGS[name]))
+
+
+@functools.cache
+def array() -> tuple[Row, ...]:
+    """Returns the rows of the covering array: every pair of values that the rules allow, and every triple of `TOGETHER` with every value.
+
+    The generator drops a pair if the rules refuse what it chose for the rest of the row; `completed` looks for another row of it.
+    """
+    meet = factors()
+    names = sorted(meet, key=lambda name: -len(meet[name]))
+    place = {setting: at for at, name in enumerate(names) for setting in name.split("+")}
+    due: dict[int, list[Exclusive]] = {}
+    for rule in RULES:
+        due.setdefault(max(place[name] for name in rule.settings), []).append(rule)
+
+    def is_allowed(begun: Sequence[tuple]) -> bool:
+        return not any(rule.breaks(joined(names, begun)) for rule in due.get(len(begun) - 1, ()))
+
+    found = [joined(names, row) for row in allpairspy.AllPairs([meet[name] for name in names], filter_func=is_allowed)]
+    there = {pair for row in found for pair in pairs(row)}
+    left = [
+        joined((one, other), pair)
+        for one, other in itertools.combinations(names, 2)
+        for pair in itertools.product(meet[one], meet[other])
+        if frozenset(zip((one, other), pair)) not in there
+    ]
+    left = [pair for pair in left if completed(pair) is not None]
+    while left:
+        fixed: Row = {}
+        for pair in left:
+            both = {**fixed, **pair}
+            if both == {**pair, **fixed} and completed(both) is not None:
+                fixed = both
+        found.append(completed(fixed) or {})
+        left = [pair for pair in left if not pair.items() <= found[-1].items()]
+    return tuple({name: row[name] for name in SETTINGS} for row in found)
+
+
+def factors() -> dict[str, list[tuple]]:
+    """Returns the values that meet in pairs, as tuples: those of each setting, and the triples of TOGETHER."""
+    joint = list(itertools.product(*(SETTINGS[name] for name in TOGETHER)))
+    return {"+".join(TOGETHER): joint, **{name: [(v,) for v in values] for name, values in SETTINGS.items() if name not in TOGETHER}}
+
+
+def joined(names: Iterable[str], values: Iterable[tuple]) -> Row:
+    """Returns a row, or a part of one, from values of `_factors`."""
+    return {setting: value for name, found in zip(names, values) for setting, value in zip(name.split("+"), found)}
+
+
+def pairs(row: Row) -> set[frozenset]:
+    """Returns the pairs of values of `_factors` that meet in a row."""
+    there = [(name, tuple(row[setting] for setting in name.split("+"))) for name in factors()]
+    return set(map(frozenset, itertools.combinations(there, 2)))
+
+
+def completed(fixed: Row, but: Exclusive | None = None, row: Row | None = None) -> Row | None:
+    """Returns a row with the given values that breaks no rule (`but` may be broken), or None if there is none.
+
+    A row that breaks a rule must differ in one of the settings that the rule reads: each of these is tried with each other value.
+    """
+    row = {**{name: first_value(name) for name in SETTINGS}, **(row or {}), **fixed}
+    rule = next((rule for rule in RULES if rule is not but and rule.breaks(row)), None)
+    if rule is None:
+        return row
+    for name in rule.settings:
+        if name not in fixed:
+            for value in SETTINGS[name]:
+                if value != row[name] and (found := completed({**fixed, name: value}, but, row)) is not None:
+                    return found
+            fixed = {**fixed, name: row[name]}  # further branches keep it
+    return None
+
+
+def breaking(rule: Exclusive) -> Row:
+    """Returns a row that breaks one rule alone."""
+    for values in itertools.product(*(SETTINGS[name] for name in rule.settings)):
+        fixed = dict(zip(rule.settings, values))
+        if rule.breaks(fixed) and (row := completed(fixed, rule)) is not None:
+            return row
+    raise AssertionError(f"{rule.settings}: the other rules refuse all that this one refuses; delete it")
 
 
 def broken(row: Row) -> list[Exclusive]:
@@ -285,12 +394,10 @@ class End:
 def attempt(row: Row, folder: pathlib.Path) -> End:
     """Trains a row in `folder`."""
     end, out, began = End(), io.StringIO(), time.process_time()
-    chosen = {place.replace(".", "__"): value for place, value in changes(row).items()}
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), mock.patch.object(results, "draw"):
-            given = {key: value for key, value in chosen.items()}
-            with runs.on_devices(chosen["emulate_devices"]):
-                train.train(_config(given), folder)
+            with runs.on_devices(changes(row)["emulate_devices"]):
+                train.train(config(row), folder)
         lines = metrics.read(folder)
         end.losses = [line["loss"] for line in lines if "loss" in line]
         end.norms = [line["grad_norm"] for line in lines if "loss" in line]
@@ -301,18 +408,16 @@ def attempt(row: Row, folder: pathlib.Path) -> End:
     return end
 
 
-def _config(given: Mapping[str, Any]) -> Any:
-    from configs import base
-    from zerojax.trainer import config as config_lib
-
-    raw = base.get_config()
-    raw.update_from_flattened_dict({key.replace("__", "."): () if key == "metrics__to" else value for key, value in given.items()})
+def config(row: Row) -> config_lib.Config:
+    """Returns the checked settings of a row."""
+    raw = base_config.get_config()
+    raw.update_from_flattened_dict({**changes(row), "metrics.to": ()})
     return config_lib.from_dict(raw)
 
 
 def tolerance(row: Row) -> float:
     """Returns the largest relative difference of losses that rounding explains, which `zerojax verify` allows too."""
-    found = verify.tolerance_of(_config({k.replace(".", "__"): v for k, v in changes(row).items()}), "cpu")[0]
+    found = verify.tolerance_of(config(row), "cpu")[0]
     if row["accum_dtype"] == "bf16" and row["grad_accum"] != "1":
         found = max(found, verify.TOLERANCES["bf16"][0])
     return found
@@ -359,7 +464,7 @@ def random_rows(count: int, seed: int) -> list[dict[str, str]]:
         share = rng.random()
         row = {name: rng.choice(list(values)) if rng.random() < share else next(iter(values)) for name, values in SETTINGS.items()}
         for _ in range(200):  # mend what is broken, one setting at a time
-            rules = broken(row)
+            rules = [rule for rule in RULES if rule.breaks(row)]
             if not rules:
                 break
             name = rng.choice(rules[0].settings)
@@ -376,6 +481,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, default=None)
     parser.add_argument("--part", default="0/1")
+    parser.add_argument("--begin", type=int, default=0)
     options = parser.parse_args()
     rows = random_rows(options.random, options.seed) if options.random else array()
     part, parts = map(int, options.part.split("/"))
@@ -388,7 +494,7 @@ def main() -> None:
     began = time.time()
     with runs.jax_settings(jax_compilation_cache_dir=str(scratch / "programs"), **conftest.CACHED):
         for number, row in enumerate(rows):
-            if options.only not in (None, number) or number % parts != part:
+            if options.only not in (None, number) or number % parts != part or number < options.begin:
                 continue
             folder = scratch / str(number)
             end = attempt(row, folder / "case")

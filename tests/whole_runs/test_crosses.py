@@ -1,0 +1,73 @@
+"""Crosses the settings of the trainer. This module runs the covering array of tests/support/crosses.py, and proves its rules."""
+
+import itertools
+import shutil
+from unittest import mock
+
+import crosses
+import jax
+import pytest
+import runs
+
+from zerojax.trainer.checks import effects
+
+SHARE = 12  # one case in so many runs by default, the others with -m long
+ARRAY = crosses.array()
+
+
+@pytest.fixture(scope="module")
+def bases(cache_dir, tmp_path_factory):
+    """Returns f(row) -> how its baseline ended; cases share baselines."""
+    ends = {}
+
+    def of(row):
+        plain = crosses.baseline(row)
+        key = str(sorted(crosses.changes(plain).items(), key=str))
+        if key not in ends:
+            folder = tmp_path_factory.mktemp("baseline")
+            ends[key] = crosses.attempt(plain, folder)
+            shutil.rmtree(folder)
+        return ends[key]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=() if n % SHARE == 0 else runs.LONG) for n in range(len(ARRAY))]
+)
+def test_a_cross_has_the_losses_of_the_same_settings_on_one_device(number, bases, tmp_path):
+    row = ARRAY[number]
+    end = crosses.attempt(row, tmp_path)
+    shutil.rmtree(tmp_path)
+    assert end.error is None, (crosses.command(row), end.error)
+    assert not crosses.fault(row, end, bases(row)), crosses.command(row)
+    if number % 10 == 0:
+        jax.clear_caches()
+
+
+def test_every_pair_of_values_is_in_the_array_or_refused():
+    assert not any(rule.breaks(row) for row in ARRAY for rule in crosses.RULES)
+    there = set().union(*map(crosses.pairs, ARRAY))
+    factors = crosses.factors()
+    for one, other in itertools.combinations(factors, 2):
+        for values in itertools.product(factors[one], factors[other]):
+            if frozenset(zip((one, other), values)) not in there:
+                assert crosses.completed(crosses.joined((one, other), values)) is None, (one, other, values)
+
+
+def names_of(rules):
+    return [f"{number} {' '.join(rule.settings)}" for number, rule in enumerate(rules)]
+
+
+@pytest.mark.parametrize("rule", crosses.EXCLUSIVE, ids=names_of(crosses.EXCLUSIVE))
+def test_what_is_exclusive_is_refused_in_one_line_before_it_compiles(rule, cache_dir, tmp_path):
+    row = crosses.breaking(rule)
+    with mock.patch.object(jax.stages.Lowered, "compile", side_effect=AssertionError("it compiles")):
+        end = crosses.attempt(row, tmp_path)
+    assert end.error is not None and not crosses.fault(row, end, None), (crosses.command(row), end.error)
+
+
+@pytest.mark.parametrize("rule", crosses.UNREAD, ids=names_of(crosses.UNREAD))
+def test_what_has_no_effect_is_named(rule):
+    row = crosses.breaking(rule)
+    assert any(rule.words in line for line in effects.unread(crosses.config(row))), crosses.command(row)
