@@ -169,3 +169,17 @@ def test_true_runs_of_two_settings_agree(call, commands, monkeypatch):
 def test_every_precision_has_a_tolerance():
     for name in precision.PRECISIONS:
         assert 0 < verify.tolerance_of(runs.config(precision=name), "gpu")[0] < 0.1
+
+
+@pytest.mark.parametrize(
+    "changes, name",
+    [
+        ({"accum_dtype": "bf16", "grad_accum": 2}, "bf16"),  # sums of passes are rounded on each device
+        ({"accum_dtype": "bf16"}, "fp32 on CPUs"),  # a step of one pass adds up nothing
+        ({"precision": "fp8", "reduce_dtype": "bf16"}, "fp8"),
+        ({"precision": "fp8", "optimizer__moments": "int8"}, "fp8"),
+        ({"precision": "fp16", "optimizer__moments": "int8"}, "few bits"),
+    ],
+)
+def test_the_coarsest_rounding_of_a_run_sets_its_tolerance(changes, name):
+    assert verify.tolerance_of(runs.config(**changes), "cpu") == verify.TOLERANCES[name]

@@ -1,6 +1,5 @@
 """Crosses the settings of the trainer. This module runs the covering array of tests/support/crosses.py, and proves its rules."""
 
-import itertools
 import shutil
 from unittest import mock
 
@@ -12,7 +11,7 @@ import runs
 from zerojax.trainer.checks import effects
 
 SHARE = 12  # one case in so many runs by default, the others with -m long
-ARRAY = crosses.array()
+ARRAY = crosses.SPACE.rows
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +45,10 @@ def test_a_cross_has_the_losses_of_the_same_settings_on_one_device(number, bases
 
 
 def test_every_pair_of_values_is_in_the_array_or_refused():
-    assert not any(rule.breaks(row) for row in ARRAY for rule in crosses.RULES)
-    there = set().union(*map(crosses.pairs, ARRAY))
-    factors = crosses.factors()
-    for one, other in itertools.combinations(factors, 2):
-        for values in itertools.product(factors[one], factors[other]):
-            if frozenset(zip((one, other), values)) not in there:
-                assert crosses.completed(crosses.joined((one, other), values)) is None, (one, other, values)
+    space = crosses.SPACE
+    assert not any(rule.breaks(row) for row in ARRAY for rule in space.rules)
+    there = set().union(*map(space.pairs, ARRAY))
+    assert all(pair in there or space.completed(values) is None for pair, values in space.all_pairs())
 
 
 def names_of(rules):
@@ -61,7 +57,7 @@ def names_of(rules):
 
 @pytest.mark.parametrize("rule", crosses.EXCLUSIVE, ids=names_of(crosses.EXCLUSIVE))
 def test_what_is_exclusive_is_refused_in_one_line_before_it_compiles(rule, cache_dir, tmp_path):
-    row = crosses.breaking(rule)
+    row = crosses.SPACE.breaking(rule)
     with mock.patch.object(jax.stages.Lowered, "compile", side_effect=AssertionError("it compiles")):
         end = crosses.attempt(row, tmp_path)
     assert end.error is not None and not crosses.fault(row, end, None), (crosses.command(row), end.error)
@@ -69,5 +65,5 @@ def test_what_is_exclusive_is_refused_in_one_line_before_it_compiles(rule, cache
 
 @pytest.mark.parametrize("rule", crosses.UNREAD, ids=names_of(crosses.UNREAD))
 def test_what_has_no_effect_is_named(rule):
-    row = crosses.breaking(rule)
+    row = crosses.SPACE.breaking(rule)
     assert any(rule.words in line for line in effects.unread(crosses.config(row))), crosses.command(row)

@@ -142,11 +142,13 @@ def settings(config: config_lib.Config) -> list[Setting]:
 
 def tolerance_of(config: config_lib.Config, platform: str) -> tuple[float, str]:
     """Returns the largest relative difference of losses that rounding explains on a platform, and why."""
-    if config.optimizer.moments == "int8" or config.precision == "bf16_sr":
-        return TOLERANCES["few bits"]
-    if config.reduce_dtype == "bf16":
-        return TOLERANCES["bf16"]
-    return TOLERANCES["fp32 on CPUs" if (config.precision, platform) == ("fp32", "cpu") else config.precision]
+    on_cpus = (config.precision, platform) == ("fp32", "cpu")
+    rounds = {
+        "few bits": config.optimizer.moments == "int8" or config.precision == "bf16_sr",
+        "bf16": config.reduce_dtype == "bf16" or (config.accum_dtype == "bf16" and config.grad_accum != 1),
+        "fp32 on CPUs" if on_cpus else config.precision: config.precision in TOLERANCES,
+    }
+    return max(TOLERANCES[name] for name, is_rounded in rounds.items() if is_rounded)
 
 
 def compare(outcomes: Sequence[Verified], tolerance: float) -> None:
