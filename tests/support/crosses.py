@@ -1,13 +1,13 @@
 # ruff: noqa: E402
-"""Crosses the settings of the trainer: a covering array in which every pair of values of any two settings occurs. This module makes and runs it.
+"""Crosses the settings of the trainer, so that every pair of values of any two of them occurs. This module holds them and runs the cases.
 
-    python tests/support/crosses.py                      # all cases, with a table of their ends
-    python tests/support/crosses.py --only 17            # one of them, with its traceback
-    python tests/support/crosses.py --random 50 --seed 3 # as many random crosses instead
+    python tests/support/crosses.py                       # all cases, with those at fault
+    python tests/support/crosses.py --only 17             # one of them, with its command and traceback
+    python tests/support/crosses.py --random 50 --seed 3  # as many random crosses instead
 
-A case trains some steps, and its losses equal those of its baseline: the same settings on one device, at stage 0, in one pass, with
-nothing offloaded. `PLAIN` lists the settings that must not change the losses. `EXCLUSIVE` lists what the trainer refuses, in one line and
-before it compiles. Each case prints the command that repeats it.
+A case trains three steps. Its losses, norms and evaluations equal those of its baseline: the same settings on one device, at stage 0, in
+one pass, with nothing offloaded, within what `zerojax verify` allows. `PLAIN` lists the settings that must not change the losses.
+`EXCLUSIVE` lists what the trainer refuses, in one line and before it compiles; no case holds that.
 """
 
 import argparse

@@ -12,25 +12,21 @@ import optax
 import pytest
 import runs
 from flax import nnx
-from flax.training import train_state
 from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.errors import UserError
 
 WIDTH, CLASSES, EXAMPLES, STEPS = 16, 6, 48, 3
-SHARE = 8  # one case in so many runs by default, the others with -m long
+FEW = 4  # cases that run by default, the others with -m long
 # Relative, of a loss and ten times as much of a norm: what another order of sums changes in the arithmetic's last place.
 TOLERANCES = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-9}
 
 
-class State(train_state.TrainState):
-    """A train state with batch statistics, a random key, a loss scale and the norm of the step before."""
+class State(zerojax.TrainState):
+    """A train state with batch statistics."""
 
     batch_stats: Any = ()
-    rng: Any = ()
-    loss_scale: Any = ()
-    last_norm: Any = ()
 
 
 class Block(nn.Module):
@@ -212,6 +208,7 @@ RULES = [
     covering.never("offload", activations="wide", blocks=""),
 ]
 HOLLOW = [
+    covering.never("", params_offload=("host", "nvme"), fraction="0.5", min_size="300"),  # too few weights are left
     covering.never("", accum="bf16", passes="1"),
     covering.never("", indivisible="pad", mesh=("1x1", "1x8", "2x4")),
 ]
@@ -263,7 +260,7 @@ def trained(row, folder):
     }
     how |= {"trainable": "wide|head" if row["trainable"] == "some" else "", "offload": offload}
     if row["model"] == "scan":
-        how["overrides"] = [("block/.*kernel", P(None, None, "data"))]
+        how["overrides"] = [("block/.*kernel", P(None, None, "data" if WIDTH % data == 0 else None))]
     state, partition = (
         zerojax.shard_train_state(init, params, fields, **how)
         if row["as"] == "function"
@@ -312,7 +309,7 @@ def of_baseline(items):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=() if n % SHARE == 0 else runs.LONG) for n in range(len(SPACE.rows))]
+    "number", [pytest.param(n, marks=() if n < FEW else runs.LONG) for n in range(len(SPACE.rows))]
 )
 def test_a_crossed_step_has_the_losses_of_the_same_options_on_one_device(number, tmp_path):
     row = SPACE.rows[number]
