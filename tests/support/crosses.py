@@ -192,7 +192,7 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("config.model.offload", activations="mlp", remat="none"),
     covering.never("config.model.recompute", recompute="mlp", remat=("none", "full")),
     covering.never("config.model.by_columns", by_columns=("head", "both"), stage=("0", "1", "2")),
-    covering.never("config.model.by_columns", by_columns=("head", "both"), params_offload=("host", "nvme")),
+    covering.never("by_columns", by_columns=("head", "both"), params_offload=("host", "nvme")),
     covering.never("by_columns", by_columns=("head", "both"), late_norm="yes"),
     covering.never("by_columns", by_columns=("head", "both"), by_block="on"),
     covering.never("by_columns", by_columns=("head", "both"), task=_but("task", "text")),
