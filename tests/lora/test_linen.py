@@ -192,3 +192,25 @@ def test_an_adapter_of_a_module_that_does_more_than_multiply_is_merged_into_its_
     np.testing.assert_allclose(found, jax.nn.softmax(X @ (kernel + 0.5 * a @ b)), atol=1e-5)
     with pytest.raises(UserError, match=r"^lora.dropout: .* does more than multiply its input"):
         zerojax.with_lora(call, lora, key=lambda x: jax.random.key(0))(params, X)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_adapters_of_modules_that_are_attributes_drop_too(jitted):
+    net = nn.Sequential([nn.Dense(WIDTH), nn.gelu, nn.Dense(8)])
+    lora = zerojax.Lora(r=4, alpha=8, dropout=0.5)
+
+    def call(params, x):
+        return net.apply({"params": params}, x)
+
+    call = jax.jit(call) if jitted else call  # whose trace without dropout is not taken again
+    params = zerojax.add_lora(net.init(jax.random.key(0), X)["params"], lora, jax.random.key(1), call, X)
+    params = jax.tree.map(lambda leaf: leaf + 0.1, params)
+    off = zerojax.with_lora(call, lora)(params, X)
+    drawn = [
+        zerojax.with_lora(call, lora, key=lambda x, seed=seed: jax.random.key(seed))(params, X) for seed in (0, 0, 1)
+    ]
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+    for found in (drawn[0], drawn[2]):
+        assert np.abs(found - off).max() > 0.1
+    assert np.abs(drawn[0] - drawn[2]).max() > 0.1
+    np.testing.assert_array_equal(zerojax.with_lora(call, lora)(params, X), off)

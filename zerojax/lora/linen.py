@@ -5,7 +5,6 @@ where its module multiplies, so at any time about one exists, and none is kept f
 """
 
 import contextlib
-import contextvars
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core.scope import LazyRng
 
 from zerojax.errors import UserError
 from zerojax.lora import adapters
@@ -27,7 +25,6 @@ from zerojax.zero import remat
 from zerojax.zero.sharded_batch import keys
 
 RNG = "lora"  # the name of Linen's random stream for dropout
-_key: contextvars.ContextVar[Any] = contextvars.ContextVar("zerojax_lora_key", default=None)
 
 
 def find(function: Callable[..., Any], params: Any, *args: Any) -> dict[str, targets_lib.LinearModule]:
@@ -93,14 +90,9 @@ def applied(scale: Callable[[str], float], dropout: float = 0.0) -> Iterator[Non
         yield
 
 
-@contextlib.contextmanager
-def dropout_key(key: jax.Array | None) -> Iterator[None]:
+def dropout_key(key: jax.Array | None) -> contextlib.AbstractContextManager[None]:
     """Turns the dropout of adapters on inside, with this random key. None: off."""
-    token = _key.set(key)
-    try:
-        yield
-    finally:
-        _key.reset(token)
+    return keys.stream(RNG, key)
 
 
 def with_lora(
@@ -137,10 +129,6 @@ class _Interceptor:
         scope = module.scope
         if scope is None:
             return call(*args, **kwargs)
-        key = _key.get()
-        if key is not None and not scope.path and scope.parent is None and not scope.has_rng(RNG):
-            scope.rngs = {**scope.rngs, RNG: LazyRng.create(keys.folded(key))}
-            scope.rng_counters.setdefault(RNG, 0)
         if method == "setup" or not hasattr(type(module), method) or not scope.has_variable("params", KERNEL):
             return call(*args, **kwargs)
         kernel = scope.get_variable("params", KERNEL)
@@ -154,7 +142,7 @@ class _Interceptor:
         y = _linear(module, x, kernel, inputs) if is_coded else call(*args, **kwargs)
         if not has_adapter:
             return y
-        if self._dropout and key is not None and not scope.has_rng(RNG):
+        if self._dropout and keys.has_stream(RNG) and not scope.has_rng(RNG):
             raise UserError(
                 f"lora.dropout: {'/'.join(module.path)} is in a stack of nn.scan or nn.vmap that hands it no random keys; pass "
                 f'split_rngs={{"{RNG}": True}} there, or set lora.dropout to 0'

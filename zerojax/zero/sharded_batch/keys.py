@@ -8,8 +8,9 @@ A loss function that draws with one key on all devices draws the same mask for t
 - where Flax draws: whatever key the loss gave to `Module.apply(..., rngs=...)` of Linen or to `nnx.Rngs`.
 
 For the last, this module puts functions of its own in the place of two of Flax: the one that makes the root scope of every `apply` and
-`bind`, before any module has a scope of its own, and the one by which a stream of `nnx.Rngs` draws. Outside of `folded_in_flax` they are
-Flax's. Calls to modules could be intercepted without that, but then a module has copied the keys into those that are its attributes.
+`bind`, before any module has a scope of its own, and the one by which a stream of `nnx.Rngs` draws. Outside of `folded_in_flax` and
+`stream` they are Flax's. Calls to modules could be intercepted without that, but then a module has copied the keys into those that are
+its attributes.
 """
 
 import contextlib
@@ -95,6 +96,23 @@ def folding(numbers: tuple[Any, ...]) -> Iterator[None]:
         _numbers.reset(token)
 
 
+@contextlib.contextmanager
+def stream(name: str, key: jax.Array | None) -> Iterator[None]:
+    """Gives every `apply` of Linen inside a random stream of this name, unless it has one; `numbers` are folded in. None: no stream."""
+    others = {other: own for other, own in _streams.get().items() if other != name}
+    token = _streams.set(others if key is None else {**others, name: key})
+    try:
+        with _traces(next(_trace_numbers)):
+            yield
+    finally:
+        _streams.reset(token)
+
+
+def has_stream(name: str) -> bool:
+    """Returns whether `stream` gives a stream of this name here."""
+    return name in _streams.get()
+
+
 def numbers() -> tuple[Any, ...]:
     """Returns the numbers that are folded into the keys of Flax here."""
     return _numbers.get()
@@ -108,17 +126,22 @@ def folded(key: Any) -> Any:
 
 
 _numbers: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("zerojax_key_numbers", default=())
-_traces, _trace_numbers = (
-    jax.make_user_context(0),
-    itertools.count(1),
-)  # a jitted function is traced anew for other numbers
+_streams: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar("zerojax_streams", default={})  # noqa: B039
+# A jitted function is traced anew for other numbers and streams.
+_traces, _trace_numbers = jax.make_user_context(0), itertools.count(1)
 _bind, _draw = flax.core.scope.bind, nnx.RngStream.__call__
 
 
 def _bind_folded(variables: Any, rngs: Any = None, mutable: Any = False, flags: Mapping | None = None) -> Any:
     scope = _bind(variables, rngs=rngs, mutable=mutable, flags=flags)
-    if _numbers.get() and not scope.flags.get("initializing"):
+    if scope.flags.get("initializing"):
+        return scope
+    if _numbers.get():
         scope.rngs = {name: LazyRng(folded(lazy.rng), lazy.suffix) for name, lazy in scope.rngs.items()}
+    for name, key in _streams.get().items():
+        if name not in scope.rngs:
+            scope.rngs = {**scope.rngs, name: LazyRng.create(folded(key))}
+            scope.rng_counters.setdefault(name, 0)
     return scope
 
 
