@@ -153,7 +153,8 @@ def _why_no_value(error: Exception) -> str:
     line = errors.one_line(error)
     found = re.match(r"flag --config\.([\w.]+)=(.*?): ", line)
     if found is None or not config_lib.expected(found[1]):
-        return f"command line: {line}"
+        hint = "; settings are given as --config.steps=50" if line.startswith("Unknown command line flag") else ""
+        return f"command line: {line}{hint}"
     place, value = found.groups()
     if place in ranges.CHOICES:
         return f"config.{place}: {ranges.not_a_choice(place, value)}"

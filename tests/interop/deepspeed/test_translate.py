@@ -235,6 +235,12 @@ def test_a_schedules_rates_are_fractions_of_its_peak():
     assert (found["optimizer.initial_fraction"], found["optimizer.final_fraction"]) == (0.1, 1e-4)
 
 
+def test_a_peak_that_the_file_lacks_is_told_as_deepspeeds_default():
+    content = {"optimizer": ADAM, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 400}}}
+    assert translate.translate(content).sources["optimizer.learning_rate"] == ("scheduler.type",)
+    assert "DeepSpeed's default of scheduler.params.warmup_max_lr" in verdict(content, "optimizer.params.lr").text
+
+
 AUTO = {
     "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}},

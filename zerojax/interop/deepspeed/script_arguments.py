@@ -96,7 +96,7 @@ KEYS: Mapping[str, Key] = {
     "do_train": Key(IMPLIED, "a run trains"),
     "do_eval": Key(IMPLIED, "held-out examples are evaluated; config.evaluate.every"),
     "overwrite_output_dir": Key(NO_EFFECT, "a run resumes in its --workdir; name a new one to begin anew"),
-    "plot_loss": Key(IMPLIED, "a run writes loss.png"),
+    "plot_loss": Key(IMPLIED, "a run writes losses.png"),
     "logging_dir": Key(NO_EFFECT, "events go to WORKDIR/tensorboard"),
     "logging_first_step": Key(NO_EFFECT, "config.log_every counts steps"),
     "data_seed": Key(NO_EFFECT, "config.seed is that of the data too"),

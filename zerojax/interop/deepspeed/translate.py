@@ -497,8 +497,9 @@ def _bounds(draft: Draft, kind: str) -> None:
     elif peak == own and draft.has(largest):
         draft.put("optimizer.learning_rate", peak, largest, *draft.sources["optimizer.learning_rate"])
     elif peak != own:
-        draft.put("optimizer.learning_rate", peak, largest)
-        told = f"the schedule's own peak counts: config.optimizer.learning_rate = {peak}"
+        draft.put("optimizer.learning_rate", peak, largest if draft.has(largest) else "scheduler.type")
+        whose = "" if draft.has(largest) else f", DeepSpeed's default of {largest}"
+        told = f"the schedule's own peak counts{whose}: config.optimizer.learning_rate = {peak}"
         draft.say(f"{_OPT}.lr", keys_lib.NO_EFFECT, told)
     first = draft.number(smallest, 0.0)
     draft.put("optimizer.initial_fraction", first / peak if peak else 0.0, smallest)
