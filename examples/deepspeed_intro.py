@@ -69,7 +69,11 @@ def train(config: dict, steps: int = 20, checkpoints: str = "") -> tuple[list[fl
 
     mesh = zerojax.make_mesh(**found.mesh)
     state, partition = zerojax.shard_train_state(init, jax.random.key(0), mesh=mesh, stage=found.stage, **found.options)
-    train_step = zerojax.make_train_step(loss_fn, partition, **found.step)
+    train_step = zerojax.make_train_step(loss_fn, partition, blocks=r"Dense_\d+", **found.step)
+
+    passes = found.step["grad_accum"]  # where there are several, arrays are [passes, examples, ...]
+    leading = (passes, -1) if passes > 1 else (-1,)
+    sharding = zerojax.batch_sharding(mesh, len(leading) - 1)
 
     first, saver = 0, zerojax.Checkpointer(checkpoints, keep_last=1) if checkpoints else None
     if saver and saver.latest_step() is not None:  # model_engine.load_checkpoint(folder)
@@ -77,7 +81,9 @@ def train(config: dict, steps: int = 20, checkpoints: str = "") -> tuple[list[fl
         first = data["next_batch"]
     losses = []
     for step in range(first, steps):
-        batch = jax.device_put(batch_of(step, found.global_batch_size), partition.batch_sharding)
+        batch = batch_of(step, found.global_batch_size)
+        batch = jax.tree.map(lambda leaf: leaf.reshape(*leading, *leaf.shape[1:]), batch)
+        batch = jax.device_put(batch, sharding)
         # loss = model_engine(batch); model_engine.backward(loss); model_engine.step()
         state, metrics = train_step(state, batch)
         losses.append(float(metrics["loss"]))

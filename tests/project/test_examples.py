@@ -39,6 +39,8 @@ IN_CI = {("nnx_model", stage) for stage in STAGES} | {
 LOSS_TOLERANCE = 1e-5
 # 8 bits of mantissa, and gradients summed over 8 devices before they are widened
 BF16_TOLERANCE = 2e-2
+# 10 bits of mantissa
+HALF_TOLERANCE = 2**-10
 # means over 64 x 16 x 16 float32 values, after STEPS steps of weights that differ in the last bits
 STATISTICS_TOLERANCE = 1e-4
 
@@ -332,6 +334,17 @@ def test_the_example_of_a_deepspeed_config_trains_as_the_config_says(capsys):
     losses = example.train(example.CONFIG, 12)
     assert losses[-1] < 0.8 * losses[0]
     assert "zero_optimization.stage: taken; config.zero.stage = 3" in capsys.readouterr().out
+
+
+def test_deepspeeds_introduction_takes_offloaded_params_and_accumulation():
+    example = load("deepspeed_intro")
+    cpu = {"device": "cpu"}
+    expected, *_ = example.train(example.CONFIG, steps=2)
+    zero = {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}
+    found, _, partition = example.train({**example.CONFIG, "zero_optimization": zero}, steps=2)
+    passes, *_ = example.train({**example.CONFIG, "train_micro_batch_size_per_gpu": 4}, steps=2)
+    np.testing.assert_allclose([found, passes], [expected] * 2, rtol=HALF_TOLERANCE)
+    assert "params/Dense_0/kernel" in partition.on_host
 
 
 def test_a_restored_example_goes_on_as_if_it_had_not_stopped(tmp_path):

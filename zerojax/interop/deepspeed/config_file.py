@@ -46,7 +46,7 @@ def text(
         "",
         f"    python -m zerojax.train --config {_plain(path)}",
         "",
-        f"Devices: {needed}. Model, data and run length are those of zerojax.configs.base; set them below.",
+        f"Devices: {needed}. What is not set below, such as the data, is that of zerojax.configs.base.",
         '"""',
         "",
         "from zerojax.configs import base",
