@@ -60,11 +60,15 @@ feed.Feed.next = next_batch
 """
 
 
-def assert_same(user, resident):
-    """Compares a run in runs/lora and its adapter with those of a run without offload."""
+def assert_same(user, resident, was_killed=False):
+    """Compares a run in runs/lora and its adapter with those of a run without offload.
+
+    After a kill, the perplexity of the training examples is that of the steps since.
+    """
     (other, expected), found = resident, user.results("runs/lora")
     assert list(found["losses"]) == list(expected["losses"])
-    for name in ("losses", "eval_loss", "eval_perplexity", "train_perplexity", "eval_accuracy"):
+    names = ("losses", "eval_loss", "eval_perplexity", "eval_accuracy", *([] if was_killed else ["train_perplexity"]))
+    for name in names:
         pair = [list(run[name].values()) if name == "losses" else run[name] for run in (found, expected)]
         np.testing.assert_allclose(*pair, rtol=SUM_ORDER, err_msg=name)
     assert found["answers"] == expected["answers"] and len(found["answers"]) == 10
@@ -97,7 +101,7 @@ def test_the_accelerate_config_of_pefts_guide_is_migrated_and_trains_as_without_
     told = tuner.zerojax("migrate", "accelerate.yaml", "--out", "mine.py").out
     assert "deepspeed_config.offload_param_device = " in told
     script = """
-data.name=short_reviews data.task=classification data.prompt={text} data.labels=('bad','good') data.answer_len=4 seq_len=24
+data.name=short_reviews data.task=classification data.prompt={text} data.labels=('waste','pleasure') data.answer_len=4 seq_len=24
 global_batch_size=16 micro_batch_size=0 lora.r=8 lora.alpha=32.0 lora.target_modules=all-linear optimizer.learning_rate=3e-3
 optimizer.schedule=linear optimizer.final_fraction=0.0 evaluate.batches=0 checkpoint.every=0 emulate_devices=2 export.format=peft
 init_from=runs/bart_tiny/export optimizer.b2=0.95 optimizer.weight_decay=0.1 optimizer.warmup_steps=20
@@ -130,7 +134,7 @@ def test_a_run_with_both_offloads_that_is_killed_goes_on_elsewhere(tuner, reside
     tuner.zerojax("train", *flags, *OFFLOADS["host"], before=KILLED, status=-9)
     said = tuner.zerojax("train", *flags, *AGAIN[again]).out
     assert re.search(rf"starts at step [36] of {STEPS}", said)
-    assert_same(tuner, resident(*JOB))
+    assert_same(tuner, resident(*JOB), was_killed=True)
 
 
 @pytest.mark.parametrize("where", runs.cases(OFFLOADS, long=["host"]))
@@ -139,7 +143,7 @@ def test_two_processes_train_with_both_offloads_as_one_without(tuner, resident, 
         "-m", "zerojax.train", "--config=lora_tiny", "--workdir=runs/lora", *JOB, *OFFLOADS[where],
         "--config.emulate_devices=1",
     )  # fmt: skip
-    assert "2 x cpu (emulated), 2 processes" in done.stdout
+    assert "2 x cpu, 2 processes" in done.stdout
     assert_same(tuner, resident(*JOB))
 
 

@@ -282,13 +282,8 @@ def _mapped(
     batch_specs = jax.tree.map(
         lambda spec: specs.only(spec, axes), batch_specs, is_leaf=lambda node: isinstance(node, P)
     )
-
-    def on_device(*args: Any) -> Any:
-        with constraints.dropped(axes):
-            return run(*args)
-
     return jax.shard_map(
-        on_device,
+        constraints.dropped(axes)(run),
         mesh=partition.mesh,
         in_specs=(param_specs, batch_specs, P(), *[P()] * num_rest),
         out_specs=out_specs,

@@ -56,7 +56,7 @@ def test_another_seed_has_another_hash(run, tmp_path):
 
 
 def test_a_run_that_fails_leaves_a_card_with_the_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "_first_state", lambda *_: 1 / 0)
+    monkeypatch.setattr(train, "_first_state", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         runs.run(tmp_path)
     card = document.read(tmp_path)
