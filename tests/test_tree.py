@@ -120,3 +120,9 @@ def test_nodes_that_cannot_be_keys_or_be_made_of_numbers_are_named_too():
     assert [path for path, _ in tree.flatten(odd)] == ["a/leaf", "b/leaf"]
     assert tree.map_with_path(lambda path, leaf: leaf * len(path), odd)["b"].leaf.tolist() == [6.0] * 3
     assert [path for path, _ in tree.flatten(odd, is_leaf=lambda node: isinstance(node, Strict))] == ["a/leaf", "b"]
+
+
+def test_nested_is_the_inverse_of_flatten():
+    leaves = dict(tree.flatten({"a": {"b": 1, "c": {"d": 2}}, "e": 3}))
+    assert tree.nested(leaves) == {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
+    assert tree.nested({path.replace("/", "."): leaf for path, leaf in leaves.items()}, ".") == tree.nested(leaves)

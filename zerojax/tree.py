@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -38,6 +38,22 @@ def _paths_of(structure: Any) -> tuple[str, ...]:
     paths = tuple(path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered))
     assert len(paths) == structure.num_leaves
     return paths
+
+
+def nested(leaves: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
+    """Returns {path: leaf} as nested dicts.
+
+    >>> nested({"a/b": 1, "a/c": 2})
+    {'a': {'b': 1, 'c': 2}}
+    """
+    found: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, last = path.split(separator)
+        node = found
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = leaf
+    return found
 
 
 def below_params(path: str) -> str:

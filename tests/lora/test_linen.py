@@ -13,7 +13,7 @@ import runs
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax import train_state
+from zerojax import train_state, tree
 from zerojax.errors import UserError
 from zerojax.lora import adapters, linen, targets
 
@@ -59,7 +59,7 @@ def adapted(b=0.3, **fields):
     leaves = targets.flat(jax.jit(lambda params: adapters.add(params, chosen, jax.random.key(1)))(params))
     for number, path in enumerate(chosen.adapted):
         leaves[f"{path}/lora_b"] = b * jax.random.normal(jax.random.key(number), leaves[f"{path}/lora_b"].shape)
-    return lora, targets.nested(leaves), chosen
+    return lora, tree.nested(leaves), chosen
 
 
 def loss_fn(params, batch, state):
@@ -106,7 +106,7 @@ def test_training_changes_adapters_as_plain_optax_does_and_nothing_else(stage, q
     trained = {path: leaf for path, leaf in targets.flat(params).items() if "lora_" in path}
 
     def loss_of(trained):
-        return zerojax.with_lora(loss_fn, lora)(targets.nested({**targets.flat(params), **trained}), X, None)
+        return zerojax.with_lora(loss_fn, lora)(tree.nested({**targets.flat(params), **trained}), X, None)
 
     loss, grads = jax.jit(jax.value_and_grad(loss_of))(trained)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)

@@ -349,10 +349,8 @@ def _check_filled(source: source_lib.Source, text_key: str, key: str, *, usual: 
     empty = [index for index in range(looked) if not source[index].get(text_key, " ").strip()]
     if len(empty) <= usual * looked:
         return
-    place: Callable[[int], str] = getattr(source, "place", lambda index: f"document {index}")
-    told = (
-        f"{key}: {len(empty)} of the first {looked} documents have no text in {text_key!r}, such as {place(empty[0])}"
-    )
+    first = source_lib.place_of(source, empty[0], "document")
+    told = f"{key}: {len(empty)} of the first {looked} documents have no text in {text_key!r}, such as {first}"
     if len(empty) == looked:
         raise UserError(f"{told}; name the feature with the text (config.data.text_key), or other data")
     warnings.warn(f"{told}; the model learns a separator of each, so remove them", stacklevel=3)

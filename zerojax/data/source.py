@@ -31,6 +31,12 @@ class Source(Protocol):
         """Returns example `index`."""
 
 
+def place_of(source: Source, index: int, what: str) -> str:
+    """Returns where an example is, for errors: its file and line where the source knows them, else `what` and its number."""
+    place = getattr(source, "place", None)
+    return f"{what} {index}" if place is None else place(index)
+
+
 def prepare(name: str, data_dir: str | os.PathLike) -> None:
     """Downloads dataset `name` and writes it below `data_dir`, unless it exists.
 

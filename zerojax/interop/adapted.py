@@ -59,7 +59,7 @@ def abstract(
             found[path] = jax.ShapeDtypeStruct(leaf.shape, trained if path in chosen.saved else frozen(path))
     for path, shape in adapters.shapes(chosen).items():
         found[path] = jax.ShapeDtypeStruct(shape, trained)
-    return targets.nested(found)
+    return tree.nested(found)
 
 
 def read(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax import tree
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import huggingface, layout, peft
 from zerojax.lora import adapters, targets
@@ -36,7 +37,7 @@ def export(folder: folder_lib.Folder, adapter: peft.Adapter, path: str | os.Path
         return huggingface.Made(tensor.leaf_shape, functools.partial(_of_folders, folder, adapter, tensor))
 
     huggingface.export(
-        targets.nested({tensor.path: made(tensor) for tensor in tensors}),
+        tree.nested({tensor.path: made(tensor) for tensor in tensors}),
         folder.family,
         folder.model,
         path,
@@ -65,7 +66,7 @@ def of_params(params: Any, chosen: targets.Targets) -> Any:
     for path, leaf in own.items():
         shape = quantized.shape_of(leaf) if quantized.is_quantized(leaf) else leaf.shape
         leaves[path] = huggingface.Made(tuple(shape), functools.partial(make, path))
-    return targets.nested(leaves)
+    return tree.nested(leaves)
 
 
 @functools.lru_cache

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax import tree
 from zerojax.lora import targets as targets_lib
 from zerojax.lora.targets import KERNEL, A, B
 from zerojax.ops import quantized
@@ -56,7 +57,7 @@ def add(params: Any, targets: targets_lib.Targets, key: jax.Array) -> Any:
             found[path] = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) if path in targets.saved else leaf
     for path, shape in shapes(targets).items():
         found[path] = draw(key, number_of(path), shape, is_b=path.endswith(B))
-    return targets_lib.nested(found)
+    return tree.nested(found)
 
 
 def quantize_stack(kernel: jax.Array, kind: str, dims: int) -> dict[str, jax.Array]:
@@ -105,4 +106,4 @@ def merge(params: Any, targets: targets_lib.Targets) -> dict[str, Any]:
     for path, (a, b) in found.items():
         kernel = own[f"{path}/{KERNEL}"]
         own[f"{path}/{KERNEL}"] = merged(kernel, a, b, targets.scale(path)).astype(kernel.dtype)
-    return targets_lib.nested(own)
+    return tree.nested(own)

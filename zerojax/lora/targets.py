@@ -151,18 +151,6 @@ def _module_of(path: str, name_of: Mapping[str, str] | None) -> str:
     return path.rpartition("/")[0].replace("/", ".") if name_of is None else name_of.get(path, "")
 
 
-def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {path: leaf} as nested dicts."""
-    found: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *parents, last = path.split("/")
-        node = found
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[last] = leaf
-    return found
-
-
 def flat(params: Any) -> dict[str, Any]:
     """Returns a tree as {path: leaf}."""
     return dict(tree.flatten(params))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from zerojax import configs
+from zerojax import configs, tree
 from zerojax.interop.deepspeed import documents, draft, keys, translate
 from zerojax.trainer import config as config_lib
 
@@ -1457,25 +1457,14 @@ ON = {  # what must be on for a key to be read
 }
 
 
-def nested(flat):
-    found: dict[str, Any] = {}
-    for name, value in flat.items():
-        *groups, last = name.split(".")
-        node = found
-        for group in groups:
-            node = node.setdefault(group, {})
-        node[last] = value
-    return found
-
-
 @pytest.mark.parametrize("row", DEFAULTS.strip().splitlines(), ids=lambda row: row.split()[0])
 def test_a_key_that_is_not_at_its_default_is_never_silent(row):
     name, default, other = row.split(" ")
     around = {**AROUND, **ON.get(name.partition(".")[0], {})}
-    without = translate.translate(nested({key: value for key, value in around.items() if key != name}))
+    without = translate.translate(tree.nested({key: value for key, value in around.items() if key != name}, "."))
     told = {}
     for value in (json.loads(default), json.loads(other)):
-        found = translate.translate(nested({**around, name: value}))
+        found = translate.translate(tree.nested({**around, name: value}, "."))
         told[value == json.loads(other)] = [
             line for line in found.lines if line.key == name or line.key.startswith(f"{name}.")
         ]

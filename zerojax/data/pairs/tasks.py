@@ -8,7 +8,7 @@ an error then, and what had to be cut is known.
 import dataclasses
 import pathlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,9 +138,8 @@ def encode(
     """
     encoder = _Encoder(tokenizer, settings, form, folder, names)
     counts, found, answers = _Counts(name, form), [], dict[str, None]()
-    place_of: Callable[[int], str] = getattr(examples, "place", lambda index: f"{name}, example {index}")
     for index in range(len(examples)):
-        place = place_of(index)
+        place = source_lib.place_of(examples, index, f"{name}, example")
         example = encoder.encode(examples[index], place, counts)
         if settings.task == CLASSIFICATION:
             if known and example.answer not in known:
@@ -178,8 +177,10 @@ def ask(
 ) -> Asked:
     """Encodes the prompts of all examples, which need no answers. Takes the arguments of `encode`, and raises as it does."""
     encoder, counts = _Encoder(tokenizer, settings, form, folder, None), _Counts(name, form)
-    place_of: Callable[[int], str] = getattr(examples, "place", lambda index: f"{name}, example {index}")
-    found = [encoder.ask(examples[index], place_of(index), counts) for index in range(len(examples))]
+    found = [
+        encoder.ask(examples[index], source_lib.place_of(examples, index, f"{name}, example"), counts)
+        for index in range(len(examples))
+    ]
     return Asked([ids for ids, _ in found], [label for _, label in found], [*encoder.notes, *counts.notes(len(found))])
 
 

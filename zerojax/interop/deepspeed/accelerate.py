@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.interop.deepspeed import accelerate_keys, translate
 from zerojax.interop.deepspeed import draft as draft_lib
@@ -150,7 +151,7 @@ def _of_keys(draft: Draft, devices: int | None, version: tuple[int, ...]) -> Non
     absent |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), draft_lib.AUTO)
     if precision != "fp32":
         absent |= {f"{'fp16' if precision == 'fp16' else 'bf16'}.enabled": True}
-    nested = _nested({**absent, **written})
+    nested = tree.nested({**absent, **written}, ".")
     inner = translate.translate(nested, version=version, devices=devices)
     sources = {inner: name for name, inner in _OWN.items()} | {
         "fp16.enabled": "fp16",
@@ -215,18 +216,6 @@ def _of_file(
     draft.say("distributed_type", keys_lib.IMPLIED, "the stage is the DeepSpeed config file's")
     lines = [line for line in inner.lines if line.key.partition(".")[0] not in added]
     return tuple(dataclasses.replace(line, key=f"{named}: {line.key}") for line in lines)
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested mappings of {dotted name: value}."""
-    found: dict[str, Any] = {}
-    for name, value in flat.items():
-        *groups, last = name.split(".")
-        node = found
-        for group in groups:
-            node = node.setdefault(group, {})
-        node[last] = value
-    return found
 
 
 def _named_precision(draft: Draft) -> str:
