@@ -36,10 +36,8 @@ from zerojax.zero.offload import settings as offload_lib
 
 MOST_PLANS = 3
 REMATS = ("dots", "full")  # the base config's, and one that keeps less
-SMALL = (
-    2,
-    4,
-)  # layers of the two steps that are compiled for a deeper model: each further layer adds as much as those between them
+# Layers of the two steps that are compiled for a deeper model: each further layer adds as much as those between them.
+SMALL = (2, 4)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -219,7 +219,7 @@ def _builder(name: str, data_dir: str | os.PathLike) -> tfds.core.DatasetBuilder
     except UserError:
         raise
     except tfds.core.DatasetNotFoundError as error:
-        known = tfds.list_builders(with_community_datasets=False)
+        known = sorted(set(tfds.list_builders(with_community_datasets=False)))  # one that is loaded is listed twice
         raise UserError(
             f"config.data.name: no dataset {name!r}; {_near(name, known, 'datasets', limit=3)} (or 'random')"
         ) from error

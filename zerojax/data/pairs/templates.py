@@ -32,9 +32,8 @@ CHOICES = ("auto", "own", "plain")  # of chat templates
 ROLES = {"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}  # other names for a role
 TOKENIZER_CONFIG, JINJA_FILE = "tokenizer_config.json", "chat_template.jinja"
 _MOST_BYTES = 2**20  # of a chat template; the longest known ones have a few thousand
-_SPECIAL = tuple(
-    f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-)  # variables of a template
+# Variables of a template.
+_SPECIAL = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 # a conversation: (role, content) of each message
 Messages = Sequence[tuple[str, str]]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from zerojax import errors, files
+from zerojax import bounded, errors, files
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import records, tasks
 from zerojax.errors import UserError
@@ -55,7 +55,7 @@ def asking(run: pathlib.Path | None, template: str | None) -> Asking:
         return Asking(tasks.TaskSettings(tasks.SEQ2SEQ, template, "{label}", (), "messages", "auto"), 0, 0)
     path = run / workdir.CONFIG_FILE
     try:
-        saved = json.loads(path.read_text())
+        saved = bounded.parse_json(bounded.read_bytes(path))
         data, seq_len = saved["data"], int(saved["seq_len"])
         names = [field.name for field in dataclasses.fields(tasks.TaskSettings)]
         settings = tasks.TaskSettings(**{name: data[name] for name in names})
