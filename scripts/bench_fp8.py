@@ -133,6 +133,7 @@ def _one_depth(options: argparse.Namespace, changes: dict[str, str], layers: int
     import jax
 
     from zerojax.trainer import program as program_lib
+    from zerojax.trainer import state as state_lib
 
     raw = {
         "model.preset": options.preset,
@@ -145,7 +146,7 @@ def _one_depth(options: argparse.Namespace, changes: dict[str, str], layers: int
         "sample.length": 0,
     }
     program = program_lib.build(_config(raw | changes), tokenizer_vocab=320)
-    state = program_lib.init_state(program)
+    state = state_lib.first(program)
     tokens = program.abstract_batch["tokens"]
     batch = {"tokens": jax.device_put(jax.random.randint(jax.random.key(0), tokens.shape, 0, 320), tokens.sharding)}
     began = time.perf_counter()

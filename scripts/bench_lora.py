@@ -88,6 +88,8 @@ def run(case: str, more: list[str], is_profiled: bool, small_mib: float | None) 
     from zerojax.launch import start_up
     from zerojax.trainer import config as config_lib
     from zerojax.trainer import program as program_lib
+    from zerojax.trainer import state as state_lib
+    from zerojax.trainer.checks import host
     from zerojax.zero.offload import budget, programs
 
     if small_mib is not None:
@@ -96,7 +98,7 @@ def run(case: str, more: list[str], is_profiled: bool, small_mib: float | None) 
     raw = importlib.import_module(f"configs.{name}").get_config()
     raw.update_from_flattened_dict(changes | dict(_parsed(raw, word) for word in more))
     config = config_lib.from_dict(raw)
-    if pinned := program_lib.most_pinned_bytes(config):
+    if pinned := host.most_pinned_bytes(config):
         start_up.size_pinned_pool(budget.pool_size_gb(pinned, budget.read_host()))
     program = program_lib.build(config, devices=jax.devices()[:1])
     clock = _Clock()
@@ -104,7 +106,7 @@ def run(case: str, more: list[str], is_profiled: bool, small_mib: float | None) 
     compile_s = clock.lap(
         "compiled", f"planned peak {planned / 2**20:,.0f} MiB, {_peak_mib():,.0f} in use at most so far"
     )
-    state, batch = program_lib.init_state(program), _batch(program)
+    state, batch = state_lib.first(program), _batch(program)
     made_s = clock.lap("made the state", f"{_peak_mib():,.0f} MiB in use at most so far")
     state, metrics = step(state, batch)
     first = float(metrics["loss"])

@@ -34,9 +34,11 @@ from zerojax.profile import profiler
 from zerojax.trainer import command, loop, memory_guard, metrics, progress, results, resume, workdir
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import health as health_lib
+from zerojax.trainer import model as model_lib
 from zerojax.trainer import patience as patience_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import recorder as recorder_lib
+from zerojax.trainer import state as state_lib
 from zerojax.trainer.card import document, facts
 from zerojax.trainer.card import tally as tally_lib
 from zerojax.trainer.card import writer as card_lib
@@ -71,7 +73,7 @@ def main() -> None:
         try:
             config = config_lib.from_dict(command.parse(sys.argv))
             start_up.keep_every_program()
-            if pinned := program_lib.most_pinned_bytes(config):
+            if pinned := host.most_pinned_bytes(config):
                 several = processes.find_cluster(*_joined_by())
                 count = several.num_processes if several else 1
                 start_up.size_pinned_pool(budget.pool_size_gb(pinned / count, budget.read_host(), count))
@@ -263,7 +265,7 @@ def prepare(config: config_lib.Config, folder: pathlib.Path) -> Prepared:
 
 def _load_pairs(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer, folder: pathlib.Path) -> splits.Splits:
     """Reads and encodes the examples of a task, and prints what they are."""
-    family, source = program_lib.family_of(config)
+    family, source = model_lib.family_of(config)
     found = examples.load(config, family, source, tokenizer, _prepare_data(config, folder))
     for note in found.notes:
         say(note)
@@ -294,10 +296,10 @@ def _build(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> pro
     host.check(program)
     for line in effects.shortened(config):
         say(line)
-    if program.weights is not None:
+    if program.weights.adapted is not None:
         say(program.weights.count_line(program.partition))
-    if program.source is not None:
-        say(f"the model is that of {program.source.path}; config.model.preset is not read")
+    if program.weights.source is not None:
+        say(f"the model is that of {program.weights.source.path}; config.model.preset is not read")
     accumulates = program.sizes.grad_accum > 1
     step = program.train_step
     frees = isinstance(step, blockwise.BlockwiseStep) and not step.holds_gradients
@@ -418,7 +420,7 @@ def _first_state(
     watch.at(watch.RESTORE)
     if start.saved is None:
         with start_up.without_collector():
-            state = program_lib.init_state(program)
+            state = state_lib.first(program)
     else:
         state = resume.state(program, saver, start.step, start.saved)
     if processes.is_primary():

@@ -15,6 +15,7 @@ from zerojax import precision, roles
 from zerojax.models.llama import model as llama
 from zerojax.plan import step_plan, targets
 from zerojax.trainer import plans, program
+from zerojax.trainer import state as state_lib
 from zerojax.zero import memory
 
 WORDS = 320  # entries of the vocabulary
@@ -75,8 +76,8 @@ def test_the_planned_step_is_the_step():
     plan = plans.plan_program(built, "here")
     tokens = np.random.default_rng(0).integers(0, WORDS, (8, 33), dtype=np.int32)
     batch = {"tokens": jax.device_put(tokens, built.batch_sharding)}
-    _, planned = plan.compiled(program.init_state(built), batch)
-    _, plain = built.train_step(program.init_state(built), batch)
+    _, planned = plan.compiled(state_lib.first(built), batch)
+    _, plain = built.train_step(state_lib.first(built), batch)
     assert planned["loss"] == plain["loss"]
 
 

@@ -15,6 +15,7 @@ from zerojax import display, roles
 from zerojax.checkpoint import checkpointer
 from zerojax.data import tokenizer
 from zerojax.trainer import loop, metrics, program, timing
+from zerojax.trainer import state as state_lib
 from zerojax.zero import memory
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order
@@ -141,7 +142,7 @@ def test_two_accumulated_passes_give_the_losses_of_one(tmp_path):
 
 def test_the_evaluation_loss_of_the_same_weights_is_the_same_number_whenever_asked(tmp_path):
     built, streams = opened(tmp_path, **runs.EVALUATED)
-    params = program.init_state(built).params
+    params = state_lib.first(built).params
     first = program.held_out_loss(built, streams, params)
     before = streams.position()
     for _ in range(3):
@@ -155,7 +156,7 @@ def test_accumulated_evaluation_reads_the_same_text(tmp_path):
     found = []
     for accum in (1, 2):
         built, streams = opened(tmp_path, global_batch_size=16, grad_accum=accum, **runs.EVALUATED)
-        found.append(program.held_out_loss(built, streams, program.init_state(built).params))
+        found.append(program.held_out_loss(built, streams, state_lib.first(built).params))
         streams.close()
     np.testing.assert_allclose(*found, rtol=MEAN_ORDER)
 

@@ -90,7 +90,7 @@ def test_a_step_that_needs_more_than_may_be_allocated_ends_before_anything_is(tm
         raise KeyError("made")
 
     monkeypatch.setattr(plans, "plan_program", plan_on_less)
-    monkeypatch.setattr(train.program_lib, "init_state", init_state)
+    monkeypatch.setattr(train.state_lib, "first", init_state)
     with pytest.raises(zerojax.UserError if is_pool else KeyError, match="the step needs" if is_pool else "made"):
         train.train(runs.config(), tmp_path)
     assert bool(made) != is_pool
@@ -101,7 +101,7 @@ def test_a_state_is_made_after_the_plan_and_is_explained_by_it_if_it_does_not_fi
     def no_room(built):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
 
-    monkeypatch.setattr(train.program_lib, "init_state", no_room)
+    monkeypatch.setattr(train.state_lib, "first", no_room)
     with pytest.raises(zerojax.UserError, match="out of device memory: the step needs"):
         train.train(runs.config(), tmp_path)
     out = capsys.readouterr().out

@@ -2,11 +2,17 @@
 
 import json
 
+import golden_models
+import jax
+import numpy as np
 import pytest
 import runs
 
+import zerojax
 from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.lora import adapters
 from zerojax.trainer import metrics, program, results
+from zerojax.trainer import state as state_lib
 
 pytestmark = pytest.mark.usefixtures("cache_dir")
 
@@ -17,7 +23,7 @@ def built(cache_dir):
 
 
 def test_a_sample_begins_with_its_prompt_and_depends_on_the_seed(built):
-    params = program.init_state(built).params
+    params = state_lib.first(built).params
     sample = {"prompt": "def ", "length": 6, "temperature": 1.0}
     first, again, other = (
         results.sample(built, tokenizer_lib.load_tokenizer("bytes"), params, **sample, seed=seed) for seed in (0, 0, 1)
@@ -26,7 +32,7 @@ def test_a_sample_begins_with_its_prompt_and_depends_on_the_seed(built):
 
 
 def test_an_export_and_the_curves_are_in_the_folder(built, tmp_path):
-    results.export(built, program.init_state(built), tmp_path / "export", tokenizer_lib.load_tokenizer("bytes"))
+    results.export(built, state_lib.first(built), tmp_path / "export", tokenizer_lib.load_tokenizer("bytes"))
     with metrics.MetricsLog(tmp_path, enabled=True) as log:
         log.write(1, {"loss": 2.0})
     results.draw(tmp_path)
@@ -53,3 +59,18 @@ def test_a_failing_result_does_not_lose_the_others(capsys):
         results.try_each(actions)
     assert done == [1, 2] and capsys.readouterr().err == "zerojax: IndexError: list index out of range\n"
     results.try_each([])
+
+
+def test_an_export_of_adapters_is_a_folder_of_peft_or_a_merged_model(tmp_path):
+    base, tokenizer = golden_models.FOLDER / "t5", tokenizer_lib.load_tokenizer("bytes")
+    settings = {"init_from": str(base), "model__num_layers": 0, "data__tokenizer": "auto", "sample__length": 0}
+    settings |= {"lora__init_from": str(base / "rslora"), "zero__stage": 0, "seq_len": 64}
+    for format in ("peft", "huggingface"):
+        built = program.build(runs.config(**settings, export__format=format))
+        state = state_lib.first(built)
+        results.export(built, state, tmp_path / format, tokenizer)
+    again = zerojax.load_huggingface(base, stage=0, adapter=tmp_path / "peft")
+    jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
+    merged = zerojax.load_huggingface(tmp_path / "huggingface", stage=0)
+    expected = adapters.merge(state.params, built.weights.adapted.chosen)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), merged.params, expected)

@@ -19,6 +19,7 @@ from zerojax.checkpoint import checksums
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import fingerprints
 from zerojax.trainer import memory_guard, program, resume
+from zerojax.trainer import state as state_lib
 from zerojax.trainer.card import document
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order by another stage or number of devices
@@ -272,7 +273,7 @@ def test_padded_shapes_are_those_of_the_model():
     with runs.on_devices(7):
         changes = {"global_batch_size": 7, "zero__indivisible": "pad", "model__vocab_size": 321}
         built = program.build(runs.config(**changes), tokenizer_vocab=320)
-        state = program.init_state(built)
+        state = state_lib.first(built)
     shapes = resume.padded_shapes(built.partition)
     assert shapes["params/embed/embedding"] == [321, 64]
     assert state.params["embed"]["embedding"].shape == (322, 64)

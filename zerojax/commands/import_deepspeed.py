@@ -37,6 +37,7 @@ from zerojax.models import families
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import resume, workdir
+from zerojax.trainer import state as state_lib
 
 SEQ_LEN = 128  # of the base config
 WEIGHTS, ADAPTER, CONFIG, RUN = "huggingface", "adapter", "config.py", "run"
@@ -368,8 +369,8 @@ def _config(text: str) -> config_lib.Config:
 
 def _state(program: program_lib.Program, found: zero_checkpoint.ZeroCheckpoint, out: pathlib.Path) -> Any:
     """Returns the state in the form of checkpoints: sharded params and moments, counts, and the loss scale."""
-    abstract = program.logical_abstract_state
-    source = program.source if program.weights is None else program.weights.adapted.opened
+    abstract, weights = program.logical_abstract_state, program.weights
+    source = weights.source if weights.adapted is None else weights.adapted.opened
     assert source is not None, "the config names the folder of weights"
     params = _read(source, abstract.params)
     moments: dict[str, dict[str, Any]] = {}
@@ -378,7 +379,7 @@ def _state(program: program_lib.Program, found: zero_checkpoint.ZeroCheckpoint, 
             like = jax.tree.map(functools.partial(_as, jnp.float32), abstract.params)
             read = dict(tree.flatten(_read_moments(source, arrays, found, out, kind, like)))
             moments |= dict.fromkeys(MOMENTS[kind], read)
-    first = program_lib.init_state(program)
+    first = state_lib.first(program)
     lacking: list[str] = []
 
     def fill(path: str, leaf: Any, initial: Any) -> Any:

@@ -108,13 +108,6 @@ def fingerprint(folder: Folder) -> str:
     return found.hexdigest()[:16]
 
 
-def read_parts(folder: Folder, abstract: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the name and the weights of each part of a model, as `read_params` reads them."""
-    tensors = _tensors(folder)
-    for name, part in abstract.items():
-        yield name, _read(folder, tensors, {name: part})[name]
-
-
 def read_params(folder: Folder, abstract: Any) -> Any:
     """Reads the weights into their shardings. All processes must call it, and each reads its own shards.
 
@@ -125,14 +118,7 @@ def read_params(folder: Folder, abstract: Any) -> Any:
     Returns:
       The params, as `abstract` describes them.
     """
-    return _read(folder, _tensors(folder), abstract)
-
-
-def _tensors(folder: Folder) -> dict[str, layout.ModelTensor]:
-    return {tensor.path: tensor for tensor in layout.tensors(folder.family, folder.model)}
-
-
-def _read(folder: Folder, tensors: Mapping[str, layout.ModelTensor], abstract: Any) -> Any:
+    tensors = {tensor.path: tensor for tensor in layout.tensors(folder.family, folder.model)}
     found = read_leaves(folder, tensors, dict(tree.flatten(abstract)))
     return tree.map_with_path(lambda path, _: found[path], abstract)
 

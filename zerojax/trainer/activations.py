@@ -66,7 +66,7 @@ def estimate(program: program_lib.Program) -> Estimate:
 
 def _weights(program: program_lib.Program) -> tuple[int, int]:
     """Returns the elements of the largest block, and of the largest weight outside of blocks."""
-    params = family_lib.abstract_params(program_lib.family_of(program.config)[0].parts, program.model)
+    params = family_lib.abstract_params(program.weights.family.parts, program.model)
     pattern = re.compile(program.family.blocks)
     blocks: dict[str, int] = {}
     others = 0
@@ -82,7 +82,7 @@ def _weights(program: program_lib.Program) -> tuple[int, int]:
 def _residuals(program: program_lib.Program, rows: int, remat: str, depths: dict[str, int]) -> int:
     """Returns the bytes that the forward pass of so many blocks keeps on a device for the backward pass of `rows` sequences."""
     config = program.config
-    family, _ = program_lib.family_of(config)
+    family = program.weights.family
     model = dataclasses.replace(program.model, **depths)
     params = family_lib.abstract_params(family.parts, model)
     state = jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=optax.identity()), params)

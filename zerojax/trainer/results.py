@@ -8,11 +8,10 @@ from typing import Any
 from zerojax import errors, precision
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.inference import generate, sampling
-from zerojax.interop import huggingface
+from zerojax.interop import hub, huggingface, merged, peft
 from zerojax.models import family as family_lib
 from zerojax.trainer import metrics, plot, resume
 from zerojax.trainer import program as program_lib
-from zerojax.trainer.adapters import outputs
 
 
 def sample(
@@ -49,18 +48,18 @@ def export(program: program_lib.Program, state: Any, folder: pathlib.Path, token
     """Writes the weights to `folder` as transformers or PEFT do, with a tokenizer.json. All processes must call it."""
     params = resume.logical_params(program, state)
     dtype = huggingface.DTYPES.get(program.config.export.dtype)
-    if program.weights is not None:
-        outputs.export(program.weights, params, folder, program.config.export.format, dtype)
+    weights = program.weights
+    source = None if weights.source is None else weights.source.path
+    of_tokenizer = {}
+    if weights.adapted is None:
+        of_tokenizer = _of_tokenizer(program, tokenizer)
+    elif program.config.export.format == "peft":
+        base = None if source is None else hub.name_of(source)
+        peft.export(params, weights.adapted.chosen, weights.family, weights.model, folder, base=base)
         return
-    huggingface.export(
-        params,
-        program.family,
-        program.model,
-        folder,
-        dtype=dtype,
-        source=None if program.source is None else program.source.path,
-        **({} if tokenizer is None else _of_tokenizer(program, tokenizer)),
-    )
+    else:
+        params = merged.of_params(params, weights.adapted.chosen)
+    huggingface.export(params, weights.family, weights.model, folder, dtype=dtype, source=source, **of_tokenizer)
 
 
 def _of_tokenizer(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from zerojax.optim import pieces
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics, workdir
 from zerojax.trainer import program as program_lib
+from zerojax.trainer import state as state_lib
 from zerojax.zero import placement
 from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import params as params_on_host
@@ -145,7 +146,7 @@ def state(program: program_lib.Program, saver: checkpointer.Checkpointer, step: 
     """
     keep = offload_create.begin(program.partition)
     logical, _ = saver.restore(step, program.logical_abstract_state, _resizable(program, saved), OPTIONAL, keep=keep)
-    return program_lib.restored_state(program, logical, keep, rescales=rescales(program, saved))
+    return state_lib.restored(program, logical, keep, rescales=rescales(program, saved))
 
 
 def rescales(program: program_lib.Program, saved: Mapping[str, Any]) -> bool:

@@ -9,7 +9,9 @@ from zerojax.errors import UserError
 from zerojax.trainer import program
 from zerojax.trainer.checks import host
 from zerojax.zero import memory
-from zerojax.zero.offload import budget
+from zerojax.zero.offload import budget, layout
+
+OFFLOAD = {"offload__optimizer": "host", "offload__chunk_bytes": 20_000}
 
 
 def built(devices=None, **changes):
@@ -50,3 +52,21 @@ def test_an_error_of_the_host_becomes_one_line_and_another_does_not():
         host.short(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes."))
         is None
     )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_a_run_pins_is_bounded_before_it_uses_a_device(stage):
+    config = runs.config(zero__stage=stage, precision="bf16", **OFFLOAD)
+    built = program.build(config, tokenizer_vocab=320)
+    held = 8 * sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(built.partition).values())
+    assert held <= host.most_pinned_bytes(config) < 1.2 * held + 10 * config.offload.chunk_bytes
+    assert host.most_pinned_bytes(runs.config(zero__stage=stage)) == 0
+
+
+@pytest.mark.parametrize("precision, part", [("bf16", 1.0), ("bf16_sr", 0.5)])
+def test_what_a_run_pins_of_its_params_is_bounded_too(precision, part):
+    parts = {"offload__fraction": part, "offload__params_fraction": part}
+    config = runs.config(zero__stage=3, precision=precision, **(OFFLOAD | parts), offload__params="host")
+    built = program.build(config, tokenizer_vocab=320)
+    held = 8 * sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(built.partition).values())
+    assert held <= host.most_pinned_bytes(config) < 1.3 * held + 10 * config.offload.chunk_bytes

@@ -10,7 +10,9 @@ import runs
 
 from zerojax.data import source, tokenizer
 from zerojax.inference import generate
+from zerojax.trainer import model as model_lib
 from zerojax.trainer import program
+from zerojax.trainer import state as state_lib
 from zerojax.trainer.tuning import answers, examples
 
 BYTES = tokenizer.load_tokenizer("bytes")
@@ -45,9 +47,9 @@ def test_a_score_counts_right_answers_and_those_of_no_class():
 def test_answers_are_what_the_generator_gives_for_each_prompt_alone(tmp_path, cache_dir, preset):
     source.prepare("short_reviews", tmp_path)
     config = runs.config(**TASK, model__preset=preset)
-    pairs = examples.load(config, *program.family_of(config), BYTES, tmp_path)
+    pairs = examples.load(config, *model_lib.family_of(config), BYTES, tmp_path)
     built = program.build(config, tokenizer_vocab=BYTES.vocab_size)
-    params = program.init_state(built).params
+    params = state_lib.first(built).params
     found = answers.make(built, BYTES, pairs)(params)
     chosen = pairs.held_out.examples[:11]
     assert [answer.label for answer in found.answers] == [example.answer for example in chosen]
@@ -65,7 +67,7 @@ def test_nothing_is_answered_without_held_out_examples_or_wish(tmp_path):
     source.prepare("short_reviews", tmp_path)
     for changes in ({"data__eval_split": ""}, {"evaluate__answers": 0}):
         config = runs.config(**{**TASK, **changes})
-        pairs = examples.load(config, *program.family_of(config), BYTES, tmp_path)
+        pairs = examples.load(config, *model_lib.family_of(config), BYTES, tmp_path)
         assert answers.make(program.build(config, tokenizer_vocab=BYTES.vocab_size), BYTES, pairs) is None
 
 

@@ -10,7 +10,9 @@ import runs
 
 from zerojax.data import source, tokenizer
 from zerojax.errors import UserError
+from zerojax.trainer import model as model_lib
 from zerojax.trainer import program
+from zerojax.trainer import state as state_lib
 from zerojax.trainer.tuning import examples
 from zerojax.zero import shard_state
 
@@ -28,7 +30,7 @@ def data_dir(tmp_path_factory):
 
 def opened(data_dir, **changes):
     config = runs.config(**{**TASK, "data__eval_split": "validation", **changes})
-    found = examples.load(config, *program.family_of(config), BYTES, data_dir)
+    found = examples.load(config, *model_lib.family_of(config), BYTES, data_dir)
     built = program.build(config, tokenizer_vocab=BYTES.vocab_size)
     return built, program.open_feed(built, BYTES, data_dir, found), found
 
@@ -50,7 +52,7 @@ def plain_loss(loss, params, batches):
 )
 def test_the_loss_and_the_held_out_loss_are_means_over_all_labels(data_dir, cache_dir, changes):
     built, streams, found = opened(data_dir, **changes)
-    state = program.init_state(built)
+    state = state_lib.first(built)
     params = jax.tree.map(jnp.asarray, jax.device_get(shard_state.unpad(state, built.partition).params))
     held = program.held_out_loss(built, streams, state.params)
     batch = streams.next()
@@ -72,7 +74,7 @@ def test_the_loss_and_the_held_out_loss_are_means_over_all_labels(data_dir, cach
 def test_epochs_count_the_steps_that_read_all_rows(data_dir):
     changes = {**TASK, "data__pack": False, "global_batch_size": 8}
     config = runs.config(**changes, epochs=2.0, data__eval_split="validation")
-    found = examples.load(config, *program.family_of(config), BYTES, data_dir)
+    found = examples.load(config, *model_lib.family_of(config), BYTES, data_dir)
     steps = -(-2 * len(found.train) // 8)
     assert examples.with_steps(config, found).length == f"config.epochs=2 ({steps} steps)"
     assert examples.with_steps(runs.config(**changes), found).length == f"config.steps={runs.SMALL['steps']}"
@@ -81,7 +83,7 @@ def test_epochs_count_the_steps_that_read_all_rows(data_dir):
 def test_the_form_of_an_imported_model_has_the_folders_tokens():
     folder = runs.ROOT / "tests/golden/huggingface/bart"
     config = runs.config(**TASK, init_from=str(folder), data__tokenizer="bytes", model__num_layers=0)
-    form = examples.form(config, *program.family_of(config), BYTES)
+    form = examples.form(config, *model_lib.family_of(config), BYTES)
     settings = json.loads((folder / "config.json").read_text())
     assert (form.start, form.end) == (settings["decoder_start_token_id"], settings["eos_token_id"])
 

@@ -1,27 +1,35 @@
-"""Compares a run with the memory of this host. This module refuses a run on CPU devices that cannot fit, before it allocates anything.
+"""Compares a run with the memory of this host. This module refuses a run on CPU devices that cannot fit, before it allocates anything, and
+counts what a run will pin.
 
 GPUs and TPUs have memory of their own, which the plan of the compiled step is compared with (`trainer.memory_guard`).
 """
 
 import os
-from typing import Any
+import re
+import warnings
 
 import jax
+import jax.numpy as jnp
 
-from zerojax import display, errors, xla_flags
+from zerojax import display, errors, precision, roles, tree, xla_flags
 from zerojax import mesh as mesh_lib
 from zerojax.data import batches
 from zerojax.errors import UserError
+from zerojax.trainer import config as config_lib
+from zerojax.trainer import model as model_lib
+from zerojax.trainer import program as program_lib
+from zerojax.trainer import weights as weights_lib
 from zerojax.zero import memory
 from zerojax.zero.offload import budget
+from zerojax.zero.offload import settings as offload_settings
 
 SHORT = "out of host memory"  # the start of the error messages
 _POOL_IS_FULL = "Out of host memory while trying to allocate"  # what XLA says
 WAY_OUT = "use a smaller model, batch or config.seq_len, fewer config.emulate_devices, or a host with more memory"
 
 
-def check(program: Any) -> None:
-    """Checks that the state and the batches of a `Program` fit into the memory of this host.
+def check(program: program_lib.Program) -> None:
+    """Checks that the state and the batches of a program fit into the memory of this host.
 
     Raises:
       UserError: they do not. The line names both sizes.
@@ -42,6 +50,35 @@ def check(program: Any) -> None:
             f"on {count} CPU devices",
             held * count,
         )
+
+
+def most_pinned_bytes(config: config_lib.Config) -> int:
+    """Returns an upper bound of the bytes of host memory that all processes of a run pin together. Uses no device."""
+    chosen = config_lib.make_offload(config.offload, config.zero.stage)
+    if not chosen.is_on:
+        return 0
+    if offload_settings.HOST not in (chosen.optimizer, chosen.params):
+        return 0  # what is in flight to a disk fits into the pool of XLA's own choice, or `budget` tells
+    source = model_lib.source(config)
+    family, model = model_lib.shape(config, source)
+    policy = precision.PRECISIONS[config.precision]
+    has_params = chosen.params != offload_settings.NONE  # with a 16-bit copy, as at stage 2
+    stage = 2 if has_params else config.zero.stage
+    each = memory.bytes_per_parameter(policy, stage, 1, moments=config.optimizer.moments)
+    with warnings.catch_warnings(action="ignore"):  # `program.build` repeats them
+        weights = weights_lib.choose(config, family, model, source)
+    params, trainable = weights.abstract(policy, config.lora.frozen_dtype), weights.trainable
+    if weights.adapted is not None:
+        each |= {roles.PARAMS: jnp.dtype(policy.weight_dtype).itemsize, roles.MASTER: 0.0}  # adapters have no copy
+    of_opt_state = 0.0 if chosen.optimizer == offload_settings.NVME else each[roles.MASTER] + each[roles.MOMENTS]
+    leaves = tree.flatten(params)
+    trained = [leaf.size for path, leaf in leaves if re.search(trainable, path)]
+    frozen = sum(tree.nbytes(leaf) for path, leaf in leaves if not re.search(trainable, path))
+    of_params = (each[roles.PARAMS] * sum(trained) + frozen) if chosen.params == offload_settings.HOST else 0.0
+    held = of_params * chosen.params_fraction + of_opt_state * sum(trained) * chosen.fraction
+    new = chosen.in_flight * chosen.chunk_bytes
+    new += budget.NEW_PARAMS.get(chosen.params, 0) * each[roles.PARAMS] * max(trained)
+    return round(held * config.mesh.replica + new)
 
 
 def refuse(what: str, needed: int) -> None:

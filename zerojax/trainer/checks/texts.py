@@ -1,18 +1,18 @@
 """Compares a run with its tokenizer. This module refuses, before anything is compiled, what would fail at the first batch or the sample."""
 
 import math
-from typing import Any
 
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
+from zerojax.trainer import program as program_lib
 from zerojax.trainer.checks import ranges
 
 SAMPLED = 160  # tokens of a sample whose length is not set
 
 
-def check(program: Any, tokenizer: tokenizer_lib.Tokenizer) -> None:
-    """Checks that a `Program`'s sequences, its prompt and its sample suit its tokenizer and its model.
+def check(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer) -> None:
+    """Checks that a program's sequences, its prompt and its sample suit its tokenizer and its model.
 
     Raises:
       UserError: the tokenizer lacks sentinels, the prompt has too many gaps, or the sample is longer than the model's positions.
@@ -32,7 +32,7 @@ def check(program: Any, tokenizer: tokenizer_lib.Tokenizer) -> None:
         )
 
 
-def sample_length(program: Any, tokenizer: tokenizer_lib.Tokenizer) -> int:
+def sample_length(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer) -> int:
     """Returns the tokens of a run's sample: those of its config, or else SAMPLED, or as many as the model has positions for."""
     config = program.config
     if config.data.task != tasks.TEXT:
@@ -43,7 +43,7 @@ def sample_length(program: Any, tokenizer: tokenizer_lib.Tokenizer) -> int:
     return int(max(0, min(SAMPLED, room)))
 
 
-def _room(program: Any, tokenizer: tokenizer_lib.Tokenizer) -> tuple[int, float]:
+def _room(program: program_lib.Program, tokenizer: tokenizer_lib.Tokenizer) -> tuple[int, float]:
     """Returns the tokens of the prompt, and how many tokens the model has positions for after it."""
     inputs, start = program.objective.prompt(tokenizer, program.config.sample.prompt)
     longest = program.model.max_seq_len or math.inf

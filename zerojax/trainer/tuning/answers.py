@@ -94,7 +94,7 @@ def make(
     if held is None or not most:
         return None
     chosen = held.examples[:most]
-    special = examples.special_tokens(program.family, program.source, tokenizer)
+    special = examples.special_tokens(program.family, program.weights.source, tokenizer)
     generator = generate.make_generator(
         program.family,
         program.model,

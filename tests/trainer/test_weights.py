@@ -1,4 +1,4 @@
-"""Trains adapters, resumes, and refuses what does not fit. This module tests zerojax.trainer.adapters.start."""
+"""Trains adapters, resumes, and refuses what does not fit. This module tests zerojax.trainer.weights."""
 
 import functools
 import pathlib
@@ -14,10 +14,10 @@ import safetensors
 import zerojax
 from zerojax import roles, tree
 from zerojax.checkpoint import checkpointer
-from zerojax.data import tokenizer
 from zerojax.errors import UserError
-from zerojax.trainer import program, results, resume
-from zerojax.trainer.adapters import start
+from zerojax.trainer import program, resume
+from zerojax.trainer import state as state_lib
+from zerojax.trainer.checks import host
 from zerojax.zero import memory
 from zerojax.zero.offload import budget, kept, layout
 
@@ -40,7 +40,7 @@ def build(devices=None, **changes):
 def first(devices=None, **changes):
     """Returns a program and its first state."""
     built = build(devices, **changes)
-    return built, program.init_state(built)
+    return built, state_lib.first(built)
 
 
 def own(state):
@@ -168,14 +168,14 @@ def test_adapters_train_with_offload_as_on_the_device_and_pin_what_was_counted(
         1 << 14
     )  # and two chunks, of each of two devices
     assert pinned <= budget.pool_bytes(partition) <= pinned + 2 * written
-    assert not pinned or pinned <= program.most_pinned_bytes(built.config)
+    assert not pinned or pinned <= host.most_pinned_bytes(built.config)
     assert losses(built, state) == pytest.approx(losses_on_the_device(quantize), rel=1e-5)
 
 
 def test_frozen_weights_that_stay_on_the_device_are_not_counted_before_a_device_is_used():
     config = runs.config(**ADAPTED, offload__optimizer="host", **CHUNKS)
     found = memory.bytes_elsewhere(program.build(config).partition)[roles.HOST]
-    assert 8 * found <= program.most_pinned_bytes(config) < 8 * 1.2 * found + 3 * (1 << 14)
+    assert 8 * found <= host.most_pinned_bytes(config) < 8 * 1.2 * found + 3 * (1 << 14)
 
 
 def test_a_folder_of_adapters_is_a_start(cache_dir):
@@ -229,7 +229,7 @@ def test_the_trained_weights_and_all_are_counted_as_peft_does(saved):
 
 def test_a_frozen_weight_counts_two_thirds_of_the_operations_of_a_trained_one():
     plain, adapted = build(lora__r=0, lora__dropout=0.0, lora__target_modules=""), build()
-    assert plain.weights is None
+    assert plain.weights.adapted is None
     trained = sum(leaf.size for leaf in jax.tree.leaves(adapted.logical_abstract_state.params))
     attention = plain.flops_per_token - 6 * _used(plain)
     assert adapted.flops_per_token == pytest.approx(4 * _used(plain) + 6 * trained + attention)
@@ -238,9 +238,3 @@ def test_a_frozen_weight_counts_two_thirds_of_the_operations_of_a_trained_one():
 def _used(built):
     """Returns the weights that multiply a token."""
     return sum(leaf.size for path, leaf in tree.flatten(built.partition.abstract_state.params) if "embed" not in path)
-
-
-def test_results_hold_the_adapters_or_the_merged_model(tmp_path):
-    built, state = first(export__format="peft")
-    results.export(built, state, tmp_path / "peft", tokenizer.load_tokenizer("bytes"))
-    assert start.peft.open_adapter(tmp_path / "peft", built.family, built.model).chosen.adapted

@@ -1,0 +1,30 @@
+"""Refuses models that do not suit the rest of a config. This module tests zerojax.trainer.model."""
+
+import golden_models
+import pytest
+import runs
+
+from zerojax.errors import UserError
+from zerojax.trainer import program
+
+LLAMA = golden_models.FOLDER / "llama"
+
+
+def build(**changes):
+    return program.build(runs.config(**changes), tokenizer_vocab=320)
+
+
+def test_settings_of_a_model_that_cannot_take_effect_with_a_folder_are_refused():
+    for changes, message in (
+        ({"model__num_layers": 1}, "config.model.num_layers: is 1, and config.init_from=.*llama has its own model"),
+        ({"model__num_layers": 0, "seq_len": 300}, "config.seq_len: 300 is longer than the 256 positions of .*llama"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build(init_from=str(LLAMA), **changes)
+
+
+def test_dropout_of_a_model_without_any_is_refused():
+    with pytest.raises(
+        UserError, match=r"config.model.dropout: is 0.1, and the model of config.model.preset=test has no dropout"
+    ):
+        build(model__dropout=0.1)

@@ -1,0 +1,98 @@
+"""Chooses the model of a run. This module finds the family and the model of a preset or a folder, and checks that they suit the rest."""
+
+import dataclasses
+from typing import Any
+
+from jax.sharding import Mesh
+
+from zerojax import files
+from zerojax import mesh as mesh_lib
+from zerojax.data import objectives
+from zerojax.data import tokenizer as tokenizer_lib
+from zerojax.data.pairs import tasks
+from zerojax.errors import UserError
+from zerojax.interop import folder as folder_lib
+from zerojax.models import families
+from zerojax.models import family as family_lib
+from zerojax.ops import attention
+from zerojax.trainer import config as config_lib
+from zerojax.trainer.tuning import examples
+
+
+def source(config: config_lib.Config) -> folder_lib.Folder | None:
+    """Opens the folder that `config.init_from` names, if it does."""
+    if not config.init_from:
+        return None
+    files.check_path(config.init_from, "config.init_from")
+    try:
+        return folder_lib.open_folder(config.init_from)
+    except UserError as error:
+        raise UserError(f"config.init_from: {error}") from error
+
+
+def family_of(config: config_lib.Config) -> tuple[family_lib.Family, folder_lib.Folder | None]:
+    """Returns the family of a config's model and the folder that it is imported from, if it is."""
+    opened = source(config)
+    return families.PRESETS[config.model.preset] if opened is None else opened.family, opened
+
+
+def shape(
+    config: config_lib.Config, opened: folder_lib.Folder | None, tokenizer_vocab: int = 0
+) -> tuple[family_lib.Family, Any]:
+    """Returns the family and the config of the folder's model, or of the preset with its derived fields set."""
+    chosen = config.model
+    if opened is None:
+        family = families.PRESETS[chosen.preset]
+        preset = family.presets[chosen.preset]
+        vocab = (
+            chosen.vocab_size
+            or preset.vocab_size
+            or tokenizer_vocab
+            or tokenizer_lib.load_tokenizer(config.data.tokenizer).vocab_size
+        )
+        return family, dataclasses.replace(preset, vocab_size=vocab, num_layers=chosen.num_layers or preset.num_layers)
+    for name in ("vocab_size", "num_layers"):
+        if value := getattr(chosen, name):
+            raise UserError(
+                f"config.model.{name}: is {value}, and config.init_from={config.init_from} has its own model of "
+                f"{name}={getattr(opened.model, name)}; set --config.model.{name}=0"
+            )
+    return opened.family, opened.model
+
+
+def choose(
+    config: config_lib.Config,
+    opened: folder_lib.Folder | None,
+    mesh: Mesh,
+    compute_dtype: Any,
+    tokenizer_vocab: int,
+) -> tuple[family_lib.Family, Any]:
+    """Returns the same, with the kernel of attention and the dropout.
+
+    Raises:
+      UserError: the model does not suit the tokenizer, the length of the sequences or the devices.
+    """
+    family, model = shape(config, opened, tokenizer_vocab)
+    name = f"config.model.preset={config.model.preset}" if opened is None else str(opened.path)
+    if model.vocab_size < tokenizer_vocab:
+        way_out = f"set --config.model.vocab_size={tokenizer_vocab}" if opened is None else "choose its own tokenizer"
+        raise UserError(
+            f"config.model.vocab_size: {model.vocab_size} is smaller than the {tokenizer_vocab} ids of config.data.tokenizer; {way_out}"
+        )
+    if model.max_seq_len and config.seq_len > model.max_seq_len:
+        raise UserError(
+            f"config.seq_len: {config.seq_len} is longer than the {model.max_seq_len} positions of {name}; "
+            f"set --config.seq_len={model.max_seq_len} or less"
+        )
+    if config.data.task == tasks.TEXT:
+        objectives.OBJECTIVES[family.objective].lengths(config.seq_len)  # refuses lengths that are too short
+    else:
+        examples.lengths(config, family, model)
+    platform = mesh_lib.platform(mesh)
+    chosen = attention.choose_kernel(config.model.attention, family.attention, platform, compute_dtype, config.seq_len)
+    if config.model.dropout and not hasattr(model, "dropout"):
+        raise UserError(
+            f"config.model.dropout: is {config.model.dropout}, and the model of {name} has no dropout; set --config.model.dropout=0"
+        )
+    dropout = {"dropout": config.model.dropout} if config.model.dropout else {}
+    return family, dataclasses.replace(model, attention=chosen, **dropout)

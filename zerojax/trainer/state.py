@@ -1,0 +1,111 @@
+"""Makes the train state of a run, or restores it. This module gives each leaf the sharding and the memory that the partition has for it.
+
+Frozen weights are in no checkpoint: both ways end with them, read or drawn again part by part.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from zerojax import tree
+from zerojax.checkpoint import logical as logical_lib
+from zerojax.optim import master_weights, pieces
+from zerojax.trainer import program as program_lib
+from zerojax.zero import placement, shard_state
+from zerojax.zero.offload import create as offload_create
+from zerojax.zero.offload import kept, late_norm, layout
+
+
+def first(program: program_lib.Program) -> Any:
+    """Returns the initial state, created with the partition's shardings.
+
+    Weights are read or drawn (`weights.Weights`). With offload what is made of a part of the model is made before the next one.
+    """
+    partition, on_device = program.partition, program.partition.on_device
+    keep = offload_create.begin(partition)
+    wanted = program.trained_part(partition.abstract_state)
+    abstract_params = program.to_logical(on_device.abstract_state).params
+
+    def create(params: Any) -> Any:
+        # The optimizer's state is that of the weights without padding.
+        return shard_state.pad(program.create(shard_state.unpad({"params": params}, on_device)["params"]), on_device)
+
+    if partition.offload:
+        place = {path: number for number, (path, _) in enumerate(tree.flatten(abstract_params))}
+        parts = (program.weights.make({name: part}) for name, part in abstract_params.items())
+        numbered = ({place[path]: leaf for path, leaf in tree.flatten(part)} for part in parts)
+        leaves = offload_create.from_parts(
+            create, abstract_params, numbered, wanted, keep, donate=program.copy_dtype is None
+        )
+        state = jax.tree.unflatten(jax.tree.structure(wanted), leaves)
+    else:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
+        params = program.weights.make(abstract_params)
+        state = jax.jit(create, out_shardings=shardings, donate_argnums=0)(params)
+    return _with_frozen(program, state, keep)
+
+
+def restored(program: program_lib.Program, logical: Any, keep: kept.Keep, *, rescales: bool = False) -> Any:
+    """Returns the state from its checkpointed form (see `Program.to_logical`), whose buffers are donated.
+
+    `keep` brought what is offloaded to where it lives (see `offload.create.begin`), and so brings the rest of it.
+
+    A loss scale that the checkpoint lacks has abstract leaves and is initialised. With `rescales`, a restored loss scale is initialised
+    too, but keeps its count of skipped steps.
+    """
+    is_lacking = _is_lacking(logical.loss_scale)
+    if _is_lacking(logical.fp8):  # its histories begin anew
+        logical = logical.replace(fp8=jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), logical.fp8))
+    if _is_lacking(logical.last_norm):  # the next step takes its own
+        logical = logical.replace(last_norm=np.float32(late_norm.UNKNOWN))
+
+    def restore(logical: Any) -> Any:
+        state = _with_copy(program, logical, keep).replace(tx=program.tx)
+        if not program.loss_scale or not (is_lacking or rescales):
+            return state
+        skipped = {} if is_lacking else {"skipped_steps": state.loss_scale.skipped_steps}
+        return state.replace(loss_scale=program.loss_scale.init()._replace(**skipped))
+
+    logical = logical.replace(loss_scale=()) if is_lacking else logical
+    wanted = program.partition.shardings
+    if not program.partition.offload and not placement.has_frozen(logical.params):
+        return jax.jit(restore, out_shardings=wanted, donate_argnums=0)(logical)
+    state = restore(logical)  # leaves in host memory pass through no program
+    small = ("loss_scale", "fp8", late_norm.FIELD)
+    state = state.replace(**{name: jax.device_put(getattr(state, name), getattr(wanted, name)) for name in small})
+    return _with_frozen(program, state, keep)
+
+
+def _with_frozen(program: program_lib.Program, state: Any, keep: kept.Keep) -> Any:
+    """Returns a state of the trained part with the frozen weights. What is offloaded lives there before the next part is made."""
+    if not placement.has_frozen(state.params):
+        return state
+    own, wanted = dict(tree.flatten(state.params)), dict(tree.flatten(program.partition.abstract_state.params))
+    for name, part in program.partition.on_device.abstract_state.params.items():
+        frozen = tree.map_with_path(lambda path, leaf: optax.MaskedNode() if path in own else leaf, {name: part})
+        for path, leaf in tree.flatten(program.weights.make(frozen)):
+            own[path] = jax.block_until_ready(keep(leaf, wanted[path])) if layout.is_on_host(wanted[path]) else leaf
+    return state.replace(params=tree.map_with_path(lambda path, _: own[path], program.partition.abstract_state.params))
+
+
+def _is_lacking(field: Any) -> bool:
+    """Returns whether a checkpoint lacked a part of a field of the state."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(field))
+
+
+def _with_copy(program: program_lib.Program, logical: Any, keep: kept.Keep) -> Any:
+    """Returns the state of a checkpoint's form: params are copied from the master weights, if there are any."""
+    if not program.partition.offload or program.copy_dtype is None:
+        return logical_lib.from_logical(logical, program.copy_dtype)
+    wanted = program.partition.abstract_state.params
+
+    def copied(leaf: Any, like: Any) -> Any:
+        copy = offload_create.copied(leaf, layout.as_on_device(like))
+        return keep(copy, like) if layout.is_on_host(like) else copy
+
+    params = jax.tree.map(copied, logical.params, wanted, is_leaf=pieces.is_pieces)
+    return logical.replace(
+        params=params, opt_state=master_weights.MasterWeightsState(logical.params, logical.opt_state)
+    )
