@@ -46,7 +46,7 @@ from zerojax.trainer.checks import effects, host, ranges, texts
 from zerojax.trainer.clients import outlets
 from zerojax.trainer.tuning import answers, examples, rounds
 from zerojax.zero import memory
-from zerojax.zero.offload import blockwise, budget, kept
+from zerojax.zero.offload import budget, kept
 from zerojax.zero.offload import settings as offload_settings
 
 STEPS_BEFORE_COMPARING = 2  # a program reaches its peak memory in its first steps
@@ -300,12 +300,7 @@ def _build(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> pro
         say(program.weights.count_line(program.partition))
     if program.weights.source is not None:
         say(f"the model is that of {program.weights.source.path}; config.model.preset is not read")
-    accumulates = program.sizes.grad_accum > 1
-    step = program.train_step
-    frees = isinstance(step, blockwise.BlockwiseStep) and not step.holds_gradients
-    counted: dict[str, Any] = {"by_hand": True, "one_block": program.family.blocks if frees else ""}
-    counted["in_16_bits"] = config.accum_dtype == "bf16"
-    say(display.as_text(memory.memory_table(program.partition, program.baseline, accumulates, **counted)))
+    say(display.as_text(program_lib.memory_table(program)))
     say(memory.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
     if line := kept.line(program.partition):
         say(line)

@@ -143,7 +143,7 @@ def test_a_stage_is_named_only_if_it_fits():
     found = config._advice(held, 60.0, fits, None)
     assert found.stage == 2 and "arithmetic's answer" in display.as_text(found.table)
     assert config._advice(held, 60.0, {3: fit(3, remat="full")}, None).stage == 3
-    planned = dataclasses.replace(fit(3), tokens_per_second=7.0, is_planned=True)
+    planned = dataclasses.replace(fit(3), tokens_per_second=7.0)
     found = config._advice(held, 60.0, {**fits, 3: planned}, planned)
     assert found.stage == 3 and "the plan's answer" in display.as_text(found.table)
     none = config._advice(held, 60.0, {}, None)
@@ -160,7 +160,7 @@ def test_a_plan_that_does_not_fit_gives_way_to_the_next(monkeypatch, capsys):
 
     def planned(config, target, devices, chosen):
         tried.append(chosen.stage)
-        return dataclasses.replace(chosen, peak=70.0 if chosen.stage < 3 else 40.0, is_planned=True)
+        return dataclasses.replace(chosen, peak=70.0 if chosen.stage < 3 else 40.0)
 
     monkeypatch.setattr(config, "_planned", planned)
     fits, plan = config._plans(None, {"target": "h100"}, [], {number: fit(number) for number in (1, 2, 3)}, 60.0)

@@ -97,8 +97,8 @@ def test_an_example_that_lacks_a_field_is_named_and_an_earlier_result_stays(spok
     (False, 10, None, 54), (True, 60, None, 63), (False, 70, None, 64), (False, 10, 60, 60), (False, 0, None, 64),
 ])  # fmt: skip
 def test_the_default_number_of_new_tokens_is_what_fits_and_a_given_one_stays(is_pair, longest, given, expected, capsys):
-    family = types.SimpleNamespace(positions=lambda model: 64, is_encoder_decoder=is_pair)
-    folder = types.SimpleNamespace(family=family, model=None)
+    family = types.SimpleNamespace(is_encoder_decoder=is_pair)
+    folder = types.SimpleNamespace(family=family, positions=64)
     assert generate._new_tokens(folder, types.SimpleNamespace(max_new_tokens=given), longest) == expected
     note = f"zerojax: note: {expected} tokens are added at most, and not 64: the model has 64 positions\n"
     assert capsys.readouterr().err == (note if expected in (54, 63) else "")
@@ -114,7 +114,7 @@ WRONG = {
     "--file: there is no file 'x.jsonl'": (MODEL, "--file", "x.jsonl", "--out", "y.jsonl", "--template", "{text}"),
     "--run: nowhere/config.json is not the config of a run": (MODEL, "--file", "x", "--out", "y", "--run", "nowhere"),
     "argument --stage: invalid choice: 7": (MODEL, "--prompt", "x", "--stage", "7"),
-    "tokenizer.json: is missing, so --prompt cannot be read": (MODEL, "--prompt", "x"),
+    "tokenizer.json: is missing, so texts cannot be read": (MODEL, "--prompt", "x"),
     "nowhere: is not a folder": ("nowhere", "--prompt", "x"),
     "--ids nowhere.npz: cannot be read as .npz": (MODEL, "--ids", "nowhere.npz", "--out", "out.npz"),
     "--ids cut.npz: cannot be read as .npz": (MODEL, "--ids", "cut.npz", "--out", "out.npz"),

@@ -6,17 +6,17 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 
-from zerojax import display, precision, roles
+from zerojax import display, precision, roles, tree
 from zerojax import mesh as mesh_lib
 from zerojax.optim import master_weights
 from zerojax.zero import memory, shard_state, stages
 
-SHAPES = {"kernel": (64, 40), "bias": (24,), "table": (48, 8)}
+SHAPES = {"layer/kernel": (64, 40), "bias": (24,), "embed/table": (48, 8)}
 COUNT = 64 * 40 + 24 + 48 * 8
 
 
 def make_state(tx, dtype=jnp.float32):
-    params = {name: jnp.ones(shape, dtype) for name, shape in SHAPES.items()}
+    params = tree.nested({name: jnp.ones(shape, dtype) for name, shape in SHAPES.items()})
     return TrainState.create(apply_fn=None, params=params, tx=tx)
 
 
@@ -55,7 +55,7 @@ def test_gradients_of_weights_in_host_memory_are_on_the_device_all_or_those_of_a
     assert len(part.on_host) == 3 * len(SHAPES)  # weights and two moments
     counted = memory.bytes_per_device(part, by_hand=True)
     assert (counted[roles.PARAMS], counted[roles.GRADIENTS]) == (0, 4 * COUNT // 8)
-    by_block = memory.bytes_per_device(part, by_hand=True, one_block="kernel|table")[roles.GRADIENTS]
+    by_block = memory.bytes_per_device(part, by_hand=True, one_block="layer|embed")[roles.GRADIENTS]
     assert by_block == 4 * (64 * 40 + 24) // 8  # of the largest block, and of what is in none
 
 

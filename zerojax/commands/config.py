@@ -143,7 +143,6 @@ class Fit:
       held: bytes of state and gradients.
       peak: bytes, by arithmetic or by a plan.
       tokens_per_second: the most that a plan allows; None without a plan.
-      is_planned: whether the peak is a plan's.
     """
 
     stage: int
@@ -153,7 +152,6 @@ class Fit:
     held: float
     peak: float
     tokens_per_second: float | None = None
-    is_planned: bool = False
 
     @property
     def cost(self) -> tuple[int, int, int]:
@@ -392,7 +390,7 @@ def _planned(config: config_lib.Config, target: str, devices: list[Any], fit: Fi
     rate = None
     if seconds and longer and tokens:
         rate = tokens / (seconds + further * (longer - seconds))
-    return dataclasses.replace(fit, peak=peak + further * (more - peak), tokens_per_second=rate, is_planned=True)
+    return dataclasses.replace(fit, peak=peak + further * (more - peak), tokens_per_second=rate)
 
 
 def _advice(held: Mapping[int, float], usable: float | None, fits: Mapping[int, Fit], planned: Fit | None) -> Advice:

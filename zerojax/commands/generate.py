@@ -100,7 +100,7 @@ def _new_tokens(folder: folder_lib.Folder, given: argparse.Namespace, longest: i
     positions for."""
     if given.max_new_tokens is not None:
         return given.max_new_tokens
-    positions = folder.family.positions(folder.model) or folder.model.max_seq_len
+    positions = folder.positions
     room = default if not positions else positions - (1 if folder.family.is_encoder_decoder else longest)
     if not 0 < room < default:
         return default  # where there is no room at all, the generator refuses the prompts
@@ -116,8 +116,7 @@ def _answer_file(given: argparse.Namespace) -> None:
     source = records.Files(given.file, "--file")
     given.folder = hub.fetched(given.folder)
     folder = folder_lib.open_folder(given.folder)
-    _tokenizer(given.folder)  # names the file that is missing
-    tokenizer = tokenizer_lib.load_tokenizer(str(folder.path / TOKENIZER))
+    tokenizer = tokenizer_lib.load_tokenizer(str(_tokenizer_file(given.folder)))
     # A decoder's prompt that is too long is cut.
     new_tokens = _new_tokens(folder, given, 1, how.answer_len or NEW_TOKENS)
     try:
@@ -143,7 +142,7 @@ def _answer_file(given: argparse.Namespace) -> None:
         def new(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
             return generator(loaded.params, ids, mask, seed=given.seed)[:, 1 if is_pair else ids.shape[1] :]
 
-        positions = folder.family.positions(folder.model) or 1 << 30
+        positions = folder.positions or 1 << 30
         told = predictions.write(
             source,
             asked,
@@ -227,10 +226,15 @@ def _note(line: str) -> None:
         print(f"zerojax: note: {line}", file=sys.stderr)
 
 
-def _tokenizer(folder: str) -> Any:
+def _tokenizer_file(folder: str) -> pathlib.Path:
     path = pathlib.Path(folder) / TOKENIZER
     if not path.is_file():
-        raise UserError(f"{path}: is missing, so --prompt cannot be read; save the tokenizer there, or give --ids")
+        raise UserError(f"{path}: is missing, so texts cannot be read; save the tokenizer there, or give --ids")
+    return path
+
+
+def _tokenizer(folder: str) -> Any:
+    path = _tokenizer_file(folder)
     return tokenizer_lib.read_model(path, f"{path}:")
 
 

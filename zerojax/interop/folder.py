@@ -62,6 +62,11 @@ class Folder:
         largest = max(self.entries.values(), key=lambda entry: int(np.prod(entry.shape)))
         return tensor_files.DTYPES[largest.dtype]
 
+    @property
+    def positions(self) -> int | None:
+        """Returns how many positions the model was made for; None if its config does not tell."""
+        return self.family.positions(self.model) or self.model.max_seq_len or None
+
     def setting(self, name: str) -> Any:
         """Returns a setting of generation: from generation_config.json, or else from config.json; None if neither has it."""
         value = self.generation.get(name)

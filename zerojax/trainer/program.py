@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
+from rich.table import Table
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, specs, train_state, xla_flags
@@ -32,7 +33,7 @@ from zerojax.trainer import model as model_lib
 from zerojax.trainer import weights as weights_lib
 from zerojax.trainer.checks import names
 from zerojax.trainer.tuning import examples
-from zerojax.zero import explicit, placement, shard_state, stages, step, xla_options
+from zerojax.zero import explicit, memory, placement, shard_state, stages, step, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import blockwise, late_norm
@@ -274,6 +275,20 @@ def _eval_loss(
     if params_on_host.are_on_host(partition):
         return blockwise.mean_of(loss_fn, partition, compiler_options=options, **how)
     return xla_options.jit(explicit.mean(loss_fn, partition, **how), options)
+
+
+def memory_table(program: Program) -> Table:
+    """Returns the table of bytes on each device, beside those of stage 0. Gradients count as this program's step holds them."""
+    step = program.train_step
+    frees = isinstance(step, blockwise.BlockwiseStep) and not step.holds_gradients
+    return memory.memory_table(
+        program.partition,
+        program.baseline,
+        accumulates=program.sizes.grad_accum > 1,
+        by_hand=True,
+        one_block=program.family.blocks if frees else "",
+        in_16_bits=program.config.accum_dtype == "bf16",
+    )
 
 
 def open_feed(

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from zerojax import display, precision, roles, tree
 from zerojax.optim import eight_bit
-from zerojax.zero import gather, placement, stages
+from zerojax.zero import gather, intercept, placement, stages
 from zerojax.zero.offload import kept, layout
 
 ROLES = (roles.PARAMS, roles.FROZEN, roles.GRADIENTS, roles.OPT_STATE, roles.OTHER)
@@ -47,8 +47,7 @@ def bytes_per_device(
             item = sums if accumulates or by_hand else jnp.dtype(leaf.dtype).itemsize
             weight, reduction = partition.placements[path], gather.Reduction(jnp.float32, at_once=not accumulates)
             sharding = reduction.target(weight) if by_hand else weight.grad
-            block = re.search(one_block, path) if one_block else None
-            name = block[0] if block else ""
+            name = intercept.block_of(path, re.compile(one_block)) or ""
             of_blocks[name] = of_blocks.get(name, 0) + item * math.prod(sharding.shard_shape(leaf.shape))
     counted[roles.GRADIENTS] = of_blocks.pop("", 0) + max(of_blocks.values(), default=0)
     return counted

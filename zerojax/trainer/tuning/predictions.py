@@ -96,7 +96,7 @@ def encode(
       UserError: an example is damaged or lacks a field of the prompt's template; the line names its place.
     """
     special = examples.special_tokens(folder.family, folder, tokenizer)
-    positions = folder.family.positions(folder.model) or folder.model.max_seq_len or 1 << 20
+    positions = folder.positions or 1 << 20
     seq_len = min(how.seq_len or positions, positions)
     if not folder.family.is_encoder_decoder:  # prompt and answer are one row
         seq_len = max(1, seq_len + 1 - new_tokens)
