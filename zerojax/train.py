@@ -467,7 +467,8 @@ def _write_results(
 
     def export() -> None:
         results.export(program, state, folder / "export", tokenizer)
-        say(f"weights exported to {folder / 'export'}")
+        what = "adapter" if config.export.format == "peft" else "weights"
+        say(f"{what} exported to {folder / 'export'}")
         if config.export.push_to and processes.is_primary():
             try:
                 hub.push(folder / "export", config.export.push_to)

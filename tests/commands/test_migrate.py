@@ -84,6 +84,8 @@ def test_strict_writes_nothing_and_ends_with_status_2(tmp_path, capsys, monkeypa
     assert status == 2 and not out.exists() and errors.count("\n") == 1 and "2 keys are not supported" in errors
     assert "comet.enabled = true: " in text and "mistake = 1: the format has no such key" in text
     assert call(capsys, monkeypatch, path, "--out", out)[0] == 0 and out.exists()
+    alone = write(tmp_path, {**PLAIN, "mistake": 1})
+    assert "1 key is not supported" in call(capsys, monkeypatch, alone, "--strict")[2]
 
 
 def test_json_holds_the_settings_the_keys_and_the_config(tmp_path, capsys, monkeypatch):

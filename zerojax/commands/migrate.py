@@ -45,10 +45,9 @@ def _migrate() -> int:
     else:
         print(report(document, found))
     if fails:
-        print(
-            f"zerojax: {document.name}: {_count(found, keys_lib.UNSUPPORTED)} keys are not supported (--strict); nothing was written",
-            file=sys.stderr,
-        )
+        count = _count(found, keys_lib.UNSUPPORTED)
+        are = "1 key is" if count == 1 else f"{count} keys are"
+        print(f"zerojax: {document.name}: {are} not supported (--strict); nothing was written", file=sys.stderr)
         return _STATUS_STRICT
     if given.out:
         _write(given.out, config)

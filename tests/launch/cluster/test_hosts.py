@@ -79,13 +79,18 @@ def test_options_choose_as_in_deepspeed(options, expected):
         ({"exclude": "worker-0@worker-1"}, "leaves no slot"),
         ({"num_nodes": 3}, "--num_nodes: is 3, and there are 2 hosts"),
         ({"num_nodes": 0}, "--num_nodes: is 0"),
-        ({"num_gpus": 5}, "--num_gpus: is 5, and worker-0 has 4 slots"),
+        ({"num_gpus": 5}, "--num_gpus: is 5, and worker-0 has 4 slots; ask for 1 to 4"),
     ],
 )
 def test_a_choice_that_cannot_be_met_is_refused(options, words):
     with pytest.raises(UserError) as caught:
         hosts.choose(TWO, **options)
     assert words in str(caught.value)
+
+
+def test_a_host_of_one_slot_is_asked_for_one():
+    with pytest.raises(UserError, match=r"--num_gpus: is 0, and a has 1 slot; ask for 1$"):
+        hosts.choose({"a": ("0",)}, num_gpus=0)
 
 
 slot_lists = st.lists(st.integers(0, 7).map(str), min_size=1, max_size=8, unique=True).map(tuple)

@@ -92,7 +92,9 @@ def run(
         batch = {"x": X, "scale": SCALE, "mask": mask, "factor": jnp.full((16,), huge)}
         if accum > 1:
             batch = jax.tree.map(lambda leaf: jnp.stack([leaf, 0.5 * leaf]), batch)
+        before = jax.tree.leaves(state.opt_state)
         state, metrics = train_step(state, batch)
+        assert {leaf.is_deleted() for leaf in before} == {how.get("donate", True)}, "the old state's memory is reused"
         rows.append({name: np.asarray(value) for name, value in metrics.items()})
         if number + 1 == saved:
             state = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), leaf.sharding), state)

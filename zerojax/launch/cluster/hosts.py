@@ -100,9 +100,8 @@ def choose(
     if num_gpus is not None:
         for name, slots in chosen.items():
             if not 0 < num_gpus <= len(slots):
-                raise UserError(
-                    f"--num_gpus: is {num_gpus}, and {name} has {len(slots)} slots; ask for 1 to {len(slots)}"
-                )
+                has, room = ("1 slot", "1") if len(slots) == 1 else (f"{len(slots)} slots", f"1 to {len(slots)}")
+                raise UserError(f"--num_gpus: is {num_gpus}, and {name} has {has}; ask for {room}")
         chosen = {name: slots[:num_gpus] for name, slots in chosen.items()}
     found = [Node(name, slots) for name, slots in chosen.items() if slots]
     if not found:
