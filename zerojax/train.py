@@ -38,11 +38,12 @@ from zerojax.trainer import model as model_lib
 from zerojax.trainer import patience as patience_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import recorder as recorder_lib
+from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import state as state_lib
 from zerojax.trainer.card import document, facts
 from zerojax.trainer.card import tally as tally_lib
 from zerojax.trainer.card import writer as card_lib
-from zerojax.trainer.checks import effects, host, ranges, texts
+from zerojax.trainer.checks import effects, host, texts
 from zerojax.trainer.clients import outlets
 from zerojax.trainer.tuning import answers, examples, rounds
 from zerojax.zero import memory
@@ -98,7 +99,7 @@ def _joined_by() -> tuple[str | None, int | None, int | None]:
     return _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
 
 
-def _refit(config: config_lib.Config) -> config_lib.Config:
+def _refit(config: settings_lib.Config) -> settings_lib.Config:
     """Returns the config for the processes there are. A restart of `zerojax launch` may lack hosts."""
     started = processes.launched()
     if started is None or started.full_processes == started.cluster.num_processes:
@@ -112,7 +113,7 @@ def _refit(config: config_lib.Config) -> config_lib.Config:
     return fitted
 
 
-def train(config: config_lib.Config, folder: pathlib.Path, stop: signals.StopSignal | None = None) -> loop.End:
+def train(config: settings_lib.Config, folder: pathlib.Path, stop: signals.StopSignal | None = None) -> loop.End:
     """Runs all phases of a training run in `folder`, until the last one or a stop, which only signals that `stop` hears request."""
     stop = stop or signals.StopSignal()
     say(f"devices: {devices.describe()}; everything goes to {folder}")
@@ -143,7 +144,7 @@ def train(config: config_lib.Config, folder: pathlib.Path, stop: signals.StopSig
 
 
 def _take_steps(
-    config: config_lib.Config,
+    config: settings_lib.Config,
     prepared: "Prepared",
     folder: pathlib.Path,
     stop: signals.StopSignal,
@@ -230,7 +231,7 @@ class Prepared(NamedTuple):
     pairs: splits.Splits | None
 
 
-def prepare(config: config_lib.Config, folder: pathlib.Path) -> Prepared:
+def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     """Checks a run's settings, its folder and its data, and opens both. Compiles nothing and allocates nothing on devices."""
     watch.at(watch.DATA)
     _check_folder(config, folder)
@@ -263,7 +264,7 @@ def prepare(config: config_lib.Config, folder: pathlib.Path) -> Prepared:
     return Prepared(tokenizer, program, streams, saver, fingerprints, start, pairs)
 
 
-def _load_pairs(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer, folder: pathlib.Path) -> splits.Splits:
+def _load_pairs(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer, folder: pathlib.Path) -> splits.Splits:
     """Reads and encodes the examples of a task, and prints what they are."""
     family, source = model_lib.family_of(config)
     found = examples.load(config, family, source, tokenizer, _prepare_data(config, folder))
@@ -278,7 +279,7 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
-def _check_folder(config: config_lib.Config, folder: pathlib.Path) -> None:
+def _check_folder(config: settings_lib.Config, folder: pathlib.Path) -> None:
     """Refuses a folder that holds another run, and a profile of steps that the run does not have. Names files that are lost."""
     workdir.check(folder, config_lib.to_dict(config))
     for line in workdir.lost(folder):
@@ -288,7 +289,7 @@ def _check_folder(config: config_lib.Config, folder: pathlib.Path) -> None:
     profiler.check(config.profile.start, config.profile.steps, steps, others)
 
 
-def _build(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> program_lib.Program:
+def _build(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> program_lib.Program:
     """Returns the program, from the mesh to the sharded train step, and prints its memory table. Allocates nothing."""
     with start_up.without_collector():
         program = program_lib.build(config, tokenizer_vocab=tokenizer.vocab_size)
@@ -307,7 +308,7 @@ def _build(config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> pro
     return program
 
 
-def _prepare_data(config: config_lib.Config, folder: pathlib.Path) -> pathlib.Path:
+def _prepare_data(config: settings_lib.Config, folder: pathlib.Path) -> pathlib.Path:
     """Prepares the dataset on the primary process, and returns its folder."""
     data_dir = pathlib.Path(config.data.dir or folder / "datasets")
     if config.data.name != batches.RANDOM and not config.data.train_file:
@@ -320,7 +321,7 @@ def _prepare_data(config: config_lib.Config, folder: pathlib.Path) -> pathlib.Pa
 
 
 def _open_health(
-    config: config_lib.Config, program: program_lib.Program, saver: checkpointer.Checkpointer, start: resume.Start
+    config: settings_lib.Config, program: program_lib.Program, saver: checkpointer.Checkpointer, start: resume.Start
 ) -> health_lib.Health:
     return health_lib.Health(
         program.partition.abstract_state.params,
@@ -333,7 +334,7 @@ def _open_health(
 
 @contextlib.contextmanager
 def _open_recorder(
-    config: config_lib.Config,
+    config: settings_lib.Config,
     program: program_lib.Program,
     health: health_lib.Health,
     tally: tally_lib.Tally,
@@ -353,12 +354,12 @@ def _open_recorder(
         yield recorder_lib.Recorder(log, shown, health, tokens=tokens, is_logged=is_logged, logged=logged, tally=tally)
 
 
-def _open_profiler(config: config_lib.Config, folder: pathlib.Path) -> profiler.Profiler:
+def _open_profiler(config: settings_lib.Config, folder: pathlib.Path) -> profiler.Profiler:
     traced = config.profile
     return profiler.Profiler(folder, traced.start, traced.steps, enabled=processes.is_primary())
 
 
-def _when(config: config_lib.Config, epoch_ends: tuple[int, ...] = ()) -> loop.When:
+def _when(config: settings_lib.Config, epoch_ends: tuple[int, ...] = ()) -> loop.When:
     return loop.When(
         steps=config.steps,
         log_every=config.log_every,
@@ -402,7 +403,7 @@ def _measure(program: program_lib.Program, plan: step_plan.Plan, recorder: recor
 
 
 def _first_state(
-    config: config_lib.Config,
+    config: settings_lib.Config,
     program: program_lib.Program,
     saver: checkpointer.Checkpointer,
     folder: pathlib.Path,
@@ -429,7 +430,7 @@ def _first_state(
 
 
 def _best(
-    config: config_lib.Config, program: program_lib.Program, saver: checkpointer.Checkpointer, end: loop.End
+    config: settings_lib.Config, program: program_lib.Program, saver: checkpointer.Checkpointer, end: loop.End
 ) -> loop.End:
     """Returns the end of a run with the state whose results are written: with patience that of the lowest evaluation loss."""
     losses = step_files.losses(saver.directory) if config.evaluate.patience else {}
@@ -449,7 +450,7 @@ def _is_unevaluated(start: resume.Start) -> bool:
 
 
 def _write_results(
-    config: config_lib.Config,
+    config: settings_lib.Config,
     program: program_lib.Program,
     tokenizer: tokenizer_lib.Tokenizer,
     state: Any,
@@ -457,7 +458,7 @@ def _write_results(
 ) -> None:
     """Prints a sample, draws the losses and exports the weights. A failure of one does not lose the others."""
 
-    length, is_own = texts.sample_length(program, tokenizer), config.sample.length == ranges.OWN
+    length, is_own = texts.sample_length(program, tokenizer), config.sample.length == settings_lib.OWN
 
     def sample() -> None:
         how = {**vars(config.sample), "length": length}

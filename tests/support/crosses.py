@@ -41,6 +41,7 @@ from zerojax.commands import verify
 from zerojax.errors import UserError
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics, results
+from zerojax.trainer import settings as settings_lib
 
 GOLDEN = "tests/golden/huggingface"
 STEPS = 3
@@ -334,7 +335,7 @@ def attempt(row: covering.Row, folder: pathlib.Path) -> End:
     return end
 
 
-def config(row: covering.Row) -> config_lib.Config:
+def config(row: covering.Row) -> settings_lib.Config:
     """Returns the checked settings of a row."""
     raw = base_config.get_config()
     raw.update_from_flattened_dict({**changes(row), "metrics.to": ()})

@@ -27,7 +27,6 @@ import sys
 import tempfile
 import time
 import traceback
-import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -48,7 +47,8 @@ from zerojax.errors import UserError
 from zerojax.launch import start_up
 from zerojax.trainer import command, workdir
 from zerojax.trainer import config as config_lib
-from zerojax.trainer.checks import names, ranges
+from zerojax.trainer import settings as settings_lib
+from zerojax.trainer.checks import names
 
 LIMIT = 60  # seconds a case
 MEMORY = 6 << 30  # bytes of addresses above those of the start
@@ -319,7 +319,7 @@ FIELDS: dict[str, list[Any]] = {
         2,
         3,
         16,
-        ranges.MOST["model.num_layers"][0] + 1,
+        settings_lib.table()["model.num_layers"].values.most[0] + 1,
         2**31 - 1,
     ],  # those between take seconds
     "model.recompute": MODULES,
@@ -363,21 +363,13 @@ CONTRADICTIONS: list[dict[str, Any]] = [
 ]
 
 
-def places(cls: type = config_lib.Config, prefix: str = "") -> dict[str, type]:
-    """Returns every field of the settings by its dotted place, with its type."""
-    found: dict[str, type] = {}
-    for name, hint in typing.get_type_hints(cls).items():
-        found |= places(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else {prefix + name: hint}
-    return found
-
-
-PLACES = places()
+PLACES = {place: found.hint for place, found in settings_lib.table().items() if found.hint in settings_lib.KINDS}
 
 
 def fitting(rng: random.Random, place: str, hint: type) -> Any:
     """Returns a value of the field's type, not always allowed."""
-    if place in ranges.CHOICES:
-        chosen = rng.choice(ranges.CHOICES[place])
+    if choices := settings_lib.table()[place].choices:
+        chosen = rng.choice(choices)
         return chosen[:-1] if isinstance(chosen, str) and rng.random() < 0.3 else chosen
     if hint is tuple:
         return tuple(
@@ -802,7 +794,7 @@ def _raw(changes: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
     return raw
 
 
-def config(changes: dict[str, Any]) -> config_lib.Config:
+def config(changes: dict[str, Any]) -> settings_lib.Config:
     """Returns the checked settings of a small run, with changes by dotted place."""
     return config_lib.from_dict(_raw(changes, pathlib.Path()))
 

@@ -28,6 +28,7 @@ from zerojax.checkpoint import checkpointer
 from zerojax.data import tokenizer
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics, program, results, resume
+from zerojax.trainer import settings as settings_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
 LONG = pytest.mark.long  # see pyproject.toml
@@ -87,7 +88,7 @@ def cases(names: Iterable[str], *, long: Iterable[str] = ()) -> list[Any]:
     return [pytest.param(name, marks=LONG) if name in long else name for name in names]
 
 
-def config(**changes: Any) -> config_lib.Config:
+def config(**changes: Any) -> settings_lib.Config:
     """Returns checked settings of a small run; `zero__stage=1` changes zero.stage."""
     from configs import base
 

@@ -1,30 +1,16 @@
-"""Checks the lines of settings. This module tests zerojax.trainer.settings."""
+"""Checks the declarations of settings, and that what follows from them does. This module tests zerojax.trainer.settings."""
+
+import pathlib
+import re
 
 import pytest
 
 from zerojax import configs
 from zerojax.trainer import settings
 
-BASE = """
-from ml_collections import config_dict
-def get_config():
-    c = config_dict.ConfigDict()
-    c.one = 1  # beside
-    # above,
-    # in two lines
-    c.two = "a b"
-    c.three = (
-        3.0  # inside
-    )
-
-    # of nothing
-
-    # a rule;
-    c.four = ()  # and beside
-    c.group = config_dict.ConfigDict()  # of settings
-    c.group.five = True
-    return c
-"""
+ROOT = pathlib.Path(__file__).parents[2]
+FIELDS = {place: found for place, found in settings.table().items() if found.hint in settings.KINDS}
+NAMED = re.compile(r"\bconfig\.(\w+(?:\.\w+)?)(?![\w.*(])")
 
 
 def flat(raw, prefix=""):
@@ -33,34 +19,43 @@ def flat(raw, prefix=""):
         yield from flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
 
 
-def test_every_setting_and_every_group_has_its_default_and_a_line():
-    found = settings.table()
-    assert not [place for place, setting in found.items() if not setting.line]
-    assert {p: s.default for p, s in found.items() if s.default is not None} == dict(
-        flat(configs.get("base").to_dict())
-    )
+def test_every_setting_and_every_group_has_a_line_and_the_base_its_default():
+    assert not [place for place, found in settings.table().items() if not found.line]
+    assert dict(flat(configs.get("base").to_dict())) == {place: found.default for place, found in FIELDS.items()}
 
 
-def test_a_line_is_the_comments_beside_and_above_a_setting(monkeypatch, tmp_path):
-    (tmp_path / "base.py").write_text(BASE)
-    names: dict = {}
-    exec(BASE, names)
-    monkeypatch.setattr(configs, "FOLDER", tmp_path)
-    monkeypatch.setattr(configs, "get", lambda name: names["get_config"]())
-    found = settings.table.__wrapped__()
-    assert {place: (setting.line, setting.default) for place, setting in found.items()} == {
-        "one": ("beside", 1),
-        "two": ("above, in two lines", "a b"),
-        "three": ("inside", 3.0),
-        "four": ("a rule; and beside", ()),
-        "group": ("of settings", None),
-        "group.five": ("", True),
-    }
+def test_a_default_has_its_type_and_is_allowed_and_every_number_has_a_range():
+    for place, found in FIELDS.items():
+        assert type(found.default) is found.hint, place
+        if isinstance(found.values, settings.Range):
+            assert found.hint in (int, float) and not found.values.flaw(found.default), place
+        else:
+            assert found.choices or found.hint not in (int, float), place
+            assert not found.choices or found.default in found.choices, place
 
 
 @pytest.mark.parametrize("width", [60, 140])
 def test_the_list_names_every_setting_once_and_fits_the_terminal(width):
     lines = settings.text(width).splitlines()
     shown = [line.split("=")[0].strip() for line in lines if line.startswith("  --config.")]
-    assert shown == [f"--config.{place}" for place, setting in settings.table().items() if setting.default is not None]
+    assert shown == [f"--config.{place}" for place in FIELDS]
     assert all(len(line) <= width for line in lines)
+
+
+def test_the_pages_name_settings_that_there_are():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").glob("*.py")]
+    named = {(page.name, place) for page in pages for place in NAMED.findall(page.read_text())}
+    known = {place.partition(".")[0] for place in settings.table()}
+    wrong = [one for one in named if one[1] not in settings.table() and one[1].partition(".")[0] in known]
+    assert len(named) > 100 and not wrong
+
+
+def test_the_table_of_derived_settings_has_their_defaults():
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    section = page.partition("## Fields that are derived")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(config\..*?)` \| (.*?) \|", section, re.MULTILINE)
+    assert len(rows) > 10
+    for places, values in rows[1:]:  # the first is of one among three
+        for place, value in zip(places.split("`, `"), values.split(", "), strict=True):
+            default = settings.table()[place.removeprefix("config.")].default
+            assert default == (type(default)() if value == "empty" else type(default)(value.strip("`"))), place

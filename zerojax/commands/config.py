@@ -31,6 +31,7 @@ from zerojax.plan import targets
 from zerojax.trainer import activations, plans
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
+from zerojax.trainer import settings as settings_lib
 from zerojax.zero import memory, stages
 from zerojax.zero.offload import settings as offload_lib
 
@@ -344,7 +345,7 @@ def _micro_batches(sizes: config_lib.BatchSizes, passes: int, ways: int) -> list
 
 
 def _plans(
-    config: config_lib.Config, answers: Mapping[str, Any], devices: list[Any], fits: dict[int, Fit], usable: float
+    config: settings_lib.Config, answers: Mapping[str, Any], devices: list[Any], fits: dict[int, Fit], usable: float
 ) -> tuple[dict[int, Fit], Fit | None]:
     """Compiles the step that should be fastest; if it does not fit after all, the next one. Returns what is then known, and the plan."""
     fits = dict(fits)
@@ -366,7 +367,7 @@ def _plans(
     return fits, None
 
 
-def _planned(config: config_lib.Config, target: str, devices: list[Any], fit: Fit) -> Fit:
+def _planned(config: settings_lib.Config, target: str, devices: list[Any], fit: Fit) -> Fit:
     """Returns a stage with its plan. A deep preset's follows from two shallow ones: a layer adds the same to the peak and to the time."""
     layers = {
         name: getattr(families.PRESETS[config.model.preset].presets[config.model.preset], name, 0)
@@ -416,7 +417,7 @@ def _advice(held: Mapping[int, float], usable: float | None, fits: Mapping[int, 
     return Advice(shown, named.stage if named else max(held), fits)
 
 
-def _devices(answers: Mapping[str, Any], config: config_lib.Config) -> list[Any]:
+def _devices(answers: Mapping[str, Any], config: settings_lib.Config) -> list[Any]:
     """Returns the devices of the answers; as many emulated CPU devices if their compiler is not installed."""
     target, topology = answers["target"], answers["topology"]
     if target == targets.HERE:
@@ -471,7 +472,7 @@ def _settings(answers: Mapping[str, Any], advice: Advice) -> dict[str, Any]:
     return found
 
 
-def _at(config: config_lib.Config, number: int) -> config_lib.Config:
+def _at(config: settings_lib.Config, number: int) -> settings_lib.Config:
     return dataclasses.replace(config, zero=dataclasses.replace(config.zero, stage=number))
 
 

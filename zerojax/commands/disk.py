@@ -133,10 +133,11 @@ def _state_bytes(config: str) -> int:
 
     from zerojax.trainer import command, program
     from zerojax.trainer import config as config_lib
+    from zerojax.trainer import settings as settings_lib
 
     jax.config.update("jax_platforms", "cpu")
     settings = config_lib.from_dict(command.parse(["zerojax", f"--config={config}"]))
-    settings = dataclasses.replace(settings, mesh=config_lib.MeshSettings(replica=1, data=1, model=1))
+    settings = dataclasses.replace(settings, mesh=settings_lib.MeshSettings(replica=1, data=1, model=1))
     partition = program.build(settings, devices=jax.devices()[:1]).partition
     leaves = dict(tree.flatten(partition.abstract_state))
     return sum(tree.nbytes(leaves[path]) for path, found in partition.leaves.items() if found.role == roles.OPT_STATE)

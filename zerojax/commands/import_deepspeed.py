@@ -37,6 +37,7 @@ from zerojax.models import families
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import resume, workdir
+from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import state as state_lib
 
 SEQ_LEN = 128  # of the base config
@@ -359,7 +360,7 @@ def _lora_settings(adapter: pathlib.Path) -> dict[str, Any]:
     return {"lora.init_from": str(adapter.absolute()), "lora.dropout": lora.dropout, "export.format": "peft"}
 
 
-def _config(text: str) -> config_lib.Config:
+def _config(text: str) -> settings_lib.Config:
     """Returns the settings of the config's text."""
     names: dict[str, Any] = {}
     sys.path.append(str(pathlib.Path(__file__).parents[2]))  # of `configs`

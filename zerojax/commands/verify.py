@@ -28,6 +28,7 @@ from zerojax.errors import UserError
 from zerojax.launch import early, processes
 from zerojax.trainer import command, metrics
 from zerojax.trainer import config as config_lib
+from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.card import document
 from zerojax.zero import stages
 from zerojax.zero.offload import settings as offload_lib
@@ -123,7 +124,7 @@ def _verify() -> int:
     return 0 if is_proven(outcomes) else 1
 
 
-def settings(config: config_lib.Config) -> list[Setting]:
+def settings(config: settings_lib.Config) -> list[Setting]:
     """Returns the settings to compare: each stage, offload to the host at the last one, and the config's own offload."""
     plain = {name: getattr(offload_lib.Offload(), name) for name in vars(config.offload)}
     last = max(stages.STAGES)
@@ -140,7 +141,7 @@ def settings(config: config_lib.Config) -> list[Setting]:
     return found
 
 
-def tolerance_of(config: config_lib.Config, platform: str) -> tuple[float, str]:
+def tolerance_of(config: settings_lib.Config, platform: str) -> tuple[float, str]:
     """Returns the largest relative difference of losses that rounding explains on a platform, and why."""
     on_cpus = (config.precision, platform) == ("fp32", "cpu")
     rounds = {

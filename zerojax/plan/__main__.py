@@ -17,6 +17,7 @@ from zerojax.plan import json_form, picture, search, step_plan
 from zerojax.plan import report as plan_report
 from zerojax.trainer import command, plans
 from zerojax.trainer import config as config_lib
+from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.checks import names
 from zerojax.zero import memory
 
@@ -60,7 +61,7 @@ def main() -> None:
     processes.leave(0)
 
 
-def _prepare(config: config_lib.Config) -> None:
+def _prepare(config: settings_lib.Config) -> None:
     """Hides real accelerators from JAX when it plans for absent devices."""
     if flags.FLAGS["most_compiles"].present and not _SEARCH.value:
         raise UserError("--most_compiles: only --search uses it; add --search, or omit --most_compiles")
@@ -70,7 +71,7 @@ def _prepare(config: config_lib.Config) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _plan(config: config_lib.Config) -> None:
+def _plan(config: settings_lib.Config) -> None:
     if _DISK_GBPS.value is not None and "nvme" not in (config.offload.optimizer, config.offload.params):
         raise UserError(
             "--disk_gbps: nothing is offloaded to a disk; set offload.optimizer to 'nvme', or omit --disk_gbps"
@@ -93,7 +94,7 @@ def _plan(config: config_lib.Config) -> None:
     print(json.dumps(json_form.as_json(plan), indent=2) if _JSON.value else plan_report.text(plan), flush=True)
 
 
-def _print_unfit(config: config_lib.Config, lack: str) -> None:
+def _print_unfit(config: settings_lib.Config, lack: str) -> None:
     """Prints the answer for a step that the compiler does not plan because it does not fit."""
     if _PICTURE.value:
         raise UserError(f"--picture: there is no plan to draw, because the step does not fit: {lack}")
@@ -106,7 +107,7 @@ def _print_unfit(config: config_lib.Config, lack: str) -> None:
     return print(f"{table}\n\nthe step does not fit on {_TARGET.value}: {lack}; {_LEANER}", flush=True)
 
 
-def _search(config: config_lib.Config) -> None:
+def _search(config: settings_lib.Config) -> None:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 

@@ -1,6 +1,6 @@
 """The program behind `python -m zerojax.train`. It connects the other rooms.
 
-This room holds the config's fields and checks, the program built from them, the loop, resuming, metrics and the run's folder.
+This room holds the settings and their checks, the program built from them, the loop, resuming, metrics and the run's folder.
 Code that another project could use belongs in a room below.
-To add a setting, add a field to `config` and a line with its unit to `configs/base.py`.
+To add a setting, add a line to `settings`.
 """

@@ -17,7 +17,6 @@ from ml_collections.config_flags import tuple_parser
 from zerojax import configs, errors, files
 from zerojax.errors import UserError
 from zerojax.interop import hub
-from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings
 from zerojax.trainer.checks import ranges
 
@@ -152,13 +151,13 @@ def _why_no_value(error: Exception) -> str:
     """Returns the error line for a flag that is unknown or whose value cannot be read."""
     line = errors.one_line(error)
     found = re.match(r"flag --config\.([\w.]+)=(.*?): ", line)
-    if found is None or not config_lib.expected(found[1]):
+    if found is None or not settings.expected(found[1]):
         hint = "; settings are given as --config.steps=50" if line.startswith("Unknown command line flag") else ""
         return f"command line: {line}{hint}"
     place, value = found.groups()
-    if place in ranges.CHOICES:
+    if settings.table()[place].choices:
         return f"config.{place}: {ranges.not_a_choice(place, value)}"
-    line = f"config.{place}: must be {config_lib.expected(place)}, and is {errors.shown(value)}"
+    line = f"config.{place}: must be {settings.expected(place)}, and is {errors.shown(value)}"
     member = re.search(r"group of settings \((\w+)", line)
     return f"{line}; set one of them, such as --config.{place}.{member[1]}=..." if member else line
 
@@ -174,7 +173,7 @@ def _why_no_config(error: BaseException, argv: list[str]) -> str:
         return f"{place}: {type(error).__name__}: {errors.one_line(error)}; fix the config file"
     if lookup := re.search(r"Attempting to lookup: ([\w.]+)", errors.one_line(error)):
         group = lookup[1].rpartition(".")[0]
-        return f"config.{lookup[1]}: unknown config key; config.{group} is {config_lib.expected(group) or 'unknown'}, not a group"
+        return f"config.{lookup[1]}: unknown config key; config.{group} is {settings.expected(group) or 'unknown'}, not a group"
     key, near = re.search(r"\w+", errors.one_line(error)), re.search(r'mean "(\w+)"', errors.one_line(error))
     overrides = [word for word in argv if word.startswith("--config.")]
     override = next((word for word in overrides if key and key[0] in re.split("[.=]", word)), None)
@@ -184,7 +183,7 @@ def _why_no_config(error: BaseException, argv: list[str]) -> str:
             return f"{override}: is not a setting ({why}); give it as --config.steps=50"
         return f"--config: get_config must return an ml_collections.ConfigDict, as zerojax.configs.base does ({why}); fix the config file"
     group = override.removeprefix("--config.").partition("=")[0].rpartition(".")[0]
-    known = config_lib.expected(group)
+    known = settings.expected(group)
     hint = f"config.{group} is {known}" if known else "zerojax train --help lists every key"
     hint = f"did you mean {near[1]!r}?" if near else hint
     return f"{override}: unknown config key {key[0]!r}; {hint}"

@@ -1,10 +1,6 @@
 """Turns an ml_collections config into frozen settings. This module checks every setting before anything uses it.
 
-`configs/base.py` holds every field with its default, unit and effect. The dataclasses here declare only the fields and their
-types, and `checks.ranges` holds the allowed values. In a field that can be derived, 0 (or -1) means "derive".
-
-No library reads nested mappings as strictly. ml_collections does not make dataclasses of them. dacite does not name the group of
-an unknown key. It accepts True as an int, "x" as a tuple and NaN, and keeps 1 an int where a float is declared.
+`settings` declares every field. No library reads nested mappings as strictly (docs/design.md names those that were tried).
 """
 
 import dataclasses
@@ -22,6 +18,7 @@ from zerojax.errors import UserError
 from zerojax.interop import hub
 from zerojax.lora import settings as lora_lib
 from zerojax.optim import registry
+from zerojax.trainer import settings
 from zerojax.trainer.checks import ranges
 from zerojax.trainer.clients import outlets
 from zerojax.zero import loss_scale as loss_scale_lib
@@ -32,247 +29,6 @@ from zerojax.zero.offload import settings as offload_lib
 AUTO, BYTES = "auto", "bytes"  # of config.data.tokenizer
 TOKENIZER = "tokenizer.json"
 OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
-KINDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "True or False",
-    str: "text",
-    tuple: "texts with commas, or a tuple or list of Python",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshSettings:
-    """Sizes of the mesh axes; data = -1 takes all remaining devices."""
-
-    replica: int
-    data: int
-    model: int
-
-
-@dataclasses.dataclass(frozen=True)
-class ZeroSettings:
-    """Which arrays are sharded over the `data` axis, and which leaves are exempt."""
-
-    stage: int
-    min_size: int
-    indivisible: str
-    overrides: tuple
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelSettings:
-    """The model's shape, and the residuals kept for its backward pass."""
-
-    preset: str
-    vocab_size: int
-    num_layers: int
-    remat: str
-    recompute: str
-    by_columns: str
-    offload: str
-    attention: str
-    dropout: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Fp8Settings:
-    """Which matmuls run in fp8, and how; see `zerojax.zero.fp8.modules.Fp8`."""
-
-    recipe: str
-    filter: str
-    first: int
-    last: int
-    history: int
-
-
-@dataclasses.dataclass(frozen=True)
-class LoraSettings:
-    """Which adapters are trained, and how the other weights are stored; see `zerojax.lora.settings.Lora`."""
-
-    r: int
-    alpha: float
-    dropout: float
-    target_modules: str
-    exclude_modules: str
-    rslora: bool
-    modules_to_save: str
-    init_from: str
-    quantize: str
-    frozen_dtype: str
-
-    @property
-    def is_on(self) -> bool:
-        """Returns whether adapters are trained."""
-        return bool(self.r or self.init_from)
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerSettings:
-    """The names and hyperparameters of an optax transformation and a schedule."""
-
-    name: str
-    learning_rate: float
-    schedule: str
-    warmup_steps: float
-    warmup: str
-    initial_fraction: float
-    final_fraction: float
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
-    weight_decay_on: str
-    clip_norm: float
-    moments: str
-
-
-@dataclasses.dataclass(frozen=True)
-class LossScaleSettings:
-    """How float16 gradients are kept in range; see `zerojax.zero.loss_scale`."""
-
-    static: float
-    init_scale: float
-    window: int
-    hysteresis: int
-    consecutive_hysteresis: bool
-    min_scale: float
-    on_minimum: str
-
-
-@dataclasses.dataclass(frozen=True)
-class OffloadSettings:
-    """Which parts of the state live in host memory; see `zerojax.zero.offload.settings`."""
-
-    optimizer: str
-    params: str
-    fraction: float
-    params_fraction: float
-    params_on_device: str
-    chunk_bytes: int
-    in_flight: int
-    by_block: str
-    late_norm: bool
-    nvme_path: str
-    nvme_buffers: int
-
-
-@dataclasses.dataclass(frozen=True)
-class DataSettings:
-    """A tensorflow-datasets name and its splits, or files; the tokenizer; and the task."""
-
-    name: str
-    train_split: str
-    eval_split: str
-    text_key: str
-    tokenizer: str
-    dir: str
-    train_file: str
-    eval_file: str
-    task: str
-    prompt: str
-    answer: str
-    labels: tuple
-    messages: str
-    chat_template: str
-    answer_len: int
-    pack: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluateSettings:
-    """How often the held-out loss is measured, over how many batches, and how many answers are generated."""
-
-    every: int
-    batches: int
-    answers: int
-    patience: int
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointSettings:
-    """How often to save, and which checkpoints to keep."""
-
-    every: int
-    at_end: bool
-    keep_last: int
-    keep_best: int
-
-
-@dataclasses.dataclass(frozen=True)
-class SampleSettings:
-    """The text generated at the end of a run."""
-
-    prompt: str
-    length: int
-    temperature: float
-
-
-@dataclasses.dataclass(frozen=True)
-class ExportSettings:
-    """The format and the dtype in which the final weights are exported, and where to on the hub."""
-
-    format: str
-    dtype: str
-    push_to: str
-
-
-@dataclasses.dataclass(frozen=True)
-class ProfileSettings:
-    """Which steps are traced."""
-
-    start: int
-    steps: int
-
-
-@dataclasses.dataclass(frozen=True)
-class MetricsSettings:
-    """The clients that show the metrics, and how the run is named there; see `zerojax.trainer.clients`."""
-
-    to: tuple
-    project: str
-    name: str
-    dir: str
-    resume_id: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """All settings of a run; see configs/base.py for units and effects."""
-
-    seed: int
-    init_from: str
-    steps: int
-    epochs: float
-    global_batch_size: int
-    micro_batch_size: int
-    grad_accum: int
-    seq_len: int
-    precision: str
-    reduce_dtype: str
-    accum_dtype: str
-    log_every: int
-    emulate_devices: int
-    mesh: MeshSettings
-    zero: ZeroSettings
-    model: ModelSettings
-    fp8: Fp8Settings
-    lora: LoraSettings
-    optimizer: OptimizerSettings
-    loss_scale: LossScaleSettings
-    offload: OffloadSettings
-    data: DataSettings
-    evaluate: EvaluateSettings
-    checkpoint: CheckpointSettings
-    sample: SampleSettings
-    export: ExportSettings
-    profile: ProfileSettings
-    metrics: MetricsSettings
-
-    @property
-    def length(self) -> str:
-        """Returns the setting that ends the run, with its value."""
-        return f"config.epochs={self.epochs:g} ({self.steps} steps)" if self.epochs else f"config.steps={self.steps}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,13 +40,13 @@ class BatchSizes:
     grad_accum: int
 
 
-def from_dict(raw: Mapping[str, Any]) -> Config:
+def from_dict(raw: Mapping[str, Any]) -> settings.Config:
     """Reads a nested mapping, such as a ConfigDict, into a checked `Config`.
 
     Raises:
       UserError: a key is unknown or missing, or a value has a wrong type or is not allowed. The line names it.
     """
-    config = read(Config, raw, "config")
+    config = read(settings.Config, raw, "config")
     for override in config.zero.overrides:
         _check_override(override)
     ranges.check(config)
@@ -300,7 +56,7 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
     make_fp8(config)
     _check_lora(config)
     chosen = config.optimizer
-    decay = registry.own_weight_decay(chosen.name) if chosen.weight_decay == ranges.OWN else chosen.weight_decay
+    decay = registry.own_weight_decay(chosen.name) if chosen.weight_decay == settings.OWN else chosen.weight_decay
     return dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, tokenizer=_tokenizer(config)),
@@ -308,7 +64,7 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
     )
 
 
-def with_scratch(config: Config, folder: str | os.PathLike) -> Config:
+def with_scratch(config: settings.Config, folder: str | os.PathLike) -> settings.Config:
     """Returns the config with `folder` for offload to a disk, where the config offloads to one and names no folder."""
     group = config.offload
     if offload_lib.NVME not in (group.optimizer, group.params) or group.nvme_path:
@@ -316,7 +72,7 @@ def with_scratch(config: Config, folder: str | os.PathLike) -> Config:
     return dataclasses.replace(config, offload=dataclasses.replace(group, nvme_path=os.fspath(folder)))
 
 
-def _tokenizer(config: Config) -> str:
+def _tokenizer(config: settings.Config) -> str:
     """Returns `config.data.tokenizer`, with the one that "auto" stands for: that of the folder `init_from`, or "bytes".
 
     Raises:
@@ -344,7 +100,7 @@ def _tokenizer(config: Config) -> str:
     return BYTES
 
 
-def make_offload(group: OffloadSettings, stage: int) -> offload_lib.Offload:
+def make_offload(group: settings.OffloadSettings, stage: int) -> offload_lib.Offload:
     """Returns what the group `offload` describes.
 
     Raises:
@@ -358,7 +114,7 @@ def make_offload(group: OffloadSettings, stage: int) -> offload_lib.Offload:
     return chosen
 
 
-def make_fp8(config: Config) -> fp8_lib.Fp8 | None:
+def make_fp8(config: settings.Config) -> fp8_lib.Fp8 | None:
     """Returns which matmuls run in fp8, or None if the precision has none.
 
     Raises:
@@ -387,7 +143,7 @@ def read(cls: type, raw: Mapping[str, Any], place: str) -> Any:
     try:
         given = dict(raw.items())
     except Exception as error:  # no group, or a ConfigDict with a required placeholder
-        raise UserError(f"{place}: must be {kind(cls)}, and is {errors.shown(raw)}") from error
+        raise UserError(f"{place}: must be {settings.kind(cls)}, and is {errors.shown(raw)}") from error
     for key in given:
         if key not in hints:
             raise UserError(f"{place}.{key}: unknown config key; {errors.choose(key, hints)}")
@@ -397,12 +153,12 @@ def read(cls: type, raw: Mapping[str, Any], place: str) -> Any:
     return cls(**{key: _value(hint, given[key], f"{place}.{key}") for key, hint in hints.items()})
 
 
-def to_dict(config: Config) -> dict:
+def to_dict(config: settings.Config) -> dict:
     """Returns the settings as nested plain dicts, ready for JSON."""
     return dataclasses.asdict(config)
 
 
-def batch_sizes(config: Config, ways: int) -> BatchSizes:
+def batch_sizes(config: settings.Config, ways: int) -> BatchSizes:
     """Derives the batch size that is 0 from the other two and `ways` = data * replica.
 
     Raises:
@@ -424,7 +180,7 @@ def batch_sizes(config: Config, ways: int) -> BatchSizes:
             f"config.global_batch_size: {total} does not fit {rule} with micro_batch_size={micro or 'derived'}, "
             f"grad_accum={accum or 'derived'}, data * replica={ways} (config.mesh); set --config.global_batch_size={near}"
         )
-    most = min(ranges.MOST["global_batch_size"][0], ranges.MOST_TOKENS // config.seq_len)
+    most = min(settings.MOST_ROWS, ranges.MOST_TOKENS // config.seq_len)
     if total > most:
         raise UserError(
             f"config.global_batch_size: {total} sequences of config.seq_len={config.seq_len} tokens are more than a batch may have, "
@@ -433,7 +189,7 @@ def batch_sizes(config: Config, ways: int) -> BatchSizes:
     return BatchSizes(total, micro or total // known, accum or total // known)
 
 
-def refit(config: Config, devices: int, full_devices: int) -> Config:
+def refit(config: settings.Config, devices: int, full_devices: int) -> settings.Config:
     """Returns the config for `devices` of the `full_devices` for which it was written: a restart may lack hosts.
 
     The global batch stays, and the sequences per device and pass do not grow: there are more passes. The mesh keeps `model`, and `data`
@@ -478,30 +234,11 @@ def _value(hint: type, value: Any, place: str) -> Any:
             raise UserError(f"{place}: is too large for a float, and is {errors.shown(value)}") from error
     is_number = isinstance(value, float) and math.isfinite(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)) or (hint is float and not is_number):
-        raise UserError(f"{place}: must be {kind(hint)}, and is {errors.shown(value)}")
+        raise UserError(f"{place}: must be {settings.kind(hint)}, and is {errors.shown(value)}")
     return value
 
 
-def kind(hint: type) -> str:
-    """Returns a field's type in words."""
-    if dataclasses.is_dataclass(hint):
-        return f"a group of settings ({', '.join(typing.get_type_hints(hint))})"
-    return KINDS[hint]
-
-
-def expected(place: str) -> str:
-    """Returns the type of a field in words, "" if there is no such field.
-
-    Args:
-      place: its dotted place, such as "zero.stage".
-    """
-    hint: Any = Config
-    for name in place.split("."):
-        hint = typing.get_type_hints(hint).get(name) if dataclasses.is_dataclass(hint) else None
-    return "" if hint is None else kind(hint)
-
-
-def make_loss_scale(group: LossScaleSettings, *, is_scaled: bool) -> loss_scale_lib.LossScale | None:
+def make_loss_scale(group: settings.LossScaleSettings, *, is_scaled: bool) -> loss_scale_lib.LossScale | None:
     """Returns the loss scale that the group `loss_scale` describes, or None where the precision needs none.
 
     Raises:
@@ -524,7 +261,7 @@ def make_loss_scale(group: LossScaleSettings, *, is_scaled: bool) -> loss_scale_
         raise UserError(f"config.{error}".replace("loss_scale.scale", "loss_scale.static")) from error
 
 
-def make_lora(group: LoraSettings) -> lora_lib.Lora:
+def make_lora(group: settings.LoraSettings) -> lora_lib.Lora:
     """Returns the settings of the group `lora`, which is on. Errors begin with "lora."."""
     return lora_lib.Lora(
         r=group.r,
@@ -545,7 +282,7 @@ def _modules(text: str) -> str | tuple[str, ...]:
     return names if is_list and text != lora_lib.ALL_LINEAR else text
 
 
-def _check_push(group: ExportSettings) -> None:
+def _check_push(group: settings.ExportSettings) -> None:
     """Checks that an export that is to be written to the hub can be."""
     if not group.push_to:
         return
@@ -559,7 +296,7 @@ def _check_push(group: ExportSettings) -> None:
         raise UserError(f"config.export.push_to: {error}") from error
 
 
-def _check_lora(config: Config) -> None:
+def _check_lora(config: settings.Config) -> None:
     """Checks the group `lora` by itself, and that it goes together with the rest."""
     group = config.lora
     if not group.is_on:

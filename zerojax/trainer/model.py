@@ -15,11 +15,11 @@ from zerojax.interop import folder as folder_lib
 from zerojax.models import families
 from zerojax.models import family as family_lib
 from zerojax.ops import attention
-from zerojax.trainer import config as config_lib
+from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.tuning import examples
 
 
-def source(config: config_lib.Config) -> folder_lib.Folder | None:
+def source(config: settings_lib.Config) -> folder_lib.Folder | None:
     """Opens the folder that `config.init_from` names, if it does."""
     if not config.init_from:
         return None
@@ -30,14 +30,14 @@ def source(config: config_lib.Config) -> folder_lib.Folder | None:
         raise UserError(f"config.init_from: {error}") from error
 
 
-def family_of(config: config_lib.Config) -> tuple[family_lib.Family, folder_lib.Folder | None]:
+def family_of(config: settings_lib.Config) -> tuple[family_lib.Family, folder_lib.Folder | None]:
     """Returns the family of a config's model and the folder that it is imported from, if it is."""
     opened = source(config)
     return families.PRESETS[config.model.preset] if opened is None else opened.family, opened
 
 
 def shape(
-    config: config_lib.Config, opened: folder_lib.Folder | None, tokenizer_vocab: int = 0
+    config: settings_lib.Config, opened: folder_lib.Folder | None, tokenizer_vocab: int = 0
 ) -> tuple[family_lib.Family, Any]:
     """Returns the family and the config of the folder's model, or of the preset with its derived fields set."""
     chosen = config.model
@@ -61,7 +61,7 @@ def shape(
 
 
 def choose(
-    config: config_lib.Config,
+    config: settings_lib.Config,
     opened: folder_lib.Folder | None,
     mesh: Mesh,
     compute_dtype: Any,

@@ -10,6 +10,7 @@ from zerojax.errors import UserError
 from zerojax.plan import search, step_plan, targets
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
+from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.checks import names
 from zerojax.zero import memory as memory_lib
 from zerojax.zero import placement, stages
@@ -24,7 +25,7 @@ class Change:
 
 
 def plan_config(
-    config: config_lib.Config,
+    config: settings_lib.Config,
     target: str,
     topology: str = "",
     *,
@@ -42,7 +43,7 @@ def plan_config(
 
 
 def partitions(
-    config: config_lib.Config, target: str, topology: str = ""
+    config: settings_lib.Config, target: str, topology: str = ""
 ) -> tuple[placement.Partition, placement.Partition]:
     """Returns how a config shards its state on the target's devices, and the same at stage 0. Compiles nothing."""
     program = program_lib.build(config, devices=targets.devices(target, topology))
@@ -80,7 +81,7 @@ def plan_program(
 
 
 def search_config(
-    config: config_lib.Config,
+    config: settings_lib.Config,
     target: str,
     topology: str = "",
     *,
@@ -147,7 +148,7 @@ def changes_that_fit(program: program_lib.Program, *, most_compiles: int) -> lis
     return [Change(_flags(program.config, outcome.candidate), outcome.peak or 0) for outcome in fitting]
 
 
-def with_remat(model: config_lib.ModelSettings, remat: str) -> config_lib.ModelSettings:
+def with_remat(model: settings_lib.ModelSettings, remat: str) -> settings_lib.ModelSettings:
     """Returns the model's settings with another `remat`, without the `recompute` and `offload` that it does not allow."""
     return dataclasses.replace(
         model,
@@ -157,7 +158,7 @@ def with_remat(model: config_lib.ModelSettings, remat: str) -> config_lib.ModelS
     )
 
 
-def _applied(config: config_lib.Config, candidate: search.Candidate) -> config_lib.Config:
+def _applied(config: settings_lib.Config, candidate: search.Candidate) -> settings_lib.Config:
     return dataclasses.replace(
         config,
         global_batch_size=0,
@@ -173,13 +174,13 @@ def _applied(config: config_lib.Config, candidate: search.Candidate) -> config_l
     )
 
 
-def _offloads(config: config_lib.Config) -> dict[str, Sequence[str]]:
+def _offloads(config: settings_lib.Config) -> dict[str, Sequence[str]]:
     """Returns the choices for the optimizer state and the params: what the config offloads stays offloaded, where it is."""
     own = {"offload": config.offload.optimizer, "params": config.offload.params}
     return {name: search.DEFAULT_GRID[name] if kind == "none" else (kind,) for name, kind in own.items()}
 
 
-def _flags(config: config_lib.Config, candidate: search.Candidate) -> str:
+def _flags(config: settings_lib.Config, candidate: search.Candidate) -> str:
     """Returns a candidate as command-line overrides."""
     model = with_remat(config.model, candidate.remat)
     settings: dict[str, Any] = {

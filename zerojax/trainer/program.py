@@ -30,6 +30,7 @@ from zerojax.ops import fp8 as fp8_ops
 from zerojax.optim import master_weights, registry, schedules
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import model as model_lib
+from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import weights as weights_lib
 from zerojax.trainer.checks import names
 from zerojax.trainer.tuning import examples
@@ -63,7 +64,7 @@ class Program:
       loss_scale: the loss scale; None if the loss is not scaled.
     """
 
-    config: config_lib.Config
+    config: settings_lib.Config
     mesh: Mesh
     sizes: config_lib.BatchSizes
     family: family_lib.Family
@@ -135,7 +136,7 @@ class Program:
         return state.replace(params=self.partition.trainable_part(state.params))
 
 
-def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Sequence[Any] | None = None) -> Program:
+def build(config: settings_lib.Config, *, tokenizer_vocab: int = 0, devices: Sequence[Any] | None = None) -> Program:
     """Builds the program. Allocates nothing. Errors name config keys, the most basic first.
 
     Args:
@@ -150,7 +151,7 @@ def build(config: config_lib.Config, *, tokenizer_vocab: int = 0, devices: Seque
         return _build(config, tokenizer_vocab, devices)
 
 
-def _build(config: config_lib.Config, tokenizer_vocab: int, devices: Sequence[Any] | None) -> Program:
+def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[Any] | None) -> Program:
     mesh = mesh_lib.make_mesh(config.mesh.replica, config.mesh.data, config.mesh.model, devices=devices)
     sizes = config_lib.batch_sizes(config, mesh_lib.ways(mesh))
     policy = precision.PRECISIONS[config.precision]
@@ -203,7 +204,7 @@ def _build(config: config_lib.Config, tokenizer_vocab: int, devices: Sequence[An
 
 
 def _functions(
-    config: config_lib.Config,
+    config: settings_lib.Config,
     sizes: config_lib.BatchSizes,
     family: family_lib.Family,
     model: Any,
@@ -381,7 +382,7 @@ def _check_model_axis(partition: placement.Partition) -> None:
 
 
 def _optimizer(
-    config: config_lib.Config, policy: precision.Precision
+    config: settings_lib.Config, policy: precision.Precision
 ) -> tuple[schedules.Schedule, optax.GradientTransformation]:
     chosen = config.optimizer
     schedule = schedules.make(

@@ -1,73 +1,470 @@
-"""Describes every setting for --help. This module reads the unit and the effect of each from the comments in configs/base.py."""
+"""Every setting of a run. This module declares each once: its type, its default, its unit and effect, and the values that it may have.
 
-import ast
+configs/base.py, what reads a config and checks it, `zerojax train --help` and the shell's completion follow from these declarations.
+In a setting that can be derived, 0 or -1 means "derive".
+"""
+
+import dataclasses
 import functools
-import io
+import math
 import re
 import textwrap
-import tokenize
-from collections.abc import Mapping
+import typing
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from zerojax import configs
-from zerojax.trainer import config as config_lib
-from zerojax.trainer.checks import ranges
+import numpy as np
 
+from zerojax import precision as precision_lib
+from zerojax.data.pairs import tasks, templates
+from zerojax.interop import huggingface
+from zerojax.launch import devices
+from zerojax.models import families
+from zerojax.ops import fp8, quantized
+from zerojax.optim import fused, registry, schedules
+from zerojax.zero import loss_scale as loss_scale_lib
+from zerojax.zero import remat, stages
+from zerojax.zero.offload import settings as offload_lib
+
+OWN = -1.0  # of a setting that the optimizer or the model then chooses
+MOST_ROWS = 2**20
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "text",
+    tuple: "texts with commas, or a tuple or list of Python",
+}
+_FLOAT32 = np.finfo(np.float32)
+_LARGEST = float(_FLOAT32.max)
 _INDENT = " " * 6
 
 
-class Described(NamedTuple):
+class Range(NamedTuple):
+    """The numbers that a setting may have: at least 0, below 2**31 or finite in float32.
+
+    Without the bounds XLA aborts the process where an array has 2**63 bytes, and Python traces or lists for hours. The largest arrays,
+    scores of attention and logits, stay below 2**63 bytes.
+
+    Attributes:
+      is_positive: whether it must be above 0.
+      is_share: whether it must be below 1.
+      counts_steps: whether it must be whole above 1.
+      minus_one: what -1 stands for; "" if it is refused.
+      most: the largest number, and why.
+      least: the smallest number but 0, and why.
+    """
+
+    is_positive: bool = False
+    is_share: bool = False
+    counts_steps: bool = False
+    minus_one: str = ""
+    most: tuple[float, str] = (math.inf, "")
+    least: tuple[float, str] = (0, "")
+
+    def up_to(self, number: float, why: str) -> "Range":
+        """Returns these numbers up to `number`."""
+        return self._replace(most=(number, why))
+
+    def at_least(self, number: float, why: str) -> "Range":
+        """Returns these numbers from `number`, and 0 if it is one."""
+        return self._replace(least=(number, why))
+
+    def or_minus_one(self, meaning: str) -> "Range":
+        """Returns these numbers and -1."""
+        return self._replace(minus_one=meaning)
+
+    def flaw(self, value: float) -> str:
+        """Returns the rule that a number breaks, or ""."""
+        if isinstance(value, int) and abs(value) >= 2**31:
+            return "must be below 2**31"
+        if isinstance(value, float) and not abs(value) <= _LARGEST:
+            return f"must be at most {_LARGEST:.2g}, above which float32 has only infinity"
+        if self.minus_one and value == OWN:
+            return ""
+        if self.is_share and not 0 <= value < 1:
+            return "must be at least 0 and below 1"
+        if value < 0 or (self.is_positive and value == 0):
+            or_else = f", or -1 for {self.minus_one}" if self.minus_one else ""
+            return ("must be above 0" if self.is_positive else "must not be negative") + or_else
+        if self.is_positive and value < _FLOAT32.tiny:
+            return f"must be above {_FLOAT32.tiny:.2g}, below which float32 has only 0"
+        if self.counts_steps and value > 1 and value != int(value):
+            return "must be a whole number of steps, or a share of them below 1"
+        if self.is_share and np.float32(value) >= 1:
+            return f"must be at most {math.nextafter(1 - _FLOAT32.epsneg, 0):.8g}, above which it is 1 in float32"
+        if value > self.most[0]:
+            return f"must be at most {self.most[0]}, since {self.most[1]}"
+        return f"must be at least {self.least[0]}, since {self.least[1]}" if 0 < value < self.least[0] else ""
+
+
+POSITIVE, NOT_NEGATIVE, SHARE = Range(is_positive=True), Range(), Range(is_share=True)
+ANY = ()  # value of the type
+
+
+class Declared(NamedTuple):
     """A setting, or a group of settings.
 
     Attributes:
+      default: None for a group.
+      values: the numbers or the choices that are allowed; () for all of its type.
       line: its unit and effect.
-      default: its value in the config `base`; None for a group.
-      choices: the values that are allowed; () if there is no such table.
+      hint: its type; of a group its dataclass.
     """
 
-    line: str
     default: Any
-    choices: tuple
+    values: Range | tuple
+    line: str
+    hint: type
+
+    @property
+    def choices(self) -> tuple:
+        """Returns the values that are allowed, () if they are not listed."""
+        return () if isinstance(self.values, Range) else self.values
+
+
+def setting(default: Any, values: Range | tuple, line: str) -> Any:
+    """Declares a field of a dataclass; see `Declared`."""
+    return dataclasses.field(default=default, metadata={"values": values, "line": line})
+
+
+# fmt: off
+@dataclasses.dataclass(frozen=True)
+class MeshSettings:
+    """The devices are replica x data x model."""
+
+    replica: int = setting(1, POSITIVE.up_to(2**20, "no machine has as many devices"), "replicas of the sharded state (hybrid sharding)")
+    data: int = setting(-1, POSITIVE.or_minus_one("all devices left").up_to(2**20, "no machine has as many devices"),
+        "ZeRO shards over it; -1: all remaining devices")
+    model: int = setting(1, POSITIVE.up_to(2**20, "no machine has as many devices"),
+        "tensor parallel size, used by leaves whose override names `model`")
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroSettings:
+    """What is sharded over the devices."""
+
+    stage: int = setting(3, tuple(stages.STAGES), "sharded: 0 nothing, 1 optimizer state, 2 + gradients, 3 + params")
+    min_size: int = setting(1024, NOT_NEGATIVE, "elements; a smaller leaf is replicated")
+    indivisible: str = setting("whole", stages.INDIVISIBLE,
+        'a leaf with no divisible dim: "whole" replicates it, "pad" pads one dim and shards it')
+    overrides: tuple = setting((), ANY, "ordered ((path regex, (mesh axis or None for each dim)), ...); the first match wins")
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadSettings:
+    """What lives outside of device memory between its uses (docs/offload.md)."""
+
+    optimizer: str = setting("none", offload_lib.KINDS,
+        'moments and master weights: "host" keeps them in pinned host memory, "nvme" in a file (stages 1 to 3)')
+    params: str = setting("none", offload_lib.KINDS, "weights, with an offloaded optimizer at stage 3: the same; fetched block by block")
+    fraction: float = setting(1.0, POSITIVE.up_to(1, "it is a share of the optimizer state"),
+        "of the optimizer state that is offloaded, above 0")
+    params_fraction: float = setting(1.0, POSITIVE.up_to(1, "it is a share of the params"), "of the params that may be offloaded, above 0")
+    params_on_device: str = setting("", ANY, 'a regex of params that stay on the device ("embed|head")')
+    chunk_bytes: int = setting(256 << 20, POSITIVE, "copied and updated together on each device")
+    in_flight: int = setting(8, POSITIVE, "chunks on a device at once; half of them arrive before the forward pass")
+    by_block: str = setting("auto", offload_lib.BY_BLOCK,
+        '"on": each block a program of its own, so that updates run beside the backward pass; "off"')
+    late_norm: bool = setting(False, ANY, "clip by the norm of the step before, so that no update waits for its own")
+    nvme_path: str = setting("", ANY, 'the folder of the files, on a local disk; "": WORKDIR/offload')
+    nvme_buffers: int = setting(4, POSITIVE, "chunks of each file, for each device, that are read into host memory ahead")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSettings:
+    """The model's shapes, and what its backward pass keeps."""
+
+    preset: str = setting("tiny", tuple(families.PRESETS), "a name in a PRESETS table in zerojax/models; not read with init_from")
+    vocab_size: int = setting(0, NOT_NEGATIVE.up_to(2**24, "each position has a logit for every id"),
+        "rows of the embedding; 0: the preset's, or the tokenizer's if the preset has none")
+    num_layers: int = setting(0, NOT_NEGATIVE.up_to(512, "each layer is traced on its own"), "0: the preset's")
+    remat: str = setting("dots", tuple(remat.REMAT), 'residuals kept: "none" all but weights, "dots" matmuls, "full" only layer inputs')
+    recompute: str = setting("", ANY, 'a regex of modules in layers whose matmuls "dots" recomputes (r"layer_\\d+/mlp/up")')
+    by_columns: str = setting("", ANY,
+        'a regex of the embedding and the output projection ("embed|head"), if no device shall gather them: activations are sent instead,'
+        " which takes less memory, and less time where a device's tokens are fewer than the vocabulary; stage 3, untied, with labels on "
+        "all tokens")
+    offload: str = setting("", ANY, "a regex of modules whose outputs are offloaded to host memory until the backward pass")
+    attention: str = setting("auto", ("auto", "xla", "cudnn", "splash"),
+        '"xla", "cudnn" (Ampere or newer, bf16), "splash" (TPUs, bf16), or "auto": by device and precision')
+    dropout: float = setting(0.0, SHARE,
+        "in training, of encoder-decoders: the share of embeddings and of outputs of residual branches that is set to 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Settings:
+    """Which matmuls run in fp8, and how; read with precision "fp8" (docs/precision.md)."""
+
+    recipe: str = setting("tensorwise", fp8.RECIPES,
+        "scales from each array's largest magnitude: \"tensorwise\"; from those of earlier steps: \"delayed\"; for each row and column: "
+        '"rowwise"')
+    filter: str = setting("", ANY, 'a regex of the modules whose matmuls run in fp8 (r"layer_\\d+/mlp/.*"); "": all in blocks')
+    first: int = setting(0, NOT_NEGATIVE, "blocks at the beginning whose matmuls stay in bf16")
+    last: int = setting(0, NOT_NEGATIVE, "blocks at the end")
+    history: int = setting(16, POSITIVE, 'steps that "delayed" remembers')
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSettings:
+    """Adapters (LoRA); the other weights are frozen (docs/fine_tuning.md)."""
+
+    r: int = setting(0, NOT_NEGATIVE.up_to(2**16, "it is a share of a kernel's inputs"), "the rank; 0: no adapters, or that of init_from")
+    alpha: float = setting(0.0, NOT_NEGATIVE, "the adapter's output is multiplied by alpha / r; 0: as r, or that of init_from")
+    dropout: float = setting(0.0, SHARE, "the share of an adapter's inputs that is set to 0 in a training step")
+    target_modules: str = setting("", ANY,
+        'ends of names of modules in transformers, with commas ("q_proj,v_proj"); a regex of full names; "all-linear": all but the output'
+        " projection; \"\": the family's usual ones (PEFT's), or those of init_from")
+    exclude_modules: str = setting("", ANY, "those that get no adapter, in the same form")
+    rslora: bool = setting(False, ANY, "True: alpha / sqrt(r)")
+    modules_to_save: str = setting("", ANY, 'ends of names of modules that are trained in full, with commas ("lm_head")')
+    init_from: str = setting("", ANY, "a folder of PEFT, or a name on the hub: the adapters that the run starts from")
+    quantize: str = setting("none", quantized.KINDS, 'how frozen kernels are stored: "none", "int8", "nf4" (QLoRA)')
+    frozen_dtype: str = setting("auto", ("auto", *huggingface.DTYPES),
+        "of other frozen weights: \"fp32\", \"bf16\", \"fp16\"; \"auto\": as in config.init_from, or the precision's")
+
+    @property
+    def is_on(self) -> bool:
+        """Returns whether adapters are trained."""
+        return bool(self.r or self.init_from)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSettings:
+    """The optimizer with its schedule."""
+
+    name: str = setting("adamw", tuple(registry.OPTIMIZERS), "adam, adamw, adafactor, lamb, lion, sgd")
+    learning_rate: float = setting(3e-3, POSITIVE.at_least(1e-12, "no float32 weight would change"), "the schedule's peak")
+    schedule: str = setting("cosine", (*schedules.SCHEDULES, *schedules.DEEPSPEED),
+        "constant, linear, cosine; WarmupLR, WarmupDecayLR, WarmupCosineLR as in DeepSpeed")
+    warmup_steps: float = setting(20.0, NOT_NEGATIVE.up_to(2**31 - 1, "no run has as many steps")._replace(counts_steps=True),
+        "steps of the warm-up; in a run with fewer, a tenth of these. Below 1: a share of the steps (those of epochs too)")
+    warmup: str = setting("linear", schedules.WARMUPS, 'the form of the warm-up: "linear", "log"')
+    initial_fraction: float = setting(0.0, NOT_NEGATIVE.up_to(1, "a warm-up rises to the peak"), "of the peak, at step 0 of a warm-up")
+    final_fraction: float = setting(0.1, NOT_NEGATIVE.up_to(1, "a schedule falls from its peak"),
+        "of the peak, at the last step (linear, cosine, WarmupCosineLR); at most 1")
+    b1: float = setting(0.9, SHARE, "decay of the mean of gradients; of sgd: the momentum")
+    b2: float = setting(0.95, SHARE, "decay of the mean of their squares")
+    eps: float = setting(1e-8, POSITIVE.up_to(1, "gradients are far smaller, and the weights would hardly change"),
+        "added to the root of that mean")
+    weight_decay: float = setting(-1.0, NOT_NEGATIVE.or_minus_one("the optimizer's own"),
+        "decoupled from the gradient; -1: 0.1, or 0 where the optimizer has none (adam, sgd)")
+    weight_decay_on: str = setting("matrices", tuple(registry.DECAYS), 'leaves with two or more dims; "all": biases and scales too')
+    clip_norm: float = setting(1.0, NOT_NEGATIVE.at_least(1e-6, "gradients of that norm change nothing; 0 turns clipping off"),
+        "maximum of the global gradient norm, above eps; 0: no clipping")
+    moments: str = setting("fp32", tuple(fused.MOMENTS),
+        'stored in "fp32", "bf16" or "int8": 4, 2 or 1 bytes; only for adam, adamw and lion')
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScaleSettings:
+    """What multiplies the loss with precision "fp16" (docs/precision.md)."""
+
+    static: float = setting(0.0, NOT_NEGATIVE, "a constant scale; 0: dynamic, by the fields below")
+    init_scale: float = setting(2.0**16, POSITIVE, "the initial scale")
+    window: int = setting(1000, POSITIVE, "steps without an overflow before it doubles")
+    hysteresis: int = setting(2, POSITIVE, "overflows before it halves; each skips its step")
+    consecutive_hysteresis: bool = setting(False, ANY, "True: counts only consecutive overflows")
+    min_scale: float = setting(1.0, POSITIVE, "the smallest scale")
+    on_minimum: str = setting("raise", loss_scale_lib.ON_MINIMUM,
+        'an overflow at the smallest scale ends the run; "hold": the run continues')
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSettings:
+    """What is learned: a dataset or files, the tokenizer and the task."""
+
+    name: str = setting("python_stdlib", ANY,
+        'a tensorflow-datasets name ("lm1b"), one of the Hugging Face hub ("hf:USER/DATASET"), or "random"')
+    train_split: str = setting("train", ANY, "the split of data.name that is learned")
+    eval_split: str = setting("validation", ANY, 'held-out split, no part of train_split; "": none')
+    text_key: str = setting("text", ANY, "the name of the text feature")
+    tokenizer: str = setting("auto", ANY, '"bytes", the path of a Hugging Face tokenizer.json, or "auto": that of init_from, else "bytes"')
+    dir: str = setting("", ANY, 'folder of prepared datasets; "": WORKDIR/datasets')
+    train_file: str = setting("", ANY,
+        'files instead of a dataset: a path or a pattern with *, of .jsonl, .json, .csv, .tsv or .parquet; "": config.data.name is read')
+    eval_file: str = setting("", ANY, 'held-out examples beside train_file; "": none')
+    task: str = setting("text", tasks.TASKS,
+        '"text" learns windows of documents; "seq2seq", "classification" and "chat" learn answers (docs/fine_tuning.md), and read the '
+        "rest")
+    prompt: str = setting("{text}", ANY, "a template with fields in braces")
+    answer: str = setting("{label}", ANY, "a template of the answer")
+    labels: tuple = setting((), ANY,
+        "the text of each number in the answer's field (or texts among these); (): the dataset's own, else as it is")
+    messages: str = setting("messages", ANY, 'the field of a chat: [{"role": "user", "content": "..."}, ...]')
+    chat_template: str = setting("auto", templates.CHOICES,
+        "\"own\": the tokenizer's (needs jinja2), \"plain\": zerojax's, \"auto\": the first that there is")
+    answer_len: int = setting(32, POSITIVE.up_to(2**16, "a decoder reads it token by token"),
+        "tokens of an answer, with its end: of an encoder-decoder's targets, and of generated answers")
+    pack: bool = setting(True, ANY, "a decoder's row holds several short examples, which do not see each other")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateSettings:
+    """Evaluation on held-out examples."""
+
+    every: int = setting(50, NOT_NEGATIVE, "steps between evaluations; 0: only after the last step; not read with epochs")
+    batches: int = setting(16, NOT_NEGATIVE, "of global_batch_size sequences, at most; 0, with a task: all held-out examples")
+    patience: int = setting(0, NOT_NEGATIVE,
+        "evaluations without a lower loss that end the run, with the best checkpoint's results; 0: none")
+    answers: int = setting(64, NOT_NEGATIVE, "held-out examples of a task whose answers are generated at an evaluation, at most; 0: none")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSettings:
+    """What WORKDIR/checkpoints holds."""
+
+    every: int = setting(50, NOT_NEGATIVE, "steps between checkpoints; 0: none before the last step")
+    at_end: bool = setting(True, ANY, "False: the last step is not saved (a stop by a signal is always saved)")
+    keep_last: int = setting(2, POSITIVE, "newest checkpoints kept")
+    keep_best: int = setting(1, NOT_NEGATIVE, "checkpoints of the lowest evaluation loss, also kept")
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleSettings:
+    """A text that the model writes at the end."""
+
+    prompt: str = setting("def ", ANY, "an encoder-decoder fills in each ___")
+    length: int = setting(-1, NOT_NEGATIVE.or_minus_one("as many as fit, up to 160")
+        .up_to(2**16, "each token runs the model over the full text"),
+        "tokens; 0: none; -1: 160, or as many as the model has positions for")
+    temperature: float = setting(0.8, NOT_NEGATIVE, "0: the likeliest token")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportSettings:
+    """The weights in the form of other libraries."""
+
+    format: str = setting("none", ("none", "huggingface", "peft"),
+        '"huggingface" writes safetensors and config.json to WORKDIR/export, with adapters merged; "peft" writes the adapters alone')
+    push_to: str = setting("", ANY, "a name on the Hugging Face hub (user/model) that the export is written to; a new one is private")
+    dtype: str = setting("auto", ("auto", *huggingface.DTYPES),
+        '"fp32", "bf16", "fp16"; "auto": that of each tensor in init_from, or bf16 without one')
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileSettings:
+    """A trace of some steps."""
+
+    start: int = setting(10, POSITIVE, "the first step to trace; the first two steps of a run are slower")
+    steps: int = setting(0, NOT_NEGATIVE, "steps to trace into WORKDIR/profile, with a table of their time by phase; 0: none")
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricsSettings:
+    """Where metrics go, beside WORKDIR/metrics.jsonl."""
+
+    to: tuple = setting(("tensorboard",), ANY, 'and to these: "tensorboard", "wandb", "mlflow"')
+    project: str = setting("zerojax", ANY, "of wandb; the experiment of mlflow")
+    name: str = setting("", ANY, "of the run there; \"\": the workdir's")
+    dir: str = setting("", ANY, 'folder of the files of wandb and mlflow; "": WORKDIR')
+    resume_id: str = setting("", ANY, 'the run to continue there; "": that of this workdir, or a new one')
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """All settings of a run, in the order of --help."""
+
+    seed: int = setting(0, NOT_NEGATIVE, "of the weights, the data order and the sample")
+    init_from: str = setting("", ANY,
+        'a folder of transformers (config.json and safetensors), or a name on the Hugging Face hub: the model and its first weights; "": '
+        "config.model's, drawn at random")
+    steps: int = setting(150, POSITIVE, "optimizer steps; not read with epochs")
+    epochs: float = setting(0.0, NOT_NEGATIVE,
+        "times that the training examples of a task are read, with an evaluation after each; 0: config.steps counts")
+    global_batch_size: int = setting(32, NOT_NEGATIVE.up_to(MOST_ROWS, "each sequence of a batch has a position in the data"),
+        "sequences per optimizer step, over all devices: micro_batch_size * grad_accum * data * replica; one of the three may be 0, and "
+        "is then derived")
+    micro_batch_size: int = setting(0, NOT_NEGATIVE.up_to(MOST_ROWS, "each sequence of a batch has a position in the data"),
+        "sequences per device and forward pass")
+    grad_accum: int = setting(1, NOT_NEGATIVE.up_to(MOST_ROWS, "each sequence of a batch has a position in the data"),
+        "forward and backward passes per optimizer step")
+    seq_len: int = setting(128, POSITIVE.up_to(2**22, "attention is quadratic in it"), "tokens per sequence")
+    precision: str = setting("bf16", tuple(precision_lib.PRECISIONS),
+        '"fp32"; "bf16" and "fp16": 16-bit arithmetic, float32 master weights (fp16: see loss_scale); "bf16_sr": 16-bit weights without '
+        'master weights, rounded stochastically; "fp8": as "bf16", but the matmuls of blocks run in fp8 (see fp8)')
+    reduce_dtype: str = setting("fp32", tuple(precision_lib.DTYPES),
+        'of the gradient reduction over devices: "fp32", or "bf16" (half the bytes, rounded sums)')
+    accum_dtype: str = setting("fp32", tuple(precision_lib.DTYPES),
+        'of the sums over the passes of a step: "fp32", or "bf16" (half the memory, rounded at random)')
+    log_every: int = setting(10, POSITIVE, "steps between lines of metrics.jsonl")
+    emulate_devices: int = setting(8, POSITIVE.up_to(devices.MOST_EMULATED, "each has threads of its own"),
+        "CPU devices to emulate if there is no accelerator")
+    mesh: MeshSettings = dataclasses.field(default_factory=MeshSettings)
+    zero: ZeroSettings = dataclasses.field(default_factory=ZeroSettings)
+    offload: OffloadSettings = dataclasses.field(default_factory=OffloadSettings)
+    model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
+    fp8: Fp8Settings = dataclasses.field(default_factory=Fp8Settings)
+    lora: LoraSettings = dataclasses.field(default_factory=LoraSettings)
+    optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
+    loss_scale: LossScaleSettings = dataclasses.field(default_factory=LossScaleSettings)
+    data: DataSettings = dataclasses.field(default_factory=DataSettings)
+    evaluate: EvaluateSettings = dataclasses.field(default_factory=EvaluateSettings)
+    checkpoint: CheckpointSettings = dataclasses.field(default_factory=CheckpointSettings)
+    sample: SampleSettings = dataclasses.field(default_factory=SampleSettings)
+    export: ExportSettings = dataclasses.field(default_factory=ExportSettings)
+    profile: ProfileSettings = dataclasses.field(default_factory=ProfileSettings)
+    metrics: MetricsSettings = dataclasses.field(default_factory=MetricsSettings)
+
+    @property
+    def length(self) -> str:
+        """Returns the setting that ends the run, with its value."""
+        return f"config.epochs={self.epochs:g} ({self.steps} steps)" if self.epochs else f"config.steps={self.steps}"
+# fmt: on
 
 
 @functools.cache
-def table() -> Mapping[str, Described]:
-    """Returns {place: its setting} in the order of configs/base.py, groups too: {"zero": ..., "zero.stage": ...}."""
-    source = configs.path("base").read_text()
-    defaults = configs.get("base")
-    comments = _comments(source)
-    found: dict[str, Described] = {}
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Assign) or not (place := ast.unparse(node.targets[0])).startswith("c."):
-            continue
-        first = node.lineno
-        while not comments.get(first - 1, ("", True))[1]:  # lines above that hold a comment alone
-            first -= 1
-        texts = [comments[line][0] for line in range(first, (node.end_lineno or node.lineno) + 1) if line in comments]
-        place = place.removeprefix("c.")
-        value = functools.reduce(getattr, place.split("."), defaults)
-        is_group = hasattr(value, "items")
-        choices = ranges.CHOICES.get(place, ())
-        found[place] = Described(" ".join(texts), None if is_group else value, choices)
-    return found
+def table() -> Mapping[str, Declared]:
+    """Returns {place: its setting}, groups too: {"zero": ..., "zero.stage": ...}."""
+    return dict(_declared(Config, ""))
+
+
+def _declared(group: type, prefix: str) -> Iterator[tuple[str, Declared]]:
+    hints = typing.get_type_hints(group)
+    for field in dataclasses.fields(group):
+        place, hint = prefix + field.name, hints[field.name]
+        if hint not in KINDS:
+            yield place, Declared(None, ANY, (hint.__doc__ or "").rstrip("."), hint)
+            yield from _declared(hint, f"{place}.")
+        else:
+            yield place, Declared(field.default, hint=hint, **field.metadata)
+
+
+def defaults() -> dict[str, Any]:
+    """Returns all settings at their defaults, as nested dicts."""
+    return dataclasses.asdict(Config())
+
+
+def lookup(config: Any, place: str) -> Any:
+    """Returns the setting at a dotted place."""
+    return functools.reduce(getattr, place.split("."), config)
+
+
+def kind(hint: type) -> str:
+    """Returns a field's type in words."""
+    if dataclasses.is_dataclass(hint):
+        return f"a group of settings ({', '.join(typing.get_type_hints(hint))})"
+    return KINDS[hint]
+
+
+def expected(place: str) -> str:
+    """Returns the type of the setting at a place in words, "" if there is no such setting."""
+    return kind(table()[place].hint) if place in table() else ""
 
 
 def text(width: int) -> str:
     """Returns a list of all settings with their defaults and lines, for a terminal of `width` columns."""
     lines = ["settings (--config.KEY=VALUE), each as it is in `base`:", ""]
-    for place, setting in table().items():
-        about = setting.line
-        if setting.default is None:
-            lines += [
-                "",
-                *textwrap.wrap(f"{place}: {about}" if about else f"{place}:", width, subsequent_indent=_INDENT),
-            ]
+    for place, found in table().items():
+        about = found.line
+        if found.default is None:
+            lines += ["", *textwrap.wrap(f"{place}: {about}", width, subsequent_indent=_INDENT)]
             continue
-        if not all(re.search(rf"\b{choice}\b", f"{about} {setting.default!r}") for choice in setting.choices):
-            about += f" (one of {', '.join(map(str, setting.choices))})"
-        lines.append(f"  --config.{place}={_shown(setting.default)}")
+        if not all(re.search(rf"\b{choice}\b", f"{about} {found.default!r}") for choice in found.choices):
+            about += f" (one of {', '.join(map(str, found.choices))})"
+        lines.append(f"  --config.{place}={_shown(found.default)}")
         lines += textwrap.wrap(
-            f"{about} [{config_lib.expected(place)}]", width, initial_indent=_INDENT, subsequent_indent=_INDENT
+            f"{about} [{kind(found.hint)}]", width, initial_indent=_INDENT, subsequent_indent=_INDENT
         )
     return "\n".join(lines)
 
@@ -77,13 +474,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return f"'{value}'" if isinstance(value, str) and re.search(r"[^\w./,:-]", value) else str(value)
-
-
-def _comments(source: str) -> dict[int, tuple[str, bool]]:
-    """Returns {line: (the comment there, whether code stands before it)}."""
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return {
-        token.start[0]: (token.string.lstrip("# "), bool(token.line[: token.start[1]].strip()))
-        for token in tokens
-        if token.type == tokenize.COMMENT
-    }

@@ -18,6 +18,7 @@ from zerojax.lora import settings, targets
 from zerojax.models import family as family_lib
 from zerojax.ops import quantized
 from zerojax.trainer import config as config_lib
+from zerojax.trainer import settings as settings_lib
 from zerojax.zero import placement
 
 
@@ -102,7 +103,7 @@ class Weights:
 
 
 def choose(
-    config: config_lib.Config, family: family_lib.Family, model: Any, source: folder_lib.Folder | None
+    config: settings_lib.Config, family: family_lib.Family, model: Any, source: folder_lib.Folder | None
 ) -> Weights:
     """Returns where the weights of a run with this model come from, with the adapters of the group `lora`.
 
@@ -112,7 +113,7 @@ def choose(
     return Weights(family, model, source, _adapted(config.lora, family, model), config.seed)
 
 
-def _adapted(group: config_lib.LoraSettings, family: family_lib.Family, model: Any) -> Adapted | None:
+def _adapted(group: settings_lib.LoraSettings, family: family_lib.Family, model: Any) -> Adapted | None:
     """Returns the adapters that the group `lora` describes, or None if it is off."""
     if not group.is_on:
         return None
@@ -129,7 +130,7 @@ def _adapted(group: config_lib.LoraSettings, family: family_lib.Family, model: A
     return Adapted(chosen, opened)
 
 
-def _check_same(group: config_lib.LoraSettings, own: settings.Lora) -> None:
+def _check_same(group: settings_lib.LoraSettings, own: settings.Lora) -> None:
     """Refuses settings that differ from those of the folder."""
     given = config_lib.make_lora(dataclasses.replace(group, r=group.r or own.r, alpha=group.alpha or own.alpha))
     for name in ("r", "alpha", "target_modules", "exclude_modules", "rslora", "modules_to_save"):

@@ -18,6 +18,7 @@ from zerojax import precision
 from zerojax.plan import step_plan
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
+from zerojax.trainer import settings as settings_lib
 
 PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 SOURCES = ("zerojax", "pallas_kernels")  # folders beside each other, in a checkout and where they are installed
@@ -26,7 +27,7 @@ _LONGEST_NAME = 64  # bytes of a host's name that are shown
 
 
 def collect(
-    config: config_lib.Config,
+    config: settings_lib.Config,
     program: program_lib.Program,
     plan: step_plan.Plan,
     fingerprints: Mapping[str, str],

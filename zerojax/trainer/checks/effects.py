@@ -1,82 +1,31 @@
 """Settings that nothing reads. This module lists those that differ from their default and cannot take effect, each with the reason."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from zerojax import precision
 from zerojax.data import batches
 from zerojax.data.pairs import tasks
 from zerojax.ops import fp8
 from zerojax.optim import registry, schedules
-from zerojax.trainer.checks import ranges
+from zerojax.trainer import settings
 from zerojax.trainer.clients import outlets
 from zerojax.zero import stages
 
-# The defaults in configs/base.py of fields that other settings can turn off.
-DEFAULTS: dict[str, Any] = {
-    "zero.min_size": 1024,
-    "zero.indivisible": "whole",
-    "fp8.recipe": "tensorwise",
-    "fp8.filter": "",
-    "fp8.first": 0,
-    "fp8.last": 0,
-    "fp8.history": 16,
-    **{f"lora.{name}": "" for name in ("target_modules", "exclude_modules", "modules_to_save")},
-    "lora.alpha": 0.0,
-    "lora.dropout": 0.0,
-    "lora.rslora": False,
-    "lora.quantize": "none",
-    "lora.frozen_dtype": "auto",
-    "optimizer.warmup": "linear",
-    "optimizer.initial_fraction": 0.0,
-    "optimizer.final_fraction": 0.1,
-    "optimizer.b1": 0.9,
-    "optimizer.b2": 0.95,
-    "optimizer.eps": 1e-8,
-    "optimizer.weight_decay_on": "matrices",
-    "data.train_split": "train",
-    "data.text_key": "text",
-    "data.dir": "",
-    "data.name": "python_stdlib",
-    "data.eval_split": "validation",
-    "data.prompt": "{text}",
-    "data.answer": "{label}",
-    "data.labels": (),
-    "data.messages": "messages",
-    "data.chat_template": "auto",
-    "data.answer_len": 32,
-    "data.pack": True,
-    "steps": 150,
-    "evaluate.every": 50,
-    "evaluate.batches": 16,
-    "evaluate.answers": 64,
-    "evaluate.patience": 0,
-    "checkpoint.keep_last": 2,
-    "checkpoint.keep_best": 1,
-    "sample.length": ranges.OWN,
-    "sample.prompt": "def ",
-    "sample.temperature": 0.8,
-    "export.dtype": "auto",
-    "profile.start": 10,
-    "metrics.project": "zerojax",
-    "metrics.name": "",
-    "metrics.dir": "",
-    "metrics.resume_id": "",
-}
-
+LORA_ON = ("lora.r", "lora.init_from")
 OFF = {"sample.length": 0}  # values that ask for nothing
 
 
-def unread(config: Any) -> list[str]:
+def unread(config: settings.Config) -> list[str]:
     """Returns a line for each setting without effect that is not at its default, with the first reason."""
     reasons: dict[str, str] = {}
     for place, why in _ignored(config):
-        if ranges.lookup(config, place) not in (DEFAULTS[place], OFF.get(place, DEFAULTS[place])):
+        default = settings.table()[place].default
+        if settings.lookup(config, place) not in (default, OFF.get(place, default)):
             reasons.setdefault(place, why)
-    return [f"config.{place}={ranges.lookup(config, place)!r} has no effect: {why}" for place, why in reasons.items()]
+    return [f"config.{place}={settings.lookup(config, place)!r} has no effect: {why}" for place, why in reasons.items()]
 
 
-def shortened(config: Any) -> list[str]:
+def shortened(config: settings.Config) -> list[str]:
     """Returns a line if the warm-up is longer than the run, whose steps must be known."""
     chosen = config.optimizer
     warmup = schedules.fitting_warmup(chosen.schedule, chosen.warmup_steps, config.steps)
@@ -88,7 +37,7 @@ def shortened(config: Any) -> list[str]:
     ]
 
 
-def _of_task(config: Any) -> dict[str, tuple[str, ...]]:
+def _of_task(config: settings.Config) -> dict[str, tuple[str, ...]]:
     """Returns what the task does not read, by the reason."""
     task, of_pairs, of_chat = config.data.task, ("prompt", "answer", "labels"), ("messages", "chat_template")
     unread: tuple[str, ...] = ("text_key",)
@@ -105,7 +54,7 @@ def _of_task(config: Any) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _ignored(config: Any) -> Iterator[tuple[str, str]]:
+def _ignored(config: settings.Config) -> Iterator[tuple[str, str]]:
     """Yields the place of each setting that nothing reads, and the reason."""
     chosen = config.optimizer
     sharded = stages.STAGES[config.zero.stage]
@@ -131,7 +80,7 @@ def _ignored(config: Any) -> Iterator[tuple[str, str]]:
         "config.optimizer.weight_decay=0": () if chosen.weight_decay else ("optimizer.weight_decay_on",),
         "config.lora.r=0 and there is no config.lora.init_from": ()
         if config.lora.is_on
-        else tuple(place for place in DEFAULTS if place.startswith("lora.")),
+        else tuple(place for place in settings.table() if place.startswith("lora.") and place not in LORA_ON),
         "config.export.format='peft' writes adapters as they are trained": ("export.dtype",)
         if config.export.format == "peft"
         else (),

@@ -18,6 +18,7 @@ from zerojax.errors import UserError
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import program as program_lib
+from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import weights as weights_lib
 from zerojax.zero import memory
 from zerojax.zero.offload import budget
@@ -52,7 +53,7 @@ def check(program: program_lib.Program) -> None:
         )
 
 
-def most_pinned_bytes(config: config_lib.Config) -> int:
+def most_pinned_bytes(config: settings_lib.Config) -> int:
     """Returns an upper bound of the bytes of host memory that all processes of a run pin together. Uses no device."""
     chosen = config_lib.make_offload(config.offload, config.zero.stage)
     if not chosen.is_on:

@@ -6,7 +6,7 @@ from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
 from zerojax.trainer import program as program_lib
-from zerojax.trainer.checks import ranges
+from zerojax.trainer import settings
 
 SAMPLED = 160  # tokens of a sample whose length is not set
 
@@ -37,7 +37,7 @@ def sample_length(program: program_lib.Program, tokenizer: tokenizer_lib.Tokeniz
     config = program.config
     if config.data.task != tasks.TEXT:
         return 0
-    if config.sample.length != ranges.OWN:
+    if config.sample.length != settings.OWN:
         return config.sample.length
     _, room = _room(program, tokenizer)
     return int(max(0, min(SAMPLED, room)))

@@ -14,6 +14,7 @@ from zerojax.interop import folder as folder_lib
 from zerojax.interop import pretrained
 from zerojax.models import family as family_lib
 from zerojax.trainer import config as config_lib
+from zerojax.trainer import settings as settings_lib
 
 
 def special_tokens(
@@ -28,7 +29,7 @@ def special_tokens(
 
 
 def form(
-    config: config_lib.Config,
+    config: settings_lib.Config,
     family: family_lib.Family,
     source: folder_lib.Folder | None,
     tokenizer: tokenizer_lib.Tokenizer,
@@ -47,7 +48,7 @@ def form(
     )
 
 
-def lengths(config: config_lib.Config, family: family_lib.Family, model: Any) -> dict[str, int]:
+def lengths(config: settings_lib.Config, family: family_lib.Family, model: Any) -> dict[str, int]:
     """Returns the lengths of the arrays of a run's rows, by name.
 
     Raises:
@@ -69,7 +70,7 @@ def lengths(config: config_lib.Config, family: family_lib.Family, model: Any) ->
 
 
 def load(
-    config: config_lib.Config,
+    config: settings_lib.Config,
     family: family_lib.Family,
     source: folder_lib.Folder | None,
     tokenizer: tokenizer_lib.Tokenizer,
@@ -101,7 +102,7 @@ def load(
     )
 
 
-def with_steps(config: config_lib.Config, examples: splits.Splits) -> config_lib.Config:
+def with_steps(config: settings_lib.Config, examples: splits.Splits) -> settings_lib.Config:
     """Returns the config with the steps that its epochs take, if it has some."""
     if not config.epochs:
         return config
