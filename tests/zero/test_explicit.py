@@ -18,7 +18,6 @@ from flax.training.train_state import TrainState
 from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.models import layers
 from zerojax.zero import explicit, shard_state, where_used
 
 X = block_nets.X
@@ -134,32 +133,3 @@ def test_nnx_variables_that_would_come_apart_are_refused():
     gradients = explicit.value_and_grad(lambda p, b, s: (jnp.zeros(()), {}), part, where_used.How(), **PLAIN)
     with pytest.raises(UserError, match=r"^reduce_dtype: NNX params with other variables"):
         gradients(Model(), {"x": X}, None)
-
-
-class Words(nn.Module):
-    """A language model of one table, one matmul and one head."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = layers.Embed(16, 8, name="embed")(tokens)
-        x = nn.tanh(nn.Dense(8, name="block_0")(x))
-        return layers.Head(8, 16, name="head").loss(x, tokens)
-
-
-def test_gradients_of_matrices_used_by_columns_are_those_of_one_device():
-    tokens = jax.random.randint(jax.random.key(1), (16, 5), 0, 16)
-    params = Words().init(jax.random.key(0), tokens)["params"]
-    state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
-    state, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(2, 4), stage=3, min_size=0)
-    how = where_used.How(blocks=BLOCKS, heads="head", by_columns="embed|head")
-
-    def loss_fn(params, batch, state):
-        return Words().apply({"params": params}, batch["x"]), {"metrics": {}}
-
-    gradients = explicit.value_and_grad(loss_fn, part, how, **PLAIN | {"passes": 2})
-    batch = {"x": tokens.reshape(2, -1, 5)}
-    (loss, _), grads = jax.jit(gradients)(state.params, batch, state)
-    plain = jax.value_and_grad(lambda p: Words().apply({"params": p}, tokens))(params)
-    jax.tree.map(
-        lambda found, expected: np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6), (loss, grads), plain
-    )

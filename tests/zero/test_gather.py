@@ -24,7 +24,7 @@ MESHES = {"8": (1, 8), "2 x 4": (2, 4), "8 replicas": (8, 1)}
 
 def placement(mesh: Any, stored: P, grad: P, opt_state: P, padding: tuple[int, ...] = ()) -> Placement:
     specs = [NamedSharding(mesh, spec) for spec in (stored, P(), grad, opt_state)]
-    return Placement(*specs, update=specs[-1], padding=padding, shape=(16, 24))
+    return Placement(*specs, update=specs[-1], wire=gather.PLAIN, padding=padding, shape=(16, 24))
 
 
 STAGES = {
@@ -99,7 +99,7 @@ def test_of_what_overwrites_a_weight_the_largest_of_all_devices_is_taken_also_in
     )  # each device has the largest somewhere
     reduction = gather.Reduction(jnp.bfloat16, at_once=False)
     found = jax.shard_map(
-        lambda own: gather.reduce_pass(own[0], place, reduction),
+        lambda own: gather.PLAIN.home(own[0], place, reduction),
         mesh=place.stored.mesh,
         in_specs=P(mesh_lib.BATCH_AXES),
         out_specs=P(),
@@ -157,20 +157,3 @@ def slice_of(platform, *lengths, order=None):
 )
 def test_only_slices_of_three_dims_reduce_twice_of_which_the_first_is_over_the_slowest_dim(mesh, sizes):
     assert gather.scatter_sizes(mesh) == sizes
-
-
-@pytest.mark.parametrize("mesh", ["8", "2 x 4"])
-@pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=["rows", "columns"])
-def test_columns_are_made_of_shards_along_either_dim_and_their_gradients_become_shards_again(mesh, spec):
-    mesh = mesh_lib.make_mesh(*MESHES[mesh])
-    place, replicas = placement(mesh, spec, spec, spec), mesh.shape["replica"]
-    weight = jnp.arange(16.0 * 24).reshape(16, 24)
-
-    def there_and_back(shard):
-        own = gather.to_columns(shard, place, None).shard
-        return own, gather.from_columns(own, place, jnp.float32)
-
-    mapped = jax.shard_map(there_and_back, mesh=mesh, in_specs=spec, out_specs=(P(None, "data"), spec), check_vma=False)
-    columns, grad = jax.jit(mapped)(weight)
-    np.testing.assert_array_equal(columns, weight)
-    np.testing.assert_array_equal(grad, replicas * weight)  # the sum over replicas

@@ -16,7 +16,6 @@ import pytest
 import runs
 from flax.training.train_state import TrainState
 
-import zerojax
 from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
@@ -438,43 +437,3 @@ def test_modules_that_differ_from_a_block_in_digits_alone_are_told_if_the_regex_
     assert where_used.missed_blocks(placements, r"block_\d") == ("block_10", "block_11")
     for blocks in (r"block_\d+", r"block_(\d|1\d)", "block_norm|head_1"):
         assert where_used.missed_blocks(placements, blocks) == ()
-
-
-@pytest.mark.parametrize(
-    ("pattern", "stage", "reduce_dtype", "line"),
-    [
-        ("head(", 3, jnp.float32, r"by_columns: 'head\(' is not a regex"),
-        (["head"], 3, jnp.float32, r"by_columns: must be a regex over module paths, .* and is \['head'\]"),
-        (None, 3, jnp.float32, "by_columns: must be a regex over module paths, .* and is None"),
-        ("head", 3, None, "by_columns: needs explicit collectives; pass reduce_dtype="),
-        (
-            "head",
-            2,
-            jnp.float32,
-            "by_columns: params/head/kernel cannot be used by columns, because every device holds all",
-        ),
-        ("heads", 3, jnp.float32, "by_columns: 'heads' matches no module with a matrix"),
-        (
-            "odd",
-            3,
-            jnp.float32,
-            "params/odd/kernel cannot be used by columns, because its 12 columns do not divide by data=8",
-        ),
-    ],
-)
-def test_matrices_that_cannot_be_used_by_columns_are_refused(pattern, stage, reduce_dtype, line):
-    kernels = {"head": {"kernel": jnp.ones((64, 64))}, "odd": {"kernel": jnp.ones((64, 12))}}
-    state = TrainState.create(apply_fn=None, params=kernels, tx=optax.sgd(1.0))
-    _, partition = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=stage, min_size=0)
-    with pytest.raises(UserError, match=line):
-        zerojax.make_train_step(
-            lambda *_: 0.0, partition, blocks="block", by_columns=pattern, reduce_dtype=reduce_dtype
-        )
-
-
-def test_one_device_has_all_columns_and_is_told():
-    state = TrainState.create(apply_fn=None, params={"head": {"kernel": jnp.ones((64, 64))}}, tx=optax.sgd(1.0))
-    one = mesh_lib.make_mesh(devices=jax.devices()[:1])
-    _, partition = shard_state.shard_train_state(state, mesh=one, stage=3, min_size=0)
-    with pytest.warns(UserWarning, match="^by_columns: has no effect, because the mesh has data=1"):
-        zerojax.make_train_step(lambda *_: 0.0, partition, blocks="block", by_columns="head", reduce_dtype=jnp.float32)

@@ -19,10 +19,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import mesh as mesh_lib
 from zerojax import specs, tree
 from zerojax.errors import UserError
-from zerojax.ops import columns
-from zerojax.zero import accumulate, constraints, gather, overlap, placement, where_used
-from zerojax.zero.fp8 import gathered as fp8_gathered
-from zerojax.zero.fp8 import history as fp8_history
+from zerojax.zero import accumulate, constraints, gather, hooks, overlap, placement, where_used
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, totals
 
 Program = Callable[[], dependence.TracedLoss]
@@ -37,7 +34,6 @@ def value_and_grad(
     reduce_dtype: Any,
     compute_dtype: Any,
     layout: inputs.Layout | None = None,
-    is_delayed: bool = False,
     in_16_bits: bool = False,
 ) -> Callable[..., Any]:
     """Returns f(params, batch, state) -> ((loss, aux), grads), over all devices and `passes` micro-batches.
@@ -51,16 +47,15 @@ def value_and_grad(
       reduce_dtype: the dtype in which gradients are summed over devices.
       compute_dtype: see `where_used.where_used`.
       layout: how the batch is sharded; None: every leaf counts examples in its first dim.
-      is_delayed: whether matmuls in fp8 take scales from the state (`fp8.history`), which `aux["state"]` then renews.
       in_16_bits: whether gradients of several passes add up in bf16.
 
     Gradients are float32 and sharded as the optimizer state. If they stay replicated (stages 0 and 1), several passes add up on each
-    device and are summed over devices once. Values of `aux` are made equal on all devices by the rule of `outputs`.
+    device and are summed over devices once. Values of `aux` are made equal on all devices by the rule of `outputs`; `aux["state"]` also has
+    the fields that hooks renew.
     """
     reduction = gather.Reduction(reduce_dtype, at_once=passes == 1)
     layout = layout or inputs.Layout(partition.mesh, passes, by_device=True)
-    marked = where_used.used_by_columns(partition, how.by_columns)
-    of_device = _OfDevice(loss_fn, marked, how, reduction, compute_dtype, passes, overlap.Chain)
+    of_device = _OfDevice(loss_fn, partition, how, reduction, compute_dtype, passes, overlap.Chain)
 
     def on_device(program: Program, own_keys: Any, params: Any, batch: Any, state: Any) -> Any:
         device = jax.lax.axis_index(mesh_lib.BATCH_AXES) if in_16_bits else 0
@@ -68,14 +63,14 @@ def value_and_grad(
             of_device.of_sinks(program, own_keys, params), passes, own_keys, in_16_bits=in_16_bits, device=device
         )
         with _leaks_named():
-            histories = fp8_history.inputs(state, is_delayed=is_delayed)
-            (loss, aux), (grads, tokens, seen) = gradients((*of_device.sinks(params), histories), batch, state)
+            given = [hook.inputs(state) for hook in how.hooks]
+            (loss, aux), (grads, tokens, seen) = gradients((*of_device.sinks(params), given), batch, state)
         grads = _read((tokens, aux.pop("tokens")), grads)
         seen = jax.tree.map(lambda leaf: jax.lax.pmax(leaf, mesh_lib.BATCH_AXES), seen)
         grads = tree.map_with_path(
             lambda path, grad: gather.reduce_rest(grad, of_device.find(path, None), reduction), grads
         )
-        fields = {**aux.get("state", {}), **fp8_history.renewed(state, seen)}
+        fields = {**aux.get("state", {}), **hooks.renewed(how.hooks, state, seen)}
         aux = {"metrics": outputs.values(aux["metrics"], over_devices=True), "state": fields}
         return (jax.lax.psum(loss, mesh_lib.BATCH_AXES), aux), grads
 
@@ -104,22 +99,19 @@ def one_pass(
     `aux` has the state's fields, the metrics as `outputs.terms` of all devices, and the weight of the pass (`totals.objective`) if passes
     differ. `number` is int32[], the number of the pass.
     """
-    if how.by_columns:
-        raise UserError(
-            "by_columns: cannot be used with params in host memory, which a step gathers block by block; omit one of them"
-        )
     marked = where_used.with_grad_dtype(partition, how.blocks, grad_dtype)
     of_device = _OfDevice(loss_fn, marked, how, gather.Reduction(reduce_dtype), compute_dtype, passes, runner)
 
     def on_device(program: Program, own_keys: Any, params: Any, batch: Any, state: Any, number: Any) -> Any:
         run = jax.value_and_grad(of_device.of_sinks(program, own_keys, params), has_aux=True)
+        nothing: list[Any] = [{} for _ in how.hooks]  # no hook that reads the state runs here
         folded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if passes > 1:
-            (_, aux), _ = jax.eval_shape(run, (*of_device.sinks(params), {}), batch, state)
+            (_, aux), _ = jax.eval_shape(run, (*of_device.sinks(params), nothing), batch, state)
             batch, state = accumulate.of_pass(batch, state, own_keys, aux.get("state", {}), number)
             folded = accumulate.keys_of_pass(own_keys, aux.get("state", {}), number)
         with _leaks_named(), folded:
-            (loss, aux), (grads, tokens, _) = run((*of_device.sinks(params), {}), batch, state)
+            (loss, aux), (grads, tokens, _) = run((*of_device.sinks(params), nothing), batch, state)
         grads = _read((tokens, aux.pop("tokens")), grads)
         aux["metrics"] = outputs.of_all_devices(aux["metrics"])
         return (jax.lax.psum(loss, mesh_lib.BATCH_AXES), aux), grads
@@ -151,18 +143,23 @@ class _OfDevice:
         return found, overlap.no_tokens()
 
     def of_sinks(self, program: Program, own_keys: Any, params: Any) -> Callable[..., tuple[jax.Array, Any]]:
-        """Returns f((sinks, tokens, `fp8.history.inputs`), batch, state) -> (loss, aux) of one device's pass."""
+        """Returns f((sinks, tokens, inputs of the hooks), batch, state) -> (loss, aux) of one device's pass."""
         device = jax.lax.axis_index(mesh_lib.BATCH_AXES)
-        scales = fp8_gathered.scales(params, self.find)
+        by_wire: dict[placement.Wire, dict[str, jax.Array]] = {}
+        for path, shard in tree.flatten(params):
+            by_wire.setdefault(self.find(path, shard).wire, {})[path] = shard
+        known = {path: own for wire, shards in by_wire.items() for path, own in wire.known(shards).items()}
 
         def of_sinks(inputs: tuple[Any, overlap.Tokens, Any], batch: Any, state: Any) -> tuple[jax.Array, Any]:
-            sinks, tokens, histories = inputs
-            chain = self.runner(
-                self.find, self.compute_dtype, self.reduction, tokens, **{"scales": scales} if scales else {}
-            )
+            sinks, tokens, given = inputs
+            chain = self.runner(self.find, self.compute_dtype, self.reduction, tokens, known)
             device_loss = _device_loss(self.loss_fn, self.partition, self.how, chain)
             own = [keys.fold(values, paths, device) for values, paths in zip((state, batch), own_keys)]
-            with keys.folded_in_flax(device), fp8_history.known(histories), columns.used():
+            with contextlib.ExitStack() as around:
+                around.enter_context(keys.folded_in_flax(device))
+                around.enter_context(hooks.known(self.how.hooks, given))
+                for wire in by_wire:
+                    around.enter_context(wire.around())
                 loss, aux = device_loss(jax.tree.map(gather.ShardAndSink, params, sinks), *reversed(own))
             ways = mesh_lib.ways(self.partition.mesh)
             loss, aux = outputs.of_device(loss, aux, state, program, ways=ways, passes=self.passes)

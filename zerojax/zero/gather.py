@@ -13,10 +13,11 @@ It comes in two forms (ZeRO, arXiv:1910.02054, section 5; FSDP, arXiv:2304.11277
   devices in a chosen dtype, and the sum may wait until the last of several passes.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -27,7 +28,6 @@ from jax.sharding import NamedSharding
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, specs
-from zerojax.ops import columns
 from zerojax.zero.placement import Placement
 
 
@@ -101,12 +101,12 @@ def sink(placement: Placement, reduction: Reduction) -> Any:
     if not placement.trainable:
         return optax.MaskedNode()
     assert placement.shape is not None
-    return jnp.zeros(local_shape(placement.shape, reduction.target(placement)), placement.grad_dtype)
+    return jnp.zeros(local_shape(placement.shape, reduction.target(placement)), placement.wire.grad_dtype)
 
 
 def local_shape(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
     """Returns the shape of a device's shard inside a `jax.shard_map` over replica and data."""
-    ways = [sharding.mesh.shape[mesh_lib.DATA] if dim == _data_dim(sharding) else 1 for dim in range(len(shape))]
+    ways = [sharding.mesh.shape[mesh_lib.DATA] if dim == data_dim(sharding) else 1 for dim in range(len(shape))]
     return tuple(length // parts for length, parts in zip(shape, ways))
 
 
@@ -122,7 +122,7 @@ def gather_shard(weight: ShardAndSink, placement: Placement, dtype: Any, reducti
 
 def all_gather(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
     """Returns a weight gathered and in `dtype` from this device's shard."""
-    weight, dim = cast(stored, placement, dtype), _data_dim(placement.stored)
+    weight, dim = cast(stored, placement, dtype), data_dim(placement.stored)
     if is_gathered(placement):
         collective = functools.partial(jax.lax.all_gather, axis_name=mesh_lib.DATA, axis=dim, tiled=True)
         weight = _of_model_shards(collective, placement)(weight)
@@ -138,49 +138,10 @@ def _of_model_shards(collective: Callable[[jax.Array], jax.Array], placement: Pl
     return mesh_lib.manual_over_model(collective, spec, spec)
 
 
-def to_columns(stored: jax.Array, placement: Placement, dtype: Any) -> columns.Columns:
-    """Returns this device's columns of a matrix, in `dtype`, from its shard along either dim."""
-    weight = jax.lax.stop_gradient(cast(stored, placement, dtype))
-    if _data_dim(placement.stored) == 0:
-        weight = jax.lax.all_to_all(weight, mesh_lib.DATA, split_axis=1, concat_axis=0, tiled=True)
-    return columns.Columns(weight, mesh_lib.DATA, placement.stored.mesh.shape[mesh_lib.DATA])
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def sink_of_columns(sink: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
-    """Returns zeros of the shape of a device's columns; their gradient becomes that of the shard's sink (`from_columns`)."""
-    assert placement.shape is not None
-    rows, size = placement.shape
-    return jnp.zeros((rows, size // placement.update.mesh.shape[mesh_lib.DATA]), jnp.float32)
-
-
-sink_of_columns.defvjp(
-    lambda sink, placement, dtype: (sink_of_columns(sink, placement, dtype), None),
-    lambda placement, dtype, _, grad: (from_columns(grad, placement, dtype),),
-)
-
-
-def from_columns(grad: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
-    """Returns the gradient of this device's shard from that of its columns, which is complete but for a sum over replicas."""
-    grad = grad.astype(dtype)
-    if _data_dim(placement.update) == 0:
-        grad = jax.lax.all_to_all(grad, mesh_lib.DATA, split_axis=0, concat_axis=1, tiled=True)
-    if placement.update.mesh.shape[mesh_lib.REPLICA] > 1:
-        grad = jax.lax.psum(grad, mesh_lib.REPLICA)
-    return grad.astype(jnp.float32)
-
-
 def is_gathered(placement: Placement) -> bool:
     """Returns whether a weight is stored sharded over `data` and used gathered."""
-    dim = _data_dim(placement.stored)
-    return dim is not None and dim != _data_dim(placement.used)
-
-
-def reduce_pass(grad: jax.Array, placement: Placement, reduction: Reduction) -> jax.Array:
-    """Returns a backward pass's gradient of a weight's sink, from its gradient of the gathered weight."""
-    grad = _with_padding(grad, placement)
-    grad = grad if reduction.waits(placement) else _sum(grad, placement, reduction.dtype)
-    return grad.astype(placement.grad_dtype)
+    dim = data_dim(placement.stored)
+    return dim is not None and dim != data_dim(placement.used)
 
 
 def reduce_rest(grad: jax.Array, placement: Placement, reduction: Reduction) -> jax.Array:
@@ -196,7 +157,7 @@ def _sum(grad: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
 
 
 def _sum_shards(grad: jax.Array, placement: Placement) -> jax.Array:
-    dim, mesh = _data_dim(placement.update), placement.update.mesh
+    dim, mesh = data_dim(placement.update), placement.update.mesh
     if dim is None:
         axes: tuple[str, ...] = mesh_lib.BATCH_AXES
     else:
@@ -256,14 +217,49 @@ def _shard_forward(
 
 
 def _shard_backward(placement: Placement, dtype: Any, reduction: Reduction, _: None, grad: jax.Array) -> tuple[Any]:
-    total = reduce_pass(grad, placement, reduction) if placement.trainable else optax.MaskedNode()
+    total = placement.wire.home(grad, placement, reduction) if placement.trainable else optax.MaskedNode()
     return (ShardAndSink(None, total),)  # type: ignore[arg-type]  # None: no gradient
 
 
 gather_shard.defvjp(_shard_forward, _shard_backward)
 
 
-def _data_dim(sharding: NamedSharding) -> int | None:
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """The wire of a weight that is sent in the dtype in which it is used; see `placement.Wire`. Others differ from it in what they say."""
+
+    grad_dtype: Any = jnp.float32
+
+    def known(self, shards: Mapping[str, jax.Array]) -> Mapping[str, Any]:
+        return {}
+
+    def around(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def send(self, shard: jax.Array, known: Any, placement: Placement, dtype: Any) -> Any:
+        return all_gather(shard, placement, dtype)
+
+    def differentiated(self, sent: Any, dtype: Any) -> jax.Array:
+        return sent
+
+    def used(self, path: str, sent: Any, differentiated: jax.Array) -> contextlib.AbstractContextManager[jax.Array]:
+        return contextlib.nullcontext(differentiated)
+
+    def home(self, grad: jax.Array, placement: Placement, reduction: Reduction) -> jax.Array:
+        grad = _with_padding(grad, placement)
+        grad = grad if reduction.waits(placement) else _sum(grad, placement, reduction.dtype)
+        return grad.astype(self.grad_dtype)
+
+    def outside(
+        self, path: str, weight: ShardAndSink, placement: Placement, dtype: Any, reduction: Reduction
+    ) -> jax.Array:
+        return gather_shard(weight, placement, dtype, reduction)
+
+
+PLAIN = Plain()
+
+
+def data_dim(sharding: NamedSharding) -> int | None:
     """Returns the dim sharded over `data`."""
     for dim, entry in enumerate(sharding.spec):
         if entry == mesh_lib.DATA or (isinstance(entry, tuple) and mesh_lib.DATA in entry):

@@ -27,6 +27,7 @@ from flax.traverse_util import unflatten_dict
 
 from zerojax import tree
 from zerojax.errors import UserError
+from zerojax.zero import hooks as hooks_lib
 from zerojax.zero import remat
 from zerojax.zero.sharded_batch import keys as keys_lib
 
@@ -53,6 +54,7 @@ class Interceptor:
       policy: the `jax.checkpoint` policy of a block; None for no rematerialisation.
       recompute: a regex over paths of modules inside blocks, whose matmuls are not kept; "" for none.
       offload: the same for modules whose results are kept in host memory.
+      hooks: what is added to modules; a plain block has the values that they read as inputs.
       run: runs plain blocks; None: all blocks are lifted by Linen.
       stored_of: f(array) -> (path, stored), or None for an unknown array. None: arrays are as stored, and their paths are the modules'.
       is_leaf: returns whether a node of the params is one stored weight.
@@ -69,6 +71,7 @@ class Interceptor:
         *,
         recompute: str = "",
         offload: str = "",
+        hooks: hooks_lib.Hooks = (),
         run: Run | None = None,
         stored_of: Callable[[Any], tuple[str, Any] | None] | None = None,
         is_leaf: Callable[[Any], bool] | None = None,
@@ -79,7 +82,7 @@ class Interceptor:
         self._heads = re.compile(heads) if heads else None
         self._recompute, self._offload = re.compile(recompute), re.compile(offload)
         self._gather_leaf, self._policy, self._run, self._is_leaf = gather_leaf, policy, run, is_leaf
-        self._stored_of = stored_of
+        self._stored_of, self._hooks = stored_of, hooks
         self._inside: str | None = None  # path of the block that runs
         self._root: tuple[str, ...] = ()  # path of the block's root module while it runs
         self._shape_of = shape_of
@@ -169,6 +172,8 @@ class Interceptor:
         alone, module_path = module.clone(parent=None), module.path
         structure = jax.tree.structure(module.variables.get("params", {}), is_leaf=self._is_leaf)
         names, result, streams = [name for name, _ in known.values()], _Result(), _Streams(module.scope)
+        given = [*arrays, *streams.words]
+        read, form = jax.tree.flatten([hook.of_block(names) for hook in self._hooks])
 
         def body(used: dict[str, Any], *values: Any) -> list[Any]:
             inner_args, inner_kwargs = fill(values[: len(arrays)])
@@ -177,14 +182,15 @@ class Interceptor:
             def call(scope: Scope) -> Any:
                 for name in module_path:  # inner modules and their interceptor read their path in the model
                     scope = scope.push(name)
-                with streams.running(scope, values[len(arrays) :]):
+                with streams.running(scope, values[len(arrays) : len(given)]):
                     return getattr(alone.clone(parent=scope), method)(*inner_args, **inner_kwargs)
 
-            with self._entered_as(path, module_path):
+            of_hooks = hooks_lib.known(self._hooks, jax.tree.unflatten(form, values[len(given) :]))
+            with self._entered_as(path, module_path), of_hooks:
                 return result.take(flax.core.apply(call)({"params": unflatten_dict({module_path: params})}))
 
         assert self._run is not None
-        return result.give(self._run(body, dict(known.values()), [*arrays, *streams.words], policy))
+        return result.give(self._run(body, dict(known.values()), [*given, *read], policy))
 
     def _lifted(
         self, module: nn.Module, method: str, path: str, known: dict, arrays: list, fill: Callable, policy: Any

@@ -15,6 +15,7 @@ backward pass of the next block, or of the one before it.
 `jax.lax.optimization_barrier` sets the order, and XLA's scheduler honours it: each output of a barrier waits for all of its inputs.
 """
 
+import contextlib
 import dataclasses
 import functools
 import types
@@ -27,14 +28,10 @@ import jax.numpy as jnp
 import optax
 
 from zerojax import mesh as mesh_lib
-from zerojax.ops import columns as columns_lib
-from zerojax.ops import fp8
 from zerojax.zero import float32_grads, gather, placement, remat
-from zerojax.zero.fp8 import gathered as fp8_gathered
-from zerojax.zero.fp8 import history as fp8_history
 
 Body = Callable[..., Any]
-EMPTY: Mapping[str, jax.Array] = types.MappingProxyType({})
+NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class Tokens(NamedTuple):
@@ -53,7 +50,7 @@ def no_tokens() -> Tokens:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockCall:
-    """One block's call: its body, and how its weights are gathered and reduced."""
+    """One block's call: its body, and how its weights are sent and reduced (`placement.Wire`)."""
 
     body: Body
     placements: Mapping[str, placement.Placement]
@@ -61,35 +58,29 @@ class BlockCall:
     reduction: gather.Reduction
     policy: Any
 
-    def gather(self, stored: Mapping[str, jax.Array], scales: Mapping[str, jax.Array] = EMPTY) -> dict[str, Any]:
-        """Returns the gathered weights; those with a scale in fp8 (`fp8.gathered`)."""
-        return {path: self._gather(path, shard, scales.get(path)) for path, shard in stored.items()}
+    def gather(self, stored: Mapping[str, jax.Array], known: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
+        """Returns what arrives of the weights; `known` is that of their wires."""
+        sent = {}
+        for path, shard in stored.items():
+            own = self.placements[path]
+            with jax.named_scope(path):  # traces and ledgers name the weight of each collective
+                sent[path] = own.wire.send(shard, known.get(path), own, self.dtype)
+        return sent
 
-    def _gather(self, path: str, shard: jax.Array, scale: jax.Array | None) -> Any:
-        with jax.named_scope(path):
-            if scale is not None:
-                return fp8_gathered.sent(shard, scale, self.placements[path])
-            if self.placements[path].by_columns:
-                return gather.to_columns(shard, self.placements[path], self.dtype)
-            return gather.all_gather(shard, self.placements[path], self.dtype)
+    def differentiated(self, stored: Mapping[str, jax.Array], sent: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Returns the arrays with respect to which the body is differentiated."""
+        return {
+            path: self.placements[path].wire.differentiated(own, self.dtype or stored[path].dtype)
+            for path, own in sent.items()
+        }
 
-    def with_sinks(self, stored: Mapping[str, jax.Array], gathered: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Returns the weights with respect to which the body is differentiated: sinks in place of those in fp8 or in columns."""
-
-        def differentiated(path: str, weight: Any) -> jax.Array:
-            if isinstance(weight, columns_lib.Columns):
-                return jnp.zeros(weight.shard.shape, jnp.float32)
-            return fp8_gathered.sink(weight, self.dtype or stored[path].dtype) if _is_in_fp8(weight) else weight
-
-        return {path: differentiated(path, weight) for path, weight in gathered.items()}
-
-    def run(self, weights: Any, others: Mapping[str, Any], histories: Mapping[str, Any], *arrays: jax.Array) -> Any:
-        """Runs the body with weights of `with_sinks`, those in another form (`_others`), and histories (`fp8.history.inputs`)."""
-        in_fp8 = {path: weight for path, weight in others.items() if _is_in_fp8(weight)}
-        used = {**weights, **{path: fp8_gathered.widened(weight, weights[path]) for path, weight in in_fp8.items()}}
-        by_columns = {path: weight for path, weight in others.items() if path not in in_fp8}
-        used |= {path: columns_lib.add(path, weight, weights[path]) for path, weight in by_columns.items()}
-        with fp8_gathered.known(in_fp8), fp8_history.known(histories):
+    def run(self, weights: Mapping[str, jax.Array], sent: Mapping[str, Any], *arrays: jax.Array) -> Any:
+        """Runs the body with what has arrived; `weights` are those of `differentiated`."""
+        with contextlib.ExitStack() as stack:
+            used = {
+                path: stack.enter_context(self.placements[path].wire.used(path, own, weights[path]))
+                for path, own in sent.items()
+            }
             return self.body(used, *arrays)
 
     def divided(self, weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -98,13 +89,13 @@ class BlockCall:
         return {path: weight for path, weight in weights.items() if path not in frozen}, frozen
 
     def reduce(self, grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        return {path: self._sum(path, grad) for path, grad in grads.items()}
-
-    def _sum(self, path: str, grad: jax.Array) -> jax.Array:
-        with jax.named_scope(path):  # traces and ledgers name the weight of each collective
-            if self.placements[path].by_columns:
-                return gather.from_columns(grad, self.placements[path], self.reduction.dtype)
-            return gather.reduce_pass(grad, self.placements[path], self.reduction)
+        """Returns the gradients of the weights' sinks."""
+        sums = {}
+        for path, grad in grads.items():
+            own = self.placements[path]
+            with jax.named_scope(path):
+                sums[path] = own.wire.home(grad, own, self.reduction)
+        return sums
 
 
 class Chain:
@@ -122,9 +113,9 @@ class Chain:
         dtype: Any,
         reduction: gather.Reduction,
         tokens: Tokens,
-        scales: Mapping[str, jax.Array] = EMPTY,
+        known: Mapping[str, Any] = NOTHING,
     ):
-        self._find, self._dtype, self._reduction, self._scales = find, dtype, reduction, scales
+        self._find, self._dtype, self._reduction, self._known = find, dtype, reduction, known
         self.tokens, self._first, self._trace = tokens, tokens, _trace()
 
     def __call__(
@@ -134,9 +125,8 @@ class Chain:
             return self._unordered(body, weights, arrays, policy)
         placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
         plan = BlockCall(body, placements, self._dtype, self._reduction, policy)
-        scales = {path: self._scales[path] for path in weights if path in self._scales}
-        given = (scales, fp8_history.of_block(weights))
-        outputs, self.tokens = _block(plan, weights, given, self.tokens, tuple(arrays))
+        known = {path: self._known[path] for path in weights if path in self._known}
+        outputs, self.tokens = _block(plan, weights, known, self.tokens, tuple(arrays))
         return outputs
 
     def restart(self) -> None:
@@ -147,12 +137,7 @@ class Chain:
         """Returns one gathered weight, outside of the order."""
         placement = self._find(path, weight.stored)
         with jax.named_scope(path):
-            if placement.by_columns:
-                columns = gather.to_columns(weight.stored, placement, self._dtype)
-                return columns_lib.add(
-                    path, columns, gather.sink_of_columns(weight.sink, placement, self._reduction.dtype)
-                )
-            return gather.gather_shard(weight, placement, self._dtype, self._reduction)
+            return placement.wire.outside(path, weight, placement, self._dtype, self._reduction)
 
     def _unordered(
         self, body: Body, weights: dict[str, gather.ShardAndSink], arrays: list[jax.Array], policy: Any
@@ -176,85 +161,64 @@ def _trace() -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _block(
-    plan: BlockCall, weights: dict[str, gather.ShardAndSink], given: tuple[dict, dict], tokens: Tokens, arrays: tuple
+    plan: BlockCall, weights: dict[str, gather.ShardAndSink], known: dict[str, Any], tokens: Tokens, arrays: tuple
 ) -> tuple[Any, Tokens]:
-    """`given`: the scales of weights that are gathered in fp8, by path, and `fp8.history.inputs`."""
-    scales, histories = given
+    """`known`: what wires know of weights beside their shards, by path."""
     stored = {path: weight.stored for path, weight in weights.items()}
-    gathered, tokens, arrays, _ = _begin(plan, stored, scales, tokens, arrays)
-    return plan.run(plan.with_sinks(stored, gathered), _others(gathered), histories, *arrays), tokens
-
-
-def _is_in_fp8(weight: Any) -> bool:
-    return isinstance(weight, fp8.EightBits)
-
-
-def _others(gathered: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the weights that are no plain arrays: in fp8, or a device's columns."""
-    return {path: weight for path, weight in gathered.items() if not isinstance(weight, jax.Array)}
+    sent, tokens, arrays, _ = _begin(plan, stored, known, tokens, arrays)
+    return plan.run(plan.differentiated(stored, sent), sent, *arrays), tokens
 
 
 def _begin(
-    plan: BlockCall, stored: dict[str, jax.Array], scales: dict, tokens: Tokens, arrived: Any, on_host: Any = None
+    plan: BlockCall, stored: dict[str, jax.Array], known: dict, tokens: Tokens, arrived: Any, on_host: Any = None
 ) -> tuple[dict, Tokens, Any, Any]:
     """Gathers a block's weights once the block before it has begun; the next block's gather waits for them.
 
     The gathers of two blocks are thus never merged, and XLA merges those of one block into one collective (`xla_options`).
 
-    Returns the gathered weights, the tokens, `arrived` and `on_host`. Arrays on the host may be fetched as early as the weights.
+    Returns what arrives of the weights, the tokens, `arrived` and `on_host`. Arrays on the host may be fetched as early as the weights.
     """
     (stored, on_host), start = jax.lax.optimization_barrier(((stored, on_host), tokens.start))
-    start, arrived, gathered = jax.lax.optimization_barrier((start, arrived, plan.gather(stored, scales)))
-    return gathered, tokens._replace(start=start), arrived, on_host
+    start, arrived, sent = jax.lax.optimization_barrier((start, arrived, plan.gather(stored, known)))
+    return sent, tokens._replace(start=start), arrived, on_host
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Residuals:
-    """A block's residuals: the stored weights and scales, and the other leaves of the vjp function, on the device and on the host."""
+    """A block's residuals: what its weights are sent from, and the other leaves of the vjp function, on the device and on the host."""
 
     stored: dict[str, jax.Array]
-    scales: dict[str, jax.Array]
+    known: dict[str, Any]
     on_device: list[jax.Array | None]
     on_host: list[jax.Array | None]
     begun: jax.Array | None  # the token of a head's forward pass; None for other blocks
-    paths: tuple[str | None, ...] = dataclasses.field(metadata={"static": True})  # of the weight that a leaf is
+    arrivals: tuple[int | None, ...] = dataclasses.field(
+        metadata={"static": True}
+    )  # which array that arrived a leaf is
     structure: Any = dataclasses.field(metadata={"static": True})
 
 
 def _block_forward(
-    plan: BlockCall, weights: dict[str, gather.ShardAndSink], given: tuple[dict, dict], tokens: Tokens, arrays: tuple
+    plan: BlockCall, weights: dict[str, gather.ShardAndSink], known: dict[str, Any], tokens: Tokens, arrays: tuple
 ) -> tuple[Any, _Residuals]:
-    scales, histories = given
     stored = {path: weight.stored for path, weight in weights.items()}
-    gathered, tokens, arrays, _ = _begin(plan, stored, scales, tokens, arrays)
+    sent, tokens, arrays, _ = _begin(plan, stored, known, tokens, arrays)
     # The barrier in `_begin` prevents CSE of the two passes; that of jax.checkpoint would also delay copies from the host.
     body = plan.run if plan.policy is None else jax.checkpoint(plan.run, policy=plan.policy, prevent_cse=False)
-    trained, frozen = plan.divided(plan.with_sinks(stored, gathered))
-    others = _others(gathered)
-    outputs, pull = jax.vjp(
-        lambda trained, histories, *arrays: body({**trained, **frozen}, others, histories, *arrays),
-        trained,
-        histories,
-        *arrays,
-    )
+    trained, frozen = plan.divided(plan.differentiated(stored, sent))
+    outputs, pull = jax.vjp(lambda trained, *arrays: body({**trained, **frozen}, sent, *arrays), trained, *arrays)
     leaves, structure = jax.tree.flatten(pull)
-    path_of = {id(_values(weight)): path for path, weight in gathered.items()}
-    paths = tuple(path_of.get(id(leaf)) for leaf in leaves)
-    on_device = [leaf if path is None and not _is_on_host(leaf) else None for leaf, path in zip(leaves, paths)]
-    on_host = [leaf if path is None and _is_on_host(leaf) else None for leaf, path in zip(leaves, paths)]
+    arrival_of = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(sent))}
+    arrivals = tuple(arrival_of.get(id(leaf)) for leaf in leaves)
+    on_device = [leaf if own is None and not _is_on_host(leaf) else None for leaf, own in zip(leaves, arrivals)]
+    on_host = [leaf if own is None and _is_on_host(leaf) else None for leaf, own in zip(leaves, arrivals)]
     # A copy to the host may take as long as a block's forward pass, so it ends two blocks later.
     outputs, _ = jax.lax.optimization_barrier((outputs, tokens.sent))
     on_host, sending = jax.lax.optimization_barrier((on_host, tokens.sending))
     tokens = tokens._replace(sent=tokens.sending, sending=sending)
     begun = tokens.start if plan.policy is None else None
-    return (outputs, tokens), _Residuals(stored, scales, on_device, on_host, begun, paths, structure)
-
-
-def _values(weight: Any) -> jax.Array:
-    if isinstance(weight, columns_lib.Columns):
-        return weight.shard
-    return weight.values if _is_in_fp8(weight) else weight
+    return (outputs, tokens), _Residuals(stored, known, on_device, on_host, begun, arrivals, structure)
 
 
 def _is_on_host(leaf: jax.Array) -> bool:
@@ -263,20 +227,21 @@ def _is_on_host(leaf: jax.Array) -> bool:
 
 def _block_backward(plan: BlockCall, residuals: _Residuals, cotangents: tuple[Any, Tokens]) -> tuple[Any, ...]:
     outputs, tokens = cotangents
-    gathered, tokens, (arrived, on_device), on_host = _begin(
-        plan, residuals.stored, residuals.scales, tokens, (outputs, residuals.on_device), residuals.on_host
+    sent, tokens, (arrived, on_device), on_host = _begin(
+        plan, residuals.stored, residuals.known, tokens, (outputs, residuals.on_device), residuals.on_host
     )
     if residuals.begun is not None:
         tokens = tokens._replace(start=residuals.begun)
+    again = jax.tree.leaves(sent)
     leaves = [
-        _values(gathered[path]) if path is not None else near if far is None else far
-        for path, near, far in zip(residuals.paths, on_device, on_host)
+        again[own] if own is not None else near if far is None else far
+        for own, near, far in zip(residuals.arrivals, on_device, on_host)
     ]
     pull = jax.tree.unflatten(residuals.structure, leaves)
     if jnp.dtype(plan.reduction.dtype) == jnp.float32 and plan.placements:
         mesh = next(iter(plan.placements.values())).stored.mesh
         pull = float32_grads.in_float32(pull, platform=mesh_lib.platform(mesh))
-    grads, seen, *inputs = pull(arrived)
+    grads, *inputs = pull(arrived)
     inputs = [
         jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, tangent) for tangent in inputs
     ]
@@ -285,7 +250,7 @@ def _block_backward(plan: BlockCall, residuals: _Residuals, cotangents: tuple[An
     sums, end = jax.lax.optimization_barrier((plan.reduce(grads), end))
     totals = {**dict.fromkeys(residuals.stored, optax.MaskedNode()), **sums}
     sinks = {path: gather.ShardAndSink(None, total) for path, total in totals.items()}  # type: ignore[arg-type]  # no gradient
-    return sinks, (dict.fromkeys(residuals.scales), seen), tokens._replace(end=end), tuple(inputs)
+    return sinks, dict.fromkeys(residuals.known), tokens._replace(end=end), tuple(inputs)
 
 
 _block.defvjp(_block_forward, _block_backward)

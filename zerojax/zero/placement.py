@@ -8,10 +8,10 @@ two parts. It differentiates and updates the `trainable_part`; `with_frozen` add
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import Mesh, NamedSharding
@@ -20,6 +20,40 @@ from jax.sharding import PartitionSpec as P
 from zerojax import mesh as mesh_lib
 from zerojax import specs as specs_lib
 from zerojax import tree
+
+
+class Wire(Protocol):
+    """How explicit collectives send a weight, and how its gradient comes home. A new wire is a class in a module of its own, like those of
+    `gather`, `fp8.gathered` and `by_columns`, and a value of `Placement.wire`.
+
+    In a block, what `send` returns arrives. The block is differentiated with respect to `differentiated`, and its body is given `used`.
+    `home` makes of that gradient the one of the weight's sink. What arrives is not kept for the backward pass, but sent again.
+    """
+
+    @property
+    def grad_dtype(self) -> Any:
+        """Returns the dtype of the gradient that comes home."""
+
+    def known(self, shards: Mapping[str, jax.Array]) -> Mapping[str, Any]:
+        """Returns what `send` must know of weights beside their shards, by path; called once a step, for all weights of this wire."""
+
+    def around(self) -> AbstractContextManager[None]:
+        """Returns a context of the trace of the loss on a device."""
+
+    def send(self, shard: jax.Array, known: Any, placement: "Placement", dtype: Any) -> Any:
+        """Returns what arrives of a weight, a pytree; `dtype` is that of the forward pass, or None for the shard's own."""
+
+    def differentiated(self, sent: Any, dtype: Any) -> jax.Array:
+        """Returns the array that gets a block's gradient: what arrived, or zeros."""
+
+    def used(self, path: str, sent: Any, differentiated: jax.Array) -> AbstractContextManager[jax.Array]:
+        """Returns a context of the trace of a block, with the array that the model is given."""
+
+    def home(self, grad: jax.Array, placement: "Placement", reduction: Any) -> jax.Array:
+        """Returns the gradient of a weight's sink from that of `differentiated`; `reduction` is a `gather.Reduction`."""
+
+    def outside(self, path: str, weight: Any, placement: "Placement", dtype: Any, reduction: Any) -> jax.Array:
+        """Returns the array that a model is given outside of blocks, from a `gather.ShardAndSink`, whose sink gets its gradient."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +66,11 @@ class Placement:
       grad: of the gradient that a backward pass returns.
       opt_state: of the moments and the master weight between two steps, with their memory kind.
       update: of the gradient, the moments and the weight during the update.
+      wire: how explicit collectives send it.
       padding: for each dim, the elements by which the stored array is longer than the one that the model sees; () for none.
       shape: of the stored array; a leaf of another shape is refused. None fits any.
       trainable: whether the weight has a gradient and an update. If not, `grad`, `opt_state` and `update` are not read.
       overwritten: whether its gradient is its new value (`is_overwritten`).
-      in_fp8: whether blocks gather it in fp8 (`fp8.gathered`).
-      by_columns: whether each device uses some of its columns, and none gathers it (`ops.sharded_losses`).
-      grad_dtype: of the gradient that a backward pass returns where explicit collectives sum it.
     """
 
     stored: NamedSharding
@@ -46,13 +78,11 @@ class Placement:
     grad: NamedSharding
     opt_state: NamedSharding
     update: NamedSharding
+    wire: Wire
     padding: tuple[int, ...] = ()
     shape: tuple[int, ...] | None = None
     trainable: bool = True
     overwritten: bool = False
-    in_fp8: bool = False
-    by_columns: bool = False
-    grad_dtype: Any = jnp.float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +161,11 @@ class Partition:
     def batch_sharding(self) -> NamedSharding:
         """Returns the sharding for arrays whose first dim counts examples."""
         return mesh_lib.batch_sharding(self.mesh)
+
+    def with_wires(self, wires: Mapping[str, Wire]) -> "Partition":
+        """Returns the same partition with other wires for these weights, by path."""
+        changed = {path: dataclasses.replace(self.placements[path], wire=wire) for path, wire in wires.items()}
+        return dataclasses.replace(self, placements={**self.placements, **changed})
 
     def trainable_part(self, params: Any) -> Any:
         """Returns params, or a tree like them, with `optax.MaskedNode()` (a node without leaves) for each frozen weight."""

@@ -29,7 +29,7 @@ from zerojax import specs as specs_lib
 from zerojax.errors import UserError
 from zerojax.optim import eight_bit
 from zerojax.roles import FROZEN, OPT_STATE, OTHER, PARAMS
-from zerojax.zero import placement
+from zerojax.zero import gather, placement
 from zerojax.zero.offload import kept, layout, settings
 from zerojax.zero.offload import params as params_on_host
 
@@ -354,6 +354,7 @@ def _assemble(
                 grad=sharded if STAGES[stage].grads else replicated,
                 opt_state=opt_state,
                 update=opt_state,
+                wire=gather.PLAIN,
                 padding=leaf.padding,
                 shape=_padded(leaf.shape, leaf.padding),
                 trainable=leaf.role == PARAMS,

@@ -3,6 +3,7 @@
 With loss scaling a step whose gradients are not all finite is skipped: only the scale changes.
 """
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +13,11 @@ import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, xla_flags
-from zerojax.ops import fp8 as fp8_ops
-from zerojax.zero import accumulate, explicit, placement, where_used, xla_options
+from zerojax.zero import accumulate, explicit, hooks, placement, where_used, xla_options
+from zerojax.zero import by_columns as columns_lib
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
 from zerojax.zero.checks import arguments
-from zerojax.zero.fp8 import history as fp8_history
 from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import blockwise, late_norm, streamed
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, totals
@@ -94,10 +94,11 @@ def make_train_step(
     sums = accumulate.checked_dtype(accum_dtype, grad_accum)
     dtypes = {"reduce_dtype": reduce_dtype, "compute_dtype": compute_dtype, "in_16_bits": sums}
     scaling = update_lib.in_step(loss_scale, partition.abstract_state)
-    how = _checked(where_used.How(blocks, heads, remat, recompute, offload, by_columns), partition)
+    how = _checked(where_used.How(blocks, heads, remat, recompute, offload), partition)
+    sent = columns_lib.marked(partition, by_columns, blocks, reduce_dtype)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
-    loss_fn, in_fp8 = fp8_modules.in_step(fp8, outputs.with_aux(loss_fn, scaling.scale), partition, blocks)
-    gradients = _gradients(loss_fn, in_fp8, how, layout, fp8 is not None and fp8.recipe == fp8_ops.DELAYED, **dtypes)
+    loss_fn, sent, kept = fp8_modules.in_step(fp8, outputs.with_aux(loss_fn, scaling.scale), sent, blocks)
+    gradients = _gradients(loss_fn, sent, dataclasses.replace(how, hooks=kept), layout, **dtypes)
     clip = late_norm.clip(partition, clip_norm, may_skip=loss_scale is not None)
     updates = streamed.updates_of(partition, may_skip=clip.may_skip)
     finish = update_lib.finish(partition, updates, scaling, clip)
@@ -121,7 +122,7 @@ def make_train_step(
         in_shardings=(resident.shardings, None),
         out_shardings=(resident.shardings, None, *([updates.handed_shardings] if updates else [])),
     )
-    if updates is None or not blockwise.is_chosen(partition, how, reduce_dtype, fp8, clip):
+    if updates is None or not blockwise.is_chosen(partition, how, reduce_dtype, fp8, clip, by_columns):
         return step if updates is None else streamed.StreamedStep(step, updates, donate=donate)
     passes = blockwise.passes_of(loss_fn, partition, how, layout, **dtypes, options=_fp8_options(partition, fp8))
     return blockwise.BlockwiseStep(step, updates, passes, finish, scaling.scale, clip, donate=donate)
@@ -164,7 +165,6 @@ def _gradients(
     partition: Any,
     how: where_used.How,
     layout: inputs.Layout,
-    is_delayed: bool,
     *,
     reduce_dtype: Any,
     compute_dtype: Any,
@@ -181,7 +181,6 @@ def _gradients(
             reduce_dtype=reduce_dtype,
             compute_dtype=compute_dtype,
             layout=layout,
-            is_delayed=is_delayed,
             in_16_bits=in_16_bits,
         )
     loss_of_stored = where_used.with_gathers(loss_fn, partition.placements, how, compute_dtype)
@@ -193,17 +192,17 @@ def _gradients(
         own_keys = keys.own(program, layout, batch, state) if passes > 1 else None
 
         def loss_of_part(inputs: tuple[Any, Any], batch: Any, state: Any) -> tuple[Any, dict]:
-            part, histories = inputs
-            with fp8_history.known(histories):
+            part, given = inputs
+            with hooks.known(how.hooks, given):
                 loss, aux = loss_of_stored(placement.with_frozen(part, params), batch, state)
             loss, weight = totals.objective(loss, passes)
             metrics = aux["metrics"] if passes == 1 else outputs.terms(aux["metrics"], state, program, passes)
             return loss, {"metrics": metrics, "state": outputs.state_of_batch(aux.get("state", {}), state), **weight}
 
         sums = accumulate.value_and_grad(loss_of_part, passes, own_keys, in_16_bits=in_16_bits)
-        histories = fp8_history.inputs(state, is_delayed=is_delayed)
-        (loss, aux), (grads, seen) = sums((partition.trainable_part(params), histories), batch, state)
-        fields = {**aux["state"], **fp8_history.renewed(state, seen)}
+        given = [hook.inputs(state) for hook in how.hooks]
+        (loss, aux), (grads, seen) = sums((partition.trainable_part(params), given), batch, state)
+        fields = {**aux["state"], **hooks.renewed(how.hooks, state, seen)}
         return (loss, {**aux, "state": fields, "metrics": outputs.values(aux["metrics"], over_devices=False)}), grads
 
     return gradients

@@ -25,24 +25,24 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import gather, intercept, placement, remat
+from zerojax.zero import hooks as hooks_lib
 
 Loss = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """Where weights are gathered, and which residuals are kept; see `where_used`."""
+    """How a loss is run: where weights are gathered, which residuals are kept (see `where_used`), and what hooks add to its modules."""
 
     blocks: str = ""
     heads: str = ""
     remat: str = "dots"
     recompute: str = ""
     offload: str = ""
-    by_columns: str = ""
+    hooks: hooks_lib.Hooks = ()
 
     def check(self) -> None:
         """Raises UserError for values that are unknown or contradict each other."""
@@ -52,24 +52,9 @@ class How:
             "blocks": "layer_\\d+",
             "heads": "head",
             **dict.fromkeys(("recompute", "offload"), "layer_\\d+/mlp/up"),
-            "by_columns": "embed|head",
         }
         for name, example in examples.items():
-            pattern = getattr(self, name)
-            if not isinstance(pattern, str | re.Pattern):
-                raise UserError(
-                    f"{name}: must be a regex over module paths, such as '{example}', or '' for none, and is {pattern!r}"
-                )
-            try:
-                re.compile(pattern)
-            except (re.error, OverflowError) as error:
-                raise UserError(
-                    f"{name}: {pattern!r} is not a regex: {error}; pass one over module paths, such as '{example}'"
-                ) from error
-            if pattern and not self.blocks:
-                raise UserError(
-                    f"{name}: {pattern!r} needs `blocks`, and it is empty; name the model's repeated modules there"
-                )
+            check_regex(name, getattr(self, name), example, self.blocks)
         if self.recompute and self.remat != "dots":
             raise UserError(
                 f"recompute: {self.recompute!r} names matmuls that remat='dots' does not keep, and remat is {self.remat!r}; "
@@ -80,6 +65,22 @@ class How:
                 f"offload: {self.offload!r} names modules whose results are kept in host memory, and remat='none' keeps all on the device; "
                 "set offload to '', or remat to 'dots' or 'full'"
             )
+
+
+def check_regex(name: str, pattern: Any, example: str, blocks: str) -> None:
+    """Raises a UserError if an argument is no regex over module paths, or needs `blocks` and there are none."""
+    if not isinstance(pattern, str | re.Pattern):
+        raise UserError(
+            f"{name}: must be a regex over module paths, such as '{example}', or '' for none, and is {pattern!r}"
+        )
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError) as error:
+        raise UserError(
+            f"{name}: {pattern!r} is not a regex: {error}; pass one over module paths, such as '{example}'"
+        ) from error
+    if pattern and not blocks:
+        raise UserError(f"{name}: {pattern!r} needs `blocks`, and it is empty; name the model's repeated modules there")
 
 
 def where_used(
@@ -125,9 +126,6 @@ def with_gathers(
 ) -> Loss:
     """Returns `where_used` of a loss, its settings as one value."""
     find = finder(placements, lambda leaf: leaf.shape, lambda weight: weight.shape)
-
-    if how.by_columns:
-        raise UserError("by_columns: needs explicit collectives; pass reduce_dtype=jnp.float32, or omit by_columns")
 
     def gather_leaf(path: str, leaf: Any) -> Any:
         found = find(path, leaf)
@@ -205,6 +203,7 @@ def _by_block(
             policy,
             recompute=how.recompute,
             offload=how.offload,
+            hooks=how.hooks,
             run=run,
             stored_of=made.stored_of if run else None,
             is_leaf=is_weight,
@@ -341,52 +340,10 @@ def with_grad_dtype(partition: placement.Partition, blocks: str, dtype: Any) -> 
 
     Those of other weights stay float32: a table's adds up rows in float32, and an output layer's adds up chunks of tokens.
     """
-    marked = {
-        path: dataclasses.replace(weight, grad_dtype=dtype)
-        for path, weight in partition.placements.items()
-        if not weight.overwritten and intercept.block_of(path, re.compile(blocks)) is not None
-    }
-    return dataclasses.replace(partition, placements={**partition.placements, **marked})
-
-
-def used_by_columns(partition: placement.Partition, pattern: str) -> placement.Partition:
-    """Returns a partition in which devices use columns of the matrices of some modules, and none gathers them (`ops.columns`).
-
-    One device has all columns, and nothing changes there but a warning.
-
-    Args:
-      partition: of the train state.
-      pattern: a regex over module paths; "" for none.
-
-    Raises:
-      UserError: the regex matches no module with a matrix, the devices do not divide the columns of one, or one cannot be exchanged.
-    """
-    marked = {}
-    for path, weight in partition.placements.items():
-        if not pattern or intercept.block_of(path, re.compile(pattern)) is None or len(weight.shape or ()) != 2:
-            continue
-        mesh, columns = weight.used.mesh, (weight.shape or (0, 0))[1]
-        why = ""
-        if columns % mesh.shape[mesh_lib.DATA] or weight.padding:
-            why = f"its {columns} columns do not divide by data={mesh.shape[mesh_lib.DATA]}"
-        elif mesh.shape.get(mesh_lib.MODEL, 1) > 1:
-            why = f"the mesh has model={mesh.shape[mesh_lib.MODEL]}"
-        elif not weight.trainable:
-            why = "it is frozen"
-        elif mesh.shape[mesh_lib.DATA] > 1 and not gather.is_gathered(weight):
-            why = "every device holds all of it: weights are sharded at stage 3 (zero.stage=3) alone"
-        if why:
-            raise UserError(f"by_columns: {path} cannot be used by columns, because {why}; omit it from by_columns")
-        marked[path] = dataclasses.replace(weight, by_columns=gather.is_gathered(weight))
-    if pattern and not marked:
-        raise UserError(
-            f"by_columns: {pattern!r} matches no module with a matrix; name an output projection or an embedding, such as 'head'"
-        )
-    if pattern and partition.mesh.shape[mesh_lib.DATA] == 1:
-        warnings.warn(
-            "by_columns: has no effect, because the mesh has data=1 and a device has all columns; omit it", stacklevel=3
-        )
-    return dataclasses.replace(partition, placements={**partition.placements, **marked})
+    inside = re.compile(blocks)
+    of_blocks = [path for path in partition.placements if intercept.block_of(path, inside) is not None]
+    trained = [path for path in of_blocks if not partition.placements[path].overwritten]
+    return partition.with_wires(dict.fromkeys(trained, gather.Plain(dtype)))
 
 
 def missed_blocks(placements: Mapping[str, placement.Placement], blocks: str) -> tuple[str, ...]:

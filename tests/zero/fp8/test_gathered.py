@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.ops import fp8
-from zerojax.zero import explicit
+from zerojax.zero import gather
 from zerojax.zero.fp8 import gathered
 
 RANDOM = np.random.default_rng(0)
@@ -22,20 +22,21 @@ def partition_of(**weights):
 
 def test_the_kernels_of_chosen_modules_are_marked_if_they_are_gathered():
     marked = gathered.marked(partition_of(a=KERNEL, b=KERNEL, small=KERNEL[:2]), {"a", "small"}).placements
-    assert {path: weight.in_fp8 for path, weight in marked.items()} == {
-        "params/a/kernel": True,
-        "params/b/kernel": False,
-        "params/small/kernel": False,  # it is replicated
+    assert {path: weight.wire for path, weight in marked.items()} == {
+        "params/a/kernel": gathered.InFp8(),
+        "params/b/kernel": gather.PLAIN,
+        "params/small/kernel": gather.PLAIN,  # it is replicated
     }
 
 
 def test_a_gathered_weight_is_the_cast_of_the_weight_with_its_own_scale():
     partition = gathered.marked(partition_of(a=KERNEL, b=3e-5 * KERNEL), {"a", "b"})
-    find = explicit._finder(partition)
+    wire = gathered.InFp8()
 
     def on_device(shards):
-        scales = gathered.scales({"a": {"kernel": shards[0]}, "b": {"kernel": shards[1]}}, find)
-        return [gathered.sent(s, scales[f"{n}/kernel"], find(f"{n}/kernel", None)) for s, n in zip(shards, "ab")]
+        scales = wire.known({"a": shards[0], "b": shards[1]})
+        places = [partition.placements[f"params/{name}/kernel"] for name in "ab"]
+        return [wire.send(s, scales[name], place, None) for s, name, place in zip(shards, "ab", places)]
 
     mapped = jax.shard_map(on_device, mesh=partition.mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
     for found, weight in zip(
@@ -49,7 +50,7 @@ def test_a_gathered_weight_is_the_cast_of_the_weight_with_its_own_scale():
 def test_a_widened_weight_has_the_values_in_fp8_and_its_sink_the_gradient():
     weight = fp8.quantized(jnp.asarray(KERNEL), fp8.FORWARD, fp8.scale_of(jnp.asarray(KERNEL), fp8.FORWARD))
     value, grad = jax.value_and_grad(lambda sink: jnp.sum(gathered.widened(weight, sink) * KERNEL))(
-        gathered.sink(weight, jnp.float32)
+        gathered.InFp8().differentiated(weight, jnp.float32)
     )
     np.testing.assert_allclose(value, np.sum(np.asarray(weight.values, np.float32) / weight.scale * KERNEL), rtol=1e-6)
     np.testing.assert_array_equal(grad, KERNEL)
@@ -58,7 +59,7 @@ def test_a_widened_weight_has_the_values_in_fp8_and_its_sink_the_gradient():
 def test_modules_find_their_weight_by_the_end_of_its_path():
     one, other = (fp8.EightBits(jnp.zeros(1), jnp.ones(())) for _ in range(2))
     assert gathered.of_module("layer_0/up") is None
-    with gathered.known({"net/layer_0/up/kernel": one, "net/layer_0/big_up/kernel": other}):
+    with gathered.in_block({"net/layer_0/up/kernel": one, "net/layer_0/big_up/kernel": other}):
         assert gathered.of_module("layer_0/up") is one and gathered.of_module("net/layer_0/big_up") is other
         assert gathered.of_module("er_0/up") is None
     assert gathered.of_module("layer_0/up") is None

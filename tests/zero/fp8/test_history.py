@@ -116,12 +116,13 @@ def test_a_state_without_histories_is_refused():
 
 def test_histories_are_renewed_by_field_and_modules_find_theirs_by_the_end_of_its_path():
     before = history.empty(["net/block_0/up", "net/block_0/big_up"], 2)
-    with history.known({"_overwrite_with_gradient": before}):
+    kept = history.OfState()
+    with kept.known({"_overwrite_with_gradient": before}):
         assert history.of_module("block_0/up") is before["net/block_0/up"]
         assert history.of_module("up/block_0") is None
-        inside = history.of_block({"net/block_0/up/kernel": None, "net/block_0/up/bias": None})
+        inside = kept.of_block({"net/block_0/up/kernel": None, "net/block_0/up/bias": None})
         assert list(inside["_overwrite_with_gradient"]) == ["net/block_0/up"]
-    assert history.of_module("block_0/up") is None and history.of_block(["net/block_0/up/kernel"]) == {}
+    assert history.of_module("block_0/up") is None and kept.of_block(["net/block_0/up/kernel"]) == {}
 
 
 def test_a_run_goes_on_in_another_precision_and_back_and_with_another_length_of_history(tmp_path):

@@ -10,7 +10,7 @@ The gradient is that of the weight: the cast has the derivative 1. It has the we
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -26,42 +26,37 @@ _IN_BLOCK: contextvars.ContextVar[Mapping[str, fp8.EightBits] | None] = contextv
 
 
 def marked(partition: placement.Partition, modules: Collection[str]) -> placement.Partition:
-    """Returns a partition in which the sharded kernels of these modules are gathered in fp8."""
-
-    def mark(path: str, weight: placement.Placement) -> placement.Placement:
-        below = tree.below_params(path)
-        in_fp8 = below.endswith(f"/{WEIGHT}") and below.removesuffix(f"/{WEIGHT}") in modules
-        return dataclasses.replace(weight, in_fp8=in_fp8 and gather.is_gathered(weight))
-
-    return dataclasses.replace(
-        partition, placements={path: mark(path, weight) for path, weight in partition.placements.items()}
-    )
+    """Returns a partition in which blocks gather the sharded kernels of these modules in fp8."""
+    kernels = {
+        path: weight
+        for path, weight in partition.placements.items()
+        if (below := tree.below_params(path)).endswith(f"/{WEIGHT}") and below.removesuffix(f"/{WEIGHT}") in modules
+    }
+    return partition.with_wires({path: InFp8() for path, weight in kernels.items() if gather.is_gathered(weight)})
 
 
-def scales(params: Any, find: Callable[[str, Any], placement.Placement]) -> dict[str, jax.Array]:
-    """Returns the scales of the weights that are gathered in fp8, by path; call it inside `jax.shard_map` over replica and data.
+@dataclasses.dataclass(frozen=True)
+class InFp8(gather.Plain):
+    """The wire of a weight that blocks gather in fp8; see `placement.Wire`. Outside of blocks it is plain."""
 
-    Args:
-      params: the shards.
-      find: f(path, shard) -> the weight's placement.
-    """
-    shards = {path: leaf for path, leaf in tree.flatten(params) if find(path, leaf).in_fp8}
-    if not shards:
-        return {}
-    with jax.named_scope("fp8_scales"):
-        amax = jax.lax.pmax(jnp.stack([fp8.amax_of(shard) for shard in shards.values()]), mesh_lib.DATA)
-        found = fp8.scale_of_amax(amax, fp8.FORWARD)
-        return {path: found[number] for number, path in enumerate(shards)}
+    def known(self, shards: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        """Returns the weights' scales."""
+        with jax.named_scope("fp8_scales"):
+            amax = jax.lax.pmax(jnp.stack([fp8.amax_of(shard) for shard in shards.values()]), mesh_lib.DATA)
+            found = fp8.scale_of_amax(amax, fp8.FORWARD)
+            return {path: found[number] for number, path in enumerate(shards)}
 
+    def send(self, shard: jax.Array, known: jax.Array, placement: placement.Placement, dtype: Any) -> fp8.EightBits:
+        values = fp8.quantized(shard, fp8.FORWARD, known).values
+        return fp8.EightBits(gather.all_gather(values, placement, None), known)
 
-def sent(shard: jax.Array, scale: jax.Array, weight: placement.Placement) -> fp8.EightBits:
-    """Returns a gathered weight in fp8 from this device's shard."""
-    return fp8.EightBits(gather.all_gather(fp8.quantized(shard, fp8.FORWARD, scale).values, weight, None), scale)
+    def differentiated(self, sent: fp8.EightBits, dtype: Any) -> jax.Array:
+        return jnp.zeros(sent.values.shape, dtype)
 
-
-def sink(weight: fp8.EightBits, dtype: Any) -> jax.Array:
-    """Returns zeros of a weight's shape, with respect to which the loss is differentiated."""
-    return jnp.zeros(weight.values.shape, dtype)
+    @contextlib.contextmanager
+    def used(self, path: str, sent: fp8.EightBits, differentiated: jax.Array) -> Iterator[jax.Array]:
+        with in_block({path: sent}):
+            yield widened(sent, differentiated)
 
 
 @jax.custom_vjp
@@ -78,9 +73,9 @@ widened.defvjp(lambda weight, sink: (widened(weight, sink), None), _backward)
 
 
 @contextlib.contextmanager
-def known(weights: Mapping[str, fp8.EightBits]) -> Iterator[None]:
-    """Makes a block's weights in fp8, by path in the params, known to its matmuls while it is traced."""
-    token = _IN_BLOCK.set(weights)
+def in_block(weights: Mapping[str, fp8.EightBits]) -> Iterator[None]:
+    """Makes weights in fp8 of a block, by path in the params, known to its matmuls while it is traced."""
+    token = _IN_BLOCK.set({**(_IN_BLOCK.get() or {}), **weights})
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from zerojax.errors import UserError
+from zerojax.zero import hooks
 
 FIELD = "fp8"  # of the train state
 Histories = Mapping[str, jax.Array]
@@ -38,42 +39,30 @@ def check(state: Any, modules: Collection[str]) -> None:
         )
 
 
-def inputs(state: Any, *, is_delayed: bool) -> dict[str, Histories]:
-    """Returns what a loss is differentiated with respect to, besides the params, so that its gradient is what the matmuls saw."""
-    return {OVERWRITE_WITH_GRADIENT: getattr(state, FIELD)} if is_delayed else {}
+class OfState(hooks.Hook):
+    """Gives the histories in a train state to the matmuls, and renews them."""
 
+    def inputs(self, state: Any) -> Mapping[str, Histories]:
+        return {OVERWRITE_WITH_GRADIENT: getattr(state, FIELD)}
 
-def renewed(state: Any, seen: Mapping[str, Histories]) -> dict[str, Histories]:
-    """Returns the state's field after a step, as {field: value}; nothing without histories.
+    @contextlib.contextmanager
+    def known(self, inputs: Mapping[str, Histories]) -> Iterator[None]:
+        token = _KNOWN.set(inputs.get(OVERWRITE_WITH_GRADIENT))
+        try:
+            yield
+        finally:
+            _KNOWN.reset(token)
 
-    Args:
-      state: the train state before the step.
-      seen: the gradient of `inputs`.
-    """
-    if not seen:
-        return {}
-    newest = seen[OVERWRITE_WITH_GRADIENT]
-    before = getattr(state, FIELD)
-    return {FIELD: {path: jnp.concatenate([newest[path][:, :1], past[:, :-1]], 1) for path, past in before.items()}}
+    def of_block(self, weights: Collection[str]) -> Mapping[str, Histories]:
+        histories = _KNOWN.get()
+        if not histories:
+            return {}
+        parents = {path.rpartition("/")[0] for path in weights}
+        return {OVERWRITE_WITH_GRADIENT: {path: past for path, past in histories.items() if path in parents}}
 
-
-@contextlib.contextmanager
-def known(given: Mapping[str, Histories]) -> Iterator[None]:
-    """Makes histories, as `inputs` holds them, known to the matmuls that are traced inside."""
-    token = _KNOWN.set(given.get(OVERWRITE_WITH_GRADIENT))
-    try:
-        yield
-    finally:
-        _KNOWN.reset(token)
-
-
-def of_block(weights: Collection[str]) -> dict[str, Histories]:
-    """Returns the histories of a block's modules, in the form of `inputs`; its weights are given by path."""
-    histories = _KNOWN.get()
-    if not histories:
-        return {}
-    parents = {path.rpartition("/")[0] for path in weights}
-    return {OVERWRITE_WITH_GRADIENT: {path: past for path, past in histories.items() if path in parents}}
+    def renewed(self, state: Any, seen: Mapping[str, Histories]) -> dict[str, Histories]:
+        newest, before = seen[OVERWRITE_WITH_GRADIENT], getattr(state, FIELD)
+        return {FIELD: {path: jnp.concatenate([newest[path][:, :1], past[:, :-1]], 1) for path, past in before.items()}}
 
 
 def of_module(path: str) -> jax.Array | None:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.ops import fp8
-from zerojax.zero import intercept, placement
+from zerojax.zero import hooks, intercept, placement
 from zerojax.zero.fp8 import gathered
 from zerojax.zero.fp8 import history as history_lib
 
@@ -142,24 +142,26 @@ def check_devices(mesh: Mesh) -> None:
 
 def in_step(
     settings: Fp8 | None, loss_fn: Callable[..., Any], partition: placement.Partition, blocks: str
-) -> tuple[Callable[..., Any], placement.Partition]:
-    """Returns a step's loss with its matmuls in fp8, and a partition that also says which weights blocks gather in fp8.
+) -> tuple[Callable[..., Any], placement.Partition, hooks.Hooks]:
+    """Returns a step's loss with its matmuls in fp8, a partition whose blocks gather weights in fp8, and the hooks that keep histories.
 
-    These are those of chosen modules, if a weight has one scale. Without settings both arguments are returned.
+    These weights are those of chosen modules, if a weight has one scale. Without settings the arguments are returned.
 
     Raises:
       UserError: the devices have no fp8, or no module is chosen.
     """
     if settings is None:
-        return loss_fn, partition
+        return loss_fn, partition, ()
     check_devices(partition.mesh)
     modules = chosen(settings, partition.placements, blocks)
     if settings.recipe == fp8.DELAYED:
         if any(path in partition.on_host for path in partition.placements):
             raise UserError("fp8.recipe: 'delayed' does not go together with params in host memory; take 'tensorwise'")
         history_lib.check(partition.abstract_state, modules.in_fp8)
-    loss_fn = wrapped(loss_fn, modules, settings.recipe)
-    return loss_fn, partition if settings.recipe == fp8.ROWWISE else gathered.marked(partition, modules.in_fp8)
+    if settings.recipe != fp8.ROWWISE:
+        partition = gathered.marked(partition, modules.in_fp8)
+    kept = (history_lib.OfState(),) if settings.recipe == fp8.DELAYED else ()
+    return wrapped(loss_fn, modules, settings.recipe), partition, kept
 
 
 def wrapped(loss_fn: Callable[..., Any], modules: Chosen, recipe: str) -> Callable[..., Any]:

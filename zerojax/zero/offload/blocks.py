@@ -5,7 +5,7 @@ compiled program the nested functions are inlined and change nothing. Cut apart,
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ class NestedBlocks:
       dtype: of the gathered weights.
       reduction: how gradients are summed over devices.
       tokens: returned unchanged; see `overlap.Chain`.
+      known: nothing, as every wire is plain here.
     """
 
     def __init__(
@@ -34,7 +35,9 @@ class NestedBlocks:
         dtype: Any,
         reduction: gather.Reduction,
         tokens: overlap.Tokens,
+        known: Mapping[str, Any] = overlap.NOTHING,
     ):
+        assert not known
         self._find, self._dtype, self._reduction, self.tokens = find, dtype, reduction, tokens
 
     def __call__(

@@ -62,7 +62,12 @@ Finish = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, jax.Array], Any, An
 
 
 def is_chosen(
-    partition: placement.Partition, how: where_used.How, reduce_dtype: Any, fp8: Any, clip: update_lib.Clip
+    partition: placement.Partition,
+    how: where_used.How,
+    reduce_dtype: Any,
+    fp8: Any,
+    clip: update_lib.Clip,
+    by_columns: str = "",
 ) -> bool:
     """Returns whether a step with offload runs block by block. Nothing else decides it.
 
@@ -75,6 +80,7 @@ def is_chosen(
       reduce_dtype: the dtype in which gradients are summed over devices; None leaves the sum to the compiler.
       fp8: the matmuls in fp8; None for none.
       clip: limits the norm.
+      by_columns: the modules whose matrices are used by columns; "" for none.
 
     Raises:
       UserError: it must, and another setting does not allow it.
@@ -90,7 +96,7 @@ def is_chosen(
         "blocks is not given; pass make_train_step(blocks=<regex of the model's repeated modules>)": not how.blocks,
         "reduce_dtype is not given; pass make_train_step(reduce_dtype=jnp.float32)": reduce_dtype is None,
         f"offload={how.offload!r} keeps activations in host memory within one program; set it to '', and remat to 'full'": how.offload,
-        f"by_columns={how.by_columns!r} needs one program; omit it": how.by_columns,
+        f"by_columns={by_columns!r} needs one program; omit it": by_columns,
         "fp8.recipe='delayed' needs one program; take 'tensorwise'": is_delayed,
     }
     why_not = next((why for why, is_lacking in lacking.items() if is_lacking), "")
