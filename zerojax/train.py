@@ -43,7 +43,7 @@ from zerojax.trainer import state as state_lib
 from zerojax.trainer.card import document, facts
 from zerojax.trainer.card import tally as tally_lib
 from zerojax.trainer.card import writer as card_lib
-from zerojax.trainer.checks import effects, host, texts
+from zerojax.trainer.checks import effects, host, names, texts
 from zerojax.trainer.clients import outlets
 from zerojax.trainer.tuning import answers, examples, rounds
 from zerojax.zero import memory
@@ -113,6 +113,7 @@ def _refit(config: settings_lib.Config) -> settings_lib.Config:
     return fitted
 
 
+@names.errors_of_config()
 def train(config: settings_lib.Config, folder: pathlib.Path, stop: signals.StopSignal | None = None) -> loop.End:
     """Runs all phases of a training run in `folder`, until the last one or a stop, which only signals that `stop` hears request."""
     stop = stop or signals.StopSignal()
@@ -231,6 +232,7 @@ class Prepared(NamedTuple):
     pairs: splits.Splits | None
 
 
+@names.errors_of_config()
 def prepare(config: settings_lib.Config, folder: pathlib.Path) -> Prepared:
     """Checks a run's settings, its folder and its data, and opens both. Compiles nothing and allocates nothing on devices."""
     watch.at(watch.DATA)
@@ -269,7 +271,7 @@ def _load_pairs(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer,
     family, source = model_lib.family_of(config)
     found = examples.load(config, family, source, tokenizer, _prepare_data(config, folder))
     for note in found.notes:
-        say(note)
+        say(names.in_config(note))
     return found
 
 
@@ -284,7 +286,7 @@ def _check_folder(config: settings_lib.Config, folder: pathlib.Path) -> None:
     workdir.check(folder, config_lib.to_dict(config))
     for line in workdir.lost(folder):
         say(line)
-    others = {"evaluate": config.evaluate.every, "checkpoint": config.checkpoint.every}
+    others = {f"config.{name}.every": getattr(config, name).every for name in ("evaluate", "checkpoint")}
     steps = (1 << 31) if config.epochs else config.steps  # epochs tell their steps when the examples are read
     profiler.check(config.profile.start, config.profile.steps, steps, others)
 

@@ -322,7 +322,7 @@ def test_open_batches_opens_random_tokens_and_datasets_by_name(stdlib_dir):
 class Damaged(list):
     def __getitem__(self, index):
         if index == 5:
-            raise UserError("config.data.dir: example 5 cannot be read")
+            raise UserError("data_dir: example 5 cannot be read")
         return super().__getitem__(index)
 
 
@@ -344,7 +344,7 @@ def test_tokens_are_counted_up_to_what_is_enough(enough):
     endless.close()
 
 
-@pytest.mark.parametrize("key", ["config.data.train_file", "config.data.eval_file"])
+@pytest.mark.parametrize("key", ["train_file", "eval_file"])
 def test_empty_documents_of_a_file_are_told_and_nothing_else_is_refused(tmp_path, key):
     path = tmp_path / "data.jsonl"
     sizes = {"text_key": "text", "split": "", "data_dir": "", "rows": [0], "num_rows": 1, "seq_len": 8, "seed": 0}

@@ -44,8 +44,8 @@ def test_a_dataset_is_prepared_once_and_then_read_without_the_hub(asked, tmp_pat
     assert [(row["Label"], row["ID"], row["messages"]) for row in rows] == [(1, 7, TALK), (0, None, []), (-1, 9, TALK)]
     assert "picture" not in rows[0] and source.class_names(NAME, tmp_path) == {"Label": FEATURES["Label"].names}
     assert len(source.open_source(NAME, "train[:67%]", tmp_path)) == 2
-    with pytest.raises(UserError, match=r"^config\.data\.eval_split: no split 'validation' in .*; known splits: "):
-        source.open_source(NAME, "validation", tmp_path, "config.data.eval_split")
+    with pytest.raises(UserError, match=r"^eval_split: no split 'validation' in .*; known splits: "):
+        source.open_source(NAME, "validation", tmp_path, "eval_split")
     assert len(asked) == 1
 
 
@@ -57,7 +57,7 @@ def test_names_that_differ_in_signs_alone_are_two_datasets(asked, tmp_path):
 
 @pytest.mark.parametrize("name", ["hf:", "hf:a b", "hf:a/b/c/d", "hf:../x y"])
 def test_a_name_of_another_form_is_refused(asked, tmp_path, name):
-    with pytest.raises(UserError, match=r"^config\.data\.name: .* must be hf:USER/DATASET"):
+    with pytest.raises(UserError, match=r"^name: .* must be hf:USER/DATASET"):
         source.prepare(name, tmp_path)
     assert not asked
 

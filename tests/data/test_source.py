@@ -107,13 +107,13 @@ def test_any_registered_dataset_is_prepared_the_same_way(tmp_path):
 
 def test_an_unknown_name_shows_the_nearest(tmp_path):
     line = refusal(source.prepare, "python_stdlb", tmp_path)
-    assert line.startswith("config.data.name: no dataset 'python_stdlb'; nearest datasets: python_stdlib, ")
+    assert line.startswith("name: no dataset 'python_stdlb'; nearest datasets: python_stdlib, ")
     assert refusal(source.open_source, "lm1bb", "train", tmp_path).count("lm1b") == 2
 
 
 @pytest.mark.parametrize("name", ["", "a b", "lm1b/no_such_config", "lm1b:0.0.1"])
 def test_a_malformed_name_is_an_error(tmp_path, name):
-    assert f"config.data.name: {name!r} cannot be opened" in refusal(source.prepare, name, tmp_path)
+    assert f"name: {name!r} cannot be opened" in refusal(source.prepare, name, tmp_path)
 
 
 @pytest.mark.parametrize("split", ["tran", "", "train[", "test", "train[:1x]"])
@@ -131,7 +131,7 @@ def test_an_empty_split_is_an_error(stdlib_dir):
 
 def test_an_unprepared_dataset_is_an_error(tmp_path):
     line = refusal(source.open_source, "python_stdlib", "train", tmp_path)
-    assert f"config.data.dir: {str(tmp_path)!r} has no prepared 'python_stdlib'" in line
+    assert f"data_dir: {str(tmp_path)!r} has no prepared 'python_stdlib'" in line
 
 
 def test_a_dataset_without_its_data_files_is_an_error(broken_dir):
@@ -169,12 +169,12 @@ def test_a_full_disk_names_the_directory(tmp_path, monkeypatch, error):
 
     monkeypatch.setattr(python_stdlib.PythonStdlib, "_generate_examples", fail)
     line = refusal(source.prepare, "python_stdlib", tmp_path)
-    assert f"config.data.dir: no space left in {str(tmp_path)!r}" in line
+    assert f"data_dir: no space left in {str(tmp_path)!r}" in line
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").touch()
-    assert "config.data.dir: cannot write" in refusal(source.prepare, "python_stdlib", tmp_path / "file")
+    assert "data_dir: cannot write" in refusal(source.prepare, "python_stdlib", tmp_path / "file")
 
 
 def test_a_failed_download_offers_the_dataset_that_needs_no_network(tmp_path, monkeypatch):
@@ -202,14 +202,14 @@ def test_a_held_out_split_has_no_example_that_is_trained_on(stdlib_dir, splits):
         source.check_held_out("python_stdlib", *splits, stdlib_dir)
         return
     line = refusal(source.check_held_out, "python_stdlib", *splits, stdlib_dir)
-    assert line.startswith("config.data.eval_split: ") and f"config.data.train_split={splits[0]!r}" in line
+    assert line.startswith("eval_split: ") and f"`train_split={splits[0]!r}`" in line
     count = int(line.split()[1])
     assert count == (shared if shared > 0 else len(source.open_source("python_stdlib", splits[1], stdlib_dir)))
 
 
 def test_splits_of_a_negative_size_are_empty(stdlib_dir):
-    line = refusal(source.open_source, "python_stdlib", "train[5:2]", stdlib_dir, "config.data.eval_split")
-    assert line.startswith("config.data.eval_split: split 'train[5:2]' of 'python_stdlib' is empty")
+    line = refusal(source.open_source, "python_stdlib", "train[5:2]", stdlib_dir, "eval_split")
+    assert line.startswith("eval_split: split 'train[5:2]' of 'python_stdlib' is empty")
 
 
 def test_swapped_files_of_splits_are_told(broken_dir):
@@ -238,9 +238,7 @@ def test_an_example_damaged_beyond_the_first_is_named_when_it_is_read(broken_dir
     opened = source.open_source("python_stdlib", "train", broken_dir)
     ends = [refusal(opened.__getitem__, at) for at in range(len(opened)) if not is_readable(opened, at)]
     assert 0 < len(ends) < len(opened)
-    assert all(
-        end.startswith("config.data.dir: ") and ", example " in end and "delete the dataset" in end for end in ends
-    )
+    assert all(end.startswith("data_dir: ") and ", example " in end and "delete the dataset" in end for end in ends)
 
 
 def is_readable(opened, at: int) -> bool:

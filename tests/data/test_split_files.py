@@ -54,5 +54,5 @@ def test_another_size_start_or_end_is_told(folder, change):
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "\xff"])
 def test_damaged_fingerprints_are_told(folder, text):
     (folder / split_files.FILE).write_bytes(text.encode("latin1"))
-    with pytest.raises(UserError, match=r"^config.data.dir: .*fingerprints.json' is damaged: .* run again$"):
+    with pytest.raises(UserError, match=r"^data_dir: .*fingerprints.json' is damaged: .* run again$"):
         check(folder)

@@ -150,7 +150,7 @@ def test_auto_is_cudnn_on_gpus_in_16_bits_where_the_family_can(wanted, known, pl
     "known, platform, dtype, message",
     [
         (BOTH, "cpu", jnp.bfloat16, "cudnn needs an NVIDIA GPU and 16-bit arithmetic; this run has cpu and bfloat16"),
-        (BOTH, "gpu", jnp.float32, "this run has gpu and float32; set --config.model.attention=xla"),
+        (BOTH, "gpu", jnp.float32, "this run has gpu and float32; set `attention=xla`"),
         (("xla",), "gpu", jnp.bfloat16, "this preset supports only xla, and the config sets cudnn"),
     ],
 )
@@ -216,7 +216,7 @@ def test_auto_is_splash_on_tpus_where_it_can_run(wanted, platform, dtype, length
 
 @pytest.mark.parametrize("platform, length", [("gpu", 128), ("tpu", 100)])
 def test_splash_is_refused_where_it_cannot_run(platform, length):
-    message = rf"splash needs a TPU, .* has {platform}, bfloat16 and seq_len={length}; set --config.model.attention=xla"
+    message = rf"splash needs a TPU, .* has {platform}, bfloat16 and seq_len={length}; set `attention=xla`"
     with pytest.raises(UserError, match=message):
         attention.choose_kernel("splash", ("xla", "splash"), platform, jnp.bfloat16, length)
 

@@ -45,6 +45,6 @@ def test_a_run_of_warm_up_alone_is_allowed_and_a_longer_warm_up_takes_a_tenth_of
 def test_an_unknown_name_lists_the_known():
     with pytest.raises(
         UserError,
-        match=r"config\.optimizer\.schedule: must be one of constant, .* and is 'cos'; did you mean 'cosine'\?$",
+        match=r"^schedule: must be one of constant, .* and is 'cos'; did you mean 'cosine'\?$",
     ):
         schedules.make("cos", 1.0, 0, 10, 0.1)

@@ -62,7 +62,7 @@ def test_a_trace_in_progress_ends_with_the_run(tmp_path):
 
 
 def test_a_profiler_in_use_is_an_error_of_one_line(tmp_path):
-    with jax.profiler.trace(str(tmp_path)), pytest.raises(UserError, match=r"config\.profile: the profiler failed"):
+    with jax.profiler.trace(str(tmp_path)), pytest.raises(UserError, match=r"^profile: the profiler failed"):
         profiler.Profiler(tmp_path, 1, 2, enabled=True).start()
 
 
@@ -85,9 +85,9 @@ def test_a_trace_begins_once_holds_its_steps_and_ends_once(tmp_path, first, coun
 @pytest.mark.parametrize(
     "arguments, line",
     [
-        ((5, 3, 6, {}), "config.profile: traces steps 5 to 7, and config.steps is 6; set --config.steps=7 or"),
-        ((3, 3, 9, {"evaluate": 4}), "config.evaluate.every=4 interrupts them after step 4; set --config.profile.start=5"),
-        ((3, 3, 9, {"checkpoint": 3}), "config.checkpoint.every=3 interrupts them after step 3"),
+        ((5, 3, 6, {}), "profile: traces steps 5 to 7, and `steps` is 6; set `steps=7` or"),
+        ((3, 3, 9, {"evaluate": 4}), "evaluate=4 interrupts them after step 4; set `first=5`"),
+        ((3, 3, 9, {"checkpoint": 3}), "checkpoint=3 interrupts them after step 3"),
     ],
 )  # fmt: skip
 def test_steps_that_cannot_be_profiled_are_an_error(arguments, line):

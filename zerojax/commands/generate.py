@@ -30,6 +30,7 @@ from zerojax.inference import generate
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import hub, huggingface, pretrained
 from zerojax.launch import devices, processes
+from zerojax.trainer.checks import names
 from zerojax.trainer.tuning import answers, examples, predictions
 from zerojax.zero import where_used
 
@@ -122,18 +123,16 @@ def _answer_file(given: argparse.Namespace) -> None:
     try:
         asked = predictions.encode(source, given.file, how, folder, tokenizer, new_tokens)
     except UserError as error:
-        names = {"config.data.task='seq2seq': ": ""} if run is None else {}
-        names |= {"config.data.prompt": "--template"} if given.template else {}
-        raise UserError(
-            functools.reduce(lambda line, name: line.replace(name, names[name]), names, str(error))
-        ) from error
+        line = str(error).removeprefix("task='seq2seq': " if run is None else "")
+        keys = names.KEYS | ({"prompt": "--template"} if given.template else {})
+        raise UserError(names.in_config(line, keys)) from error
     with contextlib.ExitStack() as stack:
         is_primary = processes.is_primary()
         file = stack.enter_context(predictions.replacing(pathlib.Path(given.out))) if is_primary else None
         if run is not None:
             _note(f"the prompts are those of the run in {run}")
         for note in asked.notes:
-            _note(note)
+            _note(names.in_config(note))
         loaded = _load(given)
         generator = _generator(loaded, given, new_tokens)
         special = examples.special_tokens(loaded.family, loaded.folder, tokenizer)

@@ -134,7 +134,7 @@ def open_batches(
     shuffle: bool = True,
     objective: objectives.Objective = objectives.OBJECTIVES["next_token"],
     file: str = "",
-    key: str = "config.data.train_split",
+    key: str = "train_split",
 ) -> Batches:
     """Returns batches of a prepared dataset's `split`, of files, or of random tokens.
 
@@ -151,7 +151,7 @@ def open_batches(
       shuffle: if False, reads documents in stored order in every epoch.
       objective: turns windows into rows.
       file: a path or a pattern, which is read instead of a dataset if it is not "".
-      key: the config key of `split` or `file`, for errors.
+      key: the argument of `split` or `file`, for errors.
 
     Raises:
       UserError: see `open_text`, `make_batches` and the objective's `form`.
@@ -166,7 +166,7 @@ def open_batches(
 
 
 def open_text(
-    name: str, split: str, file: str, data_dir: str | os.PathLike, text_key: str, key: str = "config.data.train_split"
+    name: str, split: str, file: str, data_dir: str | os.PathLike, text_key: str, key: str = "train_split"
 ) -> source_lib.Source:
     """Opens the documents of files or of a prepared dataset's split; see `open_batches`.
 
@@ -198,7 +198,7 @@ def make_batches(
       UserError: the source is empty, or its examples have no text at `text_key`.
     """
     if len(source) == 0:
-        raise UserError("config.data.train_split: the split has no documents; choose another split")
+        raise UserError("train_split: the split has no documents; choose another split")
     _check_text(source[0], text_key)
     order = functools.partial(shuffled, size=len(source), seed=seed) if shuffle else lambda n: n % len(source)
 
@@ -352,18 +352,18 @@ def _check_filled(source: source_lib.Source, text_key: str, key: str, *, usual: 
     first = source_lib.place_of(source, empty[0], "document")
     told = f"{key}: {len(empty)} of the first {looked} documents have no text in {text_key!r}, such as {first}"
     if len(empty) == looked:
-        raise UserError(f"{told}; name the feature with the text (config.data.text_key), or other data")
+        raise UserError(f"{told}; name the feature with the text (`text_key`), or other data")
     warnings.warn(f"{told}; the model learns a separator of each, so remove them", stacklevel=3)
 
 
 def _check_text(example: Any, text_key: str) -> None:
     """Raises a UserError if `example` has no text at `text_key`."""
     if text_key not in example:
-        raise UserError(f"config.data.text_key: no feature {text_key!r}; features: {', '.join(example)}")
+        raise UserError(f"text_key: no feature {text_key!r}; features: {', '.join(example)}")
     if not isinstance(example[text_key], str | bytes):
         kind = type(example[text_key]).__name__
         texts = [key for key, value in example.items() if isinstance(value, str | bytes)]
         raise UserError(
-            f"config.data.text_key: feature {text_key!r} is {kind}, not text; features with text: "
+            f"text_key: feature {text_key!r} is {kind}, not text; features with text: "
             f"{', '.join(texts) or 'none, choose another dataset'}"
         )

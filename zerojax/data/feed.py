@@ -90,7 +90,7 @@ class Feed:
                 seed=seed,
                 shuffle=shuffle,
                 objective=objective,
-                key=f"config.data.{key}_{'file' if file else 'split'}",
+                key=f"{key}_{'file' if file else 'split'}",
             )
 
         self._train = opened(train_split, train_file, seed, shuffle=True, key="train")
@@ -185,8 +185,8 @@ def _times_read(held_out: batches.Batches, tokens: int, count: int) -> float:
     times = tokens * count / held
     if times > MOST_TIMES and count > 1:
         raise UserError(
-            f"config.evaluate.batches: {count} batches of {tokens} tokens would read the {held} tokens of config.data.eval_split "
-            f"{times:.0f} times; set --config.evaluate.batches={max(1, held // tokens)}"
+            f"eval_batches: {count} batches of {tokens} tokens would read the {held} tokens of `eval_split` "
+            f"{times:.0f} times; set `eval_batches={max(1, held // tokens)}`"
         )
     return times
 

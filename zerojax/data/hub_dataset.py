@@ -31,7 +31,7 @@ def builder(name: str, data_dir: str | os.PathLike) -> tfds.core.DatasetBuilder:
       UserError: the name has another form.
     """
     if not re.fullmatch(rf"{PREFIX}[\w.-]+(/[\w.-]+){{0,2}}", name):
-        raise UserError(f"config.data.name: {errors.shown(name)} must be hf:USER/DATASET or hf:USER/DATASET/CONFIG")
+        raise UserError(f"name: {errors.shown(name)} must be hf:USER/DATASET or hf:USER/DATASET/CONFIG")
     plain = name.removeprefix(PREFIX)
     own = f"hf_{re.sub(r'[^a-z0-9]+', '_', plain.lower()).strip('_')}_{zlib.crc32(plain.encode()):08x}"
     path = pathlib.Path(data_dir, own, VERSION)
@@ -82,7 +82,7 @@ def _load(name: str) -> Mapping[str, Any]:
     code = f"import datasets; datasets.load_dataset({', '.join(map(repr, arguments))})"
     way_out = f'with a network: python -c "{code}", and copy its cache (HF_HOME) here'
     if importlib.util.find_spec("datasets") is None:
-        raise UserError(f"config.data.name: {name!r} needs the hub's library; {_INSTALL}")
+        raise UserError(f"name: {name!r} needs the hub's library; {_INSTALL}")
     import datasets
 
     try:
@@ -90,7 +90,7 @@ def _load(name: str) -> Mapping[str, Any]:
     except Exception as error:  # of the network, the disk, the hub or the dataset
         why = f"{type(error).__name__}: {errors.first_line(error)}".rstrip(". ")
         raise UserError(
-            f"config.data.name: {name!r} is not in the hub's cache and cannot be downloaded ({why}); {way_out}"
+            f"name: {name!r} is not in the hub's cache and cannot be downloaded ({why}); {way_out}"
         ) from error
 
 

@@ -100,8 +100,8 @@ class SpanCorruption:
         sentinels = np.asarray(tokenizer.sentinels, np.int32)
         if len(sentinels) < spans + 1:
             raise UserError(
-                f"config.data.tokenizer: span corruption of config.seq_len={seq_len} tokens needs {spans + 1} sentinels, and the tokenizer "
-                f'has {len(sentinels)}; shorten config.seq_len, or choose "bytes" or a tokenizer with <extra_id_0>, <extra_id_1>, ...'
+                f"tokenizer: span corruption of `seq_len={seq_len}` tokens needs {spans + 1} sentinels, and the tokenizer "
+                f'has {len(sentinels)}; shorten `seq_len`, or choose "bytes" or a tokenizer with <extra_id_0>, <extra_id_1>, ...'
             )
 
         def arrays(tokens: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
@@ -122,7 +122,7 @@ class SpanCorruption:
         pieces = _pieces(text)
         if len(pieces) - 1 > len(tokenizer.sentinels):
             raise UserError(
-                f"config.sample.prompt: has {len(pieces) - 1} gaps ({GAP}), and the tokenizer has {len(tokenizer.sentinels)} sentinels; "
+                f"text: has {len(pieces) - 1} gaps ({GAP}), and the tokenizer has {len(tokenizer.sentinels)} sentinels; "
                 "use fewer gaps"
             )
         marked = [tokenizer.encode(pieces[0])]
@@ -161,9 +161,7 @@ def _sizes(seq_len: int) -> tuple[int, int, int]:
         return window - noise + spans
 
     if seq_len < inputs(2):
-        raise UserError(
-            f"config.seq_len: must be 2 or more for span corruption, and is {seq_len}; set --config.seq_len=128"
-        )
+        raise UserError(f"seq_len: must be 2 or more for span corruption, and is {seq_len}; set `seq_len=128`")
     # Inputs grow by 0 or 1 with each token, so every length occurs, and the windows of one length are neighbours.
     window = bisect.bisect_right(range(2 * seq_len + 2), seq_len, lo=2, key=inputs) - 1
     return window, *cut(window)

@@ -35,7 +35,7 @@ class PythonStdlib(tfds.core.GeneratorBasedBuilder):
         paths = list_files(root)
         if not paths:
             raise UserError(
-                f"config.data.name: 'python_stdlib' reads the .py files of this Python, and {root} has none; "
+                f"name: 'python_stdlib' reads the .py files of this Python, and {root} has none; "
                 "install the standard library's source or choose another dataset"
             )
         return {

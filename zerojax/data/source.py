@@ -64,8 +64,8 @@ def prepare(name: str, data_dir: str | os.PathLike) -> None:
             raise UserError(_why_not_prepared(name, data_dir, error)) from error
 
 
-def open_source(name: str, split: str, data_dir: str | os.PathLike, key: str = "config.data.train_split") -> Source:
-    """Opens `split` (or a part such as "train[:10%]") of dataset `name`, prepared below `data_dir`; errors name the config key `key`.
+def open_source(name: str, split: str, data_dir: str | os.PathLike, key: str = "train_split") -> Source:
+    """Opens `split` (or a part such as "train[:10%]") of dataset `name`, prepared below `data_dir`; errors name the argument `key`.
 
     Raises:
       UserError: the name or split is unknown, the split is empty, or the dataset is not prepared, incomplete or damaged. Reading a damaged
@@ -95,8 +95,8 @@ def check_held_out(name: str, train_split: str, eval_split: str, data_dir: str |
       UserError: they have; or see `open_source`.
     """
     builder = _opened(name, data_dir)
-    trained = _split(builder, name, train_split, "config.data.train_split").file_instructions
-    held_out = _split(builder, name, eval_split, "config.data.eval_split").file_instructions
+    trained = _split(builder, name, train_split, "train_split").file_instructions
+    held_out = _split(builder, name, eval_split, "eval_split").file_instructions
     ranges: dict[str, list[range]] = {}
     for part in trained:
         ranges.setdefault(part.filename, []).append(_range(part))
@@ -108,7 +108,7 @@ def check_held_out(name: str, train_split: str, eval_split: str, data_dir: str |
     )
     if shared:
         raise UserError(
-            f"config.data.eval_split: {shared} examples of {eval_split!r} are in config.data.train_split={train_split!r} too, "
+            f"eval_split: {shared} examples of {eval_split!r} are in `train_split={train_split!r}` too, "
             f"so the loss would not be held out; {_near(eval_split, list(builder.info.splits), 'splits')}, or parts such as "
             "'train[:90%]' and 'train[90%:]'"
         )
@@ -150,12 +150,10 @@ def _opened(name: str, data_dir: str | os.PathLike) -> tfds.core.DatasetBuilder:
     except Exception as error:  # the files may hold anything
         raise UserError(_unreadable(path, error)) from error
     if not splits and builder.data_path.exists():
-        raise UserError(
-            f"config.data.dir: the dataset in {path!r} is incomplete: it lists no splits; delete it and run again"
-        )
+        raise UserError(f"data_dir: the dataset in {path!r} is incomplete: it lists no splits; delete it and run again")
     if not splits:
         raise UserError(
-            f"config.data.dir: {os.fspath(data_dir)!r} has no prepared {name!r}; the primary process "
+            f"data_dir: {os.fspath(data_dir)!r} has no prepared {name!r}; the primary process "
             "prepares it, so choose a directory that every process can read"
         )
     return builder
@@ -186,7 +184,7 @@ def _check_files(path: str, split: Any) -> None:
                 raise UserError(_unreadable(path, found)) from found
             if found != expected[name]:
                 raise UserError(
-                    f"config.data.dir: {name!r} holds {found} examples, and dataset_info.json beside it lists {expected[name]}: "
+                    f"data_dir: {name!r} holds {found} examples, and dataset_info.json beside it lists {expected[name]}: "
                     f"files were swapped or damaged; delete {path!r} and run again"
                 )
     split_files.check(path, expected)
@@ -206,7 +204,7 @@ def _count(name: str) -> int | Exception:
 
 def _unreadable(what: str, error: Exception) -> str:
     """Returns the message for files of a prepared dataset that cannot be read."""
-    return f"config.data.dir: {what} cannot be read: {_line(error)}; delete the dataset and run again"
+    return f"data_dir: {what} cannot be read: {_line(error)}; delete the dataset and run again"
 
 
 def _builder(name: str, data_dir: str | os.PathLike) -> tfds.core.DatasetBuilder:
@@ -221,12 +219,12 @@ def _builder(name: str, data_dir: str | os.PathLike) -> tfds.core.DatasetBuilder
     except tfds.core.DatasetNotFoundError as error:
         known = sorted(set(tfds.list_builders(with_community_datasets=False)))  # one that is loaded is listed twice
         raise UserError(
-            f"config.data.name: no dataset {name!r}; {_near(name, known, 'datasets', limit=3)} (or 'random')"
+            f"name: no dataset {name!r}; {_near(name, known, 'datasets', limit=3)} (or 'random')"
         ) from error
     except Exception as error:  # a dataset's own code may raise anything
         raise UserError(
-            f"config.data.name: {name!r} cannot be opened in {os.fspath(data_dir)!r}: {_line(error)}; "
-            "correct the name or choose another --config.data.dir"
+            f"name: {name!r} cannot be opened in {os.fspath(data_dir)!r}: {_line(error)}; "
+            "correct the name or choose another `data_dir`"
         ) from error
 
 
@@ -234,11 +232,11 @@ def _why_not_prepared(name: str, data_dir: str | os.PathLike, error: BaseExcepti
     """Returns the message for a preparation that failed with `error`."""
     path = repr(os.fspath(data_dir))
     if errors.is_disk_full(error):
-        return f"config.data.dir: no space left in {path} for {name!r}; free some or set --config.data.dir"
+        return f"data_dir: no space left in {path} for {name!r}; free some or set `data_dir`"
     if any(isinstance(cause, PermissionError) for cause in errors.causes(error)):
         return _cannot_write(name, data_dir, error)
     return (
-        f"config.data.name: {name!r} cannot be downloaded or built: {_line(error)}; prepare it on a machine with "
+        f"name: {name!r} cannot be downloaded or built: {_line(error)}; prepare it on a machine with "
         f"a network and copy it to {path}, or use 'python_stdlib', which needs none"
     )
 
@@ -246,7 +244,7 @@ def _why_not_prepared(name: str, data_dir: str | os.PathLike, error: BaseExcepti
 def _cannot_write(name: str, data_dir: str | os.PathLike, error: BaseException) -> str:
     """Returns the message for a directory that is not writable."""
     path = repr(os.fspath(data_dir))
-    return f"config.data.dir: cannot write {name!r} to {path}: {_line(error)}; set --config.data.dir"
+    return f"data_dir: cannot write {name!r} to {path}: {_line(error)}; set `data_dir`"
 
 
 def _near(name: str, known: list[str], what: str, limit: int = 8) -> str:

@@ -42,7 +42,7 @@ def check(folder: str | os.PathLike, paths: Iterable[str | os.PathLike]) -> None
         assert isinstance(known, dict)
     except (OSError, ValueError, RecursionError, AssertionError) as error:
         raise UserError(
-            f"config.data.dir: {os.fspath(written)!r} is damaged: it holds no table of fingerprints; delete {os.fspath(folder)!r} "
+            f"data_dir: {os.fspath(written)!r} is damaged: it holds no table of fingerprints; delete {os.fspath(folder)!r} "
             "and run again"
         ) from error
     names = [pathlib.Path(path) for path in paths]
@@ -54,7 +54,7 @@ def check(folder: str | os.PathLike, paths: Iterable[str | os.PathLike]) -> None
             others = [repr(name) for name, value in known.items() if value == found]
             held = f"what {others[0]} held" if others else "something else"
             raise UserError(
-                f"config.data.dir: {os.fspath(path)!r} holds {held}, and not what was prepared under its name (fingerprint "
+                f"data_dir: {os.fspath(path)!r} holds {held}, and not what was prepared under its name (fingerprint "
                 f"{expected}, now {found}): files were swapped or damaged; delete {os.fspath(folder)!r} and run again"
             )
 

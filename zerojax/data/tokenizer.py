@@ -72,9 +72,9 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """
     if spec == "bytes":
         return ByteTokenizer()
-    subject = f"config.data.tokenizer: {spec!r}"
+    subject = f"tokenizer: {spec!r}"
     if spec:
-        files.check_path(spec, "config.data.tokenizer")
+        files.check_path(spec, "tokenizer")
     if not pathlib.Path(spec).is_file():
         raise UserError(f'{subject} is not a file; set it to "bytes" or the path of a Hugging Face tokenizer.json')
     model = read_model(spec, subject)

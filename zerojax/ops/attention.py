@@ -121,12 +121,12 @@ def _splash_can_run(q_BTHN: jax.Array, k_BSKN: jax.Array) -> bool:
 
 
 def choose_kernel(
-    wanted: str, known: Sequence[str], platform: str, compute_dtype: Any, length: int | None = None
+    attention: str, known: Sequence[str], platform: str, compute_dtype: Any, length: int | None = None
 ) -> Kernel:
     """Returns the kernel to run. "auto" takes, in 16-bit arithmetic, cuDNN's on GPUs and splash on TPUs, and XLA's elsewhere.
 
     Args:
-      wanted: "auto", or a kernel.
+      attention: "auto", or a kernel.
       known: the kernels that the model family supports.
       platform: of the devices, as returned by `mesh.platform`.
       compute_dtype: the dtype of the matmuls.
@@ -135,22 +135,22 @@ def choose_kernel(
     Raises:
       UserError: the wanted kernel cannot run.
     """
-    if wanted not in ("auto", *known):
+    if attention not in ("auto", *known):
         raise UserError(
-            f"config.model.attention: this preset supports only {' and '.join(known)}, and the config sets {wanted}; "
-            f"set --config.model.attention=auto"
+            f"attention: this preset supports only {' and '.join(known)}, and the config sets {attention}; "
+            "set `attention=auto`"
         )
     can_cudnn = "cudnn" in known and platform == "gpu" and compute_dtype != jnp.float32
-    if wanted == "cudnn" and not can_cudnn:
+    if attention == "cudnn" and not can_cudnn:
         raise UserError(
-            f"config.model.attention: cudnn needs an NVIDIA GPU and 16-bit arithmetic; this run has {platform} and "
-            f"{jnp.dtype(compute_dtype).name}; set --config.model.attention=xla"
+            f"attention: cudnn needs an NVIDIA GPU and 16-bit arithmetic; this run has {platform} and "
+            f"{jnp.dtype(compute_dtype).name}; set `attention=xla`"
         )
     can_splash = "splash" in known and platform == "tpu" and compute_dtype == jnp.bfloat16 and not (length or 0) % LANES
-    if wanted == "splash" and not can_splash:
+    if attention == "splash" and not can_splash:
         raise UserError(
-            f"config.model.attention: splash needs a TPU, bfloat16 arithmetic and a multiple of {LANES} positions; this run has "
-            f"{platform}, {jnp.dtype(compute_dtype).name} and seq_len={length}; set --config.model.attention=xla"
+            f"attention: splash needs a TPU, bfloat16 arithmetic and a multiple of {LANES} positions; this run has "
+            f"{platform}, {jnp.dtype(compute_dtype).name} and seq_len={length}; set `attention=xla`"
         )
     choices: tuple[tuple[Kernel, bool], ...] = (("cudnn", can_cudnn), ("splash", can_splash))
-    return next((kernel for kernel, can_run in choices if can_run and wanted in ("auto", kernel)), "xla")
+    return next((kernel for kernel, can_run in choices if can_run and attention in ("auto", kernel)), "xla")

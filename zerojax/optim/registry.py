@@ -58,7 +58,7 @@ FUSED: dict[str, Callable[..., Any]] = {
 
 
 def make_optimizer(
-    name: str,
+    optimizer: str,
     learning_rate: float | schedules.Schedule,
     *,
     b1: float,
@@ -72,7 +72,7 @@ def make_optimizer(
     """Returns the optax transformation of that name.
 
     Args:
-      name: a key of OPTIMIZERS.
+      optimizer: a key of OPTIMIZERS.
       learning_rate: a number, or a schedule: f(steps taken before).
       b1, b2, eps, weight_decay: of the optimizer; those that READS does not list for it are ignored.
       moments: how moments are stored: "fp32", "bf16" or "int8" (see `fused`); the last two are rounded stochastically.
@@ -82,25 +82,24 @@ def make_optimizer(
     Raises:
       UserError: the name is unknown; the optimizer has no weight decay; or it cannot round 16-bit weights or moments.
     """
-    if name not in OPTIMIZERS:
+    if optimizer not in OPTIMIZERS:
         raise UserError(
-            f"config.optimizer.name: must be one of {', '.join(OPTIMIZERS)}, and is {name!r}; {errors.choose(name, OPTIMIZERS)}"
+            f"optimizer: must be one of {', '.join(OPTIMIZERS)}, and is {optimizer!r}; {errors.choose(optimizer, OPTIMIZERS)}"
         )
-    if weight_decay and "weight_decay" not in READS[name]:
+    if weight_decay and "weight_decay" not in READS[optimizer]:
         raise UserError(
-            f"config.optimizer.weight_decay: config.optimizer.name={name} applies none, and it is {weight_decay}; "
-            "set --config.optimizer.weight_decay=0, or use adamw"
+            f"weight_decay: `optimizer={optimizer}` applies none, and it is {weight_decay}; set `weight_decay=0`, or use adamw"
         )
     mask = DECAYS[weight_decay_on]
-    plain = OPTIMIZERS[name](learning_rate, b1, b2, eps, weight_decay, mask)
+    plain = OPTIMIZERS[optimizer](learning_rate, b1, b2, eps, weight_decay, mask)
     if moments == "fp32" and not rounds_weights:
         return plain
-    if name not in FUSED:
-        option, value = ("optimizer.moments", moments) if moments != "fp32" else ("precision", "bf16_sr")
-        raise UserError(
-            f"config.{option}: {value} needs an optimizer among {', '.join(FUSED)}, and config.optimizer.name is {name!r}"
-        )
-    rounding = FUSED[name](learning_rate, b1, b2, eps, weight_decay, mask, moments=moments, stochastic_rounding=True)
+    if optimizer not in FUSED:
+        needs = f"moments: {moments} needs" if moments != "fp32" else "rounds_weights: stochastic rounding needs"
+        raise UserError(f"{needs} an optimizer among {', '.join(FUSED)}, and `optimizer` is {optimizer!r}")
+    rounding = FUSED[optimizer](
+        learning_rate, b1, b2, eps, weight_decay, mask, moments=moments, stochastic_rounding=True
+    )
     return _with_state_of(plain, rounding)
 
 

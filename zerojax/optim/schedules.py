@@ -51,7 +51,7 @@ FALLING = ("linear", "cosine", "WarmupCosineLR")  # those that read the final fr
 
 
 def make(
-    name: str,
+    schedule: str,
     peak: float,
     warmup_steps: int,
     steps: int,
@@ -63,7 +63,7 @@ def make(
     """Returns the learning rate as a function of the step, counted from 0.
 
     Args:
-      name: of SCHEDULES or DEEPSPEED.
+      schedule: of SCHEDULES or DEEPSPEED.
       peak: the rate after the warm-up.
       warmup_steps: steps of the warm-up.
       steps: of the run.
@@ -74,19 +74,19 @@ def make(
     Raises:
       UserError: a name is unknown.
     """
-    if name not in SCHEDULES and name not in DEEPSPEED:
+    if schedule not in SCHEDULES and schedule not in DEEPSPEED:
         known = [*SCHEDULES, *DEEPSPEED]
         raise UserError(
-            f"config.optimizer.schedule: must be one of {', '.join(known)}, and is {name!r}; {errors.choose(name, known)}"
+            f"schedule: must be one of {', '.join(known)}, and is {schedule!r}; {errors.choose(schedule, known)}"
         )
     if warmup not in WARMUPS:
-        raise UserError(f"config.optimizer.warmup: must be one of {', '.join(WARMUPS)}, and is {warmup!r}")
-    if name in DEEPSPEED:
-        return DEEPSPEED[name](peak, warmup_steps, warmup, steps, initial_fraction, final_fraction)
+        raise UserError(f"warmup: must be one of {', '.join(WARMUPS)}, and is {warmup!r}")
+    if schedule in DEEPSPEED:
+        return DEEPSPEED[schedule](peak, warmup_steps, warmup, steps, initial_fraction, final_fraction)
     rise = optax.linear_schedule(peak * initial_fraction, peak, warmup_steps)
     if warmup == "log":
         rise = _logarithmic(peak * initial_fraction, peak, warmup_steps)
-    return optax.join_schedules([rise, SCHEDULES[name](peak, warmup_steps, steps, final_fraction)], [warmup_steps])
+    return optax.join_schedules([rise, SCHEDULES[schedule](peak, warmup_steps, steps, final_fraction)], [warmup_steps])
 
 
 def fitting_warmup(name: str, warmup_steps: float, steps: int) -> int:

@@ -109,26 +109,21 @@ def check(first: int, count: int, steps: int, others: Mapping[str, int]) -> None
     """Checks that the run includes the steps to trace, and that nothing else runs between them.
 
     Args:
-      first, count: `config.profile`.
+      first, count: the first step to trace, and how many.
       steps: the number of steps of the run.
-      others: the period in steps of other work between steps, by its name in the config.
+      others: the period in steps of other work between steps, by its name.
 
     Raises:
       UserError: the run ends before the last traced step, or other work runs between traced steps.
     """
     last = first + count - 1
-    traced = f"config.profile: traces steps {first} to {last}"
+    traced = f"profile: traces steps {first} to {last}"
     if count and last > steps:
-        raise UserError(
-            f"{traced}, and config.steps is {steps}; set --config.steps={last} or an earlier --config.profile.start"
-        )
+        raise UserError(f"{traced}, and `steps` is {steps}; set `steps={last}` or an earlier `first`")
     for name, every in others.items():
         due = next((step for step in range(first, last) if every and step % every == 0), None)
         if due is not None:
-            raise UserError(
-                f"{traced}, and config.{name}.every={every} interrupts them after step {due}; "
-                f"set --config.profile.start={due + 1}"
-            )
+            raise UserError(f"{traced}, and {name}={every} interrupts them after step {due}; set `first={due + 1}`")
 
 
 def table(found: breakdown.Profile) -> Table:
@@ -178,6 +173,4 @@ def _share(share: phases.Share) -> dict[str, float]:
 
 
 def _failed(error: Exception) -> UserError:
-    return UserError(
-        f"config.profile: the profiler failed ({errors.first_line(error)}); set --config.profile.steps=0 to train without it"
-    )
+    return UserError(f"profile: the profiler failed ({errors.first_line(error)}); set `count=0` to train without it")

@@ -292,6 +292,7 @@ def memory_table(program: Program) -> Table:
     )
 
 
+@names.of_config()
 def open_feed(
     program: Program,
     tokenizer: tokenizer_lib.Tokenizer,

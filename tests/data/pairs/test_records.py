@@ -15,7 +15,7 @@ ROWS = [
     {"text": "two\nlines", "label": "no"},
     {"text": "naïve 🙂", "label": "yes"},
 ]
-KEY = "config.data.train_file"
+KEY = "train_file"
 
 
 def write(path, rows):

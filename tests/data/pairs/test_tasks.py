@@ -128,7 +128,7 @@ def test_answers_of_a_classification_are_those_of_the_training_examples():
 
 
 def test_an_answer_without_a_field_is_refused():
-    with pytest.raises(UserError, match=r"config.data.answer: 'yes' names no field"):
+    with pytest.raises(UserError, match=r"answer: 'yes' names no field"):
         encode(EXAMPLES, ONE, dataclasses.replace(SETTINGS, answer="yes"))
 
 

@@ -57,8 +57,8 @@ def test_other_texts_may_stand_beside_a_label():
     [
         ("{a", {}, "key: '{a' has a '{' without its partner"),
         ("a}", {}, "key: 'a}' has a '}' without its partner"),
-        ("{a}", {"b": 1}, "f:3: has no field 'a', which key names; its fields: b"),
-        ("{a}", {"a": None}, "f:3: field 'a' is None, and key needs text or a number"),
+        ("{a}", {"b": 1}, "f:3: has no field 'a', which `key` names; its fields: b"),
+        ("{a}", {"a": None}, "f:3: field 'a' is None, and `key` needs text or a number"),
         ("{a}", {"a": "-1"}, "f:3: a is -1, and there are 2 labels (no, yes)"),
         ("{a}", {"a": "maybe"}, "f:3: a is 'maybe', and must be one of the 2 labels (no, yes) or its number"),
         ("{a}", {"a": 2}, "f:3: a is 2, and there are 2 labels (no, yes)"),
@@ -95,9 +95,7 @@ def test_the_tokenizers_own_template_is_taken_if_it_can_be(tmp_path):
     with mock.patch.object(importlib.util, "find_spec", lambda name: None):
         found, line = templates.chat_of(tmp_path, "auto")
         assert found is templates.plain_chat and "pip install jinja2" in line
-        with pytest.raises(
-            UserError, match=r'config.data.chat_template: is "own", and the tokenizer.s chat template needs jinja2'
-        ):
+        with pytest.raises(UserError, match=r'chat_template: is "own", and the tokenizer.s chat template needs jinja2'):
             templates.chat_of(tmp_path, "own")
 
 

@@ -52,3 +52,20 @@ def test_a_warning_of_the_library_is_one_line_that_names_the_config_key(capsys):
     assert capsys.readouterr().err == "zerojax: config.accum_dtype: has no effect, because x\n"
     with pytest.warns(UserWarning, match="^of another"), names.of_config():
         warnings.warn("of another library", stacklevel=1)
+
+
+@pytest.mark.parametrize(
+    "line, told",
+    [
+        ("a.jsonl:3: which `text_key` names", "a.jsonl:3: which config.data.text_key names"),
+        (
+            "attention: set `attention=xla`, or fewer `steps`",
+            "config.model.attention: set --config.model.attention=xla, or fewer config.steps",
+        ),
+        ("task='chat': a `stage=3` of `them`", "config.data.task='chat': a config.zero.stage=3 of `them`"),
+    ],
+)
+def test_arguments_in_backticks_are_named_too(line, told):
+    with pytest.raises(UserError) as caught, names.errors_of_config():
+        raise UserError(line)
+    assert str(caught.value) == told

@@ -25,7 +25,7 @@ class Files:
 
     Args:
       pattern: a path, or a pattern with *, ? or [...].
-      key: the config key that names it, for errors.
+      key: the argument that names it, for errors.
       needs: a field in which each example must have text; "" for none.
 
     Raises:
@@ -51,7 +51,7 @@ class Files:
         found = part[inner]
         if self._needs and not isinstance(found.get(self._needs), str):
             raise UserError(
-                f"{part.place(inner)}: has no text in field {self._needs!r}, which config.data.text_key names; its fields: "
+                f"{part.place(inner)}: has no text in field {self._needs!r}, which `text_key` names; its fields: "
                 f"{', '.join(map(str, found))}"
             )
         return found

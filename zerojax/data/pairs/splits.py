@@ -127,9 +127,9 @@ def _open(places: Places, is_train: bool) -> tuple[source_lib.Source, str]:
     kind = "train" if is_train else "eval"
     if places.train_file:
         file = places.train_file if is_train else places.eval_file
-        return records.Files(file, f"config.data.{kind}_file"), file
+        return records.Files(file, f"{kind}_file"), file
     split = places.train_split if is_train else places.eval_split
-    opened = source_lib.open_source(places.name, split, places.data_dir, f"config.data.{kind}_split")
+    opened = source_lib.open_source(places.name, split, places.data_dir, f"{kind}_split")
     return opened, f"{places.name}, split {split!r}"
 
 
@@ -159,5 +159,5 @@ def _check_same(fingerprint: str) -> None:
     odd = [number for number, other in enumerate(every) if (other != every[0]).any()]
     if odd:
         raise UserError(
-            f"config.data: process {odd[0]} read other examples than process 0; give all hosts the same files, or a folder that they share"
+            f"data: process {odd[0]} read other examples than process 0; give all hosts the same files, or a folder that they share"
         )

@@ -145,7 +145,7 @@ def encode(
             if known and example.answer not in known:
                 raise UserError(
                     f"{place}: the answer {example.answer!r} is none of the {len(known)} classes of the training examples "
-                    f"({', '.join(map(repr, known[:8]))}); mend it, or set config.data.task=seq2seq"
+                    f"({', '.join(map(repr, known[:8]))}); mend it, or set `task=seq2seq`"
                 )
             answers[example.answer] = None
         found.append(example)
@@ -198,9 +198,9 @@ class _Counts:
     def notes(self, total: int) -> list[str]:
         f = self._form
         if f.is_encoder_decoder:
-            cut = f"prompts are longer than config.seq_len={f.seq_len} tokens, and their ends are cut"
+            cut = f"prompts are longer than `seq_len={f.seq_len}` tokens, and their ends are cut"
         else:
-            cut = f"prompts and their answers are longer than config.seq_len={f.seq_len} tokens, and the prompts' beginnings are cut"
+            cut = f"prompts and their answers are longer than `seq_len={f.seq_len}` tokens, and the prompts' beginnings are cut"
         told = {
             "prompt": cut,
             "answer": f"answers are longer than {f.answer_len if f.is_encoder_decoder else f.seq_len} tokens, and their ends are cut",
@@ -230,11 +230,11 @@ class _Encoder:
             self._is_plain = self._chat is templates.plain_chat
             self.notes.append(note)
             return
-        self._prompt = templates.Template(settings.prompt, "config.data.prompt")
-        self._answer = templates.Template(settings.answer, "config.data.answer")
+        self._prompt = templates.Template(settings.prompt, "prompt")
+        self._answer = templates.Template(settings.answer, "answer")
         if not self._answer.fields:
             raise UserError(
-                f"config.data.answer: {settings.answer!r} names no field, so all answers would be one; write '{{label}}'"
+                f"answer: {settings.answer!r} names no field, so all answers would be one; write '{{label}}'"
             )
         self._names = dict(names or {})
         if settings.labels:
@@ -251,7 +251,7 @@ class _Encoder:
 
     def ask(self, example: Mapping[str, Any], place: str, counts: _Counts) -> tuple[np.ndarray, str | None]:
         """Returns the tokens of an example's prompt, and its label; None if it has none."""
-        told = f"config.data.task={self._settings.task!r}: {place}"
+        told = f"task={self._settings.task!r}: {place}"
         label: str | None = None
         if self._settings.task != CHAT:
             if all(field in example for field in self._answer.fields):
@@ -270,7 +270,7 @@ class _Encoder:
 
     def _pieces(self, example: Mapping[str, Any], place: str) -> tuple[list[Piece], str]:
         """Returns an example's texts in order, and the last answer."""
-        place = f"config.data.task={self._settings.task!r}: {place}"
+        place = f"task={self._settings.task!r}: {place}"
         if self._settings.task != CHAT:
             answer = self._answer.fill(example, place, self._names)
             return [(self._prompt.fill(example, place, self._names), False, False), (answer, True, False)], answer
@@ -281,7 +281,7 @@ class _Encoder:
         key = self._settings.messages
         if key not in example:
             raise UserError(
-                f"{place}: has no field {key!r}, which config.data.messages names; its fields: {', '.join(map(str, example))}"
+                f"{place}: has no field {key!r}, which `messages` names; its fields: {', '.join(map(str, example))}"
             )
         return templates.messages_of(example[key], place, key, is_answered=is_answered)
 
@@ -297,7 +297,7 @@ class _Encoder:
             if not before.startswith(done) or not after.startswith(before):
                 raise UserError(
                     f"{place}: the tokenizer's chat template changes earlier messages when later ones follow, so its answers cannot "
-                    'be told apart; set config.data.chat_template="plain"'
+                    "be told apart; set `chat_template=plain`"
                 )
             pieces += [(before[len(done) :], False, has_special), (after[len(before) :], True, has_special)]
             done, answer = after, content

@@ -92,7 +92,7 @@ class Template:
     def _text(self, example: Mapping[str, Any], field: str, place: str, names: Sequence[str] | None) -> str:
         if field not in example:
             raise UserError(
-                f"{place}: has no field {field!r}, which {self.key} names; its fields: {', '.join(map(str, example))}"
+                f"{place}: has no field {field!r}, which `{self.key}` names; its fields: {', '.join(map(str, example))}"
             )
         value = example[field]
         if hasattr(value, "item") and not getattr(value, "shape", ()):
@@ -110,7 +110,9 @@ class Template:
                 f"{place}: {field} is {errors.shown(value)}, and must be one of the {len(names)} labels ({', '.join(names)}) or its number"
             )
         if not isinstance(value, str | int | float) or isinstance(value, bool):
-            raise UserError(f"{place}: field {field!r} is {errors.shown(value)}, and {self.key} needs text or a number")
+            raise UserError(
+                f"{place}: field {field!r} is {errors.shown(value)}, and `{self.key}` needs text or a number"
+            )
         return str(value)
 
 
@@ -165,7 +167,7 @@ def chat_of(folder: pathlib.Path | None, wanted: str) -> tuple[Chat, str]:
     Raises:
       UserError: "own" cannot be had, or the folder's template is damaged.
     """
-    key = "config.data.chat_template"
+    key = "chat_template"
     if wanted == "plain":
         return plain_chat, "conversations are written in zerojax's plain chat template"
     source, settings = _own_template(folder) if folder is not None else ("", {})
@@ -252,7 +254,7 @@ class _JinjaChat:
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
-        way_out = "set config.data.chat_template=plain"
+        way_out = "set `chat_template=plain`"
         if not line:
             status = self._process.wait()
             is_slow = status == -signal.SIGPROF

@@ -20,6 +20,7 @@ from zerojax.trainer import model as model_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import weights as weights_lib
+from zerojax.trainer.checks import names
 from zerojax.zero import memory
 from zerojax.zero.offload import budget
 from zerojax.zero.offload import settings as offload_settings
@@ -53,6 +54,7 @@ def check(program: program_lib.Program) -> None:
         )
 
 
+@names.errors_of_config()
 def most_pinned_bytes(config: settings_lib.Config) -> int:
     """Returns an upper bound of the bytes of host memory that all processes of a run pin together. Uses no device."""
     chosen = config_lib.make_offload(config.offload, config.zero.stage)

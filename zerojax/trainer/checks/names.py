@@ -1,6 +1,7 @@
 """Gives the library's errors and warnings the names that a command line uses. This module maps arguments to config keys and flags.
 
-The library's lines begin with the name of an argument ("recompute: ..."), which a user of a config does not know.
+The library's lines begin with the name of an argument ("recompute: ...") and mention others in backticks ("set `stage=3`"). A user of a
+config does not know these.
 """
 
 import contextlib
@@ -8,11 +9,11 @@ import functools
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from zerojax.errors import UserError
 
-# the argument at the start of an error -> the key or flag that sets it
+# argument -> the key or flag that sets it
 KEYS = {
     "mesh": "config.mesh",
     "stage": "config.zero.stage",
@@ -26,6 +27,24 @@ KEYS = {
     "accum_dtype": "config.accum_dtype",
     "grad_accum": "config.grad_accum",
     "clip_norm": "config.optimizer.clip_norm",
+    "optimizer": "config.optimizer.name",
+    **{name: f"config.optimizer.{name}" for name in ("schedule", "warmup", "weight_decay", "moments")},
+    "rounds_weights": "config.precision",
+    "attention": "config.model.attention",
+    "seq_len": "config.seq_len",
+    "steps": "config.steps",
+    "eval_batches": "config.evaluate.batches",
+    "text": "config.sample.prompt",
+    "data": "config.data",
+    "data_dir": "config.data.dir",
+    **{
+        name: f"config.data.{name}"
+        for name in ("name", "tokenizer", "task", "prompt", "answer", "messages", "chat_template")
+    },
+    **{name: f"config.data.{name}" for name in ("train_split", "eval_split", "train_file", "eval_file", "text_key")},
+    "profile": "config.profile",
+    "first": "config.profile.start",
+    "count": "config.profile.steps",
     "target": "--target",
     "topology": "--topology",
 }
@@ -37,31 +56,46 @@ def of_config() -> Iterator[None]:
 
     Such a warning is printed as one line on stderr, once.
     """
-    with warnings.catch_warnings(record=True) as caught:
+    with errors_of_config(), warnings.catch_warnings(record=True) as caught:
         try:
             yield
-        except UserError as error:
-            line = _of_config(str(error))
-            if line is None:
-                raise
-            raise UserError(line) from error
         finally:
             warned = list(caught)
     for one in warned:
-        line = _of_config(str(one.message))
-        if line is None:
+        line = in_config(str(one.message))
+        if line == str(one.message):
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
         else:
             _tell(line)
 
 
-def _of_config(line: str) -> str | None:
-    """Returns a line of the library with the name of its config key or flag; None if it begins with no argument."""
-    argument = re.match(r"\w+(?=[: ])", line)
-    if argument is not None and argument[0] in KEYS:
-        return KEYS[argument[0]] + line[argument.end() :]
+@contextlib.contextmanager
+def errors_of_config() -> Iterator[None]:
+    """Does the same to a UserError alone, so that the block may take long."""
+    try:
+        yield
+    except UserError as error:
+        line = in_config(str(error))
+        if line == str(error):
+            raise
+        raise UserError(line) from error
+
+
+def in_config(line: str, keys: Mapping[str, str] = KEYS) -> str:
+    """Returns a line of the library with the names of config keys or flags."""
+
+    def key(found: re.Match) -> str:
+        verb, name, value = found[1] or "", found[2], found[3] or ""
+        if name not in keys:
+            return found[0]
+        is_set = verb and value and not keys[name].startswith("--")
+        return f"{verb}{'--' if is_set else ''}{keys[name]}{value}"
+
+    line = re.sub(r"(set )?`(\w+)(=[^`]*)?`", key, line)
+    if (argument := re.match(r"\w+(?=[:=])|target(?= )", line)) is not None and argument[0] in keys:
+        return keys[argument[0]] + line[argument.end() :]
     # A field of `Offload`; the argument of a train step is a regex.
-    return f"config.{line}" if line.startswith(("offload.", "fp8", "lora.")) else None
+    return f"config.{line}" if line.startswith(("offload.", "fp8", "lora.")) else line
 
 
 @functools.cache  # a search builds many programs
