@@ -27,7 +27,7 @@ Program = Callable[[], dependence.TracedLoss]
 
 def value_and_grad(
     loss_fn: Callable[..., Any],
-    partition: Any,
+    partition: placement.Partition,
     how: where_used.How,
     *,
     passes: int,
@@ -79,7 +79,7 @@ def value_and_grad(
 
 def one_pass(
     loss_fn: Callable[..., Any],
-    partition: Any,
+    partition: placement.Partition,
     how: where_used.How,
     *,
     passes: int,
@@ -124,7 +124,7 @@ class _OfDevice:
     """What one device computes in a pass: the loss as a function of its gradients' sinks."""
 
     loss_fn: Callable[..., Any]
-    partition: Any
+    partition: placement.Partition
     how: where_used.How
     reduction: gather.Reduction
     compute_dtype: Any
@@ -191,7 +191,7 @@ class _OfDevice:
         return gradients
 
 
-def mean(loss_fn: Callable[..., Any], partition: Any, **how: Any) -> Callable[[Any, Any], jax.Array]:
+def mean(loss_fn: Callable[..., Any], partition: placement.Partition, **how: Any) -> Callable[[Any, Any], jax.Array]:
     """Returns f(params, batch) -> the loss over devices, forward only; `loss_fn(params, batch)` is a mean, a `Mean` or a `Sum`.
 
     `how` is that of `by_row`.
@@ -210,7 +210,7 @@ def mean(loss_fn: Callable[..., Any], partition: Any, **how: Any) -> Callable[[A
     return mean_loss
 
 
-def by_row(function: Callable[..., Any], partition: Any, **how: Any) -> Callable[[Any, Any], Any]:
+def by_row(function: Callable[..., Any], partition: placement.Partition, **how: Any) -> Callable[[Any, Any], Any]:
     """Returns f(params, arrays) -> `function(params, *arrays)`, forward only, which each device computes of its own rows.
 
     All arrays of `arrays` and of the result count rows in their first dim. Scalars among `arrays` are the same for all rows.
@@ -236,7 +236,7 @@ def by_row(function: Callable[..., Any], partition: Any, **how: Any) -> Callable
 
 def _forward(
     function: Callable[..., Any],
-    partition: Any,
+    partition: placement.Partition,
     *,
     compute_dtype: Any,
     blocks: str,
@@ -258,7 +258,9 @@ def _forward(
     return forward
 
 
-def _device_loss(loss_fn: Callable[..., Any], partition: Any, how: where_used.How, chain: Any) -> Callable[..., Any]:
+def _device_loss(
+    loss_fn: Callable[..., Any], partition: placement.Partition, how: where_used.How, chain: Any
+) -> Callable[..., Any]:
     """Returns `loss_fn` as a function of `ShardAndSink`s on one device, whose blocks run in the chain's order."""
     return where_used.wrap(
         loss_fn,
@@ -271,7 +273,7 @@ def _device_loss(loss_fn: Callable[..., Any], partition: Any, how: where_used.Ho
 
 
 def _mapped(
-    run: Callable, partition: Any, params: Any, batch_specs: Any, out_specs: Any, num_rest: int = 0
+    run: Callable, partition: placement.Partition, params: Any, batch_specs: Any, out_specs: Any, num_rest: int = 0
 ) -> Callable:
     """Returns `run(params, batch, state, ...)` on each device's shards; the state and what follows it are replicated."""
     axes, find = manual_axes(partition.mesh), _finder(partition)
@@ -289,7 +291,7 @@ def _mapped(
     )
 
 
-def _finder(partition: Any) -> Callable[[str, Any], placement.Placement]:
+def _finder(partition: placement.Partition) -> Callable[[str, Any], placement.Placement]:
     """Returns f(path, shard or None) -> the weight's placement."""
 
     def local_shape(weight: placement.Placement) -> Any:

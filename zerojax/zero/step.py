@@ -25,7 +25,7 @@ from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, totals
 
 def make_train_step(
     loss_fn: Callable[..., Any],
-    partition: Any,
+    partition: placement.Partition,
     *,
     clip_norm: float = 0.0,
     grad_accum: int = 1,
@@ -128,7 +128,7 @@ def make_train_step(
     return blockwise.BlockwiseStep(step, updates, passes, finish, scaling.scale, clip, donate=donate)
 
 
-def _checked(how: where_used.How, partition: Any) -> where_used.How:
+def _checked(how: where_used.How, partition: placement.Partition) -> where_used.How:
     """Returns `how`; refuses values that contradict each other, and warns of modules that `blocks` seems to mean and misses."""
     how.check()
     blocks = how.blocks
@@ -143,7 +143,9 @@ def _checked(how: where_used.How, partition: Any) -> where_used.How:
     return how
 
 
-def _compiler_options(partition: Any, blocks: str, reduce_dtype: Any, compute_dtype: Any, fp8: Any) -> dict[str, Any]:
+def _compiler_options(
+    partition: placement.Partition, blocks: str, reduce_dtype: Any, compute_dtype: Any, fp8: Any
+) -> dict[str, Any]:
     """Returns XLA's options for a step: for matmuls in fp8, and for explicit collectives."""
     options = _fp8_options(partition, fp8)
     if reduce_dtype is None:
@@ -156,13 +158,13 @@ def _compiler_options(partition: Any, blocks: str, reduce_dtype: Any, compute_dt
     return options | xla_options.for_mesh(partition.mesh, gathered=gathered, summed=summed, kept=scattered, but=names)
 
 
-def _fp8_options(partition: Any, fp8: Any) -> dict[str, Any]:
+def _fp8_options(partition: placement.Partition, fp8: Any) -> dict[str, Any]:
     return {} if fp8 is None else xla_options.for_fp8(partition.mesh, but=xla_flags.names())
 
 
 def _gradients(
     loss_fn: Callable[..., Any],
-    partition: Any,
+    partition: placement.Partition,
     how: where_used.How,
     layout: inputs.Layout,
     *,

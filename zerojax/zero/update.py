@@ -21,7 +21,7 @@ from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import placement, shard_state
 
 
-def make(partition: Any) -> Callable[..., Any]:
+def make(partition: placement.Partition) -> Callable[..., Any]:
     """Returns update(before, after, grads, factor, finite) -> the new train state.
 
     The arguments of `update`:
@@ -52,7 +52,7 @@ def make(partition: Any) -> Callable[..., Any]:
     return update
 
 
-def _apply(partition: Any) -> Callable[..., Any]:
+def _apply(partition: placement.Partition) -> Callable[..., Any]:
     """Returns f(before, after, grads, factor, finite, numbers) -> the new train state, for states with trainable params only."""
     state = partition.abstract_state
     tx = getattr(state, "tx", None)
@@ -71,7 +71,7 @@ def _is_flax(state: Any) -> bool:
     return getattr(type(state), "apply_gradients", None) is train_state.TrainState.apply_gradients
 
 
-def _needs_unpadded(partition: Any) -> bool:
+def _needs_unpadded(partition: placement.Partition) -> bool:
     """Returns whether the padding of weights could change their update.
 
     That of a one-pass optimizer it does not: zeros at the end of a dim change no other element, but for the random bits of its rounding.
@@ -89,12 +89,12 @@ def _needs_unpadded(partition: Any) -> bool:
     return locality.of(tx, plain, pieces=padded).kind != locality.ELEMENTWISE
 
 
-def _unpadded(partition: Any, path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+def _unpadded(partition: placement.Partition, path: str, leaf: Any) -> jax.ShapeDtypeStruct:
     decided = partition.leaves.get(f"params/{path}")
     return jax.ShapeDtypeStruct(leaf.shape if decided is None else decided.shape, leaf.dtype)
 
 
-def _on_unpadded(apply: Callable[..., Any], partition: Any) -> Callable[..., Any]:
+def _on_unpadded(apply: Callable[..., Any], partition: placement.Partition) -> Callable[..., Any]:
     """Returns `apply` on a state and gradients without padding. The compiler keeps them sharded, and moves elements at shards' ends."""
 
     def apply_unpadded(before: Any, after: Any, grads: Any, factor: Any, finite: Any, numbers: Any) -> Any:
@@ -166,7 +166,7 @@ def _if_finite(finite: Any, new: Any, old: Any) -> Any:
     return new if finite is None else jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
 
-def finish(partition: Any, updates: Any, scaling: "Unscaled", clip: "Clip") -> Callable[..., Any]:
+def finish(partition: placement.Partition, updates: Any, scaling: "Unscaled", clip: "Clip") -> Callable[..., Any]:
     """Returns f(state, aux, grads, squares) -> (new state, metrics, factor, finite): a step after its gradients and their `squares`.
 
     Args:
@@ -216,7 +216,7 @@ def squares(grads: Any, unscale: Any) -> Any:
     return tree.map_with_path(of_leaf, grads, is_leaf=placement.is_frozen)
 
 
-def constrain(partition: Any, params_like: Any) -> Any:
+def constrain(partition: placement.Partition, params_like: Any) -> Any:
     """Constrains a tree like params to the update's sharding, so that the update is local; frozen weights are unchanged."""
     index = tree.suffix_index(partition.placements)
 

@@ -302,7 +302,7 @@ def unboxed(params: Any) -> Any:
     return jax.tree.map(inside, params, is_leaf=is_box)
 
 
-def abstract_used(params: Any, partition: Any, compute_dtype: Any) -> Any:
+def abstract_used(params: Any, partition: placement.Partition, compute_dtype: Any) -> Any:
     """Returns params as the loss sees them, as ShapeDtypeStructs: gathered, without padding and boxes, in its dtype."""
     index = tree.suffix_index(partition.placements)
 

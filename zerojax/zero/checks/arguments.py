@@ -15,9 +15,10 @@ from jax.sharding import Mesh
 
 from zerojax import errors, tree
 from zerojax.errors import UserError
+from zerojax.zero import placement
 
 
-def checked(partition: Any, limit: Any) -> float:
+def checked(partition: placement.Partition, limit: Any) -> float:
     """Returns the limit of the gradients' norm, after checking it and the partition's weights; see `clip_norm` and `weights`."""
     weights(partition)
     return clip_norm(limit)
@@ -42,7 +43,7 @@ def grad_accum(value: Any) -> None:
         raise UserError(f"grad_accum: must be at least 1, and is {value}")
 
 
-def weights(partition: Any) -> None:
+def weights(partition: placement.Partition) -> None:
     """Raises a UserError if a trained weight has a dtype without gradients."""
     for path, leaf in tree.flatten(partition.abstract_state):
         placement = partition.placements.get(path)
@@ -59,7 +60,7 @@ def examples(path: str, leaf: Any) -> None:
         raise UserError(f"batch/{path}: has no examples, its shape is {leaf.shape}; pass at least one for each device")
 
 
-def of_call(partition: Any) -> dict[str, Any]:
+def of_call(partition: placement.Partition) -> dict[str, Any]:
     """Returns the checks of a step's calls, as arguments of `xla_options.jit`."""
     return {
         "before": lambda state, batch: is_usable(state),
@@ -78,7 +79,7 @@ def is_usable(state: Any) -> None:
             )
 
 
-def explained(partition: Any, state: Any) -> UserError | None:
+def explained(partition: placement.Partition, state: Any) -> UserError | None:
     """Returns the error for a state that is not one of this partition, or None if it is."""
     for problem in _problems(partition, state):
         return UserError(
@@ -87,7 +88,7 @@ def explained(partition: Any, state: Any) -> UserError | None:
     return None
 
 
-def elsewhere(partition: Any, batch: Any) -> UserError | None:
+def elsewhere(partition: placement.Partition, batch: Any) -> UserError | None:
     """Returns the error for a batch that is committed to other devices than the partition's, or None if it is not."""
     for path, leaf in tree.flatten(batch):
         if (
@@ -102,7 +103,7 @@ def elsewhere(partition: Any, batch: Any) -> UserError | None:
     return None
 
 
-def _problems(partition: Any, state: Any) -> Iterator[str]:
+def _problems(partition: placement.Partition, state: Any) -> Iterator[str]:
     own = dict(tree.flatten(state))
     wanted = dict(tree.flatten(partition.abstract_state))
     for path in [*wanted, *own]:

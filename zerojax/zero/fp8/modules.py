@@ -136,7 +136,7 @@ def check_devices(mesh: Mesh) -> None:
     if is_old_gpu or (device.platform == "tpu" and device.device_kind not in _TPUS):
         raise UserError(
             f"fp8: {device.device_kind} has no arithmetic in fp8 (GPUs have it from compute capability {_FIRST_GPU}, Ada and Hopper, on); "
-            'compute in bf16 (config.precision="bf16")'
+            "compute in bf16"
         )
 
 

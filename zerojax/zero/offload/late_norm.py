@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.errors import UserError
-from zerojax.zero import update
+from zerojax.zero import placement, update
 from zerojax.zero.offload import settings
 
 FIELD = "last_norm"
@@ -57,7 +57,7 @@ class LateClip(update.Clip):
         return jnp.where(last < 0, norm, last)
 
 
-def clip(partition: Any, limit: float, *, may_skip: bool) -> update.Clip:
+def clip(partition: placement.Partition, limit: float, *, may_skip: bool) -> update.Clip:
     """Returns how the gradients of a step are clipped.
 
     Args:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import tree
-from zerojax.zero import step, where_used
+from zerojax.zero import placement, step, where_used
 from zerojax.zero.sharded_batch import dependence, inputs, keys
 
 _WAYS_OUT = (
@@ -21,7 +21,7 @@ _WAYS_OUT = (
 
 def compare_sums(
     loss_fn: Callable[..., Any],
-    partition: Any,
+    partition: placement.Partition,
     state: Any,
     batch: Any,
     *,
@@ -60,7 +60,9 @@ def compare_sums(
     return lines + _equal_draws(loss_fn, partition, state, batch, options)
 
 
-def _equal_draws(loss_fn: Callable[..., Any], partition: Any, state: Any, batch: Any, options: dict) -> list[str]:
+def _equal_draws(
+    loss_fn: Callable[..., Any], partition: placement.Partition, state: Any, batch: Any, options: dict
+) -> list[str]:
     """Returns a line for each line of the user's code that draws the same random numbers on every device."""
     passes, batch_specs = options.get("grad_accum", 1), options.get("batch_specs", ())
     layout = inputs.Layout(partition.mesh, passes, batch_specs, by_device=True)
