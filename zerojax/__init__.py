@@ -9,13 +9,13 @@
 import zerojax.launch.early  # noqa: F401  first: it ends a command that is stopped during the imports below
 from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.errors import UserError
-from zerojax.interop.deepspeed.own_step import from_deepspeed_config
 from zerojax.interop.pretrained import export_adapter, export_huggingface, load_huggingface
 from zerojax.launch.together import main_process_first, wait_for_everyone
 from zerojax.lora.add import add_lora
 from zerojax.lora.linen import with_lora
 from zerojax.lora.settings import Lora
 from zerojax.mesh import batch_sharding, make_mesh
+from zerojax.migration.own_step import from_deepspeed_config
 from zerojax.ops import fp8
 from zerojax.ops.embedding import embedding_lookup
 from zerojax.optim.fused import fused_adamw, fused_lion

@@ -9,9 +9,9 @@ import launches
 import programs
 import pytest
 
+from zerojax.cluster import attempt, hosts
 from zerojax.commands import doctor
 from zerojax.commands.facts import NOTE, OK, WRONG
-from zerojax.launch.cluster import attempt, hosts
 
 RANKS = hosts.ranks([hosts.Node(f"node-{index}", ("0", "1")) for index in range(4)], 1)
 LEADERS = [0, 2, 4, 6]

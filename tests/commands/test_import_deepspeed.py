@@ -18,7 +18,7 @@ from zerojax import tree
 from zerojax.checkpoint import checkpointer, logical
 from zerojax.commands import import_deepspeed
 from zerojax.interop import layout, tensor_files
-from zerojax.interop.deepspeed import torch_files, zero_checkpoint
+from zerojax.migration import torch_files, zero_checkpoint
 from zerojax.trainer import program, resume
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "deepspeed"

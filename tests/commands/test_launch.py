@@ -6,8 +6,8 @@ import sys
 import pytest
 import runs
 
+from zerojax.cluster import agent, supervisor, verdict
 from zerojax.commands import launch
-from zerojax.launch.cluster import agent, supervisor, verdict
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import timeit
 
 import launches
 
+from zerojax.cluster import agent
 from zerojax.launch import watch
-from zerojax.launch.cluster import agent
 
 PROGRAM = f"""{launches.BEATS}
 def working():

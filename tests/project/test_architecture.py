@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "zero": {"optim", "ops"},
     "lora": {"ops", "models", "zero"},
     "inference": {"models", "zero"},
-    "interop": {"ops", "models", "lora", "checkpoint", "optim", "zero", "inference"},
+    "interop": {"ops", "models", "lora", "checkpoint", "zero", "inference"},
     "plan": {"ops", "hlo", "zero", "launch"},
     "profile": {"hlo", "zero", "launch", "plan"},
     "trainer": {
@@ -58,6 +58,9 @@ ROOMS: dict[str, set[str]] = {
         "profile",
     },
 }
+# No training step enters these, and only command lines import them (and `zerojax`, one function).
+ROOMS["migration"] = {"optim", "zero", "interop"}
+ROOMS["cluster"] = {"launch"}
 ROOMS["commands"] = {*ROOMS}
 # Command lines define flags, and no module imports them; `commands.arguments` and `commands.facts` are what they share.
 COMMAND_LINES = {"__main__", "train", "plan.__main__", "checkpoint.__main__"} | {
@@ -66,14 +69,14 @@ COMMAND_LINES = {"__main__", "train", "plan.__main__", "checkpoint.__main__"} | 
     if path.stem not in ("__init__", "arguments", "facts")
 }
 KNOW_FLAGS = COMMAND_LINES | {"trainer.command", "commands.arguments"}
-KNOW_THEIR_PROCESS = {"checkpoint", "data", "interop", "launch", "trainer", "train"}
+KNOW_THEIR_PROCESS = {"checkpoint", "cluster.probe", "data", "interop", "launch", "trainer", "train"}
 KNOW_STAGES = {
     "zero.stages",
     "zero.placement",
     "zero.shard_state",
     "zero.memory",
-    "interop.deepspeed.own_step",  # DeepSpeed's word too
-    "interop.deepspeed.translate",
+    "migration.own_step",  # DeepSpeed's word too
+    "migration.translate",
     "interop.pretrained",
     "trainer",
     "plan",

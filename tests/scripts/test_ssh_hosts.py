@@ -12,7 +12,7 @@ import launches
 import programs
 import pytest
 
-from zerojax.launch.cluster import attempt
+from zerojax.cluster import attempt
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "ssh_hosts.py"
 SPEC = importlib.util.spec_from_file_location("ssh_hosts", SCRIPT)

@@ -44,7 +44,7 @@ ALSO = {
     "zero/loss_scale": ["tests/whole_steps/test_skipped_steps.py"],
     "checkpoint/": ["tests/checkpoint"],
     "interop/": ["tests/interop/test_huggingface.py", "tests/interop/test_folder.py", "tests/interop/test_peft.py"],
-    "interop/deepspeed/": ["tests/interop/deepspeed", "tests/commands/test_import_deepspeed.py"],
+    "migration/": ["tests/migration", "tests/commands/test_import_deepspeed.py"],
     "data/": ["tests/data/test_batches.py", "tests/data/test_source.py", "tests/data/test_feed.py"],
     "data/pairs/": ["tests/data/pairs"],
 }

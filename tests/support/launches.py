@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from zerojax.cluster import attempt, hosts, supervisor, verdict
 from zerojax.launch import watch
-from zerojax.launch.cluster import attempt, hosts, supervisor, verdict
 
 LIMIT = 60.0  # seconds
 SSH = f"""#!{sys.executable}

@@ -44,14 +44,14 @@ import pyarrow
 import pyarrow.parquet
 
 from zerojax.checkpoint import checksums
+from zerojax.cluster import environment, hosts
 from zerojax.commands import generate
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import records, templates
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import peft, tensor_files
-from zerojax.interop.deepspeed import documents, torch_files, zero_checkpoint
-from zerojax.launch.cluster import environment, hosts
+from zerojax.migration import documents, torch_files, zero_checkpoint
 from zerojax.trainer import workdir
 
 GOLDEN = ROOT / "tests" / "golden"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from zerojax import errors, files
+from zerojax.cluster import agent, attempt, environment, hosts, verdict
 from zerojax.errors import UserError
-from zerojax.launch.cluster import agent, attempt, environment, hosts, verdict
 
 
 def whole(word: str) -> int:

@@ -24,8 +24,8 @@ from rich.table import Table
 from zerojax import configs, display, errors, files, precision
 from zerojax.commands import arguments
 from zerojax.errors import UserError
-from zerojax.interop.deepspeed import config_file
 from zerojax.launch import devices as devices_lib
+from zerojax.migration import config_file
 from zerojax.models import families
 from zerojax.plan import targets
 from zerojax.trainer import activations, plans

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax import display
+from zerojax.cluster import attempt, hosts, probe, supervisor
 from zerojax.commands import arguments, facts
 from zerojax.commands.facts import NOTE, OK, WRONG, Fact
 from zerojax.errors import UserError
 from zerojax.launch import devices
-from zerojax.launch.cluster import attempt, hosts, probe, supervisor
 
 SLOW = 0.75  # of the median rate, below which a device or host is slow
 SLOW_LINK = 0.5

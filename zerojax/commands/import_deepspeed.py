@@ -31,8 +31,8 @@ from zerojax.commands import arguments
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.interop import peft, tensor_files
-from zerojax.interop.deepspeed import config_file, peft_weights, translate, weights_folder, zero_checkpoint
 from zerojax.launch import devices
+from zerojax.migration import config_file, peft_weights, translate, weights_folder, zero_checkpoint
 from zerojax.models import families
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib

@@ -10,9 +10,9 @@ import os
 import re
 import sys
 
+from zerojax.cluster import supervisor
 from zerojax.commands import arguments
 from zerojax.errors import UserError
-from zerojax.launch.cluster import supervisor
 
 # Options of DeepSpeed's launcher that have another form here
 DEEPSPEED = {

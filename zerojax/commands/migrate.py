@@ -17,8 +17,8 @@ from typing import Any
 from zerojax import configs, files
 from zerojax.commands import arguments
 from zerojax.errors import UserError
-from zerojax.interop.deepspeed import accelerate_keys, config_file, documents, draft, trainer_arguments
-from zerojax.interop.deepspeed import keys as keys_lib
+from zerojax.migration import accelerate_keys, config_file, documents, draft, trainer_arguments
+from zerojax.migration import keys as keys_lib
 from zerojax.trainer import config as config_lib
 
 _STATUS_STRICT = 2

@@ -1,0 +1,128 @@
+"""Checks what the arguments of fine-tuning scripts become. This module tests zerojax.migration.script_arguments."""
+
+import pytest
+
+from zerojax.migration import keys, script_arguments, trainer_arguments
+
+
+def translated(**arguments):
+    found = trainer_arguments.translate_trainer({"output_dir": "out", **arguments}, None)
+    return found, {line.key: line for line in found.lines}
+
+
+TELLING = {
+    "lora_target_modules": ["q_proj", "v_proj"],
+    "target_modules": "q_proj, v_proj",
+    "modules_to_save": "lm_head",
+    "packing": True,
+    "use_rslora": True,
+    "model_name_or_path": "opt/model",
+}
+
+
+@pytest.mark.parametrize("name", [*script_arguments.PLACES, *script_arguments.ADAPTERS])
+def test_an_argument_decides_its_setting(name):
+    place, form = {**script_arguments.PLACES, **script_arguments.ADAPTERS}[name]
+    value = TELLING.get(name, "text" if form in (script_arguments.TEXT, script_arguments.MODULES) else 4)
+    beside = {"lora_r": 8} if name in script_arguments.ADAPTERS and place != "lora.r" else {}
+    found, said = translated(**{name: value, **beside})
+    expected = "q_proj,v_proj" if "target_modules" in name else value
+    assert found.settings[place] == expected and said[name].verdict == keys.TAKEN
+    assert f"config.{place} = " in said[name].text
+
+
+@pytest.mark.parametrize(
+    "arguments, lora",
+    [
+        ({"finetuning_type": "lora"}, (8, 16.0, None, "all-linear")),
+        ({"finetuning_type": "lora", "lora_rank": 32, "lora_target": "all"}, (32, 64.0, None, "all-linear")),
+        ({"lora_rank": 4, "lora_alpha": 1, "lora_target": "q_proj,v_proj"}, (4, 1.0, None, "q_proj,v_proj")),
+        ({"use_peft": True}, (16, 32.0, 0.05, None)),
+        ({"use_peft": True, "lora_r": 8, "lora_dropout": 0.0}, (8, 32.0, 0.0, None)),
+        ({"lora_r": 8}, (8, 8.0, None, None)),
+        ({"use_peft": False, "lora_r": 8}, (None, None, None, None)),
+        ({"finetuning_type": "full", "lora_rank": 8}, (None, None, None, None)),
+        ({"adapter_name_or_path": "opt/adapter", "finetuning_type": "lora"}, (None, None, None, None)),
+    ],
+)
+def test_adapters_have_the_numbers_of_the_script_or_its_defaults_with_a_line(arguments, lora):
+    found, _ = translated(**arguments)
+    places = ("lora.r", "lora.alpha", "lora.dropout", "lora.target_modules")
+    assert tuple(found.settings.get(place) for place in places) == lora
+    told = " ".join(line.text for line in found.lines)
+    assert all(f"config.{place} = " in told for place in places if place in found.settings)
+    assert ("export.format" in found.settings) == any(place.startswith("lora.") for place in found.settings)
+
+
+@pytest.mark.parametrize(
+    "arguments, quantize",
+    [({"quantization_bit": 4}, "nf4"), ({"quantization_bit": 8}, "int8"), ({"load_in_4bit": True}, "nf4"), ({"load_in_8bit": "no"}, None)],
+)  # fmt: skip
+def test_bits_of_frozen_kernels(arguments, quantize):
+    assert translated(**arguments, lora_r=8)[0].settings.get("lora.quantize") == quantize
+    assert "lora.quantize" not in translated(**arguments)[0].settings
+    assert translated(quantization_bit=3, lora_r=8)[1]["quantization_bit"].verdict == keys.UNSUPPORTED
+
+
+def test_a_dataset_is_a_name_or_a_file_and_several_are_refused():
+    assert translated(dataset="lm1b")[0].settings["data.name"] == "lm1b"
+    assert translated(dataset_name="data/chats.jsonl")[0].settings["data.train_file"] == "data/chats.jsonl"
+    assert translated(dataset="one,two")[1]["dataset"].verdict == keys.UNSUPPORTED
+    files = {"train_file": "a.jsonl", "validation_file": "b.jsonl"}
+    assert (
+        translated(**files)[0].settings.items() >= {"data.train_file": "a.jsonl", "data.eval_file": "b.jsonl"}.items()
+    )
+    assert "data.eval_file" not in translated(validation_file="b.jsonl")[0].settings
+
+
+def test_a_stage_is_a_task_and_epochs_count_with_one():
+    found, said = translated(stage="sft", num_train_epochs=2, warmup_ratio=0.1, eval_strategy="epoch")
+    expected = {"data.task": "chat", "epochs": 2.0, "optimizer.warmup_steps": 0.1, "seq_len": 2048}
+    assert found.settings.items() >= expected.items()
+    assert said["stage"].verdict == said["cutoff_len"].verdict == keys.ASSUMED
+    assert said["eval_strategy"].verdict == keys.IMPLIED and said["num_train_epochs"].verdict == keys.TAKEN
+    assert translated(stage="pt")[0].settings["data.task"] == "text"
+    assert translated(stage="dpo")[1]["stage"].verdict == keys.UNSUPPORTED
+
+
+def test_clients_are_those_that_there_are():
+    assert translated(report_to="wandb")[0].settings["metrics.to"] == ("wandb",)
+    assert translated(report_to=["none"])[0].settings["metrics.to"] == ()
+    found, said = translated(report_to=["tensorboard", "swanlab"])
+    assert found.settings["metrics.to"] == ("tensorboard",) and said["report_to"].verdict == keys.UNSUPPORTED
+
+
+@pytest.mark.parametrize(
+    "optim, expected",
+    [
+        ("adamw_torch", ("adamw", None)),
+        ("adamw_8bit", ("adamw", "int8")),
+        ("adafactor", ("adafactor", None)),
+        ("sgd", ("sgd", None)),
+        ("paged_lion_8bit", ("lion", "int8")),
+        ("rmsprop", ("adamw", None)),
+    ],
+)
+def test_the_optimizer_of_a_trainer_is_ours_of_that_name(optim, expected):
+    found, said = translated(optim=optim, learning_rate=1e-4)
+    assert (found.settings["optimizer.name"], found.settings.get("optimizer.moments")) == expected
+    assert found.settings["optimizer.learning_rate"] == 1e-4
+    assert said["optim"].verdict == (keys.UNSUPPORTED if optim == "rmsprop" else keys.TAKEN)
+
+
+@pytest.mark.parametrize(
+    "arguments, place, value",
+    [
+        ({"save_steps": 0.25, "max_steps": 100}, "checkpoint.every", 25),
+        ({"save_strategy": "no", "save_steps": 500}, "checkpoint.every", 0),
+        ({"save_strategy": False}, "checkpoint.every", 0),
+        ({"save_strategy": "epoch", "save_steps": 500}, "checkpoint.every", None),
+        ({"eval_strategy": "steps", "eval_steps": 10}, "evaluate.every", 10),
+        ({"eval_steps": 10}, "evaluate.every", None),
+        ({"evaluation_strategy": "no"}, "evaluate.every", 0),
+        ({"logging_steps": 5}, "log_every", 5),
+        ({"gradient_checkpointing": True}, "model.remat", "full"),
+    ],
+)
+def test_strategies_decide_which_steps_count(arguments, place, value):
+    assert translated(**arguments)[0].settings.get(place) == value

@@ -1,0 +1,254 @@
+"""Translates arguments of the scripts around a Trainer. This module reads the model, the adapters and the data.
+
+The names are those of PEFT's and TRL's scripts and of the tools whose files have a `finetuning_type`.
+Such a file holds a Trainer's arguments too.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.migration.draft import Draft
+from zerojax.migration.keys import IMPLIED, NO_EFFECT, TAKEN, UNSUPPORTED, Key
+
+TEXT, WHOLE, NUMBER, FLAG, MODULES = "text", "whole", "number", "flag", "modules"
+# argument -> (the setting, the form of its value); the first of several arguments for a setting counts
+PLACES: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("model_name_or_path", "model_name"), ("init_from", TEXT)),
+    "adapter_name_or_path": ("lora.init_from", TEXT),
+    **dict.fromkeys(
+        "cutoff_len max_seq_length max_seq_len max_length model_max_length block_size max_source_length".split(),
+        ("seq_len", WHOLE),
+    ),
+    "max_target_length": ("data.answer_len", WHOLE),
+    "train_file": ("data.train_file", TEXT),
+    **dict.fromkeys(("dataset_text_field", "text_column_name"), ("data.text_key", TEXT)),
+    "packing": ("data.pack", FLAG),
+    "run_name": ("metrics.name", TEXT),
+}
+ADAPTERS: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("lora_r", "lora_rank"), ("lora.r", WHOLE)),
+    "lora_alpha": ("lora.alpha", NUMBER),
+    "lora_dropout": ("lora.dropout", NUMBER),
+    **dict.fromkeys(("lora_target_modules", "lora_target", "target_modules"), ("lora.target_modules", MODULES)),
+    **dict.fromkeys(
+        ("lora_modules_to_save", "additional_target", "modules_to_save"), ("lora.modules_to_save", MODULES)
+    ),
+    "use_rslora": ("lora.rslora", FLAG),
+}
+_BITS = ("quantization_bit", "load_in_4bit", "load_in_8bit")
+QUANTIZED = {4: "nf4", 8: "int8"}
+CLIENTS = ("tensorboard", "wandb", "mlflow")
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+
+WANTED = "config.metrics.to has tensorboard, wandb and mlflow"
+_PROCESS = "a run is one command a process"
+_TOKENIZER = "the tokenizer is that of config.init_from; config.data.tokenizer names another tokenizer.json"
+_READS = "examples are read and encoded once, before anything is compiled"
+_LORA = ("lora.r", "lora.alpha", "lora.dropout", "lora.target_modules")
+
+KEYS: Mapping[str, Key] = {
+    **{name: Key(TAKEN, "", (place,)) for name, (place, _) in {**PLACES, **ADAPTERS}.items()},
+    **dict.fromkeys(("validation_file", "eval_file"), Key(TAKEN, "", ("data.eval_file",))),
+    **dict.fromkeys(
+        ("dataset", "dataset_name", "dataset_name_or_path"), Key(TAKEN, "", ("data.name", "data.train_file"))
+    ),
+    **dict.fromkeys(_BITS, Key(TAKEN, "of frozen kernels", ("lora.quantize",), (False, None))),
+    "finetuning_type": Key(TAKEN, "", _LORA),
+    "use_peft": Key(TAKEN, "", _LORA, (False, None)),
+    "stage": Key(TAKEN, "", ("data.task",)),
+    "report_to": Key(TAKEN, "wandb and mlflow need their packages", ("metrics.to",)),
+    "bnb_4bit_quant_type": Key(UNSUPPORTED, "4 bits are nf4", (), ("nf4", None)),
+    "bnb_4bit_compute_dtype": Key(NO_EFFECT, "matmuls are in the precision's dtype"),
+    **dict.fromkeys(
+        ("bnb_4bit_use_double_quant", "use_bnb_nested_quant", "double_quantization"),
+        Key(NO_EFFECT, "scales are bf16, for 64 weights each"),
+    ),
+    "lora_bias": Key(UNSUPPORTED, "adapters train no biases", (), ("none", None)),
+    "lora_task_type": Key(IMPLIED, "the model's family says it"),
+    "task_type": Key(IMPLIED, "the model's family says it"),
+    "template": Key(UNSUPPORTED, "chats have the tokenizer's own template; config.data.chat_template"),
+    "dataset_dir": Key(UNSUPPORTED, "name the file itself in config.data.train_file"),
+    "dataset_config_name": Key(UNSUPPORTED, "name the file itself in config.data.train_file", (), (None, "")),
+    "max_samples": Key(UNSUPPORTED, "all examples are read", (), (None,)),
+    "val_size": Key(
+        UNSUPPORTED, "held-out examples are config.data.eval_file or config.data.eval_split", (), (0, None)
+    ),
+    **dict.fromkeys(("tokenizer_name", "tokenizer_name_or_path"), Key(UNSUPPORTED, _TOKENIZER, (), (None, ""))),
+    "use_fast_tokenizer": Key(IMPLIED, _TOKENIZER),
+    "model_revision": Key(UNSUPPORTED, "config.init_from is a folder", (), ("main", None)),
+    "trust_remote_code": Key(NO_EFFECT, "no code of a model's folder is run"),
+    "cache_dir": Key(NO_EFFECT, "config.init_from is a folder, and data are in config.data.dir"),
+    **dict.fromkeys(
+        ("torch_dtype", "dtype", "model_dtype"),
+        Key(NO_EFFECT, "config.precision decides the dtype of weights; frozen ones have config.lora.frozen_dtype"),
+    ),
+    **dict.fromkeys(
+        ("attn_implementation", "flash_attn", "use_flash_attention_2"),
+        Key(IMPLIED, "config.model.attention=auto takes cuDNN's flash attention where there is one"),
+    ),
+    **dict.fromkeys(
+        "preprocessing_num_workers dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor dataset_num_proc "
+        "overwrite_cache remove_unused_columns dataloader_persistent_workers preprocessing_batch_size".split(),
+        Key(NO_EFFECT, _READS),
+    ),
+    "dataloader_drop_last": Key(IMPLIED, "batches are full: an epoch's last one begins the next"),
+    "do_train": Key(IMPLIED, "a run trains"),
+    "do_eval": Key(IMPLIED, "held-out examples are evaluated; config.evaluate.every"),
+    "overwrite_output_dir": Key(NO_EFFECT, "a run resumes in its --workdir; name a new one to begin anew"),
+    "plot_loss": Key(IMPLIED, "a run writes losses.png"),
+    "logging_dir": Key(NO_EFFECT, "events go to WORKDIR/tensorboard"),
+    "logging_first_step": Key(NO_EFFECT, "config.log_every counts steps"),
+    "data_seed": Key(NO_EFFECT, "config.seed is that of the data too"),
+    "gradient_checkpointing_kwargs": Key(NO_EFFECT, "config.model.remat decides what is kept"),
+    "tf32": Key(NO_EFFECT, "config.precision decides the arithmetic"),
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), Key(IMPLIED, "an evaluation has the precision of training")),
+    "use_cache": Key(NO_EFFECT, "training has no cache of keys and values"),
+    "save_safetensors": Key(IMPLIED, "exports are safetensors"),
+    "save_only_model": Key(NO_EFFECT, "a checkpoint holds the state too, so that a run resumes"),
+    "include_num_input_tokens_seen": Key(NO_EFFECT, "metrics.jsonl has tokens_per_second"),
+    **dict.fromkeys(
+        "ddp_timeout ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb local_rank disable_tqdm log_level "
+        "log_on_each_node skip_memory_metrics".split(),
+        Key(NO_EFFECT, _PROCESS),
+    ),
+}
+
+
+def read(draft: Draft) -> None:
+    """Puts the settings of the arguments that a script adds to a Trainer's.
+
+    Raises:
+      UserError: a value has a wrong type.
+    """
+    for name, (place, form) in PLACES.items():
+        _put(draft, name, place, form)
+    for name in ("validation_file", "eval_file"):
+        if _put(draft, name, "data.eval_file", TEXT) and "data.train_file" not in draft.settings:
+            del draft.settings["data.eval_file"]
+            draft.say(name, UNSUPPORTED, "config.data.eval_file goes with config.data.train_file; name both")
+    _dataset(draft)
+    _adapters(draft)
+    _stage(draft)
+    _clients(draft)
+
+
+def _put(draft: Draft, name: str, place: str, form: str) -> bool:
+    """Puts an argument's value in the form of a setting, if it has one."""
+    if draft.get(name) in (None, "") or place in draft.settings:
+        return False
+    value = draft.get(name)
+    if form == WHOLE:
+        value = draft.whole(name)
+    elif form == NUMBER:
+        value = draft.number(name)
+    elif form == FLAG:
+        value = draft.flag(name)
+    elif form == MODULES:
+        value = _modules(value)
+    else:
+        value = str(value)
+    if form in (WHOLE, NUMBER) and value <= 0 and name != "lora_dropout":
+        return False  # -1: not given
+    draft.put(place, value, name)
+    return True
+
+
+def _modules(value: Any) -> str:
+    """Returns names of modules as config.lora has them: with commas, and "all-linear" for all."""
+    names = [str(one).strip() for one in (value if isinstance(value, list) else str(value).split(","))]
+    return "all-linear" if names == ["all"] else ",".join(names)
+
+
+def _dataset(draft: Draft) -> None:
+    """Puts a dataset's name, or the file that it is."""
+    for name in ("dataset", "dataset_name", "dataset_name_or_path"):
+        value = draft.get(name)
+        if value in (None, ""):
+            continue
+        if not isinstance(value, str) or "," in value:
+            draft.say(
+                name, UNSUPPORTED, "a run reads one dataset; join the files and name them in config.data.train_file"
+            )
+        elif value.lower().endswith(SUFFIXES):
+            draft.put("data.train_file", value, name)
+        else:
+            draft.put("data.name", value, name)
+
+
+def _adapters(draft: Draft) -> None:
+    """Puts the adapters, with the defaults of the script for what it omits."""
+    kind = str(draft.get("finetuning_type", "")).lower()
+    if kind not in ("", "lora", "full"):
+        draft.say("finetuning_type", UNSUPPORTED, "adapters are LoRA; config.lora, or all weights are trained")
+    given = [name for name in ADAPTERS if draft.get(name) not in (None, "")]
+    is_peft = draft.flag("use_peft")
+    is_on = kind == "lora" or is_peft or any(name in ("lora_r", "lora_rank", "adapter_name_or_path") for name in given)
+    if kind not in ("", "lora") or (draft.get("use_peft") is not None and not is_peft) or not is_on:
+        if kind == "full":
+            draft.say("finetuning_type", IMPLIED, "all weights are trained where config.lora.r is 0")
+        for name in (*given, *_BITS):
+            draft.say(name, NO_EFFECT, "no adapters are trained")
+        return
+    for name, (place, form) in ADAPTERS.items():
+        _put(draft, name, place, form)
+    defaults: dict[str, Any] = {"lora.r": 8, "lora.alpha": 8.0}
+    if kind == "lora" or draft.has("lora_rank"):
+        rank = draft.settings.get("lora.r", 8)
+        defaults = {"lora.r": 8, "lora.alpha": 2.0 * rank, "lora.target_modules": "all-linear"}
+    elif is_peft:
+        defaults = {"lora.r": 16, "lora.alpha": 32.0, "lora.dropout": 0.05}
+    if "lora.init_from" in draft.settings:
+        defaults = {}
+    lacking = {place: value for place, value in defaults.items() if place not in draft.settings}
+    switch = next((name for name in ("finetuning_type", "use_peft") if draft.has(name)), "")
+    if lacking:
+        draft.assume(switch or "lora_alpha", lacking, "the script's default for what is absent")
+    elif switch:
+        draft.say(switch, IMPLIED, "adapters are trained where config.lora.r is above 0")
+    for name in _BITS:
+        bits = {"load_in_4bit": 4, "load_in_8bit": 8}.get(name, draft.get(name)) if draft.flag(name) else None
+        if bits in QUANTIZED:
+            draft.put("lora.quantize", QUANTIZED[bits], name)
+        elif bits is not None:
+            draft.say(name, UNSUPPORTED, f"frozen kernels are stored in {' or '.join(map(str, QUANTIZED))} bits")
+    if "export.format" not in draft.settings:
+        draft.put("export.format", "peft", *given, switch)
+
+
+def _stage(draft: Draft) -> None:
+    """Puts the task of the argument `stage`, and the length of examples that its tool takes where the file has none."""
+    if not draft.has("stage"):
+        return
+    kind = str(draft.get("stage")).lower()
+    if kind == "pt":
+        draft.put("data.task", "text", "stage")
+    elif kind == "sft":
+        why = "its examples are conversations; for other fields config.data.task=seq2seq, prompt and answer"
+        draft.assume("stage", {"data.task": "chat"}, why)
+    else:
+        draft.say("stage", UNSUPPORTED, "there is supervised training alone; config.data.task")
+    if "seq_len" not in draft.settings:
+        draft.assume("cutoff_len", {"seq_len": 2048}, "absent: the script's default is taken")
+
+
+def _clients(draft: Draft) -> None:
+    """Puts the clients that show the metrics."""
+    value = draft.get("report_to")
+    if not draft.has("report_to") or value is None:
+        return
+    names = [str(one).lower() for one in (value if isinstance(value, list) else str(value).split(","))]
+    names = [name.strip() for name in names if name.strip() not in ("", "none")]
+    others = [name for name in names if name not in CLIENTS]
+    draft.put("metrics.to", tuple(name for name in CLIENTS if name in names), "report_to")
+    if others:
+        draft.say("report_to", UNSUPPORTED, f"there is no client for {', '.join(others)}; {WANTED}")
+
+
+def share(value: Any, steps: Any) -> int | None:
+    """Returns a number of steps; a value below 1 is a share of `steps`. None if it is neither."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**31:
+        return None
+    if value < 1:
+        return math.ceil(value * steps) if isinstance(steps, int) and 0 < steps < 2**31 else None
+    return int(value) if value == int(value) else None

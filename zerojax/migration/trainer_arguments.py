@@ -1,0 +1,340 @@
+"""Translates the arguments of transformers' Trainer. This module fills the "auto" values of their DeepSpeed config, and names what remains.
+
+Trainer makes an optimizer and a schedule itself where the DeepSpeed config has none, or where there is no DeepSpeed config.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.errors import UserError
+from zerojax.migration import draft as draft_lib
+from zerojax.migration import keys as keys_lib
+from zerojax.migration import script_arguments, translate
+from zerojax.migration.draft import Draft, Line, Translation
+from zerojax.migration.keys import Key
+
+# argument -> the DeepSpeed keys whose "auto" takes it, and the setting of ours that it decides
+ARGUMENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "per_device_train_batch_size": (("train_micro_batch_size_per_gpu",), "micro_batch_size"),
+    "gradient_accumulation_steps": (("gradient_accumulation_steps",), "grad_accum"),
+    "learning_rate": (("optimizer.params.lr", "scheduler.params.warmup_max_lr"), "optimizer.learning_rate"),
+    "weight_decay": (("optimizer.params.weight_decay",), "optimizer.weight_decay"),
+    "adam_epsilon": (("optimizer.params.eps",), "optimizer.eps"),
+    "adam_beta1": (("optimizer.params.betas",), "optimizer.b1"),
+    "adam_beta2": (("optimizer.params.betas",), "optimizer.b2"),
+    "max_grad_norm": (("gradient_clipping",), "optimizer.clip_norm"),
+    "warmup_steps": (("scheduler.params.warmup_num_steps",), "optimizer.warmup_steps"),
+    "warmup_ratio": (("scheduler.params.warmup_num_steps",), "optimizer.warmup_steps"),
+    "lr_scheduler_type": ((), "optimizer.schedule"),
+    "max_steps": (("scheduler.params.total_num_steps",), "steps"),
+    "bf16": (("bf16.enabled",), "precision"),
+    "fp16": (("fp16.enabled",), "precision"),
+    "gradient_checkpointing": ((), "model.remat"),
+    "seed": ((), "seed"),
+    "logging_steps": ((), "log_every"),
+    "save_steps": ((), "checkpoint.every"),
+    "save_total_limit": ((), "checkpoint.keep_last"),
+    "eval_steps": ((), "evaluate.every"),
+}
+# argument -> what to set instead
+BY_HAND: Mapping[str, str] = {
+    "output_dir": "give the folder as --workdir",
+    "resume_from_checkpoint": "the same --workdir resumes the run",
+    "per_device_eval_batch_size": "an evaluation has the batches of training; set config.evaluate.batches",
+    "fsdp": "set config.zero.stage: 3 for full_shard, 2 for shard_grad_op",
+}
+_STRATEGIES = ("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy")
+KEYS: Mapping[str, Key] = {
+    **{name: Key(keys_lib.TAKEN, "", (place,)) for name, (_, place) in ARGUMENTS.items()},
+    **{name: Key(keys_lib.UNSUPPORTED, text) for name, text in BY_HAND.items()},
+    **script_arguments.KEYS,
+    "num_train_epochs": Key(keys_lib.TAKEN, "", ("epochs",)),
+    "optim": Key(keys_lib.TAKEN, "", ("optimizer.name", "optimizer.moments")),
+    **dict.fromkeys(_STRATEGIES[:2], Key(keys_lib.TAKEN, "", ("evaluate.every",))),
+    "save_strategy": Key(keys_lib.TAKEN, "", ("checkpoint.every",)),
+    "logging_strategy": Key(
+        keys_lib.IMPLIED, "config.log_every counts steps, and a line is printed once a minute at least"
+    ),
+}
+# transformers' defaults, for arguments that the file omits
+DEFAULTS: Mapping[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 5e-5,
+    "weight_decay": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "max_grad_norm": 1.0,
+    "bf16": False,
+    "fp16": False,
+}
+SCHEDULES: Mapping[str, str] = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+# Trainer's `optim` -> (DeepSpeed's type, how moments are stored)
+OPTIMIZERS: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(
+        "adamw_torch adamw_torch_fused adamw_torch_xla adamw_hf adamw_apex_fused paged_adamw paged_adamw_32bit".split(),
+        ("AdamW", "fp32"),
+    ),
+    **dict.fromkeys("adamw_8bit adamw_bnb_8bit paged_adamw_8bit adamw_torch_8bit".split(), ("AdamW", "int8")),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), ("Lion", "fp32")),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), ("Lion", "int8")),
+    "adafactor": ("Adafactor", "fp32"),
+    "sgd": ("SGD", "fp32"),
+}
+_PARAMS = {"AdamW": ("lr", "betas", "eps", "weight_decay"), "Lion": ("lr", "betas", "weight_decay")}
+_PLAIN = {  # what decides a run without DeepSpeed
+    "train_micro_batch_size_per_gpu": draft_lib.AUTO,
+    "gradient_accumulation_steps": draft_lib.AUTO,
+    "gradient_clipping": draft_lib.AUTO,
+    "bf16": {"enabled": draft_lib.AUTO},
+    "fp16": {"enabled": draft_lib.AUTO},
+}
+
+
+def translate_trainer(
+    content: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, *, version: tuple[int, ...] = translate.NEWEST
+) -> Translation:
+    """Returns what a Trainer's arguments become. They give the values of "auto" in the DeepSpeed config that they name.
+
+    Args:
+      content: the arguments.
+      deepspeed: the config under `deepspeed`; None if there is none, or its file is not there.
+      version: of DeepSpeed, whose defaults hold for absent keys.
+
+    Raises:
+      UserError: a value has a wrong type or is not known.
+    """
+    arguments = {name: value for name, value in content.items() if name != "deepspeed"}
+    draft = Draft(arguments, KEYS)
+    script_arguments.read(draft)
+    blocks = {key: value for key, value in (_PLAIN if deepspeed is None else deepspeed).items() if value is not None}
+    kind, moments = OPTIMIZERS.get(str(draft.get("optim", "adamw_torch")).lower(), ("AdamW", "fp32"))
+    own = {"type": kind, "params": dict.fromkeys(_PARAMS.get(kind, ("lr", "weight_decay")), draft_lib.AUTO)}
+    try:
+        inner = translate.translate({"optimizer": own, **blocks}, version=version, auto=_auto(arguments))
+    except UserError as error:
+        raise UserError(_named_argument(str(error), arguments, deepspeed)) from error
+    _merge(draft, inner, deepspeed)
+    _optimizer(draft, moments, is_own="optimizer" not in blocks)
+    if "scheduler" not in blocks:
+        _schedule(draft)
+    _steps(draft)
+    for name, value in draft_lib.leaves(arguments):
+        _say(draft, name, value)
+    found = draft.finish(inner.devices)
+    lines = [
+        dataclasses.replace(line, key=f"deepspeed.{line.key}")
+        for line in inner.lines
+        if (_holds(deepspeed, line.key) if line.value is not None else deepspeed is not None)
+        and not (line.key in ("scheduler.type", "optimizer.type") and line.value is None)
+    ]
+    return dataclasses.replace(found, lines=(*found.lines, _deepspeed(content, deepspeed), *lines))
+
+
+def _auto(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns {DeepSpeed key: value} for the values that are "auto"."""
+    values = {**DEFAULTS, **{name: value for name, value in arguments.items() if not _is_unset(name, value)}}
+    values["warmup_steps"] = _warmup(arguments)
+    auto = {
+        key: values[name]
+        for name, (keys, _) in ARGUMENTS.items()
+        if values.get(name) is not None and name != "warmup_ratio"
+        for key in keys
+    }
+    auto["optimizer.params.betas"] = [values["adam_beta1"], values["adam_beta2"]]
+    return auto
+
+
+def _merge(draft: Draft, inner: Translation, deepspeed: Mapping[str, Any] | None) -> None:
+    """Puts what the DeepSpeed config decides, with the arguments that filled in its "auto" as its sources."""
+    held = dict(draft_lib.leaves(deepspeed or {}))
+    for place, value in inner.settings.items():
+        keys = inner.sources[place]
+        names = [
+            name
+            for name, (own, its) in ARGUMENTS.items()
+            if its == place
+            and draft.has(name)
+            and not _is_unset(name, draft.get(name))
+            and any(key in keys and held.get(key, draft_lib.AUTO) == draft_lib.AUTO for key in own)
+            and not (name == "warmup_ratio" and draft.get("warmup_steps"))
+        ]
+        draft.put(place, value, *names)
+        draft.sources[place] += tuple(key for key in keys if _holds(deepspeed, key))
+        if place in inner.assumed:
+            draft.assumed.add(place)
+            draft.sources[place] = keys
+    for name, value in DEFAULTS.items():
+        keys, place = ARGUMENTS[name]
+        is_taken = any(
+            key in inner.sources.get(place, ()) and held.get(key, draft_lib.AUTO) == draft_lib.AUTO for key in keys
+        )
+        if is_taken and not draft.has(name) and value is not False:
+            draft.absent(
+                name, keys_lib.TAKEN, f"absent: config.{place} = {inner.settings[place]!r}, transformers' default"
+            )
+
+
+def _optimizer(draft: Draft, moments: str, *, is_own: bool) -> None:
+    """Says what became of the name of the optimizer, which Trainer reads where the DeepSpeed config has none."""
+    kind = draft.get("optim")
+    if kind is None:
+        return
+    if not is_own:
+        draft.say("optim", keys_lib.NO_EFFECT, "the DeepSpeed config has an optimizer")
+    elif str(kind).lower() not in OPTIMIZERS:
+        draft.say(
+            "optim",
+            keys_lib.UNSUPPORTED,
+            "there is no such optimizer; config.optimizer.name = 'adamw' is taken instead",
+        )
+    else:
+        draft.put("optimizer.name", draft.settings["optimizer.name"], "optim")
+        if moments != "fp32":
+            draft.put("optimizer.moments", moments, "optim")
+
+
+def _schedule(draft: Draft) -> None:
+    """Puts the schedule that Trainer makes where the DeepSpeed config has none."""
+    kind = str(draft.get("lr_scheduler_type") or "linear")
+    draft.put("optimizer.schedule", SCHEDULES.get(kind, "linear"), "lr_scheduler_type")
+    draft.put("optimizer.warmup", "linear")
+    draft.put("optimizer.final_fraction", 0.0)
+    if kind not in SCHEDULES:
+        text = f"there is no such schedule; {draft.settings['optimizer.schedule']!r} is taken instead"
+        draft.say("lr_scheduler_type", keys_lib.UNSUPPORTED, text)
+    name = "warmup_steps" if draft.get("warmup_steps") else "warmup_ratio"
+    rise = (
+        0
+        if kind == "constant"
+        else _warmup({key: draft.get(key) for key in ("warmup_steps", "warmup_ratio", "max_steps")})
+    )
+    draft.put("optimizer.warmup_steps", rise, *([name] if draft.get(name) and kind != "constant" else []))
+    draft.sources["optimizer.warmup_steps"] = (name,) if draft.get(name) and kind != "constant" else ()
+
+
+def _steps(draft: Draft) -> None:
+    """Puts what Trainer counts in steps: the run, its logs, its checkpoints and its evaluations."""
+    last = draft.whole("max_steps")
+    if last is not None and last > 0:
+        draft.put("steps", last, "max_steps")
+    elif draft.settings.get("data.task", "text") != "text":
+        draft.put("epochs", draft.number("num_train_epochs", 3.0), "num_train_epochs")
+        if not draft.has("num_train_epochs"):
+            draft.absent("num_train_epochs", keys_lib.TAKEN, "absent: config.epochs = 3.0, transformers' default")
+    for name in ("seed", "save_total_limit"):
+        if (value := draft.whole(name)) is not None and value > 0:
+            draft.put(ARGUMENTS[name][1], value, name)
+    if draft.flag("gradient_checkpointing"):
+        draft.put("model.remat", "full", "gradient_checkpointing")
+    _every(draft, "logging_steps")
+    saves = str(draft.get("save_strategy", "steps")).lower()
+    if saves == "steps":
+        _every(draft, "save_steps", "save_strategy")
+    elif saves == "no" or draft.get("save_strategy") is False:  # YAML reads `no` as False
+        draft.put("checkpoint.every", 0, "save_strategy")
+    else:
+        draft.say(
+            "save_strategy", keys_lib.UNSUPPORTED, "checkpoints are counted in steps; set config.checkpoint.every"
+        )
+    strategy = next((name for name in _STRATEGIES[:2] if draft.get(name) is not None), "")
+    evaluates = str(draft.get(strategy, "no")).lower() if strategy else "no"
+    if evaluates == "steps":
+        _every(draft, "eval_steps", strategy)
+    elif evaluates == "epoch" and "epochs" in draft.settings:
+        draft.say(strategy, keys_lib.IMPLIED, "config.epochs evaluates after each")
+    elif evaluates == "epoch":
+        draft.say(
+            strategy,
+            keys_lib.UNSUPPORTED,
+            "config.epochs, which evaluates after each, needs a config.data.task of answers",
+        )
+    else:
+        if strategy:
+            draft.put("evaluate.every", 0, strategy)
+        draft.say("eval_steps", keys_lib.NO_EFFECT, "Trainer reads it with eval_strategy: steps")
+
+
+def _every(draft: Draft, name: str, strategy: str = "") -> None:
+    """Puts a number of steps, or the share of them that a value below 1 is."""
+    given = draft.number(name)
+    if given is None:
+        if strategy:
+            draft.say(strategy, keys_lib.IMPLIED, f"config.{ARGUMENTS[name][1]} counts steps")
+        return
+    steps = script_arguments.share(given, draft.settings.get("steps"))
+    if steps is not None:
+        draft.put(ARGUMENTS[name][1], steps, name, *([strategy] if strategy else []))
+    elif 0 < given < 1:
+        why = f"a share of max_steps, which is not given; set config.{ARGUMENTS[name][1]}"
+        draft.say(name, keys_lib.UNSUPPORTED, why)
+
+
+def _warmup(arguments: Mapping[str, Any]) -> float:
+    """Returns the steps of the warm-up, or their share where the number of steps is not known."""
+    values = Draft(arguments, {})
+    steps, ratio = (values.number(name, 0.0) for name in ("warmup_steps", "warmup_ratio"))
+    last = values.whole("max_steps", 0)
+    chosen = steps or ratio
+    if not 0 < chosen < 1:
+        return int(chosen) if chosen == steps else 0
+    return script_arguments.share(chosen, last) or chosen
+
+
+def _say(draft: Draft, name: str, value: Any) -> None:
+    """Says of an argument what the table does not."""
+    if name.partition(".")[0] == "fsdp_config":
+        draft.say(name, keys_lib.NO_EFFECT, "Trainer reads it with fsdp alone; set config.zero.stage")
+    elif name == "num_train_epochs" and "steps" in draft.settings:
+        draft.say(name, keys_lib.NO_EFFECT, "the number of steps is given")
+    elif name == "num_train_epochs" and "epochs" not in draft.settings:
+        text = "config.epochs needs a config.data.task of answers; set both, or config.steps"
+        draft.say(name, keys_lib.UNSUPPORTED, text)
+    elif name in KEYS and KEYS[name].verdict == keys_lib.TAKEN and _is_unset(name, value):
+        draft.say(name, keys_lib.NO_EFFECT, f"it is not given; set config.{KEYS[name].into[0]}")
+    elif not draft_lib.is_true(value) and not any(name in names for names in draft.sources.values()):
+        draft.say(name, keys_lib.NO_EFFECT, "it is off")
+    elif name not in KEYS:
+        draft.say(name, keys_lib.UNSUPPORTED, "an argument of the training script, which nothing here reads")
+    elif name in ARGUMENTS and name not in draft.told and not any(name in names for names in draft.sources.values()):
+        draft.say(
+            name, keys_lib.NO_EFFECT, f"the DeepSpeed config has its own value or none; set config.{ARGUMENTS[name][1]}"
+        )
+
+
+def _deepspeed(content: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> Line:
+    """Returns the account of the argument `deepspeed`."""
+    named = content.get("deepspeed")
+    if deepspeed is not None:
+        return Line("deepspeed", "...", keys_lib.IMPLIED, "its keys follow")
+    if named:
+        return Line(
+            "deepspeed", named, keys_lib.UNSUPPORTED, "the file is not there; translate it, and take its settings"
+        )
+    return Line("deepspeed", None, keys_lib.TAKEN, "absent: config.zero.stage = 0, every device holds the full state")
+
+
+def _named_argument(text: str, arguments: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> str:
+    """Returns an error's line with the argument's name in place of the DeepSpeed key that it filled in."""
+    for name, (keys, _) in ARGUMENTS.items():
+        for key in keys:
+            if name in arguments and text.startswith(f"{key}:") and not _holds(deepspeed, key):
+                return name + text.removeprefix(key)
+    return text
+
+
+def _holds(deepspeed: Mapping[str, Any] | None, name: str) -> bool:
+    """Returns whether the DeepSpeed config has a key."""
+    return any(key == name or keys_lib.canonical(key) == name for key, _ in draft_lib.leaves(deepspeed or {}))
+
+
+def _is_unset(name: str, value: Any) -> bool:
+    """Returns whether an argument's value is one of its ways of saying "not given"."""
+    return value in ("", "auto", None) or (name == "max_steps" and isinstance(value, (int, float)) and value <= 0)
