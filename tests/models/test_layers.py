@@ -11,6 +11,7 @@ from zerojax.models import layers
 from zerojax.ops import losses
 
 ROUNDING = 1e-5  # float32 sums of some terms in another order
+EPS = 1e-6
 
 
 def applied(module, *arrays, **options):
@@ -28,6 +29,47 @@ def test_the_norm_divides_by_the_root_mean_square():
     x = normal(2, 3, 8)
     found, _ = applied(layers.RMSNorm(1e-3), x)
     np.testing.assert_allclose(found, x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + 1e-3), rtol=ROUNDING)
+
+
+def plain_norm(x, scale, eps):
+    """The norm with JAX's own derivative."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(x32**2, axis=-1, keepdims=True) + eps)).astype(x.dtype) * scale
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def value_and_derivatives(norm, x, scale, dy, dx, dscale):
+    y, pull = jax.vjp(lambda x, scale: norm(x, scale, EPS), x, scale)
+    forward = jax.jvp(lambda x, scale: norm(x, scale, EPS), (x, scale), (dx, dscale))[1]
+    return y, (*pull(dy), forward)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_the_norms_derivative_is_as_exact_as_jaxs_own(dtype):
+    """Beside the closed form in float64: the gradients of x and scale, and forward mode. Values are the same bits."""
+    drawn = np.random.default_rng(0).normal(size=(3, 512, 96)).astype(np.float32)
+    scales = 1 + np.random.default_rng(1).normal(size=(2, 96)) / 4
+    for size, offset in ((1.0, 0.0), (300.0, 0.0), (1e-3, 0.0), (1.0, 8.0), (0.01, 1.0)):
+        arrays = drawn[0] * size + offset, scales[0], drawn[1], drawn[2], scales[1]
+        given = [jnp.asarray(array, dtype) for array in arrays]
+        x, scale, dy, dx, dscale = (np.asarray(array, np.float64) for array in given)
+        inverse = 1 / np.sqrt(np.mean(x**2, -1, keepdims=True) + EPS)
+        n, g = x * inverse, dy * scale
+        wanted = (
+            (g - n * np.mean(n * g, -1, keepdims=True)) * inverse,
+            np.sum(dy * n, 0),
+            (dx - n * np.mean(n * dx, -1, keepdims=True)) * inverse * scale + n * dscale,
+        )
+        y, found = value_and_derivatives(layers.rms_norm, *given)
+        plain_y, plain = value_and_derivatives(plain_norm, *given)
+        np.testing.assert_array_equal(y, plain_y)
+        rounding = float(jnp.finfo(dtype).eps)  # twice that of a result
+        for value, *pair in zip(wanted, found, plain):
+            assert pair[0].dtype == dtype
+            error, plain_error = (
+                np.linalg.norm(np.asarray(array, np.float64) - value) / np.linalg.norm(value) for array in pair
+            )
+            assert error <= max(plain_error, rounding) and error < 8 * rounding, (size, offset)
 
 
 @pytest.mark.parametrize("contracted, equation", [(1, "bthn,nxy->bthxy"), (2, "bthn,hnxy->btxy")])

@@ -19,7 +19,10 @@ def test_gpus_have_options_that_xla_knows_and_cpus_none():
     for count, kind in ((2**28, "all_gather"), (2**29, "all_reduce"), (2**26, "reduce_scatter")):
         assert count < merged[kind] < 2 * count
     assert options == dict(xla_options.OPTIONS["gpu"])
-    assert xla_options.for_mesh(zerojax.make_mesh()) == {}
+    cpus = zerojax.make_mesh()
+    assert xla_options.for_mesh(cpus) == xla_options.for_blocks(cpus) == xla_options.for_fp8(cpus) == {}
+    assert xla_options.for_fp8(gpus).items() <= xla_options.for_blocks(gpus).items()
+    options |= xla_options.for_blocks(gpus)
     with compile_only.optimized():  # an option that XLA does not know is an error
         leaf = jax.ShapeDtypeStruct((8,), "float32", sharding=zerojax.batch_sharding(gpus))
         jax.jit(lambda x: x + 1).lower(leaf).compile(compiler_options=options)
@@ -45,6 +48,7 @@ def test_a_flag_that_the_user_set_is_left_alone(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_all_gather_combine_threshold_bytes=1")
     options = xla_options.for_mesh(mesh, gathered=2**28, but=xla_flags.names())
     assert "xla_gpu_all_gather_combine_threshold_bytes" not in options
+    assert xla_options.for_blocks(mesh, but=["xla_gpu_enable_triton_gemm"]) == {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def test_a_program_with_options_may_be_part_of_another_or_exported():

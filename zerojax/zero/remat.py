@@ -1,4 +1,5 @@
-"""Chooses which residuals the backward pass keeps. This module chooses by primitive, so that models need no `checkpoint_name`.
+"""Chooses which residuals the backward pass keeps. This module chooses by primitive, so that models need no `checkpoint_name`. Ours name
+some arrays that "dots" keeps in place of matmuls (`ops.residuals`).
 
 Gathered weights are never kept, nor are values derived from a weight by a cast, a transpose or a slice.
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax.errors import UserError
-from zerojax.ops import fp8
+from zerojax.ops import fp8, residuals
 
 # Their results may be a gathered weight, moved or cast, and are cheap to recompute.
 _MOVES = frozenset(
@@ -51,9 +52,17 @@ class _Offloads:
         return (_to_host if is_for_host else self.rest)(primitive, *args, **params)
 
 
-def policy(name: str, *, offloads: bool = False) -> Callable[..., Any]:
-    """Returns the policy of a name in REMAT; with `offloads`, arrays named by `for_host` are kept in host memory."""
-    return _Offloads(REMAT[name]) if offloads else REMAT[name]
+def policy(name: str, *, offloads: bool = False, in_place: bool = True) -> Callable[..., Any]:
+    """Returns the policy of a name in REMAT.
+
+    Args:
+      name: of the policy.
+      offloads: arrays named by `for_host` are kept in host memory.
+      in_place: "dots" keeps arrays named by `residuals.in_place`. False where `recompute` or `offload` name modules whose results are not
+        kept on the device: arrays kept in place of these results would take their memory.
+    """
+    found = REMAT[name] if in_place or name != "dots" else _keep_only_matmuls
+    return _Offloads(found) if offloads else found
 
 
 def without_offload(policy: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,6 +138,11 @@ def _keep_all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def _keep_matmuls(primitive: Any, *operands: Any, **params: Any) -> bool:
+    is_in_place = primitive.name == "name" and params["name"] == residuals.IN_PLACE
+    return is_in_place or _keep_only_matmuls(primitive, *operands, **params)
+
+
+def _keep_only_matmuls(primitive: Any, *operands: Any, **params: Any) -> bool:
     # Attention's forward, cuDNN's or a Pallas kernel, also returns the softmax statistics, so the backward pass does not run it again.
     name = primitive.name
     if name == "name":

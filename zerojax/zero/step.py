@@ -124,7 +124,9 @@ def make_train_step(
     )
     if updates is None or not blockwise.is_chosen(partition, how, reduce_dtype, fp8, clip, by_columns):
         return step if updates is None else streamed.StreamedStep(step, updates, donate=donate)
-    passes = blockwise.passes_of(loss_fn, partition, how, layout, **dtypes, options=_fp8_options(partition, fp8))
+    passes = blockwise.passes_of(
+        loss_fn, partition, how, layout, **dtypes, options=xla_options.for_blocks(partition.mesh, but=xla_flags.names())
+    )
     return blockwise.BlockwiseStep(step, updates, passes, finish, scaling.scale, clip, donate=donate)
 
 

@@ -153,7 +153,7 @@ def wrap(
       is_weight: returns whether a node of the params is one stored weight, if stored weights are not arrays.
     """
     how.check()
-    policy = remat.policy(how.remat, offloads=bool(how.offload))
+    policy = remat.policy(how.remat, offloads=bool(how.offload), in_place=not (how.recompute or how.offload))
     keeps_all = how.remat == "none" and not moves
 
     def at_top(params: Any, *args: Any, **kwargs: Any) -> Any:

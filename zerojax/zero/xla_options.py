@@ -1,4 +1,4 @@
-"""Chooses XLA's options for a step with explicit collectives. This module holds them by platform.
+"""Chooses XLA's options for a step with explicit collectives, in fp8, or block by block. This module holds them by platform.
 
 XLA's scheduler overlaps a collective with as much arithmetic as it expects the collective to take. On GPUs of one host it expects far less
 than a collective takes beside matmuls, and it runs one at a time. A matmul holds every multiprocessor until it ends, so a collective that
@@ -62,9 +62,23 @@ def for_fp8(mesh: Mesh, *, but: Collection[str] = ()) -> dict[str, Any]:
 
     On GPUs these become calls of cuBLASLt, which scale their results too. By default they become Triton kernels.
     """
+    return _on_gpus({"xla_gpu_enable_triton_gemm": False}, mesh, but)
+
+
+def for_blocks(mesh: Mesh, *, but: Collection[str] = ()) -> dict[str, Any]:
+    """Returns the options for the programs of a step block by block, in fp8 or not; see `for_mesh`.
+
+    By default XLA moves elementwise operations into Triton matmuls. Where cuBLAS is faster it takes them out again, one kernel for each
+    matmul that reads their result. It also merges matmuls of one operand (q, k and v), whose weights it must then concatenate, and slices
+    the result. These programs run for so few tokens that both cost time. Measured: docs/benchmarks/plan.md.
+    """
+    return _on_gpus({"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}, mesh, but)
+
+
+def _on_gpus(options: Mapping[str, Any], mesh: Mesh, but: Collection[str]) -> dict[str, Any]:
     if mesh_lib.platform(mesh) != "gpu":
         return {}
-    return {name: value for name, value in {"xla_gpu_enable_triton_gemm": False}.items() if name not in but}
+    return {name: value for name, value in options.items() if name not in but}
 
 
 def jit(

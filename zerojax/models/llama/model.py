@@ -1,4 +1,5 @@
-"""Llama, a decoder-only language model, and its relatives. This module knows no meshes, stages or rematerialisation.
+"""Llama, a decoder-only language model, and its relatives. This module knows no meshes or stages. It names what a backward pass may keep in
+place of matmuls (`ops.residuals`).
 
 It has RMSNorm, rotary positions, grouped-query attention and SwiGLU. Relatives differ in a few fields of the config: biases, norms of
 queries and keys, sliding windows. Layers are a plain unrolled list of named modules, and the train
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from zerojax.models import decoding, family, layers
 from zerojax.models.llama import rope
 from zerojax.ops import attention as attention_lib
+from zerojax.ops import residuals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +84,8 @@ class Attention(nn.Module):
         frequency_F = rope.frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
         positions_BT = None if past is None else past.step.positions_BT
         q_BTHN, k_BTKN = (rope.rotate(x_BTXN, frequency_F, positions_BT) for x_BTXN in (q_BTHN, k_BTKN))
+        if not c.qk_norm:  # the norms' gradients read the matmuls' results
+            q_BTHN, k_BTKN, v_BTKN = map(residuals.in_place, (q_BTHN, k_BTKN, v_BTKN))
         with jax.named_scope("attention"):
             y_BTHN, keys = decoding.attend(q_BTHN, k_BTKN, v_BTKN, c.attention, past, mask=mask, window=self.window)
         out = layers.Linear((c.embed_dim,), contracted=2, stddev=_residual_stddev(c), use_bias=c.o_bias, name="o")
@@ -127,7 +131,7 @@ class Layer(nn.Module):
         c = self.config
         y_BTD = layers.RMSNorm(c.norm_eps, name="attention_norm")(x_BTD)
         y_BTD, keys = Attention(c, self.window, name="attention")(y_BTD, mask_BT, past, segments_BT)
-        x_BTD = x_BTD + y_BTD
+        x_BTD = residuals.in_place(x_BTD + y_BTD)
         x_BTD = x_BTD + MLP(c, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD))
         return x_BTD if past is None else (x_BTD, keys)
 
