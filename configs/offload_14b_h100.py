@@ -8,8 +8,8 @@ in flight, and what XLA's pool of pinned memory wastes. 128 passes make up 524,2
 recomputed. The head and the embedding stay too: each would take 29 ms. Weights and sums are rounded stochastically, gradients of a pass to
 the nearest, and there are no float32 masters. Gradients are not clipped: the norm is known at the end of the backward pass, until when all
 gradients would wait in float32.
-Result: on an H100 6,215 tokens/s (the median of steps 2 to 4) with 77.0 GB in use at most; on an H200, which has faster memory, 6,400. The
-GPU's power limits both. On random tokens the loss should fall as that of configs/llama3_1b.py.
+Result: on an H100 6,440 tokens/s (the median of steps 2 to 4) with 77.0 GB in use at most; on an H200, which has faster memory, 6,400 with
+older code. The GPU's power limits both. On random tokens the loss should fall as that of configs/llama3_1b.py.
 """
 
 from zerojax.configs import llama3_1b

@@ -70,7 +70,7 @@ def for_blocks(mesh: Mesh, *, but: Collection[str] = ()) -> dict[str, Any]:
 
     By default XLA moves elementwise operations into Triton matmuls. Where cuBLAS is faster it takes them out again, one kernel for each
     matmul that reads their result. It also merges matmuls of one operand (q, k and v), whose weights it must then concatenate, and slices
-    the result. These programs run for so few tokens that both cost time. Measured: docs/benchmarks/plan.md.
+    the result. These programs run for few tokens, so both cost time. Measured at 14B: docs/benchmarks/plan.md.
     """
     return _on_gpus({"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}, mesh, but)
 
