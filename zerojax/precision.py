@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zerojax.errors import UserError
 
@@ -65,7 +66,7 @@ PRECISIONS: dict[str, Precision] = {
 DTYPES: dict[str, Any] = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
-def floating(name: str, dtype: Any) -> Any:
+def floating(name: str, dtype: DTypeLike | None) -> Any:
     """Returns the dtype of an argument; None stays None.
 
     Raises:
@@ -82,7 +83,7 @@ def floating(name: str, dtype: Any) -> Any:
     return found
 
 
-def cast_floating(values: PyTree, dtype: Any) -> PyTree:
+def cast_floating(values: PyTree, dtype: DTypeLike | None) -> PyTree:
     """Casts floating leaves to `dtype`; other leaves, and all if `dtype` is None, are unchanged."""
 
     def cast(leaf: Any) -> Any:
@@ -91,11 +92,11 @@ def cast_floating(values: PyTree, dtype: Any) -> PyTree:
     return jax.tree.map(cast, values)
 
 
-def at_least_float32(dtype: Any) -> Any:
+def at_least_float32(dtype: DTypeLike) -> Any:
     """Returns a dtype to sum in: the same, or float32 if it has less precision."""
     return widened(dtype) if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
 
 
-def widened(dtype: Any) -> Any:
+def widened(dtype: DTypeLike) -> Any:
     """Returns float32 for floating dtypes of fewer bits, and other dtypes unchanged."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype

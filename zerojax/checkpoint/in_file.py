@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
+from numpy.typing import DTypeLike
 
 
 class InFile:
@@ -20,7 +21,7 @@ class InFile:
       shape, dtype: the array's.
     """
 
-    def __init__(self, read: Callable[[], np.ndarray], shape: Sequence[int], dtype: Any):
+    def __init__(self, read: Callable[[], np.ndarray], shape: Sequence[int], dtype: DTypeLike):
         self.read, self.shape, self.dtype = read, tuple(shape), np.dtype(dtype)
 
     size = property(lambda self: int(np.prod(self.shape, dtype=np.int64)))
@@ -31,7 +32,7 @@ class InFile:
         del memo
         return self
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         del copy
         return np.asarray(self.read(), dtype)
 

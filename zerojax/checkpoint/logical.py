@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from zerojax import precision, tree
 from zerojax.checkpoint import in_file
@@ -23,7 +24,7 @@ def to_logical(state: Any) -> Any:
     return state.replace(params=params, opt_state=state.opt_state.inner)
 
 
-def from_logical(logical: Any, copy_dtype: Any, like: Any = None) -> Any:
+def from_logical(logical: Any, copy_dtype: DTypeLike | None, like: Any = None) -> Any:
     """Inverts `to_logical`: params become a copy of the master weights in `copy_dtype`. None makes no copy. Frozen weights keep
     their dtype.
 

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from zerojax import errors, files, tree
 from zerojax.checkpoint import checkpointer
@@ -406,7 +407,7 @@ def _state(program: program_lib.Program, found: zero_checkpoint.ZeroCheckpoint, 
     return state.replace(loss_scale=_loss_scale(found, logical.loss_scale))
 
 
-def _as(dtype: Any, leaf: Any) -> Any:
+def _as(dtype: DTypeLike, leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax.inference import choice as choice_lib
@@ -31,7 +32,7 @@ class Loop:
         config: Any,
         partition: placement.Partition,
         choice: choice_lib.Choice,
-        compute_dtype: Any,
+        compute_dtype: DTypeLike,
     ):
         how = {"compute_dtype": compute_dtype, "blocks": family.blocks, "heads": family_lib.heads(family, config)}
 

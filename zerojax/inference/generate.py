@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax import display, errors
 from zerojax import mesh as mesh_lib
@@ -40,7 +41,7 @@ def make_generator(
     new_tokens: int,
     special: family_lib.SpecialTokens,
     sampling: sampling_lib.Sampling | None = None,
-    compute_dtype: Any = None,
+    compute_dtype: DTypeLike | None = None,
 ) -> Callable[..., np.ndarray]:
     """Builds `generate(params, input_ids, attention_mask=None, *, seed=0) -> int32[rows, length]`.
 
@@ -147,7 +148,7 @@ def _make_loop(
     config: Any,
     partition: placement.Partition,
     choice: choice_lib.Choice,
-    compute_dtype: Any,
+    compute_dtype: DTypeLike,
 ) -> Callable[..., jax.Array]:
     """Returns the program that reads the prompts and adds tokens: int32[rows, new_tokens]."""
     how = {"blocks": family.blocks, "heads": family_lib.heads(family, config), "remat": "full"}

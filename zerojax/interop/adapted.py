@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax import tree
 from zerojax.interop import folder as folder_lib
@@ -171,7 +172,7 @@ def _quantizer(
 
 @functools.lru_cache
 def _drawer(
-    shape: tuple[int, ...], padded: tuple[int, ...], dtype: Any, sharding: Any, is_b: bool
+    shape: tuple[int, ...], padded: tuple[int, ...], dtype: DTypeLike, sharding: Any, is_b: bool
 ) -> Callable[..., jax.Array]:
     def run(key: jax.Array, number: Any) -> jax.Array:
         return _fit(adapters.draw(key, number, shape, is_b=is_b).astype(dtype), padded)

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from zerojax import bounded, errors, tree
 from zerojax.errors import UserError
@@ -175,7 +176,9 @@ def check_files(source: TensorFiles) -> None:
         tensor_files.check(files, slice(jax.process_index(), None, jax.process_count()))
 
 
-def read_shard(folder: TensorFiles, tensor: layout.ModelTensor, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
+def read_shard(
+    folder: TensorFiles, tensor: layout.ModelTensor, index: tuple[slice, ...], dtype: DTypeLike
+) -> np.ndarray:
     """Returns a slice of one leaf, in our layout. Parts of the slice beyond the leaf's shape are 0.
 
     The first slice of the files that holds NaN or infinity is warned of. All weights pass here, and only those that a process reads anyway

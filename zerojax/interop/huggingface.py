@@ -21,6 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax import bounded, errors, tree
 from zerojax.errors import UserError
@@ -61,7 +62,7 @@ def export(
     directory: str | os.PathLike,
     *,
     max_shard_bytes: int = SHARD_BYTES,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     source: str | os.PathLike | None = None,
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
@@ -157,7 +158,9 @@ def _check(leaves: Mapping[str, Any], tensors: list[layout.ModelTensor]) -> None
             )
 
 
-def _dtypes(tensors: list[layout.ModelTensor], dtype: Any, source: str | os.PathLike | None) -> dict[str, np.dtype]:
+def _dtypes(
+    tensors: list[layout.ModelTensor], dtype: DTypeLike | None, source: str | os.PathLike | None
+) -> dict[str, np.dtype]:
     """Returns each tensor's dtype, by its name."""
     if dtype is not None or source is None:
         return {tensor.name: np.dtype(jnp.bfloat16 if dtype is None else dtype) for tensor in tensors}

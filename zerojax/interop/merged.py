@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from zerojax import tree
 from zerojax.interop import folder as folder_lib
@@ -19,7 +20,9 @@ from zerojax.ops import quantized
 from zerojax.zero.offload import params as params_on_host
 
 
-def export(folder: folder_lib.Folder, adapter: peft.Adapter, path: str | os.PathLike, *, dtype: Any = None) -> None:
+def export(
+    folder: folder_lib.Folder, adapter: peft.Adapter, path: str | os.PathLike, *, dtype: DTypeLike | None = None
+) -> None:
     """Writes a folder of transformers with the adapter merged, and with the files that the model's folder has beside its weights.
 
     Args:

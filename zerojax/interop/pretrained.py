@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision
@@ -116,7 +117,7 @@ class Pretrained:
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
-        compute_dtype: Any = None,
+        compute_dtype: DTypeLike | None = None,
         partition: placement.Partition | None = None,
     ) -> Callable[..., np.ndarray]:
         """Returns `generate(params, input_ids, attention_mask=None, *, seed=0)`; see `inference.generate.make_generator`.
@@ -157,7 +158,7 @@ def load_huggingface(
     *,
     mesh: Mesh | None = None,
     stage: int = 3,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     lora: settings.Lora | None = None,
     adapter: str | os.PathLike | None = None,
     seed: int = 0,
@@ -202,7 +203,7 @@ def _load_adapted(
     folder: folder_lib.Folder,
     mesh: Mesh,
     stage: int,
-    dtype: Any,
+    dtype: DTypeLike,
     lora: settings.Lora | None,
     adapter: str | os.PathLike | None,
     seed: int,
@@ -227,7 +228,7 @@ def export_huggingface(
     loaded: Pretrained,
     path: str | os.PathLike,
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     max_shard_bytes: int = huggingface.SHARD_BYTES,
 ) -> None:
     """Writes weights as transformers does, with the config, the settings of generation and the tokenizer of the folder that was loaded.

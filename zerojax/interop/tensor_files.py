@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from zerojax import bounded, errors
 from zerojax.checkpoint import checksums
@@ -143,7 +144,9 @@ def damaged(path: pathlib.Path, what: str) -> UserError:
     return UserError(f"{path}: is damaged or not safetensors: {what}; copy it again")
 
 
-def read(entry: Entry, view: Sequence[int], index: Sequence[slice], order: Sequence[int], dtype: Any) -> np.ndarray:
+def read(
+    entry: Entry, view: Sequence[int], index: Sequence[slice], order: Sequence[int], dtype: DTypeLike
+) -> np.ndarray:
     """Reads a slice of a tensor.
 
     Args:

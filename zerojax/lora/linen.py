@@ -13,6 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zerojax.errors import UserError
 from zerojax.lora import adapters
@@ -242,7 +243,7 @@ def _linear(module: nn.Module, x: jax.Array, stored: Any, inputs: int) -> jax.Ar
     return multiply(x, stored, inputs, getattr(module, "dtype", None), bias)
 
 
-def multiply(x: jax.Array, stored: Any, inputs: int, dtype: Any, bias: jax.Array | None) -> jax.Array:
+def multiply(x: jax.Array, stored: Any, inputs: int, dtype: DTypeLike | None, bias: jax.Array | None) -> jax.Array:
     """Returns what a linear module with a quantized kernel returns.
 
     Args:

@@ -6,10 +6,11 @@ the end of a short prompt and the end of the longest hold no text. New tokens of
 Shapes: B batch, T tokens of this call, S slots, H query heads, K key and value heads, N head dim.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zerojax.ops import attention
 
@@ -64,7 +65,7 @@ def next_step(lengths_B: jax.Array, length: int, count: jax.Array, slots: int) -
     return Step(length + count, (lengths_B + count)[:, None], positions_BS, is_prompt_BS | is_new_S)
 
 
-def empty(batch: int, slots: int, heads: int, head_dim: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def empty(batch: int, slots: int, heads: int, head_dim: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Returns one layer's keys and values with nothing in them."""
     zeros = jnp.zeros((batch, slots, heads, head_dim), dtype)
     return zeros, zeros

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
@@ -121,7 +122,7 @@ def _splash_can_run(q_BTHN: jax.Array, k_BSKN: jax.Array) -> bool:
 
 
 def choose_kernel(
-    attention: str, known: Sequence[str], platform: str, compute_dtype: Any, length: int | None = None
+    attention: str, known: Sequence[str], platform: str, compute_dtype: DTypeLike, length: int | None = None
 ) -> Kernel:
     """Returns the kernel to run. "auto" takes, in 16-bit arithmetic, cuDNN's on GPUs and splash on TPUs, and XLA's elsewhere.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zerojax import roles
 from zerojax.errors import UserError
@@ -92,11 +93,11 @@ def add(path: str, columns: Columns, sink: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _in_place_of(path: str, shape: tuple[int, int], dtype: Any, sink: jax.Array) -> jax.Array:
+def _in_place_of(path: str, shape: tuple[int, int], dtype: DTypeLike, sink: jax.Array) -> jax.Array:
     return jnp.full(shape, jnp.nan, dtype)
 
 
-def _forward(path: str, shape: tuple[int, int], dtype: Any, sink: jax.Array) -> tuple[jax.Array, None]:
+def _forward(path: str, shape: tuple[int, int], dtype: DTypeLike, sink: jax.Array) -> tuple[jax.Array, None]:
     return _in_place_of(path, shape, dtype, sink), None
 
 

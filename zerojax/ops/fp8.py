@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from zerojax.errors import UserError
 
@@ -130,14 +131,14 @@ def _as_matrices(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _matmul(
-    dtype: Any, recipe: str, x_MK: jax.Array, w_KN: jax.Array, in_fp8: EightBits | None, history: jax.Array | None
+    dtype: DTypeLike, recipe: str, x_MK: jax.Array, w_KN: jax.Array, in_fp8: EightBits | None, history: jax.Array | None
 ) -> jax.Array:
     """Returns x w: float[M, N] in `dtype`, computed in fp8; see the module."""
     return _forward(dtype, recipe, x_MK, w_KN, in_fp8, history)[0]
 
 
 def _forward(
-    dtype: Any, recipe: str, x_MK: jax.Array, w_KN: jax.Array, in_fp8: EightBits | None, history: jax.Array | None
+    dtype: DTypeLike, recipe: str, x_MK: jax.Array, w_KN: jax.Array, in_fp8: EightBits | None, history: jax.Array | None
 ) -> tuple[jax.Array, Any]:
     with jax.named_scope(SCOPE):
         amax = checkpoint_name(amax_of(x_MK, _axis(recipe, 1)), SCALE)
@@ -150,7 +151,7 @@ def _forward(
         return _product(x, w, 1, 0, dtype), (kept, weight, likes, history, amax)
 
 
-def _backward(dtype: Any, recipe: str, residuals: Any, dy_MN: jax.Array) -> tuple[Any, ...]:
+def _backward(dtype: DTypeLike, recipe: str, residuals: Any, dy_MN: jax.Array) -> tuple[Any, ...]:
     (x, x_MK), (w_KN, w_scale), (like_x, like_w), history, x_amax = residuals
     with jax.named_scope(SCOPE):
         amax = amax_of(dy_MN, _axis(recipe, 1))
@@ -187,7 +188,7 @@ def _axis(recipe: str, contracted: int) -> int | None:
     return contracted if recipe == ROWWISE else None
 
 
-def _product(a: EightBits, b: EightBits, a_dim: int, b_dim: int, dtype: Any) -> jax.Array:
+def _product(a: EightBits, b: EightBits, a_dim: int, b_dim: int, dtype: DTypeLike) -> jax.Array:
     """Returns the product of two matrices along one dim each. On a GPU the inverse of a scalar scale is part of the matmul."""
     exact = dtype if dtype in _WIDE else jnp.float32
     values = jax.lax.dot_general(a.values, b.values, (((a_dim,), (b_dim,)), _FREE), preferred_element_type=exact)
@@ -196,7 +197,7 @@ def _product(a: EightBits, b: EightBits, a_dim: int, b_dim: int, dtype: Any) -> 
     return (values * (1.0 / (a_scale * b_scale)).astype(exact)).astype(dtype)
 
 
-def scale_of(array: jax.Array, dtype: Any, axis: int | None = None) -> jax.Array:
+def scale_of(array: jax.Array, dtype: DTypeLike, axis: int | None = None) -> jax.Array:
     """Returns the scale of an array for a dtype, float32: a power of two, or 1 if the array has only zeros and values that are not finite.
 
     Args:
@@ -213,7 +214,7 @@ def amax_of(array: jax.Array, axis: int | None = None) -> jax.Array:
     return jnp.max(magnitudes, axis=axis, keepdims=axis is not None, initial=0).astype(jnp.float32)
 
 
-def scale_of_amax(amax: jax.Array, dtype: Any) -> jax.Array:
+def scale_of_amax(amax: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns the largest power of two that scales magnitudes up to `amax` into the range of a dtype; 1 for an `amax` of 0."""
     # The bits of a float are its exponent and then its fraction, so the shifted difference is that of the exponents, less 1 if the
     # fraction of `amax` is the larger one. `jnp.frexp` and `jnp.ldexp` are some 30 operations more in each of a layer's scales.
@@ -231,7 +232,7 @@ def _float(bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def quantized(array: jax.Array, dtype: Any, scale: jax.Array) -> EightBits:
+def quantized(array: jax.Array, dtype: DTypeLike, scale: jax.Array) -> EightBits:
     """Returns an array in fp8. Values beyond the range are clipped to it, and values that are not finite stay so (in e4m3: NaN)."""
     top = float(jnp.finfo(dtype).max)
     is_finite = jnp.isfinite(array)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 NONE, INT8, NF4 = "none", "int8", "nf4"
 KINDS = (NONE, INT8, NF4)
@@ -67,14 +68,14 @@ def quantize(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
     return {kind: packed.reshape(*kernel.shape[:-1], kernel.shape[-1] // 2), SCALES: scales}
 
 
-def dequantize(stored: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+def dequantize(stored: Mapping[str, jax.Array], dtype: DTypeLike) -> jax.Array:
     """Returns the kernel that `quantize` stored, in `dtype`. It has no gradient, and `jax.checkpoint` computes it again under any policy
     that refuses `custom_vjp_call`."""
     return _dequantize(dict(stored), jnp.dtype(dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _dequantize(stored: dict[str, jax.Array], dtype: Any) -> jax.Array:
+def _dequantize(stored: dict[str, jax.Array], dtype: DTypeLike) -> jax.Array:
     scales = stored[SCALES].astype(jnp.float32)[..., None]
     shape = shape_of(stored)
     if INT8 in stored:
@@ -86,11 +87,11 @@ def _dequantize(stored: dict[str, jax.Array], dtype: Any) -> jax.Array:
     return (values.reshape(*scales.shape[:-1], BLOCK) * scales).reshape(shape).astype(dtype)
 
 
-def _forward(stored: dict[str, jax.Array], dtype: Any) -> tuple[jax.Array, dict[str, None]]:
+def _forward(stored: dict[str, jax.Array], dtype: DTypeLike) -> tuple[jax.Array, dict[str, None]]:
     return _dequantize(stored, dtype), dict.fromkeys(stored)
 
 
-def _backward(dtype: Any, names: dict[str, None], _: jax.Array) -> tuple[dict[str, None]]:
+def _backward(dtype: DTypeLike, names: dict[str, None], _: jax.Array) -> tuple[dict[str, None]]:
     return (names,)
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from pallas_kernels import blockwise
 from zerojax import specs as specs_lib
@@ -46,7 +47,7 @@ def scales_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return (*shape[:-1], -(-shape[-1] // blockwise.BLOCK))
 
 
-def zeros(shape: Sequence[int], dtype: Any) -> Quantized:
+def zeros(shape: Sequence[int], dtype: DTypeLike) -> Quantized:
     """Returns a moment of zeros; the dtype is int8 or uint8."""
     return Quantized(jnp.zeros(shape, dtype), jnp.zeros(scales_shape(shape), jnp.float32))
 

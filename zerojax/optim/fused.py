@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from pallas_kernels import rounding, rules, update
 from zerojax import errors, tree
@@ -212,7 +213,14 @@ def _update(
 
 
 def _apply(
-    settings: _Settings, grads: Any, state: Any, params: Any, *, copy_dtype: Any = None, finite: Any = None, **how: Any
+    settings: _Settings,
+    grads: Any,
+    state: Any,
+    params: Any,
+    *,
+    copy_dtype: DTypeLike | None = None,
+    finite: Any = None,
+    **how: Any,
 ) -> tuple[Any, Any, Any]:
     rule = dataclasses.replace(settings.rule, skips=finite is not None, copy_dtype=copy_dtype)
     return _step(settings, rule, grads, state, params, finite, **how)

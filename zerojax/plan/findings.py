@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
 from zerojax import display, roles, tree
 from zerojax.hlo import collectives, parameters, syntax
@@ -61,7 +62,7 @@ def findings(
     ledger: ledger_lib.Ledger,
     *,
     planned: Any = None,
-    compute_dtype: Any = None,
+    compute_dtype: DTypeLike | None = None,
     passes: int = 1,
     copies: bound_lib.Copies | None = None,
 ) -> tuple[Finding, ...]:

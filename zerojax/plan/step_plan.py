@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from zerojax import errors, roles, specs, tree
 from zerojax import mesh as mesh_lib
@@ -127,7 +128,7 @@ def plan_step(
     target: str = "here",
     placement: placement_lib.Partition | None = None,
     tokens: int = 0,
-    compute_dtype: Any = None,
+    compute_dtype: DTypeLike | None = None,
     passes: int = 1,
     by_hand: bool = False,
     from_cache: bool = False,

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from zerojax import files
 from zerojax import mesh as mesh_lib
@@ -64,7 +65,7 @@ def choose(
     config: settings_lib.Config,
     opened: folder_lib.Folder | None,
     mesh: Mesh,
-    compute_dtype: Any,
+    compute_dtype: DTypeLike,
     tokenizer_vocab: int,
 ) -> tuple[family_lib.Family, Any]:
     """Returns the same, with the kernel of attention and the dropout.

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 from rich.table import Table
 
 from zerojax import mesh as mesh_lib
@@ -209,7 +210,7 @@ def _functions(
     family: family_lib.Family,
     model: Any,
     partition: placement.Partition,
-    compute_dtype: Any,
+    compute_dtype: DTypeLike,
     schedule: Callable[[Any], Any],
     loss_scale: loss_scale_lib.LossScale | None,
 ) -> dict[str, Callable[..., Any]]:
@@ -343,7 +344,7 @@ def _state(
     policy: precision.Precision,
     tx: Any,
     inner: Any,
-    copy_dtype: Any,
+    copy_dtype: DTypeLike | None,
     loss_scale: Any,
     seed: int,
     trainable: str,
