@@ -128,29 +128,45 @@ AGAIN = {
 }
 
 
-@pytest.mark.parametrize("again", runs.cases(AGAIN, long=list(AGAIN)[1:]))
-def test_a_run_with_both_offloads_that_is_killed_goes_on_elsewhere(tuner, resident, again):
+def begun_and_killed(tuner):
+    """Returns the flags of a run in runs/lora that was killed after a save."""
     flags = ("--config=lora_tiny", "--workdir=runs/lora", *JOB, "--config.checkpoint.every=3")
     tuner.zerojax("train", *flags, *OFFLOADS["host"], before=KILLED, status=-9)
-    said = tuner.zerojax("train", *flags, *AGAIN[again]).out
+    return flags
+
+
+def two_processes(tuner, *flags):
+    """Trains in two processes of one device each, and returns what they printed."""
+    out = tuner.launch("-m", "zerojax.train", *flags, "--config.emulate_devices=1").stdout
+    assert "2 x cpu, 2 processes" in out
+    return out
+
+
+def test_a_run_that_is_killed_goes_on_in_two_processes_with_its_state_on_the_disk(tuner, resident):
+    said = two_processes(tuner, *begun_and_killed(tuner), *OFFLOADS["nvme"])
     assert re.search(rf"starts at step [36] of {STEPS}", said)
     assert_same(tuner, resident(*JOB), was_killed=True)
 
 
-@pytest.mark.parametrize("where", runs.cases(OFFLOADS, long=["host"]))
+@runs.LONG
+@pytest.mark.parametrize("again", AGAIN)
+def test_a_run_with_both_offloads_that_is_killed_goes_on_elsewhere(tuner, resident, again):
+    said = tuner.zerojax("train", *begun_and_killed(tuner), *AGAIN[again]).out
+    assert re.search(rf"starts at step [36] of {STEPS}", said)
+    assert_same(tuner, resident(*JOB), was_killed=True)
+
+
+@runs.LONG
+@pytest.mark.parametrize("where", OFFLOADS)
 def test_two_processes_train_with_both_offloads_as_one_without(tuner, resident, where):
-    done = tuner.launch(
-        "-m", "zerojax.train", "--config=lora_tiny", "--workdir=runs/lora", *JOB, *OFFLOADS[where],
-        "--config.emulate_devices=1",
-    )  # fmt: skip
-    assert "2 x cpu, 2 processes" in done.stdout
+    two_processes(tuner, "--config=lora_tiny", "--workdir=runs/lora", *JOB, *OFFLOADS[where])
     assert_same(tuner, resident(*JOB))
 
 
 @pytest.mark.parametrize("where", runs.cases(["host", "nvme"], long=["nvme"]))
 def test_pefts_script_line_by_line_trains_with_both_offloads_as_without(tuner, where):
     script = users.EXAMPLES / "lora_seq2seq.py"
-    words = ("--folder", "runs/bart_tiny/export", "--epochs", 1)
+    words = ("--folder", "runs/bart_tiny/export", "--epochs", 1, "--batch", 64)
     said = []
     for flags in (("--out", "plain"), ("--out", "runs/lora/export", "--offload", where)):
         said.append(tuner.python(script, *words, *flags).out)

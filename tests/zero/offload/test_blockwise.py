@@ -129,7 +129,7 @@ MASTER = master_weights.with_master_weights(optax.adamw(1e-2))
     ("how", "offloads"),
     [
         pytest.param({}, [BOTH], marks=runs.LONG),
-        ({"clip_norm": 0.5, "accum": 2}, [DISK]),
+        pytest.param({"clip_norm": 0.5, "accum": 2}, [DISK], marks=runs.LONG),
         ({"loss_fn": loss_of, "accum": 2}, [BOTH]),
         pytest.param({"loss_fn": loss_of, "accum": 2, "clip_norm": 0.5}, [{**STATES, "in_flight": 2}], marks=runs.LONG),
         ({"trainable": "narrow|head", "clip_norm": 0.5}, [BOTH]),
