@@ -7,17 +7,12 @@ quarter of the time. Shardings do not change.
 import gc
 import os
 import signal
-import sys
 
 import rough
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {rough.XLA_FLAGS}"
 os.environ.update(rough.JAX)
-
-# Tests start some hundred processes. Without bytecode on disk each compiles the libraries again, which triples its start.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 
 import pytest
 import runs
