@@ -93,3 +93,14 @@ def test_a_users_mesh_gets_the_axes_that_it_lacks_and_keeps_its_devices(shape, a
 def test_what_is_no_mesh_is_refused(mesh):
     with pytest.raises(UserError, match=r"^mesh: needs an axis named 'data', and has "):
         mesh_lib.completed(mesh)
+
+
+def test_what_has_examples_of_its_own_is_summed_and_the_rest_is_the_compilers():
+    """A gradient over an axis along which examples differ, and that no sum runs over, would be that of one device."""
+    for axis in mesh_lib.AXES:
+        assert axis.summed or not axis.examples, axis
+        assert axis.compiler != axis.summed, axis
+    mesh = mesh_lib.make_mesh(replica=2, data=2, model=2)
+    assert tuple(mesh.shape) == tuple(axis.name for axis in mesh_lib.AXES)
+    assert mesh_lib.manual(mesh) == set(mesh.shape) - set(mesh_lib.COMPILER)
+    assert mesh_lib.ways(mesh) == mesh_lib.size(mesh, mesh_lib.EXAMPLES) == 4

@@ -23,16 +23,16 @@ AXES = ("replica", "data", "model")
 )
 def test_axes_are_listed_and_data_is_removed(spec, axes, rest):
     assert specs.axes(spec) == axes
-    assert specs.without(spec, "data") == rest
+    assert specs.without(spec, ["data"]) == rest
 
 
 @hypothesis.settings(max_examples=50, deadline=None, derandomize=True)
 @hypothesis.given(st.permutations(AXES), st.lists(st.integers(0, 3), min_size=3, max_size=3), st.sampled_from(AXES))
 def test_without_removes_only_one_axis(order, dims, axis):
     entries = [tuple(name for name, at in zip(order, dims) if at == dim) or None for dim in range(4)]
-    rest = specs.without(P(*entries), axis)
+    rest = specs.without(P(*entries), [axis])
     assert specs.axes(rest) == set(AXES) - {axis}
-    assert rest == specs.without(rest, axis)
+    assert rest == specs.without(rest, [axis])
     assert not rest or rest[-1] is not None
 
 

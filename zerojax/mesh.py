@@ -1,18 +1,53 @@
-"""Arranges devices as a mesh with the axes replica, data and model. This module also defines the sharding of a batch."""
+"""Arranges devices as a mesh. This module is the table of mesh axes, which alone says what differs along an axis and what runs over it.
 
-from collections.abc import Callable, Sequence
+axis      examples differ   sums run over it   the state is sharded   the compiler shards
+replica   yes               yes                -                      -
+data      yes               yes                as the stage says      -
+model     -                 -                  -                      as overrides say
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import errors
 from zerojax.errors import UserError
 
-REPLICA, DATA, MODEL = "replica", "data", "model"
-BATCH_AXES = (REPLICA, DATA)
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """A row of the table.
+
+    Attributes:
+      name: of the mesh axis.
+      examples: whether devices along it have examples of their own: the batch is sharded over it, and random numbers differ.
+      summed: whether what devices along it compute of a loss, a gradient or a count are terms of a sum.
+      state: whether a stage shards the state over it, and weights are gathered over it.
+      compiler: whether the compiler shards over it, as overrides say, also where other collectives are explicit.
+    """
+
+    name: str
+    examples: bool = False
+    summed: bool = False
+    state: bool = False
+    compiler: bool = False
+
+
+AXES = (
+    Axis("replica", examples=True, summed=True),
+    Axis("data", examples=True, summed=True, state=True),
+    Axis("model", compiler=True),
+)
+EXAMPLES = tuple(axis.name for axis in AXES if axis.examples)
+SUMMED = tuple(axis.name for axis in AXES if axis.summed)
+STATE = tuple(axis.name for axis in AXES if axis.state)
+COMPILER = tuple(axis.name for axis in AXES if axis.compiler)
 
 
 def make_mesh(replica: int = 1, data: int = -1, model: int = 1, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -47,11 +82,11 @@ def make_mesh(replica: int = 1, data: int = -1, model: int = 1, *, devices: Sequ
             f"choose sizes whose product is {len(found)}, or pass the devices to use"
         )
     grid = np.asarray(found).reshape(replica, data, model)
-    return Mesh(grid, (REPLICA, DATA, MODEL), axis_types=(AxisType.Auto,) * 3)
+    return Mesh(grid, tuple(axis.name for axis in AXES), axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def completed(mesh: Mesh) -> Mesh:
-    """Returns a mesh with the axes that a user's mesh lacks, of size 1: `replica` in front, `model` at the end.
+    """Returns a mesh with the axes that a user's mesh lacks, of size 1, before and behind those that the state is sharded over.
 
     Its devices keep their order, so arrays that are sharded over the user's mesh stay where they are. All axes are Auto: the compiler
     infers the shardings inside a step.
@@ -59,10 +94,12 @@ def completed(mesh: Mesh) -> Mesh:
     Raises:
       UserError: the mesh has no axis `data`.
     """
-    if not isinstance(mesh, Mesh) or DATA not in mesh.shape:
+    if not isinstance(mesh, Mesh) or not set(STATE) <= set(mesh.shape):
         held = tuple(mesh.shape) if isinstance(mesh, Mesh) else errors.shown(mesh)
         raise UserError(f"mesh: needs an axis named 'data', and has {held}; see zerojax.make_mesh")
-    front, back = [axis for axis in (REPLICA,) if axis not in mesh.shape], [MODEL] if MODEL not in mesh.shape else []
+    order, lacking = [axis.name for axis in AXES], [axis.name for axis in AXES if axis.name not in mesh.shape]
+    front = [name for name in lacking if order.index(name) < order.index(STATE[0])]
+    back = lacking[len(front) :]
     names = (*front, *mesh.axis_names, *back)
     if names == mesh.axis_names and all(kind == AxisType.Auto for kind in mesh.axis_types):
         return mesh
@@ -71,8 +108,8 @@ def completed(mesh: Mesh) -> Mesh:
 
 
 def batch_sharding(mesh: Mesh, batch_dim: int = 0) -> NamedSharding:
-    """Returns the sharding over replica and data of arrays whose dim `batch_dim` counts examples."""
-    return NamedSharding(mesh, P(*[None] * batch_dim, BATCH_AXES))
+    """Returns the sharding of arrays whose dim `batch_dim` counts examples."""
+    return NamedSharding(mesh, P(*[None] * batch_dim, EXAMPLES))
 
 
 def platform(where: Mesh | jax.Device | None = None) -> str:
@@ -82,23 +119,40 @@ def platform(where: Mesh | jax.Device | None = None) -> str:
     return "gpu" if name in ("cuda", "rocm") else name
 
 
+def size(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> int:
+    """Returns the number of devices along some axes together."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def text(mesh: Mesh, axes: Iterable[str]) -> str:
+    """Returns the sizes of axes as messages name them: `data=8`."""
+    return " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+
+
 def ways(mesh: Mesh) -> int:
     """Returns the number of shards of a batch."""
-    return mesh.shape[REPLICA] * mesh.shape[DATA]
+    return size(mesh, EXAMPLES)
 
 
-def manual_over_model(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Returns `function`, run on each device's shards over `model` where an outer `jax.shard_map` leaves `model` to the compiler.
+def manual(mesh: Mesh) -> set[str]:
+    """Returns the axes over which explicit collectives run, in a `jax.shard_map`; others, if they have a size, are the compiler's."""
+    own = {axis.name for axis in AXES if not axis.compiler}
+    return {axis for axis, size in mesh.shape.items() if axis in own or size == 1}
 
-    There XLA gathers the operands of an explicit collective, and of a kernel that it cannot shard, over `model` first. Anywhere else, or if
-    `model` has size 1, this is `function` itself.
+
+def manual_over_rest(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Returns `function`, run on each device's shards over the axes that an outer `jax.shard_map` leaves to the compiler.
+
+    There XLA gathers the operands of an explicit collective, and of a kernel that it cannot shard, over these axes first. Anywhere else, or
+    if they have size 1, this is `function` itself.
 
     Args:
       function: takes and returns arrays. What it computes of its shards must be the shards of its result.
-      in_specs, out_specs: as of `jax.shard_map`, naming `model` alone.
+      in_specs, out_specs: as of `jax.shard_map`, naming axes of `COMPILER` alone.
     """
     around = jax.sharding.get_abstract_mesh()
-    left = set(around.axis_names) - set(around.manual_axes)
-    if not around.manual_axes or MODEL not in left or around.shape[MODEL] == 1:
+    left = {axis for axis in COMPILER if axis in around.shape and axis not in around.manual_axes}
+    left = {axis for axis in left if around.shape[axis] > 1}
+    if not around.manual_axes or not left:
         return function
-    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names={MODEL}, check_vma=False)
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=left, check_vma=False)

@@ -11,19 +11,20 @@ def axes(spec: P) -> set[str]:
     return {name for entry in spec for name in names(entry)}
 
 
-def without(spec: P, axis: str) -> P:
-    """Returns the spec without one mesh axis, and without trailing None."""
-    return only(spec, axes(spec) - {axis})
+def without(spec: P, dropped: Collection[str]) -> P:
+    """Returns the spec without some mesh axes, and without trailing None."""
+    return only(spec, axes(spec) - set(dropped))
 
 
 def only(spec: P, kept: Collection[str]) -> P:
     """Returns the spec with only the mesh axes in `kept`, and without trailing None."""
 
-    def keep(entry: Any) -> Any:
-        found = tuple(name for name in names(entry) if name in kept)
-        return found[0] if len(found) == 1 else found or None
+    return trimmed([entry(tuple(name for name in names(own) if name in kept)) for own in spec])
 
-    return trimmed([keep(entry) for entry in spec])
+
+def entry(found: tuple[str, ...]) -> Any:
+    """Returns the entry of a spec, or the argument of a collective, that names these axes."""
+    return found[0] if len(found) == 1 else found or None
 
 
 def trimmed(entries: list) -> P:

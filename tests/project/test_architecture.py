@@ -83,6 +83,7 @@ KNOW_STAGES = {
     "commands",
 }  # may use the name `stage` in code
 TRAIN_STEP = 40  # lines: one screen
+AXES = {"replica", "data", "model"}  # of a mesh
 
 
 def module_name(path: pathlib.Path) -> str:
@@ -233,6 +234,24 @@ def test_the_models_know_nothing_of_meshes_or_sharding():
         if name.startswith("models."):
             words = path.read_text().partition('"""')[2].partition('"""')[2]
             assert not [word for word in ("sharding", "Mesh", "checkpoint", "remat", "psum") if word in words], name
+
+
+def test_an_axis_is_compared_only_in_the_table_of_axes():
+    """A new axis is a row of `mesh.AXES`. Which axes something runs over is a column of it."""
+    for name, path in MODULES.items():
+        if room_of(name) in {
+            "",
+            "commands",
+            "data",
+            "interop",
+            "launch",
+        }:  # they know settings and files of these names
+            continue
+        for node in ast.walk(parse(path)):
+            is_size = isinstance(node, ast.Subscript) and getattr(node.value, "attr", "") == "shape"
+            if is_size or isinstance(node, ast.Compare):
+                words = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+                assert words.isdisjoint(AXES), f"{path}:{node.lineno}"
 
 
 def test_a_family_is_named_only_in_its_folder_and_in_the_table_of_families():

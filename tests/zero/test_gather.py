@@ -42,7 +42,7 @@ def explicit(weight: jax.Array, place: Placement, reduction: gather.Reduction, d
     own = jnp.arange(np.prod(seen_shape), dtype=jnp.float32).reshape(seen_shape) % 7
 
     def on_device(shard):
-        factor = 1.0 + jax.lax.axis_index(mesh_lib.BATCH_AXES)
+        factor = 1.0 + jax.lax.axis_index(mesh_lib.EXAMPLES)
 
         def loss(sink):
             used = gather.gather_shard(gather.ShardAndSink(shard, sink), place, dtype, reduction)
@@ -101,7 +101,7 @@ def test_of_what_overwrites_a_weight_the_largest_of_all_devices_is_taken_also_in
     found = jax.shard_map(
         lambda own: gather.PLAIN.home(own[0], place, reduction),
         mesh=place.stored.mesh,
-        in_specs=P(mesh_lib.BATCH_AXES),
+        in_specs=P(mesh_lib.EXAMPLES),
         out_specs=P(),
         check_vma=False,
     )(values)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
+from zerojax import specs
 from zerojax.errors import UserError
 
 Kernel = Literal["xla", "cudnn", "splash"]  # the last two never materialise the scores
@@ -74,14 +75,16 @@ def attend(
 
 
 def _of_heads(attended: Callable[..., jax.Array], kv_heads: int) -> Callable[..., jax.Array]:
-    """Returns attention of (q, k, v, bias, mask) in which each device along `model` has its heads, or all if `model` does not divide them.
+    """Returns attention of (q, k, v, bias, mask) in which each device along the axes that the compiler shards has its heads, or
+    all if they do not divide them.
 
     cuDNN's kernel does not compile where XLA would have to shard it.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    divides = kv_heads % mesh.shape.get(mesh_lib.MODEL, 1) == 0
-    heads, scores = (P(None, None, mesh_lib.MODEL), P(None, mesh_lib.MODEL)) if divides else (P(), P())
-    return mesh_lib.manual_over_model(attended, (heads, heads, heads, scores, P()), heads)
+    axes = tuple(axis for axis in mesh_lib.COMPILER if axis in mesh.shape)
+    divides = kv_heads % mesh_lib.size(mesh, axes) == 0
+    heads, scores = (P(None, None, specs.entry(axes)), P(None, specs.entry(axes))) if divides else (P(), P())
+    return mesh_lib.manual_over_rest(attended, (heads, heads, heads, scores, P()), heads)
 
 
 def _sees_a_key(mask: jax.Array, queries: int, window: int) -> jax.Array:

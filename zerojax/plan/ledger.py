@@ -85,8 +85,8 @@ class Ledger:
 
     @property
     def ways(self) -> int:
-        """Returns the number of devices that a batch is sharded over: the size of all mesh axes but `model`."""
-        return math.prod(size for axis, size in self.mesh.shape.items() if axis != mesh_lib.MODEL)
+        """Returns the number of devices that a batch is sharded over: all axes but the compiler's, in a step of the user's own too."""
+        return mesh_lib.size(self.mesh, set(self.mesh.shape) - set(mesh_lib.COMPILER))
 
     def totals(self) -> dict[str, dict[str, float]]:
         """Returns {role: {"params", "bytes", "exposed"}} that a device receives in a step.
@@ -121,10 +121,10 @@ def ledger(program: str | syntax.Module, mesh: Mesh, weights: Mapping[str, Any])
 def weights_of(weights: Mapping[str, Any], mesh: Mesh) -> dict[str, WeightDims]:
     """Returns each weight's dims.
 
-    A Placement has all of them. An array with a sharding is assumed to be gathered over the axis `data`, or over all axes of a mesh
-    without that axis. Its gradient and its moments are assumed to be sharded as the weight is.
+    A Placement has all of them. An array with a sharding is assumed to be gathered over the axes of `mesh.STATE`, or over all axes of a
+    mesh without them. Its gradient and its moments are assumed to be sharded as the weight is.
     """
-    gathered_over = [mesh_lib.DATA] if mesh_lib.DATA in mesh.shape else list(mesh.shape)
+    gathered_over = mesh_lib.STATE if set(mesh_lib.STATE) <= set(mesh.shape) else tuple(mesh.shape)
     found = {}
     for path, weight in weights.items():
         if isinstance(weight, placement.Placement):
@@ -143,9 +143,7 @@ def weights_of(weights: Mapping[str, Any], mesh: Mesh) -> dict[str, WeightDims]:
         shape, sharding = tuple(weight.shape), getattr(weight, "sharding", None)
         used, spec = (stored := shape), P()
         if isinstance(sharding, NamedSharding):
-            stored, spec = sharding.shard_shape(shape), sharding.spec
-            for axis in gathered_over:
-                spec = specs_lib.without(spec, axis)
+            stored, spec = sharding.shard_shape(shape), specs_lib.without(sharding.spec, gathered_over)
             used = NamedSharding(sharding.mesh, spec).shard_shape(shape)
         found[path] = WeightDims(path, shape, used, stored, stored, stored, axes=frozenset(specs_lib.axes(spec)))
     return found

@@ -4,7 +4,6 @@ A plan joins four analyses of one compiled program: its buffers, its collectives
 """
 
 import dataclasses
-import math
 import re
 import time
 from collections.abc import Mapping
@@ -164,7 +163,6 @@ def plan_step(
     seconds = time.perf_counter() - began
     weights = placement.placements if placement else _weights(state)
     sent = ledger.ledger(read.module, mesh, weights)
-    ways = math.prod(size for axis, size in mesh.shape.items() if axis != mesh_lib.MODEL)
     # Programs of blocks copy weights alone.
     activations = (0, 0) if stream and stream.by_block else bound_lib.host_traffic(sent.flow)
     bound, expected = _bound(known, mesh, read.operations, sent, max(activations)), None
@@ -188,7 +186,7 @@ def plan_step(
             copies=bound_lib.copies(known, bound, activations[0]),
         ),
         departures=departures.departures(sent, passes=passes),
-        theory=ledger.theory(sent.weights, ways, passes),
+        theory=ledger.theory(sent.weights, sent.ways, passes),
         bound=bound,
         compile_seconds=seconds,
         compiled=read.executable,
@@ -299,7 +297,7 @@ def _rows(
 
 def _theory(placement: placement_lib.Partition, passes: int, by_hand: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Returns the bytes by role according to the stage's table, and according to the shardings."""
-    stage, ways = stages.STAGES[placement.stage], placement.mesh.shape[stages.DATA]
+    stage, ways = stages.STAGES[placement.stage], mesh_lib.size(placement.mesh, mesh_lib.STATE)
     is_sharded = {
         roles.PARAMS: stage.params,
         roles.MASTER: stage.opt_state,
@@ -312,8 +310,8 @@ def _theory(placement: placement_lib.Partition, passes: int, by_hand: bool) -> t
         role = buffer_roles.argument_role(f"state/{path}")
         if role not in is_sharded:
             continue
-        # The shard of the leaf if it were replicated over `data`. Other axes, such as `model`, still shard it.
-        shape = NamedSharding(placement.mesh, specs.without(leaf.sharding.spec, stages.DATA)).shard_shape(leaf.shape)
+        # The shard of the leaf if no stage sharded it. The compiler's axes still do.
+        shape = NamedSharding(placement.mesh, specs.without(leaf.sharding.spec, mesh_lib.STATE)).shard_shape(leaf.shape)
         elsewhere = roles.DISK if path in on_disk else roles.HOST
         where = elsewhere if path in placement.on_host else role
         theory[where] = theory.get(where, 0.0) + tree.nbytes(leaf, shape) / (ways if is_sharded[role] else 1)

@@ -374,13 +374,14 @@ def _baseline(
 
 
 def _check_model_axis(partition: placement.Partition) -> None:
-    """Raises a UserError if devices along `model` would only repeat each other's work."""
-    size = partition.mesh.shape[mesh_lib.MODEL]
-    if size > 1 and not any(mesh_lib.MODEL in specs.axes(leaf.sharded) for leaf in partition.leaves.values()):
-        raise UserError(
-            f"config.mesh.model: is {size}, and no weight is sharded over `model`, so its devices would repeat each other's work; "
-            "name weights in config.zero.overrides, or set --config.mesh.model=1"
-        )
+    """Raises a UserError if devices along an axis that overrides shard would only repeat each other's work."""
+    named = {axis for leaf in partition.leaves.values() for axis in specs.axes(leaf.sharded)}
+    for axis in mesh_lib.COMPILER:
+        if (size := partition.mesh.shape[axis]) > 1 and axis not in named:
+            raise UserError(
+                f"config.mesh.{axis}: is {size}, and no weight is sharded over `{axis}`, so its devices would repeat each other's work; "
+                f"name weights in config.zero.overrides, or set --config.mesh.{axis}=1"
+            )
 
 
 def _optimizer(

@@ -30,8 +30,8 @@ class ByColumns(gather.Plain):
     def send(self, shard: jax.Array, known: Any, placement: placement.Placement, dtype: Any) -> columns.Columns:
         weight = gather.cast(shard, placement, dtype)
         if gather.data_dim(placement.stored) == 0:
-            weight = jax.lax.all_to_all(weight, mesh_lib.DATA, split_axis=1, concat_axis=0, tiled=True)
-        return columns.Columns(weight, mesh_lib.DATA, placement.stored.mesh.shape[mesh_lib.DATA])
+            weight = jax.lax.all_to_all(weight, gather.STATE, split_axis=1, concat_axis=0, tiled=True)
+        return columns.Columns(weight, gather.STATE, mesh_lib.size(placement.stored.mesh, mesh_lib.STATE))
 
     def differentiated(self, sent: columns.Columns, dtype: Any) -> jax.Array:
         return jnp.zeros(sent.shard.shape, jnp.float32)
@@ -42,10 +42,8 @@ class ByColumns(gather.Plain):
     def home(self, grad: jax.Array, placement: placement.Placement, reduction: gather.Reduction) -> jax.Array:
         grad = grad.astype(reduction.dtype)
         if gather.data_dim(placement.update) == 0:
-            grad = jax.lax.all_to_all(grad, mesh_lib.DATA, split_axis=0, concat_axis=1, tiled=True)
-        if placement.update.mesh.shape[mesh_lib.REPLICA] > 1:
-            grad = jax.lax.psum(grad, mesh_lib.REPLICA)
-        return grad.astype(self.grad_dtype)
+            grad = jax.lax.all_to_all(grad, gather.STATE, split_axis=0, concat_axis=1, tiled=True)
+        return gather.sum_over_copies(grad, placement.update.mesh).astype(self.grad_dtype)
 
     def outside(
         self,
@@ -91,15 +89,16 @@ def marked(partition: placement.Partition, pattern: str, blocks: str, reduce_dty
         return partition
     if reduce_dtype is None:
         raise UserError("by_columns: needs explicit collectives; pass reduce_dtype=jnp.float32, or omit by_columns")
-    ways, matches, wires = partition.mesh.shape[mesh_lib.DATA], re.compile(pattern), {}
+    ways, matches, wires = mesh_lib.size(partition.mesh, mesh_lib.STATE), re.compile(pattern), {}
+    sizes, rest = (mesh_lib.text(partition.mesh, axes) for axes in (mesh_lib.STATE, mesh_lib.COMPILER))
     for path, weight in partition.placements.items():
         if intercept.block_of(path, matches) is None or len(weight.shape or ()) != 2:
             continue
         size, why = (weight.shape or (0, 0))[1], ""
         if size % ways or weight.padding:
-            why = f"its {size} columns do not divide by data={ways}"
-        elif partition.mesh.shape[mesh_lib.MODEL] > 1:
-            why = f"the mesh has model={partition.mesh.shape[mesh_lib.MODEL]}"
+            why = f"its {size} columns do not divide by {sizes}"
+        elif mesh_lib.size(partition.mesh, mesh_lib.COMPILER) > 1:
+            why = f"the mesh has {rest}"
         elif not weight.trainable:
             why = "it is frozen"
         elif ways > 1 and not gather.is_gathered(weight):
@@ -113,6 +112,7 @@ def marked(partition: placement.Partition, pattern: str, blocks: str, reduce_dty
         )
     if ways == 1:
         warnings.warn(
-            "by_columns: has no effect, because the mesh has data=1 and a device has all columns; omit it", stacklevel=3
+            f"by_columns: has no effect, because the mesh has {sizes} and a device has all columns; omit it",
+            stacklevel=3,
         )
     return partition.with_wires(wires)

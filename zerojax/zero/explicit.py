@@ -58,7 +58,7 @@ def value_and_grad(
     of_device = _OfDevice(loss_fn, partition, how, reduction, compute_dtype, passes, overlap.Chain)
 
     def on_device(program: Program, own_keys: Any, params: Any, batch: Any, state: Any) -> Any:
-        device = jax.lax.axis_index(mesh_lib.BATCH_AXES) if in_16_bits else 0
+        device = jax.lax.axis_index(mesh_lib.EXAMPLES) if in_16_bits else 0
         gradients = accumulate.value_and_grad(
             of_device.of_sinks(program, own_keys, params), passes, own_keys, in_16_bits=in_16_bits, device=device
         )
@@ -66,13 +66,13 @@ def value_and_grad(
             given = [hook.inputs(state) for hook in how.hooks]
             (loss, aux), (grads, tokens, seen) = gradients((*of_device.sinks(params), given), batch, state)
         grads = _read((tokens, aux.pop("tokens")), grads)
-        seen = jax.tree.map(lambda leaf: jax.lax.pmax(leaf, mesh_lib.BATCH_AXES), seen)
+        seen = jax.tree.map(lambda leaf: jax.lax.pmax(leaf, mesh_lib.SUMMED), seen)
         grads = tree.map_with_path(
             lambda path, grad: gather.reduce_rest(grad, of_device.find(path, None), reduction), grads
         )
         fields = {**aux.get("state", {}), **hooks.renewed(how.hooks, state, seen)}
         aux = {"metrics": outputs.values(aux["metrics"], over_devices=True), "state": fields}
-        return (jax.lax.psum(loss, mesh_lib.BATCH_AXES), aux), grads
+        return (jax.lax.psum(loss, mesh_lib.SUMMED), aux), grads
 
     return of_device.mapped(on_device, layout)
 
@@ -114,7 +114,7 @@ def one_pass(
             (loss, aux), (grads, tokens, _) = run((*of_device.sinks(params), nothing), batch, state)
         grads = _read((tokens, aux.pop("tokens")), grads)
         aux["metrics"] = outputs.of_all_devices(aux["metrics"])
-        return (jax.lax.psum(loss, mesh_lib.BATCH_AXES), aux), grads
+        return (jax.lax.psum(loss, mesh_lib.SUMMED), aux), grads
 
     return of_device.mapped(on_device, layout)
 
@@ -144,7 +144,7 @@ class _OfDevice:
 
     def of_sinks(self, program: Program, own_keys: Any, params: Any) -> Callable[..., tuple[jax.Array, Any]]:
         """Returns f((sinks, tokens, inputs of the hooks), batch, state) -> (loss, aux) of one device's pass."""
-        device = jax.lax.axis_index(mesh_lib.BATCH_AXES)
+        device = jax.lax.axis_index(mesh_lib.EXAMPLES)
         by_wire: dict[placement.Wire, dict[str, jax.Array]] = {}
         for path, shard in tree.flatten(params):
             by_wire.setdefault(self.find(path, shard).wire, {})[path] = shard
@@ -169,7 +169,7 @@ class _OfDevice:
 
     def mapped(self, on_device: Callable[..., Any], layout: inputs.Layout) -> Callable[..., Any]:
         """Returns `on_device(program, own_keys, params, batch, state, ...)` over all devices, of (params, batch, state, ...)."""
-        axes, find, partition = manual_axes(self.partition.mesh), self.find, self.partition
+        axes, find, partition = mesh_lib.manual(self.partition.mesh), self.find, self.partition
 
         def gradients(params: Any, batch: Any, state: Any, *rest: Any) -> Any:
             if where_used.variables(params):
@@ -201,7 +201,7 @@ def mean(loss_fn: Callable[..., Any], partition: placement.Partition, **how: Any
     def on_device(params: Any, batch: Any, _: Any) -> jax.Array:
         loss, tokens = forward(params, batch)
         loss, _ = totals.objective(outputs.loss_over_devices(loss, mesh_lib.ways(partition.mesh)), 1)
-        return jax.lax.psum(_read(tokens, loss), mesh_lib.BATCH_AXES)
+        return jax.lax.psum(_read(tokens, loss), mesh_lib.SUMMED)
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         batch_specs = inputs.Layout(partition.mesh).specs(batch)
@@ -227,7 +227,7 @@ def by_row(function: Callable[..., Any], partition: placement.Partition, **how: 
         return forward(params, *arrays)[0]
 
     def of_rows(params: Any, arrays: Any) -> Any:
-        rows = P(mesh_lib.BATCH_AXES)
+        rows = P(mesh_lib.EXAMPLES)
         array_specs = jax.tree.map(lambda leaf: rows if leaf.ndim else P(), arrays)
         return _mapped(on_device, partition, params, array_specs, rows)(params, arrays, None)
 
@@ -276,7 +276,7 @@ def _mapped(
     run: Callable, partition: placement.Partition, params: Any, batch_specs: Any, out_specs: Any, num_rest: int = 0
 ) -> Callable:
     """Returns `run(params, batch, state, ...)` on each device's shards; the state and what follows it are replicated."""
-    axes, find = manual_axes(partition.mesh), _finder(partition)
+    axes, find = mesh_lib.manual(partition.mesh), _finder(partition)
     param_specs = tree.map_with_path(lambda path, _: specs.only(find(path, None).stored.spec, axes), params)
     batch_specs = jax.tree.map(
         lambda spec: specs.only(spec, axes), batch_specs, is_leaf=lambda node: isinstance(node, P)
@@ -308,11 +308,6 @@ def _finder(partition: placement.Partition) -> Callable[[str, Any], placement.Pl
         return found
 
     return find_weight
-
-
-def manual_axes(mesh: Any) -> set[str]:
-    """Returns the axes of `jax.shard_map`; `model` is left to the compiler if its size is above 1."""
-    return {axis for axis, size in mesh.shape.items() if axis in mesh_lib.BATCH_AXES or size == 1}
 
 
 def _refuse_complex(params: Any) -> None:

@@ -30,6 +30,8 @@ from zerojax import mesh as mesh_lib
 from zerojax import precision, specs
 from zerojax.zero.placement import Placement
 
+STATE = specs.entry(mesh_lib.STATE)  # over which weights are gathered, as collectives name it
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
@@ -105,14 +107,14 @@ def sink(placement: Placement, reduction: Reduction) -> Any:
 
 
 def local_shape(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
-    """Returns the shape of a device's shard inside a `jax.shard_map` over replica and data."""
-    ways = [sharding.mesh.shape[mesh_lib.DATA] if dim == data_dim(sharding) else 1 for dim in range(len(shape))]
-    return tuple(length // parts for length, parts in zip(shape, ways))
+    """Returns the shape of a device's shard inside a `jax.shard_map` over the axes of `mesh.manual`."""
+    ways, cut = mesh_lib.size(sharding.mesh, mesh_lib.STATE), data_dim(sharding)
+    return tuple(length // ways if dim == cut else length for dim, length in enumerate(shape))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather_shard(weight: ShardAndSink, placement: Placement, dtype: Any, reduction: Reduction) -> jax.Array:
-    """Returns a weight gathered and in `dtype` from this device's shard; call it inside `jax.shard_map` over replica and data.
+    """Returns a weight gathered and in `dtype` from this device's shard; call it inside `jax.shard_map`.
 
     The gradient is that of `weight.sink`: the sum over devices, sharded as `placement.update`, or this device's own term if
     `reduction.waits`.
@@ -124,22 +126,22 @@ def all_gather(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array
     """Returns a weight gathered and in `dtype` from this device's shard."""
     weight, dim = cast(stored, placement, dtype), data_dim(placement.stored)
     if is_gathered(placement):
-        collective = functools.partial(jax.lax.all_gather, axis_name=mesh_lib.DATA, axis=dim, tiled=True)
-        weight = _of_model_shards(collective, placement)(weight)
+        collective = functools.partial(jax.lax.all_gather, axis_name=STATE, axis=dim, tiled=True)
+        weight = _of_shards(collective, placement)(weight)
     return without_padding(weight, placement)
 
 
-def _of_model_shards(collective: Callable[[jax.Array], jax.Array], placement: Placement) -> Callable[..., jax.Array]:
-    """Returns a collective over `data` of a weight, or its gradient, that does not gather it over `model`."""
+def _of_shards(collective: Callable[[jax.Array], jax.Array], placement: Placement) -> Callable[..., jax.Array]:
+    """Returns a collective of a weight, or its gradient, that does not gather it over the axes that the compiler shards."""
     entries = [specs.names(entry) for entry in placement.stored.spec]
-    if any({mesh_lib.MODEL, mesh_lib.DATA} <= set(names) and names[0] == mesh_lib.DATA for names in entries):
-        return collective  # the parts of a device's shard over `model` are not in a row, and XLA must arrange them
-    spec = specs.only(placement.stored.spec, {mesh_lib.MODEL})
-    return mesh_lib.manual_over_model(collective, spec, spec)
+    if any(names[:1] and names[0] in mesh_lib.STATE and set(names) & set(mesh_lib.COMPILER) for names in entries):
+        return collective  # the parts of a device's shard over the compiler's axes are not in a row, and XLA must arrange them
+    spec = specs.only(placement.stored.spec, mesh_lib.COMPILER)
+    return mesh_lib.manual_over_rest(collective, spec, spec)
 
 
 def is_gathered(placement: Placement) -> bool:
-    """Returns whether a weight is stored sharded over `data` and used gathered."""
+    """Returns whether a weight is stored sharded over `STATE` and used gathered."""
     dim = data_dim(placement.stored)
     return dim is not None and dim != data_dim(placement.used)
 
@@ -152,31 +154,35 @@ def reduce_rest(grad: jax.Array, placement: Placement, reduction: Reduction) -> 
 def _sum(grad: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
     """Returns the sum over devices in `dtype`, sharded as `placement.update`; of what overwrites its weight, the largest, in float32."""
     if placement.overwritten:
-        return jax.lax.pmax(grad.astype(jnp.float32), mesh_lib.BATCH_AXES)
-    return _of_model_shards(functools.partial(_sum_shards, placement=placement), placement)(grad.astype(dtype))
+        return jax.lax.pmax(grad.astype(jnp.float32), mesh_lib.SUMMED)
+    return _of_shards(functools.partial(_sum_shards, placement=placement), placement)(grad.astype(dtype))
 
 
 def _sum_shards(grad: jax.Array, placement: Placement) -> jax.Array:
     dim, mesh = data_dim(placement.update), placement.update.mesh
     if dim is None:
-        axes: tuple[str, ...] = mesh_lib.BATCH_AXES
-    else:
-        axes = (mesh_lib.REPLICA,)
-        if mesh.shape[mesh_lib.DATA] > 1:
-            grad = _scatter(grad, dim, scatter_sizes(mesh))
-    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+        return sum_over_copies(grad, mesh, but=())
+    if mesh_lib.size(mesh, mesh_lib.STATE) > 1:
+        grad = _scatter(grad, dim, scatter_sizes(mesh))
+    return sum_over_copies(grad, mesh)
+
+
+def sum_over_copies(grad: jax.Array, mesh: Any, but: tuple[str, ...] = mesh_lib.STATE) -> jax.Array:
+    """Returns the sum of gradients over all axes that sums run over but those of `but`."""
+    axes = tuple(axis for axis in mesh_lib.SUMMED if axis not in but and mesh.shape[axis] > 1)
     return jax.lax.psum(grad, axes) if axes else grad
 
 
 def scatter_sizes(mesh: Any) -> tuple[int, ...]:
-    """Returns the group sizes of the reduce-scatters that sum a gradient over `data`, one after the other.
+    """Returns the group sizes of the reduce-scatters that sum a gradient over `STATE`, one after the other.
 
     It is one group, but on slices of TPUs with three dims. There the compiler (libtpu 0.0.52) makes an all-reduce of a reduce-scatter over
     three dims, which sends twice as much. It keeps one over the slowest dim followed by one over the two others; together these send what
     a single one does.
     """
-    ways = mesh.shape[mesh_lib.DATA]
-    along = np.moveaxis(mesh.devices, list(mesh.shape).index(mesh_lib.DATA), -1).reshape(-1, ways)[0]
+    ways, names = mesh_lib.size(mesh, mesh_lib.STATE), list(mesh.shape)
+    dims = [names.index(axis) for axis in mesh_lib.STATE]
+    along = np.moveaxis(mesh.devices, dims, range(-len(dims), 0)).reshape(-1, ways)[0]
     coords = [tuple(getattr(device, "coords", None) or ()) for device in along]
     if mesh_lib.platform(mesh) != "tpu" or not coords[0]:
         return (ways,)
@@ -191,7 +197,7 @@ def scatter_sizes(mesh: Any) -> tuple[int, ...]:
 
 
 def _scatter(grad: jax.Array, dim: int, sizes: tuple[int, ...]) -> jax.Array:
-    """Returns this device's shard, along `dim`, of the sum over `data`. The first sum is over the most significant part of the index."""
+    """Returns this device's shard, along `dim`, of the sum over `STATE`. The first sum is over the most significant part of the index."""
     ways = math.prod(sizes)
     block = ways  # devices that hold one part of the gradient, in a row
     for size in sizes:
@@ -201,7 +207,7 @@ def _scatter(grad: jax.Array, dim: int, sizes: tuple[int, ...]) -> jax.Array:
         ]
         grad = jax.lax.psum_scatter(
             grad,
-            mesh_lib.DATA,
+            STATE,
             scatter_dimension=dim,
             axis_index_groups=groups if len(sizes) > 1 else None,
             tiled=True,
@@ -260,11 +266,9 @@ PLAIN = Plain()
 
 
 def data_dim(sharding: NamedSharding) -> int | None:
-    """Returns the dim sharded over `data`."""
-    for dim, entry in enumerate(sharding.spec):
-        if entry == mesh_lib.DATA or (isinstance(entry, tuple) and mesh_lib.DATA in entry):
-            return dim
-    return None
+    """Returns the dim sharded over `STATE`."""
+    over = (dim for dim, entry in enumerate(sharding.spec) if not set(mesh_lib.STATE).isdisjoint(specs.names(entry)))
+    return next(over, None)
 
 
 def cast(weight: jax.Array, placement: Placement, dtype: Any) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from rich.table import Table
 
 from zerojax import display, precision, roles, tree
+from zerojax import mesh as mesh_lib
 from zerojax.optim import eight_bit
 from zerojax.zero import gather, intercept, placement, stages
 from zerojax.zero.offload import kept, layout
@@ -114,7 +115,8 @@ def memory_table(
     """Returns a table of the bytes of a partition and of `baseline`, the same run at stage 0; see `bytes_per_device`."""
     how: dict[str, Any] = {"accumulates": accumulates, "by_hand": by_hand, "in_16_bits": in_16_bits}
     here, there = bytes_per_device(partition, one_block=one_block, **how), bytes_per_device(baseline, **how)
-    table = Table(title=f"Bytes on each device: stage {partition.stage}, data={partition.mesh.shape['data']}")
+    sizes_of = mesh_lib.text(partition.mesh, mesh_lib.STATE)
+    table = Table(title=f"Bytes on each device: stage {partition.stage}, {sizes_of}")
     for column in ("role", f"stage {partition.stage}", "stage 0", "saved"):
         table.add_column(column, justify="left" if column == "role" else "right")
     for role in (role for role in ROLES if role != roles.FROZEN or here[role] or there[role]):

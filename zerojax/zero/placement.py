@@ -144,13 +144,15 @@ class Partition:
         Other leaves that stay replicated follow if they are as large as a sharded one. Moments of a weight that is listed are not.
         """
         decided = {path: self.leaves[path] for path in self.placements if self.leaves[path].reason != "sharded"}
-        kept = {path: leaf.reason for path, leaf in decided.items() if not _over_data(leaf.sharded)}
-        smallest = min((math.prod(leaf.shape) for leaf in self.leaves.values() if _over_data(leaf.spec)), default=None)
+        kept = {path: leaf.reason for path, leaf in decided.items() if not is_over_state(leaf.sharded)}
+        smallest = min(
+            (math.prod(leaf.shape) for leaf in self.leaves.values() if is_over_state(leaf.spec)), default=None
+        )
         if smallest is None:
             return kept
         index = tree.suffix_index(kept)
         for path, leaf in self.leaves.items():
-            if path in self.placements or _over_data(leaf.spec) or math.prod(leaf.shape) < smallest:
+            if path in self.placements or is_over_state(leaf.spec) or math.prod(leaf.shape) < smallest:
                 continue
             weight = tree.longest_suffix(index, path)
             if weight is None or self.leaves[weight].shape != leaf.shape:
@@ -180,8 +182,9 @@ class Partition:
         return tree.map_with_path(keep, params)
 
 
-def _over_data(spec: P) -> bool:
-    return mesh_lib.DATA in specs_lib.axes(spec)
+def is_over_state(spec: P) -> bool:
+    """Returns whether a spec shards over an axis over which a stage shards."""
+    return not specs_lib.axes(spec).isdisjoint(mesh_lib.STATE)
 
 
 def is_overwritten(path: str) -> bool:

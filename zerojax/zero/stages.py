@@ -33,7 +33,7 @@ from zerojax.zero import gather, placement
 from zerojax.zero.offload import kept, layout, settings
 from zerojax.zero.offload import params as params_on_host
 
-DATA = mesh_lib.DATA
+STATE = mesh_lib.STATE  # the axes over which a stage shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +199,7 @@ class _Rule:
     def decide(self, weight: str | None, leaf: Any, role: str) -> placement.Decision:
         # A leaf that belongs to no weight (a count, a factored moment) has a shape of its own, so overrides do not apply to it.
         base, final = (P(), False) if weight is None else self._override(weight, leaf.shape)
-        replicated = specs_lib.without(base, DATA)
+        replicated = specs_lib.without(base, STATE)
         sharded, reason, padding = self._shard(leaf, base, final)
         if weight is not None and placement.is_overwritten(weight):
             return placement.Decision(role, leaf.shape, leaf.dtype, P(), P(), "overwritten with its gradient")
@@ -215,8 +215,8 @@ class _Rule:
         found = self.decide(weight, leaf, OPT_STATE)
         if not found.padding:
             return found
-        replicated = specs_lib.without(found.sharded, DATA)
-        reason = f"no dim of {leaf.shape} divides by data={self.mesh.shape[DATA]}"
+        replicated = specs_lib.without(found.sharded, STATE)
+        reason = f"no dim of {leaf.shape} divides by {mesh_lib.text(self.mesh, STATE)}"
         return dataclasses.replace(found, spec=replicated, sharded=replicated, reason=reason, padding=())
 
     def _override(self, path: str, shape: tuple[int, ...]) -> tuple[P, bool]:
@@ -225,7 +225,7 @@ class _Rule:
             if re.search(pattern, path):
                 spec = P(*entries)
                 self._check_spec(path, shape, spec)
-                return spec, len(specs_lib.axes(spec)) == 0 or DATA in specs_lib.axes(spec)
+                return spec, not specs_lib.axes(spec) or placement.is_over_state(spec)
         return P(), False
 
     def _check_spec(self, path: str, shape: tuple[int, ...], spec: P) -> None:
@@ -253,11 +253,11 @@ class _Rule:
 
     def _shard(self, leaf: Any, base: P, final: bool) -> tuple[P, str, tuple[int, ...]]:
         """Returns the sharded spec, the reason, and the padding."""
-        ways = self.mesh.shape[DATA]
+        ways = mesh_lib.size(self.mesh, STATE)
         if final:
-            return base, "sharded" if DATA in specs_lib.axes(base) else "override", ()
+            return base, "sharded" if placement.is_over_state(base) else "override", ()
         if ways == 1:
-            return base, "data axis of 1", ()
+            return base, f"{' x '.join(STATE)} axis of 1", ()
         if math.prod(leaf.shape) < self.min_size or not leaf.shape:
             return base, f"fewer than {self.min_size} elements", ()
         padding: tuple[int, ...] = ()
@@ -265,9 +265,9 @@ class _Rule:
         if dim is None and self.indivisible == "pad":
             dim, padding = pad_dim(leaf.shape, base, ways)
         if dim is None:
-            return base, f"no dim of {leaf.shape} divides by data={ways}", ()
+            return base, f"no dim of {leaf.shape} divides by {mesh_lib.text(self.mesh, STATE)}", ()
         entries = list(base) + [None] * (len(leaf.shape) - len(base))
-        entries[dim] = DATA
+        entries[dim] = specs_lib.entry(STATE)
         return specs_lib.trimmed(entries), "sharded", padding
 
 
@@ -345,7 +345,7 @@ def _assemble(
     placements = {}
     for path, leaf in leaves.items():
         if leaf.role in (PARAMS, FROZEN):
-            replicated = NamedSharding(mesh, specs_lib.without(leaf.sharded, DATA))
+            replicated = NamedSharding(mesh, specs_lib.without(leaf.sharded, STATE))
             sharded = NamedSharding(mesh, leaf.sharded)
             opt_state = sharded if STAGES[stage].opt_state else replicated
             placements[path] = placement.Placement(

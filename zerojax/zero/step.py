@@ -155,7 +155,7 @@ def _compiler_options(
     weights = where_used.largest_block(partition.placements, blocks)
     gathered = weights * jnp.dtype(compute_dtype or jnp.float32).itemsize
     summed = weights * jnp.dtype(reduce_dtype).itemsize
-    scattered = summed // partition.mesh.shape[mesh_lib.DATA]
+    scattered = summed // mesh_lib.size(partition.mesh, mesh_lib.STATE)
     names = xla_flags.names()
     return options | xla_options.for_mesh(partition.mesh, gathered=gathered, summed=summed, kept=scattered, but=names)
 

@@ -22,7 +22,7 @@ BATCH = {
     "class_weights": WEIGHTS,
     "first_time": jax.random.normal(jax.random.key(2), (3, 16)),
 }
-SPECS = {"x": P(mesh_lib.BATCH_AXES), "y": P(mesh_lib.BATCH_AXES), "class_weights": P(), "first_time": P(None, "data")}
+SPECS = {"x": P(mesh_lib.EXAMPLES), "y": P(mesh_lib.EXAMPLES), "class_weights": P(), "first_time": P(None, "data")}
 
 
 def make_step(**options):

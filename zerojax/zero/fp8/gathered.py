@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.ops import fp8
 from zerojax.zero import gather, placement
@@ -42,7 +41,7 @@ class InFp8(gather.Plain):
     def known(self, shards: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
         """Returns the weights' scales."""
         with jax.named_scope("fp8_scales"):
-            amax = jax.lax.pmax(jnp.stack([fp8.amax_of(shard) for shard in shards.values()]), mesh_lib.DATA)
+            amax = jax.lax.pmax(jnp.stack([fp8.amax_of(shard) for shard in shards.values()]), gather.STATE)
             found = fp8.scale_of_amax(amax, fp8.FORWARD)
             return {path: found[number] for number, path in enumerate(shards)}
 

@@ -22,8 +22,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax import mesh as mesh_lib
 from zerojax import tree
-from zerojax.zero import explicit
 from zerojax.zero.offload import blocks, layout
 from zerojax.zero.offload import parts as parts_lib
 
@@ -213,7 +213,7 @@ class _Mapped:
 
     def __init__(self, call: jex.JaxprEqn):
         self._mesh, inner = call.params["mesh"], call.params["jaxpr"]
-        self._axes = explicit.manual_axes(self._mesh)
+        self._axes = mesh_lib.manual(self._mesh)
         self._in_specs = dict(zip(inner.invars, call.params["in_specs"]))
         self._out_specs = {var: spec for var, spec in zip(inner.outvars, call.params["out_specs"]) if _is_var(var)}
         self._stacked = P(tuple(axis for axis in self._mesh.axis_names if axis in self._axes))

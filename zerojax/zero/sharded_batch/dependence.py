@@ -277,7 +277,7 @@ class TracedLoss:
             return OTHER
         if name in _SUMS_OVER_DEVICES:
             axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-            return SAME if set(mesh_lib.BATCH_AXES) <= set(axes if isinstance(axes, tuple) else (axes,)) else OTHER
+            return SAME if set(mesh_lib.SUMMED) <= set(axes if isinstance(axes, tuple) else (axes,)) else OTHER
         kinds = [self._kind(frame, part, old) for part in eqn.invars]
         if not set(kinds) - {SAME}:
             return SAME

@@ -75,7 +75,7 @@ class Layout:
         """Returns the number of examples of one pass over a batch that was placed; 1 if no leaf counts them."""
         for leaf, spec in zip(jax.tree.leaves(batch), jax.tree.leaves(self.specs(batch), is_leaf=is_spec)):
             for length, entry in zip(leaf.shape, spec):
-                if mesh_lib.DATA in specs_lib.names(entry):
+                if not set(mesh_lib.EXAMPLES).isdisjoint(specs_lib.names(entry)):
                     return length
         return 1
 
@@ -112,7 +112,7 @@ class Layout:
         return {path: spec for path, spec in found.items() if spec is not None}
 
     def _spec(self, own: dict[str, P], path: str, dims: int) -> P:
-        return own[path] if path in own else P(mesh_lib.BATCH_AXES) if dims > 0 else P()
+        return own[path] if path in own else P(mesh_lib.EXAMPLES) if dims > 0 else P()
 
     def _check(self, batch: Any, own: dict[str, P]) -> None:
         """Refuses leaves that differ in the number of examples, where each device sees its own."""
@@ -153,9 +153,7 @@ class Layout:
                 f"batch/{path}: batch_specs gives {spec} to shape {leaf.shape} on a mesh of {dict(self.mesh.shape)}"
             )
         for dim, entry in enumerate(spec):
-            ways = 1
-            for axis in specs_lib.names(entry):
-                ways *= self.mesh.shape[axis]
+            ways = mesh_lib.size(self.mesh, specs_lib.names(entry))
             if leaf.shape[dim] % ways:
                 what = " * ".join(sorted(specs_lib.names(entry), reverse=False))
                 rest = "" if is_own else f"; pass {OWN_SPEC.format(path)} if it counts none"

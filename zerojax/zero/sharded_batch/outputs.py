@@ -25,7 +25,6 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero.sharded_batch import dependence, totals
 
-AXES = mesh_lib.BATCH_AXES
 _WAY_OUT = "return zerojax.Mean(total, weight) or zerojax.Sum(total), or a floating value, which is averaged"
 
 
@@ -92,7 +91,7 @@ def state_of_devices(
         if isinstance(new, totals.Sum):
             return old + _psum(new.total - old)
         if jnp.issubdtype(new.dtype, jnp.inexact):
-            return jax.lax.pmean(new, AXES)
+            return jax.lax.pmean(new, mesh_lib.SUMMED)
         kind = program().kind(f"state/{path}", path)
         if kind == dependence.SAME:
             return _whole(program(), f"state/{path}", before, new)
@@ -150,7 +149,7 @@ def of_all_devices(metrics: Any) -> Any:
     def added_up(term: Any) -> Any:
         if isinstance(term, Same):
             return term
-        return _psum(term) if totals.is_total(term) else jax.lax.pmean(term, AXES)
+        return _psum(term) if totals.is_total(term) else jax.lax.pmean(term, mesh_lib.SUMMED)
 
     return jax.tree.map(added_up, metrics, is_leaf=_is_term)
 
@@ -173,7 +172,9 @@ def divided(sums: Any, passes: int) -> Any:
 def loss_over_devices(loss: Any, ways: int) -> Any:
     """Returns a device's loss such that the sum over devices of what `totals.objective` makes of it is the loss."""
     if isinstance(loss, totals.Mean):
-        return totals.Mean(loss.total, jax.lax.psum(jax.lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32)), AXES))
+        return totals.Mean(
+            loss.total, jax.lax.psum(jax.lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32)), mesh_lib.SUMMED)
+        )
     return loss if isinstance(loss, totals.Sum) else loss / ways
 
 
@@ -259,7 +260,7 @@ def _whole(program: dependence.TracedLoss, path: str, state: Any, own: Any) -> A
 def _psum(values: Any) -> Any:
     def total(leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)
-        return jax.lax.psum(leaf.astype(jnp.int32) if leaf.dtype == bool else leaf, AXES)
+        return jax.lax.psum(leaf.astype(jnp.int32) if leaf.dtype == bool else leaf, mesh_lib.SUMMED)
 
     return jax.tree.map(total, values)
 
