@@ -311,6 +311,13 @@ class End:
     out: str = ""
     seconds: float = 0.0
 
+    def read(self, folder: pathlib.Path) -> None:
+        """Reads the numbers of a run that ended well."""
+        lines = metrics.read(folder)
+        self.losses = [line["loss"] for line in lines if "loss" in line]
+        self.norms = [line["grad_norm"] for line in lines if "loss" in line]
+        self.evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
+
 
 def attempt(row: covering.Row, folder: pathlib.Path) -> End:
     """Trains a row in `folder`."""
@@ -325,13 +332,25 @@ def attempt(row: covering.Row, folder: pathlib.Path) -> End:
             warnings.simplefilter("ignore")  # the command prints them
             with runs.on_devices(changes(row)["emulate_devices"]):
                 train.train(config(row), folder)
-        lines = metrics.read(folder)
-        end.losses = [line["loss"] for line in lines if "loss" in line]
-        end.norms = [line["grad_norm"] for line in lines if "loss" in line]
-        end.evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
+        end.read(folder)
     except (Exception, SystemExit) as error:
         end.error = error
     end.out, end.seconds = out.getvalue(), time.process_time() - began
+    return end
+
+
+def attempt_in_two(row: covering.Row, folder: pathlib.Path, commands: runs.Commands) -> End:
+    """Trains a row in `folder` in two processes, each with half of the devices."""
+    settings = changes(row)
+    settings["emulate_devices"] //= 2
+    flags = [f"--config.{place}={value}" for place, value in settings.items()]
+    both = commands.start_two("--config=configs/base.py", *flags, f"--workdir={folder}")
+    statuses = {one.wait().status for one in both}
+    end = End(out="".join(one.out + one.err for one in both))
+    if statuses == {0}:
+        end.read(folder)
+    else:
+        end.error = UserError(both[0].error_line) if statuses == {2} else RuntimeError(end.out)
     return end
 
 

@@ -44,6 +44,18 @@ def test_a_cross_has_the_losses_of_the_same_settings_on_one_device(number, bases
         jax.clear_caches()
 
 
+EIGHT = [number for number, row in enumerate(ARRAY) if crosses.changes(row)["emulate_devices"] == 8]
+
+
+@runs.LONG
+@pytest.mark.parametrize("number", EIGHT[::8])
+def test_a_cross_in_two_processes_has_the_losses_of_the_same_settings_on_one_device(number, bases, commands, tmp_path):
+    row = ARRAY[number]
+    end = crosses.attempt_in_two(row, tmp_path / "run", commands)
+    assert end.error is None, (crosses.command(row), end.error)
+    assert not crosses.fault(row, end, bases(row)), crosses.command(row)
+
+
 def test_every_pair_of_values_is_in_the_array_or_refused():
     space = crosses.SPACE
     assert not any(rule.breaks(row) for row in ARRAY for rule in space.rules)
