@@ -142,7 +142,7 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
         "tensorwise": {},
         "delayed": {"fp8.recipe": "delayed"},
         "rowwise": {"fp8.recipe": "rowwise"},
-        "some": {"fp8.first": 1, "fp8.filter": "mlp"},
+        "some": {"fp8.first": 1, "fp8.filter": ".*/mlp/.*"},
     },
     "task": {name: {"data.task": name} for name in ("text", "seq2seq", "classification", "chat")},
     "pack": {"yes": {}, "no": {"data.pack": False}},
@@ -175,6 +175,9 @@ EXCLUSIVE: list[covering.Rule] = [
         for name, value in (("chunk_bytes", "8192"), ("in_flight", "2"), ("by_block", ("on", "off")))
     ),
     covering.never("offload.optimizer", optimizer_offload=("host", "nvme"), lora="on", min_size="8192"),
+    covering.never(
+        "offload.optimizer", optimizer_offload=("host", "nvme"), lora_from="folder", min_size=_but("min_size", "0")
+    ),
     covering.never("offload.params", params_offload=("host", "nvme"), optimizer_offload="none", lora="off"),
     covering.never("offload.late_norm", late_norm="yes", optimizer_offload=("none", "nvme")),
     covering.never("offload.late_norm", late_norm="yes", by_block="off"),
@@ -192,7 +195,11 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("activations", activations="mlp", by_block="on"),
     covering.never("config.model.offload", activations="mlp", remat="none"),
     covering.never("config.model.recompute", recompute="mlp", remat=("none", "full")),
+    covering.never("config.model.recompute", recompute="mlp", activations="mlp"),
     covering.never("config.model.by_columns", by_columns=("head", "both"), stage=("0", "1", "2")),
+    covering.never("config.model.by_columns", by_columns=("head", "both"), mesh="1x6x1"),
+    covering.never("config.model.by_columns", by_columns="both", mesh="2x2x2"),
+    covering.never("config.model.by_columns", by_columns=("head", "both"), family="t5", weights="read"),
     covering.never("by_columns", by_columns=("head", "both"), params_offload=("host", "nvme")),
     covering.never("by_columns", by_columns=("head", "both"), late_norm="yes"),
     covering.never("by_columns", by_columns=("head", "both"), by_block="on"),
@@ -209,6 +216,7 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("config.lora.init_from", lora_from="folder", rslora="yes"),
     covering.never("config.lora.init_from", lora_from="folder", lora_targets="all"),
     covering.never("config.lora.init_from", lora_from="folder", modules_to_save="yes"),
+    covering.never("config.precision: bf16_sr needs", precision="bf16_sr", optimizer=("adafactor", "lamb", "sgd")),
     covering.never("config.lora.quantize", quantize=("nf4", "int8"), precision="fp8"),
     covering.never("config.export.format", export="peft", lora="off"),
     covering.never(

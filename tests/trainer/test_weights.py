@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import pytest
 import runs
-import safetensors
+import safetensors.numpy
 
 import zerojax
 from zerojax import roles, tree
 from zerojax.checkpoint import checkpointer
 from zerojax.errors import UserError
-from zerojax.trainer import program, resume
+from zerojax.trainer import program, results, resume
 from zerojax.trainer import state as state_lib
 from zerojax.trainer.checks import host
 from zerojax.zero import memory
@@ -170,6 +170,18 @@ def test_adapters_train_with_offload_as_on_the_device_and_pin_what_was_counted(
     assert pinned <= budget.pool_bytes(partition) <= pinned + 2 * written
     assert not pinned or pinned <= host.most_pinned_bytes(built.config)
     assert losses(built, state) == pytest.approx(losses_on_the_device(quantize), rel=1e-5)
+
+
+def test_quantized_weights_on_a_disk_are_exported_as_those_on_the_device(cache_dir, tmp_path):
+    how = {"lora__quantize": "nf4", "lora__target_modules": "q_proj", "export__format": "huggingface"}
+
+    def exported(name, **where):
+        built, state = first(jax.devices()[:2], **how, **where)
+        results.export(built, state, tmp_path / name, None)
+        return safetensors.numpy.load_file(tmp_path / name / "model.safetensors")
+
+    there = exported("disk", offload__params="nvme", offload__nvme_path=str(tmp_path / "store"), model__remat="full")
+    jax.tree.map(np.testing.assert_array_equal, there, exported("device"))
 
 
 def test_frozen_weights_that_stay_on_the_device_are_not_counted_before_a_device_is_used():

@@ -222,6 +222,16 @@ def test_arrays_of_the_users_own_for_each_weight_are_sharded_as_moments(stage, i
     )
 
 
+@pytest.mark.parametrize("stage", stages.STAGES)
+@pytest.mark.parametrize("trainable", ["", "odd", "kernel"])
+def test_every_sharding_of_a_padded_run_divides_the_shape_of_its_weight(stage, trainable):
+    state = own_state({"kernel": (64, 64), "odd": (67, 65)})
+    part = stages.partition_state(state, mesh=make_mesh(6), stage=stage, indivisible="pad", trainable=trainable)
+    for weight in part.placements.values():
+        for sharding in (weight.stored, weight.used, weight.grad, weight.opt_state, weight.update):
+            sharding.shard_shape(weight.shape)  # raises otherwise
+
+
 def test_leaves_that_stay_replicated_are_told_if_a_sharded_one_is_no_larger():
     state = own_state({"kernel": (64, 64), "odd": (67, 65), "small": (8,)})
     reason = "no dim of (67, 65) divides by data=8"

@@ -59,10 +59,11 @@ def of_params(params: Any, chosen: targets.Targets) -> Any:
     own, found = adapters.split(params)
 
     def make(path: str) -> Any:
-        module, leaf = path.rpartition("/")[0], own[path]
+        module = path.rpartition("/")[0]
         if module not in found or path != f"{module}/{targets.KERNEL}":
+            leaf = params_on_host.to_device(own[path])
             return quantized.dequantize(leaf, jnp.float32) if quantized.is_quantized(leaf) else leaf
-        parts = params_on_host.to_device((leaf, found[module]))
+        parts = params_on_host.to_device((own[path], found[module]))
         return _merge(chosen.scale(module))(*parts)
 
     leaves = {}

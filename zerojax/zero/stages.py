@@ -346,7 +346,8 @@ def _assemble(
     for path, leaf in leaves.items():
         if leaf.role in (PARAMS, FROZEN):
             replicated = NamedSharding(mesh, specs_lib.without(leaf.sharded, STATE))
-            sharded = NamedSharding(mesh, leaf.sharded)
+            # A frozen weight has no gradient, and is not padded for one.
+            sharded = NamedSharding(mesh, leaf.sharded if leaf.role == PARAMS else leaf.spec)
             opt_state = sharded if STAGES[stage].opt_state else replicated
             placements[path] = placement.Placement(
                 stored=NamedSharding(mesh, leaf.spec),
