@@ -10,6 +10,8 @@ import re
 
 import pytest
 
+from zerojax.trainer import settings
+
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "zerojax"
 
@@ -266,6 +268,15 @@ def test_a_family_is_named_only_in_its_folder_and_in_the_table_of_families():
 
 def test_the_inner_train_step_fits_one_screen():
     assert lines_of(functions(MODULES["zero.step"])["train_step"]) <= TRAIN_STEP
+
+
+def test_rooms_below_the_trainer_name_no_settings():
+    """Their errors name arguments, of which `trainer.checks.names` makes keys of a config. A translation's result is a config."""
+    setting = re.compile(rf"\bconfig\.({'|'.join(place for place in settings.table() if '.' not in place)})\b")
+    for name, path in MODULES.items():
+        if name not in COMMAND_LINES and room_of(name) not in {"trainer", "commands", "migration"}:
+            texts = [node.value for node in ast.walk(parse(path)) if isinstance(node, ast.Constant)]
+            assert not [text for text in texts if isinstance(text, str) and setting.search(text)], name
 
 
 def test_no_two_classes_have_one_name():
