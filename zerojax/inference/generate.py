@@ -8,7 +8,7 @@ host memory are fetched block by block instead (`by_block`).
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -160,7 +160,9 @@ def _make_loop(
     )
     rows = mesh_lib.batch_sharding(partition.mesh)
 
-    def generate(params: Any, inputs: Any, tokens: jax.Array, lengths: jax.Array, seed: jax.Array) -> jax.Array:
+    def generate(
+        params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array, lengths: jax.Array, seed: jax.Array
+    ) -> jax.Array:
         length = tokens.shape[1]
         slots = length + choice.new_tokens
         scores, caches = start(params, inputs, tokens, lengths, slots)

@@ -172,9 +172,9 @@ def _quantizer(
 
 @functools.lru_cache
 def _drawer(
-    shape: tuple[int, ...], padded: tuple[int, ...], dtype: DTypeLike, sharding: Any, is_b: bool
+    shape: tuple[int, ...], padded: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding, is_b: bool
 ) -> Callable[..., jax.Array]:
-    def run(key: jax.Array, number: Any) -> jax.Array:
+    def run(key: jax.Array, number: int | jax.Array) -> jax.Array:
         return _fit(adapters.draw(key, number, shape, is_b=is_b).astype(dtype), padded)
 
     return jax.jit(run, out_shardings=_on_device(sharding))
@@ -185,5 +185,5 @@ def _fit(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.pad(leaf, [(0, want - have) for want, have in zip(shape, leaf.shape)])
 
 
-def _on_device(sharding: Any) -> NamedSharding:
+def _on_device(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, sharding.spec)

@@ -7,7 +7,7 @@ where its module multiplies, so at any time about one exists, and none is kept f
 import contextlib
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -236,14 +236,16 @@ def _inputs_of(module: nn.Module) -> int | None:
     return None
 
 
-def _linear(module: nn.Module, x: jax.Array, stored: Any, inputs: int) -> jax.Array:
+def _linear(module: nn.Module, x: jax.Array, stored: Mapping[str, jax.Array], inputs: int) -> jax.Array:
     scope = module.scope
     assert scope is not None
     bias = scope.get_variable("params", "bias") if scope.has_variable("params", "bias") else None
     return multiply(x, stored, inputs, getattr(module, "dtype", None), bias)
 
 
-def multiply(x: jax.Array, stored: Any, inputs: int, dtype: DTypeLike | None, bias: jax.Array | None) -> jax.Array:
+def multiply(
+    x: jax.Array, stored: Mapping[str, jax.Array], inputs: int, dtype: DTypeLike | None, bias: jax.Array | None
+) -> jax.Array:
     """Returns what a linear module with a quantized kernel returns.
 
     Args:

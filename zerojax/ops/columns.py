@@ -112,7 +112,7 @@ def _backward(path: str, *_: Any) -> Any:
 _in_place_of.defvjp(_forward, _backward)
 
 
-def take(matrix: Any) -> Known | None:
+def take(matrix: jax.Array) -> Known | None:
     """Returns the columns of a matrix that a model passes to an operation, or None if it has all of them."""
     for one in _KNOWN.get() or ():
         if one.seen is matrix:

@@ -40,7 +40,9 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, *, ignored: int | None =
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _one_pass(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, bias: Any, total: Any, chunk: int) -> jax.Array:
+def _one_pass(
+    hidden: jax.Array, kernel: jax.Array, labels: jax.Array, bias: jax.Array | None, total: jax.Array, chunk: int
+) -> jax.Array:
     return _chunks(hidden, kernel, labels, bias, total, chunk, with_grads=False)[0]
 
 
@@ -110,11 +112,11 @@ _one_pass.defvjp(_one_pass_forward, _one_pass_backward, symbolic_zeros=True)
 
 
 def _chunks(
-    hidden: Any,
-    kernel: Any,
-    labels: Any,
-    bias: Any,
-    total: Any,
+    hidden: jax.Array,
+    kernel: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None,
+    total: jax.Array,
     chunk: int,
     *,
     with_grads: bool,
@@ -133,7 +135,7 @@ def _chunks(
     has_padding = labels.size > tokens
     sum_dtype = jnp.float32 if count > 1 else _residual_dtype(kernel)
 
-    def one_part(d_logits: Any, inputs: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+    def one_part(d_logits: jax.Array, inputs: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
         number, h, y = inputs
         logits = jnp.dot(h, kernel, preferred_element_type=jnp.float32)
         logits = logits if bias is None else logits + bias.astype(jnp.float32)

@@ -38,11 +38,15 @@ def cross_entropy(hidden: jax.Array, kernel: columns_lib.Known, labels: jax.Arra
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _one_pass(hidden: Any, sink: Any, shard: Any, labels: Any, axis: str, ways: int, chunk: int) -> jax.Array:
+def _one_pass(
+    hidden: jax.Array, sink: jax.Array, shard: jax.Array, labels: jax.Array, axis: str, ways: int, chunk: int
+) -> jax.Array:
     return _chunks(hidden, shard, labels, axis, ways, chunk)[0]
 
 
-def _forward(hidden: Any, sink: Any, shard: Any, labels: Any, axis: str, ways: int, chunk: int) -> tuple[Any, Any]:
+def _forward(
+    hidden: jax.Array, sink: jax.Array, shard: jax.Array, labels: jax.Array, axis: str, ways: int, chunk: int
+) -> tuple[Any, Any]:
     loss, d_hidden, d_shard = _chunks(hidden, shard, labels, axis, ways, chunk)
     return loss, (d_hidden, d_shard)
 
@@ -57,7 +61,9 @@ def _backward(axis: str, ways: int, chunk: int, residuals: tuple[Any, Any], scal
 _one_pass.defvjp(_forward, _backward)
 
 
-def _chunks(hidden: Any, shard: Any, labels: Any, axis: str, ways: int, chunk: int) -> tuple[Any, Any, Any]:
+def _chunks(
+    hidden: jax.Array, shard: jax.Array, labels: jax.Array, axis: str, ways: int, chunk: int
+) -> tuple[Any, Any, Any]:
     """Returns the mean loss of this device's tokens, and the gradients of its sum by hidden, and of all devices' sum by the shard."""
     shape, tokens, vocab = hidden.shape, labels.size, shard.shape[1]
     count = -(-tokens // chunk)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from zerojax.errors import UserError
 
@@ -34,7 +35,7 @@ def warmup_decay_lr(
     """Returns a rise to the largest rate, and a linear fall to the smallest at `total_num_steps`."""
     rise, length = _rise(warmup_num_steps, warmup_type), max(1.0, total_num_steps - max(2, warmup_num_steps))
 
-    def schedule(count: Any) -> Any:
+    def schedule(count: ArrayLike) -> Any:
         last = _last(count)
         fall = jnp.maximum(0.0, (total_num_steps - last) / length)
         gamma = jnp.where(last < max(2, warmup_num_steps), rise(last), fall)
@@ -54,7 +55,7 @@ def warmup_cosine_lr(
     """Returns a rise to `lr`, and a fall along a cosine to lr * `cos_min_ratio`. The first step's rate is 0."""
     rise, length = _rise(warmup_num_steps, warmup_type), max(1, total_num_steps - max(2, warmup_num_steps))
 
-    def schedule(count: Any) -> Any:
+    def schedule(count: ArrayLike) -> Any:
         last = _last(count)
         progress = jnp.minimum(1.0, (last - max(2, warmup_num_steps) + 1) / length)
         fall = cos_min_ratio + (1 - cos_min_ratio) * (1 + jnp.cos(math.pi * progress)) / 2
@@ -88,7 +89,7 @@ def one_cycle(
         cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count,
     )
 
-    def schedule(count: Any) -> Any:
+    def schedule(count: ArrayLike) -> Any:
         at = jnp.asarray(count, jnp.float32)
         inside = at % (first + second)
         up, down = inside / first, (first + second - inside) / (second or 1.0)
@@ -109,7 +110,7 @@ def lr_range_test(
 ) -> Schedule:
     """Returns a rate that grows without end, to find the largest that trains (arXiv:1803.09820)."""
 
-    def schedule(count: Any) -> Any:
+    def schedule(count: ArrayLike) -> Any:
         interval = jnp.asarray(count, jnp.float32) / lr_range_test_step_size
         interval = jnp.floor(interval) if lr_range_test_staircase else interval
         return lr_range_test_min_lr * (1 + lr_range_test_step_rate * interval)
@@ -126,7 +127,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
-def _last(count: Any) -> Any:
+def _last(count: ArrayLike) -> Any:
     """Returns the scheduler's iteration for the step taken after `count` others; -1 before it has started."""
     return jnp.asarray(count, jnp.float32) - 1
 

@@ -200,7 +200,7 @@ def _has_bf16(params: Any) -> bool:
 
 
 def _update(
-    settings: _Settings, grads: Any, state: Any, params: Any = None, *, finite: Any = None, **extra: Any
+    settings: _Settings, grads: Any, state: Any, params: Any = None, *, finite: jax.Array | None = None, **extra: Any
 ) -> tuple[Any, Any]:
     if params is None:
         raise UserError("update: the fused optimizers need params; call update(grads, state, params)")
@@ -219,7 +219,7 @@ def _apply(
     params: Any,
     *,
     copy_dtype: DTypeLike | None = None,
-    finite: Any = None,
+    finite: jax.Array | None = None,
     **how: Any,
 ) -> tuple[Any, Any, Any]:
     rule = dataclasses.replace(settings.rule, skips=finite is not None, copy_dtype=copy_dtype)
@@ -232,11 +232,11 @@ def _step(
     grads: Any,
     state: Any,
     params: Any,
-    finite: Any,
+    finite: jax.Array | None,
     *,
     scale: Any = 1.0,
     shardings: Any = None,
-    key: Any = None,
+    key: jax.Array | None = None,
     numbers: Any = None,
 ) -> tuple[Any, Any, Any]:
     """Returns (params or updates, state, copies)."""
@@ -299,7 +299,9 @@ def _decays(settings: _Settings, params: Any) -> list[bool]:
         ) from error
 
 
-def _scalars(settings: _Settings, before: jax.Array, count: jax.Array, scale: Any, finite: Any) -> rules.Scalars:
+def _scalars(
+    settings: _Settings, before: jax.Array, count: jax.Array, scale: Any, finite: jax.Array | None
+) -> rules.Scalars:
     """Returns the scalars of this step. Bias corrections use expm1, since 1 - b2**t loses digits in float32."""
     rate = settings.learning_rate(before) if callable(settings.learning_rate) else settings.learning_rate
 
@@ -323,7 +325,7 @@ def _scalars(settings: _Settings, before: jax.Array, count: jax.Array, scale: An
     )
 
 
-def _seed(key: Any, count: jax.Array) -> jax.Array:
+def _seed(key: jax.Array | None, count: jax.Array) -> jax.Array:
     seed = jnp.zeros((), jnp.uint32)
     if key is not None:
         words = jax.random.key_data(key) if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) else key

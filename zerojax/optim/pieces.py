@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -93,7 +94,7 @@ def split(array: jax.Array, like: Pieces) -> Pieces:
     return Pieces(parts, like.dim)
 
 
-def _over_shards(sharding: Any, shape: tuple[int, ...], arrays: Sequence[Any], function: Any) -> jax.Array:
+def _over_shards(sharding: NamedSharding, shape: tuple[int, ...], arrays: Sequence[Any], function: Any) -> jax.Array:
     """Returns the global array whose shards are `function` of the arrays' shards, as numpy arrays, on the same device."""
     by_device: dict[Any, list[Any]] = {device: [] for device in sharding.addressable_devices}
     for array in arrays:

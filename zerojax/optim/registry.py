@@ -103,7 +103,7 @@ def make_optimizer(
     return _with_state_of(plain, rounding)
 
 
-def _with_state_of(plain: optax.GradientTransformation, one_pass: Any) -> one_pass_lib.OnePass:
+def _with_state_of(plain: optax.GradientTransformation, one_pass: one_pass_lib.OnePass) -> one_pass_lib.OnePass:
     """Returns `one_pass` with the state tree of `plain`, so that a checkpoint of either restores into the other."""
     kinds = (optax.ScaleByAdamState, optax.ScaleByLionState)
 

@@ -305,7 +305,7 @@ def _hosts(target: str, topology: str) -> tuple[int, int]:
     return int(hosts or 1), int(per_host)
 
 
-def _kind_of(device: Any) -> Target:
+def _kind_of(device: jax.Device) -> Target:
     """Returns the device's target, or one without figures if the device is not in TARGETS, with the memory that the device reports."""
     known = next((t for t in TARGETS.values() if t.device_kind == device.device_kind), None)
     target = known or Target(HERE, device.platform, device.device_kind)

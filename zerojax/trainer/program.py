@@ -342,10 +342,10 @@ def _state(
     params: Any,
     *,
     policy: precision.Precision,
-    tx: Any,
-    inner: Any,
+    tx: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
     copy_dtype: DTypeLike | None,
-    loss_scale: Any,
+    loss_scale: loss_scale_lib.LossScale | None,
     seed: int,
     trainable: str,
     histories: Callable[[], Any],
@@ -366,7 +366,7 @@ def _first_scale(loss_scale: loss_scale_lib.LossScale | None) -> Any:
 
 
 def _baseline(
-    params: Any, create: Any, policy: precision.Precision | None, mesh: Mesh, trainable: str
+    params: Any, create: Callable[..., Any], policy: precision.Precision | None, mesh: Mesh, trainable: str
 ) -> placement.Partition:
     """Returns the partition at stage 0: everything is replicated, with a 16-bit copy of the weights if the precision needs one."""
     state = create if policy is None else functools.partial(create, copy_dtype=policy.copy_dtype(splits_params=False))

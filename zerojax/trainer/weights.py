@@ -154,7 +154,7 @@ def _part_maker(
 ) -> Callable[..., dict[str, jax.Array]]:
     """Returns f(key, number) -> the leaves of a part by path, cast or quantized, with zeros where the partition pads them."""
 
-    def run(key: jax.Array, number: Any) -> dict[str, jax.Array]:
+    def run(key: jax.Array, number: int | jax.Array) -> dict[str, jax.Array]:
         arrays = [jnp.zeros(like.shape, like.dtype) for like in inputs]
         made: dict[str, jax.Array] = {}
         for path, leaf in tree.flatten(module.init(jax.random.fold_in(key, number), *arrays)["params"]):

@@ -91,7 +91,9 @@ def _logits(config: LlamaConfig, params: Any, inputs: Mapping[str, jax.Array], t
     return cast(jax.Array, model.Llama(config).apply({"params": params}, tokens, inputs.get("mask")))
 
 
-def _start(config: LlamaConfig, params: Any, inputs: Any, tokens: jax.Array, lengths: jax.Array, slots: int) -> Any:
+def _start(
+    config: LlamaConfig, params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array, lengths: jax.Array, slots: int
+) -> Any:
     assert not inputs, "a decoder's prompt has no other arrays than its tokens"
     return model.Llama(config).apply({"params": params}, tokens, lengths, slots, method="start")
 

@@ -13,6 +13,7 @@ from typing import Any
 from zerojax import bounded, errors, files
 from zerojax.errors import UserError
 from zerojax.launch import ending
+from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.clients import mlflow_client, run_info, wandb_client
 
 TENSORBOARD = "tensorboard"
@@ -45,7 +46,7 @@ def names(to: Iterable[Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def check(group: Any) -> None:
+def check(group: settings_lib.MetricsSettings) -> None:
     """Checks the settings `config.metrics`.
 
     Raises:
@@ -76,7 +77,11 @@ class Outlets:
     """The clients of a run. Opened once, by its first process."""
 
     def __init__(
-        self, group: Any, workdir: pathlib.Path, settings: Mapping[str, Any], say: Callable[[str], None]
+        self,
+        group: settings_lib.MetricsSettings,
+        workdir: pathlib.Path,
+        settings: Mapping[str, Any],
+        say: Callable[[str], None],
     ) -> None:
         """Takes `config.metrics`, the run's folder, its settings by dotted place, and what prints a line."""
         self._workdir, self._say, self._lock = workdir, say, threading.Lock()
