@@ -121,7 +121,7 @@ def platform(where: Mesh | jax.Device | None = None) -> str:
 
 def size(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> int:
     """Returns the number of devices along some axes together."""
-    return math.prod(mesh.shape[axis] for axis in axes)
+    return math.prod(map(mesh.shape.__getitem__, axes))
 
 
 def text(mesh: Mesh, axes: Iterable[str]) -> str:

@@ -39,7 +39,6 @@ ALSO = {
     "zero/fp8/": ["tests/zero/fp8"],
     "zero/offload/": ["tests/zero/offload/test_streamed.py", "tests/zero/offload/test_blockwise.py"],
     "zero/offload/disk/": ["tests/zero/offload/disk"],
-    "zero/checks/": ["tests/zero/checks"],
     "zero/sharded_batch/": ["tests/zero/sharded_batch"],
     "zero/loss_scale": ["tests/whole_steps/test_skipped_steps.py"],
     "checkpoint/": ["tests/checkpoint"],

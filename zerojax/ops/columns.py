@@ -53,6 +53,7 @@ class Known:
     is_taken: bool = False
 
 
+# The user's model calls the operation, and hands it the array alone.
 _KNOWN: contextvars.ContextVar[list[Known] | None] = contextvars.ContextVar("matrices_by_columns", default=None)
 
 

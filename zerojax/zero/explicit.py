@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import mesh as mesh_lib
 from zerojax import specs, tree
 from zerojax.errors import UserError
-from zerojax.zero import accumulate, constraints, gather, hooks, overlap, placement, where_used
+from zerojax.zero import accumulate, constraints, gather, overlap, placement, where_used
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, totals
 
 Program = Callable[[], dependence.TracedLoss]
@@ -70,7 +70,9 @@ def value_and_grad(
         grads = tree.map_with_path(
             lambda path, grad: gather.reduce_rest(grad, of_device.find(path, None), reduction), grads
         )
-        fields = {**aux.get("state", {}), **hooks.renewed(how.hooks, state, seen)}
+        fields = dict(aux.get("state", {}))
+        for hook, own in zip(how.hooks, seen):
+            fields |= hook.renewed(state, own)
         aux = {"metrics": outputs.values(aux["metrics"], over_devices=True), "state": fields}
         return (jax.lax.psum(loss, mesh_lib.SUMMED), aux), grads
 
@@ -157,7 +159,8 @@ class _OfDevice:
             own = [keys.fold(values, paths, device) for values, paths in zip((state, batch), own_keys)]
             with contextlib.ExitStack() as around:
                 around.enter_context(keys.folded_in_flax(device))
-                around.enter_context(hooks.known(self.how.hooks, given))
+                for hook, inputs_of_hook in zip(self.how.hooks, given):
+                    around.enter_context(hook.known(inputs_of_hook))
                 for wire in by_wire:
                     around.enter_context(wire.around())
                 loss, aux = device_loss(jax.tree.map(gather.ShardAndSink, params, sinks), *reversed(own))
@@ -178,8 +181,8 @@ class _OfDevice:
                     "them in a field of the state, which the loss returns, or omit reduce_dtype"
                 )
             _refuse_complex(params)
-            used = where_used.abstract_used(params, partition, self.compute_dtype)
-            program = dependence.of_loss(self.loss_fn, used, batch, state, layout)
+            used = functools.partial(where_used.abstract_used, params, partition, self.compute_dtype)
+            program = functools.cache(lambda: dependence.of_loss(self.loss_fn, used(), batch, state, layout))
             own_keys = keys.own(program, layout, batch, state)
             grad_specs = tree.map_with_path(
                 lambda path, _: specs.only(find(path, None).update.spec, axes), partition.trainable_part(params)

@@ -5,7 +5,7 @@ them too, and their gradient tells what was seen: over devices and passes it is 
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 
@@ -30,17 +30,3 @@ class Hook:
 
 
 Hooks = Sequence[Hook]
-
-
-@contextlib.contextmanager
-def known(hooks: Hooks, inputs: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Makes the values of each hook known inside."""
-    with contextlib.ExitStack() as stack:
-        for hook, own in zip(hooks, inputs, strict=True):
-            stack.enter_context(hook.known(own))
-        yield
-
-
-def renewed(hooks: Hooks, state: Any, seen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the fields of the state that the hooks renew."""
-    return {field: value for hook, own in zip(hooks, seen) for field, value in hook.renewed(state, own).items()}

@@ -104,9 +104,12 @@ class Interceptor:
         module = context.module
         if module.scope is None:
             return call(*args, **kwargs)
-        if self._inside is not None:
-            return self._inner(call, args, kwargs, context)
         path = "/".join(module.path)
+        if self._inside is not None:
+            path = "/".join((self._inside, *module.path[len(self._root) :]))
+            keeps_all = path == self._inside or self._is_head(self._inside)
+            is_named = self._recompute.fullmatch(path) or self._offload.fullmatch(path)
+            return call(*args, **kwargs) if keeps_all or not is_named else self._inner(path, call, args, kwargs, module)
         if not self._stacked and context.method_name != "setup" and hasattr(type(module), context.method_name):
             return self._with_stacks(module, context.method_name, args, kwargs)
         # A lifted function is a call too; the module's own methods that it calls are intercepted later.
@@ -185,8 +188,10 @@ class Interceptor:
                 with streams.running(scope, values[len(arrays) : len(given)]):
                     return getattr(alone.clone(parent=scope), method)(*inner_args, **inner_kwargs)
 
-            of_hooks = hooks_lib.known(self._hooks, jax.tree.unflatten(form, values[len(given) :]))
-            with self._entered_as(path, module_path), of_hooks:
+            with contextlib.ExitStack() as around:
+                around.enter_context(self._entered_as(path, module_path))
+                for hook, own in zip(self._hooks, jax.tree.unflatten(form, values[len(given) :])):
+                    around.enter_context(hook.known(own))
                 return result.take(flax.core.apply(call)({"params": unflatten_dict({module_path: params})}))
 
         assert self._run is not None
@@ -227,15 +232,11 @@ class Interceptor:
         finally:
             self._inside, self._root = before
 
-    def _inner(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+    def _inner(self, path: str, call: Callable, args: tuple, kwargs: dict, module: nn.Module) -> Any:
         """Runs a call inside a block; marks its matmuls if `recompute` matches the module, and its result if `offload` does."""
-        path = "/".join((self._inside or "", *context.module.path[len(self._root) :]))
-        is_block = path == self._inside
-        if is_block or self._is_head(self._inside):  # heads keep all residuals
-            return call(*args, **kwargs)
         if self._recompute.fullmatch(path):
             self.recomputed.add(path)
-            result = _recomputed(call, args, kwargs, path, context.module)
+            result = _recomputed(call, args, kwargs, path, module)
         else:
             result = call(*args, **kwargs)
         if not self._offload.fullmatch(path):

@@ -3,7 +3,9 @@
 With loss scaling a step whose gradients are not all finite is skipped: only the scale changes.
 """
 
+import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +15,10 @@ import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, xla_flags
-from zerojax.zero import accumulate, explicit, hooks, placement, where_used, xla_options
+from zerojax.zero import accumulate, arguments, explicit, placement, where_used, xla_options
 from zerojax.zero import by_columns as columns_lib
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
-from zerojax.zero.checks import arguments
 from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import blockwise, late_norm, streamed
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, totals
@@ -190,14 +191,15 @@ def _gradients(
     loss_of_stored = where_used.with_gathers(loss_fn, partition.placements, how, compute_dtype)
 
     def gradients(params: Any, batch: Any, state: Any) -> Any:
-        program = dependence.of_loss(
-            loss_fn, where_used.abstract_used(params, partition, compute_dtype), batch, state, layout
-        )
+        used = functools.partial(where_used.abstract_used, params, partition, compute_dtype)
+        program = functools.cache(lambda: dependence.of_loss(loss_fn, used(), batch, state, layout))
         own_keys = keys.own(program, layout, batch, state) if passes > 1 else None
 
         def loss_of_part(inputs: tuple[Any, Any], batch: Any, state: Any) -> tuple[Any, dict]:
             part, given = inputs
-            with hooks.known(how.hooks, given):
+            with contextlib.ExitStack() as around:
+                for hook, own in zip(how.hooks, given):
+                    around.enter_context(hook.known(own))
                 loss, aux = loss_of_stored(placement.with_frozen(part, params), batch, state)
             loss, weight = totals.objective(loss, passes)
             metrics = aux["metrics"] if passes == 1 else outputs.terms(aux["metrics"], state, program, passes)
@@ -206,7 +208,9 @@ def _gradients(
         sums = accumulate.value_and_grad(loss_of_part, passes, own_keys, in_16_bits=in_16_bits)
         given = [hook.inputs(state) for hook in how.hooks]
         (loss, aux), (grads, seen) = sums((partition.trainable_part(params), given), batch, state)
-        fields = {**aux["state"], **hooks.renewed(how.hooks, state, seen)}
+        fields = dict(aux["state"])
+        for hook, own in zip(how.hooks, seen):
+            fields |= hook.renewed(state, own)
         return (loss, {**aux, "state": fields, "metrics": outputs.values(aux["metrics"], over_devices=False)}), grads
 
     return gradients

@@ -187,14 +187,19 @@ def _by_block(
     def by_block(params: Any, *args: Any, **kwargs: Any) -> Any:
         stacks: set[str] = set()
         while True:
+            inside, outer = begun(stacks, params)
             try:
-                return traced(stacks, params, args, kwargs)
+                with nn.intercept_methods(inside.intercept):
+                    result = loss_fn(outer, *args, **kwargs)
             except intercept.StackFound as found:
                 assert run is not None and found.path not in stacks
                 stacks.add(found.path)
                 run.restart()
+            else:
+                _check_found(inside, how, moves)
+                return result
 
-    def traced(stacks: set[str], params: Any, args: tuple, kwargs: dict) -> Any:
+    def begun(stacks: set[str], params: Any) -> tuple[intercept.Interceptor, Any]:
         made, shapes = _Made(), dict[str, tuple[int, ...]]()
         inside = intercept.Interceptor(
             how.blocks,
@@ -221,10 +226,7 @@ def _by_block(
         if run is not None:
             outer = unboxed(outer)
             shapes.update({path: leaf.shape for path, leaf in tree.flatten(outer)})
-        with nn.intercept_methods(inside.intercept):
-            result = loss_fn(outer, *args, **kwargs)
-        _check_found(inside, how, moves)
-        return result
+        return inside, outer
 
     return by_block
 

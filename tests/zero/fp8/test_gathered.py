@@ -21,16 +21,17 @@ def partition_of(**weights):
 
 
 def test_the_kernels_of_chosen_modules_are_marked_if_they_are_gathered():
-    marked = gathered.marked(partition_of(a=KERNEL, b=KERNEL, small=KERNEL[:2]), {"a", "small"}).placements
+    weights = gathered.BlockWeights()
+    marked = gathered.marked(partition_of(a=KERNEL, b=KERNEL, small=KERNEL[:2]), {"a", "small"}, weights).placements
     assert {path: weight.wire for path, weight in marked.items()} == {
-        "params/a/kernel": gathered.InFp8(),
+        "params/a/kernel": gathered.InFp8(weights=weights),
         "params/b/kernel": gather.PLAIN,
         "params/small/kernel": gather.PLAIN,  # it is replicated
     }
 
 
 def test_a_gathered_weight_is_the_cast_of_the_weight_with_its_own_scale():
-    partition = gathered.marked(partition_of(a=KERNEL, b=3e-5 * KERNEL), {"a", "b"})
+    partition = partition_of(a=KERNEL, b=3e-5 * KERNEL)
     wire = gathered.InFp8()
 
     def on_device(shards):
@@ -58,8 +59,9 @@ def test_a_widened_weight_has_the_values_in_fp8_and_its_sink_the_gradient():
 
 def test_modules_find_their_weight_by_the_end_of_its_path():
     one, other = (fp8.EightBits(jnp.zeros(1), jnp.ones(())) for _ in range(2))
-    assert gathered.of_module("layer_0/up") is None
-    with gathered.in_block({"net/layer_0/up/kernel": one, "net/layer_0/big_up/kernel": other}):
-        assert gathered.of_module("layer_0/up") is one and gathered.of_module("net/layer_0/big_up") is other
-        assert gathered.of_module("er_0/up") is None
-    assert gathered.of_module("layer_0/up") is None
+    weights = gathered.BlockWeights()
+    assert weights.of_module("layer_0/up") is None
+    with weights.known({"net/layer_0/up/kernel": one, "net/layer_0/big_up/kernel": other}):
+        assert weights.of_module("layer_0/up") is one and weights.of_module("net/layer_0/big_up") is other
+        assert weights.of_module("er_0/up") is None
+    assert weights.of_module("layer_0/up") is None

@@ -8,7 +8,6 @@ The gradient is that of the weight: the cast has the derivative 1. It has the we
 """
 
 import contextlib
-import contextvars
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -21,22 +20,50 @@ from zerojax.ops import fp8
 from zerojax.zero import gather, placement
 
 WEIGHT = "kernel"
-_IN_BLOCK: contextvars.ContextVar[Mapping[str, fp8.EightBits] | None] = contextvars.ContextVar("in_fp8", default=None)
 
 
-def marked(partition: placement.Partition, modules: Collection[str]) -> placement.Partition:
-    """Returns a partition in which blocks gather the sharded kernels of these modules in fp8."""
+class BlockWeights:
+    """The weights in fp8 of the block that is traced, which a step's matmuls find by the paths of their modules."""
+
+    def __init__(self) -> None:
+        self._known: Mapping[str, fp8.EightBits] = {}
+
+    @contextlib.contextmanager
+    def known(self, weights: Mapping[str, fp8.EightBits]) -> Iterator[None]:
+        """Makes weights, by path in the params, known inside."""
+        before, self._known = self._known, {**self._known, **weights}
+        try:
+            yield
+        finally:
+            self._known = before
+
+    def of_module(self, path: str) -> fp8.EightBits | None:
+        """Returns the weight of a module, or None if it was gathered in another dtype.
+
+        Args:
+          path: the module's in the model, which may begin later than that of its params.
+        """
+        own = f"{path}/{WEIGHT}"
+        return next((weight for name, weight in self._known.items() if f"/{name}".endswith(f"/{own}")), None)
+
+
+def marked(partition: placement.Partition, modules: Collection[str], weights: BlockWeights) -> placement.Partition:
+    """Returns a partition in which blocks gather the sharded kernels of these modules in fp8, as `weights` of the step's matmuls."""
     kernels = {
         path: weight
         for path, weight in partition.placements.items()
         if (below := tree.below_params(path)).endswith(f"/{WEIGHT}") and below.removesuffix(f"/{WEIGHT}") in modules
     }
-    return partition.with_wires({path: InFp8() for path, weight in kernels.items() if gather.is_gathered(weight)})
+    return partition.with_wires(
+        {path: InFp8(weights=weights) for path, weight in kernels.items() if gather.is_gathered(weight)}
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class InFp8(gather.Plain):
     """The wire of a weight that blocks gather in fp8; see `placement.Wire`. Outside of blocks it is plain."""
+
+    weights: BlockWeights = dataclasses.field(default_factory=BlockWeights)
 
     def known(self, shards: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
         """Returns the weights' scales."""
@@ -54,7 +81,7 @@ class InFp8(gather.Plain):
 
     @contextlib.contextmanager
     def used(self, path: str, sent: fp8.EightBits, differentiated: jax.Array) -> Iterator[jax.Array]:
-        with in_block({path: sent}):
+        with self.weights.known({path: sent}):
             yield widened(sent, differentiated)
 
 
@@ -69,24 +96,3 @@ def _backward(_: None, grad: jax.Array) -> tuple[None, jax.Array]:
 
 
 widened.defvjp(lambda weight, sink: (widened(weight, sink), None), _backward)
-
-
-@contextlib.contextmanager
-def in_block(weights: Mapping[str, fp8.EightBits]) -> Iterator[None]:
-    """Makes weights in fp8 of a block, by path in the params, known to its matmuls while it is traced."""
-    token = _IN_BLOCK.set({**(_IN_BLOCK.get() or {}), **weights})
-    try:
-        yield
-    finally:
-        _IN_BLOCK.reset(token)
-
-
-def of_module(path: str) -> fp8.EightBits | None:
-    """Returns the weight in fp8 of a module of the block that is traced, or None if it was gathered in another dtype.
-
-    Args:
-      path: the module's in the model, which may begin later than that of its params.
-    """
-    own = f"{path}/{WEIGHT}"
-    weights = _IN_BLOCK.get() or {}
-    return next((weight for name, weight in weights.items() if f"/{name}".endswith(f"/{own}")), None)

@@ -8,7 +8,6 @@ A backward pass returns the magnitudes that it saw as the gradient of the histor
 """
 
 import contextlib
-import contextvars
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -21,7 +20,6 @@ from zerojax.zero import hooks
 
 FIELD = "fp8"  # of the train state
 Histories = Mapping[str, jax.Array]
-_KNOWN: contextvars.ContextVar[Histories | None] = contextvars.ContextVar("fp8_histories", default=None)
 
 
 def empty(modules: Collection[str], steps: int) -> dict[str, jax.Array]:
@@ -40,32 +38,30 @@ def check(state: Any, modules: Collection[str]) -> None:
 
 
 class OfState(hooks.Hook):
-    """Gives the histories in a train state to the matmuls, and renews them."""
+    """Gives the histories in a train state to the matmuls of a step, and renews them."""
+
+    def __init__(self) -> None:
+        self._known: Histories = {}
 
     def inputs(self, state: Any) -> Mapping[str, Histories]:
         return {OVERWRITE_WITH_GRADIENT: getattr(state, FIELD)}
 
     @contextlib.contextmanager
     def known(self, inputs: Mapping[str, Histories]) -> Iterator[None]:
-        token = _KNOWN.set(inputs.get(OVERWRITE_WITH_GRADIENT))
+        before, self._known = self._known, inputs.get(OVERWRITE_WITH_GRADIENT, {})
         try:
             yield
         finally:
-            _KNOWN.reset(token)
+            self._known = before
 
     def of_block(self, weights: Collection[str]) -> Mapping[str, Histories]:
-        histories = _KNOWN.get()
-        if not histories:
-            return {}
         parents = {path.rpartition("/")[0] for path in weights}
-        return {OVERWRITE_WITH_GRADIENT: {path: past for path, past in histories.items() if path in parents}}
+        return {OVERWRITE_WITH_GRADIENT: {path: past for path, past in self._known.items() if path in parents}}
 
     def renewed(self, state: Any, seen: Mapping[str, Histories]) -> dict[str, Histories]:
         newest, before = seen[OVERWRITE_WITH_GRADIENT], getattr(state, FIELD)
         return {FIELD: {path: jnp.concatenate([newest[path][:, :1], past[:, :-1]], 1) for path, past in before.items()}}
 
-
-def of_module(path: str) -> jax.Array | None:
-    """Returns the history of a module, or None if there is none. The module's path may begin later than that of its params."""
-    histories = _KNOWN.get() or {}
-    return next((past for name, past in histories.items() if f"/{name}".endswith(f"/{path}")), None)
+    def of_module(self, path: str) -> jax.Array | None:
+        """Returns the history of a module, or None if there is none. The module's path may begin later than that of its params."""
+        return next((past for name, past in self._known.items() if f"/{name}".endswith(f"/{path}")), None)

@@ -158,10 +158,11 @@ def in_step(
         if any(path in partition.on_host for path in partition.placements):
             raise UserError("fp8.recipe: 'delayed' does not go together with params in host memory; take 'tensorwise'")
         history_lib.check(partition.abstract_state, modules.in_fp8)
+    matmuls = _Matmuls(modules, settings.recipe)
     if settings.recipe != fp8.ROWWISE:
-        partition = gathered.marked(partition, modules.in_fp8)
-    kept = (history_lib.OfState(),) if settings.recipe == fp8.DELAYED else ()
-    return wrapped(loss_fn, modules, settings.recipe), partition, kept
+        partition = gathered.marked(partition, modules.in_fp8, matmuls.weights)
+    kept = (matmuls.histories,) if settings.recipe == fp8.DELAYED else ()
+    return _in_fp8(loss_fn, modules, matmuls), partition, kept
 
 
 def wrapped(loss_fn: Callable[..., Any], modules: Chosen, recipe: str) -> Callable[..., Any]:
@@ -170,14 +171,16 @@ def wrapped(loss_fn: Callable[..., Any], modules: Chosen, recipe: str) -> Callab
     Raises:
       UserError: when called, if a chosen module takes no `dot_general`, or none is called.
     """
-    paths = _paths_in_model(modules)
+    return _in_fp8(loss_fn, modules, _Matmuls(modules, recipe))
 
+
+def _in_fp8(loss_fn: Callable[..., Any], modules: Chosen, matmuls: "_Matmuls") -> Callable[..., Any]:
     @functools.wraps(loss_fn)
     def in_fp8(*args: Any, **kwargs: Any) -> Any:
-        injector = _Injector(paths, recipe)
-        with nn.intercept_methods(injector.intercept):
+        matmuls.entered.clear()
+        with nn.intercept_methods(matmuls.intercept):
             result = loss_fn(*args, **kwargs)
-        if not injector.entered:
+        if not matmuls.entered:
             raise UserError(
                 f"fp8.filter: the loss calls no Linen module of {', '.join(sorted(modules.in_fp8)[:3])}; an NNX module takes "
                 "dot_general=zerojax.fp8.dot_general when it is created"
@@ -196,16 +199,21 @@ def _paths_in_model(modules: Chosen) -> frozenset[str]:
     return modules.in_fp8 | (ends - others)
 
 
-class _Injector:
-    def __init__(self, paths: frozenset[str], recipe: str):
-        self._paths, self._recipe = paths, recipe
+class _Matmuls:
+    """The matmuls in fp8 of a loss, with the weights that blocks gather for them and the histories that they read."""
+
+    def __init__(self, modules: Chosen, recipe: str):
+        self._paths, self._recipe = _paths_in_model(modules), recipe
+        self.weights, self.histories = gathered.BlockWeights(), history_lib.OfState()
         self.entered: set[str] = set()
 
     def _of_module(self, path: str) -> Callable[..., Any]:
-        history, recipe = history_lib.of_module(path), self._recipe
+        history, recipe = self.histories.of_module(path), self._recipe
         if recipe == fp8.DELAYED and history is None:
             recipe = fp8.TENSORWISE  # a trace whose values nothing reads (`sharded_batch.dependence`)
-        return functools.partial(fp8.dot_general, recipe=recipe, rhs_in_fp8=gathered.of_module(path), history=history)
+        return functools.partial(
+            fp8.dot_general, recipe=recipe, rhs_in_fp8=self.weights.of_module(path), history=history
+        )
 
     def intercept(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
         module = context.module

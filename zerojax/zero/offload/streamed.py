@@ -19,8 +19,7 @@ import jax
 
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.zero import placement
-from zerojax.zero.checks import arguments
+from zerojax.zero import arguments, placement
 from zerojax.zero.offload import kept
 from zerojax.zero.offload import params as params_on_host
 from zerojax.zero.offload import updates as updates_lib

@@ -72,7 +72,7 @@ def _equal_draws(
     def aux_of(params: Any, batch: Any, state: Any) -> Any:
         return None, loss_fn(params, batch, state)
 
-    own_keys = keys.own(dependence.of_loss(aux_of, params, batch, state, layout), layout, batch, state)
+    own_keys = keys.own(lambda: dependence.of_loss(aux_of, params, batch, state, layout), layout, batch, state)
 
     def on_device(params: Any, batch: Any, inputs: Any) -> Any:
         own = [keys.fold(values, paths, inputs["device"]) for values, paths in zip((inputs["state"], batch), own_keys)]
@@ -80,7 +80,7 @@ def _equal_draws(
             return aux_of(params, own[1], own[0])
 
     everything = {"state": state, "device": jnp.int32(0)}
-    program = dependence.of_loss(on_device, params, batch, everything, layout)()
+    program = dependence.of_loss(on_device, params, batch, everything, layout)
     return [
         f"{place}: draws the same random numbers on every device, since its key is that of all; fold it from a key in the state"
         for place in program.draws_without("device")

@@ -77,10 +77,8 @@ class _Frame:
         return self.inner[id(eqn)]
 
 
-def of_loss(
-    loss_fn: Callable[..., Any], params: Any, batch: Any, state: Any, layout: inputs.Layout
-) -> Callable[[], "TracedLoss"]:
-    """Returns a function that traces a loss function once, on one pass over the whole batch.
+def of_loss(loss_fn: Callable[..., Any], params: Any, batch: Any, state: Any, layout: inputs.Layout) -> "TracedLoss":
+    """Traces a loss function on one pass over the whole batch.
 
     Args:
       loss_fn: `loss_fn(params, batch, state) -> (loss, aux)`.
@@ -91,14 +89,10 @@ def of_loss(
     def aux_of(params: Any, batch: Any, state: Any) -> Any:
         return loss_fn(params, batch, state)[1]
 
-    @functools.cache
-    def program() -> TracedLoss:
-        one_pass = jax.tree.map(lambda leaf: _abstract(leaf, layout.passes > 1), batch)
-        axes = layout.mesh.shape if layout.by_device else {}
-        with constraints.dropped(axes):
-            return TracedLoss(aux_of, params, one_pass, jax.tree.map(_abstract, state), layout.examples(batch), axes)
-
-    return program
+    one_pass = jax.tree.map(lambda leaf: _abstract(leaf, layout.passes > 1), batch)
+    axes = layout.mesh.shape if layout.by_device else {}
+    with constraints.dropped(axes):
+        return TracedLoss(aux_of, params, one_pass, jax.tree.map(_abstract, state), layout.examples(batch), axes)
 
 
 def _abstract(leaf: Any, without_first: bool = False) -> jax.ShapeDtypeStruct:

@@ -16,7 +16,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import precision, tree
 from zerojax import specs as specs_lib
 from zerojax.errors import UserError
-from zerojax.zero.checks import arguments
+from zerojax.zero import arguments
 
 OWN_SPEC = 'batch_specs=[("^{}$", jax.sharding.PartitionSpec())]'
 

@@ -1,4 +1,4 @@
-"""Checks what a train step refuses. This module tests zerojax.zero.checks.arguments."""
+"""Checks what a train step refuses. This module tests zerojax.zero.arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax.errors import UserError
-from zerojax.zero.checks import arguments
+from zerojax.zero import arguments
 
 BATCH = jnp.ones((8, 64))
 TX = optax.adam(1e-3)
