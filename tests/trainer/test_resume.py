@@ -24,7 +24,7 @@ from zerojax.trainer.card import document
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order by another stage or number of devices
 HALF_PRECISION = 2e-2  # relative: eight bits of bfloat16, over a few steps
-KILLS, KILLS_ON_DISK = 3, int(os.environ.get("ZEROJAX_TEST_KILLS_ON_DISK", 1))
+KILLS_ON_DISK = int(os.environ.get("ZEROJAX_TEST_KILLS_ON_DISK", 1))
 KILLED = {**runs.EVALUATED, "steps": 8, "checkpoint__every": 1, "evaluate__every": 3}
 SLOW = """
 import time
@@ -111,12 +111,13 @@ def lines(folder: pathlib.Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_moment_gives_the_numbers_of_one_that_was_not(commands, uninterrupted, tmp_path):
+@pytest.mark.parametrize("kills", [2, pytest.param(5, marks=runs.LONG)])
+def test_a_run_killed_at_any_moment_gives_the_numbers_of_one_that_was_not(commands, uninterrupted, tmp_path, kills):
     """A kill falls into a save, the next anywhere from the start of the process on, and the third into a save again."""
     settings, numbers = uninterrupted
     arguments, draw = runs.flags(**settings), random.Random(0)
     killed_while_saving = 0
-    for number in range(KILLS):
+    for number in range(kills):
         command = commands.start(*arguments, f"--workdir={tmp_path}")
         if number % 2 == 0 and lines(tmp_path) < KILLED["steps"] - 2:
             wait_for(lambda more=lines(tmp_path) + 1: lines(tmp_path) >= more and is_saving(tmp_path), command)
@@ -134,6 +135,7 @@ def test_a_run_killed_at_any_moment_gives_the_numbers_of_one_that_was_not(comman
 
 
 @pytest.mark.slow
+@runs.LONG  # tests/mission kills a run with both offloads
 def test_a_run_with_its_state_on_a_disk_loses_nothing_by_kills(commands, stdlib_dir, tmp_path):
     disk, (whole, killed) = tmp_path / "disk", (tmp_path / name for name in ("whole", "killed"))
     settings = KILLED | {"steps": 2 * KILLS_ON_DISK, "reduce_dtype": "fp32", "zero__stage": 3}
@@ -242,6 +244,7 @@ def test_a_checkpoint_of_any_stage_device_count_and_padding_resumes_in_any_other
 
 
 @pytest.mark.slow
+@runs.LONG  # tests/whole_runs/test_fp16_runs.py moves checkpoints between four others
 def test_a_checkpoint_moves_between_precisions_bit_for_bit(three_steps, tmp_path):
     folder = runs.run(tmp_path / "bf16", steps=2, precision="bf16", zero__stage=2)
     leaves = []

@@ -283,7 +283,7 @@ def test_recompute_keeps_less_and_changes_no_gradient():
     assert kept[r".*/attention/(q|k)"] < kept[""]
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", runs.cases(["dots", "full"], long=["full"]))
 def test_offload_keeps_in_the_hosts_memory_and_changes_no_gradient(remat):
     """The device keeps everything but the modules' matmuls."""
     _, params, loss_fn = small_llama()

@@ -20,6 +20,7 @@ def test_big_presets_have_their_published_number_of_weights(name):
     assert family.count_params(model.parts, bart.PRESETS[name]) == PUBLISHED[name]
 
 
+@runs.LONG  # tests/mission trains one too, and reads its export
 def test_a_run_learns_and_its_export_is_read_back(tmp_path, stdlib_dir):
     settings = {"model__preset": "bart_test", "data__name": "python_stdlib", "data__dir": str(stdlib_dir)}
     losses = runs.losses(runs.run(tmp_path, **settings, export__format="huggingface", steps=4))

@@ -63,7 +63,9 @@ def test_twelve_steps_equal_those_without_offload_bit_for_bit(stage):
     offloads.assert_equal(offloaded, resident)
 
 
-@pytest.mark.parametrize("name", runs.cases(POLICIES, long=["one pass, 16-bit weights rounded stochastically"]))
+@pytest.mark.parametrize(
+    "name", runs.cases(POLICIES, long=[FLOAT16, "one pass, 16-bit weights rounded stochastically"])
+)
 def test_every_policy_takes_the_steps_that_it_takes_without_offload(name):
     make, how, step = POLICIES[name]
     how, tx = dict(how), make()
