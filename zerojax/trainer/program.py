@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from rich.table import Table
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision, specs, train_state, xla_flags
+from zerojax import precision, specs, train_state
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, objectives
 from zerojax.data import tokenizer as tokenizer_lib
@@ -27,23 +27,18 @@ from zerojax.interop import folder as folder_lib
 from zerojax.launch import watch
 from zerojax.lora import families as families_lora
 from zerojax.models import family as family_lib
-from zerojax.ops import fp8 as fp8_ops
 from zerojax.optim import master_weights, registry, schedules
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import settings as settings_lib
+from zerojax.trainer import steps
 from zerojax.trainer import weights as weights_lib
 from zerojax.trainer.checks import names
 from zerojax.trainer.tuning import examples
-from zerojax.zero import explicit, memory, placement, shard_state, stages, step, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
-from zerojax.zero.fp8 import modules as fp8_modules
+from zerojax.zero import memory, placement, shard_state, stages
 from zerojax.zero.offload import blockwise, late_norm
-from zerojax.zero.offload import params as params_on_host
 from zerojax.zero.offload import settings as offload_settings
-from zerojax.zero.sharded_batch import totals
-
-DROPOUT = 1  # folded into the random key of a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,86 +192,12 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
         create=create,
         partition=partition,
         baseline=_baseline(params, create, policy if weights.adapted is None else None, mesh, trainable),
-        **_functions(config, sizes, family, model, partition, policy.compute_dtype, schedule, loss_scale),
+        train_step=steps.train_step(config, sizes.grad_accum, family, model, partition, schedule, loss_scale),
+        eval_loss=steps.eval_loss(config, family, model, partition),
         weights=weights,
         copy_dtype=copy_dtype,
         loss_scale=loss_scale,
     )
-
-
-def _functions(
-    config: settings_lib.Config,
-    sizes: config_lib.BatchSizes,
-    family: family_lib.Family,
-    model: Any,
-    partition: placement.Partition,
-    compute_dtype: DTypeLike,
-    schedule: Callable[[Any], Any],
-    loss_scale: loss_scale_lib.LossScale | None,
-) -> dict[str, Callable[..., Any]]:
-    """Returns the program's train_step and eval_loss."""
-    how: dict[str, Any] = {
-        "compute_dtype": compute_dtype,
-        "blocks": family.blocks,
-        "heads": family_lib.heads(family, model),
-    }
-
-    def loss_fn(params: Any, batch: Any, state: Any) -> tuple[Any, dict]:
-        is_dropped = config.model.dropout or (config.lora.is_on and config.lora.dropout)
-        keys = (_dropout_key(state),) if is_dropped else ()
-        loss, metrics = (
-            _weighted(family.loss(model, params, batch, *keys), batch),
-            {"learning_rate": schedule(state.step)},
-        )
-        if isinstance(loss, totals.Mean):
-            metrics["labels"] = totals.Sum(loss.weight)
-        return loss, {"metrics": metrics}
-
-    fp8 = config_lib.make_fp8(config)
-    return {
-        "train_step": step.make_train_step(
-            loss_fn,
-            partition,
-            fp8=fp8,
-            clip_norm=config.optimizer.clip_norm,
-            grad_accum=sizes.grad_accum,
-            **{name: getattr(config.model, name) for name in ("remat", "recompute", "offload", "by_columns")},
-            loss_scale=loss_scale,
-            reduce_dtype=precision.DTYPES[config.reduce_dtype],
-            accum_dtype=precision.DTYPES[config.accum_dtype],
-            **how,
-        ),
-        "eval_loss": _eval_loss(
-            lambda params, batch: _weighted(family.loss(model, params, batch), batch), partition, how, fp8
-        ),
-    }
-
-
-def _dropout_key(state: Any) -> jax.Array:
-    """Returns the random key of a step's dropout. Stochastic rounding folds the step alone into the state's."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step), DROPOUT)
-
-
-def _weighted(loss: jax.Array, batch: Mapping[str, jax.Array]) -> Any:
-    """Returns the mean over the labels of a batch, such that it stays one over several batches."""
-    if "labeled" not in batch:
-        return loss
-    labels = jnp.sum(batch["labeled"][:, 1:])
-    return totals.Mean(loss * labels, labels)
-
-
-def _eval_loss(
-    loss_fn: Callable[..., Any], partition: placement.Partition, how: dict[str, Any], fp8: fp8_modules.Fp8 | None
-) -> Callable[..., Any]:
-    """Returns f(params, batch) -> the mean loss over all devices, with the arithmetic of the training step."""
-    options = {} if fp8 is None else xla_options.for_fp8(partition.mesh, but=xla_flags.names())
-    if fp8 is not None:
-        modules = fp8_modules.chosen(fp8, partition.placements, how["blocks"])
-        recipe = fp8_ops.TENSORWISE if fp8.recipe == fp8_ops.DELAYED else fp8.recipe  # no state, so no history
-        loss_fn = fp8_modules.wrapped(loss_fn, modules, recipe)
-    if params_on_host.are_on_host(partition):
-        return blockwise.mean_of(loss_fn, partition, compiler_options=options, **how)
-    return xla_options.jit(explicit.mean(loss_fn, partition, **how), options)
 
 
 def memory_table(program: Program) -> Table:

@@ -1,0 +1,94 @@
+"""Makes the steps of a run. This module puts its model's loss, with labels and dropout, into a train and an evaluation step."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax import precision, xla_flags
+from zerojax.models import family as family_lib
+from zerojax.ops import fp8 as fp8_ops
+from zerojax.optim import schedules
+from zerojax.trainer import config as config_lib
+from zerojax.trainer import settings
+from zerojax.zero import explicit, placement, step, xla_options
+from zerojax.zero import loss_scale as loss_scale_lib
+from zerojax.zero.fp8 import modules as fp8_modules
+from zerojax.zero.offload import blockwise
+from zerojax.zero.offload import params as params_on_host
+from zerojax.zero.sharded_batch import totals
+
+DROPOUT = 1  # folded into the random key of a step
+
+
+def train_step(
+    config: settings.Config,
+    grad_accum: int,
+    family: family_lib.Family,
+    model: Any,
+    partition: placement.Partition,
+    schedule: schedules.Schedule,
+    loss_scale: loss_scale_lib.LossScale | None,
+) -> Callable[..., Any]:
+    """Returns (state, batch) -> (state, metrics)."""
+
+    def loss_fn(params: Any, batch: Any, state: Any) -> tuple[Any, dict]:
+        is_dropped = config.model.dropout or (config.lora.is_on and config.lora.dropout)
+        keys = (_dropout_key(state),) if is_dropped else ()
+        loss = _weighted(family.loss(model, params, batch, *keys), batch)
+        metrics = {"learning_rate": schedule(state.step)}
+        if isinstance(loss, totals.Mean):
+            metrics["labels"] = totals.Sum(loss.weight)
+        return loss, {"metrics": metrics}
+
+    return step.make_train_step(
+        loss_fn,
+        partition,
+        fp8=config_lib.make_fp8(config),
+        clip_norm=config.optimizer.clip_norm,
+        grad_accum=grad_accum,
+        **{name: getattr(config.model, name) for name in ("remat", "recompute", "offload", "by_columns")},
+        loss_scale=loss_scale,
+        reduce_dtype=precision.DTYPES[config.reduce_dtype],
+        accum_dtype=precision.DTYPES[config.accum_dtype],
+        **_how(config, family, model),
+    )
+
+
+def eval_loss(
+    config: settings.Config, family: family_lib.Family, model: Any, partition: placement.Partition
+) -> Callable[..., Any]:
+    """Returns (params, batch) -> the mean loss over all devices, with the arithmetic of the training step."""
+    fp8, how = config_lib.make_fp8(config), _how(config, family, model)
+    options = {} if fp8 is None else xla_options.for_fp8(partition.mesh, but=xla_flags.names())
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return _weighted(family.loss(model, params, batch), batch)
+
+    if fp8 is not None:
+        modules = fp8_modules.chosen(fp8, partition.placements, family.blocks)
+        recipe = fp8_ops.TENSORWISE if fp8.recipe == fp8_ops.DELAYED else fp8.recipe  # no state, so no history
+        loss_fn = fp8_modules.wrapped(loss_fn, modules, recipe)
+    if params_on_host.are_on_host(partition):
+        return blockwise.mean_of(loss_fn, partition, compiler_options=options, **how)
+    return xla_options.jit(explicit.mean(loss_fn, partition, **how), options)
+
+
+def _how(config: settings.Config, family: family_lib.Family, model: Any) -> dict[str, Any]:
+    """Returns the options that both steps have."""
+    compute_dtype = precision.PRECISIONS[config.precision].compute_dtype
+    return {"compute_dtype": compute_dtype, "blocks": family.blocks, "heads": family_lib.heads(family, model)}
+
+
+def _dropout_key(state: Any) -> jax.Array:
+    """Returns the random key of a step's dropout. Stochastic rounding folds the step alone into the state's."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step), DROPOUT)
+
+
+def _weighted(loss: jax.Array, batch: Mapping[str, jax.Array]) -> Any:
+    """Returns the mean over the labels of a batch, such that it stays one over several batches."""
+    if "labeled" not in batch:
+        return loss
+    labels = jnp.sum(batch["labeled"][:, 1:])
+    return totals.Mean(loss * labels, labels)
