@@ -1,11 +1,15 @@
 """Checks a step that is cut into programs against the same step as one program. This module tests zerojax.zero.offload.programs."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
 from block_nets import Net, abstract, parts
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.zero.offload import programs, schedule
 
@@ -46,13 +50,24 @@ def test_equal_layers_share_one_compiled_program_and_no_program_reads_what_it_do
     weights = len(jax.tree.leaves(args[0]))
     for program in passes:
         assert len([number for number in program.reads if number < weights]) <= 4, "a block reads its own weights"
-    assert bool(cut.integers) == dropout, "layers differ in the keys of their dropout alone"
+    assert bool(cut.constants) == dropout, "layers differ in the keys of their dropout alone"
 
 
 def test_a_result_that_is_constant_is_returned():
     _, nested, *args = parts(Net(1))
     (_, aux), _ = schedule.Schedule(programs.cut(nested, *abstract(args)))(*args)
     assert float(aux["metrics"]["one"]) == 1 and int(aux["state"]["step"]) == 1
+
+
+def test_arrays_that_the_loss_closes_over_are_given_to_the_programs():
+    mesh = mesh_lib.make_mesh(8)
+    table, rows = np.arange(16.0, dtype=np.float32) ** 2, np.arange(8) * 2
+    run = jax.shard_map(lambda rows: jnp.asarray(table)[rows], mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    placed = jax.device_put(rows, NamedSharding(mesh, P("data")))
+    cut = programs.cut(run, *abstract([placed]))
+    (given,) = cut.constants.values()
+    np.testing.assert_array_equal(given, table)
+    np.testing.assert_array_equal(schedule.Schedule(cut)(placed), table[rows])
 
 
 def test_bytes_are_those_on_one_device():

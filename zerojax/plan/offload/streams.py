@@ -181,7 +181,7 @@ def _read_blocks(
     # A program reads a weight in device memory, and brings it from where it is stored: ~number.
     arguments = {~number: (leaf.path, _array(cut.values[number], leaf.space)) for number, leaf in leaves.items()}
     arguments |= {number: (leaf.path, _array(cut.values[number])) for number, leaf in leaves.items()}
-    arguments |= {number: (f"integers/{number}", _array(cut.values[number])) for number in cut.integers}
+    arguments |= {number: (f"constants/{number}", _array(cut.values[number])) for number in cut.constants}
     module = linked.link(row, arguments, count, kept=() if step.donate else _kept(one_pass, leaves.values()))
     operations = {dtype: number * count for dtype, number in flops.count(cut.trace).items()}
     return Read(_buffers({leaf.path: leaf for leaf in leaves.values()}), module, operations, step)

@@ -59,7 +59,7 @@ class StepProgram:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CutStep:
-    """A step as programs. Values have numbers: first the leaves of the arguments, then integers, then what the programs write.
+    """A step as programs. Values have numbers: first the leaves of the arguments, then constants and what the programs write.
 
     Attributes:
       programs: in the order of execution.
@@ -68,7 +68,7 @@ class CutStep:
       on_host: the numbers of the arguments' leaves that are stored on the host or a disk.
       ahead: programs between the sending of a copy and its use.
       first: the numbers of those whose copies are sent before the first program, for each of the first `ahead` programs.
-      integers: values that programs read and no program writes, by number.
+      constants: values that programs read and no program writes, by number: arrays that the loss closes over, and integers.
       results: for each leaf of the step's result the number of its value, or an array if it is a constant.
       structure: the tree of the result.
       trace: of the whole.
@@ -80,7 +80,7 @@ class CutStep:
     on_host: frozenset[int]
     ahead: int
     first: tuple[tuple[int, ...], ...]
-    integers: Mapping[int, np.ndarray]
+    constants: Mapping[int, np.ndarray]
     results: tuple[Any, ...]
     structure: Any
     trace: jex.ClosedJaxpr
@@ -110,18 +110,19 @@ def cut(
     """
     traced, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
     (call,) = traced.jaxpr.eqns
-    assert call.primitive.name == "shard_map" and not traced.consts, call.primitive.name
+    assert call.primitive.name == "shard_map", call.primitive.name
     mapped, inner = _Mapped(call), call.params["jaxpr"]
-    number_of = {var: number for number, var in enumerate(traced.jaxpr.invars)}
-    number_of |= {var: number_of[outer] for var, outer in zip(inner.invars, call.invars)}
     values: list[Any] = jax.tree.leaves(args)
+    given = {len(values) + number: np.asarray(array) for number, array in enumerate(traced.consts)}
+    values += [jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=mapped.replicated) for own in given.values()]
+    number_of = {var: number for number, var in enumerate([*traced.jaxpr.invars, *traced.jaxpr.constvars])}
+    number_of |= {var: number_of[outer] for var, outer in zip(inner.invars, call.invars)}
     parts = parts_lib.cut(inner, {var for var, number in number_of.items() if number in on_host})
     integers = _differing([part.described() for part in parts])
     on_host_read = [[number_of[var] for var in part.reads if number_of.get(var) in on_host] for part in parts]
     small = set() if on_disk else {n for n in on_host if _nbytes(values[n]) < SMALL}
     first, copies = _copies(on_host_read, small, ahead)
     compiled: dict[Any, jax.stages.Compiled] = {}
-    given: dict[int, np.ndarray] = {}
     programs = []
     for part, (key, places, own), (after, brings) in zip(parts, integers, copies):
         reads = [number_of[var] for var in part.reads]
@@ -142,9 +143,9 @@ def cut(
         values += shaped[: len(part.writes)]
         programs.append(StepProgram(part, tuple(reads), tuple(writes), brings, after, run_part))
     number_of |= {outer: number_of[var] for outer, var in zip(call.outvars, inner.outvars) if _is_var(var)}
-    constants = {outer: var.val for outer, var in zip(call.outvars, inner.outvars) if not _is_var(var)}
+    literals = {outer: var.val for outer, var in zip(call.outvars, inner.outvars) if not _is_var(var)}
     results = tuple(
-        number_of[var] if var in number_of else jnp.asarray(constants[var], var.aval.dtype)
+        number_of[var] if var in number_of else jnp.asarray(literals[var], var.aval.dtype)
         for var in traced.jaxpr.outvars
     )
     return CutStep(
@@ -154,7 +155,7 @@ def cut(
         on_host=frozenset(on_host),
         ahead=ahead,
         first=first,
-        integers=given,
+        constants=given,
         results=results,
         structure=jax.tree.structure(shapes),
         trace=traced,

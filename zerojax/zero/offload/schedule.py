@@ -127,7 +127,7 @@ class Schedule:
         cut = self.cut
         read = {number for program in cut.programs for number in program.reads}
         held = {n for n in self._resident if n in read}
-        held.update(cut.integers, *cut.first)
+        held.update(cut.constants, *cut.first)
         results, used = {number for number in cut.results if isinstance(number, int)}, []
         early, both = 0, set[int]()  # bytes of copies for what follows, and weights that stay for it
         for index, program in enumerate(cut.programs):
@@ -173,6 +173,6 @@ class Schedule:
         if self._integers is None:
             self._integers = {
                 number: jax.make_array_from_callback(own.shape, self.cut.values[number].sharding, own.__getitem__)
-                for number, own in self.cut.integers.items()
+                for number, own in self.cut.constants.items()
             }
         return self._integers
