@@ -216,7 +216,9 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("config.lora.init_from", lora_from="folder", rslora="yes"),
     covering.never("config.lora.init_from", lora_from="folder", lora_targets="all"),
     covering.never("config.lora.init_from", lora_from="folder", modules_to_save="yes"),
-    covering.never("config.precision: bf16_sr needs", precision="bf16_sr", optimizer=("adafactor", "lamb", "sgd")),
+    covering.never(
+        "config.precision: stochastic rounding needs", precision="bf16_sr", optimizer=("adafactor", "lamb", "sgd")
+    ),
     covering.never("config.lora.quantize", quantize=("nf4", "int8"), precision="fp8"),
     covering.never("config.export.format", export="peft", lora="off"),
     covering.never(
