@@ -51,6 +51,18 @@ def test_a_table_that_is_converted_and_updated_is_read_whole():
     assert found >= 2 * rows * width
 
 
+def test_the_workspace_of_a_library_is_not_moved():
+    text = """HloModule m, is_scheduled=true
+
+ENTRY %main (a: bf16[256,128], b: bf16[128,64]) -> (bf16[256,64], s8[33554432]) {
+  %a = bf16[256,128]{1,0} parameter(0)
+  %b = bf16[128,64]{1,0} parameter(1)
+  ROOT %c = (bf16[256,64]{1,0}, s8[33554432]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm"
+}
+"""
+    assert bound.memory_traffic(hlo_flow.flow(syntax.parse(text))) == 2 * (256 * 128 + 128 * 64 + 256 * 64)
+
+
 def test_a_loop_that_reads_slices_moves_only_the_slices():
     def sums(x):
         return jax.lax.scan(lambda c, row: (c + row, c * row), jnp.zeros(x.shape[1]), x)[0]

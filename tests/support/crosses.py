@@ -142,7 +142,7 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
         "tensorwise": {},
         "delayed": {"fp8.recipe": "delayed"},
         "rowwise": {"fp8.recipe": "rowwise"},
-        "some": {"fp8.first": 1, "fp8.filter": ".*/mlp/.*"},
+        "some": {"fp8.filter": ".*/mlp/.*"},
     },
     "task": {name: {"data.task": name} for name in ("text", "seq2seq", "classification", "chat")},
     "pack": {"yes": {}, "no": {"data.pack": False}},
@@ -198,7 +198,7 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("config.model.recompute", recompute="mlp", activations="mlp"),
     covering.never("config.model.by_columns", by_columns=("head", "both"), stage=("0", "1", "2")),
     covering.never("config.model.by_columns", by_columns=("head", "both"), mesh="1x6x1"),
-    covering.never("config.model.by_columns", by_columns="both", mesh="2x2x2"),
+    covering.never("config.model.by_columns", by_columns=("head", "both"), mesh="2x2x2"),
     covering.never("config.model.by_columns", by_columns=("head", "both"), family="t5", weights="read"),
     covering.never("by_columns", by_columns=("head", "both"), params_offload=("host", "nvme")),
     covering.never("by_columns", by_columns=("head", "both"), late_norm="yes"),
@@ -281,7 +281,7 @@ def baseline(row: covering.Row) -> dict[str, str]:
     """Returns the row of the same losses that computes in the simplest way."""
     plain = {name: first_value(name) for name in PLAIN}
     if row["late_norm"] == "yes":
-        plain |= {"stage": "1", "optimizer_offload": "host"}
+        plain |= {"stage": "1", "optimizer_offload": "host", "min_size": row["min_size"]}
     if "0.1" in (row["dropout"], row["lora_dropout"]):  # devices and passes draw their own masks
         plain |= {name: row[name] for name in ("mesh", "grad_accum", "overrides")}
     return {**row, **plain, "evaluate": row["evaluate"], "pack": row["pack"]}
