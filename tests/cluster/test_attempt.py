@@ -155,12 +155,12 @@ def test_a_process_whose_data_are_late_is_named_and_may_go_on(capfd, monkeypatch
     program = f"""{BEATS}
 def reading():
     watch.at("data", 4)
-    time.sleep(4)
+    time.sleep(10)
     watch.at("step", 4)
 if rank == 1:
     reading()
 watch.at("step", 4)
-time.sleep(0 if rank == 1 else 5)
+time.sleep(0 if rank == 1 else 11)
 """
     done = launch(capfd, program)
     assert done.status == 0 and done.err.count("rank 1 on localhost, step 4 (data) has waited for data for") == 1

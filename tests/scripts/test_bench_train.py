@@ -61,6 +61,7 @@ def benched(tmp_path_factory, cache_dir):
     return out.getvalue(), json.loads((folder / "bench.json").read_text())
 
 
+@runs.LONG
 def test_a_setting_is_run_by_the_trainer_and_its_figures_follow_from_its_steps(benched):
     _, saved = benched
     small = saved["settings"]["small"]
@@ -77,6 +78,7 @@ def test_a_setting_is_run_by_the_trainer_and_its_figures_follow_from_its_steps(b
     assert found["flops_per_token"] == llama.flops_per_token(model, 32)
 
 
+@runs.LONG
 def test_a_setting_that_fails_is_a_row_with_the_trainers_own_line(benched):
     out, saved = benched
     assert saved["settings"]["wrong"]["summary"]["status"].startswith(
@@ -86,6 +88,7 @@ def test_a_setting_that_fails_is_a_row_with_the_trainers_own_line(benched):
     assert [line.split(" ")[1] for line in lines] == ["setting", "---", "small", "wrong"]
 
 
+@runs.LONG
 def test_the_provenance_of_the_figures_is_saved(benched):
     saved = benched[1]
     assert (

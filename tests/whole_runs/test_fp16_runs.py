@@ -112,6 +112,7 @@ def test_at_the_smallest_scale_the_run_stops_by_name_or_holds(tmp_path, capsys):
     )
 
 
+@runs.LONG
 def test_a_resumed_run_takes_a_new_initial_scale_from_its_config(tmp_path, capsys):
     """And no new one with another window. A static scale stays."""
 

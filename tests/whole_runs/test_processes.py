@@ -57,6 +57,7 @@ train.main()
 """
 
 
+@runs.LONG  # tests/mission has a run that is killed and goes on in two processes
 def test_two_processes_train_as_one_although_one_is_killed_in_evaluation_and_one_process_resumes_their_run(
     cache_dir, tmp_path, stdlib_dir, one_process
 ):
