@@ -7,7 +7,6 @@ It is the maximum because all four can run at the same time. Bytes moved are tho
 """
 
 import dataclasses
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from jax.sharding import Mesh
 
 from zerojax.hlo import flow as hlo_flow
 from zerojax.hlo import syntax
-from zerojax.plan import targets
+from zerojax.plan import matmuls, targets
 
 COMPUTE, MEMORY, COLLECTIVES, HOST, DISK = "compute", "memory", "collectives", "host link", "disk"
 
@@ -27,7 +26,6 @@ _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all partition-id replica-id opt-barrier "
     "optimization-barrier domain add-dependency".split()
 )
-_LIBRARY = re.compile(r'custom_call_target="__cu(blas|dnn)')
 _SLICES = ("dynamic-slice", "slice", "gather")  # read as many bytes of their first operand as they return
 
 
@@ -190,7 +188,7 @@ def _moved(module: syntax.Module, where: syntax.Computation, instruction: syntax
     if opcode in _FREE or opcode.endswith(("-done", "-update")):
         return 0
     written = _nbytes(instruction)
-    if opcode == "custom-call" and len(instruction.arrays) > 1 and _LIBRARY.search(instruction.attributes):
+    if opcode == "custom-call" and len(instruction.arrays) > 1 and matmuls.is_library_call(instruction):
         written -= sum(array.nbytes for array in instruction.arrays[1:] if array.dtype in ("s8", "u8"))  # workspace
     read = [_nbytes(where.by_name[operand]) if operand in where.by_name else 0 for operand in instruction.operands]
     if opcode.removesuffix("-start") == "fusion" and instruction.called:

@@ -61,10 +61,16 @@ def counts(found: Iterable[Matmul]) -> dict[str, int]:
     return {kind: count for kind, count in total.items() if count}
 
 
+def is_library_call(instruction: syntax.Instruction) -> bool:
+    """Returns whether an instruction calls cuBLAS or cuDNN."""
+    return re.search(r'custom_call_target="__cu(blas|dnn)', instruction.attributes) is not None
+
+
 def uses_matrix_units(module: syntax.Module, where: syntax.Computation, instruction: syntax.Instruction) -> bool:
     """Returns whether an instruction is bound by the matrix units: a matmul, a convolution, or an attention of cuDNN."""
-    is_call = re.search(r'custom_call_target="__cu(blas|dnn)', instruction.attributes)
-    return bool(is_call) or instruction.opcode == "convolution" or bool(_inside(module, where, instruction))
+    return (
+        is_library_call(instruction) or instruction.opcode == "convolution" or bool(_inside(module, where, instruction))
+    )
 
 
 def _inside(
