@@ -1,10 +1,5 @@
-"""Arranges devices as a mesh. This module is the table of mesh axes, which alone says what differs along an axis and what runs over it.
-
-axis      examples differ   sums run over it   the state is sharded   the compiler shards
-replica   yes               yes                -                      -
-data      yes               yes                as the stage says      -
-model     -                 -                  -                      as overrides say
-"""
+"""Arranges devices as a mesh. This module has the table of mesh axes (`AXES`), which alone says what differs along an axis and what runs
+over it."""
 
 import dataclasses
 import math
