@@ -297,6 +297,11 @@ def broken(row: covering.Row) -> list[covering.Rule]:
     return [rule for rule in EXCLUSIVE if rule.breaks(row)]
 
 
+def flags(settings: Mapping[str, Any]) -> list[str]:
+    """Returns settings by dotted place as arguments of the command line."""
+    return [f"--config.{place}={value}" for place, value in settings.items()]
+
+
 def command(row: covering.Row) -> str:
     """Returns the command line that repeats a case."""
     return shlex.join(
@@ -305,7 +310,7 @@ def command(row: covering.Row) -> str:
             "-m",
             "zerojax.train",
             "--config=configs/base.py",
-            *(f"--config.{place}={value}" for place, value in changes(row).items()),
+            *flags(changes(row)),
         ]
     )
 
@@ -353,8 +358,7 @@ def attempt_in_two(row: covering.Row, folder: pathlib.Path, commands: runs.Comma
     """Trains a row in `folder` in two processes, each with half of the devices."""
     settings = changes(row)
     settings["emulate_devices"] //= 2
-    flags = [f"--config.{place}={value}" for place, value in settings.items()]
-    both = commands.start_two("--config=configs/base.py", *flags, f"--workdir={folder}")
+    both = commands.start_two("--config=configs/base.py", *flags(settings), f"--workdir={folder}")
     statuses = {one.wait().status for one in both}
     end = End(out="".join(one.out + one.err for one in both))
     if statuses == {0}:

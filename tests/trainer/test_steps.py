@@ -59,6 +59,15 @@ def batches(steps: int):
     return (first * 2 ** np.arange(9) % 320).astype(np.int32)
 
 
+def trained(built):
+    """Returns the state after 30 steps, and their losses."""
+    state, found = state_lib.first(built), []
+    for tokens in batches(30):
+        state, numbers = built.train_step(state, {"tokens": jax.device_put(tokens, built.batch_sharding)})
+        found.append(float(numbers["loss"]))
+    return state, found
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -69,10 +78,7 @@ def batches(steps: int):
 )
 def test_thirty_losses_are_those_of_plain_optax_on_one_device(plain_losses, changes):
     built = build(steps=30, **changes)
-    state, found = state_lib.first(built), []
-    for tokens in batches(30):
-        state, numbers = built.train_step(state, {"tokens": jax.device_put(tokens, built.batch_sharding)})
-        found.append(float(numbers["loss"]))
+    _, found = trained(built)
     np.testing.assert_allclose(found, plain_losses, rtol=SUM_ORDER)
     assert found[-1] < found[0] - 1
 
@@ -89,10 +95,7 @@ def test_thirty_losses_are_those_of_plain_optax_on_one_device(plain_losses, chan
 )
 def test_every_policy_learns_as_float32_does(plain_losses, changes):
     built = build(steps=30, **changes)
-    state, found = state_lib.first(built), []
-    for tokens in batches(30):
-        state, numbers = built.train_step(state, {"tokens": jax.device_put(tokens, built.batch_sharding)})
-        found.append(float(numbers["loss"]))
+    state, found = trained(built)
     np.testing.assert_allclose(found[:12], plain_losses[:12], rtol=FEW_BITS)
     assert np.mean(found[-5:]) < np.mean(plain_losses[-5:]) + 0.2  # from 5.8; float16 may skip a step
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == built.partition.shardings
