@@ -105,10 +105,15 @@ def test_gradients_of_a_pass_in_bf16_add_up_to_the_bits_of_the_same_in_float32()
 
 
 @pytest.mark.parametrize(
-    ("reduce_dtype", "in_16_bits", "expected"),
-    [("bfloat16", True, "bfloat16"), ("bfloat16", False, "float32"), ("float32", True, "float32")],
+    ("count", "reduce_dtype", "in_16_bits", "expected"),
+    [
+        (2, "bfloat16", True, "bfloat16"),
+        (2, "bfloat16", False, "float32"),
+        (2, "float32", True, "float32"),
+        (1, "bfloat16", True, "float32"),
+    ],
 )
-def test_gradients_of_a_pass_are_in_bf16_where_both_of_their_sums_are(reduce_dtype, in_16_bits, expected):
+def test_gradients_of_a_pass_are_in_bf16_where_both_of_their_sums_are(count, reduce_dtype, in_16_bits, expected):
     net, mesh = Net(1), mesh_lib.make_mesh(1, 8)
     params = jax.eval_shape(net.init, jax.random.key(0), X, X[:, :1])["params"]
     state = jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=optax.adam(1e-3)), params)
@@ -117,12 +122,14 @@ def test_gradients_of_a_pass_are_in_bf16_where_both_of_their_sums_are(reduce_dty
         outputs.with_aux(functools.partial(loss_of, net), lambda state: 1.0),
         part,
         where_used.How(r"block_\w+", heads="head"),
-        prepared_layout(2),
+        prepared_layout(count),
         reduce_dtype=jnp.dtype(reduce_dtype),
         compute_dtype=None,
         in_16_bits=in_16_bits,
     )
-    batch = {"x": jnp.stack([X, X]), "scale": jnp.ones((2, 16, 1))}
+    batch = {"x": X, "scale": jnp.ones((16, 1))}
+    if count > 1:
+        batch = jax.tree.map(lambda leaf: jnp.stack([leaf] * count), batch)
     one_pass = steps.one_pass(part.abstract_state.replace(opt_state=()), batch)
     found = {one_pass.schedule.cut.values[number].dtype for number, path in one_pass.grads.items() if "block_" in path}
     assert found == {jnp.dtype(expected)}

@@ -545,6 +545,7 @@ def passes_of(
 
     `options` are XLA's, for each program.
     """
+    in_16_bits = in_16_bits and batch.passes > 1  # one pass adds nothing up, and hands its gradients on
     # A gradient that is summed over devices in bf16 and added to a sum in bf16 need not be float32 in between.
     in_bf16 = in_16_bits and jnp.dtype(reduce_dtype) == jnp.bfloat16
     one_pass = explicit.one_pass(
