@@ -8,7 +8,7 @@ Each case runs in a process of its own, since a device reports the peak of its p
 the end of the last of several, after 3 others. Planned: what XLA assigned to the step, or for params in host memory the programs' sum.
 
 `--profile` then traces 3 steps and prints where their time goes. `--small_mib` changes which arrays of params in host memory a program
-copies (`zero.offload.programs`): 0 sends each as a copy of its own.
+copies (`zero.offload.fetched_params`): 0 sends each as a copy of its own.
 """
 
 import argparse
@@ -90,10 +90,10 @@ def run(case: str, more: list[str], is_profiled: bool, small_mib: float | None) 
     from zerojax.trainer import program as program_lib
     from zerojax.trainer import state as state_lib
     from zerojax.trainer.checks import host
-    from zerojax.zero.offload import budget, programs
+    from zerojax.zero.offload import budget, fetched_params
 
     if small_mib is not None:
-        programs.SMALL = int(small_mib * 2**20)
+        fetched_params.SMALL = int(small_mib * 2**20)
     name, changes, steps = CASES[case]
     raw = importlib.import_module(f"configs.{name}").get_config()
     raw.update_from_flattened_dict(changes | dict(_parsed(raw, word) for word in more))

@@ -60,6 +60,14 @@ ROOMS: dict[str, set[str]] = {
         "profile",
     },
 }
+# Rooms inside of zero: which of them each may import. Any of them may import zero's own modules.
+INSIDE_ZERO: dict[str, set[str]] = {
+    "fp8": set(),
+    "sharded_batch": set(),
+    "step_parts": {"sharded_batch"},  # programs in an order, wherever a state is stored
+    "offload": {"sharded_batch", "step_parts"},
+}
+HOST_WORDS = ("host", "pinned", "disk", "offload")
 # No training step enters these, and only command lines import them (and `zerojax`, one function).
 ROOMS["migration"] = {"optim", "zero", "interop"}
 ROOMS["cluster"] = {"launch"}
@@ -202,6 +210,21 @@ def test_few_modules_name_the_hosts_memory():
     """Others ask `zero.offload.layout` or compare an array's memory kind with its device's default."""
     known = {"zero.offload.layout", "zero.remat"}
     assert {name for name, path in MODULES.items() if '"pinned_host"' in path.read_text()} <= known
+
+
+def test_rooms_inside_zero_import_those_of_their_rows():
+    for name, path in MODULES.items():
+        parts = name.split(".")
+        if parts[0] == "zero" and len(parts) > 2:
+            found = {
+                other.split(".")[1] for other in own_imports(path) if other.startswith("zero.") and other.count(".") > 1
+            }
+            assert found - {parts[1]} <= INSIDE_ZERO[parts[1]], name
+
+
+def test_the_parts_of_a_step_do_not_know_where_a_state_is_stored():
+    for path in sorted((PACKAGE / "zero/step_parts").glob("*.py")):
+        assert not [word for word in HOST_WORDS if word in path.read_text().lower()], path
 
 
 def test_only_some_modules_ask_which_process_they_are():

@@ -20,7 +20,7 @@ from zerojax.inference import choice as choice_lib
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
 from zerojax.zero import placement
-from zerojax.zero.offload import blockwise
+from zerojax.zero.offload import fetched_params
 
 
 class Loop:
@@ -39,8 +39,8 @@ class Loop:
         def start(params: Any, inputs: Any, tokens: jax.Array, lengths: jax.Array) -> Any:
             return family.start(config, params, inputs, tokens, lengths, tokens.shape[1] + choice.new_tokens)
 
-        self.start = blockwise.by_row(start, partition, **how)
-        self.extend = blockwise.by_row(functools.partial(family.extend, config), partition, **how)
+        self.start = fetched_params.by_row(start, partition, **how)
+        self.extend = fetched_params.by_row(functools.partial(family.extend, config), partition, **how)
         same, rows = NamedSharding(partition.mesh, P()), mesh_lib.batch_sharding(partition.mesh)
         found = choice_lib.Found._make([same, rows, rows, same])
         step = decoding.Step._make([same, rows, rows, rows])

@@ -246,6 +246,7 @@ def test_a_step_sends_frozen_weights_for_the_next_which_takes_them_only_if_it_ge
     )
     train_step = step.make_train_step(plain_loss, part, blocks=r"block_\w+", heads="head", reduce_dtype=jnp.float32)
     batch, passes = {"x": X, "scale": SCALE, "factor": jnp.ones(16)}, train_step.passes
+    source = passes.source
 
     def state(factor: float) -> Any:
         def put(path: str, leaf: Any, sharding: Any) -> Any:
@@ -259,10 +260,10 @@ def test_a_step_sends_frozen_weights_for_the_next_which_takes_them_only_if_it_ge
         for _ in range(3):
             state, metrics = train_step(state, batch)
             losses.append(float(metrics["loss"]))
-            sent = passes._early[1]._copies
+            sent = source.early[1]._copies
             assert sent and {passes.one_pass(state, batch).weights[n] for n in sent} <= frozen
             if forgets:
-                passes._early = None
+                source.early = None
         return state, losses
 
     kept_first = jax.tree.map(np.asarray, first)
@@ -273,9 +274,9 @@ def test_a_step_sends_frozen_weights_for_the_next_which_takes_them_only_if_it_ge
     assert expected != others
     assert [steps(state(factor))[1] for factor in (1.0, 1.5, 1.0)] == [expected, others, expected]
     one, two = steps(one)[0], steps(two)[0]
-    assert passes._early[1]._copies
+    assert source.early[1]._copies
     del two  # the weights' copies on the device go with the state
-    assert not passes._early[1]._copies
+    assert not source.early[1]._copies
 
 
 @pytest.mark.parametrize("how", [{"blocks": r"block_\w+"}, {"reduce_dtype": jnp.float32}])

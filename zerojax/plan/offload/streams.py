@@ -22,7 +22,8 @@ import jax
 from zerojax.hlo import buffer_roles, linked, syntax
 from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import flops
-from zerojax.zero.offload import blockwise, passes, programs, streamed
+from zerojax.zero.offload import blockwise, streamed
+from zerojax.zero.step_parts import passes, programs
 
 _SCOPES = {"backward": "transpose(jvp())/"}  # autodiff's name, which a gather inside of a nested function lacks
 _DTYPES = {"bfloat": "bf", "float8_": "f8", "float": "f", "uint": "u", "int": "s", "bool": "pred"}  # JAX -> HLO
@@ -171,8 +172,8 @@ def _read_blocks(
     row = [
         linked.LinkedProgram(
             modules[id(program.run)],
-            (*program.reads, *map(operator.invert, program.brings)),
-            (*program.writes, *program.brings),
+            (*program.reads, *map(operator.invert, program.rider.gives)),
+            (*program.writes, *program.rider.gives),
             _SCOPES.get(program.name, ""),
             _names(one_pass.paths, first.setdefault(id(program.run), program), program),
         )

@@ -18,7 +18,8 @@ from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import bound as bound_lib
 from zerojax.plan import flops, matmuls, targets
 from zerojax.plan.offload import streams
-from zerojax.zero.offload import blockwise, passes, streamed
+from zerojax.zero.offload import blockwise, streamed
+from zerojax.zero.step_parts import passes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,9 +226,10 @@ def _by_block(
     row = _programs(one_pass, flow, seconds, count)
     turn = next((n for n, program in enumerate(cut.programs) if program.name == "backward"), len(row))
     forward, backward = sum(row[:turn], Work()), sum(row[turn:], Work())
-    copies = [(*program.after, *program.brings) for program in cut.programs]
-    to_forward = sum(map(cut.nbytes, (n for part in (*cut.first, *copies[:turn]) for n in part)))
-    to_backward = sum(map(cut.nbytes, (n for part in copies[turn:] for n in part)))
+    to_forward, to_backward = (
+        sum(cut.nbytes(number) for index in indices for number in cut.arrivals.sent(index))
+        for indices in (range(-1, turn), range(turn, len(cut.programs)))
+    )
     sums, last_sums = _sums(one_pass, count, step.passes.in_16_bits)
     last_sums += _squares(step, one_pass)
     # The first groups may arrive, and those of the step before leave, beside any pass.

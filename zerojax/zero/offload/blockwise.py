@@ -31,11 +31,12 @@ from zerojax.errors import UserError
 from zerojax.ops import fp8 as fp8_ops
 from zerojax.zero import explicit, placement, where_used
 from zerojax.zero import update as update_lib
-from zerojax.zero.offload import blocks, kept, late_norm, layout, programs, schedule, settings, streamed
+from zerojax.zero.offload import fetched_params, kept, late_norm, layout, settings, streamed
 from zerojax.zero.offload import params as params_lib
-from zerojax.zero.offload import passes as passes_lib
 from zerojax.zero.offload import updates as updates_lib
 from zerojax.zero.sharded_batch import inputs
+from zerojax.zero.step_parts import arrivals, blocks
+from zerojax.zero.step_parts import passes as passes_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,9 +236,9 @@ class BlockwiseStep(streamed.StreamedStep):
         one_pass = self.one_pass(state, batch)
         self.updates.set_grad_dtypes(dict.fromkeys(self.updates.weights, jnp.float32))
         cut, on_host = one_pass.schedule.cut, one_pass.weights
-        copies = [*cut.first, *((*program.after, *program.brings) for program in cut.programs)]
+        copies = [cut.arrivals.sent(index) for index in range(-1, len(cut.programs))]
         num_passes = self.passes.count
-        follows = (schedule.STEP,) if num_passes == 1 else (schedule.PASS, schedule.STEP)
+        follows = (arrivals.STEP,) if num_passes == 1 else (arrivals.PASS, arrivals.STEP)
         itemsize = 2 if self.passes.in_16_bits and not self._waits else 4  # those that wait for the norm are float32
         waiting = itemsize * sum(one_pass.elements.values()) if self.holds_gradients else 0
         return Memory(
@@ -472,64 +473,6 @@ class _Groups:
         self.params[weight] = new
 
 
-def mean_of(
-    loss_fn: Callable[..., Any],
-    partition: placement.Partition,
-    *,
-    compiler_options: Mapping[str, Any] | None = None,
-    **how: Any,
-) -> Callable[[Any, Any], jax.Array]:
-    """Returns `explicit.mean(loss_fn, partition, **how)` for params in host memory, which are fetched block by block."""
-    return Fetched(explicit.mean(loss_fn, partition, runner=blocks.ForwardBlocks, **how), partition, compiler_options)
-
-
-def by_row(function: Callable[..., Any], partition: placement.Partition, **how: Any) -> "Fetched":
-    """Returns `explicit.by_row(function, partition, **how)` for params in host memory, which are fetched block by block."""
-    return Fetched(explicit.by_row(function, partition, runner=blocks.ForwardBlocks, **how), partition)
-
-
-class Fetched:
-    """`run(params, arrays)`, forward only, as a program for each block. Weights in host memory arrive beside the blocks before.
-
-    Args:
-      run: a function of `explicit` with `blocks.ForwardBlocks`.
-      partition: of the params.
-      compiler_options: XLA's, for each program.
-    """
-
-    def __init__(
-        self,
-        run: Callable[[Any, Any], Any],
-        partition: placement.Partition,
-        compiler_options: Mapping[str, Any] | None = None,
-    ):
-        self._run, self._partition, self._options = run, partition, compiler_options
-        self._schedules: dict[Any, schedule.Schedule] = {}
-
-    def __call__(self, params: Any, arrays: Any) -> Any:
-        """Sends the programs to the device, and returns their result."""
-        return self.schedule(params, arrays)(params, arrays)
-
-    def schedule(self, params: Any, arrays: Any) -> schedule.Schedule:
-        """Returns the programs for params and arrays that may be abstract. They are compiled once for each shape of the arrays."""
-        leaves, structure = jax.tree.flatten(arrays)
-        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
-        if key not in self._schedules:
-            on_device = jax.tree.map(layout.as_on_device, tree.abstract(params))
-            paths = [f"params/{path}" for path, _ in tree.flatten(on_device)]
-            on_host = {number for number, path in enumerate(paths) if path in self._partition.on_host}
-            cut = programs.cut(
-                self._run,
-                on_device,
-                tree.abstract(arrays),
-                on_host=on_host,
-                on_disk=params_lib.are_on_disk(self._partition),
-                compiler_options=self._options,
-            )
-            self._schedules[key] = schedule.Schedule(cut)
-        return self._schedules[key]
-
-
 def passes_of(
     loss_fn: Callable[..., Any],
     partition: placement.Partition,
@@ -561,12 +504,10 @@ def passes_of(
     )
     return passes_lib.Passes(
         one_pass,
-        partition.on_host,
         batch,
         compute_dtype,
         in_16_bits=in_16_bits,
-        on_disk=params_lib.are_on_disk(partition),
-        frozen=_frozen(partition),
+        source=fetched_params.of(partition, _frozen(partition)),
         compiler_options=options,
     )
 

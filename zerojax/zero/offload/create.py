@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from zerojax.optim import pieces
 from zerojax.zero import placement
 from zerojax.zero.offload import budget, kept, layout, transfer
-from zerojax.zero.offload import parts as parts_lib
+from zerojax.zero.step_parts import cut, operations
 
 MOST_BYTES = 1 << 30  # of offloaded leaves on a device at once
 
@@ -71,7 +71,7 @@ def from_parts(
         value = _fill_value(traced.jaxpr, traced.jaxpr.outvars[number]) if layout.is_on_host(leaf) else None
         if value is not None:
             made[number] = jax.tree.map(functools.partial(_filled, keep, value), leaf)
-    needs = {number: own for number, own in enumerate(parts_lib.needs(traced.jaxpr)) if number not in made}
+    needs = {number: own for number, own in enumerate(cut.needs(traced.jaxpr)) if number not in made}
     held: dict[int, jax.Array] = {}
     for part in parts:
         assert all(_is_like(leaf, traced.in_avals[number]) for number, leaf in part.items()), "not as traced"
@@ -122,11 +122,11 @@ class _Slices:
           held: the arguments that they need, by number.
           donated: the numbers of arguments whose memory may be reused.
         """
-        own = parts_lib.trimmed(self._traced, [self._traced.jaxpr.outvars[number] for number in numbers])
+        own = cut.trimmed(self._traced, [self._traced.jaxpr.outvars[number] for number in numbers])
         read = [self._place[var] for var in own.jaxpr.invars]
         like = [self._wanted[number] for number in numbers]
         places = tuple(place for place, number in enumerate(read) if number in donated)
-        key = (str(own.jaxpr), *map(id, parts_lib.consts_of([own])), str(list(map(jax.tree.leaves, like))), places)
+        key = (str(own.jaxpr), *map(id, operations.consts_of([own])), str(list(map(jax.tree.leaves, like))), places)
         if key not in self._compiled:
 
             def run(*args: Any) -> list[list[Any]]:

@@ -1,4 +1,4 @@
-"""Checks that each gradient is handed over once, as soon as it is final. This module tests zerojax.zero.offload.passes."""
+"""Checks that each gradient is handed over once, as soon as it is final. This module tests zerojax.zero.step_parts.passes."""
 
 import functools
 import math
@@ -15,8 +15,9 @@ from flax.training.train_state import TrainState
 from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.zero import accumulate, stages, where_used
-from zerojax.zero.offload import blockwise, passes
+from zerojax.zero.offload import blockwise
 from zerojax.zero.sharded_batch import outputs
+from zerojax.zero.step_parts import passes
 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=runs.LONG), 2])
@@ -34,7 +35,7 @@ def test_gradients_arrive_in_the_order_of_the_backward_pass_and_are_the_mean_ove
         found.update(final)
         order.extend([(index, path) for path in final])
 
-    steps = passes.Passes(nested, (), prepared_layout(count), None)
+    steps = passes.Passes(nested, prepared_layout(count), None)
     aux = steps(state, together, ready)
     assert [index for index, _ in order] == sorted(index for index, _ in order)
     blocks = [path.split("/")[1] for _, path in order if "block_" in path]
@@ -64,7 +65,7 @@ def test_sums_in_16_bits_are_rounded_in_all_passes_but_the_last():
 
     def grads_of(**how):
         found = {}
-        steps = passes.Passes(nested, (), prepared_layout(2), None, **how)
+        steps = passes.Passes(nested, prepared_layout(2), None, **how)
         steps(state, together, lambda index, final, weights: found.update(final))
         return found
 
@@ -88,7 +89,7 @@ def test_gradients_of_a_pass_in_bf16_add_up_to_the_bits_of_the_same_in_float32()
         _, nested, params, batch, state, _ = parts(Net(1), passes=3, dtypes=dtypes)
         state = state.replace(params=params)
         together = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf, 3 * leaf]), batch)
-        steps, sums = passes.Passes(nested, (), prepared_layout(3), None, in_16_bits=True), found.setdefault(dtype, {})
+        steps, sums = passes.Passes(nested, prepared_layout(3), None, in_16_bits=True), found.setdefault(dtype, {})
         steps(state, together, lambda index, final, weights, sums=sums: sums.update(final))
         one_pass = steps.one_pass(state, together)
         for number, path in one_pass.grads.items():

@@ -1,4 +1,4 @@
-"""Runs each pass of a block as one nested function of the traced step. This module marks where `programs` cuts the step.
+"""Runs each pass of a block as one nested function of the traced step. This module marks where `cut` cuts the step.
 
 The forward pass of a block and its backward pass are each one `jax.jit` inside the trace, whose name begins with `NAME`. In one
 compiled program the nested functions are inlined and change nothing. Cut apart, each is a program that reads the weights of one block.
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from zerojax import mesh as mesh_lib
-from zerojax.zero import float32_grads, gather, overlap, placement, remat
+from zerojax.zero import float32_grads, gather, overlap, placement
 
 NAME = "zerojax_block"
 
@@ -44,8 +44,7 @@ class NestedBlocks:
         self, body: overlap.Body, weights: dict[str, gather.ShardAndSink], arrays: list[jax.Array], policy: Any
     ) -> Any:
         placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
-        kept = None if policy is None else remat.without_offload(policy)
-        plan = overlap.BlockCall(body, placements, self._dtype, self._reduction, kept)
+        plan = overlap.BlockCall(body, placements, self._dtype, self._reduction, policy)
         return self._run(plan, weights, tuple(arrays))
 
     def _run(self, plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> Any:
@@ -130,7 +129,7 @@ _block.defvjp(_forward, _backward)
 
 
 def _nested(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function as a nested one of the trace, which `programs` finds by its name."""
+    """Returns a function as a nested one of the trace, which `cut` finds by its name."""
 
     def nested(*args: Any) -> Any:
         return run(*args)

@@ -1,13 +1,11 @@
 """Runs the forward and backward passes of a step as programs, and hands over each gradient as it becomes final. This module adds up passes.
 
-Params may be in host memory: a block's weights are fetched while the blocks before it run, in both directions. No tree of all gradients is
-made here. What receives the gradients decides how long they live.
+No tree of all gradients is made here. What receives the gradients decides how long they live.
 """
 
 import dataclasses
 import functools
-import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 from zerojax import tree
 from zerojax.optim import rounded
 from zerojax.zero import accumulate, placement
-from zerojax.zero.offload import layout, programs, schedule
 from zerojax.zero.sharded_batch import inputs, outputs
+from zerojax.zero.step_parts import arrivals, programs, schedule
 
-# ready(index of the program, gradients that became final, params from the host that no later program reads), both by path;
+# ready(index of the program, gradients that became final, params that arrived and no later program reads), both by path;
 # called after each program of the last pass.
 Ready = Callable[[int, dict[str, jax.Array], dict[str, jax.Array]], None]
 
@@ -34,7 +32,7 @@ class PassPrograms:
       schedule: the programs.
       paths: where each leaf of the arguments comes from ("state/params/kernel", "batch/x", "pass"), by number.
       grads: the path of the weight whose gradient a value is, by number.
-      weights: the path of the param in host memory that a value is, by number.
+      weights: the path of the param that arrives and that a value is, by number.
       weight: the number of the weight of the pass among passes; None if they count alike.
       params: the path of the param that a value is, by number.
     """
@@ -70,7 +68,7 @@ class PassPrograms:
 
     @functools.cached_property
     def over(self) -> list[list[tuple[int, str]]]:
-        """Returns the numbers and paths of the params in host memory that each program is the last to read."""
+        """Returns the numbers and paths of the params that arrive and that each program is the last to read."""
         numbered = enumerate(self.schedule.cut.programs)
         return [
             [(n, self.weights[n]) for n in own.reads if n in self.weights and self.schedule.is_last(n, index)]
@@ -80,7 +78,7 @@ class PassPrograms:
     @functools.cached_property
     def room(self) -> list[int]:
         """Returns, for each program, the bytes below the peak of a pass that are free on a device from its end to the end of the pass."""
-        used, most, found = self.schedule.used(takes_results=True, follows=schedule.STEP), 0, []
+        used, most, found = self.schedule.used(takes_results=True, follows=arrivals.STEP), 0, []
         for nbytes in reversed(used):
             found.append(max(used) - most)
             most = max(most, nbytes)
@@ -99,34 +97,29 @@ class Passes:
 
     Args:
       one_pass: `explicit.one_pass` with `blocks.NestedBlocks`.
-      on_host: the paths of the leaves in host memory.
       batch: how the batch is sharded; its `passes` is the number of passes.
       compute_dtype: the dtype that the batch is cast to; None keeps its own.
       in_16_bits: whether gradients add up in bf16, except for the last sum.
-      on_disk: whether those of the params live on a disk.
-      frozen: the paths of those that no step changes.
+      source: stores params, which arrive while programs are sent.
       compiler_options: XLA's, for each program.
     """
 
     def __init__(
         self,
         one_pass: Callable[..., Any],
-        on_host: Collection[str],
         batch: inputs.Layout,
         compute_dtype: Any,
         *,
         in_16_bits: bool = False,
-        on_disk: bool = False,
-        frozen: Collection[str] = (),
+        source: arrivals.ArgumentSource | None = None,
         compiler_options: Mapping[str, Any] | None = None,
     ):
-        self._one_pass, self._on_host, self._batch, self.count = one_pass, on_host, batch, batch.passes
-        self.in_16_bits, self._on_disk, self._frozen, self._options = in_16_bits, on_disk, frozen, compiler_options
+        self._one_pass, self._batch, self.count = one_pass, batch, batch.passes
+        self.in_16_bits, self.source, self._options = in_16_bits, source or arrivals.ArgumentSource(), compiler_options
         self._prepare = jax.jit(lambda batch: self._batch.place(batch, compute_dtype))
         self._take = jax.jit(self._taken)
         self._cuts: dict[Any, PassPrograms] = {}
         self._given: dict[Any, jax.Array] = {}
-        self._early: tuple[PassPrograms, _Early] | None = None
 
     def one_pass(self, state: Any, batch: Any, compiler_options: Mapping[str, Any] | None = None) -> PassPrograms:
         """Returns the programs of one pass, for a state and a batch that may be abstract. They are cut and compiled once.
@@ -138,31 +131,28 @@ class Passes:
         if key not in self._cuts:
             micro = self._of_one_pass(jax.eval_shape(self._prepare, batch))
             number = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
-            state = jax.tree.map(layout.as_on_device, tree.abstract(state))
+            state = jax.tree.map(self.source.used, tree.abstract(state))
             leaves = tree.flatten((state.params, micro, state, number))
             froms = {"0": "state/params", "1": "batch", "2": "state", "3": "pass"}
             paths = [path.replace(path[0], froms[path[0]], 1) for path, _ in leaves]
             names = [path.removeprefix("state/") for path in paths]
-            on_host = {n for n, name in enumerate(names) if name in self._on_host}
+            late = {n: name for n, name in enumerate(names) if name in self.source.paths}
             cut = programs.cut(
                 self._one_pass,
                 state.params,
                 micro,
                 state,
                 number,
-                on_host=on_host,
-                on_disk=self._on_disk,
+                late=late,
+                source=self.source,
                 compiler_options={**(self._options or {}), **(compiler_options or {})},
             )
             (_, aux), grads = jax.tree.unflatten(cut.structure, cut.results)
-            weights = {n: names[n] for n, (path, _) in enumerate(leaves) if n in on_host and path.startswith("0/")}
-            # What was read from a disk would keep one of its few buffers until the next step.
-            frozen = {n for n, name in weights.items() if name in self._frozen and not self._on_disk}
             self._cuts[key] = PassPrograms(
-                schedule.Schedule(cut, frozen),
+                schedule.Schedule(cut),
                 dict(enumerate(paths)),
                 {result: f"params/{path}" for path, result in tree.flatten(grads)},
-                weights,
+                {n: name for n, name in late.items() if leaves[n][0].startswith("0/")},
                 aux.get("weight") if self.count > 1 else None,
                 {n: names[n] for n, (path, _) in enumerate(leaves) if path.startswith(("0/", "2/params/"))},
             )
@@ -182,20 +172,17 @@ class Passes:
         weights: list[jax.Array] = []
         totals: Any = None
         fields: dict[str, Any] = {}
-        stored = jax.tree.leaves(params)
-        early = self._sent_before(found, stored)
         for number in range(self.count):
             is_last = number == self.count - 1
             index = self._on_device(number)
             micro = prepared if self.count == 1 else self._take(prepared, index)
             seed = _seed(getattr(state, "step", 0), index) if self.in_16_bits and not is_last else None
             done = functools.partial(self._done, found, sums, weights, ready if is_last else None, sent, seed)
-            follows = schedule.STEP if is_last else schedule.PASS
-            (_, aux), _ = found.schedule(params, micro, state, index, done=done, early=early, follows=follows)
+            follows = arrivals.STEP if is_last else arrivals.PASS
+            (_, aux), _ = found.schedule(params, micro, state, index, done=done, follows=follows)
             fields, metrics = aux.get("state", {}), aux["metrics"]
             state = state.replace(**fields)
             totals = metrics if totals is None else _added_metrics(totals, metrics)
-        self._early = found, _Early(stored, early)
         return {"metrics": _values(totals, self.count), "state": fields}
 
     def _done(
@@ -222,11 +209,6 @@ class Passes:
             sent(index)
             return
         ready(index, grads, {path: values.pop(number) for number, path in found.over[index] if number in values})
-
-    def _sent_before(self, found: PassPrograms, stored: Sequence[Any]) -> dict[int, jax.Array]:
-        """Returns the copies that the step before has sent for this one. `stored` are the params' leaves."""
-        before, self._early = self._early, None
-        return before[1].of(stored) if before is not None and before[0] is found else {}
 
     def _summed(
         self,
@@ -284,23 +266,6 @@ class Passes:
         """Returns the shardings of the batch of one pass."""
         specs = dataclasses.replace(self._batch, passes=1).specs(micro)
         return jax.tree.map(lambda _, spec: NamedSharding(self._batch.mesh, spec), micro, specs)
-
-
-class _Early:
-    """Copies of weights that a step has sent for the next. The next may get another state: each is of one array, and goes with it.
-
-    Args:
-      stored: the leaves of the params.
-      copies: of some of them, by number.
-    """
-
-    def __init__(self, stored: Sequence[Any], copies: Mapping[int, jax.Array]):
-        self._copies = held = dict(copies)
-        self._of = {n: weakref.ref(stored[n], lambda _, n=n: held.pop(n, None)) for n in copies}  # type: ignore[misc]
-
-    def of(self, stored: Sequence[Any]) -> dict[int, jax.Array]:
-        """Returns the copies of arrays that are among these leaves, by number."""
-        return {n: self._copies[n] for n, own in self._of.items() if own() is stored[n]}
 
 
 def by_number(grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -1,19 +1,17 @@
-"""Checks where a trace is cut, and which of its parts are told apart. This module tests zerojax.zero.offload.parts."""
+"""Checks which parts of a step are told apart, and that they run. This module tests zerojax.zero.step_parts.operations."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.zero.offload import blocks, parts
-
-X = jnp.arange(4.0)
+from zerojax.zero.step_parts import blocks, cut, operations
 
 
-def of(function, apart=()):
-    """Returns the parts of `function(x)`, whose variables in `apart` are numbered."""
-    traced = jax.make_jaxpr(function)(X)
-    return traced.jaxpr, parts.cut(traced.jaxpr, {traced.jaxpr.invars[number] for number in apart})
+def of(function):
+    """Returns the trace of `function(x)` and its parts."""
+    jaxpr = jax.make_jaxpr(function)(jnp.arange(4.0)).jaxpr
+    return jaxpr, cut.cut(jaxpr, ())
 
 
 def block(x, run):
@@ -33,14 +31,14 @@ def test_blocks_that_differ_in_integers_are_described_alike_and_run_with_either_
         return x
 
     jaxpr, (first, second) = of(step)
-    (key, integers), (same, others) = first.described(), second.described()
+    (key, integers), (same, others) = operations.described(first), operations.described(second)
     assert key == same
     differing = [place for place, pair in enumerate(zip(integers, others)) if len(set(pair)) > 1]
     assert [(integers[place], others[place]) for place in differing] == [(11, 23)]
     replaced = {place: np.uint32(others[place]) for place in differing}
     x = jnp.linspace(0.0, 9.0, 4)
-    np.testing.assert_array_equal(first.run({jaxpr.invars[0]: x}, replaced)[0], salted(x, 23))
-    np.testing.assert_array_equal(first.run({jaxpr.invars[0]: x}, {})[0], salted(x, 11))
+    np.testing.assert_array_equal(operations.run(first, {jaxpr.invars[0]: x}, replaced)[0], salted(x, 23))
+    np.testing.assert_array_equal(operations.run(first, {jaxpr.invars[0]: x}, {})[0], salted(x, 11))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +52,7 @@ def test_blocks_that_differ_in_integers_are_described_alike_and_run_with_either_
 )
 def test_blocks_that_differ_in_anything_else_are_told_apart(other):
     _, (first, second) = of(lambda x: block(block(x, lambda x: salted(x, 11)), other))
-    assert first.described()[0] != second.described()[0]
+    assert operations.described(first)[0] != operations.described(second)[0]
 
 
 def test_constants_of_equal_values_are_alike_and_those_of_a_loop_are_not_overlooked():
@@ -63,33 +61,5 @@ def test_constants_of_equal_values_are_alike_and_those_of_a_loop_are_not_overloo
 
     tables = [np.full(4, value, np.float32) for value in (2, 2, 3)]
     _, found = of(lambda x: block(block(block(x, step(tables[0])), step(tables[1])), step(tables[2])))
-    first, second, third = (part.described()[0] for part in found)
+    first, second, third = (operations.described(part)[0] for part in found)
     assert first == second != third
-
-
-def test_few_operations_that_recur_before_blocks_run_in_the_blocks_programs():
-    def step(x):
-        for number in range(3):
-            x = block(jnp.sin(x) if number else jnp.cos(x), lambda x: x * 2)
-        return x
-
-    jaxpr, found = of(step)
-    assert [(part.name, len(part.calls)) for part in found] == [
-        ("between", 1),
-        ("forward", 1),
-        ("forward", 2),
-        ("forward", 2),
-    ]
-    values = {jaxpr.invars[0]: X}
-    for part in found:
-        values.update(zip(part.writes, part.run(values, {})))
-    np.testing.assert_allclose(values[jaxpr.outvars[0]], step(X), rtol=1e-6)
-
-
-def test_operations_that_read_a_weight_from_the_host_stay_apart():
-    def step(x):
-        for _ in range(3):
-            x = block(jnp.sin(x), lambda x: x * 2)
-        return x
-
-    assert [part.name for part in of(step, apart=[0])[1]] == ["between", "forward", "forward", "forward"]

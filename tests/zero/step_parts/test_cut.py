@@ -1,0 +1,47 @@
+"""Checks where a trace is cut. This module tests zerojax.zero.step_parts.cut."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.zero.step_parts import blocks, cut, operations
+
+X = jnp.arange(4.0)
+
+
+def of(function, apart=()):
+    """Returns the parts of `function(x)`, whose variables in `apart` are numbered."""
+    traced = jax.make_jaxpr(function)(X)
+    return traced.jaxpr, cut.cut(traced.jaxpr, {traced.jaxpr.invars[number] for number in apart})
+
+
+def block(x, run):
+    return blocks._nested("forward", run)(x)
+
+
+def test_few_operations_that_recur_before_blocks_run_in_the_blocks_programs():
+    def step(x):
+        for number in range(3):
+            x = block(jnp.sin(x) if number else jnp.cos(x), lambda x: x * 2)
+        return x
+
+    jaxpr, found = of(step)
+    assert [(part.name, len(part.calls)) for part in found] == [
+        ("between", 1),
+        ("forward", 1),
+        ("forward", 2),
+        ("forward", 2),
+    ]
+    values = {jaxpr.invars[0]: X}
+    for part in found:
+        values.update(zip(part.writes, operations.run(part, values, {})))
+    np.testing.assert_allclose(values[jaxpr.outvars[0]], step(X), rtol=1e-6)
+
+
+def test_operations_that_read_an_argument_that_arrives_stay_apart():
+    def step(x):
+        for _ in range(3):
+            x = block(jnp.sin(x), lambda x: x * 2)
+        return x
+
+    assert [part.name for part in of(step, apart=[0])[1]] == ["between", "forward", "forward", "forward"]

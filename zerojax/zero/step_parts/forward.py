@@ -1,0 +1,47 @@
+"""Runs a function of the params forward only, as a program for each block. This module cuts it once for each shape of its arrays."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from zerojax import tree
+from zerojax.zero.step_parts import arrivals, programs
+from zerojax.zero.step_parts import schedule as schedule_lib
+
+
+class Forward:
+    """`run(params, arrays)` as programs.
+
+    Args:
+      run: a function of `explicit` with `blocks.ForwardBlocks`.
+      source: stores params, which arrive while programs are sent.
+      compiler_options: XLA's, for each program.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Any, Any], Any],
+        source: arrivals.ArgumentSource,
+        compiler_options: Mapping[str, Any] | None = None,
+    ):
+        self._run, self._source, self._options = run, source, compiler_options
+        self._schedules: dict[Any, schedule_lib.Schedule] = {}
+
+    def __call__(self, params: Any, arrays: Any) -> Any:
+        """Sends the programs to the device, and returns their result."""
+        return self.schedule(params, arrays)(params, arrays)
+
+    def schedule(self, params: Any, arrays: Any) -> schedule_lib.Schedule:
+        """Returns the programs for params and arrays that may be abstract."""
+        leaves, structure = jax.tree.flatten(arrays)
+        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self._schedules:
+            used = jax.tree.map(self._source.used, tree.abstract(params))
+            paths = [f"params/{path}" for path, _ in tree.flatten(used)]
+            late = {number: path for number, path in enumerate(paths) if path in self._source.paths}
+            cut = programs.cut(
+                self._run, used, tree.abstract(arrays), late=late, source=self._source, compiler_options=self._options
+            )
+            self._schedules[key] = schedule_lib.Schedule(cut)
+        return self._schedules[key]
