@@ -145,9 +145,22 @@ def manual_over_rest(function: Callable[..., Any], in_specs: Any, out_specs: Any
       function: takes and returns arrays. What it computes of its shards must be the shards of its result.
       in_specs, out_specs: as of `jax.shard_map`, naming axes of `COMPILER` alone.
     """
+    left = rest()
+    return (
+        jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names={*left}, check_vma=False)
+        if left
+        else function
+    )
+
+
+def rest() -> tuple[str, ...]:
+    """Returns the axes, of a size above 1, that an outer `jax.shard_map` leaves to the compiler; () anywhere else."""
     around = jax.sharding.get_abstract_mesh()
-    left = {axis for axis in COMPILER if axis in around.shape and axis not in around.manual_axes}
-    left = {axis for axis in left if around.shape[axis] > 1}
-    if not around.manual_axes or not left:
-        return function
-    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=left, check_vma=False)
+    if not around.manual_axes:
+        return ()
+    return tuple(axis for axis in COMPILER if around.shape.get(axis, 1) > 1 and axis not in around.manual_axes)
+
+
+def ways_of_rest() -> int:
+    """Returns the number of devices along the axes of `rest` together."""
+    return size(jax.sharding.get_abstract_mesh(), rest())

@@ -38,6 +38,7 @@ WEIGHTS_BACKWARD = "weights backward"  # weights gathered for the backward pass
 UPDATED_WEIGHTS = "updated weights"  # weights gathered after the update
 SCALARS = "scalars"  # losses, norms and statistics
 BY_COLUMNS = "by_columns"  # the scope of operations that send activations in place of a weight (`ops.columns`)
+TENSOR_PARALLEL = "tensor_parallel"  # the scope of operations that send activations where weights are sharded as used
 SENT_OF_WEIGHTS = (WEIGHTS_FORWARD, WEIGHTS_BACKWARD, GRADIENTS, UPDATED_WEIGHTS)
 SENT = (*SENT_OF_WEIGHTS, ACTIVATIONS, SCALARS, OTHER)
 

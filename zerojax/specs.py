@@ -19,7 +19,10 @@ def without(spec: P, dropped: Collection[str]) -> P:
 def only(spec: P, kept: Collection[str]) -> P:
     """Returns the spec with only the mesh axes in `kept`, and without trailing None."""
 
-    return trimmed([entry(tuple(name for name in names(own) if name in kept)) for own in spec])
+    def of_dim(own: Any) -> Any:
+        return own if own is P.UNCONSTRAINED else entry(tuple(name for name in names(own) if name in kept))
+
+    return trimmed([of_dim(own) for own in spec])
 
 
 def entry(found: tuple[str, ...]) -> Any:
@@ -35,4 +38,6 @@ def trimmed(entries: list) -> P:
 
 def names(entry: Any) -> tuple[str, ...]:
     """Returns the mesh axes that one entry of a spec names."""
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+    if isinstance(entry, str):
+        return (entry,)
+    return () if entry is P.UNCONSTRAINED else tuple(entry or ())

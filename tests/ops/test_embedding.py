@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.models import layers
@@ -140,3 +141,35 @@ def test_rows_of_a_table_that_devices_use_by_columns():
     expected, added = rows_and_gradient(lambda t: jnp.take(t, tokens, axis=0), table(jnp.float32))
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_allclose(summed, added, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("length", [8, 3])
+def test_rows_of_a_table_that_the_compiler_shards_are_those_of_take(length):
+    """Tokens out of range too; gradients of equal tokens add up."""
+    tokens = jax.random.randint(jax.random.key(1), (4, length), -VOCAB - 5, VOCAB + 5)
+    rows, weight = table(jnp.float32)[:48], jax.random.normal(jax.random.key(2), (4, length, EMBED))
+
+    def total(lookup):
+        def of_table(rows, tokens, weight):
+            found = lookup(rows, tokens)
+            return jnp.sum(jnp.where(jnp.isnan(found), 0, found * weight)), found
+
+        return jax.value_and_grad(of_table, has_aux=True)
+
+    def of_device(rows, tokens, weight):
+        (_, found), grad = total(zerojax.embedding_lookup)(rows, tokens, weight)
+        return found, jax.lax.psum(grad, "data")
+
+    own = P("data")
+    mapped = jax.shard_map(
+        of_device,
+        mesh=zerojax.make_mesh(data=2, model=4),
+        in_specs=(P(), own, own),
+        out_specs=(own, P()),
+        axis_names={"replica", "data"},
+        check_vma=False,
+    )
+    found, grad = jax.jit(mapped)(rows, tokens, weight)
+    (_, expected), grads = total(functools.partial(jnp.take, axis=0))(rows, tokens, weight)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_allclose(grad, grads, rtol=1e-6)  # sums in another order

@@ -33,3 +33,36 @@ def test_loss_and_gradients_are_those_of_the_gathered_kernel(chunk):
     found = jax.jit(jax.value_and_grad(mapped, argnums=(0, 1)))(hidden, jnp.zeros(kernel.shape), kernel, labels)
     expected = jax.value_and_grad(lambda h, k: losses.cross_entropy(h @ k, labels), argnums=(0, 1))(hidden, kernel)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=ROUNDING, atol=ROUNDING), found, expected)
+
+
+@pytest.mark.parametrize("length, vocab, is_trained", [(8, 24, True), (7, 22, True), (7, 3, False)])
+def test_over_an_axis_of_the_compiler_they_are_too(length, vocab, is_trained):
+    """Also where it divides neither the tokens nor the columns, and with a bias and labels that are left out."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    hidden = 3 * jax.random.normal(keys[0], (4, length, EMBED))
+    kernel, bias = jax.random.normal(keys[1], (EMBED, vocab)), jax.random.normal(keys[2], (vocab,))
+    labels = jax.random.randint(keys[3], (4, length), -2, vocab).at[:, 0].set(1)
+    labels = jnp.maximum(labels, -1)  # of devices, the numbers that count differ
+
+    def of_device(hidden, kernel, labels, bias):
+        kernel = kernel if is_trained else jax.lax.stop_gradient(kernel)
+        loss = losses.one_pass_cross_entropy(hidden, kernel, labels, bias=bias, ignored=-1, chunk_tokens=5)
+        count = jnp.sum(labels >= 0)
+        return jax.lax.psum(loss * count, "data") / jax.lax.psum(count, "data")
+
+    def reference(hidden, kernel):
+        kernel = kernel if is_trained else jax.lax.stop_gradient(kernel)
+        return losses.cross_entropy(hidden @ kernel + bias, labels, ignored=-1)
+
+    own = P("data")
+    mapped = jax.shard_map(
+        of_device,
+        mesh=zerojax.make_mesh(data=2, model=4),
+        in_specs=(own, P(), own, P()),
+        out_specs=P(),
+        axis_names={"replica", "data"},
+        check_vma=False,
+    )
+    found = jax.jit(jax.value_and_grad(mapped, argnums=(0, 1)))(hidden, kernel, labels, bias)
+    expected = jax.value_and_grad(reference, argnums=(0, 1))(hidden, kernel)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=ROUNDING, atol=ROUNDING), found, expected)

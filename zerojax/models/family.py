@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import flax.linen as nn
 import jax
 
-from zerojax.models import decoding
+from zerojax.models import decoding, parallel
 
 Inputs = tuple[jax.ShapeDtypeStruct, ...]
 # name in the weight tree -> (module, inputs to initialise it with)
@@ -115,6 +115,7 @@ class Family:
         A weight costs `per_weight` of them for each token that it multiplies, 4 if it is frozen. `lengths` are
         the lengths of a row's arrays, by name.
       huggingface: the names and layouts of its weights in Hugging Face's files.
+      parallel: which dims of its weights and activations tensor parallelism shards.
     """
 
     presets: Mapping[str, Any]
@@ -131,6 +132,7 @@ class Family:
     attention: tuple[str, ...]
     flops_per_token: Callable[..., float]
     huggingface: HuggingFace
+    parallel: parallel.Parallel
 
 
 def heads(family: Family, config: Any) -> str:

@@ -61,7 +61,7 @@ def attend(
         local_window_size=(window - 1, 0) if is_limited else None,
         implementation=kernel,
     )
-    y_BTHN = _of_heads(attended, k_BSKN.shape[2])(
+    y_BTHN = _of_heads(attended, q_BTHN.shape[2], k_BSKN.shape[2])(
         q_BTHN,
         k_BSKN,
         v_BSKN,
@@ -74,17 +74,25 @@ def attend(
     return y_BTHN.astype(out_dtype)
 
 
-def _of_heads(attended: Callable[..., jax.Array], kv_heads: int) -> Callable[..., jax.Array]:
+def _of_heads(attended: Callable[..., jax.Array], heads: int, kv_heads: int) -> Callable[..., jax.Array]:
     """Returns attention of (q, k, v, bias, mask) in which each device along the axes that the compiler shards has its heads, or
-    all if they do not divide them.
+    all if they do not divide them. Of key heads that do not divide, a device takes those that its query heads read.
 
     cuDNN's kernel does not compile where XLA would have to shard it.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = tuple(axis for axis in mesh_lib.COMPILER if axis in mesh.shape)
-    divides = kv_heads % mesh_lib.size(mesh, axes) == 0
-    heads, scores = (P(None, None, specs.entry(axes)), P(None, specs.entry(axes))) if divides else (P(), P())
-    return mesh_lib.manual_over_rest(attended, (heads, heads, heads, scores, P()), heads)
+    ways, axis = mesh_lib.ways_of_rest(), specs.entry(mesh_lib.rest())
+    divides = heads % ways == 0
+    queries, scores = (P(None, None, axis), P(None, axis)) if divides else (P(), P())
+    keys = queries if kv_heads % ways == 0 else P()
+
+    def of_own(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *rest: Any) -> jax.Array:
+        own, group = heads // ways, heads // kv_heads
+        read = 1 if group % own == 0 else own  # heads of one group share their keys
+        index = (jax.lax.axis_index(axis) * own + jnp.arange(read)) // group
+        return attended(q_BTHN, *(jnp.take(x, index, axis=2) for x in (k_BSKN, v_BSKN)), *rest)
+
+    function = of_own if divides and keys != queries else attended
+    return mesh_lib.manual_over_rest(function, (queries, keys, keys, scores, P()), queries)
 
 
 def _sees_a_key(mask: jax.Array, queries: int, window: int) -> jax.Array:

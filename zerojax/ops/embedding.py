@@ -5,7 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
+from zerojax import mesh as mesh_lib
+from zerojax import roles, specs
 from zerojax.ops import columns as columns_lib
 
 
@@ -29,10 +32,42 @@ def embedding_lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
         with columns_lib.scope():
             rows = _from_columns(by_columns.sink, columns.shard, tokens.reshape(-1), columns.axis, columns.ways)
         return rows.reshape(*tokens.shape, -1)
+    if mesh_lib.rest() and table.shape[0] % mesh_lib.ways_of_rest() == 0:
+        return _from_rows(table, tokens)
+    return _taken(table, tokens)
+
+
+def _taken(table: jax.Array, tokens: jax.Array) -> jax.Array:
     if not jnp.issubdtype(table.dtype, jnp.floating) or table.dtype.itemsize >= 4:
         return jnp.take(table, tokens, axis=0)
     # XLA casts only the rows that are read. The transpose of the cast makes the gradient sum float32.
     return jnp.take(table.astype(jnp.float32), tokens, axis=0).astype(table.dtype)
+
+
+def _from_rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns `table[tokens]` where each device along the axes that the compiler shards has its rows of the table.
+
+    The result is sharded over its second dim, tokens of a text, if they divide.
+    """
+    ways, axis, rows = mesh_lib.ways_of_rest(), specs.entry(mesh_lib.rest()), table.shape[0]
+    scatters = tokens.ndim > 1 and tokens.shape[1] % ways == 0
+
+    def of_own(shard: jax.Array, tokens: jax.Array) -> jax.Array:
+        own = jnp.where(tokens < 0, tokens + rows, tokens) - jax.lax.axis_index(axis) * shard.shape[0]
+        is_own = ((own >= 0) & (own < shard.shape[0])).reshape(*tokens.shape, *[1] * (shard.ndim - 1))
+        found = jnp.where(is_own, _taken(shard, jnp.clip(own, 0, shard.shape[0] - 1)), 0)
+        # All terms of a sum but one are 0, so it is exact in any dtype.
+        if scatters:
+            return jax.lax.psum_scatter(found, axis, scatter_dimension=1, tiled=True)
+        return jax.lax.psum(found, axis)
+
+    with jax.named_scope(roles.TENSOR_PARALLEL):
+        spec = P(None, axis) if scatters else P()
+        found = mesh_lib.manual_over_rest(of_own, (P(axis), P()), spec)(table, tokens)
+    if not jnp.issubdtype(table.dtype, jnp.inexact):
+        return found
+    is_row = ((tokens >= -rows) & (tokens < rows)).reshape(*tokens.shape, *[1] * (table.ndim - 1))
+    return jnp.where(is_row, found, jnp.nan)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.ops import chunks, columns, sharded_losses
 
@@ -61,7 +62,8 @@ def one_pass_cross_entropy(
 
     Args:
       hidden: float[batch, length, embed].
-      kernel: float[embed, vocab], not sharded; or a matrix that devices use by columns (`columns`).
+      kernel: float[embed, vocab], not sharded, but for axes that the compiler shards: over those each device computes with its columns. Or
+        a matrix that devices use by columns (`columns`).
       labels: int32[batch, length].
       bias: float[vocab], a constant: its gradient is 0. None for none.
       ignored: the label of tokens that the mean leaves out; None: it has all tokens. Without any other label loss and gradients are 0.
@@ -78,11 +80,14 @@ def one_pass_cross_entropy(
                 "by_columns"
             )
         return sharded_losses.cross_entropy(hidden, by_columns, labels, chunk_tokens=2 * chunk_tokens)
-    if ignored is None:
-        return _one_pass(hidden, kernel, labels, bias, None, chunk_tokens)
-    counts = labels != ignored
-    total = jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)
-    return _one_pass(hidden, kernel, jnp.where(counts, labels, chunks.NO_LABEL), bias, total, chunk_tokens)
+    total = None
+    if ignored is not None:
+        counts = labels != ignored
+        total = jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)
+        labels = jnp.where(counts, labels, chunks.NO_LABEL)
+    if mesh_lib.rest():
+        return sharded_losses.over_rest(hidden, kernel, labels, bias, total, chunk_tokens=2 * chunk_tokens)
+    return _one_pass(hidden, kernel, labels, bias, total, chunk_tokens)
 
 
 def _one_pass_forward(

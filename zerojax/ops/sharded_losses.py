@@ -15,7 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
+from zerojax import mesh as mesh_lib
+from zerojax import roles, specs
 from zerojax.ops import chunks
 from zerojax.ops import columns as columns_lib
 
@@ -34,37 +37,95 @@ def cross_entropy(hidden: jax.Array, kernel: columns_lib.Known, labels: jax.Arra
     columns = kernel.columns
     chunk = max(1, chunk_tokens // columns.ways)
     with columns_lib.scope():
-        return _one_pass(hidden, kernel.sink, columns.shard, labels, columns.axis, columns.ways, chunk)
+        return _one_pass(hidden, kernel.sink, columns.shard, labels, None, None, columns.axis, columns.ways, chunk)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _one_pass(
-    hidden: jax.Array, sink: jax.Array, shard: jax.Array, labels: jax.Array, axis: str, ways: int, chunk: int
+def over_rest(
+    hidden: jax.Array, kernel: jax.Array, labels: jax.Array, bias: Any, total: Any, *, chunk_tokens: int
 ) -> jax.Array:
-    return _chunks(hidden, shard, labels, axis, ways, chunk)[0]
+    """Returns the mean cross-entropy, float32[], where each device along the axes that the compiler shards has columns of the kernel, and
+    some of the tokens: those of its part of each text if they divide, else those of a part of all.
+
+    Args:
+      hidden: float[batch, length, embed].
+      kernel: float[embed, vocab]. Columns that do not divide are padded, on each device.
+      labels: int32[batch, length].
+      bias: float[vocab], a constant; None for none.
+      total: the number of labels that are not `chunks.NO_LABEL`, float32[]; None: all count.
+      chunk_tokens: tokens of all devices together in a chunk.
+    """
+    ways, axis, columns = mesh_lib.ways_of_rest(), specs.entry(mesh_lib.rest()), kernel.shape[1]
+    total = jnp.float32(labels.size) if total is None else total
+    if labels.shape[1] % ways:
+        hidden, labels = (x.reshape(1, -1, *x.shape[2:]) for x in chunks.cut(hidden, labels, ways))
+    if extra := -columns % ways:
+        lowest = jnp.finfo(jnp.float32).min / 2  # of logits that no sum sees
+        bias = jnp.zeros((columns,), jnp.float32) if bias is None else bias.astype(jnp.float32)
+        kernel, bias = jnp.pad(kernel, ((0, 0), (0, extra))), jnp.pad(bias, (0, extra), constant_values=lowest)
+
+    def of_own(hidden: jax.Array, shard: jax.Array, labels: jax.Array, bias: Any, total: jax.Array) -> jax.Array:
+        chunk = max(1, chunk_tokens // ways)
+        own = jax.lax.stop_gradient(shard)
+        loss = _one_pass(hidden, shard.astype(jnp.float32), own, labels, bias, total / ways, axis, ways, chunk)
+        return jax.lax.pmean(loss, axis)
+
+    tokens, own = P(None, axis), P(None, axis)
+    with jax.named_scope(roles.TENSOR_PARALLEL):
+        run = mesh_lib.manual_over_rest(of_own, (tokens, own, tokens, P(axis), P()), P())
+        return run(hidden, kernel, labels, bias, total)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _one_pass(
+    hidden: jax.Array,
+    sink: jax.Array,
+    shard: jax.Array,
+    labels: jax.Array,
+    bias: Any,
+    total: Any,
+    axis: Any,
+    ways: int,
+    chunk: int,
+) -> jax.Array:
+    """Returns the sum of this device's terms / `total`, by default its number of tokens. The sink gets the shard's gradient."""
+    loss, *_ = _chunks(hidden, shard, labels, bias, axis, ways, chunk, is_trained=False)
+    return loss / (labels.size if total is None else total)
 
 
 def _forward(
-    hidden: jax.Array, sink: jax.Array, shard: jax.Array, labels: jax.Array, axis: str, ways: int, chunk: int
+    hidden: Any, sink: Any, shard: Any, labels: Any, bias: Any, total: Any, axis: Any, ways: int, chunk: int
 ) -> tuple[Any, Any]:
-    loss, d_hidden, d_shard = _chunks(hidden, shard, labels, axis, ways, chunk)
-    return loss, (d_hidden, d_shard)
+    """Its arguments say whether they are differentiated: the gradient of a frozen kernel is not computed."""
+    is_trained = sink.perturbed
+    hidden, shard, labels, bias, total = jax.tree.map(
+        lambda part: part.value, (hidden, shard, labels, bias, total), is_leaf=lambda node: hasattr(node, "perturbed")
+    )
+    total = labels.size if total is None else total
+    loss, d_hidden, d_shard = _chunks(hidden, shard, labels, bias, axis, ways, chunk, is_trained=is_trained)
+    return loss / total, (d_hidden, d_shard, total)
 
 
-def _backward(axis: str, ways: int, chunk: int, residuals: tuple[Any, Any], scale: jax.Array) -> tuple:
-    d_hidden, d_shard = residuals
-    tokens = d_hidden.size // d_hidden.shape[-1]
-    d_hidden = (d_hidden.astype(jnp.float32) * (scale / tokens)).astype(d_hidden.dtype)
-    return d_hidden, d_shard * (scale / tokens), None, None
+def _backward(axis: Any, ways: int, chunk: int, residuals: tuple[Any, Any, Any], scale: jax.Array) -> tuple:
+    d_hidden, d_shard, total = residuals
+    d_hidden = (d_hidden.astype(jnp.float32) * (scale / total)).astype(d_hidden.dtype)
+    return d_hidden, None if d_shard is None else d_shard * (scale / total), None, None, None, None
 
 
-_one_pass.defvjp(_forward, _backward)
+_one_pass.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _chunks(
-    hidden: jax.Array, shard: jax.Array, labels: jax.Array, axis: str, ways: int, chunk: int
+    hidden: jax.Array,
+    shard: jax.Array,
+    labels: jax.Array,
+    bias: Any,
+    axis: Any,
+    ways: int,
+    chunk: int,
+    *,
+    is_trained: bool = True,
 ) -> tuple[Any, Any, Any]:
-    """Returns the mean loss of this device's tokens, and the gradients of its sum by hidden, and of all devices' sum by the shard."""
+    """Returns the sum of this device's losses, and the gradients of it by hidden, and of all devices' sum by a shard that `is_trained`."""
     shape, tokens, vocab = hidden.shape, labels.size, shard.shape[1]
     count = -(-tokens // chunk)
     hidden, labels = chunks.cut(hidden, labels, count)
@@ -76,6 +137,7 @@ def _chunks(
         following, y = inputs
         next_h = jax.lax.all_gather(following, axis, tiled=True)
         logits = jnp.dot(h, shard, preferred_element_type=jnp.float32)
+        logits = logits if bias is None else logits + bias.astype(jnp.float32)
         top = jnp.max(logits, axis=-1)
         total = jnp.sum(jnp.exp(logits - top[:, None]), axis=-1)
         column = y - me * vocab
@@ -93,14 +155,16 @@ def _chunks(
         d_logits = ((jnp.exp(logits - log_sum[:, None]) - hit) * counts[:, None]).astype(h.dtype)
         d_all = jnp.dot(d_logits, shard.T, preferred_element_type=jnp.float32)
         d_own = jax.lax.psum_scatter(d_all, axis, tiled=True).astype(h.dtype)
-        d_shard = d_shard + jnp.dot(h.T, d_logits, preferred_element_type=jnp.float32)
+        if is_trained:
+            d_shard = d_shard + jnp.dot(h.T, d_logits, preferred_element_type=jnp.float32)
         # Without it XLA would move the sum into the next pass of the loop, and copy what it reads.
         d_own, d_shard = jax.lax.optimization_barrier((d_own, d_shard))
         return (d_shard, next_h), (loss, d_own)
 
     # The last pass of the loop gathers the first chunk again, since all passes have one form.
     following = jnp.roll(hidden, -1, axis=0)
-    start = jnp.zeros(shard.shape, jnp.float32), columns_lib.sent_to_all(hidden[0], axis, ways).reshape(-1, shape[-1])
+    first = columns_lib.sent_to_all(hidden[0], axis, ways).reshape(-1, shape[-1])
+    start = jnp.zeros(shard.shape, jnp.float32) if is_trained else None, first
     (d_shard, _), (losses, d_hidden) = jax.lax.scan(one_chunk, start, (following, all_labels))
     d_hidden = d_hidden.reshape(-1, shape[-1])[:tokens].reshape(shape)
-    return jnp.sum(losses) / tokens, d_hidden, d_shard
+    return jnp.sum(losses), d_hidden, d_shard

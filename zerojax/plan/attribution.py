@@ -69,7 +69,7 @@ class Attribution:
         """Returns one of `roles.SENT`, and the paths of the weights that it may belong to: several if they cannot be distinguished."""
         if not part.taken.dtype.startswith(("f", "bf")):
             return roles.OTHER, ()
-        if re.search(rf"\b{roles.BY_COLUMNS}\b", part.op_name):
+        if re.search(rf"\b({roles.BY_COLUMNS}|{roles.TENSOR_PARALLEL})\b", part.op_name):
             return roles.ACTIVATIONS, ()
         phase = self._phase(found, part.op_name)
         if found.kind not in collectives.REDUCTIONS:
@@ -78,6 +78,8 @@ class Attribution:
                 return phase, paths
         sums = found.kind in collectives.REDUCTIONS or found.kind == "collective-permute"  # a ring of permutes sums too
         matched = (self._scattered(part) if sums else []) or self._matching(found, part)
+        # A weight's gradient is never summed over an axis over which the weight is sharded. Activations are.
+        matched = [weight for weight in matched if not (sums and found.axes and weight.axes.issuperset(found.axes))]
         is_vector = len(_key(part.taken.dims)) < 2
         is_statistic = is_vector and phase == roles.WEIGHTS_FORWARD and self._is_read_in_forward_pass(found, part)
         trained = [weight for weight in matched if weight.trainable]

@@ -136,6 +136,7 @@ def activations_resharded(case: Case) -> Iterable[Finding]:
         if row.role == roles.ACTIVATIONS
         and row.kind not in collectives.REDUCTIONS
         and row.op_name.rsplit("/", 1)[-1] not in _WRITTEN
+        and not _is_tensor_parallel(row)
         and not _replaces_a_gradient(case.ledger, row)
     ]
     if rows and _is_large(case, rows, share=SHARE / 10):
@@ -145,6 +146,29 @@ def activations_resharded(case: Case) -> Iterable[Finding]:
             "keep activations sharded on the batch dim: gather the weight where it is used (zerojax.where_used), or constrain the "
             "activation with zerojax.batch_sharding(mesh) before and after this operation",
         )
+
+
+def activations_gathered_in_float32(case: Case) -> Iterable[Finding]:
+    """Finds activations that tensor parallelism gathers in 32 bits, though matmuls read them in 16."""
+    rows = [
+        row
+        for row in case.rows
+        if row.kind == "all-gather"
+        and row.dtype == "f32"
+        and _is_tensor_parallel(row)
+        and row.op_name.rsplit("/", 1)[-1] not in _WRITTEN
+    ]
+    if rows and case.is_16_bit and not case.is_cpu and _is_large(case, rows, share=SHARE / 10):
+        yield _sent(
+            "activations are gathered in float32, but matmuls run in 16 bits",
+            rows,
+            "shard what the norm before them returns (`activations` of make_train_step), and cast inside the norm: the gather then follows "
+            "the cast",
+        )
+
+
+def _is_tensor_parallel(row: ledger_lib.Row) -> bool:
+    return re.search(rf"\b{roles.TENSOR_PARALLEL}\b", row.op_name) is not None
 
 
 def gathered_over_their_own_axes(case: Case) -> Iterable[Finding]:
@@ -330,6 +354,7 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     gradients_all_reduced,
     weights_gathered_in_float32,
     activations_resharded,
+    activations_gathered_in_float32,
     gathered_over_their_own_axes,
     gathered_weights_kept,
     reduced_in_every_pass,

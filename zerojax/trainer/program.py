@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax.typing import DTypeLike
 from rich.table import Table
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision, specs, train_state
+from zerojax import precision, specs, train_state, tree
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed, objectives
 from zerojax.data import tokenizer as tokenizer_lib
@@ -27,6 +28,7 @@ from zerojax.interop import folder as folder_lib
 from zerojax.launch import watch
 from zerojax.lora import families as families_lora
 from zerojax.models import family as family_lib
+from zerojax.models import parallel
 from zerojax.optim import master_weights, registry, schedules
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import model as model_lib
@@ -175,7 +177,7 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
         jax.eval_shape(create, params),
         mesh=mesh,
         stage=config.zero.stage,
-        overrides=config.zero.overrides,
+        overrides=(*config.zero.overrides, *_parallel(config, family, params, mesh)),
         min_size=config.zero.min_size,
         indivisible=config.zero.indivisible,
         trainable=trainable,
@@ -292,6 +294,15 @@ def _baseline(
     """Returns the partition at stage 0: everything is replicated, with a 16-bit copy of the weights if the precision needs one."""
     state = create if policy is None else functools.partial(create, copy_dtype=policy.copy_dtype(splits_params=False))
     return stages.partition_state(jax.eval_shape(state, params), mesh=mesh, stage=0, trainable=trainable)
+
+
+def _parallel(config: settings_lib.Config, family: family_lib.Family, params: Any, mesh: Mesh) -> parallel.Table:
+    """Returns the family's overrides for the weights that the config's do not name, and says which weights do not divide."""
+    shapes = {path: leaf.shape for path, leaf in tree.flatten({"params": params})}
+    rows, whole = parallel.overrides(family.parallel.weights, shapes, mesh, [row[0] for row in config.zero.overrides])
+    if whole:
+        warnings.warn(f"mesh: {whole}", stacklevel=2)
+    return rows
 
 
 def _check_model_axis(partition: placement.Partition) -> None:

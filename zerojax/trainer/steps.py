@@ -52,6 +52,7 @@ def train_step(
         loss_scale=loss_scale,
         reduce_dtype=precision.DTYPES[config.reduce_dtype],
         accum_dtype=precision.DTYPES[config.accum_dtype],
+        activations=family.parallel.activations,
         **_how(config, family, model),
     )
 

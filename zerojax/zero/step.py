@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from zerojax import mesh as mesh_lib
 from zerojax import precision, xla_flags
 from zerojax.zero import accumulate, arguments, explicit, placement, where_used, xla_options
+from zerojax.zero import activations as activations_lib
 from zerojax.zero import by_columns as columns_lib
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
@@ -44,6 +45,7 @@ def make_train_step(
     donate: bool = True,
     fp8: fp8_modules.Fp8 | None = None,
     by_columns: str = "",
+    activations: activations_lib.Table = (),
 ) -> Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]:
     """Builds `train_step(state, batch) -> (state, metrics)`, compiled, from a loss function written for one device and unsharded weights.
 
@@ -73,6 +75,10 @@ def make_train_step(
         examples, and activations are sent instead. For an output projection of `ops.losses.one_pass_cross_entropy`, in a loss that is a
         mean, and a table of `zerojax.embedding_lookup`. No device holds their unsharded gradients either. Needs stage 3 and
         reduce_dtype. Empty: none.
+      activations: for tensor parallelism by `overrides`: ordered (regex over full paths of Linen modules, PartitionSpec) of what these
+        return, over the axis `model`: P(None, "model") shards the tokens of [batch, tokens, ...]. With a second spec, that inside of
+        the module, its floating positional arguments are gathered once, and its result is scattered: P(None, "model"), P(). A dim that the
+        axis does not divide is left to the compiler.
       donate: whether the step reuses the old state's memory; the old state is then deleted.
 
     Returns:
@@ -95,11 +101,12 @@ def make_train_step(
     sums = accumulate.checked_dtype(accum_dtype, grad_accum)
     dtypes = {"reduce_dtype": reduce_dtype, "compute_dtype": compute_dtype, "in_16_bits": sums}
     scaling = update_lib.in_step(loss_scale, partition.abstract_state)
-    how = _checked(where_used.How(blocks, heads, remat, recompute, offload), partition)
+    sharded = activations_lib.hooks_of(activations, partition.mesh)
+    how = _checked(where_used.How(blocks, heads, remat, recompute, offload, sharded), partition)
     sent = columns_lib.marked(partition, by_columns, blocks, reduce_dtype)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     loss_fn, sent, kept = fp8_modules.in_step(fp8, outputs.with_aux(loss_fn, scaling.scale), sent, blocks)
-    gradients = _gradients(loss_fn, sent, dataclasses.replace(how, hooks=kept), layout, **dtypes)
+    gradients = _gradients(loss_fn, sent, dataclasses.replace(how, hooks=(*how.hooks, *kept)), layout, **dtypes)
     clip = late_norm.clip(partition, clip_norm, may_skip=loss_scale is not None)
     updates = streamed.updates_of(partition, may_skip=clip.may_skip)
     finish = update_lib.finish(partition, updates, scaling, clip)

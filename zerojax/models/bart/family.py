@@ -4,7 +4,7 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from zerojax.models import encoder_decoder, family, foreign
+from zerojax.models import encoder_decoder, family, foreign, parallel
 from zerojax.models.bart import model
 from zerojax.models.bart.model import BartConfig
 from zerojax.models.family import Tensor
@@ -129,5 +129,14 @@ FAMILY = family.Family(
         },
         prefix="model.",
         outside=(HEAD, BIAS),
+    ),
+    parallel=parallel.Parallel(
+        weights=(*parallel.WEIGHTS, (r"positions/embedding", ("model",)), (r"logits_bias/bias", ("model",))),
+        activations=(
+            *parallel.HEADS,
+            *parallel.WIDTH,
+            (r"(en|de)coder_\d+/(attention|cross|mlp)", parallel.TOKENS, parallel.ALL_TOKENS),
+            (r"((en|de)coder_)?embed|(en|de)coder_(norm|\d+(/(attention|cross|mlp)_norm)?)", parallel.TOKENS),
+        ),
     ),
 )

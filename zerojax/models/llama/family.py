@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import jax
 
-from zerojax.models import decoding, family, foreign
+from zerojax.models import decoding, family, foreign, parallel
 from zerojax.models.family import Tensor
 from zerojax.models.llama import model, rope
 from zerojax.models.llama.model import LlamaConfig
@@ -258,5 +258,14 @@ FAMILY = family.Family(
         ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
         prefix="model.",
         outside=(HEAD,),
+    ),
+    parallel=parallel.Parallel(
+        weights=parallel.WEIGHTS,
+        activations=(
+            *parallel.HEADS,
+            *parallel.WIDTH,
+            (r"layer_\d+/(attention|mlp)", parallel.TOKENS, parallel.ALL_TOKENS),
+            (r"embed|norm|layer_\d+(/(attention|mlp)_norm)?", parallel.TOKENS),
+        ),
     ),
 )

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from zerojax.models import encoder_decoder, family, foreign, layers
+from zerojax.models import encoder_decoder, family, foreign, layers, parallel
 from zerojax.models.family import Tensor
 from zerojax.models.t5 import model
 from zerojax.models.t5.model import T5Config
@@ -161,5 +161,14 @@ FAMILY = family.Family(
             **({HEAD: EMBED} if raw.get("tie_word_embeddings", True) else {}),
         },
         ignored=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",  # read by no version
+    ),
+    parallel=parallel.Parallel(
+        weights=(*parallel.WEIGHTS, (r"coder_bias/embedding", (None, "model"))),
+        activations=(
+            *parallel.HEADS,
+            *parallel.WIDTH,
+            (r"(en|de)coder_\d+/(attention|cross|mlp)", parallel.TOKENS, parallel.ALL_TOKENS),
+            (r"embed|(en|de)coder_(norm|\d+(/(attention|cross|mlp)_norm)?)", parallel.TOKENS),
+        ),
     ),
 )

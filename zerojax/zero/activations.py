@@ -1,0 +1,129 @@
+"""Shards what modules read and return over the axes that the compiler shards. This module is a hook (`hooks.Hook`) for that.
+
+Tensor parallelism needs it: in a matmul of an activation that is sharded over tokens and a weight that is sharded over the same axis, the
+compiler must know which of the two it gathers. A module's argument is gathered once, for all matmuls that read it, and a norm casts its
+result before that, so that it moves 16 bits.
+
+    forward   x' = all_gather(x)    y = reduce_scatter(y')         (Megatron-LM, arXiv:2205.05198, section 4.2.2)
+    backward  dx = reduce_scatter(dx')    dy' = all_gather(dy)
+"""
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import errors, roles, specs
+from zerojax import mesh as mesh_lib
+from zerojax.errors import UserError
+from zerojax.zero import hooks
+
+# Ordered: (regex over full module paths, spec) of the array that a module returns, or the first of several. A third entry is the spec
+# inside the module: its floating positional arguments arrive, and its result leaves, sharded as outside.
+Table = Sequence[tuple]
+
+
+class Sharded(hooks.Hook):
+    """Constrains what modules read and return. The first row that matches a module holds. What an axis does not divide stays as it is.
+
+    Args:
+      table: see `Table`.
+      mesh: the devices.
+    """
+
+    def __init__(self, table: Table, mesh: Mesh):
+        self._table = [(re.compile(pattern), *map(tuple, row)) for pattern, *row in table]
+        self._mesh, self._is_entered = mesh, False
+
+    @contextlib.contextmanager
+    def known(self, inputs: Mapping[str, Any]) -> Iterator[None]:
+        if self._is_entered:  # around the loss; a block that is traced alone enters it itself
+            yield
+            return
+        self._is_entered = True
+        try:
+            with nn.intercept_methods(self._intercept):
+                yield
+        finally:
+            self._is_entered = False
+
+    def _intercept(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+        module = context.module
+        if module.scope is None or context.method_name != "__call__":
+            return call(*args, **kwargs)
+        path = "/".join(module.path)
+        outside, *inside = next((row for pattern, *row in self._table if pattern.fullmatch(path)), [()])
+        if inside:
+            args = tuple(self._moved(arg, outside, *inside) if _is_floating(arg) else arg for arg in args)
+        result = call(*args, **kwargs)
+        first, *rest = result if isinstance(result, tuple) else (result,)
+        first = self._moved(first, *inside, outside) if inside else self._moved(first, outside, outside)
+        return (first, *rest) if isinstance(result, tuple) else first
+
+    def _moved(self, array: jax.Array, before: tuple, after: tuple) -> jax.Array:
+        """Returns an array that is sharded as `before`, sharded as `after`; other dims are left to the compiler."""
+        around = jax.sharding.get_abstract_mesh()
+        mesh = around if around.manual_axes else self._mesh
+        entries: list[list[Any]] = [[], []]
+        for dim, length in enumerate(array.shape):
+            pair = [entry[dim] if dim < len(entry) else None for entry in (before, after)]
+            ways = max(mesh_lib.size(self._mesh, specs.names(entry)) for entry in pair)
+            is_open = ways == 1 or length % ways
+            for own, entry in zip(entries, pair):
+                own.append(P.UNCONSTRAINED if is_open else entry)
+        if all(entry is P.UNCONSTRAINED for entry in entries[0]):
+            return array
+        with jax.named_scope(roles.TENSOR_PARALLEL):
+            return _moved(array, *(NamedSharding(mesh, P(*own)) for own in entries))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _moved(array: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Array:
+    # A sum over devices that is to be scattered must not be constrained to be replicated first: it would be an all-reduce.
+    if specs.axes(before.spec) and before != after:
+        array = jax.lax.with_sharding_constraint(array, before)
+    return jax.lax.with_sharding_constraint(array, after)
+
+
+_moved.defvjp(
+    lambda array, before, after: (_moved(array, before, after), None),
+    lambda before, after, _, grad: (_moved(grad, after, before),),
+)
+
+
+def _is_floating(arg: Any) -> bool:
+    return isinstance(arg, jax.Array) and jnp.issubdtype(arg.dtype, jnp.floating)
+
+
+def hooks_of(table: Table, mesh: Mesh) -> hooks.Hooks:
+    """Returns the hooks that a table asks for on a mesh.
+
+    Raises:
+      UserError: a row has no regex or no spec, or names an axis that the compiler does not shard.
+    """
+    kept = []
+    for row in table:
+        try:
+            pattern, *given = row
+            re.compile(pattern)
+            axes = set().union(*(specs.axes(P(*entries)) for entries in given))
+            assert 1 <= len(given) <= 2
+        except (re.error, TypeError, ValueError, AssertionError, OverflowError) as error:
+            raise UserError(
+                f"activations: each is (regex over module paths, PartitionSpec) or has a second spec, and one is {errors.shown(row)}"
+            ) from error
+        if unknown := axes - set(mesh_lib.COMPILER):
+            raise UserError(
+                f"activations: {errors.shown(row)} names {min(unknown)!r}, over which the compiler does not shard; name "
+                f"{' or '.join(mesh_lib.COMPILER)}"
+            )
+        if mesh_lib.size(mesh, axes) > 1:
+            kept.append(row)
+    return (Sharded(kept, mesh),) if kept else ()
