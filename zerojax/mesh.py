@@ -48,7 +48,7 @@ COMPILER = tuple(axis.name for axis in AXES if axis.compiler)
 def make_mesh(replica: int = 1, data: int = -1, model: int = 1, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Builds the mesh (replica, data, model) over `devices`, by default all of them.
 
-    ZeRO shards over `data`. `replica` holds copies of the sharded state (hybrid sharding). `model` is for tensor-parallel specs.
+    ZeRO shards over `data`. `replica` holds copies of the sharded state (hybrid sharding). `model` is for tensor parallelism.
     Neighbouring devices are along `model`, then `data`, so that replicas are the farthest apart.
 
     Args:

@@ -210,7 +210,6 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("fp8", fp8="delayed", precision="fp8", params_offload=("host", "nvme")),
     covering.never("fp8", fp8="delayed", precision="fp8", late_norm="yes"),
     covering.never("fp8", fp8="delayed", precision="fp8", by_block="on"),
-    covering.never("config.mesh.model", mesh="2x2x2", overrides=_but("overrides", "model")),
     covering.never("config.model.dropout", dropout="0.1", family="llama"),
     covering.never("config.lora.init_from", lora_from="folder", weights="drawn"),
     covering.never("config.lora.init_from", lora_from="folder", rslora="yes"),

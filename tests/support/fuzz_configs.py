@@ -328,7 +328,7 @@ FIELDS: dict[str, list[Any]] = {
 }
 CONTRADICTIONS: list[dict[str, Any]] = [
     {"zero.stage": 0, "zero.indivisible": "pad"},
-    {"mesh.model": 2, "zero.overrides": ()},
+    {"mesh.model": 2, "zero.overrides": (("", ()),)},
     {"mesh.model": 2, "mesh.data": 4, "zero.overrides": (("mlp/(gate|up)", (None, "model")),), "global_batch_size": 4},
     {"mesh.replica": 2, "mesh.model": 2},
     {"model.recompute": "layer_\\d+/mlp/up", "model.remat": "full"},

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 import runs
+import safetensors.numpy
 
 from zerojax import precision
 from zerojax.interop import folder
@@ -48,6 +49,7 @@ def test_nothing_is_allocated_to_build(monkeypatch):
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(built.partition.abstract_state))
 
 
+LLAMA = golden_models.FOLDER / "llama"
 ODD = {
     "one token, one device": {"devices": 1, "global_batch_size": 1, "seq_len": 1},
     "seven devices": {"devices": 7, "global_batch_size": 7, "zero__stage": 2},
@@ -71,7 +73,7 @@ ODD = {
         "mesh__data": 4,
         "mesh__model": 2,
         "global_batch_size": 4,
-        "zero__overrides": (("mlp/(gate|up)", (None, "model")), ("mlp/down", ("model",)), ("norm", ())),
+        "zero__overrides": (("mlp/down", ("model",)), ("norm", ())),
     },
 }
 
@@ -89,22 +91,25 @@ def test_odd_shapes_train_evaluate_sample_and_export(tmp_path, name):
     assert (tmp_path / "export" / "model.safetensors").exists()
 
 
-def test_a_model_axis_gives_the_losses_of_none(tmp_path):
-    """And it samples and exports."""
-    plain = runs.run(tmp_path / "plain", **runs.EVALUATED)
-    settings = {"global_batch_size": 8, "sample__length": 2, "export__format": "huggingface", **runs.EVALUATED}
-    sharded = runs.run(tmp_path / "split", **{**ODD["tensor parallel"], **settings})
-    np.testing.assert_allclose(runs.numbers(sharded), runs.numbers(plain), rtol=SUM_ORDER)
-    np.testing.assert_allclose(runs.evaluations(sharded), runs.evaluations(plain), rtol=SUM_ORDER)
-    assert (sharded / "export" / "model.safetensors").exists()
+def test_a_model_axis_imports_evaluates_samples_and_exports_as_none_does(tmp_path, capsys):
+    settings = {"init_from": str(LLAMA), "model__num_layers": 0, "sample__length": 3, "export__format": "huggingface"}
+    found = []
+    for model in (1, 2):
+        own = runs.run(tmp_path / str(model), mesh__model=model, steps=3, **settings, **runs.EVALUATED)
+        sample = capsys.readouterr().out.partition("a sample, from")[2].splitlines()[1]
+        weights = safetensors.numpy.load_file(own / "export" / "model.safetensors")
+        found.append((runs.numbers(own), runs.evaluations(own), weights, sample))
+    *plain, weights, text = found[0]
+    *sharded, own_weights, own_text = found[1]
+    np.testing.assert_equal(text, own_text)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=SUM_ORDER), sharded, plain)
+    # Adam divides a gradient near 0 by its own size: a hundredth of a step of 0.01.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), own_weights, weights)
 
 
 def test_a_batch_is_sharded_within_each_pass():
     assert build(global_batch_size=16).batch_sharding.spec == jax.P(("replica", "data"))
     assert build(global_batch_size=16, grad_accum=2).batch_sharding.spec == jax.P(None, ("replica", "data"))
-
-
-LLAMA = golden_models.FOLDER / "llama"
 
 
 def test_a_run_from_a_folder_resumes_and_exports_with_the_folders_files(tmp_path):

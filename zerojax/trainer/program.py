@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -301,7 +300,7 @@ def _parallel(config: settings_lib.Config, family: family_lib.Family, params: An
     shapes = {path: leaf.shape for path, leaf in tree.flatten({"params": params})}
     rows, whole = parallel.overrides(family.parallel.weights, shapes, mesh, [row[0] for row in config.zero.overrides])
     if whole:
-        warnings.warn(f"mesh: {whole}", stacklevel=2)
+        names.tell(f"config.mesh: {whole}")
     return rows
 
 

@@ -137,7 +137,7 @@ class MeshSettings:
     data: int = setting(-1, POSITIVE.or_minus_one("all devices left").up_to(2**20, "no machine has as many devices"),
         "ZeRO shards over it; -1: all remaining devices")
     model: int = setting(1, POSITIVE.up_to(2**20, "no machine has as many devices"),
-        "tensor parallel size, used by leaves whose override names `model`")
+        "tensor parallelism over it: heads, MLP width, vocabulary and, between matmuls, tokens")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,7 +66,7 @@ def of_config() -> Iterator[None]:
         if line == str(one.message):
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
         else:
-            _tell(line)
+            tell(line)
 
 
 @contextlib.contextmanager
@@ -99,5 +99,6 @@ def in_config(line: str, keys: Mapping[str, str] = KEYS) -> str:
 
 
 @functools.cache  # a search builds many programs
-def _tell(line: str) -> None:
+def tell(line: str) -> None:
+    """Prints a line on stderr, once."""
     print(f"zerojax: {line}", file=sys.stderr, flush=True)

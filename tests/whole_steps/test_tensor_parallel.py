@@ -1,0 +1,131 @@
+"""Trains our families with `mesh.model` alone, and compares with one device. This module tests the tables of zerojax.models.parallel."""
+
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+import runs
+
+from zerojax.errors import UserError
+from zerojax.trainer import program
+from zerojax.trainer import state as state_lib
+
+STEPS = 2
+SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order
+EIGHT_BITS = 0.02  # relative: a sum in another order may round to another number of 8 bits
+
+# What is trained: values that change the losses. Packed rows have texts of several examples and labels of some tokens.
+PLAIN = {"model__remat": "dots"}
+ODD = {"seq_len": 31, "model__vocab_size": 321}  # divide by no size of `model`
+LORA = {"lora__r": 4, "lora__target_modules": "all-linear"}
+PACKED = {"data__task": "chat", "data__chat_template": "plain", "data__train_file": "tests/golden/crosses/train.jsonl"}
+T5, BART = {"model__preset": "t5_test"}, {"model__preset": "bart_test"}
+HOST = {"offload__optimizer": "host"}
+
+# name -> (what is trained, (replica, data, model), how). Few run by default: those that share most of what the others have.
+CASES = {
+    "three axes, passes": (PLAIN, (2, 2, 2), {"grad_accum": 2}),
+    "all devices, odd sizes, stage 0": (ODD, (1, 1, 8), {"zero__stage": 0}),
+    "bart, stage 2": (BART, (1, 2, 2), {"zero__stage": 2, "reduce_dtype": "fp32"}),
+    "nf4 with adapters": ({**LORA, "lora__quantize": "nf4"}, (1, 2, 4), {}),
+    "host": (PLAIN, (1, 2, 2), {**HOST, "offload__params": "host"}),
+    "packed, stage 1": ({**PLAIN, **PACKED}, (1, 2, 2), {"zero__stage": 1}),
+    "t5": (T5, (1, 2, 4), {}),
+    "t5, odd sizes": ({**T5, **ODD}, (2, 1, 2), {"zero__stage": 1, "grad_accum": 2}),
+    "bart, all devices": (BART, (1, 1, 8), {"grad_accum": 2}),
+    "bart, odd sizes, host": ({**BART, **ODD}, (1, 2, 2), HOST),
+    "copies": (PLAIN, (4, 1, 2), {"zero__stage": 0}),
+    "stage 1": (PLAIN, (1, 4, 2), {"zero__stage": 1, "grad_accum": 2, "accum_dtype": "fp32"}),
+    "stage 2": (PLAIN, (1, 2, 4), {"zero__stage": 2, "grad_accum": 2}),
+    "full remat": (PLAIN, (1, 2, 2), {"model__remat": "full", "zero__indivisible": "pad"}),
+    "optimizer on the host": (PLAIN, (2, 2, 2), {**HOST, "offload__by_block": "on"}),
+    "activations on the host": (PLAIN, (1, 2, 2), {"model__offload": r"layer_\d+/mlp"}),
+    "adapters": (LORA, (2, 2, 2), {"grad_accum": 2}),
+    "int8 with adapters, host": ({**LORA, "lora__quantize": "int8"}, (1, 2, 2), {**HOST, "offload__params": "host"}),
+    "adapters of bart": ({**LORA, **BART, "lora__modules_to_save": "shared"}, (1, 2, 2), {}),
+    "packed, passes": ({**PLAIN, **PACKED}, (1, 1, 4), {"grad_accum": 2}),
+    "own rows first": (PLAIN, (1, 2, 2), {"zero__overrides": (("mlp", (None,)), ("embed", (None, "data")))}),
+    "8 bits": ({"precision": "fp8"}, (1, 2, 2), {}),
+    "8 bits, rowwise": ({"precision": "fp8", "fp8__recipe": "rowwise"}, (1, 2, 2), {"grad_accum": 2}),
+    "8 bits, delayed": ({"precision": "fp8", "fp8__recipe": "delayed"}, (2, 2, 2), {}),
+}
+DEFAULT = 6
+
+
+def trained(devices=1, steps=STEPS, **settings):
+    """Returns the loss and the gradients' norm of each step on drawn batches."""
+    config = runs.config(zero__min_size=0, **settings)
+    built = program.build(config, tokenizer_vocab=320, devices=jax.devices()[:devices])
+    state, found = state_lib.first(built), []
+    for number in range(steps):
+        state, metrics = built.train_step(state, batch(built, number))
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return found
+
+
+def batch(built, number):
+    rng = np.random.default_rng(number)
+
+    def drawn(name, like):
+        if name == "segments":
+            values = np.cumsum(rng.random(like.shape) < 0.1, axis=-1)
+        elif name in ("labeled", "mask"):
+            values = rng.random(like.shape) < 0.8
+        else:
+            values = rng.integers(3, 300, like.shape)
+        return jax.device_put(values.astype(like.dtype), like.sharding)
+
+    # Passes of a mesh with several have the examples of one pass in another order, which changes no mean.
+    return {name: drawn(name, like) for name, like in built.abstract_batch.items()}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Returns f(what is trained) -> the same on one device at stage 0."""
+    return functools.cache(lambda what: trained(zero__stage=0, **dict(what)))
+
+
+@pytest.mark.parametrize("name", runs.cases(CASES, long=list(CASES)[DEFAULT:]))
+def test_mesh_model_gives_the_losses_of_one_device(name, alone):
+    what, shape, how = CASES[name]
+    axes = dict(zip(("mesh__replica", "mesh__data", "mesh__model"), shape))
+    found = trained(math.prod(shape), **what, **axes, **how)
+    allowed = EIGHT_BITS if what.get("precision") == "fp8" else SUM_ORDER
+    np.testing.assert_allclose(found, alone(tuple(what.items())), rtol=allowed)
+
+
+@runs.LONG
+@pytest.mark.parametrize("lora", [{}, {**LORA, "lora__dropout": 0.1}])
+def test_dropout_is_that_of_the_mesh_without_the_axis(lora):
+    """Devices along `data` draw their own masks, those along `model` the same."""
+    what = {**T5, **lora, "model__dropout": 0.1}
+    found = trained(4, **what, mesh__data=2, mesh__model=2)
+    np.testing.assert_allclose(found, trained(2, **what, mesh__data=2), rtol=SUM_ORDER)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (
+            {"model__by_columns": "head"},
+            "by_columns: params/head/kernel cannot be used by columns, because the mesh has model=2",
+        ),
+        ({"zero__overrides": (("", ()),)}, "mesh.model: is 2, and no weight is sharded over `model`"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused_before_anything_compiles(settings, words):
+    with pytest.raises(UserError, match=f"^config\\.(model\\.)?{words}"):
+        program.build(runs.config(mesh__data=4, mesh__model=2, **settings), tokenizer_vocab=320)
+
+
+def test_weights_that_do_not_divide_are_said_in_one_line(capfd):
+    program.build(runs.config(mesh__data=1, mesh__model=8, model__vocab_size=323), tokenizer_vocab=320)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("zerojax: config.mesh: ")
+    assert (
+        "layer_*/attention/k/kernel, layer_*/attention/v/kernel stay replicated, because model=8 does not divide 2"
+        in line
+    )
+    assert "embed/embedding, head/kernel stay replicated, because model=8 does not divide 323" in line
