@@ -163,8 +163,8 @@ def _chunks(
 
     # The last pass of the loop gathers the first chunk again, since all passes have one form.
     following = jnp.roll(hidden, -1, axis=0)
+    zeros = jnp.zeros(shard.shape, jnp.float32) if is_trained else None
     first = columns_lib.sent_to_all(hidden[0], axis, ways).reshape(-1, shape[-1])
-    start = jnp.zeros(shard.shape, jnp.float32) if is_trained else None, first
-    (d_shard, _), (losses, d_hidden) = jax.lax.scan(one_chunk, start, (following, all_labels))
+    (d_shard, _), (losses, d_hidden) = jax.lax.scan(one_chunk, (zeros, first), (following, all_labels))
     d_hidden = d_hidden.reshape(-1, shape[-1])[:tokens].reshape(shape)
     return jnp.sum(losses), d_hidden, d_shard
