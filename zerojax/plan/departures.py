@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from zerojax import mesh as mesh_lib
 from zerojax import roles
 from zerojax.plan import attribution
 from zerojax.plan import ledger as ledger_lib
@@ -27,6 +28,9 @@ def departures(ledger: ledger_lib.Ledger, *, passes: int = 1, tolerance: float =
     group_of = {weight.path: key for key, members in groups.items() for weight in members}
     found: dict[tuple, list[tuple[ledger_lib.Row, float]]] = {}
     for row in ledger.rows:
+        # Where tokens are sharded over such an axis, a replicated weight's gradient, of a norm say, is also summed over it. Theory has the rest.
+        if row.role == roles.GRADIENTS and row.axes and set(row.axes) <= set(mesh_lib.COMPILER):
+            continue
         candidates = {group_of[path] for path in row.weights}
         for key in candidates:  # if several groups are possible, each counts an equal share
             found.setdefault((row.role, key), []).append((row, row.elements / len(candidates)))

@@ -39,7 +39,7 @@ class Sharded(hooks.Hook):
     """
 
     def __init__(self, table: Table, mesh: Mesh):
-        self._table = [(re.compile(pattern), *map(tuple, row)) for pattern, *row in table]
+        self._table = [(re.compile(pattern), [tuple(spec) for spec in given]) for pattern, *given in table]
         self._mesh, self._is_entered = mesh, False
 
     @contextlib.contextmanager
@@ -59,13 +59,16 @@ class Sharded(hooks.Hook):
         if module.scope is None or context.method_name != "__call__":
             return call(*args, **kwargs)
         path = "/".join(module.path)
-        outside, *inside = next((row for pattern, *row in self._table if pattern.fullmatch(path)), [()])
-        if inside:
-            args = tuple(self._moved(arg, outside, *inside) if _is_floating(arg) else arg for arg in args)
+        given = next((given for pattern, given in self._table if pattern.fullmatch(path)), None)
+        if given is None:
+            return call(*args, **kwargs)
+        outside, inside = given[0], given[-1]
+        if len(given) > 1:
+            args = tuple(self._moved(arg, outside, inside) if _is_floating(arg) else arg for arg in args)
         result = call(*args, **kwargs)
-        first, *rest = result if isinstance(result, tuple) else (result,)
-        first = self._moved(first, *inside, outside) if inside else self._moved(first, outside, outside)
-        return (first, *rest) if isinstance(result, tuple) else first
+        if isinstance(result, tuple) and result and _is_floating(result[0]):
+            return (self._moved(result[0], inside, outside), *result[1:])
+        return self._moved(result, inside, outside) if _is_floating(result) else result
 
     def _moved(self, array: jax.Array, before: tuple, after: tuple) -> jax.Array:
         """Returns an array that is sharded as `before`, sharded as `after`; other dims are left to the compiler."""
@@ -112,6 +115,7 @@ def hooks_of(table: Table, mesh: Mesh) -> hooks.Hooks:
     for row in table:
         try:
             pattern, *given = row
+            assert isinstance(pattern, str)
             re.compile(pattern)
             axes = set().union(*(specs.axes(P(*entries)) for entries in given))
             assert 1 <= len(given) <= 2

@@ -1,0 +1,111 @@
+"""Checks what is gathered and reduced over an axis of the compiler. This module tests zerojax.zero.activations."""
+
+import re
+
+import compile_only
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training import train_state
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from zerojax.errors import UserError
+from zerojax.plan import departures, findings, ledger
+from zerojax.zero import activations
+
+WIDTH, HIDDEN, LENGTH = 64, 256, 128
+TABLE = (
+    (r"block_\d/mlp", (None, "model"), (None, None)),
+    (r".*/wide", (None, None, "model")),
+    (r".*norm", P(None, "model")),
+)
+OVERRIDES = [("wide/kernel", P(None, "model")), ("narrow/kernel", P("model"))]
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        wide = [nn.Dense(HIDDEN, use_bias=False, dtype=jnp.bfloat16, name=f"{n}/wide") for n in range(2)]
+        return nn.Dense(WIDTH, use_bias=False, dtype=jnp.bfloat16, name="narrow")(wide[0](x) * wide[1](x)), None
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.RMSNorm(dtype=jnp.bfloat16, name="norm")(x)
+        return x + MLP(name="mlp")(y)[0]
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for number in range(2):
+            x = Block(name=f"block_{number}")(x)
+        return x
+
+
+def compiled(table, mesh):
+    net = Net()
+
+    def create(key):
+        params = net.init(key, jnp.zeros((1, LENGTH, WIDTH), jnp.bfloat16))["params"]
+        return train_state.TrainState.create(apply_fn=net.apply, params=params, tx=optax.sgd(0.1))
+
+    state = jax.eval_shape(create, jax.random.key(0))
+    partition = zerojax.partition_state(state, mesh=mesh, stage=3, overrides=OVERRIDES)
+
+    def loss_fn(params, batch, state):
+        return jnp.mean((net.apply({"params": params}, batch) - batch).astype(jnp.float32) ** 2)
+
+    how = {"compute_dtype": jnp.bfloat16, "reduce_dtype": jnp.float32, "remat": "dots"}
+    step = zerojax.make_train_step(loss_fn, partition, blocks=r"block_\d", activations=table, **how)
+    batch = jax.ShapeDtypeStruct((16, LENGTH, WIDTH), jnp.bfloat16)
+    return partition, compile_only.compile_gpu(step.lower(partition.abstract_state, batch))
+
+
+def test_tokens_are_gathered_once_for_all_matmuls_and_in_16_bits():
+    """A block gathers its norm's result and sums its own; backward it gathers one gradient and sums the other."""
+    mesh = zerojax.make_mesh(model=4, devices=compile_only.devices())
+    partition, text = compiled(TABLE, mesh)
+    found = ledger.ledger(text, mesh, partition.placements)
+    moved = [row for row in found.rows if row.axes == ("model",) and row.elements > 1000]
+    assert {row.dtype for row in moved} == {"bf16"}
+    # The second gather of a norm's result is for the gradients of the matmuls that read it: 2 + 1 a block.
+    assert sorted(row.kind for row in moved) == ["all-gather"] * 6 + ["reduce-scatter"] * 4
+    assert {row.role for row in moved} == {"activations"}
+    assert not findings.findings(found, compute_dtype=jnp.bfloat16)
+    assert not departures.departures(found)
+
+
+def test_what_an_axis_does_not_divide_and_modules_outside_of_the_table_stay_as_they_are():
+    mesh = zerojax.make_mesh(data=2, model=4)
+    (hook,) = activations.hooks_of((("norm", (None, "model")),), mesh)
+    net = Net()
+    x = jnp.ones((2, 7, WIDTH), jnp.bfloat16)
+    params = net.init(jax.random.key(0), x)
+    with hook.known({}), hook.known({}):
+        text = str(jax.make_jaxpr(net.apply)(params, x))
+    assert "sharding_constraint" not in text
+    (hook,) = activations.hooks_of(TABLE, mesh)
+    with hook.known({}):
+        text = str(jax.make_jaxpr(net.apply)(params, jnp.ones((2, 8, WIDTH), jnp.bfloat16)))
+    assert re.findall("sharding_constraint", text)
+    assert activations.hooks_of(TABLE, zerojax.make_mesh(data=8)) == ()
+
+
+@pytest.mark.parametrize(
+    "row", [("(", (None,)), ("norm",), ("norm", 3), 5, ("norm", (), (), ()), (b"norm", ("model",))]
+)
+def test_a_row_that_is_no_regex_with_specs_is_refused(row):
+    with pytest.raises(UserError, match=r"^activations: each is \(regex over module paths"):
+        activations.hooks_of((row,), zerojax.make_mesh(model=8))
+
+
+def test_an_axis_of_the_batch_is_refused():
+    with pytest.raises(
+        UserError, match=r"^activations: .* names 'data', over which the compiler does not shard; name model"
+    ):
+        activations.hooks_of((("norm", ("data",)),), zerojax.make_mesh(model=8))
