@@ -28,7 +28,7 @@ def departures(ledger: ledger_lib.Ledger, *, passes: int = 1, tolerance: float =
     group_of = {weight.path: key for key, members in groups.items() for weight in members}
     found: dict[tuple, list[tuple[ledger_lib.Row, float]]] = {}
     for row in ledger.rows:
-        # Where tokens are sharded over such an axis, a replicated weight's gradient, of a norm say, is also summed over it. Theory has the rest.
+        # Where tokens are sharded over such an axis, the gradient of a replicated weight (a norm) is also summed over it.
         if row.role == roles.GRADIENTS and row.axes and set(row.axes) <= set(mesh_lib.COMPILER):
             continue
         candidates = {group_of[path] for path in row.weights}
