@@ -27,7 +27,6 @@ from zerojax.interop import folder as folder_lib
 from zerojax.launch import watch
 from zerojax.lora import families as families_lora
 from zerojax.models import family as family_lib
-from zerojax.models import parallel
 from zerojax.optim import master_weights, registry, schedules
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import model as model_lib
@@ -37,7 +36,7 @@ from zerojax.trainer import weights as weights_lib
 from zerojax.trainer.checks import names
 from zerojax.trainer.tuning import examples
 from zerojax.zero import loss_scale as loss_scale_lib
-from zerojax.zero import memory, placement, shard_state, stages
+from zerojax.zero import memory, placement, shard_state, stages, tensor_parallel
 from zerojax.zero.offload import blockwise, late_norm
 from zerojax.zero.offload import settings as offload_settings
 
@@ -295,10 +294,14 @@ def _baseline(
     return stages.partition_state(jax.eval_shape(state, params), mesh=mesh, stage=0, trainable=trainable)
 
 
-def _parallel(config: settings_lib.Config, family: family_lib.Family, params: Any, mesh: Mesh) -> parallel.Table:
+def _parallel(
+    config: settings_lib.Config, family: family_lib.Family, params: Any, mesh: Mesh
+) -> Sequence[tuple[str, tuple]]:
     """Returns the family's overrides for the weights that the config's do not name, and says which weights do not divide."""
     shapes = {path: leaf.shape for path, leaf in tree.flatten({"params": params})}
-    rows, whole = parallel.overrides(family.parallel.weights, shapes, mesh, [row[0] for row in config.zero.overrides])
+    rows, whole = tensor_parallel.overrides(
+        family.parallel.weights, shapes, mesh, [row[0] for row in config.zero.overrides]
+    )
     if whole:
         names.tell(f"config.mesh: {whole}")
     return rows

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, xla_flags
-from zerojax.zero import accumulate, arguments, explicit, placement, where_used, xla_options
-from zerojax.zero import activations as activations_lib
+from zerojax.zero import accumulate, arguments, explicit, placement, tensor_parallel, where_used, xla_options
 from zerojax.zero import by_columns as columns_lib
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
@@ -45,7 +44,7 @@ def make_train_step(
     donate: bool = True,
     fp8: fp8_modules.Fp8 | None = None,
     by_columns: str = "",
-    activations: activations_lib.Table = (),
+    activations: tensor_parallel.Table = (),
 ) -> Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]:
     """Builds `train_step(state, batch) -> (state, metrics)`, compiled, from a loss function written for one device and unsharded weights.
 
@@ -101,7 +100,7 @@ def make_train_step(
     sums = accumulate.checked_dtype(accum_dtype, grad_accum)
     dtypes = {"reduce_dtype": reduce_dtype, "compute_dtype": compute_dtype, "in_16_bits": sums}
     scaling = update_lib.in_step(loss_scale, partition.abstract_state)
-    sharded = activations_lib.hooks_of(activations, partition.mesh)
+    sharded = tensor_parallel.hooks_of(activations, partition.mesh)
     how = _checked(where_used.How(blocks, heads, remat, recompute, offload, sharded), partition)
     sent = columns_lib.marked(partition, by_columns, blocks, reduce_dtype)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)

@@ -1,6 +1,7 @@
-"""Shards what modules read and return over the axes that the compiler shards. This module is a hook (`hooks.Hook`) for that.
+"""Applies the tables of tensor parallelism. This module makes overrides of a family's table of weights, and a hook (`hooks.Hook`) that
+shards what modules read and return.
 
-Tensor parallelism needs it: in a matmul of an activation that is sharded over tokens and a weight that is sharded over the same axis, the
+The hook is needed: in a matmul of an activation that is sharded over tokens and a weight that is sharded over the same axis, the
 compiler must know which of the two it gathers. A module's argument is gathered once, for all matmuls that read it, and a norm casts its
 result before that, so that it moves 16 bits.
 
@@ -10,8 +11,9 @@ result before that, so that it moves 16 bits.
 
 import contextlib
 import functools
+import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import errors, roles, specs
+from zerojax import errors, roles, specs, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.zero import hooks
@@ -30,7 +32,39 @@ from zerojax.zero import hooks
 Table = Sequence[tuple]
 
 
-class Sharded(hooks.Hook):
+def overrides(
+    table: Sequence[tuple[str, tuple]], shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, but: Collection[str] = ()
+) -> tuple[list[tuple[str, tuple]], str]:
+    """Returns the rows of a table of weights that hold for a model on a mesh, and a text of the weights that do not divide, "" for none.
+
+    These stay replicated over the axis.
+
+    Args:
+      table: of weights.
+      shapes: of the weights, by path.
+      mesh: the devices; along an axis of size 1 nothing is sharded.
+      but: regexes over paths of weights that are not this table's.
+    """
+    found: list[tuple[str, tuple]] = []
+    whole: dict[str, dict[str, None]] = {}
+    left = {path: shape for path, shape in shapes.items() if not any(re.search(pattern, path) for pattern in but)}
+    for pattern, entries in table:
+        own = {path: left.pop(path) for path in [*left] if re.search(pattern, path)}
+        ways = [mesh_lib.size(mesh, specs.names(entry)) for entry in entries]
+        sharded = [path for path, shape in own.items() if not any(map(operator.mod, shape, ways))]
+        if max(ways) > 1 and sharded:
+            all_divide = len(sharded) == len(own)
+            found += [(pattern, entries)] if all_divide else [(f"{re.escape(path)}$", entries) for path in sharded]
+        for path in own.keys() - {*sharded}:
+            size = next(size for size, number in zip(own[path], ways) if size % number)
+            text = f"{mesh_lib.text(mesh, sorted(specs.axes(P(*entries))))} does not divide {size}"
+            whole.setdefault(text, {})[re.sub(r"\d+", "*", tree.below_params(path))] = None
+    return found, "; ".join(
+        f"{', '.join(sorted(paths))} stay replicated, because {text}" for text, paths in whole.items()
+    )
+
+
+class ShardedActivations(hooks.Hook):
     """Constrains what modules read and return. The first row that matches a module holds. What an axis does not divide stays as it is.
 
     Args:
@@ -130,4 +164,4 @@ def hooks_of(table: Table, mesh: Mesh) -> hooks.Hooks:
             )
         if mesh_lib.size(mesh, axes) > 1:
             kept.append(row)
-    return (Sharded(kept, mesh),) if kept else ()
+    return (ShardedActivations(kept, mesh),) if kept else ()

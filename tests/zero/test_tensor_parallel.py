@@ -1,4 +1,4 @@
-"""Checks what is gathered and reduced over an axis of the compiler. This module tests zerojax.zero.activations."""
+"""Checks what is gathered and reduced over an axis of the compiler. This module tests zerojax.zero.tensor_parallel."""
 
 import re
 
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from zerojax.errors import UserError
 from zerojax.plan import departures, findings, ledger
-from zerojax.zero import activations
+from zerojax.zero import tensor_parallel
 
 WIDTH, HIDDEN, LENGTH = 64, 256, 128
 TABLE = (
@@ -82,18 +82,18 @@ def test_tokens_are_gathered_once_for_all_matmuls_and_in_16_bits():
 
 def test_what_an_axis_does_not_divide_and_modules_outside_of_the_table_stay_as_they_are():
     mesh = zerojax.make_mesh(data=2, model=4)
-    (hook,) = activations.hooks_of((("norm", (None, "model")),), mesh)
+    (hook,) = tensor_parallel.hooks_of((("norm", (None, "model")),), mesh)
     net = Net()
     x = jnp.ones((2, 7, WIDTH), jnp.bfloat16)
     params = net.init(jax.random.key(0), x)
     with hook.known({}), hook.known({}):
         text = str(jax.make_jaxpr(net.apply)(params, x))
     assert "sharding_constraint" not in text
-    (hook,) = activations.hooks_of(TABLE, mesh)
+    (hook,) = tensor_parallel.hooks_of(TABLE, mesh)
     with hook.known({}):
         text = str(jax.make_jaxpr(net.apply)(params, jnp.ones((2, 8, WIDTH), jnp.bfloat16)))
     assert re.findall("sharding_constraint", text)
-    assert activations.hooks_of(TABLE, zerojax.make_mesh(data=8)) == ()
+    assert tensor_parallel.hooks_of(TABLE, zerojax.make_mesh(data=8)) == ()
 
 
 @pytest.mark.parametrize(
@@ -101,11 +101,11 @@ def test_what_an_axis_does_not_divide_and_modules_outside_of_the_table_stay_as_t
 )
 def test_a_row_that_is_no_regex_with_specs_is_refused(row):
     with pytest.raises(UserError, match=r"^activations: each is \(regex over module paths"):
-        activations.hooks_of((row,), zerojax.make_mesh(model=8))
+        tensor_parallel.hooks_of((row,), zerojax.make_mesh(model=8))
 
 
 def test_an_axis_of_the_batch_is_refused():
     with pytest.raises(
         UserError, match=r"^activations: .* names 'data', over which the compiler does not shard; name model"
     ):
-        activations.hooks_of((("norm", ("data",)),), zerojax.make_mesh(model=8))
+        tensor_parallel.hooks_of((("norm", ("data",)),), zerojax.make_mesh(model=8))

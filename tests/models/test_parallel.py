@@ -1,0 +1,50 @@
+"""Checks the families' tables against their weights and modules. This module tests zerojax.models.parallel."""
+
+import dataclasses
+import re
+
+import pytest
+
+from zerojax import tree
+from zerojax.models import families, family
+
+PRESETS = [name for name in families.PRESETS if name.endswith("test")]
+
+
+def paths_and_shapes(name):
+    """Returns a family, and the paths and shapes of a model of it that has all weights."""
+    own = families.PRESETS[name]
+    every = {
+        "vocab_size": 320,
+        "tie_embeddings": False,
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "qk_norm": True,
+    }
+    config = own.presets[name]
+    config = dataclasses.replace(config, **{field: every[field] for field in every if hasattr(config, field)})
+    leaves = tree.flatten({"params": family.abstract_params(own.parts, config)})
+    return own, {tree.below_params(path): leaf.shape for path, leaf in leaves}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_matrix_has_one_row_and_every_vector_of_a_norm_none(name):
+    own, shapes = paths_and_shapes(name)
+    for path, shape in shapes.items():
+        found = [entries for pattern, entries in own.parallel.weights if re.search(pattern, path)]
+        is_norm = "norm" in path or path.endswith(("o/bias", "down/bias"))
+        assert len(found) == (0 if is_norm else 1), path
+        assert all(len(entries) <= len(shape) for entries in found), path
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_module_of_a_block_has_a_row_of_activations(name):
+    """So the compiler is never left to choose between a weight's gather and that of tokens."""
+    own, paths = paths_and_shapes(name)
+    modules = {"/".join(path.split("/")[:end]) for path in paths for end in range(2, path.count("/") + 1)}
+    modules |= {path.rpartition("/")[0] for path in paths if path.startswith(("embed", "norm"))}
+    inside = (r".*/(o|down)",)  # their results leave the module around them
+    for module in modules:
+        found = [pattern for pattern, *_ in own.parallel.activations if re.fullmatch(pattern, module)]
+        assert len(found) == (0 if any(re.fullmatch(pattern, module) for pattern in inside) else 1), module
