@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
+from zerojax import mesh as mesh_lib
 from zerojax import precision, xla_flags
 from zerojax.models import family as family_lib
 from zerojax.ops import fp8 as fp8_ops
@@ -53,6 +55,7 @@ def train_step(
         reduce_dtype=precision.DTYPES[config.reduce_dtype],
         accum_dtype=precision.DTYPES[config.accum_dtype],
         activations=family.parallel.activations,
+        batch_specs=[("", P(mesh_lib.EXAMPLES))],
         **_how(config, family, model),
     )
 

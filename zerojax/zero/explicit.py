@@ -183,6 +183,8 @@ class _OfDevice:
             _refuse_complex(params)
             used = functools.partial(where_used.abstract_used, params, partition, self.compute_dtype)
             program = functools.cache(lambda: dependence.of_loss(self.loss_fn, used(), batch, state, layout))
+            if layout.is_unsure(batch):
+                dependence.refuse_unsure(self.loss_fn, used(), batch, state, layout)
             own_keys = keys.own(program, layout, batch, state)
             grad_specs = tree.map_with_path(
                 lambda path, _: specs.only(find(path, None).update.spec, axes), partition.trainable_part(params)

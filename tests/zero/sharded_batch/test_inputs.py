@@ -25,11 +25,11 @@ BATCH = {
 SPECS = {"x": P(mesh_lib.EXAMPLES), "y": P(mesh_lib.EXAMPLES), "class_weights": P(), "first_time": P(None, "data")}
 
 
-def make_step(**options):
+def make_step(loss=None, **options):
     params = {"w": jax.random.normal(jax.random.key(0), (8, 16))}
     state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
     state, part = zerojax.shard_train_state(state, mesh=zerojax.make_mesh(), stage=3, min_size=8)
-    return state, zerojax.make_train_step(loss_fn, part, donate=False, **options)
+    return state, zerojax.make_train_step(loss or loss_fn, part, donate=False, **options)
 
 
 def loss_fn(params, batch, state):
@@ -56,6 +56,56 @@ def test_leaves_that_count_no_examples_and_other_layouts_keep_their_meaning(pass
 
 def zerojax_value(mean):
     return mean.total / mean.weight
+
+
+def entropies(batch, params, weights=1.0):
+    return optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ params["w"] * weights, batch["y"])
+
+
+def of_class_weights(params, batch, state):
+    return jnp.mean(entropies(batch, params) * batch["others"][batch["y"]])
+
+
+def of_class_scales(params, batch, state):
+    return jnp.mean(entropies(batch, params, batch["others"]))
+
+
+def of_prototypes(params, batch, state):
+    near = jnp.tanh(batch["x"] @ params["w"]) @ batch["others"].T
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(near, batch["y"]))
+
+
+def of_support(params, batch, state):
+    support, labels = batch["others"]
+    near = jax.nn.softmax((batch["x"] @ params["w"]) @ (support @ params["w"]).T) @ jax.nn.one_hot(labels, 16)
+    return -jnp.mean(jnp.sum(jnp.log(near + 0.1) * jax.nn.one_hot(batch["y"], 16), -1))
+
+
+def of_other_examples(params, batch, state):
+    return jnp.mean(entropies(batch, params)) - jnp.mean(jnp.tanh(batch["others"] @ params["w"]))
+
+
+ROWS_OF = {  # as many rows as examples: (the loss, the other leaves, whether these count examples)
+    "weights of classes": (of_class_weights, WEIGHTS, False),
+    "scales of classes": (of_class_scales, WEIGHTS, False),
+    "prototypes": (of_prototypes, jax.random.normal(jax.random.key(3), (16, 16)), False),
+    "a set and its labels": (of_support, (BATCH["x"][::-1] + 1, (BATCH["y"] * 7) % 16), False),
+    "other examples": (of_other_examples, BATCH["x"][::-1] + 1, True),
+}
+
+
+@pytest.mark.parametrize("name", ROWS_OF)
+def test_leaves_that_have_as_many_rows_as_examples_and_may_be_none_are_refused_until_a_spec_says_what_they_are(name):
+    loss, others, count_examples = ROWS_OF[name]
+    batch = {"x": BATCH["x"], "y": (BATCH["y"] * 5) % 16, "others": others}
+    state, train_step = make_step(loss, reduce_dtype=jnp.float32)
+    if not count_examples:
+        with pytest.raises(zerojax.UserError, match=r"^batch/(others(/\d)?|x): .*; pass batch_specs=\[") as error:
+            jax.eval_shape(train_step, state, batch)
+        assert "\n" not in str(error.value).split("\n-----")[0]
+        state, train_step = make_step(loss, reduce_dtype=jnp.float32, batch_specs=[("others", P())])
+    _, metrics = train_step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], loss(jax.device_get(state.params), batch, None), rtol=2e-6)
 
 
 def test_leaves_of_unlike_lengths_are_refused_where_each_device_sees_its_own_examples():

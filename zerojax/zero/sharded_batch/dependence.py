@@ -1,80 +1,46 @@
-"""Tells what the values that a loss function returns depend on. This module reads the loss's traced program.
+"""Tells what the values that a loss function takes and returns depend on. This module reads the loss's traced program.
+
+The loss is traced for the examples of a batch and for twice as many: a dim that is twice as long counts examples, whatever its length.
 
 A value that a device computes from its own examples differs between devices. How it is made equal depends on what it is:
 
-    same     it reads no example and draws no random number; `TracedLoss.evaluate` gives its value for the whole batch
-    count    a sum over examples
-    grown    an old value of the state plus a count
-    other    anything else
+    same         it reads no example and draws no random number; `TracedLoss.evaluate` gives its value for the whole batch
+    rows         has one dim of examples
+    count        a sum over examples
+    grown        an old value of the state plus a count
+    statistic    another function of counts or of drawn numbers, such as a mean
+    other        anything else: it mixes examples by more than a sum, such as their maximum
 
-Keys are `same`, and what is drawn from them is not. Calls (of `jax.jit`, `jax.checkpoint`, functions with their own derivatives) are looked
-into. A loop or a branch that reads examples is `other`.
+Keys are `same`, and what is drawn from them is not. Rows stay rows where a statistic of the device's examples is part of them, as in batch
+norm. Calls (of `jax.jit`, `jax.checkpoint`, functions with their own derivatives) are looked into.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
-import jax.extend.source_info_util as source
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import partial_eval
 
 from zerojax import mesh as mesh_lib
-from zerojax import tree
+from zerojax import traces, tree
 from zerojax.zero import constraints
 from zerojax.zero.sharded_batch import inputs
 
-SAME, COUNT, GROWN, OTHER = "same", "count", "grown", "other"
-_MIXED = "mixed"  # `other`, and made of many examples by more than a sum, such as their maximum
+SAME, ROWS, COUNT, GROWN, STATISTIC, OTHER = "same", "rows", "count", "grown", "statistic", "other"
 
-_CALLS = frozenset("jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call".split())
-_MOVES = frozenset(
-    "broadcast_in_dim reshape squeeze expand_dims transpose copy copy_p rev slice name stop_gradient sharding_constraint".split()
-)
+_SAME_VALUE = traces.MOVES | traces.MARKS
+_CAST_OR_MOVED = _SAME_VALUE | {traces.CAST}
+_SUMS = frozenset({"reduce_sum", "dot_general"})
 _SUMS_OVER_DEVICES = frozenset("psum psum_invariant pmax pmin all_gather all_gather_invariant".split())
+_IN_ORDER = frozenset("cumsum cumprod cummax cummin cumlogsumexp sort".split())  # along a dim
 _DRAWS, _WRAP = "random_bits", "random_wrap"
-_KEY_MOVES = _MOVES | {"dynamic_slice", "gather"}
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Frame:
-    """A program or one call in it: its jaxpr, the values of its constants, and the call's frame and equation."""
-
-    jaxpr: Any
-    consts: Sequence[Any] = ()
-    caller: "_Frame | None" = None
-    call: Any = None
-
-    @functools.cached_property
-    def makers(self) -> dict[Any, Any]:
-        return {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
-
-    @functools.cached_property
-    def inputs(self) -> dict[Any, int]:
-        return {var: number for number, var in enumerate(self.jaxpr.invars)}
-
-    @functools.cached_property
-    def constants(self) -> dict[Any, Any]:
-        return dict(zip(self.jaxpr.constvars, self.consts))
-
-    @functools.cached_property
-    def inner(self) -> dict[int, "_Frame"]:
-        return {}
-
-    def enter(self, eqn: Any) -> "_Frame | None":
-        """Returns the frame of a call, or None for another equation."""
-        if eqn.primitive.name not in _CALLS:
-            return None
-        if id(eqn) not in self.inner:
-            program = next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params)
-            closed = isinstance(program, jex.ClosedJaxpr)
-            self.inner[id(eqn)] = _Frame(
-                program.jaxpr if closed else program, program.consts if closed else (), self, eqn
-            )
-        return self.inner[id(eqn)]
+_PARTS_OF_KEYS = _SAME_VALUE | {"dynamic_slice", "gather"}
 
 
 def of_loss(loss_fn: Callable[..., Any], params: Any, batch: Any, state: Any, layout: inputs.Layout) -> "TracedLoss":
@@ -89,64 +55,149 @@ def of_loss(loss_fn: Callable[..., Any], params: Any, batch: Any, state: Any, la
     def aux_of(params: Any, batch: Any, state: Any) -> Any:
         return loss_fn(params, batch, state)[1]
 
-    one_pass = jax.tree.map(lambda leaf: _abstract(leaf, layout.passes > 1), batch)
+    params, state = (jax.tree.map(_abstract, part) for part in (params, state))
+    by_count = [layout.of_examples(batch, count * layout.examples(batch)) for count in (1, 2)]
     axes = layout.mesh.shape if layout.by_device else {}
     with constraints.dropped(axes):
-        return TracedLoss(aux_of, params, one_pass, jax.tree.map(_abstract, state), layout.examples(batch), axes)
+        return TracedLoss.of(aux_of, params, by_count[0], state, by_count[1], axes)
 
 
-def _abstract(leaf: Any, without_first: bool = False) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(leaf)[int(without_first) :], tree.dtype_of(leaf))
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), tree.dtype_of(leaf))
 
 
-@dataclasses.dataclass(frozen=True)
-class _BodyArguments:
-    """What a body of a loop or a branch is given, in place of the equation of a call."""
+def refuse_unsure(loss_fn: Callable[..., Any], params: Any, batch: Any, state: Any, layout: inputs.Layout) -> None:
+    """Raises a UserError for leaves of a batch whose rows may be examples or not, such as weights of as many classes as examples.
 
-    invars: Sequence[Any]
-    source_info: Any
+    The loss is traced with more rows of some leaves than of others. If it takes that, nothing says that both count examples, unless all
+    that it does with these rows is to add up terms of each. Leaves that `batch_specs` names are what it says. Of more than five
+    leaves, groups of three that belong together are not told from the others.
+
+    Args:
+      loss_fn, params, batch, state, layout: as for `of_loss`, where each device sees its own examples.
+    """
+    counting = layout.counting(batch)
+    whole, ways = layout.examples(batch), mesh_lib.size(layout.mesh, mesh_lib.EXAMPLES)
+    params, state = (jax.tree.map(_abstract, part) for part in (params, state))
+
+    def traced(count: int, names: Sequence[str] = (), rows: int = 0) -> Any:
+        """Returns the loss's trace, with another number of rows of these leaves than of examples; None if it does not take that."""
+        batch_of_count = layout.of_examples(batch, count, dict.fromkeys(names, rows))
+        with constraints.dropped(layout.mesh.shape):
+            return _tried(loss_fn, layout.mesh.shape, params, batch_of_count, state)
+
+    for count in (whole + whole // ways, whole // ways):  # the first is the length of no dim but those of examples
+        if (found := traced(count)) is not None:
+            break
+        for names in _groups([path for path, is_said in counting.items() if not is_said]):
+            if traced(count, names, whole) is not None:
+                raise inputs.no_examples(names, whole)
+    else:
+        return  # the loss's own error, which is raised where it runs
+    found = dataclasses.replace(found, batch_paths={path: found.batch_paths[path] for path in counting})
+    is_read = found.reads()
+    unsure = [path for path, is_said in counting.items() if path in is_read and not is_said]
+    for names in _groups(unsure if any(counting.values()) else unsure[1:]):
+        more = traced(count, names, 2 * count)
+        if more is not None and not dataclasses.replace(found, like=more.frame, is_additive=True).adds_up():
+            raise inputs.unsure(names, whole)
+
+
+def _groups(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yields one, two, all but one and all of these."""
+    sizes = sorted({1, 2, len(names) - 1, len(names)} & {*range(1, len(names) + 1)})
+    return itertools.chain.from_iterable(itertools.combinations(names, size) for size in sizes)
+
+
+def _tried(function: Callable[..., Any], axes: Any, params: Any, batch: Any, state: Any) -> "TracedLoss | None":
+    """Returns a traced loss, or None if the user's code raises an error for this batch. What it warns of, the step's own trace tells."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return TracedLoss.of(function, params, batch, state, None, axes)
+    except Exception:
+        return None
 
 
 class Depends(Exception):
     """A value reads an example, a weight or a drawn number."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class TracedLoss:
     """A traced loss function of (params, batch, state).
 
-    Args:
-      function: returns a pytree.
-      params, batch, state: arrays or ShapeDtypeStructs, of one pass over the whole batch.
-      examples: the number of examples in it. A dim that it divides is taken to count examples.
-      axes: {name: size} of the axes of devices that the function may read or sum over.
+    Attributes:
+      closed: the trace.
+      shapes: the shapes of its results, by path.
+      batch_paths, state_paths: the numbers of its arguments, by path.
+      like: the trace for twice as many rows, of all leaves or of some.
+      is_additive: whether COUNT is also a sum over examples plus what reads none of them.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], params: Any, batch: Any, state: Any, examples: int, axes: Any = None
-    ):
-        traced = jax.make_jaxpr(function, axis_env=[*(axes or {}).items()], return_shape=True)
-        closed, shapes = traced(params, batch, state)
-        self._top = _Frame(closed.jaxpr, closed.consts)
-        ends = np.cumsum([len(jax.tree.leaves(part)) for part in (params, batch, state)])
-        self._batch, self._state = range(ends[0], ends[1]), range(ends[1], ends[2])
-        self._state_paths = {path: ends[1] + number for number, (path, _) in enumerate(tree.flatten(state))}
-        self._batch_paths = {path: ends[0] + number for number, (path, _) in enumerate(tree.flatten(batch))}
-        self._kinds: dict[tuple, str] = {}
-        self._examples = examples
-        self.outputs = dict(zip([path for path, _ in tree.flatten(shapes)], closed.jaxpr.outvars))
-        self.shapes = {path: leaf.shape for path, leaf in tree.flatten(shapes)}
+    closed: Any
+    shapes: Mapping[str, tuple[int, ...]]
+    batch_paths: Mapping[str, int]
+    state_paths: Mapping[str, int]
+    like: traces.Frame | None
+    is_additive: bool = False
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., Any], params: Any, batch: Any, state: Any, larger: Any, axes: Any = None
+    ) -> "TracedLoss":
+        """Traces a function that returns a pytree.
+
+        Args:
+          function: of (params, batch, state).
+          params, batch, state: arrays or ShapeDtypeStructs, of one pass.
+          larger: the same batch with twice the examples; None: nothing is asked that needs it.
+          axes: {name: size} of the axes of devices that the function may read or sum over.
+        """
+        trace = jax.make_jaxpr(function, axis_env=[*(axes or {}).items()], return_shape=True)
+        closed, shapes = trace(params, batch, state)
+        twice = None if larger is None else _tried(function, axes, params, larger, state)
+        number, numbers = len(jax.tree.leaves(params)), []
+        for part in (batch, state):
+            paths = [path for path, _ in tree.flatten(part)]
+            numbers.append(dict(zip(paths, itertools.count(number))))
+            number += len(paths)
+        by_path = {path: leaf.shape for path, leaf in tree.flatten(shapes)}
+        return cls(closed, by_path, *numbers, twice and twice.frame)
+
+    @functools.cached_property
+    def frame(self) -> traces.Frame:
+        """Returns the whole program."""
+        return traces.Frame(self.closed, like=self.like)
+
+    @functools.cached_property
+    def outputs(self) -> dict[str, Any]:
+        """Returns the variables or literals of the results, by path."""
+        return dict(zip(self.shapes, self.closed.jaxpr.outvars))
+
+    @functools.cached_property
+    def _kinds(self) -> dict[Any, str]:
+        return {}
+
+    def reads(self) -> set[str]:
+        """Returns the paths of the leaves of the batch that any result may depend on."""
+        jaxpr = self.closed.jaxpr
+        is_read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
+        return {path for path, number in self.batch_paths.items() if is_read[number]}
+
+    def adds_up(self) -> bool:
+        """Returns whether each result is a sum of terms of examples, and of what reads none of them; for `is_additive`."""
+        return OTHER not in (self._kind(self.frame, atom, None) for atom in self.outputs.values())
 
     def kind(self, output: str, of: str | None = None) -> str:
         """Returns how the result of this path depends on examples; `of` is the path of its old value in the state."""
-        old = self._state_paths[of] if of is not None else None
-        found = self._kind(self._top, self.outputs[output], old)
-        if found == GROWN and self._is_old(self._top, self.outputs[output], old):
-            return SAME
-        return OTHER if found == _MIXED else found
+        old = self.state_paths[of] if of is not None else None
+        found = self._kind(self.frame, self.outputs[output], old)
+        return SAME if found == GROWN and self._is_old(self.frame, self.outputs[output], old) else found
 
     def reads_examples(self, output: str) -> bool:
         """Returns whether the result of this path may depend on the batch; one that the loss summed over devices is still `same`."""
-        return any(self._reads(self._top, self.outputs[output], number, {}) for number in self._batch)
+        return any(self._reads(self.frame, self.outputs[output], number, {}) for number in self.batch_paths.values())
 
     def evaluate(self, output: str, state: Any) -> Any:
         """Returns the value of a `same` result, for the whole batch and these values of the state.
@@ -154,227 +205,137 @@ class TracedLoss:
         Raises:
           Depends: it reads more than the state.
         """
-        known = dict(zip(self._state, jax.tree.leaves(state)))
-        return self._value(self._top, self.outputs[output], known, {})
+        known = dict(zip(self.state_paths.values(), jax.tree.leaves(state)))
+        return self._value(self.frame, self.outputs[output], known, {})
 
     def keys(self) -> tuple[set[str], set[str]]:
         """Returns the paths of leaves of the state, and of the batch, that the loss uses as raw random keys."""
-        used = {
-            number
-            for frame, eqn in _equations(self._top)
-            if eqn.primitive.name == _WRAP
-            for number in [self._source(frame, eqn.invars[0])]
-            if number is not None
-        }
+        used = set()
+        for frame, eqn in self.frame.equations():
+            if eqn.primitive.name == _WRAP:
+                place, atom = frame.origin(eqn.invars[0], _PARTS_OF_KEYS)
+                used.add(place.inputs.get(atom) if traces.is_var(atom) else None)
         return tuple(
-            {path for path, number in paths.items() if number in used}
-            for paths in (self._state_paths, self._batch_paths)
+            {path for path, number in paths.items() if number in used} for paths in (self.state_paths, self.batch_paths)
         )  # type: ignore[return-value]
 
     def draws_without(self, path: str) -> list[str]:
         """Returns the lines of code, as `file:line (function)`, that draw with keys that do not depend on this value of the state."""
-        number, found = self._state_paths[path], []
-        for frame, eqn in _equations(self._top):
-            if eqn.primitive.name == _DRAWS and not self._reads(frame, eqn.invars[0], number, {}):
-                found.append(_line(frame, eqn))
-        return sorted(set(found))
+        number = self.state_paths[path]
+        return sorted(
+            {
+                frame.line(eqn)
+                for frame, eqn in self.frame.equations()
+                if eqn.primitive.name == _DRAWS and not self._reads(frame, eqn.invars[0], number, {})
+            }
+        )
 
-    def _reads(self, frame: _Frame, atom: Any, number: int, done: dict[tuple, bool]) -> bool:
+    def _reads(self, frame: traces.Frame, atom: Any, number: int, done: dict[Any, bool]) -> bool:
         """Returns whether a value may depend on one input of the program."""
-        if isinstance(atom, jex.Literal) or atom in frame.constants:
-            return False
-        if (outer := self._outer(frame, atom)) is not None:
-            return self._reads(*outer, number, done)
-        if atom in frame.inputs:
-            return frame.caller is not None or frame.inputs[atom] == number
-        place = (id(frame), atom)
-        if place not in done:
-            eqn = frame.makers[atom]
-            inside = frame.enter(eqn)
-            done[place] = (
-                any(self._reads(frame, part, number, done) for part in eqn.invars)
-                if inside is None
-                else self._reads(inside, inside.jaxpr.outvars[eqn.outvars.index(atom)], number, done)
-            )
-        return done[place]
+        frame, atom = frame.origin(atom)
+        if not traces.is_var(atom) or atom not in frame.makers:
+            return traces.is_var(atom) and frame.inputs.get(atom) == number
+        if (frame, atom) not in done:
+            done[frame, atom] = any(self._reads(frame, part, number, done) for part in frame.makers[atom].invars)
+        return done[frame, atom]
 
-    def _outer(self, frame: _Frame, atom: Any) -> tuple[_Frame, Any] | None:
-        """Returns the argument that an input of a call stands for, or None for another variable."""
-        if frame.caller is None or isinstance(atom, jex.Literal) or atom not in frame.inputs:
-            return None
-        return frame.caller, frame.call.invars[frame.inputs[atom]]
-
-    def _source(self, frame: _Frame, atom: Any) -> int | None:
-        """Returns the number of the program's input that a value is a part of, or None."""
-        while not isinstance(atom, jex.Literal):
-            if (outer := self._outer(frame, atom)) is not None:
-                frame, atom = outer
-                continue
-            if atom in frame.inputs:
-                return frame.inputs[atom]
-            eqn = frame.makers.get(atom)
-            if eqn is None:
-                return None
-            if (inside := frame.enter(eqn)) is not None:
-                frame, atom = inside, inside.jaxpr.outvars[eqn.outvars.index(atom)]
-            elif eqn.primitive.name in _KEY_MOVES:
-                atom = eqn.invars[0]
-            else:
-                return None
-        return None
-
-    def _value(self, frame: _Frame, atom: Any, known: dict[int, Any], done: dict[tuple, Any]) -> Any:
-        if isinstance(atom, jex.Literal):
-            return atom.val
-        if atom in frame.constants:
-            return frame.constants[atom]
-        if (outer := self._outer(frame, atom)) is not None:
-            return self._value(*outer, known, done)
+    def _value(self, frame: traces.Frame, atom: Any, known: Mapping[int, Any], done: dict[Any, Any]) -> Any:
+        frame, atom = frame.origin(atom)
+        if not traces.is_var(atom) or atom in frame.constants:
+            return frame.constants[atom] if traces.is_var(atom) else atom.val
         if atom in frame.inputs:
             if frame.inputs[atom] not in known:
                 raise Depends
             return known[frame.inputs[atom]]
-        if (id(frame), atom) not in done:
+        if (frame, atom) not in done:
             eqn = frame.makers[atom]
-            if (inside := frame.enter(eqn)) is not None:
-                return self._value(inside, inside.jaxpr.outvars[eqn.outvars.index(atom)], known, done)
-            if eqn.primitive.name == _DRAWS or eqn.primitive.name == "axis_index":
+            if eqn.primitive.name in (_DRAWS, "axis_index"):
                 raise Depends
-            values = [self._value(frame, part, known, done) for part in eqn.invars]
-            results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-            for var, result in zip(eqn.outvars, results if eqn.primitive.multiple_results else [results]):
-                done[id(frame), var] = result
-        return done[id(frame), atom]
+            results = traces.bind(eqn, [self._value(frame, part, known, done) for part in eqn.invars])
+            done.update(zip([(frame, var) for var in eqn.outvars], results))
+        return done[frame, atom]
 
-    def _kind(self, frame: _Frame, atom: Any, old: int | None) -> str:
-        if isinstance(atom, jex.Literal) or atom in frame.constants:
+    def _kind(self, frame: traces.Frame, atom: Any, old: int | None) -> str:
+        frame, atom = frame.origin(atom)
+        if not traces.is_var(atom) or atom in frame.constants:
             return SAME
-        if (outer := self._outer(frame, atom)) is not None:
-            return self._kind(*outer, old)
         if atom in frame.inputs:
             number = frame.inputs[atom]
-            return GROWN if number == old else OTHER if number in self._batch else SAME
-        place = (id(frame), atom, old)
-        if place not in self._kinds:
-            eqn = frame.makers[atom]
-            inside = frame.enter(eqn)
-            self._kinds[place] = (
-                self._kind_of_result(frame, eqn, old)
-                if inside is None
-                else self._kind(inside, inside.jaxpr.outvars[eqn.outvars.index(atom)], old)
-            )
-        return self._kinds[place]
+            if number not in self.batch_paths.values():
+                return GROWN if number == old else SAME
+            return self._by_shape(frame, atom) or STATISTIC
+        if (frame, atom, old) not in self._kinds:
+            self._kinds[frame, atom, old] = self._kind_of_result(frame, atom, frame.makers[atom], old)
+        return self._kinds[frame, atom, old]
 
-    def _kind_of_result(self, frame: _Frame, eqn: Any, old: int | None) -> str:
+    def _kind_of_result(self, frame: traces.Frame, atom: Any, eqn: Any, old: int | None) -> str:
         name = eqn.primitive.name
-        if name in (_DRAWS, "axis_index"):
-            return OTHER
         if name in _SUMS_OVER_DEVICES:
             axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-            return SAME if set(mesh_lib.SUMMED) <= set(axes if isinstance(axes, tuple) else (axes,)) else OTHER
+            is_whole = set(mesh_lib.SUMMED) <= set(axes if isinstance(axes, tuple) else (axes,))
+            return SAME if is_whole else self._by_shape(frame, atom) or STATISTIC
+        if name in (_DRAWS, "axis_index"):
+            return self._by_shape(frame, atom) or STATISTIC
         kinds = [self._kind(frame, part, old) for part in eqn.invars]
-        if not set(kinds) - {SAME}:
+        if set(kinds) <= {SAME}:
             return SAME
         is_old = [kind == GROWN and self._is_old(frame, part, old) for kind, part in zip(kinds, eqn.invars)]
-        if all(kind == SAME or unchanged for kind, unchanged in zip(kinds, is_old)) and name not in _MOVES | {
-            "convert_element_type"
-        }:
+        if all(kind == SAME or unchanged for kind, unchanged in zip(kinds, is_old)) and name not in _CAST_OR_MOVED:
             return SAME  # a function of the old value
-        found = self._kind_of_sum(frame, eqn, kinds)
-        if found != OTHER or not self._counts_examples(*eqn.outvars):
-            was_many = any(
-                kind in (OTHER, COUNT) and self._counts_examples(var) for kind, var in zip(kinds, eqn.invars)
-            )
-            return _MIXED if found == OTHER and (was_many or _MIXED in kinds) else found
-        return OTHER
+        found = OTHER if OTHER in kinds else self._by_shape(frame, atom, eqn)
+        if found == ROWS and {GROWN, *([STATISTIC] if self.is_additive else [])} & set(kinds):
+            return OTHER
+        if found is not None:
+            return found
+        apart = {ROWS, GROWN, *([COUNT] if self.is_additive else [])}
+        return self._kind_of_sum(frame, eqn, kinds) or (OTHER if apart & set(kinds) else STATISTIC)
 
-    def _counts_examples(self, *variables: Any) -> bool:
-        return any(n and n % self._examples == 0 for var in variables for n in getattr(var.aval, "shape", ()))
+    def _by_shape(self, frame: traces.Frame, var: Any, maker: Any = None) -> str | None:
+        """Returns the kind of a value that has a dim of examples, or None for one that has none."""
+        lengths = frame.lengths(var)
+        rows = [dim for dim, (one, twice) in enumerate(lengths or ()) if one != twice]
+        if lengths is None or len(rows) > 1 or any(2 * lengths[dim][0] != lengths[dim][1] for dim in rows):
+            return OTHER
+        if rows and maker is not None and maker.primitive.name in _IN_ORDER:
+            return OTHER if maker.params.get("axis", maker.params.get("dimension")) == rows[0] else ROWS
+        return ROWS if rows else None
 
-    def _is_old(self, frame: _Frame, atom: Any, old: int | None) -> bool:
+    def _is_old(self, frame: traces.Frame, atom: Any, old: int | None) -> bool:
         """Returns whether a value is the old value of the state itself, moved or cast."""
-        while not isinstance(atom, jex.Literal):
-            if (outer := self._outer(frame, atom)) is not None:
-                frame, atom = outer
-                continue
-            if atom in frame.inputs:
-                return frame.inputs[atom] == old
-            eqn = frame.makers.get(atom)
-            if eqn is None or eqn.primitive.name not in _MOVES | {"convert_element_type"}:
-                return False
-            atom = eqn.invars[0]
-        return False
+        frame, atom = frame.origin(atom, _CAST_OR_MOVED)
+        return traces.is_var(atom) and old is not None and frame.inputs.get(atom) == old
 
-    def _kind_of_sum(self, frame: _Frame, eqn: Any, kinds: list[str]) -> str:
-        name = eqn.primitive.name
-        if name == "reduce_sum":
-            return OTHER if kinds[0] in (GROWN, _MIXED) else COUNT
+    def _kind_of_sum(self, frame: traces.Frame, eqn: Any, kinds: list[str]) -> str | None:
+        """Returns COUNT or GROWN for a result without a dim of examples that is one, or None."""
+        name, first = eqn.primitive.name, kinds[0]
+        if name in _SUMS and ROWS in kinds:
+            return COUNT if set(kinds) == {ROWS} else None
+        if self.is_additive and name in ("add", "add_any", "sub") and COUNT in kinds:
+            return COUNT if set(kinds) <= {SAME, STATISTIC, COUNT} else None
         if name in ("add", "add_any"):
-            return {(COUNT, COUNT): COUNT, (GROWN, COUNT): GROWN, (COUNT, GROWN): GROWN}.get(
-                (kinds[0], kinds[1]), OTHER
-            )
+            return {(COUNT, COUNT): COUNT, (GROWN, COUNT): GROWN, (COUNT, GROWN): GROWN}.get((first, kinds[1]))
         if name == "sub":
-            return {(COUNT, COUNT): COUNT, (GROWN, COUNT): GROWN}.get((kinds[0], kinds[1]), OTHER)
+            return {(COUNT, COUNT): COUNT, (GROWN, COUNT): GROWN}.get((first, kinds[1]))
         if name == "mul":
-            return COUNT if sorted(kinds) == [COUNT, SAME] else OTHER
+            return COUNT if sorted(kinds) == [COUNT, SAME] else None
+        if name == "div":
+            return COUNT if kinds == [COUNT, SAME] and not _is_integer(eqn.outvars[0]) else None
         if name == "scatter-add":
-            if kinds[0] == SAME and self._is_zero(frame, eqn.invars[0]):
+            is_sum = kinds[1:] in ([ROWS, SAME], [ROWS, ROWS], [SAME, ROWS], [SAME, COUNT])
+            if is_sum and first == SAME and self._is_zero(frame, eqn.invars[0]):
                 return COUNT
-            return kinds[0] if kinds[0] in (COUNT, GROWN) and kinds[1] != GROWN else OTHER
+            return first if is_sum and first in (COUNT, GROWN) else None
         if name == "concatenate":
-            return COUNT if set(kinds) == {COUNT} else OTHER
-        if name == "convert_element_type":
-            is_whole = np.issubdtype(eqn.invars[0].aval.dtype, np.integer) and np.issubdtype(
-                eqn.outvars[0].aval.dtype, np.integer
-            )
-            return kinds[0] if is_whole else OTHER
-        return kinds[0] if name in _MOVES or (name == "neg" and kinds[0] == COUNT) else OTHER
+            return COUNT if set(kinds) == {COUNT} else None
+        if name == traces.CAST:
+            return first if _is_integer(eqn.invars[0]) == _is_integer(eqn.outvars[0]) else None
+        is_linear = name in _SAME_VALUE or (name in ("neg", "reduce_sum") and first == COUNT)
+        return first if is_linear and first in (COUNT, GROWN) else None
 
-    def _is_zero(self, frame: _Frame, atom: Any) -> bool:
-        while not isinstance(atom, jex.Literal):
-            if (outer := self._outer(frame, atom)) is not None:
-                frame, atom = outer
-                continue
-            eqn = frame.makers.get(atom)
-            if eqn is None or eqn.primitive.name not in _MOVES | {"convert_element_type"}:
-                return False
-            atom = eqn.invars[0]
-        return not np.any(np.asarray(atom.val))
+    def _is_zero(self, frame: traces.Frame, atom: Any) -> bool:
+        atom = frame.origin(atom, _CAST_OR_MOVED)[1]
+        return not traces.is_var(atom) and not np.any(np.asarray(atom.val))
 
 
-def _equations(frame: _Frame) -> Iterator[tuple[_Frame, Any]]:
-    """Yields each equation of a program and of the calls in it, with its frame; those of loops and branches with what they are given."""
-    for eqn in frame.jaxpr.eqns:
-        yield frame, eqn
-        inside = frame.enter(eqn)
-        for inner in [inside] if inside is not None else _bodies(frame, eqn):
-            yield from _equations(inner)
-
-
-def _line(frame: _Frame, eqn: Any) -> str:
-    """Returns the innermost line of the user's code that an equation comes from."""
-    text = source.summarize(eqn.source_info)
-    while not text and frame.caller is not None:
-        text, frame = source.summarize(frame.call.source_info), frame.caller
-    return text or "an unknown line"
-
-
-def _bodies(frame: _Frame, eqn: Any) -> Iterator[_Frame]:
-    """Yields the programs of a loop or a branch, each with what it is given first."""
-    params, given = eqn.params, eqn.invars
-    bodies: list[tuple[Any, Sequence[Any]]] = []
-    if eqn.primitive.name in ("scan", "shard_map"):
-        bodies = [(params["jaxpr"], given)]
-    elif eqn.primitive.name == "cond":
-        bodies = [(branch, given[1:]) for branch in params["branches"]]
-    elif eqn.primitive.name == "while":
-        own, rest = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        bodies = [(params["cond_jaxpr"], [*given[:own], *given[rest:]]), (params["body_jaxpr"], given[own:])]
-    for program, inputs_of_body in bodies:
-        is_closed = isinstance(program, jex.ClosedJaxpr)
-        yield _Frame(
-            program.jaxpr if is_closed else program,
-            program.consts if is_closed else (),
-            frame,
-            _BodyArguments(inputs_of_body, eqn.source_info),
-        )
+def _is_integer(atom: Any) -> bool:
+    return np.issubdtype(atom.aval.dtype, np.integer)

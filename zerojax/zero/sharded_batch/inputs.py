@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -74,10 +74,33 @@ class Layout:
     def examples(self, batch: Any) -> int:
         """Returns the number of examples of one pass over a batch that was placed; 1 if no leaf counts them."""
         for leaf, spec in zip(jax.tree.leaves(batch), jax.tree.leaves(self.specs(batch), is_leaf=is_spec)):
-            for length, entry in zip(leaf.shape, spec):
-                if not set(mesh_lib.EXAMPLES).isdisjoint(specs_lib.names(entry)):
-                    return length
+            for dim in _rows(spec):
+                return leaf.shape[dim]
         return 1
+
+    def counting(self, batch: Any) -> dict[str, bool]:
+        """Returns the leaves of a batch that was placed that count examples, the largest first: whether `batch_specs` says so."""
+        own, specs = self._own(batch), dict(tree.flatten(self.specs(batch), is_leaf=is_spec))
+        leaves = sorted(tree.flatten(batch), key=lambda pair: -pair[1].size)
+        return {path: path in own for path, _ in leaves if _rows(specs[path])}
+
+    def is_unsure(self, batch: Any) -> bool:
+        """Returns whether a device could get rows of a leaf which are no examples: `batch_specs` does not name all of several leaves."""
+        counting = self.counting(batch)
+        is_one_device = mesh_lib.size(self.mesh, mesh_lib.EXAMPLES) == 1
+        return not is_one_device and len(counting) > 1 and not all(counting.values())
+
+    def of_examples(self, batch: Any, count: int, apart: Mapping[str, int] | None = None) -> Any:
+        """Returns the abstract form of one pass over a batch that was placed, with `count` examples; those in `apart` have other rows."""
+        whole, before = self.examples(batch), int(self.passes > 1)
+
+        def of_count(leaf: Any, spec: P, number: int) -> jax.ShapeDtypeStruct:
+            rows = _rows(spec)
+            shape = [length * number // whole if dim in rows else length for dim, length in enumerate(leaf.shape)]
+            return jax.ShapeDtypeStruct(tuple(shape[before:]), tree.dtype_of(leaf))
+
+        specs = dict(tree.flatten(self.specs(batch), is_leaf=is_spec))
+        return tree.map_with_path(lambda path, leaf: of_count(leaf, specs[path], (apart or {}).get(path, count)), batch)
 
     def _cast(self, batch: Any, dtype: Any) -> Any:
         if self.cast_batch is False or dtype is None:
@@ -162,11 +185,37 @@ class Layout:
                 )
 
 
+def unsure(paths: Sequence[str], count: int) -> UserError:
+    """Returns the error for leaves that may count examples or not: the loss takes any number of their rows."""
+    return UserError(
+        f"batch/{paths[0]}: has {count} rows, as many as there are examples, and the loss takes any number of them, so they may be "
+        f"examples or not; pass {OWN_SPEC.format(_either(paths))} if not (weights of classes), and else "
+        'PartitionSpec(("replica", "data")) in its place'
+    )
+
+
+def no_examples(paths: Sequence[str], count: int) -> UserError:
+    """Returns the error for leaves that count no examples: the loss takes one number of their rows only, and others of examples."""
+    return UserError(
+        f"batch/{paths[0]}: the loss needs {count} rows of it with any number of examples, so it counts none; pass "
+        f"{OWN_SPEC.format(_either(paths))}"
+    )
+
+
+def _either(paths: Sequence[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"({'|'.join(paths)})"
+
+
 def _check_regex(name: str, pattern: Any) -> None:
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
         raise UserError(f"{name}: {pattern!r} is not a regex over paths of the batch's leaves: {error}") from error
+
+
+def _rows(spec: P) -> list[int]:
+    """Returns the dims that count examples."""
+    return [dim for dim, entry in enumerate(spec) if not set(mesh_lib.EXAMPLES).isdisjoint(specs_lib.names(entry))]
 
 
 def _is_list(batch_specs: Any) -> bool:

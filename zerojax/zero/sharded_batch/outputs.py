@@ -86,6 +86,7 @@ def state_of_devices(
     """
 
     def equal(path: str, new: Any, old: Any) -> Any:
+        _refuse_rows(f"state/{path}", new, program)
         if isinstance(new, totals.Mean):
             return totals.ratio(*_psum((new.total, new.weight)))
         if isinstance(new, totals.Sum):
@@ -111,14 +112,7 @@ def terms(metrics: Any, before: Any, program: Callable[[], dependence.TracedLoss
 
     def term(path: str, leaf: Any) -> Any:
         name = f"metrics/{path}"
-        parts = [(name, leaf)]
-        if totals.is_total(leaf):
-            parts = [(f"{name}/{inner}", part) for inner, part in tree.flatten(leaf)]
-        for part_path, part in parts:
-            if jnp.ndim(part) and program().shapes[part_path] != part.shape:
-                raise UserError(
-                    f"loss_fn: returned {name} of shape {part.shape}, which counts one device's examples; return its sum or its mean"
-                )
+        _refuse_rows(name, leaf, program)
         leaf = jax.tree.map(lambda part: _without_gradient(jnp.asarray(part)), leaf)
         if totals.is_total(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf
@@ -255,6 +249,15 @@ def _whole(program: dependence.TracedLoss, path: str, state: Any, own: Any) -> A
                 f"loss_fn: returned a random key as {path} that depends on the batch or the weights; split it from the state's alone"
             ) from None
         return own  # reads weights, which are equal on all devices
+
+
+def _refuse_rows(name: str, value: Any, program: Callable[[], dependence.TracedLoss]) -> None:
+    """Raises a UserError for a result that has a dim of examples."""
+    for path, part in tree.flatten({name: value}):
+        if jnp.ndim(part) and program().shapes[path] != part.shape:
+            raise UserError(
+                f"loss_fn: returned {name} of shape {part.shape}, which counts one device's examples; return its sum or its mean"
+            )
 
 
 def _psum(values: Any) -> Any:

@@ -1,0 +1,235 @@
+"""Reads traced programs (jaxprs). This module walks their equations and the programs inside these, and tells primitives apart.
+
+Who reads a trace asks one question of its own; how an equation is run, where a call's program is, and which primitives move data is here.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.extend.core as jex
+import jax.extend.source_info_util as source
+
+CAST = "convert_element_type"
+# The elements of the result are those of the operand: all in another order, or some, or some several times.
+PERMUTATIONS = frozenset("reshape squeeze expand_dims transpose rev copy copy_p".split())
+MOVES = PERMUTATIONS | {"slice", "broadcast_in_dim"}
+MARKS = frozenset("name stop_gradient sharding_constraint pvary".split())  # the operand itself
+ELEMENTWISE = MARKS | frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp "
+    "clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt "
+    "igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or polygamma "
+    "population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta".split()
+)
+REDUCTIONS = frozenset(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin".split()
+)
+MATMULS = frozenset("dot_general conv_general_dilated ragged_dot ragged_dot_general".split())
+CHECKPOINTS = frozenset("checkpoint remat remat2".split())
+# Their arguments are those of a program inside, one to one.
+CALLS = CHECKPOINTS | frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_call".split())
+
+
+def opened(program: Any) -> tuple[jex.Jaxpr, Sequence[Any]]:
+    """Returns a jaxpr and its constants. Newer JAX has one class for jaxprs with constants and without."""
+    return getattr(program, "jaxpr", program), getattr(program, "consts", ())
+
+
+def is_program(value: Any) -> bool:
+    """Returns whether a value is a jaxpr, closed or not."""
+    return isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
+
+
+def is_var(atom: Any) -> bool:
+    """Returns whether an atom is a variable and no literal."""
+    return isinstance(atom, jex.Var)
+
+
+def programs(values: Iterable[Any]) -> Iterator[Any]:
+    """Yields the programs among the values of an equation's parameters; those of a `cond` are in a tuple."""
+    for value in values:
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            if is_program(part):
+                yield part
+
+
+def equations(program: Any) -> Iterator[jex.JaxprEqn]:
+    """Yields each equation of a program, and of those inside it."""
+    for eqn in opened(program)[0].eqns:
+        yield eqn
+        for inner in programs(eqn.params.values()):
+            yield from equations(inner)
+
+
+def called(eqn: jex.JaxprEqn) -> Any:
+    """Returns the program that a call runs, or None for another equation."""
+    return next(programs(eqn.params.values()), None) if eqn.primitive.name in CALLS else None
+
+
+def bodies(eqn: jex.JaxprEqn) -> list[tuple[Any, Sequence[Any]]]:
+    """Returns the programs of a call, a loop or a branch, each with the atoms that it is first given."""
+    params, given = eqn.params, eqn.invars
+    if (inner := called(eqn)) is not None:
+        return [(inner, given)]
+    if eqn.primitive.name in ("scan", "shard_map"):
+        return [(params["jaxpr"], given)]
+    if eqn.primitive.name == "cond":
+        return [(branch, given[1:]) for branch in params["branches"]]
+    if eqn.primitive.name == "while":
+        own, rest = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        return [(params["cond_jaxpr"], [*given[:own], *given[rest:]]), (params["body_jaxpr"], given[own:])]
+    return []
+
+
+def _value(value: Any, aval: Any) -> Any:
+    return value
+
+
+def run(
+    program: Any,
+    inputs: Sequence[Any],
+    apply: Callable[[Any, list[Any]], Sequence[Any]],
+    constant: Callable[[Any, Any], Any] = _value,
+) -> list[Any]:
+    """Returns the results of a program, whatever its values are.
+
+    Args:
+      program: a jaxpr, closed or not.
+      inputs: one for each argument.
+      apply: `apply(equation, inputs)` returns the results of an equation.
+      constant: `constant(value, type)` returns what stands for a constant or a literal.
+    """
+    jaxpr, consts = opened(program)
+    known = dict(zip(jaxpr.invars, inputs))
+    for var, const in zip(jaxpr.constvars, consts):
+        known[var] = constant(const, var.aval)
+
+    def read(atom: Any) -> Any:
+        return known[atom] if is_var(atom) else constant(atom.val, atom.aval)
+
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, apply(eqn, [read(atom) for atom in eqn.invars])))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def bind(eqn: jex.JaxprEqn, inputs: Sequence[Any], params: Mapping[str, Any] | None = None) -> Sequence[Any]:
+    """Returns the results of an equation for these arrays; `params` are in place of its own."""
+    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params if params is None else params))
+    return results if eqn.primitive.multiple_results else [results]
+
+
+@contextlib.contextmanager
+def scopes(eqn: jex.JaxprEqn) -> Iterator[None]:
+    """Gives what is traced inside the line of code, the names and the context of an equation."""
+    stack = source.current_name_stack() + eqn.source_info.name_stack
+    with source.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frame:
+    """A program, or a call or a body in it; one program that is called twice has two frames.
+
+    Attributes:
+      program: a jaxpr, closed or not.
+      caller: the frame of the equation that runs it.
+      call: that equation.
+      given: the caller's atoms that its arguments are, in a loop those of the first round.
+      like: the frame of the same function traced for other shapes.
+    """
+
+    program: Any
+    caller: "Frame | None" = None
+    call: Any = None
+    given: Sequence[Any] = ()
+    like: "Frame | None" = None
+
+    @property
+    def jaxpr(self) -> jex.Jaxpr:
+        """Returns the program without its constants."""
+        return opened(self.program)[0]
+
+    @functools.cached_property
+    def makers(self) -> dict[Any, Any]:
+        """Returns the equation that makes each variable."""
+        return {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
+
+    @functools.cached_property
+    def inputs(self) -> dict[Any, int]:
+        """Returns the number of each argument."""
+        return {var: number for number, var in enumerate(self.jaxpr.invars)}
+
+    @functools.cached_property
+    def constants(self) -> dict[Any, Any]:
+        """Returns the value of each constant."""
+        return dict(zip(self.jaxpr.constvars, opened(self.program)[1]))
+
+    @functools.cached_property
+    def _inside(self) -> "dict[int, list[Frame]]":
+        return {}
+
+    @functools.cached_property
+    def _twins(self) -> tuple[dict[int, Any], dict[Any, Any]]:
+        """Returns the equations of `like` by the ids of those of this program, and its variables by those of this program."""
+        if self.like is None:
+            return {}, {}
+        own, other = self.jaxpr, self.like.jaxpr
+        if [eqn.primitive for eqn in own.eqns] != [eqn.primitive for eqn in other.eqns]:
+            return {}, {}
+        pairs = [*zip(own.invars, other.invars)]
+        for eqn, twin in zip(own.eqns, other.eqns):
+            pairs += zip(eqn.outvars, twin.outvars)
+        return dict(zip(map(id, own.eqns), other.eqns)), dict(pairs)
+
+    def inside(self, eqn: Any) -> "list[Frame]":
+        """Returns the frames of what a call, a loop or a branch runs."""
+        if id(eqn) not in self._inside:
+            twin, found = self._twins[0].get(id(eqn)), bodies(eqn)
+            likes: Sequence[Frame | None] = [None] * len(found)
+            if twin is not None and self.like is not None:
+                likes = self.like.inside(twin)
+            self._inside[id(eqn)] = [Frame(body, self, eqn, given, like) for (body, given), like in zip(found, likes)]
+        return self._inside[id(eqn)]
+
+    def equations(self) -> "Iterator[tuple[Frame, Any]]":
+        """Yields each equation, with its frame, of the program and of all that it runs."""
+        for eqn in self.jaxpr.eqns:
+            yield self, eqn
+            for inner in self.inside(eqn):
+                yield from inner.equations()
+
+    def origin(self, atom: Any, through: Collection[str] = ()) -> "tuple[Frame, Any]":
+        """Returns where a value comes from: a literal, a constant, an argument of the outermost program, or a variable that no call makes.
+
+        Goes back through calls and, by their first operand, through equations of the primitives `through`.
+        """
+        frame = self
+        while is_var(atom):
+            eqn = frame.makers.get(atom)
+            if atom in frame.inputs and frame.caller is not None:
+                frame, atom = frame.caller, frame.given[frame.inputs[atom]]
+            elif eqn is not None and called(eqn) is not None:
+                (inner,), number = frame.inside(eqn), eqn.outvars.index(atom)
+                frame, atom = inner, inner.jaxpr.outvars[number]
+            elif eqn is not None and eqn.primitive.name in through:
+                atom = eqn.invars[0]
+            else:
+                break
+        return frame, atom
+
+    def lengths(self, atom: Any) -> list[tuple[int, int]] | None:
+        """Returns the lengths of each dim of a variable, here and in `like`; None if that is not the same program but for shapes."""
+        twin = self._twins[1].get(atom)
+        if twin is None or len(twin.aval.shape) != len(atom.aval.shape):
+            return None
+        return [*zip(atom.aval.shape, twin.aval.shape)]
+
+    def line(self, eqn: Any) -> str:
+        """Returns the innermost line of the user's code that an equation comes from, as `file:line (function)`."""
+        frame, text = self, source.summarize(eqn.source_info)
+        while not text and frame.caller is not None:
+            frame, text = frame.caller, source.summarize(frame.call.source_info)
+        return text or "an unknown line"
