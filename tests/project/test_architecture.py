@@ -26,6 +26,7 @@ GROUND = {
     "roles",
     "specs",
     "train_state",
+    "traces",
     "tree",
     "xla_flags",
 }
