@@ -6,7 +6,7 @@ Who reads a trace asks one question of its own; how an equation is run, where a 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -33,7 +33,7 @@ CHECKPOINTS = frozenset("checkpoint remat remat2".split())
 CALLS = CHECKPOINTS | frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_call".split())
 
 
-def opened(program: Any) -> tuple[jex.Jaxpr, Sequence[Any]]:
+def opened(program: Any) -> tuple[Any, Sequence[Any]]:
     """Returns a jaxpr and its constants. Newer JAX has one class for jaxprs with constants and without."""
     return getattr(program, "jaxpr", program), getattr(program, "consts", ())
 
@@ -48,9 +48,9 @@ def is_var(atom: Any) -> bool:
     return isinstance(atom, jex.Var)
 
 
-def programs(values: Iterable[Any]) -> Iterator[Any]:
-    """Yields the programs among the values of an equation's parameters; those of a `cond` are in a tuple."""
-    for value in values:
+def programs(eqn: jex.JaxprEqn) -> Iterator[Any]:
+    """Yields the programs among an equation's parameters; those of a `cond` are in a tuple."""
+    for value in eqn.params.values():
         for part in value if isinstance(value, (tuple, list)) else (value,):
             if is_program(part):
                 yield part
@@ -60,13 +60,13 @@ def equations(program: Any) -> Iterator[jex.JaxprEqn]:
     """Yields each equation of a program, and of those inside it."""
     for eqn in opened(program)[0].eqns:
         yield eqn
-        for inner in programs(eqn.params.values()):
+        for inner in programs(eqn):
             yield from equations(inner)
 
 
 def called(eqn: jex.JaxprEqn) -> Any:
     """Returns the program that a call runs, or None for another equation."""
-    return next(programs(eqn.params.values()), None) if eqn.primitive.name in CALLS else None
+    return next(programs(eqn), None) if eqn.primitive.name in CALLS else None
 
 
 def bodies(eqn: jex.JaxprEqn) -> list[tuple[Any, Sequence[Any]]]:
@@ -113,6 +113,22 @@ def run(
     for eqn in jaxpr.eqns:
         known.update(zip(eqn.outvars, apply(eqn, [read(atom) for atom in eqn.invars])))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def replaced(program: Any, change: Callable[[jex.JaxprEqn], jex.JaxprEqn]) -> Any:
+    """Returns a program with `change(equation)` in place of each equation, also of those inside it."""
+
+    def of_value(value: Any) -> Any:
+        if type(value) is tuple:  # branches of a cond
+            return tuple(map(of_value, value))
+        return replaced(value, change) if is_program(value) else value
+
+    def of_equation(eqn: jex.JaxprEqn) -> jex.JaxprEqn:
+        return change(eqn.replace(params={name: of_value(value) for name, value in eqn.params.items()}))
+
+    if not isinstance(program, jex.Jaxpr):
+        return program.replace(jaxpr=replaced(program.jaxpr, change))
+    return program.replace(eqns=[of_equation(eqn) for eqn in program.eqns])
 
 
 def bind(eqn: jex.JaxprEqn, inputs: Sequence[Any], params: Mapping[str, Any] | None = None) -> Sequence[Any]:

@@ -5,7 +5,6 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import jaxprs
 import numpy as np
 import optax
 import pytest
@@ -13,7 +12,7 @@ import runs
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax import train_state, tree
+from zerojax import traces, train_state, tree
 from zerojax.errors import UserError
 from zerojax.lora import adapters, linen, targets
 
@@ -127,7 +126,7 @@ def test_no_gradient_of_a_frozen_kernel_is_computed():
             state, mesh=zerojax.make_mesh(devices=jax.devices()[:1]), stage=0, trainable=trainable
         )
         step = zerojax.make_train_step(loss, partition, blocks=r"layer_\d", reduce_dtype=jnp.float32)
-        found = jaxprs.equations(jax.make_jaxpr(step)(on, X).jaxpr)
+        found = traces.equations(jax.make_jaxpr(step)(on, X).jaxpr)
         return [eqn.outvars[0].aval.shape for eqn in found if eqn.primitive.name == "dot_general"]
 
     wrapped = zerojax.with_lora(loss_fn, lora)

@@ -6,12 +6,12 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import jaxprs
 import numpy as np
 import pytest
 import runs
 
 from pallas_kernels import blockwise, rules, tiles, update
+from zerojax import traces
 
 ONCE = 4e-6  # one step in float32, relative to the largest value: a dozen roundings of 6e-8
 NUMBERS = {"learning_rate": 0.01, "weight_decay": 0.1, "b1": 0.9, "b2": 0.95, "eps": 1e-8}
@@ -248,9 +248,9 @@ def test_leaves_of_a_group_have_no_arithmetic_of_their_own(moments):
     rule = rules.Rule("adam", copy_dtype="bfloat16")
     step = functools.partial(run, "pallas", rule, launch=SMALL_TILES)
     kernel = next(
-        e.params["jaxpr"] for e in jaxprs.equations(jax.make_jaxpr(step)(leaves).jaxpr) if "grid_mapping" in e.params
+        e.params["jaxpr"] for e in traces.equations(jax.make_jaxpr(step)(leaves).jaxpr) if "grid_mapping" in e.params
     )
-    switches = [e for e in jaxprs.equations(kernel) if e.primitive.name == "cond" and len(e.params["branches"]) == 4]
+    switches = [e for e in traces.equations(kernel) if e.primitive.name == "cond" and len(e.params["branches"]) == 4]
     inside = {
         e.primitive.name for switch in switches for branch in switch.params["branches"] for e in branch.jaxpr.eqns
     }

@@ -11,9 +11,9 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jaxprs import equations
 
 import zerojax
+from zerojax.traces import equations
 from zerojax.zero import gather
 
 X = block_nets.X

@@ -7,7 +7,6 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import jaxprs
 import numpy as np
 import optax
 import pytest
@@ -15,7 +14,7 @@ import runs
 from flax.training.train_state import TrainState
 
 from zerojax import mesh as mesh_lib
-from zerojax import roles, tree
+from zerojax import roles, traces, tree
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.errors import UserError
 from zerojax.optim import fused, master_weights
@@ -143,7 +142,7 @@ def test_no_gradient_of_a_frozen_weight_is_computed_or_summed(blocks, reduce_dty
         state, part = shard(3, mesh=(1, 8), trainable=trainable)
         train_step = step.make_train_step(loss_fn, part, blocks=blocks, reduce_dtype=reduce_dtype)
         jaxpr = jax.make_jaxpr(train_step)(state, batch)
-        return [e for e in jaxprs.equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"]
+        return [e for e in traces.equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"]
 
     square = [e for e in traced("") if e.outvars[0].aval.shape == (WIDTH, WIDTH)]
     assert len(square) == 2, "of the two layers"

@@ -9,7 +9,6 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import jaxprs
 import numpy as np
 import optax
 import pytest
@@ -17,7 +16,7 @@ import runs
 from flax.training.train_state import TrainState
 
 from zerojax import mesh as mesh_lib
-from zerojax import tree
+from zerojax import traces, tree
 from zerojax.errors import UserError
 from zerojax.models.llama import model as llama
 from zerojax.ops import losses
@@ -88,7 +87,7 @@ def test_weights_are_cast_before_they_are_gathered(blocks):
     state, part = shard(params)
     stored = where_used.where_used(loss_fn, part.placements, compute_dtype=jnp.bfloat16, blocks=blocks)
     jaxpr = jax.make_jaxpr(stored)(state.params, tokens())
-    gathers = [e for e in jaxprs.equations(jaxpr.jaxpr) if e.primitive.name == "sharding_constraint"]
+    gathers = [e for e in traces.equations(jaxpr.jaxpr) if e.primitive.name == "sharding_constraint"]
     count = sum(p.stored != p.used for p in part.placements.values())
     assert count == len(part.placements)
     for field in ("stored", "used"):
@@ -251,7 +250,7 @@ def test_the_outermost_matching_module_is_the_block():
     state, part = shard(variables["params"])
     stored = where_used.where_used(functools.partial(net_loss, model), part.placements, blocks=r"block_\d(/Dense_0)?")
     jaxpr = jax.make_jaxpr(lambda p: stored(p, variables["batch_stats"], x, True))(state.params)
-    rematted = [e for e in jaxprs.equations(jaxpr.jaxpr) if e.primitive.name.startswith(("remat", "checkpoint"))]
+    rematted = [e for e in traces.equations(jaxpr.jaxpr) if e.primitive.name.startswith(("remat", "checkpoint"))]
     assert len(rematted) == 3  # block_0 twice, block_1 once
 
 
@@ -343,7 +342,7 @@ def matmuls(loss_of_stored, params, precision=None):
     """Counts the matmuls of a loss and its gradients."""
     with jax.default_matmul_precision(precision):
         jaxpr = jax.make_jaxpr(jax.grad(loss_of_stored))(params, tokens())
-    return sum(equation.primitive.name == "dot_general" for equation in jaxprs.equations(jaxpr.jaxpr))
+    return sum(equation.primitive.name == "dot_general" for equation in traces.equations(jaxpr.jaxpr))
 
 
 def test_a_precision_set_for_all_changes_nothing_of_what_is_kept():

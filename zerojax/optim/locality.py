@@ -15,7 +15,7 @@ that is transposed and transposed back).
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ import jax.extend.core as jex
 import numpy as np
 import optax
 
-from zerojax import errors, tree
+from zerojax import errors, traces, tree
 from zerojax.optim import fused
 
 ELEMENTWISE, PER_LEAF, GLOBAL = "elementwise", "per_leaf", "global"
@@ -151,18 +151,8 @@ class _Traced:
         return _same(self.init, other.init) and _same(self.update, other.update)
 
 
-_ONE_TO_ONE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp "
-    "clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt "
-    "igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or polygamma "
-    "population_count pow pvary real reduce_precision rem round rsqrt select_n sharding_constraint shift_left "
-    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta".split()
-)
-_MOVES = frozenset("broadcast_in_dim reshape transpose squeeze expand_dims rev slice dynamic_slice copy".split())
-_REDUCTIONS = frozenset(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin reduce_xor".split()
-)
-_INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # the parameter that holds the program of a call
+_IN_PLACE = traces.ELEMENTWISE | {"broadcast_in_dim", "reshape", "copy"}
+_OF_EQUAL_ELEMENTS = traces.ELEMENTWISE | traces.MOVES | {"dynamic_slice"} | traces.REDUCTIONS
 
 
 class _Walk:
@@ -177,16 +167,11 @@ class _Walk:
 
     def run(self, program: Any, inputs: Sequence[_Value]) -> list[_Value]:
         """Returns the results of a jaxpr, closed or not."""
-        jaxpr, consts = _opened(program)
-        known: dict[Any, _Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_constant, consts), *inputs]))
 
-        def read(atom: Any) -> _Value:
-            return _constant(atom.val) if isinstance(atom, jex.Literal) else known.get(atom, _EVEN)
+        def settled(eqn: Any, values: list[_Value]) -> list[_Value]:
+            return [self._settle(*pair) for pair in zip(self._results(eqn, values), eqn.outvars)]
 
-        for eqn in jaxpr.eqns:
-            results = self._results(eqn, [read(atom) for atom in eqn.invars])
-            known.update(zip(eqn.outvars, [self._settle(*pair) for pair in zip(results, eqn.outvars)]))
-        return [read(atom) for atom in jaxpr.outvars]
+        return traces.run(program, inputs, settled, lambda value, _: _constant(value))
 
     def _settle(self, value: _Value, var: Any) -> _Value:
         """Returns the value with what its shape implies."""
@@ -202,16 +187,13 @@ class _Walk:
             return inputs
         if name in ("cond", "while", "scan"):
             return {"cond": self._cond, "while": self._while, "scan": self._scan}[name](eqn, inputs)
-        inner = next((eqn.params[key] for key in _INNER if key in eqn.params), None)
-        if inner is not None and len(_opened(inner)[0].invars) == len(inputs) and name != "shard_map":
+        if (inner := traces.called(eqn)) is not None:
             return self.run(inner, inputs)
         shape = getattr(eqn.outvars[0].aval, "shape", ()) if eqn.outvars else ()
         depends = any(value.leaves for value in inputs)
-        is_even = name in (_ONE_TO_ONE | _MOVES if depends else _ONE_TO_ONE | _MOVES | _REDUCTIONS)
-        if name == "broadcast_in_dim" or depends:
-            # With a weight, each operand that depends on it must be in place: of the result's shape, and not moved.
-            is_even &= all(atom.aval.shape == shape for atom, value in zip(eqn.invars, inputs) if value.leaves)
-            is_even &= name in _ONE_TO_ONE or name in ("broadcast_in_dim", "reshape", "copy")
+        # With a weight, each operand that depends on it must be in place: of the result's shape, and not moved.
+        is_even = name in (_IN_PLACE if depends else _OF_EQUAL_ELEMENTS)
+        is_even &= all(atom.aval.shape == shape for atom, value in zip(eqn.invars, inputs) if value.leaves)
         return [_join(inputs, is_even=is_even, by=name)] * len(eqn.outvars)
 
     def _cond(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
@@ -234,7 +216,7 @@ class _Walk:
 
     def _scan(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
         # Constants, carry and rows, then carry and rows of results; rows have a dim less inside. JAX releases name the counts differently.
-        body = _opened(eqn.params["jaxpr"])[0]
+        body = traces.opened(eqn.params["jaxpr"])[0]
         rows_in, rows_out = (_has_rows(*pair) for pair in ((eqn.invars, body.invars), (eqn.outvars, body.outvars)))
         num_carried = rows_out.count(False)
         split = rows_in.count(False) - num_carried, rows_in.count(False)
@@ -270,14 +252,9 @@ def _join(values: Sequence[_Value], *, is_even: bool, by: str = "") -> _Value:
     return _Value(leaves)
 
 
-def _opened(program: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns a jaxpr and its constants. Newer JAX has one class for jaxprs with constants and without."""
-    return getattr(program, "jaxpr", program), getattr(program, "consts", ())
-
-
 def _same(a: Any, b: Any) -> bool:
     """Returns whether two programs are the same operations with the same constants, but for shapes."""
-    (a, a_consts), (b, b_consts) = _opened(a), _opened(b)
+    (a, a_consts), (b, b_consts) = traces.opened(a), traces.opened(b)
     if len(a_consts) != len(b_consts) or not all(map(_equal, a_consts, b_consts)):
         return False
     if len(a.eqns) != len(b.eqns) or not _same_constants(a.outvars, b.outvars):
@@ -285,21 +262,14 @@ def _same(a: Any, b: Any) -> bool:
     return all(
         x.primitive.name == y.primitive.name
         and _same_constants(x.invars, y.invars)
-        and all(map(_same, _programs(x), _programs(y)))
+        and all(map(_same, traces.programs(x), traces.programs(y)))
         for x, y in zip(a.eqns, b.eqns)
     )
 
 
 def _same_constants(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    values = [[atom.val if isinstance(atom, jex.Literal) else None for atom in atoms] for atoms in (a, b)]
+    values = [[None if traces.is_var(atom) else atom.val for atom in atoms] for atoms in (a, b)]
     return len(a) == len(b) and all(map(_equal, *values))
-
-
-def _programs(eqn: Any) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for part in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(part, (jex.Jaxpr, jex.ClosedJaxpr)):
-                yield part
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -6,13 +6,14 @@ calls of cuDNN, and compile-only devices have none.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
+
+from zerojax import traces
 
 # Matmuls of cuDNN's attention. Forward: scores and output. Backward: scores again, and four gradients.
 _FORWARD_MATMULS, _BACKWARD_MATMULS = 2, 5
@@ -30,16 +31,14 @@ def count(traced: jax.stages.Traced | Any) -> dict[str, float]:
     {'fp32': 48.0}
     """
     found: dict[str, float] = {}
-    closed: Any = getattr(traced, "jaxpr", traced)
-    jaxpr: Any = getattr(closed, "jaxpr", closed)
+    jaxpr: Any = traces.opened(traces.opened(traced)[0])[0]
     used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # XLA drops unused values too
     _walk(used, 1.0, found)
     return found
 
 
 def _walk(jaxpr: Any, times: float, found: dict[str, float]) -> None:
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    for eqn in jaxpr.eqns:
+    for eqn in traces.opened(jaxpr)[0].eqns:
         name = eqn.primitive.name
         if name in _COUNTS:
             kind = _kind(*[v.aval.dtype for v in eqn.invars[:2]])
@@ -47,7 +46,7 @@ def _walk(jaxpr: Any, times: float, found: dict[str, float]) -> None:
         elif name == "cond":
             _walk_longest(eqn.params["branches"], times, found)
         else:
-            for inner in _inner(eqn.params):
+            for inner in traces.programs(eqn):
                 _walk(inner, times * _repeats(eqn), found)
 
 
@@ -71,13 +70,6 @@ def _repeats(eqn: Any) -> float:
     if eqn.primitive.name == "pallas_call":
         return math.prod(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))
     return 1
-
-
-def _inner(params: Mapping[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, jex.Jaxpr | jex.ClosedJaxpr):
-                yield item
 
 
 def _kind(*dtypes: Any) -> str:

@@ -10,15 +10,15 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.extend.source_info_util as source
 import jax.numpy as jnp
 
+from zerojax import traces
+
 # Not convolutions: on GPUs XLA has none of 16-bit operands with a float32 result, and would cast the operands.
 _MATMUL = "dot_general"
-_SUM, _CAST = "reduce_sum", "convert_element_type"
-_PASS_ON = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "add", "add_any"})
-_CHECKPOINTS = frozenset({"checkpoint", "remat2"})
+_SUM = "reduce_sum"
+_PASS_ON = traces.PERMUTATIONS | {"add", "add_any"}
 
 
 def in_float32(pull: Callable[..., tuple], *, platform: str) -> Callable[..., tuple]:
@@ -31,8 +31,8 @@ def in_float32(pull: Callable[..., tuple], *, platform: str) -> Callable[..., tu
 
     def run(*args: Any) -> tuple:
         closed, shapes = jax.make_jaxpr(pull, return_shape=True)(*args)
-        program = _Widened(closed.jaxpr, range(len(jax.tree.leaves(shapes[0]))), casts=platform == "cpu")
-        return jax.tree.unflatten(jax.tree.structure(shapes), program.run(closed.consts, jax.tree.leaves(args)))
+        program = _Widened(closed, range(len(jax.tree.leaves(shapes[0]))), casts=platform == "cpu")
+        return jax.tree.unflatten(jax.tree.structure(shapes), program.run(jax.tree.leaves(args)))
 
     return run
 
@@ -41,16 +41,17 @@ class _Widened:
     """A program, and which of its equations return float32.
 
     Args:
-      jaxpr: the program.
+      program: a jaxpr, closed or not.
       outputs: the indices of its results that may be float32.
       casts: casts the operands of matmuls, too.
     """
 
-    def __init__(self, jaxpr: jex.Jaxpr, outputs: Collection[int], *, casts: bool):
-        self._jaxpr, self._casts = jaxpr, casts
+    def __init__(self, program: Any, outputs: Collection[int], *, casts: bool):
+        self._program, self._casts = program, casts
+        jaxpr, _ = traces.opened(program)
         self._makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         read = [var for eqn in jaxpr.eqns for var in eqn.invars] + list(jaxpr.outvars)
-        self._reads = collections.Counter(var for var in read if isinstance(var, jex.Var))
+        self._reads = collections.Counter(filter(traces.is_var, read))
         self._ends: set[int] = set()  # matmuls, sums and casts, by id
         self._passes_on: set[int] = set()
         self._inside: dict[int, _Widened] = {}
@@ -58,21 +59,21 @@ class _Widened:
 
     def _widen(self, var: Any) -> bool:
         """Marks the equations that make a variable, and returns whether it is float32 now."""
-        eqn = self._makers.get(var) if isinstance(var, jex.Var) else None
+        eqn = self._makers.get(var) if traces.is_var(var) else None
         if eqn is None or self._reads[var] != 1 or _dtype(var) not in (jnp.bfloat16, jnp.float16):
             return False
         name = eqn.primitive.name
         if name == _SUM and self._widen(eqn.invars[0]):  # of a sum
             self._passes_on.add(id(eqn))
             return True
-        if name in (_MATMUL, _SUM) or (name == _CAST and _dtype(eqn.invars[0]) == jnp.float32):
+        if name in (_MATMUL, _SUM) or (name == traces.CAST and _dtype(eqn.invars[0]) == jnp.float32):
             self._ends.add(id(eqn))
             return True
         if name in _PASS_ON:  # if only one term of a sum can be widened, it is cast back
             if all(self._widen(term) for term in eqn.invars):
                 self._passes_on.add(id(eqn))
             return id(eqn) in self._passes_on
-        if name not in _CHECKPOINTS:
+        if name not in traces.CHECKPOINTS:
             return False
         before = self._inside[id(eqn)].widened if id(eqn) in self._inside else set()
         program = _Widened(eqn.params["jaxpr"], before | {eqn.outvars.index(var)}, casts=self._casts)
@@ -80,20 +81,16 @@ class _Widened:
             self._inside[id(eqn)] = program
         return program.widened != before
 
-    def run(self, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def run(self, args: Sequence[Any]) -> list[Any]:
         """Returns the results; those in `widened` are float32."""
-        values: dict[Any, Any] = dict(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*consts, *args]))
 
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, jex.Literal) else values[atom]
+        def apply(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+            with traces.scopes(eqn):
+                return self._results(eqn, inputs)
 
-        for eqn in self._jaxpr.eqns:
-            stack = source.current_name_stack() + eqn.source_info.name_stack
-            with source.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-                values.update(zip(eqn.outvars, self._results(eqn, [read(atom) for atom in eqn.invars])))
+        results = zip(traces.run(self._program, args, apply), traces.opened(self._program)[0].outvars)
         return [
-            read(atom) if number in self.widened else _as_traced(read(atom), atom)
-            for number, atom in enumerate(self._jaxpr.outvars)
+            value if number in self.widened else _as_traced(value, atom) for number, (value, atom) in enumerate(results)
         ]
 
     def _results(self, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
@@ -101,7 +98,7 @@ class _Widened:
         if id(eqn) not in self._passes_on:
             inputs = [_as_traced(value, atom) for value, atom in zip(inputs, eqn.invars)]
         if id(eqn) in self._ends:
-            if eqn.primitive.name == _CAST:
+            if eqn.primitive.name == traces.CAST:
                 return inputs
             is_sum = eqn.primitive.name == _SUM
             inputs = [value.astype(jnp.float32) for value in inputs] if is_sum or self._casts else inputs
@@ -109,12 +106,11 @@ class _Widened:
         if id(eqn) in self._inside:
             program = self._inside[id(eqn)]
             with source.reset_name_stack():
-                traced = jax.make_jaxpr(lambda *args: program.run((), args))(*inputs)
+                traced = jax.make_jaxpr(lambda *args: program.run(args))(*inputs)
             if traced.consts:  # a checkpoint has none of its own
-                return program.run((), inputs)
+                return program.run(inputs)
             params["jaxpr"] = traced.jaxpr
-        results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
-        return results if eqn.primitive.multiple_results else [results]
+        return traces.bind(eqn, inputs, params)
 
 
 def _as_traced(value: Any, atom: Any) -> Any:

@@ -21,15 +21,14 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from zerojax import traces
 from zerojax.errors import UserError
 from zerojax.ops import fp8, residuals
 
 # Their results may be a gathered weight, moved or cast, and are cheap to recompute.
-_MOVES = frozenset(
-    "sharding_constraint convert_element_type transpose reshape broadcast_in_dim squeeze slice copy copy_p "
-    "expand_dims rev custom_vjp_call optimization_barrier all_gather".split()
+_MAY_BE_WEIGHTS = traces.MOVES | frozenset(
+    {traces.CAST, "sharding_constraint", "custom_vjp_call", "optimization_barrier", "all_gather"}
 )
-_MATMULS = frozenset("dot_general conv_general_dilated ragged_dot ragged_dot_general".split())
 
 _HOST = "zerojax: in the host's memory"
 _FP8_NOT_KEPT = "zerojax: an fp8 matmul that is not kept"
@@ -100,17 +99,17 @@ def not_kept(function: Callable[[], list[jax.Array]]) -> list[jax.Array]:
       UserError: a matmul has a dot algorithm instead of a precision, and cannot be marked.
     """
     closed = jax.make_jaxpr(function)()
-    return jex.jaxpr_as_fun(closed.replace(jaxpr=_marked(closed.jaxpr)))()
+    return jex.jaxpr_as_fun(_marked(closed))()
 
 
-def _marked(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
-    return jaxpr.replace(eqns=[eqn.replace(params=_marked_params(eqn)) for eqn in jaxpr.eqns])
+def _marked(program: Any) -> Any:
+    return traces.replaced(program, lambda eqn: eqn.replace(params=_marked_params(eqn)))
 
 
 def _marked_params(eqn: jex.JaxprEqn) -> dict[str, Any]:
-    """Returns an equation's parameters with the mark, also in its inner programs."""
-    params = {name: _marked_inside(value) for name, value in eqn.params.items()}
-    if eqn.primitive.name in _MATMULS:
+    """Returns an equation's parameters with the mark."""
+    params = dict(eqn.params)
+    if eqn.primitive.name in traces.MATMULS:
         precision = params["precision"] or (jax.lax.Precision.DEFAULT,) * 2
         if not isinstance(precision, tuple) or not all(isinstance(part, jax.lax.Precision) for part in precision):
             raise UserError(
@@ -123,18 +122,8 @@ def _marked_params(eqn: jex.JaxprEqn) -> dict[str, Any]:
     return params
 
 
-def _marked_inside(value: Any) -> Any:
-    if isinstance(value, jex.Jaxpr):
-        return _marked(value)
-    if isinstance(value, jex.ClosedJaxpr):
-        return value.replace(jaxpr=_marked(value.jaxpr))
-    if type(value) is tuple:  # branches of a cond
-        return tuple(map(_marked_inside, value))
-    return value
-
-
 def _keep_all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
-    return primitive.name not in _MOVES
+    return primitive.name not in _MAY_BE_WEIGHTS
 
 
 def _keep_matmuls(primitive: Any, *operands: Any, **params: Any) -> bool:
@@ -147,9 +136,9 @@ def _keep_only_matmuls(primitive: Any, *operands: Any, **params: Any) -> bool:
     name = primitive.name
     if name == "name":
         return params["name"] in (fp8.PRODUCT, fp8.SCALE)
-    if name in _MATMULS and operands[0].dtype.itemsize == 1 and jnp.issubdtype(operands[0].dtype, jnp.floating):
+    if name in traces.MATMULS and operands[0].dtype.itemsize == 1 and jnp.issubdtype(operands[0].dtype, jnp.floating):
         return False  # its scaled result has a name
-    is_matmul = name in _MATMULS or "dot_product_attention_fwd" in name or name == "pallas_call"
+    is_matmul = name in traces.MATMULS or "dot_product_attention_fwd" in name or name == "pallas_call"
     return is_matmul and not isinstance(params.get("precision"), _NotKept)
 
 

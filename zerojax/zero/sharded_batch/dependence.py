@@ -157,13 +157,10 @@ class TracedLoss:
         trace = jax.make_jaxpr(function, axis_env=[*(axes or {}).items()], return_shape=True)
         closed, shapes = trace(params, batch, state)
         twice = None if larger is None else _tried(function, axes, params, larger, state)
-        number, numbers = len(jax.tree.leaves(params)), []
-        for part in (batch, state):
-            paths = [path for path, _ in tree.flatten(part)]
-            numbers.append(dict(zip(paths, itertools.count(number))))
-            number += len(paths)
+        numbers = itertools.count(len(jax.tree.leaves(params)))
+        in_batch, in_state = ({path: next(numbers) for path, _ in tree.flatten(part)} for part in (batch, state))
         by_path = {path: leaf.shape for path, leaf in tree.flatten(shapes)}
-        return cls(closed, by_path, *numbers, twice and twice.frame)
+        return cls(closed, by_path, in_batch, in_state, None if twice is None else twice.frame)
 
     @functools.cached_property
     def frame(self) -> traces.Frame:
