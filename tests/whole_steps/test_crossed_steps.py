@@ -206,9 +206,12 @@ RULES = [
     covering.never("recompute", recompute="wide", blocks=""),
     covering.never("offload", activations="wide", remat="none"),
     covering.never("offload", activations="wide", blocks=""),
+    covering.never("both match", activations="wide", recompute="wide"),
 ]
 HOLLOW = [
     covering.never("", params_offload=("host", "nvme"), fraction="0.5", min_size="300"),  # too few weights are left
+    # Adafactor's moments of these weights are factored.
+    covering.never("", optimizer="adafactor", trainable="some", min_size="300", optimizer_offload=("host", "nvme")),
     covering.never("", accum="bf16", passes="1"),
     covering.never("", indivisible="pad", mesh=("1x1", "1x8", "2x4")),
 ]
