@@ -1,4 +1,4 @@
-"""Returns the XLA options that the user has set. This module alone reads XLA_FLAGS and names memory's variables.
+"""Returns the XLA options that the user has set. This module alone reads XLA_FLAGS and names XLA's variables.
 
 XLA reads XLA_FLAGS when it starts, and applies it to every program of the process. Options that a library passes with one program override
 it silently. So a library that passes options must know which ones the user has set, and XLA does not report them. Nothing here sets the
@@ -13,6 +13,7 @@ from zerojax.errors import UserError
 PINNED_POOL = (
     "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # GiB of pinned host memory that a process may use; read when JAX starts
 )
+CPU_THREADS = "PJRT_NPROC"  # threads of each pool of the CPU's devices; read when JAX starts
 _DEFAULT_POOL_GB = 64.0
 MEMORY_FRACTIONS = (
     "XLA_CLIENT_MEM_FRACTION",
@@ -24,6 +25,12 @@ ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 def names() -> frozenset[str]:
     """Returns the names of the options in XLA_FLAGS, without their dashes."""
     return frozenset(re.findall(r"--([a-z0-9_]+)", os.environ.get("XLA_FLAGS", "")))
+
+
+def num_cpu_devices() -> int:
+    """Returns the number of CPU devices that XLA_FLAGS ask for; 0: they say nothing of it."""
+    found = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return int(found[-1]) if found else 0
 
 
 def pinned_pool_gb() -> float:

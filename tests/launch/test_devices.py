@@ -85,3 +85,22 @@ def test_emulation_after_jax_started_is_an_error():
     program = "import jax; jax.devices()\nfrom zerojax.launch import devices; devices.emulate_cpu_devices(6)"
     done = programs.python(program, JAX_PLATFORMS="cpu")
     assert done.stderr.splitlines()[-1].startswith("zerojax.errors.UserError: devices: JAX has started")
+
+
+IN_FLIGHT = """
+from zerojax.launch import devices
+devices.emulate_cpu_devices(8)
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+summed = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x @ x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()))
+x = jax.device_put(jnp.ones((8, 128, 128)), jax.NamedSharding(mesh, P("data")))
+jax.block_until_ready([summed(x) for _ in range(150)])
+print("all ended")
+"""
+
+
+def test_many_programs_with_collectives_may_be_in_flight():
+    flags = "--xla_cpu_collective_call_terminate_timeout_seconds=10"  # without enough threads XLA aborts after 40 s
+    assert programs.python(IN_FLIGHT, JAX_PLATFORMS="cpu", XLA_FLAGS=flags).stdout == "all ended\n"

@@ -24,7 +24,11 @@ sys.modules["zerojax"].__path__ = [{str(ROOT / "zerojax")!r}]
 
 def environment(**variables: str) -> dict[str, str]:
     """Returns this process's environment without the variables of conftest and of schedulers."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "SLURM_", "OMPI_"))}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("JAX_", "XLA_", "PJRT_", "SLURM_", "OMPI_"))
+    }
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])), **variables}
 
 

@@ -18,4 +18,5 @@ HAS_FLOAT16 = _CPU.exists() and "avx512_fp16" in _CPU.read_text()  # whether the
 _ROUNDS_EACH = "--xla_cpu_max_isa=AVX2" if HAS_FLOAT16 else ""
 XLA_FLAGS = " ".join(filter(None, ["--xla_cpu_use_fusion_emitters=false" if _KNOWS else "", _ROUNDS_EACH]))
 # Operations carry one line of Python, not a whole traceback, which takes time.
-JAX = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "1"}
+# The pools have two threads a device, as zerojax.launch.devices gives them.
+JAX = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "1", "PJRT_NPROC": "16"}

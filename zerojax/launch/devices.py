@@ -40,12 +40,15 @@ def emulate_cpu_devices(count: int) -> bool:
         raise UserError(
             f"emulate_devices: must be from 1 to {MOST_EMULATED}, and is {count}: each has threads of its own"
         )
-    is_counted = "xla_force_host_platform_device_count" in xla_flags.names()
     try:
         if not pass_over_absent():
             return False
-        if not is_counted and jax.config.jax_num_cpu_devices == -1:  # type: ignore[attr-defined]
+        counted = xla_flags.num_cpu_devices() or jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+        if counted == -1:
             jax.config.update("jax_num_cpu_devices", count)
+        # By default XLA's pool has a thread a device. With more than 32 programs in flight a launch waits in its thread for a program to
+        # end. Such launches take the threads of a collective that all devices must join, and the run hangs or is aborted.
+        os.environ.setdefault(xla_flags.CPU_THREADS, str(2 * max(count, counted)))
     except RuntimeError as error:
         raise UserError(
             f"devices: JAX has started, so it cannot emulate {count} CPU devices; call emulate_cpu_devices "
