@@ -1,16 +1,24 @@
 """Trains our families with `mesh.model` alone, and compares with one device. This module tests the tables of zerojax.models.parallel."""
 
 import functools
+import itertools
 import math
 
+import compile_only
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
 
+from zerojax import configs, roles, specs
+from zerojax.checkpoint import checkpointer
 from zerojax.errors import UserError
-from zerojax.trainer import program
+from zerojax.plan import departures
+from zerojax.trainer import config as config_lib
+from zerojax.trainer import plans, program, resume
 from zerojax.trainer import state as state_lib
+from zerojax.zero import shard_state
 
 STEPS = 2
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order
@@ -51,7 +59,7 @@ CASES = {
     "8 bits, rowwise": ({"precision": "fp8", "fp8__recipe": "rowwise"}, (1, 2, 2), {"grad_accum": 2}),
     "8 bits, delayed": ({"precision": "fp8", "fp8__recipe": "delayed"}, (2, 2, 2), {}),
 }
-DEFAULT = 6
+DEFAULT = 5
 
 
 def trained(devices=1, steps=STEPS, **settings):
@@ -105,6 +113,39 @@ def test_dropout_is_that_of_the_mesh_without_the_axis(lora):
     np.testing.assert_allclose(found, trained(2, **what, mesh__data=2), rtol=SUM_ORDER)
 
 
+LOGICAL = [{"precision": "bf16"}, pytest.param({**LORA, **BART, "zero__stage": 1}, marks=runs.LONG)]
+
+
+@pytest.mark.parametrize("what", LOGICAL)
+def test_a_checkpoint_of_data_restores_over_model_and_back_bit_for_bit(what, tmp_path):
+    """Also where the vocabulary divides by `model` alone, and is padded for `data`."""
+    settings = {**what, "model__vocab_size": 322, "zero__min_size": 0, "zero__indivisible": "pad"}
+    meshes = [{"mesh__data": 8}, {"mesh__replica": 2, "mesh__data": 2, "mesh__model": 2}, {"mesh__data": 8}]
+    built = [program.build(runs.config(**settings, **mesh), tokenizer_vocab=320) for mesh in meshes]
+    numbers = np.random.default_rng(0)
+
+    def drawn(leaf):  # zeros of moments would prove little
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jax.device_put(numbers.normal(size=leaf.shape), leaf.sharding).astype(leaf.dtype) if is_float else leaf
+
+    one = built[0].partition
+    state = shard_state.pad(jax.tree.map(drawn, shard_state.unpad(state_lib.first(built[0]), one)), one)
+    states = [state]
+    for number, (before, after) in enumerate(itertools.pairwise(built)):
+        with checkpointer.Checkpointer(tmp_path / str(number)) as saver:
+            saver.save(1, before.to_logical(states[-1]), {}, meta=resume.meta(before))
+            saver.wait()
+            states.append(resume.state(after, saver, 1, saver.meta(1)))
+    first, *others = (
+        jax.tree.map(np.asarray, shard_state.unpad(own, program.partition)) for own, program in zip(states, built)
+    )
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, other.opt_state, first.opt_state)
+        jax.tree.map(np.testing.assert_array_equal, other.params, first.params)
+    used = {axis for leaf in jax.tree.leaves(states[1].params) for axis in specs.axes(leaf.sharding.spec)}
+    assert used == {"data", "model"}
+
+
 @pytest.mark.parametrize(
     "settings, words",
     [
@@ -129,3 +170,27 @@ def test_weights_that_do_not_divide_are_said_in_one_line(capfd):
         in line
     )
     assert "embed/embedding, head/kernel stay replicated, because model=8 does not divide 323" in line
+
+
+@pytest.mark.parametrize("hosts", [8, pytest.param(64, marks=runs.LONG)])
+def test_70b_gathers_an_eighth_of_each_weight_and_tokens_in_16_bits(hosts):
+    """Compiled for absent GPUs: the config of 70B with two layers."""
+    raw = configs.get("llama3_70b_tp8")
+    raw.model.num_layers = 2
+    devices = list(compile_only.devices(8 * hosts))
+    built = program.build(config_lib.from_dict(raw), tokenizer_vocab=320, devices=devices)
+    plan = plans.plan_program(built, "h200", compiler_options=compile_only.FAST)
+    weights, rows = plan.ledger.weights, plan.ledger.rows
+    gathered = [row for row in rows if row.kind == "all-gather" and row.weights]
+    assert {row.axes for row in gathered} == {("data",)}
+    for row in gathered:
+        # A device receives what it lacks of its eighth, but for small weights of which it uses all.
+        (size,) = {weights[path].size for path in row.weights}
+        assert row.elements == size * (hosts - 1) // hosts
+        assert all(math.prod(weights[path].shape) in (8 * size, 8192) for path in row.weights)
+    over_model = [row for row in rows if row.axes == ("model",) and row.role == roles.ACTIVATIONS]
+    moved = [row for row in over_model if row.kind == "all-gather" and row.elements > 1e6]
+    assert moved and {row.dtype for row in moved} == {"bf16"}
+    assert not plan.findings
+    whys = {found.why for found in departures.departures(plan.ledger)}
+    assert whys <= {"the backward pass does not read the weight"}  # the embedding's and the output projection's
