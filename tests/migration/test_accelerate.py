@@ -91,7 +91,9 @@ def test_sizes_of_parallelism_become_the_mesh_and_those_without_counterpart_are_
     assert (found.settings["mesh.replica"], found.settings["mesh.data"]) == (2, 4)
     assert not found.unsupported
     tensor = translated({"distributed_type": "FSDP", "parallelism_config": {**sizes, "parallelism_config_tp_size": 2}})
-    assert [line.key for line in tensor.unsupported] == ["parallelism_config.parallelism_config_tp_size"]
+    assert (tensor.settings["mesh.data"], tensor.settings["mesh.model"], tensor.unsupported) == (4, 2, ())
+    context = translated({"distributed_type": "FSDP", "parallelism_config": {**sizes, "parallelism_config_cp_size": 2}})
+    assert [line.key for line in context.unsupported] == ["parallelism_config.parallelism_config_cp_size"]
 
 
 @pytest.mark.parametrize("value, expected", [("no", "fp32"), (False, "fp32"), ("fp16", "fp16"), ("fp8", "fp8")])

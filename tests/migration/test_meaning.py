@@ -712,10 +712,11 @@ DEEPSPEED = {
             f"{ZERO}.stage": {"zero.stage": 1},
             "torch_autocast.enabled": {"precision": "bf16"},
             "torch_autocast.dtype": {"precision": "bf16"},
+            "tensor_parallel.autotp_size": {"mesh.model": 4},
         },
         unsupported=(
             f"managed_gradient_accumulation {ZERO}.load_from_fp32_weights {ZERO}.ignore_unused_parameters "
-            "torch_autocast.lower_precision_safe_modules amp.enabled tensor_parallel.autotp_size"
+            "torch_autocast.lower_precision_safe_modules amp.enabled"
         ),
         absent={**NO_OPTIMIZER, **CLIP},
     ),

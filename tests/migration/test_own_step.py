@@ -118,3 +118,12 @@ def test_wrong_and_strict_inputs_are_one_line():
         made(optimizer={"type": "Adam"}, scheduler={"type": "WarmupDecayLR"})
     with pytest.raises(zerojax.UserError, match=r"wandb.enabled: is not supported"):
         zerojax.from_deepspeed_config({"wandb": {"enabled": True}}, devices=8, strict=True)
+
+
+def test_tensor_parallelism_of_a_model_of_ones_own_needs_its_overrides():
+    adam = {"type": "Adam", "params": {"lr": 1e-3}}
+    config = {"train_batch_size": 8, "optimizer": adam, "tensor_parallel": {"autotp_size": 2}}
+    with pytest.raises(
+        zerojax.UserError, match=r"^tensor_parallel\.autotp_size: is not supported \(a model of your own says"
+    ):
+        zerojax.from_deepspeed_config(config, strict=True)

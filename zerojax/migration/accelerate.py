@@ -273,12 +273,14 @@ def _fsdp(draft: Draft) -> None:
 
 
 def _mesh(draft: Draft) -> None:
-    """Puts the copies and shards of `parallelism_config`."""
+    """Puts the sizes of `parallelism_config`."""
     copies = draft.whole(f"{_WAYS}.dp_replicate_size", 1)
     if copies > 1:
         draft.put("mesh.replica", copies, f"{_WAYS}.dp_replicate_size")
     shards = draft.whole(f"{_WAYS}.dp_shard_size")
-    others = (draft.whole(f"{_WAYS}.{name}_size", 1) for name in ("tp", "cp", "sp"))
+    if (model := draft.whole(f"{_WAYS}.tp_size", 1)) > 1:
+        draft.put("mesh.model", model, f"{_WAYS}.tp_size")
+    others = (draft.whole(f"{_WAYS}.{name}_size", 1) for name in ("cp", "sp"))
     if shards is not None and shards > 1 and not any(size > 1 for size in others):
         draft.put("mesh.data", shards, f"{_WAYS}.dp_shard_size")
 

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from zerojax.migration import keys as keys_lib
 from zerojax.migration.keys import IMPLIED, NO_EFFECT, OFF, ONE, TAKEN, UNSUPPORTED, Key
 
-_PARALLEL = "the models here have no such parallelism; only ZeRO over `data` and copies over `replica`"
+_PARALLEL = (
+    "there is no such parallelism here; ZeRO over `data`, copies over `replica`, tensor parallelism over `model`"
+)
 _JOIN = "zerojax launch, Slurm, Open MPI or Kubernetes start the processes and join them"
 _BLOCKS = "the model family says which modules are blocks; `blocks=` in your own step"
 
@@ -120,7 +122,7 @@ KEYS: Mapping[str, Key] = {
     ),
     "parallelism_config.dp_replicate_size": Key(TAKEN, "", ("mesh.replica",), (1, None)),
     "parallelism_config.dp_shard_size": Key(TAKEN, "", ("mesh.data",)),
-    "parallelism_config.tp_size": Key(UNSUPPORTED, _PARALLEL, (), ONE),
+    "parallelism_config.tp_size": Key(TAKEN, keys_lib.TENSOR, ("mesh.model",), ONE),
     "parallelism_config.cp_size": Key(UNSUPPORTED, _PARALLEL, (), ONE),
     "parallelism_config.sp_size": Key(UNSUPPORTED, _PARALLEL, (), ONE),
     "parallelism_config.cp_comm_strategy": Key(NO_EFFECT, "there is no context parallelism"),

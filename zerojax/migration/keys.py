@@ -56,7 +56,10 @@ _CHECKPOINTS = "a checkpoint holds global arrays and restores at any stage and n
 _HOST_STATE = "state in host memory is pinned and moves in chunks: config.offload.chunk_bytes, config.offload.in_flight"
 _NVME = "a disk is read and written by threads of our own; config.offload.nvme_buffers"
 _PROFILE = "--config.profile.steps=2 traces steps and prints a table of their time"
-_PARALLEL = "the models here have no such parallelism; only ZeRO over `data` and copies over `replica`"
+_PARALLEL = (
+    "there is no such parallelism here; ZeRO over `data`, copies over `replica`, tensor parallelism over `model`"
+)
+TENSOR = "heads, the MLP's width, the vocabulary and, between matmuls, tokens are sharded, at any stage"
 _ONE_BIT = "gradients are summed uncompressed; the optimizer without compression is taken"
 
 KEYS: Mapping[str, Key] = {
@@ -295,8 +298,10 @@ KEYS: Mapping[str, Key] = {
     "checkpoint.*": _no_effect("the checkpointer has no such choice"),
     "compile.*": _implied("XLA compiles the whole step"),
     "graph_harvesting": _implied("XLA makes CUDA graphs"),
-    "tensor_parallel.autotp_size": _unsupported(_PARALLEL, *ONE),
-    "tensor_parallel.*": _unsupported(_PARALLEL),
+    "tensor_parallel.autotp_size": Key(TAKEN, TENSOR, ("mesh.model",), ONE),
+    "tensor_parallel.*": _unsupported(
+        "each model family has one table of what is sharded; config.zero.overrides comes first"
+    ),
     "expert_parallel.*": _unsupported(_PARALLEL),
     "pipeline.*": _unsupported(_PARALLEL),
     "pipeline_parallel_size": _unsupported(_PARALLEL, *ONE),

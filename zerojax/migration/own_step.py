@@ -85,13 +85,10 @@ def from_deepspeed_config(
     found = _of_program(translate.translate(config, version=version, devices=devices, auto=auto))
     given = _Given(config, auto or {})
     schedule, tx, own = _optimizer(found, given)
-    own |= {
-        line.key: dataclasses.replace(
-            line, verdict=keys_lib.UNSUPPORTED, text="a step of your own calls its clients itself"
-        )
-        for line in found.lines
-        if any(line.key in found.sources[place] for place in found.sources if place.startswith("metrics."))
-    }
+    for start, why in _UNREAD.items():
+        names = {name for place in found.sources if place.startswith(start) for name in found.sources[place]}
+        of_place = [line for line in found.lines if line.key in names]
+        own |= {line.key: dataclasses.replace(line, verdict=keys_lib.UNSUPPORTED, text=why) for line in of_place}
     lines = tuple(own.get(line.key, line) for line in found.lines)
     refused = [line for line in lines if line.verdict == keys_lib.UNSUPPORTED]
     if strict and refused:
@@ -115,6 +112,13 @@ def from_deepspeed_config(
         global_batch_size=total,
         lines=lines,
     )
+
+
+# The starts of settings' places that a step of one's own leaves to its program, and why.
+_UNREAD: Mapping[str, str] = {
+    "metrics.": "a step of your own calls its clients itself",
+    "mesh.model": "a model of your own says what is sharded: make_mesh(model=...), and overrides that name `model`",
+}
 
 
 def _of_program(found: Translation) -> Translation:
