@@ -165,6 +165,18 @@ def test_losses_at_every_stage_are_those_of_plain_jax_on_one_device(name, stage)
     np.testing.assert_allclose(run(name, stage)[0], expected, rtol=LOSS_TOLERANCE)
 
 
+@pytest.mark.parametrize("model, has_activations", [(2, True), pytest.param(4, False, marks=runs.LONG)])
+def test_a_foreign_model_under_a_table_of_overrides_has_the_losses_of_one_device(model, has_activations, monkeypatch):
+    example = load("linen_tensor_parallel")
+    for name, value in {"EMBED": 32, "MLP": 64, "LENGTH": 16, "LAYERS": 1}.items():
+        monkeypatch.setattr(example, name, value)
+    if not has_activations:
+        monkeypatch.setattr(example, "ACTIVATIONS", ())
+    expected = example.train(1, 3, stage=0, devices=jax.devices()[:1])
+    found = example.train(model, 3, devices=jax.devices()[: 2 * model])
+    np.testing.assert_allclose(found, expected, rtol=LOSS_TOLERANCE)
+
+
 @pytest.mark.parametrize("name", runs.cases(SMALL, long=["linen_vision_batch_norm", "own_train_step"]))
 def test_persistent_bytes_fall_with_the_stage_as_in_the_table(name):
     measured = {}
