@@ -20,11 +20,15 @@ LOGITS = 2e-5  # float32 sums in another order, in two implementations
 LOSS = 1e-5  # relative to losses of about 6
 
 
-@pytest.mark.parametrize(
-    "name, stage", [*((name, 3) for name in golden_models.NAMES), pytest.param("llama", 0, marks=runs.LONG)]
-)
-def test_logits_loss_and_greedy_tokens_are_those_of_transformers(name, stage):
-    loaded, expected, batch = golden_models.load(name, stage), golden_models.expected(name), golden_models.batch(name)
+LOADED = [(name, 3, 1) for name in golden_models.NAMES]
+LOADED += [pytest.param(name, 3, 2, marks=runs.LONG) for name in golden_models.NAMES]
+
+
+@pytest.mark.parametrize("name, stage, model", [*LOADED, pytest.param("llama", 0, 1, marks=runs.LONG)])
+def test_logits_loss_and_greedy_tokens_are_those_of_transformers(name, stage, model):
+    """Also with tensor parallelism."""
+    loaded, expected = golden_models.load(name, stage, model), golden_models.expected(name)
+    batch = golden_models.batch(name)
 
     def forward(params):
         return loaded.apply(params, batch), loaded.loss(params, batch)

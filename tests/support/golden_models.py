@@ -18,9 +18,9 @@ def expected(name: str) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def load(name: str, stage: int) -> pretrained.Pretrained:
+def load(name: str, stage: int, model: int = 1) -> pretrained.Pretrained:
     """Loads a model over all devices. Even small weights are sharded."""
-    return zerojax.load_huggingface(FOLDER / name, stage=stage, min_size=64)
+    return zerojax.load_huggingface(FOLDER / name, mesh=zerojax.make_mesh(model=model), stage=stage, min_size=64)
 
 
 def batch(name: str) -> dict[str, np.ndarray]:

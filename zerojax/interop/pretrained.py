@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
-from zerojax import precision
+from zerojax import precision, tree
 from zerojax.errors import UserError
 from zerojax.inference import generate, sampling
 from zerojax.interop import adapted, huggingface, merged, peft
@@ -20,7 +21,7 @@ from zerojax.interop import folder as folder_lib
 from zerojax.lora import families, settings, targets
 from zerojax.models import family as family_lib
 from zerojax.ops import losses
-from zerojax.zero import placement, shard_state, stages
+from zerojax.zero import placement, shard_state, stages, tensor_parallel
 
 NO_LABEL = -100  # transformers' label of a token that the loss leaves out
 # settings of generation that change what transformers' greedy search gives, and the value that changes nothing
@@ -80,6 +81,11 @@ class Pretrained:
     def heads(self) -> str:
         """Returns the regex over its output projections, for `make_train_step` and `where_used`."""
         return family_lib.heads(self.family, self.config)
+
+    @property
+    def activations(self) -> tuple[tuple, ...]:
+        """Returns what tensor parallelism shards of its activations, for `make_train_step`."""
+        return self.family.parallel.activations
 
     @property
     def special(self) -> family_lib.SpecialTokens:
@@ -170,7 +176,7 @@ def load_huggingface(
 
     Args:
       path: the folder.
-      mesh: from `make_mesh`; None: all devices along `data`.
+      mesh: from `make_mesh`; None: all devices along `data`. Along `model` the family's table shards weights (tensor parallelism).
       stage: the ZeRO stage, 0 to 3. At stage 3 params are sharded.
       dtype: of the params; None: of the largest tensor in the files, or with adapters each as it is stored. Adapters are float32.
       lora: adds fresh adapters; all other weights are frozen, and stored as `lora.quantize` says.
@@ -194,9 +200,21 @@ def load_huggingface(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype),
         family_lib.abstract_params(folder.family.parts, folder.model),
     )
+    options = _with_table(options, folder, abstract, mesh)
     partition = stages.partition_state({"params": abstract}, mesh=mesh, stage=stage, **options)
     params = folder_lib.read_params(folder, partition.abstract_state["params"])
     return Pretrained(params, partition, folder.model, folder.family, folder)
+
+
+def _with_table(options: dict[str, Any], folder: folder_lib.Folder, abstract: Any, mesh: Mesh) -> dict[str, Any]:
+    """Returns the options with the overrides of the family's table of tensor parallelism behind the caller's own."""
+    own = tuple(options.get("overrides", ()))
+    shapes = {path: leaf.shape for path, leaf in tree.flatten({"params": abstract})}
+    table, but = folder.family.parallel.weights, [row[0] for row in own]
+    rows, whole = tensor_parallel.overrides(table, shapes, mesh_lib.completed(mesh), but)
+    if whole:
+        warnings.warn(f"mesh: {whole}", stacklevel=3)
+    return {**options, "overrides": (*own, *rows)}
 
 
 def _load_adapted(
@@ -215,9 +233,8 @@ def _load_adapted(
     abstract = adapted.abstract(
         folder.family, folder.model, chosen, frozen=lambda path: stored[path] if dtype is None else dtype
     )
-    partition = stages.partition_state(
-        {"params": abstract}, mesh=mesh, stage=stage, **{"trainable": chosen.trainable} | options
-    )
+    options = {"trainable": chosen.trainable} | _with_table(options, folder, abstract, mesh)
+    partition = stages.partition_state({"params": abstract}, mesh=mesh, stage=stage, **options)
     params = adapted.read(partition.abstract_state["params"], folder, chosen, adapter=opened, key=jax.random.key(seed))
     family = families.with_adapters(folder.family, chosen)
     return Pretrained(params, partition, folder.model, family, folder, chosen)
