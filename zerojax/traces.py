@@ -6,7 +6,7 @@ Who reads a trace asks one question of its own; how an equation is run, where a 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -48,6 +48,11 @@ def is_var(atom: Any) -> bool:
     return isinstance(atom, jex.Var)
 
 
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Returns the variables among variables and literals, each once."""
+    return list(dict.fromkeys(atom for atom in atoms if is_var(atom)))
+
+
 def programs(eqn: jex.JaxprEqn) -> Iterator[Any]:
     """Yields the programs among an equation's parameters; those of a `cond` are in a tuple."""
     for value in eqn.params.values():
@@ -62,6 +67,14 @@ def equations(program: Any) -> Iterator[jex.JaxprEqn]:
         yield eqn
         for inner in programs(eqn):
             yield from equations(inner)
+
+
+def constants(program: Any) -> Iterator[Any]:
+    """Yields the constants of a program and of those inside it, which its text does not show."""
+    yield from opened(program)[1]
+    for eqn in opened(program)[0].eqns:
+        for inner in programs(eqn):
+            yield from constants(inner)
 
 
 def called(eqn: jex.JaxprEqn) -> Any:
@@ -135,6 +148,41 @@ def bind(eqn: jex.JaxprEqn, inputs: Sequence[Any], params: Mapping[str, Any] | N
     """Returns the results of an equation for these arrays; `params` are in place of its own."""
     results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params if params is None else params))
     return results if eqn.primitive.multiple_results else [results]
+
+
+def acts(eqn: jex.JaxprEqn) -> bool:
+    """Returns whether an operation does something beside its results, such as printing. Collectives have an effect in name only."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def live(eqns: Iterable[jex.JaxprEqn], needed: Iterable[Any]) -> list[jex.JaxprEqn]:
+    """Returns the operations whose results are read, directly or by others."""
+    needed, kept = set(variables(needed)), []
+    for eqn in reversed(list(eqns)):
+        if acts(eqn) or any(var in needed for var in eqn.outvars):
+            kept.append(eqn)
+            needed.update(variables(eqn.invars))
+    return kept[::-1]
+
+
+def trimmed(closed: jex.ClosedJaxpr, results: Sequence[Any]) -> jex.ClosedJaxpr:
+    """Returns a trace that makes some of its variables, or literals, without operations and arguments that they do not need."""
+    jaxpr = closed.jaxpr
+    eqns = live(jaxpr.eqns, results)
+    read = set(variables([*results, *(atom for eqn in eqns for atom in eqn.invars)]))
+    invars = [var for var in jaxpr.invars if var in read]
+    return jex.ClosedJaxpr(jex.Jaxpr(jaxpr.constvars, invars, list(results), eqns), closed.consts)
+
+
+def needs(jaxpr: jex.Jaxpr) -> list[set[int]]:
+    """Returns for each result of a trace the numbers of the arguments that `trimmed` leaves."""
+    found: dict[Any, set[int]] = {var: {number} for number, var in enumerate(jaxpr.invars)}
+    acting: set[int] = set()
+    for eqn in jaxpr.eqns:
+        own = set().union(*(found.get(var, ()) for var in variables(eqn.invars)))
+        found.update(dict.fromkeys(eqn.outvars, own))
+        acting |= own if acts(eqn) else set()
+    return [acting.union(*(found.get(var, ()) for var in variables([atom]))) for atom in jaxpr.outvars]
 
 
 @contextlib.contextmanager

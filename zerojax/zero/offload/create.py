@@ -13,10 +13,10 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
+from zerojax import traces
 from zerojax.optim import pieces
 from zerojax.zero import placement
 from zerojax.zero.offload import budget, kept, layout, transfer
-from zerojax.zero.step_parts import cut, operations
 
 MOST_BYTES = 1 << 30  # of offloaded leaves on a device at once
 
@@ -68,10 +68,10 @@ def from_parts(
     slices = _Slices(traced, wanted)
     made: dict[int, Any] = {}
     for number, leaf in enumerate(wanted):
-        value = _fill_value(traced.jaxpr, traced.jaxpr.outvars[number]) if layout.is_on_host(leaf) else None
+        value = _fill_value(traced, number) if layout.is_on_host(leaf) else None
         if value is not None:
             made[number] = jax.tree.map(functools.partial(_filled, keep, value), leaf)
-    needs = {number: own for number, own in enumerate(cut.needs(traced.jaxpr)) if number not in made}
+    needs = {number: own for number, own in enumerate(traces.needs(traced.jaxpr)) if number not in made}
     held: dict[int, jax.Array] = {}
     for part in parts:
         assert all(_is_like(leaf, traced.in_avals[number]) for number, leaf in part.items()), "not as traced"
@@ -122,11 +122,11 @@ class _Slices:
           held: the arguments that they need, by number.
           donated: the numbers of arguments whose memory may be reused.
         """
-        own = cut.trimmed(self._traced, [self._traced.jaxpr.outvars[number] for number in numbers])
+        own = traces.trimmed(self._traced, [self._traced.jaxpr.outvars[number] for number in numbers])
         read = [self._place[var] for var in own.jaxpr.invars]
         like = [self._wanted[number] for number in numbers]
         places = tuple(place for place, number in enumerate(read) if number in donated)
-        key = (str(own.jaxpr), *map(id, operations.consts_of([own])), str(list(map(jax.tree.leaves, like))), places)
+        key = (str(own.jaxpr), *map(id, traces.constants(own)), str(list(map(jax.tree.leaves, like))), places)
         if key not in self._compiled:
 
             def run(*args: Any) -> list[list[Any]]:
@@ -198,18 +198,7 @@ def _runs(numbers: Sequence[int], wanted: Sequence[Any]) -> list[list[int]]:
     return runs
 
 
-def _fill_value(jaxpr: Any, var: Any) -> Any:
+def _fill_value(traced: jex.ClosedJaxpr, number: int) -> Any:
     """Returns the scalar that fills a result of a traced function; None if it is not filled with a constant."""
-    if isinstance(var, jex.Literal):
-        return var.val
-    for eqn in jaxpr.eqns:
-        if var not in eqn.outvars:
-            continue
-        name, inner = eqn.primitive.name, eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
-        if name in ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "sharding_constraint"):
-            return _fill_value(jaxpr, eqn.invars[0])
-        if name in ("pjit", "jit", "closed_call") and inner is not None:
-            body = getattr(inner, "jaxpr", inner)
-            return _fill_value(body, body.outvars[eqn.outvars.index(var)])
-        return None
-    return None
+    _, atom = traces.Frame(traced).origin(traced.jaxpr.outvars[number], traces.MOVES | traces.MARKS | {traces.CAST})
+    return None if traces.is_var(atom) else atom.val

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.extend.core as jex
 
+from zerojax import traces
 from zerojax.zero.step_parts import blocks
 
 FEW = 8  # operations before a block that may run in its program
@@ -51,7 +52,7 @@ class StepPart:
     def reads(self) -> list[Any]:
         """Returns the variables that it takes, each once."""
         own = {var for call in self.calls for var in call.writes}
-        return [var for var in variables(a for call in self.calls for a in call.arguments) if var not in own]
+        return [var for var in traces.variables(a for call in self.calls for a in call.arguments) if var not in own]
 
 
 def cut(jaxpr: jex.Jaxpr, apart: Collection[Any]) -> list[StepPart]:
@@ -63,13 +64,13 @@ def cut(jaxpr: jex.Jaxpr, apart: Collection[Any]) -> list[StepPart]:
     """
     groups: list[Any] = []
     results = jaxpr.outvars
-    for eqn in _live(jaxpr.eqns, results):
+    for eqn in traces.live(jaxpr.eqns, results):
         if _is_block(eqn) or not groups or not isinstance(groups[-1], list):
             groups.append(eqn if _is_block(eqn) else [])
         if not _is_block(eqn):
             groups[-1].append(eqn)
     parts: list[StepPart] = []
-    needed = set(variables(results))
+    needed = set(traces.variables(results))
     later = set(needed)  # what is read after the part that comes next in time
     recurring = collections.Counter(_names(group) for group in groups if isinstance(group, list))
     for group in reversed(groups):
@@ -87,7 +88,7 @@ def cut(jaxpr: jex.Jaxpr, apart: Collection[Any]) -> list[StepPart]:
             continue
         later = needed | set(part.same.values())
         needed |= set(part.reads) | set(part.same.values())
-        if part.writes or part.same or any(_acts(eqn) for call in part.calls for eqn in call.closed.jaxpr.eqns):
+        if part.writes or part.same or any(traces.acts(eqn) for call in part.calls for eqn in call.closed.jaxpr.eqns):
             parts.append(part)
     return _renamed(parts[::-1])
 
@@ -97,7 +98,7 @@ def _renamed(parts: Iterable[StepPart]) -> list[StepPart]:
     original: dict[Any, Any] = {}
 
     def of(atom: Any) -> Any:
-        return original.get(atom, atom) if is_var(atom) else atom
+        return original.get(atom, atom) if traces.is_var(atom) else atom
 
     named = []
     for part in parts:
@@ -108,9 +109,9 @@ def _renamed(parts: Iterable[StepPart]) -> list[StepPart]:
 
 
 def _between(eqns: list[jex.JaxprEqn], needed: set[Any]) -> StepPart:
-    eqns = _live(eqns, needed)
+    eqns = traces.live(eqns, needed)
     own = {var for eqn in eqns for var in eqn.outvars}
-    reads = [var for var in variables(atom for eqn in eqns for atom in eqn.invars) if var not in own]
+    reads = [var for var in traces.variables(atom for eqn in eqns for atom in eqn.invars) if var not in own]
     writes = [var for eqn in eqns for var in eqn.outvars if var in needed]
     closed = jex.ClosedJaxpr(jex.Jaxpr((), reads, writes, eqns), ())
     return StepPart("between", [TraceCall(reads, writes, closed)], writes)
@@ -131,58 +132,13 @@ def _block(eqn: jex.JaxprEqn, needed: set[Any], results: set[Any]) -> StepPart:
     outer_of = dict(zip(closed.jaxpr.invars, eqn.invars))
     same, out = {}, []
     for var, inner in zip(eqn.outvars, closed.jaxpr.outvars):
-        if var in needed and is_var(inner) and is_var(outer_of.get(inner)) and var not in results:
+        if var in needed and traces.is_var(inner) and traces.is_var(outer_of.get(inner)) and var not in results:
             same[var] = outer_of[inner]
         elif var in needed:
             out.append((var, inner))
-    own = trimmed(closed, [inner for _, inner in out])
+    own = traces.trimmed(closed, [inner for _, inner in out])
     writes = [var for var, _ in out]
     return StepPart(name, [TraceCall([outer_of[var] for var in own.jaxpr.invars], writes, own)], writes, same)
-
-
-def trimmed(closed: jex.ClosedJaxpr, results: Sequence[Any]) -> jex.ClosedJaxpr:
-    """Returns a trace that makes some of its variables, or literals, without operations and arguments that they do not need."""
-    jaxpr = closed.jaxpr
-    eqns = _live(jaxpr.eqns, results)
-    read = set(variables([*results, *(atom for eqn in eqns for atom in eqn.invars)]))
-    invars = [var for var in jaxpr.invars if var in read]
-    return jex.ClosedJaxpr(jex.Jaxpr(jaxpr.constvars, invars, list(results), eqns), closed.consts)
-
-
-def needs(jaxpr: jex.Jaxpr) -> list[set[int]]:
-    """Returns for each result of a trace the numbers of the arguments that `trimmed` leaves."""
-    found: dict[Any, set[int]] = {var: {number} for number, var in enumerate(jaxpr.invars)}
-    acting: set[int] = set()
-    for eqn in jaxpr.eqns:
-        own = set().union(*(found.get(var, ()) for var in variables(eqn.invars)))
-        found.update(dict.fromkeys(eqn.outvars, own))
-        acting |= own if _acts(eqn) else set()
-    return [acting.union(*(found.get(var, ()) for var in variables([atom]))) for atom in jaxpr.outvars]
-
-
-def _live(eqns: Iterable[jex.JaxprEqn], needed: Iterable[Any]) -> list[jex.JaxprEqn]:
-    """Returns the operations whose results are read, directly or by others."""
-    needed, kept = set(variables(needed)), []
-    for eqn in reversed(list(eqns)):
-        if _acts(eqn) or any(var in needed for var in eqn.outvars):
-            kept.append(eqn)
-            needed.update(variables(eqn.invars))
-    return kept[::-1]
-
-
-def _acts(eqn: jex.JaxprEqn) -> bool:
-    """Returns whether an operation does something beside its results, such as printing. Collectives have an effect in name only."""
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
-
-
-def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Returns the variables among variables and literals, each once."""
-    return list(dict.fromkeys(atom for atom in atoms if is_var(atom)))
-
-
-def is_var(atom: Any) -> bool:
-    """Returns whether an atom of a trace is a variable."""
-    return isinstance(atom, jex.Var)
 
 
 def _is_block(eqn: jex.JaxprEqn) -> bool:

@@ -5,27 +5,18 @@ integers. Parts of one description share a program, which reads the integers tha
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
-import jax.extend.source_info_util as source
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax import traces
 from zerojax.zero.step_parts import cut
 
 _INTEGERS = ("int32", "uint32")
-_INLINED = {  # no program is differentiated after the cut
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-}
 
 
 def described(part: cut.StepPart) -> tuple[Any, list[int]]:
@@ -71,16 +62,15 @@ class _Description:
         is_short = nbytes <= 256 and not jnp.issubdtype(dtype, jax.dtypes.extended)
         return f"{shape} {dtype} {np.asarray(value).tobytes().hex() if is_short else id(value)}"
 
-    @contextlib.contextmanager
-    def inside(self, eqn: jex.JaxprEqn) -> Iterator[None]:
+    def inside(self, eqn: jex.JaxprEqn) -> contextlib.AbstractContextManager[None]:
         """Enters an operation."""
-        yield
+        return contextlib.nullcontext()
 
     def apply(self, eqn: jex.JaxprEqn, inputs: Sequence[str]) -> list[str]:
         """Writes down one operation."""
         names = [self.name() for _ in eqn.outvars]
         types = [str(var.aval) for var in eqn.outvars]
-        consts = [id(const) for const in consts_of(eqn.params.values())]
+        consts = [id(const) for inner in traces.programs(eqn) for const in traces.constants(inner)]
         self.lines.append(f"{eqn.primitive.name} {eqn.params} {consts} {inputs} {types}")
         return names
 
@@ -102,67 +92,41 @@ class _Execution:
         """Returns another constant of the trace."""
         return value
 
-    @contextlib.contextmanager
-    def inside(self, eqn: jex.JaxprEqn) -> Iterator[None]:
+    def inside(self, eqn: jex.JaxprEqn) -> contextlib.AbstractContextManager[None]:
         """Enters an operation: names of its scopes are kept."""
-        stack = source.current_name_stack() + eqn.source_info.name_stack
-        with source.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-            yield
+        return traces.scopes(eqn)
 
     def apply(self, eqn: jex.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
         """Runs one operation."""
-        results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-        return results if eqn.primitive.multiple_results else [results]
+        return traces.bind(eqn, inputs)
 
 
 def _walked(part: cut.StepPart, values: Mapping[Any, Any], how: Any) -> dict[Any, Any]:
     """Returns the values of a part's variables. `how` decides what a value is. Integers are met in the same order each time."""
     values = dict(values)
+
+    def constant(value: Any, aval: Any) -> Any:
+        return how.integer(value, aval) if _is_integer(aval) else how.constant(value)
+
+    def apply(eqn: jex.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+        inner = _inlined(eqn)
+        with how.inside(eqn):
+            return how.apply(eqn, inputs) if inner is None else traces.run(inner, inputs, apply, constant)
+
     for call in part.calls:
-        args = [_read(values, atom, how) for atom in call.arguments]
-        values.update(zip(call.writes, _walk(call.closed.jaxpr, call.closed.consts, args, how)))
+        args = [values[atom] if traces.is_var(atom) else constant(atom.val, atom.aval) for atom in call.arguments]
+        values.update(zip(call.writes, traces.run(call.closed, args, apply, constant)))
     return values
 
 
-def _walk(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], how: Any) -> list[Any]:
-    values: dict[Any, Any] = dict(zip(jaxpr.invars, args))
-    for var, const in zip(jaxpr.constvars, consts):
-        values[var] = how.integer(const, var.aval) if _is_integer(var.aval) else how.constant(const)
-    for eqn in jaxpr.eqns:
-        inputs = [_read(values, atom, how) for atom in eqn.invars]
-        inner = _inlined(eqn)
-        with how.inside(eqn):
-            results = how.apply(eqn, inputs) if inner is None else _walk(*inner, inputs, how)
-        values.update(zip(eqn.outvars, results))
-    return [_read(values, atom, how) for atom in jaxpr.outvars]
-
-
-def _read(values: Mapping[Any, Any], atom: Any, how: Any) -> Any:
-    if cut.is_var(atom):
-        return values[atom]
-    return how.integer(atom.val, atom.aval) if _is_integer(atom.aval) else how.constant(atom.val)
-
-
-def _inlined(eqn: jex.JaxprEqn) -> tuple[jex.Jaxpr, Sequence[Any]] | None:
-    """Returns the trace and the constants of a nested function whose operations may run as if they stood in its place."""
+def _inlined(eqn: jex.JaxprEqn) -> Any:
+    """Returns the trace of a nested function whose operations may run as if they stood in its place. Nothing is differentiated any more."""
     params = eqn.params
-    inner = params.get(_INLINED.get(eqn.primitive.name, ""))
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     is_bound = any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
-    if inner is None or is_bound or np.any(params.get("prevent_cse", False)) or params.get("compiler_options_kvs"):
+    if is_bound or np.any(params.get("prevent_cse", False)) or params.get("compiler_options_kvs"):
         return None
-    return (inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else (inner, ())
-
-
-def consts_of(params: Iterable[Any]) -> Iterator[Any]:
-    """Returns the constants of traces among the params of an operation, which their text does not show."""
-    for value in params:
-        if isinstance(value, (list, tuple)):
-            yield from consts_of(value)
-        elif isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr)):
-            yield from getattr(value, "consts", ())
-            for eqn in value.eqns:
-                yield from consts_of(eqn.params.values())
+    return traces.called(eqn)
 
 
 def _is_integer(aval: Any) -> bool:

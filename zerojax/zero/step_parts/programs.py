@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
-from zerojax import tree
+from zerojax import traces, tree
 from zerojax.zero.step_parts import arrivals as arrivals_lib
 from zerojax.zero.step_parts import blocks, operations
 from zerojax.zero.step_parts import cut as cut_lib
@@ -130,8 +130,8 @@ def cut(
         shaped = [jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding) for like, sharding in likes]
         values += shaped[: len(part.writes)]
         programs.append(StepProgram(part, tuple(reads), tuple(writes), rider, run_part))
-    number_of |= {outer: number_of[var] for outer, var in zip(call.outvars, inner.outvars) if cut_lib.is_var(var)}
-    literals = {outer: var.val for outer, var in zip(call.outvars, inner.outvars) if not cut_lib.is_var(var)}
+    number_of |= {outer: number_of[var] for outer, var in zip(call.outvars, inner.outvars) if traces.is_var(var)}
+    literals = {outer: var.val for outer, var in zip(call.outvars, inner.outvars) if not traces.is_var(var)}
     results = tuple(
         number_of[var] if var in number_of else jnp.asarray(literals[var], var.aval.dtype)
         for var in traced.jaxpr.outvars
@@ -171,7 +171,7 @@ class _Mapped:
         self._axes = mesh_lib.manual(self._mesh)
         self._in_specs = dict(zip(inner.invars, call.params["in_specs"]))
         self._out_specs = {
-            var: spec for var, spec in zip(inner.outvars, call.params["out_specs"]) if cut_lib.is_var(var)
+            var: spec for var, spec in zip(inner.outvars, call.params["out_specs"]) if traces.is_var(var)
         }
         self._stacked = P(tuple(axis for axis in self._mesh.axis_names if axis in self._axes))
         self.replicated = NamedSharding(self._mesh, P())
