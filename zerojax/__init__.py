@@ -29,7 +29,7 @@ from zerojax.zero.offload.settings import Offload
 from zerojax.zero.placement import Partition, Placement
 from zerojax.zero.shard_state import pad, shard_train_state, unpad
 from zerojax.zero.sharded_batch.compare import compare_sums
-from zerojax.zero.sharded_batch.totals import Mean, Sum
+from zerojax.zero.sharded_batch.outputs import Mean, Sum
 from zerojax.zero.stages import partition_state
 from zerojax.zero.step import make_train_step
 from zerojax.zero.where_used import where_used

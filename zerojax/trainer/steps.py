@@ -19,7 +19,7 @@ from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import fetched_params
 from zerojax.zero.offload import params as params_on_host
-from zerojax.zero.sharded_batch import totals
+from zerojax.zero.sharded_batch import outputs
 
 DROPOUT = 1  # folded into the random key of a step
 
@@ -35,13 +35,14 @@ def train_step(
 ) -> Callable[..., Any]:
     """Returns (state, batch) -> (state, metrics)."""
 
+    is_dropped = config.model.dropout or (config.lora.is_on and config.lora.dropout)
+
     def loss_fn(params: Any, batch: Any, state: Any) -> tuple[Any, dict]:
-        is_dropped = config.model.dropout or (config.lora.is_on and config.lora.dropout)
         keys = (_dropout_key(state),) if is_dropped else ()
         loss = _weighted(family.loss(model, params, batch, *keys), batch)
         metrics = {"learning_rate": schedule(state.step)}
-        if isinstance(loss, totals.Mean):
-            metrics["labels"] = totals.Sum(loss.weight)
+        if isinstance(loss, outputs.Mean):
+            metrics["labels"] = outputs.Sum(loss.weight)
         return loss, {"metrics": metrics}
 
     return step.make_train_step(
@@ -95,4 +96,4 @@ def _weighted(loss: jax.Array, batch: Mapping[str, jax.Array]) -> Any:
     if "labeled" not in batch:
         return loss
     labels = jnp.sum(batch["labeled"][:, 1:])
-    return totals.Mean(loss * labels, labels)
+    return outputs.Mean(loss * labels, labels)

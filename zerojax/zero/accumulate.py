@@ -16,7 +16,7 @@ from zerojax import precision, tree
 from zerojax.errors import UserError
 from zerojax.optim import rounded
 from zerojax.zero import placement
-from zerojax.zero.sharded_batch import keys, outputs, totals
+from zerojax.zero.sharded_batch import keys, outputs
 
 _NO_KEYS: tuple[Collection[str], Collection[str]] = ((), ())
 
@@ -50,7 +50,7 @@ def value_and_grad(
     """Returns f(params, batch, *args) -> ((loss, aux), grads), the mean over `passes` micro-batches.
 
     Args:
-      loss_fn: `loss_fn(params, batch, *args) -> (loss, aux)` of `totals.objective`: passes count alike unless `aux` has a "weight".
+      loss_fn: `loss_fn(params, batch, *args) -> (loss, aux)` of `outputs.objective`: passes count alike unless `aux` has a "weight".
       passes: the number of micro-batches; above 1 the leaves of the batch are [passes, ...].
       own_keys: the paths of random keys in the state, and in the batch, into which the number of the pass is folded.
       in_16_bits: whether the sums of gradients are bf16.
@@ -155,7 +155,7 @@ def averaged(sums: Any, count: Any) -> Any:
 
 def _over(total: jax.Array, count: Any) -> jax.Array:
     total = total.astype(precision.at_least_float32(total.dtype)) if jnp.issubdtype(total.dtype, jnp.inexact) else total
-    return total / count if isinstance(count, int) else totals.ratio(total, count).astype(total.dtype)
+    return total / count if isinstance(count, int) else outputs.ratio(total, count).astype(total.dtype)
 
 
 def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:

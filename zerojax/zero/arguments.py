@@ -54,12 +54,6 @@ def weights(partition: placement.Partition) -> None:
             )
 
 
-def examples(path: str, leaf: Any) -> None:
-    """Raises a UserError if a leaf of a batch is empty: every mean over it would be NaN."""
-    if 0 in leaf.shape:
-        raise UserError(f"batch/{path}: has no examples, its shape is {leaf.shape}; pass at least one for each device")
-
-
 def of_call(partition: placement.Partition) -> dict[str, Any]:
     """Returns the checks of a step's calls, as arguments of `xla_options.jit`."""
     return {

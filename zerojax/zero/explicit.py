@@ -20,7 +20,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import specs, tree
 from zerojax.errors import UserError
 from zerojax.zero import accumulate, constraints, gather, overlap, placement, where_used
-from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, totals
+from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs
 
 Program = Callable[[], dependence.TracedLoss]
 
@@ -98,7 +98,7 @@ def one_pass(
       runner: makes what runs the blocks; takes the arguments of `overlap.Chain`.
       grad_dtype: of the gradients of the weights of blocks; others are float32.
 
-    `aux` has the state's fields, the metrics as `outputs.terms` of all devices, and the weight of the pass (`totals.objective`) if passes
+    `aux` has the state's fields, the metrics as `outputs.terms` of all devices, and the weight of the pass (`outputs.objective`) if passes
     differ. `number` is int32[], the number of the pass.
     """
     marked = where_used.with_grad_dtype(partition, how.blocks, grad_dtype)
@@ -205,7 +205,7 @@ def mean(loss_fn: Callable[..., Any], partition: placement.Partition, **how: Any
 
     def on_device(params: Any, batch: Any, _: Any) -> jax.Array:
         loss, tokens = forward(params, batch)
-        loss, _ = totals.objective(outputs.loss_over_devices(loss, mesh_lib.ways(partition.mesh)), 1)
+        loss, _ = outputs.objective(outputs.loss_over_devices(loss, mesh_lib.ways(partition.mesh)), 1)
         return jax.lax.psum(_read(tokens, loss), mesh_lib.SUMMED)
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:

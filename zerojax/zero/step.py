@@ -21,7 +21,7 @@ from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
 from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import blockwise, late_norm, streamed
-from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, totals
+from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs
 
 
 def make_train_step(
@@ -207,7 +207,7 @@ def _gradients(
                 for hook, own in zip(how.hooks, given):
                     around.enter_context(hook.known(own))
                 loss, aux = loss_of_stored(placement.with_frozen(part, params), batch, state)
-            loss, weight = totals.objective(loss, passes)
+            loss, weight = outputs.objective(loss, passes)
             metrics = aux["metrics"] if passes == 1 else outputs.terms(aux["metrics"], state, program, passes)
             return loss, {"metrics": metrics, "state": outputs.state_of_batch(aux.get("state", {}), state), **weight}
 

@@ -12,6 +12,8 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
+from zerojax.errors import UserError
+from zerojax.zero.sharded_batch import outputs
 
 ROUNDING = 2e-6  # the same float32 terms, summed in another order
 X = jax.random.normal(jax.random.key(1), (16, 8))
@@ -225,3 +227,35 @@ def test_a_loss_that_is_no_scalar_is_refused(loss):
     state, part = zerojax.shard_train_state(make_state(), mesh=zerojax.make_mesh(), stage=0)
     with pytest.raises(zerojax.UserError, match=r"^loss_fn: returned"):
         jax.eval_shape(zerojax.make_train_step(lambda p, b, s: loss, part), state, BATCH)
+
+
+def test_a_ratio_over_no_weight_is_0_and_so_is_its_gradient():
+    assert outputs.ratio(jnp.float32(0), 0) == 0 and outputs.ratio(3.0, 2) == 1.5
+    value, grad = jax.value_and_grad(lambda total: outputs.ratio(total, jnp.zeros(())))(jnp.float32(2))
+    assert value == 0 and grad == 0
+    np.testing.assert_array_equal(outputs.ratio(jnp.ones(2), jnp.array([0, 4])), [0, 0.25])
+
+
+def test_the_objective_of_a_mean_is_the_mean_and_no_gradient_flows_through_its_weight():
+    def objective(x):
+        return outputs.objective(outputs.Mean(3 * x, x), 1)
+
+    (value, weight), grad = jax.value_and_grad(objective, has_aux=True)(jnp.float32(2))
+    assert (value, weight["weight"], grad) == (3, 2, 1.5)
+
+
+def test_passes_of_a_sum_add_up():
+    value, weight = outputs.objective(outputs.Sum(jnp.float32(3)), 4)
+    assert value / 4 == 3 and not weight
+
+
+def test_values_that_are_no_totals_pass():
+    assert outputs.value(5) == 5 and outputs.value(outputs.Sum(5)) == 5 and outputs.value(outputs.Mean(1, 4)) == 0.25
+
+
+def test_a_loss_becomes_float32():
+    assert outputs.in_float32(jnp.bfloat16(2)).dtype == jnp.float32
+    found = outputs.times(outputs.in_float32(outputs.Mean(jnp.bfloat16(2), jnp.int32(4))), 8.0)
+    assert found.total == 16 and found.total.dtype == jnp.float32 and found.weight == 4
+    with pytest.raises(UserError, match=r"^loss_fn: returned float32\[2\] in zerojax.Sum as the loss"):
+        outputs.in_float32(outputs.Sum(jnp.ones(2)))

@@ -62,7 +62,10 @@ class Layout:
         """
         own = self._own(batch)
         for path, leaf in tree.flatten(batch):
-            arguments.examples(path, leaf)
+            if 0 in leaf.shape:  # every mean over it would be NaN
+                raise UserError(
+                    f"batch/{path}: has no examples, its shape is {leaf.shape}; pass at least one for each device"
+                )
         self._check(batch, own)
         return self._cast(tree.map_with_path(functools.partial(self._placed, own), batch), dtype)
 

@@ -1,8 +1,11 @@
-"""Makes what a loss function returns equal on all devices. This module holds the rule for metrics and for values of the state.
+"""Makes what a loss function returns equal on all devices. This module holds the rule for the loss, metrics and values of the state.
 
-Each device and each pass computes the loss on its own examples. What leaves the step is one value:
+Each device and each pass computes the loss on its own examples. The mean of such means is the mean over the batch only if all have the same
+weight, so a mean over a mask is returned as its two sums, which are added over devices and passes before the division. What leaves the step
+is one value:
 
-    zerojax.Mean, zerojax.Sum     as they say
+    Mean(total, weight)           sum of totals / sum of weights
+    Sum(total)                    sum of totals
     floating, complex             the mean over devices (of metrics also over passes)
     integer, reads no example     the value for the whole batch: a step, a count of calls, the number of rows, a split random key
     integer, a sum over examples  the sum: a metric is added over devices and passes, in the state what is added to the old value is
@@ -19,13 +22,49 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.zero.sharded_batch import dependence, totals
+from zerojax.zero.sharded_batch import dependence
 
 _WAY_OUT = "return zerojax.Mean(total, weight) or zerojax.Sum(total), or a floating value, which is averaged"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mean:
+    """A mean of weighted terms, as the two sums over the examples that the loss function sees.
+
+    Return it as the loss, a metric or a value of the state. Over all devices and passes its value is sum of totals / sum of weights, and 0
+    where the weights add up to 0. No gradient flows through `weight`.
+
+    Attributes:
+      total: float[...], the sum of weight * term.
+      weight: the sum of the weights, such as the number of tokens that are not padding; of the shape of `total`, or a scalar.
+
+    >>> loss = Mean(jnp.sum(mask * losses), jnp.sum(mask))
+    """
+
+    total: Any
+    weight: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A sum over the examples that the loss function sees: a loss, a metric or a value of the state; added over devices and passes.
+
+    In the state it is the old value plus a sum, and what is added to the old value is summed.
+
+    Attributes:
+      total: a number or an array.
+
+    >>> metrics = {"correct": Sum(jnp.sum(predicted == labels))}
+    """
+
+    total: Any
 
 
 @jax.tree_util.register_dataclass
@@ -46,9 +85,9 @@ def with_aux(loss_fn: Callable[..., Any], scale: Callable[[Any], Any]) -> Callab
     def with_aux(params: Any, batch: Any, state: Any) -> tuple[Any, dict]:
         with _axes_named():
             loss, aux = _read(loss_fn(params, batch, state), state)
-        loss = totals.in_float32(loss)
+        loss = in_float32(loss)
         metrics = {"loss": loss, **aux.get("metrics", {})}
-        return totals.times(loss, scale(state)), {**aux, "metrics": metrics}
+        return times(loss, scale(state)), {**aux, "metrics": metrics}
 
     return with_aux
 
@@ -59,9 +98,9 @@ def of_device(
     """Returns (scalar, aux) of one device's pass; call it inside `jax.shard_map`.
 
     Summed over devices the scalar is the loss of the pass, and its gradients are those of the loss. `aux` has the state, equal on all
-    devices, the metrics as `terms`, and the weight of the pass (`totals.objective`).
+    devices, the metrics as `terms`, and the weight of the pass (`objective`).
     """
-    scalar, weight = totals.objective(loss_over_devices(loss, ways), passes)
+    scalar, weight = objective(loss_over_devices(loss, ways), passes)
     fields = state_of_devices(aux.get("state", {}), state, program)
     return scalar, {"metrics": terms(aux["metrics"], state, program, passes), "state": fields, **weight}
 
@@ -69,8 +108,8 @@ def of_device(
 def state_of_batch(returned: Mapping[str, Any], before: Any) -> dict[str, Any]:
     """Returns the values of the state that a loss returned on the whole batch, in the structure and the dtypes of the state."""
     return {
-        field: _fitted(field, value, getattr(before, field), lambda path, new, old: totals.value(new))
-        for field, value in returned.items()
+        field: _fitted(field, new, getattr(before, field), lambda path, new, old: value(new))
+        for field, new in returned.items()
     }
 
 
@@ -87,9 +126,9 @@ def state_of_devices(
 
     def equal(path: str, new: Any, old: Any) -> Any:
         _refuse_rows(f"state/{path}", new, program)
-        if isinstance(new, totals.Mean):
-            return totals.ratio(*_psum((new.total, new.weight)))
-        if isinstance(new, totals.Sum):
+        if isinstance(new, Mean):
+            return ratio(*_psum((new.total, new.weight)))
+        if isinstance(new, Sum):
             return old + _psum(new.total - old)
         if jnp.issubdtype(new.dtype, jnp.inexact):
             return jax.lax.pmean(new, mesh_lib.SUMMED)
@@ -114,27 +153,27 @@ def terms(metrics: Any, before: Any, program: Callable[[], dependence.TracedLoss
         name = f"metrics/{path}"
         _refuse_rows(name, leaf, program)
         leaf = jax.tree.map(lambda part: _without_gradient(jnp.asarray(part)), leaf)
-        if totals.is_total(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact):
+        if is_total(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf
         kind = program().kind(name)
         if kind == dependence.SAME and not (passes > 1 and program().reads_examples(name)):
             return Same(_whole(program(), name, before, leaf))
         if kind == dependence.COUNT and jnp.issubdtype(leaf.dtype, jnp.integer):
-            return totals.Sum(leaf)
+            return Sum(leaf)
         raise UserError(
             f"loss_fn: returned {name}, {_type(leaf)}, which differs between devices or passes and is no sum over examples; {_WAY_OUT}"
         )
 
-    return tree.map_with_path(term, metrics, is_leaf=totals.is_total)
+    return tree.map_with_path(term, metrics, is_leaf=is_total)
 
 
 def values(metrics: Any, *, over_devices: bool) -> Any:
     """Returns the values of metrics given as `terms`, added over devices if they are one device's."""
 
-    def value(term: Any) -> Any:
-        return term.value if isinstance(term, Same) else totals.value(term)
+    def of_term(term: Any) -> Any:
+        return term.value if isinstance(term, Same) else value(term)
 
-    return jax.tree.map(value, of_all_devices(metrics) if over_devices else metrics, is_leaf=_is_term)
+    return jax.tree.map(of_term, of_all_devices(metrics) if over_devices else metrics, is_leaf=_is_term)
 
 
 def of_all_devices(metrics: Any) -> Any:
@@ -143,7 +182,7 @@ def of_all_devices(metrics: Any) -> Any:
     def added_up(term: Any) -> Any:
         if isinstance(term, Same):
             return term
-        return _psum(term) if totals.is_total(term) else jax.lax.pmean(term, mesh_lib.SUMMED)
+        return _psum(term) if is_total(term) else jax.lax.pmean(term, mesh_lib.SUMMED)
 
     return jax.tree.map(added_up, metrics, is_leaf=_is_term)
 
@@ -164,12 +203,68 @@ def divided(sums: Any, passes: int) -> Any:
 
 
 def loss_over_devices(loss: Any, ways: int) -> Any:
-    """Returns a device's loss such that the sum over devices of what `totals.objective` makes of it is the loss."""
-    if isinstance(loss, totals.Mean):
-        return totals.Mean(
+    """Returns a device's loss such that the sum over devices of what `objective` makes of it is the loss."""
+    if isinstance(loss, Mean):
+        return Mean(
             loss.total, jax.lax.psum(jax.lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32)), mesh_lib.SUMMED)
         )
-    return loss if isinstance(loss, totals.Sum) else loss / ways
+    return loss if isinstance(loss, Sum) else loss / ways
+
+
+def is_total(node: Any) -> bool:
+    """Returns whether a node is a `Mean` or a `Sum`."""
+    return isinstance(node, (Mean, Sum))
+
+
+def value(node: Any) -> Any:
+    """Returns the value of a `Mean` or a `Sum` of which nothing more is to come, and other values unchanged."""
+    if isinstance(node, Mean):
+        return ratio(node.total, node.weight)
+    return node.total if isinstance(node, Sum) else node
+
+
+def ratio(total: Any, weight: Any) -> jax.Array:
+    """Returns total / weight, and 0 where the weight is 0."""
+    weight = jnp.asarray(weight, jnp.result_type(total, jnp.float32))
+    return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
+
+
+def objective(loss: Any, passes: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns the scalar to differentiate in one of several passes, and {"weight": its weight among them} if they differ.
+
+    A `Mean` must have its weight over all devices already. Each pass is a mean, so that 16-bit gradients stay in range.
+    """
+    if isinstance(loss, Mean):
+        weight = jax.lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32))
+        return ratio(loss.total, weight), {"weight": weight}
+    return (loss.total * passes if isinstance(loss, Sum) else loss), {}
+
+
+def in_float32(loss: Any) -> Any:
+    """Returns a loss, which may be a `Mean` or a `Sum`, in float32.
+
+    Raises:
+      UserError: it is not a real scalar.
+    """
+    parts = [loss.total, *([loss.weight] if isinstance(loss, Mean) else [])] if is_total(loss) else [loss]
+    for part in parts:
+        if (
+            not isinstance(part, (jax.Array, np.ndarray, np.generic, int, float))
+            or jnp.shape(part)
+            or jnp.iscomplexobj(part)
+        ):
+            inside = f" in zerojax.{type(loss).__name__}" if is_total(loss) else ""
+            raise UserError(
+                f"loss_fn: returned {_type(part)}{inside} as the loss, and it must be a real scalar; take its mean"
+            )
+    if is_total(loss):
+        return dataclasses.replace(loss, total=jnp.asarray(loss.total, jnp.float32))
+    return jnp.asarray(loss, jnp.float32)
+
+
+def times(loss: Any, factor: Any) -> Any:
+    """Returns a loss, which may be a `Mean` or a `Sum`, times a number."""
+    return dataclasses.replace(loss, total=loss.total * factor) if is_total(loss) else loss * factor
 
 
 @contextlib.contextmanager
@@ -213,7 +308,7 @@ def _read(result: Any, state: Any) -> tuple[Any, Mapping[str, Any]]:
 def _fitted(field: str, returned: Any, before: Any, combine: Callable[[str, Any, Any], Any]) -> Any:
     """Maps `combine(path, new, old)` over a field of the state; returns the old structure and dtypes."""
     old = {f"{field}/{path}".rstrip("/"): leaf for path, leaf in tree.flatten(before)}
-    new = {f"{field}/{path}".rstrip("/"): leaf for path, leaf in tree.flatten(returned, is_leaf=totals.is_total)}
+    new = {f"{field}/{path}".rstrip("/"): leaf for path, leaf in tree.flatten(returned, is_leaf=is_total)}
     if odd := sorted(set(old) ^ set(new)):
         raise UserError(
             f"loss_fn: returned state.{field} {'without' if odd[0] in old else 'with'} {odd[0]}, and a state keeps its structure; return "
@@ -274,7 +369,7 @@ def _without_gradient(leaf: Any) -> Any:
 
 
 def _is_term(node: Any) -> bool:
-    return totals.is_total(node) or isinstance(node, Same)
+    return is_total(node) or isinstance(node, Same)
 
 
 def _type(value: Any) -> str:
