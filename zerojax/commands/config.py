@@ -124,6 +124,7 @@ QUESTIONS = (
     Question("lora_r", "Adapters (LoRA) of which rank? 0: all weights are trained", "lora.r", _count_or("lora_r", "none", 0)),
     Question("target", "Which devices? here, " + ", ".join(targets.TARGETS), "", _one_of("target", [*targets.TARGETS, targets.HERE])),
     Question("topology", "How many? hosts x devices (1x8); TPUs: chips (2x2x1); empty for all that are here", "", _topology),
+    Question("tensor", "Tensor parallelism over how many of them? 1: none", "mesh.model", _count("tensor")),
     Question("seq_len", "How many tokens a sequence?", "seq_len", _count("seq_len")),
     Question("global_batch_size", "How many sequences a step, over all devices?", "global_batch_size", _count("global_batch_size")),
     Question("grad_accum", "In how many passes (accumulation)? auto: as few as fit", "grad_accum", _count_or("grad_accum", "auto", 0)),
@@ -286,6 +287,7 @@ def _default(name: str, answers: Mapping[str, Any], advice: Advice | None) -> st
         _MODEL: base.model.preset,
         "lora_r": 0,
         "target": targets.HERE,
+        "tensor": base.mesh.model,
         "grad_accum": "auto",
         "clip_norm": base.optimizer.clip_norm,
         "precision": base.precision,
@@ -302,7 +304,11 @@ def _advise(answers: Mapping[str, Any], *, quick: bool) -> Advice:
     usable = None
     with contextlib.suppress(UserError):
         usable = targets.get(answers["target"]).usable
-    ways = len(devices)
+    if len(devices) % config.mesh.model:
+        raise UserError(
+            f"config.mesh.model: {config.mesh.model} does not divide the {len(devices)} devices; choose one that does, or 1"
+        )
+    ways = len(devices) // config.mesh.model
     held: dict[int, float] = {}
     programs = {}
     for number in stages.STAGES:
@@ -451,7 +457,7 @@ def _chosen(answers: Mapping[str, Any]) -> dict[str, Any]:
         found["grad_accum"], found["micro_batch_size"] = passes, 0
     if found.get("lora.r"):
         found["export.format"] = "peft"
-    none = {"offload.optimizer": offload_lib.NONE, "offload.params": offload_lib.NONE, "lora.r": 0}
+    none = {"offload.optimizer": offload_lib.NONE, "offload.params": offload_lib.NONE, "lora.r": 0, "mesh.model": 1}
     return {place: value for place, value in found.items() if none.get(place) != value}
 
 
