@@ -89,11 +89,11 @@ def link(options: argparse.Namespace) -> dict[str, float]:
     from jax.sharding import PartitionSpec as P
 
     import zerojax
-    from zerojax.zero.offload import layout
+    from zerojax.zero.offload import memory_kind
 
     mesh = zerojax.make_mesh(devices=jax.devices()[:1])
     device = NamedSharding(mesh, P())
-    host = layout.on_host(device)
+    host = memory_kind.on_host(device)
     chunk, count = options.chunks_mib[0] * MIB, options.copies
     there = [jax.device_put(np.full(chunk // 4, n, np.float32), host) for n in range(4)]
     here = [jax.block_until_ready(jax.device_put(jnp.full(chunk // 4, n, jnp.float32), device)) for n in range(4)]

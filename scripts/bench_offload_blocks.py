@@ -139,7 +139,7 @@ def _measured(options: argparse.Namespace, family: Any, model: Any, count: int, 
     """Makes the state and runs the steps. Returns the seconds of a step and the line of figures."""
     import jax
 
-    from zerojax.zero.offload import kept
+    from zerojax.zero.offload import storage
 
     began = time.perf_counter()
     device = jax.devices()[0]
@@ -149,7 +149,7 @@ def _measured(options: argparse.Namespace, family: Any, model: Any, count: int, 
     state = _random(partition)
     made = time.perf_counter()
     away = [leaf for leaf in jax.tree.leaves(state) if leaf.sharding.memory_kind == "pinned_host"]
-    on_disk = sum(leaf.nbytes for leaf in away if kept.is_on_disk(leaf))
+    on_disk = sum(leaf.nbytes for leaf in away if storage.is_on_disk(leaf))
     on_host = sum(leaf.nbytes for leaf in away) - on_disk
     del away
     say(f"the state is made, {on_host / 1e9:.1f} GB of it on the host, {on_disk / 1e9:.1f} GB on the disk")
@@ -370,9 +370,9 @@ def _random(partition: Any) -> Any:
     import jax.numpy as jnp
 
     from zerojax import tree
-    from zerojax.zero.offload import kept, late_norm, layout
+    from zerojax.zero.offload import late_norm, memory_kind, storage
 
-    keep, keys = kept.keeper(partition), iter(range(1 << 30))
+    keep, keys = storage.keeper(partition), iter(range(1 << 30))
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def drawn(shape: tuple[int, ...], dtype: Any, seed: Any) -> Any:
@@ -387,8 +387,8 @@ def _random(partition: Any) -> Any:
             array = jnp.ones(leaf.shape, leaf.dtype)
         else:
             array = drawn(leaf.shape, leaf.dtype, next(keys))
-        array = jax.device_put(array, layout.on_device(leaf.sharding))
-        return jax.block_until_ready(keep(array, leaf) if layout.is_on_host(leaf) else array)
+        array = jax.device_put(array, memory_kind.on_device(leaf.sharding))
+        return jax.block_until_ready(keep(array, leaf) if memory_kind.is_on_host(leaf) else array)
 
     return tree.map_with_path(value, partition.abstract_state)
 

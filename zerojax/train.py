@@ -47,7 +47,7 @@ from zerojax.trainer.checks import effects, host, names, texts
 from zerojax.trainer.clients import outlets
 from zerojax.trainer.tuning import answers, examples, rounds
 from zerojax.zero import memory
-from zerojax.zero.offload import budget, kept
+from zerojax.zero.offload import budget, storage
 from zerojax.zero.offload import settings as offload_settings
 
 STEPS_BEFORE_COMPARING = 2  # a program reaches its peak memory in its first steps
@@ -305,7 +305,7 @@ def _build(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> p
         say(f"the model is that of {program.weights.source.path}; config.model.preset is not read")
     say(display.as_text(program_lib.memory_table(program)))
     say(memory.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
-    if line := kept.line(program.partition):
+    if line := storage.line(program.partition):
         say(line)
     return program
 

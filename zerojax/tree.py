@@ -119,6 +119,11 @@ def nbytes(leaf: Any, shape: Iterable[int] | None = None) -> int:
     return math.prod(leaf.shape if shape is None else shape) * jax.numpy.dtype(dtype).itemsize * key_words
 
 
+def shard_bytes(leaf: Any) -> int:
+    """Returns the bytes of an abstract leaf on each device, or in host memory for each device."""
+    return nbytes(leaf, leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape)
+
+
 def suffix_index(paths: Iterable[str]) -> dict[str, str]:
     """Returns {suffix: path} for every suffix of every path; if several paths share a suffix, it maps to the one of fewest parts.
 

@@ -16,7 +16,7 @@ from zerojax.inference import by_block, choice, generate, sampling
 from zerojax.models import families, family
 from zerojax.models.llama.model import LlamaConfig
 from zerojax.zero import intercept, stages
-from zerojax.zero.offload import layout
+from zerojax.zero.offload import memory_kind
 
 PROMPTS = np.array([[3, 9, 4, 1, 5, 9, 2, 6], [7, 7, 1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 8, 2, 8, 1]])
 MASK = np.array([[1] * 8, [1] * 3 + [0] * 5, [0] * 4 + [1] * 4])
@@ -46,7 +46,7 @@ def test_tokens_are_those_of_one_program_with_all_weights_on_the_device(name):
     for how in ({"stage": 0}, HOST):
         partition = stages.partition_state({"params": params}, mesh=mesh_lib.make_mesh(), **how)
         stored = jax.device_put(params, partition.shardings["params"])
-        assert any(map(layout.is_on_host, jax.tree.leaves(stored))) == (how is HOST)
+        assert any(map(memory_kind.is_on_host, jax.tree.leaves(stored))) == (how is HOST)
         special = family.SpecialTokens(stops=(6,), pad=59)
         function = generate.make_generator(chosen, config, partition, new_tokens=NEW, special=special)
         found.append(function(stored, PROMPTS, MASK))

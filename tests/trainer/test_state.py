@@ -14,7 +14,7 @@ from zerojax.trainer import program, resume
 from zerojax.trainer import state as state_lib
 from zerojax.zero import shard_state
 from zerojax.zero.offload import create as offload_create
-from zerojax.zero.offload import late_norm, layout
+from zerojax.zero.offload import late_norm, memory_kind
 
 LLAMA = golden_models.FOLDER / "llama"
 OFFLOAD = {"offload__optimizer": "host", "offload__chunk_bytes": 20_000}
@@ -124,7 +124,7 @@ def test_an_offloaded_program_begins_trains_and_restores_as_one_on_the_device(tm
         if "offload__chunk_bytes" not in changes:
             continue
         weights = jax.tree.leaves(state.params)
-        assert any(layout.is_on_host(leaf) for leaf in weights) == ("offload__params" in changes)
+        assert any(memory_kind.is_on_host(leaf) for leaf in weights) == ("offload__params" in changes)
     saver.close()
     # The last program of the loop but one has its params on the host: it evaluates and trains as the one on the device.
     there = build(zero__stage=3, precision="bf16", **OFFLOAD, offload__params="host")

@@ -19,7 +19,7 @@ from zerojax.trainer import program, results, resume
 from zerojax.trainer import state as state_lib
 from zerojax.trainer.checks import host
 from zerojax.zero import memory
-from zerojax.zero.offload import budget, kept, layout
+from zerojax.zero.offload import budget, memory_kind, selection, storage
 
 FOLDER = golden_models.FOLDER / "llama"
 ADAPTED = {
@@ -153,16 +153,16 @@ def test_adapters_train_with_offload_as_on_the_device_and_pin_what_was_counted(
     )
     built, state = first(jax.devices()[:2], model__remat="full", **where)
     partition, leaves = built.partition, dict(tree.flatten(state))
-    adapters = [layout.shard_bytes(leaf) for path, leaf in layout.host_leaves(partition).items() if "lora_" in path]
+    adapters = [tree.shard_bytes(leaf) for path, leaf in selection.host_leaves(partition).items() if "lora_" in path]
     assert bool(adapters) == (optimizer != "none") and len(partition.on_host) > len(adapters)
     pinned, in_files = 0, set()
     for path, leaf in leaves.items():
-        if kept.is_on_disk(leaf):
+        if storage.is_on_disk(leaf):
             in_files.add(path)
-        elif layout.is_on_host(leaf):
+        elif memory_kind.is_on_host(leaf):
             pinned += sum(shard.data.nbytes for shard in leaf.addressable_shards)
             assert path in partition.on_host
-    assert in_files == kept.on_disk(partition).keys()
+    assert in_files == storage.on_disk(partition).keys()
     assert pinned == 2 * memory.bytes_elsewhere(partition).get(roles.HOST, 0)
     written = budget.NEW_PARAMS[params] * max(adapters, default=0) + 2 * (
         1 << 14

@@ -26,8 +26,7 @@ from zerojax.inference import sampling as sampling_lib
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
 from zerojax.zero import placement, where_used
-from zerojax.zero.offload import budget
-from zerojax.zero.offload import params as params_on_host
+from zerojax.zero.offload import budget, selection
 
 SCORES = 3  # arrays [rows, heads, length, length] that attention over the prompts holds at a time
 MOST_TOKENS = 2**24  # of a text, which float32 counts exactly
@@ -66,7 +65,7 @@ def make_generator(
         raise UserError(f"max_new_tokens: must be 1 or more, and {MOST_TOKENS} at most, and is {new_tokens}")
     mesh, choice = partition.mesh, choice_lib.Choice(new_tokens, special, sampling or sampling_lib.Sampling())
     make: Callable[..., Callable[..., jax.Array]] = (
-        by_block.Loop if params_on_host.are_on_host(partition) else _make_loop
+        by_block.Loop if selection.are_params_on_host(partition) else _make_loop
     )
     run = make(family, config, partition, choice, compute_dtype)
 

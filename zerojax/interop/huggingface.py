@@ -27,7 +27,7 @@ from zerojax import bounded, errors, tree
 from zerojax.errors import UserError
 from zerojax.interop import layout, tensor_files
 from zerojax.models import family as family_lib
-from zerojax.zero.offload import params as params_on_host
+from zerojax.zero.offload import storage
 
 SHARD_BYTES = 5 * 2**30
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -238,7 +238,7 @@ def make_fetch(is_primary: bool) -> Callable[[Any, np.dtype], np.ndarray | None]
         return jnp.copy(leaf.astype(dtype))
 
     def fetch(leaf: Any, dtype: np.dtype) -> np.ndarray | None:
-        leaf = params_on_host.to_device(leaf.make() if isinstance(leaf, Made) else leaf)
+        leaf = storage.to_device(leaf.make() if isinstance(leaf, Made) else leaf)
         if not isinstance(leaf, jax.Array):
             return np.asarray(leaf).astype(dtype)
         # Always a new array: an array caches its numpy copy, and the copies would add up to the full model.

@@ -17,7 +17,7 @@ from zerojax.interop import folder as folder_lib
 from zerojax.interop import huggingface, layout, peft
 from zerojax.lora import adapters, targets
 from zerojax.ops import quantized
-from zerojax.zero.offload import params as params_on_host
+from zerojax.zero.offload import storage
 
 
 def export(
@@ -61,9 +61,9 @@ def of_params(params: Any, chosen: targets.Targets) -> Any:
     def make(path: str) -> Any:
         module = path.rpartition("/")[0]
         if module not in found or path != f"{module}/{targets.KERNEL}":
-            leaf = params_on_host.to_device(own[path])
+            leaf = storage.to_device(own[path])
             return quantized.dequantize(leaf, jnp.float32) if quantized.is_quantized(leaf) else leaf
-        parts = params_on_host.to_device((own[path], found[module]))
+        parts = storage.to_device((own[path], found[module]))
         return _merge(chosen.scale(module))(*parts)
 
     leaves = {}

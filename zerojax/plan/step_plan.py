@@ -21,7 +21,7 @@ from zerojax.plan import departures, findings, ledger, targets
 from zerojax.plan.offload import streams, times
 from zerojax.zero import memory, stages
 from zerojax.zero import placement as placement_lib
-from zerojax.zero.offload import kept
+from zerojax.zero.offload import storage
 
 LARGEST = 10  # leaves and temporaries that are listed
 
@@ -138,7 +138,7 @@ def plan_step(
     """Plans any jitted train step.
 
     Args:
-      train_step: a `jax.jit` function of (state, *args), or a `streamed.StreamedStep`.
+      train_step: a `jax.jit` function of (state, *args), or a `streamed_step.StreamedStep`.
       state: the abstract train state: ShapeDtypeStructs with shardings on `mesh`. Its weights are under `params`.
       *args: the other arguments, abstract.
       mesh: the mesh that the step is lowered for, of compile-only devices (`targets.devices`) or real ones.
@@ -305,7 +305,7 @@ def _theory(placement: placement_lib.Partition, passes: int, by_hand: bool) -> t
         roles.GRADIENTS: stage.grads,
     }
     theory, arithmetic = dict.fromkeys(is_sharded, 0.0), dict.fromkeys(is_sharded, 0)
-    on_disk = kept.on_disk(placement)
+    on_disk = storage.on_disk(placement)
     for path, leaf in tree.flatten(placement.abstract_state):
         role = buffer_roles.argument_role(f"state/{path}")
         if role not in is_sharded:

@@ -37,7 +37,7 @@ from zerojax.trainer.checks import names
 from zerojax.trainer.tuning import examples
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import memory, placement, shard_state, stages, tensor_parallel
-from zerojax.zero.offload import blockwise, late_norm
+from zerojax.zero.offload import late_norm, step_by_block
 from zerojax.zero.offload import settings as offload_settings
 
 
@@ -203,7 +203,7 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
 def memory_table(program: Program) -> Table:
     """Returns the table of bytes on each device, beside those of stage 0. Gradients count as this program's step holds them."""
     step = program.train_step
-    frees = isinstance(step, blockwise.BlockwiseStep) and not step.holds_gradients
+    frees = isinstance(step, step_by_block.BlockwiseStep) and not step.holds_gradients
     return memory.memory_table(
         program.partition,
         program.baseline,

@@ -21,7 +21,7 @@ from zerojax.trainer import program as program_lib
 from zerojax.trainer import state as state_lib
 from zerojax.zero import placement
 from zerojax.zero.offload import create as offload_create
-from zerojax.zero.offload import params as params_on_host
+from zerojax.zero.offload import storage
 
 IMPORTED = "imported"  # in `meta`: where a state that another program trained comes from
 OPTIONAL = (
@@ -167,7 +167,7 @@ def logical_params(program: program_lib.Program, state: Any) -> Any:
 
     def cut(path: str, leaf: jax.Array) -> jax.Array:
         shape = padded.get(f"params/{path}")
-        return params_on_host.to_device(leaf)[tuple(map(slice, shape))] if shape else leaf
+        return storage.to_device(leaf)[tuple(map(slice, shape))] if shape else leaf
 
     return tree.map_with_path(cut, logical)
 

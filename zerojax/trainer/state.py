@@ -15,7 +15,7 @@ from zerojax.optim import master_weights, pieces
 from zerojax.trainer import program as program_lib
 from zerojax.zero import placement, shard_state
 from zerojax.zero.offload import create as offload_create
-from zerojax.zero.offload import kept, late_norm, layout
+from zerojax.zero.offload import late_norm, memory_kind, storage
 
 
 def first(program: program_lib.Program) -> Any:
@@ -47,7 +47,7 @@ def first(program: program_lib.Program) -> Any:
     return _with_frozen(program, state, keep)
 
 
-def restored(program: program_lib.Program, logical: Any, keep: kept.Keep, *, rescales: bool = False) -> Any:
+def restored(program: program_lib.Program, logical: Any, keep: storage.Keep, *, rescales: bool = False) -> Any:
     """Returns the state from its checkpointed form (see `Program.to_logical`), whose buffers are donated.
 
     `keep` brought what is offloaded to where it lives (see `offload.create.begin`), and so brings the rest of it.
@@ -78,7 +78,7 @@ def restored(program: program_lib.Program, logical: Any, keep: kept.Keep, *, res
     return _with_frozen(program, state, keep)
 
 
-def _with_frozen(program: program_lib.Program, state: Any, keep: kept.Keep) -> Any:
+def _with_frozen(program: program_lib.Program, state: Any, keep: storage.Keep) -> Any:
     """Returns a state of the trained part with the frozen weights. What is offloaded lives there before the next part is made."""
     if not placement.has_frozen(state.params):
         return state
@@ -86,7 +86,9 @@ def _with_frozen(program: program_lib.Program, state: Any, keep: kept.Keep) -> A
     for name, part in program.partition.on_device.abstract_state.params.items():
         frozen = tree.map_with_path(lambda path, leaf: optax.MaskedNode() if path in own else leaf, {name: part})
         for path, leaf in tree.flatten(program.weights.make(frozen)):
-            own[path] = jax.block_until_ready(keep(leaf, wanted[path])) if layout.is_on_host(wanted[path]) else leaf
+            own[path] = (
+                jax.block_until_ready(keep(leaf, wanted[path])) if memory_kind.is_on_host(wanted[path]) else leaf
+            )
     return state.replace(params=tree.map_with_path(lambda path, _: own[path], program.partition.abstract_state.params))
 
 
@@ -95,15 +97,15 @@ def _is_lacking(field: Any) -> bool:
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(field))
 
 
-def _with_copy(program: program_lib.Program, logical: Any, keep: kept.Keep) -> Any:
+def _with_copy(program: program_lib.Program, logical: Any, keep: storage.Keep) -> Any:
     """Returns the state of a checkpoint's form: params are copied from the master weights, if there are any."""
     if not program.partition.offload or program.copy_dtype is None:
         return logical_lib.from_logical(logical, program.copy_dtype)
     wanted = program.partition.abstract_state.params
 
     def copied(leaf: Any, like: Any) -> Any:
-        copy = offload_create.copied(leaf, layout.as_on_device(like))
-        return keep(copy, like) if layout.is_on_host(like) else copy
+        copy = offload_create.copied(leaf, memory_kind.as_on_device(like))
+        return keep(copy, like) if memory_kind.is_on_host(like) else copy
 
     params = jax.tree.map(copied, logical.params, wanted, is_leaf=pieces.is_pieces)
     return logical.replace(

@@ -17,8 +17,7 @@ from zerojax.trainer import settings
 from zerojax.zero import explicit, placement, step, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero.fp8 import modules as fp8_modules
-from zerojax.zero.offload import fetched_params
-from zerojax.zero.offload import params as params_on_host
+from zerojax.zero.offload import fetched_params, selection
 from zerojax.zero.sharded_batch import outputs
 
 DROPOUT = 1  # folded into the random key of a step
@@ -75,7 +74,7 @@ def eval_loss(
         modules = fp8_modules.chosen(fp8, partition.placements, family.blocks)
         recipe = fp8_ops.TENSORWISE if fp8.recipe == fp8_ops.DELAYED else fp8.recipe  # no state, so no history
         loss_fn = fp8_modules.wrapped(loss_fn, modules, recipe)
-    if params_on_host.are_on_host(partition):
+    if selection.are_params_on_host(partition):
         return fetched_params.mean_of(loss_fn, partition, compiler_options=options, **how)
     return xla_options.jit(explicit.mean(loss_fn, partition, **how), options)
 

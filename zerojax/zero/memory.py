@@ -12,7 +12,7 @@ from zerojax import display, precision, roles, tree
 from zerojax import mesh as mesh_lib
 from zerojax.optim import eight_bit
 from zerojax.zero import gather, intercept, placement, stages
-from zerojax.zero.offload import kept, layout
+from zerojax.zero.offload import memory_kind, selection, storage
 
 ROLES = (roles.PARAMS, roles.FROZEN, roles.GRADIENTS, roles.OPT_STATE, roles.OTHER)
 _IN = {roles.HOST: "in host memory", roles.DISK: "on disk"}
@@ -57,10 +57,10 @@ def bytes_per_device(
 def bytes_elsewhere(partition: placement.Partition) -> dict[str, int]:
     """Returns {role: bytes of the state for each device} of host memory and of the disk, where they hold any."""
     found: dict[str, int] = {}
-    on_disk = kept.on_disk(partition)
-    for path, leaf in layout.host_leaves(partition).items():
+    on_disk = storage.on_disk(partition)
+    for path, leaf in selection.host_leaves(partition).items():
         role = roles.DISK if path in on_disk else roles.HOST
-        found[role] = found.get(role, 0) + layout.shard_bytes(leaf)
+        found[role] = found.get(role, 0) + tree.shard_bytes(leaf)
     return found
 
 
@@ -134,7 +134,7 @@ def memory_table(
 
 def measured_bytes(state: Any, device: Any) -> int:
     """Returns the measured bytes of a state's shards in one device's memory."""
-    leaves = [leaf for leaf in jax.tree.leaves(state) if not layout.is_on_host(leaf)]
+    leaves = [leaf for leaf in jax.tree.leaves(state) if not memory_kind.is_on_host(leaf)]
     shards = [s for leaf in leaves for s in leaf.addressable_shards if s.device == device]
     return sum(shard.data.nbytes for shard in shards)
 

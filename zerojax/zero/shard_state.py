@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from zerojax import roles, tree
 from zerojax.errors import UserError
 from zerojax.zero import placement, stages
-from zerojax.zero.offload import create, kept, layout
+from zerojax.zero.offload import create, memory_kind, storage
 
 
 def shard_train_state(
@@ -149,10 +149,10 @@ def unpad(state: Any, partition: placement.Partition) -> Any:
             decided is not None
             and decided.padding
             and not isinstance(leaf, jax.core.Tracer)
-            and layout.is_on_host(leaf)
+            and memory_kind.is_on_host(leaf)
         ):
             # XLA's slices of host memory have open bugs.
-            (leaf,) = kept.arrived(kept.load([leaf], [layout.on_device(leaf.sharding)]))
+            (leaf,) = storage.arrived(storage.load([leaf], [memory_kind.on_device(leaf.sharding)]))
         return leaf[tuple(slice(n) for n in decided.shape)] if decided is not None and decided.padding else leaf
 
     return tree.map_with_path(cut, state)

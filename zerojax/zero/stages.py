@@ -30,8 +30,7 @@ from zerojax.errors import UserError
 from zerojax.optim import eight_bit
 from zerojax.roles import FROZEN, OPT_STATE, OTHER, PARAMS
 from zerojax.zero import gather, placement
-from zerojax.zero.offload import kept, layout, settings
-from zerojax.zero.offload import params as params_on_host
+from zerojax.zero.offload import selection, settings, storage
 
 STATE = mesh_lib.STATE  # the axes over which a stage shards
 
@@ -167,8 +166,8 @@ def partition_state(
         decided = rule.decide(weight, jax.ShapeDtypeStruct(shape, leaf.dtype), role_of[path])
         decided = dataclasses.replace(decided, weight=weight or "")
         leaves[path] = decided if shape == leaf.shape else _scales(decided, leaf.shape, mesh)
-    placed = layout.place(_assemble(mesh, stage, abstract_state, leaves), chosen, min_size)
-    return kept.with_keeper(params_on_host.place(placed, chosen, min_size))
+    placed = selection.place(_assemble(mesh, stage, abstract_state, leaves), chosen, min_size)
+    return storage.with_keeper(placed)
 
 
 @dataclasses.dataclass(frozen=True)

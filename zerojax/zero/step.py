@@ -20,7 +20,7 @@ from zerojax.zero import by_columns as columns_lib
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
 from zerojax.zero.fp8 import modules as fp8_modules
-from zerojax.zero.offload import blockwise, late_norm, streamed
+from zerojax.zero.offload import late_norm, step_by_block, streamed_step
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs
 
 
@@ -81,7 +81,7 @@ def make_train_step(
       donate: whether the step reuses the old state's memory; the old state is then deleted.
 
     Returns:
-      The step: a compiled function, or a `streamed.StreamedStep` if the partition has offloaded leaves. Its metrics are scalars: loss,
+      The step: a compiled function, or a `streamed_step.StreamedStep` if the partition has offloaded leaves. Its metrics are scalars: loss,
       grad_norm and the metrics that the loss function returned. With a late norm there is also clipped_norm, the norm that the gradients
       were clipped by. With loss scaling there are also loss_scale (of this step), skipped_steps
       (so far), overflow_leaf (the index of the first gradient that was not finite, or -1) and is_exhausted. The state must have
@@ -107,7 +107,7 @@ def make_train_step(
     loss_fn, sent, kept = fp8_modules.in_step(fp8, outputs.with_aux(loss_fn, scaling.scale), sent, blocks)
     gradients = _gradients(loss_fn, sent, dataclasses.replace(how, hooks=(*how.hooks, *kept)), layout, **dtypes)
     clip = late_norm.clip(partition, clip_norm, may_skip=loss_scale is not None)
-    updates = streamed.updates_of(partition, may_skip=clip.may_skip)
+    updates = streamed_step.updates_of(partition, may_skip=clip.may_skip)
     finish = update_lib.finish(partition, updates, scaling, clip)
 
     def train_step(state: Any, batch: Any) -> tuple[Any, ...]:
@@ -129,12 +129,12 @@ def make_train_step(
         in_shardings=(resident.shardings, None),
         out_shardings=(resident.shardings, None, *([updates.handed_shardings] if updates else [])),
     )
-    if updates is None or not blockwise.is_chosen(partition, how, reduce_dtype, fp8, clip, by_columns):
-        return step if updates is None else streamed.StreamedStep(step, updates, donate=donate)
-    passes = blockwise.passes_of(
+    if updates is None or not step_by_block.is_chosen(partition, how, reduce_dtype, fp8, clip, by_columns):
+        return step if updates is None else streamed_step.StreamedStep(step, updates, donate=donate)
+    passes = step_by_block.passes_of(
         loss_fn, partition, how, layout, **dtypes, options=xla_options.for_blocks(partition.mesh, but=xla_flags.names())
     )
-    return blockwise.BlockwiseStep(step, updates, passes, finish, scaling.scale, clip, donate=donate)
+    return step_by_block.BlockwiseStep(step, updates, passes, finish, scaling.scale, clip, donate=donate)
 
 
 def _checked(how: where_used.How, partition: placement.Partition) -> where_used.How:

@@ -5,11 +5,12 @@ import jax
 import pytest
 import runs
 
+from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.trainer import program
 from zerojax.trainer.checks import host
 from zerojax.zero import memory
-from zerojax.zero.offload import budget, layout
+from zerojax.zero.offload import budget, selection
 
 OFFLOAD = {"offload__optimizer": "host", "offload__chunk_bytes": 20_000}
 
@@ -58,7 +59,7 @@ def test_an_error_of_the_host_becomes_one_line_and_another_does_not():
 def test_what_a_run_pins_is_bounded_before_it_uses_a_device(stage):
     config = runs.config(zero__stage=stage, precision="bf16", **OFFLOAD)
     built = program.build(config, tokenizer_vocab=320)
-    held = 8 * sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(built.partition).values())
+    held = 8 * sum(tree.shard_bytes(leaf) for leaf in selection.host_leaves(built.partition).values())
     assert held <= host.most_pinned_bytes(config) < 1.2 * held + 10 * config.offload.chunk_bytes
     assert host.most_pinned_bytes(runs.config(zero__stage=stage)) == 0
 
@@ -68,5 +69,5 @@ def test_what_a_run_pins_of_its_params_is_bounded_too(precision, part):
     parts = {"offload__fraction": part, "offload__params_fraction": part}
     config = runs.config(zero__stage=3, precision=precision, **(OFFLOAD | parts), offload__params="host")
     built = program.build(config, tokenizer_vocab=320)
-    held = 8 * sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(built.partition).values())
+    held = 8 * sum(tree.shard_bytes(leaf) for leaf in selection.host_leaves(built.partition).values())
     assert held <= host.most_pinned_bytes(config) < 1.3 * held + 10 * config.offload.chunk_bytes

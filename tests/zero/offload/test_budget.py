@@ -7,9 +7,9 @@ import offloads
 import pytest
 
 import zerojax
-from zerojax import xla_flags
+from zerojax import tree, xla_flags
 from zerojax.errors import UserError
-from zerojax.zero.offload import budget, kept, layout
+from zerojax.zero.offload import budget, selection, storage
 
 GIB = 1 << 30
 
@@ -24,7 +24,7 @@ def partition():
 
 
 def test_all_shards_of_this_process_and_the_chunks_in_flight_are_counted(partition):
-    shards = 8 * sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(partition).values())
+    shards = 8 * sum(tree.shard_bytes(leaf) for leaf in selection.host_leaves(partition).values())
     moments = 2 * 2 * 2 * offloads.WIDTH * offloads.HIDDEN * 4  # two moments of two kernels in two layers
     assert shards == moments
     assert budget.pinned_bytes(partition) == moments + 8 * 4 * offloads.PIECES["chunk_bytes"]
@@ -39,8 +39,8 @@ def test_a_state_smaller_than_the_chunks_in_flight_needs_its_own_bytes_alone(tmp
     )
     how = {"optimizer": place, "chunk_bytes": 1 << 30} | ({"nvme_path": str(tmp_path)} if place == "nvme" else {})
     found = zerojax.partition_state(state, mesh=zerojax.make_mesh(), offload=how, min_size=64)
-    shards = 8 * sum(layout.shard_bytes(leaf) for leaf in layout.host_leaves(found).values())
-    buffers = found.offload.nvme_buffers * kept.disk_bytes(found)
+    shards = 8 * sum(tree.shard_bytes(leaf) for leaf in selection.host_leaves(found).values())
+    buffers = found.offload.nvme_buffers * storage.disk_bytes(found)
     assert budget.pinned_bytes(found) == (2 * shards if place == "host" else shards + buffers) < 1 << 25
 
 

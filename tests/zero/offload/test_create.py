@@ -11,7 +11,7 @@ import pytest
 import zerojax
 from zerojax import train_state, tree
 from zerojax.zero import stages
-from zerojax.zero.offload import create, kept, layout
+from zerojax.zero.offload import create, memory_kind, storage
 
 OPTIMIZERS = {
     "moments": lambda: offloads.adam(),
@@ -39,18 +39,18 @@ def test_an_offloaded_state_begins_as_one_on_the_device_does(name, monkeypatch):
 def test_few_offloaded_leaves_are_on_the_device_at_once(monkeypatch):
     """Every program that makes offloaded leaves returns a few, and they are on the host before the next one runs."""
     monkeypatch.setattr(create, "MOST_BYTES", 1 << 10)
-    sizes, put = [], kept.to_host
+    sizes, put = [], storage.to_host
 
     def noted(array, like):
-        held = {id(a): a for a in jax.live_arrays() if not layout.is_on_host(a) and a.size >= 1024}
+        held = {id(a): a for a in jax.live_arrays() if not memory_kind.is_on_host(a) and a.size >= 1024}
         sizes.append(sum(a.nbytes // 8 for a in held.values()))
         return put(array, like)
 
-    monkeypatch.setattr(kept, "to_host", noted)
-    before = sum(a.nbytes // 8 for a in jax.live_arrays() if not layout.is_on_host(a) and a.size >= 1024)
+    monkeypatch.setattr(storage, "to_host", noted)
+    before = sum(a.nbytes // 8 for a in jax.live_arrays() if not memory_kind.is_on_host(a) and a.size >= 1024)
     state, partition = offloads.sharded(zerojax.with_master_weights(offloads.adam()), offloads.PIECES, stage=2)
     whole = sum(
-        layout.shard_bytes(leaf) for leaf in jax.tree.leaves(partition.abstract_state) if layout.is_on_host(leaf)
+        tree.shard_bytes(leaf) for leaf in jax.tree.leaves(partition.abstract_state) if memory_kind.is_on_host(leaf)
     )
     assert max(sizes) - before <= 2 * (1 << 10) < whole
     del state

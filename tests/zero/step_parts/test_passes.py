@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.zero import accumulate, stages, where_used
-from zerojax.zero.offload import blockwise
+from zerojax.zero.offload import step_by_block
 from zerojax.zero.sharded_batch import outputs
 from zerojax.zero.step_parts import passes
 
@@ -119,7 +119,7 @@ def test_gradients_of_a_pass_are_in_bf16_where_both_of_their_sums_are(count, red
     params = jax.eval_shape(net.init, jax.random.key(0), X, X[:, :1])["params"]
     state = jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=optax.adam(1e-3)), params)
     part = stages.partition_state(state, mesh=mesh, stage=3, min_size=0)
-    steps = blockwise.passes_of(
+    steps = step_by_block.passes_of(
         outputs.with_aux(functools.partial(loss_of, net), lambda state: 1.0),
         part,
         where_used.How(r"block_\w+", heads="head"),

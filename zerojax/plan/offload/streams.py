@@ -4,11 +4,11 @@ before the gradients    the first groups arrive, beside the program of the gradi
 after them              the other groups arrive, are updated and leave, both directions at once
 in the next step        the last groups leave, beside its gradients
 
-In a step block by block each block's pass is a program of its own (`offload.blockwise`). Params in host memory arrive beside the programs
-before their use. Where params are on the device, all groups in flight may arrive before the last backward pass. Where no norm is waited
-for, the others arrive and are updated beside it. The plan of such a step is read from these programs, linked in their order (`hlo.linked`).
-Sums of gradients over passes, their norm, the metrics and the updates are programs of their own, and are not linked: `times` counts the
-traffic of sums and updates.
+In a step block by block each block's pass is a program of its own (`offload.step_by_block`). Params in host memory arrive beside the
+programs before their use. Where params are on the device, all groups in flight may arrive before the last backward pass. Where no norm is
+waited for, the others arrive and are updated beside it. The plan of such a step is read from these programs, linked in their order by
+`hlo.linked`. Sums of gradients over passes, their norm, the metrics and the updates are programs of their own, and are not linked: `times`
+counts the traffic of sums and updates.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ import jax
 from zerojax.hlo import buffer_roles, linked, syntax
 from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import flops
-from zerojax.zero.offload import blockwise, streamed
+from zerojax.zero.offload import step_by_block, streamed_step
 from zerojax.zero.step_parts import passes, programs
 
 _SCOPES = {"backward": "transpose(jvp())/"}  # autodiff's name, which a gather inside of a nested function lacks
@@ -54,7 +54,7 @@ class Stream:
     peak: int
     is_on_disk: bool = False
     params_on_disk: bool = False
-    by_block: blockwise.Memory | None = None
+    by_block: step_by_block.Memory | None = None
     is_early: bool = False
 
     @property
@@ -70,7 +70,7 @@ class Stream:
         return params + (self.nbytes if self.is_on_disk else 0)
 
 
-def plan(step: streamed.StreamedStep, gradients: buffers_lib.Buffers, state: Any, batch: Any) -> Stream:
+def plan(step: streamed_step.StreamedStep, gradients: buffers_lib.Buffers, state: Any, batch: Any) -> Stream:
     """Plans the stream of a step whose program of the gradients is compiled. Compiles the programs of the updates, and those of blocks.
 
     Args:
@@ -78,11 +78,11 @@ def plan(step: streamed.StreamedStep, gradients: buffers_lib.Buffers, state: Any
       gradients: the memory of the program of the gradients.
       state, batch: of the step, abstract.
     """
-    by_block = step.memory(state, batch) if isinstance(step, blockwise.BlockwiseStep) else None
+    by_block = step.memory(state, batch) if isinstance(step, step_by_block.BlockwiseStep) else None
     groups, at_once = step.updates.groups, bytes_at_once(step)
     held = sum(argument.nbytes for argument in gradients.arguments if argument.space == "device") + gradients.outputs
     counts = [group.nbytes for group in groups]
-    # Where params arrive from the host, a group is sent a few programs before its update (`blockwise.LEAD`).
+    # Where params arrive from the host, a group is sent a few programs before its update (`step_by_block.LEAD`).
     ahead = 0 if by_block is not None and by_block.params else step.ahead
     return Stream(
         nbytes=sum(counts),
@@ -94,11 +94,11 @@ def plan(step: streamed.StreamedStep, gradients: buffers_lib.Buffers, state: Any
         is_on_disk=step.updates.is_on_disk,
         params_on_disk=step.updates.params_on_disk,
         by_block=by_block,
-        is_early=isinstance(step, blockwise.BlockwiseStep) and step.is_early,
+        is_early=isinstance(step, step_by_block.BlockwiseStep) and step.is_early,
     )
 
 
-def bytes_at_once(step: streamed.StreamedStep) -> int:
+def bytes_at_once(step: streamed_step.StreamedStep) -> int:
     """Returns the device bytes of the groups in flight, of params that leave with them, and of the temporaries of an update.
 
     Compiles the programs of the updates.
@@ -115,7 +115,7 @@ def bytes_at_once(step: streamed.StreamedStep) -> int:
 
 def of(train_step: Any, gradients: buffers_lib.Buffers, state: Any, args: Sequence[Any]) -> Stream | None:
     """Returns the stream of a step that has one."""
-    return plan(train_step, gradients, state, *args) if isinstance(train_step, streamed.StreamedStep) else None
+    return plan(train_step, gradients, state, *args) if isinstance(train_step, streamed_step.StreamedStep) else None
 
 
 class Read(NamedTuple):
@@ -143,18 +143,18 @@ def read(
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Read:
     """Compiles a step and reads it; see `step_plan.plan_step`. Of a streamed step, the program of the gradients."""
-    if isinstance(train_step, blockwise.BlockwiseStep):
+    if isinstance(train_step, step_by_block.BlockwiseStep):
         return _read_blocks(train_step, state, *args, compiler_options=compiler_options)
     traced = train_step.trace(state, *args)
     compiled, held = buffers_lib.compile_with_buffers(
         traced.lower(), from_cache=from_cache, compiler_options=compiler_options
     )
-    executable = train_step.with_gradients(compiled) if isinstance(train_step, streamed.StreamedStep) else compiled
+    executable = train_step.with_gradients(compiled) if isinstance(train_step, streamed_step.StreamedStep) else compiled
     return Read(held, held.hlo_text, flops.count(traced), executable)
 
 
 def _read_blocks(
-    step: blockwise.BlockwiseStep, state: Any, batch: Any, *, compiler_options: Mapping[str, Any] | None = None
+    step: step_by_block.BlockwiseStep, state: Any, batch: Any, *, compiler_options: Mapping[str, Any] | None = None
 ) -> Read:
     """Compiles the programs of a pass and reads them.
 
@@ -196,7 +196,7 @@ def _names(paths: Mapping[int, str], first: programs.StepProgram, own: programs.
     return {a: b for one, other in pairs if len(one) == len(other) for a, b in zip(one, other) if a != b}
 
 
-def _leaf(step: blockwise.BlockwiseStep, one_pass: passes.PassPrograms, number: int) -> buffers_lib.Argument:
+def _leaf(step: step_by_block.BlockwiseStep, one_pass: passes.PassPrograms, number: int) -> buffers_lib.Argument:
     """Returns a leaf of the arguments of a pass, where it is stored."""
     path, on_host = one_pass.paths[number], step.updates.rest.partition.on_host
     return buffers_lib.Argument(

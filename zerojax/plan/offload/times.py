@@ -18,7 +18,7 @@ from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import bound as bound_lib
 from zerojax.plan import flops, matmuls, targets
 from zerojax.plan.offload import streams
-from zerojax.zero.offload import blockwise, streamed
+from zerojax.zero.offload import step_by_block, streamed_step
 from zerojax.zero.step_parts import passes
 
 
@@ -182,7 +182,7 @@ def bounded(bound: bound_lib.Bound, phases: Sequence[StepPhase], target: targets
 
 
 def phases(
-    step: streamed.StreamedStep,
+    step: streamed_step.StreamedStep,
     stream: streams.Stream,
     flow: hlo_flow.Flow,
     seconds: Mapping[str, float],
@@ -201,7 +201,7 @@ def phases(
       activations: bytes that its program of gradients sends to host memory, and fetches.
     """
     updates = _updates(step)
-    if isinstance(step, blockwise.BlockwiseStep):
+    if isinstance(step, step_by_block.BlockwiseStep):
         return _by_block(step, stream, flow, seconds, updates, step.one_pass(state, batch))
     ahead, read = stream.before, _read_ahead(step, stream)
     work = _work(flow.module, bound_lib.kernels(flow)).get("", Work())
@@ -215,7 +215,7 @@ def phases(
 
 
 def _by_block(
-    step: blockwise.BlockwiseStep,
+    step: step_by_block.BlockwiseStep,
     stream: streams.Stream,
     flow: hlo_flow.Flow,
     seconds: Mapping[str, float],
@@ -302,14 +302,14 @@ def _sums(one_pass: passes.PassPrograms, count: int, in_16_bits: bool) -> tuple[
     return Work(traffic=nbytes, swept=nbytes, kernels=number), Work(traffic=last, swept=last, kernels=2 * number)
 
 
-def _squares(step: blockwise.BlockwiseStep, one_pass: passes.PassPrograms) -> Work:
+def _squares(step: step_by_block.BlockwiseStep, one_pass: passes.PassPrograms) -> Work:
     """Returns the work to sum up the squares of the gradients of groups."""
     apart = [count for path, count in one_pass.elements.items() if path in step.updates.weights]
     nbytes = 4 * sum(apart)
     return Work(traffic=nbytes, swept=nbytes, kernels=len(apart))
 
 
-def _updates(step: streamed.StreamedStep) -> Work:
+def _updates(step: streamed_step.StreamedStep) -> Work:
     """Returns the work of the updates of groups."""
     by_program: dict[int, Work] = {}
     found = Work()
@@ -324,7 +324,7 @@ def _updates(step: streamed.StreamedStep) -> Work:
     return found
 
 
-def _read_ahead(step: streamed.StreamedStep, stream: streams.Stream) -> float:
+def _read_ahead(step: streamed_step.StreamedStep, stream: streams.Stream) -> float:
     """Returns the bytes of optimizer state that a disk reads before the updates: those that arrive, and as many as its buffers hold."""
     if not stream.is_on_disk:
         return 0

@@ -23,11 +23,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zerojax import display, xla_flags
+from zerojax import display, tree, xla_flags
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.zero import placement
-from zerojax.zero.offload import kept, layout, settings
+from zerojax.zero.offload import selection, settings, storage
 from zerojax.zero.offload.disk import folder as folder_lib
 from zerojax.zero.offload.disk import store
 
@@ -51,7 +51,7 @@ class Host:
 
 def pinned_bytes(partition: placement.Partition) -> int:
     """Returns the bytes that this process will pin: those of XLA's pool, and the buffers that a disk is read into."""
-    return pool_bytes(partition) + kept.buffer_bytes(partition)
+    return pool_bytes(partition) + storage.buffer_bytes(partition)
 
 
 def pool_bytes(partition: placement.Partition) -> int:
@@ -59,10 +59,10 @@ def pool_bytes(partition: placement.Partition) -> int:
 
     Frozen weights are in host memory once: nothing writes new ones.
     """
-    counts = {path: layout.shard_bytes(leaf) for path, leaf in layout.host_leaves(partition).items()}
+    counts = {path: tree.shard_bytes(leaf) for path, leaf in selection.host_leaves(partition).items()}
     if not counts:
         return 0
-    on_disk = kept.on_disk(partition)
+    on_disk = storage.on_disk(partition)
     stays = sum(count for path, count in counts.items() if path not in on_disk)
     # New leaves are stored while the old ones are still read: as many as are in flight, or all.
     of_opt_state = [count for path, count in counts.items() if path not in partition.placements]
@@ -97,7 +97,7 @@ def check(partition: placement.Partition, *, host: Host | None = None, pool_gb: 
     if not pinned_bytes(partition):
         return
     _check_disk(partition)
-    pooled, buffers = pool_bytes(partition), kept.buffer_bytes(partition)
+    pooled, buffers = pool_bytes(partition), storage.buffer_bytes(partition)
     is_pooled = mesh_lib.platform(partition.mesh) == "gpu"
     pool_gb = xla_flags.pinned_pool_gb() if pool_gb is None else pool_gb
     host = read_host() if host is None else host
@@ -155,9 +155,9 @@ def _check_growth(pooled: int, pool_gb: float, size: int, host: Host, needed: in
 
 def _check_disk(partition: placement.Partition) -> None:
     """Checks the folder of what lives on a disk; warns if it is not on a local disk."""
-    if not kept.on_disk(partition):
+    if not storage.on_disk(partition):
         return
-    kept.check_space(partition, _processes_here())
+    storage.check_space(partition, _processes_here())
     if line := folder_lib.warning(partition.offload.nvme_path):
         warnings.warn(f"offload.nvme_path: {line}", stacklevel=3)
 

@@ -13,25 +13,25 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zerojax import traces
+from zerojax import traces, tree
 from zerojax.optim import pieces
 from zerojax.zero import placement
-from zerojax.zero.offload import budget, kept, layout, transfer
+from zerojax.zero.offload import budget, memory_kind, storage
 
 MOST_BYTES = 1 << 30  # of offloaded leaves on a device at once
 
 
-def begin(partition: placement.Partition) -> kept.Keep:
-    """Returns f(array, abstract leaf of `partition.abstract_state`) that brings an array to where it lives; see `kept.keeper`.
+def begin(partition: placement.Partition) -> storage.Keep:
+    """Returns f(array, abstract leaf of `partition.abstract_state`) that brings an array to where it lives; see `storage.keeper`.
 
     Raises:
       UserError: the host or the disk cannot hold what is offloaded.
     """
     budget.check(partition)
-    return kept.keeper(partition)
+    return storage.keeper(partition)
 
 
-def from_init(init: Callable[..., Any], args: Sequence[Any], wanted: Any, keep: kept.Keep) -> list[Any]:
+def from_init(init: Callable[..., Any], args: Sequence[Any], wanted: Any, keep: storage.Keep) -> list[Any]:
     """Returns the leaves of `init(*args)` in the form and with the shardings of `wanted`.
 
     Args:
@@ -50,7 +50,7 @@ def from_parts(
     like: Any,
     parts: Iterable[dict[int, jax.Array]],
     wanted: Any,
-    keep: kept.Keep,
+    keep: storage.Keep,
     *,
     donate: bool = False,
 ) -> list[Any]:
@@ -68,7 +68,7 @@ def from_parts(
     slices = _Slices(traced, wanted)
     made: dict[int, Any] = {}
     for number, leaf in enumerate(wanted):
-        value = _fill_value(traced, number) if layout.is_on_host(leaf) else None
+        value = _fill_value(traced, number) if memory_kind.is_on_host(leaf) else None
         if value is not None:
             made[number] = jax.tree.map(functools.partial(_filled, keep, value), leaf)
     needs = {number: own for number, own in enumerate(traces.needs(traced.jaxpr)) if number not in made}
@@ -78,7 +78,7 @@ def from_parts(
         held |= part
         del part
         ready = [number for number, needed in needs.items() if needed <= held.keys()]
-        for run in _runs([number for number in ready if layout.is_on_host(wanted[number])], wanted):
+        for run in _runs([number for number in ready if memory_kind.is_on_host(wanted[number])], wanted):
             for number, found in zip(run, slices.evaluated(run, held)):
                 like = jax.tree.leaves(wanted[number])
                 moved = [keep(piece, abstract) for piece, abstract in zip(found, like)]
@@ -132,13 +132,13 @@ class _Slices:
             def run(*args: Any) -> list[list[Any]]:
                 return [_slices(result, leaf) for result, leaf in zip(jex.jaxpr_as_fun(own)(*args), like)]
 
-            shardings = [[layout.on_device(piece.sharding) for piece in jax.tree.leaves(leaf)] for leaf in like]
+            shardings = [[memory_kind.on_device(piece.sharding) for piece in jax.tree.leaves(leaf)] for leaf in like]
             self._compiled[key] = jax.jit(run, out_shardings=shardings, donate_argnums=places)
         return self._compiled[key](*(held[number] for number in read))
 
 
 def from_leaves(
-    leaves: Sequence[Any], wanted: Any, keep: kept.Keep, to_device: Callable[[Any, Any], jax.Array]
+    leaves: Sequence[Any], wanted: Any, keep: storage.Keep, to_device: Callable[[Any, Any], jax.Array]
 ) -> list[Any]:
     """Returns the leaves of a state in the form and with the shardings of `wanted`; offloaded ones move piece by piece.
 
@@ -150,8 +150,8 @@ def from_leaves(
     made: list[jax.Array] = []
     for leaf, like in zip(leaves, jax.tree.leaves(wanted, is_leaf=pieces.is_pieces), strict=True):
         for part, piece in zip(_slices(leaf, like), jax.tree.leaves(like), strict=True):
-            copied = to_device(part, layout.on_device(piece.sharding))
-            made.append(jax.block_until_ready(keep(copied, piece)) if layout.is_on_host(piece) else copied)
+            copied = to_device(part, memory_kind.on_device(piece.sharding))
+            made.append(jax.block_until_ready(keep(copied, piece)) if memory_kind.is_on_host(piece) else copied)
     return made
 
 
@@ -159,8 +159,8 @@ def copied(leaf: Any, like: Any) -> jax.Array:
     """Returns a leaf that may be on the host and in pieces as one array on the device, with the dtype and the sharding of `like`."""
     dim = leaf.dim if pieces.is_pieces(leaf) else 0
     stored = jax.tree.leaves(leaf)
-    parts = transfer.moved(
-        [kept.in_memory(part) for part in stored], [layout.on_device(part.sharding) for part in stored]
+    parts = memory_kind.moved(
+        [storage.in_memory(part) for part in stored], [memory_kind.on_device(part.sharding) for part in stored]
     )
     return jax.block_until_ready(_joined(dim, jnp.dtype(like.dtype), like.sharding)(parts))
 
@@ -170,8 +170,8 @@ def _joined(dim: int, dtype: Any, sharding: Any) -> Callable[[list[jax.Array]], 
     return jax.jit(lambda parts: jnp.concatenate(parts, dim).astype(dtype), out_shardings=sharding)
 
 
-def _filled(keep: kept.Keep, value: Any, like: Any) -> Any:
-    filled = _fill(like.shape, jnp.dtype(like.dtype), layout.on_device(like.sharding))(value)
+def _filled(keep: storage.Keep, value: Any, like: Any) -> Any:
+    filled = _fill(like.shape, jnp.dtype(like.dtype), memory_kind.on_device(like.sharding))(value)
     return jax.block_until_ready(keep(filled, like))  # so that the device holds one at a time
 
 
@@ -189,7 +189,7 @@ def _runs(numbers: Sequence[int], wanted: Sequence[Any]) -> list[list[int]]:
     runs: list[list[int]] = []
     held = 0
     for number in numbers:
-        count = sum(layout.shard_bytes(piece) for piece in jax.tree.leaves(wanted[number]))
+        count = sum(tree.shard_bytes(piece) for piece in jax.tree.leaves(wanted[number]))
         if not runs or held + count > MOST_BYTES:
             runs.append([])
             held = 0

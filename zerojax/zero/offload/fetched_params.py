@@ -18,9 +18,9 @@ from typing import Any
 
 import jax
 
+from zerojax import tree
 from zerojax.zero import explicit, placement
-from zerojax.zero.offload import kept, layout
-from zerojax.zero.offload import params as params_lib
+from zerojax.zero.offload import memory_kind, selection, storage
 from zerojax.zero.step_parts import arrivals, blocks, forward
 from zerojax.zero.step_parts.arrivals import PASS, STEP
 
@@ -48,12 +48,12 @@ class FetchedParams(arrivals.ArgumentSource):
     ):
         self.paths, self.on_disk, self.ahead = paths, on_disk, ahead
         # What was read from a disk would keep one of its few buffers until the next step.
-        self.frozen: Collection[str] = () if on_disk else frozen
+        self.frozen = () if on_disk else frozen
         self.early: tuple[ParamCopies, _Early] | None = None
 
     def used(self, leaf: Any) -> jax.ShapeDtypeStruct:
         """Returns an abstract leaf in device memory."""
-        return layout.as_on_device(leaf)
+        return memory_kind.as_on_device(leaf)
 
     def arrivals(self, late: Mapping[int, str], reads: Sequence[Sequence[int]], values: Sequence[Any]) -> "ParamCopies":
         """Returns when each copy is sent; see `arrivals.ArgumentSource`."""
@@ -62,7 +62,7 @@ class FetchedParams(arrivals.ArgumentSource):
 
 def of(partition: placement.Partition, frozen: Collection[str] = ()) -> FetchedParams:
     """Returns the params of a partition that are not stored on the device; `frozen` are the paths of those that no step changes."""
-    return FetchedParams(partition.on_host, on_disk=params_lib.are_on_disk(partition), frozen=frozen)
+    return FetchedParams(partition.on_host, on_disk=selection.are_params_on_disk(partition), frozen=frozen)
 
 
 def mean_of(
@@ -100,7 +100,7 @@ class ParamCopies(arrivals.Arrivals):
     ):
         self._source, self._reads, self._values = source, reads, {number: values[number] for number in late}
         self.late, self.ahead, self._has_run = frozenset(late), source.ahead, False
-        small = set() if source.on_disk else {n for n in late if layout.shard_bytes(values[n]) < SMALL}
+        small = set() if source.on_disk else {n for n in late if tree.shard_bytes(values[n]) < SMALL}
         self.first, self.after, self.brings = _copies(reads, small, self.ahead)
         frozen = {number for number, path in late.items() if path in source.frozen}
         self._sent_for = {PASS: self._beside_last(), STEP: self._after_copies(frozen)}
@@ -110,7 +110,7 @@ class ParamCopies(arrivals.Arrivals):
     def rider(self, index: int) -> arrivals.Rider:
         """Returns the copies that a program makes."""
         brought = [self._values[number] for number in self.brings[index]]
-        stored = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=layout.on_host(v.sharding)) for v in brought]
+        stored = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=memory_kind.on_host(v.sharding)) for v in brought]
         # Without a memory kind the copy would be a hint of the sharding alone.
         there = [value.sharding.with_memory_kind("device") for value in brought]
         return arrivals.Rider(stored, self.brings[index], lambda *arrays: list(map(jax.device_put, arrays, there)))
@@ -135,7 +135,7 @@ class ParamCopies(arrivals.Arrivals):
         before, self._source.early = self._source.early, None
         values = before[1].of(stored) if before is not None and before[0] is self else {}
         if self._source.on_disk:
-            kept.prefetch([[stored[n] for n in numbers] for numbers in self._in_order(values)])
+            storage.prefetch([[stored[n] for n in numbers] for numbers in self._in_order(values)])
         for numbers in self.first:
             self._fetch(numbers, values)
         return values
@@ -148,7 +148,7 @@ class ParamCopies(arrivals.Arrivals):
             self._early.update({n: values[n] for n in sent if n in values})
         self._fetch(sent, self._early)
         if self._source.on_disk:
-            values.update(zip(self._reads[index], kept.arrived([values[n] for n in self._reads[index]])))
+            values.update(zip(self._reads[index], storage.arrived([values[n] for n in self._reads[index]])))
         return [self._stored[number] for number in self.brings[index]]
 
     def end(self) -> None:
@@ -159,9 +159,9 @@ class ParamCopies(arrivals.Arrivals):
     def _fetch(self, numbers: Sequence[int], values: dict[int, Any]) -> None:
         missing = [number for number in numbers if number not in values]
         if missing:
-            loading = kept.load([self._stored[n] for n in missing], [self._values[n].sharding for n in missing])
+            loading = storage.load([self._stored[n] for n in missing], [self._values[n].sharding for n in missing])
             # cuDNN builds its attention in a CUDA graph when a program is first run, and fails if copies begin meanwhile.
-            values.update(zip(missing, loading if self._has_run else kept.arrived(loading)))
+            values.update(zip(missing, loading if self._has_run else storage.arrived(loading)))
 
     def _beside_last(self) -> dict[int, Sequence[int]]:
         """Returns the numbers whose copies for the next pass are sent before a program, by its index."""

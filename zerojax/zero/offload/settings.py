@@ -38,7 +38,7 @@ class Offload:
         chunk_bytes * in_flight of device memory, whatever the model's size. Half of them arrive before the forward pass begins, or in a
         step block by block as many as fit.
       by_block: whether a step runs block by block ("on"), so that groups can be updated beside the backward pass, or as one program with
-        its updates behind it ("off"). "auto" decides (`blockwise.is_chosen`).
+        its updates behind it ("off"). "auto" decides (`step_by_block.is_chosen`).
       late_norm: whether gradients are clipped by the norm of the step before, so that their update need not wait for their own norm.
       nvme_path: the folder whose disk holds what is "nvme". It should be on a local disk.
       nvme_buffers: chunks of optimizer state for each device, and as many of params, that are read from the disk into host memory ahead

@@ -1,4 +1,4 @@
-"""Tests of zerojax.zero.offload.streamed: steps with offloaded optimizer state equal those without, and hold a bounded part of it."""
+"""Tests of zerojax.zero.offload.streamed_step: steps with offloaded optimizer state equal those without, and hold a bounded part of it."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ import runs
 import zerojax
 from zerojax.checkpoint import logical
 from zerojax.errors import UserError
-from zerojax.zero.offload import layout
+from zerojax.zero.offload import memory_kind
 
 FLOAT16 = "float16 with dynamic scaling"
 # (optimizer, how the state is made, how the step is made), each with a precision, a form of state or a part of the step of its own
@@ -105,8 +105,10 @@ ROUNDINGS = 6 * 1e-2 * 2.0**-10
 )
 def test_on_a_cpu_that_computes_in_float16_a_step_is_equal_up_to_the_rounding_of_a_gradient():
     folders = [str(programs.ROOT / "tests" / name) for name in ("zero/offload", "support", "")]
-    child = f"import sys; sys.path[:0] = {folders}; import rough; rough.XLA_FLAGS = ''; import conftest, test_streamed"
-    command = [sys.executable, "-c", f"{child}; print(test_streamed.distance_in_float16())"]
+    child = (
+        f"import sys; sys.path[:0] = {folders}; import rough; rough.XLA_FLAGS = ''; import conftest, test_streamed_step"
+    )
+    command = [sys.executable, "-c", f"{child}; print(test_streamed_step.distance_in_float16())"]
     done = subprocess.run(command, env=programs.environment(), stdout=subprocess.PIPE, check=True)
     assert float(done.stdout) <= ROUNDINGS
 
@@ -132,8 +134,8 @@ def test_moments_live_on_the_host_before_and_after_a_step():
     for steps in (0, 2):
         state, _, _, partition = offloads.trained(offloads.adam(), offloads.PIECES, steps)
         kinds = {path: leaf.sharding.memory_kind for path, leaf in zerojax.tree.flatten(state)}
-        host = {path for path, kind in kinds.items() if kind == layout.MEMORY_KIND}
-        assert host == {p for p, leaf in zerojax.tree.flatten(partition.abstract_state) if layout.is_on_host(leaf)}
+        host = {path for path, kind in kinds.items() if kind == memory_kind.MEMORY_KIND}
+        assert host == {p for p, leaf in zerojax.tree.flatten(partition.abstract_state) if memory_kind.is_on_host(leaf)}
         moments = {p for p in kinds if "/mu/" in p or "/nu/" in p}
         assert host == {path for path in moments if "scale" not in path}  # 16 elements are fewer than min_size
         assert [leaf.shape for leaf in jax.tree.leaves(state)] == [

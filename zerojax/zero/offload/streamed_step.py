@@ -20,8 +20,7 @@ import jax
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import arguments, placement
-from zerojax.zero.offload import kept
-from zerojax.zero.offload import params as params_on_host
+from zerojax.zero.offload import selection, storage
 from zerojax.zero.offload import updates as updates_lib
 
 
@@ -29,7 +28,7 @@ def updates_of(partition: placement.Partition, *, may_skip: bool) -> updates_lib
     """Returns the updates of a partition's offloaded weights, and of others in a step block by block; None if nothing is offloaded."""
     if not partition.on_host:
         return None
-    return updates_lib.Updates(partition, may_skip=may_skip, has_all=params_on_host.are_on_host(partition))
+    return updates_lib.Updates(partition, may_skip=may_skip, has_all=selection.are_params_on_host(partition))
 
 
 class StreamedStep:
@@ -108,7 +107,7 @@ class StreamedStep:
         found.updates.compile()
         return found
 
-    def _first_loads(self, leaves: list[Any]) -> collections.deque[kept.Loading]:
+    def _first_loads(self, leaves: list[Any]) -> collections.deque[storage.Loading]:
         """Sends the loads of the first groups, as far as the device has room."""
         groups = self.updates.groups
         room = min(self.ahead, len(groups), self.in_flight - self._num_leaving())

@@ -1,4 +1,4 @@
-"""Tests of zerojax.zero.offload.transfer."""
+"""Tests of zerojax.zero.offload.memory_kind."""
 
 import jax
 import numpy as np
@@ -7,13 +7,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax.zero.offload import layout, transfer
+from zerojax.zero.offload import memory_kind
 
 SPECS = [P(), P("data"), P(None, "data"), P("replica", "data"), P(("replica", "data"))]
 
 
 @pytest.mark.parametrize("kind", ["pinned_host", "device"])
-@pytest.mark.parametrize("copy", [transfer.moved, transfer.by_shard])
+@pytest.mark.parametrize("copy", [memory_kind.moved, memory_kind.by_shard])
 def test_copies_have_the_values_the_sharding_and_the_memory_that_were_asked_for(copy, kind):
     mesh = zerojax.make_mesh(replica=2)
     values = [np.arange(64, dtype=np.float32).reshape(8, 8) + number for number in range(len(SPECS))]
@@ -24,11 +24,11 @@ def test_copies_have_the_values_the_sharding_and_the_memory_that_were_asked_for(
     for value, found, sharding in zip(values, copies, wanted):
         np.testing.assert_array_equal(np.asarray(found), value)
         assert found.sharding == sharding
-        assert layout.is_on_host(found) == (kind == "pinned_host")
+        assert memory_kind.is_on_host(found) == (kind == "pinned_host")
     for array in arrays:
         array.delete()
     np.testing.assert_array_equal(np.asarray(copies[1]), values[1])  # copies are no views
 
 
 def test_nothing_to_copy_gives_nothing():
-    assert transfer.moved([], []) == []
+    assert memory_kind.moved([], []) == []

@@ -1,4 +1,4 @@
-"""Decides which leaves of a train state live in host memory, and in which pieces. This module changes a partition accordingly.
+"""Decides which leaves of a train state are offloaded, and in which pieces. This module changes a partition accordingly.
 
 Moments and master weights are offloaded, a weight's together. Counts, factored moments and the state of small weights stay on the device.
 A `fraction` below 1 takes weights spread evenly over the model: walking the weights in their order, one is taken while less than that
@@ -6,24 +6,28 @@ fraction of the bytes so far is. So each part of the model has the same share of
 
 A weight whose state is larger than a chunk is stored in pieces (`optim.pieces`) if its update is elementwise. Pieces are slices along the
 first dim that the spec does not shard and that is long enough: the more major the dim, the longer the contiguous runs in memory.
+
+Frozen params may be offloaded, and those whose optimizer state is. A trained weight whose optimizer state stays on the device (`fraction`)
+stays with it, and so does one that `params_on_device` matches. `params_fraction` takes weights spread evenly over the rest of the model:
+those that stay on the device are not sent twice in each pass.
 """
 
 import dataclasses
+import math
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 from flax.training import train_state
-from jax.sharding import NamedSharding
 
 from zerojax import roles, specs, tree
 from zerojax.errors import UserError
 from zerojax.optim import eight_bit, locality, one_pass, pieces
 from zerojax.zero import placement
-from zerojax.zero.offload import settings as settings_lib
+from zerojax.zero.offload import memory_kind, settings
 
-MEMORY_KIND = "pinned_host"
 FAR_MORE = 2  # times the fraction that was asked for
 
 
@@ -35,40 +39,30 @@ class Cut:
     lengths: tuple[int, ...]
 
 
-def is_on_host(leaf: Any) -> bool:
-    """Returns whether an array, or a leaf in pieces, lives in host memory."""
-    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == MEMORY_KIND
-
-
-def on_device(sharding: Any) -> Any:
-    """Returns a sharding in device memory."""
-    return NamedSharding(sharding.mesh, sharding.spec)
-
-
-def on_host(sharding: Any) -> Any:
-    """Returns a sharding in host memory."""
-    return NamedSharding(sharding.mesh, sharding.spec, memory_kind=MEMORY_KIND)
-
-
-def place(partition: placement.Partition, offload: settings_lib.Offload, min_size: int) -> placement.Partition:
-    """Returns the partition with what is offloaded in host memory.
+def place(partition: placement.Partition, offload: settings.Offload, min_size: int) -> placement.Partition:
+    """Returns the partition with what is offloaded in host memory or on a disk.
 
     Args:
       partition: of a state on the device.
       offload: the settings, which fit the stage.
-      min_size: weights of fewer elements keep their optimizer state on the device.
+      min_size: weights of fewer elements stay on the device, and so does their optimizer state.
 
     Raises:
       UserError: the state's update cannot be run leaf by leaf, or the state has nothing to offload.
     """
-    if offload.optimizer == settings_lib.NONE:
+    return _with_params(_with_opt_state(partition, offload, min_size), offload, min_size)
+
+
+def _with_opt_state(partition: placement.Partition, offload: settings.Offload, min_size: int) -> placement.Partition:
+    """Returns the partition with its optimizer state in host memory."""
+    if offload.optimizer == settings.NONE:
         return partition
     trained = _checked(partition)
     owned = leaves_of_weights(partition, min_size)
-    if not owned and offload.params != settings_lib.NONE:
+    if not owned and offload.params != settings.NONE:
         warnings.warn(
             f"offload.optimizer: the optimizer state stays on the device, since no trained weight has min_size={min_size} elements",
-            stacklevel=2,
+            stacklevel=4,
         )
         return partition
     if not owned:
@@ -85,7 +79,7 @@ def place(partition: placement.Partition, offload: settings_lib.Offload, min_siz
         )
     may_cut = local.kind == locality.ELEMENTWISE
     known = dict(tree.flatten(partition.abstract_state))
-    nbytes = {weight: sum(shard_bytes(known[path]) for path in paths) for weight, paths in owned.items()}
+    nbytes = {weight: sum(tree.shard_bytes(known[path]) for path in paths) for weight, paths in owned.items()}
     chosen = spread(nbytes, offload.fraction, "fraction")
     cuts = {
         weight: cut
@@ -98,6 +92,49 @@ def place(partition: placement.Partition, offload: settings_lib.Offload, min_siz
         )
     }
     return _placed(partition, offload, {path: weight for weight in chosen for path in owned[weight]}, cuts)
+
+
+def _with_params(partition: placement.Partition, offload: settings.Offload, min_size: int) -> placement.Partition:
+    """Returns the partition, whose optimizer state is placed, with its params in host memory."""
+    if offload.params == settings.NONE:
+        return partition
+    if offload.optimizer == settings.NONE and all(found.trainable for found in partition.placements.values()):
+        raise UserError(
+            f"offload.params: is {offload.params!r}, and the optimizer state of trained weights stays on the device, where their update "
+            "runs; set offload.optimizer too, or freeze some weights (trainable=)"
+        )
+    known, updated = dict(tree.flatten(partition.abstract_state)), set(offloaded_weights(partition))
+    fitting = {
+        path: tree.shard_bytes(known[path])
+        for path, found in partition.placements.items()
+        if math.prod(found.shape or ()) >= min_size and (not found.trainable or path in updated)
+    }
+    if not fitting:
+        raise UserError(
+            f"offload.params: no weight has min_size={min_size} elements and offloaded optimizer state; lower min_size, or omit it"
+        )
+    chosen = set(spread(_movable(fitting, offload.params_on_device), offload.params_fraction, "params_fraction"))
+    abstract = tree.map_with_path(
+        lambda path, leaf: memory_kind.as_on_host(leaf) if path in chosen else leaf, partition.abstract_state
+    )
+    on_host = partition.on_host | chosen
+    return _stored_as(partition, abstract, offload=offload, resident=partition.on_device, on_host=on_host)
+
+
+def _movable(nbytes: dict[str, int], stays: str) -> dict[str, int]:
+    """Returns the weights, by path, whose path the regex `stays` does not match.
+
+    Raises:
+      UserError: it matches none or all of them.
+    """
+    left = {path: count for path, count in nbytes.items() if not stays or not re.search(stays, path)}
+    if stays and len(left) in (0, len(nbytes)):
+        which = "all" if not left else "none"
+        raise UserError(
+            f"offload.params_on_device: {stays!r} matches {which} of the {len(nbytes)} weights that may be in host memory, such as "
+            f"{next(iter(nbytes))}; correct or omit it"
+        )
+    return left
 
 
 def leaves_of_weights(partition: placement.Partition, min_size: int) -> dict[str, list[str]]:
@@ -128,11 +165,6 @@ def _checked(partition: placement.Partition) -> Any:
             "does not do; omit offload, or the fp8 layers"
         )
     return state.replace(params=partition.trainable_part(state.params))
-
-
-def shard_bytes(leaf: Any) -> int:
-    """Returns the bytes of an abstract leaf on each device, or on the host for each device."""
-    return tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
 
 
 def spread(nbytes: Mapping[str, int], fraction: float, field: str) -> list[str]:
@@ -176,7 +208,7 @@ def _cut(weight: placement.Placement, leaves: list[Any], nbytes: int, chunk_byte
 
 
 def _placed(
-    partition: placement.Partition, offload: settings_lib.Offload, chosen: Mapping[str, str], cuts: Mapping[str, Cut]
+    partition: placement.Partition, offload: settings.Offload, chosen: Mapping[str, str], cuts: Mapping[str, Cut]
 ) -> placement.Partition:
     """Returns the partition with the leaves of `chosen` (path -> weight) in host memory, in the pieces that `cuts` says."""
     leaves: dict[str, placement.Decision] = {}
@@ -190,7 +222,7 @@ def _placed(
             return leaf
         if cut is None:
             leaves[path] = decision
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host(leaf.sharding))
+            return memory_kind.as_on_host(leaf)
         weight_shape = partition.placements[chosen[path]].shape or ()
         lengths = cut.lengths
         if leaf.shape != weight_shape and cut.dim == len(weight_shape) - 1:
@@ -200,26 +232,35 @@ def _placed(
             piece = tuple(length if dim == cut.dim else n for dim, n in enumerate(leaf.shape))
             unpadded = tuple(length if dim == cut.dim else n for dim, n in enumerate(decision.shape))
             leaves[f"{path}/{number}"] = dataclasses.replace(decision, shape=unpadded)
-            parts.append(jax.ShapeDtypeStruct(piece, leaf.dtype, sharding=on_host(leaf.sharding)))
+            parts.append(jax.ShapeDtypeStruct(piece, leaf.dtype, sharding=memory_kind.on_host(leaf.sharding)))
         return pieces.Pieces(parts, cut.dim)
 
     abstract = tree.map_with_path(parts_of, partition.abstract_state)
     offloaded = set(chosen.values())
     placements = {
-        path: dataclasses.replace(found, opt_state=on_host(found.opt_state)) if path in offloaded else found
+        path: dataclasses.replace(found, opt_state=memory_kind.on_host(found.opt_state)) if path in offloaded else found
         for path, found in partition.placements.items()
     }
-    return dataclasses.replace(
+    return _stored_as(
         partition,
-        abstract_state=abstract,
-        specs=jax.tree.map(lambda leaf: leaf.sharding.spec, abstract),
-        shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract),
+        abstract,
         leaves=leaves,
         placements=placements,
         offload=offload,
         resident=partition,
         on_host=frozenset(path for path, leaf in leaves.items() if path in chosen or path.rpartition("/")[0] in chosen),
         cuts=cuts,
+    )
+
+
+def _stored_as(partition: placement.Partition, abstract: Any, **changes: Any) -> placement.Partition:
+    """Returns the partition with another abstract state, and other changes."""
+    return dataclasses.replace(
+        partition,
+        abstract_state=abstract,
+        specs=jax.tree.map(lambda leaf: leaf.sharding.spec, abstract),
+        shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract),
+        **changes,
     )
 
 
@@ -236,11 +277,16 @@ def host_leaves(partition: placement.Partition) -> dict[str, Any]:
     return {path: leaf for path, leaf in tree.flatten(partition.abstract_state) if path in partition.on_host}
 
 
-def as_on_device(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns an abstract leaf with its sharding in device memory."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_device(leaf.sharding))
-
-
 def cut_of(partition: placement.Partition, weight: str) -> Cut | None:
     """Returns the pieces of a weight; None for none."""
     return partition.cuts.get(weight)
+
+
+def are_params_on_host(partition: placement.Partition) -> bool:
+    """Returns whether any param is stored in host memory, or on a disk."""
+    return any(path in partition.on_host for path in partition.placements)
+
+
+def are_params_on_disk(partition: placement.Partition) -> bool:
+    """Returns whether offloaded params are stored on a disk."""
+    return partition.offload is not None and partition.offload.params == settings.NVME

@@ -1,4 +1,4 @@
-"""Checks a step with params in host memory against the same step on the device. This module tests zerojax.zero.offload.blockwise."""
+"""Checks a step with params in host memory against the same step on the device. This module tests zerojax.zero.offload.step_by_block."""
 
 import functools
 from typing import Any
@@ -19,7 +19,7 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.optim import fused, master_weights
 from zerojax.zero import shard_state, stages, step
-from zerojax.zero.offload import blockwise, kept
+from zerojax.zero.offload import step_by_block, storage
 
 NET = Net(2)
 SCALE = jnp.linspace(0.5, 1.5, 16)[:, None]
@@ -164,14 +164,14 @@ def clipped_late(limit: float) -> optax.GradientTransformation:
 
 
 def test_a_late_norm_clips_by_the_norm_of_the_step_before_and_the_first_by_its_own(monkeypatch):
-    limit, sent, update = 0.05, [], blockwise._Groups.update
+    limit, sent, update = 0.05, [], step_by_block._Groups.update
 
     def noted(groups: Any, index: int, handed: Any) -> None:
         if groups._waiting and groups._waiting[0][0] <= index:
             sent.append(index)
         update(groups, index, handed)
 
-    monkeypatch.setattr(blockwise._Groups, "update", noted)
+    monkeypatch.setattr(step_by_block._Groups, "update", noted)
     rows, state, _ = run(None, tx=optax.chain(clipped_late(limit), optax.sgd(0.5, momentum=0.9)), accum=2)
     own_rows, own_state, _ = run(LATE, tx=optax.sgd(0.5, momentum=0.9), accum=2, clip_norm=limit, saved=2)
     norms = [float(row["grad_norm"]) for row in rows]
@@ -208,7 +208,7 @@ def test_a_step_runs_block_by_block_where_it_is_asked_for_or_hides_more(devices,
     )
     how = {"blocks": r"block_\w+", "heads": "head", "reduce_dtype": jnp.float32}
     made = step.make_train_step(plain_loss, part, clip_norm=clip, **how)
-    assert isinstance(made, blockwise.BlockwiseStep) == chosen
+    assert isinstance(made, step_by_block.BlockwiseStep) == chosen
 
 
 def test_a_disk_gives_the_bits_of_host_memory_and_a_checkpoint_restores_into_either(tmp_path):
@@ -216,7 +216,7 @@ def test_a_disk_gives_the_bits_of_host_memory_and_a_checkpoint_restores_into_eit
     rows, state, part = run(BOTH, accum=2, steps=3)
     own_rows, own_state, own_part = run({**DISK, "nvme_path": str(tmp_path / "disk")}, accum=2, steps=3)
     assert [row["loss"] for row in own_rows] == [row["loss"] for row in rows]
-    on_disk = {path for path, leaf in tree.flatten(own_state) if kept.is_on_disk(leaf)}
+    on_disk = {path for path, leaf in tree.flatten(own_state) if storage.is_on_disk(leaf)}
     assert on_disk == own_part.on_host == part.on_host and any(path.startswith("params/") for path in on_disk)
     with zerojax.Checkpointer(tmp_path / "steps") as saver:
         saver.save(3, own_state, partition=own_part)
@@ -224,7 +224,7 @@ def test_a_disk_gives_the_bits_of_host_memory_and_a_checkpoint_restores_into_eit
     for tested in (own_state, *restored):
         for (path, own), leaf in zip(tree.flatten(tested), jax.tree.leaves(state), strict=True):
             assert np.array_equal(np.asarray(own), np.asarray(leaf)), path
-    assert [any(map(kept.is_on_disk, jax.tree.leaves(tested))) for tested in restored] == [False, True]
+    assert [any(map(storage.is_on_disk, jax.tree.leaves(tested))) for tested in restored] == [False, True]
 
 
 def test_the_old_state_is_given_up_and_the_new_one_is_complete():
@@ -314,7 +314,7 @@ def test_a_stack_of_nn_scan_is_one_program_with_the_losses_of_the_step_on_the_de
         how = {"mesh": mesh_lib.make_mesh(devices=jax.devices()[:1]), "stage": 3, "min_size": 8, "offload": offload}
         state, part = shard_state.shard_train_state(init, jax.random.key(0), **how)
         train_step = step.make_train_step(loss_fn, part, blocks="layer", reduce_dtype=jnp.float32)
-        assert isinstance(train_step, blockwise.BlockwiseStep) == bool(offload)
+        assert isinstance(train_step, step_by_block.BlockwiseStep) == bool(offload)
         for _ in range(2):
             state, metrics = train_step(state, x)
             losses.append(float(metrics["loss"]))

@@ -13,7 +13,7 @@ import jax
 from zerojax import display, roles, tree
 from zerojax.errors import UserError
 from zerojax.zero import placement
-from zerojax.zero.offload import layout, settings, transfer
+from zerojax.zero.offload import memory_kind, settings
 from zerojax.zero.offload.disk import folder as folder_lib
 from zerojax.zero.offload.disk import scratch, store
 
@@ -62,7 +62,7 @@ def buffer_bytes(partition: placement.Partition) -> int:
 
 def _buffer_bytes(partition: placement.Partition, part: dict[str, Any]) -> int:
     """Returns the bytes of one buffer: a chunk, or the largest leaf, of each device; or the whole part, if that is less."""
-    largest = max(map(layout.shard_bytes, part.values()))
+    largest = max(map(tree.shard_bytes, part.values()))
     most = scratch.aligned(max(partition.offload.chunk_bytes, largest)) * len(partition.mesh.local_devices)
     return min(most, sum(map(store.bytes_of, part.values())))
 
@@ -108,14 +108,14 @@ def keeper(partition: placement.Partition) -> Keep:
 
 def to_host(array: jax.Array, like: Any) -> jax.Array:
     """Sends an array to where an abstract leaf is in host memory."""
-    return transfer.moved([array], [like.sharding])[0]
+    return memory_kind.moved([array], [like.sharding])[0]
 
 
 def load(leaves: list[Any], shardings: list[Any]) -> Loading:
     """Begins to bring leaves to the device. Those of a disk may not have been read yet; see `arrived`."""
     if leaves and is_on_disk(leaves[0]):
         return leaves[0].store.load(leaves, shardings)
-    return transfer.moved(leaves, shardings)
+    return memory_kind.moved(leaves, shardings)
 
 
 def arrived(loaded: Loading) -> list[jax.Array]:
@@ -125,8 +125,16 @@ def arrived(loaded: Loading) -> list[jax.Array]:
 
 def leave(leaving: list[jax.Array], old: list[Any], shardings: list[Any]) -> list[Any]:
     """Begins to bring new leaves to where the old ones live. Those of a disk are written over the old ones, which become invalid."""
-    host = transfer.moved(leaving, shardings)
+    host = memory_kind.moved(leaving, shardings)
     return old[0].store.replace(old, host) if old and is_on_disk(old[0]) else host
+
+
+def to_device(params: Any) -> Any:
+    """Returns params with copies on the device of those that live elsewhere, for a program that reads all of them at once."""
+    leaves, structure = jax.tree.flatten(params)
+    stored = [leaf for leaf in leaves if memory_kind.is_on_host(leaf)]
+    copies = iter(arrived(load(stored, [memory_kind.on_device(leaf.sharding) for leaf in stored])))
+    return jax.tree.unflatten(structure, [next(copies) if memory_kind.is_on_host(leaf) else leaf for leaf in leaves])
 
 
 def prefetch(groups: list[list[Any]]) -> None:

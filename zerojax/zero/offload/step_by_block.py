@@ -31,8 +31,7 @@ from zerojax.errors import UserError
 from zerojax.ops import fp8 as fp8_ops
 from zerojax.zero import explicit, placement, where_used
 from zerojax.zero import update as update_lib
-from zerojax.zero.offload import fetched_params, kept, late_norm, layout, settings, streamed
-from zerojax.zero.offload import params as params_lib
+from zerojax.zero.offload import fetched_params, late_norm, memory_kind, selection, settings, storage, streamed_step
 from zerojax.zero.offload import updates as updates_lib
 from zerojax.zero.sharded_batch import inputs
 from zerojax.zero.step_parts import arrivals, blocks
@@ -88,7 +87,7 @@ def is_chosen(
     """
     chosen = partition.offload
     asked = {
-        "params": params_lib.are_on_host(partition),
+        "params": selection.are_params_on_host(partition),
         "late_norm": chosen.late_norm,
         "by_block": chosen.by_block == settings.ON,
     }
@@ -108,7 +107,7 @@ def is_chosen(
     return any(asked.values()) or (is_free and clip.is_early and not why_not)
 
 
-class BlockwiseStep(streamed.StreamedStep):
+class BlockwiseStep(streamed_step.StreamedStep):
     """`train_step(state, batch) -> (state, metrics)`, as a program for each pass of a block and for each update.
 
     Args:
@@ -143,7 +142,7 @@ class BlockwiseStep(streamed.StreamedStep):
         self._finish, replicated = finish, NamedSharding(partition.mesh, P())
         self._one = jax.device_put(np.float32(1), replicated) if self._is_real(partition) else None
         self._form: _Form | None = None
-        self._has_params_on_host = params_lib.are_on_host(updates.rest.partition)
+        self._has_params_on_host = selection.are_params_on_host(updates.rest.partition)
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
         """Sends a step to the device. Returns before it ends, but not before its last stores have begun."""
@@ -160,7 +159,7 @@ class BlockwiseStep(streamed.StreamedStep):
         old = [leaves[n] for n in form.opt_state]
         weights = {path: leaves[form.params[path]] for path in self.updates.weights}
         groups = _Groups(self, list(old), weights, due, is_early=is_early)
-        # The first step of all builds attention's programs, and copies might begin meanwhile; see `streamed`.
+        # The first step of all builds attention's programs, and copies might begin meanwhile; see `streamed_step`.
         lead = LEAD if self._has_params_on_host or not self._is_loaded else last
         chunk = max([1, *(group.nbytes for group in self.updates.groups)])
         bare = rest.replace(params=(), opt_state=())
@@ -252,7 +251,7 @@ class BlockwiseStep(streamed.StreamedStep):
 
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
         """Traces the step without its updates as one program on the device, which never runs."""
-        on_device = state.replace(params=jax.tree.map(layout.as_on_device, tree.abstract(state.params)))
+        on_device = state.replace(params=jax.tree.map(memory_kind.as_on_device, tree.abstract(state.params)))
         return super().trace(on_device, batch)
 
     def _known_factor(self, state: Any) -> Any:
@@ -423,7 +422,7 @@ class _Groups:
             self.load(due, least=self._step.half if due == self._final else 1)
             for weight in group.weights:
                 self._bring(weight)
-                (self.weights[weight],) = kept.arrived([self.weights[weight]])
+                (self.weights[weight],) = storage.arrived([self.weights[weight]])
             for position in () if self._step.donate else group.device:
                 self._old[position] = self._old[position].copy()
             done = self._updates.update(group, self._arriving.popleft(), self._old, self.weights, handed)
@@ -449,14 +448,14 @@ class _Groups:
         """Begins to bring a param to the device."""
         old = self._old_params[weight]
         if weight not in self.weights:
-            on_host = layout.is_on_host(old)
+            on_host = memory_kind.is_on_host(old)
             here = [old] if self._step.donate else [old.copy()]  # the update takes its memory
-            loading = kept.load([old], [layout.on_device(old.sharding)]) if on_host else here
+            loading = storage.load([old], [memory_kind.on_device(old.sharding)]) if on_host else here
             (self.weights[weight],) = self._safe(loading)
 
-    def _safe(self, loading: kept.Loading) -> kept.Loading:
+    def _safe(self, loading: storage.Loading) -> storage.Loading:
         """Waits for a load from a disk in the first step: cuDNN fails if copies begin while it builds its attention."""
-        return loading if self._step._is_loaded else kept.arrived(loading)
+        return loading if self._step._is_loaded else storage.arrived(loading)
 
     def _finish(self, weight: str) -> None:
         """Sends a param back after its last update."""
@@ -465,11 +464,11 @@ class _Groups:
             return
         old, new = self._old_params[weight], self.weights.pop(weight)
         del self.grads[weight]
-        if layout.is_on_host(old):
+        if memory_kind.is_on_host(old):
             sharding = old.sharding
-            if self._step.donate and not kept.is_on_disk(old):  # on a disk the new one is written over it
+            if self._step.donate and not storage.is_on_disk(old):  # on a disk the new one is written over it
                 old.delete()  # the new one may take its place
-            (new,) = kept.leave([new], [old], [sharding])
+            (new,) = storage.leave([new], [old], [sharding])
         self.params[weight] = new
 
 

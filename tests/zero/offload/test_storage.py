@@ -1,4 +1,4 @@
-"""Checks optimizer state that lives in a file: steps, checkpoints and refusals. This module tests zerojax.zero.offload.kept."""
+"""Checks optimizer state that lives in a file: steps, checkpoints and refusals. This module tests zerojax.zero.offload.storage."""
 
 import os
 
@@ -11,7 +11,7 @@ import runs
 import zerojax
 from zerojax.checkpoint import in_file, logical
 from zerojax.errors import UserError
-from zerojax.zero.offload import budget, kept
+from zerojax.zero.offload import budget, storage
 from zerojax.zero.offload.disk import scratch, store
 
 CHUNK = 600  # a kernel's moments, 1,024 bytes on each device, are in two pieces
@@ -40,8 +40,8 @@ def resident():
 def test_eight_steps_equal_those_without_offload_bit_for_bit(stage, resident, tmp_path):
     state, metrics, train_step, partition = offloads.trained(offloads.adam(), nvme(tmp_path), STEPS, stage=stage)
     assert partition.cuts and len(train_step.updates.groups) > 2 * train_step.in_flight
-    on_disk = {path for path, leaf in zerojax.tree.flatten(state) if kept.is_on_disk(leaf)}
-    assert on_disk == set(kept.on_disk(partition)) == partition.on_host
+    on_disk = {path for path, leaf in zerojax.tree.flatten(state) if storage.is_on_disk(leaf)}
+    assert on_disk == set(storage.on_disk(partition)) == partition.on_host
     assert metrics["loss"] == resident[1]
     offloads.assert_equal(state, resident[0])
     assert not list(tmp_path.iterdir())  # its file has no name
@@ -52,11 +52,13 @@ def test_a_fraction_and_leaves_made_from_a_state_come_to_the_disk(tmp_path):
     state, partition = zerojax.shard_train_state(
         made, mesh=zerojax.make_mesh(), offload=nvme(tmp_path, fraction=0.5), min_size=64
     )
-    count = sum(map(kept.is_on_disk, jax.tree.leaves(state)))
-    assert 0 < count == len(kept.on_disk(partition))
+    count = sum(map(storage.is_on_disk, jax.tree.leaves(state)))
+    assert 0 < count == len(storage.on_disk(partition))
     offloads.assert_equal(state, made)
     assert (
-        0 < sum(leaf.nbytes for leaf in jax.tree.leaves(state) if kept.is_on_disk(leaf)) <= kept.disk_bytes(partition)
+        0
+        < sum(leaf.nbytes for leaf in jax.tree.leaves(state) if storage.is_on_disk(leaf))
+        <= storage.disk_bytes(partition)
     )
 
 
@@ -69,7 +71,7 @@ def test_checkpoints_of_any_place_restore_into_any_other_and_go_on_alike(tmp_pat
         state, _ = train_step(state, offloads.batch_of(2))  # over the leaves that were saved
         for name, place in places.items():
             restored, _ = saver.restore(2, offloads.sharded(offloads.adam(), place, stage=2)[1])
-            assert any(map(kept.is_on_disk, jax.tree.leaves(restored))) == (name == "nvme")
+            assert any(map(storage.is_on_disk, jax.tree.leaves(restored))) == (name == "nvme")
             assert_holds(restored, saved)
             if name == "host":
                 saver.save(3, restored)
@@ -120,11 +122,11 @@ def test_skipped_steps_and_16_bit_state_leave_the_disk_as_they_leave_host_memory
 
 def test_host_memory_is_that_of_the_chunks_on_their_way_and_the_disk_must_have_room(tmp_path, monkeypatch):
     _, partition = offloads.sharded(offloads.adam(), nvme(tmp_path))
-    chunk = max(CHUNK, max(leaf.size * 4 // 8 for leaf in kept.on_disk(partition).values()))
+    chunk = max(CHUNK, max(leaf.size * 4 // 8 for leaf in storage.on_disk(partition).values()))
     assert budget.pinned_bytes(partition) == 8 * (3 * chunk + 2 * scratch.aligned(chunk))
-    line = kept.line(partition)
-    assert f"of optimizer state on a disk, in {tmp_path} (" in line and kept.line(partition.on_device) == ""
-    monkeypatch.setattr(kept, "disk_bytes", lambda partition: 1 << 50)
+    line = storage.line(partition)
+    assert f"of optimizer state on a disk, in {tmp_path} (" in line and storage.line(partition.on_device) == ""
+    monkeypatch.setattr(storage, "disk_bytes", lambda partition: 1 << 50)
     with pytest.raises(UserError, match=r"1024.00 TiB are needed there, and its disk has"):
         offloads.sharded(offloads.adam(), nvme(tmp_path))
     monkeypatch.undo()

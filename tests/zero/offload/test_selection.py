@@ -1,4 +1,4 @@
-"""Tests of zerojax.zero.offload.layout: which leaves live on the host, and in which pieces."""
+"""Tests of zerojax.zero.offload.selection: which leaves live on the host, and in which pieces."""
 
 import math
 
@@ -13,7 +13,7 @@ import zerojax
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.optim import eight_bit, one_pass, pieces
-from zerojax.zero.offload import layout
+from zerojax.zero.offload import memory_kind, selection
 
 
 def partition_of(params, tx, offload, **how):
@@ -32,7 +32,7 @@ def test_at_least_the_fraction_is_offloaded_and_spread_evenly(fraction):
     params = weights(*[(8 * (1 + n % 5), 64) for n in range(40)])
     partition = partition_of(params, optax.adam(1e-3), {"optimizer": "host", "fraction": fraction}, min_size=64)
     sizes = {path: math.prod(p.shape) for path, p in partition.placements.items()}
-    offloaded = layout.offloaded_weights(partition)
+    offloaded = selection.offloaded_weights(partition)
     taken = seen = 0
     for path in partition.placements:  # in the order of the layers
         seen += sizes[path]
@@ -56,13 +56,13 @@ def test_pieces_are_bounded_slices_with_the_spec_and_the_values_of_their_leaf(ch
         for part in parts:
             assert part.sharding.spec == whole[path].sharding.spec
             part.sharding.shard_shape(part.shape)  # raises if it does not divide
-        if layout.is_on_host(leaf):
-            assert {part.sharding.memory_kind for part in parts} == {layout.MEMORY_KIND}
+        if memory_kind.is_on_host(leaf):
+            assert {part.sharding.memory_kind for part in parts} == {memory_kind.MEMORY_KIND}
             found = by_weight.setdefault(partition.on_device.leaves[path].weight, [0] * len(parts))
             assert len(found) == len(parts)
             for number, part in enumerate(parts):
-                found[number] += layout.shard_bytes(part)
-    assert list(by_weight) == layout.offloaded_weights(partition)
+                found[number] += tree.shard_bytes(part)
+    assert list(by_weight) == selection.offloaded_weights(partition)
     for path, counts in by_weight.items():
         shape, cut = partition.placements[path].shape, partition.cuts.get(path)
         assert (cut is not None) == (len(counts) > 1)
@@ -76,7 +76,7 @@ def test_pieces_are_bounded_slices_with_the_spec_and_the_values_of_their_leaf(ch
 def test_only_the_state_of_large_trained_weights_is_offloaded():
     params = {**weights((64, 64), (64, 64)), "bias": jax.ShapeDtypeStruct((64,), jnp.float32)}
     partition = partition_of(params, optax.adafactor(1e-3, min_dim_size_to_factor=16, momentum=0.9), "host")
-    host = {p for p, leaf in tree.flatten(partition.abstract_state) if layout.is_on_host(leaf)}
+    host = {p for p, leaf in tree.flatten(partition.abstract_state) if memory_kind.is_on_host(leaf)}
     assert host == partition.on_host != set()
     assert all("layer_" in path for path in host)  # not the count, the factored moments or the bias
     assert all(dict(tree.flatten(partition.abstract_state))[path].shape == (64, 64) for path in host)
@@ -85,9 +85,9 @@ def test_only_the_state_of_large_trained_weights_is_offloaded():
 def test_placements_store_on_the_host_and_update_on_the_device():
     partition = partition_of(weights((64, 64)), optax.adam(1e-3), "host")
     found = partition.placements["params/layer_0/kernel"]
-    assert found.opt_state.memory_kind == layout.MEMORY_KIND
+    assert found.opt_state.memory_kind == memory_kind.MEMORY_KIND
     assert found.opt_state.spec == found.update.spec
-    assert found.update.memory_kind != layout.MEMORY_KIND
+    assert found.update.memory_kind != memory_kind.MEMORY_KIND
     assert partition.on_device.placements["params/layer_0/kernel"].opt_state == found.update
     assert jax.tree.structure(partition.specs) == jax.tree.structure(partition.shardings)
 
@@ -121,3 +121,105 @@ def test_nothing_offloaded_leaves_the_partition_as_it_is():
     partition = partition_of(weights((64, 64)), optax.adam(1e-3), "none")
     assert partition.on_device is partition
     assert not partition.cuts
+
+
+SHAPES = {f"block_{n}": {"kernel": (64, 32), "bias": (32,)} for n in range(4)}
+
+
+def placed(offload, stage=3, trainable="", tx=None):
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), SHAPES, is_leaf=lambda node: isinstance(node, tuple)
+    )
+    tx = tx or optax.adam(1e-3)
+
+    def init(params):
+        state = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+        return state.replace(opt_state=()) if trainable == "none" else state
+
+    state = jax.eval_shape(init, params)
+    return zerojax.partition_state(state, mesh=zerojax.make_mesh(), stage=stage, min_size=100, offload=offload)
+
+
+def on_host(part):
+    return [p for p, leaf in tree.flatten(part.abstract_state) if leaf.sharding.memory_kind == "pinned_host"]
+
+
+def test_large_params_are_stored_where_their_moments_are_and_small_ones_stay():
+    found = on_host(placed({"optimizer": "host", "params": "host"}))
+    weights = [f"block_{n}/kernel" for n in range(4)]
+    assert set(found) == {f"{at}/{w}" for w in weights for at in ("params", "opt_state/0/mu", "opt_state/0/nu")}
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(0.25, 1), (0.5, 2), (0.6, 3), (1.0, 4)])
+def test_a_fraction_of_the_params_is_spread_over_the_model(fraction, count):
+    part = placed({"optimizer": "host", "params": "host", "params_fraction": fraction})
+    assert len([path for path in on_host(part) if path.startswith("params/")]) == count
+
+
+@pytest.mark.parametrize("field", ["fraction", "params_fraction"])
+def test_a_fraction_of_less_than_a_weight_is_warned_of(field):
+    line = f"offload.{field}: is 1e-09, and 0.25 of the bytes are offloaded, .* 1 of 4 weights, .*; set {field} to 0.25 or more"
+    with pytest.warns(UserWarning, match=line):
+        placed({"optimizer": "host", "params": "host", field: 1e-9})
+
+
+def test_params_that_a_regex_matches_stay_on_the_device_and_the_fraction_is_of_the_rest():
+    settings = {"optimizer": "host", "params": "host", "params_on_device": "block_[03]", "params_fraction": 0.5}
+    found = on_host(placed(settings))
+    assert [path for path in found if path.startswith("params/")] == ["params/block_1/kernel"]
+    assert "opt_state/0/mu/block_0/kernel" in found, "the moments of a weight on the device"
+
+
+def test_the_partition_of_the_device_has_nothing_on_the_host():
+    part = placed({"optimizer": "host", "params": "host"})
+    assert on_host(part.on_device) == [] and jax.tree.structure(part.on_device.specs) == jax.tree.structure(part.specs)
+
+
+def test_specs_and_shapes_stay():
+    part = placed({"optimizer": "host", "params": "host"})
+    assert part.specs.params == part.on_device.specs.params
+
+
+@pytest.mark.parametrize(
+    ("offload", "stage", "message"),
+    [
+        (
+            {"params": "host"},
+            3,
+            r"^offload\.params: is 'host', and the optimizer state of trained weights stays on the device",
+        ),
+        (
+            {"optimizer": "host", "params": "host"},
+            2,
+            r"^offload\.params: is 'host', which works at stage 3, and the stage is 2",
+        ),
+        (
+            {"optimizer": "host", "params_fraction": 0.5},
+            3,
+            r"^offload\.params_fraction: is 0\.5 and cannot take effect",
+        ),
+        (
+            {"optimizer": "host", "params_on_device": "embed"},
+            3,
+            r"^offload\.params_on_device: is 'embed' and cannot take effect",
+        ),
+        (
+            {"optimizer": "host", "params": "host", "params_on_device": "embed"},
+            3,
+            r"^offload\.params_on_device: 'embed' matches none of the 4 weights .* params/block_0/kernel; correct or omit",
+        ),
+        (
+            {"optimizer": "host", "params": "host", "params_on_device": "("},
+            3,
+            r"^offload\.params_on_device: '\(' is no regex",
+        ),
+        (
+            {"optimizer": "host", "params": "host", "params_fraction": 0},
+            3,
+            r"^offload\.params_fraction: must be above 0",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line(offload, stage, message):
+    with pytest.raises(UserError, match=message):
+        placed(offload, stage)

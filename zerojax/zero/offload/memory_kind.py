@@ -1,4 +1,4 @@
-"""Copies arrays between host memory and the devices. This module sends each process's own shards.
+"""Names the kind of memory that an array lives in: a device's, or pinned host memory. This module copies arrays from one to the other.
 
 Where an array is of several processes, `jax.device_put` compiles and runs a program for it, though a copy needs no other process. Many such
 programs in flight beside a step's collectives made two processes wait for each other for ever on emulated devices.
@@ -8,7 +8,34 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+MEMORY_KIND = "pinned_host"
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Returns whether an array, or a leaf in pieces, lives in host memory."""
+    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == MEMORY_KIND
+
+
+def on_device(sharding: Any) -> Any:
+    """Returns a sharding in device memory."""
+    return NamedSharding(sharding.mesh, sharding.spec)
+
+
+def on_host(sharding: Any) -> Any:
+    """Returns a sharding in host memory."""
+    return NamedSharding(sharding.mesh, sharding.spec, memory_kind=MEMORY_KIND)
+
+
+def as_on_device(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns an abstract leaf with its sharding in device memory."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_device(leaf.sharding))
+
+
+def as_on_host(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns an abstract leaf with its sharding in host memory."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host(leaf.sharding))
 
 
 def moved(arrays: Sequence[jax.Array], shardings: Sequence[Any]) -> list[jax.Array]:
