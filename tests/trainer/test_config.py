@@ -136,7 +136,7 @@ BAD = {
     "offload unread": ({"offload.fraction": 0.5}, r"^config\.offload\.fraction: is 0\.5 and cannot take effect"),
     "offload in flight": (
         {"offload.optimizer": "host", "offload.in_flight": 1},
-        r"^config\.offload\.in_flight: must be a whole number of at least 2, and is 1",
+        r"^config\.offload\.in_flight: must be a whole number of at least 2, or 0 to derive it, and is 1",
     ),
     "a number that no float holds": (
         {"optimizer.eps": 10**400},

@@ -322,9 +322,8 @@ def _advise(answers: Mapping[str, Any], *, quick: bool) -> Advice:
     if usable is None:
         return _advice(held, None, {}, None)
     temporaries = activations.estimate(next(iter(programs.values())))
-    arriving = (
-        0 if config.offload.optimizer == offload_lib.NONE else config.offload.chunk_bytes * config.offload.in_flight
-    )
+    chosen = config_lib.make_offload(config.offload, config.zero.stage)
+    arriving = 0 if chosen.optimizer == offload_lib.NONE else chosen.chunk_bytes * chosen.chunks_at_once
     fits: dict[int, Fit] = {}
     sizes = config_lib.batch_sizes(config, ways)
     for number, count in held.items():

@@ -163,12 +163,12 @@ class OffloadSettings:
     params_fraction: float = setting(1.0, POSITIVE.up_to(1, "it is a share of the params"), "of the params that may be offloaded, above 0")
     params_on_device: str = setting("", ANY, 'a regex of params that stay on the device ("embed|head")')
     chunk_bytes: int = setting(256 << 20, POSITIVE, "copied and updated together on each device")
-    in_flight: int = setting(8, POSITIVE, "chunks on a device at once; half of them arrive before the forward pass")
+    in_flight: int = setting(0, NOT_NEGATIVE, "chunks on a device at once; half of them arrive before the forward pass; 0: derived")
     by_block: str = setting("auto", offload_lib.BY_BLOCK,
         '"on": each block a program of its own, so that updates run beside the backward pass; "off"')
     late_norm: bool = setting(False, ANY, "clip by the norm of the step before, so that no update waits for its own")
     nvme_path: str = setting("", ANY, 'the folder of the files, on a local disk; "": WORKDIR/offload')
-    nvme_buffers: int = setting(4, POSITIVE, "chunks of each file, for each device, that are read into host memory ahead")
+    nvme_buffers: int = setting(0, NOT_NEGATIVE, "chunks of each file, for each device, that are read into host memory ahead; 0: derived")
 
 
 @dataclasses.dataclass(frozen=True)

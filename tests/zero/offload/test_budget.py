@@ -40,7 +40,7 @@ def test_a_state_smaller_than_the_chunks_in_flight_needs_its_own_bytes_alone(tmp
     how = {"optimizer": place, "chunk_bytes": 1 << 30} | ({"nvme_path": str(tmp_path)} if place == "nvme" else {})
     found = zerojax.partition_state(state, mesh=zerojax.make_mesh(), offload=how, min_size=64)
     shards = 8 * sum(tree.shard_bytes(leaf) for leaf in selection.host_leaves(found).values())
-    buffers = found.offload.nvme_buffers * storage.disk_bytes(found)
+    buffers = found.offload.buffers(len(storage.on_disk(found))) * storage.disk_bytes(found)
     assert budget.pinned_bytes(found) == (2 * shards if place == "host" else shards + buffers) < 1 << 25
 
 

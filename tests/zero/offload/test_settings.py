@@ -27,7 +27,7 @@ def test_nothing_is_offloaded_by_default(value):
         ({"optimizer": "host", "fraction": float("nan")}, "offload.fraction"),
         ({"optimizer": "host", "chunk_bytes": 2.5e8}, "offload.chunk_bytes: must be a whole number"),
         ({"optimizer": "host", "in_flight": 1}, "offload.in_flight: must be a whole number of at least 2"),
-        ({"optimizer": "nvme", "nvme_buffers": 0}, "offload.nvme_buffers: must be a whole number of at least 1"),
+        ({"optimizer": "nvme", "nvme_buffers": -1}, "offload.nvme_buffers: must be a whole number of at least 1"),
         ({"optimizer": "nvme", "nvme_path": 3}, "offload.nvme_path: must be a folder's path, and is 3"),
         ({"optimizer": "host", "nvme_path": "/scratch"}, "offload.nvme_path: is '/scratch' and cannot take effect"),
         ({"fraction": 0.5}, "offload.fraction: is 0.5 and cannot take effect"),
@@ -49,6 +49,17 @@ def test_a_bad_value_is_refused_with_its_name(value, line):
     with pytest.raises(UserError) as raised:
         settings.read(value)
     assert line in str(raised.value)
+
+
+@pytest.mark.parametrize(("chunk", "derived"), [(600, 8), (256 << 20, 8), (512 << 20, 4), (1 << 30, 2), (8 << 30, 2)])
+def test_chunks_in_flight_are_those_of_2_gib_from_2_to_8_unless_they_are_set(chunk, derived):
+    assert settings.Offload("host", chunk_bytes=chunk).chunks_at_once == derived
+    assert settings.Offload("host", chunk_bytes=chunk, in_flight=28).chunks_at_once == 28
+
+
+@pytest.mark.parametrize(("chosen", "leaves", "count"), [(0, 2, 2), (0, 100, 4), (1, 100, 1), (9, 2, 9)])
+def test_a_file_has_four_buffers_and_no_more_than_leaves_unless_they_are_set(chosen, leaves, count):
+    assert settings.Offload("nvme", nvme_buffers=chosen).buffers(leaves) == count
 
 
 @pytest.mark.parametrize("stage", stages.STAGES)

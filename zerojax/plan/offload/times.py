@@ -329,4 +329,4 @@ def _read_ahead(step: streamed_step.StreamedStep, stream: streams.Stream) -> flo
     if not stream.is_on_disk:
         return 0
     chosen = step.updates.rest.partition.offload
-    return min(stream.nbytes, stream.before + chosen.nvme_buffers * chosen.chunk_bytes)
+    return min(stream.nbytes, stream.before + chosen.buffers() * chosen.chunk_bytes)

@@ -79,7 +79,7 @@ def most_pinned_bytes(config: settings_lib.Config) -> int:
     frozen = sum(tree.nbytes(leaf) for path, leaf in leaves if not re.search(trainable, path))
     of_params = (each[roles.PARAMS] * sum(trained) + frozen) if chosen.params == offload_settings.HOST else 0.0
     held = of_params * chosen.params_fraction + of_opt_state * sum(trained) * chosen.fraction
-    new = chosen.in_flight * chosen.chunk_bytes
+    new = chosen.chunks_at_once * chosen.chunk_bytes
     new += budget.NEW_PARAMS.get(chosen.params, 0) * each[roles.PARAMS] * max(trained)
     return round(held * config.mesh.replica + new)
 

@@ -66,7 +66,7 @@ def pool_bytes(partition: placement.Partition) -> int:
     stays = sum(count for path, count in counts.items() if path not in on_disk)
     # New leaves are stored while the old ones are still read: as many as are in flight, or all.
     of_opt_state = [count for path, count in counts.items() if path not in partition.placements]
-    new = partition.offload.in_flight * max(partition.offload.chunk_bytes, *of_opt_state, 0)
+    new = partition.offload.chunks_at_once * max(partition.offload.chunk_bytes, *of_opt_state, 0)
     new = min(new, sum(of_opt_state))
     trained = [
         count for path, count in counts.items() if path in partition.placements and partition.placements[path].trainable

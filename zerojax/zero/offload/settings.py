@@ -17,8 +17,8 @@ NONE, HOST, NVME = "none", "host", "nvme"
 KINDS = (NONE, HOST, NVME)
 PARTS: Mapping[str, str] = {"optimizer": "opt_state", "params": "params"}  # part -> its column in the table of stages
 CHUNK_BYTES = 256 << 20  # 6 ms at 43 GB/s
-IN_FLIGHT = 8
-NVME_BUFFERS = 4
+IN_FLIGHT, IN_FLIGHT_BYTES = 8, 2 << 30  # at most; on each device
+NVME_BUFFERS = 4  # at most
 AUTO, ON, OFF = "auto", "on", "off"
 BY_BLOCK = (AUTO, ON, OFF)
 
@@ -36,13 +36,13 @@ class Offload:
       chunk_bytes: bytes of state on each device that are copied and updated together. A larger leaf is stored in pieces of about this size.
       in_flight: chunks that each device holds at once: those that arrive, are updated and leave. So the update needs about
         chunk_bytes * in_flight of device memory, whatever the model's size. Half of them arrive before the forward pass begins, or in a
-        step block by block as many as fit.
+        step block by block as many as fit. 0 derives it: as many as 2 GiB hold, from 2 to 8.
       by_block: whether a step runs block by block ("on"), so that groups can be updated beside the backward pass, or as one program with
         its updates behind it ("off"). "auto" decides (`step_by_block.is_chosen`).
       late_norm: whether gradients are clipped by the norm of the step before, so that their update need not wait for their own norm.
       nvme_path: the folder whose disk holds what is "nvme". It should be on a local disk.
       nvme_buffers: chunks of optimizer state for each device, and as many of params, that are read from the disk into host memory ahead
-        of their use. A buffer holds the largest leaf if that is more than a chunk.
+        of their use. A buffer holds the largest leaf if that is more than a chunk. 0 derives it: 4, or as many as there are leaves.
     """
 
     optimizer: str = NONE
@@ -51,11 +51,20 @@ class Offload:
     params_fraction: float = 1.0
     params_on_device: str = ""
     chunk_bytes: int = CHUNK_BYTES
-    in_flight: int = IN_FLIGHT
+    in_flight: int = 0
     by_block: str = AUTO
     late_norm: bool = False
     nvme_path: str = ""
-    nvme_buffers: int = NVME_BUFFERS
+    nvme_buffers: int = 0
+
+    @property
+    def chunks_at_once(self) -> int:
+        """Returns the chunks that each device holds at once: `in_flight`, or what is derived."""
+        return self.in_flight or max(2, min(IN_FLIGHT, IN_FLIGHT_BYTES // self.chunk_bytes))
+
+    def buffers(self, leaves: int = NVME_BUFFERS) -> int:
+        """Returns the buffers that a file of so many leaves is read into: `nvme_buffers`, or what is derived."""
+        return self.nvme_buffers or min(NVME_BUFFERS, leaves)
 
     @property
     def is_on(self) -> bool:
@@ -95,8 +104,10 @@ def _checked(offload: Offload) -> Offload:
             raise UserError(f"offload.{name}: must be above 0 and at most 1, and is {value!r}")
     for name, least in (("chunk_bytes", 1), ("in_flight", 2), ("nvme_buffers", 1)):
         value = getattr(offload, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise UserError(f"offload.{name}: must be a whole number of at least {least}, and is {value!r}")
+        derives = value == 0 and name != "chunk_bytes"
+        if not isinstance(value, int) or isinstance(value, bool) or (value < least and not derives):
+            or_else = "" if name == "chunk_bytes" else ", or 0 to derive it"
+            raise UserError(f"offload.{name}: must be a whole number of at least {least}{or_else}, and is {value!r}")
     if not isinstance(offload.params_on_device, str):
         raise UserError(f"offload.params_on_device: must be a regex, and is {offload.params_on_device!r}")
     try:

@@ -57,7 +57,8 @@ def line(partition: placement.Partition) -> str:
 
 def buffer_bytes(partition: placement.Partition) -> int:
     """Returns the host memory of the buffers that this process reads its files into."""
-    return sum(partition.offload.nvme_buffers * _buffer_bytes(partition, part) for part in parts_on_disk(partition))
+    parts, chosen = parts_on_disk(partition), partition.offload
+    return sum(chosen.buffers(len(part)) * _buffer_bytes(partition, part) for part in parts)
 
 
 def _buffer_bytes(partition: placement.Partition, part: dict[str, Any]) -> int:
@@ -96,7 +97,7 @@ def keeper(partition: placement.Partition) -> Keep:
     chosen = partition.offload
     stores: dict[int, store.Store] = {}
     for part in parts_on_disk(partition):
-        how = store.Settings(_folder(chosen), chosen.nvme_buffers, _buffer_bytes(partition, part))
+        how = store.Settings(_folder(chosen), chosen.buffers(len(part)), _buffer_bytes(partition, part))
         stores |= dict.fromkeys(map(id, part.values()), store.Store(how, list(part.values())))
 
     def keep(array: jax.Array, like: Any) -> Any:

@@ -65,7 +65,7 @@ class Updates(groups_lib.Division):
     @property
     def in_flight(self) -> int:
         """Returns the number of groups that the device may hold at once."""
-        return self._partition.offload.in_flight
+        return self._partition.offload.chunks_at_once
 
     @property
     def is_on_disk(self) -> bool:
