@@ -5,7 +5,7 @@ compiled program the nested functions are inlined and change nothing. Cut apart,
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,50 +13,25 @@ import jax.numpy as jnp
 import optax
 
 from zerojax import mesh as mesh_lib
-from zerojax.zero import float32_grads, gather, overlap, placement
+from zerojax.zero import float32_grads, gather, overlap
 
 NAME = "zerojax_block"
 
 
-class NestedBlocks:
-    """Runs the blocks of a loss, like `overlap.Chain`, but as nested functions without an order of their own.
-
-    Args:
-      find: f(path, shard) -> the weight's placement.
-      dtype: of the gathered weights.
-      reduction: how gradients are summed over devices.
-      tokens: returned unchanged; see `overlap.Chain`.
-      known: nothing, as every wire is plain here.
-    """
-
-    def __init__(
-        self,
-        find: Callable[[str, Any], placement.Placement],
-        dtype: Any,
-        reduction: gather.Reduction,
-        tokens: overlap.Tokens,
-        known: Mapping[str, Any] = overlap.NOTHING,
-    ):
-        assert not known
-        self._find, self._dtype, self._reduction, self.tokens = find, dtype, reduction, tokens
+class NestedBlocks(overlap.Chain):
+    """Runs the blocks of a loss like `overlap.Chain`, but as nested functions without an order of their own. Wires know shards alone."""
 
     def __call__(
         self, body: overlap.Body, weights: dict[str, gather.ShardAndSink], arrays: list[jax.Array], policy: Any
     ) -> Any:
+        assert not self._known
         placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
-        plan = overlap.BlockCall(body, placements, self._dtype, self._reduction, policy)
-        return self._run(plan, weights, tuple(arrays))
+        return self._run(
+            overlap.BlockCall(body, placements, self._dtype, self._reduction, policy), weights, tuple(arrays)
+        )
 
     def _run(self, plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> Any:
         return _block(plan, weights, arrays)
-
-    def restart(self) -> None:
-        """Does nothing: no state is kept between blocks when the loss is traced again."""
-
-    def gather_leaf(self, path: str, weight: gather.ShardAndSink) -> jax.Array:
-        """Returns one gathered weight, outside of any block."""
-        with jax.named_scope(path):
-            return gather.gather_shard(weight, self._find(path, weight.stored), self._dtype, self._reduction)
 
 
 class ForwardBlocks(NestedBlocks):
