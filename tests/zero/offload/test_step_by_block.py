@@ -12,6 +12,7 @@ import pytest
 import runs
 from block_nets import Net, X
 from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax import mesh as mesh_lib
@@ -22,6 +23,7 @@ from zerojax.zero import shard_state, stages, step
 from zerojax.zero.offload import step_by_block, storage
 
 NET = Net(2)
+SPECS = [("", P(("replica", "data")))]  # all leaves count examples, though the loss reads one factor
 SCALE = jnp.linspace(0.5, 1.5, 16)[:, None]
 BOTH = {"optimizer": "host", "params": "host", "chunk_bytes": 600}
 DISK = {"optimizer": "nvme", "params": "nvme", "chunk_bytes": 600, "nvme_buffers": 2}
@@ -82,6 +84,7 @@ def run(
         blocks=r"block_\w+",
         heads="head",
         reduce_dtype=jnp.float32,
+        batch_specs=SPECS,
         loss_scale=scaler,
         **how,
     )
@@ -231,7 +234,8 @@ def test_the_old_state_is_given_up_and_the_new_one_is_complete():
     params = first_params()
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
     state, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=3, min_size=0, offload=BOTH)
-    train_step = step.make_train_step(plain_loss, part, blocks=r"block_\w+", heads="head", reduce_dtype=jnp.float32)
+    how = {"blocks": r"block_\w+", "heads": "head", "reduce_dtype": jnp.float32, "batch_specs": SPECS}
+    train_step = step.make_train_step(plain_loss, part, **how)
     batch = {"x": X, "scale": SCALE, "factor": jnp.ones(16)}
     new, _ = train_step(state, batch)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.opt_state[0].mu)))
@@ -244,7 +248,8 @@ def test_a_step_sends_frozen_weights_for_the_next_which_takes_them_only_if_it_ge
     first, part = shard_state.shard_train_state(
         first, mesh=mesh_lib.make_mesh(2, 4), stage=3, min_size=0, offload=BOTH, trainable="narrow|head"
     )
-    train_step = step.make_train_step(plain_loss, part, blocks=r"block_\w+", heads="head", reduce_dtype=jnp.float32)
+    how = {"blocks": r"block_\w+", "heads": "head", "reduce_dtype": jnp.float32, "batch_specs": SPECS}
+    train_step = step.make_train_step(plain_loss, part, **how)
     batch, passes = {"x": X, "scale": SCALE, "factor": jnp.ones(16)}, train_step.passes
     source = passes.source
 
