@@ -1,7 +1,5 @@
 """Compares the estimate of a step's temporaries with compiled steps. This module tests zerojax.trainer.activations."""
 
-import dataclasses
-
 import compile_only
 import jax
 import pytest
@@ -80,13 +78,11 @@ def test_a_compiled_step_needs_no_more_than_the_estimate_and_not_far_less(preset
 
 @pytest.mark.long
 def test_a_deep_models_plan_follows_from_two_shallow_ones():
-    config = settings("llama3_1b", seq_len=4096, micro_batch_size=2)
+    config = settings("llama3_1b", seq_len=4096, micro_batch_size=2, global_batch_size=16, grad_accum=0)
     chosen = wizard.Fit(3, 2, 1, "dots", 0.0, 0.0)
     with compile_only.optimized():
         devices = list(compile_only.devices(8))
         found = wizard._planned(config, "h200", devices, chosen)
-        whole = plans.plan_program(
-            program(dataclasses.replace(config, grad_accum=0, global_batch_size=16), devices), "h200"
-        )
+        whole = plans.plan_program(program(config, devices), "h200")
     assert found.peak == pytest.approx(whole.peak, rel=0.01)
     assert found.tokens_per_second == pytest.approx(whole.bound.most_tokens_per_second(whole.tokens), rel=0.01)
