@@ -259,11 +259,11 @@ class Frame:
         return self._inside[id(eqn)]
 
     def equations(self) -> "Iterator[tuple[Frame, Any]]":
-        """Yields each equation, with its frame, of the program and of all that it runs."""
+        """Yields each equation, with its frame, of the program and of all that it runs; those inside an equation come before it."""
         for eqn in self.jaxpr.eqns:
-            yield self, eqn
             for inner in self.inside(eqn):
                 yield from inner.equations()
+            yield self, eqn
 
     def origin(self, atom: Any, through: Collection[str] = ()) -> "tuple[Frame, Any]":
         """Returns where a value comes from: a literal, a constant, an argument of the outermost program, or a variable that no call makes.

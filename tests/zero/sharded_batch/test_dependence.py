@@ -79,6 +79,17 @@ def test_the_kinds_are_true_of_two_halves():
             np.testing.assert_array_equal(first + second - (OLD if kind == "grown" else 0), whole, err_msg=name)
 
 
+def test_a_loss_may_have_more_operations_than_python_allows_calls():
+    def many(x, state):
+        y = jnp.float32(1) * x
+        for _ in range(1500):
+            y = y + 1
+        return (y > 1502).sum()
+
+    traced, _ = program(many)
+    assert traced.kind("n") == "count" and traced.reads("n")
+
+
 def test_raw_words_are_keys_where_the_loss_draws_with_them():
     def draws(x, state):
         def body(total, row):

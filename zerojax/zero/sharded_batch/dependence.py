@@ -91,7 +91,7 @@ def refuse_unsure(loss_fn: Callable[..., Any], params: Any, batch: Any, state: A
             break
         for names in _groups([path for path, is_said in counting.items() if not is_said]):
             if traced(count, names, whole) is not None:
-                raise inputs.no_examples(names, whole)
+                raise inputs.no_examples(names, whole, is_certain=True)
     else:
         return  # the loss's own error, which is raised where it runs
     found = dataclasses.replace(found, batch_paths={path: found.batch_paths[path] for path in counting})
@@ -100,7 +100,7 @@ def refuse_unsure(loss_fn: Callable[..., Any], params: Any, batch: Any, state: A
     for names in _groups(unsure if any(counting.values()) else unsure[1:]):
         more = traced(count, names, 2 * count)
         if more is not None and not dataclasses.replace(found, like=more.frame, is_additive=True).adds_up():
-            raise inputs.unsure(names, whole)
+            raise inputs.no_examples(names, whole, is_certain=False)
 
 
 def _groups(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -176,25 +176,24 @@ class TracedLoss:
     def _kinds(self) -> dict[Any, str]:
         return {}
 
-    def reads(self) -> set[str]:
-        """Returns the paths of the leaves of the batch that any result may depend on."""
-        jaxpr = self.closed.jaxpr
-        is_read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
+    def reads(self, output: str | None = None) -> set[str]:
+        """Returns the paths of the leaves of the batch that a result, or any, may depend on; one summed over devices is still `same`."""
+        wanted = [output in (None, path) for path in self.shapes]
+        is_read = partial_eval.dce_jaxpr(self.closed.jaxpr, wanted)[1]
         return {path for path, number in self.batch_paths.items() if is_read[number]}
 
     def adds_up(self) -> bool:
         """Returns whether each result is a sum of terms of examples, and of what reads none of them; for `is_additive`."""
-        return OTHER not in (self._kind(self.frame, atom, None) for atom in self.outputs.values())
+        return all(self.kind(output) != OTHER for output in self.outputs)
 
     def kind(self, output: str, of: str | None = None) -> str:
         """Returns how the result of this path depends on examples; `of` is the path of its old value in the state."""
         old = self.state_paths[of] if of is not None else None
+        for frame, eqn in self.frame.equations():  # in order, since a loss has more operations than Python allows calls
+            for var in eqn.outvars:
+                self._kind(frame, var, old)
         found = self._kind(self.frame, self.outputs[output], old)
         return SAME if found == GROWN and self._is_old(self.frame, self.outputs[output], old) else found
-
-    def reads_examples(self, output: str) -> bool:
-        """Returns whether the result of this path may depend on the batch; one that the loss summed over devices is still `same`."""
-        return any(self._reads(self.frame, self.outputs[output], number, {}) for number in self.batch_paths.values())
 
     def evaluate(self, output: str, state: Any) -> Any:
         """Returns the value of a `same` result, for the whole batch and these values of the state.
@@ -309,10 +308,9 @@ class TracedLoss:
             return COUNT if set(kinds) == {ROWS} else None
         if self.is_additive and name in ("add", "add_any", "sub") and COUNT in kinds:
             return COUNT if set(kinds) <= {SAME, STATISTIC, COUNT} else None
-        if name in ("add", "add_any"):
-            return {(COUNT, COUNT): COUNT, (GROWN, COUNT): GROWN, (COUNT, GROWN): GROWN}.get((first, kinds[1]))
-        if name == "sub":
-            return {(COUNT, COUNT): COUNT, (GROWN, COUNT): GROWN}.get((first, kinds[1]))
+        if name in ("add", "add_any", "sub"):
+            joined = {(COUNT, COUNT): COUNT, (GROWN, COUNT): GROWN, (COUNT, GROWN): None if name == "sub" else GROWN}
+            return joined.get((first, kinds[1]))
         if name == "mul":
             return COUNT if sorted(kinds) == [COUNT, SAME] else None
         if name == "div":

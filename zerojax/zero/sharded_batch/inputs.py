@@ -188,25 +188,16 @@ class Layout:
                 )
 
 
-def unsure(paths: Sequence[str], count: int) -> UserError:
-    """Returns the error for leaves that may count examples or not: the loss takes any number of their rows."""
-    return UserError(
-        f"batch/{paths[0]}: has {count} rows, as many as there are examples, and the loss takes any number of them, so they may be "
-        f"examples or not; pass {OWN_SPEC.format(_either(paths))} if not (weights of classes), and else "
-        'PartitionSpec(("replica", "data")) in its place'
-    )
-
-
-def no_examples(paths: Sequence[str], count: int) -> UserError:
-    """Returns the error for leaves that count no examples: the loss takes one number of their rows only, and others of examples."""
-    return UserError(
-        f"batch/{paths[0]}: the loss needs {count} rows of it with any number of examples, so it counts none; pass "
-        f"{OWN_SPEC.format(_either(paths))}"
-    )
-
-
-def _either(paths: Sequence[str]) -> str:
-    return paths[0] if len(paths) == 1 else f"({'|'.join(paths)})"
+def no_examples(paths: Sequence[str], count: int, *, is_certain: bool) -> UserError:
+    """Returns the error for leaves that count no examples, or may count none, though they have `count` rows."""
+    names = paths[0] if len(paths) == 1 else f"({'|'.join(paths)})"
+    why = "the loss needs {count} rows of it with any number of examples, so it counts none; pass {spec}"
+    if not is_certain:
+        why = (
+            "has {count} rows, as many as there are examples, and the loss takes any number of them, so they may be examples or not; "
+            'pass {spec} if not (weights of classes), and else PartitionSpec(("replica", "data")) in its place'
+        )
+    return UserError(f"batch/{paths[0]}: {why.format(count=count, spec=OWN_SPEC.format(names))}")
 
 
 def _check_regex(name: str, pattern: Any) -> None:

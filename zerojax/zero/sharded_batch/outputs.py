@@ -156,7 +156,7 @@ def terms(metrics: Any, before: Any, program: Callable[[], dependence.TracedLoss
         if is_total(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf
         kind = program().kind(name)
-        if kind == dependence.SAME and not (passes > 1 and program().reads_examples(name)):
+        if kind == dependence.SAME and not (passes > 1 and program().reads(name)):
             return Same(_whole(program(), name, before, leaf))
         if kind == dependence.COUNT and jnp.issubdtype(leaf.dtype, jnp.integer):
             return Sum(leaf)
