@@ -5,8 +5,10 @@ quarter of the time. Shardings do not change.
 """
 
 import gc
+import itertools
 import os
 import signal
+import threading
 
 import rough
 
@@ -16,8 +18,31 @@ os.environ.update(rough.JAX)
 
 import pytest
 import runs
+from jax.interpreters import mlir
 
 from zerojax.data import source
+
+PROGRAMS_OF_A_CONTEXT = 50
+
+
+def share_contexts():
+    """Lets programs that the main thread lowers share an MLIR context, as many at a time as bound what it keeps.
+
+    JAX makes one for each program, which takes 6 ms, more than to lower a small program. Other threads keep to that.
+    """
+    make, counts, shared = mlir.make_ir_context, itertools.count(), []
+
+    def context():
+        if threading.current_thread() is not threading.main_thread():
+            return make()
+        if next(counts) % PROGRAMS_OF_A_CONTEXT == 0:
+            shared[:] = [make()]
+        return shared[0]
+
+    make.__globals__["make_ir_context"] = context
+
+
+share_contexts()
 
 # Tests send signals, and pytest may have been started with some ignored, as by nohup. It lives through them as before, and what it starts
 # does not ignore them.

@@ -12,7 +12,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -83,7 +83,7 @@ train.main()
 """
 
 
-def cases(names: Iterable[str], *, long: Iterable[str] = ()) -> list[Any]:
+def cases(names: Iterable[Any], *, long: Collection[Any] = ()) -> list[Any]:
     """Returns names of cases for `pytest.mark.parametrize`; those of `long` are marked so."""
     return [pytest.param(name, marks=LONG) if name in long else name for name in names]
 

@@ -10,8 +10,8 @@ import runs
 
 from zerojax.trainer.checks import effects
 
+CASES = 137  # of the covering array, which takes seconds to make: no process makes it to collect its tests
 DEFAULT = (18,)  # cases that run by default, the others with -m long
-ARRAY = crosses.SPACE.rows
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +31,9 @@ def bases(cache_dir, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=() if n in DEFAULT else runs.LONG) for n in range(len(ARRAY))]
-)
+@pytest.mark.parametrize("number", runs.cases(range(CASES), long={*range(CASES)}.difference(DEFAULT)))
 def test_a_cross_has_the_losses_of_the_same_settings_on_one_device(number, bases, tmp_path):
-    row = ARRAY[number]
+    row = crosses.SPACE.rows[number]
     end = crosses.attempt(row, tmp_path)
     shutil.rmtree(tmp_path)
     assert end.error is None, (crosses.command(row), end.error)
@@ -44,13 +42,10 @@ def test_a_cross_has_the_losses_of_the_same_settings_on_one_device(number, bases
         jax.clear_caches()
 
 
-EIGHT = [number for number, row in enumerate(ARRAY) if crosses.changes(row)["emulate_devices"] == 8]
-
-
 @runs.LONG
-@pytest.mark.parametrize("number", EIGHT[::8])
-def test_a_cross_in_two_processes_has_the_losses_of_the_same_settings_on_one_device(number, bases, commands, tmp_path):
-    row = ARRAY[number]
+@pytest.mark.parametrize("part", range(12))
+def test_a_cross_in_two_processes_has_the_losses_of_the_same_settings_on_one_device(part, bases, commands, tmp_path):
+    row = [row for row in crosses.SPACE.rows if crosses.changes(row)["emulate_devices"] == 8][8 * part]
     end = crosses.attempt_in_two(row, tmp_path / "run", commands)
     assert end.error is None, (crosses.command(row), end.error)
     assert not crosses.fault(row, end, bases(row)), crosses.command(row)
@@ -58,8 +53,9 @@ def test_a_cross_in_two_processes_has_the_losses_of_the_same_settings_on_one_dev
 
 def test_every_pair_of_values_is_in_the_array_or_refused():
     space = crosses.SPACE
-    assert not any(rule.breaks(row) for row in ARRAY for rule in space.rules)
-    there = set().union(*map(space.pairs, ARRAY))
+    assert len(space.rows) == CASES
+    assert not any(rule.breaks(row) for row in space.rows for rule in space.rules)
+    there = set().union(*map(space.pairs, space.rows))
     assert all(pair in there or space.completed(values) is None for pair, values in space.all_pairs())
 
 

@@ -18,6 +18,7 @@ import zerojax
 from zerojax.errors import UserError
 
 WIDTH, CLASSES, EXAMPLES, STEPS = 16, 6, 48, 3
+CASES = 47  # of the covering array, which takes seconds to make: no process makes it to collect its tests
 FEW = 3  # cases that run by default, the others with -m long
 # Relative, of a loss and ten times as much of a norm: what another order of sums changes in the arithmetic's last place.
 TOLERANCES = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-9}
@@ -311,10 +312,9 @@ def of_baseline(items):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=() if n < FEW else runs.LONG) for n in range(len(SPACE.rows))]
-)
+@pytest.mark.parametrize("number", runs.cases(range(CASES), long=range(FEW, CASES)))
 def test_a_crossed_step_has_the_losses_of_the_same_options_on_one_device(number, tmp_path):
+    assert len(SPACE.rows) == CASES
     row = SPACE.rows[number]
     found, expected = trained(row, tmp_path), of_baseline(tuple(baseline(row).items()))
     rounded = [row["compute"], *(["bf16"] if "bf16" in (row["reduce"], row["accum"]) else [])]
