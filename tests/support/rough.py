@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import pathlib
+import platform
 import sys
 
 # Tests start some hundred processes. Without bytecode on disk each compiles the libraries again, which triples its start.
@@ -13,10 +14,12 @@ sys.dont_write_bytecode = False
 _KNOWS = importlib.metadata.version("jaxlib").startswith("0.10.")
 _CPU = pathlib.Path("/proc/cpuinfo")
 HAS_FLOAT16 = _CPU.exists() and "avx512_fp16" in _CPU.read_text()  # whether the CPU computes in float16
-# On such a CPU XLA makes one rounding of a float16 multiplication and addition where it can, so two programs may differ. Tests that
-# compare programs bit for bit are compiled as for other CPUs, on which each float16 operation is rounded.
-_ROUNDS_EACH = "--xla_cpu_max_isa=AVX2" if HAS_FLOAT16 else ""
-XLA_FLAGS = " ".join(filter(None, ["--xla_cpu_use_fusion_emitters=false" if _KNOWS else "", _ROUNDS_EACH]))
+# XLA makes one rounding of a multiplication and an addition where the CPU can, so two programs may differ in the last place. Tests that
+# compare programs bit for bit are compiled as for CPUs that round each operation.
+_ROUNDS_EACH = ["--xla_cpu_max_isa=AVX"] if platform.machine() in ("x86_64", "AMD64") else []
+# XLA would generate code for up to 32 parts of a program in parallel. In one part a train step takes a quarter less CPU time to compile.
+_IN_ONE_PART = "--xla_cpu_parallel_codegen_split_count=1"
+XLA_FLAGS = " ".join([_IN_ONE_PART, *_ROUNDS_EACH, *(["--xla_cpu_use_fusion_emitters=false"] if _KNOWS else [])])
 # Operations carry one line of Python, not a whole traceback, which takes time.
 # The pools have two threads a device, as zerojax.launch.devices gives them.
 JAX = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "1", "PJRT_NPROC": "16"}

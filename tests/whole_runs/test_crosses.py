@@ -10,7 +10,7 @@ import runs
 
 from zerojax.trainer.checks import effects
 
-CASES = 137  # of the covering array, which takes seconds to make: no process makes it to collect its tests
+MOST = 200  # rows of the covering array, which takes seconds to make: no process makes it to collect its tests
 DEFAULT = (18,)  # cases that run by default, the others with -m long
 
 
@@ -31,9 +31,15 @@ def bases(cache_dir, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("number", runs.cases(range(CASES), long={*range(CASES)}.difference(DEFAULT)))
+def row_of(rows, number):
+    if number >= len(rows):
+        pytest.skip("the array has fewer rows")
+    return rows[number]
+
+
+@pytest.mark.parametrize("number", runs.cases(range(MOST), long={*range(MOST)}.difference(DEFAULT)))
 def test_a_cross_has_the_losses_of_the_same_settings_on_one_device(number, bases, tmp_path):
-    row = crosses.SPACE.rows[number]
+    row = row_of(crosses.SPACE.rows, number)
     end = crosses.attempt(row, tmp_path)
     shutil.rmtree(tmp_path)
     assert end.error is None, (crosses.command(row), end.error)
@@ -43,9 +49,9 @@ def test_a_cross_has_the_losses_of_the_same_settings_on_one_device(number, bases
 
 
 @runs.LONG
-@pytest.mark.parametrize("part", range(12))
+@pytest.mark.parametrize("part", range(MOST // 8))
 def test_a_cross_in_two_processes_has_the_losses_of_the_same_settings_on_one_device(part, bases, commands, tmp_path):
-    row = [row for row in crosses.SPACE.rows if crosses.changes(row)["emulate_devices"] == 8][8 * part]
+    row = row_of([row for row in crosses.SPACE.rows if crosses.changes(row)["emulate_devices"] == 8][::8], part)
     end = crosses.attempt_in_two(row, tmp_path / "run", commands)
     assert end.error is None, (crosses.command(row), end.error)
     assert not crosses.fault(row, end, bases(row)), crosses.command(row)
@@ -53,7 +59,7 @@ def test_a_cross_in_two_processes_has_the_losses_of_the_same_settings_on_one_dev
 
 def test_every_pair_of_values_is_in_the_array_or_refused():
     space = crosses.SPACE
-    assert len(space.rows) == CASES
+    assert len(space.rows) <= MOST
     assert not any(rule.breaks(row) for row in space.rows for rule in space.rules)
     there = set().union(*map(space.pairs, space.rows))
     assert all(pair in there or space.completed(values) is None for pair, values in space.all_pairs())

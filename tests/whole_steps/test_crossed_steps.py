@@ -18,7 +18,7 @@ import zerojax
 from zerojax.errors import UserError
 
 WIDTH, CLASSES, EXAMPLES, STEPS = 16, 6, 48, 3
-CASES = 47  # of the covering array, which takes seconds to make: no process makes it to collect its tests
+MOST = 80  # rows of the covering array, which takes seconds to make: no process makes it to collect its tests
 FEW = 3  # cases that run by default, the others with -m long
 # Relative, of a loss and ten times as much of a norm: what another order of sums changes in the arithmetic's last place.
 TOLERANCES = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-9}
@@ -312,9 +312,11 @@ def of_baseline(items):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("number", runs.cases(range(CASES), long=range(FEW, CASES)))
+@pytest.mark.parametrize("number", runs.cases(range(MOST), long=range(FEW, MOST)))
 def test_a_crossed_step_has_the_losses_of_the_same_options_on_one_device(number, tmp_path):
-    assert len(SPACE.rows) == CASES
+    assert len(SPACE.rows) <= MOST
+    if number >= len(SPACE.rows):
+        pytest.skip("the array has fewer rows")
     row = SPACE.rows[number]
     found, expected = trained(row, tmp_path), of_baseline(tuple(baseline(row).items()))
     rounded = [row["compute"], *(["bf16"] if "bf16" in (row["reduce"], row["accum"]) else [])]
