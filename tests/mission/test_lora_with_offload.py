@@ -96,7 +96,8 @@ def assert_answers_come_again(user):
     assert [line.strip() for line in done.out.splitlines()] == [answer["found"] for answer in answers]
 
 
-def test_the_accelerate_config_of_pefts_guide_is_migrated_and_trains_as_without_offload(tuner, resident):
+def migrated(tuner):
+    """Returns the flags of the job in runs/lora with PEFT's config of Accelerate, as `zerojax migrate` translates it."""
     (tuner.folder / "accelerate.yaml").write_text(ACCELERATE)
     told = tuner.zerojax("migrate", "accelerate.yaml", "--out", "mine.py").out
     assert "deepspeed_config.offload_param_device = " in told
@@ -107,31 +108,43 @@ optimizer.schedule=linear optimizer.final_fraction=0.0 evaluate.batches=0 checkp
 init_from=runs/bart_tiny/export optimizer.b2=0.95 optimizer.weight_decay=0.1 optimizer.warmup_steps=20
 """.split()
     settings = [f"--config.{word}" for word in (*script, "data.answer= {label}")]
-    said = tuner.zerojax("train", "--config=mine.py", "--workdir=runs/lora", *settings, *JOB).out
-    assert re.search(r"host memory +│ +[1-9]", said)
+    return ("--config=mine.py", "--workdir=runs/lora", *settings, *JOB)
+
+
+def assert_translated(tuner):
     config = json.loads((tuner.folder / "runs" / "lora" / "config.json").read_text())
     assert (config["zero"]["stage"], config["offload"]["optimizer"], config["offload"]["params"]) == (3, "host", "host")
     assert config["optimizer"]["clip_norm"] == 1.0
+
+
+@runs.LONG  # the next test begins with such a run
+def test_the_accelerate_config_of_pefts_guide_is_migrated_and_trains_as_without_offload(tuner, resident):
+    said = tuner.zerojax("train", *migrated(tuner)).out
+    assert re.search(r"host memory +│ +[1-9]", said)
+    assert_translated(tuner)
     assert_same(tuner, resident(*JOB))
     assert_answers_come_again(tuner)
 
 
+ON_THE_DEVICE = ("--config.offload.optimizer=none", "--config.offload.params=none")
 AGAIN = {
     "on the disk on another mesh": (*OFFLOADS["nvme"], "--config.mesh.replica=2", "--config.mesh.data=1"),
-    "at stage 1 without offload": ("--config.zero.stage=1",),
+    "at stage 1 without offload": ("--config.zero.stage=1", *ON_THE_DEVICE),
     "at stage 2 on one device": (
         "--config.zero.stage=2",
-        "--config.offload.optimizer=host",
+        "--config.offload.params=none",
         "--config.emulate_devices=1",
     ),
-    "at stage 0 on four devices": ("--config.zero.stage=0", "--config.emulate_devices=4"),
+    "at stage 0 on four devices": ("--config.zero.stage=0", "--config.emulate_devices=4", *ON_THE_DEVICE),
 }
 
 
 def begun_and_killed(tuner):
-    """Returns the flags of a run in runs/lora that was killed after a save."""
-    flags = ("--config=lora_tiny", "--workdir=runs/lora", *JOB, "--config.checkpoint.every=3")
-    tuner.zerojax("train", *flags, *OFFLOADS["host"], before=KILLED, status=-9)
+    """Returns the flags of a run with both offloads in runs/lora that was killed after a save."""
+    flags = (*migrated(tuner), "--config.checkpoint.every=3")
+    said = tuner.zerojax("train", *flags, before=KILLED, status=-9).out
+    assert re.search(r"host memory +│ +[1-9]", said)
+    assert_translated(tuner)
     return flags
 
 
@@ -142,10 +155,13 @@ def two_processes(tuner, *flags):
     return out
 
 
-def test_a_run_that_is_killed_goes_on_in_two_processes_with_its_state_on_the_disk(tuner, resident):
+def test_pefts_config_of_accelerate_is_migrated_and_its_killed_run_goes_on_in_two_processes_with_its_state_on_the_disk(
+    tuner, resident
+):
     said = two_processes(tuner, *begun_and_killed(tuner), *OFFLOADS["nvme"])
     assert re.search(rf"starts at step [36] of {STEPS}", said)
     assert_same(tuner, resident(*JOB), was_killed=True)
+    assert_answers_come_again(tuner)
 
 
 @runs.LONG

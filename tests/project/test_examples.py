@@ -215,7 +215,10 @@ def assert_close(found, expected):
 
 @pytest.mark.parametrize(
     "name",
-    runs.cases(["linen_language_model", "linen_vision_batch_norm", "nnx_model"], long=["linen_vision_batch_norm"]),
+    runs.cases(
+        ["linen_language_model", "linen_vision_batch_norm", "nnx_model"],
+        long=["linen_language_model", "linen_vision_batch_norm"],
+    ),
 )
 def test_bf16_compute_keeps_float32_state_and_about_the_losses(name):
     losses, state, _ = load(name).train(3, 4, compute_dtype="bfloat16")
@@ -348,6 +351,7 @@ def test_the_example_of_a_deepspeed_config_trains_as_the_config_says(capsys):
     assert "zero_optimization.stage: taken; config.zero.stage = 3" in capsys.readouterr().out
 
 
+@runs.LONG  # tests/mission trains it in float16 with offload, and tests/zero/offload/test_blockwise.py has such steps
 def test_deepspeeds_introduction_takes_offloaded_params_and_accumulation():
     example = load("deepspeed_intro")
     cpu = {"device": "cpu"}
@@ -389,9 +393,8 @@ def test_the_main_function_of_a_small_example_prints_its_memory_and_its_losses(c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", runs.cases([*SMALL, "save_and_restore"], long={*SMALL, "save_and_restore"} - {"nnx_model"})
-)
+@runs.LONG  # the test above runs its main function, and tests/project/test_readme.py runs commands and programs
+@pytest.mark.parametrize("name", [*SMALL, "save_and_restore"])
 def test_an_example_runs_as_a_command(name):
     environ = {**os.environ, "XLA_FLAGS": rough.XLA_FLAGS, "PYTHONPATH": str(FOLDER.parent)}
     command = [sys.executable, str(FOLDER / f"{name}.py"), "--steps", "2"]

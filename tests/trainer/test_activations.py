@@ -3,6 +3,7 @@
 import compile_only
 import jax
 import pytest
+import runs
 
 from zerojax import configs
 from zerojax.commands import config as wizard
@@ -24,17 +25,17 @@ def program(config, devices=None):
     return program_lib.build(config, devices=jax.devices()[:8] if devices is None else devices)
 
 
-def test_temporaries_grow_with_the_sequences_and_with_what_is_kept():
-    for preset in ("test", "bart_test", "t5_test"):
-        built = program(settings(preset, seq_len=64, micro_batch_size=1, precision="fp32"))
-        temporaries = activations.estimate(built)
-        assert (
-            temporaries(0, 1, "full", 1)
-            < temporaries(0, 2, "full", 1)
-            < temporaries(0, 2, "dots", 1)
-            < temporaries(0, 2, "none", 1)
-        )
-        assert temporaries(2, 2, "dots", 1) < temporaries(3, 2, "dots", 1), "gathered weights"
+@pytest.mark.parametrize("preset", runs.cases(["test", "bart_test", "t5_test"], long=["t5_test"]))
+def test_temporaries_grow_with_the_sequences_and_with_what_is_kept(preset):
+    built = program(settings(preset, seq_len=64, micro_batch_size=1, precision="fp32"))
+    temporaries = activations.estimate(built)
+    assert (
+        temporaries(0, 1, "full", 1)
+        < temporaries(0, 2, "full", 1)
+        < temporaries(0, 2, "dots", 1)
+        < temporaries(0, 2, "none", 1)
+    )
+    assert temporaries(2, 2, "dots", 1) < temporaries(3, 2, "dots", 1), "gathered weights"
 
 
 def test_residuals_of_dots_are_the_matmuls_of_a_block():
