@@ -2,7 +2,8 @@
 
     srun python -m zerojax.train --config configs/llama3_70b_tp8.py --workdir /shared/runs/70b --config.data.name=random
 
-Devices: 64 GPUs of 80 GB. Text: as configs/llama3_1b.py. Result: as there.
+Devices: 64 GPUs of 80 GB in hosts of 8. The plan for 64 H200s: 43.7 GiB on each, 12.3 of them weights and moments; no weight is gathered
+over `model`, and gathers over `data` move an eighth of each. Text: as configs/llama3_1b.py. Result: as there.
 """
 
 from zerojax.configs import llama3_70b

@@ -143,7 +143,7 @@ def test_rows_of_a_table_that_devices_use_by_columns():
     np.testing.assert_allclose(summed, added, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("length", [8, 3])
+@pytest.mark.parametrize("length", [8, pytest.param(3, marks=pytest.mark.long)])
 def test_rows_of_a_table_that_the_compiler_shards_are_those_of_take(length):
     """Tokens out of range too; gradients of equal tokens add up."""
     tokens = jax.random.randint(jax.random.key(1), (4, length), -VOCAB - 5, VOCAB + 5)
