@@ -351,7 +351,7 @@ def test_the_example_of_a_deepspeed_config_trains_as_the_config_says(capsys):
     assert "zero_optimization.stage: taken; config.zero.stage = 3" in capsys.readouterr().out
 
 
-@runs.LONG  # tests/mission trains it in float16 with offload, and tests/zero/offload/test_blockwise.py has such steps
+@runs.LONG  # tests/mission trains it in float16 with offload, and tests/zero/offload/test_step_by_block.py has such steps
 def test_deepspeeds_introduction_takes_offloaded_params_and_accumulation():
     example = load("deepspeed_intro")
     cpu = {"device": "cpu"}

@@ -37,7 +37,7 @@ LIVES = "LIVES"
 ALSO = {
     "zero/": ["tests/zero/test_stages.py", "tests/zero/test_where_used.py", "tests/zero/test_step.py"],
     "zero/fp8/": ["tests/zero/fp8"],
-    "zero/offload/": ["tests/zero/offload/test_streamed.py", "tests/zero/offload/test_blockwise.py"],
+    "zero/offload/": ["tests/zero/offload/test_streamed_step.py", "tests/zero/offload/test_step_by_block.py"],
     "zero/offload/disk/": ["tests/zero/offload/disk"],
     "zero/sharded_batch/": ["tests/zero/sharded_batch"],
     "zero/loss_scale": ["tests/whole_steps/test_skipped_steps.py"],

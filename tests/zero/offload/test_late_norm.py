@@ -1,4 +1,4 @@
-"""Checks the rule of a late norm, and what it refuses. This module tests zerojax.zero.offload.late_norm; `test_blockwise` its steps."""
+"""Checks the rule of a late norm, and what it refuses. This module tests zerojax.zero.offload.late_norm; `test_step_by_block` its steps."""
 
 import types
 
