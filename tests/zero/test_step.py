@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import pathlib
+import sys
 import traceback
 from typing import Any
 
@@ -369,6 +370,19 @@ def test_few_frames_lie_between_the_step_and_the_users_loss(reduce, blocks, accu
     batch = jnp.ones((16, 8) if accum == 1 else (2, 16, 8))
     jax.eval_shape(step.make_train_step(loss_fn, part, **how), state, batch)
     assert max(depths) <= MOST_FRAMES
+
+
+def test_a_step_without_offload_enters_no_module_of_it_nor_of_a_step_cut_into_parts():
+    state, part = shard_state.shard_train_state(linear_state(optax.sgd(0.1)), mesh=mesh_lib.make_mesh())
+    entered, folder = set(), pathlib.Path(step.__file__).parent
+    train_step = step.make_train_step(linear_loss, part, reduce_dtype=jnp.float32)
+    sys.setprofile(lambda frame, event, _: entered.add(pathlib.Path(frame.f_code.co_filename)))
+    try:
+        jax.eval_shape(train_step, state, linear_batch())
+    finally:
+        sys.setprofile(None)
+    rooms = {path.relative_to(folder).parts[0] for path in entered if path.is_relative_to(folder)}
+    assert "explicit.py" in rooms and rooms.isdisjoint({"offload", "step_parts"})
 
 
 @pytest.mark.parametrize("reduce", [None, jnp.float32])
