@@ -285,7 +285,7 @@ from zerojax import mesh as mesh_lib
 from zerojax.inference import generate
 from zerojax.models import family
 from zerojax.zero import stages
-from zerojax.zero.offload import fetched_params, layout
+from zerojax.zero.offload import fetched_params, memory_kind
 mesh, host = mesh_lib.make_mesh(), {"stage": 3, "min_size": 64, "offload": {"params": "host"}, "trainable": "norm"}
 params = tests.random_params(model)
 partition = stages.partition_state({"params": params}, mesh=mesh, **host)
@@ -293,7 +293,7 @@ stored = jax.tree.map(
     lambda leaf, sharding: jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index]),
     params, partition.shardings["params"],
 )
-assert sum(map(layout.is_on_host, jax.tree.leaves(stored))) > 10
+assert sum(map(memory_kind.is_on_host, jax.tree.leaves(stored))) > 10
 fetched_params.SMALL = 160  # larger shards are copied on their own, the others by programs
 run = generate.make_generator(tests.LLAMA, model, partition, new_tokens=3, special=family.SpecialTokens())
 np.save(f"{sys.argv[1]}-{rank}.npy", run(stored, tests.PROMPTS))
