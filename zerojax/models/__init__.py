@@ -1,6 +1,6 @@
 """Model families.
 
 This room holds networks in plain Flax and, for each, a `Family` that the trainer, the plan and the export use.
-It holds no mesh, no sharding and no rematerialisation.
+It holds no mesh and no rematerialisation. How a family's weights are sharded over `model` is a table beside it (`parallel`).
 To add a family, add a folder and a line to `families`. To add a preset, add a line to the family's own table.
 """
