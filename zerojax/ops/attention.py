@@ -61,7 +61,7 @@ def attend(
         local_window_size=(window - 1, 0) if is_limited else None,
         implementation=kernel,
     )
-    y_BTHN = _of_heads(attended, q_BTHN.shape[2], k_BSKN.shape[2])(
+    y_BTHN = of_heads(attended, q_BTHN.shape[2], k_BSKN.shape[2])(
         q_BTHN,
         k_BSKN,
         v_BSKN,
@@ -74,8 +74,8 @@ def attend(
     return y_BTHN.astype(out_dtype)
 
 
-def _of_heads(attended: Callable[..., jax.Array], heads: int, kv_heads: int) -> Callable[..., jax.Array]:
-    """Returns attention of (q, k, v, bias, mask) in which each device along the axes that the compiler shards has its heads, or
+def of_heads(attended: Callable[..., jax.Array], heads: int, kv_heads: int) -> Callable[..., jax.Array]:
+    """Returns attention of (q, k, v, bias, masks) in which each device along the axes that the compiler shards has its heads, or
     all if they do not divide them. Of key heads that do not divide, a device takes those that its query heads read.
 
     cuDNN's kernel does not compile where XLA would have to shard it.

@@ -1,0 +1,188 @@
+"""Checks attention over sharded tokens against attention over whole sequences. This module tests zerojax.ops.context_attention."""
+
+import functools
+import itertools
+import random
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from zerojax import mesh as mesh_lib
+from zerojax.errors import UserError
+from zerojax.ops import context_attention, token_order
+
+ROUNDING = 1e-5  # float32 sums of some terms in another order
+BATCH, CHUNK, HEAD_DIM = 2, 3, 4  # tokens of the smallest chunk
+
+
+def whole(q, k, v, bias, segments, mask, *, is_causal, window):
+    """Attention of whole sequences by JAX; a causal query that sees no key has 0."""
+    length = q.shape[1]
+    distance = np.arange(length)[:, None] - np.arange(k.shape[1])
+    seen = jnp.asarray(distance >= 0 if is_causal else distance == distance) & (distance < (window or length))
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None])
+    seen = jnp.broadcast_to(seen if mask is None else seen & mask[:, None], (BATCH, length, k.shape[1]))
+    out = jax.nn.dot_product_attention(q, k, v, bias, seen[:, None])
+    return jnp.where(jnp.any(seen, -1)[:, :, None, None], out, 0)
+
+
+def value_and_grads(function, q, k, v, bias, *masks):
+    def total(q, k, v, bias):
+        out = function(q, k, v, bias, *masks)
+        return jnp.sum(jnp.sin(3 * out)), out
+
+    (_, out), grads = jax.value_and_grad(total, argnums=(0, 1, 2, 3), has_aux=True)(q, k, v, bias)
+    return out, grads
+
+
+def moved(x, places, dim=1):
+    return None if x is None else np.take(np.asarray(x), places, axis=dim)
+
+
+def check(way, order, ways, *, heads, kv_heads, is_causal, window=0, packed=False, masked=False, biased=False, model=1):
+    """Compares values and gradients on `ways` x `model` devices with whole sequences on one."""
+    length = CHUNK * 2 * ways
+    draw = np.random.default_rng(0)
+    shapes = [(BATCH, length, count, HEAD_DIM) for count in (heads, kv_heads, kv_heads)]
+    q, k, v = (draw.normal(size=shape).astype(np.float32) for shape in shapes)
+    bias = draw.normal(size=(1, heads, length, length)).astype(np.float32) if biased else None
+    segments = np.sort(draw.integers(0, 3, (BATCH, length), np.int32), axis=1) if packed else None
+    mask = np.array(draw.random((BATCH, length)) < 0.7)
+    mask[
+        :, 0 if not packed else slice(None)
+    ] |= not is_causal  # what a query without a key has is told only of causal ones
+    mask = mask if masked else None
+    on_one = functools.partial(value_and_grads, functools.partial(whole, is_causal=is_causal, window=window))
+    expected = jax.jit(on_one)(q, k, v, bias, segments, mask)
+    mesh = mesh_lib.Mesh(np.asarray(jax.devices()[: ways * model]).reshape(ways, model), ("context", "model"))
+    places = token_order.permutation(length, ways, order)
+    tokens, scores = P(None, "context"), P(None, None, "context")
+    chosen = context_attention.Way(way, order, "")
+
+    def attend(q, k, v, bias, segments, mask):
+        return context_attention.attend(
+            q,
+            k,
+            v,
+            "xla",
+            axis="context",
+            way=chosen,
+            order=order,
+            is_causal=is_causal,
+            window=window,
+            segments_BT=segments,
+            mask_BT=mask,
+            bias=bias,
+        )
+
+    specs = (tokens, tokens, tokens, scores, tokens, tokens)
+    run = jax.shard_map(
+        lambda *args: value_and_grads(attend, *args),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=(tokens, specs[:4]),
+        axis_names={"context"},
+        check_vma=False,
+    )
+    fed = [moved(x, places, 2 if x is bias else 1) for x in (q, k, v, bias, segments, mask)]
+    out, grads = jax.jit(run)(*fed)
+    found = (
+        moved(out, np.argsort(places)),
+        tuple(moved(grad, np.argsort(places), dim) for grad, dim in zip(grads, (1, 1, 1, 2))),
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, ROUNDING, ROUNDING), found, expected)
+
+
+def products(count, seed):
+    """Returns cases that a random choice of every value makes."""
+    draw, cases = random.Random(seed), []
+    for way, order in itertools.islice(
+        itertools.cycle(itertools.product(context_attention.WAYS, token_order.CHUNKS)), count
+    ):
+        ways = draw.choice([2, 4, 8])
+        group = draw.choice([1, 2])
+        kv_heads = draw.choice([1, 2, 3, ways])
+        heads = group * kv_heads * (ways if way == "ulysses" and group * kv_heads % ways else 1)
+        is_causal = draw.random() < 0.7
+        cases.append(
+            {
+                "way": way,
+                "order": order,
+                "ways": ways,
+                "heads": heads,
+                "kv_heads": kv_heads,
+                "is_causal": is_causal,
+                "window": draw.choice([0, 1, 2, 7]) if is_causal else 0,
+                "packed": draw.random() < 0.4,
+                "masked": draw.random() < 0.4,
+                "biased": draw.random() < 0.3,
+                "model": draw.choice([1, 2]) if ways < 8 and heads % (2 * ways) == 0 else 1,
+            }
+        )
+    return cases
+
+
+@pytest.mark.parametrize("case", products(12, seed=0), ids=lambda case: f"{case['way']}-{case['order']}-{case['ways']}")
+def test_values_and_gradients_are_those_of_whole_sequences(case):
+    check(**case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", products(160, seed=1), ids=lambda case: "-".join(map(str, case.values())))
+def test_values_and_gradients_of_many_products(case):
+    check(**case)
+
+
+def test_the_products_have_cases_of_every_kind():
+    cases = products(12, seed=0)
+    assert {case["ways"] for case in cases} == {2, 4, 8} and {case["model"] for case in cases} == {1, 2}
+    for key in ("window", "packed", "masked", "biased"):
+        assert {bool(case[key]) for case in cases} == {False, True}
+
+
+@pytest.mark.parametrize(
+    "wanted, shape, name, text",
+    [
+        ("auto", {"heads": 32, "kv_heads": 8, "ways": 8}, "ulysses", "each device has 4 of 32 heads$"),
+        ("auto", {"heads": 32, "kv_heads": 8, "ways": 16}, "ulysses", "with 8 key and value heads sent 2 times each$"),
+        (
+            "auto",
+            {"heads": 32, "kv_heads": 8, "ways": 4, "model": 8},
+            "ulysses",
+            "with 1 key and value heads sent 4 times each",
+        ),
+        ("auto", {"heads": 12, "kv_heads": 12, "ways": 8}, "gather", "because 12 heads do not divide by 8"),
+        ("auto", {"heads": 8, "kv_heads": 8, "ways": 8, "has_bias": True}, "gather", "because of a bias"),
+        ("gather", {"heads": 8, "kv_heads": 8, "ways": 8}, "gather", "as the config says"),
+        (
+            "ulysses",
+            {"heads": 8, "kv_heads": 8, "ways": 8, "has_bias": True},
+            "ulysses",
+            "each device has 1 of 8 heads",
+        ),
+    ],
+)
+def test_what_is_chosen_and_why(wanted, shape, name, text):
+    found = context_attention.choose(length=64, is_causal=True, wanted=wanted, **shape)
+    assert found.name == name and re.search(text, found.text), found
+
+
+@pytest.mark.parametrize(
+    "case, message",
+    [
+        ({"wanted": "ulysses", "heads": 12}, "ulysses gives each of 8 devices some of 12 heads, which do not divide"),
+        ({"length": 60}, "60 tokens of a sequence do not divide into 8 chunks .contiguous over 8 devices.; make the"),
+        ({"length": 72, "order": "zigzag"}, "72 tokens .* into 16 chunks .* make the sequence 80 tokens long"),
+        ({"wanted": "ulises"}, "'ulises' is no way to attend; did you mean 'ulysses'?"),
+        ({"order": "zig"}, "'zig' is none of the orders of tokens; did you mean 'zigzag'?"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(case, message):
+    with pytest.raises(UserError, match=message) as error:
+        context_attention.choose(**{"heads": 8, "kv_heads": 8, "ways": 8, "length": 64, "is_causal": True} | case)
+    assert "\n" not in str(error.value)

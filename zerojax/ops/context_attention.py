@@ -1,0 +1,254 @@
+"""Attention over tokens that are sharded over a mesh axis, for use inside `jax.shard_map`. This module chooses what the devices exchange.
+
+    gather    every device receives all keys and values, and attends with its own queries
+    ulysses   every device sends tokens and receives heads, attends over whole sequences with its heads, and sends the result back
+              (DeepSpeed-Ulysses, arXiv:2309.14509)
+
+Shapes: B batch, T queries and S keys of this device, H query heads, K key and value heads, N head dim.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax import errors, roles
+from zerojax.errors import UserError
+from zerojax.ops import attention, residuals, token_order
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """What devices exchange.
+
+    Attributes:
+      name: one of WAYS.
+      order: of the tokens, as `token_order` names it.
+      text: why, for a person.
+    """
+
+    name: str
+    order: token_order.Order
+    text: str
+
+
+def choose(
+    *,
+    heads: int,
+    kv_heads: int,
+    ways: int,
+    length: int,
+    is_causal: bool,
+    window: int = 0,
+    has_bias: bool = False,
+    model: int = 1,
+    order: token_order.Order | None = None,
+    wanted: str = "auto",
+) -> Way:
+    """Returns how tokens that are sharded over `ways` devices attend.
+
+    Args:
+      heads, kv_heads: of queries, and of keys and values.
+      length: tokens of a sequence, on all devices.
+      is_causal: a query sees no later key.
+      window: a query sees its own token and the `window` - 1 before it; 0 for no limit.
+      has_bias: something is added to the scores.
+      model: the number of devices over which heads are sharded.
+      order: of the tokens; None: the one that suits.
+      wanted: "auto", or one of WAYS.
+
+    Raises:
+      UserError: the length does not divide, or the wanted way cannot run.
+    """
+    if wanted not in ("auto", *WAYS):
+        raise UserError(
+            f"context_attention: {errors.shown(wanted)} is no way to attend; {errors.choose(wanted, ('auto', *WAYS))}"
+        )
+    token_order.check(length, ways, order or "contiguous")
+    own = heads // model if heads % model == 0 else heads
+    own_kv = max(1, own * kv_heads // heads)
+    divides = own % ways == 0
+    if wanted == "ulysses" and not divides:
+        raise UserError(
+            f"context_attention: ulysses gives each of {ways} devices some of {own} heads, which do not divide; set "
+            '`context_attention="auto"`, or choose a number of devices that divides them'
+        )
+    if wanted == "ulysses" or (wanted == "auto" and divides and not has_bias):
+        copies = _copies(own_kv, ways)
+        text = f"each device has {own // ways} of {own} heads" + (
+            f", with {own_kv} key and value heads sent {copies} times each" if copies > 1 else ""
+        )
+        return Way("ulysses", order or "contiguous", f"ulysses: {text}")
+    reason = (
+        "as the config says"
+        if wanted != "auto"
+        else "because of a bias"
+        if has_bias
+        else f"because {own} heads do not divide by {ways}"
+    )
+    return Way("gather", order or "contiguous", f"gather: each device has all keys and values, {reason}")
+
+
+def attend(
+    q_BTHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    kernel: attention.Kernel,
+    *,
+    axis: str,
+    way: Way,
+    order: token_order.Order,
+    is_causal: bool,
+    window: int = 0,
+    segments_BT: jax.Array | None = None,
+    mask_BT: jax.Array | None = None,
+    scale: float | None = None,
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """Returns attention of this device's queries over the keys of all devices: float[B, T, H, N]. Call it on all, inside `jax.shard_map`.
+
+    Under a mask, a causal query that sees no key has 0.
+
+    Args:
+      q_BTHN, k_BSKN, v_BSKN: of this device's tokens; as of `attention.attend`. T = S if causal.
+      kernel: the implementation, as of `attention.attend`.
+      axis: the mesh axis over which tokens are sharded.
+      way: as `choose` returns it.
+      order: of the tokens on the devices, as the feed has put them.
+      is_causal, window, scale: as of `attention.attend`; before and later are meant in the sequence.
+      segments_BT: int32[B, T], the text of a packed sequence that each of this device's tokens belongs to; a query sees keys of its own
+        text. None: one text. Only of attention from tokens to themselves.
+      mask_BT: bool[B, S], False for this device's keys that no query sees; None for none.
+      bias: float[H, T, L] or float[B, H, T, L], added to the scores of this device's queries and all L keys in the order of the sequence.
+
+    Raises:
+      UserError: heads, or tokens, do not divide.
+    """
+    heads, ways = q_BTHN.shape[2], jax.lax.axis_size(axis)
+    for local in {q_BTHN.shape[1], k_BSKN.shape[1]}:
+        token_order.check(local * ways, ways, order)
+    call = _Call(kernel, axis, ways, order, is_causal, window, scale)
+    run = functools.partial(WAYS[way.name], call)
+    with jax.named_scope(roles.CONTEXT_PARALLEL):
+        return attention.of_heads(run, heads, k_BSKN.shape[2])(
+            q_BTHN, k_BSKN, v_BSKN, bias[None] if bias is not None and bias.ndim == 3 else bias, (segments_BT, mask_BT)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What does not depend on arrays: arguments of `attend`, and the number of devices."""
+
+    kernel: attention.Kernel
+    axis: str
+    ways: int
+    order: token_order.Order
+    is_causal: bool
+    window: int
+    scale: float | None
+
+    def all_tokens(self, x: jax.Array | None, dim: int = 1) -> jax.Array | None:
+        """Returns all devices' tokens in the order of the sequence. Is not differentiated."""
+        if x is None:
+            return None
+        return token_order.in_sequence(
+            jax.lax.all_gather(x, self.axis, axis=dim, tiled=True), dim, self.ways, self.order
+        )
+
+
+def _gather(call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, bias: Any, masks: Any) -> jax.Array:
+    segments_BT, mask_BT = masks
+    kv_2BLKN = _gathered(jnp.stack([k_BSKN, v_BSKN]), call.axis)
+    k_BLKN, v_BLKN = token_order.in_sequence(kv_2BLKN, 2, call.ways, call.order)
+    mask = call.all_tokens(mask_BT)
+    if call.is_causal or segments_BT is not None:
+        queries = token_order.positions(q_BTHN.shape[1], call.axis, call.order)[None]
+        keys = jnp.arange(k_BLKN.shape[1], dtype=jnp.int32)[None]
+        mask = _seen(call, (queries, segments_BT), (keys, call.all_tokens(segments_BT), mask))
+    y_BTHN = attention.attend(
+        q_BTHN, k_BLKN, v_BLKN, call.kernel, is_causal=False, bias=bias, mask=mask, scale=call.scale
+    )
+    if call.is_causal and mask is not None and mask_BT is not None:
+        y_BTHN = jnp.where(jnp.any(mask, axis=-1)[:, :, None, None], y_BTHN, 0)
+    return y_BTHN
+
+
+def _seen(call: _Call, queries: tuple, keys: tuple) -> jax.Array:
+    """Returns bool[B or 1, T, S]: which keys each query sees.
+
+    Args:
+      queries: their positions int32[B or 1, T], and segments or None.
+      keys: their positions int32[B or 1, S], segments or None, and mask or None.
+    """
+    (queries_BT, texts_BT), (keys_BS, key_texts_BS, mask_BS) = queries, keys
+    distance = queries_BT[:, :, None] - keys_BS[:, None]
+    seen = distance >= 0 if call.is_causal else jnp.ones(distance.shape, bool)
+    if call.window:
+        seen &= distance < call.window
+    if texts_BT is not None:
+        seen &= texts_BT[:, :, None] == key_texts_BS[:, None]
+    return seen if mask_BS is None else seen & mask_BS[:, None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered(x_2BSKN: jax.Array, axis: str) -> jax.Array:
+    """Returns all devices' keys and values in their own dtype, as fed; their gradients are summed over devices in float32."""
+    return jax.lax.all_gather(x_2BSKN, axis, axis=2, tiled=True)
+
+
+def _summed(axis: str, _: None, grad: jax.Array) -> tuple[jax.Array]:
+    total = jax.lax.psum_scatter(grad.astype(jnp.float32), axis, scatter_dimension=2, tiled=True)
+    return (total.astype(grad.dtype),)
+
+
+_gathered.defvjp(lambda x, axis: (_gathered(x, axis), None), _summed)
+
+
+def _ulysses(call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, bias: Any, masks: Any) -> jax.Array:
+    segments_BT, mask_BT = masks
+    heads, kv_heads = q_BTHN.shape[2], k_BSKN.shape[2]
+    if heads % call.ways:
+        raise UserError(
+            f"context_attention: ulysses gives each of {call.ways} devices some of {heads} heads, which do not divide; set "
+            '`context_attention="auto"`'
+        )
+    kv_2BSKN = jnp.repeat(jnp.stack([k_BSKN, v_BSKN]), _copies(kv_heads, call.ways), axis=3)
+    q_BLHN, kv_2BLKN = (residuals.in_place(_tokens_for_heads(call, x, x.ndim - 3)) for x in (q_BTHN, kv_2BSKN))
+    if bias is not None:
+        bias = jnp.swapaxes(_tokens_for_heads(call, jnp.swapaxes(bias, 1, 2), 1), 1, 2)
+    mask, segments_BL = call.all_tokens(mask_BT), call.all_tokens(segments_BT)
+    if segments_BL is not None:
+        same = segments_BL[:, :, None] == segments_BL[:, None]
+        mask = same if mask is None else same & mask[:, None]
+    k_BLKN, v_BLKN = kv_2BLKN
+    y_BLHN = attention.attend(
+        q_BLHN,
+        k_BLKN,
+        v_BLKN,
+        call.kernel,
+        is_causal=call.is_causal,
+        bias=bias,
+        mask=mask,
+        scale=call.scale,
+        window=call.window,
+    )
+    fed = token_order.as_fed(y_BLHN, 1, call.ways, call.order)
+    return jax.lax.all_to_all(fed, call.axis, split_axis=1, concat_axis=2, tiled=True)
+
+
+def _tokens_for_heads(call: _Call, x: jax.Array, dim: int) -> jax.Array:
+    """Returns this device's heads, dim `dim` + 1, of all tokens, dim `dim`, of an array of its tokens of all heads."""
+    own = jax.lax.all_to_all(x, call.axis, split_axis=dim + 1, concat_axis=dim, tiled=True)
+    return token_order.in_sequence(own, dim, call.ways, call.order)
+
+
+def _copies(kv_heads: int, ways: int) -> int:
+    """Returns how often each key and value head is sent, so that devices share the copies equally."""
+    return ways // math.gcd(kv_heads, ways)
+
+
+WAYS: Mapping[str, Callable[..., jax.Array]] = {"gather": _gather, "ulysses": _ulysses}
