@@ -18,6 +18,7 @@ from zerojax.mesh import batch_sharding, make_mesh
 from zerojax.migration.own_step import from_deepspeed_config
 from zerojax.ops import fp8
 from zerojax.ops.embedding import embedding_lookup
+from zerojax.ops.tiles import over_tiles
 from zerojax.optim.fused import fused_adamw, fused_lion
 from zerojax.optim.master_weights import with_master_weights
 from zerojax.train_state import TrainState
@@ -64,6 +65,7 @@ __all__ = [
     "make_mesh",
     "make_train_step",
     "memory_table",
+    "over_tiles",
     "pad",
     "partition_state",
     "raise_if_exhausted",

@@ -114,6 +114,7 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
     "recompute": {"": {}, "mlp": {"model.recompute": r"layer_0/mlp|(en|de)coder_0/mlp"}},
     "by_columns": {"": {}, "head": {"model.by_columns": "head"}, "both": {"model.by_columns": "embed|head"}},
     "activations": {"": {}, "mlp": {"model.offload": r"(layer|encoder|decoder)_\d+/mlp"}},
+    "tile_tokens": {"0": {}, "24": {"model.tile_tokens": 24}},
     "family": {"llama": {}, "t5": {}, "bart": {}},
     "weights": {"drawn": {}, "read": {}},
     "dropout": {"0": {}, "0.1": {"model.dropout": 0.1}},
@@ -155,7 +156,8 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
 # The settings that must not change the losses: those of where and how a run computes, and what it writes.
 PLAIN = (
     "grad_accum stage mesh min_size indivisible overrides optimizer_offload params_offload fraction params_fraction params_on_device "
-    "chunk_bytes in_flight by_block nvme_buffers remat recompute by_columns activations pack evaluate checkpoint export sample".split()
+    "chunk_bytes in_flight by_block nvme_buffers remat recompute by_columns activations tile_tokens "
+    "pack evaluate checkpoint export sample".split()
 )
 
 
@@ -206,6 +208,10 @@ EXCLUSIVE: list[covering.Rule] = [
     covering.never("by_columns", by_columns=("head", "both"), task=_but("task", "text")),
     covering.never("by_columns", by_columns=("head", "both"), family="bart"),
     covering.never("by_columns", by_columns=("head", "both"), lora="on"),
+    covering.never("config.model.tile_tokens", tile_tokens="24", family=("t5", "bart")),
+    covering.never("config.model.offload", tile_tokens="24", activations="mlp"),
+    covering.never("fp8.recipe", tile_tokens="24", precision="fp8", fp8="delayed"),
+    covering.never("lora.dropout", tile_tokens="24", lora="on", lora_dropout="0.1", lora_targets="all"),
     covering.never("config.zero.overrides", overrides="features", mesh="1x6x1"),
     covering.never("fp8", fp8="delayed", precision="fp8", params_offload=("host", "nvme")),
     covering.never("fp8", fp8="delayed", precision="fp8", late_norm="yes"),

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import numpy as np
 import programs
 import pytest
 import rough
@@ -29,6 +30,7 @@ from zerojax.data import tokenizer
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics, program, results, resume
 from zerojax.trainer import settings as settings_lib
+from zerojax.trainer import state as state_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
 LONG = pytest.mark.long  # see pyproject.toml
@@ -109,6 +111,33 @@ def run(folder: pathlib.Path, *, devices: int = 8, draws: bool = False, **change
     with on_devices(devices), drawn:
         train.train(config(**changes), folder)
     return folder
+
+
+def trained(devices: int = 1, steps: int = 2, **settings: Any) -> list[tuple[float, float]]:
+    """Returns the loss and the gradients' norm of each step on drawn batches, without the trainer's loop."""
+    built = program.build(config(zero__min_size=0, **settings), tokenizer_vocab=320, devices=jax.devices()[:devices])
+    state, found = state_lib.first(built), []
+    for number in range(steps):
+        state, metrics = built.train_step(state, drawn_batch(built, number))
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return found
+
+
+def drawn_batch(built: program.Program, number: int) -> dict[str, jax.Array]:
+    """Returns a batch for a step, the same for each number."""
+    rng = np.random.default_rng(number)
+
+    def drawn(name: str, like: Any) -> jax.Array:
+        if name == "segments":
+            values = np.cumsum(rng.random(like.shape) < 0.1, axis=-1)
+        elif name in ("labeled", "mask"):
+            values = rng.random(like.shape) < 0.8
+        else:
+            values = rng.integers(3, 300, like.shape)
+        return jax.device_put(values.astype(like.dtype), like.sharding)
+
+    # Passes of a mesh with several have the examples of one pass in another order, which changes no mean.
+    return {name: drawn(name, like) for name, like in built.abstract_batch.items()}
 
 
 @contextlib.contextmanager

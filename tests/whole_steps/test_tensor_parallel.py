@@ -20,7 +20,6 @@ from zerojax.trainer import plans, program, resume
 from zerojax.trainer import state as state_lib
 from zerojax.zero import shard_state
 
-STEPS = 2
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order
 EIGHT_BITS = 0.02  # relative: a sum in another order may round to another number of 8 bits
 
@@ -34,7 +33,7 @@ HOST = {"offload__optimizer": "host"}
 
 # name -> (what is trained, (replica, data, model), how). Few run by default: those that share most of what the others have.
 CASES = {
-    "three axes, passes": (PLAIN, (2, 2, 2), {"grad_accum": 2}),
+    "three axes, passes, tiles": (PLAIN, (2, 2, 2), {"grad_accum": 2, "model__tile_tokens": 10}),
     "all devices, odd sizes, stage 0": (ODD, (1, 1, 8), {"zero__stage": 0}),
     "bart, stage 2": (BART, (1, 2, 2), {"zero__stage": 2, "reduce_dtype": "fp32"}),
     "nf4 with adapters": ({**LORA, "lora__quantize": "nf4"}, (1, 2, 4), {}),
@@ -62,44 +61,17 @@ CASES = {
 DEFAULT = 3
 
 
-def trained(devices=1, steps=STEPS, **settings):
-    """Returns the loss and the gradients' norm of each step on drawn batches."""
-    config = runs.config(zero__min_size=0, **settings)
-    built = program.build(config, tokenizer_vocab=320, devices=jax.devices()[:devices])
-    state, found = state_lib.first(built), []
-    for number in range(steps):
-        state, metrics = built.train_step(state, batch(built, number))
-        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    return found
-
-
-def batch(built, number):
-    rng = np.random.default_rng(number)
-
-    def drawn(name, like):
-        if name == "segments":
-            values = np.cumsum(rng.random(like.shape) < 0.1, axis=-1)
-        elif name in ("labeled", "mask"):
-            values = rng.random(like.shape) < 0.8
-        else:
-            values = rng.integers(3, 300, like.shape)
-        return jax.device_put(values.astype(like.dtype), like.sharding)
-
-    # Passes of a mesh with several have the examples of one pass in another order, which changes no mean.
-    return {name: drawn(name, like) for name, like in built.abstract_batch.items()}
-
-
 @pytest.fixture(scope="module")
 def alone():
     """Returns f(what is trained) -> the same on one device at stage 0."""
-    return functools.cache(lambda what: trained(zero__stage=0, **dict(what)))
+    return functools.cache(lambda what: runs.trained(zero__stage=0, **dict(what)))
 
 
 @pytest.mark.parametrize("name", runs.cases(CASES, long=list(CASES)[DEFAULT:]))
 def test_mesh_model_gives_the_losses_of_one_device(name, alone):
     what, shape, how = CASES[name]
     axes = dict(zip(("mesh__replica", "mesh__data", "mesh__model"), shape))
-    found = trained(math.prod(shape), **what, **axes, **how)
+    found = runs.trained(math.prod(shape), **what, **axes, **how)
     allowed = EIGHT_BITS if what.get("precision") == "fp8" else SUM_ORDER
     np.testing.assert_allclose(found, alone(tuple(what.items())), rtol=allowed)
 
@@ -109,8 +81,8 @@ def test_mesh_model_gives_the_losses_of_one_device(name, alone):
 def test_dropout_is_that_of_the_mesh_without_the_axis(lora):
     """Devices along `data` draw their own masks, those along `model` the same."""
     what = {**T5, **lora, "model__dropout": 0.1}
-    found = trained(4, **what, mesh__data=2, mesh__model=2)
-    np.testing.assert_allclose(found, trained(2, **what, mesh__data=2), rtol=SUM_ORDER)
+    found = runs.trained(4, **what, mesh__data=2, mesh__model=2)
+    np.testing.assert_allclose(found, runs.trained(2, **what, mesh__data=2), rtol=SUM_ORDER)
 
 
 LOGICAL = [{"precision": "bf16"}, pytest.param({**LORA, **BART, "zero__stage": 1}, marks=runs.LONG)]

@@ -21,7 +21,7 @@ from zerojax.lora import settings as settings_lib
 from zerojax.lora import targets as targets_lib
 from zerojax.lora.targets import KERNEL, A, B
 from zerojax.models import layers
-from zerojax.ops import quantized
+from zerojax.ops import quantized, tiles
 from zerojax.zero import remat
 from zerojax.zero.sharded_batch import keys
 
@@ -156,6 +156,11 @@ class _Interceptor:
         scope = module.scope
         assert scope is not None
         scope.rng_counters[RNG] += 1
+        if tiles.is_inside():
+            raise UserError(
+                f"lora.dropout: {'/'.join(module.path)} runs in tiles (`over_tiles`), all of which would drop the same; leave it out of "
+                "lora.target_modules, or set lora.dropout to 0"
+            )
         lazy = scope.rngs[RNG]
         call = zlib.crc32(repr((lazy.suffix, scope.rng_counters[RNG])).encode())
         return drop(lazy.rng, x, self._dropout, call)

@@ -95,5 +95,10 @@ def choose(
         raise UserError(
             f"config.model.dropout: is {config.model.dropout}, and the model of {name} has no dropout; set --config.model.dropout=0"
         )
-    dropout = {"dropout": config.model.dropout} if config.model.dropout else {}
-    return family, dataclasses.replace(model, attention=chosen, **dropout)
+    if config.model.tile_tokens and not hasattr(model, "tile_tokens"):
+        raise UserError(
+            f"config.model.tile_tokens: is {config.model.tile_tokens}, and only decoders run in tiles; the model of {name} is none; set "
+            "--config.model.tile_tokens=0"
+        )
+    asked = {"dropout": config.model.dropout, "tile_tokens": config.model.tile_tokens}
+    return family, dataclasses.replace(model, attention=chosen, **{key: value for key, value in asked.items() if value})

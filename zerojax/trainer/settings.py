@@ -186,6 +186,9 @@ class ModelSettings:
         " which takes less memory, and less time where a device's tokens are fewer than the vocabulary; stage 3, untied, with labels on "
         "all tokens")
     offload: str = setting("", ANY, "a regex of modules whose outputs are offloaded to host memory until the backward pass")
+    tile_tokens: int = setting(0, NOT_NEGATIVE,
+        "tokens for which a layer's MLP, with its norm, runs at a time, forward and backward, so that long texts take less memory (8192); "
+        "0: all")
     attention: str = setting("auto", ("auto", "xla", "cudnn", "splash"),
         '"xla", "cudnn" (Ampere or newer, bf16), "splash" (TPUs, bf16), or "auto": by device and precision')
     dropout: float = setting(0.0, SHARE,

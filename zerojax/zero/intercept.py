@@ -27,6 +27,7 @@ from flax.traverse_util import unflatten_dict
 
 from zerojax import tree
 from zerojax.errors import UserError
+from zerojax.ops import tiles
 from zerojax.zero import hooks as hooks_lib
 from zerojax.zero import remat
 from zerojax.zero.sharded_batch import keys as keys_lib
@@ -241,6 +242,10 @@ class Interceptor:
             result = call(*args, **kwargs)
         if not self._offload.fullmatch(path):
             return result
+        if tiles.is_inside():
+            raise UserError(
+                f"offload: {path} runs in tiles (`over_tiles`), which keep nothing for the backward pass; name modules outside of them"
+            )
         self.offloaded.add(path)
         return remat.for_host(result)
 

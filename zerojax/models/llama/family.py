@@ -19,6 +19,17 @@ PRESETS: dict[str, LlamaConfig] = {
     "tiny": LlamaConfig(0, 4, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=384, max_seq_len=2048),
     "llama3_1b": _llama3(16, embed_dim=2048, num_heads=32, num_kv_heads=8, head_dim=64, mlp_dim=8192),
     "llama3_8b": _llama3(32, embed_dim=4096, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=14336),
+    # The rotary base of Gradient AI's Llama 3 8B Instruct 1048k, from which it was trained on up to 1,048,576 positions.
+    "llama3_8b_1m": _llama3(
+        32,
+        embed_dim=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_dim=14336,
+        rope_theta=3580165449.0,
+        max_seq_len=1048576,
+    ),
     "llama3_70b": _llama3(80, embed_dim=8192, num_heads=64, num_kv_heads=8, head_dim=128, mlp_dim=28672),
     # Qwen2.5 technical report, arXiv:2412.15115, table 1.
     "qwen2_14b": LlamaConfig(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from zerojax.models import decoding, family, layers
 from zerojax.models.llama import rope
 from zerojax.ops import attention as attention_lib
-from zerojax.ops import residuals
+from zerojax.ops import residuals, tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,7 @@ class LlamaConfig:
       qkv_bias, o_bias, mlp_bias: whether these projections have biases.
       qk_norm: whether queries and keys are normalised in each head before they are rotated.
       windows: for each layer, the number of tokens that a query sees, with its own (0: all before it); () for all layers 0.
+      tile_tokens: tokens for which each layer's MLP, with its norm and its residual, runs at a time (`ops.tiles`); 0: all.
       model_type: the name of the row in Hugging Face's config.json.
     """
 
@@ -52,6 +53,7 @@ class LlamaConfig:
     qk_norm: bool = False
     windows: tuple[int, ...] = ()
     activation: str = "silu"
+    tile_tokens: int = 0
     model_type: str = "llama"
 
 
@@ -132,7 +134,9 @@ class Layer(nn.Module):
         y_BTD = layers.RMSNorm(c.norm_eps, name="attention_norm")(x_BTD)
         y_BTD, keys = Attention(c, self.window, name="attention")(y_BTD, mask_BT, past, segments_BT)
         x_BTD = residuals.in_place(x_BTD + y_BTD)
-        x_BTD = x_BTD + MLP(c, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD))
+        mlp, norm = MLP(c, name="mlp"), layers.RMSNorm(c.norm_eps, name="mlp_norm")
+        tile = 0 if self.is_initializing() else c.tile_tokens
+        x_BTD = tiles.over_tiles(lambda x_BTD: x_BTD + mlp(norm(x_BTD)), x_BTD, tile)
         return x_BTD if past is None else (x_BTD, keys)
 
 

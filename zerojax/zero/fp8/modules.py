@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.ops import fp8
+from zerojax.ops import fp8, tiles
 from zerojax.zero import hooks, intercept, placement
 from zerojax.zero.fp8 import gathered
 from zerojax.zero.fp8 import history as history_lib
@@ -209,6 +209,10 @@ class _Matmuls:
 
     def _of_module(self, path: str) -> Callable[..., Any]:
         history, recipe = self.histories.of_module(path), self._recipe
+        if recipe == fp8.DELAYED and tiles.is_inside():
+            raise UserError(
+                f"fp8.recipe: 'delayed' remembers one magnitude of a matmul, and {path} runs in tiles (`over_tiles`); take 'tensorwise'"
+            )
         if recipe == fp8.DELAYED and history is None:
             recipe = fp8.TENSORWISE  # a trace whose values nothing reads (`sharded_batch.dependence`)
         return functools.partial(

@@ -1,0 +1,59 @@
+"""Trains with a tile of tokens at a time, and compares with all tokens at once. This module tests `config.model.tile_tokens`."""
+
+import jax
+import numpy as np
+import pytest
+import runs
+
+from zerojax.errors import UserError
+from zerojax.trainer import program
+from zerojax.trainer.checks import names
+
+SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order
+EIGHT_BITS = 0.02  # relative: each tile has a scale of its own in 8 bits
+LORA = {"lora__r": 4, "lora__target_modules": "all-linear"}
+DOTS = {"model__remat": "dots"}
+HOST = {"offload__optimizer": "host"}
+
+# name -> (devices, settings)
+CASES = {
+    "updates beside the backward pass": (1, {**HOST, "offload__late_norm": True, "zero__stage": 2}),
+    "params on the host": (2, {**HOST, "offload__params": "host"}),
+    "stage 0, passes": (1, {"zero__stage": 0, "grad_accum": 2}),
+    "full remat": (2, {"model__remat": "full", "zero__stage": 2}),
+    "no remat": (1, {"model__remat": "none"}),
+    "recomputed": (1, {**DOTS, "model__recompute": r"layer_\d+/(attention/q|mlp/up)"}),
+    "activations on the host": (2, {**DOTS, "model__offload": r"layer_\d+/attention"}),
+    "by columns": (2, {"model__by_columns": "embed|head"}),
+    "adapters": (2, LORA),
+    "nf4 with adapters": (1, {**LORA, "lora__quantize": "nf4"}),
+    "8 bits": (1, {"precision": "fp8"}),
+    "8 bits, gathered": (2, {"precision": "fp8"}),
+    "8 bits, rowwise": (1, {"precision": "fp8", "fp8__recipe": "rowwise"}),
+}
+DEFAULT = 1
+
+
+@pytest.mark.parametrize("name", runs.cases(CASES, long=list(CASES)[DEFAULT:]))
+def test_losses_and_norms_are_those_of_all_tokens_at_once(name):
+    devices, settings = CASES[name]
+    expected = runs.trained(devices, **settings)
+    allowed = EIGHT_BITS if settings.get("precision") == "fp8" else SUM_ORDER
+    np.testing.assert_allclose(runs.trained(devices, **settings, model__tile_tokens=10), expected, rtol=allowed)
+
+
+def test_what_does_not_go_with_tiles_is_refused_before_anything_is_compiled():
+    for settings, message in (
+        ({"model__preset": "t5_test"}, r"config.model.tile_tokens: is 10, and only decoders run in tiles"),
+        ({**DOTS, "model__offload": r"layer_\d+/mlp/up"}, r"config.model.offload: layer_0/mlp/up runs in tiles"),
+        (
+            {"precision": "fp8", "fp8__recipe": "delayed"},
+            r"config.fp8.recipe: 'delayed' remembers one magnitude of a matmul",
+        ),
+        ({**LORA, "lora__dropout": 0.1}, r"config.lora.dropout: layer_0/mlp/.* runs in tiles"),
+    ):
+        with pytest.raises(UserError, match=message), names.of_config():
+            built = program.build(
+                runs.config(**settings, model__tile_tokens=10), tokenizer_vocab=320, devices=jax.devices()[:1]
+            )
+            built.train_step.lower(built.partition.abstract_state, built.abstract_batch)
