@@ -3,6 +3,7 @@
     gather    every device receives all keys and values, and attends with its own queries
     ulysses   every device sends tokens and receives heads, attends over whole sequences with its heads, and sends the result back
               (DeepSpeed-Ulysses, arXiv:2309.14509)
+    ring      keys and values move from device to device beside attention (`ring_attention`)
 
 Shapes: B batch, T queries and S keys of this device, H query heads, K key and value heads, N head dim.
 """
@@ -18,7 +19,14 @@ import jax.numpy as jnp
 
 from zerojax import errors, roles
 from zerojax.errors import UserError
-from zerojax.ops import attention, residuals, token_order
+from zerojax.ops import attention, residuals, ring_attention, token_order
+
+_GATHERED = 2**30  # bytes of a layer's keys, values and their gradients, above which they are not gathered
+_INDIVISIBLE = (
+    "context_attention: ulysses gives each of {ways} devices some of {heads} heads, which do not divide; set "
+    '`context_attention="auto"`, or choose a number of devices that divides them'
+)
+_BIASED = 'context_attention: ring takes no bias of the scores; set `context_attention="gather"`, or "auto"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +53,8 @@ def choose(
     is_causal: bool,
     window: int = 0,
     has_bias: bool = False,
+    head_dim: int = 128,
+    batch: int = 1,
     model: int = 1,
     order: token_order.Order | None = None,
     wanted: str = "auto",
@@ -57,6 +67,8 @@ def choose(
       is_causal: a query sees no later key.
       window: a query sees its own token and the `window` - 1 before it; 0 for no limit.
       has_bias: something is added to the scores.
+      head_dim: of a head.
+      batch: sequences of a device and its neighbours along the axis.
       model: the number of devices over which heads are sharded.
       order: of the tokens; None: the one that suits.
       wanted: "auto", or one of WAYS.
@@ -73,24 +85,30 @@ def choose(
     own_kv = max(1, own * kv_heads // heads)
     divides = own % ways == 0
     if wanted == "ulysses" and not divides:
-        raise UserError(
-            f"context_attention: ulysses gives each of {ways} devices some of {own} heads, which do not divide; set "
-            '`context_attention="auto"`, or choose a number of devices that divides them'
-        )
+        raise UserError(_INDIVISIBLE.format(ways=ways, heads=own))
+    if wanted == "ring" and has_bias:
+        raise UserError(_BIASED)
     if wanted == "ulysses" or (wanted == "auto" and divides and not has_bias):
         copies = _copies(own_kv, ways)
         text = f"each device has {own // ways} of {own} heads" + (
             f", with {own_kv} key and value heads sent {copies} times each" if copies > 1 else ""
         )
         return Way("ulysses", order or "contiguous", f"ulysses: {text}")
-    reason = (
-        "as the config says"
-        if wanted != "auto"
-        else "because of a bias"
-        if has_bias
-        else f"because {own} heads do not divide by {ways}"
-    )
-    return Way("gather", order or "contiguous", f"gather: each device has all keys and values, {reason}")
+    nbytes = 2 * (2 + 4) * batch * length * own_kv * head_dim
+    name = wanted if wanted != "auto" else "ring" if nbytes > _GATHERED and not has_bias else "gather"
+    if wanted != "auto":
+        reason = "as the config says"
+    elif has_bias:
+        reason = "because of a bias"
+    else:
+        size = f"take {nbytes / 2**30:.2f} GiB a layer"
+        reason = f"because {own} heads do not divide by {ways}, and gathered keys, values and their gradients {size}"
+    is_zigzag = is_causal and not has_bias and length % (2 * ways) == 0
+    what = {
+        "gather": "each device has all keys and values",
+        "ring": "keys and values move from device to device",
+    }
+    return Way(name, order or ("zigzag" if is_zigzag else "contiguous"), f"{name}: {what[name]}, {reason}")
 
 
 def attend(
@@ -126,7 +144,7 @@ def attend(
       bias: float[H, T, L] or float[B, H, T, L], added to the scores of this device's queries and all L keys in the order of the sequence.
 
     Raises:
-      UserError: heads, or tokens, do not divide.
+      UserError: heads, or tokens, do not divide; or the way takes no bias.
     """
     heads, ways = q_BTHN.shape[2], jax.lax.axis_size(axis)
     for local in {q_BTHN.shape[1], k_BSKN.shape[1]}:
@@ -161,6 +179,8 @@ class _Call:
 
 
 def _gather(call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, bias: Any, masks: Any) -> jax.Array:
+    if call.is_causal and bias is None:
+        return _ring(call, q_BTHN, k_BSKN, v_BSKN, None, masks, gathers=True)
     segments_BT, mask_BT = masks
     kv_2BLKN = _gathered(jnp.stack([k_BSKN, v_BSKN]), call.axis)
     k_BLKN, v_BLKN = token_order.in_sequence(kv_2BLKN, 2, call.ways, call.order)
@@ -212,10 +232,7 @@ def _ulysses(call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Arra
     segments_BT, mask_BT = masks
     heads, kv_heads = q_BTHN.shape[2], k_BSKN.shape[2]
     if heads % call.ways:
-        raise UserError(
-            f"context_attention: ulysses gives each of {call.ways} devices some of {heads} heads, which do not divide; set "
-            '`context_attention="auto"`'
-        )
+        raise UserError(_INDIVISIBLE.format(ways=call.ways, heads=heads))
     kv_2BSKN = jnp.repeat(jnp.stack([k_BSKN, v_BSKN]), _copies(kv_heads, call.ways), axis=3)
     q_BLHN, kv_2BLKN = (residuals.in_place(_tokens_for_heads(call, x, x.ndim - 3)) for x in (q_BTHN, kv_2BSKN))
     if bias is not None:
@@ -251,4 +268,22 @@ def _copies(kv_heads: int, ways: int) -> int:
     return ways // math.gcd(kv_heads, ways)
 
 
-WAYS: Mapping[str, Callable[..., jax.Array]] = {"gather": _gather, "ulysses": _ulysses}
+def _ring(
+    call: _Call,
+    q_BTHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    bias: Any,
+    masks: Any,
+    gathers: bool = False,
+) -> jax.Array:
+    if bias is not None:
+        raise UserError(_BIASED)
+    scale = q_BTHN.shape[3] ** -0.5 if call.scale is None else call.scale
+    ring = ring_attention.Ring(
+        call.axis, call.ways, call.order, call.is_causal, call.window, call.kernel, scale, gathers
+    )
+    return ring_attention.attend(ring, q_BTHN, k_BSKN, v_BSKN, *masks)
+
+
+WAYS: Mapping[str, Callable[..., jax.Array]] = {"gather": _gather, "ulysses": _ulysses, "ring": _ring}

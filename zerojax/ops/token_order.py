@@ -44,10 +44,12 @@ def permutation(length: int, ways: int, order: Order) -> np.ndarray:
     return np.arange(length, dtype=np.int32).reshape(ways * CHUNKS[order], -1)[_chunks(ways, order)].reshape(-1)
 
 
-def positions(local: int, axis: str, order: Order) -> jax.Array:
-    """Returns int32[local]: the positions of this device's tokens, inside a `jax.shard_map` over `axis`."""
+def positions(local: int, axis: str, order: Order, device: jax.Array | None = None) -> jax.Array:
+    """Returns int32[local]: the positions of a device's tokens, by default this one's, inside a `jax.shard_map` over `axis`."""
     ways, count = jax.lax.axis_size(axis), CHUNKS[order]
-    own = jnp.asarray(_chunks(ways, order).reshape(ways, count), jnp.int32)[jax.lax.axis_index(axis)]
+    own = jnp.asarray(_chunks(ways, order).reshape(ways, count), jnp.int32)[
+        jax.lax.axis_index(axis) if device is None else device
+    ]
     size = local // count
     return (own[:, None] * size + jnp.arange(size, dtype=jnp.int32)).reshape(-1)
 

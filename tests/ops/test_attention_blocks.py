@@ -1,0 +1,106 @@
+"""Checks attention of blocks of keys against attention of all. This module tests zerojax.ops.attention_blocks."""
+
+import json
+import re
+
+import compile_only
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zerojax.ops import attention_blocks as blocks
+
+ROUNDING = 1e-5  # float32 sums of some terms in another order
+
+
+def arrays():
+    draw = np.random.default_rng(0).normal
+    q, k, v, dy = (
+        jnp.asarray(draw(size=(2, length, heads, 8)), jnp.float32)
+        for length, heads in ((5, 4), (12, 2), (12, 2), (5, 4))
+    )
+    seen = np.random.default_rng(1).random((2, 5, 12)) < 0.6
+    seen[:, :3, :4], seen[0, 4] = False, False  # queries that see no key of a block, and one that sees none at all
+    return q, k, v, dy, jnp.asarray(seen)
+
+
+def test_merged_blocks_and_their_gradients_are_those_of_all_keys():
+    q, k, v, dy, seen = arrays()
+
+    def whole(q, k, v):
+        y = jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], scale=0.3)
+        return jnp.where(jnp.any(seen, -1)[:, :, None, None], y, 0)
+
+    expected, gradients = jax.vjp(whole, q, k, v)
+    cut = [(k[:, i : i + 4], v[:, i : i + 4], seen[:, :, i : i + 4], "xla", 0.3) for i in (0, 4, 8)]
+    first, *others = (blocks.forward(q, *block) for block in cut)
+    for other in others:
+        first = blocks.merged(first, other)
+    y, l = blocks.finished(blocks.merged(first, others[0], is_seen=False))
+    np.testing.assert_allclose(y, expected, atol=ROUNDING)
+    dq, dk, dv = zip(*(blocks.backward(q, *block, y, l, dy) for block in cut))
+    found = sum(dq), jnp.concatenate(dk, 1), jnp.concatenate(dv, 1)
+    for one, other in zip(found, gradients(dy)):
+        np.testing.assert_allclose(one, other, atol=ROUNDING)
+
+
+def calls(function, *shapes):
+    """Returns each call of cuDNN in a lowered program: its target, its types and layouts, and its config."""
+    found = []
+    like = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    mesh = jax.sharding.Mesh(np.asarray(compile_only.gpus(topology="1x1")), ("context",))
+    run = jax.shard_map(function, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    for line in jax.jit(run).lower(*like).as_text().splitlines():
+        if "__cudnn$fmha" in line:
+            config = re.search(r'backend_config = "(.*?)", operand', line)[1]
+            target, types = re.search(r"@(\S+?)\(", line)[1], line.partition("operand_layouts")[2]
+            config = json.loads(re.sub(r"\\([0-9A-F]{2})", lambda code: chr(int(code[1], 16)), config))
+            found.append((target, re.search(r"api_version = \d", line)[0], types, config))
+    return found
+
+
+def check_config(own, theirs):
+    """Checks that what `own` lacks has no value."""
+    for key, value in theirs.items():
+        if isinstance(value, dict):
+            check_config(own.get(key, {}), value)
+        elif key in own:
+            assert own[key] == value, key
+        else:
+            assert not value or value in ("0", "PRIMITIVE_TYPE_INVALID", [False] * 4), key
+    assert own.keys() <= theirs.keys()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_cudnn_is_called_as_jax_calls_it(is_causal):
+    def theirs(q, k, v, dy):
+        def attend(q, k, v):
+            return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, implementation="cudnn", scale=0.3)
+
+        out, gradients = jax.vjp(attend, q, k, v)
+        return out, gradients(dy)
+
+    def own(q, k, v, dy):
+        y, l = blocks.forward(q, k, v, None, "cudnn", 0.3, is_causal=is_causal)
+        return y, blocks.backward(q, k, v, None, "cudnn", 0.3, y, l, dy, is_causal=is_causal)
+
+    shapes = [(2, 64, 4, 32), (2, 64, 2, 32), (2, 64, 2, 32), (2, 64, 4, 32)]
+    ours, expected = calls(own, *shapes), calls(theirs, *shapes)
+    assert len(ours) == 2 and [call[:3] for call in ours] == [call[:3] for call in expected]
+    for (*_, config), (*_, whole) in zip(ours, expected):
+        check_config(config, whole)
+
+
+def test_cudnn_takes_a_mask_as_jax_gives_it():
+    def theirs(q, k, v):
+        mask = jnp.tri(64, dtype=bool)[None, None]
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn", scale=0.3, return_residual=True)
+
+    def own(q, k, v):
+        return blocks.forward(q, k, v, jnp.tri(64, dtype=bool)[None], "cudnn", 0.3)
+
+    shapes = [(2, 64, 4, 32), (2, 64, 2, 32), (2, 64, 2, 32)]
+    ((*call, config),), ((*expected, whole),) = calls(own, *shapes), calls(theirs, *shapes)
+    assert call == expected
+    check_config(config, whole)
