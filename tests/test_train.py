@@ -281,6 +281,7 @@ def test_a_state_that_is_not_finite_replaces_no_checkpoint(commands, tmp_path):
     ]
 
 
+@runs.LONG  # an infinite loss of a step ends a run likewise, above
 def test_an_infinite_evaluation_loss_ends_the_run_with_an_error(commands, tmp_path):
     settings = {"name": "sgd", "weight_decay": 0.0, "clip_norm": 0.0, "learning_rate": 1e30, "warmup_steps": 1}
     changes = {**runs.EVALUATED, "steps": 2, **{f"optimizer__{key}": value for key, value in settings.items()}}
@@ -289,6 +290,7 @@ def test_an_infinite_evaluation_loss_ends_the_run_with_an_error(commands, tmp_pa
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
+@runs.LONG  # tests/whole_runs/test_processes.py closes the streams of two processes
 def test_a_closed_stdout_ends_the_run_in_one_line(commands, tmp_path):
     close = "import os; ends = os.pipe(); os.dup2(ends[1], 1); os.close(ends[0]); os.close(ends[1])"
     assert "stdout is closed" in commands(*runs.flags(), f"--workdir={tmp_path}", before=close).error_line

@@ -58,6 +58,7 @@ def test_a_written_config_is_valid_short_and_opens_with_its_command(tmp_path, ca
     assert 5 <= len(settings) <= 30 and all("  # " in line for line in settings)
 
 
+@runs.LONG  # tests/mission trains two, and tests/optim/test_deepspeed_schedules.py has the rates
 def test_a_translated_config_trains(tmp_path, capsys, monkeypatch):
     call(capsys, monkeypatch, write(tmp_path, PLAIN), "--out", tmp_path / "mine.py")
     raw, _ = load(tmp_path / "mine.py")

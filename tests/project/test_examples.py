@@ -333,6 +333,7 @@ def test_weights_of_another_model_are_refused_where_used():
         loss_fn({"code": {"kernel": jnp.zeros((8, 8))}})
 
 
+@runs.LONG  # tests/mission fine-tunes a folder, exports it and generates from it
 def test_the_example_of_fine_tuning_learns_to_count_and_saves_what_it_learnt(tmp_path):
     example = runpy.run_path(str(FOLDER / "fine_tune_huggingface.py"))
     example["write_tiny_model"](tmp_path / "model")
@@ -384,7 +385,7 @@ module.main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SMALL, "save_and_restore"])
+@pytest.mark.parametrize("name", runs.cases([*SMALL, "save_and_restore"], long=["linen_language_model"]))
 def test_the_main_function_of_a_small_example_prints_its_memory_and_its_losses(commands, name):
     done = commands.python(MAIN.format(path=str(FOLDER / f"{name}.py"), sizes=SMALL.get(name, {})))
     assert done.status == 0, done.err

@@ -105,7 +105,6 @@ def test_an_offloaded_program_begins_trains_and_restores_as_one_on_the_device(tm
     saver.save(1, logical, {}, meta={})
     for changes in (
         {"zero__stage": 3},
-        {"zero__stage": 3, **OFFLOAD},
         {"zero__stage": 3, **OFFLOAD, "offload__params": "host"},
         {"zero__stage": 2, "offload__optimizer": "host", "offload__late_norm": True},
     ):

@@ -74,14 +74,18 @@ def test_a_checkpoint_moves_into_and_out_of_float16(tmp_path, overflowed, plain)
     assert np.isfinite(list(runs.losses(folder).values())).all() and len(runs.losses(folder)) == 4
 
 
-def test_a_checkpoint_moves_into_and_out_of_weights_without_a_master(tmp_path, plain):
-    """Into bfloat16 each weight is rounded to nearest. Out of it nothing is lost. Moments do not change."""
+def test_a_checkpoint_moves_into_weights_without_a_master(plain):
+    """Each weight is rounded to nearest. Moments do not change."""
     _, first = runs.restored(plain, 2, precision="fp32")
     _, rounded = runs.restored(plain, 2, precision="bf16_sr", zero__stage=1)
     for weight, full in zip(jax.tree.leaves(rounded.params), jax.tree.leaves(first.params)):
         assert weight.dtype == jax.numpy.bfloat16
         np.testing.assert_array_equal(weight, full.astype(jax.numpy.bfloat16))
     jax.tree.map(np.testing.assert_array_equal, rounded.opt_state, first.opt_state)
+
+
+@runs.LONG  # the tests above move a checkpoint into it, and tests/trainer/test_steps.py trains so
+def test_a_run_goes_on_without_a_master_and_its_checkpoint_moves_out_of_that(tmp_path, plain):
     folder = shutil.copytree(plain, tmp_path / "run")
     runs.run(folder, precision="bf16_sr", steps=4)
     assert np.isfinite(list(runs.losses(folder).values())).all() and len(runs.losses(folder)) == 4

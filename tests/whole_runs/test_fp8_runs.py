@@ -59,7 +59,7 @@ def losses(settings, struck):
     return np.asarray(found)
 
 
-@pytest.mark.parametrize("recipe", runs.cases(fp8.RECIPES, long=("tensorwise",)))
+@pytest.mark.parametrize("recipe", runs.cases(fp8.RECIPES, long=("tensorwise", "rowwise")))
 def test_a_run_goes_on_after_one_activation_of_10000(recipe):
     """Later steps learn on, also while a history of delayed scaling holds the outlier."""
     found = losses(zerojax.Fp8(recipe=recipe, history=4), OUTLIER)

@@ -148,7 +148,7 @@ ENDS = {  # name -> (code of process 0, code of process 1, their statuses, words
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("name", runs.cases(ENDS, long=["a save fails"]))  # tests/test_train.py fills a disk
 def test_all_processes_end_soon_and_in_one_line_after_the_end_of_one(commands, tmp_path, name):
     *before, expected, words = ENDS[name]
     settings = runs.flags(emulate_devices=1, checkpoint__every=2, steps=5000)

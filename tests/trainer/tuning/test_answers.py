@@ -43,7 +43,7 @@ def test_a_score_counts_right_answers_and_those_of_no_class():
     assert answers.as_rows(found.records).splitlines()[2] == "q0 | yes | yes | True"
 
 
-@pytest.mark.parametrize("preset", ["test", "bart_test"])
+@pytest.mark.parametrize("preset", runs.cases(["test", "bart_test"], long=["bart_test"]))
 def test_answers_are_what_the_generator_gives_for_each_prompt_alone(tmp_path, cache_dir, preset):
     source.prepare("short_reviews", tmp_path)
     config = runs.config(**TASK, model__preset=preset)

@@ -46,7 +46,7 @@ def plain_loss(loss, params, batches):
     [
         pytest.param({"zero__stage": 0, "data__pack": False}, marks=runs.LONG),
         {"zero__stage": 3, "grad_accum": 2, "mesh__replica": 2, "global_batch_size": 16, "reduce_dtype": "bf16"},
-        {"zero__stage": 2, "model__preset": "bart_test"},
+        pytest.param({"zero__stage": 2, "model__preset": "bart_test"}, marks=runs.LONG),
     ],
     ids=["stage 0", "stage 3, packed, two passes", "stage 2, encoder-decoder"],
 )
