@@ -21,14 +21,16 @@ HEADS, KV_HEADS, WIDTH = 8, 4, 64
 
 
 @functools.cache
-def compiled(way, order, ways, length, is_causal=True, under=""):
+def compiled(way, order, ways, length, window=0, under=""):
     """Returns the collectives of a forward and backward pass in bfloat16 with cuDNN, the number of its kernels, and its temporary bytes."""
     mesh = Mesh(np.asarray(compile_only.gpus(topology=f"1x{ways}")), ("context",))
     tokens = P(None, "context")
 
     def attend(q, k, v):
-        way_ = context_attention.Way(way, order, "")
-        y = context_attention.attend(q, k, v, "cudnn", axis="context", way=way_, order=order, is_causal=is_causal)
+        way_ = context_attention.Way(way, order, "", halo=True)
+        y = context_attention.attend(
+            q, k, v, "cudnn", axis="context", way=way_, order=order, is_causal=True, window=window
+        )
         return y * y
 
     def both(q, k, v, dy):
@@ -80,6 +82,14 @@ def test_ulysses_exchanges_seven_times_and_gather_three():
     found, kernels, _ = compiled("gather", "zigzag", ways, length, under="dots")
     assert kernels == 2 * ways and len(found) == 3
     assert sent(found) == {"all-gather": own * 4 * KV_HEADS, "reduce-scatter": own * 4 * KV_HEADS * ways}
+
+
+def test_a_window_is_sent_once_a_chunk():
+    ways, length, window = 4, 2048, 100
+    found, kernels, _ = compiled("gather", "zigzag", ways, length, window)
+    assert kernels == 2 and len(found) == 4
+    halo = 2 * 2 * 128 * KV_HEADS * WIDTH  # bytes of the keys and values of a window, in tiles
+    assert sent(found) == {"collective-permute": 2 * 2 * halo}
 
 
 @pytest.mark.long

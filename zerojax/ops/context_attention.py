@@ -4,6 +4,7 @@
     ulysses   every device sends tokens and receives heads, attends over whole sequences with its heads, and sends the result back
               (DeepSpeed-Ulysses, arXiv:2309.14509)
     ring      keys and values move from device to device beside attention (`ring_attention`)
+    halo      of a sliding window, each chunk of tokens receives the keys and values just before it
 
 Shapes: B batch, T queries and S keys of this device, H query heads, K key and value heads, N head dim.
 """
@@ -21,6 +22,7 @@ from zerojax import errors, roles
 from zerojax.errors import UserError
 from zerojax.ops import attention, residuals, ring_attention, token_order
 
+_TILE = 128  # tokens that kernels take at a time
 _GATHERED = 2**30  # bytes of a layer's keys, values and their gradients, above which they are not gathered
 _INDIVISIBLE = (
     "context_attention: ulysses gives each of {ways} devices some of {heads} heads, which do not divide; set "
@@ -37,11 +39,13 @@ class Way:
       name: one of WAYS.
       order: of the tokens, as `token_order` names it.
       text: why, for a person.
+      halo: whether causal attention with a window that is not longer than a chunk of tokens is by a halo instead.
     """
 
     name: str
     order: token_order.Order
     text: str
+    halo: bool = False
 
 
 def choose(
@@ -65,7 +69,7 @@ def choose(
       heads, kv_heads: of queries, and of keys and values.
       length: tokens of a sequence, on all devices.
       is_causal: a query sees no later key.
-      window: a query sees its own token and the `window` - 1 before it; 0 for no limit.
+      window: a query sees its own token and the `window` - 1 before it; 0 for no limit. Of layers that differ, the longest.
       has_bias: something is added to the scores.
       head_dim: of a head.
       batch: sequences of a device and its neighbours along the axis.
@@ -81,6 +85,12 @@ def choose(
             f"context_attention: {errors.shown(wanted)} is no way to attend; {errors.choose(wanted, ('auto', *WAYS))}"
         )
     token_order.check(length, ways, order or "contiguous")
+    window = window if window < length else 0
+    chunk = length // ways // token_order.CHUNKS[order or "contiguous"]
+    halo = wanted == "auto"
+    near = (
+        "; a window from the tokens just before (halo)" if halo and _is_near(window, chunk, is_causal, has_bias) else ""
+    )
     own = heads // model if heads % model == 0 else heads
     own_kv = max(1, own * kv_heads // heads)
     divides = own % ways == 0
@@ -93,7 +103,7 @@ def choose(
         text = f"each device has {own // ways} of {own} heads" + (
             f", with {own_kv} key and value heads sent {copies} times each" if copies > 1 else ""
         )
-        return Way("ulysses", order or "contiguous", f"ulysses: {text}")
+        return Way("ulysses", order or "contiguous", f"ulysses: {text}{near}", halo)
     nbytes = 2 * (2 + 4) * batch * length * own_kv * head_dim
     name = wanted if wanted != "auto" else "ring" if nbytes > _GATHERED and not has_bias else "gather"
     if wanted != "auto":
@@ -108,7 +118,8 @@ def choose(
         "gather": "each device has all keys and values",
         "ring": "keys and values move from device to device",
     }
-    return Way(name, order or ("zigzag" if is_zigzag else "contiguous"), f"{name}: {what[name]}, {reason}")
+    text = f"{name}: {what[name]}, {reason}{near}"
+    return Way(name, order or ("zigzag" if is_zigzag else "contiguous"), text, halo)
 
 
 def attend(
@@ -149,8 +160,11 @@ def attend(
     heads, ways = q_BTHN.shape[2], jax.lax.axis_size(axis)
     for local in {q_BTHN.shape[1], k_BSKN.shape[1]}:
         token_order.check(local * ways, ways, order)
+    window = window if window < k_BSKN.shape[1] * ways else 0
     call = _Call(kernel, axis, ways, order, is_causal, window, scale)
-    run = functools.partial(WAYS[way.name], call)
+    own = k_BSKN.shape[1] // token_order.CHUNKS[order]
+    is_near = way.halo and _is_near(window, own, is_causal, bias is not None)
+    run = functools.partial(_halo if is_near else WAYS[way.name], call)
     with jax.named_scope(roles.CONTEXT_PARALLEL):
         return attention.of_heads(run, heads, k_BSKN.shape[2])(
             q_BTHN, k_BSKN, v_BSKN, bias[None] if bias is not None and bias.ndim == 3 else bias, (segments_BT, mask_BT)
@@ -261,6 +275,61 @@ def _tokens_for_heads(call: _Call, x: jax.Array, dim: int) -> jax.Array:
     """Returns this device's heads, dim `dim` + 1, of all tokens, dim `dim`, of an array of its tokens of all heads."""
     own = jax.lax.all_to_all(x, call.axis, split_axis=dim + 1, concat_axis=dim, tiled=True)
     return token_order.in_sequence(own, dim, call.ways, call.order)
+
+
+def _is_near(window: int, chunk: int, is_causal: bool, has_bias: bool) -> bool:
+    """Returns whether what a query sees is in its chunk of tokens and the one before."""
+    return is_causal and 1 < window <= chunk + 1 and not has_bias
+
+
+def _halo(call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, _: None, masks: Any) -> jax.Array:
+    """Attends in each chunk of tokens, as rows of a batch, to it and to what precedes it.
+
+    The row of a chunk is the tokens before it, then its own. Of the first chunk, which has none before it, it is its own, then tokens that
+    causal queries do not see. So all rows are plain windowed attention.
+    """
+    chunks = token_order.CHUNKS[call.order]
+    own = q_BTHN.shape[1] // chunks
+    before = min(own, -((1 - call.window) // _TILE) * _TILE)
+    device, last = jax.lax.axis_index(call.axis), call.ways - 1
+    is_first = jnp.repeat(jnp.arange(chunks) + device == 0, len(q_BTHN))
+
+    def rows(x: jax.Array, *, is_sent: bool = True) -> jax.Array:
+        cut = jnp.split(x, chunks, axis=1)
+        tails = [chunk[:, own - before :] for chunk in cut]
+        if is_sent:
+            received = [jax.lax.ppermute(tails[0], call.axis, [(i, (i + 1) % call.ways) for i in range(call.ways)])]
+            for tail in tails[
+                1:
+            ]:  # chunk 2n - 1 - i follows that of device i + 1, or on the last device its own other one
+                sent = jax.lax.ppermute(tail, call.axis, [((i + 1) % call.ways, i) for i in range(call.ways)])
+                received.append(jnp.where(device == last, tails[0], sent))
+        else:
+            received = [jnp.zeros_like(tail) for tail in tails]
+        x, other = jnp.concatenate(cut), jnp.concatenate(received)
+        first = is_first.reshape(-1, *(1,) * (x.ndim - 1))
+        return jnp.where(first, jnp.concatenate([x, other], axis=1), jnp.concatenate([other, x], axis=1))
+
+    segments_BT, mask_BT = masks
+    kv = rows(jnp.concatenate([k_BSKN, v_BSKN], axis=2))
+    k, v = jnp.split(kv, 2, axis=2)
+    mask = None if mask_BT is None else rows(mask_BT)
+    if segments_BT is not None:
+        texts = rows(segments_BT)
+        same = texts[:, :, None] == texts[:, None]
+        mask = same if mask is None else same & mask[:, None]
+    y = attention.attend(
+        rows(q_BTHN, is_sent=False),
+        k,
+        v,
+        call.kernel,
+        is_causal=True,
+        mask=mask,
+        scale=call.scale,
+        window=call.window,
+    )
+    y = jnp.where(is_first[:, None, None, None], y[:, :own], y[:, before:])
+    return jnp.concatenate(jnp.split(y, chunks), axis=1)
 
 
 def _copies(kv_heads: int, ways: int) -> int:
