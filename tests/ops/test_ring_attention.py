@@ -50,12 +50,17 @@ def compiled(way, order, ways, length, window=0, under=""):
     return found, text.count('custom_call_target="__cudnn$fmha'), program.memory_analysis().temp_size_in_bytes
 
 
-def sent(found):
-    """Returns the bytes of the arrays that a device gives to collectives, by kind."""
-    totals = {}
-    for one in found:
-        totals[one.kind] = totals.get(one.kind, 0) + sum(part.taken.nbytes for part in one.parts)
-    return totals
+def sent(found, ways):
+    """Returns the bytes that a device sends to others."""
+    shares = {"collective-permute": 1, "all-gather": ways - 1}
+    return sum(part.taken.nbytes * shares.get(one.kind, (ways - 1) / ways) for one in found for part in one.parts)
+
+
+def cost(way, order, ways, length, **kwargs):
+    """Returns the bytes that both passes should send."""
+    shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": WIDTH, "is_causal": True} | kwargs
+    found = context_attention.cost(way, order, ways=ways, length=length, **shape)
+    return found.forward + found.backward
 
 
 @pytest.mark.parametrize("order", ["zigzag", pytest.param("contiguous", marks=pytest.mark.long)])
@@ -67,29 +72,26 @@ def test_each_hop_of_a_ring_runs_beside_one_block(order):
     *hops, _ = found  # the last brings gradients home, when no block is left
     assert len(hops) == 2 * ways - 1
     assert all(one.is_async and one.overlaps["attention"] == 1 for one in hops)
-    block = 2 * length // ways * KV_HEADS * WIDTH  # elements of keys and values
-    # 16 bits of each hop of both passes, and 32 of each of gradients
-    assert sent(found) == {"collective-permute": block * (2 * 2 * (ways - 1) + 4 * ways)}
+    assert sent(found, ways) == cost("ring", order, ways, length)
 
 
 def test_ulysses_exchanges_seven_times_and_gather_three():
     ways, length = 4, 1024
     found, kernels, _ = compiled("ulysses", "contiguous", ways, length, under="dots")
-    own = length // ways * WIDTH * 2  # bytes of a head of this device's tokens
     assert kernels == 2 and {one.kind for one in found} == {"all-to-all"} and len(found) == 7
     # The seventh sends the result again in the backward pass, which else would be kept twice.
-    assert sent(found) == {"all-to-all": own * (4 * (HEADS + KV_HEADS) + HEADS)}
+    again = length // ways * HEADS * WIDTH * 2 * (ways - 1) // ways
+    assert sent(found, ways) == cost("ulysses", "contiguous", ways, length) + again
     found, kernels, _ = compiled("gather", "zigzag", ways, length, under="dots")
-    assert kernels == 2 * ways and len(found) == 3
-    assert sent(found) == {"all-gather": own * 4 * KV_HEADS, "reduce-scatter": own * 4 * KV_HEADS * ways}
+    assert kernels == 2 * ways and [one.kind for one in found] == ["all-gather", "all-gather", "reduce-scatter"]
+    assert sent(found, ways) == cost("gather", "zigzag", ways, length)
 
 
 def test_a_window_is_sent_once_a_chunk():
     ways, length, window = 4, 2048, 100
     found, kernels, _ = compiled("gather", "zigzag", ways, length, window)
-    assert kernels == 2 and len(found) == 4
-    halo = 2 * 2 * 128 * KV_HEADS * WIDTH  # bytes of the keys and values of a window, in tiles
-    assert sent(found) == {"collective-permute": 2 * 2 * halo}
+    assert kernels == 2 and len(found) == 4 and {one.kind for one in found} == {"collective-permute"}
+    assert sent(found, ways) == cost("halo", "zigzag", ways, length, window=window)
 
 
 @pytest.mark.long

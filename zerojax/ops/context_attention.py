@@ -122,6 +122,63 @@ def choose(
     return Way(name, order or ("zigzag" if is_zigzag else "contiguous"), text, halo)
 
 
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What attention of one layer costs a device.
+
+    Attributes:
+      forward, backward: bytes that it sends in a pass. Recomputation in the backward pass is not among them.
+      pairs: of a query and a key, over all heads, whose score is computed in the forward pass: 4 x head dim FLOPs each.
+    """
+
+    forward: int
+    backward: int
+    pairs: int
+
+
+def cost(
+    name: str,
+    order: token_order.Order,
+    *,
+    heads: int,
+    kv_heads: int,
+    ways: int,
+    length: int,
+    is_causal: bool,
+    window: int = 0,
+    head_dim: int = 128,
+    batch: int = 1,
+    itemsize: int = 2,
+) -> Cost:
+    """Returns what a way costs.
+
+    Args:
+      name: one of WAYS, or "halo".
+      order: of the tokens.
+      heads, kv_heads: of a device along the axis over which heads are sharded.
+      ways, length, is_causal, window, head_dim, batch: as of `choose`.
+      itemsize: bytes of an element of keys and values; their gradients are summed over devices in float32.
+    """
+    local, others = length // ways, ways - 1
+    keys = 2 * batch * local * kv_heads * head_dim  # elements of keys and values
+    if name == "ulysses":
+        both = keys * _copies(kv_heads, ways) + 2 * batch * local * heads * head_dim
+        sent = both * itemsize * others // ways
+        seen = length * window if window else length * length // (2 if is_causal else 1)
+        return Cost(sent, sent, batch * seen * heads // ways)
+    if name == "halo":
+        chunks = token_order.CHUNKS[order]
+        before = _before(window, local // chunks)
+        sent = keys // local * chunks * before * itemsize
+        return Cost(sent, sent, batch * (local + chunks * before) * window * heads)
+    blocks = ring_attention.Ring("", ways, order, is_causal, window, "xla", 1.0, name == "gather").blocks(local)
+    halves = 2 * ways if not is_causal else ways if order == "zigzag" else 2 * blocks - 1
+    pairs = batch * local * local * heads * halves // 2
+    if name == "gather":
+        return Cost(keys * itemsize * others, keys * (itemsize + 4) * others, pairs)
+    return Cost(keys * itemsize * (blocks - 1), keys * (itemsize * (blocks - 1) + 4 * blocks), pairs)
+
+
 def attend(
     q_BTHN: jax.Array,
     k_BSKN: jax.Array,
@@ -282,6 +339,11 @@ def _is_near(window: int, chunk: int, is_causal: bool, has_bias: bool) -> bool:
     return is_causal and 1 < window <= chunk + 1 and not has_bias
 
 
+def _before(window: int, chunk: int) -> int:
+    """Returns the number of tokens before a chunk that its halo has."""
+    return min(chunk, -((1 - window) // _TILE) * _TILE)
+
+
 def _halo(call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, _: None, masks: Any) -> jax.Array:
     """Attends in each chunk of tokens, as rows of a batch, to it and to what precedes it.
 
@@ -290,7 +352,7 @@ def _halo(call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, 
     """
     chunks = token_order.CHUNKS[call.order]
     own = q_BTHN.shape[1] // chunks
-    before = min(own, -((1 - call.window) // _TILE) * _TILE)
+    before = _before(call.window, own)
     device, last = jax.lax.axis_index(call.axis), call.ways - 1
     is_first = jnp.repeat(jnp.arange(chunks) + device == 0, len(q_BTHN))
 
