@@ -18,33 +18,34 @@ SIZES = st.sampled_from([1, 2, 3, 4, 8])
 
 
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
-@hypothesis.given(SIZES, SIZES | st.just(-1), SIZES)
-def test_a_mesh_takes_every_device_once_or_is_refused_with_a_reason(replica, data, model):
-    left = DEVICES // (replica * model) if data == -1 else data
-    if replica * left * model != DEVICES:
+@hypothesis.given(SIZES, SIZES | st.just(-1), SIZES, SIZES)
+def test_a_mesh_takes_every_device_once_or_is_refused_with_a_reason(replica, data, context, model):
+    left = DEVICES // (replica * context * model) if data == -1 else data
+    if replica * left * context * model != DEVICES:
         with pytest.raises(UserError, match=r"^mesh: replica .*but there are 8; choose"):
-            mesh_lib.make_mesh(replica, data, model)
+            mesh_lib.make_mesh(replica, data, model, context=context)
         return
-    mesh = mesh_lib.make_mesh(replica, data, model)
-    assert dict(mesh.shape) == {"replica": replica, "data": left, "model": model}
+    mesh = mesh_lib.make_mesh(replica, data, model, context=context)
+    assert dict(mesh.shape) == {"replica": replica, "data": left, "context": context, "model": model}
     assert sorted(d.id for d in mesh.devices.flat) == sorted(d.id for d in jax.devices())
     assert mesh_lib.ways(mesh) == replica * left
 
 
-def test_neighbours_are_along_model_then_data_and_replicas_are_farthest():
-    ids = [[[d.id for d in row] for row in plane] for plane in mesh_lib.make_mesh(2, 2, 2).devices]
-    first = jax.devices()[0].id
-    assert ids == [[[first, first + 1], [first + 2, first + 3]], [[first + 4, first + 5], [first + 6, first + 7]]]
+@pytest.mark.parametrize("sizes", [{"replica": 2, "data": 2, "model": 2}, {"data": 2, "context": 2, "model": 2}])
+def test_neighbours_are_along_model_then_context_then_data_and_replicas_are_farthest(sizes):
+    mesh = mesh_lib.make_mesh(**sizes)
+    assert [device.id for device in mesh.devices.flat] == [device.id for device in jax.devices()]
+    assert tuple(mesh.shape) == ("replica", "data", "context", "model")
 
 
 def test_a_mesh_may_take_some_devices():
     assert mesh_lib.make_mesh(data=2, devices=jax.devices()[2:4]).devices.flat[0] == jax.devices()[2]
 
 
-@pytest.mark.parametrize("sizes", [(0, -1, 1), (1, 0, 1), (1, -2, 1), (1, 8, 0), (-1, 8, 1)])
+@pytest.mark.parametrize("sizes", [(0, -1, 1), (1, 0, 1), (1, -2, 1), (1, 8, 0), (-1, 8, 1), (1, 8, 1, 0)])
 def test_sizes_below_one_are_refused(sizes):
     with pytest.raises(UserError, match="axis sizes must be above 0"):
-        mesh_lib.make_mesh(*sizes)
+        mesh_lib.make_mesh(*sizes[:3], context=(*sizes, 1)[3])
 
 
 def test_a_mesh_larger_than_the_machine_names_both_numbers():
@@ -71,10 +72,11 @@ def test_a_platform_has_one_name_for_all_kinds_of_devices():
 @pytest.mark.parametrize(
     "shape, axes, expected",
     [
-        ((8,), ("data",), {"replica": 1, "data": 8, "model": 1}),
-        ((2, 4), ("replica", "data"), {"replica": 2, "data": 4, "model": 1}),
-        ((4, 2), ("data", "model"), {"replica": 1, "data": 4, "model": 2}),
-        ((2, 4), ("own", "data"), {"replica": 1, "own": 2, "data": 4, "model": 1}),
+        ((8,), ("data",), {"replica": 1, "data": 8, "context": 1, "model": 1}),
+        ((2, 4), ("replica", "data"), {"replica": 2, "data": 4, "context": 1, "model": 1}),
+        ((4, 2), ("data", "model"), {"replica": 1, "data": 4, "model": 2, "context": 1}),
+        ((2, 4), ("own", "data"), {"replica": 1, "own": 2, "data": 4, "context": 1, "model": 1}),
+        ((2, 4), ("data", "context"), {"replica": 1, "data": 2, "context": 4, "model": 1}),
     ],
 )
 def test_a_users_mesh_gets_the_axes_that_it_lacks_and_keeps_its_devices(shape, axes, expected):
@@ -95,10 +97,19 @@ def test_what_is_no_mesh_is_refused(mesh):
         mesh_lib.completed(mesh)
 
 
-def test_what_has_examples_of_its_own_is_summed_and_the_rest_is_the_compilers():
+@pytest.mark.parametrize("context", [1, 4])
+def test_tokens_of_a_batch_are_sharded_where_devices_have_their_own(context):
+    mesh = mesh_lib.make_mesh(context=context)
+    batch = jax.device_put(jnp.zeros((1, 8, 12, 5)), mesh_lib.batch_sharding(mesh, 1, has_tokens=True))
+    assert {s.data.shape for s in batch.addressable_shards} == {(1, context, 12 // context, 5)}
+    rows = jax.device_put(jnp.zeros((8, 12)), mesh_lib.row_sharding(mesh))
+    assert {s.data.shape for s in rows.addressable_shards} == {(1, 12)}
+
+
+def test_what_has_examples_or_tokens_of_its_own_is_summed_and_the_rest_is_the_compilers():
     """A gradient over an axis along which examples differ, and that no sum runs over, would be that of one device."""
     for axis in mesh_lib.AXES:
-        assert axis.summed or not axis.examples, axis
+        assert axis.summed == (axis.examples or axis.tokens) and not (axis.examples and axis.tokens), axis
         assert axis.compiler != axis.summed, axis
     mesh = mesh_lib.make_mesh(replica=2, data=2, model=2)
     assert tuple(mesh.shape) == tuple(axis.name for axis in mesh_lib.AXES)

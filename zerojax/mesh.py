@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import errors
+from zerojax import errors, specs
 from zerojax.errors import UserError
 
 
@@ -22,6 +22,7 @@ class Axis:
     Attributes:
       name: of the mesh axis.
       examples: whether devices along it have examples of their own: the batch is sharded over it, and random numbers differ.
+      tokens: whether devices along it have tokens of their own of the same examples: the same holds.
       summed: whether what devices along it compute of a loss, a gradient or a count are terms of a sum.
       state: whether a stage shards the state over it, and weights are gathered over it.
       compiler: whether the compiler shards over it, as overrides say, also where other collectives are explicit.
@@ -29,6 +30,7 @@ class Axis:
 
     name: str
     examples: bool = False
+    tokens: bool = False
     summed: bool = False
     state: bool = False
     compiler: bool = False
@@ -37,24 +39,35 @@ class Axis:
 AXES = (
     Axis("replica", examples=True, summed=True),
     Axis("data", examples=True, summed=True, state=True),
+    Axis("context", tokens=True, summed=True, state=True),
     Axis("model", compiler=True),
 )
 EXAMPLES = tuple(axis.name for axis in AXES if axis.examples)
+TOKENS = tuple(axis.name for axis in AXES if axis.tokens)
 SUMMED = tuple(axis.name for axis in AXES if axis.summed)
 STATE = tuple(axis.name for axis in AXES if axis.state)
 COMPILER = tuple(axis.name for axis in AXES if axis.compiler)
 
 
-def make_mesh(replica: int = 1, data: int = -1, model: int = 1, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Builds the mesh (replica, data, model) over `devices`, by default all of them.
+def make_mesh(
+    replica: int = 1,
+    data: int = -1,
+    model: int = 1,
+    *,
+    context: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """Builds the mesh (replica, data, context, model) over `devices`, by default all of them.
 
-    ZeRO shards over `data`. `replica` holds copies of the sharded state (hybrid sharding). `model` is for tensor parallelism.
-    Neighbouring devices are along `model`, then `data`, so that replicas are the farthest apart.
+    ZeRO shards over `data` and `context` together. `replica` holds copies of the sharded state (hybrid sharding). Devices along `context`
+    hold parts of the same sequences (context parallelism). `model` is for tensor parallelism. Neighbouring devices are along `model`,
+    then `context`, then `data`, so that replicas are the farthest apart.
 
     Args:
       replica: number of copies.
       data: number of shards; -1 takes all remaining devices.
       model: number of tensor-parallel shards.
+      context: number of parts of a sequence.
       devices: the devices to use; None: all of `jax.devices()`.
 
     Raises:
@@ -63,25 +76,25 @@ def make_mesh(replica: int = 1, data: int = -1, model: int = 1, *, devices: Sequ
     >>> mesh = make_mesh(replica=1, data=-1)
     """
     found = list(jax.devices() if devices is None else devices)
-    if min(replica, model) < 1 or (data < 1 and data != -1):
+    if min(replica, context, model) < 1 or (data < 1 and data != -1):
         raise UserError(
             "mesh: axis sizes must be above 0 (data may be -1: all remaining); got "
-            f"mesh.replica={replica}, mesh.data={data}, mesh.model={model}"
+            f"mesh.replica={replica}, mesh.data={data}, mesh.context={context}, mesh.model={model}"
         )
     if data == -1:
-        data = max(1, len(found) // (replica * model))
-    needed = replica * data * model
+        data = max(1, len(found) // (replica * context * model))
+    needed = replica * data * context * model
     if needed != len(found):
         raise UserError(
-            f"mesh: replica {replica} x data {data} x model {model} = {needed} devices, but there are {len(found)}; "
+            f"mesh: replica {replica} x data {data} x context {context} x model {model} = {needed} devices, but there are {len(found)}; "
             f"choose sizes whose product is {len(found)}, or pass the devices to use"
         )
-    grid = np.asarray(found).reshape(replica, data, model)
+    grid = np.asarray(found).reshape(replica, data, context, model)
     return Mesh(grid, tuple(axis.name for axis in AXES), axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def completed(mesh: Mesh) -> Mesh:
-    """Returns a mesh with the axes that a user's mesh lacks, of size 1, before and behind those that the state is sharded over.
+    """Returns a mesh with the axes that a user's mesh lacks, of size 1, before and behind its own.
 
     Its devices keep their order, so arrays that are sharded over the user's mesh stay where they are. All axes are Auto: the compiler
     infers the shardings inside a step.
@@ -89,7 +102,7 @@ def completed(mesh: Mesh) -> Mesh:
     Raises:
       UserError: the mesh has no axis `data`.
     """
-    if not isinstance(mesh, Mesh) or not set(STATE) <= set(mesh.shape):
+    if not isinstance(mesh, Mesh) or STATE[0] not in mesh.shape:
         held = tuple(mesh.shape) if isinstance(mesh, Mesh) else errors.shown(mesh)
         raise UserError(f"mesh: needs an axis named 'data', and has {held}; see zerojax.make_mesh")
     order, lacking = [axis.name for axis in AXES], [axis.name for axis in AXES if axis.name not in mesh.shape]
@@ -102,9 +115,15 @@ def completed(mesh: Mesh) -> Mesh:
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def batch_sharding(mesh: Mesh, batch_dim: int = 0) -> NamedSharding:
-    """Returns the sharding of arrays whose dim `batch_dim` counts examples."""
-    return NamedSharding(mesh, P(*[None] * batch_dim, EXAMPLES))
+def batch_sharding(mesh: Mesh, batch_dim: int = 0, *, has_tokens: bool = False) -> NamedSharding:
+    """Returns the sharding of arrays whose dim `batch_dim` counts examples, and, if they `has_tokens`, the next one tokens of these."""
+    tokens = (specs.entry(TOKENS),) if has_tokens and size(mesh, TOKENS) > 1 else ()
+    return NamedSharding(mesh, P(*[None] * batch_dim, EXAMPLES, *tokens))
+
+
+def row_sharding(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of rows of which a device has all tokens: over all axes along which examples or tokens differ in training."""
+    return NamedSharding(mesh, P(SUMMED))
 
 
 def platform(where: Mesh | jax.Device | None = None) -> str:
@@ -119,13 +138,18 @@ def size(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> int:
     return math.prod(map(mesh.shape.__getitem__, axes))
 
 
-def text(mesh: Mesh, axes: Iterable[str]) -> str:
+def sharded(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> tuple[str, ...]:
+    """Returns those of some axes that have more than one device, or the first where none has."""
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1) or tuple(axes[:1])
+
+
+def text(mesh: Mesh, axes: Sequence[str]) -> str:
     """Returns the sizes of axes as messages name them: `data=8`."""
-    return " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+    return " x ".join(f"{axis}={mesh.shape[axis]}" for axis in sharded(mesh, axes))
 
 
 def ways(mesh: Mesh) -> int:
-    """Returns the number of shards of a batch."""
+    """Returns the number of devices that have examples of their own."""
     return size(mesh, EXAMPLES)
 
 

@@ -303,6 +303,8 @@ def _build(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> p
         say(program.weights.count_line(program.partition))
     if program.weights.source is not None:
         say(f"the model is that of {program.weights.source.path}; config.model.preset is not read")
+    if program.way is not None:
+        say(f"attention to parts of sequences on other devices: {program.way.text}")
     say(display.as_text(program_lib.memory_table(program)))
     say(memory.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
     if line := storage.line(program.partition):

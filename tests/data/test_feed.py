@@ -61,3 +61,19 @@ def test_the_feed_counts_how_often_an_evaluation_reads_its_text(stdlib_dir):
         opened(stdlib_dir, **text, evaluate__batches=100 * held // (8 * 33) + 1)
     for streams in (rare, often, exact, hundred):
         streams.close()
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_parts_of_rows_on_devices_are_the_rows_of_a_feed_without_parts(tmp_path, accum):
+    sizes = {"grad_accum": accum, "global_batch_size": 16}
+    whole, cut = (opened(tmp_path, **sizes, **mesh) for mesh in ({}, {"mesh__data": 2, "mesh__context": 4}))
+    rows, parts = np.asarray(whole.next()["tokens"]), cut.next()
+    np.testing.assert_array_equal(parts["tokens"], rows[..., :-1])
+    np.testing.assert_array_equal(parts["labels"], rows[..., 1:])
+    built = program.build(runs.config(**sizes, mesh__data=2, mesh__context=4), tokenizer_vocab=BYTES.vocab_size)
+    assert {name: (a.shape, a.dtype, a.sharding) for name, a in parts.items()} == {
+        name: (a.shape, a.dtype, a.sharding) for name, a in built.abstract_batch.items()
+    }
+    assert {shard.data.shape[-2:] for shard in parts["tokens"].addressable_shards} == {(16 // accum // 2, 8)}
+    for streams in (whole, cut):
+        streams.close()

@@ -57,7 +57,7 @@ def ended(tmp_path_factory):
 def test_the_command_prints_json_and_draws(ended):
     picture, (done, *_) = ended
     assert done.status == 0, done.err
-    assert json.loads(done.out)["mesh"] == {"replica": 1, "data": 4, "model": 1}
+    assert json.loads(done.out)["mesh"] == {"replica": 1, "data": 4, "context": 1, "model": 1}
     assert picture.exists()
 
 

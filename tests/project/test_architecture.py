@@ -95,7 +95,7 @@ KNOW_STAGES = {
     "commands",
 }  # may use the name `stage` in code
 TRAIN_STEP = 40  # lines: one screen
-AXES = {"replica", "data", "model"}  # of a mesh
+AXES = {"replica", "data", "context", "model"}  # of a mesh
 
 
 def module_name(path: pathlib.Path) -> str:

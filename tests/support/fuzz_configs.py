@@ -331,6 +331,8 @@ CONTRADICTIONS: list[dict[str, Any]] = [
     {"mesh.model": 2, "zero.overrides": (("", ()),)},
     {"mesh.model": 2, "mesh.data": 4, "zero.overrides": (("mlp/(gate|up)", (None, "model")),), "global_batch_size": 4},
     {"mesh.replica": 2, "mesh.model": 2},
+    {"mesh.context": 2},
+    {"mesh.data": 2, "mesh.context": 2, "mesh.model": 2, "global_batch_size": 4},
     {"model.recompute": "layer_\\d+/mlp/up", "model.remat": "full"},
     {"model.recompute": "layer_\\d+/mlp/up", "model.offload": "layer_\\d+/mlp/up", "model.remat": "dots"},
     {"model.offload": "layer_\\d+/mlp/up", "model.remat": "none"},

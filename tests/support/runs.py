@@ -26,7 +26,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from zerojax import train
 from zerojax.checkpoint import checkpointer
-from zerojax.data import tokenizer
+from zerojax.data import parts, tokenizer
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics, program, results, resume
 from zerojax.trainer import settings as settings_lib
@@ -127,17 +127,20 @@ def drawn_batch(built: program.Program, number: int) -> dict[str, jax.Array]:
     """Returns a batch for a step, the same for each number."""
     rng = np.random.default_rng(number)
 
-    def drawn(name: str, like: Any) -> jax.Array:
+    def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name == "segments":
-            values = np.cumsum(rng.random(like.shape) < 0.1, axis=-1)
+            values = np.cumsum(rng.random(shape) < 0.1, axis=-1)
         elif name in ("labeled", "mask"):
-            values = rng.random(like.shape) < 0.8
+            values = rng.random(shape) < 0.8
         else:
-            values = rng.integers(3, 300, like.shape)
-        return jax.device_put(values.astype(like.dtype), like.sharding)
+            values = rng.integers(3, 300, shape)
+        return values.astype(np.int32)
 
     # Passes of a mesh with several have the examples of one pass in another order, which changes no mean.
-    return {name: drawn(name, like) for name, like in built.abstract_batch.items()}
+    rows = {name: drawn(name, (built.sizes.global_batch_size, length)) for name, length in built.lengths.items()}
+    made = rows if built.order is None else parts.of_rows(rows, built.order)
+    like = built.abstract_batch
+    return {name: jax.device_put(array.reshape(like[name].shape), like[name].sharding) for name, array in made.items()}
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ def test_a_field_is_described_in_words():
     assert [settings_lib.expected(place) for place in ("steps", "zero.stage", "zero.stage.x", "nothing", "optimizer.b1")] == [
         "a whole number", "a whole number", "", "", "a number",
     ]  # fmt: skip
-    assert settings_lib.expected("mesh") == "a group of settings (replica, data, model)"
+    assert settings_lib.expected("mesh") == "a group of settings (replica, data, context, model)"
 
 
 @pytest.mark.parametrize("name", registry.OPTIMIZERS)
@@ -232,12 +232,13 @@ def test_fewer_devices_keep_the_global_batch_and_take_no_more_sequences_at_once(
     assert config_lib.refit(config, full, full) == config
 
 
-def test_a_refit_keeps_the_model_axis_and_derives_data():
-    config = runs.config(global_batch_size=8, mesh__model=2)
+@pytest.mark.parametrize("axis", ["context", "model"])
+def test_a_refit_keeps_axes_along_which_examples_are_the_same_and_derives_data(axis):
+    config = runs.config(global_batch_size=8, **{f"mesh__{axis}": 2})
     found = config_lib.refit(config, 4, 8)
-    assert (found.mesh.replica, found.mesh.data, found.mesh.model) == (1, 2, 2)
+    assert (found.mesh.replica, found.mesh.data, getattr(found.mesh, axis)) == (1, 2, 2)
     assert (found.micro_batch_size, found.grad_accum) == (2, 2)
-    with pytest.raises(UserError, match=r"mesh\.model=2"):
+    with pytest.raises(UserError, match=rf"mesh\.{axis}=2"):
         config_lib.refit(config, 3, 8)
 
 

@@ -126,10 +126,14 @@ def test_a_local_shape_is_that_of_the_sharding(spec):
 @pytest.mark.parametrize("sizes", [(8,), (4, 2), (2, 4), (2, 2, 2)])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_reduce_scatter_in_parts_gives_each_device_its_own_shard(sizes, dim):
-    mesh, spec = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), P(*[None] * dim, "data")
+    mesh, spec = mesh_lib.make_mesh(context=2), P(*[None] * dim, gather.STATE)
     grads = jax.random.normal(jax.random.key(0), (8, 16, 24))
     run = jax.shard_map(
-        lambda g: gather._scatter(g[0], dim, sizes), mesh=mesh, in_specs=P("data"), out_specs=spec, check_vma=False
+        lambda g: gather._scatter(g[0], dim, sizes),
+        mesh=mesh,
+        in_specs=P(gather.STATE),
+        out_specs=spec,
+        check_vma=False,
     )
     np.testing.assert_allclose(jax.jit(run)(grads), grads.sum(0), rtol=1e-5, atol=1e-5)
 
@@ -138,9 +142,9 @@ def slice_of(platform, *lengths, order=None):
     """Returns what a mesh over a slice of TPUs looks like; the first coordinate is the fastest."""
     coords = [tuple(reversed(place)) for place in itertools.product(*map(range, reversed(lengths)))]
     devices = [types.SimpleNamespace(platform=platform, coords=list(place)) for place in coords]
-    grid = np.asarray([devices[n] for n in order or range(len(devices))]).reshape(1, -1, 1)
+    grid = np.asarray([devices[n] for n in order or range(len(devices))]).reshape(1, -1, 1, 1)
     mesh = mock.create_autospec(Mesh, instance=True)
-    mesh.devices, mesh.shape = grid, dict(zip(("replica", "data", "model"), grid.shape))
+    mesh.devices, mesh.shape = grid, dict(zip(("replica", "data", "context", "model"), grid.shape))
     return mesh
 
 

@@ -347,7 +347,7 @@ BAD = {
     "no match": ({"overrides": [("absent", P())]}, r"'absent' matches no weight's path; paths look like params/"),
     "axis": (
         {"overrides": [("kernel", P("tensor"))]},
-        r"names \['tensor'\]; the mesh has \['replica', 'data', 'model'\]",
+        r"names \['tensor'\]; the mesh has \['replica', 'data', 'context', 'model'\]",
     ),
     "dims": ({"overrides": [("kernel", P(None, None, "data"))]}, r"has 3 dims, and the leaf has shape \(64, 63\)"),
     "divide": (

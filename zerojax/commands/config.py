@@ -304,11 +304,12 @@ def _advise(answers: Mapping[str, Any], *, quick: bool) -> Advice:
     usable = None
     with contextlib.suppress(UserError):
         usable = targets.get(answers["target"]).usable
-    if len(devices) % config.mesh.model:
+    shared = config_lib.per_example(config.mesh)
+    if len(devices) % shared:
         raise UserError(
-            f"config.mesh.model: {config.mesh.model} does not divide the {len(devices)} devices; choose one that does, or 1"
+            f"config.mesh.model: {shared} does not divide the {len(devices)} devices; choose one that does, or 1"
         )
-    ways = len(devices) // config.mesh.model
+    ways = len(devices) // shared
     held: dict[int, float] = {}
     programs = {}
     for number in stages.STAGES:

@@ -295,7 +295,7 @@ def _forward(loaded: pretrained.Pretrained, arrays: dict[str, np.ndarray]) -> di
         batch["labels"] = np.where(is_text, batch["input_ids"], pretrained.NO_LABEL)
     _check_labels(batch["labels"], len(batch["input_ids"]), loaded.config.vocab_size)
     mesh, count = loaded.partition.mesh, len(batch["input_ids"])
-    is_own = np.arange(count + -count % mesh_lib.ways(mesh)) < count
+    is_own = np.arange(count + -count % mesh_lib.size(mesh, mesh_lib.SUMMED)) < count
 
     def forward(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         labels = jnp.where(

@@ -1,5 +1,6 @@
 """Feeds a run with batches. This module shards every global batch over the devices; each process reads only its own rows."""
 
+import bisect
 import functools
 import os
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import mesh as mesh_lib
-from zerojax.data import batches, fingerprints, objectives, source
+from zerojax.data import batches, fingerprints, objectives, parts, source
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits
 from zerojax.errors import UserError
@@ -46,6 +47,7 @@ class Feed:
         train_file: str = "",
         eval_file: str = "",
         pairs: splits.Splits | None = None,
+        order: parts.Order | None = None,
     ):
         """Opens the training text, and the held-out text unless `eval_split` is "".
 
@@ -61,12 +63,13 @@ class Feed:
           seed: the seed of the order of the training text. The held-out text uses seed + 1.
           eval_batches: the number of batches that `held_out_mean` will be asked for.
           pairs: examples with answers, which are read instead of text; None for text.
+          order: of the tokens on devices that each hold a part of every row; None: a device has all tokens of its rows.
 
         Raises:
           UserError: see `batches.open_batches`; the held-out text is part of the training text, or is far shorter than `eval_batches`.
         """
         self.tokenizer = tokenizer
-        self._mesh, self._shape = mesh, (grad_accum, global_batch_size // grad_accum)
+        self._mesh, self._shape, self._order = mesh, (grad_accum, global_batch_size // grad_accum), order
         self._local = _local_indices(mesh, self._shape[1])
         rows = [a * self._shape[1] + i for a in range(grad_accum) for i in self._local]
 
@@ -153,7 +156,7 @@ class Feed:
             local = {name: self._by_pass(array) for name, array in next(self._held_out).items()}
             for number in range(accum):
                 batch = self._shard({name: array[number] for name, array in local.items()}, (rows,))
-                labels = jnp.sum(batch["labeled"][:, 1:]) if self._pairs is not None else 1
+                labels = jnp.sum(parts.labeled(batch)) if self._pairs is not None else 1
                 # One at a time: on emulated devices, concurrent programs with collectives can starve each other of threads.
                 total = jax.block_until_ready(total + measure(batch) * labels)
                 weight = weight + labels
@@ -170,9 +173,20 @@ class Feed:
 
     def _shard(self, local: dict[str, np.ndarray], rows: tuple[int, ...]) -> Batch:
         """Returns global arrays with leading dims `rows`, made of this process's rows."""
-        sharding = mesh_lib.batch_sharding(self._mesh, len(rows) - 1)
-        make_array = jax.make_array_from_process_local_data
-        return {name: make_array(sharding, array, (*rows, array.shape[-1])) for name, array in local.items()}
+        sharding = mesh_lib.batch_sharding(self._mesh, len(rows) - 1, has_tokens=True)
+        arrays = local if self._order is None else parts.of_rows(local, self._order)
+
+        def of_device(array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+            first, stop, _ = index[len(rows) - 1].indices(rows[-1])
+            own = slice(bisect.bisect_left(self._local, first), bisect.bisect_left(self._local, stop))
+            return array[(*index[: len(rows) - 1], own, *index[len(rows) :])]
+
+        return {
+            name: jax.make_array_from_callback(
+                (*rows, array.shape[-1]), sharding, functools.partial(of_device, array), dtype=array.dtype
+            )
+            for name, array in arrays.items()
+        }
 
 
 def _times_read(held_out: batches.Batches, tokens: int, count: int) -> float:

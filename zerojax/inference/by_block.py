@@ -41,7 +41,7 @@ class Loop:
 
         self.start = fetched_params.by_row(start, partition, **how)
         self.extend = fetched_params.by_row(functools.partial(family.extend, config), partition, **how)
-        same, rows = NamedSharding(partition.mesh, P()), mesh_lib.batch_sharding(partition.mesh)
+        same, rows = NamedSharding(partition.mesh, P()), mesh_lib.row_sharding(partition.mesh)
         found = choice_lib.Found._make([same, rows, rows, same])
         step = decoding.Step._make([same, rows, rows, rows])
 

@@ -132,8 +132,8 @@ def _too_long(shape: tuple[int, ...], why: str) -> UserError:
 
 
 def sharded_rows(arrays: Any, mesh: Mesh) -> Any:
-    """Returns arrays [rows, ...], equal on all processes, sharded over replica and data. Copies of the first row make the rows divide."""
-    rows, ways = mesh_lib.batch_sharding(mesh), mesh_lib.ways(mesh)
+    """Returns arrays [rows, ...], equal on all processes, sharded by row. Copies of the first one make them divide."""
+    rows, ways = mesh_lib.row_sharding(mesh), mesh_lib.size(mesh, mesh_lib.SUMMED)
 
     def put(array: np.ndarray) -> jax.Array:
         padded = np.concatenate([array, np.repeat(array[:1], -len(array) % ways, axis=0)])
@@ -157,7 +157,7 @@ def _make_loop(
         )
         for function in (family.start, family.extend)
     )
-    rows = mesh_lib.batch_sharding(partition.mesh)
+    rows = mesh_lib.row_sharding(partition.mesh)
 
     def generate(
         params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array, lengths: jax.Array, seed: jax.Array

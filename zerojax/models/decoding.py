@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from zerojax.ops import attention
+from zerojax.ops import attention, context_attention, tokens
 
 
 class Step(NamedTuple):
@@ -80,8 +80,10 @@ def attend(
     *,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
+    segments_BT: jax.Array | None = None,
     scale: float | None = None,
     window: int = 0,
+    way: context_attention.Way | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """Returns causal self-attention float[B, T, H, N] and, given a past, the keys and values with those of these tokens.
 
@@ -90,13 +92,25 @@ def attend(
       kernel: the implementation of attention among this call's tokens.
       past: the layer's cache. A call of several tokens must be the first; see `first_step`.
       bias: float[H, T, T], or with a past and one token float[B, H, 1, S], added to the scores.
-      mask: bool[B, T] or bool[B, T, T], see `ops.attention.attend`. Without a past.
+      mask: bool[B, T], False for tokens that no query sees. Without a past.
+      segments_BT: int32[B, T], the number of the text that a token belongs to: it sees no other. Without a mask and a past.
       scale: multiplies the scores; None: 1 / sqrt(N).
       window: see `ops.attention.attend`.
+      way: how devices attend that each hold a part of every sequence; None: a device has all tokens.
     """
     if past is None or q_BTHN.shape[1] > 1:
-        y_BTHN = attention.attend(
-            q_BTHN, k_BTKN, v_BTKN, kernel, is_causal=True, bias=bias, mask=mask, scale=scale, window=window
+        y_BTHN = tokens.attend(
+            q_BTHN,
+            k_BTKN,
+            v_BTKN,
+            kernel,
+            way=way,
+            is_causal=True,
+            bias=bias,
+            mask=mask,
+            segments_BT=segments_BT,
+            scale=scale,
+            window=window,
         )
         return y_BTHN, None if past is None else past.add(k_BTKN, v_BTKN)
     keys, step = past.add(k_BTKN, v_BTKN), past.step

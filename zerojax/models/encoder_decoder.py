@@ -19,7 +19,8 @@ def loss(
     module: Module, config: Any, params: Any, batch: Mapping[str, jax.Array], key: jax.Array | None = None
 ) -> jax.Array:
     """Returns the mean loss of the targets after the first of each row."""
-    arrays = batch["inputs"], batch["targets"], batch.get("mask"), batch.get("labeled")
+    others = map(batch.get, ("mask", "labeled", "labels", "positions", "target_positions"))
+    arrays = batch["inputs"], batch["targets"], *others
     rngs = None if key is None else {layers.DROPOUT: key}
     return cast(jax.Array, module(config).apply({"params": params}, *arrays, method="loss", rngs=rngs))
 

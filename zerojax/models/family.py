@@ -1,7 +1,8 @@
 """Defines a model family. This module holds the `Family` that the trainer, the plan, the sampler and the export use.
 
-Each family has its own config, a frozen dataclass. The trainer reads or sets five of its fields: `vocab_size` (0 in a preset takes the
-tokenizer's), `num_layers`, `attention` (a kernel of `ops.attention`), `max_seq_len` (None for no limit) and `tie_embeddings`.
+Each family has its own config, a frozen dataclass. The trainer reads or sets six of its fields: `vocab_size` (0 in a preset takes the
+tokenizer's), `num_layers`, `attention` (a kernel of `ops.attention`), `max_seq_len` (None for no limit), `tie_embeddings`, and `way` (how
+devices attend that hold parts of sequences; None outside of training).
 """
 
 import dataclasses
@@ -100,6 +101,7 @@ class Family:
         those of the objective. A task's batch
         (`data.pairs`) has more: "labeled", 0 for tokens that are no labels; in a decoder "segments", the number of the text that a token
         belongs to; in an encoder-decoder "mask", 0 for padding of "inputs". All are int32 and of the shape of what they describe.
+        Where devices hold parts of a row, arrays are as `data.parts` makes them.
       logits: (config, params, inputs, tokens: int32[batch, length]) -> float32[batch, length, vocab]: the scores of the token after each
         of `tokens`. `inputs` are the other arrays of a prompt, by name. "mask", bool[batch, length], is False for padding: of "inputs" in
         an encoder-decoder, else of `tokens`.

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.models import decoding
-from zerojax.ops import attention, chunks, embedding, losses
+from zerojax.ops import attention, chunks, context_attention, embedding, losses, tokens
 
 DROPOUT = "dropout"  # the collection of its random keys
 
@@ -123,6 +123,7 @@ class MultiHeadAttention(nn.Module):
       is_causal: a token sees no later token.
       use_bias: whether the four projections have biases.
       scale: multiplies the scores; None: 1 / sqrt(head_dim).
+      way: how devices attend that each hold a part of every sequence; None: a device has all tokens.
       stddevs: of the initial query, key and value, and output kernels.
     """
 
@@ -133,6 +134,7 @@ class MultiHeadAttention(nn.Module):
     is_causal: bool = False
     use_bias: bool = False
     scale: float | None = None
+    way: context_attention.Way | None = None
     stddevs: tuple[float, float, float] = (0.02, 0.02, 0.02)
 
     @nn.compact
@@ -167,12 +169,12 @@ class MultiHeadAttention(nn.Module):
         with jax.named_scope("attention"):
             if self.is_causal:
                 y_BTHN, keys = decoding.attend(
-                    q_BTHN, k_BSHN, v_BSHN, self.kernel, past, bias=bias, mask=mask_BS, scale=self.scale
+                    q_BTHN, k_BSHN, v_BSHN, self.kernel, past, way=self.way, bias=bias, mask=mask_BS, scale=self.scale
                 )
             else:
                 keys = k_BSHN, v_BSHN
-                y_BTHN = attention.attend(
-                    q_BTHN, *keys, self.kernel, is_causal=False, bias=bias, mask=mask_BS, scale=self.scale
+                y_BTHN = tokens.attend(
+                    q_BTHN, *keys, self.kernel, way=self.way, is_causal=False, bias=bias, mask=mask_BS, scale=self.scale
                 )
         out = Linear((self.embed_dim,), contracted=2, stddev=o_stddev, use_bias=self.use_bias, name="o")
         return out(y_BTHN), keys
@@ -223,22 +225,16 @@ class Head(nn.Module):
 
 
 def next_loss(
-    head: nn.Module,
-    x_BTD: jax.Array,
-    tokens_BU: jax.Array,
-    labeled_BU: jax.Array | None,
-    bias_V: jax.Array | None = None,
+    head: nn.Module, x_BTD: jax.Array, labels_BT: jax.Array, ignored: int | None, bias_V: jax.Array | None = None
 ) -> jax.Array:
-    """Returns the mean cross-entropy of the tokens after each but the last: float32[] from int32[B, T + 1].
+    """Returns the mean cross-entropy of the labels but `ignored` ones: float32[].
 
     Args:
       head: a `Head`, or the `Embed` whose table is the output projection.
-      x_BTD: the head's input at each token but the last.
-      tokens_BU: the tokens.
-      labeled_BU: 0 where a token is no label; see `next_labels`.
+      x_BTD: the head's input.
+      labels_BT, ignored: see `read_and_labels`.
       bias_V: of the logits.
     """
-    labels_BT, ignored = next_labels(tokens_BU, labeled_BU)
     with jax.named_scope("loss"):
         if isinstance(head, Head):
             return head.loss(x_BTD, labels_BT, bias_V, ignored=ignored)
@@ -250,15 +246,22 @@ def next_logits(head: nn.Module, x_BTD: jax.Array) -> jax.Array:
     return head(x_BTD) if isinstance(head, Head) else logits(x_BTD, head.embedding.T)
 
 
-def next_labels(tokens_BU: jax.Array, labeled_BU: jax.Array | None) -> tuple[jax.Array, int | None]:
-    """Returns the tokens after each but the last, int32[B, U - 1], and the label that the loss ignores where `labeled_BU` is 0.
+def read_and_labels(
+    tokens: jax.Array, labeled: jax.Array | None, labels: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, int | None]:
+    """Returns the tokens to read and their labels, int32[B, T] both, and the label that the loss ignores where `labeled` is 0.
 
-    Without `labeled_BU` all tokens are labels, and None is ignored.
+    Args:
+      tokens: int32[B, T + 1], each but the first a label; or int32[B, T], with `labels`.
+      labeled: int32, 0 where a token is no label; of the shape of `labels` if there are some, else of `tokens`. None: all are labels,
+        and None is ignored.
+      labels: int32[B, T], of each token, where a device has a part of a sequence and not the token after it.
     """
-    labels_BT = tokens_BU[:, 1:]
-    if labeled_BU is None:
-        return labels_BT, None
-    return jnp.where(labeled_BU[:, 1:] > 0, labels_BT, chunks.NO_LABEL), chunks.NO_LABEL
+    if labels is None:
+        tokens, labels, labeled = tokens[:, :-1], tokens[:, 1:], None if labeled is None else labeled[:, 1:]
+    if labeled is None:
+        return tokens, labels, None
+    return tokens, jnp.where(labeled > 0, labels, chunks.NO_LABEL), chunks.NO_LABEL
 
 
 def at_last(x_BTD: jax.Array, lengths_B: jax.Array) -> jax.Array:

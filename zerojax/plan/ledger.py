@@ -124,7 +124,7 @@ def weights_of(weights: Mapping[str, Any], mesh: Mesh) -> dict[str, WeightDims]:
     A Placement has all of them. An array with a sharding is assumed to be gathered over the axes of `mesh.STATE`, or over all axes of a
     mesh without them. Its gradient and its moments are assumed to be sharded as the weight is.
     """
-    gathered_over = mesh_lib.STATE if set(mesh_lib.STATE) <= set(mesh.shape) else tuple(mesh.shape)
+    gathered_over = tuple(axis for axis in mesh_lib.STATE if axis in mesh.shape) or tuple(mesh.shape)
     found = {}
     for path, weight in weights.items():
         if isinstance(weight, placement.Placement):

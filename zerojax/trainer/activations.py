@@ -101,4 +101,5 @@ def _residuals(program: program_lib.Program, rows: int, remat: str, depths: dict
     kept = jax.eval_shape(lambda p, arrays: jax.vjp(lambda q: loss(q, arrays), p)[1], params, batch)
     found = collections.Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(kept))
     found -= collections.Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(params))
-    return sum(count * math.prod(shape) * jnp.dtype(dtype).itemsize for (shape, dtype), count in found.items())
+    total = sum(count * math.prod(shape) * jnp.dtype(dtype).itemsize for (shape, dtype), count in found.items())
+    return total // mesh_lib.size(program.mesh, mesh_lib.TOKENS)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerojax import errors, precision
+from zerojax import mesh as mesh_lib
 from zerojax.data import batches
 from zerojax.errors import UserError
 from zerojax.interop import hub
@@ -189,11 +190,16 @@ def batch_sizes(config: settings.Config, ways: int) -> BatchSizes:
     return BatchSizes(total, micro or total // known, accum or total // known)
 
 
+def per_example(mesh: settings.MeshSettings) -> int:
+    """Returns the number of devices that share examples: along axes over which these do not differ."""
+    return math.prod(getattr(mesh, axis.name) for axis in mesh_lib.AXES if not axis.examples)
+
+
 def refit(config: settings.Config, devices: int, full_devices: int) -> settings.Config:
     """Returns the config for `devices` of the `full_devices` for which it was written: a restart may lack hosts.
 
-    The global batch stays, and the sequences per device and pass do not grow: there are more passes. The mesh keeps `model`, and `data`
-    as long as it divides what is left; `replica` shrinks.
+    The global batch stays, and the sequences per device and pass do not grow: there are more passes. The mesh keeps `context` and `model`,
+    and `data` as long as it divides what is left; `replica` shrinks.
 
     Raises:
       UserError: the global batch or the mesh cannot be kept.
@@ -201,13 +207,15 @@ def refit(config: settings.Config, devices: int, full_devices: int) -> settings.
     if devices == full_devices:
         return config
     old = config.mesh
-    data = full_devices // (old.replica * old.model) if old.data == -1 else old.data
+    one = per_example(old)
+    data = full_devices // (old.replica * one) if old.data == -1 else old.data
     sizes = batch_sizes(config, data * old.replica)
-    ways = devices // old.model
-    if devices % old.model or sizes.global_batch_size % ways:
+    ways = devices // one
+    if devices % one or sizes.global_batch_size % ways:
         raise UserError(
             f"config.global_batch_size: {sizes.global_batch_size} cannot be kept on {devices} of {full_devices} devices with "
-            f"mesh.model={old.model}; choose one that {ways} divides, or raise --min_nodes so that the run waits for all hosts"
+            f"mesh.context={old.context} and mesh.model={old.model}; choose one that {ways} divides, or raise --min_nodes so that the run "
+            "waits for all hosts"
         )
     rows = sizes.global_batch_size // ways
     micro = max(size for size in range(1, min(sizes.micro_batch_size, rows) + 1) if rows % size == 0)

@@ -1,6 +1,7 @@
 """Chooses the model of a run. This module finds the family and the model of a preset or a folder, and checks that they suit the rest."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import Mesh
@@ -8,14 +9,14 @@ from jax.typing import DTypeLike
 
 from zerojax import files
 from zerojax import mesh as mesh_lib
-from zerojax.data import objectives
+from zerojax.data import objectives, parts
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import tasks
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.models import families
 from zerojax.models import family as family_lib
-from zerojax.ops import attention
+from zerojax.ops import attention, context_attention
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.tuning import examples
 
@@ -85,10 +86,7 @@ def choose(
             f"config.seq_len: {config.seq_len} is longer than the {model.max_seq_len} positions of {name}; "
             f"set --config.seq_len={model.max_seq_len} or less"
         )
-    if config.data.task == tasks.TEXT:
-        objectives.OBJECTIVES[family.objective].lengths(config.seq_len)  # refuses lengths that are too short
-    else:
-        examples.lengths(config, family, model)
+    lengths(config, family, model)  # refuses those that are too short
     platform = mesh_lib.platform(mesh)
     chosen = attention.choose_kernel(config.model.attention, family.attention, platform, compute_dtype, config.seq_len)
     if config.model.dropout and not hasattr(model, "dropout"):
@@ -102,3 +100,53 @@ def choose(
         )
     asked = {"dropout": config.model.dropout, "tile_tokens": config.model.tile_tokens}
     return family, dataclasses.replace(model, attention=chosen, **{key: value for key, value in asked.items() if value})
+
+
+def lengths(config: settings_lib.Config, family: family_lib.Family, model: Any) -> Mapping[str, int]:
+    """Returns the lengths of the arrays of a batch's rows, by name."""
+    if config.data.task == tasks.TEXT:
+        return objectives.OBJECTIVES[family.objective].lengths(config.seq_len)
+    return examples.lengths(config, family, model)
+
+
+def way(
+    config: settings_lib.Config, family: family_lib.Family, model: Any, mesh: Mesh, rows: int
+) -> context_attention.Way | None:
+    """Returns how devices attend that each hold a part of `rows` rows in a pass; None if a device has all tokens of its rows.
+
+    Raises:
+      UserError: the tokens of a row do not divide.
+    """
+    ways = mesh_lib.size(mesh, mesh_lib.TOKENS)
+    if ways == 1:
+        return None
+    found = parts.lengths(lengths(config, family, model))
+    for name, length in found.items():
+        if length % ways:
+            raise UserError(
+                f"config.mesh.context: {length} {name} of a row do not divide into {ways} parts; {_way_out(config, family, ways)}"
+            )
+    windows = getattr(model, "windows", ()) or (0,)
+    return context_attention.choose(
+        heads=model.num_heads,
+        kv_heads=getattr(model, "num_kv_heads", model.num_heads),
+        head_dim=getattr(model, "head_dim", model.embed_dim // model.num_heads),
+        ways=ways,
+        length=max(found.values()),
+        batch=rows,
+        is_causal=not family.is_encoder_decoder,
+        window=0 if 0 in windows else max(windows),
+        has_bias=family.is_encoder_decoder,  # some have one, and attention to an encoder has keys of another length
+        model=mesh_lib.size(mesh, mesh_lib.COMPILER),
+    )
+
+
+def _way_out(config: settings_lib.Config, family: family_lib.Family, ways: int) -> str:
+    """Returns what makes the tokens of rows divide into so many parts."""
+    if config.data.task != tasks.TEXT:
+        return f"set config.seq_len, and config.data.answer_len if there is one, to multiples of {ways}"
+    made = objectives.OBJECTIVES[family.objective].lengths
+    longer = range(config.seq_len, config.seq_len + 100 * ways)
+    fitting = (n for n in longer if not any(length % ways for length in parts.lengths(made(n)).values()))
+    found = next(fitting, None)
+    return "set --config.mesh.context=1" if found is None else f"set --config.seq_len={found}"

@@ -102,7 +102,7 @@ def search_config(
       UserError: the target's memory is not known, or no candidate keeps the batch.
     """
     devices = targets.devices(target, topology)
-    ways = len(devices) // config.mesh.model
+    ways = len(devices) // config_lib.per_example(config.mesh)
 
     def build(candidate: search.Candidate) -> tuple[int, Callable[[], step_plan.Plan]]:
         program = program_lib.build(_applied(config, candidate), devices=devices)

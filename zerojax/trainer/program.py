@@ -19,14 +19,15 @@ from rich.table import Table
 from zerojax import mesh as mesh_lib
 from zerojax import precision, specs, train_state, tree
 from zerojax.checkpoint import logical as logical_lib
-from zerojax.data import feed, objectives
+from zerojax.data import feed, objectives, parts
 from zerojax.data import tokenizer as tokenizer_lib
-from zerojax.data.pairs import splits, tasks
+from zerojax.data.pairs import splits
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
 from zerojax.launch import watch
 from zerojax.lora import families as families_lora
 from zerojax.models import family as family_lib
+from zerojax.ops import context_attention, token_order
 from zerojax.optim import master_weights, registry, schedules
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import model as model_lib
@@ -34,7 +35,6 @@ from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import steps
 from zerojax.trainer import weights as weights_lib
 from zerojax.trainer.checks import names
-from zerojax.trainer.tuning import examples
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import memory, placement, shard_state, stages, tensor_parallel
 from zerojax.zero.offload import late_norm, step_by_block
@@ -53,6 +53,7 @@ class Program:
       baseline: the same run's shardings at stage 0, for comparison.
       train_step: (state, batch) -> (state, metrics); see `abstract_batch`.
       eval_loss: (params, a batch of one pass) -> float32[].
+      way: how devices attend that each hold a part of every row; None: a device has all tokens of its rows.
       weights: where the weights come from.
       tx: the optimizer that the state applies, with master weights where they are kept.
       create: (float32 weights) -> the initial state.
@@ -71,6 +72,7 @@ class Program:
     baseline: placement.Partition
     train_step: Callable[..., Any]
     eval_loss: Callable[..., Any]
+    way: context_attention.Way | None
     weights: weights_lib.Weights
     copy_dtype: Any
     loss_scale: loss_scale_lib.LossScale | None
@@ -83,7 +85,7 @@ class Program:
     @property
     def batch_sharding(self) -> NamedSharding:
         """Returns the sharding of a training batch's arrays."""
-        return mesh_lib.batch_sharding(self.mesh, 0 if self.sizes.grad_accum == 1 else 1)
+        return mesh_lib.batch_sharding(self.mesh, int(self.sizes.grad_accum > 1), has_tokens=True)
 
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -92,15 +94,26 @@ class Program:
         leading = (rows,) if accum == 1 else (accum, rows)
         return {
             name: jax.ShapeDtypeStruct((*leading, length), jnp.int32, sharding=self.batch_sharding)
-            for name, length in self.lengths.items()
+            for name, length in self.batch_lengths.items()
         }
+
+    @property
+    def batch_lengths(self) -> Mapping[str, int]:
+        """Returns the lengths of a batch's arrays, by name: those of rows, or of their parts on all devices together."""
+        return self.lengths if self.way is None else parts.lengths(self.lengths)
+
+    @property
+    def order(self) -> parts.Order | None:
+        """Returns the order of tokens on devices that each hold a part of every row; None if a device has all."""
+        if self.way is None:
+            return None
+        ways = mesh_lib.size(self.mesh, mesh_lib.TOKENS)
+        return functools.partial(token_order.permutation, ways=ways, order=self.way.order)
 
     @property
     def lengths(self) -> Mapping[str, int]:
         """Returns the lengths of the arrays of a batch's rows, by name."""
-        if self.config.data.task == tasks.TEXT:
-            return self.objective.lengths(self.config.seq_len)
-        return examples.lengths(self.config, self.family, self.model)
+        return model_lib.lengths(self.config, self.family, self.model)
 
     @property
     def flops_per_token(self) -> float:
@@ -148,12 +161,14 @@ def build(config: settings_lib.Config, *, tokenizer_vocab: int = 0, devices: Seq
 
 
 def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[Any] | None) -> Program:
-    mesh = mesh_lib.make_mesh(config.mesh.replica, config.mesh.data, config.mesh.model, devices=devices)
+    mesh = mesh_lib.make_mesh(**vars(config.mesh), devices=devices)
     sizes = config_lib.batch_sizes(config, mesh_lib.ways(mesh))
     policy = precision.PRECISIONS[config.precision]
     loss_scale = config_lib.make_loss_scale(config.loss_scale, is_scaled=policy.scales_loss)
     source = model_lib.source(config)
     family, model = model_lib.choose(config, source, mesh, policy.compute_dtype, tokenizer_vocab)
+    way = model_lib.way(config, family, model, mesh, sizes.micro_batch_size)
+    in_parts = model if way is None else dataclasses.replace(model, way=way)
     schedule, inner = _optimizer(config, policy)
     offload = config_lib.make_offload(config.offload, config.zero.stage)
     # Params in host memory are sent in 16 bits, so these are stored beside the master weights. Adapters are few: they have no copy.
@@ -192,8 +207,9 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
         create=create,
         partition=partition,
         baseline=_baseline(params, create, policy if weights.adapted is None else None, mesh, trainable),
-        train_step=steps.train_step(config, sizes.grad_accum, family, model, partition, schedule, loss_scale),
-        eval_loss=steps.eval_loss(config, family, model, partition),
+        train_step=steps.train_step(config, sizes.grad_accum, family, in_parts, partition, schedule, loss_scale),
+        eval_loss=steps.eval_loss(config, family, in_parts, partition),
+        way=way,
         weights=weights,
         copy_dtype=copy_dtype,
         loss_scale=loss_scale,
@@ -240,6 +256,7 @@ def open_feed(
         train_file=config.data.train_file,
         eval_file=config.data.eval_file,
         pairs=pairs,
+        order=program.order,
     )
 
 

@@ -131,11 +131,13 @@ def setting(default: Any, values: Range | tuple, line: str) -> Any:
 # fmt: off
 @dataclasses.dataclass(frozen=True)
 class MeshSettings:
-    """The devices are replica x data x model."""
+    """The devices are replica x data x context x model."""
 
     replica: int = setting(1, POSITIVE.up_to(2**20, "no machine has as many devices"), "replicas of the sharded state (hybrid sharding)")
     data: int = setting(-1, POSITIVE.or_minus_one("all devices left").up_to(2**20, "no machine has as many devices"),
         "ZeRO shards over it; -1: all remaining devices")
+    context: int = setting(1, POSITIVE.up_to(2**20, "no machine has as many devices"),
+        "parts of each sequence, one a device (context parallelism); ZeRO shards over it too")
     model: int = setting(1, POSITIVE.up_to(2**20, "no machine has as many devices"),
         "tensor parallelism over it: heads, MLP width, vocabulary and, between matmuls, tokens")
 

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, xla_flags
+from zerojax.data import parts
 from zerojax.models import family as family_lib
 from zerojax.ops import fp8 as fp8_ops
 from zerojax.optim import schedules
@@ -55,7 +56,7 @@ def train_step(
         reduce_dtype=precision.DTYPES[config.reduce_dtype],
         accum_dtype=precision.DTYPES[config.accum_dtype],
         activations=family.parallel.activations,
-        batch_specs=[("", P(mesh_lib.EXAMPLES))],
+        batch_specs=_batch_specs(partition),
         **_how(config, family, model),
     )
 
@@ -74,9 +75,15 @@ def eval_loss(
         modules = fp8_modules.chosen(fp8, partition.placements, family.blocks)
         recipe = fp8_ops.TENSORWISE if fp8.recipe == fp8_ops.DELAYED else fp8.recipe  # no state, so no history
         loss_fn = fp8_modules.wrapped(loss_fn, modules, recipe)
+    how["batch_specs"] = _batch_specs(partition)
     if selection.are_params_on_host(partition):
         return fetched_params.mean_of(loss_fn, partition, compiler_options=options, **how)
     return xla_options.jit(explicit.mean(loss_fn, partition, **how), options)
+
+
+def _batch_specs(partition: placement.Partition) -> list[tuple[str, P]]:
+    """Returns the specs of a batch's leaves, which are all [examples, tokens]."""
+    return [("", mesh_lib.batch_sharding(partition.mesh, has_tokens=True).spec)]
 
 
 def _how(config: settings.Config, family: family_lib.Family, model: Any) -> dict[str, Any]:
@@ -94,5 +101,5 @@ def _weighted(loss: jax.Array, batch: Mapping[str, jax.Array]) -> Any:
     """Returns the mean over the labels of a batch, such that it stays one over several batches."""
     if "labeled" not in batch:
         return loss
-    labels = jnp.sum(batch["labeled"][:, 1:])
+    labels = jnp.sum(parts.labeled(batch))
     return outputs.Mean(loss * labels, labels)

@@ -58,7 +58,7 @@ def value_and_grad(
     of_device = _OfDevice(loss_fn, partition, how, reduction, compute_dtype, passes, overlap.Chain)
 
     def on_device(program: Program, own_keys: Any, params: Any, batch: Any, state: Any) -> Any:
-        device = jax.lax.axis_index(mesh_lib.EXAMPLES) if in_16_bits else 0
+        device = jax.lax.axis_index(mesh_lib.SUMMED) if in_16_bits else 0
         gradients = accumulate.value_and_grad(
             of_device.of_sinks(program, own_keys, params), passes, own_keys, in_16_bits=in_16_bits, device=device
         )
@@ -146,7 +146,7 @@ class _OfDevice:
 
     def of_sinks(self, program: Program, own_keys: Any, params: Any) -> Callable[..., tuple[jax.Array, Any]]:
         """Returns f((sinks, tokens, inputs of the hooks), batch, state) -> (loss, aux) of one device's pass."""
-        device = jax.lax.axis_index(mesh_lib.EXAMPLES)
+        device = jax.lax.axis_index(mesh_lib.SUMMED)
         by_wire: dict[placement.Wire, dict[str, jax.Array]] = {}
         for path, shard in tree.flatten(params):
             by_wire.setdefault(self.find(path, shard).wire, {})[path] = shard
@@ -164,7 +164,7 @@ class _OfDevice:
                 for wire in by_wire:
                     around.enter_context(wire.around())
                 loss, aux = device_loss(jax.tree.map(gather.ShardAndSink, params, sinks), *reversed(own))
-            ways = mesh_lib.ways(self.partition.mesh)
+            ways = mesh_lib.size(self.partition.mesh, mesh_lib.SUMMED)
             loss, aux = outputs.of_device(loss, aux, state, program, ways=ways, passes=self.passes)
             return loss, {**aux, "tokens": chain.tokens}
 
@@ -196,27 +196,30 @@ class _OfDevice:
         return gradients
 
 
-def mean(loss_fn: Callable[..., Any], partition: placement.Partition, **how: Any) -> Callable[[Any, Any], jax.Array]:
+def mean(
+    loss_fn: Callable[..., Any], partition: placement.Partition, *, batch_specs: Any = (), **how: Any
+) -> Callable[[Any, Any], jax.Array]:
     """Returns f(params, batch) -> the loss over devices, forward only; `loss_fn(params, batch)` is a mean, a `Mean` or a `Sum`.
 
-    `how` is that of `by_row`.
+    `batch_specs` are those of `make_train_step`, and `how` is that of `by_row`.
     """
     forward = _forward(loss_fn, partition, **how)
 
     def on_device(params: Any, batch: Any, _: Any) -> jax.Array:
         loss, tokens = forward(params, batch)
-        loss, _ = outputs.objective(outputs.loss_over_devices(loss, mesh_lib.ways(partition.mesh)), 1)
+        ways = mesh_lib.size(partition.mesh, mesh_lib.SUMMED)
+        loss, _ = outputs.objective(outputs.loss_over_devices(loss, ways), 1)
         return jax.lax.psum(_read(tokens, loss), mesh_lib.SUMMED)
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
-        batch_specs = inputs.Layout(partition.mesh).specs(batch)
-        return _mapped(on_device, partition, params, batch_specs, P())(params, batch, None)
+        layout = inputs.Layout(partition.mesh, batch_specs=batch_specs)
+        return _mapped(on_device, partition, params, layout.specs(batch), P())(params, batch, None)
 
     return mean_loss
 
 
 def by_row(function: Callable[..., Any], partition: placement.Partition, **how: Any) -> Callable[[Any, Any], Any]:
-    """Returns f(params, arrays) -> `function(params, *arrays)`, forward only, which each device computes of its own rows.
+    """Returns f(params, arrays) -> `function(params, *arrays)`, forward only; each device computes it of its own rows, all tokens of these.
 
     All arrays of `arrays` and of the result count rows in their first dim. Scalars among `arrays` are the same for all rows.
 
@@ -232,7 +235,7 @@ def by_row(function: Callable[..., Any], partition: placement.Partition, **how: 
         return forward(params, *arrays)[0]
 
     def of_rows(params: Any, arrays: Any) -> Any:
-        rows = P(mesh_lib.EXAMPLES)
+        rows = mesh_lib.row_sharding(partition.mesh).spec
         array_specs = jax.tree.map(lambda leaf: rows if leaf.ndim else P(), arrays)
         return _mapped(on_device, partition, params, array_specs, rows)(params, arrays, None)
 

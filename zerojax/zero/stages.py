@@ -37,7 +37,7 @@ STATE = mesh_lib.STATE  # the axes over which a stage shards
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """Which roles a stage shards over the `data` axis."""
+    """Which roles a stage shards over the axes of `STATE`."""
 
     opt_state: bool
     grads: bool
@@ -108,8 +108,9 @@ def partition_state(
       mesh: a mesh with a `data` axis (see `make_mesh`). Missing axes are added with size 1, see `mesh.completed`.
       stage: 0 to 3, the table above.
       overrides: ordered (path regex, PartitionSpec); the first regex found in a weight's path wins. It holds for the weight, its
-        master copy, its moments and its gradient. A spec that names `data` is final. `P()` keeps the leaf replicated. A spec of other
-        axes only (`P(None, "model")`) is a base to which the stage adds `data`.
+        master copy, its moments and its gradient. A spec that names `data` is final; `data` stands for all axes over which the stage
+        shards. `P()` keeps the leaf replicated. A spec of other axes only (`P(None, "model")`) is a base to which the stage adds
+        `data`.
       min_size: leaves of fewer elements stay replicated.
       indivisible: if no dim divides, "whole" keeps the leaf replicated and "pad" pads its longest free dim with zeros. `make_train_step`
         hides the padding from models and optimizers. A step of your own hides it with `unpad(state, partition)`, also of
@@ -222,22 +223,38 @@ class _Rule:
         """Returns the spec to start from, and whether it is final."""
         for pattern, entries in self.overrides:
             if re.search(pattern, path):
-                spec = P(*entries)
-                self._check_spec(path, shape, spec)
+                self._check_spec(path, P(*entries))
+                spec = P(*map(self._of_stage, entries))
+                self._check_once(path, spec)
+                self._check_fits(path, shape, spec)
                 return spec, not specs_lib.axes(spec) or placement.is_over_state(spec)
         return P(), False
 
-    def _check_spec(self, path: str, shape: tuple[int, ...], spec: P) -> None:
+    def _of_stage(self, entry: Any) -> Any:
+        """Returns an entry of a spec in which `data`, or another axis of the stage's, stands for all of them."""
+        names = specs_lib.names(entry)
+        first = next((number for number, name in enumerate(names) if name in STATE), None)
+        if first is None:
+            return entry
+        rest = tuple(name for name in names[first:] if name not in STATE)
+        return specs_lib.entry((*names[:first], *mesh_lib.sharded(self.mesh, STATE), *rest))
+
+    def _check_spec(self, path: str, spec: P) -> None:
         unknown = specs_lib.axes(spec) - set(self.mesh.shape)
         if unknown:
             raise UserError(
                 f"overrides: {spec} of {path} names {sorted(unknown)}; the mesh has {list(self.mesh.shape)}"
             )
+        self._check_once(path, spec)
+
+    def _check_once(self, path: str, spec: P) -> None:
         named = [axis for entry in spec for axis in specs_lib.names(entry)]
         if repeated := [axis for axis in self.mesh.shape if named.count(axis) > 1]:
             raise UserError(
                 f"overrides: {spec} of {path} names {repeated[0]!r} twice, and a mesh axis can shard one dim; name it once"
             )
+
+    def _check_fits(self, path: str, shape: tuple[int, ...], spec: P) -> None:
         if len(spec) > len(shape):
             raise UserError(
                 f"overrides: {spec} of {path} has {len(spec)} dims, and the leaf has shape {shape}; name its dims only"
@@ -256,7 +273,7 @@ class _Rule:
         if final:
             return base, "sharded" if placement.is_over_state(base) else "override", ()
         if ways == 1:
-            return base, f"{' x '.join(STATE)} axis of 1", ()
+            return base, f"{' x '.join(mesh_lib.sharded(self.mesh, STATE))} axis of 1", ()
         if math.prod(leaf.shape) < self.min_size or not leaf.shape:
             return base, f"fewer than {self.min_size} elements", ()
         padding: tuple[int, ...] = ()
@@ -266,7 +283,7 @@ class _Rule:
         if dim is None:
             return base, f"no dim of {leaf.shape} divides by {mesh_lib.text(self.mesh, STATE)}", ()
         entries = list(base) + [None] * (len(leaf.shape) - len(base))
-        entries[dim] = specs_lib.entry(STATE)
+        entries[dim] = specs_lib.entry(mesh_lib.sharded(self.mesh, STATE))
         return specs_lib.trimmed(entries), "sharded", padding
 
 

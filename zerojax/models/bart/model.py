@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from zerojax.models import decoding, family, layers
 from zerojax.ops import attention as attention_lib
+from zerojax.ops import context_attention
 
 OFFSET = 2  # the first rows of a table of positions are not used
 NORM_EPS = 1e-5
@@ -40,6 +41,9 @@ class BartConfig:
     separate_embeddings: bool = False  # the encoder and the decoder each have a table, and the shared one is not used
     stddev: float = 0.02
     attention: attention_lib.Kernel = "xla"
+    way: context_attention.Way | None = (
+        None  # how devices attend that hold parts of sequences; None: a device has all tokens
+    )
     dropout: float = 0.0  # in training: of the embeddings and of the output of each residual branch
 
     @property
@@ -148,23 +152,33 @@ class Bart(nn.Module):
             self.head = modules["head"]
         self.dropout = layers.Dropout(self.config.dropout)
 
-    def encode(self, inputs_BS: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
-        """Returns the encoder's states: float[B, S, D]. `mask_BS` is False for padding inputs."""
+    def encode(
+        self, inputs_BS: jax.Array, mask_BS: jax.Array | None = None, positions_BS: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns the encoder's states: float[B, S, D]. `mask_BS` is False for padding. Positions: by default 0, 1, ..."""
         masks = () if mask_BS is None else (mask_BS,)
-        positions_S = jnp.arange(inputs_BS.shape[1])
+        positions = jnp.arange(inputs_BS.shape[1]) if positions_BS is None else positions_BS
         x_BSD = self.encoder_norm(
-            self._scaled(self.encoder_embed(inputs_BS)) + self.encoder_positions(OFFSET + positions_S)
+            self._scaled(self.encoder_embed(inputs_BS)) + self.encoder_positions(OFFSET + positions)
         )
         x_BSD = self.dropout(x_BSD)
         for layer in self.encoder:
             x_BSD = layer(x_BSD, *masks)
         return x_BSD
 
-    def hidden(self, inputs_BS: jax.Array, targets_BT: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
+    def hidden(
+        self,
+        inputs_BS: jax.Array,
+        targets_BT: jax.Array,
+        mask_BS: jax.Array | None = None,
+        positions_BS: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
+    ) -> jax.Array:
         """Returns the decoder's states, the head's input: float[B, T, D]. `mask_BS` is False for padding inputs."""
-        encoded_BSD = self.encode(inputs_BS, mask_BS)
+        encoded_BSD = self.encode(inputs_BS, mask_BS, positions_BS)
         masks = () if mask_BS is None else (mask_BS,)
-        x_BTD = self._decoder_inputs(targets_BT, jnp.arange(targets_BT.shape[1]))
+        positions = jnp.arange(targets_BT.shape[1]) if positions_BT is None else positions_BT
+        x_BTD = self._decoder_inputs(targets_BT, positions)
         for layer in self.decoder:
             x_BTD = layer(x_BTD, encoded_BSD, *masks)
         return x_BTD
@@ -176,16 +190,21 @@ class Bart(nn.Module):
     def loss(
         self,
         inputs_BS: jax.Array,
-        targets_BU: jax.Array,
+        targets: jax.Array,
         mask_BS: jax.Array | None = None,
-        labeled_BU: jax.Array | None = None,
+        labeled: jax.Array | None = None,
+        labels_BT: jax.Array | None = None,
+        positions_BS: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the mean next-target loss: float32[] from int32[B, S] and int32[B, T + 1].
+        """Returns the mean next-target loss: float32[] from int32[B, S] and int32[B, T + 1], or int32[B, T] with `labels_BT`.
 
-        Inputs with `mask_BS` 0 are padding. Targets may be padded at their ends, and those with `labeled_BU` 0 are no labels.
+        Inputs with `mask_BS` 0 are padding. Targets may be padded at their ends, and labels with `labeled` 0 are not learned.
         """
-        x_BTD = self.hidden(inputs_BS, targets_BU[:, :-1], None if mask_BS is None else mask_BS > 0)
-        return layers.next_loss(self._head(), x_BTD, targets_BU, labeled_BU, self.logits_bias())
+        mask_BS = None if mask_BS is None else mask_BS > 0
+        targets_BT, labels_BT, ignored = layers.read_and_labels(targets, labeled, labels_BT)
+        x_BTD = self.hidden(inputs_BS, targets_BT, mask_BS, positions_BS, positions_BT)
+        return layers.next_loss(self._head(), x_BTD, labels_BT, ignored, self.logits_bias())
 
     def start(
         self, inputs_BS: jax.Array, mask_BS: jax.Array | None, targets_BT: jax.Array, lengths_B: jax.Array, slots: int
@@ -236,6 +255,7 @@ def attention(config: BartConfig, heads: int, name: str, *, is_causal: bool = Fa
         c.attention,
         is_causal,
         use_bias=True,
+        way=c.way,
         stddevs=(c.stddev,) * 3,
         name=name,
     )

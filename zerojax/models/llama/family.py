@@ -94,7 +94,7 @@ def _linear(ours: str, theirs: str, inputs: int, has_bias: bool) -> dict[str, Te
 
 def _loss(config: LlamaConfig, params: Any, batch: Mapping[str, jax.Array], key: jax.Array | None = None) -> jax.Array:
     """Returns the mean loss of the next tokens. There is no dropout, for which `key` would be."""
-    arrays = batch["tokens"], batch.get("segments"), batch.get("labeled")
+    arrays = (batch["tokens"], *map(batch.get, ("segments", "labeled", "labels", "positions")))
     return cast(jax.Array, model.Llama(config).apply({"params": params}, *arrays, method="loss"))
 
 

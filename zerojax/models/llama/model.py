@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from zerojax.models import decoding, family, layers
 from zerojax.models.llama import rope
 from zerojax.ops import attention as attention_lib
-from zerojax.ops import residuals, tiles
+from zerojax.ops import context_attention, residuals, tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +29,7 @@ class LlamaConfig:
       rope_scaling: stretches the rotary positions; None: as they are.
       qkv_bias, o_bias, mlp_bias: whether these projections have biases.
       qk_norm: whether queries and keys are normalised in each head before they are rotated.
+      way: how devices attend that each hold a part of every sequence; None: a device has all tokens.
       windows: for each layer, the number of tokens that a query sees, with its own (0: all before it); () for all layers 0.
       tile_tokens: tokens for which each layer's MLP, with its norm and its residual, runs at a time (`ops.tiles`); 0: all.
       model_type: the name of the row in Hugging Face's config.json.
@@ -54,6 +55,7 @@ class LlamaConfig:
     windows: tuple[int, ...] = ()
     activation: str = "silu"
     tile_tokens: int = 0
+    way: context_attention.Way | None = None
     model_type: str = "llama"
 
 
@@ -73,10 +75,9 @@ class Attention(nn.Module):
         mask_BT: jax.Array | None = None,
         past: decoding.Past | None = None,
         segments_BT: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, Keys]:
         c = self.config
-        # Distances alone count in rotary positions, so a text may begin at any position.
-        mask = mask_BT if segments_BT is None else segments_BT[:, :, None] == segments_BT[:, None, :]
         q_BTHN = layers.Linear((c.num_heads, c.head_dim), use_bias=c.qkv_bias, name="q")(x_BTD)
         k_BTKN = layers.Linear((c.num_kv_heads, c.head_dim), use_bias=c.qkv_bias, name="k")(x_BTD)
         v_BTKN = layers.Linear((c.num_kv_heads, c.head_dim), use_bias=c.qkv_bias, name="v")(x_BTD)
@@ -84,12 +85,23 @@ class Attention(nn.Module):
             q_BTHN = layers.RMSNorm(c.norm_eps, name="q_norm")(q_BTHN)
             k_BTKN = layers.RMSNorm(c.norm_eps, name="k_norm")(k_BTKN)
         frequency_F = rope.frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
-        positions_BT = None if past is None else past.step.positions_BT
+        # Distances alone count in rotary positions, so a text may begin at any position.
+        positions_BT = positions_BT if past is None else past.step.positions_BT
         q_BTHN, k_BTKN = (rope.rotate(x_BTXN, frequency_F, positions_BT) for x_BTXN in (q_BTHN, k_BTKN))
         if not c.qk_norm:  # the norms' gradients read the matmuls' results
             q_BTHN, k_BTKN, v_BTKN = map(residuals.in_place, (q_BTHN, k_BTKN, v_BTKN))
         with jax.named_scope("attention"):
-            y_BTHN, keys = decoding.attend(q_BTHN, k_BTKN, v_BTKN, c.attention, past, mask=mask, window=self.window)
+            y_BTHN, keys = decoding.attend(
+                q_BTHN,
+                k_BTKN,
+                v_BTKN,
+                c.attention,
+                past,
+                mask=mask_BT,
+                segments_BT=segments_BT,
+                window=self.window,
+                way=c.way,
+            )
         out = layers.Linear((c.embed_dim,), contracted=2, stddev=_residual_stddev(c), use_bias=c.o_bias, name="o")
         return out(y_BTHN), keys
 
@@ -121,6 +133,7 @@ class Layer(nn.Module):
         mask_BT: jax.Array | None = None,
         past: decoding.Past | None = None,
         segments_BT: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
     ) -> jax.Array | tuple[jax.Array, Keys]:
         """Returns float[B, T, D] and, if there is a past, the layer's keys and values after these tokens.
 
@@ -129,10 +142,11 @@ class Layer(nn.Module):
           mask_BT: False for tokens that no other sees.
           past: the tokens before these.
           segments_BT: the number of the text that a token belongs to, where a row holds several: it sees no other text. Without a mask.
+          positions_BT: of the tokens in their rows; None: 0, 1, ...
         """
         c = self.config
         y_BTD = layers.RMSNorm(c.norm_eps, name="attention_norm")(x_BTD)
-        y_BTD, keys = Attention(c, self.window, name="attention")(y_BTD, mask_BT, past, segments_BT)
+        y_BTD, keys = Attention(c, self.window, name="attention")(y_BTD, mask_BT, past, segments_BT, positions_BT)
         x_BTD = residuals.in_place(x_BTD + y_BTD)
         mlp, norm = MLP(c, name="mlp"), layers.RMSNorm(c.norm_eps, name="mlp_norm")
         tile = 0 if self.is_initializing() else c.tile_tokens
@@ -153,10 +167,14 @@ class Llama(nn.Module):
             self.head = modules["head"]
 
     def hidden(
-        self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None, segments_BT: jax.Array | None = None
+        self,
+        tokens_BT: jax.Array,
+        mask_BT: jax.Array | None = None,
+        segments_BT: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the normalised hidden states, the head's input: float[B, T, D]. For `mask_BT` and `segments_BT` see `Layer`."""
-        given = {"mask_BT": mask_BT, "segments_BT": segments_BT}
+        """Returns the normalised hidden states, the head's input: float[B, T, D]. For the other arguments see `Layer`."""
+        given = {"mask_BT": mask_BT, "segments_BT": segments_BT, "positions_BT": positions_BT}
         seen = {name: array for name, array in given.items() if array is not None}
         x_BTD = self.embed(tokens_BT)
         for layer in self.layer:
@@ -195,16 +213,22 @@ class Llama(nn.Module):
         return self.embed if self.config.tie_embeddings else self.head
 
     def loss(
-        self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None, labeled_BS: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        labeled: jax.Array | None = None,
+        labels_BT: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the mean next-token loss: float32[] from tokens int32[B, T + 1].
+        """Returns the mean next-token loss: float32[] from tokens int32[B, T + 1], or int32[B, T] with `labels_BT`.
 
-        Rows may be padded at their ends. `segments_BS` separates the texts of a row (see `Layer`). Tokens with `labeled_BS` 0 are no
-        labels.
+        Rows may be padded at their ends. `segments` separates the texts of a row (see `Layer`). Labels with `labeled` 0 are not learned.
+        Both have the shape of `tokens`.
         """
-        segments_BT = None if segments_BS is None else segments_BS[:, :-1]
-        x_BTD = self.hidden(tokens_BS[:, :-1], segments_BT=segments_BT)
-        return layers.next_loss(self._head(), x_BTD, tokens_BS, labeled_BS)
+        tokens_BT, labels_BT, ignored = layers.read_and_labels(tokens, labeled, labels_BT)
+        segments_BT = None if segments is None else segments[:, : tokens_BT.shape[1]]
+        x_BTD = self.hidden(tokens_BT, segments_BT=segments_BT, positions_BT=positions_BT)
+        return layers.next_loss(self._head(), x_BTD, labels_BT, ignored)
 
 
 def parts(config: LlamaConfig) -> family.Parts:

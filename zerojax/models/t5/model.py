@@ -16,6 +16,8 @@ import jax.numpy as jnp
 
 from zerojax.models import decoding, family, layers
 from zerojax.ops import attention as attention_lib
+from zerojax.ops import context_attention
+from zerojax.ops import tokens as tokens_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,9 @@ class T5Config:
     norm_eps: float = 1e-6
     max_seq_len: int | None = None  # relative distances have no limit
     attention: attention_lib.Kernel = "xla"
+    way: context_attention.Way | None = (
+        None  # how devices attend that hold parts of sequences; None: a device has all tokens
+    )
     dropout: float = (
         0.0  # in training: of embeddings, activations, the output of each residual branch and of each stack
     )
@@ -150,21 +155,30 @@ class T5(nn.Module):
             self.head = modules["head"]
         self.dropout = layers.Dropout(self.config.dropout)
 
-    def encode(self, inputs_BS: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
-        """Returns the encoder's normalised states: float[B, S, D]. `mask_BS` is False for padding inputs."""
+    def encode(
+        self, inputs_BS: jax.Array, mask_BS: jax.Array | None = None, positions_BS: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns the encoder's normalised states: float[B, S, D]. `mask_BS` is False for padding. Positions: by default 0, 1, ..."""
         masks = () if mask_BS is None else (mask_BS,)
         x_BSD = self.dropout(self.embed(inputs_BS))
-        bias_HSS = self.encoder_bias(jnp.arange(inputs_BS.shape[1]))
+        bias_HSS = self.encoder_bias(*self._distant(inputs_BS, positions_BS))
         for layer in self.encoder:
             x_BSD = layer(x_BSD, bias_HSS, *masks)
         return self.dropout(self.encoder_norm(x_BSD))
 
-    def hidden(self, inputs_BS: jax.Array, targets_BT: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
+    def hidden(
+        self,
+        inputs_BS: jax.Array,
+        targets_BT: jax.Array,
+        mask_BS: jax.Array | None = None,
+        positions_BS: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
+    ) -> jax.Array:
         """Returns the head's input, normalised states of the decoder: float[B, T, D]. `mask_BS` is False for padding inputs."""
-        encoded_BSD = self.encode(inputs_BS, mask_BS)
+        encoded_BSD = self.encode(inputs_BS, mask_BS, positions_BS)
         masks = () if mask_BS is None else (mask_BS,)
         x_BTD = self.dropout(self.embed(targets_BT))
-        bias_HTT = self.decoder_bias(jnp.arange(targets_BT.shape[1]))
+        bias_HTT = self.decoder_bias(*self._distant(targets_BT, positions_BT))
         for layer in self.decoder:
             x_BTD = layer(x_BTD, bias_HTT, encoded_BSD, *masks)
         return self._out(x_BTD)
@@ -196,6 +210,12 @@ class T5(nn.Module):
             after.append(keys)
         return self._logits(self._out(x_B1D))[:, 0], (after, mask_BS)
 
+    def _distant(self, tokens: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, ...]:
+        """Returns the positions of queries, int32[T], and of all keys where a device has a part of them; the same in all rows."""
+        if positions is None:
+            return (jnp.arange(tokens.shape[1]),)
+        return positions[0], jnp.arange(tokens_lib.of_all(tokens.shape[1]))
+
     def _bias(self, step: decoding.Step) -> jax.Array:
         """Returns the bias of the step's tokens: among themselves if they are several, else to every slot."""
         length = step.positions_BT.shape[1]
@@ -218,16 +238,21 @@ class T5(nn.Module):
     def loss(
         self,
         inputs_BS: jax.Array,
-        targets_BU: jax.Array,
+        targets: jax.Array,
         mask_BS: jax.Array | None = None,
-        labeled_BU: jax.Array | None = None,
+        labeled: jax.Array | None = None,
+        labels_BT: jax.Array | None = None,
+        positions_BS: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the mean next-target loss: float32[] from int32[B, S] and int32[B, T + 1].
+        """Returns the mean next-target loss: float32[] from int32[B, S] and int32[B, T + 1], or int32[B, T] with `labels_BT`.
 
-        Inputs with `mask_BS` 0 are padding. Targets may be padded at their ends, and those with `labeled_BU` 0 are no labels.
+        Inputs with `mask_BS` 0 are padding. Targets may be padded at their ends, and labels with `labeled` 0 are not learned.
         """
-        x_BTD = self.hidden(inputs_BS, targets_BU[:, :-1], None if mask_BS is None else mask_BS > 0)
-        return layers.next_loss(self._head(), x_BTD, targets_BU, labeled_BU)
+        mask_BS = None if mask_BS is None else mask_BS > 0
+        targets_BT, labels_BT, ignored = layers.read_and_labels(targets, labeled, labels_BT)
+        x_BTD = self.hidden(inputs_BS, targets_BT, mask_BS, positions_BS, positions_BT)
+        return layers.next_loss(self._head(), x_BTD, labels_BT, ignored)
 
 
 def parts(config: T5Config) -> family.Parts:
@@ -259,7 +284,7 @@ def attention(config: T5Config, name: str, *, is_causal: bool = False) -> layers
     c, inner = config, config.num_heads * config.head_dim
     stddevs = ((c.embed_dim * c.head_dim) ** -0.5, c.embed_dim**-0.5, inner**-0.5)
     return layers.MultiHeadAttention(
-        c.embed_dim, c.num_heads, c.head_dim, c.attention, is_causal, scale=1.0, stddevs=stddevs, name=name
+        c.embed_dim, c.num_heads, c.head_dim, c.attention, is_causal, scale=1.0, way=c.way, stddevs=stddevs, name=name
     )
 
 

@@ -1,4 +1,4 @@
-"""Shards a batch over devices and passes. This module decides which dim of each leaf counts examples."""
+"""Shards a batch over devices and passes. This module decides which dim of each leaf counts examples, and which counts tokens."""
 
 import collections
 import dataclasses
@@ -30,7 +30,7 @@ class Layout:
       passes: forward and backward passes a step; above 1 leaves are [passes, examples, ...].
       batch_specs: ordered (path regex, PartitionSpec), or a tree of specs like the batch; a spec is that of a leaf in one pass.
         `PartitionSpec()` marks a leaf that counts no examples. It is replicated, the same in every pass, and has no dim of passes.
-        Other leaves count examples in their first dim.
+        Other leaves count examples in their first dim. Where devices have tokens of their own it names every leaf.
       by_device: whether the loss sees one device's examples, so that all leaves must have equally many.
       cast_batch: whether floating leaves are cast to the dtype of the forward pass, or a regex over the paths of those that are.
     """
@@ -66,6 +66,7 @@ class Layout:
                 raise UserError(
                     f"batch/{path}: has no examples, its shape is {leaf.shape}; pass at least one for each device"
                 )
+        self._check_tokens(batch, own)
         self._check(batch, own)
         return self._cast(tree.map_with_path(functools.partial(self._placed, own), batch), dtype)
 
@@ -154,6 +155,24 @@ class Layout:
             f"{OWN_SPEC.format(odd)} for a leaf that counts none"
         )
 
+    def _check_tokens(self, batch: Any, own: dict[str, P]) -> None:
+        """Refuses leaves of which nothing says whether they have a dim of tokens, where each device has tokens of its own."""
+        if mesh_lib.size(self.mesh, mesh_lib.TOKENS) == 1:
+            return
+        sizes, axis = mesh_lib.text(self.mesh, mesh_lib.TOKENS), specs_lib.entry(mesh_lib.TOKENS)
+        form = f'batch_specs=[("tokens|labels", PartitionSpec(("replica", "data"), "{axis}"))] for leaves [examples, tokens, ...]'
+        for path, _ in tree.flatten(batch):
+            if path not in own:
+                raise UserError(
+                    f"batch/{path}: the mesh has {sizes}, and nothing says which dim of it counts tokens; pass {form}, and "
+                    'PartitionSpec(("replica", "data")) for those without such a dim'
+                )
+        if all(specs_lib.axes(spec).isdisjoint(mesh_lib.TOKENS) for spec in own.values()):
+            raise UserError(
+                f"batch_specs: no leaf has a dim of tokens, so devices along {sizes} would repeat each other's work; pass {form}, or make "
+                f"a mesh without {axis}"
+            )
+
     def _placed(self, own: dict[str, P], path: str, leaf: Any) -> Any:
         before = int(self.passes > 1)
         if path in own and not specs_lib.axes(own[path]):
@@ -181,10 +200,11 @@ class Layout:
         for dim, entry in enumerate(spec):
             ways = mesh_lib.size(self.mesh, specs_lib.names(entry))
             if leaf.shape[dim] % ways:
-                what = " * ".join(sorted(specs_lib.names(entry), reverse=False))
+                what = " * ".join(sorted(specs_lib.names(entry)))
                 rest = "" if is_own else f"; pass {OWN_SPEC.format(path)} if it counts none"
+                counted = "examples" if dim in _rows(spec) else "tokens"
                 raise UserError(
-                    f"batch/{path}: dim {dim} of {leaf.shape} does not divide by {what} = {ways}; use a multiple of {ways} examples{rest}"
+                    f"batch/{path}: dim {dim} of {leaf.shape} does not divide by {what} = {ways}; use a multiple of {ways} {counted}{rest}"
                 )
 
 
