@@ -151,6 +151,25 @@ def test_values_and_gradients_of_many_products(case):
     check(**case)
 
 
+@pytest.mark.parametrize("way", context_attention.WAYS)
+def test_keys_may_be_of_another_sequence_and_longer(way):
+    draw = np.random.default_rng(0)
+    q, k, v = (draw.normal(size=(BATCH, length, 2, HEAD_DIM)).astype(np.float32) for length in (4, 12, 12))
+    mask = np.arange(12) < np.array([[12], [7]])
+    mesh = mesh_lib.Mesh(np.asarray(jax.devices()[:2]), ("context",))
+
+    def attend(q, k, v, mask):
+        chosen = context_attention.Way(way, "contiguous", "")
+        return context_attention.attend(
+            q, k, v, "xla", axis="context", way=chosen, order="contiguous", is_causal=False, mask_BT=mask
+        )
+
+    tokens = P(None, "context")
+    run = jax.shard_map(attend, mesh=mesh, in_specs=tokens, out_specs=tokens, check_vma=False)
+    expected = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None, None])
+    np.testing.assert_allclose(jax.jit(run)(q, k, v, mask), expected, ROUNDING, ROUNDING)
+
+
 def test_the_products_have_cases_of_every_kind():
     cases = products(14, seed=6780)
     assert {case["ways"] for case in cases} == {2, 4, 8} and {case["model"] for case in cases} == {1, 2}
@@ -161,27 +180,40 @@ def test_the_products_have_cases_of_every_kind():
 @pytest.mark.parametrize(
     "wanted, shape, name, text",
     [
-        ("auto", {"heads": 32, "kv_heads": 8, "ways": 8}, "ulysses", "each device has 4 of 32 heads$"),
-        ("auto", {"heads": 32, "kv_heads": 8, "ways": 16}, "ulysses", "with 8 key and value heads sent 2 times each$"),
+        ("auto", {"heads": 32, "kv_heads": 8, "ways": 8}, "ulysses", "some heads, 4 of 32$"),
+        (
+            "auto",
+            {"heads": 32, "kv_heads": 8, "ways": 16},
+            "ulysses",
+            "each of 8 heads of keys and values is sent 2 times",
+        ),
         (
             "auto",
             {"heads": 32, "kv_heads": 8, "ways": 4, "model": 8},
             "ulysses",
-            "with 1 key and value heads sent 4 times each",
+            "1 of 4, and each of 1 .* sent 4 times",
         ),
-        ("auto", {"heads": 12, "kv_heads": 12, "ways": 8}, "gather", "because 12 heads do not divide by 8, and"),
+        ("auto", {"heads": 12, "kv_heads": 12, "ways": 8}, "gather", "because 12 heads do not divide by 8; gathered"),
         ("auto", {"heads": 12, "kv_heads": 12, "ways": 8, "length": 2**16}, "ring", "take 1.12 GiB a layer"),
+        (
+            "auto",
+            {"heads": 8, "kv_heads": 8, "ways": 8, "length": 2**17, "packed": True},
+            "ring",
+            "32.0 GiB by ulysses",
+        ),
+        ("auto", {"heads": 8, "kv_heads": 8, "ways": 8, "length": 2**15, "packed": True}, "ulysses", "1 of 8$"),
         ("ring", {"heads": 8, "kv_heads": 8, "ways": 8}, "ring", "as the config says"),
         ("auto", {"heads": 8, "kv_heads": 8, "ways": 8, "has_bias": True}, "gather", "because of a bias"),
-        ("auto", {"heads": 8, "kv_heads": 8, "ways": 8, "window": 9}, "ulysses", r"of 8 heads; a window .* .halo.$"),
-        ("auto", {"heads": 8, "kv_heads": 8, "ways": 8, "window": 10}, "ulysses", "each device has 1 of 8 heads$"),
-        ("gather", {"heads": 8, "kv_heads": 8, "ways": 8, "window": 9}, "gather", "as the config says$"),
         (
+            "auto",
+            {"heads": 8, "kv_heads": 8, "ways": 8, "window": 9},
             "ulysses",
-            {"heads": 8, "kv_heads": 8, "ways": 8, "has_bias": True},
-            "ulysses",
-            "each device has 1 of 8 heads",
+            r"1 of 8; a sliding window .* .halo.$",
         ),
+        ("auto", {"heads": 8, "kv_heads": 8, "ways": 8, "window": 10}, "ulysses", "1 of 8$"),
+        ("auto", {"heads": 9, "kv_heads": 9, "ways": 8, "window": 6}, "gather", r"GiB a layer$"),  # in zigzag order
+        ("gather", {"heads": 8, "kv_heads": 8, "ways": 8, "window": 9}, "gather", "as the config says$"),
+        ("ulysses", {"heads": 8, "kv_heads": 8, "ways": 8, "has_bias": True}, "ulysses", "as the config says"),
     ],
 )
 def test_what_is_chosen_and_why(wanted, shape, name, text):

@@ -24,6 +24,12 @@ from zerojax.ops import attention, residuals, ring_attention, token_order
 
 _TILE = 128  # tokens that kernels take at a time
 _GATHERED = 2**30  # bytes of a layer's keys, values and their gradients, above which they are not gathered
+_MASK = 2**32  # bytes of a mask in the form that cuDNN takes, above which attention is by blocks
+_MEANING = {
+    "gather": "each device receives all keys and values",
+    "ring": "keys and values move from device to device",
+    "ulysses": "each device receives all tokens of some heads",
+}
 _INDIVISIBLE = (
     "context_attention: ulysses gives each of {ways} devices some of {heads} heads, which do not divide; set "
     '`context_attention="auto"`, or choose a number of devices that divides them'
@@ -57,6 +63,7 @@ def choose(
     is_causal: bool,
     window: int = 0,
     has_bias: bool = False,
+    packed: bool = False,
     head_dim: int = 128,
     batch: int = 1,
     model: int = 1,
@@ -71,6 +78,7 @@ def choose(
       is_causal: a query sees no later key.
       window: a query sees its own token and the `window` - 1 before it; 0 for no limit. Of layers that differ, the longest.
       has_bias: something is added to the scores.
+      packed: sequences hold several texts, so that a kernel reads a mask of queries by keys.
       head_dim: of a head.
       batch: sequences of a device and its neighbours along the axis.
       model: the number of devices over which heads are sharded.
@@ -85,41 +93,33 @@ def choose(
             f"context_attention: {errors.shown(wanted)} is no way to attend; {errors.choose(wanted, ('auto', *WAYS))}"
         )
     token_order.check(length, ways, order or "contiguous")
-    window = window if window < length else 0
-    chunk = length // ways // token_order.CHUNKS[order or "contiguous"]
-    halo = wanted == "auto"
-    near = (
-        "; a window from the tokens just before (halo)" if halo and _is_near(window, chunk, is_causal, has_bias) else ""
-    )
     own = heads // model if heads % model == 0 else heads
     own_kv = max(1, own * kv_heads // heads)
-    divides = own % ways == 0
+    divides, copies = own % ways == 0, _copies(own_kv, ways)
     if wanted == "ulysses" and not divides:
         raise UserError(_INDIVISIBLE.format(ways=ways, heads=own))
     if wanted == "ring" and has_bias:
         raise UserError(_BIASED)
-    if wanted == "ulysses" or (wanted == "auto" and divides and not has_bias):
-        copies = _copies(own_kv, ways)
-        text = f"each device has {own // ways} of {own} heads" + (
-            f", with {own_kv} key and value heads sent {copies} times each" if copies > 1 else ""
-        )
-        return Way("ulysses", order or "contiguous", f"ulysses: {text}{near}", halo)
-    nbytes = 2 * (2 + 4) * batch * length * own_kv * head_dim
-    name = wanted if wanted != "auto" else "ring" if nbytes > _GATHERED and not has_bias else "gather"
+    gathered, mask = 2 * (2 + 4) * batch * length * own_kv * head_dim, 2 * batch * length * length if packed else 0
     if wanted != "auto":
-        reason = "as the config says"
+        name, reason = wanted, "as the config says"
     elif has_bias:
-        reason = "because of a bias"
+        name, reason = "gather", "because of a bias"
+    elif divides and mask <= _MASK:
+        name, reason = "ulysses", f"{own // ways} of {own}"
+        reason += f", and each of {own_kv} heads of keys and values is sent {copies} times" if copies > 1 else ""
     else:
-        size = f"take {nbytes / 2**30:.2f} GiB a layer"
-        reason = f"because {own} heads do not divide by {ways}, and gathered keys, values and their gradients {size}"
-    is_zigzag = is_causal and not has_bias and length % (2 * ways) == 0
-    what = {
-        "gather": "each device has all keys and values",
-        "ring": "keys and values move from device to device",
-    }
-    text = f"{name}: {what[name]}, {reason}{near}"
-    return Way(name, order or ("zigzag" if is_zigzag else "contiguous"), text, halo)
+        name = "ring" if gathered > _GATHERED else "gather"
+        reason = f"because {own} heads do not divide by {ways}"
+        if divides:
+            reason = f"because a mask of packed rows would take {mask / 2**30:.1f} GiB by ulysses"
+        reason += f"; gathered keys, values and their gradients take {gathered / 2**30:.2f} GiB a layer"
+    is_zigzag = name != "ulysses" and is_causal and not has_bias and length % (2 * ways) == 0
+    order = order or ("zigzag" if is_zigzag else "contiguous")
+    chunk, halo = length // ways // token_order.CHUNKS[order], wanted == "auto"
+    is_near = halo and window < length and _is_near(window, chunk, is_causal, has_bias)
+    near = "; a sliding window from the tokens just before (halo)" if is_near else ""
+    return Way(name, order, f"{name}: {_MEANING[name]}, {reason}{near}", halo)
 
 
 @dataclasses.dataclass(frozen=True)
