@@ -102,6 +102,29 @@ def test_another_width_and_dtype_of_the_result():
     assert_equal(of(4), of(0))
 
 
+def test_several_results_have_the_gradients_of_each():
+    x, weight = jax.random.normal(jax.random.key(2), (10, WIDTH)), jnp.linspace(-1, 1, WIDTH)
+
+    def of(tile):
+        def value(weight, x):
+            found = tiles.over_tiles(lambda x: {"same": x * weight, "heads": (x * weight).reshape(-1, 2, 4)}, x, tile)
+            return jnp.sum(found["same"] ** 2) + jnp.sum(jnp.sin(found["heads"]))
+
+        return jax.value_and_grad(value, argnums=(0, 1))(weight, x)
+
+    assert_equal(of(4), of(0))
+
+
+@pytest.mark.parametrize("tile", [3, 4, 100])
+def test_a_tile_knows_the_numbers_of_its_tokens(tile):
+    def number(x):
+        known = tiles.tokens()
+        return x if known is None else known.astype(jnp.float32).reshape(*x.shape[:-1], 1)
+
+    x = jnp.arange(10.0).reshape(2, 5, 1)
+    np.testing.assert_array_equal(tiles.over_tiles(number, x, tile), x)
+
+
 def test_the_gradient_of_a_frozen_weight_is_not_computed():
     def matmuls(frozen):
         def value(up, x):
@@ -120,7 +143,9 @@ def test_a_tile_that_is_no_number_and_a_function_of_other_form_are_refused():
     x = jnp.ones((8, WIDTH))
     with pytest.raises(UserError, match="tile must be a number of tokens, or 0 for all at once, and is 2"):
         tiles.over_tiles(lambda x: x, x, 2.5)
-    with pytest.raises(UserError, match=r"the function must return one array of .*4,.* and a width, and returns"):
+    with pytest.raises(
+        UserError, match=r"each token on its own and return arrays of \(4,\) and widths, and returns float32\[8\] "
+    ):
         tiles.over_tiles(lambda x: jnp.sum(x, axis=0), x, 4)
     with pytest.raises(UserError, match="draws random numbers, which would be the same in all tiles"):
         tiles.over_tiles(lambda x: x * jax.random.normal(jax.random.key(0), x.shape), x, 4)

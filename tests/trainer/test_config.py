@@ -115,7 +115,10 @@ BAD = {
         r"^config\.fp8\.recipe: must be one of tensorwise, delayed, rowwise, and is 'rows'",
     ),
     "fp8 filter": ({"precision": "fp8", "fp8.filter": "("}, r"^config\.fp8\.filter: '\(' is not a regex"),
-    "remat": ({"model.remat": "all"}, r"^config\.model\.remat: must be one of none, dots, full, and is 'all'"),
+    "remat": (
+        {"model.remat": "all"},
+        r"^config\.model\.remat: must be one of none, dots, attention, full, and is 'all'",
+    ),
     "zero steps": ({"steps": 0}, r"^config\.steps: must be above 0, and is 0$"),
     "negative": ({"optimizer.clip_norm": -1.0}, r"^config\.optimizer\.clip_norm: must not be negative, and is -1\.0$"),
     "data axis 0": ({"mesh.data": 0}, r"^config\.mesh\.data: must be above 0, or -1 for all devices left, and is 0$"),

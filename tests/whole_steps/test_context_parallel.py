@@ -21,7 +21,7 @@ HOST = {"offload__optimizer": "host"}
 
 # name -> (what is trained, (replica, data, context, model), how). Few run by default: those that share most of what the others have.
 CASES = {
-    "three axes, passes": (PLAIN, (1, 2, 2, 2), {"grad_accum": 2}),
+    "three axes, passes, tiles": (PLAIN, (1, 2, 2, 2), {"grad_accum": 2, "model__tile_tokens": 10}),
     "all devices, packed, stage 2": ({**PLAIN, **PACKED}, (1, 1, 8, 1), {"zero__stage": 2}),
     "stage 0": (PLAIN, (1, 1, 4, 1), {"zero__stage": 0}),
     "copies, stage 1, passes": (PLAIN, (2, 2, 2, 1), {"zero__stage": 1, "grad_accum": 2}),

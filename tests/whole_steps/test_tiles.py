@@ -25,7 +25,7 @@ CASES = {
     "recomputed": (1, {**DOTS, "model__recompute": r"layer_\d+/(attention/q|mlp/up)"}),
     "activations on the host": (2, {**DOTS, "model__offload": r"layer_\d+/attention"}),
     "by columns": (2, {"model__by_columns": "embed|head"}),
-    "adapters": (2, LORA),
+    "adapters with dropout": (2, {**LORA, "lora__dropout": 0.1}),
     "nf4 with adapters": (1, {**LORA, "lora__quantize": "nf4"}),
     "8 bits": (1, {"precision": "fp8"}),
     "8 bits, gathered": (2, {"precision": "fp8"}),
@@ -50,7 +50,6 @@ def test_what_does_not_go_with_tiles_is_refused_before_anything_is_compiled():
             {"precision": "fp8", "fp8__recipe": "delayed"},
             r"config.fp8.recipe: 'delayed' remembers one magnitude of a matmul",
         ),
-        ({**LORA, "lora__dropout": 0.1}, r"config.lora.dropout: layer_0/mlp/.* runs in tiles"),
     ):
         with pytest.raises(UserError, match=message), names.of_config():
             built = program.build(

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import flax.core
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import pytest
 
@@ -30,6 +31,15 @@ def test_dots_keeps_matmuls_full_nothing_and_none_more():
     assert kept(remat.REMAT["dots"]) == [(3, 5)]
     assert kept(remat.REMAT["full"]) == []
     assert len(kept(remat.REMAT["none"])) > 1
+
+
+@pytest.mark.parametrize("name", remat.REMAT)
+def test_all_but_full_keep_what_fused_attention_returns(name):
+    def kept(primitive):
+        return bool(remat.REMAT[name](jex.Primitive(primitive), *[jax.typeof(X)] * 2))
+
+    assert kept("dot_product_attention_fwd_wrapper") == kept("pallas_call") == (name != "full")
+    assert kept("dot_general") == (name in ("none", "dots"))
 
 
 def test_marked_matmuls_are_not_kept():

@@ -284,13 +284,15 @@ def test_recompute_keeps_less_and_changes_no_gradient():
 
 @pytest.mark.parametrize("remat", runs.cases(["dots", "full"], long=["full"]))
 def test_offload_keeps_in_the_hosts_memory_and_changes_no_gradient(remat):
-    """The device keeps everything but the modules' matmuls."""
+    """The device keeps everything but the modules' matmuls, or the blocks' inputs."""
     _, params, loss_fn = small_llama()
     state, part = shard(params)
+    up, layers = {"offload": r".*/mlp/up"}, {"offload": r"layer_\d+"}
+    again = {"recompute": r".*/mlp/up"} if remat == "dots" else {}
     kept, found = {}, {}
-    for options in ({}, {"offload": r".*/mlp/up"}, *([{"recompute": r".*/mlp/up"}] if remat == "dots" else [])):
+    for options in ({}, up, layers, again):
         stored = where_used.where_used(loss_fn, part.placements, blocks=r"layer_\d+", remat=remat, **options)
-        sizes = kept["".join(options)] = {jax.memory.Space.Device: 0, jax.memory.Space.Host: 0}
+        sizes = kept[str(options)] = {jax.memory.Space.Device: 0, jax.memory.Space.Host: 0}
 
         def look(params, stored=stored, sizes=sizes):
             for leaf in jax.tree.leaves(jax.vjp(lambda q: stored(q, tokens()), params)[1]):
@@ -298,13 +300,15 @@ def test_offload_keeps_in_the_hosts_memory_and_changes_no_gradient(remat):
 
         jax.eval_shape(look, state.params)
         if "recompute" not in options:
-            found["".join(options)] = jax.jit(jax.grad(stored))(state.params, tokens())
-            assert_close(found["".join(options)], found[""])
-    assert kept["offload"][jax.memory.Space.Host] == 2 * 3 * 5 * 128
-    assert (
-        kept["offload"][jax.memory.Space.Device]
-        == kept["recompute" if remat == "dots" else ""][jax.memory.Space.Device]
-    )
+            found[str(options)] = jax.jit(jax.grad(stored))(state.params, tokens())
+            assert_close(found[str(options)], found["{}"])
+    of = lambda space: {what: sizes[space] for what, sizes in kept.items()}  # noqa: E731
+    on_host, on_device = of(jax.memory.Space.Host), of(jax.memory.Space.Device)
+    assert on_host[str(up)] == 2 * 3 * 5 * 128
+    assert on_host[str(layers)] == 2 * 3 * 5 * 64
+    assert on_device[str(up)] == on_device[str(again)]
+    if remat == "full":
+        assert on_device[str(layers)] == on_device["{}"] - on_host[str(layers)]
 
 
 @pytest.mark.parametrize(
@@ -403,7 +407,7 @@ def test_a_module_that_changes_variables_is_not_computed_again():
 
 
 def test_an_unknown_policy_is_an_error():
-    with pytest.raises(UserError, match=r"^remat: must be one of none, dots, full, and is 'some'"):
+    with pytest.raises(UserError, match=r"^remat: must be one of none, dots, attention, full, and is 'some'"):
         where_used.where_used(lambda params: 0.0, {}, remat="some")
 
 

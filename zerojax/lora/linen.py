@@ -156,11 +156,6 @@ class _Interceptor:
         scope = module.scope
         assert scope is not None
         scope.rng_counters[RNG] += 1
-        if tiles.is_inside():
-            raise UserError(
-                f"lora.dropout: {'/'.join(module.path)} runs in tiles (`over_tiles`), all of which would drop the same; leave it out of "
-                "lora.target_modules, or set lora.dropout to 0"
-            )
         lazy = scope.rngs[RNG]
         call = zlib.crc32(repr((lazy.suffix, scope.rng_counters[RNG])).encode())
         return drop(lazy.rng, x, self._dropout, call)
@@ -211,7 +206,11 @@ def drop(key: jax.Array, x: jax.Array, rate: float, call: int = 0) -> jax.Array:
     """
     words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     first, second = words.reshape(-1)[:2].astype(jnp.uint32)
+    tokens = tiles.tokens()  # of a tile: it drops what all tokens at once would
     position = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape)
+    if tokens is not None:
+        width = x.size // tokens.size
+        position = (tokens[:, None] * jnp.uint32(width) + jnp.arange(width, dtype=jnp.uint32)).reshape(x.shape)
     bits = _mixed(_mixed(position ^ _mixed(first + jnp.uint32(call))) + second)
     threshold = min(round(rate * 2**32), 2**32 - 1)
     return jnp.where(bits >= jnp.uint32(threshold), x / (1 - rate), 0).astype(x.dtype)

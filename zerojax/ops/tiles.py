@@ -10,11 +10,10 @@ so only the sums over tokens differ from those of the function on all tokens: a 
 gives it, and tiles add up in float32.
 """
 
-import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,62 +24,67 @@ from zerojax import mesh as mesh_lib
 from zerojax import precision, traces
 from zerojax.errors import UserError
 
-_inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
+_DRAWS = frozenset("random_bits rng_bit_generator rng_uniform".split())
+_tokens: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("tokens", default=None)
 
 
-def over_tiles(function: Callable[[jax.Array], jax.Array], x: jax.Array, tile: int) -> jax.Array:
+def over_tiles(function: Callable[[jax.Array], Any], x: jax.Array, tile: int) -> Any:
     """Returns `function(x)`, computed for about `tile` tokens at a time, forward and backward.
 
     No array inside is kept for the backward pass, whatever the policy of rematerialisation, and none has more than a tile's tokens.
     `function` may read weights from outside, also as a Flax module does; their gradients add up over tiles in float32.
 
     Args:
-      function: float[..., tile, width] -> float[..., tile, any width], each token on its own: an MLP with its norm and its residual.
+      function: float[..., tile, width] -> arrays [..., tile, any widths], each token on its own: an MLP with its norm and its residual.
       x: float[..., tokens, width].
       tile: tokens of a tile, the leading dims of `x` included; 0, or at least as many as there are: all at once. Tiles have equal
         sizes, so they may be smaller; the last one is filled up with copies of the last token.
 
     Raises:
-      UserError: `tile` is no number of tokens, or `function` draws random numbers, returns another number of tokens or several arrays.
+      UserError: `tile` is no number of tokens, or `function` draws random numbers or returns another number of tokens.
 
     >>> y = over_tiles(lambda x: x + mlp(norm(x)), x, 8192)
     """
     if isinstance(tile, bool) or not isinstance(tile, int) or tile < 0:
         raise UserError(f"over_tiles: tile must be a number of tokens, or 0 for all at once, and is {tile!r}")
     tokens = math.prod(x.shape[:-1])
-    if not 0 < tile < tokens or _inside.get():
+    if not 0 < tile < tokens or is_inside():
         return function(x)
     ways = mesh_lib.ways_of_rest()
     cut = _Cut.of(x.shape, tile, ways if x.ndim > 1 and x.shape[-2] % ways == 0 else 1)
     like = jax.ShapeDtypeStruct(cut.tile_shape, x.dtype)
-    with _marked():
-        closed, made = jax.make_jaxpr(function, return_shape=True)(like)
+
+    def of_tile(number: jax.Array, x: jax.Array) -> Any:
+        before = _tokens.set(cut.tokens(number))
+        try:
+            return function(x)
+        finally:
+            _tokens.reset(before)
+
+    closed, made = jax.make_jaxpr(of_tile, return_shape=True)(jax.ShapeDtypeStruct((), jnp.int32), like)
     _check(closed, made, like)
-    body, consts = _Body(closed, made), tuple(traces.opened(closed)[1])
-    return cut.joined(_tiled(body, consts, cut.tiles(x)))
+    results = _tiled(_Body(closed), tuple(traces.opened(closed)[1]), cut.tiles(x))
+    return jax.tree.unflatten(jax.tree.structure(made), map(cut.joined, results))
 
 
 def is_inside() -> bool:
     """Returns whether the function of `over_tiles` is traced: nothing in it is kept, and it runs once for each tile."""
-    return _inside.get()
+    return _tokens.get() is not None
 
 
-@contextlib.contextmanager
-def _marked() -> Iterator[None]:
-    token = _inside.set(True)
-    try:
-        yield
-    finally:
-        _inside.reset(token)
+def tokens() -> jax.Array | None:
+    """Returns the numbers of a tile's tokens among all, uint32[tile], where the function of `over_tiles` is traced; None elsewhere."""
+    return _tokens.get()
 
 
 def _check(closed: Any, made: Any, like: jax.ShapeDtypeStruct) -> None:
-    if not isinstance(made, jax.ShapeDtypeStruct) or made.shape[:-1] != like.shape[:-1]:
+    dims = like.ndim - 1
+    if odd := [leaf for leaf in jax.tree.leaves(made) if leaf.ndim <= dims or leaf.shape[:dims] != like.shape[:dims]]:
         raise UserError(
-            f"over_tiles: the function must return one array of {like.shape[:-1]} and a width, and returns {made}; it must treat each "
-            "token on its own"
+            f"over_tiles: the function must treat each token on its own and return arrays of {like.shape[:-1]} and widths, and returns "
+            f"{odd[0].dtype}{list(odd[0].shape)} for {like.dtype}{list(like.shape)}"
         )
-    if any(eqn.primitive.name.startswith(("random_", "threefry")) for eqn in traces.equations(closed)):
+    if any(eqn.primitive.name in _DRAWS for eqn in traces.equations(closed)):
         raise UserError(
             "over_tiles: the function draws random numbers, which would be the same in all tiles; draw them outside of it"
         )
@@ -112,6 +116,13 @@ class _Cut(NamedTuple):
         """Returns the shape of a tile."""
         return (*(1,) * (len(self.shape) - 2), self.ways * self.size, self.shape[-1])
 
+    def tokens(self, number: jax.Array) -> jax.Array:
+        """Returns the numbers of the tokens of a tile, in the order of all tokens: uint32[tokens of a tile]."""
+        length = self.shape[-2] // self.ways if self.ways > 1 else math.prod(self.shape[:-1])
+        own = number.astype(jnp.uint32) * self.size + jnp.arange(self.size, dtype=jnp.uint32)
+        way = jnp.arange(self.ways, dtype=jnp.uint32)[:, None]
+        return (own // length * (length * self.ways) + way * length + own % length).reshape(-1)
+
     def tiles(self, x: jax.Array) -> jax.Array:
         """Returns float[number, *tile_shape]."""
         width, tokens = x.shape[-1], math.prod(x.shape[:-1]) // self.ways
@@ -124,44 +135,69 @@ class _Cut(NamedTuple):
         return x.reshape(self.number, *self.tile_shape[:-1], width)
 
     def joined(self, y: jax.Array) -> jax.Array:
-        """Returns float[..., tokens, width] from what `tiles` are turned into."""
-        width, tokens = y.shape[-1], math.prod(self.shape[:-1]) // self.ways
-        y = jnp.moveaxis(y.reshape(self.number, self.ways, self.size, width), 0, 1)
-        y = y.reshape(self.ways, -1, width)[:, :tokens]
+        """Returns [..., tokens, widths] from [number, *a tile's shape with other widths]."""
+        widths, tokens = y.shape[len(self.shape) :], math.prod(self.shape[:-1]) // self.ways
+        y = jnp.moveaxis(y.reshape(self.number, self.ways, self.size, *widths), 0, 1)
+        y = y.reshape(self.ways, self.number * self.size, *widths)[:, :tokens]
         if self.ways > 1:
-            y = jnp.moveaxis(y.reshape(self.ways, -1, self.shape[-2] // self.ways, width), 0, 1)
-        return y.reshape(*self.shape[:-1], width)
+            y = jnp.moveaxis(y.reshape(self.ways, -1, self.shape[-2] // self.ways, *widths), 0, 1)
+        return y.reshape(*self.shape[:-1], *widths)
 
 
 class _Body:
     """The function of a tile as a trace; what it read from outside are arguments."""
 
-    def __init__(self, closed: Any, made: Any):
-        self._closed, self._made = closed, made
+    def __init__(self, closed: Any):
+        self._closed = closed
 
-    def __call__(self, consts: Mapping[int, Any], tile: jax.Array) -> jax.Array:
+    def __call__(self, consts: Mapping[int, Any], number: jax.Array, tile: jax.Array) -> list[jax.Array]:
         given = [consts[number] for number in range(len(consts))]
-        (result,) = jex.jaxpr_as_fun(jex.ClosedJaxpr(traces.opened(self._closed)[0], given))(tile)
-        return result
+        return jex.jaxpr_as_fun(jex.ClosedJaxpr(traces.opened(self._closed)[0], given))(number, tile)
 
-    def fits(self, tiles: jax.Array) -> bool:
-        """Returns whether a tile's result has the place of the tile. A loop that begins with zeros would hold these from the start."""
-        return (self._made.shape, self._made.dtype) == (tiles.shape[1:], tiles.dtype)
+    def over(self, step: Callable[..., tuple[Any, list]], carry: Any, tiles: jax.Array, inputs: Any) -> Any:
+        """Returns the last carry and the results of `step(carry, number, tile, input) -> (carry, results)` for all tiles.
+
+        One result takes the place of the tiles if it has their size.
+        """
+        likes = jax.eval_shape(
+            lambda: step(carry, jnp.int32(0), *jax.tree.map(lambda leaf: leaf[0], (tiles, inputs)))[1]
+        )
+        count, form = len(tiles), (tiles[0].size, tiles.dtype)
+        taken = next((number for number, like in enumerate(likes) if (like.size, like.dtype) == form), None)
+        zeros = _zeros(tiles)
+        places = [zeros((count, *like.shape), like.dtype) for like in likes]
+        if taken is not None:
+            places[taken] = tiles
+
+        def one(carry: tuple[Any, list], numbered: tuple[jax.Array, Any, Any]) -> tuple[tuple, None]:
+            own, places = carry
+            number, tile, given = numbered
+            own, results = step(own, number, tile if taken is None else places[taken][number], given)
+            return (own, [_written(place, result, number) for place, result in zip(places, results)]), None
+
+        (carry, places), _ = jax.lax.scan(
+            one, (carry, places), (jnp.arange(count), tiles if taken is None else None, inputs)
+        )
+        return carry, [place.reshape(count, *like.shape) for place, like in zip(places, likes)]
+
+
+def _zeros(after: jax.Array) -> Callable[[tuple[int, ...], Any], jax.Array]:
+    """Returns f(shape, dtype) -> zeros that XLA cannot make before an array. It makes and holds those of all layers at once otherwise."""
+    zero, _ = jax.lax.optimization_barrier((jnp.zeros((), after.dtype), after))
+    return lambda shape, dtype: jnp.broadcast_to(zero.astype(dtype), shape)
+
+
+def _written(place: jax.Array, result: jax.Array, number: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(place, result.reshape(place.shape[1:]), number, 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tiled(body: _Body, consts: tuple[Any, ...], tiles: jax.Array) -> jax.Array:
+def _tiled(body: _Body, consts: tuple[Any, ...], tiles: jax.Array) -> list[jax.Array]:
     known = dict(enumerate(consts))
-    if body.fits(tiles):
-
-        def in_place(tiles: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
-            return jax.lax.dynamic_update_index_in_dim(tiles, body(known, tiles[number]), number, 0), None
-
-        return jax.lax.scan(in_place, tiles, jnp.arange(len(tiles)))[0]
-    return jax.lax.scan(lambda _, tile: (None, body(known, tile)), None, tiles)[1]
+    return body.over(lambda _, number, tile, __: (None, body(known, number, tile)), None, tiles, None)[1]
 
 
-def _forward(body: _Body, consts: tuple[Any, ...], tiles: Any) -> tuple[jax.Array, Any]:
+def _forward(body: _Body, consts: tuple[Any, ...], tiles: Any) -> tuple[list[jax.Array], Any]:
     """Its arguments say whether they are differentiated: the gradients of frozen weights are not computed."""
     known = {number: const.value for number, const in enumerate(consts)}
     is_trained = [const.perturbed and jnp.issubdtype(const.value.dtype, jnp.inexact) for const in consts]
@@ -169,25 +205,21 @@ def _forward(body: _Body, consts: tuple[Any, ...], tiles: Any) -> tuple[jax.Arra
     return _tiled(body, tuple(known.values()), tiles.value), (trained, frozen, tiles.value)
 
 
-def _backward(body: _Body, residuals: tuple[dict, dict, jax.Array], grads: jax.Array) -> tuple:
+def _backward(body: _Body, residuals: tuple[dict, dict, jax.Array], grads: list[jax.Array]) -> tuple:
     trained, frozen, tiles = residuals
 
-    def of_tile(sums: dict[int, jax.Array], tile: jax.Array, grad: jax.Array) -> tuple[dict[int, jax.Array], jax.Array]:
-        _, pull = jax.vjp(lambda trained, tile: body({**trained, **frozen}, tile), trained, tile)
-        of_weights, d_tile = pull(grad)
-        return {number: sums[number] + own.astype(sums[number].dtype) for number, own in of_weights.items()}, d_tile
+    def step(
+        sums: dict, number: jax.Array, grad: jax.Array, rest: tuple[jax.Array, Any]
+    ) -> tuple[dict, list[jax.Array]]:
+        tile, others = rest
+        _, pull = jax.vjp(lambda trained, tile: body({**trained, **frozen}, number, tile), trained, tile)
+        of_weights, d_tile = pull([grad, *others])
+        return {n: sums[n] + own.astype(sums[n].dtype) for n, own in of_weights.items()}, [d_tile]
 
-    def in_place(carry: tuple[Any, jax.Array], inputs: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
-        sums, grads = carry
-        number, tile = inputs
-        sums, d_tile = of_tile(sums, tile, grads[number])
-        return (sums, jax.lax.dynamic_update_index_in_dim(grads, d_tile, number, 0)), None
-
-    zeros = {n: jnp.zeros(weight.shape, precision.at_least_float32(weight.dtype)) for n, weight in trained.items()}
-    if body.fits(tiles):
-        (sums, d_tiles), _ = jax.lax.scan(in_place, (zeros, grads), (jnp.arange(len(tiles)), tiles))
-    else:
-        sums, d_tiles = jax.lax.scan(lambda sums, inputs: of_tile(sums, *inputs), zeros, (tiles, grads))
+    first, *others = grads
+    zeros = _zeros(first)
+    sums = {n: zeros(weight.shape, precision.at_least_float32(weight.dtype)) for n, weight in trained.items()}
+    sums, (d_tiles,) = body.over(step, sums, first, (tiles, others))
     of_consts = [sums[n].astype(trained[n].dtype) if n in sums else None for n in range(len(trained) + len(frozen))]
     return tuple(of_consts), d_tiles
 

@@ -167,6 +167,7 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
     loss_scale = config_lib.make_loss_scale(config.loss_scale, is_scaled=policy.scales_loss)
     source = model_lib.source(config)
     family, model = model_lib.choose(config, source, mesh, policy.compute_dtype, tokenizer_vocab)
+    _tell_of_no_effect(config, sizes, model, mesh)
     way = model_lib.way(config, family, model, mesh, sizes.micro_batch_size)
     in_parts = model if way is None else dataclasses.replace(model, way=way)
     schedule, inner = _optimizer(config, policy)
@@ -333,6 +334,19 @@ def _check_model_axis(partition: placement.Partition) -> None:
                 f"config.mesh.{axis}: is {size}, and no weight is sharded over `{axis}`, so its devices would repeat each other's work; "
                 f"name weights in config.zero.overrides, or set --config.mesh.{axis}=1"
             )
+
+
+def _tell_of_no_effect(config: settings_lib.Config, sizes: config_lib.BatchSizes, model: Any, mesh: Mesh) -> None:
+    """Names settings that the kernel of attention, or the length of a pass, leaves without effect."""
+    if config.model.remat == "attention" and model.attention == "xla":
+        names.tell(
+            "config.model.remat: 'attention' keeps what fused attention returns; XLA's returns none, so it is 'full' here"
+        )
+    tokens = sizes.micro_batch_size * config.seq_len // mesh_lib.size(mesh, mesh_lib.TOKENS)
+    if config.model.tile_tokens >= tokens:
+        names.tell(
+            f"config.model.tile_tokens={config.model.tile_tokens} has no effect: a pass has {tokens} tokens on each device"
+        )
 
 
 def _optimizer(

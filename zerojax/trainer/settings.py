@@ -181,13 +181,15 @@ class ModelSettings:
     vocab_size: int = setting(0, NOT_NEGATIVE.up_to(2**24, "each position has a logit for every id"),
         "rows of the embedding; 0: the preset's, or the tokenizer's if the preset has none")
     num_layers: int = setting(0, NOT_NEGATIVE.up_to(512, "each layer is traced on its own"), "0: the preset's")
-    remat: str = setting("dots", tuple(remat.REMAT), 'residuals kept: "none" all but weights, "dots" matmuls, "full" only layer inputs')
+    remat: str = setting("dots", tuple(remat.REMAT), 'residuals kept: "none" all but weights, "dots" matmuls, "attention" layer '
+        'inputs and what fused attention returns, "full" only layer inputs')
     recompute: str = setting("", ANY, 'a regex of modules in layers whose matmuls "dots" recomputes (r"layer_\\d+/mlp/up")')
     by_columns: str = setting("", ANY,
         'a regex of the embedding and the output projection ("embed|head"), if no device shall gather them: activations are sent instead,'
         " which takes less memory, and less time where a device's tokens are fewer than the vocabulary; stage 3, untied, with labels on "
         "all tokens")
-    offload: str = setting("", ANY, "a regex of modules whose outputs are offloaded to host memory until the backward pass")
+    offload: str = setting("", ANY, "a regex of modules whose outputs, and of layers whose inputs, are offloaded to host memory until "
+        "the backward pass")
     tile_tokens: int = setting(0, NOT_NEGATIVE,
         "tokens for which a layer's MLP, with its norm, runs at a time, forward and backward, so that long texts take less memory (8192); "
         "0: all")

@@ -20,6 +20,7 @@ from typing import Any
 import flax.errors
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.core import Scope
 from flax.core.scope import LazyRng
@@ -54,7 +55,7 @@ class Interceptor:
       gather_leaf: f(path, stored) -> used.
       policy: the `jax.checkpoint` policy of a block; None for no rematerialisation.
       recompute: a regex over paths of modules inside blocks, whose matmuls are not kept; "" for none.
-      offload: the same for modules whose results are kept in host memory.
+      offload: the same for modules whose results are kept in host memory, and over paths of blocks whose inputs are.
       hooks: what is added to modules; a plain block has the values that they read as inputs.
       run: runs plain blocks; None: all blocks are lifted by Linen.
       stored_of: f(array) -> (path, stored), or None for an unknown array. None: arrays are as stored, and their paths are the modules'.
@@ -180,7 +181,7 @@ class Interceptor:
         read, form = jax.tree.flatten([hook.of_block(names) for hook in self._hooks])
 
         def body(used: dict[str, Any], *values: Any) -> list[Any]:
-            inner_args, inner_kwargs = fill(values[: len(arrays)])
+            inner_args, inner_kwargs = fill(self._inputs(path, values[: len(arrays)]))
             params = jax.tree.unflatten(structure, [used[name] for name in names])
 
             def call(scope: Scope) -> Any:
@@ -204,7 +205,7 @@ class Interceptor:
         result = _Result()
 
         def run(bound: nn.Module, *values: Any) -> list[Any]:
-            inner_args, inner_kwargs = fill(values)
+            inner_args, inner_kwargs = fill(self._inputs(path, values))
             return result.take(getattr(bound, method)(*inner_args, **inner_kwargs))
 
         def gather_block(variables: Any) -> Any:
@@ -223,6 +224,13 @@ class Interceptor:
             )
         with self._entered_as(path, module.path):  # calls inside a block, also flax's own of `run`, pass
             return result.give(block(module, *arrays))
+
+    def _inputs(self, path: str, values: Sequence[Any]) -> Sequence[Any]:
+        """Returns the arrays that a block is called with, kept in host memory if `offload` matches the block."""
+        if self._is_head(path) or not self._offload.fullmatch(path):
+            return values
+        self.offloaded.add(path)
+        return [remat.for_host(v) if jnp.issubdtype(v.dtype, jnp.floating) else v for v in values]
 
     @contextlib.contextmanager
     def _entered_as(self, path: str, root: tuple[str, ...]) -> Iterator[None]:

@@ -138,13 +138,18 @@ def _keep_only_matmuls(primitive: Any, *operands: Any, **params: Any) -> bool:
         return params["name"] in (fp8.PRODUCT, fp8.SCALE)
     if name in traces.MATMULS and operands[0].dtype.itemsize == 1 and jnp.issubdtype(operands[0].dtype, jnp.floating):
         return False  # its scaled result has a name
-    is_matmul = name in traces.MATMULS or "dot_product_attention_fwd" in name or name == "pallas_call"
-    return is_matmul and not isinstance(params.get("precision"), _NotKept)
+    is_matmul = name in traces.MATMULS and not isinstance(params.get("precision"), _NotKept)
+    return is_matmul or _keep_attention(primitive)
+
+
+def _keep_attention(primitive: Any, *_: Any, **params: Any) -> bool:
+    return "dot_product_attention_fwd" in primitive.name or primitive.name == "pallas_call"
 
 
 # The rest is recomputed.
 REMAT: dict[str, Callable[..., bool]] = {
     "none": _keep_all_but_weights,
     "dots": _keep_matmuls,
+    "attention": _keep_attention,
     "full": jax.checkpoint_policies.nothing_saveable,
 }

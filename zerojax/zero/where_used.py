@@ -63,7 +63,7 @@ class How:
         if self.offload and self.remat == "none":
             raise UserError(
                 f"offload: {self.offload!r} names modules whose results are kept in host memory, and remat='none' keeps all on the device; "
-                "set offload to '', or remat to 'dots' or 'full'"
+                "set offload to '', or remat to 'dots', 'attention' or 'full'"
             )
 
 
@@ -105,9 +105,11 @@ def where_used(
         rematerialised on its own. Empty: leaves are gathered one by one at the top, and `remat` applies to the whole loss function.
       heads: a regex over paths of modules that gather their own weights as blocks do, but are not rematerialised, such as an output
         projection that computes its gradients together with the loss. Empty: none.
-      remat: the residuals that the backward pass keeps: "none" (all but weights), "dots" (results of matmuls), "full" (nothing).
+      remat: the residuals that the backward pass keeps: "none" (all but weights), "dots" (results of matmuls), "attention" (inputs of
+        blocks, and results of fused attention, whose backward pass then does not run it again), "full" (inputs of blocks).
       recompute: a regex over paths of modules inside blocks (r"layer_\\d+/mlp/up"), whose matmuls remat="dots" does not keep. Empty: none.
-      offload: a regex over paths of modules inside blocks whose results are kept in pinned host memory until the backward pass. They
+      offload: a regex over paths of modules inside blocks whose results are kept in pinned host memory until the backward pass, and of
+        blocks whose inputs are. They
         take no device memory and are not computed again. Results that the backward pass does not read, such as that of the last matmul
         of a residual branch, are not kept. With reduce_dtype the copies overlap the arithmetic of neighbouring blocks. Without it, a
         loss that differentiates its own gradient cannot be offloaded. Empty: none.

@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from zerojax import mesh as mesh_lib
 from zerojax.models import decoding, family, layers
 from zerojax.models.llama import rope
 from zerojax.ops import attention as attention_lib
@@ -78,9 +79,11 @@ class Attention(nn.Module):
         positions_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, Keys]:
         c = self.config
-        q_BTHN = layers.Linear((c.num_heads, c.head_dim), use_bias=c.qkv_bias, name="q")(x_BTD)
-        k_BTKN = layers.Linear((c.num_kv_heads, c.head_dim), use_bias=c.qkv_bias, name="k")(x_BTD)
-        v_BTKN = layers.Linear((c.num_kv_heads, c.head_dim), use_bias=c.qkv_bias, name="v")(x_BTD)
+        heads = {"q": c.num_heads, "k": c.num_kv_heads, "v": c.num_kv_heads}
+        of_x = [layers.Linear((n, c.head_dim), use_bias=c.qkv_bias, name=name) for name, n in heads.items()]
+        # Their three gradients of x are added up in each tile. Where the compiler shards, x is gathered here.
+        tile = 0 if self.is_initializing() or mesh_lib.rest() else c.tile_tokens
+        q_BTHN, k_BTKN, v_BTKN = tiles.over_tiles(lambda x_BTD: [linear(x_BTD) for linear in of_x], x_BTD, tile)
         if c.qk_norm:
             q_BTHN = layers.RMSNorm(c.norm_eps, name="q_norm")(q_BTHN)
             k_BTKN = layers.RMSNorm(c.norm_eps, name="k_norm")(k_BTKN)

@@ -1,0 +1,27 @@
+"""Llama 3's 8B shapes on one GPU of 141 GB: a text of 262,144 tokens in each step.
+
+    python -m zerojax.train --config configs/llama3_8b_262k_h200.py --config.steps=3
+
+Devices: 1 H200, and a host with 80 GB of free memory. MLPs run for 8,192 tokens at a time. Layers keep their inputs in host memory (69 GB)
+and what attention returns on the device (70 GB), so that no attention runs twice. Weights have 16 bits and moments 8, 32 GB on the device;
+they are rounded stochastically, and there are no float32 masters.
+Result: 112.5 GiB on the device, planned; nothing was measured. The plan does not know the scratch memory of cuDNN's backward pass: a
+float32 copy of the queries' gradient alone is 4 GiB. A step should take 150 to 180 s: attention has 6.3e16 operations, the rest 1.7e16.
+"""
+
+from zerojax.configs import llama3_1b
+
+
+def get_config():
+    c = llama3_1b.get_config()
+    c.model.preset = "llama3_8b_1m"
+    c.seq_len = 262144
+    c.micro_batch_size, c.grad_accum, c.global_batch_size = 1, 1, 0
+    c.model.tile_tokens = 8192
+    c.model.remat, c.model.offload = "attention", r"layer_\d+"
+    c.precision, c.optimizer.moments = "bf16_sr", "int8"
+    c.optimizer.warmup_steps = 2
+    c.data.name, c.data.eval_split = "random", ""
+    c.evaluate.every = c.checkpoint.every = 0
+    c.checkpoint.at_end = False
+    return c
