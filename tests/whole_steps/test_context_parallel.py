@@ -2,21 +2,30 @@
 that axis together: rows, attention, sums, and the state that is sharded over it.
 """
 
+import dataclasses
 import functools
+import itertools
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
 from jax.sharding import PartitionSpec as P
 
 from zerojax import specs
+from zerojax.checkpoint import checkpointer
 from zerojax.errors import UserError
-from zerojax.trainer import program
+from zerojax.models.llama import family
+from zerojax.trainer import program, resume
+from zerojax.trainer import state as state_lib
 
 PLAIN = {"model__remat": "dots"}
 LORA = {"lora__r": 4, "lora__target_modules": "all-linear"}
 PACKED = {"data__task": "chat", "data__chat_template": "plain", "data__train_file": "tests/golden/crosses/train.jsonl"}
+PAIRS = {"data__task": "seq2seq", "data__train_file": "tests/golden/crosses/train.jsonl", "data__answer_len": 8}
+T5, BART = {"model__preset": "t5_test"}, {"model__preset": "bart_test"}
 HOST = {"offload__optimizer": "host"}
 
 # name -> (what is trained, (replica, data, context, model), how). Few run by default: those that share most of what the others have.
@@ -26,6 +35,34 @@ CASES = {
     "stage 0": (PLAIN, (1, 1, 4, 1), {"zero__stage": 0}),
     "copies, stage 1, passes": (PLAIN, (2, 2, 2, 1), {"zero__stage": 1, "grad_accum": 2}),
     "stage 2": (PLAIN, (2, 1, 2, 2), {"zero__stage": 2, "grad_accum": 2}),
+    "all devices": (PLAIN, (1, 1, 8, 1), {"reduce_dtype": "fp32"}),
+    "columns": (PLAIN, (2, 2, 2, 1), {"model__by_columns": "embed|head"}),
+    "a vocabulary that does not divide": (
+        {"model__vocab_size": 321},
+        (1, 2, 2, 1),
+        {"model__remat": "full", "zero__indivisible": "pad"},
+    ),
+    "own rows first": (PLAIN, (1, 2, 2, 1), {"zero__overrides": (("mlp", (None,)), ("embed", (None, "data")))}),
+    "optimizer on the host": (PLAIN, (1, 2, 2, 2), {**HOST, "offload__by_block": "on"}),
+    "optimizer on the host, streamed": (PLAIN, (1, 2, 2, 1), {**HOST, "offload__by_block": "off", "zero__stage": 2}),
+    "host": (PLAIN, (1, 2, 4, 1), {**HOST, "offload__params": "host", "grad_accum": 2}),
+    "activations on the host": (PLAIN, (1, 2, 2, 1), {"model__offload": r"layer_\d+/mlp"}),
+    "adapters": (LORA, (2, 1, 2, 2), {"grad_accum": 2}),
+    "nf4 with adapters": ({**LORA, "lora__quantize": "nf4"}, (1, 2, 4, 1), {}),
+    "int8 with adapters, host": (
+        {**LORA, "lora__quantize": "int8"},
+        (1, 2, 2, 1),
+        {**HOST, "offload__params": "host"},
+    ),
+    "packed, passes": ({**PLAIN, **PACKED}, (1, 2, 2, 1), {"grad_accum": 2}),
+    "t5": (T5, (1, 2, 4, 1), {}),
+    "t5, model, stage 1": (T5, (1, 1, 2, 2), {"zero__stage": 1, "grad_accum": 2}),
+    "bart, stage 2": (BART, (1, 2, 2, 1), {"zero__stage": 2}),
+    "bart, host": (BART, (1, 1, 4, 2), HOST),
+    "pairs of t5": ({**T5, **PAIRS}, (1, 2, 2, 1), {}),
+    "8 bits": ({"precision": "fp8"}, (1, 2, 2, 1), {}),
+    "8 bits, delayed": ({"precision": "fp8", "fp8__recipe": "delayed"}, (1, 1, 2, 2), {"grad_accum": 2}),
+    "tiles": ({**PLAIN, "model__tile_tokens": 4}, (1, 2, 2, 1), {}),
 }
 DEFAULT = 2
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order
@@ -45,6 +82,55 @@ def test_mesh_context_gives_the_losses_of_one_device(name, alone):
     found = runs.trained(math.prod(sizes), **what, **axes, **how)
     allowed = EIGHT_BITS if what.get("precision") == "fp8" else SUM_ORDER
     np.testing.assert_allclose(found, alone(tuple(what.items())), rtol=allowed)
+
+
+WINDOWS = dataclasses.replace(
+    family.PRESETS["test"], num_layers=2, windows=(5, 0), qk_norm=True, num_kv_heads=4, num_heads=12
+)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 4, 1), pytest.param((1, 1, 8, 1), marks=runs.LONG)])
+def test_relatives_with_windows_and_norms_of_queries_have_the_losses_of_one_device(sizes, monkeypatch):
+    """Twelve heads do not divide by 8; a window of 5 tokens is longer than the 4 of a device."""
+    monkeypatch.setitem(family.PRESETS, "test", WINDOWS)
+    settings = {"model__num_layers": 2, "seq_len": 32}
+    axes = dict(zip(("mesh__replica", "mesh__data", "mesh__context", "mesh__model"), sizes))
+    found = runs.trained(8, **settings, **axes)
+    np.testing.assert_allclose(found, runs.trained(zero__stage=0, **settings), rtol=SUM_ORDER)
+
+
+@pytest.mark.parametrize("what", [PLAIN, pytest.param({**PLAIN, **PACKED}, marks=runs.LONG)])
+def test_an_evaluation_is_that_of_one_device_and_a_prompt_is_read_whole(what):
+    """In training order is by device; what reads whole rows, such as the sampler, has the model without its way."""
+    losses = []
+    for devices, axes in ((1, {}), (8, {"mesh__data": 1, "mesh__context": 8})):
+        built = program.build(runs.config(**what, **axes), tokenizer_vocab=320, devices=jax.devices()[:devices])
+        losses.append(float(built.eval_loss(state_lib.first(built).params, runs.drawn_batch(built, 0))))
+        assert built.model.way is None
+    np.testing.assert_allclose(losses[1], losses[0], rtol=SUM_ORDER)
+
+
+@pytest.mark.parametrize("what", [{"precision": "bf16"}, pytest.param({**LORA, "zero__stage": 1}, marks=runs.LONG)])
+def test_a_checkpoint_of_data_restores_over_context_and_back_bit_for_bit(what, tmp_path):
+    meshes = [{"mesh__data": 8}, {"mesh__data": 2, "mesh__context": 2, "mesh__model": 2}, {"mesh__data": 8}]
+    built = [program.build(runs.config(**what, zero__min_size=0, **mesh), tokenizer_vocab=320) for mesh in meshes]
+    numbers = np.random.default_rng(0)
+
+    def drawn(leaf):  # zeros of moments would prove little
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jax.device_put(numbers.normal(size=leaf.shape), leaf.sharding).astype(leaf.dtype) if is_float else leaf
+
+    states = [jax.tree.map(drawn, state_lib.first(built[0]))]
+    for number, (before, after) in enumerate(itertools.pairwise(built)):
+        with checkpointer.Checkpointer(tmp_path / str(number)) as saver:
+            saver.save(1, before.to_logical(states[-1]), {}, meta=resume.meta(before))
+            saver.wait()
+            states.append(resume.state(after, saver, 1, saver.meta(1)))
+    first, *others = (jax.tree.map(np.asarray, (state.params, state.opt_state)) for state in states)
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, other, first)
+    used = {axis for leaf in jax.tree.leaves(states[1].params) for axis in specs.axes(leaf.sharding.spec)}
+    assert used == {"data", "context", "model"}
 
 
 def test_the_state_is_sharded_over_data_and_context_together():
