@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax import mesh as mesh_lib
 from zerojax.hlo import collectives, flow, syntax
 from zerojax.ops import context_attention
 from zerojax.zero import remat
@@ -21,10 +22,10 @@ HEADS, KV_HEADS, WIDTH = 8, 4, 64
 
 
 @functools.cache
-def compiled(way, order, ways, length, window=0, under=""):
+def compiled(way, order, ways, length, window=0, under="", model=1):
     """Returns the collectives of a forward and backward pass in bfloat16 with cuDNN, the number of its kernels, and its temporary bytes."""
-    mesh = Mesh(np.asarray(compile_only.gpus(topology=f"1x{ways}")), ("context",))
-    tokens = P(None, "context")
+    gpus = np.asarray(compile_only.gpus(topology=f"1x{ways * model}")).reshape(ways, model)
+    mesh, tokens = Mesh(gpus, ("context", "model")), P(None, "context")
 
     def attend(q, k, v):
         way_ = context_attention.Way(way, order, "", halo=True)
@@ -38,9 +39,12 @@ def compiled(way, order, ways, length, window=0, under=""):
         out, gradients = jax.vjp(function, q, k, v)
         return out, gradients(out * dy)
 
-    run = jax.shard_map(both, mesh=mesh, in_specs=tokens, out_specs=tokens, check_vma=False)
+    run = jax.shard_map(
+        both, mesh=mesh, in_specs=tokens, out_specs=tokens, axis_names=mesh_lib.manual(mesh), check_vma=False
+    )
+    sharding = NamedSharding(mesh, P(*tokens, "model"))
     like = [
-        jax.ShapeDtypeStruct((1, length, heads, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, tokens))
+        jax.ShapeDtypeStruct((1, length, heads, WIDTH), jnp.bfloat16, sharding=sharding)
         for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     ]
     with compile_only.optimized():
@@ -92,6 +96,15 @@ def test_a_window_is_sent_once_a_chunk():
     found, kernels, _ = compiled("gather", "zigzag", ways, length, window)
     assert kernels == 2 and len(found) == 4 and {one.kind for one in found} == {"collective-permute"}
     assert sent(found, ways) == cost("halo", "zigzag", ways, length, window=window)
+
+
+@pytest.mark.parametrize(
+    "way, order", [("ring", "zigzag"), pytest.param("ulysses", "contiguous", marks=pytest.mark.long)]
+)
+def test_heads_stay_sharded_over_model(way, order):
+    found, _, _ = compiled(way, order, 2, 512, model=2)
+    assert {one.axes for one in found} == {("context",)}
+    assert sent(found, 2) == cost(way, order, 2, 512, heads=HEADS // 2, kv_heads=KV_HEADS // 2)
 
 
 @pytest.mark.long
