@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax import tree
+from zerojax.hlo import buffers
 from zerojax.plan import bound, findings, ledger, targets
 from zerojax.zero import gather
 
@@ -27,6 +28,7 @@ EVERY_PASS = "replicated gradients are all-reduced in each of 4 passes"
 LARGER_SHARDS = "leaves of the state are replicated, or have larger shards than planned"
 NOT_DONATED = "the state is not donated"
 ON_DEVICE = "offloaded state stays on the device"
+TILES = "an MLP makes arrays of all tokens"
 COPIES = "copies to host memory outlast the forward pass"
 
 
@@ -208,3 +210,28 @@ def test_copies_to_the_host_are_named_when_the_forward_pass_is_shorter():
     assert "57%" in listed[0].remedy
     assert bound.copies(target, step, 0) is None
     assert bound.copies(target, None, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "share", "expected"),
+    [
+        (65536, 512, 0.5, [TILES]),
+        (65536, 512, 0.1, []),  # of the peak
+        (65536, 256, 0.5, []),  # the residual stream
+        (16384, 512, 0.5, []),  # tokens of an ordinary pass
+    ],
+)
+def test_an_mlp_that_makes_arrays_of_very_many_tokens_is_named_with_what_tiles_would_save(
+    tokens, width, share, expected
+):
+    found, _ = staged(3)
+    nbytes = 2 * tokens * width
+    value = buffers.Temporary(
+        "dot.1", "activations", nbytes, f"bf16[{tokens},{width}]{{1,0}}", 0, 1, "a/block_0/wide/dot", ""
+    )
+    peak = round(2 * nbytes / share)
+    listed = findings.findings(found, compute_dtype=jnp.bfloat16, at_peak=[value, value], peak=peak)
+    assert [finding.rule for finding in listed] == expected
+    if expected:
+        assert listed[0].nbytes == 2 * nbytes * (tokens - 8192) // tokens
+        assert "tile_tokens=8192 would save" in listed[0].remedy

@@ -97,6 +97,17 @@ def test_offload_is_tried_only_where_nothing_fits_without_and_the_stage_allows_i
     assert "without offload" in outcomes[-1].reason
 
 
+def test_inputs_of_layers_are_offloaded_where_a_policy_and_one_program_keep_them_and_each_remat_has_a_cost():
+    grid = {**search.DEFAULT_GRID, **search.LONG, "replica": (1,), "micro_batch_size": (1,)}
+    found = search.candidates_of(grid, ways=1, global_batch_size=1)
+    on_host = [c for c in found if c.inputs == "host"]
+    assert on_host
+    assert not [c for c in on_host if c.remat == "none" or c.params == "host"]
+    cheapest = min(found, key=search._expected_cost)
+    assert (cheapest.remat, cheapest.tile_tokens, cheapest.offloaded) == ("none", 0, 0)
+    assert {c.tile_tokens for c in found} == {0, 8192}
+
+
 def test_params_are_offloaded_last_and_only_where_they_are_sharded():
     grid = {"stage": (2, 3), "remat": ("full",), "micro_batch_size": (1,), "replica": (1,)}
     grid |= {name: search.DEFAULT_GRID[name] for name in ("offload", "params")}

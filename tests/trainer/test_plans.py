@@ -74,3 +74,17 @@ def test_a_grid_that_cannot_keep_the_batch_is_refused(config):
 
 def test_the_table_has_a_row_for_each(roomy):
     assert search.table(roomy).row_count == len(roomy) == len(search.as_json(roomy))
+
+
+def test_a_long_text_is_also_tried_in_tiles_and_with_the_inputs_of_layers_on_the_host(config):
+    def tried(**model):
+        own = dataclasses.replace(config, seq_len=65536, model=dataclasses.replace(config.model, **model))
+        return plans._of_long(own)
+
+    assert plans._of_long(config) == {}
+    assert tried(preset="tiny") == search.LONG
+    assert tried(preset="tiny", tile_tokens=4096)["tile_tokens"] == (4096,)
+    assert tried(preset="t5_test") == tried(preset="tiny", offload="layer_0/mlp") == {}
+    candidate = search.Candidate(3, "full", 1, 1, 1, tile_tokens=8192, inputs="host")
+    applied = plans._applied(config, candidate).model
+    assert (applied.remat, applied.offload, applied.tile_tokens) == ("full", r"layer_\d+", 8192)

@@ -1,12 +1,15 @@
 """Trains with a tile of tokens at a time, and compares with all tokens at once. This module tests `config.model.tile_tokens`."""
 
+import re
+
+import compile_only
 import jax
 import numpy as np
 import pytest
 import runs
 
 from zerojax.errors import UserError
-from zerojax.trainer import program
+from zerojax.trainer import plans, program
 from zerojax.trainer.checks import names
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order
@@ -56,3 +59,29 @@ def test_what_does_not_go_with_tiles_is_refused_before_anything_is_compiled():
                 runs.config(**settings, model__tile_tokens=10), tokenizer_vocab=320, devices=jax.devices()[:1]
             )
             built.train_step.lower(built.partition.abstract_state, built.abstract_batch)
+
+
+@pytest.mark.long
+def test_on_an_h200_no_array_has_all_tokens_and_the_width_of_the_mlp_and_the_peak_falls():
+    """The plan of a step without tiles says so, and what they would save."""
+    tokens = 65536
+    settings = {
+        "model__preset": "llama3_8b_1m",
+        "model__num_layers": 2,
+        "model__vocab_size": 4096,
+        "precision": "bf16",
+        "model__remat": "full",
+    }
+    plans_of = {}
+    for tile in (0, 8192):
+        config = runs.config(**settings, seq_len=tokens, global_batch_size=1, model__tile_tokens=tile)
+        built = program.build(config, tokenizer_vocab=320, devices=compile_only.gpus(topology="1x1"))
+        with compile_only.optimized():
+            plans_of[tile] = plans.plan_program(built, "h200", compiler_options=compile_only.FAST)
+    without, tiled = plans_of[0], plans_of[8192]
+    wide = re.compile(rf"\[(?:\d+,)*{tokens},14336\]")
+    assert wide.search(without.buffers.hlo_text)
+    assert not wide.search(tiled.buffers.hlo_text)
+    (finding,) = without.findings
+    assert not tiled.findings
+    assert without.peak - tiled.peak > 0.8 * finding.nbytes > 0.2 * without.peak

@@ -24,6 +24,8 @@ from zerojax import mesh as mesh_lib
 from zerojax import precision, traces
 from zerojax.errors import UserError
 
+USUAL = 8192  # tokens of a tile: enough for matmuls at their full rate
+MANY = 4 * USUAL  # tokens of a pass from which tiles pay
 _DRAWS = frozenset("random_bits rng_bit_generator rng_uniform".split())
 _tokens: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("tokens", default=None)
 

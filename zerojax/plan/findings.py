@@ -7,7 +7,7 @@ To add a rule, write a function of a `Case` and list it in RULES.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,12 +15,15 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from zerojax import display, roles, tree
-from zerojax.hlo import collectives, parameters, syntax
+from zerojax.hlo import buffers, collectives, parameters, syntax
+from zerojax.ops import tiles
 from zerojax.plan import attribution, matmuls
 from zerojax.plan import bound as bound_lib
 from zerojax.plan import ledger as ledger_lib
 
 SHARE = 0.01  # of the parameters, or of the state's bytes; less is not reported
+LARGE = 0.2  # of the peak; less than that tiles need not save
+_ACTIVATIONS = (roles.ACTIVATIONS, roles.ACTIVATION_GRADIENTS)
 _NAMED = 3  # leaves that a finding names; it counts the rest
 # Primitives of explicit collectives. A collective that the partitioner inserts has the name of the operation that needs it.
 _WRITTEN = frozenset(
@@ -48,6 +51,8 @@ class Case:
     is_16_bit: bool
     passes: int
     copies: bound_lib.Copies | None
+    at_peak: Sequence[buffers.Temporary] = ()
+    peak: int = 0
 
     @property
     def rows(self) -> tuple[ledger_lib.Row, ...]:
@@ -65,6 +70,8 @@ def findings(
     compute_dtype: DTypeLike | None = None,
     passes: int = 1,
     copies: bound_lib.Copies | None = None,
+    at_peak: Sequence[buffers.Temporary] = (),
+    peak: int = 0,
 ) -> tuple[Finding, ...]:
     """Returns the defects of a step, the costliest first.
 
@@ -75,11 +82,12 @@ def findings(
       compute_dtype: the dtype of the forward pass. If None, the dtype of most of the program's matmuls.
       passes: forward and backward passes in a step.
       copies: of activations to host memory.
+      at_peak, peak: the temporaries that are alive at the peak, and its bytes.
     """
     is_16_bit = (
         _computes_in_16_bits(ledger.flow.module) if compute_dtype is None else jnp.dtype(compute_dtype).itemsize == 2
     )
-    case = Case(ledger, dict(tree.flatten(planned)), is_16_bit, passes, copies)
+    case = Case(ledger, dict(tree.flatten(planned)), is_16_bit, passes, copies, at_peak, peak)
     defects = [finding for rule in RULES for finding in rule(case)]
     return tuple(sorted(defects, key=lambda finding: -finding.nbytes))
 
@@ -350,6 +358,30 @@ def matmuls_not_in_fp8(case: Case) -> Iterable[Finding]:
         )
 
 
+def all_tokens_at_once(case: Case) -> Iterable[Finding]:
+    """Finds arrays of tokens x the inner width of an MLP that take a large part of the peak, where tiles would be much smaller."""
+    matrices = [w.used for path, w in case.ledger.weights.items() if len(w.used) == 2 and re.search(r"\d", path)]
+    widths = {max(dims) for dims in matrices if max(dims) >= 2 * min(dims)}
+    wide: dict[str, int] = {}
+    saved = 0.0
+    for value in case.at_peak:
+        dims = [int(dim) for dim in re.findall(r"\d+", value.type.partition("[")[2].partition("]")[0])]
+        tokens = math.prod(dims[:-1]) if dims else 0
+        if value.role in _ACTIVATIONS and dims and dims[-1] in widths and tokens >= tiles.MANY:
+            name = f"{value.op_name.rpartition('/')[0].rpartition('/')[2]} {value.type.partition('{')[0]}"
+            wide[name] = wide.get(name, 0) + value.nbytes
+            saved += value.nbytes * (1 - tiles.USUAL / tokens)
+    if saved > LARGE * case.peak:
+        yield Finding(
+            "an MLP makes arrays of all tokens",
+            _listed(wide),
+            f"they take {display.human(sum(wide.values()))} of the peak of {display.human(case.peak)}",
+            f"run it for a tile of tokens at a time: tile_tokens={tiles.USUAL} would save some {display.human(saved)}, and so would "
+            "zerojax.over_tiles in a model of your own. remat='attention' and the inputs of layers in host memory (offload) make more room",
+            round(saved),
+        )
+
+
 RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     gradients_all_reduced,
     weights_gathered_in_float32,
@@ -365,6 +397,7 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     copies_outlast_the_forward_pass,
     columns_send_more_than_weights,
     matmuls_not_in_fp8,
+    all_tokens_at_once,
 )
 
 

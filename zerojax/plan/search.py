@@ -15,6 +15,7 @@ from rich.table import Table
 
 from zerojax import display
 from zerojax.errors import UserError
+from zerojax.ops import tiles
 from zerojax.plan import step_plan, targets
 from zerojax.zero import stages
 
@@ -30,6 +31,12 @@ DEFAULT_GRID: Mapping[str, Sequence[Any]] = {
 }
 
 
+# What a grid for long texts has beside that: attention's results may be kept, MLPs run in tiles, and inputs of layers be in host memory.
+LONG: Mapping[str, Sequence[Any]] = {
+    "remat": ("none", "dots", "attention", "full"),
+    "tile_tokens": (0, tiles.USUAL),
+    "inputs": ("none", "host"),
+}
 OTHER_STAGE = 0.5  # of a stage's temporaries, which any other has at least: activations, without its gathered weights
 
 
@@ -37,7 +44,8 @@ OTHER_STAGE = 0.5  # of a stage's temporaries, which any other has at least: act
 class Candidate:
     """One choice of settings. All candidates have the same global batch, by gradient accumulation.
 
-    `offload` says where the optimizer state lives, `params` where the params do.
+    `offload` says where the optimizer state lives, `params` where the params do, and `inputs` where those of layers wait for their backward
+    pass.
     """
 
     stage: int
@@ -47,11 +55,13 @@ class Candidate:
     replica: int
     offload: str = "none"
     params: str = "none"
+    tile_tokens: int = 0
+    inputs: str = "none"
 
     @property
     def offloaded(self) -> int:
         """Returns how many parts of the state are offloaded."""
-        return (self.offload != "none") + (self.params != "none")
+        return sum(where != "none" for where in (self.offload, self.params, self.inputs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,20 +134,24 @@ def candidates_of(grid: Mapping[str, Sequence[Any]], *, ways: int, global_batch_
     """Returns the grid's choices that keep the global batch.
 
     Args:
-      grid: choices by setting: those of DEFAULT_GRID, and "replica". Without "offload" and "params", nothing is offloaded.
+      grid: choices by setting: those of DEFAULT_GRID and LONG, and "replica". Without "offload", "params" and "inputs" all is on devices.
       ways: the number of devices that the batch is sharded over.
       global_batch_size: examples in one step, over all devices and passes.
     """
     found = []
     of_optimizer, of_params = grid.get("offload", ("none",)), grid.get("params", ("none",))
-    for stage, remat, micro, replica, offload, params in itertools.product(
-        grid["stage"], grid["remat"], grid["micro_batch_size"], grid["replica"], of_optimizer, of_params
+    of_long = grid.get("tile_tokens", (0,)), grid.get("inputs", ("none",))
+    for stage, remat, micro, replica, offload, params, tile, inputs in itertools.product(
+        grid["stage"], grid["remat"], grid["micro_batch_size"], grid["replica"], of_optimizer, of_params, *of_long
     ):
         row = stages.STAGES[stage]
         may_offload = (offload == "none" or row.opt_state) and (params == "none" or row.params)
         may_offload &= offload != "none" or params == "none" or len(of_params) == 1  # the optimizer first
+        # A step with params on the host is cut into programs, which keep no activations there.
+        may_offload &= inputs == "none" or (params == "none" and remat != "none")
         if may_offload and ways % replica == 0 and global_batch_size % (micro * ways) == 0:
-            found.append(Candidate(stage, remat, micro, global_batch_size // (micro * ways), replica, offload, params))
+            accum = global_batch_size // (micro * ways)
+            found.append(Candidate(stage, remat, micro, accum, replica, offload, params, tile, inputs))
     return found
 
 
@@ -176,6 +190,9 @@ def _try(candidate: Candidate, build: Build, memory: float, outcomes: Sequence[O
     return Outcome(candidate, plan.peak, rate, reason, is_compiled=True, held=held)
 
 
+_OF_ACTIVATIONS = ("remat", "offload", "params", "tile_tokens", "inputs")
+
+
 def _least_temporaries(candidate: Candidate, outcome: Outcome) -> float:
     """Returns the least bytes of a candidate's temporaries, after those of another that was compiled; 0 if the two do not compare.
 
@@ -184,7 +201,7 @@ def _least_temporaries(candidate: Candidate, outcome: Outcome) -> float:
     tried = outcome.candidate
     if not outcome.is_compiled or outcome.peak is None or outcome.held is None:
         return 0
-    if (tried.remat, tried.offload, tried.params) != (candidate.remat, candidate.offload, candidate.params):
+    if not all(getattr(tried, name) == getattr(candidate, name) for name in _OF_ACTIVATIONS):
         return 0
     share = min(1, candidate.micro_batch_size / tried.micro_batch_size)
     same = (tried.stage, tried.replica) == (candidate.stage, candidate.replica)
@@ -210,11 +227,15 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         "replica",
         "offload",
         "params",
+        "inputs",
+        "tile",
         "peak",
         "most tokens/s",
         "why not",
     ):
-        shown.add_column(column, justify="left" if column in ("remat", "offload", "params", "why not") else "right")
+        shown.add_column(
+            column, justify="left" if column in ("remat", "offload", "params", "inputs", "why not") else "right"
+        )
     for outcome in outcomes:
         c = outcome.candidate
         rate = "" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}"
@@ -227,6 +248,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
             c.replica,
             c.offload,
             c.params,
+            c.inputs,
+            c.tile_tokens,
             peak,
             rate,
             outcome.reason,
@@ -237,7 +260,9 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 def _expected_cost(candidate: Candidate) -> tuple[int, float, int, int, int]:
     """Returns a sort key: least offloaded first, then fewest recomputed operations, fewest bytes sent, fewest passes, most replicas."""
-    recomputed = {"none": 0.0, "dots": 0.02, "full": 0.33}[candidate.remat]
+    recomputed = {"none": 0.0, "dots": 0.02, "attention": 0.25, "full": 0.33}[candidate.remat]
+    if candidate.tile_tokens and candidate.remat in ("none", "dots"):
+        recomputed += 0.2  # the MLP, forward
     sent = 3 if stages.STAGES[candidate.stage].params else 2
     return (candidate.offloaded, recomputed, sent * candidate.grad_accum, candidate.grad_accum, -candidate.replica)
 
@@ -271,4 +296,6 @@ def words(candidate: Candidate) -> str:
     c = candidate
     offload = "" if c.offload == "none" else f", optimizer on the {c.offload}"
     offload += "" if c.params == "none" else f", params on the {c.params}"
+    offload += "" if c.inputs == "none" else f", inputs of layers on the {c.inputs}"
+    offload += f", tiles of {c.tile_tokens} tokens" if c.tile_tokens else ""
     return f"stage {c.stage}, remat {c.remat}, micro-batch {c.micro_batch_size} x {c.grad_accum}, replica {c.replica}{offload}"

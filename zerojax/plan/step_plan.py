@@ -184,6 +184,8 @@ def plan_step(
             compute_dtype=compute_dtype,
             passes=passes,
             copies=bound_lib.copies(known, bound, activations[0]),
+            at_peak=held.at_peak,
+            peak=held.peak,
         ),
         departures=departures.departures(sent, passes=passes),
         theory=ledger.theory(sent.weights, sent.ways, passes),

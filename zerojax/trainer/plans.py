@@ -7,8 +7,10 @@ from typing import Any
 
 from zerojax import precision
 from zerojax.errors import UserError
+from zerojax.ops import tiles
 from zerojax.plan import search, step_plan, targets
 from zerojax.trainer import config as config_lib
+from zerojax.trainer import model as model_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.checks import names
@@ -112,7 +114,7 @@ def search_config(
     return search.search(
         target,
         search.candidates_of(
-            grid or search.default_grid(devices) | _offloads(config),
+            grid or search.default_grid(devices) | _offloads(config) | _of_long(config),
             ways=ways,
             global_batch_size=config_lib.batch_sizes(config, ways).global_batch_size,
         ),
@@ -133,12 +135,17 @@ def changes_that_fit(program: program_lib.Program, *, most_compiles: int) -> lis
     model = dataclasses.replace(program.config.model, vocab_size=program.model.vocab_size)
     config = dataclasses.replace(program.config, model=model)
     micro = program.sizes.micro_batch_size
+    of_long = dict(_of_long(config))
+    remats = of_long.pop("remat", search.DEFAULT_GRID["remat"])
+    if config.model.remat not in remats:
+        remats = search.LONG["remat"]
     grid = {
         "stage": _from(search.DEFAULT_GRID["stage"], config.zero.stage),
-        "remat": _from(search.DEFAULT_GRID["remat"], config.model.remat),
+        "remat": _from(remats, config.model.remat),
         "micro_batch_size": tuple(size for size in (micro, micro // 2, micro // 4, 1) if size >= 1),
         "replica": (config.mesh.replica,),
         **_offloads(config),
+        **of_long,
     }
     try:
         outcomes = search_config(config, "here", grid=grid, most_compiles=most_compiles)
@@ -166,7 +173,7 @@ def _applied(config: settings_lib.Config, candidate: search.Candidate) -> settin
         grad_accum=candidate.grad_accum,
         zero=dataclasses.replace(config.zero, stage=candidate.stage),
         model=dataclasses.replace(
-            with_remat(config.model, candidate.remat),
+            _with_long(config, candidate),
             by_columns=config.model.by_columns if stages.STAGES[candidate.stage].params else "",
         ),
         mesh=dataclasses.replace(config.mesh, replica=candidate.replica, data=-1),
@@ -180,14 +187,31 @@ def _offloads(config: settings_lib.Config) -> dict[str, Sequence[str]]:
     return {name: search.DEFAULT_GRID[name] if kind == "none" else (kind,) for name, kind in own.items()}
 
 
+def _of_long(config: settings_lib.Config) -> dict[str, Sequence[Any]]:
+    """Returns the choices for long texts; {} where texts are short, or the model has no tiles."""
+    family, _ = model_lib.family_of(config)
+    has_tiles = hasattr(next(iter(family.presets.values())), "tile_tokens")
+    if not has_tiles or config.seq_len < tiles.MANY or config.model.offload or config.model.recompute:
+        return {}
+    return {**search.LONG, **({"tile_tokens": (config.model.tile_tokens,)} if config.model.tile_tokens else {})}
+
+
+def _with_long(config: settings_lib.Config, candidate: search.Candidate) -> settings_lib.ModelSettings:
+    """Returns the model's settings with those of a candidate."""
+    model = with_remat(config.model, candidate.remat)
+    if candidate.inputs != "none":
+        model = dataclasses.replace(model, offload=model_lib.family_of(config)[0].blocks)
+    return dataclasses.replace(model, tile_tokens=candidate.tile_tokens or model.tile_tokens)
+
+
 def _flags(config: settings_lib.Config, candidate: search.Candidate) -> str:
     """Returns a candidate as command-line overrides."""
-    model = with_remat(config.model, candidate.remat)
+    model = _with_long(config, candidate)
     settings: dict[str, Any] = {
         "zero.stage": (config.zero.stage, candidate.stage),
         **{
             f"model.{name}": (getattr(config.model, name), getattr(model, name))
-            for name in ("remat", "recompute", "offload")
+            for name in ("remat", "recompute", "offload", "tile_tokens")
         },
         "offload.optimizer": (config.offload.optimizer, candidate.offload),
         "offload.params": (config.offload.params, candidate.params),
