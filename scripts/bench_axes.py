@@ -4,10 +4,11 @@
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=2 python scripts/bench_axes.py --out runs/axes --tiny
 
 First compares the values and gradients of each way, in bfloat16 by cuDNN, with those of the whole sequence on one device. An error is
-relative to the root mean square, and some 0.004 where blocks are added up. Then times both passes of one layer of 8B (32 heads, 8 of keys
-and values, 128 wide), one row a way and length: milliseconds (the median of --repeats after a warm-up), TFLOP/s of a device by the scores
-that a mask leaves, GB that a device sends, and GiB planned for temporaries. Writes axes.json and prints a table. The rows of one device are
-the floor. A row that would begin after the limit is left out.
+relative to the root mean square, and some 0.004 where blocks are added up. The first row, `blocks`, needs one device: it adds up the
+blocks of two halves of the keys there. Then times both passes of one layer of 8B (32 heads, 8 of keys and values, 128 wide), one row a way
+and length: milliseconds (the median of --repeats after a warm-up), TFLOP/s of a device by the scores that a mask leaves, GB that a device
+sends, and GiB planned for temporaries. Writes axes.json and prints a table. The rows of one device are the floor. A row that would begin
+after the limit is left out.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from zerojax.ops import attention_blocks as blocks  # noqa: E402
 from zerojax.ops import context_attention, token_order  # noqa: E402
 
 AXIS = "context"
@@ -72,12 +74,37 @@ def inputs(mesh: Mesh, length: int, heads: int, kv_heads: int, width: int, place
     return found
 
 
+def of_blocks(kernel: str):
+    """Returns a jitted function of q, k, v and dy on one device: causal attention, and its gradients, of two halves of the keys."""
+
+    def run(q, k, v, dy):
+        half, scale = q.shape[1] // 2, q.shape[3] ** -0.5
+        early, late = slice(None, half), slice(half, None)
+        # queries and keys of each block, and whether its queries see its keys up to their own place or all
+        cases = ((early, early, True), (late, early, False), (late, late, True))
+        taken = [((q[:, rows], k[:, keys], v[:, keys]), rows, keys, is_causal) for rows, keys, is_causal in cases]
+        made = [blocks.forward(*arrays, None, kernel, scale, is_causal=is_causal) for arrays, _, _, is_causal in taken]
+        sums = [blocks.finished(made[0]), blocks.finished(blocks.merged(made[1], made[2]))]
+        dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+        for arrays, rows, keys, is_causal in taken:
+            y, l = sums[rows is late]
+            found = blocks.backward(*arrays, None, kernel, scale, y, l, dy[:, rows], is_causal=is_causal)
+            dq = dq.at[:, rows].add(found[0].astype(jnp.float32))
+            dk, dv = (x.at[:, keys].add(part.astype(jnp.float32)) for x, part in zip((dk, dv), found[1:]))
+        return jnp.concatenate([y for y, _ in sums], axis=1), dq, dk, dv
+
+    return jax.jit(run)
+
+
 def errors(way: str, order: str, window: int, devices: list, kernel: str, length: int, shape: tuple) -> dict:
     """Returns the errors of values and gradients beside the whole sequence on one device."""
     one, all_ = (Mesh(np.asarray(part), (AXIS,)) for part in (devices[:1], devices))
     expected = both_passes("ulysses", "contiguous", window, one, kernel)(*inputs(one, length, *shape))
-    places = token_order.permutation(length, len(devices), order)
-    found = both_passes(way, order, window, all_, kernel)(*inputs(all_, length, *shape, places))
+    if way == "blocks":
+        places, found = np.arange(length), of_blocks(kernel)(*inputs(one, length, *shape))
+    else:
+        places = token_order.permutation(length, len(devices), order)
+        found = both_passes(way, order, window, all_, kernel)(*inputs(all_, length, *shape, places))
     result = {}
     for name, a, b in zip(ERRORS, found, expected):
         a, b = np.asarray(a, np.float32)[:, np.argsort(places)], np.asarray(b, np.float32)
@@ -140,7 +167,7 @@ def main() -> None:
         kernel, shape, check, options.lengths, options.repeats = "xla", (4, 2, 8), 64, [128], 1
         rows = [(way, order, min(window, 16)) for way, order, window in ROWS]
     began, devices, found = time.monotonic(), jax.devices(), {"device": jax.devices()[0].device_kind, "rows": []}
-    todo = [("check", check, row) for row in rows if row[0] != "one device"]
+    todo = [("check", check, row) for row in (("blocks", "contiguous", 0), *rows) if row[0] != "one device"]
     todo += [("time", length, row) for length in options.lengths for row in rows]
     options.out.mkdir(parents=True, exist_ok=True)
     for part, length, (way, order, window) in todo:

@@ -23,3 +23,9 @@ def test_each_row_is_exact_and_has_figures(way, order, window):
     if way != "one device":
         found = bench_axes.errors(way, order, window, devices, "xla", 64, SHAPE)
         assert found.keys() == set(bench_axes.ERRORS) and max(found.values()) < ROUNDING
+
+
+@pytest.mark.long
+def test_blocks_of_one_device_add_up():
+    found = bench_axes.errors("blocks", "contiguous", 0, jax.devices()[:1], "xla", 64, SHAPE)
+    assert found.keys() == set(bench_axes.ERRORS) and max(found.values()) < ROUNDING
