@@ -65,7 +65,7 @@ def loss_fn(params, batch, state):
 # Their updates are made as those of the others: of each element by itself, or with norms of leaves, or with a number of all leaves.
 ALIKE = (
     "adadelta adamax adamaxw adan amsgrad nadam nadamw optimistic_adam_v2 radam rmsprop sign_sgd yogi acprop ademamix adopt "
-    "simplified_ademamix fromage lars cocob dadapt_adamw dog"
+    "simplified_ademamix fromage lars cocob dadapt_adamw dog adabelief adagrad adam rprop lamb prodigy"
 ).split()
 
 

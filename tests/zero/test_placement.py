@@ -117,7 +117,13 @@ def assert_frozen_are_the_same_and_trained_close(found, expected, tolerance=ROUN
 
 
 PASSES = list(itertools.product(stages.STAGES, [None, jnp.float32]))
-ALIKE = ((1, None), (2, None), (2, jnp.float32))
+ALIKE = (
+    (0, None),
+    (0, jnp.float32),
+    (1, None),
+    (2, None),
+    (2, jnp.float32),
+)  # fused updates are tried at stages 0 and 2
 
 
 @pytest.mark.parametrize(
@@ -131,8 +137,15 @@ def test_trained_weights_take_optaxs_path_and_frozen_ones_stay_to_the_bit(stage,
     assert float(metrics["grad_norm"]) > 0.5, "the run must clip"
 
 
-@pytest.mark.parametrize("blocks", ["", BLOCKS])
-@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
+@pytest.mark.parametrize(
+    ("blocks", "reduce_dtype"),
+    [
+        (BLOCKS, jnp.float32),
+        ("", None),
+        pytest.param("", jnp.float32, marks=runs.LONG),
+        pytest.param(BLOCKS, None, marks=runs.LONG),
+    ],
+)
 def test_no_gradient_of_a_frozen_weight_is_computed_or_summed(blocks, reduce_dtype):
     """No matmul and no collective has the shape of a frozen weight's gradient."""
     state, part = shard(3, mesh=(1, 8))
@@ -186,7 +199,7 @@ def test_the_bytes_table_counts_no_gradients_and_no_moments_of_frozen_weights(st
     assert "frozen params" in list(table.columns[0].cells)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", runs.cases([1, 3], long=[3]))
 def test_master_weights_are_kept_for_trained_weights_alone(stage):
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params())
     state, part = shard(stage, master_weights.with_master_weights(make_tx(0)), params)
@@ -212,7 +225,7 @@ def test_the_logical_form_holds_all_weights_and_comes_back(frozen_dtype):
     assert jax.tree.map(jnp.dtype, again) == jax.tree.map(jnp.dtype, state)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", runs.cases([0, 2, 3], long=[3]))
 def test_fused_optimizers_update_trained_weights_alone(stage):
     """In one pass, as the grouped or per-leaf kernel's twin."""
     tx = fused.fused_adamw(1e-2, 0.9, 0.95, weight_decay=0.1)

@@ -225,7 +225,7 @@ def net_loss(model, params, stats, x, deterministic):
     ("blocks", "deterministic", "remat"),
     [
         pytest.param("", False, "dots", marks=runs.LONG),
-        (r"block_\d", True, "dots"),
+        pytest.param(r"block_\d", True, "dots", marks=runs.LONG),
         (r"block_\d", False, "dots"),
         pytest.param(r"block_\d", False, "full", marks=runs.LONG),
         (r"block_1/Dense_0", False, "dots"),
