@@ -1,5 +1,7 @@
 """Checks delayed scaling: what matmuls see, what a step remembers, and what a run restores. This module tests zerojax.zero.fp8.history."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,11 @@ import pytest
 import runs
 
 import zerojax
+from zerojax.checkpoint import checkpointer
 from zerojax.errors import UserError
 from zerojax.ops import fp8
+from zerojax.trainer import program, resume
+from zerojax.trainer import state as state_lib
 from zerojax.zero.fp8 import history
 
 MATRICES = (((1,), (0,)), ((), ()))
@@ -43,13 +48,14 @@ def loss_fn(params, batch, state):
     return jnp.mean(jnp.square(state.apply_fn({"params": params}, batch["x"])))
 
 
-def stepped(scale=(1.0,), stage=3, **how):
-    """Returns the state after a step on each multiple of X."""
+@functools.cache
+def stepped(stage=3, **how):
+    """Returns the state after a step on X, and one on a multiple of it."""
     mesh = zerojax.make_mesh(data=8, devices=jax.devices()[:8])
     state, partition = zerojax.shard_train_state(init, jax.random.key(0), mesh=mesh, stage=stage, min_size=0)
     step = zerojax.make_train_step(loss_fn, partition, blocks=r"block_\d", fp8=SETTINGS, **how)
     rows = X.reshape(how.get("grad_accum", 1), -1, 8) if "grad_accum" in how else X
-    for factor in scale:
+    for factor in (1.0, 3.0):
         state, _ = step(state, {"x": factor * rows})
     return state
 
@@ -84,7 +90,7 @@ HOWS = {
 
 @pytest.mark.parametrize("name", runs.cases(HOWS, long=["one pass", "stage 1"]))
 def test_a_step_remembers_the_largest_magnitudes_of_all_devices_and_passes_the_newest_first(name):
-    state = stepped(scale=(1.0, 3.0), **HOWS[name])
+    state = stepped(**HOWS[name])
     assert set(state.fp8) == {f"block_{n}/{part}" for n in (0, 1) for part in ("in", "out")}
     largest = np.abs(X).max()
     np.testing.assert_array_equal(state.fp8["block_0/in"][0], np.asarray([3, 1, 0], np.float32) * largest)
@@ -93,7 +99,7 @@ def test_a_step_remembers_the_largest_magnitudes_of_all_devices_and_passes_the_n
 
 
 def test_stages_remember_the_same():
-    ours, theirs = (stepped(scale=(1.0, 3.0), reduce_dtype=jnp.float32, stage=stage) for stage in (3, 0))
+    ours, theirs = (stepped(stage=stage, **HOWS["two passes"]) for stage in (3, 0))
     for path, past in ours.fp8.items():
         np.testing.assert_allclose(past, theirs.fp8[path], rtol=1e-5)
     for leaf, other in zip(jax.tree.leaves(ours.params), jax.tree.leaves(theirs.params)):
@@ -128,15 +134,33 @@ def test_histories_are_renewed_by_field_and_modules_find_theirs_by_the_end_of_it
 
 def test_a_run_goes_on_in_another_precision_and_back_and_with_another_length_of_history(tmp_path):
     delayed = {"precision": "fp8", "fp8__recipe": "delayed", "fp8__history": 4}
-    runs.run(tmp_path, **delayed, steps=2)
-    _, same = runs.restored(tmp_path, 2, **delayed, steps=3)
-    assert len(same.fp8) == 7 and all(np.count_nonzero(past) == 4 for past in same.fp8.values())
-    _, shorter = runs.restored(tmp_path, 2, **{**delayed, "fp8__history": 3}, steps=3)
-    assert all(past.shape == (2, 3) and not np.any(past) for past in shorter.fp8.values())
-    runs.run(tmp_path, precision="bf16", steps=3)
-    _, plain = runs.restored(tmp_path, 3, precision="bf16", steps=3)
-    assert plain.fp8 == ()
-    _, back = runs.restored(tmp_path, 3, **delayed, steps=4)
+
+    def built(**settings):
+        return program.build(runs.config(**settings), tokenizer_vocab=320)
+
+    def save(before, state, step):
+        saver.save(step, before.to_logical(state), {}, meta=resume.meta(before))
+        saver.wait()
+
+    def restored(step, **settings):
+        after = built(**settings)
+        state = resume.state(after, saver, step, saver.meta(step))
+        assert jax.tree.map(lambda leaf: leaf.sharding, state) == after.partition.shardings
+        return state
+
+    before = built(**delayed)
+    first = state_lib.first(before)
+    first = first.replace(fp8={path: past + 1 + n for n, (path, past) in enumerate(first.fp8.items())})
+    with checkpointer.Checkpointer(tmp_path) as saver:
+        save(before, first, 2)
+        same, shorter = restored(2, **delayed), restored(2, **{**delayed, "fp8__history": 3})
+        assert len(same.fp8) == 7
+        jax.tree.map(np.testing.assert_array_equal, same.fp8, first.fp8)
+        assert all(past.shape == (2, 3) and not np.any(past) for past in shorter.fp8.values())
+        plain = restored(2, precision="bf16")
+        assert plain.fp8 == ()
+        save(built(precision="bf16"), plain, 3)
+        back = restored(3, **delayed)
     assert len(back.fp8) == 7 and not any(np.any(past) for past in back.fp8.values())
     jax.tree.map(np.testing.assert_array_equal, back.params, plain.params)
     assert jax.tree.leaves(back.fp8)[0].sharding.is_fully_replicated
