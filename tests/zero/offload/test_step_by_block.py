@@ -48,9 +48,8 @@ def first_params() -> Any:
 def loss_of(params: Any, batch: Any, state: Any) -> tuple[Any, dict]:
     """Returns a mean over a mask, so that passes and devices differ in weight."""
     losses = jax.vmap(lambda x, scale: NET.apply({"params": params}, x[None], scale[None]))(batch["x"], batch["scale"])
-    return zerojax.Mean(jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])), {
-        "metrics": {"count": jnp.sum(batch["mask"] > 0)}
-    }
+    total = batch["factor"][0] * jnp.sum(losses * batch["mask"])
+    return zerojax.Mean(total, jnp.sum(batch["mask"])), {"metrics": {"count": jnp.sum(batch["mask"] > 0)}}
 
 
 def plain_loss(params: Any, batch: Any, state: Any) -> Any:
@@ -95,9 +94,11 @@ def run(
         batch = {"x": X, "scale": SCALE, "mask": mask, "factor": jnp.full((16,), huge)}
         if accum > 1:
             batch = jax.tree.map(lambda leaf: jnp.stack([leaf, 0.5 * leaf]), batch)
-        before = jax.tree.leaves(state.opt_state)
+        before = jax.tree.leaves((part.trainable_part(state.params), state.opt_state))
+        structure = jax.tree.structure(state)
         state, metrics = train_step(state, batch)
         assert {leaf.is_deleted() for leaf in before} == {how.get("donate", True)}, "the old state's memory is reused"
+        assert jax.tree.structure(state) == structure and not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
         rows.append({name: np.asarray(value) for name, value in metrics.items()})
         if number + 1 == saved:
             state = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), leaf.sharding), state)
@@ -110,6 +111,7 @@ def agree(offloads: Any, how: dict[str, Any], **tolerance: float) -> list[Any]:
     states = []
     for offload in offloads:
         own_rows, own_state, part = run(offload, **how)
+        assert int(own_state.step) == int(state.step)
         for row, own in zip(rows, own_rows):
             assert row.keys() == own.keys()
             for name in row:
@@ -126,6 +128,8 @@ def agree(offloads: Any, how: dict[str, Any], **tolerance: float) -> list[Any]:
 
 
 MASTER = master_weights.with_master_weights(optax.adamw(1e-2))
+SCALER = zerojax.DynamicLossScale(init_scale=2.0**10, window=2)
+CROSSED = {"loss_fn": loss_of, "accum": 2, "trainable": "narrow|head", "scaler": SCALER, "clip_norm": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -133,17 +137,18 @@ MASTER = master_weights.with_master_weights(optax.adamw(1e-2))
     [
         pytest.param({}, [BOTH], marks=runs.LONG),
         pytest.param({"clip_norm": 0.5, "accum": 2}, [DISK], marks=runs.LONG),
-        ({"loss_fn": loss_of, "accum": 2}, [BOTH]),
+        (CROSSED, [BOTH]),
+        pytest.param({"loss_fn": loss_of, "accum": 2}, [BOTH], marks=runs.LONG),
         pytest.param({"loss_fn": loss_of, "accum": 2, "clip_norm": 0.5}, [{**STATES, "in_flight": 2}], marks=runs.LONG),
-        ({"trainable": "narrow|head", "clip_norm": 0.5}, [BOTH]),
+        pytest.param({"trainable": "narrow|head", "clip_norm": 0.5}, [BOTH], marks=runs.LONG),
         pytest.param(
             {"dtype": jnp.bfloat16, "tx": MASTER}, [{**BOTH, "fraction": 0.5, "params_fraction": 0.5}], marks=runs.LONG
         ),
         ({"dtype": jnp.bfloat16, "tx": fused.fused_adamw(1e-2, moments="bf16", stochastic_rounding=True)}, [BOTH]),
-        ({"scaler": zerojax.DynamicLossScale(init_scale=2.0**10, window=2), "clip_norm": 0.5}, [BOTH]),
+        pytest.param({"scaler": SCALER, "clip_norm": 0.5}, [BOTH], marks=runs.LONG),
         ({"stage": 1, "dtype": jnp.bfloat16, "tx": MASTER, "donate": False, "steps": 2}, [STATES]),
     ],
-    ids=["early", "clip", "mean", "states", "frozen", "master", "rounded", "scaled", "stage1"],
+    ids=["early", "clip", "crossed", "mean", "states", "frozen", "master", "rounded", "scaled", "stage1"],
 )
 def test_a_step_by_blocks_is_the_step(how, offloads, tmp_path):
     offloads = [
@@ -228,19 +233,6 @@ def test_a_disk_gives_the_bits_of_host_memory_and_a_checkpoint_restores_into_eit
         for (path, own), leaf in zip(tree.flatten(tested), jax.tree.leaves(state), strict=True):
             assert np.array_equal(np.asarray(own), np.asarray(leaf)), path
     assert [any(map(storage.is_on_disk, jax.tree.leaves(tested))) for tested in restored] == [False, True]
-
-
-def test_the_old_state_is_given_up_and_the_new_one_is_complete():
-    params = first_params()
-    state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
-    state, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(), stage=3, min_size=0, offload=BOTH)
-    how = {"blocks": r"block_\w+", "heads": "head", "reduce_dtype": jnp.float32, "batch_specs": SPECS}
-    train_step = step.make_train_step(plain_loss, part, **how)
-    batch = {"x": X, "scale": SCALE, "factor": jnp.ones(16)}
-    new, _ = train_step(state, batch)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.opt_state[0].mu)))
-    assert jax.tree.structure(new) == jax.tree.structure(state) and int(new.step) == 1
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(new))
 
 
 def test_a_step_sends_frozen_weights_for_the_next_which_takes_them_only_if_it_gets_the_same():
