@@ -1,6 +1,5 @@
 import functools
 
-import compile_only
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -107,21 +106,6 @@ def test_a_custom_step_is_planned_without_a_partition():
     held = {row.role: row.assigned for row in plan.memory}
     assert held[roles.PARAMS] == 4 * (128 * 64 // 8 + 64)
     assert any("donated" in finding.rule for finding in plan.findings)
-
-
-def test_stage_3_on_absent_gpus_gathers_in_16_bits_and_scatters_gradients():
-    config = runs.config(zero__stage=3, precision="bf16", model__vocab_size=1024, model__attention="xla")
-    with compile_only.optimized():
-        plan = plans.plan_program(
-            program.build(config, devices=compile_only.gpus()), "h200", compiler_options=compile_only.FAST
-        )
-    sent = {(row.role, row.kind, row.dtype) for row in plan.ledger.rows if row.weights}
-    assert ("weights forward", "all-gather", "bf16") in sent and ("weights backward", "all-gather", "bf16") in sent
-    assert all(dtype == "bf16" for role, kind, dtype in sent if kind == "all-gather")
-    assert not [
-        row for row in plan.ledger.rows if row.role == "gradients" and row.kind == "all-reduce" and row.elements > 4096
-    ]
-    assert plan.fits and plan.bound.step_seconds > 0
 
 
 def test_the_report_counts_the_state_as_the_plan_does():

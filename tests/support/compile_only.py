@@ -42,7 +42,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks, one after the other."""
 
-    depth: int = 3
+    depth: int = 2
 
     @nn.compact
     def __call__(self, x):

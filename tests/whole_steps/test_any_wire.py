@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from flax.training.train_state import TrainState
 
 import zerojax
@@ -61,7 +62,7 @@ def is_sent(path, leaf):
     return "block" in path and leaf.ndim == 2
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", runs.cases([1, 2], long=[1]))
 def test_a_step_trains_with_a_wire_that_no_module_of_it_knows(passes):
     params, tx = Net().init(jax.random.key(0), X)["params"], optax.sgd(0.1)
     state = TrainState.create(apply_fn=None, params=params, tx=tx)

@@ -163,6 +163,12 @@ def test_70b_gathers_an_eighth_of_each_weight_and_tokens_in_16_bits(hosts):
     over_model = [row for row in rows if row.axes == ("model",) and row.role == roles.ACTIVATIONS]
     moved = [row for row in over_model if row.kind == "all-gather" and row.elements > 1e6]
     assert moved and {row.dtype for row in moved} == {"bf16"}
+    sent = {(row.role, row.kind, row.dtype) for row in rows if row.weights}
+    assert {(role, "all-gather", "bf16") for role in (roles.WEIGHTS_FORWARD, roles.WEIGHTS_BACKWARD)} <= sent
+    assert all(dtype == "bf16" for role, kind, dtype in sent if kind == "all-gather")
+    summed = [row for row in rows if row.role == roles.GRADIENTS and row.kind == "all-reduce"]
+    assert not [row for row in summed if row.elements > 8192 and row.axes == ("data",)]
+    assert plan.fits and plan.bound.step_seconds > 0
     assert not plan.findings
     whys = {found.why for found in departures.departures(plan.ledger)}
     assert whys <= {"the backward pass does not read the weight"}  # the embedding's and the output projection's

@@ -15,9 +15,9 @@ from zerojax.trainer import config, program
 
 
 @functools.cache
-def schedule(**options: Any) -> list[str]:
+def schedule(depth: int = 3, **options: Any) -> list[str]:
     """Returns the instructions of a stage 3 step for 8 GPUs, in their order."""
-    text = compile_only.staged_text(3, reduce_dtype=jnp.float32, **options)
+    text = compile_only.staged_text(3, reduce_dtype=jnp.float32, depth=depth, **options)
     lines = text[text.index("\nENTRY") :].splitlines()
     return [line for line in lines if " = " in line and "parameter(" not in line and "get-tuple-element(" not in line]
 
