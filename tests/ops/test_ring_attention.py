@@ -67,10 +67,13 @@ def cost(way, order, ways, length, **kwargs):
     return found.forward + found.backward
 
 
-@pytest.mark.parametrize("order", ["zigzag", pytest.param("contiguous", marks=pytest.mark.long)])
-def test_each_hop_of_a_ring_runs_beside_one_block(order):
+LONG = [pytest.param(*case, marks=pytest.mark.long) for case in (("contiguous", "dots"), ("zigzag", "attention"))]
+
+
+@pytest.mark.parametrize("order, policy", [("zigzag", "dots"), *LONG])
+def test_each_hop_of_a_ring_runs_beside_one_block(order, policy):
     ways, length = 4, 1024
-    found, kernels, _ = compiled("ring", order, ways, length, under="dots")
+    found, kernels, _ = compiled("ring", order, ways, length, under=policy)
     assert kernels == 2 * ways, "a block runs again in the backward pass"
     assert {one.kind for one in found} == {"collective-permute"}
     *hops, _ = found  # the last brings gradients home, when no block is left

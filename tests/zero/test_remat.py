@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from zerojax.errors import UserError
-from zerojax.ops import fp8
+from zerojax.ops import fp8, residuals
 from zerojax.zero import remat
 
 X, W = jnp.ones((3, 4)), jnp.ones((4, 5))
@@ -40,6 +40,8 @@ def test_all_but_full_keep_what_fused_attention_returns(name):
 
     assert kept("dot_product_attention_fwd_wrapper") == kept("pallas_call") == (name != "full")
     assert kept("dot_general") == (name in ("none", "dots"))
+    named = remat.REMAT[name](jex.Primitive("name"), jax.typeof(X), name=residuals.ATTENTION)
+    assert named == (name != "full")
 
 
 def test_marked_matmuls_are_not_kept():

@@ -123,7 +123,7 @@ def _forward(ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, about: Any) -
         ys, ls = zip(*sums)
         total = jnp.concatenate(ys, 1), jnp.concatenate(ls, 2)
     y, l = blocks.finished(total)
-    y, l = residuals.in_place(y.astype(q.dtype)), residuals.in_place(l)
+    y, l = residuals.of_attention(y.astype(q.dtype)), residuals.of_attention(l)
     return y, (q, k, v, about, y, l)
 
 

@@ -135,7 +135,7 @@ def _keep_only_matmuls(primitive: Any, *operands: Any, **params: Any) -> bool:
     # Attention's forward, cuDNN's or a Pallas kernel, also returns the softmax statistics, so the backward pass does not run it again.
     name = primitive.name
     if name == "name":
-        return params["name"] in (fp8.PRODUCT, fp8.SCALE)
+        return params["name"] in (fp8.PRODUCT, fp8.SCALE, residuals.ATTENTION)
     if name in traces.MATMULS and operands[0].dtype.itemsize == 1 and jnp.issubdtype(operands[0].dtype, jnp.floating):
         return False  # its scaled result has a name
     is_matmul = name in traces.MATMULS and not isinstance(params.get("precision"), _NotKept)
@@ -143,7 +143,8 @@ def _keep_only_matmuls(primitive: Any, *operands: Any, **params: Any) -> bool:
 
 
 def _keep_attention(primitive: Any, *_: Any, **params: Any) -> bool:
-    return "dot_product_attention_fwd" in primitive.name or primitive.name == "pallas_call"
+    name = params["name"] if primitive.name == "name" else primitive.name
+    return name in ("pallas_call", residuals.ATTENTION) or "dot_product_attention_fwd" in name
 
 
 # The rest is recomputed.
