@@ -19,6 +19,7 @@ from zerojax.migration.own_step import from_deepspeed_config
 from zerojax.ops import fp8
 from zerojax.ops.embedding import embedding_lookup
 from zerojax.ops.tiles import over_tiles
+from zerojax.ops.tokens import attention
 from zerojax.optim.fused import fused_adamw, fused_lion
 from zerojax.optim.master_weights import with_master_weights
 from zerojax.train_state import TrainState
@@ -29,7 +30,7 @@ from zerojax.zero.offload.late_norm import first_norm
 from zerojax.zero.offload.settings import Offload
 from zerojax.zero.placement import Partition, Placement
 from zerojax.zero.shard_state import pad, shard_train_state, unpad
-from zerojax.zero.sharded_batch.compare import compare_sums
+from zerojax.zero.sharded_batch.compare import compare_context, compare_sums
 from zerojax.zero.sharded_batch.outputs import Mean, Sum
 from zerojax.zero.stages import partition_state
 from zerojax.zero.step import make_train_step
@@ -50,7 +51,9 @@ __all__ = [
     "TrainState",
     "UserError",
     "add_lora",
+    "attention",
     "batch_sharding",
+    "compare_context",
     "compare_sums",
     "embedding_lookup",
     "export_adapter",

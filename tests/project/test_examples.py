@@ -177,6 +177,16 @@ def test_a_foreign_model_under_a_table_of_overrides_has_the_losses_of_one_device
     np.testing.assert_allclose(found, expected, rtol=LOSS_TOLERANCE)
 
 
+@runs.LONG
+def test_a_foreign_model_on_parts_of_sequences_has_the_losses_of_one_device(monkeypatch, capsys):
+    example = load("linen_context_parallel")
+    for name, value in {"EMBED": 32, "MLP": 64, "LENGTH": 16, "LAYERS": 1}.items():
+        monkeypatch.setattr(example, name, value)
+    expected = example.train(1, 3, stage=0, devices=jax.devices()[:1])
+    np.testing.assert_allclose(example.train(4, 3), expected, rtol=LOSS_TOLERANCE)
+    assert not capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", runs.cases(SMALL, long=["linen_vision_batch_norm", "own_train_step"]))
 def test_persistent_bytes_fall_with_the_stage_as_in_the_table(name):
     measured = {}

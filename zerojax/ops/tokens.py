@@ -3,11 +3,16 @@
 Shapes: B batch, T queries and S keys of this device, H query heads, K key and value heads, N head dim.
 """
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
 from zerojax import specs
-from zerojax.ops import attention, context_attention
+from zerojax.errors import UserError
+from zerojax.ops import attention as attention_lib
+from zerojax.ops import context_attention
 
 AXIS = specs.entry(mesh_lib.TOKENS)  # over which tokens are sharded, as collectives name it
 
@@ -16,7 +21,7 @@ def attend(
     q_BTHN: jax.Array,
     k_BSKN: jax.Array,
     v_BSKN: jax.Array,
-    kernel: attention.Kernel,
+    kernel: attention_lib.Kernel,
     *,
     way: context_attention.Way | None,
     is_causal: bool,
@@ -52,8 +57,95 @@ def attend(
             bias=bias,
         )
     seen = mask if segments_BT is None else segments_BT[:, :, None] == segments_BT[:, None, :]
-    return attention.attend(
+    return attention_lib.attend(
         q_BTHN, k_BSKN, v_BSKN, kernel, is_causal=is_causal, bias=bias, mask=seen, scale=scale, window=window
+    )
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    **others: Any,
+) -> jax.Array:
+    """Returns `jax.nn.dot_product_attention`; where tokens are sharded over the mesh axis `context`, of this device's queries over the keys
+    of all devices.
+
+    Put it in the place of `jax.nn.dot_product_attention` for attention over the tokens of a sequence, or hand it to a Flax module:
+    `nn.MultiHeadDotProductAttention(attention_fn=functools.partial(zerojax.attention, is_causal=True))`. It exchanges keys inside
+    `make_train_step(reduce_dtype=...)` on a mesh with `context`, whose devices have parts of each sequence in its order. Anywhere else
+    nothing is exchanged.
+
+    Args:
+      query, key, value: float[batch, tokens, heads, width].
+      bias: added to the scores; over sharded tokens [batch or 1, heads, queries, keys of all devices].
+      mask: False for keys that are not seen; over sharded tokens [batch or 1, 1, 1, keys of this device].
+      scale, is_causal, local_window_size, implementation: as of `jax.nn.dot_product_attention`. Over sharded tokens a window is
+        causal: (left, 0).
+      **others: its other arguments, or those that Flax hands to such a function. Over sharded tokens none may have an effect.
+
+    Raises:
+      UserError: something cannot run over sharded tokens, or the tokens do not divide.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    is_sharded = set(mesh_lib.TOKENS) <= set(around.manual_axes) and mesh_lib.size(around, mesh_lib.TOKENS) > 1
+    if others.pop("dropout_rate", 0.0) and not others.get("deterministic", False):
+        raise UserError("attention: takes no dropout of its weights; set `dropout_rate=0`, or pass deterministic=True")
+    dtype = others.pop("dtype", None)
+    for name in ("broadcast_dropout", "dropout_rng", "deterministic", "module", "force_fp32_for_softmax"):
+        others.pop(name, None)  # Flax's, for dropout or for what this always does
+    others = {name: given for name, given in others.items() if given is not None}
+    if dtype is not None:
+        query, key, value = (x.astype(dtype) for x in (query, key, value))
+    if not is_sharded:
+        others |= {"local_window_size": local_window_size, "implementation": implementation}
+        return jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale, is_causal=is_causal, **others)
+    where = "where tokens are sharded over `context`"
+    if others:
+        raise UserError(f"attention: {min(others)} cannot run {where}; omit it")
+    left, right = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
+    if local_window_size is not None and (right or not is_causal):
+        raise UserError(f"attention: a window of {local_window_size} cannot run {where}; it must be causal: (left, 0)")
+    if mask is not None and (mask.ndim != 4 or mask.shape[1:3] != (1, 1)):
+        raise UserError(
+            f"attention: a mask of shape {mask.shape} cannot run {where}, since it says nothing of the keys of other devices; pass "
+            "is_causal=True for a causal one, and a mask [batch, 1, 1, keys] for padding"
+        )
+    length = of_all(key.shape[1])
+    if bias is not None and bias.shape[-1] != length:
+        raise UserError(
+            f"attention: a bias of shape {bias.shape} cannot run {where}; its last dim must count the {length} keys of all devices"
+        )
+    way = context_attention.choose(
+        heads=query.shape[2],
+        kv_heads=key.shape[2],
+        head_dim=query.shape[3],
+        batch=len(query),
+        ways=of_all(1),
+        length=length,
+        is_causal=is_causal,
+        window=0 if left is None else left + 1,
+        has_bias=bias is not None,
+        order="contiguous",
+    )
+    return attend(
+        query,
+        key,
+        value,
+        "cudnn" if implementation == "cudnn" else "xla",
+        way=way,
+        is_causal=is_causal,
+        bias=bias,
+        mask=None if mask is None else jnp.broadcast_to(mask[:, 0, 0], key.shape[:2]),
+        scale=scale,
+        window=0 if left is None else left + 1,
     )
 
 

@@ -69,7 +69,7 @@ class Attribution:
         """Returns one of `roles.SENT`, and the paths of the weights that it may belong to: several if they cannot be distinguished."""
         if not part.taken.dtype.startswith(("f", "bf")):
             return roles.OTHER, ()
-        if re.search(rf"\b({roles.BY_COLUMNS}|{roles.TENSOR_PARALLEL})\b", part.op_name):
+        if re.search(rf"\b({roles.BY_COLUMNS}|{roles.TENSOR_PARALLEL}|{roles.CONTEXT_PARALLEL})\b", part.op_name):
             return roles.ACTIVATIONS, ()
         phase = self._phase(found, part.op_name)
         if found.kind not in collectives.REDUCTIONS:

@@ -66,7 +66,8 @@ def make_train_step(
       accum_dtype: the dtype in which the gradients of several passes add up: float32 (None), or bfloat16, which takes half the memory. Each
         sum is then rounded up or down at random, so that its expected value is exact.
       batch_specs: specs of batch leaves whose first dim does not count examples: ordered (path regex, PartitionSpec), or a tree like
-        the batch. `PartitionSpec()`: the leaf is replicated and the same in all passes (class weights, a random key).
+        the batch. `PartitionSpec()`: the leaf is replicated and the same in all passes (class weights, a random key). On a mesh with
+        `context` they name every leaf; `PartitionSpec(("replica", "data"), "context")` shards the tokens of [examples, tokens, ...].
       cast_batch: whether `compute_dtype` applies to floating leaves of the batch, or a regex over the paths of those that it casts.
       fp8: the Linen modules whose matmuls run in fp8, in the forward and the backward pass; None for none. The program is compiled for
         fp8 then, also where the model brings `zerojax.fp8.dot_general` itself.

@@ -9,13 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax import mesh as mesh_lib
 from zerojax import tree
+from zerojax.errors import UserError
 from zerojax.zero import placement, step, where_used
 from zerojax.zero.sharded_batch import dependence, inputs, keys
 
 _WAYS_OUT = (
     "return zerojax.Mean(total, weight) for a weighted mean and zerojax.Sum(total) for a sum, give batch norm "
     'axis_name=("replica", "data"), pass batch_specs for leaves that count no examples, or omit reduce_dtype'
+)
+_WAYS_OUT_OF_PARTS = (
+    "attend with zerojax.attention, take positions and labels from the batch, return zerojax.Mean(total, weight) for a weighted mean and "
+    "zerojax.Sum(total) for a sum, or give a leaf that is not sharded over `context` to all devices and count it once"
 )
 
 
@@ -50,14 +56,65 @@ def compare_sums(
     >>> for line in compare_sums(loss_fn, partition, state, batch):
     ...     print(line)
     """
+    lines = _apart(loss_fn, partition, state, batch, reduce_dtype, tolerance, options, _WAYS_OUT)
+    return lines + _equal_draws(loss_fn, partition, state, batch, options)
+
+
+def compare_context(
+    loss_fn: Callable[..., Any],
+    partition: placement.Partition,
+    state: Any,
+    batch: Any,
+    *,
+    batch_specs: Any,
+    tolerance: float = 1e-3,
+    **options: Any,
+) -> list[str]:
+    """Runs one step in which each device has a part of every sequence and one on the whole batch, and returns a line for each value that
+    differs; [] if the loss stays the same when its tokens are sharded.
+
+    A loss differs if a token reads others without an exchange: attention that is not `zerojax.attention`, positions counted from 0 on
+    each device, labels cut from a device's own tokens, means over labels of which devices have unequally many.
+
+    Args:
+      loss_fn, partition, state, batch: as of `compare_sums`.
+      batch_specs: names every leaf, and the dim of its tokens; see `make_train_step`.
+      tolerance, **options: as of `compare_sums`.
+
+    Raises:
+      UserError: the mesh has no devices along `context`, or as the steps do.
+
+    >>> specs = [("tokens|labels|positions", PartitionSpec(("replica", "data"), "context"))]
+    >>> for line in compare_context(loss_fn, partition, state, batch, batch_specs=specs):
+    ...     print(line)
+    """
+    if mesh_lib.size(partition.mesh, mesh_lib.TOKENS) == 1:
+        raise UserError(
+            f"compare_context: the mesh has {mesh_lib.text(partition.mesh, mesh_lib.TOKENS)}, so no tokens are sharded; pass a state on "
+            "zerojax.make_mesh(context=2)"
+        )
+    options |= {"batch_specs": batch_specs}
+    return _apart(loss_fn, partition, state, batch, jnp.float32, tolerance, options, _WAYS_OUT_OF_PARTS)
+
+
+def _apart(
+    loss_fn: Callable[..., Any],
+    partition: placement.Partition,
+    state: Any,
+    batch: Any,
+    reduce_dtype: Any,
+    tolerance: float,
+    options: dict,
+    way_out: str,
+) -> list[str]:
+    """Returns a line for each value of a step that differs between each device's part of the batch and the whole."""
     found = []
     for dtype in (reduce_dtype, None):
         train_step = step.make_train_step(loss_fn, partition, reduce_dtype=dtype, **options | {"donate": False})
         after, metrics = train_step(state, batch)
         found.append({**_values(metrics), **_fields(after)})
     by_device, whole = found
-    lines = [line for name in whole for line in _difference(name, by_device[name], whole[name], tolerance)]
-    return lines + _equal_draws(loss_fn, partition, state, batch, options)
+    return [line for name in whole for line in _difference(name, by_device[name], whole[name], tolerance, way_out)]
 
 
 def _equal_draws(
@@ -97,7 +154,7 @@ def _values(values: Any) -> dict[str, Any]:
     return {path: leaf for path, leaf in tree.flatten(values) if not keys.is_typed(leaf)}
 
 
-def _difference(name: str, by_device: Any, whole: Any, tolerance: float) -> list[str]:
+def _difference(name: str, by_device: Any, whole: Any, tolerance: float, way_out: str) -> list[str]:
     ours, theirs = (np.asarray(value, np.float64) for value in (by_device, whole))
     if not theirs.size:
         return []
@@ -107,6 +164,4 @@ def _difference(name: str, by_device: Any, whole: Any, tolerance: float) -> list
         return []
     place = np.unravel_index(apart.argmax(), apart.shape)
     share = f"{apart.max() / largest:.1%} apart" if largest else "apart"
-    return [
-        f"{name}: {ours[place]:.6g} with reduce_dtype, {theirs[place]:.6g} on the whole batch ({share}); {_WAYS_OUT}"
-    ]
+    return [f"{name}: {ours[place]:.6g} with reduce_dtype, {theirs[place]:.6g} on the whole batch ({share}); {way_out}"]

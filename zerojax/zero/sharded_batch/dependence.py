@@ -59,7 +59,8 @@ def of_loss(loss_fn: Callable[..., Any], params: Any, batch: Any, state: Any, la
     by_count = [layout.of_examples(batch, count * layout.examples(batch)) for count in (1, 2)]
     axes = layout.mesh.shape if layout.by_device else {}
     with constraints.dropped(axes):
-        return TracedLoss.of(aux_of, params, by_count[0], state, by_count[1], axes)
+        found = TracedLoss.of(aux_of, params, by_count[0], state, by_count[1], axes)
+    return dataclasses.replace(found, repeated=layout.repeated(batch))
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -132,6 +133,7 @@ class TracedLoss:
       shapes: the shapes of its results, by path.
       batch_paths, state_paths: the numbers of its arguments, by path.
       like: the trace for twice as many rows, of all leaves or of some.
+      repeated: the paths of leaves of the batch of which devices that share examples have the same.
       is_additive: whether COUNT is also a sum over examples plus what reads none of them.
     """
 
@@ -140,6 +142,7 @@ class TracedLoss:
     batch_paths: Mapping[str, int]
     state_paths: Mapping[str, int]
     like: traces.Frame | None
+    repeated: frozenset[str] = frozenset()
     is_additive: bool = False
 
     @classmethod

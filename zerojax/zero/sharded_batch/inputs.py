@@ -88,6 +88,13 @@ class Layout:
         leaves = sorted(tree.flatten(batch), key=lambda pair: -pair[1].size)
         return {path: path in own for path, _ in leaves if _rows(specs[path])}
 
+    def repeated(self, batch: Any) -> frozenset[str]:
+        """Returns the leaves of a batch that was placed of which devices with tokens of their own have the same rows."""
+        if mesh_lib.size(self.mesh, mesh_lib.TOKENS) == 1:
+            return frozenset()
+        specs = tree.flatten(self.specs(batch), is_leaf=is_spec)
+        return frozenset(path for path, spec in specs if specs_lib.axes(spec).isdisjoint(mesh_lib.TOKENS))
+
     def is_unsure(self, batch: Any) -> bool:
         """Returns whether a device could get rows of a leaf which are no examples: `batch_specs` does not name all of several leaves."""
         counting = self.counting(batch)
@@ -161,11 +168,17 @@ class Layout:
             return
         sizes, axis = mesh_lib.text(self.mesh, mesh_lib.TOKENS), specs_lib.entry(mesh_lib.TOKENS)
         form = f'batch_specs=[("tokens|labels", PartitionSpec(("replica", "data"), "{axis}"))] for leaves [examples, tokens, ...]'
-        for path, _ in tree.flatten(batch):
+        for path, leaf in tree.flatten(batch):
             if path not in own:
                 raise UserError(
                     f"batch/{path}: the mesh has {sizes}, and nothing says which dim of it counts tokens; pass {form}, and "
                     'PartitionSpec(("replica", "data")) for those without such a dim'
+                )
+            is_keys = jax.dtypes.issubdtype(tree.dtype_of(leaf), jax.dtypes.prng_key)
+            if is_keys and _rows(own[path]):
+                raise UserError(
+                    f"batch/{path}: has a random key of each example, which would draw the same numbers for all parts of it over {sizes}; "
+                    "pass one key, with PartitionSpec()"
                 )
         if all(specs_lib.axes(spec).isdisjoint(mesh_lib.TOKENS) for spec in own.values()):
             raise UserError(

@@ -135,6 +135,7 @@ def state_of_devices(
         kind = program().kind(f"state/{path}", path)
         if kind == dependence.SAME:
             return _whole(program(), f"state/{path}", before, new)
+        _refuse_repeated(f"state/{path}", kind, program)
         if kind == dependence.GROWN and jnp.issubdtype(new.dtype, jnp.integer):
             return old + _psum(new - old)
         what = "neither a mean nor the old value plus a sum over examples"
@@ -158,6 +159,7 @@ def terms(metrics: Any, before: Any, program: Callable[[], dependence.TracedLoss
         kind = program().kind(name)
         if kind == dependence.SAME and not (passes > 1 and program().reads(name)):
             return Same(_whole(program(), name, before, leaf))
+        _refuse_repeated(name, kind, program)
         if kind == dependence.COUNT and jnp.issubdtype(leaf.dtype, jnp.integer):
             return Sum(leaf)
         raise UserError(
@@ -353,6 +355,16 @@ def _refuse_rows(name: str, value: Any, program: Callable[[], dependence.TracedL
             raise UserError(
                 f"loss_fn: returned {name} of shape {part.shape}, which counts one device's examples; return its sum or its mean"
             )
+
+
+def _refuse_repeated(name: str, kind: str, program: Callable[[], dependence.TracedLoss]) -> None:
+    """Raises a UserError for a count that devices would add up which have the same examples, and of these no tokens of their own."""
+    same = program().reads(name) & program().repeated
+    if same and kind in (dependence.COUNT, dependence.GROWN):
+        raise UserError(
+            f"loss_fn: returned {name}, a sum that reads batch/{min(same)}, of which devices along `context` have the same rows; count "
+            "tokens, or return a mean"
+        )
 
 
 def _psum(values: Any) -> Any:
