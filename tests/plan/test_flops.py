@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from configs import base
 from zerojax import mesh
 from zerojax.models.llama import model as llama
+from zerojax.ops import context_attention
 from zerojax.plan import flops
 from zerojax.trainer import config, program
 from zerojax.zero import accumulate
@@ -118,3 +119,21 @@ def test_cudnn_attention_counts_the_causal_half():
         found = total(jax.grad(attend), q, kv, kv)
     pairs = 2 * 4 * 64 * 64 / 2  # batch x heads x queries x keys, the lower half
     assert found == (2 + 5) * 2.0 * pairs * 16
+
+
+@pytest.mark.parametrize("way, order", [("ring", "zigzag"), ("gather", "contiguous")])
+def test_cudnn_attention_over_sharded_tokens_counts_on_every_device(way, order):
+    ways, heads, kv_heads, width, length = 4, 4, 2, 16, 256
+    tokens = P(None, "context")
+
+    def attend(q, k, v):
+        chosen = context_attention.Way(way, order, "")
+        kwargs = {"axis": "context", "way": chosen, "order": order, "is_causal": True}
+        return jnp.sum(context_attention.attend(q, k, v, "cudnn", **kwargs))
+
+    devices = jax.sharding.Mesh(jax.devices()[:ways], ("context",))
+    run = jax.shard_map(jax.grad(attend), mesh=devices, in_specs=tokens, out_specs=tokens, check_vma=False)
+    found = count(run, (1, length, heads, width), *[(1, length, kv_heads, width)] * 2)
+    shape = {"heads": heads, "kv_heads": kv_heads, "ways": ways, "length": length, "head_dim": width}
+    pairs = context_attention.cost(way, order, is_causal=True, **shape).pairs
+    assert found == {"bf16": (2 + 5) * 2.0 * width * pairs * ways}

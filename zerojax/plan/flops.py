@@ -5,6 +5,7 @@ all devices together, as if they shared the work evenly: work that several devic
 calls of cuDNN, and compile-only devices have none.
 """
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -41,8 +42,9 @@ def _walk(jaxpr: Any, times: float, found: dict[str, float]) -> None:
     for eqn in traces.opened(jaxpr)[0].eqns:
         name = eqn.primitive.name
         if name in _COUNTS:
-            kind = _kind(*[v.aval.dtype for v in eqn.invars[:2]])
-            found[kind] = found.get(kind, 0.0) + times * _COUNTS[name](eqn)
+            if operations := _COUNTS[name](eqn):
+                kind = _kind(*[v.aval.dtype for v in eqn.invars[:2]])
+                found[kind] = found.get(kind, 0.0) + times * operations
         elif name == "cond":
             _walk_longest(eqn.params["branches"], times, found)
         else:
@@ -106,6 +108,18 @@ def _attention(matmuls: int) -> Callable[[Any], float]:
     return counted
 
 
+def _foreign(eqn: Any) -> float:
+    """Counts cuDNN's attention where `ops.attention_blocks` calls it."""
+    target = eqn.params["target_name"]
+    if not target.startswith("__cudnn$fmha"):
+        return 0.0
+    config = json.loads(eqn.params["legacy_backend_config"])["cudnn_fmha_backend_config"]
+    keys = int(config["intermediate_tensor_shape"]["dimensions"][-1])
+    share = 0.5 if "CAUSAL" in config["mask_type"] else 1.0
+    matmuls = _BACKWARD_MATMULS if target.endswith("Backward") else _FORWARD_MATMULS
+    return matmuls * 2.0 * eqn.invars[0].aval.size * keys * share
+
+
 # Operations of an equation, by its primitive.
 _COUNTS: dict[str, Callable[[Any], float]] = {
     "dot_general": _dot,
@@ -114,4 +128,5 @@ _COUNTS: dict[str, Callable[[Any], float]] = {
     "ragged_dot_general": _ragged_dot,
     "dot_product_attention_fwd_wrapper": _attention(_FORWARD_MATMULS),
     "dot_product_attention_bwd_wrapper": _attention(_BACKWARD_MATMULS),
+    "ffi_call": _foreign,
 }
