@@ -230,3 +230,12 @@ def test_the_end_of_the_input_ends_the_questions_in_one_line(monkeypatch, answer
     with pytest.raises(UserError, match=r"config: the input ended at the question of the (init_from|lora_r)"):
         config._ask_all({question.name: None for question in config.QUESTIONS}, True, True)
     assert len(asked) == answered + 1
+
+
+@pytest.mark.parametrize(
+    ("model", "seq_len", "expected"),
+    [("llama3_8b_1m", 65536, 8192), ("llama3_8b_1m", 8192, None), ("t5_tiny", 65536, None)],
+)
+def test_a_long_text_of_a_decoder_runs_in_tiles(model, seq_len, expected):
+    settings = config._chosen({"model": model, "seq_len": seq_len})
+    assert settings.get("model.tile_tokens") == expected

@@ -27,6 +27,7 @@ from zerojax.errors import UserError
 from zerojax.launch import devices as devices_lib
 from zerojax.migration import config_file
 from zerojax.models import families
+from zerojax.ops import tiles
 from zerojax.plan import targets
 from zerojax.trainer import activations, plans
 from zerojax.trainer import config as config_lib
@@ -419,7 +420,10 @@ def _advice(held: Mapping[int, float], usable: float | None, fits: Mapping[int, 
         batch = f"{fit.micro_batch_size} x {fit.grad_accum}"
         shown.add_row(str(number), display.human(fit.held), display.human(fit.peak), batch, fit.remat, rate, word)
     if usable is not None and named is None:
-        shown.caption = "no stage is known to fit: offload the state, shorten the sequences, or take more devices"
+        shown.caption = (
+            "no stage is known to fit: offload the state, keep the inputs of layers in host memory (model.offload), shorten the "
+            "sequences, or take more devices"
+        )
     return Advice(shown, named.stage if named else max(held), fits)
 
 
@@ -457,6 +461,11 @@ def _chosen(answers: Mapping[str, Any]) -> dict[str, Any]:
         found["grad_accum"], found["micro_batch_size"] = passes, 0
     if found.get("lora.r"):
         found["export.format"] = "peft"
+    of_text: dict[str, Any] = {
+        place: found[place] for place in ("init_from", "model.preset", "seq_len") if place in found
+    }
+    if plans.takes_tiles(config_lib.from_dict(_raw(of_text))):
+        found["model.tile_tokens"] = tiles.USUAL
     none = {"offload.optimizer": offload_lib.NONE, "offload.params": offload_lib.NONE, "lora.r": 0, "mesh.model": 1}
     return {place: value for place, value in found.items() if none.get(place) != value}
 
@@ -495,6 +504,7 @@ def _write(path: pathlib.Path, settings: Mapping[str, Any]) -> None:
         "micro_batch_size": ("that fits; 0: derived",),
         "grad_accum": ("0: derived",),
         "model.remat": ("that fits",),
+        "model.tile_tokens": ("of a long text, for which an MLP runs at a time",),
     }
     sources |= {"export.format": ("the adapters alone",)}
     text = config_file.text(

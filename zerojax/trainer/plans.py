@@ -187,11 +187,17 @@ def _offloads(config: settings_lib.Config) -> dict[str, Sequence[str]]:
     return {name: search.DEFAULT_GRID[name] if kind == "none" else (kind,) for name, kind in own.items()}
 
 
-def _of_long(config: settings_lib.Config) -> dict[str, Sequence[Any]]:
-    """Returns the choices for long texts; {} where texts are short, or the model has no tiles."""
+def takes_tiles(config: settings_lib.Config) -> bool:
+    """Returns whether a text is so long that the model's MLPs should run in tiles, and the model has tiles."""
+    if config.seq_len < tiles.MANY:
+        return False
     family, _ = model_lib.family_of(config)
-    has_tiles = hasattr(next(iter(family.presets.values())), "tile_tokens")
-    if not has_tiles or config.seq_len < tiles.MANY or config.model.offload or config.model.recompute:
+    return hasattr(next(iter(family.presets.values())), "tile_tokens")
+
+
+def _of_long(config: settings_lib.Config) -> dict[str, Sequence[Any]]:
+    """Returns the choices for long texts; {} where none are."""
+    if not takes_tiles(config) or config.model.offload or config.model.recompute:
         return {}
     return {**search.LONG, **({"tile_tokens": (config.model.tile_tokens,)} if config.model.tile_tokens else {})}
 
