@@ -18,6 +18,7 @@ from zerojax import specs
 from zerojax.checkpoint import checkpointer
 from zerojax.errors import UserError
 from zerojax.models.llama import family
+from zerojax.ops import context_attention
 from zerojax.trainer import program, resume
 from zerojax.trainer import state as state_lib
 
@@ -162,3 +163,14 @@ def test_rows_that_do_not_divide_are_refused_with_a_length_that_does(settings, w
         program.build(runs.config(**axes, **settings), tokenizer_vocab=320)
     length = int(str(caught.value).rpartition("=")[2])
     assert program.build(runs.config(**axes, **{**settings, "seq_len": length}), tokenizer_vocab=320).way is not None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", context_attention.WAYS)
+@pytest.mark.parametrize("name", ["three axes, passes, tiles", "packed, passes", "adapters", "columns"])
+def test_each_way_gives_the_losses_of_one_device(name, way, alone, monkeypatch):
+    what, sizes, how = CASES[name]
+    monkeypatch.setattr(context_attention, "choose", functools.partial(context_attention.choose, wanted=way))
+    axes = dict(zip(("mesh__replica", "mesh__data", "mesh__context", "mesh__model"), sizes))
+    found = runs.trained(math.prod(sizes), **what, **axes, **how | {"reduce_dtype": "fp32"})
+    np.testing.assert_allclose(found, alone(tuple(what.items())), rtol=SUM_ORDER)
