@@ -444,8 +444,11 @@ def test_wandb_becomes_an_outlet_of_the_metrics_wherever_one_translates():
 
 
 @pytest.mark.parametrize("given, devices", [((8, 2, 1), 8), ((6, None, 1), 6), ((8, None, None), None)])
-def test_devices_of_tensor_parallelism_have_their_examples_together(given, devices):
+@pytest.mark.parametrize(
+    "axis, key", [("model", {"tensor_parallel": {"autotp_size": 2}}), ("context", {"sequence_parallel_size": 2})]
+)
+def test_devices_along_some_axes_have_their_examples_together(given, devices, axis, key):
     """None: the 8 of the base config."""
     content = {name: size for name, size in zip(SIZES, given) if size is not None}
-    found = settings({**BASE, "train_micro_batch_size_per_gpu": None, **content, "tensor_parallel": {"autotp_size": 2}})
-    assert (found["mesh.model"], found.get("emulate_devices")) == (2, devices)
+    found = settings({**BASE, "train_micro_batch_size_per_gpu": None, **content, **key})
+    assert (found[f"mesh.{axis}"], found.get("emulate_devices")) == (2, devices)

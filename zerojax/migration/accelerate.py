@@ -1,6 +1,7 @@
 """Translates an Accelerate config and a hostfile. This module turns their values into settings of ours."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -280,8 +281,10 @@ def _mesh(draft: Draft) -> None:
     shards = draft.whole(f"{_WAYS}.dp_shard_size")
     if (model := draft.whole(f"{_WAYS}.tp_size", 1)) > 1:
         draft.put("mesh.model", model, f"{_WAYS}.tp_size")
-    others = (draft.whole(f"{_WAYS}.{name}_size", 1) for name in ("cp", "sp"))
-    if shards is not None and shards > 1 and not any(size > 1 for size in others):
+    parts = {key: size for key in (f"{_WAYS}.cp_size", f"{_WAYS}.sp_size") if (size := draft.whole(key, 1)) > 1}
+    if parts:
+        draft.put("mesh.context", math.prod(parts.values()), *parts)
+    if shards is not None and shards > 1:
         draft.put("mesh.data", shards, f"{_WAYS}.dp_shard_size")
 
 

@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from zerojax.migration import keys as keys_lib
 from zerojax.migration.keys import IMPLIED, NO_EFFECT, OFF, ONE, TAKEN, UNSUPPORTED, Key
 
-_PARALLEL = (
-    "there is no such parallelism here; ZeRO over `data`, copies over `replica`, tensor parallelism over `model`"
-)
+_WAY = "what attention exchanges follows from heads, lengths and windows; the run says it"
 _JOIN = "zerojax launch, Slurm, Open MPI or Kubernetes start the processes and join them"
 _BLOCKS = "the model family says which modules are blocks; `blocks=` in your own step"
 
@@ -60,7 +58,7 @@ KEYS: Mapping[str, Key] = {
     "fp8_config.enable_fsdp_float8_all_gather": Key(IMPLIED, "stage 3 gathers in fp8"),
     "fp8_config.pad_inner_dim": Key(IMPLIED, "XLA pads what the matmul needs"),
     "fp8_config.*": Key(UNSUPPORTED, "set config.fp8: it has no such choice"),
-    "megatron_lm_config.*": Key(UNSUPPORTED, _PARALLEL),
+    "megatron_lm_config.*": Key(UNSUPPORTED, keys_lib.PARALLEL),
     "mpirun_config.*": Key(IMPLIED, "mpirun of the command starts a run"),
     "ipex_config.*": Key(NO_EFFECT, "XLA compiles for CPUs too"),
     "ec2_instance_type": Key(UNSUPPORTED, "no SageMaker job is started"),
@@ -123,13 +121,13 @@ KEYS: Mapping[str, Key] = {
     "parallelism_config.dp_replicate_size": Key(TAKEN, "", ("mesh.replica",), (1, None)),
     "parallelism_config.dp_shard_size": Key(TAKEN, "", ("mesh.data",)),
     "parallelism_config.tp_size": Key(TAKEN, keys_lib.TENSOR, ("mesh.model",), ONE),
-    "parallelism_config.cp_size": Key(UNSUPPORTED, _PARALLEL, (), ONE),
-    "parallelism_config.sp_size": Key(UNSUPPORTED, _PARALLEL, (), ONE),
-    "parallelism_config.cp_comm_strategy": Key(NO_EFFECT, "there is no context parallelism"),
-    "parallelism_config.sp_backend": Key(NO_EFFECT, "there is no sequence parallelism"),
-    "parallelism_config.sp_seq_length": Key(NO_EFFECT, "there is no sequence parallelism"),
-    "parallelism_config.sp_seq_length_is_variable": Key(NO_EFFECT, "there is no sequence parallelism"),
-    "parallelism_config.sp_attn_implementation": Key(NO_EFFECT, "there is no sequence parallelism"),
+    "parallelism_config.cp_size": Key(TAKEN, keys_lib.CONTEXT, ("mesh.context",), ONE),
+    "parallelism_config.sp_size": Key(TAKEN, keys_lib.CONTEXT, ("mesh.context",), ONE),
+    "parallelism_config.cp_comm_strategy": Key(NO_EFFECT, _WAY),
+    "parallelism_config.sp_backend": Key(NO_EFFECT, _WAY),
+    "parallelism_config.sp_seq_length": Key(NO_EFFECT, "config.seq_len is the length of all sequences"),
+    "parallelism_config.sp_seq_length_is_variable": Key(NO_EFFECT, "config.seq_len is the length of all sequences"),
+    "parallelism_config.sp_attn_implementation": Key(NO_EFFECT, "config.model.attention chooses the kernel"),
 }
 
 PREFIXES: Mapping[str, str] = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_"}

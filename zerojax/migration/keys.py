@@ -56,9 +56,11 @@ _CHECKPOINTS = "a checkpoint holds global arrays and restores at any stage and n
 _HOST_STATE = "state in host memory is pinned and moves in chunks: config.offload.chunk_bytes, config.offload.in_flight"
 _NVME = "a disk is read and written by threads of our own; config.offload.nvme_buffers"
 _PROFILE = "--config.profile.steps=2 traces steps and prints a table of their time"
-_PARALLEL = (
-    "there is no such parallelism here; ZeRO over `data`, copies over `replica`, tensor parallelism over `model`"
+PARALLEL = (
+    "there is no such parallelism here; ZeRO over `data`, copies over `replica`, parts of sequences over `context`, tensor parallelism "
+    "over `model`"
 )
+CONTEXT = "each device has a part of every sequence, and attention exchanges heads or keys, whichever the run says"
 TENSOR = "heads, the MLP's width, the vocabulary and, between matmuls, tokens are sharded, at any stage"
 _ONE_BIT = "gradients are summed uncompressed; the optimizer without compression is taken"
 
@@ -72,8 +74,8 @@ KEYS: Mapping[str, Key] = {
     "managed_gradient_accumulation": _unsupported(
         "the step accumulates in one compiled program, and leaves no part of it to a script", None, True
     ),
-    "sequence_parallel_size": _unsupported(_PARALLEL, *ONE),
-    "seq_parallel_communication_data_type": _no_effect("there is no sequence parallelism"),
+    "sequence_parallel_size": Key(TAKEN, CONTEXT, ("mesh.context",), ONE),
+    "seq_parallel_communication_data_type": _no_effect("activations are sent in the compute dtype"),
     "data_parallel_size": _implied("the mesh takes all devices"),
     "dataloader_drop_last": _implied("the data are an endless stream of full batches"),
     "use_data_before_expert_parallelism": _no_effect("there is no expert parallelism"),
@@ -302,10 +304,10 @@ KEYS: Mapping[str, Key] = {
     "tensor_parallel.*": _unsupported(
         "each model family has one table of what is sharded; config.zero.overrides comes first"
     ),
-    "expert_parallel.*": _unsupported(_PARALLEL),
-    "pipeline.*": _unsupported(_PARALLEL),
-    "pipeline_parallel_size": _unsupported(_PARALLEL, *ONE),
-    "moe.*": _unsupported(_PARALLEL),
+    "expert_parallel.*": _unsupported(PARALLEL),
+    "pipeline.*": _unsupported(PARALLEL),
+    "pipeline_parallel_size": _unsupported(PARALLEL, *ONE),
+    "moe.*": _unsupported(PARALLEL),
     "hybrid_engine.*": _unsupported("there is no inference engine inside training"),
     "elasticity.*": _unsupported(
         "the global batch stays as given; another number of devices resumes with another grad_accum"

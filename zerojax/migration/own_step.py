@@ -117,6 +117,7 @@ def from_deepspeed_config(
 # The starts of settings' places that a step of one's own leaves to its program, and why.
 _UNREAD: Mapping[str, str] = {
     "metrics.": "a step of your own calls its clients itself",
+    "mesh.context": "a model of your own says what it reads of other devices: make_mesh(context=...), batch_specs and zerojax.attention",
     "mesh.model": "a model of your own says what is sharded: make_mesh(model=...), and overrides that name `model`",
 }
 

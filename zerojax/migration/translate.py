@@ -81,7 +81,9 @@ _HALVES = {
     "fp32": "fp32",
     "float32": "fp32",
 }
-_ZERO, _OPT, _SCHED, _MODEL = "zero_optimization", "optimizer.params", "scheduler.params", "tensor_parallel.autotp_size"
+_ZERO, _OPT, _SCHED = "zero_optimization", "optimizer.params", "scheduler.params"
+# axes along which devices have the same examples -> their sizes
+_SHARE_EXAMPLES = {"mesh.context": "sequence_parallel_size", "mesh.model": "tensor_parallel.autotp_size"}
 
 
 def translate(
@@ -103,9 +105,13 @@ def translate(
       UserError: a value has a wrong type, or keys contradict each other.
     """
     draft = Draft(_modern(content), keys_lib.KEYS, canonical=keys_lib.canonical, auto=auto, switches=keys_lib.SWITCHES)
-    model = max(1, draft.whole(_MODEL) or 1)
-    devices = _batch(draft, devices, model)
-    _zero(draft, devices, model)
+    axes = {place: (max(1, draft.whole(key) or 1), key) for place, key in _SHARE_EXAMPLES.items()}
+    shared = math.prod(size for size, _ in axes.values())
+    devices = _batch(draft, devices, shared)
+    _zero(draft, devices, shared)
+    for place, (size, key) in axes.items():
+        if size > 1:
+            draft.put(place, size, key)
     _offload(draft)
     _precision(draft)
     _sums(draft)
@@ -143,8 +149,8 @@ def _device(value: Any) -> Any:
     return ("cpu" if value else "none") if isinstance(value, bool) else value
 
 
-def _batch(draft: Draft, devices: int | None, model: int = 1) -> int | None:
-    """Puts the batch sizes, and returns the number of devices if they tell it. Each example is on `model` of them."""
+def _batch(draft: Draft, devices: int | None, shared: int = 1) -> int | None:
+    """Puts the batch sizes, and returns the number of devices if they tell it. Each example is on `shared` of them."""
     names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
     total, micro, accum = (draft.whole(name) for name in names)
     for name, value in zip(names, (total, micro, accum)):
@@ -157,7 +163,7 @@ def _batch(draft: Draft, devices: int | None, model: int = 1) -> int | None:
         )
         micro = None
     if total and micro and accum:
-        devices = devices or total // (micro * accum) * model
+        devices = devices or total // (micro * accum) * shared
     if total:
         draft.put("global_batch_size", total, names[0])
         draft.put("micro_batch_size", micro or 0, names[1])
@@ -174,9 +180,9 @@ def _batch(draft: Draft, devices: int | None, model: int = 1) -> int | None:
         if draft.is_auto(name) and not draft.settings[place]:
             draft.say(name, keys_lib.IMPLIED, derived)
     if total and not devices:
-        most = next(count for count in range(max(1, 8 // model), 0, -1) if total // (micro or accum or 1) % count == 0)
-        if most * model != 8:  # the base config emulates 8
-            draft.put("emulate_devices", most * model, names[0])
+        most = next(count for count in range(max(1, 8 // shared), 0, -1) if total // (micro or accum or 1) % count == 0)
+        if most * shared != 8:  # the base config emulates 8
+            draft.put("emulate_devices", most * shared, names[0])
     return devices
 
 
@@ -188,7 +194,7 @@ def _clients(draft: Draft) -> None:
             draft.put("metrics.project", str(project), "wandb.project")
 
 
-def _zero(draft: Draft, devices: int | None, model: int) -> None:
+def _zero(draft: Draft, devices: int | None, shared: int) -> None:
     """Puts what is sharded, and how the devices are arranged."""
     chosen = draft.whole(f"{_ZERO}.stage", 0)
     if chosen not in range(4):
@@ -208,9 +214,7 @@ def _zero(draft: Draft, devices: int | None, model: int) -> None:
     ways = draft.whole(f"{_ZERO}.mics_shard_size", -1)
     if ways > 0:
         draft.put("mesh.data", ways, f"{_ZERO}.mics_shard_size")
-        draft.put("mesh.replica", max(1, (devices or ways) // (ways * model)), f"{_ZERO}.mics_shard_size")
-    if model > 1:
-        draft.put("mesh.model", model, _MODEL)
+        draft.put("mesh.replica", max(1, (devices or ways) // (ways * shared)), f"{_ZERO}.mics_shard_size")
     if devices and devices <= MOST_EMULATED:
         draft.put("emulate_devices", devices)
 

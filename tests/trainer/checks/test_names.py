@@ -25,7 +25,7 @@ def test_other_errors_stay_as_they_are(text):
 
 
 REFUSED = {
-    "mesh": ({"mesh.replica": 3}, r"^config\.mesh: replica 3 x data 2 x model 1"),
+    "mesh": ({"mesh.replica": 3}, r"^config\.mesh: replica 3 x data 2 x context 1 x model 1"),
     "model axis": ({"mesh.model": 2, "zero.overrides": (("", ()),)}, r"^config\.mesh\.model: is 2, and no weight is sharded over `model`"),
     "axis twice": ({"zero.overrides": (("embed", ("data", "data")),)}, r"^config\.zero\.overrides: .* names 'data' twice"),
     "unknown axis": ({"zero.overrides": (("embed", ("rows",)),)}, r"^config\.zero\.overrides: .* names \['rows'\]"),
