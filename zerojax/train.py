@@ -19,7 +19,7 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from zerojax import display, errors, files
+from zerojax import display, errors, files, xla_flags
 from zerojax.checkpoint import checkpointer
 from zerojax.checkpoint import files as step_files
 from zerojax.data import batches, feed, source
@@ -74,10 +74,13 @@ def main() -> None:
         try:
             config = config_lib.from_dict(command.parse(sys.argv))
             start_up.keep_every_program()
-            if pinned := host.most_pinned_bytes(config):
+            activations = host.most_offloaded_activations(config)
+            if pinned := host.most_pinned_bytes(config) + activations:
                 several = processes.find_cluster(*_joined_by())
                 count = several.num_processes if several else 1
-                start_up.size_pinned_pool(budget.pool_size_gb(pinned / count, budget.read_host(), count))
+                size = budget.pool_size_gb(pinned / count, budget.read_host(), count)
+                # Where the config names fewer devices than there are, activations take more than is known.
+                start_up.size_pinned_pool(max(size, round(xla_flags.DEFAULT_POOL_GB)) if activations else size)
             start_up.take_memory(targets.USABLE, mapped=config.offload.params != offload_settings.NONE)
             emulated = devices.emulate_cpu_devices(config.emulate_devices)
             processes.initialize(*_joined_by())

@@ -14,7 +14,7 @@ PINNED_POOL = (
     "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # GiB of pinned host memory that a process may use; read when JAX starts
 )
 CPU_THREADS = "PJRT_NPROC"  # threads of each pool of the CPU's devices; read when JAX starts
-_DEFAULT_POOL_GB = 64.0
+DEFAULT_POOL_GB = 64.0
 MEMORY_FRACTIONS = (
     "XLA_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
@@ -41,6 +41,6 @@ def pinned_pool_gb() -> float:
     """
     value = os.environ.get(PINNED_POOL)
     try:
-        return _DEFAULT_POOL_GB if value is None else float(value)
+        return DEFAULT_POOL_GB if value is None else float(value)
     except ValueError as error:
         raise UserError(f"{PINNED_POOL}: must be a number of GiB, and is {value!r}") from error

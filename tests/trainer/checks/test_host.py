@@ -64,6 +64,17 @@ def test_what_a_run_pins_is_bounded_before_it_uses_a_device(stage):
     assert host.most_pinned_bytes(runs.config(zero__stage=stage)) == 0
 
 
+@pytest.mark.parametrize(
+    ("offload", "width"),
+    [(r"layer_\d+", 2 * 64), (r"layer_1/mlp/up", 128), (r".*/attention/(q|o)", 2 * (64 + 64)), ("", 0)],
+)
+def test_activations_on_the_host_are_counted_before_a_device_is_used(offload, width):
+    config = runs.config(model__num_layers=2, model__offload=offload, model__remat="dots", grad_accum=2)
+    assert (
+        host.most_offloaded_activations(config) == width * 4 * 4 * 32
+    )  # of 4 sequences of 32 tokens a pass, in float32
+
+
 @pytest.mark.parametrize("precision, part", [("bf16", 1.0), ("bf16_sr", 0.5)])
 def test_what_a_run_pins_of_its_params_is_bounded_too(precision, part):
     parts = {"offload__fraction": part, "offload__params_fraction": part}

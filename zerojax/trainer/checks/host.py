@@ -15,6 +15,7 @@ from zerojax import display, errors, precision, roles, tree, xla_flags
 from zerojax import mesh as mesh_lib
 from zerojax.data import batches
 from zerojax.errors import UserError
+from zerojax.models import family as family_lib
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import program as program_lib
@@ -82,6 +83,36 @@ def most_pinned_bytes(config: settings_lib.Config) -> int:
     new = chosen.chunks_at_once * chosen.chunk_bytes
     new += budget.NEW_PARAMS.get(chosen.params, 0) * each[roles.PARAMS] * max(trained)
     return round(held * config.mesh.replica + new)
+
+
+@names.errors_of_config()
+def most_offloaded_activations(config: settings_lib.Config) -> int:
+    """Returns an upper bound of the bytes of activations that `model.offload` keeps in host memory, on all devices that the config names.
+
+    Of a layer it is the input, of a linear module its result. Uses no device; where the config derives the devices, one is counted.
+    """
+    if not config.model.offload:
+        return 0
+    source = model_lib.source(config)
+    family, model = model_lib.shape(config, source)
+    pattern, width = (
+        re.compile(config.model.offload),
+        jnp.dtype(precision.PRECISIONS[config.precision].compute_dtype).itemsize,
+    )
+    features: dict[str, int] = {}
+    for path, leaf in tree.flatten(family_lib.abstract_params(family.parts, model)):
+        *modules, name = tree.below_params(path).split("/")
+        for depth in range(1, len(modules) + 1):
+            features.setdefault("/".join(modules[:depth]), model.embed_dim)
+        if name == "kernel":
+            is_back = leaf.shape[-1] == model.embed_dim  # to the residual stream, perhaps from heads
+            features["/".join(modules)] = model.embed_dim if is_back else tree.size(leaf) // leaf.shape[0]
+    kept = sum(count for path, count in features.items() if pattern.fullmatch(path))
+    passes = max(1, config.grad_accum)
+    rows = config.global_batch_size // passes or config.micro_batch_size * config.mesh.replica * max(
+        1, config.mesh.data
+    )
+    return kept * rows * config.seq_len * width
 
 
 def refuse(what: str, needed: int) -> None:
