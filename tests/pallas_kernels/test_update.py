@@ -186,7 +186,7 @@ def test_leaves_that_a_kernel_cannot_take_take_the_twin():
 def test_leaves_of_a_group_are_each_updated_as_alone(moments):
     """Whatever their sizes, and beside leaves that differ in dtype or decay, which are in groups of their own."""
     rule = rules.Rule("adam", stochastic=moments != "float32", skips=True, copy_dtype=jnp.dtype("bfloat16"))
-    shapes = [(5, 256), (1, 256), (1,), (3, 300), (7, 11), (3, 1024), (8, 512), (2999,), (3001,)]
+    shapes = [(5, 256), (1,), (3, 300), (1, 256), (3, 1024), (2999,), (3001,)]
     leaves = [
         make_leaf(shape, "bfloat16" if n % 4 == 3 else "float32", moments=moments, seed=n)
         for n, shape in enumerate(shapes)

@@ -29,7 +29,7 @@ def plan_of(stage: int, precision: str = "fp32", **changes):
     )
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", runs.cases([0, 3], long=[0]))
 def test_xla_assigns_to_the_state_the_bytes_of_its_shardings(stage):
     rows = {row.role: row for row in plan_of(stage).memory}
     for role in (roles.PARAMS, roles.MOMENTS):

@@ -271,8 +271,15 @@ def observe_backward(residuals, cotangent):
 observed.defvjp(lambda x, largest: (x, (x, largest)), observe_backward)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
+@pytest.mark.parametrize(
+    ("reduce_dtype", "passes"),
+    [
+        (None, 2),
+        (jnp.float32, 1),
+        pytest.param(None, 1, marks=runs.LONG),
+        pytest.param(jnp.float32, 2, marks=runs.LONG),
+    ],
+)
 def test_weights_that_their_gradient_overwrites_are_neither_clipped_nor_averaged_nor_cast(reduce_dtype, passes):
     kernel, history = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)), jnp.linspace(0.1, 0.3, 16)
     params = {"params": {"kernel": kernel}, "_overwrite_with_gradient": {"largest": history}}
@@ -297,8 +304,15 @@ def test_weights_that_their_gradient_overwrites_are_neither_clipped_nor_averaged
     assert np.abs(kernel - found["params"]["kernel"]).max() > 1e-3 and float(expected[0]) > 2
 
 
-@pytest.mark.parametrize("options", [{"reduce_dtype": jnp.float32}, {"grad_accum": 2}])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    ("every", "options"),
+    [
+        (1, {"grad_accum": 2}),
+        (2, {"reduce_dtype": jnp.float32}),
+        pytest.param(1, {"reduce_dtype": jnp.float32}, marks=runs.LONG),
+        pytest.param(2, {"grad_accum": 2}, marks=runs.LONG),
+    ],
+)
 def test_16_bit_weights_keep_the_dtypes_of_their_moments(options, every):
     """Sums over devices and passes are float32; optax takes the moments' dtype from the gradients, and MultiSteps refuses a mixture."""
     params = {"w": jnp.ones((16, WIDTH), jnp.bfloat16)}

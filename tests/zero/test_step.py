@@ -232,7 +232,7 @@ def classifier_loss(params, batch, state):
     return loss, {"state": changed, "metrics": {"largest": jnp.max(y), "step": state.step}}
 
 
-@pytest.mark.parametrize(("stage", "accum"), [(0, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("stage", "accum"), [(0, 1), pytest.param(3, 1, marks=runs.LONG), (3, 2)])
 def test_batch_statistics_are_those_of_the_global_batch_and_travel_with_the_state(stage, accum):
     variables = jax.jit(Classifier().init)(jax.random.key(0), jnp.zeros((2, 8)))
     state = StateWithStatistics.create(apply_fn=None, tx=optax.sgd(0.1), **variables)
@@ -309,8 +309,10 @@ def test_fewer_than_one_pass_is_refused():
         step.make_train_step(linear_loss, part, grad_accum=0)
 
 
-@pytest.mark.parametrize("accum", [1, 2])
-@pytest.mark.parametrize("clip_norm", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("clip_norm", "accum"),
+    [(0.0, 1), (0.5, 2), pytest.param(0.0, 2, marks=runs.LONG), pytest.param(0.5, 1, marks=runs.LONG)],
+)
 def test_complex_weights_train_and_their_norm_counts_both_parts(clip_norm, accum):
     w = jnp.asarray([1.0 + 2.0j, 0.5 - 1.0j])
     x = jnp.linspace(-1.0, 1.0, 32).reshape(16, 2)
@@ -334,7 +336,7 @@ def test_complex_weights_train_and_their_norm_counts_both_parts(clip_norm, accum
         by_device(on, x)
 
 
-@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("accum", runs.cases([1, 2], long=[1]))
 def test_with_64_bits_enabled_no_dtype_of_the_state_changes(accum):
     with jax.enable_x64(True):
         state = linear_state(optax.adam(1e-3))

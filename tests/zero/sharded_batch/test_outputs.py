@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from flax.training.train_state import TrainState
 
 import zerojax
@@ -126,7 +127,11 @@ def words(leaf):
 
 @pytest.mark.parametrize(
     ("stage", "options"),
-    [(0, {"reduce_dtype": jnp.float32}), (3, {"reduce_dtype": jnp.float32, "blocks": r"layer_\d"}), (3, {})],
+    [
+        pytest.param(0, {"reduce_dtype": jnp.float32}, marks=runs.LONG),
+        (3, {"reduce_dtype": jnp.float32, "blocks": r"layer_\d"}),
+        (3, {}),
+    ],
 )
 def test_metrics_and_state_are_those_of_one_device(stage, options):
     expected, expected_metrics = on_one_device(2)
