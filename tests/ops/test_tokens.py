@@ -1,5 +1,7 @@
 """Checks what models call whose tokens may be sharded. This module tests zerojax.ops.tokens."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,3 +91,21 @@ def test_what_cannot_run_on_parts_is_refused_in_one_line(call, words):
     with pytest.raises(UserError, match=f"^attention: {words}") as caught:
         in_parts(drawn(), **call)
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_knows_no_parts_is_refused_on_them_and_runs_on_whole_rows():
+    x, mesh = drawn(), mesh_lib.make_mesh(context=8)
+
+    def run(is_whole):
+        def of_device(x):
+            with tokens.whole_rows() if is_whole else contextlib.nullcontext():
+                return tokens.attend(*x, "xla", way=None, is_causal=True), tokens.attention(*x, is_causal=True)
+
+        return jax.shard_map(of_device, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(x)
+
+    expected = attention.attend(*x, "xla", is_causal=True)
+    jax.tree.map(lambda found: np.testing.assert_array_equal(found, expected), run(True))
+    with pytest.raises(
+        UserError, match=r"^attention: tokens are sharded over `context`, and the model counts positions"
+    ):
+        run(False)

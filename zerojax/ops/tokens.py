@@ -3,6 +3,9 @@
 Shapes: B batch, T queries and S keys of this device, H query heads, K key and value heads, N head dim.
 """
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,6 +17,7 @@ from zerojax.errors import UserError
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention
 
+_WHOLE_ROWS: contextvars.ContextVar[bool] = contextvars.ContextVar("whole_rows", default=False)
 AXIS = specs.entry(mesh_lib.TOKENS)  # over which tokens are sharded, as collectives name it
 
 
@@ -56,6 +60,11 @@ def attend(
             scale=scale,
             bias=bias,
         )
+    if _is_sharded() and not _WHOLE_ROWS.get():
+        raise UserError(
+            "attention: tokens are sharded over `context`, and the model counts positions and attends as if a device had all tokens; train "
+            "it with python -m zerojax.train, which sets `way`, or use a mesh without `context`"
+        )
     seen = mask if segments_BT is None else segments_BT[:, :, None] == segments_BT[:, None, :]
     return attention_lib.attend(
         q_BTHN, k_BSKN, v_BSKN, kernel, is_causal=is_causal, bias=bias, mask=seen, scale=scale, window=window
@@ -94,8 +103,7 @@ def attention(
     Raises:
       UserError: something cannot run over sharded tokens, or the tokens do not divide.
     """
-    around = jax.sharding.get_abstract_mesh()
-    is_sharded = set(mesh_lib.TOKENS) <= set(around.manual_axes) and mesh_lib.size(around, mesh_lib.TOKENS) > 1
+    is_sharded = _is_sharded() and not _WHOLE_ROWS.get()
     if others.pop("dropout_rate", 0.0) and not others.get("deterministic", False):
         raise UserError("attention: takes no dropout of its weights; set `dropout_rate=0`, or pass deterministic=True")
     dtype = others.pop("dtype", None)
@@ -147,6 +155,22 @@ def attention(
         scale=scale,
         window=0 if left is None else left + 1,
     )
+
+
+@contextlib.contextmanager
+def whole_rows() -> Iterator[None]:
+    """Says that in its body a device has all tokens of its rows, also on a mesh with `context`."""
+    token = _WHOLE_ROWS.set(True)
+    try:
+        yield
+    finally:
+        _WHOLE_ROWS.reset(token)
+
+
+def _is_sharded() -> bool:
+    """Returns whether this runs on each device along the axis by itself."""
+    around = jax.sharding.get_abstract_mesh()
+    return set(mesh_lib.TOKENS) <= set(around.manual_axes) and mesh_lib.size(around, mesh_lib.TOKENS) > 1
 
 
 def of_all(local: int) -> int:

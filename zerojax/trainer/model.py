@@ -136,6 +136,7 @@ def way(
         batch=rows,
         is_causal=not family.is_encoder_decoder,
         window=0 if 0 in windows else max(windows),
+        packed="segments" in found,
         has_bias=family.is_encoder_decoder,  # some have one, and attention to an encoder has keys of another length
         model=mesh_lib.size(mesh, mesh_lib.COMPILER),
     )

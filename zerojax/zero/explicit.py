@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import mesh as mesh_lib
 from zerojax import specs, tree
 from zerojax.errors import UserError
+from zerojax.ops import tokens as tokens_lib
 from zerojax.zero import accumulate, constraints, gather, overlap, placement, where_used
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs
 
@@ -232,7 +233,8 @@ def by_row(function: Callable[..., Any], partition: placement.Partition, **how: 
     forward = _forward(function, partition, **how)
 
     def on_device(params: Any, arrays: Any, _: Any) -> Any:
-        return forward(params, *arrays)[0]
+        with tokens_lib.whole_rows():
+            return forward(params, *arrays)[0]
 
     def of_rows(params: Any, arrays: Any) -> Any:
         rows = mesh_lib.row_sharding(partition.mesh).spec
