@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 
+import compile_only
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import specs
 from zerojax.checkpoint import checkpointer
 from zerojax.errors import UserError
+from zerojax.hlo import collectives, flow, syntax
 from zerojax.models.llama import family
 from zerojax.ops import context_attention
 from zerojax.trainer import program, resume
@@ -174,3 +176,19 @@ def test_each_way_gives_the_losses_of_one_device(name, way, alone, monkeypatch):
     axes = dict(zip(("mesh__replica", "mesh__data", "mesh__context", "mesh__model"), sizes))
     found = runs.trained(math.prod(sizes), **what, **axes, **how | {"reduce_dtype": "fp32"})
     np.testing.assert_allclose(found, alone(tuple(what.items())), rtol=SUM_ORDER)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["dots", "attention"])
+def test_in_a_step_on_h200s_each_hop_of_a_ring_has_work_beside_it_and_no_block_runs_twice(policy, monkeypatch):
+    monkeypatch.setattr(context_attention, "choose", functools.partial(context_attention.choose, wanted="ring"))
+    model = {"model__preset": "llama3_1b", "model__num_layers": 2, "model__vocab_size": 1024, "model__remat": policy}
+    axes = {"mesh__data": 1, "mesh__context": 4, "mesh__model": 2}
+    config = runs.config(**model, **axes, precision="bf16", seq_len=8192, global_batch_size=1)
+    built = program.build(config, tokenizer_vocab=320, devices=compile_only.gpus())
+    text = compile_only.compile_gpu(built.train_step.lower(built.partition.abstract_state, built.abstract_batch))
+    assert text.count('custom_call_target="__cudnn$fmha') == 2 * 2 * 4  # layers, passes, blocks
+    found = collectives.collectives(flow.flow(syntax.parse(text)), built.partition.mesh)
+    hops = [one for one in found if one.kind == "collective-permute" and one.axes == ("context",)]
+    assert len(hops) == 2 * (3 + 5)
+    assert all(one.is_async and (one.overlaps.get("attention", 0) or one.overlaps.get("matmul", 0)) for one in hops)
