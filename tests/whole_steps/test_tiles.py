@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import runs
 
+from zerojax import configs
 from zerojax.errors import UserError
+from zerojax.trainer import config as config_lib
 from zerojax.trainer import plans, program
 from zerojax.trainer.checks import names
 
@@ -85,3 +87,15 @@ def test_on_an_h200_no_array_has_all_tokens_and_the_width_of_the_mlp_and_the_pea
     (finding,) = without.findings
     assert not tiled.findings
     assert without.peak - tiled.peak > 0.8 * finding.nbytes > 0.2 * without.peak
+
+
+@pytest.mark.long
+def test_8b_at_262144_tokens_fits_an_h200():
+    config = config_lib.from_dict(configs.get("llama3_8b_262k_h200"))
+    built = program.build(config, tokenizer_vocab=320, devices=compile_only.gpus(topology="1x1"))
+    with compile_only.optimized():
+        plan = plans.plan_program(built, "h200", compiler_options=compile_only.FAST)
+    scratch = 12 << 30  # of cuDNN's backward pass, at most: three arrays of all tokens in float32
+    assert plan.peak + scratch < plan.usable
+    assert plan.buffers.host == 32 * config.seq_len * built.model.embed_dim * 2
+    assert not plan.findings
