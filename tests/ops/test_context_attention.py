@@ -178,7 +178,7 @@ def test_the_products_have_cases_of_every_kind():
 
 
 @pytest.mark.parametrize(
-    "wanted, shape, name, text",
+    "way, shape, name, text",
     [
         ("auto", {"heads": 32, "kv_heads": 8, "ways": 8}, "ulysses", "some heads, 4 of 32$"),
         (
@@ -202,7 +202,7 @@ def test_the_products_have_cases_of_every_kind():
             "32.0 GiB by ulysses",
         ),
         ("auto", {"heads": 8, "kv_heads": 8, "ways": 8, "length": 2**15, "packed": True}, "ulysses", "1 of 8$"),
-        ("ring", {"heads": 8, "kv_heads": 8, "ways": 8}, "ring", "as the config says"),
+        ("ring", {"heads": 8, "kv_heads": 8, "ways": 8}, "ring", "as asked"),
         ("auto", {"heads": 8, "kv_heads": 8, "ways": 8, "has_bias": True}, "gather", "because of a bias"),
         (
             "auto",
@@ -212,12 +212,12 @@ def test_the_products_have_cases_of_every_kind():
         ),
         ("auto", {"heads": 8, "kv_heads": 8, "ways": 8, "window": 10}, "ulysses", "1 of 8$"),
         ("auto", {"heads": 9, "kv_heads": 9, "ways": 8, "window": 6}, "gather", r"GiB a layer$"),  # in zigzag order
-        ("gather", {"heads": 8, "kv_heads": 8, "ways": 8, "window": 9}, "gather", "as the config says$"),
-        ("ulysses", {"heads": 8, "kv_heads": 8, "ways": 8, "has_bias": True}, "ulysses", "as the config says"),
+        ("gather", {"heads": 8, "kv_heads": 8, "ways": 8, "window": 9}, "gather", "as asked$"),
+        ("ulysses", {"heads": 8, "kv_heads": 8, "ways": 8, "has_bias": True}, "ulysses", "as asked"),
     ],
 )
-def test_what_is_chosen_and_why(wanted, shape, name, text):
-    found = context_attention.choose(**{"length": 64, "is_causal": True, "wanted": wanted} | shape)
+def test_what_is_chosen_and_why(way, shape, name, text):
+    found = context_attention.choose(**{"length": 64, "is_causal": True, "way": way} | shape)
     assert found.name == name and re.search(text, found.text), found
 
 
@@ -233,11 +233,11 @@ def test_causal_blocks_are_balanced_where_the_length_allows():
 @pytest.mark.parametrize(
     "case, message",
     [
-        ({"wanted": "ulysses", "heads": 12}, "ulysses gives each of 8 devices some of 12 heads, which do not divide"),
-        ({"wanted": "ring", "has_bias": True}, 'ring takes no bias of the scores; set `context_attention="gather"`'),
+        ({"way": "ulysses", "heads": 12}, "ulysses gives each of 8 devices some of 12 heads, which do not divide"),
+        ({"way": "ring", "has_bias": True}, 'ring takes no bias of the scores; set `way="gather"`'),
         ({"length": 60}, "60 tokens of a sequence do not divide into 8 chunks .contiguous over 8 devices.; make the"),
         ({"length": 72, "order": "zigzag"}, "72 tokens .* into 16 chunks .* make the sequence 80 tokens long"),
-        ({"wanted": "ulises"}, "'ulises' is no way to attend; did you mean 'ulysses'?"),
+        ({"way": "ulises"}, "'ulises' is no way to attend; did you mean 'ulysses'?"),
         ({"order": "zig"}, "'zig' is none of the orders of tokens; did you mean 'zigzag'?"),
     ],
 )

@@ -172,7 +172,7 @@ def test_rows_that_do_not_divide_are_refused_with_a_length_that_does(settings, w
 @pytest.mark.parametrize("name", ["three axes, passes, tiles", "packed, passes", "adapters", "columns"])
 def test_each_way_gives_the_losses_of_one_device(name, way, alone, monkeypatch):
     what, sizes, how = CASES[name]
-    monkeypatch.setattr(context_attention, "choose", functools.partial(context_attention.choose, wanted=way))
+    monkeypatch.setattr(context_attention, "choose", functools.partial(context_attention.choose, way=way))
     axes = dict(zip(("mesh__replica", "mesh__data", "mesh__context", "mesh__model"), sizes))
     found = runs.trained(math.prod(sizes), **what, **axes, **how | {"reduce_dtype": "fp32"})
     np.testing.assert_allclose(found, alone(tuple(what.items())), rtol=SUM_ORDER)
@@ -181,7 +181,7 @@ def test_each_way_gives_the_losses_of_one_device(name, way, alone, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("policy", ["dots", "attention"])
 def test_in_a_step_on_h200s_each_hop_of_a_ring_has_work_beside_it_and_no_block_runs_twice(policy, monkeypatch):
-    monkeypatch.setattr(context_attention, "choose", functools.partial(context_attention.choose, wanted="ring"))
+    monkeypatch.setattr(context_attention, "choose", functools.partial(context_attention.choose, way="ring"))
     model = {"model__preset": "llama3_1b", "model__num_layers": 2, "model__vocab_size": 1024, "model__remat": policy}
     axes = {"mesh__data": 1, "mesh__context": 4, "mesh__model": 2}
     config = runs.config(**model, **axes, precision="bf16", seq_len=8192, global_batch_size=1)

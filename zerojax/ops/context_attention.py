@@ -31,10 +31,10 @@ _MEANING = {
     "ulysses": "each device receives all tokens of some heads",
 }
 _INDIVISIBLE = (
-    "context_attention: ulysses gives each of {ways} devices some of {heads} heads, which do not divide; set "
-    '`context_attention="auto"`, or choose a number of devices that divides them'
+    "way: ulysses gives each of {ways} devices some of {heads} heads, which do not divide; set "
+    '`way="auto"`, or choose a number of devices that divides them'
 )
-_BIASED = 'context_attention: ring takes no bias of the scores; set `context_attention="gather"`, or "auto"'
+_BIASED = 'way: ring takes no bias of the scores; set `way="gather"`, or "auto"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def choose(
     batch: int = 1,
     model: int = 1,
     order: token_order.Order | None = None,
-    wanted: str = "auto",
+    way: str = "auto",
 ) -> Way:
     """Returns how tokens that are sharded over `ways` devices attend.
 
@@ -83,26 +83,24 @@ def choose(
       batch: sequences of a device and its neighbours along the axis.
       model: the number of devices over which heads are sharded.
       order: of the tokens; None: the one that suits.
-      wanted: "auto", or one of WAYS.
+      way: "auto", or one of WAYS.
 
     Raises:
-      UserError: the length does not divide, or the wanted way cannot run.
+      UserError: the length does not divide, or the way cannot run.
     """
-    if wanted not in ("auto", *WAYS):
-        raise UserError(
-            f"context_attention: {errors.shown(wanted)} is no way to attend; {errors.choose(wanted, ('auto', *WAYS))}"
-        )
+    if way not in ("auto", *WAYS):
+        raise UserError(f"way: {errors.shown(way)} is no way to attend; {errors.choose(way, ('auto', *WAYS))}")
     token_order.check(length, ways, order or "contiguous")
     own = heads // model if heads % model == 0 else heads
     own_kv = max(1, own * kv_heads // heads)
     divides, copies = own % ways == 0, _copies(own_kv, ways)
-    if wanted == "ulysses" and not divides:
+    if way == "ulysses" and not divides:
         raise UserError(_INDIVISIBLE.format(ways=ways, heads=own))
-    if wanted == "ring" and has_bias:
+    if way == "ring" and has_bias:
         raise UserError(_BIASED)
     gathered, mask = 2 * (2 + 4) * batch * length * own_kv * head_dim, 2 * batch * length * length if packed else 0
-    if wanted != "auto":
-        name, reason = wanted, "as the config says"
+    if way != "auto":
+        name, reason = way, "as asked"
     elif has_bias:
         name, reason = "gather", "because of a bias"
     elif divides and mask <= _MASK:
@@ -116,7 +114,7 @@ def choose(
         reason += f"; gathered keys, values and their gradients take {gathered / 2**30:.2f} GiB a layer"
     is_zigzag = name != "ulysses" and is_causal and not has_bias and length % (2 * ways) == 0
     order = order or ("zigzag" if is_zigzag else "contiguous")
-    chunk, halo = length // ways // token_order.CHUNKS[order], wanted == "auto"
+    chunk, halo = length // ways // token_order.CHUNKS[order], way == "auto"
     is_near = halo and window < length and _is_near(window, chunk, is_causal, has_bias)
     near = "; a sliding window from the tokens just before (halo)" if is_near else ""
     return Way(name, order, f"{name}: {_MEANING[name]}, {reason}{near}", halo)
