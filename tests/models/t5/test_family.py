@@ -33,8 +33,8 @@ def test_big_presets_have_their_published_number_of_weights(name):
 
 @pytest.fixture(scope="module")
 def unsharded(cache_dir, stdlib_dir, tmp_path_factory):
-    """Returns the folder of six steps at stage 0."""
-    return runs.run(tmp_path_factory.mktemp("stage0"), zero__stage=0, **TEST, data__dir=str(stdlib_dir))
+    """Returns the folder of six steps at stage 0 on one device."""
+    return runs.run(tmp_path_factory.mktemp("stage0"), devices=1, zero__stage=0, **TEST, data__dir=str(stdlib_dir))
 
 
 @runs.LONG
