@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import runs
 
-from zerojax import configs, roles, specs
+from zerojax import configs, roles, specs, traces
 from zerojax.checkpoint import checkpointer
 from zerojax.errors import UserError
 from zerojax.plan import departures
@@ -58,7 +58,7 @@ CASES = {
     "8 bits, rowwise": ({"precision": "fp8", "fp8__recipe": "rowwise"}, (1, 2, 2), {"grad_accum": 2}),
     "8 bits, delayed": ({"precision": "fp8", "fp8__recipe": "delayed"}, (2, 2, 2), {}),
 }
-DEFAULT = 3
+DEFAULT = 2
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,19 @@ def test_mesh_model_gives_the_losses_of_one_device(name, alone):
     found = runs.trained(math.prod(shape), **what, **axes, **how)
     allowed = EIGHT_BITS if what.get("precision") == "fp8" else SUM_ORDER
     np.testing.assert_allclose(found, alone(tuple(what.items())), rtol=allowed)
+
+
+def test_a_step_of_bart_over_model_is_traced_and_keeps_activations_sharded():
+    """Its losses are compared with -m long, those of its imported weights in tests/interop/test_pretrained.py."""
+    what, (_, data, model), how = CASES["bart, stage 2"]
+    devices = jax.devices()[: data * model]
+    built = program.build(
+        runs.config(**what, **how, mesh__data=data, mesh__model=model), tokenizer_vocab=320, devices=devices
+    )
+    traced = built.train_step.trace(built.partition.abstract_state, built.abstract_batch)
+    kept = [e for e in traces.equations(traced.jaxpr.jaxpr) if e.primitive.name == "sharding_constraint"]
+    sharded = [e for e in kept if "model" in specs.axes(e.params["sharding"].spec)]
+    assert len({str(e.outvars[0].aval.shape) for e in sharded}) > 1 and len(sharded) > 2 * 3 * 2  # forward, backward
 
 
 @runs.LONG

@@ -145,6 +145,7 @@ LONG = (
     "stage 1, 2 passes",
     "stage 3",
     "stage 3, no blocks, full",
+    "stage 2, 4 x 2, 2 passes, none",  # test_explicit.py has its gradients, and the test below stage 2
     "stage 0",  # tests/whole_steps/test_any_state.py has steps of stage 0 and a plain loop
     "stage 3, 2 x 2 x 2",  # tests/trainer/test_program.py has a model axis
     "stage 1, by the compiler",
