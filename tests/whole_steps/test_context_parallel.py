@@ -21,7 +21,8 @@ from zerojax.errors import UserError
 from zerojax.hlo import collectives, flow, syntax
 from zerojax.models.llama import family
 from zerojax.ops import context_attention
-from zerojax.trainer import program, resume
+from zerojax.plan import departures
+from zerojax.trainer import plans, program, resume
 from zerojax.trainer import state as state_lib
 
 PLAIN = {"model__remat": "dots"}
@@ -129,10 +130,12 @@ def test_a_checkpoint_of_data_restores_over_context_and_back_bit_for_bit(what, t
             saver.save(1, before.to_logical(states[-1]), {}, meta=resume.meta(before))
             saver.wait()
             states.append(resume.state(after, saver, 1, saver.meta(1)))
-    first, *others = (jax.tree.map(np.asarray, (state.params, state.opt_state)) for state in states)
+    logical = [one.to_logical(state) for one, state in zip(built, states)]  # frozen weights are in no checkpoint
+    first, *others = (jax.tree.map(np.asarray, (state.params, state.opt_state)) for state in logical)
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, other, first)
-    used = {axis for leaf in jax.tree.leaves(states[1].params) for axis in specs.axes(leaf.sharding.spec)}
+    stored = jax.tree.leaves((states[1].params, states[1].opt_state))
+    used = {axis for leaf in stored for axis in specs.axes(leaf.sharding.spec)}
     assert used == {"data", "context", "model"}
 
 
@@ -192,3 +195,22 @@ def test_in_a_step_on_h200s_each_hop_of_a_ring_has_work_beside_it_and_no_block_r
     hops = [one for one in found if one.kind == "collective-permute" and one.axes == ("context",)]
     assert len(hops) == 2 * (3 + 5)
     assert all(one.is_async and (one.overlaps.get("attention", 0) or one.overlaps.get("matmul", 0)) for one in hops)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", [1, 2])
+def test_a_plan_for_h200s_gathers_weights_over_data_and_context_and_finds_nothing_wrong(model):
+    """Compiled for absent GPUs: 1B with two layers. Attention alone sends activations over `context`, in 16 bits."""
+    preset = {"model__preset": "llama3_1b", "model__num_layers": 2, "model__vocab_size": 1024, "model__remat": "dots"}
+    axes = {"mesh__data": 8 // 2 // model, "mesh__context": 2, "mesh__model": model}
+    config = runs.config(**preset, **axes, precision="bf16", seq_len=8192, global_batch_size=4)
+    built = program.build(config, tokenizer_vocab=320, devices=compile_only.gpus())
+    plan = plans.plan_program(built, "h200", compiler_options=compile_only.FAST)
+    rows = [row for row in plan.ledger.rows if row.elements > 1000]
+    state = {"weights forward", "weights backward", "gradients"}
+    assert {row.axes for row in rows if row.role in state} - {("model",)} == {("data", "context")}  # sums of norms
+    sent = [row for row in rows if row.axes == ("context",)]
+    assert {(row.role, row.kind, row.dtype) for row in sent} == {("activations", "all-to-all", "bf16")}
+    assert not plan.findings
+    whys = {found.why for found in departures.departures(plan.ledger)}
+    assert whys <= {"the backward pass does not read the weight"}  # the embedding's and the output projection's
