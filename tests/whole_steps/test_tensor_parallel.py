@@ -85,8 +85,9 @@ def test_a_step_of_bart_over_model_is_traced_and_keeps_activations_sharded():
     )
     traced = built.train_step.trace(built.partition.abstract_state, built.abstract_batch)
     kept = [e for e in traces.equations(traced.jaxpr.jaxpr) if e.primitive.name == "sharding_constraint"]
-    sharded = [e for e in kept if "model" in specs.axes(e.params["sharding"].spec)]
-    assert len({str(e.outvars[0].aval.shape) for e in sharded}) > 1 and len(sharded) > 2 * 3 * 2  # forward, backward
+    shapes = [e.outvars[0].aval.shape for e in kept if "model" in specs.axes(e.params["sharding"].spec)]
+    # 4 examples on a device of 32 inputs and 8 targets; weights have other shapes.
+    assert all(shapes.count((4, tokens, 64)) > 2 * 3 for tokens in (32, 8))  # forward and backward, of every residual
 
 
 @runs.LONG
