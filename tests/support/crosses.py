@@ -73,8 +73,9 @@ BASE: Mapping[str, Any] = {
 MODELS = {"llama": "test", "t5": "t5_test", "bart": "bart_test"}
 
 
-def _axes(replica: int, data: int, model: int) -> dict[str, Any]:
-    return {"mesh.replica": replica, "mesh.data": data, "mesh.model": model, "emulate_devices": replica * data * model}
+def _axes(replica: int, data: int, model: int, context: int = 1) -> dict[str, Any]:
+    sizes = {"mesh.replica": replica, "mesh.data": data, "mesh.context": context, "mesh.model": model}
+    return {**sizes, "emulate_devices": replica * data * context * model}
 
 
 # A setting, or several that belong together: the names of its values -> what each sets. The first value is that of the baseline.
@@ -91,6 +92,7 @@ SETTINGS: dict[str, dict[str, Mapping[str, Any]]] = {
         "1x6x1": _axes(1, 6, 1),
         "2x2x2": _axes(2, 2, 2),
         "8x1x1": _axes(8, 1, 1),
+        "context": _axes(1, 2, 1, context=4),
     },
     "min_size": {"1024": {}, "0": {"zero.min_size": 0}, "8192": {"zero.min_size": 8192}},
     "indivisible": {name: {"zero.indivisible": name} for name in ("whole", "pad")},
