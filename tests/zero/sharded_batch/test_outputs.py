@@ -11,6 +11,7 @@ import optax
 import pytest
 import runs
 from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec
 
 import zerojax
 from zerojax.errors import UserError
@@ -264,3 +265,28 @@ def test_a_loss_becomes_float32():
     assert found.total == 16 and found.total.dtype == jnp.float32 and found.weight == 4
     with pytest.raises(UserError, match=r"^loss_fn: returned float32\[2\] in zerojax.Sum as the loss"):
         outputs.in_float32(outputs.Sum(jnp.ones(2)))
+
+
+@pytest.mark.parametrize(
+    "sizes, axes, is_whole",
+    [
+        ({}, ("replica", "data"), True),
+        ({"context": 2}, ("replica", "data", "context"), True),
+        ({"context": 2}, ("replica", "data"), False),
+    ],
+)
+def test_a_count_that_the_loss_itself_sums_over_every_axis_of_several_devices_is_the_same_on_all(sizes, axes, is_whole):
+    x = jax.random.normal(jax.random.key(0), (8, 4, 8))
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1))
+    state, part = zerojax.shard_train_state(state, mesh=zerojax.make_mesh(**sizes), stage=0)
+
+    def loss_fn(params, batch, state):
+        return jnp.mean(batch @ params["w"]), {"metrics": {"above": jax.lax.psum(jnp.sum(batch > 0), axes)}}
+
+    specs = PartitionSpec(("replica", "data"), "context")
+    train_step = zerojax.make_train_step(loss_fn, part, reduce_dtype=jnp.float32, batch_specs=specs)
+    if not is_whole:
+        with pytest.raises(UserError, match=r"^loss_fn: returned metrics/above, .* differs between devices"):
+            train_step(state, x)
+        return
+    assert train_step(state, x)[1]["above"] == jnp.sum(x > 0)

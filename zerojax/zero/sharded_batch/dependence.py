@@ -133,6 +133,7 @@ class TracedLoss:
       shapes: the shapes of its results, by path.
       batch_paths, state_paths: the numbers of its arguments, by path.
       like: the trace for twice as many rows, of all leaves or of some.
+      apart: the axes, of more than one device, along which examples or tokens differ.
       repeated: the paths of leaves of the batch of which devices that share examples have the same.
       is_additive: whether COUNT is also a sum over examples plus what reads none of them.
     """
@@ -142,6 +143,7 @@ class TracedLoss:
     batch_paths: Mapping[str, int]
     state_paths: Mapping[str, int]
     like: traces.Frame | None
+    apart: frozenset[str] = frozenset(mesh_lib.SUMMED)
     repeated: frozenset[str] = frozenset()
     is_additive: bool = False
 
@@ -163,7 +165,8 @@ class TracedLoss:
         numbers = itertools.count(len(jax.tree.leaves(params)))
         in_batch, in_state = ({path: next(numbers) for path, _ in tree.flatten(part)} for part in (batch, state))
         by_path = {path: leaf.shape for path, leaf in tree.flatten(shapes)}
-        return cls(closed, by_path, in_batch, in_state, None if twice is None else twice.frame)
+        apart = frozenset(axis for axis in mesh_lib.SUMMED if (axes or {}).get(axis, 1) > 1)
+        return cls(closed, by_path, in_batch, in_state, None if twice is None else twice.frame, apart)
 
     @functools.cached_property
     def frame(self) -> traces.Frame:
@@ -271,7 +274,7 @@ class TracedLoss:
         name = eqn.primitive.name
         if name in _SUMS_OVER_DEVICES:
             axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-            is_whole = set(mesh_lib.SUMMED) <= set(axes if isinstance(axes, tuple) else (axes,))
+            is_whole = self.apart <= set(axes if isinstance(axes, tuple) else (axes,))
             return SAME if is_whole else self._by_shape(frame, atom) or STATISTIC
         if name in (_DRAWS, "axis_index"):
             return self._by_shape(frame, atom) or STATISTIC
