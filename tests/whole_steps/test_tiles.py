@@ -36,10 +36,10 @@ CASES = {
     "8 bits, gathered": (2, {"precision": "fp8"}),
     "8 bits, rowwise": (1, {"precision": "fp8", "fp8__recipe": "rowwise"}),
 }
-DEFAULT = 1
 
 
-@pytest.mark.parametrize("name", runs.cases(CASES, long=list(CASES)[DEFAULT:]))
+@pytest.mark.long  # a default case of each of the axes `model` and `context` runs in tiles
+@pytest.mark.parametrize("name", CASES)
 def test_losses_and_norms_are_those_of_all_tokens_at_once(name):
     devices, settings = CASES[name]
     expected = runs.trained(devices, **settings)
