@@ -36,10 +36,10 @@ def run(monkeypatch, capsys, tmp_path):
 
 
 def test_every_question_is_asked_and_wrong_answers_are_asked_again(run):
-    answers = ["", "tst", "test", "4", "cpu", "8", "2", "64", "-3", "16", "2", "0.5", "fp32", "", "", "2"]
+    answers = ["", "tst", "test", "4", "cpu", "8", "2", "2", "64", "-3", "16", "2", "0.5", "fp32", "", "", "2"]
     status, out, errors, written = run("--quick", answers=answers)
     count = len(config.QUESTIONS)
-    assert (status, errors) == (0, "") and count == 14
+    assert (status, errors) == (0, "") and count == 15
     assert [f"{number}/{count} " in out for number in range(1, count + 1)] == [True] * count
     assert (
         "'tst' is not known; did you mean test?" in out
@@ -47,7 +47,8 @@ def test_every_question_is_asked_and_wrong_answers_are_asked_again(run):
     )
     assert out.index("What each stage needs on each device") < out.index(f"{count}/{count} Which ZeRO stage?")
     assert (written.model.preset, written.seq_len, written.global_batch_size) == ("test", 64, 16)
-    assert (written.precision, written.zero.stage, written.emulate_devices, written.mesh.model) == ("fp32", 2, 8, 2)
+    assert (written.precision, written.zero.stage, written.emulate_devices) == ("fp32", 2, 8)
+    assert (written.mesh.model, written.mesh.context) == (2, 2)
     assert (written.lora.r, written.export.format, written.grad_accum, written.optimizer.clip_norm) == (
         4,
         "peft",
@@ -65,6 +66,7 @@ def test_answers_that_do_not_go_together_are_asked_again_and_the_others_are_kept
         "1xq",
         "8",
         "3",
+        "3",
         "64",
         "7",
         "",
@@ -72,6 +74,7 @@ def test_answers_that_do_not_go_together_are_asked_again_and_the_others_are_kept
         "fp32",
         "host",
         "",
+        "2",
         "2",
         "16",
         "0",
@@ -81,9 +84,10 @@ def test_answers_that_do_not_go_together_are_asked_again_and_the_others_are_kept
     status, out, errors, written = run("--quick", answers=answers)
     assert (status, errors) == (0, ""), errors
     assert "topology: must be numbers joined by x, such as 1x8 or 4x4x8, and is '1xq'" in out
-    assert "config.global_batch_size: 7 does not fit" in out and out.count("2/14 Which model?") == 1
+    assert "config.global_batch_size: 7 does not fit" in out and out.count("2/15 Which model?") == 1
     assert "config.mesh.model: 3 does not divide the 8 devices" in out
-    assert "offload.optimizer" in out.split("14/14 Which ZeRO stage?")[1]
+    assert "config.mesh.context: 3 does not divide the 4 devices" in out
+    assert "offload.optimizer" in out.split("15/15 Which ZeRO stage?")[1]
     assert (written.global_batch_size, written.zero.stage, written.offload.optimizer) == (16, 0, "none")
 
 

@@ -126,6 +126,7 @@ QUESTIONS = (
     Question("target", "Which devices? here, " + ", ".join(targets.TARGETS), "", _one_of("target", [*targets.TARGETS, targets.HERE])),
     Question("topology", "How many? hosts x devices (1x8); TPUs: chips (2x2x1); empty for all that are here", "", _topology),
     Question("tensor", "Tensor parallelism over how many of them? 1: none", "mesh.model", _count("tensor")),
+    Question("context", "Each sequence in parts on how many of them (context parallelism)? 1: whole", "mesh.context", _count("context")),
     Question("seq_len", "How many tokens a sequence?", "seq_len", _count("seq_len")),
     Question("global_batch_size", "How many sequences a step, over all devices?", "global_batch_size", _count("global_batch_size")),
     Question("grad_accum", "In how many passes (accumulation)? auto: as few as fit", "grad_accum", _count_or("grad_accum", "auto", 0)),
@@ -289,6 +290,7 @@ def _default(name: str, answers: Mapping[str, Any], advice: Advice | None) -> st
         "lora_r": 0,
         "target": targets.HERE,
         "tensor": base.mesh.model,
+        "context": base.mesh.context,
         "grad_accum": "auto",
         "clip_norm": base.optimizer.clip_norm,
         "precision": base.precision,
@@ -306,10 +308,12 @@ def _advise(answers: Mapping[str, Any], *, quick: bool) -> Advice:
     with contextlib.suppress(UserError):
         usable = targets.get(answers["target"]).usable
     shared = config_lib.per_example(config.mesh)
-    if len(devices) % shared:
-        raise UserError(
-            f"config.mesh.model: {shared} does not divide the {len(devices)} devices; choose one that does, or 1"
-        )
+    for axis, ways in (("model", config.mesh.model), ("context", shared)):
+        if len(devices) % ways:
+            size = getattr(config.mesh, axis)
+            raise UserError(
+                f"config.mesh.{axis}: {size} does not divide the {len(devices) * size // ways} devices; choose one that does, or 1"
+            )
     ways = len(devices) // shared
     held: dict[int, float] = {}
     programs = {}
@@ -466,7 +470,13 @@ def _chosen(answers: Mapping[str, Any]) -> dict[str, Any]:
     }
     if plans.takes_tiles(config_lib.from_dict(_raw(of_text))):
         found["model.tile_tokens"] = tiles.USUAL
-    none = {"offload.optimizer": offload_lib.NONE, "offload.params": offload_lib.NONE, "lora.r": 0, "mesh.model": 1}
+    none = {
+        "offload.optimizer": offload_lib.NONE,
+        "offload.params": offload_lib.NONE,
+        "lora.r": 0,
+        "mesh.model": 1,
+        "mesh.context": 1,
+    }
     return {place: value for place, value in found.items() if none.get(place) != value}
 
 
