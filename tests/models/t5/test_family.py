@@ -44,6 +44,7 @@ def test_every_stage_gives_the_losses_of_stage_0(tmp_path, stdlib_dir, unsharded
     np.testing.assert_allclose(runs.numbers(found), runs.numbers(unsharded), rtol=SUM_ORDER)
 
 
+@runs.LONG  # tests/trainer/test_resume.py resumes, and tests/interop and tests/whole_steps train, export and generate with T5
 def test_a_resumed_run_at_stage_3_gives_the_losses_of_stage_0(tmp_path, stdlib_dir, unsharded, capsys):
     """And it evaluates, samples and exports."""
     settings = {**TEST, "data__dir": str(stdlib_dir), "zero__stage": 3}
