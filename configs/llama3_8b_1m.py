@@ -19,4 +19,5 @@ def get_config():
     c.micro_batch_size, c.grad_accum, c.global_batch_size = 1, 1, 0
     c.model.tile_tokens = 8192
     c.model.remat = "attention"
+    c.optimizer.warmup_steps = 2
     return c

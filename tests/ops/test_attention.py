@@ -44,7 +44,7 @@ def over_data(function, mesh):
     rows = P("data")
     return jax.jit(
         jax.shard_map(
-            function, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"replica", "data"}, check_vma=False
+            function, mesh=mesh, in_specs=rows, out_specs=rows, axis_names=mesh_lib.manual(mesh), check_vma=False
         )
     )
 
