@@ -234,6 +234,7 @@ def padded(cache_dir, tmp_path_factory):
     return runs.run(tmp_path_factory.mktemp("padded"), steps=2, **PADDED)
 
 
+@runs.LONG  # tests/mission resumes at any stage and offload, and tests/checkpoint moves states between stages, meshes and paddings
 def test_a_checkpoint_of_any_stage_device_count_and_padding_resumes_in_any_other(padded, tmp_path):
     whole = runs.run(tmp_path / "whole", zero__stage=0, **ODD)
     moved = pathlib.Path(shutil.copytree(padded, tmp_path / "moved"))

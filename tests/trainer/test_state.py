@@ -87,6 +87,7 @@ def test_a_state_made_part_by_part_has_the_bits_and_dtypes_of_one_made_at_once(n
         np.testing.assert_array_equal(np.asarray(value), np.asarray(stored[1][path]), err_msg=path)
 
 
+@runs.LONG  # tests/mission trains with offload as without, and changes stage and offload between starts
 def test_an_offloaded_program_begins_trains_and_restores_as_one_on_the_device(tmp_path):
     """At stage 2, where the master weights are offloaded too; then its checkpoint restores at stage 3, with each kind of offload."""
     here, there = build(zero__stage=2, precision="bf16"), build(zero__stage=2, precision="bf16", **OFFLOAD)

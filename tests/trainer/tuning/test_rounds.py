@@ -53,6 +53,7 @@ def test_a_perplexity_that_no_float_holds_is_the_largest():
     assert rounds.perplexity(1e6) == math.exp(rounds.LARGEST) < math.inf
 
 
+@runs.LONG  # tests/mission evaluates at the ends of epochs, and tests/data resumes within one
 def test_a_run_over_epochs_evaluates_at_their_ends_and_resumes_within_one(tmp_path, cache_dir):
     changes = {
         "data__name": "short_reviews",

@@ -98,6 +98,7 @@ def test_a_step_remembers_the_largest_magnitudes_of_all_devices_and_passes_the_n
         assert np.all(np.asarray(past[:, :2]) > 0) and np.all(np.asarray(past[:, 2]) == 0)
 
 
+@runs.LONG  # tests/zero/fp8/test_modules.py compares stages, and the test above what they remember with a closed form
 def test_stages_remember_the_same():
     ours, theirs = stepped(**HOWS["two passes"]), stepped(**HOWS["two passes"], stage=0)
     for path, past in ours.fp8.items():
