@@ -22,7 +22,7 @@ from flax.training import train_state
 import zerojax
 from zerojax import display
 from zerojax.launch import devices as devices_lib
-from zerojax.zero import memory
+from zerojax.zero import state_bytes
 
 VOCAB, EMBED, HEADS, LAYERS, LENGTH = 256, 128, 4, 3, 64
 GRAD_ACCUM, MICRO_BATCH = 2, 16  # 2 passes of 16 examples per step; on 8 devices, 2 examples per device and pass
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     losses, state, partition = train(args.stage, args.steps)
     baseline = zerojax.partition_state(partition.abstract_state, mesh=partition.mesh, stage=0)
     rich.print(zerojax.memory_table(partition, baseline, accumulates=GRAD_ACCUM > 1))
-    here = display.human(memory.measured_bytes(state, partition.mesh.devices.flat[0]))
+    here = display.human(state_bytes.measured_bytes(state, partition.mesh.devices.flat[0]))
     replicated = display.human(sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
     print(f"stage {args.stage} on {partition.mesh.size} devices: {here} of state on each, {replicated} at stage 0")
     print(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}")

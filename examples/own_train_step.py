@@ -20,7 +20,7 @@ from flax.training.train_state import TrainState
 import zerojax
 from zerojax import display
 from zerojax.launch import devices as devices_lib
-from zerojax.zero import memory
+from zerojax.zero import state_bytes
 
 FEATURES, HIDDEN, CODE, BATCH = 256, 256, 16, 64
 
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     losses, state, partition = train(args.stage, args.steps)
     baseline = zerojax.partition_state(partition.abstract_state, mesh=partition.mesh, stage=0)
     rich.print(zerojax.memory_table(partition, baseline))
-    here = display.human(memory.measured_bytes(state, partition.mesh.devices.flat[0]))
+    here = display.human(state_bytes.measured_bytes(state, partition.mesh.devices.flat[0]))
     replicated = display.human(sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
     print(f"stage {args.stage} on {partition.mesh.size} devices: {here} of state on each, {replicated} at stage 0")
     print(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}")

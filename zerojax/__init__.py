@@ -25,7 +25,6 @@ from zerojax.optim.master_weights import with_master_weights
 from zerojax.train_state import TrainState
 from zerojax.zero.fp8.modules import Fp8
 from zerojax.zero.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
-from zerojax.zero.memory import memory_table
 from zerojax.zero.offload.late_norm import first_norm
 from zerojax.zero.offload.settings import Offload
 from zerojax.zero.placement import Partition, Placement
@@ -33,6 +32,7 @@ from zerojax.zero.shard_state import pad, shard_train_state, unpad
 from zerojax.zero.sharded_batch.compare import compare_context, compare_sums
 from zerojax.zero.sharded_batch.outputs import Mean, Sum
 from zerojax.zero.stages import partition_state
+from zerojax.zero.state_bytes import memory_table
 from zerojax.zero.step import make_train_step
 from zerojax.zero.where_used import where_used
 

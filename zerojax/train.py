@@ -46,7 +46,7 @@ from zerojax.trainer.card import writer as card_lib
 from zerojax.trainer.checks import effects, host, names, texts
 from zerojax.trainer.clients import outlets
 from zerojax.trainer.tuning import answers, examples, rounds
-from zerojax.zero import memory
+from zerojax.zero import state_bytes
 from zerojax.zero.offload import budget, storage
 from zerojax.zero.offload import settings as offload_settings
 
@@ -309,7 +309,7 @@ def _build(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> p
     if program.way is not None:
         say(f"attention to parts of sequences on other devices: {program.way.text}")
     say(display.as_text(program_lib.memory_table(program)))
-    say(memory.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
+    say(state_bytes.per_parameter_line(program.partition, config.precision, config.optimizer.moments))
     if line := storage.line(program.partition):
         say(line)
     return program
@@ -428,7 +428,7 @@ def _first_state(
         state = resume.state(program, saver, start.step, start.saved)
     if processes.is_primary():
         workdir.save(folder, config_lib.to_dict(config))
-    held = display.human(memory.measured_bytes(state, jax.local_devices()[0]))
+    held = display.human(state_bytes.measured_bytes(state, jax.local_devices()[0]))
     counted = f"{held} of state on each device, counted from its arrays"
     recorder.say(f"starts at step {start.step} of {config.steps}; {counted}")
     again = _is_unevaluated(start)

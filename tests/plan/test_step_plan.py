@@ -15,7 +15,7 @@ from zerojax.models.llama import model as llama
 from zerojax.plan import step_plan, targets
 from zerojax.trainer import plans, program
 from zerojax.trainer import state as state_lib
-from zerojax.zero import memory
+from zerojax.zero import state_bytes
 
 WORDS = 320  # entries of the vocabulary
 COUNTERS = 64  # bytes; the row of the moments includes the optimizer's step counts
@@ -55,7 +55,7 @@ def test_master_weights_are_a_row_of_their_own():
 def test_the_plan_has_the_bytes_of_the_precisions_table(name, moments, stage):
     plan = plan_of(stage, name, zero__min_size=0, optimizer__moments=moments)
     built = program.build(runs.config(model__vocab_size=WORDS), tokenizer_vocab=WORDS)
-    each = memory.bytes_per_parameter(precision.PRECISIONS[name], stage, 8, moments=moments)
+    each = state_bytes.bytes_per_parameter(precision.PRECISIONS[name], stage, 8, moments=moments)
     for row in plan.memory:
         if row.role in each:
             expected = each[row.role] * llama.count_params(built.model)
@@ -111,7 +111,7 @@ def test_a_custom_step_is_planned_without_a_partition():
 def test_the_report_counts_the_state_as_the_plan_does():
     plan = plan_of(3)
     built = program.build(runs.config(zero__stage=3, model__vocab_size=WORDS), devices=targets.devices("cpu", "1x8"))
-    counted = memory.bytes_per_device(built.partition)
+    counted = state_bytes.bytes_per_device(built.partition)
     rows = {row.role: row.arithmetic for row in plan.memory}
     assert counted[roles.PARAMS] == rows[roles.PARAMS] and counted[roles.GRADIENTS] == rows[roles.GRADIENTS]
 

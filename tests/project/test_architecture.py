@@ -64,10 +64,11 @@ ROOMS: dict[str, set[str]] = {
 }
 # Rooms inside of zero: which of them each may import. Any of them may import zero's own modules.
 INSIDE_ZERO: dict[str, set[str]] = {
-    "fp8": set(),
+    "wires": set(),
+    "fp8": {"wires"},
     "sharded_batch": set(),
-    "step_parts": {"sharded_batch"},  # programs in an order, wherever a state is stored
-    "offload": {"sharded_batch", "step_parts"},
+    "step_programs": {"sharded_batch"},  # programs in an order, wherever a state is stored
+    "offload": {"sharded_batch", "step_programs"},
 }
 HOST_WORDS = ("host", "pinned", "disk", "offload")
 # No training step enters these, and only command lines import them (and `zerojax`, one function).
@@ -86,7 +87,7 @@ KNOW_STAGES = {
     "zero.stages",
     "zero.placement",
     "zero.shard_state",
-    "zero.memory",
+    "zero.state_bytes",
     "migration.own_step",  # DeepSpeed's word too
     "migration.translate",
     "interop.pretrained",
@@ -237,7 +238,7 @@ def test_rooms_inside_zero_import_those_of_their_rows():
 
 
 def test_the_parts_of_a_step_do_not_know_where_a_state_is_stored():
-    for path in sorted((PACKAGE / "zero/step_parts").glob("*.py")):
+    for path in sorted((PACKAGE / "zero/step_programs").glob("*.py")):
         assert not [word for word in HOST_WORDS if word in path.read_text().lower()], path
 
 

@@ -11,7 +11,7 @@ from zerojax.models.llama import model as llama
 from zerojax.optim import schedules
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program
-from zerojax.zero import memory
+from zerojax.zero import state_bytes
 
 FILES = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))
 LLAMA_WEIGHTS = {"llama3_1b": 1.50e9, "llama3_8b": 8.03e9, "llama3_70b": 70.6e9}
@@ -50,7 +50,7 @@ def test_llama_configs_hold_twelve_bytes_a_weight_over_eight_devices(name):
     built = program.build(config, tokenizer_vocab=320)
     weights = llama.count_params(built.model)
     assert abs(weights / LLAMA_WEIGHTS[name] - 1) < ROUNDING
-    counted = memory.bytes_per_device(built.partition)
+    counted = state_bytes.bytes_per_device(built.partition)
     held = counted["params"] + counted["opt_state"]
     assert abs(held / (12 * weights / jax.device_count()) - 1) < ROUNDING
     assert built.sizes.global_batch_size == config.micro_batch_size * jax.device_count()

@@ -25,7 +25,7 @@ from flax.training import train_state
 
 import zerojax
 from zerojax.models import family as family_lib
-from zerojax.zero import memory
+from zerojax.zero import state_bytes
 
 pytestmark = pytest.mark.usefixtures("cache_dir")
 
@@ -192,8 +192,8 @@ def test_persistent_bytes_fall_with_the_stage_as_in_the_table(name):
     measured = {}
     for stage in STAGES:  # a state that was never stepped is placed as one that was
         _, state, partition = run(name, stage) if (name, stage) in IN_CI else run(name, stage, 0)
-        said = memory.bytes_per_device(partition)
-        measured[stage] = memory.measured_bytes(state, jax.devices()[0])
+        said = state_bytes.bytes_per_device(partition)
+        measured[stage] = state_bytes.measured_bytes(state, jax.devices()[0])
         assert measured[stage] == sum(said.values()) - said["gradients"]
         assert said["params"] < said["gradients"] * 8 if stage < 2 else said["params"] >= said["gradients"]
         whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state))

@@ -1,4 +1,4 @@
-"""A small model whose blocks are of several kinds, and its gradients in two forms. This module serves tests of step_parts and offload."""
+"""A small model whose blocks are of several kinds, and its gradients in two forms. This module serves tests of programs and offload."""
 
 import functools
 from typing import Any
@@ -12,7 +12,7 @@ from flax.training.train_state import TrainState
 from zerojax import mesh as mesh_lib
 from zerojax.zero import explicit, overlap, shard_state, where_used
 from zerojax.zero.sharded_batch import inputs, outputs
-from zerojax.zero.step_parts import blocks
+from zerojax.zero.step_programs import blocks
 
 X = jax.random.normal(jax.random.key(1), (16, 8))
 HOW: dict[str, Any] = {"reduce_dtype": jnp.float32, "compute_dtype": None}

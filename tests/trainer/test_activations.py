@@ -10,7 +10,7 @@ from zerojax.commands import config as wizard
 from zerojax.trainer import activations, plans
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
-from zerojax.zero import memory
+from zerojax.zero import state_bytes
 
 LEAST = 0.75  # of the estimated peak, that a compiled step takes: the estimate adds up what XLA lets share memory
 
@@ -70,7 +70,7 @@ def test_a_compiled_step_needs_no_more_than_the_estimate_and_not_far_less(preset
         built = program(config, list(compile_only.devices(8)))
         plan = plans.plan_program(built, "h200")
     accumulates = built.sizes.grad_accum > 1
-    held = sum(memory.bytes_per_device(built.partition, accumulates=accumulates, by_hand=True).values())
+    held = sum(state_bytes.bytes_per_device(built.partition, accumulates=accumulates, by_hand=True).values())
     peak = held + activations.estimate(built)(
         config.zero.stage, config.micro_batch_size, config.model.remat, built.sizes.grad_accum
     )

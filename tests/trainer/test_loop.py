@@ -16,7 +16,7 @@ from zerojax.checkpoint import checkpointer
 from zerojax.data import tokenizer
 from zerojax.trainer import loop, metrics, program, timing
 from zerojax.trainer import state as state_lib
-from zerojax.zero import memory
+from zerojax.zero import state_bytes
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order
 MEAN_ORDER = 1e-6  # relative: the same per-token losses, averaged in another order
@@ -103,7 +103,7 @@ def test_the_table_equals_the_bytes_counted_from_the_arrays(tmp_path, capsys):
     runs.run(tmp_path, steps=2, checkpoint__at_end=False)
     out = capsys.readouterr().out
     built = program.build(runs.config(), tokenizer_vocab=320)
-    counted = memory.bytes_per_device(built.partition)
+    counted = state_bytes.bytes_per_device(built.partition)
     state = sum(size for role, size in counted.items() if role != "gradients")
     assert counted.pop(roles.FROZEN) == 0  # the table leaves the row out where nothing is frozen
     for size in (*counted.values(), sum(counted.values())):

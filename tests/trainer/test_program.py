@@ -13,7 +13,7 @@ from zerojax.interop import folder
 from zerojax.models.llama import model as llama
 from zerojax.trainer import program
 from zerojax.trainer import state as state_lib
-from zerojax.zero import memory
+from zerojax.zero import state_bytes
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums in another order, over 30 steps
 COUNTERS = 3 * 4 + 2 * 4  # further bytes than weights and moments: the step, two counts of optax, a random key
@@ -34,11 +34,11 @@ POLICIES += [("fp16", "bf16", 2), ("bf16_sr", "fp32", 1), ("bf16_sr", "bf16", 0)
 def test_bytes_a_parameter_are_those_of_the_formula_on_every_device(name, moments, stage):
     built = build(precision=name, zero__stage=stage, zero__min_size=0, optimizer__moments=moments)
     state = state_lib.first(built)
-    found = [memory.measured_bytes(state, device) for device in jax.devices()]
-    expected = memory.bytes_per_parameter(precision.PRECISIONS[name], stage, 8, moments=moments)
+    found = [state_bytes.measured_bytes(state, device) for device in jax.devices()]
+    expected = state_bytes.bytes_per_parameter(precision.PRECISIONS[name], stage, 8, moments=moments)
     scale = sum(leaf.nbytes for leaf in jax.tree.leaves(state.loss_scale))
     assert found == [sum(expected.values()) * llama.count_params(built.model) + COUNTERS + scale] * 8
-    counted = memory.bytes_per_device(built.partition)
+    counted = state_bytes.bytes_per_device(built.partition)
     assert sum(counted.values()) - counted["gradients"] == found[0]
 
 

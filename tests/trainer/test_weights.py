@@ -18,7 +18,7 @@ from zerojax.errors import UserError
 from zerojax.trainer import program, results, resume
 from zerojax.trainer import state as state_lib
 from zerojax.trainer.checks import host
-from zerojax.zero import memory
+from zerojax.zero import state_bytes
 from zerojax.zero.offload import budget, memory_kind, selection, storage
 
 FOLDER = golden_models.FOLDER / "llama"
@@ -163,7 +163,7 @@ def test_adapters_train_with_offload_as_on_the_device_and_pin_what_was_counted(
             pinned += sum(shard.data.nbytes for shard in leaf.addressable_shards)
             assert path in partition.on_host
     assert in_files == storage.on_disk(partition).keys()
-    assert pinned == 2 * memory.bytes_elsewhere(partition).get(roles.HOST, 0)
+    assert pinned == 2 * state_bytes.bytes_elsewhere(partition).get(roles.HOST, 0)
     written = budget.NEW_PARAMS[params] * max(adapters, default=0) + 2 * (
         1 << 14
     )  # and two chunks, of each of two devices
@@ -186,7 +186,7 @@ def test_quantized_weights_on_a_disk_are_exported_as_those_on_the_device(cache_d
 
 def test_frozen_weights_that_stay_on_the_device_are_not_counted_before_a_device_is_used():
     config = runs.config(**ADAPTED, offload__optimizer="host", **CHUNKS)
-    found = memory.bytes_elsewhere(program.build(config).partition)[roles.HOST]
+    found = state_bytes.bytes_elsewhere(program.build(config).partition)[roles.HOST]
     assert 8 * found <= host.most_pinned_bytes(config) < 8 * 1.2 * found + 3 * (1 << 14)
 
 

@@ -18,7 +18,7 @@ from zerojax import roles, traces, tree
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.errors import UserError
 from zerojax.optim import fused, master_weights
-from zerojax.zero import loss_scale, memory, placement, shard_state, stages, step, where_used
+from zerojax.zero import loss_scale, placement, shard_state, stages, state_bytes, step, where_used
 
 STEPS, ROWS, WIDTH = 3, 16, 24
 ROUNDING = 2e-6  # the same float32 terms, summed in another order
@@ -181,7 +181,7 @@ def test_frozen_weights_are_sharded_like_others_and_have_no_moments(stage):
 
 @pytest.mark.parametrize("stage", stages.STAGES)
 def test_the_bytes_table_counts_no_gradients_and_no_moments_of_frozen_weights(stage):
-    counted, every = (memory.bytes_per_device(shard(stage, trainable=t)[1]) for t in (TRAINABLE, ""))
+    counted, every = (state_bytes.bytes_per_device(shard(stage, trainable=t)[1]) for t in (TRAINABLE, ""))
     _, part = shard(stage)
     frozen = sum(
         4 * np.prod(place.stored.shard_shape(place.shape)) for place in part.placements.values() if not place.trainable
@@ -195,7 +195,7 @@ def test_the_bytes_table_counts_no_gradients_and_no_moments_of_frozen_weights(st
     assert counted["params"] + counted["frozen"] == every["params"]
     assert counted["gradients"] >= grads and counted["gradients"] < every["gradients"]
     assert counted["opt_state"] < every["opt_state"]
-    table = memory.memory_table(part, shard(0)[1])
+    table = state_bytes.memory_table(part, shard(0)[1])
     assert "frozen params" in list(table.columns[0].cells)
 
 

@@ -18,7 +18,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.optim import master_weights
-from zerojax.zero import memory, stages
+from zerojax.zero import stages, state_bytes
 
 FAST = hypothesis.settings(max_examples=50, deadline=None, derandomize=True)
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 4, 6, 7, 8, 16, 24, 64]), max_size=4).map(tuple)
@@ -214,7 +214,7 @@ def test_arrays_of_the_users_own_for_each_weight_are_sharded_as_moments(stage, i
         assert {path: leaf.spec for path, leaf in found.items()} == {"kernel": sharded, "odd": P(), "small": P()}
         assert not any(leaf.padding for leaf in found.values())
         assert part.abstract_state.averages["net"]["odd"].shape == (67, 65)
-    table = memory.bytes_per_device(part)
+    table = state_bytes.bytes_per_device(part)
     assert table["opt_state"] == sum(
         4 * np.prod(leaf.sharding.shard_shape(leaf.shape))
         for tree_of in (part.abstract_state.averages, part.abstract_state.momentum)

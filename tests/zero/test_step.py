@@ -386,7 +386,7 @@ def test_a_step_without_offload_enters_no_module_of_it_nor_of_a_step_cut_into_pa
     finally:
         sys.setprofile(None)
     rooms = {path.relative_to(folder).parts[0] for path in entered if path.is_relative_to(folder)}
-    assert "explicit.py" in rooms and rooms.isdisjoint({"offload", "step_parts"})
+    assert "explicit.py" in rooms and rooms.isdisjoint({"offload", "step_programs"})
 
 
 @pytest.mark.parametrize("reduce", [None, jnp.float32])

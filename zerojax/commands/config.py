@@ -33,7 +33,7 @@ from zerojax.trainer import activations, plans
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
-from zerojax.zero import memory, stages
+from zerojax.zero import stages, state_bytes
 from zerojax.zero.offload import settings as offload_lib
 
 MOST_PLANS = 3
@@ -321,7 +321,7 @@ def _advise(answers: Mapping[str, Any], *, quick: bool) -> Advice:
         with contextlib.suppress(UserError):  # a part of the state that this stage does not shard cannot be offloaded
             programs[number] = program_lib.build(_at(config, number), devices=devices)
             accumulates = programs[number].sizes.grad_accum > 1
-            counted = memory.bytes_per_device(programs[number].partition, accumulates=accumulates, by_hand=True)
+            counted = state_bytes.bytes_per_device(programs[number].partition, accumulates=accumulates, by_hand=True)
             held[number] = sum(counted.values())
     if not held:
         program_lib.build(_at(config, max(stages.STAGES)), devices=devices)  # raises why
@@ -333,7 +333,7 @@ def _advise(answers: Mapping[str, Any], *, quick: bool) -> Advice:
     fits: dict[int, Fit] = {}
     sizes = config_lib.batch_sizes(config, ways)
     for number, count in held.items():
-        accumulated = memory.bytes_per_device(programs[number].partition, accumulates=True, by_hand=True)
+        accumulated = state_bytes.bytes_per_device(programs[number].partition, accumulates=True, by_hand=True)
         for remat, micro in itertools.product(REMATS, _micro_batches(sizes, answers["grad_accum"], ways)):
             accum = sizes.global_batch_size // (micro * ways)
             state = sum(accumulated.values()) if accum > 1 else count

@@ -23,7 +23,7 @@ from pallas_kernels import rounding, rules, update
 from zerojax import errors, tree
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
-from zerojax.optim import eight_bit, sharded
+from zerojax.optim import eight_bit, sharded_kernels
 from zerojax.optim.one_pass import OnePass
 
 MOMENTS = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "int8": jnp.int8}
@@ -260,8 +260,8 @@ def _step(
         done = update.update_leaves(rule, leaves, shards, scalars, words, implementation=chosen)
     else:
         sharding_leaves = structure.flatten_up_to(shardings)
-        chosen = choose(settings.implementation, kind, sharded.mesh_of(sharding_leaves))
-        done = sharded.update_leaves(rule, leaves, decays, scalars, seeds, sharding_leaves, chosen)
+        chosen = choose(settings.implementation, kind, sharded_kernels.mesh_of(sharding_leaves))
+        done = sharded_kernels.update_leaves(rule, leaves, decays, scalars, seeds, sharding_leaves, chosen)
     news, *new_moments, copies = (structure.unflatten(list(parts)) for parts in zip(*_from_tuples(done, moments)))
     if finite is not None:
         count = jnp.where(finite, count, state.count)

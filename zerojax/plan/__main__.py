@@ -19,7 +19,7 @@ from zerojax.trainer import command, plans
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.checks import names
-from zerojax.zero import memory
+from zerojax.zero import state_bytes
 
 _LEANER = "--search looks for settings that fit; a smaller micro_batch_size or seq_len, remat='full' or more devices need less"
 flags.declare_key_flag("config")  # for --help, which lists the flags of this module
@@ -99,11 +99,11 @@ def _print_unfit(config: settings_lib.Config, lack: str) -> None:
     if _PICTURE.value:
         raise UserError(f"--picture: there is no plan to draw, because the step does not fit: {lack}")
     partition, baseline = plans.partitions(config, _TARGET.value, _TOPOLOGY.value)
-    held = memory.bytes_per_device(partition, accumulates=False, by_hand=True)
+    held = state_bytes.bytes_per_device(partition, accumulates=False, by_hand=True)
     if _JSON.value:
         answer = {"schema": json_form.SCHEMA, "target": _TARGET.value, "fits": False, "why": lack, "state_bytes": held}
         return print(json.dumps(answer, indent=2), flush=True)
-    table = display.as_text(memory.memory_table(partition, baseline, by_hand=True))
+    table = display.as_text(state_bytes.memory_table(partition, baseline, by_hand=True))
     return print(f"{table}\n\nthe step does not fit on {_TARGET.value}: {lack}; {_LEANER}", flush=True)
 
 

@@ -19,8 +19,8 @@ from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import bound as bound_lib
 from zerojax.plan import departures, findings, ledger, targets
 from zerojax.plan.offload import streams, times
-from zerojax.zero import memory, stages
 from zerojax.zero import placement as placement_lib
+from zerojax.zero import stages, state_bytes
 from zerojax.zero.offload import storage
 
 LARGEST = 10  # leaves and temporaries that are listed
@@ -321,6 +321,6 @@ def _theory(placement: placement_lib.Partition, passes: int, by_hand: bool) -> t
         if role == roles.PARAMS and placement.placements[path].trainable:
             item = 4 / leaf.dtype.itemsize if passes > 1 or by_hand else 1
             theory[roles.GRADIENTS] += item * tree.nbytes(leaf, shape) / (ways if stage.grads else 1)
-    counted = memory.bytes_per_device(placement, accumulates=passes > 1, by_hand=by_hand)
+    counted = state_bytes.bytes_per_device(placement, accumulates=passes > 1, by_hand=by_hand)
     arithmetic[roles.GRADIENTS] = counted[roles.GRADIENTS]
     return {role: round(count) for role, count in theory.items()}, arithmetic

@@ -14,8 +14,7 @@ from zerojax.trainer import model as model_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer.checks import names
-from zerojax.zero import memory as memory_lib
-from zerojax.zero import placement, stages
+from zerojax.zero import placement, stages, state_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +107,7 @@ def search_config(
 
     def build(candidate: search.Candidate) -> tuple[int, Callable[[], step_plan.Plan]]:
         program = program_lib.build(_applied(config, candidate), devices=devices)
-        held = sum(memory_lib.bytes_per_device(program.partition).values())
+        held = sum(state_bytes.bytes_per_device(program.partition).values())
         return held, functools.partial(plan_program, program, target)
 
     return search.search(

@@ -36,7 +36,7 @@ from zerojax.trainer import steps
 from zerojax.trainer import weights as weights_lib
 from zerojax.trainer.checks import names
 from zerojax.zero import loss_scale as loss_scale_lib
-from zerojax.zero import memory, placement, shard_state, stages, tensor_parallel
+from zerojax.zero import placement, shard_state, stages, state_bytes, tensor_parallel
 from zerojax.zero.offload import late_norm, step_by_block
 from zerojax.zero.offload import settings as offload_settings
 
@@ -221,7 +221,7 @@ def memory_table(program: Program) -> Table:
     """Returns the table of bytes on each device, beside those of stage 0. Gradients count as this program's step holds them."""
     step = program.train_step
     frees = isinstance(step, step_by_block.BlockwiseStep) and not step.holds_gradients
-    return memory.memory_table(
+    return state_bytes.memory_table(
         program.partition,
         program.baseline,
         accumulates=program.sizes.grad_accum > 1,

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from zerojax import mesh as mesh_lib
 from zerojax import precision, xla_flags
 from zerojax.zero import accumulate, arguments, explicit, placement, tensor_parallel, where_used, xla_options
-from zerojax.zero import by_columns as columns_lib
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
 from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import late_norm, step_by_block, streamed_step
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs
+from zerojax.zero.wires import columns
 
 
 def make_train_step(
@@ -103,7 +103,7 @@ def make_train_step(
     scaling = update_lib.in_step(loss_scale, partition.abstract_state)
     sharded = tensor_parallel.hooks_of(activations, partition.mesh)
     how = _checked(where_used.How(blocks, heads, remat, recompute, offload, sharded), partition)
-    sent = columns_lib.marked(partition, by_columns, blocks, reduce_dtype)
+    sent = columns.marked(partition, by_columns, blocks, reduce_dtype)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     loss_fn, sent, kept = fp8_modules.in_step(fp8, outputs.with_aux(loss_fn, scaling.scale), sent, blocks)
     gradients = _gradients(loss_fn, sent, dataclasses.replace(how, hooks=(*how.hooks, *kept)), layout, **dtypes)

@@ -12,7 +12,7 @@ from zerojax.hlo import flow as hlo_flow
 from zerojax.hlo import syntax
 from zerojax.plan import bound, targets
 from zerojax.plan.offload import times
-from zerojax.zero.step_parts import passes
+from zerojax.zero.step_programs import passes
 
 FAKE = targets.Target(
     name="fake",

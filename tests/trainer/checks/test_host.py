@@ -9,7 +9,7 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.trainer import program
 from zerojax.trainer.checks import host
-from zerojax.zero import memory
+from zerojax.zero import state_bytes
 from zerojax.zero.offload import budget, selection
 
 OFFLOAD = {"offload__optimizer": "host", "offload__chunk_bytes": 20_000}
@@ -29,7 +29,7 @@ def test_a_state_that_emulated_devices_cannot_hold_is_refused():
 
 
 def test_the_limit_is_the_state_of_all_devices_of_this_host(monkeypatch):
-    held = 8 * sum(memory.bytes_per_device(built().partition).values())
+    held = 8 * sum(state_bytes.bytes_per_device(built().partition).values())
     monkeypatch.setattr(host, "total", lambda: held)
     host.check(built())
     monkeypatch.setattr(host, "total", lambda: held - 1)

@@ -7,7 +7,7 @@ from block_nets import Net, abstract, parts
 
 from zerojax import tree
 from zerojax.zero.offload import fetched_params
-from zerojax.zero.step_parts import arrivals, programs, schedule
+from zerojax.zero.step_programs import arrivals, programs, schedule
 
 
 @pytest.fixture(scope="module")

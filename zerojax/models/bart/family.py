@@ -4,7 +4,7 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from zerojax.models import encoder_decoder, family, foreign, parallel
+from zerojax.models import config_json, encoder_decoder, family, parallel
 from zerojax.models.bart import model
 from zerojax.models.bart.model import BartConfig
 from zerojax.models.family import Tensor
@@ -76,7 +76,7 @@ def _write(config: BartConfig) -> dict[str, Any]:
 
 
 def _read(raw: Mapping[str, Any], names: Collection[str]) -> BartConfig:
-    f = foreign.Fields(raw)
+    f = config_json.Fields(raw)
     for side in ("encoder", "decoder"):
         f.heads("d_model", f"{side}_attention_heads")
     return BartConfig(

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import jax
 
-from zerojax.models import decoding, family, foreign, parallel
+from zerojax.models import config_json, decoding, family, parallel
 from zerojax.models.family import Tensor
 from zerojax.models.llama import model, rope
 from zerojax.models.llama.model import LlamaConfig
@@ -160,7 +160,7 @@ def _write_scaling(scaling: rope.Scaling) -> dict[str, Any]:
 
 
 def _read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
-    f = foreign.Fields(raw)
+    f = config_json.Fields(raw)
     row = f.choice("model_type", ROWS, "")
     heads, has_biases = f.count("num_attention_heads"), f.flag("attention_bias", False)
     theta, scaling = _read_rope(f)
@@ -190,7 +190,7 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
     return model_config
 
 
-def _head_dim(f: foreign.Fields, row: str) -> int:
+def _head_dim(f: config_json.Fields, row: str) -> int:
     is_derived = f.raw.get("head_dim") is None and row != "qwen3"
     found = f.heads("hidden_size", "num_attention_heads") if is_derived else f.count("head_dim", 128)
     if found % 2:
@@ -198,7 +198,7 @@ def _head_dim(f: foreign.Fields, row: str) -> int:
     return found
 
 
-def _read_rope(f: foreign.Fields) -> tuple[float, rope.Scaling | None]:
+def _read_rope(f: config_json.Fields) -> tuple[float, rope.Scaling | None]:
     """Reads the forms of transformers 5 (rope_parameters) and of earlier versions (rope_theta, rope_scaling)."""
     told = [name for name in ("rope_scaling", "rope_parameters") if f.raw.get(name)]
     if len(told) == 2 and f.raw[told[0]] != f.raw[told[1]]:
@@ -227,7 +227,7 @@ def _read_rope(f: foreign.Fields) -> tuple[float, rope.Scaling | None]:
     return theta, rope.Scaling("llama3", factor, low, high, original)
 
 
-def _read_windows(f: foreign.Fields, row: str) -> tuple[int, ...]:
+def _read_windows(f: config_json.Fields, row: str) -> tuple[int, ...]:
     layers = f.depth("num_hidden_layers")
     is_window_read = row == "mistral" or (row != "llama" and f.flag("use_sliding_window", False))
     has_window = is_window_read and f.raw.get("sliding_window", 4096) is not None

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from zerojax.models import encoder_decoder, family, foreign, layers, parallel
+from zerojax.models import config_json, encoder_decoder, family, layers, parallel
 from zerojax.models.family import Tensor
 from zerojax.models.t5 import model
 from zerojax.models.t5.model import T5Config
@@ -89,7 +89,7 @@ def _write(config: T5Config) -> dict[str, Any]:
 
 def _read(raw: Mapping[str, Any], names: Collection[str]) -> T5Config:
     """Reads a config.json. transformers 5 always says that embeddings are tied; the files then have a head where they are not."""
-    f = foreign.Fields(raw)
+    f = config_json.Fields(raw)
     is_mt5 = raw.get("model_type") == "mt5"
     is_tied, says_scale = f.flag("tie_word_embeddings", not is_mt5), "scale_decoder_outputs" in raw
     buckets, max_distance = _read_distances(f)
@@ -110,7 +110,7 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> T5Config:
     )
 
 
-def _read_distances(f: foreign.Fields) -> tuple[int, int]:
+def _read_distances(f: config_json.Fields) -> tuple[int, int]:
     """Reads the number of buckets of distances and the longest distance that has one of its own."""
     buckets, longest = f.count("relative_attention_num_buckets", 32), f.count("relative_attention_max_distance", 128)
     if buckets < 4:
@@ -120,7 +120,7 @@ def _read_distances(f: foreign.Fields) -> tuple[int, int]:
     return buckets, longest
 
 
-def _read_mlp(f: foreign.Fields, default: str) -> str:
+def _read_mlp(f: config_json.Fields, default: str) -> str:
     """Reads the MLP's activation and gate, which newer files say twice."""
     known = [f"{gate}{name}" for gate in ("", "gated-") for name in layers.ACTIVATIONS]
     found = f.choice("feed_forward_proj", known, default)

@@ -23,7 +23,7 @@ from zerojax.hlo import buffer_roles, linked, syntax
 from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import flops
 from zerojax.zero.offload import step_by_block, streamed_step
-from zerojax.zero.step_parts import passes, programs
+from zerojax.zero.step_programs import passes, programs
 
 _SCOPES = {"backward": "transpose(jvp())/"}  # autodiff's name, which a gather inside of a nested function lacks
 _DTYPES = {"bfloat": "bf", "float8_": "f8", "float": "f", "uint": "u", "int": "s", "bool": "pred"}  # JAX -> HLO

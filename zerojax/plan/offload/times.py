@@ -19,7 +19,7 @@ from zerojax.plan import bound as bound_lib
 from zerojax.plan import flops, matmuls, targets
 from zerojax.plan.offload import streams
 from zerojax.zero.offload import step_by_block, streamed_step
-from zerojax.zero.step_parts import passes
+from zerojax.zero.step_programs import passes
 
 
 @dataclasses.dataclass(frozen=True)

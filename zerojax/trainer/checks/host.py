@@ -22,7 +22,7 @@ from zerojax.trainer import program as program_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import weights as weights_lib
 from zerojax.trainer.checks import names
-from zerojax.zero import memory
+from zerojax.zero import state_bytes
 from zerojax.zero.offload import budget
 from zerojax.zero.offload import settings as offload_settings
 
@@ -46,7 +46,7 @@ def check(program: program_lib.Program) -> None:
         made,
     )
     if mesh_lib.platform(program.mesh) == "cpu":
-        held = sum(memory.bytes_per_device(program.partition).values())
+        held = sum(state_bytes.bytes_per_device(program.partition).values())
         count = len(program.mesh.local_devices)
         refuse(
             f"the state of config.model (preset={chosen.preset}, num_layers={chosen.num_layers}, vocab_size={chosen.vocab_size}) "
@@ -68,7 +68,7 @@ def most_pinned_bytes(config: settings_lib.Config) -> int:
     policy = precision.PRECISIONS[config.precision]
     has_params = chosen.params != offload_settings.NONE  # with a 16-bit copy, as at stage 2
     stage = 2 if has_params else config.zero.stage
-    each = memory.bytes_per_parameter(policy, stage, 1, moments=config.optimizer.moments)
+    each = state_bytes.bytes_per_parameter(policy, stage, 1, moments=config.optimizer.moments)
     with warnings.catch_warnings(action="ignore"):  # `program.build` repeats them
         weights = weights_lib.choose(config, family, model, source)
     params, trainable = weights.abstract(policy, config.lora.frozen_dtype), weights.trainable

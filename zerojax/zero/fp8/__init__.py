@@ -1,5 +1,5 @@
-"""fp8 in a train step: which modules compute in it, and weights gathered in 8 bits.
+"""fp8 in a train step: which modules compute in it, and the magnitudes that they remember.
 
-The arithmetic is in `ops.fp8`. This folder knows modules and shardings, and no config.
+The arithmetic is in `ops.fp8`, and weights sent in 8 bits are in `wires.fp8`. This folder knows modules, and no config.
 A recipe is a value of `ops.fp8.RECIPES`.
 """

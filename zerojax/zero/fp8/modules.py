@@ -19,8 +19,8 @@ from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.ops import fp8, tiles
 from zerojax.zero import hooks, intercept, placement
-from zerojax.zero.fp8 import gathered
 from zerojax.zero.fp8 import history as history_lib
+from zerojax.zero.wires import fp8 as fp8_wire
 
 FIELD = "dot_general"
 MOST_STEPS = 4096  # of a history
@@ -98,9 +98,9 @@ def chosen(settings: Fp8, weights: Iterable[str], blocks: str) -> Chosen:
     named, inside = re.compile(settings.filter), re.compile(blocks)
     below = [tree.below_params(path) for path in weights]
     block_of = {
-        path.removesuffix(f"/{gathered.WEIGHT}"): intercept.block_of(path, inside) if blocks else None
+        path.removesuffix(f"/{fp8_wire.WEIGHT}"): intercept.block_of(path, inside) if blocks else None
         for path in below
-        if path.endswith(f"/{gathered.WEIGHT}")
+        if path.endswith(f"/{fp8_wire.WEIGHT}")
     }
     kept = _ends({block for block in block_of.values() if block}, settings.first, settings.last)
     asked = [path for path, block in block_of.items() if (named.fullmatch(path) if settings.filter else block)]
@@ -112,7 +112,7 @@ def chosen(settings: Fp8, weights: Iterable[str], blocks: str) -> Chosen:
             )
         pattern = f"fp8.filter: {settings.filter!r}" if settings.filter else f"fp8.filter: is '', and blocks={blocks!r}"
         raise UserError(
-            f"{pattern} matches no module with a weight `{gathered.WEIGHT}`; it is a regex over full module paths such as "
+            f"{pattern} matches no module with a weight `{fp8_wire.WEIGHT}`; it is a regex over full module paths such as "
             "'layer_\\d+/mlp/up'"
         )
     return Chosen(found, frozenset(block_of) - found)
@@ -160,7 +160,7 @@ def in_step(
         history_lib.check(partition.abstract_state, modules.in_fp8)
     matmuls = _Matmuls(modules, settings.recipe)
     if settings.recipe != fp8.ROWWISE:
-        partition = gathered.marked(partition, modules.in_fp8, matmuls.weights)
+        partition = fp8_wire.marked(partition, modules.in_fp8, matmuls.weights)
     kept = (matmuls.histories,) if settings.recipe == fp8.DELAYED else ()
     return _in_fp8(loss_fn, modules, matmuls), partition, kept
 
@@ -204,7 +204,7 @@ class _Matmuls:
 
     def __init__(self, modules: Chosen, recipe: str):
         self._paths, self._recipe = _paths_in_model(modules), recipe
-        self.weights, self.histories = gathered.BlockWeights(), history_lib.OfState()
+        self.weights, self.histories = fp8_wire.BlockWeights(), history_lib.OfState()
         self.entered: set[str] = set()
 
     def _of_module(self, path: str) -> Callable[..., Any]:

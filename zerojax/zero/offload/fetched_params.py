@@ -21,8 +21,8 @@ import jax
 from zerojax import tree
 from zerojax.zero import explicit, placement
 from zerojax.zero.offload import memory_kind, selection, storage
-from zerojax.zero.step_parts import arrivals, blocks, forward
-from zerojax.zero.step_parts.arrivals import PASS, STEP
+from zerojax.zero.step_programs import arrivals, blocks, forward
+from zerojax.zero.step_programs.arrivals import PASS, STEP
 
 SMALL = 32 * 2**20  # bytes on each device; smaller arrays are copied by programs
 EARLY = 8  # programs before the end of a pass when the first copies for the next are sent: an embedding takes long, and much is free then

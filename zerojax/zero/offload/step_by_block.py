@@ -34,8 +34,8 @@ from zerojax.zero import update as update_lib
 from zerojax.zero.offload import fetched_params, late_norm, memory_kind, selection, settings, storage, streamed_step
 from zerojax.zero.offload import updates as updates_lib
 from zerojax.zero.sharded_batch import inputs
-from zerojax.zero.step_parts import arrivals, blocks
-from zerojax.zero.step_parts import passes as passes_lib
+from zerojax.zero.step_programs import arrivals, blocks
+from zerojax.zero.step_programs import passes as passes_lib
 
 
 @dataclasses.dataclass(frozen=True)

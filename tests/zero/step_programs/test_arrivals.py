@@ -1,4 +1,4 @@
-"""Checks that a room of its own can store arguments of a step, and bring them. This module tests zerojax.zero.step_parts.arrivals."""
+"""Checks that a room of its own can store arguments of a step, and bring them. This module tests zerojax.zero.step_programs.arrivals."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
-from zerojax.zero.step_parts import arrivals, blocks, programs, schedule
+from zerojax.zero.step_programs import arrivals, blocks, programs, schedule
 
 BY_RIDERS = 3  # of the weights
 

@@ -1,11 +1,11 @@
-"""Checks which parts of a step are told apart, and that they run. This module tests zerojax.zero.step_parts.operations."""
+"""Checks which parts of a step are told apart, and that they run. This module tests zerojax.zero.step_programs.operations."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.zero.step_parts import blocks, cut, operations
+from zerojax.zero.step_programs import blocks, cut, operations
 
 
 def of(function):

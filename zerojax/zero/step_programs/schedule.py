@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from zerojax.zero.step_parts import programs as programs_lib
-from zerojax.zero.step_parts.arrivals import NOTHING, STEP
+from zerojax.zero.step_programs import programs as programs_lib
+from zerojax.zero.step_programs.arrivals import NOTHING, STEP
 
 # done(index of the program, the numbers that it wrote, all values by number); it may take values that are read no more.
 Done = Callable[[int, Sequence[int], dict[int, Any]], None]

@@ -1,4 +1,4 @@
-"""Compares updates of shards with updates of global arrays. This module tests zerojax.optim.sharded."""
+"""Compares updates of shards with updates of global arrays. This module tests zerojax.optim.sharded_kernels."""
 
 import functools
 
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import blockwise, rules, update
 from zerojax import mesh as mesh_lib
-from zerojax.optim import sharded
+from zerojax.optim import sharded_kernels
 
 SCALARS = rules.Scalars(0.5, 1.0, 0.01, 0.1, 0.9, 0.1, 0.95, 0.05, 1e-8, 3.0, 5.0)
 SPECS = {
@@ -51,7 +51,7 @@ def test_shards_are_updated_as_the_global_array_with_the_same_random_bits(moment
     seeds = jnp.arange(len(leaves), dtype=jnp.uint32) + 5
     decays = [n % 2 == 0 for n in range(len(leaves))]
     on_shards = functools.partial(
-        sharded.update_leaves,
+        sharded_kernels.update_leaves,
         rule,
         shardings=[NamedSharding(mesh, spec) for spec in specs],
         implementation=implementation,
@@ -81,12 +81,12 @@ def test_updates_of_shards_send_nothing_but_the_magnitudes_of_shared_blocks():
         sharding = NamedSharding(mesh, spec)
 
         def step(leaf, sharding=sharding):
-            return sharded.update_leaves(
+            return sharded_kernels.update_leaves(
                 rules.Rule("adam"), [leaf], [True], SCALARS, jnp.zeros(1, jnp.uint32), [sharding], "jnp"
             )
 
-        scales = NamedSharding(mesh, sharded.eight_bit.scales_spec(spec, shape, mesh))
+        scales = NamedSharding(mesh, sharded_kernels.eight_bit.scales_spec(spec, shape, mesh))
         shardings = rules.Operands(sharding, sharding, (sharding, scales), (sharding, scales))
         text = jax.jit(step, in_shardings=(shardings,)).lower(leaf).compile().as_text()
-        assert ("all-gather" in text) == bool(sharded.eight_bit.shared_axes(spec, shape, mesh)), spec
+        assert ("all-gather" in text) == bool(sharded_kernels.eight_bit.shared_axes(spec, shape, mesh)), spec
         assert "all-to-all" not in text and "collective-permute" not in text

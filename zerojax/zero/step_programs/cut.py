@@ -12,7 +12,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from zerojax import traces
-from zerojax.zero.step_parts import blocks
+from zerojax.zero.step_programs import blocks
 
 FEW = 8  # operations before a block that may run in its program
 

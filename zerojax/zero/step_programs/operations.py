@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import traces
-from zerojax.zero.step_parts import cut
+from zerojax.zero.step_programs import cut
 
 _INTEGERS = ("int32", "uint32")
 

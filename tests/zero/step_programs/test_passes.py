@@ -1,4 +1,4 @@
-"""Checks that each gradient is handed over once, as soon as it is final. This module tests zerojax.zero.step_parts.passes."""
+"""Checks that each gradient is handed over once, as soon as it is final. This module tests zerojax.zero.step_programs.passes."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ from zerojax import tree
 from zerojax.zero import accumulate, stages, where_used
 from zerojax.zero.offload import step_by_block
 from zerojax.zero.sharded_batch import outputs
-from zerojax.zero.step_parts import passes
+from zerojax.zero.step_programs import passes
 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=runs.LONG), 2])

@@ -1,10 +1,10 @@
-"""Checks blocks as nested functions of one program. This module tests zerojax.zero.step_parts.blocks."""
+"""Checks blocks as nested functions of one program. This module tests zerojax.zero.step_programs.blocks."""
 
 import jax
 import numpy as np
 from block_nets import Net, parts
 
-from zerojax.zero.step_parts import blocks
+from zerojax.zero.step_programs import blocks
 
 
 def test_nested_blocks_in_one_program_are_the_step():

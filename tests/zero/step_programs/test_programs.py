@@ -1,4 +1,4 @@
-"""Checks a step that is cut into programs against the same step as one program. This module tests zerojax.zero.step_parts.programs."""
+"""Checks a step that is cut into programs against the same step as one program. This module tests zerojax.zero.step_programs.programs."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax import tree
-from zerojax.zero.step_parts import programs, schedule
+from zerojax.zero.step_programs import programs, schedule
 
 
 @pytest.mark.parametrize(

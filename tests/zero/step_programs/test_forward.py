@@ -1,4 +1,4 @@
-"""Checks a function that runs forward as programs against the same in one program. This module tests zerojax.zero.step_parts.forward."""
+"""Checks a function that runs forward as programs against the same in one program. This module tests zerojax.zero.step_programs.forward."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from block_nets import Net, X
 
 from zerojax import mesh as mesh_lib
 from zerojax.zero import explicit, stages
-from zerojax.zero.step_parts import arrivals, blocks, forward
+from zerojax.zero.step_programs import arrivals, blocks, forward
 
 
 def test_programs_of_a_forward_pass_are_it_and_are_made_once():

@@ -1,9 +1,9 @@
-"""Checks what is held while programs run. This module tests zerojax.zero.step_parts.schedule."""
+"""Checks what is held while programs run. This module tests zerojax.zero.step_programs.schedule."""
 
 import jax
 from block_nets import Net, abstract, parts
 
-from zerojax.zero.step_parts import programs, schedule
+from zerojax.zero.step_programs import programs, schedule
 
 
 def test_a_result_that_is_taken_as_it_comes_is_not_held():

@@ -1,10 +1,10 @@
-"""Checks where a trace is cut. This module tests zerojax.zero.step_parts.cut."""
+"""Checks where a trace is cut. This module tests zerojax.zero.step_programs.cut."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.zero.step_parts import blocks, cut, operations
+from zerojax.zero.step_programs import blocks, cut, operations
 
 X = jnp.arange(4.0)
 

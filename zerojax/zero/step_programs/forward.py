@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from zerojax import tree
-from zerojax.zero.step_parts import arrivals, programs
-from zerojax.zero.step_parts import schedule as schedule_lib
+from zerojax.zero.step_programs import arrivals, programs
+from zerojax.zero.step_programs import schedule as schedule_lib
 
 
 class Forward:

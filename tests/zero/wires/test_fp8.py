@@ -1,4 +1,4 @@
-"""Checks gathers in fp8: their scales and their gradients. This module tests zerojax.zero.fp8.gathered."""
+"""Checks gathers in fp8: their scales and their gradients. This module tests zerojax.zero.wires.fp8."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from zerojax.ops import fp8
 from zerojax.zero import gather
-from zerojax.zero.fp8 import gathered
+from zerojax.zero.wires import fp8 as fp8_wire
 
 RANDOM = np.random.default_rng(0)
 KERNEL = RANDOM.normal(size=(16, 8)).astype(np.float32) * np.exp(RANDOM.normal(size=(16, 1))).astype(np.float32)
@@ -21,10 +21,10 @@ def partition_of(**weights):
 
 
 def test_the_kernels_of_chosen_modules_are_marked_if_they_are_gathered():
-    weights = gathered.BlockWeights()
-    marked = gathered.marked(partition_of(a=KERNEL, b=KERNEL, small=KERNEL[:2]), {"a", "small"}, weights).placements
+    weights = fp8_wire.BlockWeights()
+    marked = fp8_wire.marked(partition_of(a=KERNEL, b=KERNEL, small=KERNEL[:2]), {"a", "small"}, weights).placements
     assert {path: weight.wire for path, weight in marked.items()} == {
-        "params/a/kernel": gathered.InFp8(weights=weights),
+        "params/a/kernel": fp8_wire.InFp8(weights=weights),
         "params/b/kernel": gather.PLAIN,
         "params/small/kernel": gather.PLAIN,  # it is replicated
     }
@@ -32,7 +32,7 @@ def test_the_kernels_of_chosen_modules_are_marked_if_they_are_gathered():
 
 def test_a_gathered_weight_is_the_cast_of_the_weight_with_its_own_scale():
     partition = partition_of(a=KERNEL, b=3e-5 * KERNEL)
-    wire = gathered.InFp8()
+    wire = fp8_wire.InFp8()
 
     def on_device(shards):
         scales = wire.known({"a": shards[0], "b": shards[1]})
@@ -50,8 +50,8 @@ def test_a_gathered_weight_is_the_cast_of_the_weight_with_its_own_scale():
 
 def test_a_widened_weight_has_the_values_in_fp8_and_its_sink_the_gradient():
     weight = fp8.quantized(jnp.asarray(KERNEL), fp8.FORWARD, fp8.scale_of(jnp.asarray(KERNEL), fp8.FORWARD))
-    value, grad = jax.value_and_grad(lambda sink: jnp.sum(gathered.widened(weight, sink) * KERNEL))(
-        gathered.InFp8().differentiated(weight, jnp.float32)
+    value, grad = jax.value_and_grad(lambda sink: jnp.sum(fp8_wire.widened(weight, sink) * KERNEL))(
+        fp8_wire.InFp8().differentiated(weight, jnp.float32)
     )
     np.testing.assert_allclose(value, np.sum(np.asarray(weight.values, np.float32) / weight.scale * KERNEL), rtol=1e-6)
     np.testing.assert_array_equal(grad, KERNEL)
@@ -59,7 +59,7 @@ def test_a_widened_weight_has_the_values_in_fp8_and_its_sink_the_gradient():
 
 def test_modules_find_their_weight_by_the_end_of_its_path():
     one, other = (fp8.EightBits(jnp.zeros(1), jnp.ones(())) for _ in range(2))
-    weights = gathered.BlockWeights()
+    weights = fp8_wire.BlockWeights()
     assert weights.of_module("layer_0/up") is None
     with weights.known({"net/layer_0/up/kernel": one, "net/layer_0/big_up/kernel": other}):
         assert weights.of_module("layer_0/up") is one and weights.of_module("net/layer_0/big_up") is other

@@ -17,7 +17,7 @@ from zerojax import tree
 from zerojax.optim import rounded
 from zerojax.zero import accumulate, placement
 from zerojax.zero.sharded_batch import inputs, outputs
-from zerojax.zero.step_parts import arrivals, programs, schedule
+from zerojax.zero.step_programs import arrivals, programs, schedule
 
 # ready(index of the program, gradients that became final, params that arrived and no later program reads), both by path;
 # called after each program of the last pass.

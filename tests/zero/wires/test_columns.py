@@ -1,4 +1,4 @@
-"""Checks matrices of which each device uses columns, against one device and numpy. This module tests zerojax.zero.by_columns."""
+"""Checks matrices of which each device uses columns, against one device and numpy. This module tests zerojax.zero.wires.columns."""
 
 import flax.linen as nn
 import jax
@@ -14,7 +14,8 @@ import zerojax
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.models import layers
-from zerojax.zero import by_columns, explicit, gather, placement, shard_state, where_used
+from zerojax.zero import explicit, gather, placement, shard_state, where_used
+from zerojax.zero.wires import columns
 
 BLOCKS = r"block_\d"
 
@@ -22,7 +23,7 @@ BLOCKS = r"block_\d"
 @pytest.mark.parametrize("mesh", [(1, 8), (2, 4)], ids=["8", "2 x 4"])
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=["rows", "columns"])
 def test_columns_are_made_of_shards_along_either_dim_and_their_gradients_become_shards_again(mesh, spec):
-    mesh, wire = mesh_lib.make_mesh(*mesh), by_columns.ByColumns()
+    mesh, wire = mesh_lib.make_mesh(*mesh), columns.ByColumns()
     sharded, replicated = NamedSharding(mesh, spec), NamedSharding(mesh, P())
     place = placement.Placement(sharded, replicated, sharded, sharded, sharded, wire, shape=(16, 24))
     weight = jnp.arange(16.0 * 24).reshape(16, 24)
@@ -32,8 +33,8 @@ def test_columns_are_made_of_shards_along_either_dim_and_their_gradients_become_
         return own, wire.home(own, place, gather.Reduction(jnp.float32))
 
     mapped = jax.shard_map(there_and_back, mesh=mesh, in_specs=spec, out_specs=(P(None, "data"), spec), check_vma=False)
-    columns, grad = jax.jit(mapped)(weight)
-    np.testing.assert_array_equal(columns, weight)
+    found, grad = jax.jit(mapped)(weight)
+    np.testing.assert_array_equal(found, weight)
     np.testing.assert_array_equal(grad, mesh.shape["replica"] * weight)  # the sum over replicas
 
 
@@ -52,7 +53,7 @@ def test_gradients_of_matrices_used_by_columns_are_those_of_one_device():
     params = Words().init(jax.random.key(0), tokens)["params"]
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
     state, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(2, 4), stage=3, min_size=0)
-    part = by_columns.marked(part, "embed|head", BLOCKS, jnp.float32)
+    part = columns.marked(part, "embed|head", BLOCKS, jnp.float32)
     how = where_used.How(blocks=BLOCKS, heads="head")
 
     def loss_fn(params, batch, state):

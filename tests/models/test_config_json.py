@@ -1,11 +1,11 @@
-"""Checks that wrong fields are refused by name. This module tests zerojax.models.foreign."""
+"""Checks that wrong fields are refused by name. This module tests zerojax.models.config_json."""
 
 import pytest
 
 from zerojax.errors import UserError
-from zerojax.models import foreign
+from zerojax.models import config_json
 
-FIELDS = foreign.Fields(
+FIELDS = config_json.Fields(
     {
         "width": 12,
         "eps": 1e-5,
@@ -38,7 +38,7 @@ def test_fields_are_read_and_missing_ones_have_their_default():
         (lambda: FIELDS.choice("text", ("a", "b"), "a"), "text: must be one of a, b, and is 'x'"),
         (lambda: FIELDS.group("text"), "text: must be a group of fields, and is 'x'"),
         (lambda: FIELDS.group("rope").flag("factor", True), "config.json: rope: factor: must be true or false"),
-        (lambda: foreign.Fields({"d": 10, "h": 4}).heads("d", "h"), "d: must be a multiple of h=4, and is 10"),
+        (lambda: config_json.Fields({"d": 10, "h": 4}).heads("d", "h"), "d: must be a multiple of h=4, and is 10"),
     ],
 )
 def test_a_wrong_field_is_refused_with_its_name_and_value(read, message):

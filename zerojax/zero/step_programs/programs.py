@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax import traces, tree
-from zerojax.zero.step_parts import arrivals as arrivals_lib
-from zerojax.zero.step_parts import blocks, operations
-from zerojax.zero.step_parts import cut as cut_lib
+from zerojax.zero.step_programs import arrivals as arrivals_lib
+from zerojax.zero.step_programs import blocks, operations
+from zerojax.zero.step_programs import cut as cut_lib
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,0 +1,5 @@
+"""Wires: forms in which a weight is sent that differ from `gather.Plain`, a module each.
+
+A module holds a class of wire and a function that puts it on weights of a partition. It knows no model, no loss and no order of blocks.
+What a wire answers is `placement.Wire`; another form is another module here, which `step.make_train_step` puts on a partition if asked for.
+"""
