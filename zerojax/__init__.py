@@ -27,8 +27,9 @@ from zerojax.zero.fp8.modules import Fp8
 from zerojax.zero.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale, raise_if_exhausted
 from zerojax.zero.offload.late_norm import first_norm
 from zerojax.zero.offload.settings import Offload
+from zerojax.zero.padding import pad, unpad
 from zerojax.zero.placement import Partition, Placement
-from zerojax.zero.shard_state import pad, shard_train_state, unpad
+from zerojax.zero.shard_state import shard_train_state
 from zerojax.zero.sharded_batch.compare import compare_context, compare_sums
 from zerojax.zero.sharded_batch.outputs import Mean, Sum
 from zerojax.zero.stages import partition_state

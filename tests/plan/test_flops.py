@@ -73,8 +73,7 @@ def test_work_inside_shard_map_counts_on_every_device():
 @pytest.mark.parametrize("passes", [1, 3])
 def test_accumulation_counts_every_pass(passes):
     step = accumulate.value_and_grad(lambda p, batch, _: (jnp.mean(batch @ p), {}), passes)
-    batch = (6, 4) if passes == 1 else (passes, 6, 4)
-    assert total(lambda p, b: step(p, b, None), (4, 5), batch) == passes * 2 * 2.0 * 6 * 4 * 5
+    assert total(lambda p, b: step(p, b, None), (4, 5), (passes, 6, 4)) == passes * 2 * 2.0 * 6 * 4 * 5
 
 
 def trained(**settings):

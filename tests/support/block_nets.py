@@ -10,9 +10,9 @@ import optax
 from flax.training.train_state import TrainState
 
 from zerojax import mesh as mesh_lib
-from zerojax.zero import explicit, overlap, shard_state, where_used
+from zerojax.zero import block_settings, overlap, shard_state
 from zerojax.zero.sharded_batch import inputs, outputs
-from zerojax.zero.step_programs import blocks
+from zerojax.zero.step_programs import blocks, one_pass
 
 X = jax.random.normal(jax.random.key(1), (16, 8))
 HOW: dict[str, Any] = {"reduce_dtype": jnp.float32, "compute_dtype": None}
@@ -67,7 +67,7 @@ def parts(
 ) -> tuple[Any, ...]:
     """Returns one pass as a function of (params, batch, state, number), the same with nested blocks, and the arguments.
 
-    `dtypes` are those of `explicit.one_pass`, `how` the rest of `where_used.How`.
+    `dtypes` are those of `one_pass.one_pass`, `how` the rest of `block_settings.How`.
     """
     scale = jnp.linspace(0.5, 1.5, 16)[:, None]
     params = jax.eval_shape(net.init, {"params": jax.random.key(0), "dropout": jax.random.key(0)}, X, scale)["params"]
@@ -77,10 +77,10 @@ def parts(
     state, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(*mesh), stage=stage, min_size=0)
     batch = jax.device_put({"x": X, "scale": scale}, part.batch_sharding)
     make = functools.partial(
-        explicit.one_pass,
+        one_pass.one_pass,
         outputs.with_aux(functools.partial(loss_of, net), lambda state: 1.0),
         part,
-        where_used.How(r"block_\w+", **{"heads": "head"} | how),
+        block_settings.How(r"block_\w+", **{"heads": "head"} | how),
         layout=prepared_layout(1, mesh),
         passes=passes,
         **HOW | (dtypes or {}),

@@ -12,7 +12,7 @@ from zerojax.checkpoint import checkpointer
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.trainer import program, resume
 from zerojax.trainer import state as state_lib
-from zerojax.zero import shard_state
+from zerojax.zero import padding
 from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import late_norm, memory_kind
 
@@ -65,7 +65,7 @@ def test_a_factored_optimizers_state_is_that_of_the_weights_without_padding():
     with runs.on_devices(6):
         built = build(optimizer__name="adafactor", zero__min_size=0, zero__indivisible="pad", global_batch_size=6)
         state = state_lib.first(built)
-        plain = shard_state.unpad(state, built.partition)
+        plain = padding.unpad(state, built.partition)
         expected = jax.eval_shape(built.create, plain.params)
         assert jax.tree.map(np.shape, plain.opt_state) == jax.tree.map(np.shape, expected.opt_state)
         after, _ = jax.eval_shape(built.train_step, state, built.abstract_batch)

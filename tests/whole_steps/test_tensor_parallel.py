@@ -18,7 +18,7 @@ from zerojax.plan import departures
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import plans, program, resume
 from zerojax.trainer import state as state_lib
-from zerojax.zero import shard_state
+from zerojax.zero import padding
 
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order
 EIGHT_BITS = 0.02  # relative: a sum in another order may round to another number of 8 bits
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_data_restores_over_model_and_back_bit_for_bit(what, tmp
         return jax.device_put(numbers.normal(size=leaf.shape), leaf.sharding).astype(leaf.dtype) if is_float else leaf
 
     one = built[0].partition
-    state = shard_state.pad(jax.tree.map(drawn, shard_state.unpad(state_lib.first(built[0]), one)), one)
+    state = padding.pad(jax.tree.map(drawn, padding.unpad(state_lib.first(built[0]), one)), one)
     states = [state]
     for number, (before, after) in enumerate(itertools.pairwise(built)):
         with checkpointer.Checkpointer(tmp_path / str(number)) as saver:
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_data_restores_over_model_and_back_bit_for_bit(what, tmp
             saver.wait()
             states.append(resume.state(after, saver, 1, saver.meta(1)))
     first, *others = (
-        jax.tree.map(np.asarray, shard_state.unpad(own, program.partition)) for own, program in zip(states, built)
+        jax.tree.map(np.asarray, padding.unpad(own, program.partition)) for own, program in zip(states, built)
     )
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, other.opt_state, first.opt_state)

@@ -18,7 +18,7 @@ from flax.training.train_state import TrainState
 from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.zero import explicit, shard_state, where_used
+from zerojax.zero import block_settings, explicit, shard_state
 
 X = block_nets.X
 BLOCKS = r"block_\d"
@@ -77,7 +77,7 @@ def test_gradients_are_those_of_the_global_batch_sharded_as_the_moments(stage, m
     params, state, part = sharded(stage, mesh)
     loss_fn = functools.partial(loss_of, net)
     gradients = explicit.value_and_grad(
-        loss_fn, part, where_used.How(**{"blocks": BLOCKS} | options), **PLAIN | {"passes": passes}
+        loss_fn, part, block_settings.How(**{"blocks": BLOCKS} | options), **PLAIN | {"passes": passes}
     )
     batch = {"x": X if passes == 1 else X.reshape(passes, -1, 8)}
     is_told = (
@@ -91,14 +91,6 @@ def test_gradients_are_those_of_the_global_batch_sharded_as_the_moments(stage, m
     for path, grad in tree.flatten(grads):
         np.testing.assert_allclose(grad, dict(tree.flatten(expected_grads))[path], rtol=1e-4, atol=1e-6)
         assert grad.sharding.is_equivalent_to(part.placements[f"params/{path}"].opt_state, grad.ndim)
-
-
-def test_a_mean_is_that_of_the_global_batch():
-    params, state, part = sharded(3)
-    mean = explicit.mean(
-        lambda p, b: Net().apply({"params": p}, b), part, compute_dtype=None, blocks=BLOCKS, heads="head"
-    )
-    np.testing.assert_allclose(jax.jit(mean)(state.params, X), Net().apply({"params": params}, X), rtol=1e-6)
 
 
 class KeyedState(TrainState):
@@ -118,7 +110,7 @@ def test_devices_draw_apart_and_a_returned_key_is_that_of_the_state():
         loss = jnp.mean(Net().apply({"params": params}, batch["x"]))
         return loss, {"metrics": metrics, "state": {"rng": jax.random.split(state.rng)[0]}}
 
-    run = explicit.value_and_grad(loss_fn, part, where_used.How(BLOCKS), **PLAIN)
+    run = explicit.value_and_grad(loss_fn, part, block_settings.How(BLOCKS), **PLAIN)
     (_, aux), _ = jax.jit(run)(state.params, {"x": X}, state)
     assert aux["metrics"]["square"] > 1.01 * aux["metrics"]["mean"] ** 2, "the same number on every device"
     assert aux["state"]["rng"] == jax.random.split(state.rng)[0]
@@ -130,6 +122,6 @@ def test_nnx_variables_that_would_come_apart_are_refused():
             self.norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
 
     _, _, part = sharded(3)
-    gradients = explicit.value_and_grad(lambda p, b, s: (jnp.zeros(()), {}), part, where_used.How(), **PLAIN)
+    gradients = explicit.value_and_grad(lambda p, b, s: (jnp.zeros(()), {}), part, block_settings.How(), **PLAIN)
     with pytest.raises(UserError, match=r"^reduce_dtype: NNX params with other variables"):
         gradients(Model(), {"x": X}, None)

@@ -13,7 +13,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training.train_state import TrainState
 
 from zerojax import mesh as mesh_lib
-from zerojax.zero import explicit, hooks, shard_state, where_used
+from zerojax.zero import block_settings, explicit, hooks, shard_state
 
 X = block_nets.X
 
@@ -75,7 +75,7 @@ def test_a_hook_gets_its_values_inside_blocks_and_the_largest_of_what_all_device
     gradients = explicit.value_and_grad(
         lambda params, batch, state: (Net().apply({"params": params}, batch), {"metrics": {}}),
         part,
-        where_used.How(r"block_\d", hooks=(hook,)),
+        block_settings.How(r"block_\d", hooks=(hook,)),
         passes=passes,
         reduce_dtype=jnp.float32,
         compute_dtype=None,

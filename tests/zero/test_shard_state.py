@@ -12,7 +12,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.optim import master_weights
-from zerojax.zero import shard_state, stages
+from zerojax.zero import padding, shard_state, stages
 
 # A last place: a compiled init may round a matmul differently than an eager one.
 LAST_PLACE = 1e-6
@@ -102,18 +102,8 @@ def test_an_init_function_and_its_state_are_sharded_alike(stage, indivisible):
     for (path, a), (_, b) in zip(tree.flatten(born), tree.flatten(moved)):
         assert a.sharding == b.sharding == NamedSharding(mesh, part.leaves[path].spec)
         np.testing.assert_allclose(a, b, rtol=LAST_PLACE)
-    for (_, a), (_, b) in zip(tree.flatten(shard_state.unpad(moved, part)), tree.flatten(concrete)):
+    for (_, a), (_, b) in zip(tree.flatten(padding.unpad(moved, part)), tree.flatten(concrete)):
         np.testing.assert_array_equal(a, b)
-
-
-def test_padding_adds_zeros_at_the_end_of_one_dim():
-    params = {"odd": jnp.ones((67, 5))}
-    state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
-    sharded, part = shard_state.shard_train_state(state, mesh=make_mesh(8), stage=3, min_size=0, indivisible="pad")
-    assert sharded.params["odd"].shape == sharded.opt_state[0].mu["odd"].shape == (72, 5)
-    assert {s.data.shape for s in sharded.params["odd"].addressable_shards} == {(9, 5)}
-    assert sharded.params["odd"][:67].min() == 1 and abs(sharded.params["odd"][67:]).max() == 0
-    assert part.leaves["params/odd"].shape == (67, 5)
 
 
 def test_nothing_unsharded_exists_while_an_init_function_runs():

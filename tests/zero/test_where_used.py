@@ -420,23 +420,3 @@ def test_stage_0_without_rematerialisation_adds_no_collective():
     batch = jax.ShapeDtypeStruct((8, 6), jnp.int32, sharding=mesh_lib.batch_sharding(mesh))
     text = jax.jit(jax.grad(stored)).lower(state.params, batch).compile().as_text()
     assert "all-reduce" in text and "all-gather" not in text
-
-
-def test_blocks_that_are_no_regex_are_refused():
-    with pytest.raises(UserError, match=r"blocks: .* is not a regex"):
-        where_used.where_used(lambda params: 0.0, {}, blocks="layer_(")
-
-
-def placements_of(**shapes):
-    params = {name: {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)} for name, shape in shapes.items()}
-    abstract_state = {"params": params}
-    return stages.partition_state(abstract_state, mesh=mesh_lib.make_mesh(), min_size=0).placements
-
-
-def test_modules_that_differ_from_a_block_in_digits_alone_are_told_if_the_regex_misses_them():
-    layers = {f"block_{n}": (16, 16) for n in range(12)}
-    others = {"block_norm": (16, 16), "head_1": (16, 16), "block_99": (16, 8)}
-    placements = placements_of(**layers, **others)
-    assert where_used.missed_blocks(placements, r"block_\d") == ("block_10", "block_11")
-    for blocks in (r"block_\d+", r"block_(\d|1\d)", "block_norm|head_1"):
-        assert where_used.missed_blocks(placements, blocks) == ()

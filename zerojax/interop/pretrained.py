@@ -21,7 +21,7 @@ from zerojax.interop import folder as folder_lib
 from zerojax.lora import families, settings, targets
 from zerojax.models import family as family_lib
 from zerojax.ops import losses
-from zerojax.zero import placement, shard_state, stages, tensor_parallel
+from zerojax.zero import padding, placement, stages, tensor_parallel
 
 NO_LABEL = -100  # transformers' label of a token that the loss leaves out
 # settings of generation that change what transformers' greedy search gives, and the value that changes nothing
@@ -262,7 +262,7 @@ def export_huggingface(
     Raises:
       UserError: a leaf is missing, unknown or of another shape, the folder holds other files, or the disk is full.
     """
-    params = shard_state.unpad({"params": params}, loaded.partition)["params"]
+    params = padding.unpad({"params": params}, loaded.partition)["params"]
     if loaded.adapters is not None:
         params = merged.of_params(params, loaded.adapters)
     huggingface.export(
@@ -293,7 +293,7 @@ def export_adapter(params: Any, loaded: Pretrained, path: str | os.PathLike) -> 
         raise UserError(
             "export_adapter: the model was loaded without adapters; pass load_huggingface(..., lora=zerojax.Lora(...))"
         )
-    params = shard_state.unpad({"params": params}, loaded.partition)["params"]
+    params = padding.unpad({"params": params}, loaded.partition)["params"]
     peft.export(params, loaded.adapters, loaded.family, loaded.config, path, base=str(loaded.folder.path))
 
 

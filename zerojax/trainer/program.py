@@ -51,7 +51,9 @@ class Program:
       sizes: the three batch sizes.
       partition: the shardings of the train state.
       baseline: the same run's shardings at stage 0, for comparison.
-      train_step: (state, batch) -> (state, metrics); see `abstract_batch`.
+      lengths: of the arrays of a batch's rows, by name.
+      abstract_batch: a training batch with shardings: {name: int32[(accum,) batch, length]}.
+      train_step: (state, batch) -> (state, metrics).
       eval_loss: (params, a batch of one pass) -> float32[].
       way: how devices attend that each hold a part of every row; None: a device has all tokens of its rows.
       weights: where the weights come from.
@@ -70,6 +72,8 @@ class Program:
     create: Callable[[Any], Any]
     partition: placement.Partition
     baseline: placement.Partition
+    lengths: Mapping[str, int]
+    abstract_batch: dict[str, jax.ShapeDtypeStruct]
     train_step: Callable[..., Any]
     eval_loss: Callable[..., Any]
     way: context_attention.Way | None
@@ -88,32 +92,12 @@ class Program:
         return mesh_lib.batch_sharding(self.mesh, int(self.sizes.grad_accum > 1), has_tokens=True)
 
     @property
-    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns an abstract training batch with shardings: {name: int32[(accum,) batch, length]}."""
-        accum, rows = self.sizes.grad_accum, self.sizes.global_batch_size // self.sizes.grad_accum
-        leading = (rows,) if accum == 1 else (accum, rows)
-        return {
-            name: jax.ShapeDtypeStruct((*leading, length), jnp.int32, sharding=self.batch_sharding)
-            for name, length in self.batch_lengths.items()
-        }
-
-    @property
-    def batch_lengths(self) -> Mapping[str, int]:
-        """Returns the lengths of a batch's arrays, by name: those of rows, or of their parts on all devices together."""
-        return self.lengths if self.way is None else parts.lengths(self.lengths)
-
-    @property
     def order(self) -> parts.Order | None:
         """Returns the order of tokens on devices that each hold a part of every row; None if a device has all."""
         if self.way is None:
             return None
         ways = mesh_lib.size(self.mesh, mesh_lib.TOKENS)
         return functools.partial(token_order.permutation, ways=ways, order=self.way.order)
-
-    @property
-    def lengths(self) -> Mapping[str, int]:
-        """Returns the lengths of the arrays of a batch's rows, by name."""
-        return model_lib.lengths(self.config, self.family, self.model)
 
     @property
     def flops_per_token(self) -> float:
@@ -198,6 +182,9 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
         offload=offload,
     )
     _check_model_axis(partition)
+    lengths = model_lib.lengths(config, family, model)
+    # A row in parts has arrays of its own, of the parts on all devices together.
+    abstract_batch = _abstract_batch(mesh, sizes, lengths if way is None else parts.lengths(lengths))
     return Program(
         config=config,
         mesh=mesh,
@@ -208,6 +195,8 @@ def _build(config: settings_lib.Config, tokenizer_vocab: int, devices: Sequence[
         create=create,
         partition=partition,
         baseline=_baseline(params, create, policy if weights.adapted is None else None, mesh, trainable),
+        lengths=lengths,
+        abstract_batch=abstract_batch,
         train_step=steps.train_step(config, sizes.grad_accum, family, in_parts, partition, schedule, loss_scale),
         eval_loss=steps.eval_loss(config, family, in_parts, partition),
         way=way,
@@ -298,6 +287,17 @@ def _state(
     logical = train_state.create(part, inner, jax.random.key(seed), **fields)
     logical = logical.replace(params=weights)
     return logical_lib.from_logical(logical, copy_dtype).replace(tx=tx)
+
+
+def _abstract_batch(
+    mesh: Mesh, sizes: config_lib.BatchSizes, lengths: Mapping[str, int]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    accum, rows = sizes.grad_accum, sizes.global_batch_size // sizes.grad_accum
+    leading = (rows,) if accum == 1 else (accum, rows)
+    sharding = mesh_lib.batch_sharding(mesh, len(leading) - 1, has_tokens=True)
+    return {
+        name: jax.ShapeDtypeStruct((*leading, length), jnp.int32, sharding=sharding) for name, length in lengths.items()
+    }
 
 
 def _first_scale(loss_scale: loss_scale_lib.LossScale | None) -> Any:

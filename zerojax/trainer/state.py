@@ -13,7 +13,7 @@ from zerojax import tree
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.optim import master_weights, pieces
 from zerojax.trainer import program as program_lib
-from zerojax.zero import placement, shard_state
+from zerojax.zero import padding, placement
 from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import late_norm, memory_kind, storage
 
@@ -30,7 +30,7 @@ def first(program: program_lib.Program) -> Any:
 
     def create(params: Any) -> Any:
         # The optimizer's state is that of the weights without padding.
-        return shard_state.pad(program.create(shard_state.unpad({"params": params}, on_device)["params"]), on_device)
+        return padding.pad(program.create(padding.unpad({"params": params}, on_device)["params"]), on_device)
 
     if partition.offload:
         place = {path: number for number, (path, _) in enumerate(tree.flatten(abstract_params))}

@@ -15,7 +15,7 @@ from zerojax.ops import fp8 as fp8_ops
 from zerojax.optim import schedules
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings
-from zerojax.zero import explicit, placement, step, xla_options
+from zerojax.zero import forward_only, placement, step, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import fetched_params, selection
@@ -78,7 +78,7 @@ def eval_loss(
     how["batch_specs"] = _batch_specs(partition)
     if selection.are_params_on_host(partition):
         return fetched_params.mean_of(loss_fn, partition, compiler_options=options, **how)
-    return xla_options.jit(explicit.mean(loss_fn, partition, **how), options)
+    return xla_options.jit(forward_only.mean(loss_fn, partition, **how), options)
 
 
 def _batch_specs(partition: placement.Partition) -> list[tuple[str, P]]:

@@ -51,7 +51,7 @@ def value_and_grad(
 
     Args:
       loss_fn: `loss_fn(params, batch, *args) -> (loss, aux)` of `outputs.objective`: passes count alike unless `aux` has a "weight".
-      passes: the number of micro-batches; above 1 the leaves of the batch are [passes, ...].
+      passes: the number of micro-batches, the first dim of the batch's leaves.
       own_keys: the paths of random keys in the state, and in the batch, into which the number of the pass is folded.
       in_16_bits: whether the sums of gradients are bf16.
       device: the number of this device, where the arrays are its own shards.
@@ -61,8 +61,6 @@ def value_and_grad(
     `outputs.terms`.
     """
     one_pass = jax.value_and_grad(loss_fn, has_aux=True)
-    if passes == 1:
-        return one_pass
 
     def accumulated(params: Any, batch: Any, state: Any) -> Any:
         first = jax.tree.map(lambda leaf: leaf[0], batch)

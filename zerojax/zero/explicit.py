@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import mesh as mesh_lib
 from zerojax import specs, tree
 from zerojax.errors import UserError
-from zerojax.ops import tokens as tokens_lib
-from zerojax.zero import accumulate, constraints, gather, overlap, placement, where_used
+from zerojax.zero import accumulate, block_settings, constraints, gather, overlap, placement, where_used
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs
 
 Program = Callable[[], dependence.TracedLoss]
@@ -29,7 +28,7 @@ Program = Callable[[], dependence.TracedLoss]
 def value_and_grad(
     loss_fn: Callable[..., Any],
     partition: placement.Partition,
-    how: where_used.How,
+    how: block_settings.How,
     *,
     passes: int,
     reduce_dtype: Any,
@@ -56,17 +55,19 @@ def value_and_grad(
     """
     reduction = gather.Reduction(reduce_dtype, at_once=passes == 1)
     layout = layout or inputs.Layout(partition.mesh, passes, by_device=True)
-    of_device = _OfDevice(loss_fn, partition, how, reduction, compute_dtype, passes, overlap.Chain)
+    of_device = OfDevice(loss_fn, partition, how, reduction, compute_dtype, passes, overlap.Chain)
 
     def on_device(program: Program, own_keys: Any, params: Any, batch: Any, state: Any) -> Any:
-        device = jax.lax.axis_index(mesh_lib.SUMMED) if in_16_bits else 0
-        gradients = accumulate.value_and_grad(
-            of_device.of_sinks(program, own_keys, params), passes, own_keys, in_16_bits=in_16_bits, device=device
-        )
-        with _leaks_named():
+        of_sinks = of_device.of_sinks(program, own_keys, params)
+        if passes == 1:
+            gradients = jax.value_and_grad(of_sinks, has_aux=True)
+        else:
+            device = jax.lax.axis_index(mesh_lib.SUMMED) if in_16_bits else 0
+            gradients = accumulate.value_and_grad(of_sinks, passes, own_keys, in_16_bits=in_16_bits, device=device)
+        with leaks_named():
             given = [hook.inputs(state) for hook in how.hooks]
             (loss, aux), (grads, tokens, seen) = gradients((*of_device.sinks(params), given), batch, state)
-        grads = _read((tokens, aux.pop("tokens")), grads)
+        grads = with_tokens((tokens, aux.pop("tokens")), grads)
         seen = jax.tree.map(lambda leaf: jax.lax.pmax(leaf, mesh_lib.SUMMED), seen)
         grads = tree.map_with_path(
             lambda path, grad: gather.reduce_rest(grad, of_device.find(path, None), reduction), grads
@@ -80,55 +81,13 @@ def value_and_grad(
     return of_device.mapped(on_device, layout)
 
 
-def one_pass(
-    loss_fn: Callable[..., Any],
-    partition: placement.Partition,
-    how: where_used.How,
-    *,
-    passes: int,
-    reduce_dtype: Any,
-    compute_dtype: Any,
-    layout: inputs.Layout,
-    runner: Callable[..., Any],
-    grad_dtype: Any = jnp.float32,
-) -> Callable[..., Any]:
-    """Returns f(params, batch, state, number) -> ((loss, aux), grads) of one pass, for a caller that adds up passes itself.
-
-    Its arguments are those of `value_and_grad`, and:
-      layout: that of one pass.
-      runner: makes what runs the blocks; takes the arguments of `overlap.Chain`.
-      grad_dtype: of the gradients of the weights of blocks; others are float32.
-
-    `aux` has the state's fields, the metrics as `outputs.terms` of all devices, and the weight of the pass (`outputs.objective`) if passes
-    differ. `number` is int32[], the number of the pass.
-    """
-    marked = where_used.with_grad_dtype(partition, how.blocks, grad_dtype)
-    of_device = _OfDevice(loss_fn, marked, how, gather.Reduction(reduce_dtype), compute_dtype, passes, runner)
-
-    def on_device(program: Program, own_keys: Any, params: Any, batch: Any, state: Any, number: Any) -> Any:
-        run = jax.value_and_grad(of_device.of_sinks(program, own_keys, params), has_aux=True)
-        nothing: list[Any] = [{} for _ in how.hooks]  # no hook that reads the state runs here
-        folded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if passes > 1:
-            (_, aux), _ = jax.eval_shape(run, (*of_device.sinks(params), nothing), batch, state)
-            batch, state = accumulate.of_pass(batch, state, own_keys, aux.get("state", {}), number)
-            folded = accumulate.keys_of_pass(own_keys, aux.get("state", {}), number)
-        with _leaks_named(), folded:
-            (loss, aux), (grads, tokens, _) = run((*of_device.sinks(params), nothing), batch, state)
-        grads = _read((tokens, aux.pop("tokens")), grads)
-        aux["metrics"] = outputs.of_all_devices(aux["metrics"])
-        return (jax.lax.psum(loss, mesh_lib.SUMMED), aux), grads
-
-    return of_device.mapped(on_device, layout)
-
-
 @dataclasses.dataclass(frozen=True)
-class _OfDevice:
+class OfDevice:
     """What one device computes in a pass: the loss as a function of its gradients' sinks."""
 
     loss_fn: Callable[..., Any]
     partition: placement.Partition
-    how: where_used.How
+    how: block_settings.How
     reduction: gather.Reduction
     compute_dtype: Any
     passes: int
@@ -137,7 +96,7 @@ class _OfDevice:
     @property
     def find(self) -> Callable[[str, Any], placement.Placement]:
         """Returns f(path, shard or None) -> the weight's placement."""
-        return _finder(self.partition)
+        return finder(self.partition)
 
     def sinks(self, params: Any) -> tuple[Any, overlap.Tokens]:
         """Returns what the loss is differentiated with respect to."""
@@ -156,7 +115,7 @@ class _OfDevice:
         def of_sinks(inputs: tuple[Any, overlap.Tokens, Any], batch: Any, state: Any) -> tuple[jax.Array, Any]:
             sinks, tokens, given = inputs
             chain = self.runner(self.find, self.compute_dtype, self.reduction, tokens, known)
-            device_loss = _device_loss(self.loss_fn, self.partition, self.how, chain)
+            run = device_loss(self.loss_fn, self.partition, self.how, chain)
             own = [keys.fold(values, paths, device) for values, paths in zip((state, batch), own_keys)]
             with contextlib.ExitStack() as around:
                 around.enter_context(keys.folded_in_flax(device))
@@ -164,7 +123,7 @@ class _OfDevice:
                     around.enter_context(hook.known(inputs_of_hook))
                 for wire in by_wire:
                     around.enter_context(wire.around())
-                loss, aux = device_loss(jax.tree.map(gather.ShardAndSink, params, sinks), *reversed(own))
+                loss, aux = run(jax.tree.map(gather.ShardAndSink, params, sinks), *reversed(own))
             ways = mesh_lib.size(self.partition.mesh, mesh_lib.SUMMED)
             loss, aux = outputs.of_device(loss, aux, state, program, ways=ways, passes=self.passes)
             return loss, {**aux, "tokens": chain.tokens}
@@ -191,85 +150,14 @@ class _OfDevice:
                 lambda path, _: specs.only(find(path, None).update.spec, axes), partition.trainable_part(params)
             )
             run = functools.partial(on_device, program, own_keys)
-            mapped = _mapped(run, partition, params, layout.specs(batch), ((P(), P()), grad_specs), len(rest))
-            return mapped(params, batch, state, *rest)
+            over_devices = mapped(run, partition, params, layout.specs(batch), ((P(), P()), grad_specs), len(rest))
+            return over_devices(params, batch, state, *rest)
 
         return gradients
 
 
-def mean(
-    loss_fn: Callable[..., Any], partition: placement.Partition, *, batch_specs: Any = (), **how: Any
-) -> Callable[[Any, Any], jax.Array]:
-    """Returns f(params, batch) -> the loss over devices, forward only; `loss_fn(params, batch)` is a mean, a `Mean` or a `Sum`.
-
-    `batch_specs` are those of `make_train_step`, and `how` is that of `by_row`.
-    """
-    forward = _forward(loss_fn, partition, **how)
-
-    def on_device(params: Any, batch: Any, _: Any) -> jax.Array:
-        loss, tokens = forward(params, batch)
-        ways = mesh_lib.size(partition.mesh, mesh_lib.SUMMED)
-        loss, _ = outputs.objective(outputs.loss_over_devices(loss, ways), 1)
-        return jax.lax.psum(_read(tokens, loss), mesh_lib.SUMMED)
-
-    def mean_loss(params: Any, batch: Any) -> jax.Array:
-        layout = inputs.Layout(partition.mesh, batch_specs=batch_specs)
-        return _mapped(on_device, partition, params, layout.specs(batch), P())(params, batch, None)
-
-    return mean_loss
-
-
-def by_row(function: Callable[..., Any], partition: placement.Partition, **how: Any) -> Callable[[Any, Any], Any]:
-    """Returns f(params, arrays) -> `function(params, *arrays)`, forward only; each device computes it of its own rows, all tokens of these.
-
-    All arrays of `arrays` and of the result count rows in their first dim. Scalars among `arrays` are the same for all rows.
-
-    Args:
-      function: takes gathered weights.
-      partition: how the params are sharded.
-      how: `compute_dtype`, `blocks` and `heads`, see `where_used.where_used`; and `runner`, which makes what runs the blocks and takes
-        the arguments of `overlap.Chain`, the default.
-    """
-    forward = _forward(function, partition, **how)
-
-    def on_device(params: Any, arrays: Any, _: Any) -> Any:
-        with tokens_lib.whole_rows():
-            return forward(params, *arrays)[0]
-
-    def of_rows(params: Any, arrays: Any) -> Any:
-        rows = mesh_lib.row_sharding(partition.mesh).spec
-        array_specs = jax.tree.map(lambda leaf: rows if leaf.ndim else P(), arrays)
-        return _mapped(on_device, partition, params, array_specs, rows)(params, arrays, None)
-
-    return of_rows
-
-
-def _forward(
-    function: Callable[..., Any],
-    partition: placement.Partition,
-    *,
-    compute_dtype: Any,
-    blocks: str,
-    heads: str,
-    runner: Callable[..., Any] = overlap.Chain,
-) -> Callable[..., tuple[Any, overlap.Tokens]]:
-    """Returns f(params, *args) -> (`function(params, *args)` on one device, the tokens of its gathers). Nothing is differentiated."""
-    reduction, find = gather.Reduction(jnp.float32), _finder(partition)
-
-    def sink(path: str, leaf: Any) -> gather.ShardAndSink:
-        return gather.ShardAndSink(leaf, gather.sink(find(path, leaf), reduction))
-
-    def forward(params: Any, *args: Any) -> tuple[Any, overlap.Tokens]:
-        chain = runner(find, compute_dtype, reduction, overlap.no_tokens())
-        run = _device_loss(function, partition, where_used.How(blocks, heads, "full"), chain)
-        result = run(tree.map_with_path(sink, params), *args)
-        return result, chain.tokens
-
-    return forward
-
-
-def _device_loss(
-    loss_fn: Callable[..., Any], partition: placement.Partition, how: where_used.How, chain: Any
+def device_loss(
+    loss_fn: Callable[..., Any], partition: placement.Partition, how: block_settings.How, chain: Any
 ) -> Callable[..., Any]:
     """Returns `loss_fn` as a function of `ShardAndSink`s on one device, whose blocks run in the chain's order."""
     return where_used.wrap(
@@ -282,11 +170,11 @@ def _device_loss(
     )
 
 
-def _mapped(
+def mapped(
     run: Callable, partition: placement.Partition, params: Any, batch_specs: Any, out_specs: Any, num_rest: int = 0
 ) -> Callable:
     """Returns `run(params, batch, state, ...)` on each device's shards; the state and what follows it are replicated."""
-    axes, find = mesh_lib.manual(partition.mesh), _finder(partition)
+    axes, find = mesh_lib.manual(partition.mesh), finder(partition)
     param_specs = tree.map_with_path(lambda path, _: specs.only(find(path, None).stored.spec, axes), params)
     batch_specs = jax.tree.map(
         lambda spec: specs.only(spec, axes), batch_specs, is_leaf=lambda node: isinstance(node, P)
@@ -301,7 +189,7 @@ def _mapped(
     )
 
 
-def _finder(partition: placement.Partition) -> Callable[[str, Any], placement.Placement]:
+def finder(partition: placement.Partition) -> Callable[[str, Any], placement.Placement]:
     """Returns f(path, shard or None) -> the weight's placement."""
 
     def local_shape(weight: placement.Placement) -> Any:
@@ -329,7 +217,7 @@ def _refuse_complex(params: Any) -> None:
             )
 
 
-def _read(tokens: Any, values: Any) -> Any:
+def with_tokens(tokens: Any, values: Any) -> Any:
     """Adds the tokens' zeros to the smallest of `values`, because the compiler drops tokens that nothing reads, and their order."""
     leaves, structure = jax.tree.flatten(values)
     smallest = min(range(len(leaves)), key=lambda number: leaves[number].size)
@@ -338,7 +226,8 @@ def _read(tokens: Any, values: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _leaks_named() -> Iterator[None]:
+def leaks_named() -> Iterator[None]:
+    """Names the cause where an array leaks into the trace of a block."""
     try:
         yield
     except jax.errors.UnexpectedTracerError as error:

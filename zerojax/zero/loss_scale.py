@@ -5,7 +5,7 @@
     verdict   an inf or NaN in any gradient, on any device, is an overflow: the step is skipped
     adjust    see `DynamicLossScale`
 
-`update` applies it in a step. All of it is compiled into the step. Every device sees the same sums, so all devices skip the same steps and
+`Scaled` is its part of a step. All of it is compiled into the step. Every device sees the same sums, so all devices skip the same steps and
 none waits for the host.
 """
 
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from zerojax import tree
 from zerojax.errors import UserError
+from zerojax.zero import update
 
 ON_MINIMUM = ("raise", "hold")
 VERDICT = ("overflow_leaf", "is_exhausted")  # metrics that are not measurements
@@ -195,3 +196,63 @@ def _check_scale(name: str, value: Any) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 1 / LARGEST <= value <= LARGEST:
         raise UserError(f"loss_scale.{name}: must be a number from 2**-126 to 2**126, such as 65536, and is {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled(update.Unscaled):
+    """Loss scaling inside a train step; the train state's field `loss_scale` holds its state."""
+
+    scaler: LossScale
+
+    def scale(self, state: Any) -> jax.Array:
+        """Returns the factor of the loss."""
+        return state.loss_scale.scale
+
+    def verdict(self, squares: Any) -> update.Verdict:
+        """Judges a step by its gradients' sums of squares, unscaled and over all devices: a tree of float32[].
+
+        A sum is not finite if an element is not, or exceeds 1e19, which float16 cannot hold.
+        """
+        is_bad = ~jnp.isfinite(jnp.stack(jax.tree.leaves(squares)))
+        finite = ~jnp.any(is_bad)
+        return update.Verdict(finite, jnp.where(finite, -1, jnp.argmax(is_bad)))
+
+    def adjust(self, state: Any, verdict: update.Verdict) -> tuple[Any, dict[str, jax.Array]]:
+        """Returns the train state with the scale adjusted, and metrics."""
+        adjusted = self.scaler.update(state.loss_scale, verdict.finite)
+        return state.replace(loss_scale=adjusted), {
+            "loss_scale": state.loss_scale.scale,
+            "skipped_steps": adjusted.skipped_steps,
+            "overflow_leaf": verdict.leaf,
+            "is_exhausted": adjusted.is_exhausted,
+        }
+
+
+def in_step(loss_scale: LossScale | None, abstract_state: Any) -> update.Unscaled:
+    """Returns the loss scaling of a train step; None is no scaling.
+
+    Raises:
+      UserError: the state is no train state, has no field for the scale, or has one that is never read.
+    """
+    lacking = [name for name in ("params", "apply_gradients", "replace") if not hasattr(abstract_state, name)]
+    if lacking:
+        raise UserError(
+            f"make_train_step: the state is a {type(abstract_state).__name__} without {' and '.join(lacking)}; use flax's TrainState or a "
+            "subclass, or write your own step around zerojax.where_used (as examples/own_train_step.py and nnx_model.py do)"
+        )
+    if loss_scale is not None and not callable(getattr(loss_scale, "update", None)):
+        raise UserError(
+            f"make_train_step: loss_scale must be a DynamicLossScale or a StaticLossScale, and is {loss_scale!r}; "
+            "for a constant one pass StaticLossScale(1024.0)"
+        )
+    has_scale = isinstance(getattr(abstract_state, "loss_scale", None), LossScaleState)
+    if loss_scale is None and has_scale:
+        raise UserError(
+            "make_train_step: the state has a loss scale, and `loss_scale` is None; pass loss_scale=, or create the state without one"
+        )
+    if loss_scale is not None and not has_scale:
+        raise UserError(
+            "make_train_step: loss scaling needs a field `loss_scale` in the train state; declare `loss_scale: Any` in your TrainState "
+            "and create it with loss_scale=scaler.init()"
+        )
+    return update.Unscaled() if loss_scale is None else Scaled(loss_scale)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -12,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from zerojax import roles, tree
 from zerojax.errors import UserError
-from zerojax.zero import placement, stages
-from zerojax.zero.offload import create, memory_kind, storage
+from zerojax.zero import padding, placement, stages
+from zerojax.zero.offload import create
 
 
 def shard_train_state(
@@ -48,12 +47,12 @@ def shard_train_state(
         if partition.offload:
             whole = partition.abstract_state
             leaves = create.from_init(
-                lambda *args: pad(init(*args), partition.on_device), traced, whole, create.begin(partition)
+                lambda *args: padding.pad(init(*args), partition.on_device), traced, whole, create.begin(partition)
             )
             return jax.tree.unflatten(jax.tree.structure(partition.abstract_state), leaves), partition
         # Returns leaves, because an init function that makes its own optimizer returns another tree type at each call.
         init_leaves = jax.jit(
-            lambda *args: jax.tree.leaves(pad(init(*args), partition)),
+            lambda *args: jax.tree.leaves(padding.pad(init(*args), partition)),
             out_shardings=jax.tree.leaves(partition.shardings),
         )
         return jax.tree.unflatten(jax.tree.structure(abstract_state), init_leaves(*traced)), partition
@@ -62,10 +61,10 @@ def shard_train_state(
     state = _trained(_checked(state_or_init), trainable)
     partition = stages.partition_state(state, mesh=mesh, stage=stage, trainable=trainable, **options)
     if partition.offload:
-        stored, keep = jax.tree.leaves(pad(state, partition.on_device)), create.begin(partition)
+        stored, keep = jax.tree.leaves(padding.pad(state, partition.on_device)), create.begin(partition)
         leaves = create.from_leaves(stored, partition.abstract_state, keep, _copy_to)
         return jax.tree.unflatten(jax.tree.structure(partition.abstract_state), leaves), partition
-    return jax.tree.map(_copy_to, pad(state, partition), partition.shardings), partition
+    return jax.tree.map(_copy_to, padding.pad(state, partition), partition.shardings), partition
 
 
 def _checked(state: Any) -> Any:
@@ -128,31 +127,3 @@ def _close_over_settings(init: Callable[..., Any], args: tuple, trainable: str) 
         return _trained(_checked(state), trainable)
 
     return [arg for is_array, arg in zip(is_traced, args) if is_array], closed
-
-
-def pad(state: Any, partition: placement.Partition) -> Any:
-    """Adds the zeros of `indivisible="pad"`; other leaves are unchanged."""
-
-    def extend(path: str, leaf: Any) -> Any:
-        padding = partition.leaves[path].padding if path in partition.leaves else ()
-        return jnp.pad(leaf, [(0, extra) for extra in padding]) if padding else leaf
-
-    return tree.map_with_path(extend, state)
-
-
-def unpad(state: Any, partition: placement.Partition) -> Any:
-    """Removes the zeros that `pad` added. A part of a state will do: {"params": grads} gives gradients in the weights' own shapes."""
-
-    def cut(path: str, leaf: Any) -> Any:
-        decided = partition.leaves.get(path)
-        if (
-            decided is not None
-            and decided.padding
-            and not isinstance(leaf, jax.core.Tracer)
-            and memory_kind.is_on_host(leaf)
-        ):
-            # XLA's slices of host memory have open bugs.
-            (leaf,) = storage.arrived(storage.load([leaf], [memory_kind.on_device(leaf.sharding)]))
-        return leaf[tuple(slice(n) for n in decided.shape)] if decided is not None and decided.padding else leaf
-
-    return tree.map_with_path(cut, state)

@@ -15,7 +15,16 @@ import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, xla_flags
-from zerojax.zero import accumulate, arguments, explicit, placement, tensor_parallel, where_used, xla_options
+from zerojax.zero import (
+    accumulate,
+    arguments,
+    block_settings,
+    explicit,
+    placement,
+    tensor_parallel,
+    where_used,
+    xla_options,
+)
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
 from zerojax.zero.fp8 import modules as fp8_modules
@@ -100,9 +109,9 @@ def make_train_step(
     reduce_dtype = precision.floating("reduce_dtype", reduce_dtype)
     sums = accumulate.checked_dtype(accum_dtype, grad_accum)
     dtypes = {"reduce_dtype": reduce_dtype, "compute_dtype": compute_dtype, "in_16_bits": sums}
-    scaling = update_lib.in_step(loss_scale, partition.abstract_state)
+    scaling = loss_scale_lib.in_step(loss_scale, partition.abstract_state)
     sharded = tensor_parallel.hooks_of(activations, partition.mesh)
-    how = _checked(where_used.How(blocks, heads, remat, recompute, offload, sharded), partition)
+    how = _checked(block_settings.How(blocks, heads, remat, recompute, offload, sharded), partition)
     sent = columns.marked(partition, by_columns, blocks, reduce_dtype)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     loss_fn, sent, kept = fp8_modules.in_step(fp8, outputs.with_aux(loss_fn, scaling.scale), sent, blocks)
@@ -138,11 +147,10 @@ def make_train_step(
     return step_by_block.BlockwiseStep(step, updates, passes, finish, scaling.scale, clip, donate=donate)
 
 
-def _checked(how: where_used.How, partition: placement.Partition) -> where_used.How:
-    """Returns `how`; refuses values that contradict each other, and warns of modules that `blocks` seems to mean and misses."""
-    how.check()
+def _checked(how: block_settings.How, partition: placement.Partition) -> block_settings.How:
+    """Returns `how`; warns of modules that `blocks` seems to mean and misses."""
     blocks = how.blocks
-    missed = where_used.missed_blocks(partition.placements, blocks) if blocks else ()
+    missed = block_settings.missed_blocks(partition.placements, blocks) if blocks else ()
     if missed:
         more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
         warnings.warn(
@@ -160,7 +168,7 @@ def _compiler_options(
     options = _fp8_options(partition, fp8)
     if reduce_dtype is None:
         return options
-    weights = where_used.largest_block(partition.placements, blocks)
+    weights = block_settings.largest_block(partition.placements, blocks)
     gathered = weights * jnp.dtype(compute_dtype or jnp.float32).itemsize
     summed = weights * jnp.dtype(reduce_dtype).itemsize
     scattered = summed // mesh_lib.size(partition.mesh, mesh_lib.STATE)
@@ -175,7 +183,7 @@ def _fp8_options(partition: placement.Partition, fp8: Any) -> dict[str, Any]:
 def _gradients(
     loss_fn: Callable[..., Any],
     partition: placement.Partition,
-    how: where_used.How,
+    how: block_settings.How,
     layout: inputs.Layout,
     *,
     reduce_dtype: Any,
@@ -212,7 +220,9 @@ def _gradients(
             metrics = aux["metrics"] if passes == 1 else outputs.terms(aux["metrics"], state, program, passes)
             return loss, {"metrics": metrics, "state": outputs.state_of_batch(aux.get("state", {}), state), **weight}
 
-        sums = accumulate.value_and_grad(loss_of_part, passes, own_keys, in_16_bits=in_16_bits)
+        sums = jax.value_and_grad(loss_of_part, has_aux=True)
+        if passes > 1:
+            sums = accumulate.value_and_grad(loss_of_part, passes, own_keys, in_16_bits=in_16_bits)
         given = [hook.inputs(state) for hook in how.hooks]
         (loss, aux), (grads, seen) = sums((partition.trainable_part(params), given), batch, state)
         fields = dict(aux["state"])

@@ -1,7 +1,7 @@
 """Applies gradients to a train state, or skips a step whose gradients overflowed. This module holds the part of a step after the gradients.
 
-An optimizer with a one-pass form (`optim.one_pass.OnePass`) updates in that pass, any other through optax. If leaves are padded, an
-optimizer that is not elementwise (`optim.locality`), and a state's own `apply_gradients`, get weights, gradients and state without padding.
+An optimizer with a one-pass form (`optim.one_pass.OnePass`) updates in that pass, any other through optax. Where padding
+would change the update, it is made without (`padding`).
 """
 
 import dataclasses
@@ -14,11 +14,9 @@ import jax.numpy as jnp
 from flax.training import train_state
 
 from zerojax import precision, tree
-from zerojax.errors import UserError
-from zerojax.optim import locality, master_weights
+from zerojax.optim import master_weights
 from zerojax.optim import one_pass as one_pass_lib
-from zerojax.zero import loss_scale as loss_scale_lib
-from zerojax.zero import placement, shard_state
+from zerojax.zero import padding, placement
 
 
 def make(partition: placement.Partition) -> Callable[..., Any]:
@@ -39,8 +37,8 @@ def make(partition: placement.Partition) -> Callable[..., Any]:
       partition: how the state is sharded.
     """
     apply = _apply(partition)
-    if _needs_unpadded(partition):
-        apply = _on_unpadded(apply, partition)
+    if padding.changes_update(partition, is_own=not _is_flax(partition.abstract_state)):
+        apply = padding.around(apply, partition)
 
     def update(before: Any, after: Any, grads: Any, factor: Any, finite: Any, numbers: Any = None) -> Any:
         own_before, own_after = (
@@ -69,40 +67,6 @@ def _apply(partition: placement.Partition) -> Callable[..., Any]:
 def _is_flax(state: Any) -> bool:
     """Returns whether a state applies gradients as flax does. Another one (with averages of weights, say) keeps its own way."""
     return getattr(type(state), "apply_gradients", None) is train_state.TrainState.apply_gradients
-
-
-def _needs_unpadded(partition: placement.Partition) -> bool:
-    """Returns whether the padding of weights could change their update.
-
-    That of a one-pass optimizer it does not: zeros at the end of a dim change no other element, but for the random bits of its rounding.
-    """
-    if not any(leaf.padding for leaf in partition.leaves.values()):
-        return False
-    state = partition.abstract_state
-    tx = getattr(state, "tx", None)
-    if tx is None or not _is_flax(state):
-        return True
-    if isinstance(tx, one_pass_lib.OnePass):
-        return False
-    padded = partition.trainable_part(state.params)
-    plain = tree.map_with_path(lambda path, leaf: _unpadded(partition, path, leaf), padded)
-    return locality.of(tx, plain, pieces=padded).kind != locality.ELEMENTWISE
-
-
-def _unpadded(partition: placement.Partition, path: str, leaf: Any) -> jax.ShapeDtypeStruct:
-    decided = partition.leaves.get(f"params/{path}")
-    return jax.ShapeDtypeStruct(leaf.shape if decided is None else decided.shape, leaf.dtype)
-
-
-def _on_unpadded(apply: Callable[..., Any], partition: placement.Partition) -> Callable[..., Any]:
-    """Returns `apply` on a state and gradients without padding. The compiler keeps them sharded, and moves elements at shards' ends."""
-
-    def apply_unpadded(before: Any, after: Any, grads: Any, factor: Any, finite: Any, numbers: Any) -> Any:
-        before, after = (shard_state.unpad(state, partition) for state in (before, after))
-        grads = shard_state.unpad({"params": grads}, partition)["params"]
-        return shard_state.pad(apply(before, after, grads, factor, finite, numbers), partition)
-
-    return apply_unpadded
 
 
 def _by_parts(before: Any, after: Any, grads: Any, factor: Any, finite: Any, numbers: Any) -> Any:
@@ -281,63 +245,3 @@ class Unscaled:
     def adjust(self, state: Any, verdict: Verdict) -> tuple[Any, dict[str, jax.Array]]:
         """Returns the train state with the scale adjusted, and metrics."""
         return state, {}
-
-
-@dataclasses.dataclass(frozen=True)
-class Scaled(Unscaled):
-    """Loss scaling inside a train step; the train state's field `loss_scale` holds its state."""
-
-    scaler: loss_scale_lib.LossScale
-
-    def scale(self, state: Any) -> jax.Array:
-        """Returns the factor of the loss."""
-        return state.loss_scale.scale
-
-    def verdict(self, squares: Any) -> Verdict:
-        """Judges a step by its gradients' sums of squares, unscaled and over all devices: a tree of float32[].
-
-        A sum is not finite if an element is not, or exceeds 1e19, which float16 cannot hold.
-        """
-        is_bad = ~jnp.isfinite(jnp.stack(jax.tree.leaves(squares)))
-        finite = ~jnp.any(is_bad)
-        return Verdict(finite, jnp.where(finite, -1, jnp.argmax(is_bad)))
-
-    def adjust(self, state: Any, verdict: Verdict) -> tuple[Any, dict[str, jax.Array]]:
-        """Returns the train state with the scale adjusted, and metrics."""
-        adjusted = self.scaler.update(state.loss_scale, verdict.finite)
-        return state.replace(loss_scale=adjusted), {
-            "loss_scale": state.loss_scale.scale,
-            "skipped_steps": adjusted.skipped_steps,
-            "overflow_leaf": verdict.leaf,
-            "is_exhausted": adjusted.is_exhausted,
-        }
-
-
-def in_step(loss_scale: loss_scale_lib.LossScale | None, abstract_state: Any) -> Unscaled:
-    """Returns the loss scaling of a train step; None is no scaling.
-
-    Raises:
-      UserError: the state is no train state, has no field for the scale, or has one that is never read.
-    """
-    lacking = [name for name in ("params", "apply_gradients", "replace") if not hasattr(abstract_state, name)]
-    if lacking:
-        raise UserError(
-            f"make_train_step: the state is a {type(abstract_state).__name__} without {' and '.join(lacking)}; use flax's TrainState or a "
-            "subclass, or write your own step around zerojax.where_used (as examples/own_train_step.py and nnx_model.py do)"
-        )
-    if loss_scale is not None and not callable(getattr(loss_scale, "update", None)):
-        raise UserError(
-            f"make_train_step: loss_scale must be a DynamicLossScale or a StaticLossScale, and is {loss_scale!r}; "
-            "for a constant one pass StaticLossScale(1024.0)"
-        )
-    has_scale = isinstance(getattr(abstract_state, "loss_scale", None), loss_scale_lib.LossScaleState)
-    if loss_scale is None and has_scale:
-        raise UserError(
-            "make_train_step: the state has a loss scale, and `loss_scale` is None; pass loss_scale=, or create the state without one"
-        )
-    if loss_scale is not None and not has_scale:
-        raise UserError(
-            "make_train_step: loss scaling needs a field `loss_scale` in the train state; declare `loss_scale: Any` in your TrainState "
-            "and create it with loss_scale=scaler.init()"
-        )
-    return Unscaled() if loss_scale is None else Scaled(loss_scale)

@@ -12,8 +12,6 @@ on JAX passing a traced array on as the same Python object. Where it does not, a
 """
 
 import dataclasses
-import math
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,60 +25,9 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import tree
 from zerojax.errors import UserError
-from zerojax.zero import gather, intercept, placement, remat
-from zerojax.zero import hooks as hooks_lib
+from zerojax.zero import block_settings, gather, intercept, placement, remat
 
 Loss = Callable[..., Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class How:
-    """How a loss is run: where weights are gathered, which residuals are kept (see `where_used`), and what hooks add to its modules."""
-
-    blocks: str = ""
-    heads: str = ""
-    remat: str = "dots"
-    recompute: str = ""
-    offload: str = ""
-    hooks: hooks_lib.Hooks = ()
-
-    def check(self) -> None:
-        """Raises UserError for values that are unknown or contradict each other."""
-        if self.remat not in remat.REMAT:
-            raise UserError(f"remat: must be one of {', '.join(remat.REMAT)}, and is {self.remat!r}")
-        examples = {
-            "blocks": "layer_\\d+",
-            "heads": "head",
-            **dict.fromkeys(("recompute", "offload"), "layer_\\d+/mlp/up"),
-        }
-        for name, example in examples.items():
-            check_regex(name, getattr(self, name), example, self.blocks)
-        if self.recompute and self.remat != "dots":
-            raise UserError(
-                f"recompute: {self.recompute!r} names matmuls that remat='dots' does not keep, and remat is {self.remat!r}; "
-                "set recompute to '', or remat to 'dots'"
-            )
-        if self.offload and self.remat == "none":
-            raise UserError(
-                f"offload: {self.offload!r} names modules whose results are kept in host memory, and remat='none' keeps all on the device; "
-                "set offload to '', or remat to 'dots', 'attention' or 'full'"
-            )
-
-
-def check_regex(name: str, pattern: Any, example: str, blocks: str) -> None:
-    """Raises a UserError if an argument is no regex over module paths, or needs `blocks` and there are none."""
-    if not isinstance(pattern, str | re.Pattern):
-        raise UserError(
-            f"{name}: must be a regex over module paths, such as '{example}', or '' for none, and is {pattern!r}"
-        )
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError) as error:
-        raise UserError(
-            f"{name}: {pattern!r} is not a regex: {error}; pass one over module paths, such as '{example}'"
-        ) from error
-    if pattern and not blocks:
-        raise UserError(f"{name}: {pattern!r} needs `blocks`, and it is empty; name the model's repeated modules there")
 
 
 def where_used(
@@ -120,11 +67,13 @@ def where_used(
 
     >>> grads = jax.grad(where_used(loss_fn, partition.placements, blocks=r"layer_\\d+"))(state.params, batch)
     """
-    return with_gathers(loss_fn, placements, How(blocks, heads, remat, recompute, offload), compute_dtype)
+    return with_gathers(
+        loss_fn, placements, block_settings.How(blocks, heads, remat, recompute, offload), compute_dtype
+    )
 
 
 def with_gathers(
-    loss_fn: Loss, placements: Mapping[str, placement.Placement], how: How, compute_dtype: Any = None
+    loss_fn: Loss, placements: Mapping[str, placement.Placement], how: block_settings.How, compute_dtype: Any = None
 ) -> Loss:
     """Returns `where_used` of a loss, its settings as one value."""
     find = finder(placements, lambda leaf: leaf.shape, lambda weight: weight.shape)
@@ -141,7 +90,7 @@ def with_gathers(
 def wrap(
     loss_fn: Loss,
     gather_leaf: Callable[[str, Any], Any],
-    how: How,
+    how: block_settings.How,
     *,
     moves: bool,
     run: Any = None,
@@ -154,7 +103,6 @@ def wrap(
       run: see `intercept.Interceptor`; its `restart` is called where the loss must be traced again.
       is_weight: returns whether a node of the params is one stored weight, if stored weights are not arrays.
     """
-    how.check()
     policy = remat.policy(how.remat, offloads=bool(how.offload), in_place=not (how.recompute or how.offload))
     keeps_all = how.remat == "none" and not moves
 
@@ -178,7 +126,7 @@ def wrap(
 def _by_block(
     loss_fn: Loss,
     gather_leaf: Callable[[str, Any], Any],
-    how: How,
+    how: block_settings.How,
     policy: Any,
     moves: bool,
     run: Any,
@@ -329,65 +277,13 @@ def moves(placements: Mapping[str, placement.Placement]) -> bool:
     return any(weight.stored != weight.used for weight in placements.values())
 
 
-def largest_block(placements: Mapping[str, placement.Placement], blocks: str) -> int:
-    """Returns the number of weights in the largest block that a regex matches; 0 if there are none."""
-    sizes: dict[str, int] = {}
-    for path, weight in placements.items():
-        block = intercept.block_of(path, re.compile(blocks))
-        if block is not None:
-            sizes[block] = sizes.get(block, 0) + math.prod(weight.shape or ())
-    return max(sizes.values(), default=0)
-
-
-def with_grad_dtype(partition: placement.Partition, blocks: str, dtype: Any) -> placement.Partition:
-    """Returns a partition in which backward passes return the gradients of the weights of blocks in `dtype`.
-
-    Those of other weights stay float32: a table's adds up rows in float32, and an output layer's adds up chunks of tokens.
-    """
-    inside = re.compile(blocks)
-    of_blocks = [path for path in partition.placements if intercept.block_of(path, inside) is not None]
-    trained = [path for path in of_blocks if not partition.placements[path].overwritten]
-    return partition.with_wires(dict.fromkeys(trained, gather.Plain(dtype)))
-
-
-def missed_blocks(placements: Mapping[str, placement.Placement], blocks: str) -> tuple[str, ...]:
-    """Returns the modules that a regex does not match, though one that it matches differs in the digits of its name alone.
-
-    Modules have the same weights if they have leaves of the same names and shapes.
-
-    >>> missed_blocks(placements, r"block_\\d")
-    ('block_10', 'block_11')
-    """
-    pattern = re.compile(blocks)
-    leaves_of: dict[str, set[tuple[str, Any]]] = {}
-    matched: set[str] = set()
-    for path, weight in placements.items():
-        below = tree.below_params(path)
-        block = intercept.block_of(path, pattern)
-        if block is not None:
-            matched.add(block)
-        parts = below.split("/")
-        for count in range(1, len(parts)):
-            if block is None or len(block.split("/")) == count:
-                leaves_of.setdefault("/".join(parts[:count]), set()).add(("/".join(parts[count:]), weight.shape))
-    kinds = {(_without_digits(name), frozenset(leaves_of[name])) for name in matched & leaves_of.keys()}
-    missed = [
-        name for name in leaves_of.keys() - matched if (_without_digits(name), frozenset(leaves_of[name])) in kinds
-    ]
-    return tuple(sorted(missed, key=lambda name: (len(name), name)))
-
-
-def _without_digits(path: str) -> str:
-    return re.sub(r"\d+", "0", path)
-
-
 def variables(params: Any) -> dict[str, Any]:
     """Returns the values of the NNX variables other than params; a forward pass may change these in place."""
     nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_other_variable)
     return {tree.path_string(path): node.get_raw_value() for path, node in nodes if _is_other_variable(node)}
 
 
-def _check_found(inside: intercept.Interceptor, how: How, moves: bool) -> None:
+def _check_found(inside: intercept.Interceptor, how: block_settings.How, moves: bool) -> None:
     if not inside.entered:
         raise UserError(
             f"blocks: {how.blocks!r} matches no Linen module called in the loss; it is a regex over module paths such as "

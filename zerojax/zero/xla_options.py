@@ -117,6 +117,7 @@ class _Program:
         functools.update_wrapper(self, run)
         self._program = jax.jit(run, compiler_options=dict(options), **how) if options else jax.jit(run, **how)
         self._part = jax.jit(run, **how) if options else self._program
+        self.trace, self.lower = self._program.trace, self._program.lower
         self._before, self._explained = before, explained
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,12 +133,6 @@ class _Program:
             if why is None:
                 raise
             raise why from error
-
-    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        return self._program.trace(*args, **kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        return self._program.lower(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:  # other attributes of a jitted function
         return getattr(self._program, name)

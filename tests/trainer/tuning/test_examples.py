@@ -14,7 +14,7 @@ from zerojax.trainer import model as model_lib
 from zerojax.trainer import program
 from zerojax.trainer import state as state_lib
 from zerojax.trainer.tuning import examples
-from zerojax.zero import shard_state
+from zerojax.zero import padding
 
 BYTES = tokenizer.load_tokenizer("bytes")
 ROUNDING = 2e-5  # the same float32 sums in another order
@@ -53,7 +53,7 @@ def plain_loss(loss, params, batches):
 def test_the_loss_and_the_held_out_loss_are_means_over_all_labels(data_dir, cache_dir, changes):
     built, streams, found = opened(data_dir, **changes)
     state = state_lib.first(built)
-    params = jax.tree.map(jnp.asarray, jax.device_get(shard_state.unpad(state, built.partition).params))
+    params = jax.tree.map(jnp.asarray, jax.device_get(padding.unpad(state, built.partition).params))
     held = program.held_out_loss(built, streams, state.params)
     batch = streams.next()
     arrays = {name: np.asarray(array).reshape(-1, 8, array.shape[-1]) for name, array in batch.items()}

@@ -6,7 +6,7 @@ import numpy as np
 from block_nets import Net, X
 
 from zerojax import mesh as mesh_lib
-from zerojax.zero import explicit, stages
+from zerojax.zero import forward_only, stages
 from zerojax.zero.step_programs import arrivals, blocks, forward
 
 
@@ -20,7 +20,7 @@ def test_programs_of_a_forward_pass_are_it_and_are_made_once():
     def loss(params, batch):
         return net.apply({"params": params}, *batch)
 
-    run = forward.Forward(explicit.mean(loss, part, runner=blocks.ForwardBlocks, **how), arrivals.ArgumentSource())
+    run = forward.Forward(forward_only.mean(loss, part, runner=blocks.ForwardBlocks, **how), arrivals.ArgumentSource())
     batch = jax.device_put((X, scale), part.batch_sharding)
     np.testing.assert_allclose(run(params, batch), jax.jit(loss)(params, batch), rtol=1e-5)
     again = run.schedule(params, jax.tree.map(jnp.copy, batch))

@@ -1,22 +1,16 @@
 """Checks that each gradient is handed over once, as soon as it is final. This module tests zerojax.zero.step_programs.passes."""
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import runs
-from block_nets import Net, X, loss_of, parts, prepared_layout
-from flax.training.train_state import TrainState
+from block_nets import Net, parts, prepared_layout
 
-from zerojax import mesh as mesh_lib
 from zerojax import tree
-from zerojax.zero import accumulate, stages, where_used
-from zerojax.zero.offload import step_by_block
-from zerojax.zero.sharded_batch import outputs
+from zerojax.zero import accumulate
 from zerojax.zero.step_programs import passes
 
 
@@ -103,34 +97,3 @@ def test_gradients_of_a_pass_in_bf16_add_up_to_the_bits_of_the_same_in_float32()
         assert grad.dtype == own.dtype == jnp.float32
         limit = 2.0**-6 * float(jnp.abs(grad).max()) if "block_shared" in path else 0
         np.testing.assert_allclose(own, grad, rtol=0, atol=limit, err_msg=path)
-
-
-@pytest.mark.parametrize(
-    ("count", "reduce_dtype", "in_16_bits", "expected"),
-    [
-        (2, "bfloat16", True, "bfloat16"),
-        (2, "bfloat16", False, "float32"),
-        (2, "float32", True, "float32"),
-        (1, "bfloat16", True, "float32"),
-    ],
-)
-def test_gradients_of_a_pass_are_in_bf16_where_both_of_their_sums_are(count, reduce_dtype, in_16_bits, expected):
-    net, mesh = Net(1), mesh_lib.make_mesh(1, 8)
-    params = jax.eval_shape(net.init, jax.random.key(0), X, X[:, :1])["params"]
-    state = jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=optax.adam(1e-3)), params)
-    part = stages.partition_state(state, mesh=mesh, stage=3, min_size=0)
-    steps = step_by_block.passes_of(
-        outputs.with_aux(functools.partial(loss_of, net), lambda state: 1.0),
-        part,
-        where_used.How(r"block_\w+", heads="head"),
-        prepared_layout(count),
-        reduce_dtype=jnp.dtype(reduce_dtype),
-        compute_dtype=None,
-        in_16_bits=in_16_bits,
-    )
-    batch = {"x": X, "scale": jnp.ones((16, 1))}
-    if count > 1:
-        batch = jax.tree.map(lambda leaf: jnp.stack([leaf] * count), batch)
-    one_pass = steps.one_pass(part.abstract_state.replace(opt_state=()), batch)
-    found = {one_pass.schedule.cut.values[number].dtype for number, path in one_pass.grads.items() if "block_" in path}
-    assert found == {jnp.dtype(expected)}

@@ -14,7 +14,7 @@ import zerojax
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.models import layers
-from zerojax.zero import explicit, gather, placement, shard_state, where_used
+from zerojax.zero import block_settings, explicit, gather, placement, shard_state
 from zerojax.zero.wires import columns
 
 BLOCKS = r"block_\d"
@@ -54,7 +54,7 @@ def test_gradients_of_matrices_used_by_columns_are_those_of_one_device():
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
     state, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(2, 4), stage=3, min_size=0)
     part = columns.marked(part, "embed|head", BLOCKS, jnp.float32)
-    how = where_used.How(blocks=BLOCKS, heads="head")
+    how = block_settings.How(blocks=BLOCKS, heads="head")
 
     def loss_fn(params, batch, state):
         return Words().apply({"params": params}, batch["x"]), {"metrics": {}}

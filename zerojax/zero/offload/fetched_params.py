@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from zerojax import tree
-from zerojax.zero import explicit, placement
+from zerojax.zero import forward_only, placement
 from zerojax.zero.offload import memory_kind, selection, storage
 from zerojax.zero.step_programs import arrivals, blocks, forward
 from zerojax.zero.step_programs.arrivals import PASS, STEP
@@ -72,14 +72,14 @@ def mean_of(
     compiler_options: Mapping[str, Any] | None = None,
     **how: Any,
 ) -> Callable[[Any, Any], jax.Array]:
-    """Returns `explicit.mean(loss_fn, partition, **how)` for params in host memory, which are fetched block by block."""
-    mean = explicit.mean(loss_fn, partition, runner=blocks.ForwardBlocks, **how)
+    """Returns `forward_only.mean(loss_fn, partition, **how)` for params in host memory, which are fetched block by block."""
+    mean = forward_only.mean(loss_fn, partition, runner=blocks.ForwardBlocks, **how)
     return forward.Forward(mean, of(partition), compiler_options)
 
 
 def by_row(function: Callable[..., Any], partition: placement.Partition, **how: Any) -> forward.Forward:
-    """Returns `explicit.by_row(function, partition, **how)` for params in host memory, which are fetched block by block."""
-    return forward.Forward(explicit.by_row(function, partition, runner=blocks.ForwardBlocks, **how), of(partition))
+    """Returns `forward_only.by_row(function, partition, **how)` for params in host memory, which are fetched block by block."""
+    return forward.Forward(forward_only.by_row(function, partition, runner=blocks.ForwardBlocks, **how), of(partition))
 
 
 class ParamCopies(arrivals.Arrivals):

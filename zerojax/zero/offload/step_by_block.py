@@ -29,12 +29,12 @@ from jax.sharding import PartitionSpec as P
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.ops import fp8 as fp8_ops
-from zerojax.zero import explicit, placement, where_used
+from zerojax.zero import block_settings, placement
 from zerojax.zero import update as update_lib
 from zerojax.zero.offload import fetched_params, late_norm, memory_kind, selection, settings, storage, streamed_step
 from zerojax.zero.offload import updates as updates_lib
 from zerojax.zero.sharded_batch import inputs
-from zerojax.zero.step_programs import arrivals, blocks
+from zerojax.zero.step_programs import arrivals, blocks, one_pass
 from zerojax.zero.step_programs import passes as passes_lib
 
 
@@ -63,7 +63,7 @@ Finish = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, jax.Array], Any, An
 
 def is_chosen(
     partition: placement.Partition,
-    how: where_used.How,
+    how: block_settings.How,
     reduce_dtype: Any,
     fp8: Any,
     clip: update_lib.Clip,
@@ -475,7 +475,7 @@ class _Groups:
 def passes_of(
     loss_fn: Callable[..., Any],
     partition: placement.Partition,
-    how: where_used.How,
+    how: block_settings.How,
     batch: inputs.Layout,
     *,
     reduce_dtype: Any,
@@ -490,7 +490,7 @@ def passes_of(
     in_16_bits = in_16_bits and batch.passes > 1  # one pass adds nothing up, and hands its gradients on
     # A gradient that is summed over devices in bf16 and added to a sum in bf16 need not be float32 in between.
     in_bf16 = in_16_bits and jnp.dtype(reduce_dtype) == jnp.bfloat16
-    one_pass = explicit.one_pass(
+    run = one_pass.one_pass(
         loss_fn,
         partition,
         how,
@@ -502,7 +502,7 @@ def passes_of(
         grad_dtype=jnp.bfloat16 if in_bf16 else jnp.float32,
     )
     return passes_lib.Passes(
-        one_pass,
+        run,
         batch,
         compute_dtype,
         in_16_bits=in_16_bits,

@@ -96,7 +96,7 @@ class Passes:
     """The passes of a step.
 
     Args:
-      one_pass: `explicit.one_pass` with `blocks.NestedBlocks`.
+      one_pass: `one_pass.one_pass` with `blocks.NestedBlocks`.
       batch: how the batch is sharded; its `passes` is the number of passes.
       compute_dtype: the dtype that the batch is cast to; None keeps its own.
       in_16_bits: whether gradients add up in bf16, except for the last sum.

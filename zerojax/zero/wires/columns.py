@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.ops import columns
-from zerojax.zero import gather, intercept, placement, where_used
+from zerojax.zero import block_settings, gather, intercept, placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ def marked(partition: placement.Partition, pattern: str, blocks: str, reduce_dty
     Raises:
       UserError: the regex matches no module with a matrix, the devices do not divide the columns of one, or one cannot be exchanged.
     """
-    where_used.check_regex("by_columns", pattern, "embed|head", blocks)
+    block_settings.check_regex("by_columns", pattern, "embed|head", blocks)
     if not pattern:
         return partition
     if reduce_dtype is None:

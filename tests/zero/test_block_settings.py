@@ -1,0 +1,29 @@
+"""Checks regexes over paths of modules. This module tests zerojax.zero.block_settings."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from zerojax import mesh as mesh_lib
+from zerojax.errors import UserError
+from zerojax.zero import block_settings, stages, where_used
+
+
+def placements_of(**shapes):
+    params = {name: {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)} for name, shape in shapes.items()}
+    abstract_state = {"params": params}
+    return stages.partition_state(abstract_state, mesh=mesh_lib.make_mesh(), min_size=0).placements
+
+
+def test_blocks_that_are_no_regex_are_refused():
+    with pytest.raises(UserError, match=r"blocks: .* is not a regex"):
+        where_used.where_used(lambda params: 0.0, {}, blocks="layer_(")
+
+
+def test_modules_that_differ_from_a_block_in_digits_alone_are_told_if_the_regex_misses_them():
+    layers = {f"block_{n}": (16, 16) for n in range(12)}
+    others = {"block_norm": (16, 16), "head_1": (16, 16), "block_99": (16, 8)}
+    placements = placements_of(**layers, **others)
+    assert block_settings.missed_blocks(placements, r"block_\d") == ("block_10", "block_11")
+    for blocks in (r"block_\d+", r"block_(\d|1\d)", "block_norm|head_1"):
+        assert block_settings.missed_blocks(placements, blocks) == ()

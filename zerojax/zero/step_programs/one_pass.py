@@ -1,0 +1,66 @@
+"""Makes one pass of a step on each device, for a caller that adds up passes itself. This module has the forms that `explicit` has."""
+
+import contextlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax import mesh as mesh_lib
+from zerojax.zero import accumulate, block_settings, explicit, gather, intercept, placement
+from zerojax.zero.sharded_batch import inputs, outputs
+
+
+def one_pass(
+    loss_fn: Callable[..., Any],
+    partition: placement.Partition,
+    how: block_settings.How,
+    *,
+    passes: int,
+    reduce_dtype: Any,
+    compute_dtype: Any,
+    layout: inputs.Layout,
+    runner: Callable[..., Any],
+    grad_dtype: Any = jnp.float32,
+) -> Callable[..., Any]:
+    """Returns f(params, batch, state, number) -> ((loss, aux), grads) of one pass, for a caller that adds up passes itself.
+
+    Its arguments are those of `explicit.value_and_grad`, and:
+      layout: that of one pass.
+      runner: makes what runs the blocks; takes the arguments of `overlap.Chain`.
+      grad_dtype: of the gradients of the weights of blocks; others are float32.
+
+    `aux` has the state's fields, the metrics as `outputs.terms` of all devices, and the weight of the pass (`outputs.objective`) if passes
+    differ. `number` is int32[], the number of the pass.
+    """
+    marked = _with_grad_dtype(partition, how.blocks, grad_dtype)
+    of_device = explicit.OfDevice(loss_fn, marked, how, gather.Reduction(reduce_dtype), compute_dtype, passes, runner)
+
+    def on_device(program: explicit.Program, own_keys: Any, params: Any, batch: Any, state: Any, number: Any) -> Any:
+        run = jax.value_and_grad(of_device.of_sinks(program, own_keys, params), has_aux=True)
+        nothing: list[Any] = [{} for _ in how.hooks]  # no hook that reads the state runs here
+        folded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if passes > 1:
+            (_, aux), _ = jax.eval_shape(run, (*of_device.sinks(params), nothing), batch, state)
+            batch, state = accumulate.of_pass(batch, state, own_keys, aux.get("state", {}), number)
+            folded = accumulate.keys_of_pass(own_keys, aux.get("state", {}), number)
+        with explicit.leaks_named(), folded:
+            (loss, aux), (grads, tokens, _) = run((*of_device.sinks(params), nothing), batch, state)
+        grads = explicit.with_tokens((tokens, aux.pop("tokens")), grads)
+        aux["metrics"] = outputs.of_all_devices(aux["metrics"])
+        return (jax.lax.psum(loss, mesh_lib.SUMMED), aux), grads
+
+    return of_device.mapped(on_device, layout)
+
+
+def _with_grad_dtype(partition: placement.Partition, blocks: str, dtype: Any) -> placement.Partition:
+    """Returns a partition in which backward passes return the gradients of the weights of blocks in `dtype`.
+
+    Those of other weights stay float32: a table's adds up rows in float32, and an output layer's adds up chunks of tokens.
+    """
+    inside = re.compile(blocks)
+    of_blocks = [path for path in partition.placements if intercept.block_of(path, inside) is not None]
+    trained = [path for path in of_blocks if not partition.placements[path].overwritten]
+    return partition.with_wires(dict.fromkeys(trained, gather.Plain(dtype)))
