@@ -9,6 +9,7 @@
 import zerojax.launch.early  # noqa: F401  first: it ends a command that is stopped during the imports below
 from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.errors import UserError
+from zerojax.inference.engine.engine import Engine
 from zerojax.interop.pretrained import export_adapter, export_huggingface, load_huggingface
 from zerojax.launch.together import main_process_first, wait_for_everyone
 from zerojax.lora.add import add_lora
@@ -40,6 +41,7 @@ from zerojax.zero.where_used import where_used
 __all__ = [
     "Checkpointer",
     "DynamicLossScale",
+    "Engine",
     "Fp8",
     "Lora",
     "LossScaleState",

@@ -42,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "checkpoint": {"optim"},
     "zero": {"optim", "ops"},
     "lora": {"ops", "models", "zero"},
-    "inference": {"models", "zero"},
+    "inference": {"ops", "models", "zero", KERNELS},
     "interop": {"ops", "models", "lora", "checkpoint", "zero", "inference"},
     "plan": {"ops", "hlo", "zero", "launch"},
     "profile": {"hlo", "zero", "launch", "plan"},

@@ -43,7 +43,7 @@ class Loop:
         self.extend = fetched_params.by_row(functools.partial(family.extend, config), partition, **how)
         same, rows = NamedSharding(partition.mesh, P()), mesh_lib.row_sharding(partition.mesh)
         found = choice_lib.Found._make([same, rows, rows, same])
-        step = decoding.Step._make([same, rows, rows, rows])
+        step: Any = decoding.Step._make([same, rows, rows, rows, None, None])
 
         def following(found: choice_lib.Found, lengths: jax.Array, tokens: jax.Array) -> Any:
             length = tokens.shape[1]

@@ -3,6 +3,8 @@
 A cache has one slot for each token: first the prompt's, then the new ones. Prompts of unequal length begin in slot 0, so the slots between
 the end of a short prompt and the end of the longest hold no text. New tokens of all rows have the same slot, but not the same position.
 
+In `row_step` each row is where its own text ends, and a token's slot is its position.
+
 Shapes: B batch, T tokens of this call, S slots, H query heads, K key and value heads, N head dim.
 """
 
@@ -19,16 +21,26 @@ class Step(NamedTuple):
     """The tokens that one call adds, in every layer's cache.
 
     Attributes:
-      slot: int32[], of the first token.
+      slot: int32[], of the first token; int32[B] where rows differ. Tokens beyond the last slot are dropped.
       positions_BT: int32[B, T], of the tokens in their rows.
       slot_positions_BS: int32[B, S], of the token in each slot.
       is_text_BS: bool[B, S], whether a slot holds text when the tokens are in.
+      counts_B: int32[B], how many of a call's tokens are text, where rows differ; None: all.
+      ends_B: int32[B], the slots from 0 that hold text, where a kernel reads no others; None: all slots are read.
     """
 
     slot: jax.Array
     positions_BT: jax.Array
     slot_positions_BS: jax.Array
     is_text_BS: jax.Array
+    counts_B: jax.Array | None = None
+    ends_B: jax.Array | None = None
+
+    def last(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the state of the last token of each row: float[B, 1, D]."""
+        if self.counts_B is None:
+            return x_BTD[:, -1:]
+        return jnp.take_along_axis(x_BTD, (self.counts_B - 1)[:, None, None], axis=1)
 
 
 class Past(NamedTuple):
@@ -39,6 +51,12 @@ class Past(NamedTuple):
 
     def add(self, k_BTKN: jax.Array, v_BTKN: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the keys and values with those of the step's tokens."""
+        if self.step.slot.ndim:
+            rows, slots = jnp.arange(k_BTKN.shape[0])[:, None], self.step.slot[:, None] + jnp.arange(k_BTKN.shape[1])
+            return tuple(  # type: ignore[return-value]
+                old.at[rows, slots].set(new.astype(old.dtype), mode="drop", unique_indices=True)
+                for old, new in zip(self.keys, (k_BTKN, v_BTKN))
+            )
         return tuple(  # type: ignore[return-value]
             jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), self.step.slot, axis=1)
             for old, new in zip(self.keys, (k_BTKN, v_BTKN))
@@ -63,6 +81,29 @@ def next_step(lengths_B: jax.Array, length: int, count: jax.Array, slots: int) -
     is_new_S = (slot_S >= length) & (slot_S <= length + count)
     positions_BS = jnp.where(slot_S < length, slot_S, lengths_B[:, None] + slot_S - length)
     return Step(length + count, (lengths_B + count)[:, None], positions_BS, is_prompt_BS | is_new_S)
+
+
+def row_step(positions_B: jax.Array, counts_B: jax.Array, length: int, slots: int, *, is_read_by_kernel: bool) -> Step:
+    """Returns the step that adds up to `length` tokens to each row, from a position of its own.
+
+    Args:
+      positions_B: int32[B], of the first token.
+      counts_B: int32[B], the tokens of each row; a row with 0 adds nothing, and its scores mean nothing.
+      length: the tokens of the call.
+      slots: of the caches.
+      is_read_by_kernel: whether attention of one token may read by a kernel, on one device.
+    """
+    positions_BT = positions_B[:, None] + jnp.arange(length, dtype=jnp.int32)
+    slot_positions_BS = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (positions_B.shape[0], slots))
+    ends_B = jnp.where(counts_B > 0, positions_B + counts_B, 0)
+    return Step(
+        jnp.where(counts_B > 0, positions_B, slots),
+        positions_BT,
+        slot_positions_BS,
+        slot_positions_BS < ends_B[:, None],
+        counts_B if length > 1 else None,
+        ends_B if is_read_by_kernel else None,
+    )
 
 
 def empty(batch: int, slots: int, heads: int, head_dim: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
@@ -90,7 +131,7 @@ def attend(
     Args:
       q_BTHN, k_BTKN, v_BTKN: of this call's tokens.
       kernel: the implementation of attention among this call's tokens.
-      past: the layer's cache. A call of several tokens must be the first; see `first_step`.
+      past: the layer's cache. A call of several tokens must be the first (`first_step`), or have a slot for each row (`row_step`).
       bias: float[H, T, T], or with a past and one token float[B, H, 1, S], added to the scores.
       mask: bool[B, T], False for tokens that no query sees. Without a past.
       segments_BT: int32[B, T], the number of the text that a token belongs to: it sees no other. Without a mask and a past.
@@ -98,7 +139,7 @@ def attend(
       window: see `ops.attention.attend`.
       way: how devices attend that each hold a part of every sequence; None: a device has all tokens.
     """
-    if past is None or q_BTHN.shape[1] > 1:
+    if past is None or (q_BTHN.shape[1] > 1 and not past.step.slot.ndim):
         y_BTHN = tokens.attend(
             q_BTHN,
             k_BTKN,
@@ -114,9 +155,13 @@ def attend(
         )
         return y_BTHN, None if past is None else past.add(k_BTKN, v_BTKN)
     keys, step = past.add(k_BTKN, v_BTKN), past.step
+    if q_BTHN.shape[1] > 1:
+        distance_BTS = step.positions_BT[:, :, None] - step.slot_positions_BS[:, None]
+        seen = (distance_BTS >= 0) & (distance_BTS < (window or distance_BTS.shape[2]))
+        return attention.attend(q_BTHN, *keys, "xla", is_causal=False, bias=bias, mask=seen, scale=scale), keys
+    if step.ends_B is not None and bias is None and attention.token_kernel_can_run(q_BTHN, keys[0]):
+        return attention.attend_token(q_BTHN, *keys, step.ends_B, scale=scale, window=window), keys
     seen_BS = step.is_text_BS
     if window:
         seen_BS &= step.positions_BT - step.slot_positions_BS < window
-    # One query reads the cache once, and its scores are small: no kernel does better than XLA's.
-    y_B1HN = attention.attend(q_BTHN, *keys, "xla", is_causal=False, bias=bias, mask=seen_BS, scale=scale)
-    return y_B1HN, keys
+    return attention.attend(q_BTHN, *keys, "xla", is_causal=False, bias=bias, mask=seen_BS, scale=scale), keys

@@ -107,7 +107,8 @@ class Family:
         an encoder-decoder, else of `tokens`.
       start: (config, params, inputs, tokens: int32[batch, length], lengths: int32[batch], slots) -> (scores of the token after the
         first `lengths` tokens of each row: float32[batch, vocab], the keys and values of `tokens` in caches of `slots` slots).
-      extend: (config, params, caches, step, tokens: int32[batch]) -> (scores of the next token, caches); see `decoding.Step`.
+      extend: (config, params, caches, step, tokens: int32[batch]) -> (scores of the next token, caches); see `decoding.Step`. A decoder
+        also takes several tokens a row, int32[batch, length], and returns the scores after the last (`Step.last`).
       positions: (config) -> the most tokens of a text, where each position has weights of its own; None for no limit.
       is_encoder_decoder: whether a prompt has "inputs", and `tokens` begin with a token that starts every text.
       blocks: a regex over the paths of its repeated modules; see `zerojax.make_train_step`.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from pallas_kernels import cached_attention
 from zerojax import mesh as mesh_lib
 from zerojax import specs
 from zerojax.errors import UserError
@@ -72,6 +73,29 @@ def attend(
         sees_BT = _sees_a_key(mask, q_BTHN.shape[1], window)
         y_BTHN = jnp.where(sees_BT[:, :, None, None], y_BTHN, 0)
     return y_BTHN.astype(out_dtype)
+
+
+def attend_token(
+    q_B1HN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    ends_B: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+) -> jax.Array:
+    """Returns the attention of each row's last token to the first `ends_B` slots of its cache, on one device: float[B, 1, H, N]. It reads
+    no other slots. A row of 0 slots has 0."""
+    scale = q_B1HN.shape[3] ** -0.5 if scale is None else scale
+    y_BHN = cached_attention.attend(
+        q_B1HN[:, 0], k_BSKN, v_BSKN, ends_B, scale=scale, window=window, implementation="pallas"
+    )
+    return y_BHN[:, None].astype(q_B1HN.dtype)
+
+
+def token_kernel_can_run(q_B1HN: jax.Array, k_BSKN: jax.Array) -> bool:
+    """Returns whether `attend_token` takes arrays of these shapes and dtypes."""
+    return q_B1HN.dtype == k_BSKN.dtype and cached_attention.takes(q_B1HN.shape[2], k_BSKN)
 
 
 def of_heads(attended: Callable[..., jax.Array], heads: int, kv_heads: int) -> Callable[..., jax.Array]:

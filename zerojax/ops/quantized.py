@@ -3,10 +3,12 @@
     w ~ scale * codebook[code]     scale = max |w| of the block, 64 weights
 
 - "int8": the code book is -127/127 ... 127/127.
+- "fp8": the values of e4m3, divided by 448.
 - "nf4": 16 values, the quantiles of a normal distribution, with an exact 0 (QLoRA, arXiv:2305.14314, section 3 and appendix E).
 
 Two nf4 codes share a byte. Scales are bfloat16, rounded up before the codes are chosen, so no weight exceeds its block's scale: 4.25 bits a
-weight, and 8.25 with int8. A block lies within one row of the kernel's first dim, so a kernel sharded on that dim is quantized locally.
+weight, and 8.25 with int8 and fp8. A block lies within one row of the kernel's first dim, so a kernel sharded on that dim is quantized
+locally.
 """
 
 import functools
@@ -19,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-NONE, INT8, NF4 = "none", "int8", "nf4"
-KINDS = (NONE, INT8, NF4)
+NONE, INT8, FP8, NF4 = "none", "int8", "fp8", "nf4"
+KINDS = (NONE, INT8, NF4)  # of frozen weights in training
+TOP = {INT8: 127, FP8: 448}  # the largest code of 8 bits: the weight that is its block's scale
 SCALES = "scales"
 BLOCK = 64
 # The values of QLoRA's appendix E.
@@ -56,13 +59,15 @@ def takes(shape: tuple[int, ...]) -> bool:
 def quantize(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
     """Returns a kernel float[rows, ...] as {kind: codes, "scales": bfloat16[rows, weights of a row / 64]}.
 
-    Codes are int8 of the kernel's shape, or uint8 with half of its last dim.
+    Codes are int8 or float8_e4m3fn of the kernel's shape, or uint8 with half of its last dim.
     """
     rows = kernel.astype(jnp.float32).reshape(kernel.shape[0], -1, BLOCK)
     scales = _rounded_up(jnp.max(jnp.abs(rows), axis=-1))
     normed = rows / jnp.where(scales == 0, 1, scales).astype(jnp.float32)[..., None]
     if kind == INT8:
-        return {kind: jnp.round(normed * 127).astype(jnp.int8).reshape(kernel.shape), SCALES: scales}
+        return {kind: jnp.round(normed * TOP[INT8]).astype(jnp.int8).reshape(kernel.shape), SCALES: scales}
+    if kind == FP8:
+        return {kind: (normed * TOP[FP8]).astype(jnp.float8_e4m3fn).reshape(kernel.shape), SCALES: scales}
     codes = jnp.sum(normed[..., None] > _BETWEEN, axis=-1, dtype=jnp.uint8).reshape(-1, 2)
     packed = codes[:, 0] | (codes[:, 1] << 4)
     return {kind: packed.reshape(*kernel.shape[:-1], kernel.shape[-1] // 2), SCALES: scales}
@@ -78,8 +83,9 @@ def dequantize(stored: Mapping[str, jax.Array], dtype: DTypeLike) -> jax.Array:
 def _dequantize(stored: dict[str, jax.Array], dtype: DTypeLike) -> jax.Array:
     scales = stored[SCALES].astype(jnp.float32)[..., None]
     shape = shape_of(stored)
-    if INT8 in stored:
-        values = stored[INT8].astype(jnp.float32) / 127
+    kind = kind_of(stored)
+    if kind in TOP:
+        values = stored[kind].astype(jnp.float32) / TOP[kind]
     else:
         packed = stored[NF4]
         codes = jnp.stack([packed & 15, packed >> 4], axis=-1)
@@ -100,13 +106,18 @@ _dequantize.defvjp(_forward, _backward)
 
 def is_quantized(node: Any) -> bool:
     """Returns whether a node of a weight tree is a quantized kernel."""
-    return isinstance(node, Mapping) and SCALES in node and (INT8 in node or NF4 in node)
+    return isinstance(node, Mapping) and SCALES in node and not {INT8, FP8, NF4}.isdisjoint(node)
+
+
+def kind_of(stored: Mapping[str, Any]) -> str:
+    """Returns the kind of a kernel that is stored."""
+    return next(kind for kind in (INT8, FP8, NF4) if kind in stored)
 
 
 def shape_of(stored: Mapping[str, Any]) -> tuple[int, ...]:
     """Returns the shape of the kernel that is stored."""
-    if INT8 in stored:
-        return tuple(stored[INT8].shape)
+    if kind_of(stored) in TOP:
+        return tuple(stored[kind_of(stored)].shape)
     *rows, last = stored[NF4].shape
     return (*rows, 2 * last)
 

@@ -197,10 +197,11 @@ class Llama(nn.Module):
         x_BTD, caches = self._through(x_BTD, [empty] * c.num_layers, step)
         return self._logits(self.norm(layers.at_last(x_BTD, lengths_B)))[:, 0], caches
 
-    def extend(self, caches: Any, step: decoding.Step, tokens_B: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns the logits after one more token a row, float32[B, V], and every layer's keys and values."""
-        x_B1D, caches = self._through(self.embed(tokens_B[:, None]), caches, step)
-        return self._logits(self.norm(x_B1D))[:, 0], caches
+    def extend(self, caches: Any, step: decoding.Step, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        """Returns the logits after one more token a row, int32[B], or several, int32[B, T]: float32[B, V], and every layer's keys and
+        values."""
+        x_BTD, caches = self._through(self.embed(tokens.reshape(len(tokens), -1)), caches, step)
+        return self._logits(self.norm(step.last(x_BTD)))[:, 0], caches
 
     def _through(self, x_BTD: jax.Array, caches: Any, step: decoding.Step) -> tuple[jax.Array, list]:
         after = []

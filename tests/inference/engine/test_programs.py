@@ -1,0 +1,94 @@
+"""Checks what a token costs on a GPU that is not there. This module tests zerojax.inference.engine.programs."""
+
+import dataclasses
+import re
+
+import compile_only
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from zerojax import tree
+from zerojax.inference.engine import draws, programs
+from zerojax.models import families, family
+from zerojax.ops import quantized
+from zerojax.zero import tensor_parallel
+
+FAMILY = families.PRESETS["llama3_8b"]
+CONFIG = dataclasses.replace(FAMILY.presets["llama3_8b"], num_layers=1, vocab_size=8192, attention="cudnn")
+BYTES = {"bf16": 2, "f32": 4, "s8": 1, "u8": 1, "f8e4m3fn": 1, "s32": 4, "u32": 4, "pred": 1}
+OVERHEAD = 1.1
+
+
+def compiled(kind, slots, ways):
+    """Returns the text of the decode program and the bytes of the weights that a token reads on a device."""
+    mesh = zerojax.make_mesh(model=ways, devices=compile_only.devices()[:ways])
+    shapes = family.abstract_params(FAMILY.parts, CONFIG)
+    rows, _ = tensor_parallel.overrides(
+        FAMILY.parallel.weights, {path: leaf.shape for path, leaf in tree.flatten(shapes)}, mesh
+    )
+
+    def abstract(leaf, spec=P()):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    def weight(path, leaf):
+        if kind != "none" and path.endswith("kernel"):
+            return jax.tree.map(abstract, quantized.abstract(leaf.shape, kind))
+        spec = next((P(*entries) for pattern, entries in rows if re.search(pattern, path)), P())
+        return abstract(leaf.update(dtype=jnp.bfloat16), spec)
+
+    params = tree.map_with_path(weight, shapes)
+    shape, special = programs.Shape(slots, 256, 0), family.SpecialTokens()
+    kernels = "pallas" if ways == 1 else None
+    made = programs.Programs(FAMILY, CONFIG, mesh, shape, special, lambda function: function, kernels, ())
+    caches, texts = jax.eval_shape(made._empty, params)
+    caches = jax.tree.map(lambda leaf: leaf.update(sharding=made._sharding(leaf)), caches)
+    settings = jax.eval_shape(lambda: draws.Draws(*map(jnp.asarray, draws.Draws.of_rows(slots))))
+    lowered = made.decode.lower(params, caches, *(jax.tree.map(abstract, x) for x in (texts, settings)), is_plain=True)
+    read = {name: part for name, part in params.items() if name != "embed"}
+    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(read))
+    return compile_only.compile_gpu(lowered), nbytes / ways
+
+
+def bytes_read(text):
+    """Returns the bytes of what the program's operations read, without the tables and caches of which they read a few rows."""
+    sizes, total = {}, 0
+    entry = text[text.index("\nENTRY") :]
+    for name, shape, operation, rest in re.findall(r"%(\S+) = (.*?) ([\w-]+)\((.*)", entry):
+        found = re.findall(r"(\w+)\[([\d,]*)\]", shape)
+        sizes[name] = 0
+        for dtype, dims in found:
+            count = 1
+            for dim in filter(None, dims.split(",")):
+                count *= int(dim)
+            sizes[name] += count * BYTES.get(dtype, 4)
+        if name.startswith(("params__embed", "caches")):
+            sizes[name] = 0
+        if operation in ("parameter", "bitcast", "tuple", "get-tuple-element", "constant"):
+            if operation == "bitcast":
+                sizes[name] = sizes.get(re.findall(r"%([\w.-]+)", rest)[0], 0)
+            continue
+        total += sum(sizes.get(operand, 0) for operand in re.findall(r"%([\w.-]+)", rest.split("), ")[0]))
+    return total
+
+
+@pytest.mark.parametrize(
+    "kind, slots",
+    [
+        ("int8", 1),
+        *[pytest.param(kind, slots, marks=pytest.mark.long) for kind, slots in (("none", 1), ("fp8", 1), ("nf4", 1))],
+    ],
+)
+def test_a_token_reads_little_more_than_the_weights_as_they_are_stored(kind, slots):
+    text, nbytes = compiled(kind, slots, 1)
+    assert nbytes <= bytes_read(text) <= OVERHEAD * nbytes
+
+
+def test_no_weight_is_gathered_for_a_token_under_tensor_parallelism():
+    text, nbytes = compiled("none", 2, 2)
+    gathered = re.findall(r"= \(?(\w+)\[([\d,]+)\][^=]*? all-gather(?:-start)?\(", text)
+    assert "all-reduce" in text and all(eval(dims.replace(",", "*")) < 2**20 for _, dims in gathered), gathered
+    assert nbytes <= bytes_read(text) <= 2 * nbytes

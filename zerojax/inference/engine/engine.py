@@ -1,0 +1,418 @@
+"""Answers requests with one model, many at once. This module holds the engine: who has a slot, who reads a prompt, and who gets a token.
+
+    engine = zerojax.Engine(zerojax.load_huggingface("opt/my-model", stage=0))
+    engine.generate([[1, 15, 27], [1, 8]], max_tokens=40)
+
+A slot is a row of the cache. A step reads parts of prompts that wait, up to a number of tokens, and then adds one token to every row that
+has read its prompt; that is one program for all rows. A row gets the tokens that it would get alone. The host reads the tokens of a step
+while the devices run the next one, so a row may run one step beyond its end; that token is dropped.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from zerojax import mesh as mesh_lib
+from zerojax.errors import UserError
+from zerojax.inference.engine import draws as draws_lib
+from zerojax.inference.engine import programs, requests, weights
+from zerojax.models import family as family_lib
+from zerojax.ops import attention
+from zerojax.zero import where_used
+from zerojax.zero.offload import selection
+
+SHORTEST = 16  # tokens of a bucket
+LEAST_REUSED = 16  # tokens of a prompt that are worth a copy of a slot
+
+
+@dataclasses.dataclass
+class _Slot:
+    """A row of the cache: its request, the tokens whose keys and values it holds, and how many of the prompt's it has read."""
+
+    request: requests.Request | None = None
+    text: list[int] = dataclasses.field(default_factory=list)
+    read: int = 0
+    source: int = 0
+    is_live: bool = False
+    used: int = 0
+
+
+class Engine:
+    """Answers requests.
+
+    Args:
+      model: from `load_huggingface`, or anything with its `family`, `config`, `special`, `partition` and `params`.
+      params: the weights, such as those of a training state; None: the model's. Weights that are stored where decoding wants them are not
+        copied.
+      format: of the kernels of linear modules: "none", "int8", "fp8" or "nf4". Matmuls of few rows read this form.
+      dtype: of the other weights; None: as they are.
+      slots: requests that are answered at once.
+      max_len: the most tokens of a text, prompt and answer; for an encoder-decoder of the answer.
+      max_inputs: the most tokens of an encoder-decoder's prompt.
+      chunk: the most tokens of a prompt that one program reads.
+      together: prompts of one length that one program may read.
+      prefill_tokens: the tokens of prompts that a step reads; None: `chunk`.
+      reuses: whether a prompt whose beginning a slot holds is read from there.
+      is_gathered: weights stay sharded as they are and are gathered where they are used, for each token. It saves memory, not time.
+      text_of: f(token ids) -> their text, for stop strings.
+
+    Raises:
+      UserError: an argument is out of range, or weights are in host memory.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        params: Any = None,
+        *,
+        format: str = "none",
+        dtype: DTypeLike | None = None,
+        slots: int = 8,
+        max_len: int = 2048,
+        max_inputs: int = 512,
+        chunk: int = 1024,
+        together: int = 1,
+        prefill_tokens: int | None = None,
+        reuses: bool = True,
+        is_gathered: bool = False,
+        text_of: Callable[[list[int]], str] | None = None,
+    ):
+        for name, value in (("slots", slots), ("max_len", max_len), ("max_inputs", max_inputs), ("chunk", chunk)):
+            if value < 1:
+                raise UserError(f"{name}: must be 1 or more, and is {value}")
+        weights.check_format(format)
+        family, mesh = model.family, mesh_lib.completed(model.partition.mesh)
+        if selection.are_params_on_host(model.partition):
+            raise UserError("engine: the weights are in host memory; load them on the devices, or use zerojax generate")
+        has_adapters = getattr(model, "adapters", None) is not None
+        if format != "none" and (has_adapters or is_gathered):
+            raise UserError(
+                f"format: {format} quantizes plain weights that stay where they are; "
+                + ("merge the adapters first (zerojax merge)" if has_adapters else "omit is_gathered")
+            )
+        limit = family.positions(model.config)
+        self._inputs = min(max_inputs, limit or max_inputs) if family.is_encoder_decoder else 0
+        max_len = min(max_len, limit or max_len)
+        params = model.params if params is None else params
+        floats = [leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        wide = jnp.dtype(dtype or max(floats, key=lambda found: found.itemsize))
+        config = dataclasses.replace(
+            model.config,
+            attention=attention.choose_kernel("auto", family.attention, mesh_lib.platform(mesh), wide),
+        )
+        axes: tuple[str, ...] = ()
+        if is_gathered:
+            ways = mesh_lib.size(mesh, mesh_lib.SUMMED)
+            slots, axes = -(-slots // ways) * ways, mesh_lib.SUMMED if ways > 1 else ()
+            self._params = params
+        else:
+            self._params = weights.placed(family, config, params, mesh, dtype, format)
+
+        def around(function: Callable[..., Any]) -> Callable[..., Any]:
+            if not is_gathered:
+                return function
+            how: dict[str, Any] = {"blocks": family.blocks, "heads": family_lib.heads(family, config), "remat": "full"}
+            return where_used.where_used(function, model.partition.placements, compute_dtype=dtype, **how)
+
+        shape = programs.Shape(slots, max_len, self._inputs)
+        self._family, self._config, self._special, self._mesh = family, config, model.special, mesh
+        self._shape, self._reuses, self._text_of, self._together = shape, reuses, text_of, together
+        self._chunk = min(chunk, self._inputs or max_len)
+        self._budget = prefill_tokens or self._chunk
+        kernels = None if has_adapters or is_gathered else weights.kernels_of(mesh)
+        self._programs = programs.Programs(family, config, mesh, shape, model.special, around, kernels, axes)
+        self._caches, self._rows = self._programs.empty(self._params)
+        self._slots = [_Slot() for _ in range(slots)]
+        self._draws = draws_lib.Draws.of_rows(slots)
+        self._sent: draws_lib.Draws | None = None  # the settings on the devices; None: they changed
+        self._waiting: collections.deque[requests.Request] = collections.deque()
+        self._pending: collections.deque[tuple[programs.Told, list[tuple[int, requests.Request]]]] = collections.deque()
+        self._clock = 0
+
+    @property
+    def max_len(self) -> int:
+        """Returns the most tokens of a text."""
+        return self._shape.length
+
+    @property
+    def is_idle(self) -> bool:
+        """Returns whether nothing is asked, and nothing is left in a slot."""
+        return not self._waiting and not self._pending and all(slot.request is None for slot in self._slots)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Returns the requests that wait, and those that have a slot."""
+        return {"waiting": len(self._waiting), "running": sum(slot.request is not None for slot in self._slots)}
+
+    def generate(self, prompts: Iterable[Sequence[int]], **settings: Any) -> list[requests.Request]:
+        """Answers prompts of token ids, and returns the requests in the prompts' order; for `settings` see `requests.RequestSettings`.
+
+        Requests of one seed draw from streams of their own: 0, 1, ...
+        """
+        asked = [self.submit(prompt, **{"stream": n, **settings}) for n, prompt in enumerate(prompts)]
+        self.run()
+        return asked
+
+    def run(self) -> None:
+        """Runs until all requests are answered."""
+        while self.step():
+            pass
+
+    def submit(
+        self, prompt: Sequence[int], *, on_change: Callable[[requests.Request], Any] | None = None, **settings: Any
+    ) -> requests.Request:
+        """Asks for the continuation of token ids, and returns the request; `step` answers it.
+
+        Raises:
+          UserError: a setting is out of range, the ids are not the model's, or the text does not fit.
+        """
+        chosen = requests.RequestSettings(**settings)
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+            raise UserError(f"prompt: must be token ids, at least one, and is {ids.dtype}{list(ids.shape)}")
+        vocab = self._config.vocab_size
+        for name, values in (("prompt", ids), ("stop_ids", np.asarray(chosen.stop_ids, np.int64))):
+            if wrong := values[(values < 0) | (values >= vocab)].tolist():
+                raise UserError(f"{name}: holds {wrong[0]}, and the model knows ids from 0 to {vocab - 1}")
+        if chosen.stop_strings and self._text_of is None:
+            raise UserError("stop_strings: need a tokenizer, and the engine has none; give stop_ids, or pass text_of")
+        before, most = (1, self._inputs) if self._inputs else (ids.size, self.max_len - 1)
+        if ids.size > most:
+            raise UserError(f"prompt: has {ids.size} tokens, and at most {most} fit; shorten it, or raise max_len")
+        room = self.max_len - before
+        if (chosen.max_tokens or 1) > room:
+            raise UserError(
+                f"max_tokens: is {chosen.max_tokens}, and after a text of {before} tokens {room} fit; lower it, or raise max_len"
+            )
+        request = requests.Request(ids.astype(np.int32), chosen, chosen.max_tokens or room, on_change)
+        self._waiting.append(request)
+        return request
+
+    def cancel(self, request: requests.Request) -> None:
+        """Ends a request where it is. Its slot is free for others."""
+        if request.finish:
+            return
+        request.finish = requests.CANCELLED
+        if request in self._waiting:
+            self._waiting.remove(request)
+        self._free(request)
+        _tell(request)
+
+    def step(self) -> bool:
+        """Reads parts of prompts, adds a token to every row, and returns whether there is more to do."""
+        self._clock += 1
+        self._admit()
+        self._prefill()
+        if any(slot.is_live for slot in self._slots):
+            self._decode()
+        running = any(slot.request is not None for slot in self._slots)
+        while len(self._pending) > (1 if running else 0):
+            self._read()
+        return not self.is_idle
+
+    def _admit(self) -> None:
+        """Gives free slots to requests that wait: the one that holds most of the prompt, else the one unused for longest."""
+        while self._waiting:
+            free = [number for number, slot in enumerate(self._slots) if slot.request is None]
+            if not free:
+                return
+            request = self._waiting.popleft()
+            source, shared = self._held(request)
+            own = source if shared and source in free else min(free, key=lambda number: self._slots[number].used)
+            slot = self._slots[own]
+            self._slots[own] = _Slot(request, slot.text if own == source else [], shared, source, False, self._clock)
+            self._slots[own].text = self._slots[source].text[:shared] if shared else []
+            request.reused = shared
+            chosen = request.settings
+            values = (
+                False,
+                request.most,
+                chosen.temperature,
+                chosen.top_k,
+                chosen.top_p,
+                chosen.min_p,
+                chosen.repetition_penalty,
+                chosen.seed,
+                chosen.stream,
+            )
+            for array, value in zip(self._draws, values):
+                array[own] = value
+            self._sent = None
+            if chosen.repetition_penalty != 1:
+                seen = np.zeros(self._config.vocab_size, bool)
+                seen[[self._special.start] if self._inputs else request.prompt] = True
+                self._rows = self._rows._replace(seen=_with_row(self._rows.seen, seen, own))
+
+    def _held(self, request: requests.Request) -> tuple[int, int]:
+        """Returns the slot that holds most of a prompt's beginning, and how many tokens; its last token is always read."""
+        if not self._reuses or self._inputs:
+            return 0, 0
+        prompt = request.prompt[:-1]
+        best, shared = 0, 0
+        for number, slot in enumerate(self._slots):
+            length = min(len(slot.text), len(prompt))
+            if length <= shared:
+                continue
+            differs = np.flatnonzero(np.asarray(slot.text[:length]) != prompt[:length])
+            length = int(differs[0]) if differs.size else length
+            if length > shared:
+                best, shared = number, length
+        return (best, shared) if shared >= LEAST_REUSED else (0, 0)
+
+    def _prefill(self) -> None:
+        """Reads parts of prompts, up to the budget of a step; at least one if any waits."""
+        left = self._budget
+        while left > 0:
+            reading = [
+                number for number, slot in enumerate(self._slots) if slot.request is not None and not slot.is_live
+            ]
+            if not reading:
+                return
+            reading.sort(key=lambda number: self._slots[number].used)
+            fresh = [number for number in reading if not self._slots[number].read]
+            lead = reading[0]
+            if self._slots[lead].read:
+                left -= self._further(lead)
+                continue
+            size = self._bucket(lead)
+            alike = [number for number in fresh if self._bucket(number) == size]
+            left -= self._first(alike[: self._together] if len(alike) >= self._together else alike[:1], size)
+
+    def _bucket(self, number: int) -> int:
+        """Returns the tokens of the program that reads the next part of a slot's prompt."""
+        slot = self._slots[number]
+        assert slot.request is not None
+        length = min(len(slot.request.prompt) - slot.read, self._chunk)
+        return min(self._chunk, max(SHORTEST, 1 << (length - 1).bit_length()))
+
+    def _first(self, numbers: list[int], size: int) -> int:
+        """Reads the first part of some prompts, and returns the tokens of the program."""
+        prompts = np.zeros((len(numbers), size), np.int32)
+        lengths = np.zeros(len(numbers), np.int32)
+        for row, number in enumerate(numbers):
+            request = self._slots[number].request
+            assert request is not None
+            part = request.prompt[:size]
+            prompts[row, : len(part)], lengths[row] = part, len(part)
+        inputs = {}
+        texts, ends = prompts, lengths
+        if self._inputs:
+            inputs = {"inputs": prompts, "mask": np.arange(size) < lengths[:, None]}
+            texts, ends = np.full((len(numbers), 1), self._special.start, np.int32), np.ones(len(numbers), np.int32)
+        given = self._put((inputs, texts, ends, np.asarray(numbers, np.int32)))
+        self._caches, self._rows, told = self._programs.first(
+            self._params, self._caches, self._rows, self._settings(), *given
+        )
+        done = [
+            (row, number)
+            for row, (number, length) in enumerate(zip(numbers, lengths))
+            if self._has_read(number, int(length))
+        ]
+        self._note(told, done)
+        return prompts.size
+
+    def _further(self, number: int) -> int:
+        """Reads the next part of a prompt, and returns the tokens of the program."""
+        slot, size = self._slots[number], self._bucket(number)
+        assert slot.request is not None
+        part = slot.request.prompt[slot.read : slot.read + size]
+        tokens = np.zeros((1, size), np.int32)
+        tokens[0, : len(part)] = part
+        words = (np.asarray([value], np.int32) for value in (slot.read, len(part), slot.source, number))
+        given = self._put((tokens, *words))
+        self._caches, self._rows, told = self._programs.further(
+            self._params, self._caches, self._rows, self._settings(), *given
+        )
+        slot.source = number
+        self._note(told, [(0, number)] if self._has_read(number, len(part)) else [])
+        return size
+
+    def _has_read(self, number: int, count: int) -> bool:
+        """Notes that a slot holds `count` more tokens of its prompt, and returns whether that is all of it."""
+        slot = self._slots[number]
+        assert slot.request is not None
+        slot.text = slot.text + slot.request.prompt[slot.read : slot.read + count].tolist()
+        slot.read, slot.source = slot.read + count, number
+        slot.is_live = slot.read >= len(slot.request.prompt)
+        if slot.is_live:
+            self._draws.is_live[number] = True
+            self._sent = None
+        return slot.is_live
+
+    def _decode(self) -> None:
+        """Adds one token to every row that is live."""
+        live = [(number, slot.request) for number, slot in enumerate(self._slots) if slot.is_live]
+        is_plain = all(request is not None and request.settings.is_plain for _, request in live)
+        self._caches, self._rows, told = self._programs.decode(
+            self._params, self._caches, self._rows, self._settings(), is_plain=is_plain
+        )
+        self._note(told, [(number, number) for number, _ in live])
+
+    def _note(self, told: programs.Told, rows: list[tuple[int, int]]) -> None:
+        """Remembers to read the tokens of rows (row of the result, slot)."""
+        if rows:
+            jax.tree.map(lambda leaf: leaf.copy_to_host_async(), told)
+            found = [(row, self._slots[number].request) for row, number in rows]
+            self._pending.append((told, found))  # type: ignore[arg-type]
+
+    def _read(self) -> None:
+        """Reads the oldest tokens that were not read, and hands them to their requests."""
+        told, rows = self._pending.popleft()
+        arrays = [None if leaf is None else np.asarray(leaf) for leaf in told]
+        tokens, own, likeliest, logs = arrays
+        assert tokens is not None
+        for row, request in rows:
+            if request.finish:
+                continue
+            logprob = None
+            if request.settings.logprobs is not None and own is not None and likeliest is not None and logs is not None:
+                count = request.settings.logprobs
+                pairs = zip(likeliest[row, :count].tolist(), logs[row, :count].tolist())
+                logprob = requests.LogProb(float(own[row]), dict(pairs))
+            request.add(int(tokens[row]), logprob, self._special.stops, self._text_of)
+            if request.finish:
+                self._free(request)
+            _tell(request)
+
+    def _free(self, request: requests.Request) -> None:
+        """Frees a request's slot. The tokens that it holds may begin another prompt."""
+        for number, slot in enumerate(self._slots):
+            if slot.request is request:
+                if slot.is_live:
+                    slot.text = slot.text + request.tokens[:-1]
+                slot.request, slot.is_live, slot.used = None, False, self._clock
+                self._draws.is_live[number] = False
+                self._sent = None
+
+    def _settings(self) -> draws_lib.Draws:
+        """Returns the rows' settings on the devices."""
+        if self._sent is None:
+            self._sent = self._put(draws_lib.Draws(*(array.copy() for array in self._draws)))
+        return self._sent
+
+    def _put(self, arrays: Any) -> Any:
+        """Returns host arrays on all devices; they are equal on all processes."""
+        same = NamedSharding(self._mesh, P())
+        if jax.process_count() == 1:
+            return jax.device_put(arrays, same)
+        return jax.tree.map(
+            lambda array: jax.make_array_from_callback(array.shape, same, lambda index: array[index]), arrays
+        )
+
+
+def _tell(request: requests.Request) -> None:
+    if request.on_change is not None:
+        request.on_change(request)
+
+
+@jax.jit
+def _with_row(seen_BV: jax.Array, row_V: jax.Array, slot: int) -> jax.Array:
+    return seen_BV.at[slot].set(row_V)

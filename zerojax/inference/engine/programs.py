@@ -1,0 +1,240 @@
+"""The programs of an engine. This module makes them; each runs on all devices and changes the caches in place.
+
+    first     reads the beginnings of some prompts into empty slots, and draws a token for each
+    further   reads the next part of one prompt, after the part of it that a slot holds, and draws a token
+    decode    adds one token to every row
+
+Tokens, positions and counts of the rows stay on the devices, so the host sends the next program before it reads the last one's tokens.
+
+Shapes: B slots, R rows of a call, T tokens of a call, V vocabulary.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import mesh as mesh_lib
+from zerojax import specs
+from zerojax.inference.engine import draws as draws_lib
+from zerojax.inference.engine import requests, weights
+from zerojax.models import decoding
+from zerojax.models import family as family_lib
+
+
+class SlotRows(NamedTuple):
+    """Where each slot's text is.
+
+    Attributes:
+      token: int32[B], the last one, which no cache holds yet.
+      position: int32[B], of that token.
+      number: int32[B], of new tokens.
+      seen: bool[B, V], the tokens of the text; kept only for rows with a repetition penalty.
+    """
+
+    token: jax.Array
+    position: jax.Array
+    number: jax.Array
+    seen: jax.Array
+
+
+class Told(NamedTuple):
+    """What the host reads of a call: the rows' tokens int32[B], the logarithms of their probabilities, and the likeliest tokens'."""
+
+    token: jax.Array
+    own: jax.Array | None = None
+    likeliest: jax.Array | None = None
+    of_likeliest: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The sizes of an engine: `slots` requests at once, `length` tokens of a text, `inputs` tokens for an encoder (0: a decoder)."""
+
+    slots: int
+    length: int
+    inputs: int
+
+
+class Programs:
+    """The compiled programs.
+
+    Args:
+      family, config: the model.
+      mesh: the devices.
+      shape: the sizes.
+      special: the tokens that begin and end texts.
+      around: wraps a function of the weights, such as `family.extend`, so that it takes them as they are stored.
+      kernels: the implementation of kernels; None for none.
+      rows_axes: mesh axes over which slots are sharded.
+    """
+
+    def __init__(
+        self,
+        family: family_lib.Family,
+        config: Any,
+        mesh: Mesh,
+        shape: Shape,
+        special: family_lib.SpecialTokens,
+        around: Callable[[Callable[..., Any]], Callable[..., Any]],
+        kernels: str | None,
+        rows_axes: tuple[str, ...],
+    ):
+        self._config, self._mesh, self._shape, self._special = config, mesh, shape, special
+        self._kernels, self._axes = kernels, rows_axes
+        self._start, self._extend = (
+            around(functools.partial(function, config)) for function in (family.start, family.extend)
+        )
+        jitted = functools.partial(jax.jit, donate_argnums=(1, 2))
+        self.first = jitted(self._first)
+        self.further = jitted(self._further)
+        self.decode = jitted(self._decode, static_argnames="is_plain")
+
+    def empty(self, params: Any) -> tuple[Any, SlotRows]:
+        """Returns caches and rows without text, on the devices."""
+        caches, rows = jax.eval_shape(self._empty, params)
+        same = NamedSharding(self._mesh, P())
+        shardings = jax.tree.map(self._sharding, caches), jax.tree.map(lambda _: same, rows)
+        return jax.jit(self._empty, out_shardings=shardings)(params)
+
+    def _empty(self, params: Any) -> tuple[Any, SlotRows]:
+        shape = self._shape
+        inputs = {}
+        if shape.inputs:
+            inputs = {"inputs": jnp.zeros((shape.slots, shape.inputs), jnp.int32)}
+            inputs["mask"] = jnp.zeros((shape.slots, shape.inputs), bool)
+        tokens, lengths = jnp.zeros((shape.slots, 1), jnp.int32), jnp.ones(shape.slots, jnp.int32)
+        abstract = jax.eval_shape(
+            lambda *given: self._traced(self._start, *given, shape.length)[1], params, inputs, tokens, lengths
+        )
+        caches = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
+        zeros = jnp.zeros(shape.slots, jnp.int32)
+        return caches, SlotRows(zeros, zeros, zeros, jnp.zeros((shape.slots, self._config.vocab_size), bool))
+
+    def _traced(self, function: Callable[..., Any], *given: Any) -> Any:
+        with weights.matmuls(self._kernels):
+            return function(*given)
+
+    def _first(
+        self,
+        params: Any,
+        caches: Any,
+        rows: SlotRows,
+        draws: draws_lib.Draws,
+        inputs: Mapping[str, jax.Array],
+        tokens_RT: jax.Array,
+        lengths_R: jax.Array,
+        slots_R: jax.Array,
+    ) -> tuple[Any, SlotRows, Told]:
+        """Reads the first `lengths_R` tokens of prompts into slots; a slot of `B` drops its row."""
+        scores_RV, new = self._traced(self._start, params, inputs, tokens_RT, lengths_R, tokens_RT.shape[1])
+
+        def put(old: jax.Array, own: jax.Array) -> jax.Array:
+            if old.dtype == bool:  # what a shorter mask leaves out holds nothing
+                own = jnp.pad(own, ((0, 0), (0, old.shape[1] - own.shape[1])))
+            return old.at[slots_R, : own.shape[1]].set(own.astype(old.dtype), mode="drop")
+
+        caches = self._placed(jax.tree.map(put, caches, new))
+        return caches, *self._begun(scores_RV, rows, draws, lengths_R, slots_R)
+
+    def _further(
+        self,
+        params: Any,
+        caches: Any,
+        rows: SlotRows,
+        draws: draws_lib.Draws,
+        tokens_1T: jax.Array,
+        begin: jax.Array,
+        count: jax.Array,
+        source: jax.Array,
+        slot: jax.Array,
+    ) -> tuple[Any, SlotRows, Told]:
+        """Reads `count` tokens of one prompt, which begin at position `begin`, after those of slot `source`, into a slot. All int32[1]."""
+        own = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, source[0], 1), caches)
+        step = decoding.row_step(begin, count, tokens_1T.shape[1], self._shape.length, is_read_by_kernel=False)
+        scores_1V, own = self._traced(self._extend, params, own, step, tokens_1T)
+        caches = self._placed(
+            jax.tree.map(
+                lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), slot[0], 0),
+                caches,
+                own,
+            )
+        )
+        return caches, *self._begun(scores_1V, rows, draws, begin + count, slot)
+
+    def _begun(
+        self, scores_RV: jax.Array, rows: SlotRows, draws: draws_lib.Draws, lengths_R: jax.Array, slots_R: jax.Array
+    ) -> tuple[SlotRows, Told]:
+        """Draws the first new token of rows whose prompts end at `lengths_R`."""
+        own = jax.tree.map(lambda values: values[jnp.minimum(slots_R, self._shape.slots - 1)], draws)
+        seen_RV = rows.seen[jnp.minimum(slots_R, self._shape.slots - 1)]
+        counts_R = jnp.zeros_like(lengths_R)
+        told = self._told(scores_RV, own, counts_R, seen_RV, lengths_R == 1, is_plain=False)
+        put = functools.partial(jax.tree.map, lambda old, new: old.at[slots_R].set(new, mode="drop"))
+        seen_BV = rows.seen.at[slots_R, told.token].set(True, mode="drop")
+        token, position, number = put((rows.token, rows.position, rows.number), (told.token, lengths_R, counts_R + 1))
+        return SlotRows(token, position, number, seen_BV), told
+
+    def _decode(
+        self, params: Any, caches: Any, rows: SlotRows, draws: draws_lib.Draws, *, is_plain: bool
+    ) -> tuple[Any, SlotRows, Told]:
+        """Adds one token to every row that is live."""
+        step = decoding.row_step(
+            rows.position,
+            draws.is_live.astype(jnp.int32),
+            1,
+            self._shape.length,
+            is_read_by_kernel=self._kernels is not None,
+        )
+        scores_BV, caches = self._traced(self._extend, params, caches, step, rows.token)
+        told = self._told(scores_BV, draws, rows.number, rows.seen, jnp.zeros_like(draws.is_live), is_plain=is_plain)
+        next_B, seen_BV = draws.is_live.astype(jnp.int32), rows.seen
+        if not is_plain:
+            seen_BV = seen_BV.at[jnp.arange(seen_BV.shape[0]), told.token].set(True)
+        token_B = jnp.where(draws.is_live, told.token, rows.token)
+        return self._placed(caches), SlotRows(token_B, rows.position + next_B, rows.number + next_B, seen_BV), told
+
+    def _told(
+        self,
+        scores_RV: jax.Array,
+        draws: draws_lib.Draws,
+        counts_R: jax.Array,
+        seen_RV: jax.Array,
+        is_after_one_R: jax.Array,
+        *,
+        is_plain: bool,
+    ) -> Told:
+        """Returns the next token of each row, and unless all rows are plain the logarithms that may be asked for."""
+        special = self._special
+        token_R = jnp.argmax(scores_RV, axis=-1).astype(jnp.int32)
+        if not is_plain:
+            token_R = draws_lib.draw(scores_RV, draws, counts_R, seen_RV)
+        if special.forced_last is not None:
+            token_R = jnp.where(counts_R == draws.most - 1, special.forced_last, token_R)
+        if special.forced_first is not None:
+            token_R = jnp.where(is_after_one_R, special.forced_first, token_R)
+        if is_plain:
+            return self._same(Told(token_R))
+        logs_RV = jax.nn.log_softmax(scores_RV, axis=-1)
+        own_R = jnp.take_along_axis(logs_RV, token_R[:, None], axis=1)[:, 0]
+        most, which = jax.lax.top_k(logs_RV, min(requests.MOST_LOGPROBS, logs_RV.shape[1]))
+        return self._same(Told(token_R, own_R, which, most))
+
+    def _sharding(self, leaf: Any) -> NamedSharding:
+        """Returns the sharding of one array of the caches: rows, and heads [rows, slots, heads, width] that divide."""
+        rows = specs.entry(self._axes) if self._axes else None
+        ways, axes = mesh_lib.size(self._mesh, mesh_lib.COMPILER), specs.entry(mesh_lib.COMPILER)
+        has_heads = leaf.ndim == 4 and ways > 1 and leaf.shape[2] % ways == 0
+        return NamedSharding(self._mesh, P(rows, None, axes) if has_heads else P(rows))
+
+    def _placed(self, caches: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, self._sharding(leaf)), caches)
+
+    def _same(self, told: Told) -> Told:
+        """Returns what every process can read."""
+        return jax.lax.with_sharding_constraint(told, NamedSharding(self._mesh, P()))

@@ -1,0 +1,175 @@
+"""The weights that an engine reads at each token. This module places them, quantizes them, and multiplies with them as they are stored."""
+
+import contextlib
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from pallas_kernels import narrow
+from zerojax import mesh as mesh_lib
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.models import family as family_lib
+from zerojax.models import layers
+from zerojax.ops import quantized
+from zerojax.zero import tensor_parallel
+
+FORMATS = (quantized.NONE, quantized.INT8, quantized.FP8, quantized.NF4)
+KERNEL = "kernel"
+
+
+def check_format(name: str) -> None:
+    """Raises UserError for a format that is unknown."""
+    if name not in FORMATS:
+        raise UserError(f"format: must be one of {', '.join(FORMATS)}, and is {name!r}")
+
+
+def placed(family: family_lib.Family, config: Any, params: Any, mesh: Mesh, dtype: DTypeLike | None, kind: str) -> Any:
+    """Returns the weights for decoding: sharded over the compiler's axes by the family's table, replicated over the others.
+
+    A weight that is there already, in its dtype, is not copied.
+
+    Args:
+      family, config: the model.
+      params: its weights, in any sharding.
+      mesh: the devices.
+      dtype: of floating weights; None: as they are.
+      kind: "none", or how the kernels of linear modules are quantized.
+    """
+    shapes = {path: leaf.shape for path, leaf in tree.flatten(params)}
+    rows, _ = tensor_parallel.overrides(family.parallel.weights, shapes, mesh)
+    coded = set() if kind == quantized.NONE else linear_modules(family, config, params)
+
+    def place(path: str, leaf: jax.Array) -> Any:
+        wanted = leaf.dtype if dtype is None or not jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.dtype(dtype)
+        spec = next((P(*entries) for pattern, entries in rows if re.search(pattern, path)), P())
+        module, _, name = path.rpartition("/")
+        if module in coded and name == KERNEL and quantized.takes(leaf.shape):
+            return _coded(jax.device_put(leaf, NamedSharding(mesh, spec)), kind, mesh, spec)
+        return jax.device_put(leaf if leaf.dtype == wanted else leaf.astype(wanted), NamedSharding(mesh, spec))
+
+    return tree.map_with_path(place, params)
+
+
+def _coded(kernel: jax.Array, kind: str, mesh: Mesh, spec: P) -> dict[str, jax.Array]:
+    """Returns a kernel in a format, sharded as the kernel where its codes and scales divide."""
+    found = quantized.abstract(kernel.shape, kind)
+    shardings = {}
+    for name, leaf in found.items():
+        entries = list(spec) + [None] * (kernel.ndim - len(spec))
+        if name == quantized.SCALES:  # of a row: over all dims but the first
+            entries = [entries[0], next((entry for entry in entries[1:] if entry is not None), None)]
+        ways = [math.prod(mesh.shape[axis] for axis in _names(entry)) for entry in entries]
+        entries = [None if size % way else entry for entry, size, way in zip(entries, leaf.shape, ways)]
+        shardings[name] = NamedSharding(mesh, P(*entries))
+    return _quantize(kind, tuple(shardings.items()))(kernel)
+
+
+@functools.lru_cache(maxsize=64)
+def _quantize(kind: str, shardings: tuple) -> Callable[[jax.Array], dict[str, jax.Array]]:
+    return jax.jit(lambda kernel: quantized.quantize(kernel, kind), out_shardings=dict(shardings))
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def linear_modules(family: family_lib.Family, config: Any, params: Any) -> set[str]:
+    """Returns the paths of the modules whose kernels a quantized form can replace. Computes nothing."""
+    found: set[str] = set()
+
+    def note(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+        if isinstance(context.module, layers.Linear | layers.Head) and context.method_name == "__call__":
+            found.add("/".join(context.module.path))
+        return call(*args, **kwargs)
+
+    tokens, lengths = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    inputs = {"inputs": tokens, "mask": jax.ShapeDtypeStruct((1, 1), bool)} if family.is_encoder_decoder else {}
+    with nn.intercept_methods(note):
+        jax.eval_shape(
+            lambda *given: family.start(config, given[0], given[1], given[2], given[3], 2),
+            params,
+            inputs,
+            tokens,
+            lengths,
+        )
+    return found
+
+
+@contextlib.contextmanager
+def matmuls(implementation: str | None) -> Iterator[None]:
+    """Multiplies with quantized kernels in all modules that are called inside.
+
+    Args:
+      implementation: of `pallas_kernels.narrow`, for matmuls of few rows; None: kernels are dequantized before the matmul.
+    """
+
+    def intercept(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+        module, scope = context.module, context.module.scope
+        is_head = isinstance(module, layers.Head)
+        if scope is None or not (is_head or isinstance(module, layers.Linear)):
+            return call(*args, **kwargs)
+        stored = scope.get_variable("params", KERNEL)
+        is_coded = quantized.is_quantized(stored)
+        if context.method_name == "setup":
+            return None if is_coded else call(*args, **kwargs)
+        if context.method_name != "__call__":
+            return call(*args, **kwargs)
+        x = args[0]
+        contracted = 1 if is_head else module.contracted
+        y = multiply(x, stored, contracted, implementation)
+        if y is None:
+            return call(*args, **kwargs)
+        y = y if is_head else y.astype(x.dtype)
+        return y + scope.get_variable("params", "bias") if getattr(module, "use_bias", False) else y
+
+    with nn.intercept_methods(intercept):
+        yield
+
+
+def multiply(x: jax.Array, stored: Any, contracted: int, implementation: str | None) -> jax.Array | None:
+    """Returns the matmul of x and a kernel, float32 or of x's dtype; None where a plain matmul is as good.
+
+    Args:
+      x: float[..., inputs].
+      stored: the kernel or its quantized form.
+      contracted: the number of the dims of x that are contracted.
+      implementation: see `matmuls`.
+    """
+    is_coded = quantized.is_quantized(stored)
+    shape = quantized.shape_of(stored) if is_coded else stored.shape
+    kept, matrix = x.shape[: x.ndim - contracted], (math.prod(shape[:contracted]), math.prod(shape[contracted:]))
+    rows = math.prod(kept)
+    can_run = implementation is not None and narrow.takes((rows, *matrix)) and x.dtype != jnp.float16
+    if not is_coded and (not can_run or rows > 1):
+        return None
+    x_MK = x.reshape(rows, -1)
+    if implementation is None or not can_run:
+        y = jnp.dot(x_MK, quantized.dequantize(stored, x.dtype).reshape(matrix), preferred_element_type=jnp.float32)
+    elif not is_coded:
+        y = narrow.multiply(x_MK, stored.reshape(matrix), None, implementation=implementation)
+    else:
+        kind = quantized.kind_of(stored)
+        y = narrow.multiply(
+            x_MK,
+            stored[kind].reshape(matrix[0], -1),
+            stored[quantized.SCALES].reshape(matrix[0], -1),
+            unit=1 / quantized.TOP.get(kind, 1),
+            book=jnp.asarray(quantized.CODE_BOOK) if kind == quantized.NF4 else None,
+            implementation=implementation,
+        )
+    return y.reshape(*kept, *shape[contracted:])
+
+
+def kernels_of(mesh: Mesh) -> str | None:
+    """Returns the implementation of kernels on these devices: Pallas on one GPU, since the compiler does not shard it."""
+    return "pallas" if mesh.size == 1 and mesh_lib.platform(mesh) == "gpu" else None
