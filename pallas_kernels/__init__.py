@@ -1,4 +1,4 @@
-"""Kernels for optimizer updates and for decoding. This package holds each of them behind one function, with a plain-jnp twin.
+"""Kernels for optimizer updates, experts and decoding. This package holds each of them behind one function, with a plain-jnp twin.
 
     update.update_leaves   AdamW, Adam with coupled decay and Lion over many leaves, in place: unscale, clip factor, update, weight decay,
                            skip on overflow, a 16-bit copy; moments in float32, bfloat16 or 8-bit blocks; stochastic rounding
@@ -6,6 +6,7 @@
     rounding               random bits from a counter, and stochastic rounding to bfloat16
     rules                  the arithmetic of an update, shared by kernel and twin
     narrow.multiply        a matmul of few rows with a weight in 16, 8 or 4 bits, which is read once, as it is stored
+    grouped.grouped_matmul     the matmuls of experts: groups of rows by a matrix each, and both gradients; of Mosaic on Hopper or of Triton
     cached_attention.attend    attention of one token a row to a cache, of which only slots with text are read
 
 Every function takes `implementation`: "pallas" (GPUs, through Triton), "interpret" (the same kernel anywhere, slowly, for tests) or "jnp".

@@ -1,0 +1,37 @@
+"""Divides runs of rows into tiles. This module makes the table from which each program of `grouped` reads its group and its rows."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Table(NamedTuple):
+    """What each tile of rows computes, int32[T] each. The rows after the last group are tiles too: they are set to 0.
+
+    Attributes:
+      group_T: its group.
+      start_T: its first row.
+      real_T: how many of its rows are a group's.
+      count_T: how many of its rows it writes; 0 for a tile that is not needed.
+    """
+
+    group_T: jax.Array
+    start_T: jax.Array
+    real_T: jax.Array
+    count_T: jax.Array
+
+
+def table(sizes_G: jax.Array, rows: int, tile: int) -> Table:
+    """Returns the tiles of all groups, in order. T = rows / tile + G + 1 holds any sizes; tiles that are not needed come last."""
+    groups = sizes_G.shape[0]
+    sizes = sizes_G.astype(jnp.int32)
+    sizes = jnp.append(sizes, rows - jnp.sum(sizes))
+    tiles = -(-sizes // tile)
+    ends, ends_of_tiles = jnp.cumsum(sizes), jnp.cumsum(tiles)
+    number_T = jnp.arange(rows // tile + groups + 1, dtype=jnp.int32)
+    # A comparison with all groups: XLA's search is a loop of kernels.
+    own_T = jnp.minimum(jnp.sum(ends_of_tiles <= number_T[:, None], axis=1, dtype=jnp.int32), groups)
+    start_T = (ends - sizes)[own_T] + (number_T - (ends_of_tiles - tiles)[own_T]) * tile
+    count_T = jnp.clip(ends[own_T] - start_T, 0, tile)
+    return Table(jnp.minimum(own_T, groups - 1), start_T, jnp.where(own_T < groups, count_T, 0), count_T)

@@ -1,0 +1,298 @@
+r"""Measures the grouped matmuls of experts on one GPU: each of the three products, by each kernel, beside a dense matmul of the same FLOPs.
+
+    python scripts/bench_experts.py
+    python scripts/bench_experts.py --rows 262144 --only dense mosaic-128x256x64-3-2 triton-128x128x64-w8-s3
+
+The shapes are those of Qwen3-30B-A3B: 128 experts, D 2,048 and F 768, rows for 4,096 tokens with 8 experts each. "D>F" is the matmul of
+gate or up, "F>D" that of down. Groups are of the sizes that a random router gives ("balanced"), and of sizes from 4 to 1 ("4:1"). Each
+result is compared with a batched matmul of padded groups first. Kernels are compiled by several processes at once and measured one at a
+time. The table comes last: TFLOP/s, and beside them the share of the dense rate. A variant that fails has its error below the table.
+"""
+
+import argparse
+import fcntl
+import functools
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+MOSAIC = [  # rows, columns, depth, buffers, parts
+    (128, 256, 64, 3, 2),
+    (128, 256, 64, 4, 1),
+    (128, 128, 64, 5, 2),
+    (256, 128, 64, 3, 1),
+    (128, 128, 128, 2, 2),
+]
+TRITON = [(128, 128, 64, 8, 3), (128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 256, 64, 8, 3), (64, 128, 64, 4, 4)]
+JAX = [(128, 128, 64, 4, 1), (64, 256, 64, 4, 1)]
+VARIANTS = [
+    "dense",
+    *("mosaic-{}x{}x{}-{}-{}".format(*tile) for tile in MOSAIC),
+    *("triton-{}x{}x{}-w{}-s{}".format(*tile) for tile in TRITON),
+    *("jax-{}x{}x{}-{}-{}".format(*tile) for tile in JAX),
+    "padded",
+]
+CASES = ("D>F out", "D>F dlhs", "D>F drhs", "F>D out", "F>D dlhs", "F>D drhs")
+LOADS = ("balanced", "4:1")
+WORST = 0.02  # of the largest value: bfloat16 has 8 bits
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--rows", type=int, default=32768)
+parser.add_argument("--groups", type=int, default=128)
+parser.add_argument("--dim", type=int, default=2048)
+parser.add_argument("--mlp_dim", type=int, default=768)
+parser.add_argument(
+    "--only", nargs="+", default=VARIANTS, help="names, as in the table; tiles as ROWSxCOLUMNSxDEPTH-..."
+)
+parser.add_argument("--seconds", type=float, default=0.2, help="measured for each figure")
+parser.add_argument("--together", type=int, default=5, help="processes that compile")
+parser.add_argument("--stuck_s", type=float, default=30.0, help="a variant that computes one case for longer is ended")
+parser.add_argument("--limit_s", type=float, default=225.0)
+parser.add_argument("--child", help=argparse.SUPPRESS)
+parser.add_argument("--lock", help=argparse.SUPPRESS)
+
+
+def main(options: argparse.Namespace) -> None:
+    """Runs each variant in a process of its own, and prints the table."""
+    ends = time.monotonic() + options.limit_s
+    found: dict[str, dict[str, Any]] = {}
+    names = list(options.only)
+    if "dense" not in names:
+        names.insert(0, "dense")
+    with tempfile.NamedTemporaryFile() as lock:
+
+        def work() -> None:
+            while names:
+                name = names.pop(0)
+                found[name] = _watch(options, name, lock.name, ends)
+
+        workers = [threading.Thread(target=work) for _ in range(options.together)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    _print(options, found)
+
+
+def _watch(options: argparse.Namespace, name: str, lock: str, ends: float) -> dict[str, Any]:
+    """Runs a variant; returns its figures by case."""
+    found: dict[str, Any] = {}
+    if time.monotonic() > ends - 10:
+        return {"all": "left out: time is up"}
+    own = [f"--{key}={getattr(options, key)}" for key in ("rows", "groups", "dim", "mlp_dim", "seconds")]
+    command = [sys.executable, __file__, *own, "--child", name, "--lock", lock]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    busy: list[tuple[float, str]] = []
+    errors: list[str] = []
+
+    def guard() -> None:
+        while child.poll() is None:
+            time.sleep(0.5)
+            now = time.monotonic()
+            if now > ends or (busy and now - busy[-1][0] > options.stuck_s):
+                found[busy[-1][1] if busy else "all"] = "left out: time is up" if now > ends else "stuck"
+                child.kill()
+
+    threads = [
+        threading.Thread(target=guard),
+        threading.Thread(target=lambda: errors.extend(child.stderr or ())),
+    ]
+    for thread in threads:
+        thread.start()
+    for line in child.stdout or ():
+        if line.startswith("BUSY "):
+            busy.append((time.monotonic(), line[5:].strip()))
+        elif line.startswith("DONE "):
+            busy.clear()
+            case, figures = json.loads(line[5:])
+            found[case] = figures
+            print(f"{time.strftime('%H:%M:%S')} {name:22} {case}: {figures}", flush=True)
+    for thread in threads:
+        thread.join()
+    if child.wait() and not found:
+        last = [line.strip() for line in errors if line.strip()]
+        found["all"] = last[-1][:200] if last else f"exit {child.returncode}"
+    return found
+
+
+def _print(options: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
+    dense = found.get("dense", {})
+    print(
+        f"\n{options.rows} rows, {options.groups} groups, D {options.dim}, F {options.mlp_dim}: TFLOP/s (% of dense)\n"
+    )
+    columns = [(case, load) for case in CASES for load in LOADS]
+    print(f"| kernel | {' | '.join(f'{case} {load}' for case, load in columns)} |\n|---|{'---|' * len(columns)}")
+    notes: dict[str, None] = {}
+    for name in VARIANTS + [name for name in found if name not in VARIANTS]:
+        if name not in found:
+            continue
+        cells = []
+        for case, load in columns:
+            figures = found[name].get(case, found[name].get("all", "-"))
+            if isinstance(figures, dict):
+                rate, base = figures[load], dense.get(case)
+                share = f" ({100 * rate / base[load]:.0f}%)" if isinstance(base, dict) else ""
+                cells.append(f"{rate:.0f}{share}")
+            else:
+                cells.append("x" if figures != "-" else "-")
+        notes |= {
+            f"{name}, {case.split()[-1]}: {why}": None for case, why in found[name].items() if isinstance(why, str)
+        }
+        print(f"| {name} | {' | '.join(cells)} |")
+    print("\n".join(["", *notes]), flush=True)
+
+
+def child(options: argparse.Namespace) -> None:
+    """Compiles, checks and measures the products of one variant."""
+    import jax
+
+    print(jax.devices()[0].device_kind, jax.__version__, flush=True)
+    for case in CASES:
+        try:
+            figures: Any = _case(options, case)
+        except Exception as error:  # the other cases are measured all the same
+            figures = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:200]}"
+        print("DONE " + json.dumps((case, figures)), flush=True)
+
+
+def _case(options: argparse.Namespace, case: str) -> dict[str, float]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    way, product = case.split()
+    rows, groups = options.rows, options.groups
+    contracted, columns = (options.dim, options.mlp_dim) if way == "D>F" else (options.mlp_dim, options.dim)
+    shapes = {
+        "out": ((rows, contracted), (groups, contracted, columns)),
+        "dlhs": ((rows, columns), (groups, contracted, columns)),
+        "drhs": ((rows, contracted), (rows, columns)),
+    }[product]
+    run = _product(options.child, product, rows)
+    abstract = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    compiled = jax.jit(run).lower(*abstract, jax.ShapeDtypeStruct((groups,), jnp.int32)).compile()
+    flops = 2 * rows * contracted * columns
+    random = np.random.default_rng(0)
+    weights = {"balanced": np.ones(groups), "4:1": random.permutation(np.linspace(4, 1, groups))}
+    figures = {}
+    with open(options.lock) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print("BUSY " + case, flush=True)
+        keys = jax.random.split(jax.random.key(0))
+        first, second = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes))
+        for load in LOADS:
+            sizes = jnp.asarray(random.multinomial(rows, weights[load] / weights[load].sum()), jnp.int32)
+            if options.child != "dense":
+                size = int(-(-int(sizes.max()) // 64) * 64)
+                error = _error(compiled(first, second, sizes), first, second, sizes, product, size)
+                if not error < WORST:
+                    raise ValueError(f"wrong with {load}: error {error:.3g} of the largest value")
+            figures[load] = flops / _seconds(functools.partial(compiled, first, second, sizes), options.seconds) / 1e12
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    return figures
+
+
+def _seconds(run: Callable[[], Any], duration: float) -> float:
+    """Returns the median time of a call over rounds of calls, without waiting in between."""
+    import jax
+
+    jax.block_until_ready([run() for _ in range(5)])
+    began, rounds = time.monotonic(), []
+    while not rounds or time.monotonic() - began < duration:
+        start = time.perf_counter()
+        jax.block_until_ready([run() for _ in range(20)][-1])
+        rounds.append((time.perf_counter() - start) / 20)
+    return statistics.median(rounds)
+
+
+def _product(variant: str, product: str, height: int) -> Callable[..., Any]:
+    """Returns (first, second, sizes) -> the product."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import grouped
+
+    kind, _, sizes = variant.partition("-")
+    numbers = [int(word.strip("ws")) for word in sizes.replace("x", "-").split("-")] if sizes else []
+    if kind == "dense":
+        dims = {"out": ((1,), (0,)), "dlhs": ((1,), (1,)), "drhs": ((0,), (0,))}[product]
+
+        def dense(first: Any, second: Any, sizes: Any) -> Any:
+            return jax.lax.dot_general(first, second[0] if product != "drhs" else second, (dims, ((), ())))
+
+        return dense
+    if kind == "padded":
+        size = 640 * -(-height // 32768)  # more than the largest group
+        return lambda first, second, sizes: _padded(first, second, sizes, product, size, jnp.bfloat16)
+    if kind == "triton":
+        tile = grouped.Tile(*numbers)
+        if product == "drhs":
+            return functools.partial(grouped.matrices_by_triton, tile=tile)
+        return lambda first, second, sizes: grouped.rows_by_triton(first, second, sizes, product == "dlhs", tile=tile)
+    if kind == "mosaic":
+        from pallas_kernels import grouped_mosaic
+
+        mosaic = grouped_mosaic.Tile(*numbers)
+        if product == "drhs":
+            return functools.partial(grouped_mosaic.matrices, tile=mosaic)
+        return lambda first, second, sizes: grouped_mosaic.rows(first, second, sizes, product == "dlhs", tile=mosaic)
+    rows, columns, depth, steps, wide = numbers
+    how = {"block_m": rows, "block_n": columns, "block_k": depth, "max_concurrent_steps": steps, "grid_block_n": wide}
+    if product == "drhs":
+        from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
+
+        return lambda first, second, sizes: transposed_ragged_dot_mgpu.transposed_ragged_dot(
+            first, second, group_sizes=sizes, **how
+        )
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
+
+    return lambda first, second, sizes: ragged_dot_mgpu.ragged_dot(
+        first, second, group_sizes=sizes, transpose_rhs=product == "dlhs", **how
+    )
+
+
+def _padded(first: Any, second: Any, sizes: Any, product: str, size: int, dtype: Any) -> Any:
+    """Returns the product by one batched matmul of groups that are padded to `size` rows: the judge of the others."""
+    import jax.numpy as jnp
+
+    starts, rows = jnp.cumsum(sizes) - sizes, first.shape[0]
+    inside = jnp.arange(size) < sizes[:, None]
+    spots = jnp.where(inside, starts[:, None] + jnp.arange(size), rows)  # `rows` is outside
+
+    def spread(x: Any) -> Any:
+        return x.at[spots].get(mode="fill", fill_value=0)
+
+    form = {"out": "gsk,gkn->gsn", "dlhs": "gsn,gkn->gsk", "drhs": "gsk,gsn->gkn"}[product]
+    other = spread(second) if product == "drhs" else second
+    found = jnp.einsum(form, spread(first), other, preferred_element_type=jnp.float32).astype(dtype)
+    if product == "drhs":
+        return found
+    return jnp.zeros((rows, found.shape[-1]), dtype).at[spots].set(found, mode="drop")
+
+
+def _error(result: Any, first: Any, second: Any, sizes: Any, product: str, size: int) -> float:
+    import jax
+    import jax.numpy as jnp
+
+    def compare(result: Any, first: Any, second: Any, sizes: Any) -> Any:
+        judge = _padded(first, second, sizes, product, size, jnp.float32)
+        return jnp.max(jnp.abs(result.astype(jnp.float32) - judge)) / jnp.max(jnp.abs(judge))
+
+    return float(jax.jit(compare)(result, first, second, sizes))
+
+
+if __name__ == "__main__":
+    arguments = parser.parse_args()
+    child(arguments) if arguments.child else main(arguments)
