@@ -28,7 +28,7 @@ from pallas_kernels import grouped_mosaic, row_tiles
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
+class TritonTile:
     """The sizes of one program's work.
 
     Attributes:
@@ -44,8 +44,8 @@ class Tile:
     num_stages: int = 4
 
 
-ROWS = Tile(128, 128, 64, 4, 3)  # of `out` and `dlhs`
-MATRICES = Tile(128, 128, 64, 4, 3)  # of `drhs`
+ROWS = TritonTile(128, 128, 64, 4, 3)  # of `out` and `dlhs`
+MATRICES = TritonTile(128, 128, 64, 4, 3)  # of `drhs`
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -110,7 +110,7 @@ def rows_by_triton(
     sizes_G: jax.Array,
     transposed: bool,
     *,
-    tile: Tile = ROWS,
+    tile: TritonTile = ROWS,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns `out`, or `dlhs` if `transposed`, by a kernel of Triton."""
@@ -129,7 +129,7 @@ def rows_by_triton(
     return call(*tiles, lhs_MK, rhs_GKN)
 
 
-def _rows_kernel(tile: Tile, transposed: bool, contracted: int, columns: int, across: int, *refs: Any) -> None:
+def _rows_kernel(tile: TritonTile, transposed: bool, contracted: int, columns: int, across: int, *refs: Any) -> None:
     """One tile of `out`."""
     group_ref, start_ref, real_ref, count_ref, lhs_ref, rhs_ref, out_ref = refs
     number, column = pl.program_id(0) // across, pl.program_id(0) % across
@@ -168,7 +168,7 @@ def _rows_kernel(tile: Tile, transposed: bool, contracted: int, columns: int, ac
 
 
 def matrices_by_triton(
-    lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array, *, tile: Tile = MATRICES, interpret: bool = False
+    lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array, *, tile: TritonTile = MATRICES, interpret: bool = False
 ) -> jax.Array:
     """Returns `drhs` by a kernel of Triton."""
     shape = lhs_MK.shape[1], dout_MN.shape[1]
@@ -185,7 +185,7 @@ def matrices_by_triton(
     return call(ends_G - sizes_G, ends_G, lhs_MK, dout_MN)
 
 
-def _matrices_kernel(tile: Tile, shape: tuple[int, int], across: int, *refs: Any) -> None:
+def _matrices_kernel(tile: TritonTile, shape: tuple[int, int], across: int, *refs: Any) -> None:
     """One tile of one matrix of `drhs`."""
     start_ref, end_ref, lhs_ref, dout_ref, out_ref = refs
     group = pl.program_id(1)

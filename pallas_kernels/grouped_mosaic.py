@@ -22,7 +22,7 @@ PART = 64  # columns that are written at a time: 128 bytes of 16-bit values, the
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
+class MosaicTile:
     """The sizes of one block's work.
 
     Attributes:
@@ -41,11 +41,17 @@ class Tile:
     blocks: int = 132
 
 
-TILE = Tile()
+TILE = MosaicTile()
 
 
 def rows(
-    lhs_MK: jax.Array, rhs_GKN: jax.Array, sizes_G: jax.Array, transposed: bool, *, tile: Tile = TILE, **kwargs: Any
+    lhs_MK: jax.Array,
+    rhs_GKN: jax.Array,
+    sizes_G: jax.Array,
+    transposed: bool,
+    *,
+    tile: MosaicTile = TILE,
+    **kwargs: Any,
 ) -> jax.Array:
     """Returns `out`, or `dlhs` if `transposed` (see `grouped`).
 
@@ -186,7 +192,7 @@ def _write_rows(acc: Any, count: Any, first: Any, column: Any, out_ref: Any, par
 
 
 def matrices(
-    lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array, *, tile: Tile = TILE, **kwargs: Any
+    lhs_MK: jax.Array, dout_MN: jax.Array, sizes_G: jax.Array, *, tile: MosaicTile = TILE, **kwargs: Any
 ) -> jax.Array:
     """Returns `drhs` (see `grouped`); the arguments are as in `rows`."""
     groups, shape = sizes_G.shape[0], (lhs_MK.shape[1], dout_MN.shape[1])
@@ -323,7 +329,7 @@ def _transposed(ref: Any) -> Any:
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))  # JAX before 0.11
 
 
-def _kernel(body: Any, out: jax.ShapeDtypeStruct, tile: Tile, name: str, kwargs: dict[str, Any]) -> Any:
+def _kernel(body: Any, out: jax.ShapeDtypeStruct, tile: MosaicTile, name: str, kwargs: dict[str, Any]) -> Any:
     return plgpu.kernel(
         body,
         out_type=out,

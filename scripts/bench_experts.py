@@ -237,14 +237,14 @@ def _product(variant: str, product: str, height: int) -> Callable[..., Any]:
         size = 640 * -(-height // 32768)  # more than the largest group
         return lambda first, second, sizes: _padded(first, second, sizes, product, size, jnp.bfloat16)
     if kind == "triton":
-        tile = grouped.Tile(*numbers)
+        tile = grouped.TritonTile(*numbers)
         if product == "drhs":
             return functools.partial(grouped.matrices_by_triton, tile=tile)
         return lambda first, second, sizes: grouped.rows_by_triton(first, second, sizes, product == "dlhs", tile=tile)
     if kind == "mosaic":
         from pallas_kernels import grouped_mosaic
 
-        mosaic = grouped_mosaic.Tile(*numbers)
+        mosaic = grouped_mosaic.MosaicTile(*numbers)
         if product == "drhs":
             return functools.partial(grouped_mosaic.matrices, tile=mosaic)
         return lambda first, second, sizes: grouped_mosaic.rows(first, second, sizes, product == "dlhs", tile=mosaic)

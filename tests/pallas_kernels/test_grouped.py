@@ -22,7 +22,7 @@ SIZES = {
     "rows after the last group": (1, 31, 33, 0, 64, 1, 2),
     "no rows": (0, 0, 0, 0, 0, 0, 0),
 }
-TILE = grouped.Tile(32, 32, 32, 4, 1)
+TILE = grouped.TritonTile(32, 32, 32, 4, 1)
 
 
 def arrays():
