@@ -85,7 +85,8 @@ class Engine:
         is_gathered: bool = False,
         text_of: Callable[[list[int]], str] | None = None,
     ):
-        for name, value in (("slots", slots), ("max_len", max_len), ("max_inputs", max_inputs), ("chunk", chunk)):
+        sizes = {"slots": slots, "max_len": max_len, "max_inputs": max_inputs, "chunk": chunk, "together": together}
+        for name, value in {**sizes, "prefill_tokens": chunk if prefill_tokens is None else prefill_tokens}.items():
             if value < 1:
                 raise UserError(f"{name}: must be 1 or more, and is {value}")
         weights.check_format(format)

@@ -1,0 +1,20 @@
+"""Checks the benchmark of the engine with a small model. This module tests scripts/bench_engine.py."""
+
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts"))
+
+import bench_engine
+
+
+@pytest.mark.long
+def test_a_variant_that_fails_is_a_row_beside_the_others(capsys):
+    words = ["--preset", "test", "--prompt", "16", "--new_tokens", "4", "--requests", "2", "--together", "9"]
+    assert bench_engine.main([*words, "--variants", "int8", "many", "--prefill_tokens", "-1"]) == 1
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert rows[1].startswith("| int8 | 1 | ") and rows[2].startswith(
+        "| many | UserError: prefill_tokens: must be 1 or more"
+    )
