@@ -3,16 +3,17 @@
     python scripts/bench_engine.py --limit_s 230
     python scripts/bench_engine.py --limit_s 230 --variants fp8 nf4
 
-Weights are random and drawn on the device, so no file is read. A prompt has `--prompt` tokens, and `--new_tokens` are added. `bf16`, `int8`,
-`fp8` and `nf4` answer one request after the other; `plain` is bf16 with XLA's own matmuls and attention. `many` answers `--requests` at once
-in bf16. Each variant runs in a process of its own, one after the other, and another's failure is a row of the table, which comes last. The
-bound is the time in which the weights that a token reads pass the memory once, at `--bytes_per_second` (4.15e12: an H200; an H100's
-memory is specified at 3.35e12).
+Weights are random and drawn on the device, so no file is read. A prompt has `--prompt` tokens, and `--new_tokens` are added. `bf16`,
+`int8`, `fp8` and `nf4` answer one request after the other; `plain` is bf16 with XLA's own matmuls and attention. `many` answers
+`--requests` at once in bf16. Each variant runs in a process of its own, one after the other, and another's failure is a row of the table,
+which comes last. The bound is the time in which the weights that a token reads pass the memory once, at `--bytes_per_second` (4.15e12: an
+H200; an H100's memory is specified at 3.35e12).
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import os
 import pathlib
 import statistics
@@ -98,8 +99,6 @@ def _child(options: argparse.Namespace) -> int:
 
 def _model(options: argparse.Namespace, kind: str) -> tuple[Any, int]:
     """Returns a model with random weights, kernels in a format, and the bytes of the weights that a token reads."""
-    import functools
-
     import jax
     import jax.numpy as jnp
 
@@ -143,6 +142,10 @@ def _model(options: argparse.Namespace, kind: str) -> tuple[Any, int]:
     return found, read
 
 
+def _note(times: list[float], _: Any) -> None:
+    times.append(time.perf_counter())
+
+
 def _measure(options: argparse.Namespace, jax: Any) -> dict[str, float]:
     import numpy as np
 
@@ -184,10 +187,8 @@ def _measure(options: argparse.Namespace, jax: Any) -> dict[str, float]:
         firsts.append(time.perf_counter() - start)
         assert len(first.tokens) == 1
         times: list[float] = []
-        asked = [
-            engine.submit(prompt, max_tokens=options.new_tokens, on_change=lambda _: times.append(time.perf_counter()))
-            for prompt in prompts(requests)
-        ]
+        note = functools.partial(_note, times)
+        asked = [engine.submit(prompt, max_tokens=options.new_tokens, on_change=note) for prompt in prompts(requests)]
         start = time.perf_counter()
         engine.run()
         total = time.perf_counter() - start
