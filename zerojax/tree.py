@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -63,6 +64,13 @@ def below_params(path: str) -> str:
     'layer_0/kernel'
     """
     return path.removeprefix("params/")
+
+
+def block_of(leaf_path: str, pattern: re.Pattern) -> str | None:
+    """Returns the full path of the outermost module around a leaf that a pattern matches, or None."""
+    parts = below_params(leaf_path).split("/")
+    prefixes = ("/".join(parts[:end]) for end in range(1, len(parts)))
+    return next((prefix for prefix in prefixes if pattern.fullmatch(prefix)), None)
 
 
 def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:

@@ -15,7 +15,7 @@ from zerojax import tree
 from zerojax.inference import by_block, choice, generate, sampling
 from zerojax.models import families, family
 from zerojax.models.llama.model import LlamaConfig
-from zerojax.zero import intercept, stages
+from zerojax.zero import stages
 from zerojax.zero.offload import memory_kind
 
 PROMPTS = np.array([[3, 9, 4, 1, 5, 9, 2, 6], [7, 7, 1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 8, 2, 8, 1]])
@@ -65,7 +65,7 @@ def test_a_program_reads_the_weights_of_one_block_and_three_blocks_are_on_the_de
     weights = partition.abstract_state["params"]
     schedule = programs.start.schedule(weights, ({}, *like))
     pattern = re.compile(chosen.blocks)
-    blocks = [intercept.block_of(path, pattern) for path, _ in tree.flatten(weights)]
+    blocks = [tree.block_of(path, pattern) for path, _ in tree.flatten(weights)]
     read = [{blocks[n] for n in program.reads if n < len(blocks)} - {None} for program in schedule.cut.programs]
     assert max(map(len, read)) == 1 and set().union(*read) == {f"layer_{n}" for n in range(DEPTH)}
     nbytes = collections.Counter()

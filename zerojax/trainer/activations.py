@@ -20,7 +20,7 @@ from zerojax import mesh as mesh_lib
 from zerojax import precision, tree
 from zerojax.models import family as family_lib
 from zerojax.trainer import program as program_lib
-from zerojax.zero import intercept, stages, where_used
+from zerojax.zero import stages, where_used
 
 DEPTHS = ("num_layers", "decoder_layers")  # fields of a model's config that count its blocks
 
@@ -71,7 +71,7 @@ def _weights(program: program_lib.Program) -> tuple[int, int]:
     blocks: dict[str, int] = {}
     others = 0
     for path, leaf in tree.flatten(params):
-        if block := intercept.block_of(path, pattern):
+        if block := tree.block_of(path, pattern):
             blocks[block] = blocks.get(block, 0) + tree.size(leaf)
         else:
             others = max(others, tree.size(leaf))

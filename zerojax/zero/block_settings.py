@@ -9,7 +9,7 @@ from typing import Any
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.zero import hooks as hooks_lib
-from zerojax.zero import intercept, placement, remat
+from zerojax.zero import placement, remat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def largest_block(placements: Mapping[str, placement.Placement], blocks: str) ->
     """Returns the number of weights in the largest block that a regex matches; 0 if there are none."""
     sizes: dict[str, int] = {}
     for path, weight in placements.items():
-        block = intercept.block_of(path, re.compile(blocks))
+        block = tree.block_of(path, re.compile(blocks))
         if block is not None:
             sizes[block] = sizes.get(block, 0) + math.prod(weight.shape or ())
     return max(sizes.values(), default=0)
@@ -87,7 +87,7 @@ def missed_blocks(placements: Mapping[str, placement.Placement], blocks: str) ->
     matched: set[str] = set()
     for path, weight in placements.items():
         below = tree.below_params(path)
-        block = intercept.block_of(path, pattern)
+        block = tree.block_of(path, pattern)
         if block is not None:
             matched.add(block)
         parts = below.split("/")

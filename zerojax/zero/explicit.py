@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import mesh as mesh_lib
 from zerojax import specs, tree
 from zerojax.errors import UserError
-from zerojax.zero import accumulate, block_settings, constraints, gather, overlap, placement, where_used
+from zerojax.zero import accumulate, block_settings, constraints, gather, intercept, overlap, placement, where_used
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs
 
 Program = Callable[[], dependence.TracedLoss]
@@ -133,14 +133,9 @@ class OfDevice:
     def mapped(self, on_device: Callable[..., Any], layout: inputs.Layout) -> Callable[..., Any]:
         """Returns `on_device(program, own_keys, params, batch, state, ...)` over all devices, of (params, batch, state, ...)."""
         axes, find, partition = mesh_lib.manual(self.partition.mesh), self.find, self.partition
+        _check_weights(partition.abstract_state.params)
 
         def gradients(params: Any, batch: Any, state: Any, *rest: Any) -> Any:
-            if where_used.variables(params):
-                raise UserError(
-                    "reduce_dtype: NNX params with other variables (batch statistics, random counts) would differ between devices; hold "
-                    "them in a field of the state, which the loss returns, or omit reduce_dtype"
-                )
-            _refuse_complex(params)
             used = functools.partial(where_used.abstract_used, params, partition, self.compute_dtype)
             program = functools.cache(lambda: dependence.of_loss(self.loss_fn, used(), batch, state, layout))
             if layout.is_unsure(batch):
@@ -160,11 +155,12 @@ def device_loss(
     loss_fn: Callable[..., Any], partition: placement.Partition, how: block_settings.How, chain: Any
 ) -> Callable[..., Any]:
     """Returns `loss_fn` as a function of `ShardAndSink`s on one device, whose blocks run in the chain's order."""
-    return where_used.wrap(
+    wrap = intercept.by_block if how.blocks else where_used.wrap
+    return wrap(
         loss_fn,
         chain.gather_leaf,
         how,
-        moves=where_used.moves(partition.placements),
+        moves=placement.moves(partition.placements),
         run=chain,
         is_weight=lambda node: isinstance(node, gather.ShardAndSink),
     )
@@ -195,7 +191,7 @@ def finder(partition: placement.Partition) -> Callable[[str, Any], placement.Pla
     def local_shape(weight: placement.Placement) -> Any:
         return gather.local_shape(weight.shape or (), weight.stored)
 
-    find = where_used.finder(partition.placements, lambda leaf: leaf.shape, local_shape)
+    find = placement.finder(partition.placements, lambda leaf: leaf.shape, local_shape)
 
     def find_weight(path: str, leaf: Any) -> placement.Placement:
         found = find(path, leaf)
@@ -208,7 +204,13 @@ def finder(partition: placement.Partition) -> Callable[[str, Any], placement.Pla
     return find_weight
 
 
-def _refuse_complex(params: Any) -> None:
+def _check_weights(params: Any) -> None:
+    """Raises a UserError for params of which the sums over devices would be no gradients."""
+    if where_used.variables(params):
+        raise UserError(
+            "reduce_dtype: NNX params with other variables (batch statistics, random counts) would differ between devices; hold "
+            "them in a field of the state, which the loss returns, or omit reduce_dtype"
+        )
     for path, leaf in tree.flatten(params):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise UserError(

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,13 +30,105 @@ from flax.traverse_util import unflatten_dict
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.ops import tiles
+from zerojax.zero import block_settings, remat
 from zerojax.zero import hooks as hooks_lib
-from zerojax.zero import remat
 from zerojax.zero.sharded_batch import keys as keys_lib
 
 Policy = Callable[..., bool] | None
 # run(body, params, arrays, policy) -> outputs, with body(used params, *arrays) -> outputs; `params` are by path in the model.
 Run = Callable[[Callable[..., Any], dict[str, Any], list[jax.Array], Policy], Any]
+
+
+def by_block(
+    loss_fn: Callable[..., Any],
+    gather_leaf: Callable[[str, Any], Any],
+    how: block_settings.How,
+    *,
+    moves: bool,
+    run: Any = None,
+    is_weight: Callable[[Any], bool] = lambda leaf: False,
+) -> Callable[..., Any]:
+    """Returns `loss_fn` as a function of stored weights, whose blocks gather their own; its arguments are those of `where_used.wrap`.
+
+    With `run` the loss gets gathered arrays, and a block finds its shards by the identity of these arrays. This relies on JAX passing a
+    traced array on as the same Python object. Where it does not, a warning reports the weights that stay gathered.
+    """
+    policy = remat.policy(
+        how.remat, offloads=bool(how.offload), in_place=not (how.recompute or how.offload), moves=moves
+    )
+
+    def loss_of_stored(params: Any, *args: Any, **kwargs: Any) -> Any:
+        stacks: set[str] = set()
+        while True:
+            inside, outer = begun(stacks, params)
+            try:
+                with nn.intercept_methods(inside.intercept):
+                    result = loss_fn(outer, *args, **kwargs)
+            except StackFound as found:
+                assert run is not None and found.path not in stacks
+                stacks.add(found.path)
+                run.restart()
+            else:
+                inside.check_found(how, moves=moves)
+                return result
+
+    def begun(stacks: set[str], params: Any) -> tuple[Interceptor, Any]:
+        made, shapes = _Made(), dict[str, tuple[int, ...]]()
+        inside = Interceptor(
+            how.blocks,
+            how.heads,
+            gather_leaf,
+            policy,
+            recompute=how.recompute,
+            offload=how.offload,
+            hooks=how.hooks,
+            run=run,
+            stored_of=made.stored_of if run else None,
+            is_leaf=is_weight,
+            shape_of=shapes.get if run else None,
+            stacks=stacks,
+        )
+
+        def gather_outer(path: str, leaf: Any) -> Any:
+            if not inside.owns(path):
+                return gather_leaf(path, leaf)
+            # XLA drops the gathered weights that only a block reads.
+            return leaf if run is None else made.add(gather_leaf(path, leaf), path, leaf)
+
+        outer = tree.map_with_path(gather_outer, params, is_leaf=is_weight)
+        if run is not None:
+            outer = unboxed(outer)
+            shapes.update({path: leaf.shape for path, leaf in tree.flatten(outer)})
+        return inside, outer
+
+    return loss_of_stored
+
+
+class _Made:
+    """Maps a gathered array, by its identity, to the stored weight that it was made from."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[Any, str, Any]] = {}  # holds the array, so that no other takes its id
+
+    def add(self, gathered: Any, path: str, stored: Any) -> Any:
+        self._by_id[id(gathered)] = gathered, path, stored
+        return gathered
+
+    def stored_of(self, array: Any) -> tuple[str, Any] | None:
+        found = self._by_id.get(id(array))
+        return found and found[1:]
+
+
+def unboxed(params: Any) -> Any:
+    """Returns params without Linen's boxes of metadata (`nn.with_partitioning`), which constrain shardings and fail in `jax.shard_map`."""
+
+    def is_box(node: Any) -> bool:
+        return isinstance(node, nn.meta.AxisMetadata)
+
+    def inside(node: Any) -> Any:
+        return jax.tree.leaves(node, is_leaf=lambda part: part is not node)[0] if is_box(node) else node
+
+    return jax.tree.map(inside, params, is_leaf=is_box)
 
 
 class StackFound(Exception):
@@ -99,7 +192,40 @@ class Interceptor:
 
     def owns(self, leaf_path: str) -> bool:
         """Returns whether a leaf is inside a block."""
-        return block_of(leaf_path, self._pattern) is not None
+        return tree.block_of(leaf_path, self._pattern) is not None
+
+    def check_found(self, how: block_settings.How, *, moves: bool) -> None:
+        """Raises a UserError for a regex that matched nothing, and warns of weights that stay gathered."""
+        if not self.entered:
+            raise UserError(
+                f"blocks: {how.blocks!r} matches no Linen module called in the loss; it is a regex over module paths such as "
+                f"'layer_0' or 'decoder/block_3', or '' to gather leaf by leaf"
+            )
+        if moves and self.with_unknown:
+            warnings.warn(
+                f"blocks: weights of {', '.join(sorted(self.with_unknown)[:3])} reach their block changed, or through a jax.jit or "
+                "nn.remat around it; they are gathered before it and stay gathered until the backward pass has used them",
+                stacklevel=2,
+            )
+        if how.heads and not self.headed:
+            raise UserError(
+                f"heads: {how.heads!r} matches no Linen module called in the loss outside of blocks; it is a regex over full module paths "
+                "such as 'head', or '' for none"
+            )
+        for name, pattern, found in (
+            ("recompute", how.recompute, self.recomputed),
+            ("offload", how.offload, self.offloaded),
+        ):
+            if pattern and not found:
+                raise UserError(
+                    f"{name}: {pattern!r} matches no module called inside a block; it is a regex over full module paths "
+                    f"such as 'layer_\\d+/mlp/up'"
+                )
+        if both := self.recomputed & self.offloaded:
+            raise UserError(
+                f"recompute: {how.recompute!r} and offload: {how.offload!r} both match {min(both)}, and a result is either computed again "
+                "or kept in host memory; let one of them match it"
+            )
 
     def intercept(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
         """Runs one call of one module; for `flax.linen.intercept_methods`."""
@@ -156,7 +282,7 @@ class Interceptor:
     def _with_stacks(self, module: nn.Module, method: str, args: tuple, kwargs: dict) -> Any:
         """Runs the model with the stacks that `nn.scan` cuts into layers as they are stored, so that each layer gathers its own slice."""
         known, result = self._known(module, "/".join(module.path)), _Result()
-        stacks = {leaf: weight for leaf, weight in known.items() if weight and block_of(weight[0], self._stacks)}
+        stacks = {leaf: weight for leaf, weight in known.items() if weight and tree.block_of(weight[0], self._stacks)}
         self._path_of |= {_join("/".join(module.path), leaf): weight[0] for leaf, weight in stacks.items()}
         arrays, fill = _arrays_of((args, kwargs))
 
@@ -288,13 +414,6 @@ def _recomputed(call: Callable, args: tuple, kwargs: dict, path: str, module: nn
         return arrays
 
     return result.give(remat.not_kept(run))
-
-
-def block_of(leaf_path: str, pattern: re.Pattern) -> str | None:
-    """Returns the full path of the outermost module around a leaf that a pattern matches, or None."""
-    parts = tree.below_params(leaf_path).split("/")
-    prefixes = ("/".join(parts[:end]) for end in range(1, len(parts)))
-    return next((prefix for prefix in prefixes if pattern.fullmatch(prefix)), None)
 
 
 def _set_up(call: Callable) -> None:

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import mesh as mesh_lib
 from zerojax import specs as specs_lib
 from zerojax import tree
+from zerojax.errors import UserError
 
 
 class Wire(Protocol):
@@ -210,3 +211,54 @@ def has_frozen(part: Any) -> bool:
 def is_frozen(node: Any) -> bool:
     """Returns whether a node of a trainable part is in the place of a frozen weight."""
     return isinstance(node, optax.MaskedNode)
+
+
+def finder(
+    placements: Mapping[str, Placement],
+    shape_of: Callable[[Any], Any],
+    expected: Callable[[Placement], Any],
+) -> Callable[[str, Any], Placement | None]:
+    """Returns f(path, leaf) -> the placement of that weight, or None. It refuses a leaf of another shape than `expected`."""
+    index = tree.suffix_index(placements)
+
+    def find(path: str, leaf: Any) -> Placement | None:
+        found = tree.longest_suffix(index, path)
+        if found is None:
+            return None
+        weight = placements[found]
+        if leaf is None or weight.shape is None or shape_of(leaf) == expected(weight):
+            return weight
+        if tuple(shape_of(leaf)) == tuple(expected(weight)[1:]):
+            return _layer(found, weight)
+        raise UserError(
+            f"{path}: has shape {shape_of(leaf)}, and the weight stored as {found} has {expected(weight)}; where several "
+            f"models share a state, pass the placements of this one alone; a block inside nn.vmap cannot be in `blocks`"
+        )
+
+    return find
+
+
+def _layer(path: str, stack: Placement) -> Placement:
+    """Returns the placement of one layer of a stack of `nn.scan`, whose first dim counts layers."""
+    if any(sharding.spec and sharding.spec[0] for sharding in (stack.stored, stack.grad, stack.update)):
+        raise UserError(
+            f"blocks: {path} of shape {stack.shape} is sharded on its first dim, which counts the layers of nn.scan, so no layer can be "
+            f'gathered alone; pass overrides=[("{tree.below_params(path)}", PartitionSpec(None, "data"))] to shard_train_state'
+        )
+    if any(stack.padding[:1]):
+        raise UserError(
+            f"blocks: {path} is padded on its first dim, which counts the layers of nn.scan; override its spec"
+        )
+    assert stack.shape is not None
+    shardings = {
+        name: NamedSharding(
+            getattr(stack, name).mesh, P(*getattr(stack, name).spec[1:]), memory_kind=getattr(stack, name).memory_kind
+        )
+        for name in ("stored", "used", "grad", "opt_state", "update")
+    }
+    return dataclasses.replace(stack, padding=stack.padding[1:], shape=stack.shape[1:], **shardings)  # type: ignore[arg-type]
+
+
+def moves(placements: Mapping[str, Placement]) -> bool:
+    """Returns whether any weight is gathered: its stored and its used sharding differ."""
+    return any(weight.stored != weight.used for weight in placements.values())

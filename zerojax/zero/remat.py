@@ -51,15 +51,20 @@ class _Offloads:
         return (_to_host if is_for_host else self.rest)(primitive, *args, **params)
 
 
-def policy(name: str, *, offloads: bool = False, in_place: bool = True) -> Callable[..., Any]:
-    """Returns the policy of a name in REMAT.
+def policy(
+    name: str, *, offloads: bool = False, in_place: bool = True, moves: bool = True
+) -> Callable[..., Any] | None:
+    """Returns the policy of a name in REMAT, or None where everything is kept.
 
     Args:
       name: of the policy.
       offloads: arrays named by `for_host` are kept in host memory.
       in_place: "dots" keeps arrays named by `residuals.in_place`. False where `recompute` or `offload` name modules whose results are not
         kept on the device: arrays kept in place of these results would take their memory.
+      moves: whether any weight is gathered; gathered weights are never kept.
     """
+    if name == "none" and not moves:
+        return None
     found = REMAT[name] if in_place or name != "dots" else _keep_only_matmuls
     return _Offloads(found) if offloads else found
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from zerojax import display, precision, roles, tree
 from zerojax import mesh as mesh_lib
 from zerojax.optim import eight_bit
-from zerojax.zero import gather, intercept, placement, stages
+from zerojax.zero import gather, placement, stages
 from zerojax.zero.offload import memory_kind, selection, storage
 
 ROLES = (roles.PARAMS, roles.FROZEN, roles.GRADIENTS, roles.OPT_STATE, roles.OTHER)
@@ -48,7 +48,7 @@ def bytes_per_device(
             item = sums if accumulates or by_hand else jnp.dtype(leaf.dtype).itemsize
             weight, reduction = partition.placements[path], gather.Reduction(jnp.float32, at_once=not accumulates)
             sharding = reduction.target(weight) if by_hand else weight.grad
-            name = intercept.block_of(path, re.compile(one_block)) or ""
+            name = tree.block_of(path, re.compile(one_block)) or ""
             of_blocks[name] = of_blocks.get(name, 0) + item * math.prod(sharding.shard_shape(leaf.shape))
     counted[roles.GRADIENTS] = of_blocks.pop("", 0) + max(of_blocks.values(), default=0)
     return counted

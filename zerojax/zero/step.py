@@ -3,7 +3,6 @@
 With loss scaling a step whose gradients are not all finite is skipped: only the scale changes.
 """
 
-import contextlib
 import dataclasses
 import functools
 import warnings
@@ -19,17 +18,17 @@ from zerojax.zero import (
     accumulate,
     arguments,
     block_settings,
+    by_compiler,
     explicit,
     placement,
     tensor_parallel,
-    where_used,
     xla_options,
 )
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
 from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import late_norm, step_by_block, streamed_step
-from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs
+from zerojax.zero.sharded_batch import inputs, outputs
 from zerojax.zero.wires import columns
 
 
@@ -108,14 +107,18 @@ def make_train_step(
     compute_dtype = precision.floating("compute_dtype", compute_dtype)
     reduce_dtype = precision.floating("reduce_dtype", reduce_dtype)
     sums = accumulate.checked_dtype(accum_dtype, grad_accum)
-    dtypes = {"reduce_dtype": reduce_dtype, "compute_dtype": compute_dtype, "in_16_bits": sums}
+    dtypes = {"compute_dtype": compute_dtype, "in_16_bits": sums}
     scaling = loss_scale_lib.in_step(loss_scale, partition.abstract_state)
     sharded = tensor_parallel.hooks_of(activations, partition.mesh)
     how = _checked(block_settings.How(blocks, heads, remat, recompute, offload, sharded), partition)
     sent = columns.marked(partition, by_columns, blocks, reduce_dtype)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
     loss_fn, sent, kept = fp8_modules.in_step(fp8, outputs.with_aux(loss_fn, scaling.scale), sent, blocks)
-    gradients = _gradients(loss_fn, sent, dataclasses.replace(how, hooks=(*how.hooks, *kept)), layout, **dtypes)
+    in_form = by_compiler.value_and_grad
+    if reduce_dtype is not None:
+        in_form = functools.partial(explicit.value_and_grad, reduce_dtype=reduce_dtype)
+    hooked = dataclasses.replace(how, hooks=(*how.hooks, *kept))
+    gradients = in_form(loss_fn, sent, hooked, passes=grad_accum, layout=layout, **dtypes)
     clip = late_norm.clip(partition, clip_norm, may_skip=loss_scale is not None)
     updates = streamed_step.updates_of(partition, may_skip=clip.may_skip)
     finish = update_lib.finish(partition, updates, scaling, clip)
@@ -141,8 +144,9 @@ def make_train_step(
     )
     if updates is None or not step_by_block.is_chosen(partition, how, reduce_dtype, fp8, clip, by_columns):
         return step if updates is None else streamed_step.StreamedStep(step, updates, donate=donate)
+    options = xla_options.for_blocks(partition.mesh, but=xla_flags.names())
     passes = step_by_block.passes_of(
-        loss_fn, partition, how, layout, **dtypes, options=xla_options.for_blocks(partition.mesh, but=xla_flags.names())
+        loss_fn, partition, how, layout, reduce_dtype=reduce_dtype, options=options, **dtypes
     )
     return step_by_block.BlockwiseStep(step, updates, passes, finish, scaling.scale, clip, donate=donate)
 
@@ -178,56 +182,3 @@ def _compiler_options(
 
 def _fp8_options(partition: placement.Partition, fp8: Any) -> dict[str, Any]:
     return {} if fp8 is None else xla_options.for_fp8(partition.mesh, but=xla_flags.names())
-
-
-def _gradients(
-    loss_fn: Callable[..., Any],
-    partition: placement.Partition,
-    how: block_settings.How,
-    layout: inputs.Layout,
-    *,
-    reduce_dtype: Any,
-    compute_dtype: Any,
-    in_16_bits: bool,
-) -> Callable[..., Any]:
-    """Returns f(params, batch, state) -> ((loss, aux), grads of the trainable part), summed by the compiler or by `explicit`."""
-    passes = layout.passes
-    if reduce_dtype is not None:
-        return explicit.value_and_grad(
-            loss_fn,
-            partition,
-            how,
-            passes=passes,
-            reduce_dtype=reduce_dtype,
-            compute_dtype=compute_dtype,
-            layout=layout,
-            in_16_bits=in_16_bits,
-        )
-    loss_of_stored = where_used.with_gathers(loss_fn, partition.placements, how, compute_dtype)
-
-    def gradients(params: Any, batch: Any, state: Any) -> Any:
-        used = functools.partial(where_used.abstract_used, params, partition, compute_dtype)
-        program = functools.cache(lambda: dependence.of_loss(loss_fn, used(), batch, state, layout))
-        own_keys = keys.own(program, layout, batch, state) if passes > 1 else None
-
-        def loss_of_part(inputs: tuple[Any, Any], batch: Any, state: Any) -> tuple[Any, dict]:
-            part, given = inputs
-            with contextlib.ExitStack() as around:
-                for hook, own in zip(how.hooks, given):
-                    around.enter_context(hook.known(own))
-                loss, aux = loss_of_stored(placement.with_frozen(part, params), batch, state)
-            loss, weight = outputs.objective(loss, passes)
-            metrics = aux["metrics"] if passes == 1 else outputs.terms(aux["metrics"], state, program, passes)
-            return loss, {"metrics": metrics, "state": outputs.state_of_batch(aux.get("state", {}), state), **weight}
-
-        sums = jax.value_and_grad(loss_of_part, has_aux=True)
-        if passes > 1:
-            sums = accumulate.value_and_grad(loss_of_part, passes, own_keys, in_16_bits=in_16_bits)
-        given = [hook.inputs(state) for hook in how.hooks]
-        (loss, aux), (grads, seen) = sums((partition.trainable_part(params), given), batch, state)
-        fields = dict(aux["state"])
-        for hook, own in zip(how.hooks, seen):
-            fields |= hook.renewed(state, own)
-        return (loss, {**aux, "state": fields, "metrics": outputs.values(aux["metrics"], over_devices=False)}), grads
-
-    return gradients

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.ops import fp8, tiles
-from zerojax.zero import hooks, intercept, placement
+from zerojax.zero import hooks, placement
 from zerojax.zero.fp8 import history as history_lib
 from zerojax.zero.wires import fp8 as fp8_wire
 
@@ -98,7 +98,7 @@ def chosen(settings: Fp8, weights: Iterable[str], blocks: str) -> Chosen:
     named, inside = re.compile(settings.filter), re.compile(blocks)
     below = [tree.below_params(path) for path in weights]
     block_of = {
-        path.removesuffix(f"/{fp8_wire.WEIGHT}"): intercept.block_of(path, inside) if blocks else None
+        path.removesuffix(f"/{fp8_wire.WEIGHT}"): tree.block_of(path, inside) if blocks else None
         for path in below
         if path.endswith(f"/{fp8_wire.WEIGHT}")
     }

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
-from zerojax.zero import accumulate, block_settings, explicit, gather, intercept, placement
+from zerojax import tree
+from zerojax.zero import accumulate, block_settings, explicit, gather, placement
 from zerojax.zero.sharded_batch import inputs, outputs
 
 
@@ -61,6 +62,6 @@ def _with_grad_dtype(partition: placement.Partition, blocks: str, dtype: Any) ->
     Those of other weights stay float32: a table's adds up rows in float32, and an output layer's adds up chunks of tokens.
     """
     inside = re.compile(blocks)
-    of_blocks = [path for path in partition.placements if intercept.block_of(path, inside) is not None]
+    of_blocks = [path for path in partition.placements if tree.block_of(path, inside) is not None]
     trained = [path for path in of_blocks if not partition.placements[path].overwritten]
     return partition.with_wires(dict.fromkeys(trained, gather.Plain(dtype)))

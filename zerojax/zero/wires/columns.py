@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
+from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.ops import columns
-from zerojax.zero import block_settings, gather, intercept, placement
+from zerojax.zero import block_settings, gather, placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ def marked(partition: placement.Partition, pattern: str, blocks: str, reduce_dty
     ways, matches, wires = mesh_lib.size(partition.mesh, mesh_lib.STATE), re.compile(pattern), {}
     sizes, rest = (mesh_lib.text(partition.mesh, axes) for axes in (mesh_lib.STATE, mesh_lib.COMPILER))
     for path, weight in partition.placements.items():
-        if intercept.block_of(path, matches) is None or len(weight.shape or ()) != 2:
+        if tree.block_of(path, matches) is None or len(weight.shape or ()) != 2:
             continue
         size, why = (weight.shape or (0, 0))[1], ""
         if size % ways or weight.padding:

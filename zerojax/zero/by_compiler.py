@@ -1,0 +1,56 @@
+"""Runs forward and backward pass on the global batch. This module leaves the collectives to the compiler.
+
+A model keeps its meaning whatever it computes. The sum over devices has the dtype of the backward matmul, and several passes each reduce.
+The other form is `explicit`.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from zerojax.zero import accumulate, block_settings, placement, where_used
+from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    partition: placement.Partition,
+    how: block_settings.How,
+    *,
+    passes: int,
+    compute_dtype: Any,
+    layout: inputs.Layout,
+    in_16_bits: bool = False,
+) -> Callable[..., Any]:
+    """Returns f(params, batch, state) -> ((loss, aux), grads of the trainable part); see `explicit.value_and_grad`."""
+    loss_of_stored = where_used.with_gathers(loss_fn, partition.placements, how, compute_dtype)
+
+    def gradients(params: Any, batch: Any, state: Any) -> Any:
+        used = functools.partial(where_used.abstract_used, params, partition, compute_dtype)
+        program = functools.cache(lambda: dependence.of_loss(loss_fn, used(), batch, state, layout))
+        own_keys = keys.own(program, layout, batch, state) if passes > 1 else None
+
+        def loss_of_part(inputs: tuple[Any, Any], batch: Any, state: Any) -> tuple[Any, dict]:
+            part, given = inputs
+            with contextlib.ExitStack() as around:
+                for hook, own in zip(how.hooks, given):
+                    around.enter_context(hook.known(own))
+                loss, aux = loss_of_stored(placement.with_frozen(part, params), batch, state)
+            loss, weight = outputs.objective(loss, passes)
+            metrics = aux["metrics"] if passes == 1 else outputs.terms(aux["metrics"], state, program, passes)
+            return loss, {"metrics": metrics, "state": outputs.state_of_batch(aux.get("state", {}), state), **weight}
+
+        sums = jax.value_and_grad(loss_of_part, has_aux=True)
+        if passes > 1:
+            sums = accumulate.value_and_grad(loss_of_part, passes, own_keys, in_16_bits=in_16_bits)
+        given = [hook.inputs(state) for hook in how.hooks]
+        (loss, aux), (grads, seen) = sums((partition.trainable_part(params), given), batch, state)
+        fields = dict(aux["state"])
+        for hook, own in zip(how.hooks, seen):
+            fields |= hook.renewed(state, own)
+        return (loss, {**aux, "state": fields, "metrics": outputs.values(aux["metrics"], over_devices=False)}), grads
+
+    return gradients
