@@ -27,6 +27,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from zerojax import train
 from zerojax.checkpoint import checkpointer
 from zerojax.data import parts, tokenizer
+from zerojax.optim import schedules
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics, program, results, resume
 from zerojax.trainer import settings as settings_lib
@@ -108,9 +109,31 @@ def flags(**changes: Any) -> list[str]:
 def run(folder: pathlib.Path, *, devices: int = 8, draws: bool = False, **changes: Any) -> pathlib.Path:
     """Trains in this process, on the first `devices`, and returns the folder."""
     drawn = contextlib.nullcontext() if draws else mock.patch.object(results, "draw")
-    with on_devices(devices), drawn:
+    with on_devices(devices), drawn, mock.patch.object(program, "_build", _built_once):
         train.train(config(**changes), folder)
     return folder
+
+
+# What the program of a run does not depend on: how long it is, where its text is, and what it writes.
+_APART = ("steps", "log_every", "evaluate", "checkpoint", "sample", "export", "metrics", "data.dir", "data.name", "data.eval_split")
+_build, _programs = program._build, {}
+
+
+def _built_once(config: settings_lib.Config, tokenizer_vocab: int, devices: Any) -> program.Program:
+    """Builds the program of a run, or returns that of a run before, whose traces and executables JAX finds again."""
+    settings, chosen = dataclasses.asdict(config), config.optimizer
+    for name in _APART:
+        holder, _, last = name.rpartition(".")
+        (settings[holder] if holder else settings).pop(last)
+    settings["warmup"] = schedules.fitting_warmup(chosen.schedule, chosen.warmup_steps, config.steps)
+    is_plain = {config.offload.optimizer, config.offload.params} == {"none"} and chosen.schedule == "constant"
+    tells = config.model.remat == "attention" or config.model.tile_tokens or config.mesh.model > 1
+    if not is_plain or tells or config.init_from or config.lora.r:
+        return _build(config, tokenizer_vocab, devices)
+    key = repr((settings, tokenizer_vocab, len(jax.devices()), devices))
+    if key not in _programs:
+        _programs[key] = _build(config, tokenizer_vocab, devices)
+    return dataclasses.replace(_programs[key], config=config)
 
 
 def trained(devices: int = 1, steps: int = 2, **settings: Any) -> list[tuple[float, float]]:
