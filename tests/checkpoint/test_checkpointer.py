@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -677,6 +678,7 @@ print("LATEST", saver.latest_step())
 """
 
 
+@runs.LONG  # tests/test_train.py fills a disk under a run, which goes on from its last checkpoint
 def test_a_full_disk_is_reported_and_the_last_checkpoint_survives_it(tmp_path):
     script = f'mount -t tmpfs -o size=3m tmpfs {tmp_path} && exec "$@"'
     env = {

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import runs
 
 from zerojax import mesh as mesh_lib
 from zerojax import tree
@@ -39,7 +40,9 @@ def params_of(chosen, config):
     return jax.tree.map(lambda leaf: jnp.asarray(random.normal(0, 0.4, leaf.shape), leaf.dtype), shapes)
 
 
-@pytest.mark.parametrize("name", ["test", "bart_test"])
+@pytest.mark.parametrize(
+    "name", runs.cases(["test", "bart_test"], long=["test"])
+)  # tests/interop generates so with Llama
 def test_tokens_are_those_of_one_program_with_all_weights_on_the_device(name):
     chosen, config = model(name)
     params, found = params_of(chosen, config), []

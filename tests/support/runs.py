@@ -115,7 +115,18 @@ def run(folder: pathlib.Path, *, devices: int = 8, draws: bool = False, **change
 
 
 # What the program of a run does not depend on: how long it is, where its text is, and what it writes.
-_APART = ("steps", "log_every", "evaluate", "checkpoint", "sample", "export", "metrics", "data.dir", "data.name", "data.eval_split")
+_APART = (
+    "steps",
+    "log_every",
+    "evaluate",
+    "checkpoint",
+    "sample",
+    "export",
+    "metrics",
+    "data.dir",
+    "data.name",
+    "data.eval_split",
+)
 _build, _programs = program._build, {}
 
 

@@ -117,11 +117,12 @@ def test_frozen_weights_without_a_folder_are_drawn_and_the_same_at_every_stage(q
 @pytest.fixture(scope="module")
 def losses_on_the_device(cache_dir):
     return functools.cache(
-        lambda quantize: losses(*first(jax.devices()[:2], model__remat="full", lora__quantize=quantize))
+        lambda quantize: losses(*first(jax.devices()[:2], **FEW, model__remat="full", lora__quantize=quantize))
     )
 
 
 CHUNKS = {"offload__chunk_bytes": 1 << 14, "offload__in_flight": 2}
+FEW = {"lora__target_modules": "q_proj,down_proj"}
 
 
 def losses(built, state):
@@ -151,7 +152,7 @@ def test_adapters_train_with_offload_as_on_the_device_and_pin_what_was_counted(
     where |= (CHUNKS if optimizer != "none" else {}) | (
         {"offload__nvme_path": str(tmp_path)} if params == "nvme" else {}
     )
-    built, state = first(jax.devices()[:2], model__remat="full", **where)
+    built, state = first(jax.devices()[:2], **FEW, model__remat="full", **where)
     partition, leaves = built.partition, dict(tree.flatten(state))
     adapters = [tree.shard_bytes(leaf) for path, leaf in selection.host_leaves(partition).items() if "lora_" in path]
     assert bool(adapters) == (optimizer != "none") and len(partition.on_host) > len(adapters)
