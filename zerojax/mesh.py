@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import errors, specs
 from zerojax.errors import UserError
+from zerojax.tree import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +160,7 @@ def manual(mesh: Mesh) -> set[str]:
     return {axis for axis, size in mesh.shape.items() if axis in own or size == 1}
 
 
-def manual_over_rest(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def manual_over_rest(function: Callable[..., Any], in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
     """Returns `function`, run on each device's shards over the axes that an outer `jax.shard_map` leaves to the compiler.
 
     There XLA gathers the operands of an explicit collective, and of a kernel that it cannot shard, over these axes first. Anywhere else, or

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from zerojax.errors import UserError
+from zerojax.tree import Leaf
 
 PyTree = Any
 
@@ -45,7 +46,7 @@ class Precision:
         """Returns whether updated weights are rounded stochastically."""
         return self.weight_dtype != jnp.float32
 
-    def copy_dtype(self, *, splits_params: bool) -> Any:
+    def copy_dtype(self, *, splits_params: bool) -> DTypeLike | None:
         """Returns the dtype of a copy of the weights for computing, or None.
 
         Sharded params have no copy: they are cast, then gathered.
@@ -86,17 +87,17 @@ def floating(name: str, dtype: DTypeLike | None) -> Any:
 def cast_floating(values: PyTree, dtype: DTypeLike | None) -> PyTree:
     """Casts floating leaves to `dtype`; other leaves, and all if `dtype` is None, are unchanged."""
 
-    def cast(leaf: Any) -> Any:
+    def cast(leaf: Leaf) -> Any:
         return leaf.astype(dtype) if dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
     return jax.tree.map(cast, values)
 
 
-def at_least_float32(dtype: DTypeLike) -> Any:
+def at_least_float32(dtype: DTypeLike) -> DTypeLike:
     """Returns a dtype to sum in: the same, or float32 if it has less precision."""
     return widened(dtype) if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
 
 
-def widened(dtype: DTypeLike) -> Any:
+def widened(dtype: DTypeLike) -> DTypeLike:
     """Returns float32 for floating dtypes of fewer bits, and other dtypes unchanged."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype

@@ -31,6 +31,7 @@ from zerojax.launch import devices, ending, processes, signals, start_up, watch
 from zerojax.plan import report as plan_report
 from zerojax.plan import step_plan, targets
 from zerojax.profile import profiler
+from zerojax.train_state import State
 from zerojax.trainer import command, loop, memory_guard, metrics, progress, results, resume, workdir
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import health as health_lib
@@ -46,6 +47,7 @@ from zerojax.trainer.card import writer as card_lib
 from zerojax.trainer.checks import effects, host, names, texts
 from zerojax.trainer.clients import outlets
 from zerojax.trainer.tuning import answers, examples, rounds
+from zerojax.tree import PyTree
 from zerojax.zero import state_bytes
 from zerojax.zero.offload import budget, storage
 from zerojax.zero.offload import settings as offload_settings
@@ -202,10 +204,10 @@ def _evaluation(
     """
     tokenizer, program, streams, *_, pairs = prepared
 
-    def loss_of(params: Any) -> float | None:
+    def loss_of(params: PyTree) -> float | None:
         return program_lib.held_out_loss(program, streams, params, stop.check)
 
-    def evaluate(step: int, params: Any) -> float | None:
+    def evaluate(step: int, params: PyTree) -> float | None:
         loss = loss_of(params)
         if loss is not None:
             recorder.evaluated(step, loss)
@@ -460,7 +462,7 @@ def _write_results(
     config: settings_lib.Config,
     program: program_lib.Program,
     tokenizer: tokenizer_lib.Tokenizer,
-    state: Any,
+    state: State,
     folder: pathlib.Path,
 ) -> None:
     """Prints a sample, draws the losses and exports the weights. A failure of one does not lose the others."""

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 from flax.training import train_state
 
+State = Any  # a train state: flax's, a subclass of it, one of the user's own, or a tree like one of these
+
 
 class TrainState(train_state.TrainState):
     """step, params, opt_state, a random key, a loss scale and histories; `apply_fn` and `tx` are static.

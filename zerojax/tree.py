@@ -10,6 +10,9 @@ import jax
 
 from zerojax import errors
 
+PyTree = Any  # nodes that JAX knows, around leaves of one kind: arrays, abstract arrays, shardings or specs
+Leaf = Any  # an array, its shape and dtype, or what stands for one
+
 
 def path_string(path: tuple) -> str:
     """Returns a key path as text, its parts joined by "/"."""
@@ -19,13 +22,13 @@ def path_string(path: tuple) -> str:
 IsLeaf = Callable[[Any], bool] | None
 
 
-def flatten(tree: Any, is_leaf: IsLeaf = None) -> list[tuple[str, Any]]:
+def flatten(tree: PyTree, is_leaf: IsLeaf = None) -> list[tuple[str, Any]]:
     """Returns (path, leaf) pairs in the order of `jax.tree.leaves`."""
     leaves, structure = jax.tree.flatten(tree, is_leaf)
     return list(zip(_paths(tree, structure, is_leaf), leaves))
 
 
-def _paths(tree: Any, structure: Any, is_leaf: IsLeaf) -> tuple[str, ...]:
+def _paths(tree: PyTree, structure: jax.tree_util.PyTreeDef, is_leaf: IsLeaf) -> tuple[str, ...]:
     """Returns the path of each leaf. A model's few trees are named thousands of times, so their paths are kept by structure."""
     try:
         return _paths_of(structure)
@@ -34,7 +37,7 @@ def _paths(tree: Any, structure: Any, is_leaf: IsLeaf) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _paths_of(structure: Any) -> tuple[str, ...]:
+def _paths_of(structure: jax.tree_util.PyTreeDef) -> tuple[str, ...]:
     numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
     paths = tuple(path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered))
     assert len(paths) == structure.num_leaves
@@ -73,7 +76,7 @@ def block_of(leaf_path: str, pattern: re.Pattern) -> str | None:
     return next((prefix for prefix in prefixes if pattern.fullmatch(prefix)), None)
 
 
-def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
+def map_with_path(function: Callable[..., Any], tree: PyTree, *rest: Any, is_leaf: IsLeaf = None) -> Any:
     """Maps `function(path, leaf, *others)` over trees of one structure."""
 
     structure: Any
@@ -82,20 +85,20 @@ def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any, is_leaf: 
     return structure.unflatten(map(function, _paths(tree, structure, is_leaf), leaves, *others))
 
 
-def abstract(tree: Any) -> Any:
+def abstract(tree: PyTree) -> PyTree:
     """Returns the tree with each leaf as a ShapeDtypeStruct that keeps its sharding.
 
     Raises:
       UserError: a leaf is no array, such as the functions in modules of Equinox.
     """
 
-    def describe(leaf: Any) -> jax.ShapeDtypeStruct:
+    def describe(leaf: Leaf) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(jax.numpy.shape(leaf), dtype_of(leaf), sharding=getattr(leaf, "sharding", None))
 
     return jax.tree.map(describe, with_arrays_alone(tree))
 
 
-def with_arrays_alone(tree: Any) -> Any:
+def with_arrays_alone(tree: PyTree) -> PyTree:
     """Returns the tree. Raises UserError if a leaf is no array, such as the functions in modules of Equinox."""
     for path, leaf in flatten(tree):
         if callable(leaf) or isinstance(leaf, str):
@@ -106,17 +109,17 @@ def with_arrays_alone(tree: Any) -> Any:
     return tree
 
 
-def dtype_of(leaf: Any) -> Any:
+def dtype_of(leaf: Leaf) -> Any:
     """Returns the dtype of an array, abstract array, random key or Python number."""
     return leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
 
 
-def size(leaf: Any) -> int:
+def size(leaf: Leaf) -> int:
     """Returns the number of elements."""
     return math.prod(leaf.shape)
 
 
-def nbytes(leaf: Any, shape: Iterable[int] | None = None) -> int:
+def nbytes(leaf: Leaf, shape: Iterable[int] | None = None) -> int:
     """Returns the bytes of a leaf, or of a shard with the given shape."""
     dtype = dtype_of(leaf)
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
@@ -127,7 +130,7 @@ def nbytes(leaf: Any, shape: Iterable[int] | None = None) -> int:
     return math.prod(leaf.shape if shape is None else shape) * jax.numpy.dtype(dtype).itemsize * key_words
 
 
-def shard_bytes(leaf: Any) -> int:
+def shard_bytes(leaf: Leaf) -> int:
     """Returns the bytes of an abstract leaf on each device, or in host memory for each device."""
     return nbytes(leaf, leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape)
 

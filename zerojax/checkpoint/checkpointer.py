@@ -28,6 +28,8 @@ from zerojax.checkpoint import in_file, logical
 from zerojax.checkpoint import lock as lock_lib
 from zerojax.errors import UserError
 from zerojax.optim import pieces
+from zerojax.train_state import State
+from zerojax.tree import Leaf, PyTree
 
 LOCK_FILE = ".lock"
 
@@ -78,7 +80,7 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        state: Any,
+        state: State,
         data_state: Mapping | None = None,
         *,
         meta: Mapping | None = None,
@@ -194,7 +196,7 @@ class Checkpointer:
             return step_files.read_json(path, "data")
 
     def check(
-        self, step: int, abstract_state: Any, resizable: frozenset[str] = frozenset(), optional: Sequence[str] = ()
+        self, step: int, abstract_state: State, resizable: frozenset[str] = frozenset(), optional: Sequence[str] = ()
     ) -> dict:
         """Checks that `restore` can read the step, without reading an array. Takes its arguments and returns the data state."""
         path, *_ = self._find(step, abstract_state, resizable, optional)
@@ -204,7 +206,7 @@ class Checkpointer:
     def restore(
         self,
         step: int | None,
-        like: Any,
+        like: PyTree,
         resizable: frozenset[str] = frozenset(),
         optional: Sequence[str] = (),
         keep: Callable[[jax.Array, Any], Any] | None = None,
@@ -256,7 +258,7 @@ class Checkpointer:
         return jax.tree.unflatten(structure, [restored[name] for name, _ in leaves]), data_state
 
     def _find(
-        self, step: int, like: Any, resizable: frozenset[str], optional: Sequence[str]
+        self, step: int, like: PyTree, resizable: frozenset[str], optional: Sequence[str]
     ) -> tuple[Any, dict[str, jax.ShapeDtypeStruct], frozenset[str]]:
         """Returns an intact step's path, the abstract leaves to read from it, and the paths of those whose shapes may differ."""
         self.wait()
@@ -413,12 +415,12 @@ def _count(name: str, value: Any, least: int) -> int:
     return number
 
 
-def _is_partition(like: Any) -> bool:
+def _is_partition(like: PyTree) -> bool:
     """Returns whether a value is a `Partition`, whose room this one does not import."""
     return hasattr(like, "abstract_state") and hasattr(like, "placements")
 
 
-def _is_apart(leaf: Any) -> bool:
+def _is_apart(leaf: Leaf) -> bool:
     """Returns whether an abstract leaf is restored to a memory other than its devices' own."""
     kind = getattr(leaf.sharding, "memory_kind", None)
     return kind not in (None, next(iter(leaf.sharding.device_set)).default_memory().kind)
@@ -429,7 +431,7 @@ def _unpadded_shapes(partition: Any) -> dict[str, tuple[int, ...]]:
     return {path: tuple(leaf.shape) for path, leaf in partition.on_device.leaves.items() if leaf.padding}
 
 
-def _padded_shapes(partition: Any, state: Any) -> dict[str, tuple[int, ...]]:
+def _padded_shapes(partition: Any, state: State) -> dict[str, tuple[int, ...]]:
     """Returns the unpadded shape of each padded leaf of a state.
 
     Raises:

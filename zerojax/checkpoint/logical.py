@@ -11,9 +11,11 @@ from jax.typing import DTypeLike
 from zerojax import precision, tree
 from zerojax.checkpoint import in_file
 from zerojax.optim import master_weights, pieces
+from zerojax.train_state import State
+from zerojax.tree import Leaf, PyTree
 
 
-def to_logical(state: Any) -> Any:
+def to_logical(state: State) -> State:
     """Returns a TrainState without its 16-bit copy: params are the master weights. Checkpoints store this form.
 
     The form is the same for every stage and precision, so each restores into any other. Only dtypes differ, and restoring casts them.
@@ -24,7 +26,7 @@ def to_logical(state: Any) -> Any:
     return state.replace(params=params, opt_state=state.opt_state.inner)
 
 
-def from_logical(logical: Any, copy_dtype: DTypeLike | None, like: Any = None) -> Any:
+def from_logical(logical: State, copy_dtype: DTypeLike | None, like: PyTree = None) -> State:
     """Inverts `to_logical`: params become a copy of the master weights in `copy_dtype`. None makes no copy. Frozen weights keep
     their dtype.
 
@@ -49,16 +51,16 @@ def _master_of(master: Any, param: Any) -> Any:
     return param if _is_frozen(master) else master
 
 
-def _is_frozen_or_pieces(node: Any) -> bool:
+def _is_frozen_or_pieces(node: PyTree) -> bool:
     return _is_frozen(node) or pieces.is_pieces(node)
 
 
-def _is_frozen(node: Any) -> bool:
+def _is_frozen(node: PyTree) -> bool:
     """Returns whether a node of the master weights belongs to a frozen weight, which has no master weight."""
     return isinstance(node, optax.MaskedNode)
 
 
-def to_stored(state: Any) -> dict[str, Any]:
+def to_stored(state: State) -> dict[str, Any]:
     """Returns {path: array}: random keys as their data, numbers and process-local arrays as numpy copies, leaves in pieces as one.
 
     With one process, leaves in host memory are numpy copies too, so that a save in the background does not keep pinned memory that the next
@@ -66,7 +68,7 @@ def to_stored(state: Any) -> dict[str, Any]:
     shards of leaves in a file into host memory.
     """
 
-    def convert(leaf: Any) -> Any:
+    def convert(leaf: Leaf) -> Leaf:
         if jax.process_count() == 1 and all(map(_is_in_file, jax.tree.leaves(leaf))):
             return in_file.InFile(functools.partial(_read, leaf), leaf.shape, leaf.dtype)
         array = pieces.join(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
@@ -84,11 +86,11 @@ def to_stored(state: Any) -> dict[str, Any]:
     return stored
 
 
-def _is_in_file(leaf: Any) -> bool:
+def _is_in_file(leaf: Leaf) -> bool:
     return getattr(leaf, "is_in_file", False)
 
 
-def _read(leaf: Any) -> np.ndarray:
+def _read(leaf: Leaf) -> np.ndarray:
     return np.asarray(pieces.join(leaf))
 
 
@@ -98,7 +100,7 @@ def _is_apart(array: jax.Array) -> bool:
     return jax.process_count() == 1 and kind not in (None, default)
 
 
-def form(leaf: Any) -> jax.ShapeDtypeStruct:
+def form(leaf: Leaf) -> jax.ShapeDtypeStruct:
     """Returns the abstract array that stores a leaf, with the leaf's sharding."""
     wanted = tree.abstract(pieces.whole(leaf))
     if _is_key(leaf):
@@ -109,7 +111,7 @@ def form(leaf: Any) -> jax.ShapeDtypeStruct:
     return wanted
 
 
-def from_stored(array: Any, leaf: Any) -> Any:
+def from_stored(array: Any, leaf: Leaf) -> Leaf:
     """Returns a restored array as the kind of the abstract leaf: an array, an array in pieces or a random key."""
     if pieces.is_pieces(leaf):
         return pieces.split(array, leaf)
@@ -121,5 +123,5 @@ def from_stored(array: Any, leaf: Any) -> Any:
     return jax.random.wrap_key_data(array, impl=impls[0])
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: Leaf) -> bool:
     return jax.dtypes.issubdtype(tree.dtype_of(leaf), jax.dtypes.prng_key)

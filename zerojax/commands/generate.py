@@ -32,6 +32,7 @@ from zerojax.interop import hub, huggingface, pretrained
 from zerojax.launch import devices, processes
 from zerojax.trainer.checks import names
 from zerojax.trainer.tuning import answers, examples, predictions
+from zerojax.tree import PyTree
 from zerojax.zero import where_used
 
 TOKENIZER = "tokenizer.json"
@@ -297,7 +298,7 @@ def _forward(loaded: pretrained.Pretrained, arrays: dict[str, np.ndarray]) -> di
     mesh, count = loaded.partition.mesh, len(batch["input_ids"])
     is_own = np.arange(count + -count % mesh_lib.size(mesh, mesh_lib.SUMMED)) < count
 
-    def forward(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def forward(params: PyTree, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         labels = jnp.where(
             is_own[:, None], batch["labels"], pretrained.NO_LABEL
         )  # not those of the rows that fill the mesh

@@ -35,11 +35,13 @@ from zerojax.interop import peft, tensor_files
 from zerojax.launch import devices
 from zerojax.migration import config_file, peft_weights, translate, weights_folder, zero_checkpoint
 from zerojax.models import families
+from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import resume, workdir
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import state as state_lib
+from zerojax.tree import Leaf, PyTree
 
 SEQ_LEN = 128  # of the base config
 WEIGHTS, ADAPTER, CONFIG, RUN = "huggingface", "adapter", "config.py", "run"
@@ -347,7 +349,7 @@ def _own_optimizer(
     return own, lines
 
 
-def _are_numbers(values: Any, count: int) -> bool:
+def _are_numbers(values: PyTree, count: int) -> bool:
     return (
         isinstance(values, (list, tuple))
         and len(values) == count
@@ -369,7 +371,7 @@ def _config(text: str) -> settings_lib.Config:
     return config_lib.from_dict(names["get_config"]())
 
 
-def _state(program: program_lib.Program, found: zero_checkpoint.ZeroCheckpoint, out: pathlib.Path) -> Any:
+def _state(program: program_lib.Program, found: zero_checkpoint.ZeroCheckpoint, out: pathlib.Path) -> State:
     """Returns the state in the form of checkpoints: sharded params and moments, counts, and the loss scale."""
     abstract, weights = program.logical_abstract_state, program.weights
     source = weights.source if weights.adapted is None else weights.adapted.opened
@@ -384,7 +386,7 @@ def _state(program: program_lib.Program, found: zero_checkpoint.ZeroCheckpoint, 
     first = state_lib.first(program)
     lacking: list[str] = []
 
-    def fill(path: str, leaf: Any, initial: Any) -> Any:
+    def fill(path: str, leaf: Leaf, initial: Any) -> Leaf:
         words = path.split("/")
         field = next((word for word in words if word in moments), None)
         if field is not None:
@@ -407,11 +409,11 @@ def _state(program: program_lib.Program, found: zero_checkpoint.ZeroCheckpoint, 
     return state.replace(loss_scale=_loss_scale(found, logical.loss_scale))
 
 
-def _as(dtype: DTypeLike, leaf: Any) -> Any:
+def _as(dtype: DTypeLike, leaf: Leaf) -> Leaf:
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
 
-def _read(source: folder_lib.Folder | peft.Adapter, like: Any) -> Any:
+def _read(source: folder_lib.Folder | peft.Adapter, like: PyTree) -> Any:
     """Returns the weights of a folder in the shardings of `like`."""
     if isinstance(source, folder_lib.Folder):
         return folder_lib.read_params(source, like)
@@ -425,7 +427,7 @@ def _read_moments(
     found: zero_checkpoint.ZeroCheckpoint,
     out: pathlib.Path,
     kind: str,
-    like: Any,
+    like: PyTree,
 ) -> Any:
     """Returns a moment of all weights, laid out as the params: it goes through a folder like theirs."""
     is_model = isinstance(source, folder_lib.Folder)

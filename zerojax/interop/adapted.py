@@ -21,6 +21,7 @@ from zerojax.interop import layout, peft, tensor_files
 from zerojax.lora import adapters, targets
 from zerojax.models import family as family_lib
 from zerojax.ops import quantized
+from zerojax.tree import PyTree
 
 MOST_BYTES = 2**30  # of kernels that are read at a time, on all devices, to be quantized
 
@@ -64,7 +65,7 @@ def abstract(
 
 
 def read(
-    abstract: Any,
+    abstract: PyTree,
     folder: folder_lib.Folder,
     chosen: targets.Targets,
     *,

@@ -26,6 +26,7 @@ from zerojax.errors import UserError
 from zerojax.interop import hub, layout, tensor_files
 from zerojax.models import families
 from zerojax.models import family as family_lib
+from zerojax.tree import PyTree
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 READERS = 8  # threads, each of which reads a shard
@@ -114,7 +115,7 @@ def fingerprint(folder: Folder) -> str:
     return found.hexdigest()[:16]
 
 
-def read_params(folder: Folder, abstract: Any) -> Any:
+def read_params(folder: Folder, abstract: PyTree) -> Any:
     """Reads the weights into their shardings. All processes must call it, and each reads its own shards.
 
     Args:
@@ -231,7 +232,7 @@ class _Budget:
 
 
 def _read_leaf(
-    read: Callable[..., np.ndarray], folder: TensorFiles, tensor: layout.ModelTensor, like: Any, budget: _Budget
+    read: Callable[..., np.ndarray], folder: TensorFiles, tensor: layout.ModelTensor, like: PyTree, budget: _Budget
 ) -> jax.Array:
     """Reads this process's shards of one leaf. A shard that several devices hold is read once."""
     devices: dict[tuple, list] = {}

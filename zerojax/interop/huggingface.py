@@ -27,6 +27,7 @@ from zerojax import bounded, errors, tree
 from zerojax.errors import UserError
 from zerojax.interop import layout, tensor_files
 from zerojax.models import family as family_lib
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero.offload import storage
 
 SHARD_BYTES = 5 * 2**30
@@ -56,7 +57,7 @@ CARRIED = (
 
 
 def export(
-    params: Any,
+    params: PyTree,
     family: family_lib.Family,
     model: Any,
     directory: str | os.PathLike,
@@ -237,7 +238,7 @@ def make_fetch(is_primary: bool) -> Callable[[Any, np.dtype], np.ndarray | None]
     def cast(leaf: jax.Array, dtype: np.dtype) -> jax.Array:
         return jnp.copy(leaf.astype(dtype))
 
-    def fetch(leaf: Any, dtype: np.dtype) -> np.ndarray | None:
+    def fetch(leaf: Leaf, dtype: np.dtype) -> np.ndarray | None:
         leaf = storage.to_device(leaf.make() if isinstance(leaf, Made) else leaf)
         if not isinstance(leaf, jax.Array):
             return np.asarray(leaf).astype(dtype)

@@ -17,6 +17,7 @@ from zerojax.interop import folder as folder_lib
 from zerojax.interop import huggingface, layout, peft
 from zerojax.lora import adapters, targets
 from zerojax.ops import quantized
+from zerojax.tree import PyTree
 from zerojax.zero.offload import storage
 
 
@@ -49,7 +50,7 @@ def export(
     )
 
 
-def of_params(params: Any, chosen: targets.Targets) -> Any:
+def of_params(params: PyTree, chosen: targets.Targets) -> Any:
     """Returns the weights of a plain model for `huggingface.export`: each is merged, or dequantized, when it is written.
 
     Args:

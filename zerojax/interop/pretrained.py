@@ -21,6 +21,7 @@ from zerojax.interop import folder as folder_lib
 from zerojax.lora import families, settings, targets
 from zerojax.models import family as family_lib
 from zerojax.ops import losses
+from zerojax.tree import PyTree
 from zerojax.zero import padding, placement, stages, tensor_parallel
 
 NO_LABEL = -100  # transformers' label of a token that the loss leaves out
@@ -92,7 +93,7 @@ class Pretrained:
         """Returns the tokens that begin, end and pad a generated text."""
         return special_tokens(self.folder)
 
-    def apply(self, params: Any, batch: Mapping[str, Any]) -> jax.Array:
+    def apply(self, params: PyTree, batch: Mapping[str, Any]) -> jax.Array:
         """Returns the model's logits float32[batch, length, vocab], a function written for unsharded weights.
 
         Args:
@@ -103,7 +104,7 @@ class Pretrained:
         inputs, tokens = self._inputs(batch)
         return self.family.logits(self.config, params, inputs, tokens)
 
-    def loss(self, params: Any, batch: Mapping[str, Any]) -> jax.Array:
+    def loss(self, params: PyTree, batch: Mapping[str, Any]) -> jax.Array:
         """Returns the mean cross-entropy of `batch["labels"]`, float32[], without those that are -100, as transformers does.
 
         A decoder's labels are its own inputs: the scores after a token are compared with the label of the next one.
@@ -206,7 +207,7 @@ def load_huggingface(
     return Pretrained(params, partition, folder.model, folder.family, folder)
 
 
-def _with_table(options: dict[str, Any], folder: folder_lib.Folder, abstract: Any, mesh: Mesh) -> dict[str, Any]:
+def _with_table(options: dict[str, Any], folder: folder_lib.Folder, abstract: PyTree, mesh: Mesh) -> dict[str, Any]:
     """Returns the options with the overrides of the family's table of tensor parallelism behind the caller's own."""
     own = tuple(options.get("overrides", ()))
     shapes = {path: leaf.shape for path, leaf in tree.flatten({"params": abstract})}
@@ -241,7 +242,7 @@ def _load_adapted(
 
 
 def export_huggingface(
-    params: Any,
+    params: PyTree,
     loaded: Pretrained,
     path: str | os.PathLike,
     *,
@@ -276,7 +277,7 @@ def export_huggingface(
     )
 
 
-def export_adapter(params: Any, loaded: Pretrained, path: str | os.PathLike) -> None:
+def export_adapter(params: PyTree, loaded: Pretrained, path: str | os.PathLike) -> None:
     """Writes the adapters among the weights as PEFT does: adapter_config.json and adapter_model.safetensors.
 
     All processes must call it; the first one writes.

@@ -17,6 +17,7 @@ from zerojax import tree
 from zerojax.lora import targets as targets_lib
 from zerojax.lora.targets import KERNEL, A, B
 from zerojax.ops import quantized
+from zerojax.tree import PyTree
 
 
 def shapes(targets: targets_lib.Targets) -> dict[str, tuple[int, ...]]:
@@ -43,7 +44,7 @@ def number_of(path: str) -> int:
     return zlib.crc32(path.encode()) & 0x7FFFFFFF
 
 
-def add(params: Any, targets: targets_lib.Targets, key: jax.Array) -> Any:
+def add(params: PyTree, targets: targets_lib.Targets, key: jax.Array) -> Any:
     """Returns weights with fresh adapters, as nested dicts. Frozen kernels are quantized as the settings say; weights trained in full are
     at least float32."""
     quantize = {f"{path}/{KERNEL}" for path in targets.quantized}
@@ -79,7 +80,7 @@ def _exact(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
-def split(params: Any) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
+def split(params: PyTree) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
     """Returns the weights of the model itself by path, quantized kernels as nodes, and the adapters' A and B by module path."""
     own: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = {}
@@ -94,7 +95,7 @@ def split(params: Any) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
     return own, {module: (found[A], found[B]) for module, found in parts.items()}
 
 
-def merge(params: Any, targets: targets_lib.Targets) -> dict[str, Any]:
+def merge(params: PyTree, targets: targets_lib.Targets) -> dict[str, Any]:
     """Returns the weights of a plain model, as nested dicts: each adapter is added to its kernel, in the kernel's dtype.
 
     Quantized kernels are dequantized to float32.

@@ -9,6 +9,7 @@ import jax
 
 from zerojax.lora import linen, targets
 from zerojax.models import family as family_lib
+from zerojax.tree import PyTree
 
 
 def with_adapters(family: family_lib.Family, chosen: targets.Targets) -> family_lib.Family:
@@ -22,7 +23,7 @@ def with_adapters(family: family_lib.Family, chosen: targets.Targets) -> family_
 
         return run
 
-    def loss(config: Any, params: Any, batch: Any, key: jax.Array | None = None) -> jax.Array:
+    def loss(config: Any, params: PyTree, batch: PyTree, key: jax.Array | None = None) -> jax.Array:
         with linen.dropout_key(key):
             return wrapped(family.loss)(config, params, batch, key)
 

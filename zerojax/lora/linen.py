@@ -22,13 +22,14 @@ from zerojax.lora import targets as targets_lib
 from zerojax.lora.targets import KERNEL, A, B
 from zerojax.models import layers
 from zerojax.ops import quantized, tiles
+from zerojax.tree import PyTree
 from zerojax.zero import remat
 from zerojax.zero.sharded_batch import keys
 
 RNG = "lora"  # the name of Linen's random stream for dropout
 
 
-def find(function: Callable[..., Any], params: Any, *args: Any) -> dict[str, targets_lib.LinearModule]:
+def find(function: Callable[..., Any], params: PyTree, *args: Any) -> dict[str, targets_lib.LinearModule]:
     """Returns the linear modules that `function(params, *args)` calls, by path. Computes nothing.
 
     Args:
@@ -59,7 +60,7 @@ def find(function: Callable[..., Any], params: Any, *args: Any) -> dict[str, tar
     return found
 
 
-def _stack(path: str, shape: tuple[int, ...], stored: Any) -> tuple[int, ...]:
+def _stack(path: str, shape: tuple[int, ...], stored: PyTree) -> tuple[int, ...]:
     """Returns the first dims of a stored kernel, which count the layers of a stack; `shape` is that of the kernel in a call."""
     found = shape if stored is None else tuple(stored.shape)
     dims = len(found) - len(shape)
@@ -72,7 +73,7 @@ def _stack(path: str, shape: tuple[int, ...], stored: Any) -> tuple[int, ...]:
 
 
 def add(
-    params: Any, lora: settings_lib.Lora, key: jax.Array, function: Callable[..., Any], *args: Any
+    params: PyTree, lora: settings_lib.Lora, key: jax.Array, function: Callable[..., Any], *args: Any
 ) -> dict[str, Any]:
     """Returns a Linen model's weights with fresh adapters; see `zerojax.add_lora`."""
     chosen = targets_lib.choose(lora, find(function, params, *args), targets_lib.flat(params))
@@ -110,7 +111,7 @@ def with_lora(
     >>> train_step = make_train_step(with_lora(loss_fn, lora), partition)
     """
 
-    def run(params: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(params: PyTree, *args: Any, **kwargs: Any) -> Any:
         own = key(*args, **kwargs) if key is not None and lora.dropout else None
         with applied(lambda path: lora.scale_of(path.replace("/", ".")), lora.dropout), dropout_key(own):
             return function(params, *args, **kwargs)
@@ -171,7 +172,7 @@ class _Interceptor:
                 "lora.target_modules, or set lora.dropout to 0"
             )
 
-        def merge(variables: Any) -> Any:
+        def merge(variables: PyTree) -> PyTree:
             params = dict(variables["params"])
             kernel, a, b = params[KERNEL], params.pop(A, None), params.pop(B, None)
             if quantized.is_quantized(kernel):

@@ -11,6 +11,7 @@ from zerojax import errors, tree
 from zerojax.errors import UserError
 from zerojax.lora import settings
 from zerojax.ops import quantized
+from zerojax.tree import PyTree
 
 A, B, KERNEL = settings.A, settings.B, "kernel"
 
@@ -151,6 +152,6 @@ def _module_of(path: str, name_of: Mapping[str, str] | None) -> str:
     return path.rpartition("/")[0].replace("/", ".") if name_of is None else name_of.get(path, "")
 
 
-def flat(params: Any) -> dict[str, Any]:
+def flat(params: PyTree) -> dict[str, Any]:
     """Returns a tree as {path: leaf}."""
     return dict(tree.flatten(params))

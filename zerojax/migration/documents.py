@@ -20,6 +20,7 @@ from zerojax import bounded, errors
 from zerojax.errors import UserError
 from zerojax.migration import accelerate, trainer_arguments, translate
 from zerojax.migration.draft import Translation
+from zerojax.tree import PyTree
 
 DEEPSPEED, ACCELERATE, TRAINER, HOSTFILE = "DeepSpeed config", "Accelerate config", "Trainer arguments", "hostfile"
 _OF_ACCELERATE = ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "mixed_precision")
@@ -162,7 +163,7 @@ def _loader(name: str) -> type[yaml.SafeLoader]:
     """Returns PyYAML's safe loader, refusing keys that come twice with different values: PyYAML would take the last."""
 
     class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        def construct_mapping(self, node: PyTree, deep: bool = False) -> dict[Hashable, Any]:
             if any(not isinstance(own, yaml.ScalarNode) for own, _ in node.value):
                 raise UserError(f"{name}: keys must be names, and one is a list or a table; correct it")
             found: dict[str, Any] = {}

@@ -28,6 +28,8 @@ import numpy as np
 
 from zerojax import bounded, errors
 from zerojax.errors import UserError
+from zerojax.train_state import State
+from zerojax.tree import PyTree
 
 _MOST_PICKLE_BYTES, _MOST_OPCODES = 2**27, 2**22  # a pickle's objects take up to 250 bytes each
 _MOST_VALUES = 2**24
@@ -69,7 +71,7 @@ class _Sealed:
 
     __slots__ = ()
 
-    def __setstate__(self, state: Any) -> NoReturn:
+    def __setstate__(self, state: State) -> NoReturn:
         raise ValueError("a state is given to what has none")
 
 
@@ -192,7 +194,7 @@ def _check_opcodes(content: bytes) -> None:
             raise ValueError(f"a pickle of more than {_MOST_OPCODES} objects")
 
 
-def _count_values(part: Any, sizes: dict[int, int | None]) -> int:
+def _count_values(part: PyTree, sizes: dict[int, int | None]) -> int:
     """Returns the number of values in a part. A pickle may name a part many times, or inside itself.
 
     Args:
@@ -368,7 +370,7 @@ class _NumpyDtype:
             raise ValueError(f"an array of {errors.shown(name)}")
         self.__dict__["dtype"] = np.dtype(name)
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: State) -> None:
         if state[1] == ">":
             raise ValueError("a big-endian array")
 
@@ -379,7 +381,7 @@ class _NumpyArray:
     def __init__(self, *_: Any):
         pass
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: State) -> None:
         pass
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from zerojax import bounded, errors
 from zerojax.errors import UserError
 from zerojax.migration import peft_weights, torch_files
+from zerojax.train_state import State
 
 Arrays = dict[str, np.ndarray]
 _WEIGHTS = "params"
@@ -471,7 +472,7 @@ def _updates(optimizer: Any) -> int:
     return _count(optimizer.get("state", {})) if isinstance(optimizer, Mapping) else 0
 
 
-def _count(state: Any) -> int:
+def _count(state: State) -> int:
     """Returns how often an optimizer has updated its first weight."""
     first: Any = next(iter(state.values()), None) if isinstance(state, Mapping) else None
     return int(np.max(np.asarray(first.get("step", 0)))) if isinstance(first, Mapping) else 0

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
@@ -35,7 +36,7 @@ def warmup_decay_lr(
     """Returns a rise to the largest rate, and a linear fall to the smallest at `total_num_steps`."""
     rise, length = _rise(warmup_num_steps, warmup_type), max(1.0, total_num_steps - max(2, warmup_num_steps))
 
-    def schedule(count: ArrayLike) -> Any:
+    def schedule(count: ArrayLike) -> jax.Array:
         last = _last(count)
         fall = jnp.maximum(0.0, (total_num_steps - last) / length)
         gamma = jnp.where(last < max(2, warmup_num_steps), rise(last), fall)
@@ -55,7 +56,7 @@ def warmup_cosine_lr(
     """Returns a rise to `lr`, and a fall along a cosine to lr * `cos_min_ratio`. The first step's rate is 0."""
     rise, length = _rise(warmup_num_steps, warmup_type), max(1, total_num_steps - max(2, warmup_num_steps))
 
-    def schedule(count: ArrayLike) -> Any:
+    def schedule(count: ArrayLike) -> jax.Array:
         last = _last(count)
         progress = jnp.minimum(1.0, (last - max(2, warmup_num_steps) + 1) / length)
         fall = cos_min_ratio + (1 - cos_min_ratio) * (1 + jnp.cos(math.pi * progress)) / 2
@@ -89,7 +90,7 @@ def one_cycle(
         cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count,
     )
 
-    def schedule(count: ArrayLike) -> Any:
+    def schedule(count: ArrayLike) -> jax.Array:
         at = jnp.asarray(count, jnp.float32)
         inside = at % (first + second)
         up, down = inside / first, (first + second - inside) / (second or 1.0)
@@ -110,7 +111,7 @@ def lr_range_test(
 ) -> Schedule:
     """Returns a rate that grows without end, to find the largest that trains (arXiv:1803.09820)."""
 
-    def schedule(count: ArrayLike) -> Any:
+    def schedule(count: ArrayLike) -> jax.Array:
         interval = jnp.asarray(count, jnp.float32) / lr_range_test_step_size
         interval = jnp.floor(interval) if lr_range_test_staircase else interval
         return lr_range_test_min_lr * (1 + lr_range_test_step_rate * interval)
@@ -127,7 +128,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
-def _last(count: ArrayLike) -> Any:
+def _last(count: ArrayLike) -> jax.Array:
     """Returns the scheduler's iteration for the step taken after `count` others; -1 before it has started."""
     return jnp.asarray(count, jnp.float32) - 1
 
@@ -136,7 +137,7 @@ def _rise(steps: int, kind: str) -> Schedule:
     """Returns a rise from 0 to 1 in `steps` iterations, counted from 0, as a function of the iteration; DeepSpeed takes 2 at least."""
     steps = max(2, steps)
 
-    def rise(last: Any) -> Any:
+    def rise(last: Any) -> jax.Array:
         before = jnp.maximum(last, 0.0)
         partial = before / steps if kind == "linear" else jnp.log(before + 1) / math.log(steps)
         return jnp.where(last < steps, partial, 1.0)

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import blockwise
 from zerojax import specs as specs_lib
 from zerojax import tree
+from zerojax.train_state import State
 
 BLOCK = blockwise.BLOCK  # values of the last dim that share a scale
 SMALLEST = 4096  # elements; 8 bits save too little for a smaller weight
@@ -65,7 +66,7 @@ def scales_spec(spec: P, shape: Sequence[int], mesh: Mesh) -> P:
     return specs_lib.trimmed(list(spec)[:-1]) if shared_axes(spec, shape, mesh) else spec
 
 
-def moments(state: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
+def moments(state: State) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Returns {path of codes or scales: (path of their moment, shape of the weight)} for a state."""
     found = {}
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda n: isinstance(n, Quantized)):

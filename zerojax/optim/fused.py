@@ -25,6 +25,8 @@ from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
 from zerojax.optim import eight_bit, sharded_kernels
 from zerojax.optim.one_pass import OnePass
+from zerojax.train_state import State
+from zerojax.tree import Leaf, PyTree
 
 MOMENTS = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "int8": jnp.int8}
 
@@ -51,7 +53,7 @@ class _Settings:
 
 
 def fused_adamw(
-    learning_rate: Any,
+    learning_rate: optax.ScalarOrSchedule,
     b1: Any = 0.9,
     b2: Any = 0.999,
     eps: Any = 1e-8,
@@ -100,7 +102,7 @@ def fused_adamw(
 
 
 def fused_lion(
-    learning_rate: Any,
+    learning_rate: optax.ScalarOrSchedule,
     b1: Any = 0.9,
     b2: Any = 0.99,
     weight_decay: Any = 1e-3,
@@ -171,7 +173,7 @@ def _transformation(settings: _Settings) -> OnePass:
     return fused
 
 
-def _init(settings: _Settings, params: Any) -> Any:
+def _init(settings: _Settings, params: PyTree) -> Any:
     for path, leaf in tree.flatten(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise UserError(
@@ -183,7 +185,7 @@ def _init(settings: _Settings, params: Any) -> Any:
             "set moments='bf16' or 'int8', or stochastic_rounding=False"
         )
 
-    def moment(codes: Any, leaf: Any) -> Any:
+    def moment(codes: Any, leaf: Leaf) -> Leaf:
         if settings.moments == "int8" and eight_bit.takes(leaf.shape):
             return eight_bit.zeros(leaf.shape, codes)
         return jnp.zeros(leaf.shape, jnp.bfloat16 if settings.moments == "bf16" else jnp.float32)
@@ -195,12 +197,18 @@ def _init(settings: _Settings, params: Any) -> Any:
     return optax.ScaleByAdamState(count, mu, jax.tree.map(functools.partial(moment, jnp.uint8), params))
 
 
-def _has_bf16(params: Any) -> bool:
+def _has_bf16(params: PyTree) -> bool:
     return any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(params))
 
 
 def _update(
-    settings: _Settings, grads: Any, state: Any, params: Any = None, *, finite: jax.Array | None = None, **extra: Any
+    settings: _Settings,
+    grads: PyTree,
+    state: State,
+    params: PyTree = None,
+    *,
+    finite: jax.Array | None = None,
+    **extra: Any,
 ) -> tuple[Any, Any]:
     if params is None:
         raise UserError("update: the fused optimizers need params; call update(grads, state, params)")
@@ -214,9 +222,9 @@ def _update(
 
 def _apply(
     settings: _Settings,
-    grads: Any,
-    state: Any,
-    params: Any,
+    grads: PyTree,
+    state: State,
+    params: PyTree,
     *,
     copy_dtype: DTypeLike | None = None,
     finite: jax.Array | None = None,
@@ -229,15 +237,15 @@ def _apply(
 def _step(
     settings: _Settings,
     rule: rules.Rule,
-    grads: Any,
-    state: Any,
-    params: Any,
+    grads: PyTree,
+    state: State,
+    params: PyTree,
     finite: jax.Array | None,
     *,
-    scale: Any = 1.0,
-    shardings: Any = None,
+    scale: jax.Array | float = 1.0,
+    shardings: PyTree = None,
     key: jax.Array | None = None,
-    numbers: Any = None,
+    numbers: jax.Array | None = None,
 ) -> tuple[Any, Any, Any]:
     """Returns (params or updates, state, copies)."""
     structure: Any = jax.tree.structure(params)
@@ -283,7 +291,7 @@ def _from_tuples(done: list[rules.Updated], moments: list[list[Any]]) -> list[tu
     return rows
 
 
-def _decays(settings: _Settings, params: Any) -> list[bool]:
+def _decays(settings: _Settings, params: PyTree) -> list[bool]:
     """Returns for each leaf whether it decays."""
     if isinstance(settings.weight_decay, (int, float)) and not settings.weight_decay:
         return [False] * len(jax.tree.leaves(params))
@@ -300,12 +308,12 @@ def _decays(settings: _Settings, params: Any) -> list[bool]:
 
 
 def _scalars(
-    settings: _Settings, before: jax.Array, count: jax.Array, scale: Any, finite: jax.Array | None
+    settings: _Settings, before: jax.Array, count: jax.Array, scale: jax.Array | float, finite: jax.Array | None
 ) -> rules.Scalars:
     """Returns the scalars of this step. Bias corrections use expm1, since 1 - b2**t loses digits in float32."""
     rate = settings.learning_rate(before) if callable(settings.learning_rate) else settings.learning_rate
 
-    def correct(decay: Any) -> Any:
+    def correct(decay: jax.Array | float) -> jax.Array:
         log = math.log(decay) if isinstance(decay, float) and decay > 0 else jnp.log(decay)
         return -1 / jnp.expm1(count.astype(jnp.float32) * log)
 

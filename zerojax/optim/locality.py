@@ -25,6 +25,7 @@ import optax
 
 from zerojax import errors, traces, tree
 from zerojax.optim import fused
+from zerojax.tree import Leaf, PyTree
 
 ELEMENTWISE, PER_LEAF, GLOBAL = "elementwise", "per_leaf", "global"
 
@@ -37,7 +38,7 @@ class Locality:
     why: str = ""
 
 
-def of(tx: optax.GradientTransformation, params: Any, pieces: Any = None) -> Locality:
+def of(tx: optax.GradientTransformation, params: PyTree, pieces: Any = None) -> Locality:
     """Returns the locality of an optimizer's update of these params. Traces the update twice and computes nothing.
 
     Args:
@@ -62,7 +63,7 @@ def of(tx: optax.GradientTransformation, params: Any, pieces: Any = None) -> Loc
     return local
 
 
-def _plain(leaf: Any) -> jax.ShapeDtypeStruct:
+def _plain(leaf: Leaf) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype alone; shardings would be traced too."""
     return jax.ShapeDtypeStruct(np.shape(leaf), tree.dtype_of(leaf))
 
@@ -101,7 +102,7 @@ class _Traced:
     state_paths: list[str]
 
     @classmethod
-    def make(cls, tx: optax.GradientTransformation, params: Any) -> "_Traced":
+    def make(cls, tx: optax.GradientTransformation, params: PyTree) -> "_Traced":
         tx = optax.with_extra_args_support(tx)
         init, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
         update, (_, after) = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
@@ -173,7 +174,7 @@ class _Walk:
 
         return traces.run(program, inputs, settled, lambda value, _: _constant(value))
 
-    def _settle(self, value: _Value, var: Any) -> _Value:
+    def _settle(self, value: _Value, var: jex.Var) -> _Value:
         """Returns the value with what its shape implies."""
         shape = tuple(getattr(var.aval, "shape", ()))
         if np.prod(shape) == 1 and all(self._shapes[number] == shape for number in value.leaves):

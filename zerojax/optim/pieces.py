@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from zerojax.tree import Leaf, PyTree
+
 
 @jax.tree_util.register_pytree_with_keys_class
 class Pieces:
@@ -57,23 +59,23 @@ class Pieces:
         return f"Pieces({len(self.arrays)} along dim {self.dim})"
 
 
-def is_pieces(node: Any) -> bool:
+def is_pieces(node: PyTree) -> bool:
     """Returns whether a node of a tree is a leaf in pieces."""
     return isinstance(node, Pieces)
 
 
-def whole(leaf: Any) -> Any:
+def whole(leaf: Leaf) -> Any:
     """Returns an abstract leaf in pieces as one ShapeDtypeStruct with its sharding; any other leaf unchanged."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) if is_pieces(leaf) else leaf
 
 
-def slices(lengths: Sequence[int], dim: int, leaf: Any) -> list[Any]:
+def slices(lengths: Sequence[int], dim: int, leaf: Leaf) -> list[Any]:
     """Returns an array's slices of these lengths along `dim`."""
     ends = np.cumsum(lengths)
     return [leaf[(slice(None),) * dim + (slice(int(end - n), int(end)),)] for end, n in zip(ends, lengths)]
 
 
-def join(leaf: Any) -> Any:
+def join(leaf: Leaf) -> Leaf:
     """Returns a leaf in pieces as one array on the host; any other leaf unchanged.
 
     With several processes the result is a jax.Array with the sharding of the pieces, and each process joins the shards of its devices.

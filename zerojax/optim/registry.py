@@ -11,9 +11,11 @@ from zerojax import errors
 from zerojax.errors import UserError
 from zerojax.optim import fused, schedules
 from zerojax.optim import one_pass as one_pass_lib
+from zerojax.train_state import State
+from zerojax.tree import PyTree
 
 
-def decays(params: Any) -> Any:
+def decays(params: PyTree) -> Any:
     """Returns which leaves take weight decay: matrices do, scales and biases do not."""
     return jax.tree.map(lambda p: jnp.ndim(p) >= 2, params)
 
@@ -107,23 +109,23 @@ def _with_state_of(plain: optax.GradientTransformation, one_pass: one_pass_lib.O
     """Returns `one_pass` with the state tree of `plain`, so that a checkpoint of either restores into the other."""
     kinds = (optax.ScaleByAdamState, optax.ScaleByLionState)
 
-    def is_part(node: Any) -> bool:
+    def is_part(node: PyTree) -> bool:
         return isinstance(node, (*kinds, optax.ScaleByScheduleState))
 
-    def find(state: Any) -> Any:
+    def find(state: State) -> Any:
         return next(node for node in jax.tree.leaves(state, is_leaf=is_part) if isinstance(node, kinds))
 
-    def put(state: Any, inner: Any) -> Any:
-        def replace(node: Any) -> Any:
+    def put(state: State, inner: Any) -> Any:
+        def replace(node: PyTree) -> Any:
             return inner if isinstance(node, kinds) else node._replace(count=inner.count) if is_part(node) else node
 
         return jax.tree.map(replace, state, is_leaf=is_part)
 
-    def update(grads: Any, state: Any, params: Any = None, **how: Any) -> tuple[Any, Any]:
+    def update(grads: PyTree, state: State, params: PyTree = None, **how: Any) -> tuple[Any, Any]:
         updates, inner = one_pass.update(grads, find(state), params, **how)
         return updates, put(state, inner)
 
-    def apply(grads: Any, state: Any, params: Any, **how: Any) -> tuple[Any, Any, Any]:
+    def apply(grads: PyTree, state: State, params: PyTree, **how: Any) -> tuple[Any, Any, Any]:
         params, inner, copies = one_pass.apply(grads, find(state), params, **how)
         return params, put(state, inner), copies
 

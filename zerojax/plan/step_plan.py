@@ -19,6 +19,7 @@ from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import bound as bound_lib
 from zerojax.plan import departures, findings, ledger, targets
 from zerojax.plan.offload import streams, times
+from zerojax.train_state import State
 from zerojax.zero import placement as placement_lib
 from zerojax.zero import stages, state_bytes
 from zerojax.zero.offload import storage
@@ -121,7 +122,7 @@ def shortage(error: BaseException) -> str | None:
 
 def plan_step(
     train_step: Any,
-    state: Any,
+    state: State,
     *args: Any,
     mesh: Mesh,
     target: str = "here",
@@ -207,7 +208,7 @@ def _target(name: str, mesh: Mesh, host_rate: float | None, disk_rate: float | N
     return known.beside(max(bound_lib.hosts(mesh, mesh.axis_names).values()))
 
 
-def _weights(state: Any) -> dict[str, Any]:
+def _weights(state: State) -> dict[str, Any]:
     """Returns the leaves of a state that are weights, by path."""
     role_of = stages.leaf_roles(state)
     return {path: leaf for path, leaf in tree.flatten(state) if role_of[path] == roles.PARAMS}

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 from zerojax import tree
 from zerojax.checkpoint import checkpointer
 from zerojax.errors import UserError
+from zerojax.train_state import State
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import loss_scale
 
 
@@ -37,7 +39,7 @@ class Health:
     """
 
     def __init__(
-        self, params: Any, saver: checkpointer.Checkpointer, *, start: int, learning_rate: float, min_scale: float
+        self, params: PyTree, saver: checkpointer.Checkpointer, *, start: int, learning_rate: float, min_scale: float
     ):
         """Begins after step `start`. `params` is the weight tree, abstract or not. Errors quote `learning_rate` and `min_scale`."""
         self.last_good, self.skipped = start, 0
@@ -69,7 +71,7 @@ class Health:
         else:
             raise self.end(step, flaw.why)
 
-    def check(self, step: int, state: Any) -> None:
+    def check(self, step: int, state: State) -> None:
         """Checks the state after a step, which is about to be saved. All processes call it with the same state.
 
         Raises:
@@ -101,7 +103,7 @@ class Health:
         return f"{self.skipped} steps were skipped, since their gradients overflowed{rest}"
 
 
-def first_not_finite(state: Any) -> str | None:
+def first_not_finite(state: State) -> str | None:
     """Returns the path of the first floating leaf that holds a NaN or an infinity, or None if there is none.
 
     Each device reduces its own shards, without collectives, and processes then compare what they found. Leaves of one shape, dtype and
@@ -116,7 +118,7 @@ def first_not_finite(state: Any) -> str | None:
     return floats[first][0] if first < len(floats) else None
 
 
-def _verdicts(leaf: Any) -> list[Any]:
+def _verdicts(leaf: Leaf) -> list[Any]:
     """Returns whether all numbers of each of this process's shards are finite, as bool[] or bool[1]."""
     if not isinstance(leaf, jax.Array):  # on a disk
         return [np.isfinite(shard.data).all() for shard in leaf.addressable_shards if shard.replica_id == 0]

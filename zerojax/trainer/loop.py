@@ -13,8 +13,10 @@ from zerojax.data import feed
 from zerojax.launch import signals, start_up, watch
 from zerojax.plan import step_plan
 from zerojax.profile import profiler
+from zerojax.train_state import State
 from zerojax.trainer import patience as patience_lib
 from zerojax.trainer import recorder as recorder_lib
+from zerojax.tree import PyTree
 
 UNEVALUATED = "unevaluated"  # in `meta`: whether the evaluation that was due at this step was given up
 
@@ -151,7 +153,7 @@ def run(
     return End(state, step, is_stopped)
 
 
-def _evaluate(evaluate: Callable[[int, Any], float | None], step: int, params: Any) -> tuple[float | None, bool]:
+def _evaluate(evaluate: Callable[[int, Any], float | None], step: int, params: PyTree) -> tuple[float | None, bool]:
     """Returns the held-out loss, and whether the evaluation was given up, since the run is to stop."""
     watch.at(watch.EVALUATE)
     try:
@@ -160,7 +162,9 @@ def _evaluate(evaluate: Callable[[int, Any], float | None], step: int, params: A
         return None, True
 
 
-def _end_profile(profile: profiler.Profiler, plan: step_plan.Plan, state: Any, recorder: recorder_lib.Recorder) -> None:
+def _end_profile(
+    profile: profiler.Profiler, plan: step_plan.Plan, state: State, recorder: recorder_lib.Recorder
+) -> None:
     """Writes the trace and prints the time of its steps by phase."""
     recorder.settle(state)
     breakdown = profile.stop(plan.ledger)
@@ -173,7 +177,7 @@ def _end_profile(profile: profiler.Profiler, plan: step_plan.Plan, state: Any, r
 def _save(
     checkpoints: Checkpoints,
     streams: feed.Feed,
-    state: Any,
+    state: State,
     step: int,
     eval_loss: float | None,
     recorder: recorder_lib.Recorder,

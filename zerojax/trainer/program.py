@@ -29,12 +29,14 @@ from zerojax.lora import families as families_lora
 from zerojax.models import family as family_lib
 from zerojax.ops import context_attention, token_order
 from zerojax.optim import master_weights, registry, schedules
+from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import model as model_lib
 from zerojax.trainer import settings as settings_lib
 from zerojax.trainer import steps
 from zerojax.trainer import weights as weights_lib
 from zerojax.trainer.checks import names
+from zerojax.tree import PyTree
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import placement, shard_state, stages, state_bytes, tensor_parallel
 from zerojax.zero.offload import late_norm, step_by_block
@@ -116,15 +118,15 @@ class Program:
         return {"base": folder_lib.fingerprint(self.weights.source)}
 
     @property
-    def logical_abstract_state(self) -> Any:
+    def logical_abstract_state(self) -> State:
         """Returns the abstract state in the form that checkpoints store, with shardings."""
         return self.to_logical(self.partition.abstract_state)
 
-    def to_logical(self, state: Any) -> Any:
+    def to_logical(self, state: State) -> State:
         """Returns a state, or a tree like it, in the form that checkpoints store; frozen weights are not in it."""
         return self.trained_part(logical_lib.to_logical(state))
 
-    def trained_part(self, state: Any) -> Any:
+    def trained_part(self, state: State) -> State:
         """Returns a state, or a tree like it, without frozen weights."""
         return state.replace(params=self.partition.trainable_part(state.params))
 
@@ -251,14 +253,14 @@ def open_feed(
 
 
 def held_out_loss(
-    program: Program, batches: feed.Feed, params: Any, check: Callable[[], object] = lambda: None
+    program: Program, batches: feed.Feed, params: PyTree, check: Callable[[], object] = lambda: None
 ) -> float | None:
     """Returns the mean loss over the first `evaluate.batches` global batches of held-out text, or None if there is none.
 
     Calls `check` before each batch; it may raise to give up.
     """
 
-    def measure(batch: Any) -> Any:
+    def measure(batch: PyTree) -> Any:
         watch.at(watch.EVALUATE)
         check()
         return program.eval_loss(params, batch)
@@ -267,7 +269,7 @@ def held_out_loss(
 
 
 def _state(
-    params: Any,
+    params: PyTree,
     *,
     policy: precision.Precision,
     tx: optax.GradientTransformation,
@@ -305,7 +307,7 @@ def _first_scale(loss_scale: loss_scale_lib.LossScale | None) -> Any:
 
 
 def _baseline(
-    params: Any, create: Callable[..., Any], policy: precision.Precision | None, mesh: Mesh, trainable: str
+    params: PyTree, create: Callable[..., Any], policy: precision.Precision | None, mesh: Mesh, trainable: str
 ) -> placement.Partition:
     """Returns the partition at stage 0: everything is replicated, with a 16-bit copy of the weights if the precision needs one."""
     state = create if policy is None else functools.partial(create, copy_dtype=policy.copy_dtype(splits_params=False))
@@ -313,7 +315,7 @@ def _baseline(
 
 
 def _parallel(
-    config: settings_lib.Config, family: family_lib.Family, params: Any, mesh: Mesh
+    config: settings_lib.Config, family: family_lib.Family, params: PyTree, mesh: Mesh
 ) -> Sequence[tuple[str, tuple]]:
     """Returns the family's overrides for the weights that the config's do not name, and says which weights do not divide."""
     shapes = {path: leaf.shape for path, leaf in tree.flatten({"params": params})}

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from zerojax.train_state import State
 from zerojax.trainer import health as health_lib
 from zerojax.trainer import metrics, progress, timing
 from zerojax.trainer.card import tally as tally_lib
@@ -97,7 +98,7 @@ class Recorder:
         """Waits for the last pushed step and records it."""
         self._record(self._reader.flush())
 
-    def settle(self, state: Any) -> None:
+    def settle(self, state: State) -> None:
         """Waits until all dispatched steps are done and recorded."""
         jax.block_until_ready(state)
         self.flush()
@@ -116,7 +117,7 @@ class Recorder:
         self.say(f"step {step}: evaluation loss {loss:.4f} on held-out text")
         self.resume()
 
-    def check(self, step: int, state: Any) -> None:
+    def check(self, step: int, state: State) -> None:
         """Records all pushed steps, and checks the state after `step`, which is about to be saved.
 
         Raises:

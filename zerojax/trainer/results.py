@@ -10,14 +10,16 @@ from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.inference import generate, sampling
 from zerojax.interop import hub, huggingface, merged, peft
 from zerojax.models import family as family_lib
+from zerojax.train_state import State
 from zerojax.trainer import metrics, plot, resume
 from zerojax.trainer import program as program_lib
+from zerojax.tree import PyTree
 
 
 def sample(
     program: program_lib.Program,
     tokenizer: tokenizer_lib.Tokenizer,
-    params: Any,
+    params: PyTree,
     *,
     prompt: str,
     length: int,
@@ -44,7 +46,9 @@ def draw(folder: pathlib.Path) -> None:
     plot.plot_losses(metrics.read(folder), folder / "losses.png")
 
 
-def export(program: program_lib.Program, state: Any, folder: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer) -> None:
+def export(
+    program: program_lib.Program, state: State, folder: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer
+) -> None:
     """Writes the weights to `folder` as transformers or PEFT do, with a tokenizer.json. All processes must call it."""
     params = resume.logical_params(program, state)
     dtype = huggingface.DTYPES.get(program.config.export.dtype)

@@ -15,10 +15,12 @@ from zerojax.data import feed
 from zerojax.errors import UserError
 from zerojax.launch import processes
 from zerojax.optim import pieces
+from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import metrics, workdir
 from zerojax.trainer import program as program_lib
 from zerojax.trainer import state as state_lib
+from zerojax.tree import PyTree
 from zerojax.zero import placement
 from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import storage
@@ -138,7 +140,7 @@ def check(
     return saved
 
 
-def state(program: program_lib.Program, saver: checkpointer.Checkpointer, step: int, saved: Mapping[str, Any]) -> Any:
+def state(program: program_lib.Program, saver: checkpointer.Checkpointer, step: int, saved: Mapping[str, Any]) -> State:
     """Returns the state saved at `step` with this run's shardings. `saved` is the result of `check`.
 
     Raises:
@@ -160,7 +162,7 @@ def padded_shapes(partition: placement.Partition) -> dict[str, list[int]]:
     return {path: list(leaf.shape) for path, leaf in _logical_leaves(partition) if leaf.padding}
 
 
-def logical_params(program: program_lib.Program, state: Any) -> Any:
+def logical_params(program: program_lib.Program, state: State) -> PyTree:
     """Returns the float32 weights without padding."""
     logical = jax.tree.map(pieces.join, logical_lib.to_logical(state).params, is_leaf=pieces.is_pieces)
     padded = padded_shapes(program.partition)

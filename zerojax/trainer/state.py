@@ -12,13 +12,15 @@ import optax
 from zerojax import tree
 from zerojax.checkpoint import logical as logical_lib
 from zerojax.optim import master_weights, pieces
+from zerojax.train_state import State
 from zerojax.trainer import program as program_lib
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import padding, placement
 from zerojax.zero.offload import create as offload_create
 from zerojax.zero.offload import late_norm, memory_kind, storage
 
 
-def first(program: program_lib.Program) -> Any:
+def first(program: program_lib.Program) -> State:
     """Returns the initial state, created with the partition's shardings.
 
     Weights are read or drawn (`weights.Weights`). With offload what is made of a part of the model is made before the next one.
@@ -28,7 +30,7 @@ def first(program: program_lib.Program) -> Any:
     wanted = program.trained_part(partition.abstract_state)
     abstract_params = program.to_logical(on_device.abstract_state).params
 
-    def create(params: Any) -> Any:
+    def create(params: PyTree) -> State:
         # The optimizer's state is that of the weights without padding.
         return padding.pad(program.create(padding.unpad({"params": params}, on_device)["params"]), on_device)
 
@@ -47,7 +49,7 @@ def first(program: program_lib.Program) -> Any:
     return _with_frozen(program, state, keep)
 
 
-def restored(program: program_lib.Program, logical: Any, keep: storage.Keep, *, rescales: bool = False) -> Any:
+def restored(program: program_lib.Program, logical: State, keep: storage.Keep, *, rescales: bool = False) -> State:
     """Returns the state from its checkpointed form (see `Program.to_logical`), whose buffers are donated.
 
     `keep` brought what is offloaded to where it lives (see `offload.create.begin`), and so brings the rest of it.
@@ -61,7 +63,7 @@ def restored(program: program_lib.Program, logical: Any, keep: storage.Keep, *, 
     if _is_lacking(logical.last_norm):  # the next step takes its own
         logical = logical.replace(last_norm=np.float32(late_norm.UNKNOWN))
 
-    def restore(logical: Any) -> Any:
+    def restore(logical: State) -> State:
         state = _with_copy(program, logical, keep).replace(tx=program.tx)
         if not program.loss_scale or not (is_lacking or rescales):
             return state
@@ -78,7 +80,7 @@ def restored(program: program_lib.Program, logical: Any, keep: storage.Keep, *, 
     return _with_frozen(program, state, keep)
 
 
-def _with_frozen(program: program_lib.Program, state: Any, keep: storage.Keep) -> Any:
+def _with_frozen(program: program_lib.Program, state: State, keep: storage.Keep) -> State:
     """Returns a state of the trained part with the frozen weights. What is offloaded lives there before the next part is made."""
     if not placement.has_frozen(state.params):
         return state
@@ -97,13 +99,13 @@ def _is_lacking(field: Any) -> bool:
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(field))
 
 
-def _with_copy(program: program_lib.Program, logical: Any, keep: storage.Keep) -> Any:
+def _with_copy(program: program_lib.Program, logical: State, keep: storage.Keep) -> State:
     """Returns the state of a checkpoint's form: params are copied from the master weights, if there are any."""
     if not program.partition.offload or program.copy_dtype is None:
         return logical_lib.from_logical(logical, program.copy_dtype)
     wanted = program.partition.abstract_state.params
 
-    def copied(leaf: Any, like: Any) -> Any:
+    def copied(leaf: Leaf, like: PyTree) -> Leaf:
         copy = offload_create.copied(leaf, memory_kind.as_on_device(like))
         return keep(copy, like) if memory_kind.is_on_host(like) else copy
 

@@ -13,8 +13,10 @@ from zerojax.data import parts
 from zerojax.models import family as family_lib
 from zerojax.ops import fp8 as fp8_ops
 from zerojax.optim import schedules
+from zerojax.train_state import State
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings
+from zerojax.tree import PyTree
 from zerojax.zero import forward_only, placement, step, xla_options
 from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero.fp8 import modules as fp8_modules
@@ -37,7 +39,7 @@ def train_step(
 
     is_dropped = config.model.dropout or (config.lora.is_on and config.lora.dropout)
 
-    def loss_fn(params: Any, batch: Any, state: Any) -> tuple[Any, dict]:
+    def loss_fn(params: PyTree, batch: PyTree, state: State) -> tuple[Any, dict]:
         keys = (_dropout_key(state),) if is_dropped else ()
         loss = _weighted(family.loss(model, params, batch, *keys), batch)
         metrics = {"learning_rate": schedule(state.step)}
@@ -68,7 +70,7 @@ def eval_loss(
     fp8, how = config_lib.make_fp8(config), _how(config, family, model)
     options = {} if fp8 is None else xla_options.for_fp8(partition.mesh, but=xla_flags.names())
 
-    def loss_fn(params: Any, batch: Any) -> Any:
+    def loss_fn(params: PyTree, batch: PyTree) -> PyTree:
         return _weighted(family.loss(model, params, batch), batch)
 
     if fp8 is not None:
@@ -92,7 +94,7 @@ def _how(config: settings.Config, family: family_lib.Family, model: Any) -> dict
     return {"compute_dtype": compute_dtype, "blocks": family.blocks, "heads": family_lib.heads(family, model)}
 
 
-def _dropout_key(state: Any) -> jax.Array:
+def _dropout_key(state: State) -> jax.Array:
     """Returns the random key of a step's dropout. Stochastic rounding folds the step alone into the state's."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step), DROPOUT)
 

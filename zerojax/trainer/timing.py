@@ -4,9 +4,11 @@ import concurrent.futures
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+
+from zerojax.tree import PyTree
 
 
 class Reading(NamedTuple):
@@ -27,7 +29,7 @@ class LateReader:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self._pending: concurrent.futures.Future[Reading] | None = None
 
-    def push(self, step: int, metrics: Any) -> Reading | None:
+    def push(self, step: int, metrics: PyTree) -> Reading | None:
         """Starts to copy `metrics`, a pytree of scalars, and returns the previously pushed step, or None.
 
         Names in nested trees are joined by "/": {"eval": {"loss": x}} is {"eval/loss": float}.
@@ -42,7 +44,7 @@ class LateReader:
         return last.result() if last else None
 
 
-def _read(step: int, metrics: Any) -> Reading:
+def _read(step: int, metrics: PyTree) -> Reading:
     leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(metrics))
     arrived = time.perf_counter()
     return Reading(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -19,6 +20,7 @@ from zerojax.models import family as family_lib
 from zerojax.ops import quantized
 from zerojax.trainer import config as config_lib
 from zerojax.trainer import settings as settings_lib
+from zerojax.tree import PyTree
 from zerojax.zero import placement
 
 
@@ -63,7 +65,7 @@ class Weights:
 
         return adapted_lib.abstract(self.family, self.model, self.adapted.chosen, frozen, policy.weight_dtype)
 
-    def make(self, abstract: Any) -> Any:
+    def make(self, abstract: PyTree) -> Any:
         """Returns the weights for abstract leaves with shardings, of parts of the model or all. All processes must call it."""
         key = jax.random.key(self.seed)
         chosen, opened = (None, None) if self.adapted is None else self.adapted
@@ -150,7 +152,7 @@ def _check_same(group: settings_lib.LoraSettings, own: settings.Lora) -> None:
 
 @functools.lru_cache
 def _part_maker(
-    module: Any, inputs: family_lib.Inputs, leaves: tuple, coded: frozenset[str], kind: str
+    module: nn.Module, inputs: family_lib.Inputs, leaves: tuple, coded: frozenset[str], kind: str
 ) -> Callable[..., dict[str, jax.Array]]:
     """Returns f(key, number) -> the leaves of a part by path, cast or quantized, with zeros where the partition pads them."""
 

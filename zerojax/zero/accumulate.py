@@ -11,17 +11,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zerojax import precision, tree
 from zerojax.errors import UserError
 from zerojax.optim import rounded
+from zerojax.train_state import State
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import placement
 from zerojax.zero.sharded_batch import keys, outputs
 
-_NO_KEYS: tuple[Collection[str], Collection[str]] = ((), ())
+_NO_KEYS: keys.Paths = ((), ())
 
 
-def checked_dtype(dtype: Any, passes: int) -> bool:
+def checked_dtype(dtype: DTypeLike | None, passes: int) -> bool:
     """Returns whether `accum_dtype` is bf16. Warns where a step of one pass adds up nothing.
 
     Raises:
@@ -42,10 +45,10 @@ def checked_dtype(dtype: Any, passes: int) -> bool:
 def value_and_grad(
     loss_fn: Callable[..., Any],
     passes: int,
-    own_keys: Any = _NO_KEYS,
+    own_keys: keys.Paths = _NO_KEYS,
     *,
     in_16_bits: bool = False,
-    device: Any = 0,
+    device: jax.Device = 0,
 ) -> Callable[..., Any]:
     """Returns f(params, batch, *args) -> ((loss, aux), grads), the mean over `passes` micro-batches.
 
@@ -62,13 +65,13 @@ def value_and_grad(
     """
     one_pass = jax.value_and_grad(loss_fn, has_aux=True)
 
-    def accumulated(params: Any, batch: Any, state: Any) -> Any:
+    def accumulated(params: PyTree, batch: PyTree, state: State) -> PyTree:
         first = jax.tree.map(lambda leaf: leaf[0], batch)
         (loss, aux), grads = jax.eval_shape(one_pass, params, first, state)
         fields = {name: getattr(state, name) for name in aux.pop("state", {})}
         sums = (*jax.tree.map(_zeros, (loss, aux)), zeros(grads, in_16_bits=in_16_bits))
 
-        def add(carry: Any, numbered: Any) -> Any:
+        def add(carry: PyTree, numbered: PyTree) -> Any:
             (loss_sum, aux_sum, grad_sum), fields = carry
             number, micro_batch = numbered
             before = state.replace(**fields) if fields else state
@@ -87,7 +90,9 @@ def value_and_grad(
     return accumulated
 
 
-def of_pass(batch: Any, state: Any, own_keys: Any, renewed: Collection[str], number: Any) -> tuple[Any, Any]:
+def of_pass(
+    batch: PyTree, state: State, own_keys: keys.Paths, renewed: Collection[str], number: jax.Array
+) -> tuple[Any, Any]:
     """Returns the batch and the state of one of several passes, with its number folded into random keys.
 
     Args:
@@ -100,7 +105,9 @@ def of_pass(batch: Any, state: Any, own_keys: Any, renewed: Collection[str], num
     return keys.fold(batch, own_keys[1], number), keys.fold(state, state_keys, number)
 
 
-def keys_of_pass(own_keys: Any, renewed: Collection[str], number: Any) -> contextlib.AbstractContextManager[None]:
+def keys_of_pass(
+    own_keys: keys.Paths, renewed: Collection[str], number: jax.Array
+) -> contextlib.AbstractContextManager[None]:
     """Folds the number of a pass into the keys that Flax draws with, unless the loss renews random keys of the state itself.
 
     A loss that splits the state's key and returns the rest has other keys in each pass already.
@@ -109,17 +116,19 @@ def keys_of_pass(own_keys: Any, renewed: Collection[str], number: Any) -> contex
     return contextlib.nullcontext() if renews else keys.folded_in_flax(number)
 
 
-def zeros(grads: Any, *, in_16_bits: bool = False) -> Any:
+def zeros(grads: PyTree, *, in_16_bits: bool = False) -> PyTree:
     """Returns sums of gradients before the first pass."""
 
-    def zero(path: str, leaf: Any) -> jax.Array:
+    def zero(path: str, leaf: Leaf) -> jax.Array:
         is_halved = in_16_bits and leaf.dtype in (jnp.float32, jnp.bfloat16) and not placement.is_overwritten(path)
         return jnp.zeros(leaf.shape, jnp.bfloat16) if is_halved else _zeros(leaf)
 
     return tree.map_with_path(zero, grads)
 
 
-def added(sums: Any, grads: Any, weight: Any, seed: Any = None, numbers: Any = None) -> Any:
+def added(
+    sums: PyTree, grads: PyTree, weight: Leaf, seed: jax.Array | None = None, numbers: jax.Array | None = None
+) -> PyTree:
     """Returns the sums of gradients with those of one more pass.
 
     Args:
@@ -144,14 +153,14 @@ def added(sums: Any, grads: Any, weight: Any, seed: Any = None, numbers: Any = N
     return tree.map_with_path(add, sums, grads)
 
 
-def averaged(sums: Any, count: Any) -> Any:
+def averaged(sums: PyTree, count: jax.Array | int) -> PyTree:
     """Returns the gradients of a step from their sums over passes; `count` is the number of passes, or the sum of their weights."""
     return tree.map_with_path(
         lambda path, total: total if placement.is_overwritten(path) else _over(total, count), sums
     )
 
 
-def _over(total: jax.Array, count: Any) -> jax.Array:
+def _over(total: jax.Array, count: jax.Array | int) -> jax.Array:
     total = total.astype(precision.at_least_float32(total.dtype)) if jnp.issubdtype(total.dtype, jnp.inexact) else total
     return total / count if isinstance(count, int) else outputs.ratio(total, count).astype(total.dtype)
 

@@ -15,6 +15,8 @@ from jax.sharding import Mesh
 
 from zerojax import errors, tree
 from zerojax.errors import UserError
+from zerojax.train_state import State
+from zerojax.tree import PyTree
 from zerojax.zero import placement
 
 
@@ -62,7 +64,7 @@ def of_call(partition: placement.Partition) -> dict[str, Any]:
     }
 
 
-def is_usable(state: Any) -> None:
+def is_usable(state: State) -> None:
     """Raises a UserError if a buffer of a state was deleted, as a step that donates deletes those of its input."""
     for leaf in jax.tree.leaves(state):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
@@ -73,7 +75,7 @@ def is_usable(state: Any) -> None:
             )
 
 
-def explained(partition: placement.Partition, state: Any) -> UserError | None:
+def explained(partition: placement.Partition, state: State) -> UserError | None:
     """Returns the error for a state that is not one of this partition, or None if it is."""
     for problem in _problems(partition, state):
         return UserError(
@@ -82,7 +84,7 @@ def explained(partition: placement.Partition, state: Any) -> UserError | None:
     return None
 
 
-def elsewhere(partition: placement.Partition, batch: Any) -> UserError | None:
+def elsewhere(partition: placement.Partition, batch: PyTree) -> UserError | None:
     """Returns the error for a batch that is committed to other devices than the partition's, or None if it is not."""
     for path, leaf in tree.flatten(batch):
         if (
@@ -97,7 +99,7 @@ def elsewhere(partition: placement.Partition, batch: Any) -> UserError | None:
     return None
 
 
-def _problems(partition: placement.Partition, state: Any) -> Iterator[str]:
+def _problems(partition: placement.Partition, state: State) -> Iterator[str]:
     own = dict(tree.flatten(state))
     wanted = dict(tree.flatten(partition.abstract_state))
     for path in [*wanted, *own]:

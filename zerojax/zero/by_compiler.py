@@ -10,7 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
+from zerojax.train_state import State
+from zerojax.tree import PyTree
 from zerojax.zero import accumulate, block_settings, placement, where_used
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs
 
@@ -21,19 +24,19 @@ def value_and_grad(
     how: block_settings.How,
     *,
     passes: int,
-    compute_dtype: Any,
+    compute_dtype: DTypeLike | None,
     layout: inputs.Layout,
     in_16_bits: bool = False,
 ) -> Callable[..., Any]:
     """Returns f(params, batch, state) -> ((loss, aux), grads of the trainable part); see `explicit.value_and_grad`."""
     loss_of_stored = where_used.with_gathers(loss_fn, partition.placements, how, compute_dtype)
 
-    def gradients(params: Any, batch: Any, state: Any) -> Any:
+    def gradients(params: PyTree, batch: PyTree, state: State) -> PyTree:
         used = functools.partial(where_used.abstract_used, params, partition, compute_dtype)
         program = functools.cache(lambda: dependence.of_loss(loss_fn, used(), batch, state, layout))
-        own_keys = keys.own(program, layout, batch, state) if passes > 1 else None
+        own_keys = keys.own(program, layout, batch, state) if passes > 1 else ((), ())
 
-        def loss_of_part(inputs: tuple[Any, Any], batch: Any, state: Any) -> tuple[Any, dict]:
+        def loss_of_part(inputs: tuple[Any, Any], batch: PyTree, state: State) -> tuple[Any, dict]:
             part, given = inputs
             with contextlib.ExitStack() as around:
                 for hook, own in zip(how.hooks, given):

@@ -9,13 +9,13 @@ import contextlib
 import contextvars
 import warnings
 from collections.abc import Collection, Iterator
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import specs
+from zerojax.tree import PyTree
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ _mapped: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("zeroja
 _constrain = jax.lax.with_sharding_constraint
 
 
-def _constrained(x: Any, shardings: Any) -> Any:
+def _constrained(x: PyTree, shardings: PyTree) -> PyTree:
     axes = _mapped.get()
     found = jax.tree.leaves(shardings, is_leaf=_is_sharding)
     own = [node.spec if isinstance(node, NamedSharding) else node for node in found]
@@ -46,7 +46,7 @@ def _constrained(x: Any, shardings: Any) -> Any:
         stacklevel=2,
     )
 
-    def constrain(node: Any, part: Any) -> Any:
+    def constrain(node: PyTree, part: PyTree) -> PyTree:
         spec = node.spec if isinstance(node, NamedSharding) else node
         rest = specs.only(spec, specs.axes(spec) - axes) if isinstance(spec, P) else P()
         return _constrain(part, rest) if specs.axes(rest) else part
@@ -54,7 +54,7 @@ def _constrained(x: Any, shardings: Any) -> Any:
     return jax.tree.map(constrain, shardings, x, is_leaf=_is_sharding)
 
 
-def _is_sharding(node: Any) -> bool:
+def _is_sharding(node: PyTree) -> bool:
     return node is None or isinstance(node, (P, NamedSharding))
 
 

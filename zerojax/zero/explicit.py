@@ -15,10 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax import specs, tree
 from zerojax.errors import UserError
+from zerojax.train_state import State
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import accumulate, block_settings, constraints, gather, intercept, overlap, placement, where_used
 from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs
 
@@ -31,8 +34,8 @@ def value_and_grad(
     how: block_settings.How,
     *,
     passes: int,
-    reduce_dtype: Any,
-    compute_dtype: Any,
+    reduce_dtype: DTypeLike | None,
+    compute_dtype: DTypeLike | None,
     layout: inputs.Layout | None = None,
     in_16_bits: bool = False,
 ) -> Callable[..., Any]:
@@ -57,7 +60,7 @@ def value_and_grad(
     layout = layout or inputs.Layout(partition.mesh, passes, by_device=True)
     of_device = OfDevice(loss_fn, partition, how, reduction, compute_dtype, passes, overlap.Chain)
 
-    def on_device(program: Program, own_keys: Any, params: Any, batch: Any, state: Any) -> Any:
+    def on_device(program: Program, own_keys: keys.Paths, params: PyTree, batch: PyTree, state: State) -> PyTree:
         of_sinks = of_device.of_sinks(program, own_keys, params)
         if passes == 1:
             gradients = jax.value_and_grad(of_sinks, has_aux=True)
@@ -98,13 +101,13 @@ class OfDevice:
         """Returns f(path, shard or None) -> the weight's placement."""
         return finder(self.partition)
 
-    def sinks(self, params: Any) -> tuple[Any, overlap.Tokens]:
+    def sinks(self, params: PyTree) -> tuple[Any, overlap.Tokens]:
         """Returns what the loss is differentiated with respect to."""
         find = self.find
         found = tree.map_with_path(lambda path, leaf: gather.sink(find(path, leaf), self.reduction), params)
         return found, overlap.no_tokens()
 
-    def of_sinks(self, program: Program, own_keys: Any, params: Any) -> Callable[..., tuple[jax.Array, Any]]:
+    def of_sinks(self, program: Program, own_keys: keys.Paths, params: PyTree) -> Callable[..., tuple[jax.Array, Any]]:
         """Returns f((sinks, tokens, inputs of the hooks), batch, state) -> (loss, aux) of one device's pass."""
         device = jax.lax.axis_index(mesh_lib.SUMMED)
         by_wire: dict[placement.Wire, dict[str, jax.Array]] = {}
@@ -112,7 +115,7 @@ class OfDevice:
             by_wire.setdefault(self.find(path, shard).wire, {})[path] = shard
         known = {path: own for wire, shards in by_wire.items() for path, own in wire.known(shards).items()}
 
-        def of_sinks(inputs: tuple[Any, overlap.Tokens, Any], batch: Any, state: Any) -> tuple[jax.Array, Any]:
+        def of_sinks(inputs: tuple[Any, overlap.Tokens, Any], batch: PyTree, state: State) -> tuple[jax.Array, Any]:
             sinks, tokens, given = inputs
             chain = self.runner(self.find, self.compute_dtype, self.reduction, tokens, known)
             run = device_loss(self.loss_fn, self.partition, self.how, chain)
@@ -135,7 +138,7 @@ class OfDevice:
         axes, find, partition = mesh_lib.manual(self.partition.mesh), self.find, self.partition
         _check_weights(partition.abstract_state.params)
 
-        def gradients(params: Any, batch: Any, state: Any, *rest: Any) -> Any:
+        def gradients(params: PyTree, batch: PyTree, state: State, *rest: Any) -> PyTree:
             used = functools.partial(where_used.abstract_used, params, partition, self.compute_dtype)
             program = functools.cache(lambda: dependence.of_loss(self.loss_fn, used(), batch, state, layout))
             if layout.is_unsure(batch):
@@ -167,7 +170,12 @@ def device_loss(
 
 
 def mapped(
-    run: Callable, partition: placement.Partition, params: Any, batch_specs: Any, out_specs: Any, num_rest: int = 0
+    run: Callable,
+    partition: placement.Partition,
+    params: PyTree,
+    batch_specs: PyTree,
+    out_specs: PyTree,
+    num_rest: int = 0,
 ) -> Callable:
     """Returns `run(params, batch, state, ...)` on each device's shards; the state and what follows it are replicated."""
     axes, find = mesh_lib.manual(partition.mesh), finder(partition)
@@ -193,7 +201,7 @@ def finder(partition: placement.Partition) -> Callable[[str, Any], placement.Pla
 
     find = placement.finder(partition.placements, lambda leaf: leaf.shape, local_shape)
 
-    def find_weight(path: str, leaf: Any) -> placement.Placement:
+    def find_weight(path: str, leaf: Leaf) -> placement.Placement:
         found = find(path, leaf)
         if found is None:
             raise UserError(
@@ -204,7 +212,7 @@ def finder(partition: placement.Partition) -> Callable[[str, Any], placement.Pla
     return find_weight
 
 
-def _check_weights(params: Any) -> None:
+def _check_weights(params: PyTree) -> None:
     """Raises a UserError for params of which the sums over devices would be no gradients."""
     if where_used.variables(params):
         raise UserError(
@@ -219,7 +227,7 @@ def _check_weights(params: Any) -> None:
             )
 
 
-def with_tokens(tokens: Any, values: Any) -> Any:
+def with_tokens(tokens: PyTree, values: PyTree) -> PyTree:
     """Adds the tokens' zeros to the smallest of `values`, because the compiler drops tokens that nothing reads, and their order."""
     leaves, structure = jax.tree.flatten(values)
     smallest = min(range(len(leaves)), key=lambda number: leaves[number].size)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.extend.source_info_util as source
 import jax.numpy as jnp
 
@@ -57,7 +58,7 @@ class _Widened:
         self._inside: dict[int, _Widened] = {}
         self.widened = {number for number in outputs if self._widen(jaxpr.outvars[number])}
 
-    def _widen(self, var: Any) -> bool:
+    def _widen(self, var: jex.Var) -> bool:
         """Marks the equations that make a variable, and returns whether it is float32 now."""
         eqn = self._makers.get(var) if traces.is_var(var) else None
         if eqn is None or self._reads[var] != 1 or _dtype(var) not in (jnp.bfloat16, jnp.float16):
@@ -84,7 +85,7 @@ class _Widened:
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Returns the results; those in `widened` are float32."""
 
-        def apply(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+        def apply(eqn: jex.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
             with traces.scopes(eqn):
                 return self._results(eqn, inputs)
 
@@ -93,7 +94,7 @@ class _Widened:
             value if number in self.widened else _as_traced(value, atom) for number, (value, atom) in enumerate(results)
         ]
 
-    def _results(self, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+    def _results(self, eqn: jex.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
         params = dict(eqn.params)
         if id(eqn) not in self._passes_on:
             inputs = [_as_traced(value, atom) for value, atom in zip(inputs, eqn.invars)]
@@ -113,7 +114,7 @@ class _Widened:
         return traces.bind(eqn, inputs, params)
 
 
-def _as_traced(value: Any, atom: Any) -> Any:
+def _as_traced(value: jax.Array, atom: Any) -> jax.Array:
     """Returns a value in the dtype that it was traced with."""
     dtype = _dtype(atom)
     is_other = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and value.dtype != dtype

@@ -9,16 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.ops import tokens as tokens_lib
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import block_settings, explicit, gather, overlap, placement
 from zerojax.zero.sharded_batch import inputs, outputs
 
 
 def mean(
-    loss_fn: Callable[..., Any], partition: placement.Partition, *, batch_specs: Any = (), **how: Any
+    loss_fn: Callable[..., Any], partition: placement.Partition, *, batch_specs: PyTree = (), **how: Any
 ) -> Callable[[Any, Any], jax.Array]:
     """Returns f(params, batch) -> the loss over devices, forward only; `loss_fn(params, batch)` is a mean, a `Mean` or a `Sum`.
 
@@ -26,13 +28,13 @@ def mean(
     """
     forward = _forward(loss_fn, partition, **how)
 
-    def on_device(params: Any, batch: Any, _: Any) -> jax.Array:
+    def on_device(params: PyTree, batch: PyTree, _: Any) -> jax.Array:
         loss, tokens = forward(params, batch)
         ways = mesh_lib.size(partition.mesh, mesh_lib.SUMMED)
         loss, _ = outputs.objective(outputs.loss_over_devices(loss, ways), 1)
         return jax.lax.psum(explicit.with_tokens(tokens, loss), mesh_lib.SUMMED)
 
-    def mean_loss(params: Any, batch: Any) -> jax.Array:
+    def mean_loss(params: PyTree, batch: PyTree) -> jax.Array:
         layout = inputs.Layout(partition.mesh, batch_specs=batch_specs)
         return explicit.mapped(on_device, partition, params, layout.specs(batch), P())(params, batch, None)
 
@@ -52,11 +54,11 @@ def by_row(function: Callable[..., Any], partition: placement.Partition, **how: 
     """
     forward = _forward(function, partition, **how)
 
-    def on_device(params: Any, arrays: Any, _: Any) -> Any:
+    def on_device(params: PyTree, arrays: PyTree, _: Any) -> PyTree:
         with tokens_lib.whole_rows():
             return forward(params, *arrays)[0]
 
-    def of_rows(params: Any, arrays: Any) -> Any:
+    def of_rows(params: PyTree, arrays: PyTree) -> PyTree:
         rows = mesh_lib.row_sharding(partition.mesh).spec
         array_specs = jax.tree.map(lambda leaf: rows if leaf.ndim else P(), arrays)
         return explicit.mapped(on_device, partition, params, array_specs, rows)(params, arrays, None)
@@ -68,7 +70,7 @@ def _forward(
     function: Callable[..., Any],
     partition: placement.Partition,
     *,
-    compute_dtype: Any,
+    compute_dtype: DTypeLike | None,
     blocks: str,
     heads: str,
     runner: Callable[..., Any] = overlap.Chain,
@@ -77,10 +79,10 @@ def _forward(
     reduction, find = gather.Reduction(jnp.float32), explicit.finder(partition)
     how = block_settings.How(blocks, heads, "full")
 
-    def sink(path: str, leaf: Any) -> gather.ShardAndSink:
+    def sink(path: str, leaf: Leaf) -> gather.ShardAndSink:
         return gather.ShardAndSink(leaf, gather.sink(find(path, leaf), reduction))
 
-    def forward(params: Any, *args: Any) -> tuple[Any, overlap.Tokens]:
+    def forward(params: PyTree, *args: Any) -> tuple[Any, overlap.Tokens]:
         chain = runner(find, compute_dtype, reduction, overlap.no_tokens())
         run = explicit.device_loss(function, partition, how, chain)
         result = run(tree.map_with_path(sink, params), *args)

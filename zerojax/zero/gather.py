@@ -24,17 +24,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, specs
+from zerojax.tree import PyTree
 from zerojax.zero.placement import Placement
 
 STATE = specs.entry(mesh_lib.STATE)  # over which weights are gathered, as collectives name it
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
+def gather(stored: jax.Array, placement: Placement, dtype: DTypeLike | None) -> jax.Array:
     """Returns a weight gathered and in `dtype`; its gradient is reduced to `placement.grad`, in the weight's own dtype.
 
     Args:
@@ -45,7 +47,7 @@ def gather(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
     return _gather_forward(stored, placement, dtype)[0]
 
 
-def _gather_forward(stored: jax.Array, placement: Placement, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _gather_forward(stored: jax.Array, placement: Placement, dtype: DTypeLike | None) -> tuple[jax.Array, jax.Array]:
     # Casting under the stored sharding, before the gather, halves the bytes that are sent.
     weight = cast(stored, placement, dtype)
     if placement.stored != placement.used:
@@ -54,7 +56,9 @@ def _gather_forward(stored: jax.Array, placement: Placement, dtype: Any) -> tupl
     return without_padding(weight, placement), jnp.zeros((0,), stored.dtype)
 
 
-def _gather_backward(placement: Placement, dtype: Any, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
+def _gather_backward(
+    placement: Placement, dtype: DTypeLike | None, like: jax.Array, grad: jax.Array
+) -> tuple[jax.Array]:
     grad = _with_padding(grad, placement)
     return (jax.lax.with_sharding_constraint(grad, placement.grad).astype(like.dtype),)
 
@@ -98,7 +102,7 @@ class ShardAndSink:
     sink: Any
 
 
-def sink(placement: Placement, reduction: Reduction) -> Any:
+def sink(placement: Placement, reduction: Reduction) -> PyTree:
     """Returns zeros of the shape and dtype of a weight's gradient on this device; see `ShardAndSink`."""
     if not placement.trainable:
         return optax.MaskedNode()
@@ -113,7 +117,9 @@ def local_shape(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, .
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather_shard(weight: ShardAndSink, placement: Placement, dtype: Any, reduction: Reduction) -> jax.Array:
+def gather_shard(
+    weight: ShardAndSink, placement: Placement, dtype: DTypeLike | None, reduction: Reduction
+) -> jax.Array:
     """Returns a weight gathered and in `dtype` from this device's shard; call it inside `jax.shard_map`.
 
     The gradient is that of `weight.sink`: the sum over devices, sharded as `placement.update`, or this device's own term if
@@ -122,7 +128,7 @@ def gather_shard(weight: ShardAndSink, placement: Placement, dtype: Any, reducti
     return all_gather(weight.stored, placement, dtype)
 
 
-def all_gather(stored: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
+def all_gather(stored: jax.Array, placement: Placement, dtype: DTypeLike | None) -> jax.Array:
     """Returns a weight gathered and in `dtype` from this device's shard."""
     weight, dim = cast(stored, placement, dtype), data_dim(placement.stored)
     if is_gathered(placement):
@@ -151,7 +157,7 @@ def reduce_rest(grad: jax.Array, placement: Placement, reduction: Reduction) -> 
     return _sum(grad, placement, reduction.dtype).astype(jnp.float32) if reduction.waits(placement) else grad
 
 
-def _sum(grad: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
+def _sum(grad: jax.Array, placement: Placement, dtype: DTypeLike | None) -> jax.Array:
     """Returns the sum over devices in `dtype`, sharded as `placement.update`; of what overwrites its weight, the largest, in float32."""
     if placement.overwritten:
         return jax.lax.pmax(grad.astype(jnp.float32), mesh_lib.SUMMED)
@@ -167,13 +173,13 @@ def _sum_shards(grad: jax.Array, placement: Placement) -> jax.Array:
     return sum_over_copies(grad, mesh)
 
 
-def sum_over_copies(grad: jax.Array, mesh: Any, but: tuple[str, ...] = mesh_lib.STATE) -> jax.Array:
+def sum_over_copies(grad: jax.Array, mesh: Mesh | AbstractMesh, but: tuple[str, ...] = mesh_lib.STATE) -> jax.Array:
     """Returns the sum of gradients over all axes that sums run over but those of `but`."""
     axes = tuple(axis for axis in mesh_lib.SUMMED if axis not in but and mesh.shape[axis] > 1)
     return jax.lax.psum(grad, axes) if axes else grad
 
 
-def scatter_sizes(mesh: Any) -> tuple[int, ...]:
+def scatter_sizes(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
     """Returns the group sizes of the reduce-scatters that sum a gradient over `STATE`, one after the other.
 
     It is one group, but on slices of TPUs with three dims. There the compiler (libtpu 0.0.52) makes an all-reduce of a reduce-scatter over
@@ -217,12 +223,14 @@ def _scatter(grad: jax.Array, dim: int, sizes: tuple[int, ...]) -> jax.Array:
 
 
 def _shard_forward(
-    weight: ShardAndSink, placement: Placement, dtype: Any, reduction: Reduction
+    weight: ShardAndSink, placement: Placement, dtype: DTypeLike | None, reduction: Reduction
 ) -> tuple[jax.Array, None]:
     return all_gather(weight.stored, placement, dtype), None
 
 
-def _shard_backward(placement: Placement, dtype: Any, reduction: Reduction, _: None, grad: jax.Array) -> tuple[Any]:
+def _shard_backward(
+    placement: Placement, dtype: DTypeLike | None, reduction: Reduction, _: None, grad: jax.Array
+) -> tuple[Any]:
     total = placement.wire.home(grad, placement, reduction) if placement.trainable else optax.MaskedNode()
     return (ShardAndSink(None, total),)  # type: ignore[arg-type]  # None: no gradient
 
@@ -242,13 +250,13 @@ class Plain:
     def around(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def send(self, shard: jax.Array, known: Any, placement: Placement, dtype: Any) -> Any:
+    def send(self, shard: jax.Array, known: Any, placement: Placement, dtype: DTypeLike | None) -> PyTree:
         return all_gather(shard, placement, dtype)
 
-    def differentiated(self, sent: Any, dtype: Any) -> jax.Array:
+    def differentiated(self, sent: PyTree, dtype: DTypeLike | None) -> jax.Array:
         return sent
 
-    def used(self, path: str, sent: Any, differentiated: jax.Array) -> contextlib.AbstractContextManager[jax.Array]:
+    def used(self, path: str, sent: PyTree, differentiated: jax.Array) -> contextlib.AbstractContextManager[jax.Array]:
         return contextlib.nullcontext(differentiated)
 
     def home(self, grad: jax.Array, placement: Placement, reduction: Reduction) -> jax.Array:
@@ -257,7 +265,7 @@ class Plain:
         return grad.astype(self.grad_dtype)
 
     def outside(
-        self, path: str, weight: ShardAndSink, placement: Placement, dtype: Any, reduction: Reduction
+        self, path: str, weight: ShardAndSink, placement: Placement, dtype: DTypeLike | None, reduction: Reduction
     ) -> jax.Array:
         return gather_shard(weight, placement, dtype, reduction)
 
@@ -271,7 +279,7 @@ def data_dim(sharding: NamedSharding) -> int | None:
     return next(over, None)
 
 
-def cast(weight: jax.Array, placement: Placement, dtype: Any) -> jax.Array:
+def cast(weight: jax.Array, placement: Placement, dtype: DTypeLike | None) -> jax.Array:
     """Returns a weight in the dtype of the forward pass."""
     return weight if placement.overwritten else precision.cast_floating(weight, dtype)
 

@@ -8,11 +8,13 @@ import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from zerojax.train_state import State
+
 
 class Hook:
     """What a step adds to the modules of a model. This one adds nothing, and has no values."""
 
-    def inputs(self, state: Any) -> Mapping[str, Any]:
+    def inputs(self, state: State) -> Mapping[str, Any]:
         """Returns the values of a train state that it reads, in a form whose paths are `placement.is_overwritten`."""
         return {}
 
@@ -24,7 +26,7 @@ class Hook:
         """Returns those of the known values that a block with these weights reads: a block has them as inputs."""
         return {}
 
-    def renewed(self, state: Any, seen: Mapping[str, Any]) -> dict[str, Any]:
+    def renewed(self, state: State, seen: Mapping[str, Any]) -> dict[str, Any]:
         """Returns fields of the state after a step, from the gradient of `inputs`."""
         return {}
 

@@ -30,6 +30,7 @@ from flax.traverse_util import unflatten_dict
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.ops import tiles
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import block_settings, remat
 from zerojax.zero import hooks as hooks_lib
 from zerojax.zero.sharded_batch import keys as keys_lib
@@ -57,7 +58,7 @@ def by_block(
         how.remat, offloads=bool(how.offload), in_place=not (how.recompute or how.offload), moves=moves
     )
 
-    def loss_of_stored(params: Any, *args: Any, **kwargs: Any) -> Any:
+    def loss_of_stored(params: PyTree, *args: Any, **kwargs: Any) -> PyTree:
         stacks: set[str] = set()
         while True:
             inside, outer = begun(stacks, params)
@@ -72,7 +73,7 @@ def by_block(
                 inside.check_found(how, moves=moves)
                 return result
 
-    def begun(stacks: set[str], params: Any) -> tuple[Interceptor, Any]:
+    def begun(stacks: set[str], params: PyTree) -> tuple[Interceptor, Any]:
         made, shapes = _Made(), dict[str, tuple[int, ...]]()
         inside = Interceptor(
             how.blocks,
@@ -89,7 +90,7 @@ def by_block(
             stacks=stacks,
         )
 
-        def gather_outer(path: str, leaf: Any) -> Any:
+        def gather_outer(path: str, leaf: Leaf) -> Leaf:
             if not inside.owns(path):
                 return gather_leaf(path, leaf)
             # XLA drops the gathered weights that only a block reads.
@@ -110,22 +111,22 @@ class _Made:
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[Any, str, Any]] = {}  # holds the array, so that no other takes its id
 
-    def add(self, gathered: Any, path: str, stored: Any) -> Any:
+    def add(self, gathered: Leaf, path: str, stored: PyTree) -> Leaf:
         self._by_id[id(gathered)] = gathered, path, stored
         return gathered
 
-    def stored_of(self, array: Any) -> tuple[str, Any] | None:
+    def stored_of(self, array: Leaf) -> tuple[str, Any] | None:
         found = self._by_id.get(id(array))
         return found and found[1:]
 
 
-def unboxed(params: Any) -> Any:
+def unboxed(params: PyTree) -> PyTree:
     """Returns params without Linen's boxes of metadata (`nn.with_partitioning`), which constrain shardings and fail in `jax.shard_map`."""
 
-    def is_box(node: Any) -> bool:
+    def is_box(node: PyTree) -> bool:
         return isinstance(node, nn.meta.AxisMetadata)
 
-    def inside(node: Any) -> Any:
+    def inside(node: PyTree) -> PyTree:
         return jax.tree.leaves(node, is_leaf=lambda part: part is not node)[0] if is_box(node) else node
 
     return jax.tree.map(inside, params, is_leaf=is_box)
@@ -298,7 +299,14 @@ class Interceptor:
             self._stacked = False
 
     def _run_plain(
-        self, module: nn.Module, method: str, path: str, known: dict, arrays: list, fill: Callable, policy: Any
+        self,
+        module: nn.Module,
+        method: str,
+        path: str,
+        known: dict,
+        arrays: list,
+        fill: Callable,
+        policy: Callable[..., Any] | None,
     ) -> Any:
         alone, module_path = module.clone(parent=None), module.path
         structure = jax.tree.structure(module.variables.get("params", {}), is_leaf=self._is_leaf)
@@ -326,7 +334,14 @@ class Interceptor:
         return result.give(self._run(body, dict(known.values()), [*given, *read], policy))
 
     def _lifted(
-        self, module: nn.Module, method: str, path: str, known: dict, arrays: list, fill: Callable, policy: Any
+        self,
+        module: nn.Module,
+        method: str,
+        path: str,
+        known: dict,
+        arrays: list,
+        fill: Callable,
+        policy: Callable[..., Any] | None,
     ) -> Any:
         result = _Result()
 
@@ -334,8 +349,8 @@ class Interceptor:
             inner_args, inner_kwargs = fill(self._inputs(path, values))
             return result.take(getattr(bound, method)(*inner_args, **inner_kwargs))
 
-        def gather_block(variables: Any) -> Any:
-            def gather(leaf: str, value: Any) -> Any:
+        def gather_block(variables: PyTree) -> PyTree:
+            def gather(leaf: str, value: Any) -> Leaf:
                 weight = known.get(tree.below_params(leaf))
                 return self._gather_leaf(weight[0], value) if weight else value
 
@@ -387,10 +402,10 @@ class Interceptor:
         return self._heads is not None and path is not None and bool(self._heads.fullmatch(path))
 
 
-def _as_stored(known: Mapping[str, Any], variables: Any, *, is_leaf: tree.IsLeaf) -> Any:
+def _as_stored(known: Mapping[str, Any], variables: PyTree, *, is_leaf: tree.IsLeaf) -> PyTree:
     """Returns variables with the stored weights in place of the known ones."""
 
-    def stored(leaf: str, value: Any) -> Any:
+    def stored(leaf: str, value: Any) -> Leaf:
         weight = known.get(tree.below_params(leaf))
         return weight[1] if weight else value
 
@@ -477,7 +492,7 @@ def _arrays_of(value: Any) -> tuple[list[Any], Callable[[Any], Any]]:
     is_array = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]  # a numpy scalar may be a static argument
     others = [leaf for array, leaf in zip(is_array, leaves) if not array]
 
-    def fill(values: Any) -> Any:
+    def fill(values: PyTree) -> Any:
         arrays, rest = iter(values), iter(others)
         return jax.tree.unflatten(structure, [next(arrays if array else rest) for array in is_array])
 

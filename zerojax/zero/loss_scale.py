@@ -18,6 +18,8 @@ import jax.numpy as jnp
 
 from zerojax import tree
 from zerojax.errors import UserError
+from zerojax.train_state import State
+from zerojax.tree import PyTree
 from zerojax.zero import update
 
 ON_MINIMUM = ("raise", "hold")
@@ -51,7 +53,7 @@ class LossScale(Protocol):
     def init(self) -> LossScaleState:
         """Returns the state before the first step."""
 
-    def update(self, state: LossScaleState, finite: Any) -> LossScaleState:
+    def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
         """Returns the state after a step whose gradients were all finite (bool[]), or were not."""
 
 
@@ -72,7 +74,7 @@ class StaticLossScale:
         """Returns the state before the first step."""
         return _first(self.scale, hysteresis=1)
 
-    def update(self, state: LossScaleState, finite: Any) -> LossScaleState:
+    def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
         """Returns the state after a step whose gradients were all finite (bool[]), or were not."""
         return _counted(state, finite)._replace(scale=jnp.asarray(self.scale, jnp.float32))
 
@@ -129,7 +131,7 @@ class DynamicLossScale:
         """Returns the state before the first step."""
         return _first(self.init_scale, self.hysteresis)
 
-    def update(self, state: LossScaleState, finite: Any) -> LossScaleState:
+    def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
         """Returns the state after a step whose gradients were all finite (bool[]), or were not."""
         doubles = (state.good_steps > 0) & (state.good_steps % self.window == 0)
         refills = jnp.logical_or(self.consecutive_hysteresis, doubles)
@@ -149,7 +151,7 @@ class DynamicLossScale:
         return jax.tree.map(lambda at_end, else_: jnp.where(stops, at_end, else_), stopped, after)
 
 
-def overflow(metrics: Mapping[str, Any], params: Any) -> str | None:
+def overflow(metrics: Mapping[str, Any], params: PyTree) -> str | None:
     """Returns a text that names the first gradient that was not finite, and the scale; None if the step was not skipped.
 
     Args:
@@ -162,7 +164,7 @@ def overflow(metrics: Mapping[str, Any], params: Any) -> str | None:
     return f"the gradient of params/{tree.flatten(params)[index][0]} is not finite at loss scale {float(metrics['loss_scale']):g}"
 
 
-def raise_if_exhausted(metrics: Mapping[str, Any], params: Any) -> None:
+def raise_if_exhausted(metrics: Mapping[str, Any], params: PyTree) -> None:
     """Stops a run whose gradients overflow at the smallest scale; call it with every step's metrics.
 
     Raises:
@@ -183,7 +185,7 @@ def _first(scale: float, hysteresis: int) -> LossScaleState:
     )
 
 
-def _counted(state: LossScaleState, finite: Any) -> LossScaleState:
+def _counted(state: LossScaleState, finite: jax.Array) -> LossScaleState:
     """Counts a step as good or as skipped."""
     return state._replace(
         good_steps=jnp.where(finite, state.good_steps + 1, 0),
@@ -204,11 +206,11 @@ class Scaled(update.Unscaled):
 
     scaler: LossScale
 
-    def scale(self, state: Any) -> jax.Array:
+    def scale(self, state: State) -> jax.Array:
         """Returns the factor of the loss."""
         return state.loss_scale.scale
 
-    def verdict(self, squares: Any) -> update.Verdict:
+    def verdict(self, squares: PyTree) -> update.Verdict:
         """Judges a step by its gradients' sums of squares, unscaled and over all devices: a tree of float32[].
 
         A sum is not finite if an element is not, or exceeds 1e19, which float16 cannot hold.
@@ -217,7 +219,7 @@ class Scaled(update.Unscaled):
         finite = ~jnp.any(is_bad)
         return update.Verdict(finite, jnp.where(finite, -1, jnp.argmax(is_bad)))
 
-    def adjust(self, state: Any, verdict: update.Verdict) -> tuple[Any, dict[str, jax.Array]]:
+    def adjust(self, state: State, verdict: update.Verdict) -> tuple[Any, dict[str, jax.Array]]:
         """Returns the train state with the scale adjusted, and metrics."""
         adjusted = self.scaler.update(state.loss_scale, verdict.finite)
         return state.replace(loss_scale=adjusted), {
@@ -228,7 +230,7 @@ class Scaled(update.Unscaled):
         }
 
 
-def in_step(loss_scale: LossScale | None, abstract_state: Any) -> update.Unscaled:
+def in_step(loss_scale: LossScale | None, abstract_state: State) -> update.Unscaled:
     """Returns the loss scaling of a train step; None is no scaling.
 
     Raises:

@@ -26,8 +26,10 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
+from zerojax.tree import PyTree
 from zerojax.zero import float32_grads, gather, placement, remat
 
 Body = Callable[..., Any]
@@ -110,7 +112,7 @@ class Chain:
     def __init__(
         self,
         find: Callable[[str, Any], placement.Placement],
-        dtype: Any,
+        dtype: DTypeLike | None,
         reduction: gather.Reduction,
         tokens: Tokens,
         known: Mapping[str, Any] = NOTHING,
@@ -119,7 +121,11 @@ class Chain:
         self.tokens, self._first, self._trace = tokens, tokens, _trace()
 
     def __call__(
-        self, body: Body, weights: dict[str, gather.ShardAndSink], arrays: list[jax.Array], policy: Any
+        self,
+        body: Body,
+        weights: dict[str, gather.ShardAndSink],
+        arrays: list[jax.Array],
+        policy: Callable[..., Any] | None,
     ) -> Any:
         if _trace() != self._trace:
             return self._unordered(body, weights, arrays, policy)
@@ -140,8 +146,12 @@ class Chain:
             return placement.wire.outside(path, weight, placement, self._dtype, self._reduction)
 
     def _unordered(
-        self, body: Body, weights: dict[str, gather.ShardAndSink], arrays: list[jax.Array], policy: Any
-    ) -> Any:
+        self,
+        body: Body,
+        weights: dict[str, gather.ShardAndSink],
+        arrays: list[jax.Array],
+        policy: Callable[..., Any] | None,
+    ) -> PyTree:
         """Runs a block outside of the order, because tokens cannot pass through a transformation inside the model.
 
         The result can be differentiated twice, such as for the gradient of a gradient's norm.

@@ -13,24 +13,26 @@ import jax.numpy as jnp
 from zerojax import tree
 from zerojax.optim import locality
 from zerojax.optim import one_pass as one_pass_lib
+from zerojax.train_state import State
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import placement
 from zerojax.zero.offload import memory_kind, storage
 
 
-def pad(state: Any, partition: placement.Partition) -> Any:
+def pad(state: State, partition: placement.Partition) -> State:
     """Adds the zeros of `indivisible="pad"`; other leaves are unchanged."""
 
-    def extend(path: str, leaf: Any) -> Any:
+    def extend(path: str, leaf: Leaf) -> Leaf:
         padding = partition.leaves[path].padding if path in partition.leaves else ()
         return jnp.pad(leaf, [(0, extra) for extra in padding]) if padding else leaf
 
     return tree.map_with_path(extend, state)
 
 
-def unpad(state: Any, partition: placement.Partition) -> Any:
+def unpad(state: State, partition: placement.Partition) -> State:
     """Removes the zeros that `pad` added. A part of a state will do: {"params": grads} gives gradients in the weights' own shapes."""
 
-    def cut(path: str, leaf: Any) -> Any:
+    def cut(path: str, leaf: Leaf) -> Leaf:
         decided = partition.leaves.get(path)
         if (
             decided is not None
@@ -63,7 +65,7 @@ def changes_update(partition: placement.Partition, *, is_own: bool) -> bool:
     return locality.of(tx, plain, pieces=padded).kind != locality.ELEMENTWISE
 
 
-def _unpadded(partition: placement.Partition, path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+def _unpadded(partition: placement.Partition, path: str, leaf: Leaf) -> jax.ShapeDtypeStruct:
     decided = partition.leaves.get(f"params/{path}")
     return jax.ShapeDtypeStruct(leaf.shape if decided is None else decided.shape, leaf.dtype)
 
@@ -71,7 +73,14 @@ def _unpadded(partition: placement.Partition, path: str, leaf: Any) -> jax.Shape
 def around(apply: Callable[..., Any], partition: placement.Partition) -> Callable[..., Any]:
     """Returns `apply` on a state and gradients without padding. The compiler keeps them sharded, and moves elements at shards' ends."""
 
-    def apply_unpadded(before: Any, after: Any, grads: Any, factor: Any, finite: Any, numbers: Any) -> Any:
+    def apply_unpadded(
+        before: State,
+        after: State,
+        grads: PyTree,
+        factor: jax.Array | float,
+        finite: jax.Array | None,
+        numbers: jax.Array | None,
+    ) -> State:
         before, after = (unpad(state, partition) for state in (before, after))
         grads = unpad({"params": grads}, partition)["params"]
         return pad(apply(before, after, grads, factor, finite, numbers), partition)

@@ -16,11 +16,13 @@ import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax import specs as specs_lib
 from zerojax import tree
 from zerojax.errors import UserError
+from zerojax.tree import Leaf, PyTree
 
 
 class Wire(Protocol):
@@ -32,7 +34,7 @@ class Wire(Protocol):
     """
 
     @property
-    def grad_dtype(self) -> Any:
+    def grad_dtype(self) -> DTypeLike:
         """Returns the dtype of the gradient that comes home."""
 
     def known(self, shards: Mapping[str, jax.Array]) -> Mapping[str, Any]:
@@ -41,19 +43,21 @@ class Wire(Protocol):
     def around(self) -> AbstractContextManager[None]:
         """Returns a context of the trace of the loss on a device."""
 
-    def send(self, shard: jax.Array, known: Any, placement: "Placement", dtype: Any) -> Any:
+    def send(self, shard: jax.Array, known: Any, placement: "Placement", dtype: DTypeLike | None) -> PyTree:
         """Returns what arrives of a weight, a pytree; `dtype` is that of the forward pass, or None for the shard's own."""
 
-    def differentiated(self, sent: Any, dtype: Any) -> jax.Array:
+    def differentiated(self, sent: PyTree, dtype: DTypeLike | None) -> jax.Array:
         """Returns the array that gets a block's gradient: what arrived, or zeros."""
 
-    def used(self, path: str, sent: Any, differentiated: jax.Array) -> AbstractContextManager[jax.Array]:
+    def used(self, path: str, sent: PyTree, differentiated: jax.Array) -> AbstractContextManager[jax.Array]:
         """Returns a context of the trace of a block, with the array that the model is given."""
 
     def home(self, grad: jax.Array, placement: "Placement", reduction: Any) -> jax.Array:
         """Returns the gradient of a weight's sink from that of `differentiated`; `reduction` is a `gather.Reduction`."""
 
-    def outside(self, path: str, weight: Any, placement: "Placement", dtype: Any, reduction: Any) -> jax.Array:
+    def outside(
+        self, path: str, weight: Leaf, placement: "Placement", dtype: DTypeLike | None, reduction: Any
+    ) -> jax.Array:
         """Returns the array that a model is given outside of blocks, from a `gather.ShardAndSink`, whose sink gets its gradient."""
 
 
@@ -170,13 +174,13 @@ class Partition:
         changed = {path: dataclasses.replace(self.placements[path], wire=wire) for path, wire in wires.items()}
         return dataclasses.replace(self, placements={**self.placements, **changed})
 
-    def trainable_part(self, params: Any) -> Any:
+    def trainable_part(self, params: PyTree) -> PyTree:
         """Returns params, or a tree like them, with `optax.MaskedNode()` (a node without leaves) for each frozen weight."""
         if all(placement.trainable for placement in self.placements.values()):
             return params
         index = tree.suffix_index(self.placements)
 
-        def keep(path: str, leaf: Any) -> Any:
+        def keep(path: str, leaf: Leaf) -> Leaf:
             found = tree.longest_suffix(index, path)
             return leaf if found is None or self.placements[found].trainable else optax.MaskedNode()
 
@@ -196,19 +200,19 @@ def is_overwritten(path: str) -> bool:
     return OVERWRITE_WITH_GRADIENT in path.split("/")
 
 
-def with_frozen(part: Any, params: Any) -> Any:
+def with_frozen(part: PyTree, params: PyTree) -> PyTree:
     """Returns a trainable part with the frozen weights of `params` added."""
     if not has_frozen(part):
         return part
     return jax.tree.map(lambda own, rest: rest if is_frozen(own) else own, part, params, is_leaf=is_frozen)
 
 
-def has_frozen(part: Any) -> bool:
+def has_frozen(part: PyTree) -> bool:
     """Returns whether a tree omits frozen weights."""
     return any(map(is_frozen, jax.tree.leaves(part, is_leaf=is_frozen)))
 
 
-def is_frozen(node: Any) -> bool:
+def is_frozen(node: PyTree) -> bool:
     """Returns whether a node of a trainable part is in the place of a frozen weight."""
     return isinstance(node, optax.MaskedNode)
 
@@ -221,7 +225,7 @@ def finder(
     """Returns f(path, leaf) -> the placement of that weight, or None. It refuses a leaf of another shape than `expected`."""
     index = tree.suffix_index(placements)
 
-    def find(path: str, leaf: Any) -> Placement | None:
+    def find(path: str, leaf: Leaf) -> Placement | None:
         found = tree.longest_suffix(index, path)
         if found is None:
             return None

@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from zerojax import traces
 from zerojax.errors import UserError
 from zerojax.ops import fp8, residuals
+from zerojax.tree import PyTree
 
 # Their results may be a gathered weight, moved or cast, and are cheap to recompute.
 _MAY_BE_WEIGHTS = traces.MOVES | frozenset(
@@ -46,7 +47,7 @@ class _Offloads:
 
     rest: Callable[..., Any]
 
-    def __call__(self, primitive: Any, *args: Any, **params: Any) -> Any:
+    def __call__(self, primitive: jex.Primitive, *args: Any, **params: Any) -> Any:
         is_for_host = primitive.name == "name" and params["name"] == _HOST
         return (_to_host if is_for_host else self.rest)(primitive, *args, **params)
 
@@ -86,7 +87,7 @@ def for_host(value: Any) -> Any:
         same.update(named)
         return same
 
-    def is_part(node: Any) -> bool:
+    def is_part(node: PyTree) -> bool:
         return node is not value
 
     is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(value, is_leaf=is_part))
@@ -127,16 +128,16 @@ def _marked_params(eqn: jex.JaxprEqn) -> dict[str, Any]:
     return params
 
 
-def _keep_all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
+def _keep_all_but_weights(primitive: jex.Primitive, *_: Any, **params: Any) -> bool:
     return primitive.name not in _MAY_BE_WEIGHTS
 
 
-def _keep_matmuls(primitive: Any, *operands: Any, **params: Any) -> bool:
+def _keep_matmuls(primitive: jex.Primitive, *operands: Any, **params: Any) -> bool:
     is_in_place = primitive.name == "name" and params["name"] == residuals.IN_PLACE
     return is_in_place or _keep_only_matmuls(primitive, *operands, **params)
 
 
-def _keep_only_matmuls(primitive: Any, *operands: Any, **params: Any) -> bool:
+def _keep_only_matmuls(primitive: jex.Primitive, *operands: Any, **params: Any) -> bool:
     # Attention's forward, cuDNN's or a Pallas kernel, also returns the softmax statistics, so the backward pass does not run it again.
     name = primitive.name
     if name == "name":
@@ -147,7 +148,7 @@ def _keep_only_matmuls(primitive: Any, *operands: Any, **params: Any) -> bool:
     return is_matmul or _keep_attention(primitive)
 
 
-def _keep_attention(primitive: Any, *_: Any, **params: Any) -> bool:
+def _keep_attention(primitive: jex.Primitive, *_: Any, **params: Any) -> bool:
     name = params["name"] if primitive.name == "name" else primitive.name
     return name in ("pallas_call", residuals.ATTENTION) or "dot_product_attention_fwd" in name
 

@@ -11,12 +11,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from zerojax import roles, tree
 from zerojax.errors import UserError
+from zerojax.train_state import State
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import padding, placement, stages
 from zerojax.zero.offload import create
 
 
 def shard_train_state(
-    state_or_init: Any, *init_args: Any, mesh: Mesh, stage: int = 3, trainable: str = "", **options: Any
+    state_or_init: State, *init_args: Any, mesh: Mesh, stage: int = 3, trainable: str = "", **options: Any
 ) -> tuple[Any, placement.Partition]:
     """Shards a train state by ZeRO stage, in one call.
 
@@ -67,7 +69,7 @@ def shard_train_state(
     return jax.tree.map(_copy_to, padding.pad(state, partition), partition.shardings), partition
 
 
-def _checked(state: Any) -> Any:
+def _checked(state: State) -> State:
     """Returns the state; refuses leaves that are no arrays, and an NNX variable held twice, because a pytree would duplicate it."""
     path_by_id: dict[int, str] = {}
     tree.with_arrays_alone(state)
@@ -83,7 +85,7 @@ def _checked(state: Any) -> Any:
     return state
 
 
-def _trained(state: Any, trainable: str) -> Any:
+def _trained(state: State, trainable: str) -> State:
     """Returns a train state whose optimizer state is that of its trainable weights only."""
     parts = ("tx", "params", "opt_state")
     if not trainable or not all(hasattr(state, name) for name in (*parts, "replace")):
@@ -99,19 +101,19 @@ def _trained(state: Any, trainable: str) -> Any:
         ) from error
 
 
-def trained_params(params: Any, trainable: str) -> Any:
+def trained_params(params: PyTree, trainable: str) -> PyTree:
     """Returns params with `optax.MaskedNode()` in place of those that `trainable` freezes."""
     if not trainable:
         return params
     role_of = stages.leaf_roles({"params": params}, trainable=trainable)
 
-    def keep(path: str, leaf: Any) -> Any:
+    def keep(path: str, leaf: Leaf) -> Leaf:
         return optax.MaskedNode() if role_of[f"params/{path}"] == roles.FROZEN else leaf
 
     return tree.map_with_path(keep, params)
 
 
-def _copy_to(leaf: Any, sharding: NamedSharding) -> jax.Array:
+def _copy_to(leaf: Leaf, sharding: NamedSharding) -> jax.Array:
     # Copied first, because device_put shares a buffer that already has the sharding, and donation deletes it: for the caller's state, and
     # for a second leaf that is the same array (averaged weights that begin as the weights).
     return jax.device_put(leaf.copy() if isinstance(leaf, jax.Array) else leaf, sharding)

@@ -29,6 +29,8 @@ from zerojax import specs as specs_lib
 from zerojax.errors import UserError
 from zerojax.optim import eight_bit
 from zerojax.roles import FROZEN, OPT_STATE, OTHER, PARAMS
+from zerojax.train_state import State
+from zerojax.tree import Leaf
 from zerojax.zero import gather, placement
 from zerojax.zero.offload import selection, settings, storage
 
@@ -90,7 +92,7 @@ def pad_dim(shape: Sequence[int], base: P, ways: int) -> tuple[int | None, tuple
 
 
 def partition_state(
-    abstract_state: Any,
+    abstract_state: State,
     *,
     mesh: Mesh,
     stage: int = 3,
@@ -196,7 +198,7 @@ class _Rule:
                 known = ", ".join(list(weights)[:3])
                 raise UserError(f"overrides: {pattern!r} matches no weight's path; paths look like {known}")
 
-    def decide(self, weight: str | None, leaf: Any, role: str) -> placement.Decision:
+    def decide(self, weight: str | None, leaf: Leaf, role: str) -> placement.Decision:
         # A leaf that belongs to no weight (a count, a factored moment) has a shape of its own, so overrides do not apply to it.
         base, final = (P(), False) if weight is None else self._override(weight, leaf.shape)
         replicated = specs_lib.without(base, STATE)
@@ -210,7 +212,7 @@ class _Rule:
         spec = sharded if is_sharded else replicated
         return placement.Decision(role, leaf.shape, leaf.dtype, spec, sharded, reason, pads)
 
-    def decide_copy(self, weight: str, leaf: Any) -> placement.Decision:
+    def decide_copy(self, weight: str, leaf: Leaf) -> placement.Decision:
         """Decides an array beside the params that is updated with a weight. It is never padded, since loss functions read it as it is."""
         found = self.decide(weight, leaf, OPT_STATE)
         if not found.padding:
@@ -267,7 +269,7 @@ class _Rule:
                     "name another dim or axis"
                 )
 
-    def _shard(self, leaf: Any, base: P, final: bool) -> tuple[P, str, tuple[int, ...]]:
+    def _shard(self, leaf: Leaf, base: P, final: bool) -> tuple[P, str, tuple[int, ...]]:
         """Returns the sharded spec, the reason, and the padding."""
         ways = mesh_lib.size(self.mesh, STATE)
         if final:
@@ -295,7 +297,7 @@ def _scales(codes: placement.Decision, shape: tuple[int, ...], mesh: Mesh) -> pl
     return dataclasses.replace(codes, shape=shape, spec=spec, sharded=sharded, padding=padding if any(padding) else ())
 
 
-def _check_paths(abstract_state: Any) -> None:
+def _check_paths(abstract_state: State) -> None:
     """Raises a UserError if two leaves have one path, as those of {"a/b": x, "a": {"b": y}} have."""
     paths = collections.Counter(path for path, _ in tree.flatten(abstract_state))
     path, count = max(paths.items(), key=lambda found: found[1], default=("", 0))
@@ -303,7 +305,7 @@ def _check_paths(abstract_state: Any) -> None:
         raise UserError(f"{path}: is the path of {count} leaves of the state, and names one; rename the key with a '/'")
 
 
-def _check_roles(abstract_state: Any, roles: Sequence[tuple[str, str]]) -> None:
+def _check_roles(abstract_state: State, roles: Sequence[tuple[str, str]]) -> None:
     """Checks a user's table of roles: its regexes match leaves, and its roles are known."""
     paths = [path for path, _ in tree.flatten(abstract_state)]
     for entry in roles:
@@ -323,7 +325,7 @@ def _check_roles(abstract_state: Any, roles: Sequence[tuple[str, str]]) -> None:
             raise UserError(f"roles: {pattern!r} matches no leaf's path; paths look like {', '.join(paths[:3])}")
 
 
-def leaf_roles(abstract_state: Any, roles: Sequence[tuple[str, str]] = ROLES, trainable: str = "") -> dict[str, str]:
+def leaf_roles(abstract_state: State, roles: Sequence[tuple[str, str]] = ROLES, trainable: str = "") -> dict[str, str]:
     """Returns each leaf's role by path.
 
     Raises:
@@ -348,13 +350,13 @@ def leaf_roles(abstract_state: Any, roles: Sequence[tuple[str, str]] = ROLES, tr
 
 
 def _assemble(
-    mesh: Mesh, stage: int, abstract_state: Any, leaves: dict[str, placement.Decision]
+    mesh: Mesh, stage: int, abstract_state: State, leaves: dict[str, placement.Decision]
 ) -> placement.Partition:
     """Returns the partition that the decisions describe."""
     specs = tree.map_with_path(lambda path, _: leaves[path].spec, abstract_state)
     shardings = tree.map_with_path(lambda path, _: NamedSharding(mesh, leaves[path].spec), abstract_state)
 
-    def stored(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    def stored(path: str, leaf: Leaf) -> jax.ShapeDtypeStruct:
         shape = _padded(leaf.shape, leaves[path].padding)
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, leaves[path].spec))
 
@@ -382,7 +384,7 @@ def _assemble(
     )
 
 
-def _is_copy(path: str, leaf: Any, weight: str, roles: Sequence[tuple[str, str]]) -> bool:
+def _is_copy(path: str, leaf: Leaf, weight: str, roles: Sequence[tuple[str, str]]) -> bool:
     """Returns whether a leaf without a role of its own is an average or a momentum: floating, and of the name of the weight."""
     own = weight.partition("/")[2]  # below `params`, or the name of an NNX module in a tuple
     if any(pattern and re.search(pattern, path) for pattern, _ in roles):

@@ -11,6 +11,7 @@ from rich.table import Table
 from zerojax import display, precision, roles, tree
 from zerojax import mesh as mesh_lib
 from zerojax.optim import eight_bit
+from zerojax.train_state import State
 from zerojax.zero import gather, placement, stages
 from zerojax.zero.offload import memory_kind, selection, storage
 
@@ -132,7 +133,7 @@ def memory_table(
     return table
 
 
-def measured_bytes(state: Any, device: Any) -> int:
+def measured_bytes(state: State, device: jax.Device) -> int:
     """Returns the measured bytes of a state's shards in one device's memory."""
     leaves = [leaf for leaf in jax.tree.leaves(state) if not memory_kind.is_on_host(leaf)]
     shards = [s for leaf in leaves for s in leaf.addressable_shards if s.device == device]

@@ -11,9 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, xla_flags
+from zerojax.train_state import State
+from zerojax.tree import PyTree
 from zerojax.zero import (
     accumulate,
     arguments,
@@ -38,16 +41,16 @@ def make_train_step(
     *,
     clip_norm: float = 0.0,
     grad_accum: int = 1,
-    compute_dtype: Any = None,
+    compute_dtype: DTypeLike | None = None,
     loss_scale: loss_scale_lib.LossScale | None = None,
     blocks: str = "",
     heads: str = "",
     remat: str = "dots",
     recompute: str = "",
     offload: str = "",
-    reduce_dtype: Any = None,
-    accum_dtype: Any = None,
-    batch_specs: Any = (),
+    reduce_dtype: DTypeLike | None = None,
+    accum_dtype: DTypeLike | None = None,
+    batch_specs: PyTree = (),
     cast_batch: bool | str = True,
     donate: bool = True,
     fp8: fp8_modules.Fp8 | None = None,
@@ -107,7 +110,7 @@ def make_train_step(
     compute_dtype = precision.floating("compute_dtype", compute_dtype)
     reduce_dtype = precision.floating("reduce_dtype", reduce_dtype)
     sums = accumulate.checked_dtype(accum_dtype, grad_accum)
-    dtypes = {"compute_dtype": compute_dtype, "in_16_bits": sums}
+    dtypes: dict[str, Any] = {"compute_dtype": compute_dtype, "in_16_bits": sums}
     scaling = loss_scale_lib.in_step(loss_scale, partition.abstract_state)
     sharded = tensor_parallel.hooks_of(activations, partition.mesh)
     how = _checked(block_settings.How(blocks, heads, remat, recompute, offload, sharded), partition)
@@ -123,7 +126,7 @@ def make_train_step(
     updates = streamed_step.updates_of(partition, may_skip=clip.may_skip)
     finish = update_lib.finish(partition, updates, scaling, clip)
 
-    def train_step(state: Any, batch: Any) -> tuple[Any, ...]:
+    def train_step(state: State, batch: PyTree) -> tuple[Any, ...]:
         batch = layout.place(batch, compute_dtype)
         with jax.named_scope("gradients"):
             (_, aux), grads = gradients(state.params, batch, state)
@@ -166,7 +169,11 @@ def _checked(how: block_settings.How, partition: placement.Partition) -> block_s
 
 
 def _compiler_options(
-    partition: placement.Partition, blocks: str, reduce_dtype: Any, compute_dtype: Any, fp8: Any
+    partition: placement.Partition,
+    blocks: str,
+    reduce_dtype: DTypeLike | None,
+    compute_dtype: DTypeLike | None,
+    fp8: Any,
 ) -> dict[str, Any]:
     """Returns XLA's options for a step: for matmuls in fp8, and for explicit collectives."""
     options = _fp8_options(partition, fp8)

@@ -16,6 +16,8 @@ from flax.training import train_state
 from zerojax import precision, tree
 from zerojax.optim import master_weights
 from zerojax.optim import one_pass as one_pass_lib
+from zerojax.train_state import State
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import padding, placement
 
 
@@ -40,7 +42,14 @@ def make(partition: placement.Partition) -> Callable[..., Any]:
     if padding.changes_update(partition, is_own=not _is_flax(partition.abstract_state)):
         apply = padding.around(apply, partition)
 
-    def update(before: Any, after: Any, grads: Any, factor: Any, finite: Any, numbers: Any = None) -> Any:
+    def update(
+        before: State,
+        after: State,
+        grads: PyTree,
+        factor: jax.Array | float,
+        finite: jax.Array | None,
+        numbers: jax.Array | None = None,
+    ) -> State:
         own_before, own_after = (
             state.replace(params=partition.trainable_part(state.params)) for state in (before, after)
         )
@@ -64,12 +73,19 @@ def _apply(partition: placement.Partition) -> Callable[..., Any]:
     return functools.partial(_in_one_pass, functools.partial(tx.apply, shardings=shardings))
 
 
-def _is_flax(state: Any) -> bool:
+def _is_flax(state: State) -> bool:
     """Returns whether a state applies gradients as flax does. Another one (with averages of weights, say) keeps its own way."""
     return getattr(type(state), "apply_gradients", None) is train_state.TrainState.apply_gradients
 
 
-def _by_parts(before: Any, after: Any, grads: Any, factor: Any, finite: Any, numbers: Any) -> Any:
+def _by_parts(
+    before: State,
+    after: State,
+    grads: PyTree,
+    factor: jax.Array | float,
+    finite: jax.Array | None,
+    numbers: jax.Array | None,
+) -> State:
     grads = precision.cast_floating(grads, None if finite is None else jnp.float32)
 
     def scaled(path: str, grad: jax.Array) -> jax.Array:
@@ -80,7 +96,7 @@ def _by_parts(before: Any, after: Any, grads: Any, factor: Any, finite: Any, num
     return _if_finite(finite, _with_copies(new), before) if _is_flax(new) else new
 
 
-def _with_copies(state: Any) -> Any:
+def _with_copies(state: State) -> State:
     """Returns a state whose 16-bit params are its master weights, rounded, if it has master weights.
 
     Sums of 16-bit params and updates may round ties the other way, and a state that is restored from its master weights would be another.
@@ -91,7 +107,7 @@ def _with_copies(state: Any) -> Any:
     return state.replace(params=jax.tree.map(lambda m, p: m.astype(p.dtype), state.opt_state.master, state.params))
 
 
-def _in_dtypes_that_keep(state: Any, grads: Any) -> Any:
+def _in_dtypes_that_keep(state: State, grads: PyTree) -> PyTree:
     """Returns gradients in their own dtypes if the update keeps those of the state, and otherwise in those of the params.
 
     Sums over devices and passes are float32. An optimizer of 16-bit weights without float32 masters takes its moments' dtype from the
@@ -111,13 +127,19 @@ def _in_dtypes_that_keep(state: Any, grads: Any) -> Any:
     return grads if jax.tree.map(_dtype, after) == jax.tree.map(_dtype, state) else own
 
 
-def _dtype(leaf: Any) -> Any:
+def _dtype(leaf: Leaf) -> Any:
     return tree.dtype_of(leaf)
 
 
 def _in_one_pass(
-    apply: Callable[..., Any], before: Any, after: Any, grads: Any, factor: Any, finite: Any, numbers: Any
-) -> Any:
+    apply: Callable[..., Any],
+    before: State,
+    after: State,
+    grads: PyTree,
+    factor: jax.Array | float,
+    finite: jax.Array | None,
+    numbers: jax.Array | None,
+) -> State:
     how = {"scale": factor, "finite": finite} | ({} if numbers is None else {"numbers": numbers})
     params, opt_state = apply(grads, before.opt_state, before.params, **how)[:2]
     blank = {"params": (), "opt_state": ()}
@@ -125,12 +147,12 @@ def _in_one_pass(
     return rest.replace(params=params, opt_state=opt_state)
 
 
-def _if_finite(finite: Any, new: Any, old: Any) -> Any:
+def _if_finite(finite: jax.Array | None, new: Leaf, old: Leaf) -> PyTree:
     """Returns the new tree if the step is taken, else the old one."""
     return new if finite is None else jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
 
-def finish(partition: placement.Partition, updates: Any, scaling: "Unscaled", clip: "Clip") -> Callable[..., Any]:
+def finish(partition: placement.Partition, updates: PyTree, scaling: "Unscaled", clip: "Clip") -> Callable[..., Any]:
     """Returns f(state, aux, grads, squares) -> (new state, metrics, factor, finite): a step after its gradients and their `squares`.
 
     Args:
@@ -144,7 +166,7 @@ def finish(partition: placement.Partition, updates: Any, scaling: "Unscaled", cl
     resident = updates.rest.partition if updates else partition
     update, numbers = make(resident), updates.rest.numbers if updates else None
 
-    def finish(state: Any, aux: Any, grads: Any, squares: Any) -> tuple[Any, ...]:
+    def finish(state: State, aux: PyTree, grads: PyTree, squares: PyTree) -> tuple[Any, ...]:
         with jax.named_scope("clip"):
             norm, unscale = jnp.sqrt(sum(jax.tree.leaves(squares))), 1.0 / scaling.scale(state)
             factor = unscale * clip.factor(state, norm)
@@ -162,7 +184,7 @@ def finish(partition: placement.Partition, updates: Any, scaling: "Unscaled", cl
     return finish
 
 
-def squares(grads: Any, unscale: Any) -> Any:
+def squares(grads: PyTree, unscale: jax.Array | float) -> PyTree:
     """Returns each gradient's sum of squares, float32[]; 0 for a frozen weight, and for one that its gradient overwrites.
 
     Args:
@@ -170,7 +192,7 @@ def squares(grads: Any, unscale: Any) -> Any:
       unscale: multiplies them.
     """
 
-    def of_leaf(path: str, grad: Any) -> jax.Array:
+    def of_leaf(path: str, grad: Leaf) -> jax.Array:
         if placement.is_frozen(grad) or placement.is_overwritten(path):
             return jnp.zeros((), jnp.float32)
         if jnp.iscomplexobj(grad):
@@ -180,11 +202,11 @@ def squares(grads: Any, unscale: Any) -> Any:
     return tree.map_with_path(of_leaf, grads, is_leaf=placement.is_frozen)
 
 
-def constrain(partition: placement.Partition, params_like: Any) -> Any:
+def constrain(partition: placement.Partition, params_like: PyTree) -> PyTree:
     """Constrains a tree like params to the update's sharding, so that the update is local; frozen weights are unchanged."""
     index = tree.suffix_index(partition.placements)
 
-    def constrain_leaf(path: str, leaf: Any) -> Any:
+    def constrain_leaf(path: str, leaf: Leaf) -> Leaf:
         found = tree.longest_suffix(index, path)
         if found is None or not partition.placements[found].trainable:
             return leaf
@@ -210,11 +232,11 @@ class Clip:
         """Returns whether the factor is known before the gradients, and every step is taken."""
         return not self.limit and not self.may_skip
 
-    def factor(self, state: Any, norm: jax.Array) -> Any:
+    def factor(self, state: State, norm: jax.Array) -> PyTree:
         """Returns what the gradients of a step are multiplied by, for its own norm: float32[] or a number."""
         return jnp.minimum(1.0, self.limit / norm) if self.limit else 1.0  # a norm of 0 gives inf, so 1
 
-    def after(self, before: Any, state: Any, norm: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+    def after(self, before: State, state: State, norm: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
         """Returns the train state after a step that began with `before`, and metrics."""
         return state, {}
 
@@ -234,14 +256,14 @@ class Verdict(NamedTuple):
 class Unscaled:
     """The identity of loss scaling: scale 1, and every step is taken."""
 
-    def scale(self, state: Any) -> Any:
+    def scale(self, state: State) -> Any:
         """Returns the factor of the loss."""
         return 1.0
 
-    def verdict(self, squares: Any) -> Verdict:
+    def verdict(self, squares: PyTree) -> Verdict:
         """Judges a step by its gradients' sums of squares."""
         return Verdict()
 
-    def adjust(self, state: Any, verdict: Verdict) -> tuple[Any, dict[str, jax.Array]]:
+    def adjust(self, state: State, verdict: Verdict) -> tuple[Any, dict[str, jax.Array]]:
         """Returns the train state with the scale adjusted, and metrics."""
         return state, {}

@@ -14,8 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from zerojax import tree
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import block_settings, gather, intercept, placement, remat
 
 Loss = Callable[..., Any]
@@ -25,7 +27,7 @@ def where_used(
     loss_fn: Loss,
     placements: Mapping[str, placement.Placement],
     *,
-    compute_dtype: Any = None,
+    compute_dtype: DTypeLike | None = None,
     blocks: str = "",
     heads: str = "",
     remat: str = "dots",
@@ -64,12 +66,15 @@ def where_used(
 
 
 def with_gathers(
-    loss_fn: Loss, placements: Mapping[str, placement.Placement], how: block_settings.How, compute_dtype: Any = None
+    loss_fn: Loss,
+    placements: Mapping[str, placement.Placement],
+    how: block_settings.How,
+    compute_dtype: DTypeLike | None = None,
 ) -> Loss:
     """Returns `where_used` of a loss, its settings as one value."""
     find = placement.finder(placements, lambda leaf: leaf.shape, lambda weight: weight.shape)
 
-    def gather_leaf(path: str, leaf: Any) -> Any:
+    def gather_leaf(path: str, leaf: Leaf) -> Leaf:
         found = find(path, leaf)
         if found is None:
             return leaf
@@ -100,8 +105,8 @@ def wrap(
         how.remat, offloads=bool(how.offload), in_place=not (how.recompute or how.offload), moves=moves
     )
 
-    def at_top(params: Any, *args: Any, **kwargs: Any) -> Any:
-        def loss_of(stored: Any) -> tuple[Any, dict[str, Any]]:
+    def at_top(params: PyTree, *args: Any, **kwargs: Any) -> PyTree:
+        def loss_of(stored: PyTree) -> tuple[Any, dict[str, Any]]:
             used = _gather_params(stored, gather_leaf, is_weight)
             before = variables(used)
             own_args, own_kwargs = jax.tree.map(lambda leaf: leaf, (args, kwargs))  # NNX variables belong to one trace
@@ -115,11 +120,11 @@ def wrap(
     return at_top
 
 
-def abstract_used(params: Any, partition: placement.Partition, compute_dtype: Any) -> Any:
+def abstract_used(params: PyTree, partition: placement.Partition, compute_dtype: DTypeLike | None) -> PyTree:
     """Returns params as the loss sees them, as ShapeDtypeStructs: gathered, without padding and boxes, in its dtype."""
     index = tree.suffix_index(partition.placements)
 
-    def used(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    def used(path: str, leaf: Leaf) -> jax.ShapeDtypeStruct:
         found = tree.longest_suffix(index, path)
         if found is None:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -133,31 +138,31 @@ def abstract_used(params: Any, partition: placement.Partition, compute_dtype: An
     return intercept.unboxed(tree.map_with_path(used, params))
 
 
-def variables(params: Any) -> dict[str, Any]:
+def variables(params: PyTree) -> dict[str, Any]:
     """Returns the values of the NNX variables other than params; a forward pass may change these in place."""
     nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_other_variable)
     return {tree.path_string(path): node.get_raw_value() for path, node in nodes if _is_other_variable(node)}
 
 
-def _is_other_variable(node: Any) -> bool:
+def _is_other_variable(node: PyTree) -> bool:
     return isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
 
 
-def _gather_params(stored: Any, gather_leaf: Callable[[str, Any], Any], is_weight: Callable[[Any], bool]) -> Any:
+def _gather_params(stored: PyTree, gather_leaf: Callable[[str, Any], Any], is_weight: Callable[[Any], bool]) -> PyTree:
     """Gathers every weight; copies NNX variables other than params (batch statistics, random keys)."""
 
-    def gather_node(path: tuple, node: Any) -> Any:
+    def gather_node(path: tuple, node: PyTree) -> PyTree:
         if _is_other_variable(node):
             return jax.tree.map(lambda leaf: leaf, node)
         return gather_leaf(tree.path_string(path), node)
 
-    def is_leaf(node: Any) -> bool:
+    def is_leaf(node: PyTree) -> bool:
         return _is_other_variable(node) or is_weight(node)
 
     return jax.tree_util.tree_map_with_path(gather_node, stored, is_leaf=is_leaf)
 
 
-def _set_variables(params: Any, values: Mapping[str, Any]) -> None:
+def _set_variables(params: PyTree, values: Mapping[str, Any]) -> None:
     """Sets the variables of the caller's NNX module that the loss changed in its copy."""
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_other_variable):
         if tree.path_string(path) in values:

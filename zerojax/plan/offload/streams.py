@@ -22,6 +22,8 @@ import jax
 from zerojax.hlo import buffer_roles, linked, syntax
 from zerojax.hlo import buffers as buffers_lib
 from zerojax.plan import flops
+from zerojax.train_state import State
+from zerojax.tree import PyTree
 from zerojax.zero.offload import step_by_block, streamed_step
 from zerojax.zero.step_programs import passes, programs
 
@@ -70,7 +72,7 @@ class Stream:
         return params + (self.nbytes if self.is_on_disk else 0)
 
 
-def plan(step: streamed_step.StreamedStep, gradients: buffers_lib.Buffers, state: Any, batch: Any) -> Stream:
+def plan(step: streamed_step.StreamedStep, gradients: buffers_lib.Buffers, state: State, batch: PyTree) -> Stream:
     """Plans the stream of a step whose program of the gradients is compiled. Compiles the programs of the updates, and those of blocks.
 
     Args:
@@ -113,7 +115,7 @@ def bytes_at_once(step: streamed_step.StreamedStep) -> int:
     )
 
 
-def of(train_step: Any, gradients: buffers_lib.Buffers, state: Any, args: Sequence[Any]) -> Stream | None:
+def of(train_step: Any, gradients: buffers_lib.Buffers, state: State, args: Sequence[Any]) -> Stream | None:
     """Returns the stream of a step that has one."""
     return plan(train_step, gradients, state, *args) if isinstance(train_step, streamed_step.StreamedStep) else None
 
@@ -136,7 +138,7 @@ class Read(NamedTuple):
 
 def read(
     train_step: Any,
-    state: Any,
+    state: State,
     args: Sequence[Any],
     *,
     from_cache: bool = False,
@@ -154,7 +156,7 @@ def read(
 
 
 def _read_blocks(
-    step: step_by_block.BlockwiseStep, state: Any, batch: Any, *, compiler_options: Mapping[str, Any] | None = None
+    step: step_by_block.BlockwiseStep, state: State, batch: PyTree, *, compiler_options: Mapping[str, Any] | None = None
 ) -> Read:
     """Compiles the programs of a pass and reads them.
 

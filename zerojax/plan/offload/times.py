@@ -11,13 +11,14 @@ the other, at the share of the rates that steps reached. It knows neither waits 
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from zerojax.hlo import buffers, linked, syntax
 from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import bound as bound_lib
 from zerojax.plan import flops, matmuls, targets
 from zerojax.plan.offload import streams
+from zerojax.train_state import State
+from zerojax.tree import PyTree
 from zerojax.zero.offload import step_by_block, streamed_step
 from zerojax.zero.step_programs import passes
 
@@ -186,8 +187,8 @@ def phases(
     stream: streams.Stream,
     flow: hlo_flow.Flow,
     seconds: Mapping[str, float],
-    state: Any,
-    batch: Any,
+    state: State,
+    batch: PyTree,
     activations: tuple[int, int] = (0, 0),
 ) -> list[StepPhase]:
     """Returns the phases of a step.

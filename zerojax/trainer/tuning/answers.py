@@ -18,6 +18,7 @@ from zerojax.inference import generate
 from zerojax.launch import watch
 from zerojax.trainer import program as program_lib
 from zerojax.trainer.tuning import examples
+from zerojax.tree import PyTree
 
 SHOWN = 10  # rows of the table
 MOST_LETTERS = 60  # of a prompt in the table; its end is shown
@@ -106,7 +107,7 @@ def make(
     batches = list(_batches(chosen, pairs.form, program.sizes.global_batch_size // program.sizes.grad_accum))
     text = functools.partial(text_of, tokenizer, special.stops)
 
-    def answer(params: Any) -> Score:
+    def answer(params: PyTree) -> Score:
         found: list[str] = []
         for ids, mask in batches:
             watch.at(watch.EVALUATE)

@@ -13,6 +13,7 @@ from zerojax.launch import signals
 from zerojax.trainer import recorder as recorder_lib
 from zerojax.trainer.tuning import answers as answers_lib
 from zerojax.trainer.tuning import phases
+from zerojax.tree import PyTree
 
 LARGEST = 709.0  # exp of more is no float
 
@@ -44,7 +45,7 @@ class Rounds:
         """Begins the first phase of training."""
         self._phase = phases.Phase()
 
-    def evaluate(self, step: int, params: Any) -> float | None:
+    def evaluate(self, step: int, params: PyTree) -> float | None:
         """Ends a round after `step`: logs and shows it, and returns the held-out loss, or None if nothing is held out.
 
         Raises:

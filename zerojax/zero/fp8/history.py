@@ -9,13 +9,13 @@ A backward pass returns the magnitudes that it saw as the gradient of the histor
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from zerojax.errors import UserError
+from zerojax.train_state import State
 from zerojax.zero import hooks
 
 FIELD = "fp8"  # of the train state
@@ -27,7 +27,7 @@ def empty(modules: Collection[str], steps: int) -> dict[str, jax.Array]:
     return {path: jnp.zeros((2, steps), jnp.float32) for path in sorted(modules)}
 
 
-def check(state: Any, modules: Collection[str]) -> None:
+def check(state: State, modules: Collection[str]) -> None:
     """Raises a UserError if a train state has no histories of these modules."""
     found = getattr(state, FIELD, None)
     if not isinstance(found, Mapping) or set(found) != set(modules):
@@ -43,7 +43,7 @@ class OfState(hooks.Hook):
     def __init__(self) -> None:
         self._known: Histories = {}
 
-    def inputs(self, state: Any) -> Mapping[str, Histories]:
+    def inputs(self, state: State) -> Mapping[str, Histories]:
         return {OVERWRITE_WITH_GRADIENT: getattr(state, FIELD)}
 
     @contextlib.contextmanager
@@ -58,7 +58,7 @@ class OfState(hooks.Hook):
         parents = {path.rpartition("/")[0] for path in weights}
         return {OVERWRITE_WITH_GRADIENT: {path: past for path, past in self._known.items() if path in parents}}
 
-    def renewed(self, state: Any, seen: Mapping[str, Histories]) -> dict[str, Histories]:
+    def renewed(self, state: State, seen: Mapping[str, Histories]) -> dict[str, Histories]:
         newest, before = seen[OVERWRITE_WITH_GRADIENT], getattr(state, FIELD)
         return {FIELD: {path: jnp.concatenate([newest[path][:, :1], past[:, :-1]], 1) for path, past in before.items()}}
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.ops import fp8, tiles
+from zerojax.tree import PyTree
 from zerojax.zero import hooks, placement
 from zerojax.zero.fp8 import history as history_lib
 from zerojax.zero.wires import fp8 as fp8_wire
@@ -60,7 +61,7 @@ class Fp8:
         if not isinstance(self.history, int) or not 1 <= self.history <= MOST_STEPS:
             raise UserError(f"fp8.history: must be a number of steps from 1 to {MOST_STEPS}, and is {self.history!r}")
 
-    def init(self, params: Any, blocks: str = "") -> Any:
+    def init(self, params: PyTree, blocks: str = "") -> Any:
         """Returns the first value of the train state's field `fp8`: a history for each module ("delayed"), or () for other recipes.
 
         Args:

@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zerojax import traces, tree
 from zerojax.optim import pieces
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import placement
 from zerojax.zero.offload import budget, memory_kind, storage
 
@@ -31,7 +33,7 @@ def begin(partition: placement.Partition) -> storage.Keep:
     return storage.keeper(partition)
 
 
-def from_init(init: Callable[..., Any], args: Sequence[Any], wanted: Any, keep: storage.Keep) -> list[Any]:
+def from_init(init: Callable[..., Any], args: Sequence[Any], wanted: PyTree, keep: storage.Keep) -> list[Any]:
     """Returns the leaves of `init(*args)` in the form and with the shardings of `wanted`.
 
     Args:
@@ -47,9 +49,9 @@ def from_init(init: Callable[..., Any], args: Sequence[Any], wanted: Any, keep: 
 
 def from_parts(
     init: Callable[[Any], Any],
-    like: Any,
+    like: PyTree,
     parts: Iterable[dict[int, jax.Array]],
-    wanted: Any,
+    wanted: PyTree,
     keep: storage.Keep,
     *,
     donate: bool = False,
@@ -94,7 +96,7 @@ def from_parts(
     return jax.tree.leaves([made[number] for number in range(len(wanted))])
 
 
-def _is_like(leaf: Any, told: Any) -> bool:
+def _is_like(leaf: Leaf, told: Any) -> bool:
     own = jax.typeof(leaf)
     return (own.shape, own.dtype) == (told.shape, told.dtype)
 
@@ -138,7 +140,7 @@ class _Slices:
 
 
 def from_leaves(
-    leaves: Sequence[Any], wanted: Any, keep: storage.Keep, to_device: Callable[[Any, Any], jax.Array]
+    leaves: Sequence[Any], wanted: PyTree, keep: storage.Keep, to_device: Callable[[Any, Any], jax.Array]
 ) -> list[Any]:
     """Returns the leaves of a state in the form and with the shardings of `wanted`; offloaded ones move piece by piece.
 
@@ -155,7 +157,7 @@ def from_leaves(
     return made
 
 
-def copied(leaf: Any, like: Any) -> jax.Array:
+def copied(leaf: Leaf, like: PyTree) -> jax.Array:
     """Returns a leaf that may be on the host and in pieces as one array on the device, with the dtype and the sharding of `like`."""
     dim = leaf.dim if pieces.is_pieces(leaf) else 0
     stored = jax.tree.leaves(leaf)
@@ -166,21 +168,25 @@ def copied(leaf: Any, like: Any) -> jax.Array:
 
 
 @functools.lru_cache
-def _joined(dim: int, dtype: Any, sharding: Any) -> Callable[[list[jax.Array]], jax.Array]:
+def _joined(
+    dim: int, dtype: DTypeLike | None, sharding: jax.sharding.Sharding
+) -> Callable[[list[jax.Array]], jax.Array]:
     return jax.jit(lambda parts: jnp.concatenate(parts, dim).astype(dtype), out_shardings=sharding)
 
 
-def _filled(keep: storage.Keep, value: Any, like: Any) -> Any:
+def _filled(keep: storage.Keep, value: Leaf, like: PyTree) -> Leaf:
     filled = _fill(like.shape, jnp.dtype(like.dtype), memory_kind.on_device(like.sharding))(value)
     return jax.block_until_ready(keep(filled, like))  # so that the device holds one at a time
 
 
 @functools.lru_cache
-def _fill(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[Any], jax.Array]:
+def _fill(
+    shape: tuple[int, ...], dtype: DTypeLike | None, sharding: jax.sharding.Sharding
+) -> Callable[[Any], jax.Array]:
     return jax.jit(lambda value: jnp.full(shape, value, dtype), out_shardings=sharding)
 
 
-def _slices(array: Any, like: Any) -> list[Any]:
+def _slices(array: jax.Array, like: PyTree) -> list[Any]:
     return pieces.slices(like.lengths, like.dim, array) if pieces.is_pieces(like) else [array]
 
 

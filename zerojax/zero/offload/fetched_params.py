@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from zerojax import tree
+from zerojax.tree import Leaf
 from zerojax.zero import forward_only, placement
 from zerojax.zero.offload import memory_kind, selection, storage
 from zerojax.zero.step_programs import arrivals, blocks, forward
@@ -51,7 +52,7 @@ class FetchedParams(arrivals.ArgumentSource):
         self.frozen = () if on_disk else frozen
         self.early: tuple[ParamCopies, _Early] | None = None
 
-    def used(self, leaf: Any) -> jax.ShapeDtypeStruct:
+    def used(self, leaf: Leaf) -> jax.ShapeDtypeStruct:
         """Returns an abstract leaf in device memory."""
         return memory_kind.as_on_device(leaf)
 

@@ -19,6 +19,8 @@ import optax
 from zerojax import errors, tree
 from zerojax.errors import UserError
 from zerojax.optim import fused, pieces
+from zerojax.train_state import State
+from zerojax.tree import PyTree
 from zerojax.zero import placement
 from zerojax.zero.offload import memory_kind, selection
 
@@ -102,7 +104,7 @@ class Rest:
             self.partition, abstract_state=state, shardings=jax.tree.map(lambda leaf: leaf.sharding, state)
         )
 
-    def of(self, state: Any) -> Any:
+    def of(self, state: State) -> State:
         """Returns the train state with only this part of its optimizer state."""
         leaves = jax.tree.leaves(state.opt_state)
         structure = jax.tree.structure(self.partition.abstract_state.opt_state)
@@ -197,7 +199,7 @@ class Division:
             start += length
         return items
 
-    def _initialised(self, params: Any) -> Any:
+    def _initialised(self, params: PyTree) -> State:
         """Returns the abstract optimizer state of a part of the weights."""
         try:
             with fused.of_a_part():
@@ -208,7 +210,7 @@ class Division:
                 "its masks and labels as functions of the params, which see optax.MaskedNode() in place of the other weights"
             ) from error
 
-    def _only(self, values: Mapping[str, Any]) -> Any:
+    def _only(self, values: Mapping[str, Any]) -> PyTree:
         """Returns a tree like the params with these leaves, by path, and optax.MaskedNode() in place of the others."""
         leaves = [values.get(name, optax.MaskedNode()) for name in self.names]
         return jax.tree.unflatten(jax.tree.structure(self._partition.abstract_state.params), leaves)
@@ -241,7 +243,7 @@ class _Parts:
             self._owners[path] = partition.leaves[stored].weight
         self._is_whole: dict[Any, bool] = {}
 
-    def of(self, weight: str, shape: tuple[int, ...], part: Any) -> tuple[list[str], Any]:
+    def of(self, weight: str, shape: tuple[int, ...], part: PyTree) -> tuple[list[str], Any]:
         """Returns the paths of its leaves in the whole state, and its tree.
 
         Args:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.errors import UserError
+from zerojax.train_state import State
 from zerojax.zero import placement, update
 from zerojax.zero.offload import settings
 
@@ -40,11 +41,11 @@ class LateClip(update.Clip):
         """Returns whether the factor is known before the gradients, and every step is taken."""
         return True
 
-    def factor(self, state: Any, norm: jax.Array) -> jax.Array:
+    def factor(self, state: State, norm: jax.Array) -> jax.Array:
         """Returns what the gradients of a step are multiplied by, for its own norm."""
         return self.factor_of(self._clipped(state, norm))
 
-    def after(self, before: Any, state: Any, norm: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+    def after(self, before: State, state: State, norm: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
         """Returns the train state with the norm of this step, and as a metric the norm that its gradients were clipped by."""
         return state.replace(**{FIELD: norm}), {"clipped_norm": self._clipped(before, norm)}
 
@@ -52,7 +53,7 @@ class LateClip(update.Clip):
         """Returns the factor for the norm that gradients are clipped by."""
         return jnp.minimum(1.0, self.limit / norm)  # a norm of 0 gives inf, so 1
 
-    def _clipped(self, state: Any, norm: jax.Array) -> jax.Array:
+    def _clipped(self, state: State, norm: jax.Array) -> jax.Array:
         last = getattr(state, FIELD)
         return jnp.where(last < 0, norm, last)
 

@@ -10,30 +10,32 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from zerojax.tree import Leaf
+
 MEMORY_KIND = "pinned_host"
 
 
-def is_on_host(leaf: Any) -> bool:
+def is_on_host(leaf: Leaf) -> bool:
     """Returns whether an array, or a leaf in pieces, lives in host memory."""
     return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == MEMORY_KIND
 
 
-def on_device(sharding: Any) -> Any:
+def on_device(sharding: Any) -> NamedSharding:
     """Returns a sharding in device memory."""
     return NamedSharding(sharding.mesh, sharding.spec)
 
 
-def on_host(sharding: Any) -> Any:
+def on_host(sharding: NamedSharding) -> NamedSharding:
     """Returns a sharding in host memory."""
     return NamedSharding(sharding.mesh, sharding.spec, memory_kind=MEMORY_KIND)
 
 
-def as_on_device(leaf: Any) -> jax.ShapeDtypeStruct:
+def as_on_device(leaf: Leaf) -> jax.ShapeDtypeStruct:
     """Returns an abstract leaf with its sharding in device memory."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_device(leaf.sharding))
 
 
-def as_on_host(leaf: Any) -> jax.ShapeDtypeStruct:
+def as_on_host(leaf: Leaf) -> jax.ShapeDtypeStruct:
     """Returns an abstract leaf with its sharding in host memory."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host(leaf.sharding))
 

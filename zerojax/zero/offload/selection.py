@@ -25,6 +25,8 @@ from flax.training import train_state
 from zerojax import roles, specs, tree
 from zerojax.errors import UserError
 from zerojax.optim import eight_bit, locality, one_pass, pieces
+from zerojax.train_state import State
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import placement
 from zerojax.zero.offload import memory_kind, settings
 
@@ -147,7 +149,7 @@ def leaves_of_weights(partition: placement.Partition, min_size: int) -> dict[str
     return {weight: found[weight] for weight in partition.placements if weight in found}
 
 
-def _checked(partition: placement.Partition) -> Any:
+def _checked(partition: placement.Partition) -> State:
     """Returns the abstract state with its trainable params only; refuses one whose update is unknown."""
     state = partition.abstract_state
     update = getattr(type(state), "apply_gradients", None)
@@ -213,7 +215,7 @@ def _placed(
     """Returns the partition with the leaves of `chosen` (path -> weight) in host memory, in the pieces that `cuts` says."""
     leaves: dict[str, placement.Decision] = {}
 
-    def parts_of(path: str, leaf: Any) -> Any:
+    def parts_of(path: str, leaf: Leaf) -> Any:
         """Returns the abstract leaf as it is stored, and notes its decisions."""
         decision = partition.leaves[path]
         cut = cuts.get(chosen.get(path, ""))
@@ -253,7 +255,7 @@ def _placed(
     )
 
 
-def _stored_as(partition: placement.Partition, abstract: Any, **changes: Any) -> placement.Partition:
+def _stored_as(partition: placement.Partition, abstract: PyTree, **changes: Any) -> placement.Partition:
     """Returns the partition with another abstract state, and other changes."""
     return dataclasses.replace(
         partition,

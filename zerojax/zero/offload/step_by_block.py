@@ -25,10 +25,13 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.ops import fp8 as fp8_ops
+from zerojax.train_state import State
+from zerojax.tree import PyTree
 from zerojax.zero import block_settings, placement
 from zerojax.zero import update as update_lib
 from zerojax.zero.offload import fetched_params, late_norm, memory_kind, selection, settings, storage, streamed_step
@@ -64,7 +67,7 @@ Finish = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, jax.Array], Any, An
 def is_chosen(
     partition: placement.Partition,
     how: block_settings.How,
-    reduce_dtype: Any,
+    reduce_dtype: DTypeLike | None,
     fp8: Any,
     clip: update_lib.Clip,
     by_columns: str = "",
@@ -144,7 +147,7 @@ class BlockwiseStep(streamed_step.StreamedStep):
         self._form: _Form | None = None
         self._has_params_on_host = selection.are_params_on_host(updates.rest.partition)
 
-    def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+    def __call__(self, state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
         """Sends a step to the device. Returns before it ends, but not before its last stores have begun."""
         leaves, form = self._read(state)
         rest = form.rest(leaves)
@@ -215,7 +218,7 @@ class BlockwiseStep(streamed_step.StreamedStep):
         return super().ahead
 
     def one_pass(
-        self, state: Any, batch: Any, compiler_options: Mapping[str, Any] | None = None
+        self, state: State, batch: PyTree, compiler_options: Mapping[str, Any] | None = None
     ) -> passes_lib.PassPrograms:
         """Returns the programs of one pass, for a state and a batch that may be abstract; see `Passes.one_pass`."""
         return self.passes.one_pass(self.updates.rest.of(state), batch, compiler_options)
@@ -230,7 +233,7 @@ class BlockwiseStep(streamed_step.StreamedStep):
         """Returns whether all gradients are on the device at once: those of the pass before, or those that wait for the norm."""
         return self.passes.count > 1 or self._waits
 
-    def memory(self, state: Any, batch: Any) -> "Memory":
+    def memory(self, state: State, batch: PyTree) -> "Memory":
         """Returns what a step takes of a device, for a state and a batch that may be abstract. Compiles its programs."""
         one_pass = self.one_pass(state, batch)
         self.updates.set_grad_dtypes(dict.fromkeys(self.updates.weights, jnp.float32))
@@ -249,12 +252,12 @@ class BlockwiseStep(streamed_step.StreamedStep):
             waiting=waiting,
         )
 
-    def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
+    def trace(self, state: State, batch: PyTree) -> jax.stages.Traced:
         """Traces the step without its updates as one program on the device, which never runs."""
         on_device = state.replace(params=jax.tree.map(memory_kind.as_on_device, tree.abstract(state.params)))
         return super().trace(on_device, batch)
 
-    def _known_factor(self, state: Any) -> Any:
+    def _known_factor(self, state: State) -> Any:
         """Returns the factor of the gradients if it is known before them, else None."""
         if not self.is_early or self._late_factor is None:
             return self._one if self.is_early else None
@@ -262,21 +265,21 @@ class BlockwiseStep(streamed_step.StreamedStep):
         is_known = norm is self._norm or late_norm.is_known(norm)  # the step does not wait for a norm of its own
         return self._late_factor(norm) if is_known else None
 
-    def _read(self, state: Any) -> tuple[list[Any], "_Form"]:
+    def _read(self, state: State) -> tuple[list[Any], "_Form"]:
         """Returns a state's leaves, and their form, which is made once: the device waits for what the host does between two steps."""
         leaves, structure = jax.tree.flatten(state)
         if self._form is None or self._form.structure != structure:
             self._form = self._form_of(structure)
         return leaves, self._form
 
-    def _form_of(self, structure: Any) -> "_Form":
+    def _form_of(self, structure: jax.tree_util.PyTreeDef) -> "_Form":
         """Returns the form of states of a structure."""
         numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
         rest = self.updates.rest.of(numbered)
         own = self._without(rest)
         paths = tree.map_with_path(lambda path, _: f"params/{path}", numbered.params)
 
-        def finish(leaves: list[Any], aux: Any, grads: Any, squares: Any) -> tuple[Any, ...]:
+        def finish(leaves: list[Any], aux: PyTree, grads: PyTree, squares: PyTree) -> tuple[Any, ...]:
             state = jax.tree.unflatten(jax.tree.structure(own), leaves)
             new_state, *others = self._finished(paths, state, aux, grads, squares)
             return jax.tree.leaves(new_state), *others
@@ -294,7 +297,7 @@ class BlockwiseStep(streamed_step.StreamedStep):
             finish=jax.jit(finish, donate_argnums=(0,) if self.donate else (), out_shardings=(shardings, None, handed)),
         )
 
-    def _finished(self, paths: Any, state: Any, aux: Any, grads: Any, squares: Any) -> Any:
+    def _finished(self, paths: Any, state: State, aux: PyTree, grads: PyTree, squares: PyTree) -> State:
         trained = self.updates.rest.partition.trainable_part(paths)
         own = jax.tree.map(lambda path: grads.get(path, optax.MaskedNode()), trained)
         squares = squares | update_lib.squares(grads, 1.0 / self._scale(state))
@@ -302,7 +305,7 @@ class BlockwiseStep(streamed_step.StreamedStep):
         new_state, metrics, factor, finite = self._finish(state, aux, own, of_all)
         return new_state, metrics, self.updates.handed_to(state, {}, factor, finite)
 
-    def _without(self, state: Any) -> Any:
+    def _without(self, state: State) -> State:
         """Returns a state, or a tree like it, without the params that are frozen, updated by groups or in host memory."""
         keep = lambda path, leaf: optax.MaskedNode() if f"params/{path}" in self._apart else leaf  # noqa: E731
         return state.replace(params=tree.map_with_path(keep, state.params))
@@ -321,7 +324,7 @@ class _Mold:
       numbered: the tree; its leaves are numbers.
     """
 
-    def __init__(self, numbered: Any):
+    def __init__(self, numbered: PyTree):
         self._nodes, self._structure = jax.tree.flatten(numbered, is_leaf=_is_empty)
         self._places = [(place, node) for place, node in enumerate(self._nodes) if not _is_empty(node)]
 
@@ -332,7 +335,7 @@ class _Mold:
         return jax.tree.unflatten(self._structure, nodes)
 
 
-def _is_empty(node: Any) -> bool:
+def _is_empty(node: PyTree) -> bool:
     return isinstance(node, tuple) and not jax.tree.leaves(node)
 
 
@@ -478,8 +481,8 @@ def passes_of(
     how: block_settings.How,
     batch: inputs.Layout,
     *,
-    reduce_dtype: Any,
-    compute_dtype: Any,
+    reduce_dtype: DTypeLike | None,
+    compute_dtype: DTypeLike | None,
     in_16_bits: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> passes_lib.Passes:

@@ -12,6 +12,7 @@ import jax
 
 from zerojax import display, roles, tree
 from zerojax.errors import UserError
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import placement
 from zerojax.zero.offload import memory_kind, settings
 from zerojax.zero.offload.disk import folder as folder_lib
@@ -100,14 +101,14 @@ def keeper(partition: placement.Partition) -> Keep:
         how = store.Settings(_folder(chosen), chosen.buffers(len(part)), _buffer_bytes(partition, part))
         stores |= dict.fromkeys(map(id, part.values()), store.Store(how, list(part.values())))
 
-    def keep(array: jax.Array, like: Any) -> Any:
+    def keep(array: jax.Array, like: PyTree) -> Leaf:
         host = to_host(array, like)
         return stores[id(like)].put(host) if id(like) in stores else host
 
     return keep
 
 
-def to_host(array: jax.Array, like: Any) -> jax.Array:
+def to_host(array: jax.Array, like: PyTree) -> jax.Array:
     """Sends an array to where an abstract leaf is in host memory."""
     return memory_kind.moved([array], [like.sharding])[0]
 
@@ -130,7 +131,7 @@ def leave(leaving: list[jax.Array], old: list[Any], shardings: list[Any]) -> lis
     return old[0].store.replace(old, host) if old and is_on_disk(old[0]) else host
 
 
-def to_device(params: Any) -> Any:
+def to_device(params: PyTree) -> PyTree:
     """Returns params with copies on the device of those that live elsewhere, for a program that reads all of them at once."""
     leaves, structure = jax.tree.flatten(params)
     stored = [leaf for leaf in leaves if memory_kind.is_on_host(leaf)]
@@ -145,12 +146,12 @@ def prefetch(groups: list[list[Any]]) -> None:
             group[0].store.prefetch(group)
 
 
-def is_on_disk(leaf: Any) -> bool:
+def is_on_disk(leaf: Leaf) -> bool:
     """Returns whether a leaf of a state lives in a file."""
     return isinstance(leaf, store.DiskArray)
 
 
-def in_memory(leaf: Any) -> jax.Array:
+def in_memory(leaf: Leaf) -> jax.Array:
     """Returns a leaf as an array, in host memory if it lives on a disk."""
     return leaf.to_host() if is_on_disk(leaf) else leaf
 

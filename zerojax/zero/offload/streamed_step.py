@@ -19,6 +19,8 @@ import jax
 
 from zerojax import tree
 from zerojax.errors import UserError
+from zerojax.train_state import State
+from zerojax.tree import PyTree
 from zerojax.zero import arguments, placement
 from zerojax.zero.offload import selection, storage
 from zerojax.zero.offload import updates as updates_lib
@@ -49,7 +51,7 @@ class StreamedStep:
             )
         self._leaving: collections.deque[list[Any]] = collections.deque()  # stores that may not have ended
 
-    def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+    def __call__(self, state: State, batch: PyTree) -> tuple[Any, dict[str, jax.Array]]:
         """Sends a step to the device. Returns before it ends, but not before its last stores have begun."""
         self._check(state, batch)
         leaves, groups = jax.tree.leaves(state.opt_state), self.updates.groups
@@ -90,13 +92,13 @@ class StreamedStep:
         """Returns the number of groups that are loaded before their update is sent."""
         return max(1, self.in_flight // 2)
 
-    def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
+    def trace(self, state: State, batch: PyTree) -> jax.stages.Traced:
         """Traces the program of the gradients, for the whole train state, abstract or not."""
         traced = self.gradients.trace(self.updates.rest.of(state), batch)  # type: ignore[attr-defined]
         self._set_dtypes(traced.out_info[2])
         return traced
 
-    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
+    def lower(self, state: State, batch: PyTree) -> jax.stages.Lowered:
         """Lowers the program of the gradients."""
         return self.trace(state, batch).lower()
 
@@ -113,7 +115,7 @@ class StreamedStep:
         room = min(self.ahead, len(groups), self.in_flight - self._num_leaving())
         return collections.deque(self.updates.load(group, leaves) for group in groups[: max(0, room)])
 
-    def _check(self, state: Any, batch: Any) -> None:
+    def _check(self, state: State, batch: PyTree) -> None:
         arguments.is_usable(state)
         if jax.tree.structure(state.opt_state) != self.updates.structure:
             raise UserError(
@@ -137,7 +139,7 @@ class StreamedStep:
         while self._leaving and len(self._leaving) + num_arriving >= self.in_flight:
             jax.block_until_ready([leaf for leaf in self._leaving.popleft() if not leaf.is_deleted()])
 
-    def _joined(self, state: Any, new_state: Any, params: dict[str, Any], new_leaves: dict[int, Any]) -> Any:
+    def _joined(self, state: State, new_state: State, params: dict[str, Any], new_leaves: dict[int, Any]) -> State:
         """Returns the new train state, of which `new_state` has all but the optimizer state of items and their params."""
         new_leaves.update(zip(self.updates.rest.positions, jax.tree.leaves(new_state.opt_state)))
         opt_state = jax.tree.unflatten(

@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from zerojax import tree
 from zerojax.optim import fused, one_pass
+from zerojax.train_state import State
+from zerojax.tree import PyTree
 from zerojax.zero import placement
 from zerojax.zero import update as update_lib
 from zerojax.zero.offload import groups as groups_lib
@@ -83,16 +86,20 @@ class Updates(groups_lib.Division):
         return sum(tree.shard_bytes(leaf) for n, leaf in enumerate(self.leaves) if n not in self.on_host)
 
     @property
-    def structure(self) -> Any:
+    def structure(self) -> PyTree:
         """Returns the tree of the whole optimizer state."""
         return jax.tree.structure(self._partition.abstract_state.opt_state)
 
-    def handed(self, state: Any, grads: Any, factor: Any, finite: Any) -> tuple["Handed"]:
+    def handed(
+        self, state: State, grads: PyTree, factor: jax.Array | float, finite: jax.Array | None
+    ) -> tuple["Handed"]:
         """Returns what the program that computes gradients hands to the updates of the groups, as a tuple of one; called in its trace."""
         by_path = {f"params/{path}": grad for path, grad in tree.flatten(grads)}
         return (self.handed_to(state, {weight: by_path[weight] for weight in self.weights}, factor, finite),)
 
-    def handed_to(self, state: Any, grads: dict[str, Any], factor: Any, finite: Any) -> "Handed":
+    def handed_to(
+        self, state: State, grads: dict[str, Any], factor: jax.Array | float, finite: jax.Array | None
+    ) -> "Handed":
         """Returns gradients by path with what else the updates of groups read of a state without offloaded leaves."""
         held = jax.tree.leaves(state.opt_state)
         shared = [held[self.rest.positions.index(n)] for n in self.shared]
@@ -158,7 +165,7 @@ class Updates(groups_lib.Division):
             done.leaving.extend(host)
         return done
 
-    def _scalar(self, dtype: Any, value: int) -> jax.Array:
+    def _scalar(self, dtype: DTypeLike | None, value: int) -> jax.Array:
         """Returns a scalar on the devices. A number from the host would wait for the loads that were sent before it."""
         if (dtype, value) not in self._scalars:
             self._scalars[dtype, value] = jax.device_put(np.asarray(value, dtype), self.handed_shardings.factor)

@@ -8,10 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
+from zerojax.train_state import State
+from zerojax.tree import PyTree
 from zerojax.zero import placement, step, where_used
 from zerojax.zero.sharded_batch import dependence, inputs, keys
 
@@ -28,10 +31,10 @@ _WAYS_OUT_OF_PARTS = (
 def compare_sums(
     loss_fn: Callable[..., Any],
     partition: placement.Partition,
-    state: Any,
-    batch: Any,
+    state: State,
+    batch: PyTree,
     *,
-    reduce_dtype: Any = jnp.float32,
+    reduce_dtype: DTypeLike | None = jnp.float32,
     tolerance: float = 1e-3,
     **options: Any,
 ) -> list[str]:
@@ -63,10 +66,10 @@ def compare_sums(
 def compare_context(
     loss_fn: Callable[..., Any],
     partition: placement.Partition,
-    state: Any,
-    batch: Any,
+    state: State,
+    batch: PyTree,
     *,
-    batch_specs: Any,
+    batch_specs: PyTree,
     tolerance: float = 1e-3,
     **options: Any,
 ) -> list[str]:
@@ -100,9 +103,9 @@ def compare_context(
 def _apart(
     loss_fn: Callable[..., Any],
     partition: placement.Partition,
-    state: Any,
-    batch: Any,
-    reduce_dtype: Any,
+    state: State,
+    batch: PyTree,
+    reduce_dtype: DTypeLike | None,
     tolerance: float,
     options: dict,
     way_out: str,
@@ -118,7 +121,7 @@ def _apart(
 
 
 def _equal_draws(
-    loss_fn: Callable[..., Any], partition: placement.Partition, state: Any, batch: Any, options: dict
+    loss_fn: Callable[..., Any], partition: placement.Partition, state: State, batch: PyTree, options: dict
 ) -> list[str]:
     """Returns a line for each line of the user's code that draws the same random numbers on every device."""
     passes, batch_specs = options.get("grad_accum", 1), options.get("batch_specs", ())
@@ -126,12 +129,12 @@ def _equal_draws(
     batch = jax.eval_shape(layout.place, batch)
     params = where_used.abstract_used(state.params, partition, options.get("compute_dtype"))
 
-    def aux_of(params: Any, batch: Any, state: Any) -> Any:
+    def aux_of(params: PyTree, batch: PyTree, state: State) -> PyTree:
         return None, loss_fn(params, batch, state)
 
     own_keys = keys.own(lambda: dependence.of_loss(aux_of, params, batch, state, layout), layout, batch, state)
 
-    def on_device(params: Any, batch: Any, inputs: Any) -> Any:
+    def on_device(params: PyTree, batch: PyTree, inputs: PyTree) -> PyTree:
         own = [keys.fold(values, paths, inputs["device"]) for values, paths in zip((inputs["state"], batch), own_keys)]
         with keys.folded_in_flax(inputs["device"]):
             return aux_of(params, own[1], own[0])
@@ -144,17 +147,17 @@ def _equal_draws(
     ]
 
 
-def _fields(state: Any) -> dict[str, Any]:
+def _fields(state: State) -> dict[str, Any]:
     """Returns the values of a train state that its loss function may return, by path."""
     fields = {name: part for name, part in vars(state).items() if name not in ("params", "opt_state", "apply_fn", "tx")}
     return {f"state/{path}": leaf for path, leaf in _values(fields).items()}
 
 
-def _values(values: Any) -> dict[str, Any]:
+def _values(values: PyTree) -> dict[str, Any]:
     return {path: leaf for path, leaf in tree.flatten(values) if not keys.is_typed(leaf)}
 
 
-def _difference(name: str, by_device: Any, whole: Any, tolerance: float, way_out: str) -> list[str]:
+def _difference(name: str, by_device: PyTree, whole: PyTree, tolerance: float, way_out: str) -> list[str]:
     ours, theirs = (np.asarray(value, np.float64) for value in (by_device, whole))
     if not theirs.size:
         return []

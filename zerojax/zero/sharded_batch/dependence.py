@@ -29,6 +29,8 @@ from jax.interpreters import partial_eval
 
 from zerojax import mesh as mesh_lib
 from zerojax import traces, tree
+from zerojax.train_state import State
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import constraints
 from zerojax.zero.sharded_batch import inputs
 
@@ -43,7 +45,9 @@ _DRAWS, _WRAP = "random_bits", "random_wrap"
 _PARTS_OF_KEYS = _SAME_VALUE | {"dynamic_slice", "gather"}
 
 
-def of_loss(loss_fn: Callable[..., Any], params: Any, batch: Any, state: Any, layout: inputs.Layout) -> "TracedLoss":
+def of_loss(
+    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, state: State, layout: inputs.Layout
+) -> "TracedLoss":
     """Traces a loss function on one pass over the whole batch.
 
     Args:
@@ -52,7 +56,7 @@ def of_loss(loss_fn: Callable[..., Any], params: Any, batch: Any, state: Any, la
       batch, state: arrays; the batch was placed by `layout`.
     """
 
-    def aux_of(params: Any, batch: Any, state: Any) -> Any:
+    def aux_of(params: PyTree, batch: PyTree, state: State) -> PyTree:
         return loss_fn(params, batch, state)[1]
 
     params, state = (jax.tree.map(_abstract, part) for part in (params, state))
@@ -63,11 +67,13 @@ def of_loss(loss_fn: Callable[..., Any], params: Any, batch: Any, state: Any, la
     return dataclasses.replace(found, repeated=layout.repeated(batch))
 
 
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), tree.dtype_of(leaf))
 
 
-def refuse_unsure(loss_fn: Callable[..., Any], params: Any, batch: Any, state: Any, layout: inputs.Layout) -> None:
+def refuse_unsure(
+    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, state: State, layout: inputs.Layout
+) -> None:
     """Raises a UserError for leaves of a batch whose rows may be examples or not, such as weights of as many classes as examples.
 
     The loss is traced with more rows of some leaves than of others. If it takes that, nothing says that both count examples, unless all
@@ -110,7 +116,7 @@ def _groups(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     return itertools.chain.from_iterable(itertools.combinations(names, size) for size in sizes)
 
 
-def _tried(function: Callable[..., Any], axes: Any, params: Any, batch: Any, state: Any) -> "TracedLoss | None":
+def _tried(function: Callable[..., Any], axes: Any, params: PyTree, batch: PyTree, state: State) -> "TracedLoss | None":
     """Returns a traced loss, or None if the user's code raises an error for this batch. What it warns of, the step's own trace tells."""
     try:
         with warnings.catch_warnings():
@@ -149,7 +155,7 @@ class TracedLoss:
 
     @classmethod
     def of(
-        cls, function: Callable[..., Any], params: Any, batch: Any, state: Any, larger: Any, axes: Any = None
+        cls, function: Callable[..., Any], params: PyTree, batch: PyTree, state: State, larger: Any, axes: Any = None
     ) -> "TracedLoss":
         """Traces a function that returns a pytree.
 
@@ -201,7 +207,7 @@ class TracedLoss:
         found = self._kind(self.frame, self.outputs[output], old)
         return SAME if found == GROWN and self._is_old(self.frame, self.outputs[output], old) else found
 
-    def evaluate(self, output: str, state: Any) -> Any:
+    def evaluate(self, output: str, state: State) -> Any:
         """Returns the value of a `same` result, for the whole batch and these values of the state.
 
         Raises:

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax import precision, tree
 from zerojax import specs as specs_lib
 from zerojax.errors import UserError
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import arguments
 
 OWN_SPEC = 'batch_specs=[("^{}$", jax.sharding.PartitionSpec())]'
@@ -54,7 +56,7 @@ class Layout:
         if not isinstance(self.cast_batch, bool):
             _check_regex("cast_batch", self.cast_batch)
 
-    def place(self, batch: Any, dtype: Any = None) -> Any:
+    def place(self, batch: PyTree, dtype: DTypeLike | None = None) -> PyTree:
         """Returns the batch constrained to its shardings and cast to `dtype`, each leaf [passes, ...] if there are several.
 
         Raises:
@@ -70,42 +72,42 @@ class Layout:
         self._check(batch, own)
         return self._cast(tree.map_with_path(functools.partial(self._placed, own), batch), dtype)
 
-    def specs(self, batch: Any) -> Any:
+    def specs(self, batch: PyTree) -> PyTree:
         """Returns the PartitionSpecs of a batch that was placed."""
         own, before = self._own(batch), (None,) * (self.passes > 1)
         return tree.map_with_path(lambda path, leaf: P(*before, *self._spec(own, path, leaf.ndim - len(before))), batch)
 
-    def examples(self, batch: Any) -> int:
+    def examples(self, batch: PyTree) -> int:
         """Returns the number of examples of one pass over a batch that was placed; 1 if no leaf counts them."""
         for leaf, spec in zip(jax.tree.leaves(batch), jax.tree.leaves(self.specs(batch), is_leaf=is_spec)):
             for dim in _rows(spec):
                 return leaf.shape[dim]
         return 1
 
-    def counting(self, batch: Any) -> dict[str, bool]:
+    def counting(self, batch: PyTree) -> dict[str, bool]:
         """Returns the leaves of a batch that was placed that count examples, the largest first: whether `batch_specs` says so."""
         own, specs = self._own(batch), dict(tree.flatten(self.specs(batch), is_leaf=is_spec))
         leaves = sorted(tree.flatten(batch), key=lambda pair: -pair[1].size)
         return {path: path in own for path, _ in leaves if _rows(specs[path])}
 
-    def repeated(self, batch: Any) -> frozenset[str]:
+    def repeated(self, batch: PyTree) -> frozenset[str]:
         """Returns the leaves of a batch that was placed of which devices with tokens of their own have the same rows."""
         if mesh_lib.size(self.mesh, mesh_lib.TOKENS) == 1:
             return frozenset()
         specs = tree.flatten(self.specs(batch), is_leaf=is_spec)
         return frozenset(path for path, spec in specs if specs_lib.axes(spec).isdisjoint(mesh_lib.TOKENS))
 
-    def is_unsure(self, batch: Any) -> bool:
+    def is_unsure(self, batch: PyTree) -> bool:
         """Returns whether a device could get rows of a leaf which are no examples: `batch_specs` does not name all of several leaves."""
         counting = self.counting(batch)
         is_one_device = mesh_lib.size(self.mesh, mesh_lib.EXAMPLES) == 1
         return not is_one_device and len(counting) > 1 and not all(counting.values())
 
-    def of_examples(self, batch: Any, count: int, apart: Mapping[str, int] | None = None) -> Any:
+    def of_examples(self, batch: PyTree, count: int, apart: Mapping[str, int] | None = None) -> PyTree:
         """Returns the abstract form of one pass over a batch that was placed, with `count` examples; those in `apart` have other rows."""
         whole, before = self.examples(batch), int(self.passes > 1)
 
-        def of_count(leaf: Any, spec: P, number: int) -> jax.ShapeDtypeStruct:
+        def of_count(leaf: Leaf, spec: P, number: int) -> jax.ShapeDtypeStruct:
             rows = _rows(spec)
             shape = [length * number // whole if dim in rows else length for dim, length in enumerate(leaf.shape)]
             return jax.ShapeDtypeStruct(tuple(shape[before:]), tree.dtype_of(leaf))
@@ -113,7 +115,7 @@ class Layout:
         specs = dict(tree.flatten(self.specs(batch), is_leaf=is_spec))
         return tree.map_with_path(lambda path, leaf: of_count(leaf, specs[path], (apart or {}).get(path, count)), batch)
 
-    def _cast(self, batch: Any, dtype: Any) -> Any:
+    def _cast(self, batch: PyTree, dtype: DTypeLike | None) -> PyTree:
         if self.cast_batch is False or dtype is None:
             return batch
         pattern = re.compile("" if self.cast_batch is True else self.cast_batch)
@@ -121,7 +123,7 @@ class Layout:
             lambda path, leaf: precision.cast_floating(leaf, dtype) if pattern.search(path) else leaf, batch
         )
 
-    def _own(self, batch: Any) -> dict[str, P]:
+    def _own(self, batch: PyTree) -> dict[str, P]:
         """Returns the specs that the user chose, by path."""
         chosen = self.batch_specs
         paths = [path for path, _ in tree.flatten(batch)]
@@ -148,7 +150,7 @@ class Layout:
     def _spec(self, own: dict[str, P], path: str, dims: int) -> P:
         return own[path] if path in own else P(mesh_lib.EXAMPLES) if dims > 0 else P()
 
-    def _check(self, batch: Any, own: dict[str, P]) -> None:
+    def _check(self, batch: PyTree, own: dict[str, P]) -> None:
         """Refuses leaves that differ in the number of examples, where each device sees its own."""
         dim = int(self.passes > 1)
         rows = {path: leaf.shape[dim] for path, leaf in tree.flatten(batch) if path not in own and leaf.ndim > dim}
@@ -162,7 +164,7 @@ class Layout:
             f"{OWN_SPEC.format(odd)} for a leaf that counts none"
         )
 
-    def _check_tokens(self, batch: Any, own: dict[str, P]) -> None:
+    def _check_tokens(self, batch: PyTree, own: dict[str, P]) -> None:
         """Refuses leaves of which nothing says whether they have a dim of tokens, where each device has tokens of its own."""
         if mesh_lib.size(self.mesh, mesh_lib.TOKENS) == 1:
             return
@@ -186,7 +188,7 @@ class Layout:
                 f"a mesh without {axis}"
             )
 
-    def _placed(self, own: dict[str, P], path: str, leaf: Any) -> Any:
+    def _placed(self, own: dict[str, P], path: str, leaf: Leaf) -> Any:
         before = int(self.passes > 1)
         if path in own and not specs_lib.axes(own[path]):
             leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, P()))
@@ -204,7 +206,7 @@ class Layout:
             else jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, P(*(None,) * before, *spec)))
         )
 
-    def _check_fits(self, path: str, leaf: Any, spec: P, *, is_own: bool) -> None:
+    def _check_fits(self, path: str, leaf: Leaf, spec: P, *, is_own: bool) -> None:
         unknown = specs_lib.axes(spec) - set(self.mesh.shape)
         if unknown or len(spec) > leaf.ndim:
             raise UserError(
@@ -245,7 +247,7 @@ def _rows(spec: P) -> list[int]:
     return [dim for dim, entry in enumerate(spec) if not set(mesh_lib.EXAMPLES).isdisjoint(specs_lib.names(entry))]
 
 
-def _is_list(batch_specs: Any) -> bool:
+def _is_list(batch_specs: PyTree) -> bool:
     """Returns whether these are pairs (path regex, spec)."""
     is_sequence = isinstance(batch_specs, Sequence) and not isinstance(batch_specs, (str, P))
     return is_sequence and all(
@@ -253,6 +255,6 @@ def _is_list(batch_specs: Any) -> bool:
     )
 
 
-def is_spec(node: Any) -> bool:
+def is_spec(node: PyTree) -> bool:
     """Returns whether a node is a PartitionSpec."""
     return isinstance(node, P)

@@ -27,23 +27,25 @@ from flax import nnx
 from flax.core.scope import LazyRng
 
 from zerojax import specs, train_state, tree
+from zerojax.train_state import State
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero.sharded_batch import dependence, inputs
 
+Paths = tuple[Collection[str], Collection[str]]  # of random keys in the state, and in the batch
 
-def is_typed(leaf: Any) -> bool:
+
+def is_typed(leaf: Leaf) -> bool:
     """Returns whether a leaf holds random keys by its dtype."""
     return jax.dtypes.issubdtype(tree.dtype_of(leaf), jax.dtypes.prng_key)
 
 
-def own(
-    program: Callable[[], dependence.TracedLoss], layout: inputs.Layout, batch: Any, state: Any
-) -> tuple[frozenset[str], frozenset[str]]:
+def own(program: Callable[[], dependence.TracedLoss], layout: inputs.Layout, batch: PyTree, state: State) -> Paths:
     """Returns the paths of the random keys in a state, and of those in a batch that are the same for all examples."""
     shared = {path for path, spec in tree.flatten(layout.specs(batch), is_leaf=inputs.is_spec) if not specs.axes(spec)}
     return _find(state, lambda: program().keys()[0]), _find(batch, lambda: program().keys()[1]) & shared
 
 
-def _find(values: Any, used_raw: Callable[[], Collection[str]]) -> frozenset[str]:
+def _find(values: PyTree, used_raw: Callable[[], Collection[str]]) -> frozenset[str]:
     """Returns the paths of random keys in a state or a batch.
 
     Args:
@@ -58,10 +60,10 @@ def _find(values: Any, used_raw: Callable[[], Collection[str]]) -> frozenset[str
     return frozenset(found | (raw & set(used_raw()) if raw else set()))
 
 
-def fold(values: Any, paths: Collection[str], number: Any) -> Any:
+def fold(values: PyTree, paths: Collection[str], number: jax.Array) -> PyTree:
     """Returns the values with `number` (int32[]) folded into the keys of these paths."""
 
-    def one(path: str, leaf: Any) -> Any:
+    def one(path: str, leaf: Leaf) -> Leaf:
         if path not in paths:
             return leaf
         width = 0 if is_typed(leaf) else 1  # dims of a key's words
@@ -76,7 +78,7 @@ def fold(values: Any, paths: Collection[str], number: Any) -> Any:
 
 
 @contextlib.contextmanager
-def folded_in_flax(*numbers: Any) -> Iterator[None]:
+def folded_in_flax(*numbers: jax.Array) -> Iterator[None]:
     """Folds numbers (int32[]) into the keys that Linen and NNX draw with inside, once for each `apply` and each draw of a stream.
 
     The weights of an `init` inside stay equal on all devices.
@@ -118,7 +120,7 @@ def numbers() -> tuple[Any, ...]:
     return _numbers.get()
 
 
-def folded(key: Any) -> Any:
+def folded(key: jax.Array) -> jax.Array:
     """Returns a random key with `numbers` folded in."""
     for number in _numbers.get():
         key = jax.random.fold_in(key, number)
@@ -132,7 +134,7 @@ _traces, _trace_numbers = jax.make_user_context(0), itertools.count(1)
 _bind, _draw = flax.core.scope.bind, nnx.RngStream.__call__
 
 
-def _bind_folded(variables: Any, rngs: Any = None, mutable: Any = False, flags: Mapping | None = None) -> Any:
+def _bind_folded(variables: PyTree, rngs: Any = None, mutable: Any = False, flags: Mapping | None = None) -> Any:
     scope = _bind(variables, rngs=rngs, mutable=mutable, flags=flags)
     if scope.flags.get("initializing"):
         return scope
@@ -153,6 +155,6 @@ flax.core.scope.bind = flax.core.bind = _bind_folded
 nnx.RngStream.__call__ = _draw_folded  # type: ignore[method-assign, assignment]
 
 
-def _may_be_raw(leaf: Any) -> bool:
+def _may_be_raw(leaf: Leaf) -> bool:
     words = jax.eval_shape(jax.random.PRNGKey, 0).shape
     return leaf.dtype == jnp.uint32 and leaf.shape[-1:] == words

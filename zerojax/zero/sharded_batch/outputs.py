@@ -27,6 +27,8 @@ import numpy as np
 from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
+from zerojax.train_state import State
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero.sharded_batch import dependence
 
 _WAY_OUT = "return zerojax.Mean(total, weight) or zerojax.Sum(total), or a floating value, which is averaged"
@@ -67,6 +69,9 @@ class Sum:
     total: Any
 
 
+Value = Mean | Sum | jax.Array  # of a loss
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Same:
@@ -82,7 +87,7 @@ def with_aux(loss_fn: Callable[..., Any], scale: Callable[[Any], Any]) -> Callab
       UserError: the loss function returned anything else than make_train_step's docstring says.
     """
 
-    def with_aux(params: Any, batch: Any, state: Any) -> tuple[Any, dict]:
+    def with_aux(params: PyTree, batch: PyTree, state: State) -> tuple[Any, dict]:
         with _axes_named():
             loss, aux = _read(loss_fn(params, batch, state), state)
         loss = in_float32(loss)
@@ -93,7 +98,7 @@ def with_aux(loss_fn: Callable[..., Any], scale: Callable[[Any], Any]) -> Callab
 
 
 def of_device(
-    loss: Any, aux: Any, state: Any, program: Callable[[], dependence.TracedLoss], *, ways: int, passes: int
+    loss: Any, aux: PyTree, state: State, program: Callable[[], dependence.TracedLoss], *, ways: int, passes: int
 ) -> tuple[jax.Array, dict[str, Any]]:
     """Returns (scalar, aux) of one device's pass; call it inside `jax.shard_map`.
 
@@ -105,7 +110,7 @@ def of_device(
     return scalar, {"metrics": terms(aux["metrics"], state, program, passes), "state": fields, **weight}
 
 
-def state_of_batch(returned: Mapping[str, Any], before: Any) -> dict[str, Any]:
+def state_of_batch(returned: Mapping[str, Any], before: State) -> dict[str, Any]:
     """Returns the values of the state that a loss returned on the whole batch, in the structure and the dtypes of the state."""
     return {
         field: _fitted(field, new, getattr(before, field), lambda path, new, old: value(new))
@@ -114,7 +119,7 @@ def state_of_batch(returned: Mapping[str, Any], before: Any) -> dict[str, Any]:
 
 
 def state_of_devices(
-    returned: Mapping[str, Any], before: Any, program: Callable[[], dependence.TracedLoss]
+    returned: Mapping[str, Any], before: State, program: Callable[[], dependence.TracedLoss]
 ) -> dict[str, Any]:
     """Returns values of the state that are equal on all devices; call it inside `jax.shard_map`.
 
@@ -124,7 +129,7 @@ def state_of_devices(
       program: traces the loss function.
     """
 
-    def equal(path: str, new: Any, old: Any) -> Any:
+    def equal(path: str, new: Leaf, old: Leaf) -> Leaf:
         _refuse_rows(f"state/{path}", new, program)
         if isinstance(new, Mean):
             return ratio(*_psum((new.total, new.weight)))
@@ -147,10 +152,10 @@ def state_of_devices(
     return {field: _fitted(field, value, getattr(before, field), equal) for field, value in returned.items()}
 
 
-def terms(metrics: Any, before: Any, program: Callable[[], dependence.TracedLoss], passes: int) -> Any:
+def terms(metrics: PyTree, before: State, program: Callable[[], dependence.TracedLoss], passes: int) -> PyTree:
     """Returns metrics of one of `passes` as terms that can be added over passes and devices: floating arrays, `Mean`, `Sum`, `Same`."""
 
-    def term(path: str, leaf: Any) -> Any:
+    def term(path: str, leaf: Leaf) -> Leaf:
         name = f"metrics/{path}"
         _refuse_rows(name, leaf, program)
         leaf = jax.tree.map(lambda part: _without_gradient(jnp.asarray(part)), leaf)
@@ -169,19 +174,19 @@ def terms(metrics: Any, before: Any, program: Callable[[], dependence.TracedLoss
     return tree.map_with_path(term, metrics, is_leaf=is_total)
 
 
-def values(metrics: Any, *, over_devices: bool) -> Any:
+def values(metrics: PyTree, *, over_devices: bool) -> PyTree:
     """Returns the values of metrics given as `terms`, added over devices if they are one device's."""
 
-    def of_term(term: Any) -> Any:
+    def of_term(term: Leaf) -> Leaf:
         return term.value if isinstance(term, Same) else value(term)
 
     return jax.tree.map(of_term, of_all_devices(metrics) if over_devices else metrics, is_leaf=_is_term)
 
 
-def of_all_devices(metrics: Any) -> Any:
+def of_all_devices(metrics: PyTree) -> PyTree:
     """Returns metrics given as `terms`, added over devices, as `terms`; call it inside `jax.shard_map`."""
 
-    def added_up(term: Any) -> Any:
+    def added_up(term: Leaf) -> Leaf:
         if isinstance(term, Same):
             return term
         return _psum(term) if is_total(term) else jax.lax.pmean(term, mesh_lib.SUMMED)
@@ -189,7 +194,7 @@ def of_all_devices(metrics: Any) -> Any:
     return jax.tree.map(added_up, metrics, is_leaf=_is_term)
 
 
-def added(sums: Any, new: Any) -> Any:
+def added(sums: PyTree, new: Leaf) -> PyTree:
     """Returns the sum of two passes' `terms`."""
     return jax.tree.map(
         lambda total, term: term if isinstance(term, Same) else jax.tree.map(jnp.add, total, term),
@@ -199,12 +204,12 @@ def added(sums: Any, new: Any) -> Any:
     )
 
 
-def divided(sums: Any, passes: int) -> Any:
+def divided(sums: PyTree, passes: int) -> PyTree:
     """Returns the `terms` of a step from their sum over passes: floating metrics are averaged."""
     return jax.tree.map(lambda total: total if _is_term(total) else total / passes, sums, is_leaf=_is_term)
 
 
-def loss_over_devices(loss: Any, ways: int) -> Any:
+def loss_over_devices(loss: Value, ways: int) -> Value:
     """Returns a device's loss such that the sum over devices of what `objective` makes of it is the loss."""
     if isinstance(loss, Mean):
         return Mean(
@@ -213,25 +218,25 @@ def loss_over_devices(loss: Any, ways: int) -> Any:
     return loss if isinstance(loss, Sum) else loss / ways
 
 
-def is_total(node: Any) -> bool:
+def is_total(node: PyTree) -> bool:
     """Returns whether a node is a `Mean` or a `Sum`."""
     return isinstance(node, (Mean, Sum))
 
 
-def value(node: Any) -> Any:
+def value(node: PyTree) -> Any:
     """Returns the value of a `Mean` or a `Sum` of which nothing more is to come, and other values unchanged."""
     if isinstance(node, Mean):
         return ratio(node.total, node.weight)
     return node.total if isinstance(node, Sum) else node
 
 
-def ratio(total: Any, weight: Any) -> jax.Array:
+def ratio(total: Leaf, weight: Leaf) -> jax.Array:
     """Returns total / weight, and 0 where the weight is 0."""
     weight = jnp.asarray(weight, jnp.result_type(total, jnp.float32))
     return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
 
 
-def objective(loss: Any, passes: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+def objective(loss: Value, passes: int) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the scalar to differentiate in one of several passes, and {"weight": its weight among them} if they differ.
 
     A `Mean` must have its weight over all devices already. Each pass is a mean, so that 16-bit gradients stay in range.
@@ -242,31 +247,31 @@ def objective(loss: Any, passes: int) -> tuple[jax.Array, dict[str, jax.Array]]:
     return (loss.total * passes if isinstance(loss, Sum) else loss), {}
 
 
-def in_float32(loss: Any) -> Any:
+def in_float32(loss: Value) -> Value:
     """Returns a loss, which may be a `Mean` or a `Sum`, in float32.
 
     Raises:
       UserError: it is not a real scalar.
     """
-    parts = [loss.total, *([loss.weight] if isinstance(loss, Mean) else [])] if is_total(loss) else [loss]
+    parts = [loss.total, *([loss.weight] if isinstance(loss, Mean) else [])] if isinstance(loss, Mean | Sum) else [loss]
     for part in parts:
         if (
             not isinstance(part, (jax.Array, np.ndarray, np.generic, int, float))
             or jnp.shape(part)
             or jnp.iscomplexobj(part)
         ):
-            inside = f" in zerojax.{type(loss).__name__}" if is_total(loss) else ""
+            inside = f" in zerojax.{type(loss).__name__}" if isinstance(loss, Mean | Sum) else ""
             raise UserError(
                 f"loss_fn: returned {_type(part)}{inside} as the loss, and it must be a real scalar; take its mean"
             )
-    if is_total(loss):
+    if isinstance(loss, Mean | Sum):
         return dataclasses.replace(loss, total=jnp.asarray(loss.total, jnp.float32))
     return jnp.asarray(loss, jnp.float32)
 
 
-def times(loss: Any, factor: Any) -> Any:
+def times(loss: Value, factor: jax.Array | float) -> Value:
     """Returns a loss, which may be a `Mean` or a `Sum`, times a number."""
-    return dataclasses.replace(loss, total=loss.total * factor) if is_total(loss) else loss * factor
+    return dataclasses.replace(loss, total=loss.total * factor) if isinstance(loss, Mean | Sum) else loss * factor
 
 
 @contextlib.contextmanager
@@ -283,7 +288,7 @@ def _axes_named() -> Iterator[None]:
         ) from error
 
 
-def _read(result: Any, state: Any) -> tuple[Any, Mapping[str, Any]]:
+def _read(result: Any, state: State) -> tuple[Any, Mapping[str, Any]]:
     """Returns (loss, aux) from what a loss function returned."""
     form = "return loss, or (loss, {'metrics': {...}, 'state': {field: value}})"
     if isinstance(result, (tuple, list)) and len(result) != 2:
@@ -307,7 +312,7 @@ def _read(result: Any, state: Any) -> tuple[Any, Mapping[str, Any]]:
     return loss, aux
 
 
-def _fitted(field: str, returned: Any, before: Any, combine: Callable[[str, Any, Any], Any]) -> Any:
+def _fitted(field: str, returned: PyTree, before: State, combine: Callable[[str, Any, Any], Any]) -> PyTree:
     """Maps `combine(path, new, old)` over a field of the state; returns the old structure and dtypes."""
     old = {f"{field}/{path}".rstrip("/"): leaf for path, leaf in tree.flatten(before)}
     new = {f"{field}/{path}".rstrip("/"): leaf for path, leaf in tree.flatten(returned, is_leaf=is_total)}
@@ -321,7 +326,7 @@ def _fitted(field: str, returned: Any, before: Any, combine: Callable[[str, Any,
     )
 
 
-def _cast(path: str, new: Any, old: Any) -> Any:
+def _cast(path: str, new: Leaf, old: Leaf) -> PyTree:
     """Returns a new value of the state in the dtype of the old one."""
     dtype = tree.dtype_of(old)
     new = jnp.asarray(new)
@@ -336,7 +341,7 @@ def _cast(path: str, new: Any, old: Any) -> Any:
     return new if new.dtype == dtype else new.astype(dtype)
 
 
-def _whole(program: dependence.TracedLoss, path: str, state: Any, own: Any) -> Any:
+def _whole(program: dependence.TracedLoss, path: str, state: State, own: Leaf) -> Leaf:
     """Returns the value for the whole batch of a result that reads no example."""
     try:
         return program.evaluate(path, state)
@@ -348,7 +353,7 @@ def _whole(program: dependence.TracedLoss, path: str, state: Any, own: Any) -> A
         return own  # reads weights, which are equal on all devices
 
 
-def _refuse_rows(name: str, value: Any, program: Callable[[], dependence.TracedLoss]) -> None:
+def _refuse_rows(name: str, value: Leaf, program: Callable[[], dependence.TracedLoss]) -> None:
     """Raises a UserError for a result that has a dim of examples."""
     for path, part in tree.flatten({name: value}):
         if jnp.ndim(part) and program().shapes[path] != part.shape:
@@ -367,20 +372,20 @@ def _refuse_repeated(name: str, kind: str, program: Callable[[], dependence.Trac
         )
 
 
-def _psum(values: Any) -> Any:
-    def total(leaf: Any) -> Any:
+def _psum(values: PyTree) -> PyTree:
+    def total(leaf: Leaf) -> Leaf:
         leaf = jnp.asarray(leaf)
         return jax.lax.psum(leaf.astype(jnp.int32) if leaf.dtype == bool else leaf, mesh_lib.SUMMED)
 
     return jax.tree.map(total, values)
 
 
-def _without_gradient(leaf: Any) -> Any:
+def _without_gradient(leaf: Leaf) -> Leaf:
     is_inexact = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
     return jax.lax.stop_gradient(leaf) if is_inexact else leaf
 
 
-def _is_term(node: Any) -> bool:
+def _is_term(node: PyTree) -> bool:
     return is_total(node) or isinstance(node, Same)
 
 

@@ -7,6 +7,8 @@ themselves or by a program that does so beside its own operations (`Rider`). The
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from zerojax.tree import Leaf
+
 AHEAD = 2  # programs between the sending of an argument and its use; with 1 it has the time of one program
 
 # What follows a run: nothing that is known, a run with the same late arguments, or one with those of them that a step does not change.
@@ -75,7 +77,7 @@ class ArgumentSource:
 
     paths: Collection[str] = frozenset()
 
-    def used(self, leaf: Any) -> Any:
+    def used(self, leaf: Leaf) -> Any:
         """Returns an abstract argument as programs read it."""
         return leaf
 

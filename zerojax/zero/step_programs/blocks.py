@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from zerojax import mesh as mesh_lib
+from zerojax.tree import PyTree
 from zerojax.zero import float32_grads, gather, overlap
 
 NAME = "zerojax_block"
@@ -22,7 +23,11 @@ class NestedBlocks(overlap.Chain):
     """Runs the blocks of a loss like `overlap.Chain`, but as nested functions without an order of their own. Wires know shards alone."""
 
     def __call__(
-        self, body: overlap.Body, weights: dict[str, gather.ShardAndSink], arrays: list[jax.Array], policy: Any
+        self,
+        body: overlap.Body,
+        weights: dict[str, gather.ShardAndSink],
+        arrays: list[jax.Array],
+        policy: Callable[..., Any] | None,
     ) -> Any:
         assert not self._known
         placements = {path: self._find(path, weight.stored) for path, weight in weights.items()}
@@ -30,18 +35,18 @@ class NestedBlocks(overlap.Chain):
             overlap.BlockCall(body, placements, self._dtype, self._reduction, policy), weights, tuple(arrays)
         )
 
-    def _run(self, plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> Any:
+    def _run(self, plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
         return _block(plan, weights, arrays)
 
 
 class ForwardBlocks(NestedBlocks):
     """The same for a trace that is never differentiated: there, a function with a rule for its gradient would hide the nested one."""
 
-    def _run(self, plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> Any:
+    def _run(self, plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
         return _only_forward(plan, weights, arrays)
 
 
-def _only_forward(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> Any:
+def _only_forward(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
     def run(stored: dict[str, jax.Array], arrays: tuple) -> Any:
         return plan.body(plan.gather(stored), *arrays)
 
@@ -49,7 +54,7 @@ def _only_forward(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSin
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _block(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> Any:
+def _block(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], arrays: tuple) -> PyTree:
     return _only_forward(plan, weights, arrays)
 
 
@@ -78,12 +83,14 @@ def _forward(plan: overlap.BlockCall, weights: dict[str, gather.ShardAndSink], a
 class _Saved:
     """The stored weights of a block, and the leaves of its vjp function that are no gathered weights."""
 
-    def __init__(self, stored: dict[str, jax.Array], leaves: list[jax.Array], structure: Any, paths: tuple):
+    def __init__(
+        self, stored: dict[str, jax.Array], leaves: list[jax.Array], structure: jax.tree_util.PyTreeDef, paths: tuple
+    ):
         self.stored, self.leaves, self.structure, self.paths = stored, leaves, structure, paths
 
 
-def _backward(plan: overlap.BlockCall, residuals: _Saved, cotangents: Any) -> tuple[Any, Any]:
-    def run(stored: dict[str, jax.Array], leaves: list[jax.Array], cotangents: Any) -> tuple[Any, list[Any]]:
+def _backward(plan: overlap.BlockCall, residuals: _Saved, cotangents: PyTree) -> tuple[Any, Any]:
+    def run(stored: dict[str, jax.Array], leaves: list[jax.Array], cotangents: PyTree) -> tuple[Any, list[Any]]:
         gathered, rest = plan.gather(stored), iter(leaves)
         filled = [next(rest) if path is None else gathered[path] for path in residuals.paths]
         pull = jax.tree.unflatten(residuals.structure, filled)

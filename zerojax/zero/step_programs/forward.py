@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from zerojax import tree
+from zerojax.tree import PyTree
 from zerojax.zero.step_programs import arrivals, programs
 from zerojax.zero.step_programs import schedule as schedule_lib
 
@@ -28,11 +29,11 @@ class Forward:
         self._run, self._source, self._options = run, source, compiler_options
         self._schedules: dict[Any, schedule_lib.Schedule] = {}
 
-    def __call__(self, params: Any, arrays: Any) -> Any:
+    def __call__(self, params: PyTree, arrays: PyTree) -> Any:
         """Sends the programs to the device, and returns their result."""
         return self.schedule(params, arrays)(params, arrays)
 
-    def schedule(self, params: Any, arrays: Any) -> schedule_lib.Schedule:
+    def schedule(self, params: PyTree, arrays: PyTree) -> schedule_lib.Schedule:
         """Returns the programs for params and arrays that may be abstract."""
         leaves, structure = jax.tree.flatten(arrays)
         key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))

@@ -7,11 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax import tree
+from zerojax.train_state import State
+from zerojax.tree import PyTree
 from zerojax.zero import accumulate, block_settings, explicit, gather, placement
-from zerojax.zero.sharded_batch import inputs, outputs
+from zerojax.zero.sharded_batch import inputs, keys, outputs
 
 
 def one_pass(
@@ -20,11 +23,11 @@ def one_pass(
     how: block_settings.How,
     *,
     passes: int,
-    reduce_dtype: Any,
-    compute_dtype: Any,
+    reduce_dtype: DTypeLike | None,
+    compute_dtype: DTypeLike | None,
     layout: inputs.Layout,
     runner: Callable[..., Any],
-    grad_dtype: Any = jnp.float32,
+    grad_dtype: DTypeLike = jnp.float32,
 ) -> Callable[..., Any]:
     """Returns f(params, batch, state, number) -> ((loss, aux), grads) of one pass, for a caller that adds up passes itself.
 
@@ -39,7 +42,9 @@ def one_pass(
     marked = _with_grad_dtype(partition, how.blocks, grad_dtype)
     of_device = explicit.OfDevice(loss_fn, marked, how, gather.Reduction(reduce_dtype), compute_dtype, passes, runner)
 
-    def on_device(program: explicit.Program, own_keys: Any, params: Any, batch: Any, state: Any, number: Any) -> Any:
+    def on_device(
+        program: explicit.Program, own_keys: keys.Paths, params: PyTree, batch: PyTree, state: State, number: jax.Array
+    ) -> PyTree:
         run = jax.value_and_grad(of_device.of_sinks(program, own_keys, params), has_aux=True)
         nothing: list[Any] = [{} for _ in how.hooks]  # no hook that reads the state runs here
         folded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -56,7 +61,7 @@ def one_pass(
     return of_device.mapped(on_device, layout)
 
 
-def _with_grad_dtype(partition: placement.Partition, blocks: str, dtype: Any) -> placement.Partition:
+def _with_grad_dtype(partition: placement.Partition, blocks: str, dtype: DTypeLike | None) -> placement.Partition:
     """Returns a partition in which backward passes return the gradients of the weights of blocks in `dtype`.
 
     Those of other weights stay float32: a table's adds up rows in float32, and an output layer's adds up chunks of tokens.

@@ -12,9 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax import tree
 from zerojax.optim import rounded
+from zerojax.train_state import State
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import accumulate, placement
 from zerojax.zero.sharded_batch import inputs, outputs
 from zerojax.zero.step_programs import arrivals, programs, schedule
@@ -108,7 +111,7 @@ class Passes:
         self,
         one_pass: Callable[..., Any],
         batch: inputs.Layout,
-        compute_dtype: Any,
+        compute_dtype: DTypeLike | None,
         *,
         in_16_bits: bool = False,
         source: arrivals.ArgumentSource | None = None,
@@ -121,7 +124,7 @@ class Passes:
         self._cuts: dict[Any, PassPrograms] = {}
         self._given: dict[Any, jax.Array] = {}
 
-    def one_pass(self, state: Any, batch: Any, compiler_options: Mapping[str, Any] | None = None) -> PassPrograms:
+    def one_pass(self, state: State, batch: PyTree, compiler_options: Mapping[str, Any] | None = None) -> PassPrograms:
         """Returns the programs of one pass, for a state and a batch that may be abstract. They are cut and compiled once.
 
         `compiler_options` are XLA's, in addition to the passes' own.
@@ -158,7 +161,9 @@ class Passes:
             )
         return self._cuts[key]
 
-    def __call__(self, state: Any, batch: Any, ready: Ready, sent: Callable[[int], None] = lambda index: None) -> Any:
+    def __call__(
+        self, state: State, batch: PyTree, ready: Ready, sent: Callable[[int], None] = lambda index: None
+    ) -> Any:
         """Runs the passes. Returns their aux: the values of the metrics, and the state's fields after the last.
 
         Args:
@@ -248,7 +253,7 @@ class Passes:
     def _replicated(self) -> NamedSharding:
         return NamedSharding(self._batch.mesh, P())
 
-    def _of_one_pass(self, prepared: Any) -> Any:
+    def _of_one_pass(self, prepared: PyTree) -> PyTree:
         """Returns the abstract batch of one pass, with shardings."""
         cut = 0 if self.count == 1 else 1
         micro = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[cut:], leaf.dtype), prepared)
@@ -258,11 +263,11 @@ class Passes:
             self._shardings(micro),
         )
 
-    def _taken(self, prepared: Any, number: Any) -> Any:
+    def _taken(self, prepared: PyTree, number: jax.Array) -> PyTree:
         micro = jax.tree.map(lambda leaf: leaf[number], prepared)
         return jax.lax.with_sharding_constraint(micro, self._shardings(micro))
 
-    def _shardings(self, micro: Any) -> Any:
+    def _shardings(self, micro: PyTree) -> PyTree:
         """Returns the shardings of the batch of one pass."""
         specs = dataclasses.replace(self._batch, passes=1).specs(micro)
         return jax.tree.map(lambda _, spec: NamedSharding(self._batch.mesh, spec), micro, specs)
@@ -278,7 +283,7 @@ def by_number(grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 @jax.jit
-def _begun(grads: Any, weight: Any, seed: Any, numbers: Any) -> Any:
+def _begun(grads: PyTree, weight: Leaf, seed: jax.Array | None, numbers: jax.Array | None) -> PyTree:
     sums = accumulate.zeros(grads, in_16_bits=seed is not None)
     return accumulate.added(sums, grads, weight, seed, numbers)
 
@@ -292,20 +297,20 @@ _seed = jax.jit(rounded.seed)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _averaged(sums: Any, count: Any) -> Any:
+def _averaged(sums: PyTree, count: jax.Array | int) -> PyTree:
     return accumulate.averaged(sums, count)
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
-def _divided(sums: Any, count: int) -> Any:
+def _divided(sums: PyTree, count: int) -> PyTree:
     return accumulate.averaged(sums, count)
 
 
 @jax.jit
-def _added_metrics(totals: Any, new: Any) -> Any:
+def _added_metrics(totals: PyTree, new: Leaf) -> PyTree:
     return outputs.added(totals, new)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _values(metrics: Any, count: int) -> Any:
+def _values(metrics: PyTree, count: int) -> PyTree:
     return outputs.values(outputs.divided(metrics, count) if count > 1 else metrics, over_devices=False)

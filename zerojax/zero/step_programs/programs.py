@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax import traces, tree
+from zerojax.tree import PyTree
 from zerojax.zero.step_programs import arrivals as arrivals_lib
 from zerojax.zero.step_programs import blocks, operations
 from zerojax.zero.step_programs import cut as cut_lib
@@ -175,7 +176,7 @@ class _Mapped:
         self._stacked = P(tuple(axis for axis in self._mesh.axis_names if axis in self._axes))
         self.replicated = NamedSharding(self._mesh, P())
 
-    def specs(self, part: cut_lib.StepPart) -> Any:
+    def specs(self, part: cut_lib.StepPart) -> PyTree:
         """Returns the specs of what a part reads and writes."""
         return tuple(map(self._in_specs.get, part.reads)), tuple(map(self._out_specs.get, part.writes))
 

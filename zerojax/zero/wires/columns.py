@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zerojax import mesh as mesh_lib
 from zerojax import tree
@@ -28,13 +29,15 @@ class ByColumns(gather.Plain):
     def around(self) -> AbstractContextManager[None]:
         return columns.used()
 
-    def send(self, shard: jax.Array, known: Any, placement: placement.Placement, dtype: Any) -> columns.Columns:
+    def send(
+        self, shard: jax.Array, known: Any, placement: placement.Placement, dtype: DTypeLike | None
+    ) -> columns.Columns:
         weight = gather.cast(shard, placement, dtype)
         if gather.data_dim(placement.stored) == 0:
             weight = jax.lax.all_to_all(weight, gather.STATE, split_axis=1, concat_axis=0, tiled=True)
         return columns.Columns(weight, gather.STATE, mesh_lib.size(placement.stored.mesh, mesh_lib.STATE))
 
-    def differentiated(self, sent: columns.Columns, dtype: Any) -> jax.Array:
+    def differentiated(self, sent: columns.Columns, dtype: DTypeLike | None) -> jax.Array:
         return jnp.zeros(sent.shard.shape, jnp.float32)
 
     def used(self, path: str, sent: columns.Columns, differentiated: jax.Array) -> AbstractContextManager[jax.Array]:
@@ -51,7 +54,7 @@ class ByColumns(gather.Plain):
         path: str,
         weight: gather.ShardAndSink,
         placement: placement.Placement,
-        dtype: Any,
+        dtype: DTypeLike | None,
         reduction: gather.Reduction,
     ) -> jax.Array:
         sent = jax.lax.stop_gradient(self.send(weight.stored, None, placement, dtype))
@@ -72,7 +75,9 @@ _sink.defvjp(
 )
 
 
-def marked(partition: placement.Partition, pattern: str, blocks: str, reduce_dtype: Any) -> placement.Partition:
+def marked(
+    partition: placement.Partition, pattern: str, blocks: str, reduce_dtype: DTypeLike | None
+) -> placement.Partition:
     """Returns a partition in which devices use columns of the matrices of some modules, and none gathers them.
 
     One device has all columns, and nothing changes there but a warning.

@@ -10,10 +10,10 @@ The gradient is that of the weight: the cast has the derivative 1. It has the we
 import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zerojax import tree
 from zerojax.ops import fp8
@@ -72,11 +72,13 @@ class InFp8(gather.Plain):
             found = fp8.scale_of_amax(amax, fp8.FORWARD)
             return {path: found[number] for number, path in enumerate(shards)}
 
-    def send(self, shard: jax.Array, known: jax.Array, placement: placement.Placement, dtype: Any) -> fp8.EightBits:
+    def send(
+        self, shard: jax.Array, known: jax.Array, placement: placement.Placement, dtype: DTypeLike | None
+    ) -> fp8.EightBits:
         values = fp8.quantized(shard, fp8.FORWARD, known).values
         return fp8.EightBits(gather.all_gather(values, placement, None), known)
 
-    def differentiated(self, sent: fp8.EightBits, dtype: Any) -> jax.Array:
+    def differentiated(self, sent: fp8.EightBits, dtype: DTypeLike | None) -> jax.Array:
         return jnp.zeros(sent.values.shape, dtype)
 
     @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from zerojax.errors import UserError
 
@@ -52,7 +53,7 @@ class Buffer:
             self._ordinal = devices[0].local_hardware_id or 0
             self._register(len(self._map))
 
-    def array(self, start: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    def array(self, start: int, shape: tuple[int, ...], dtype: DTypeLike | None) -> np.ndarray:
         """Returns the memory from byte `start` on as an array, without a copy."""
         dtype = np.dtype(dtype)
         count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -148,7 +149,7 @@ class _Producer:
         return new(address, _NAME, None)
 
 
-def _type(dtype: Any) -> tuple[int, int] | None:
+def _type(dtype: DTypeLike | None) -> tuple[int, int] | None:
     """Returns DLPack's code and bits of a dtype; None if JAX does not take it from there."""
     dtype = np.dtype(dtype)
     if dtype.name == "bfloat16":

@@ -23,8 +23,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from zerojax.errors import UserError
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero.offload.disk import memory, scratch
 
 PART_BYTES = 8 << 20  # of one call to the kernel
@@ -57,7 +59,7 @@ class Settings:
 class FileShard:
     """The part of an array that a device holds, as a shard of a jax.Array describes it. `data` is read when it is asked for."""
 
-    def __init__(self, array: "DiskArray", device: Any, index: Any, replica_id: int):
+    def __init__(self, array: "DiskArray", device: jax.Device, index: Any, replica_id: int):
         self._array, self.device, self.index, self.replica_id = array, device, index, replica_id
 
     @property
@@ -141,7 +143,7 @@ class DiskArray:
             seen[key_of(index)] += 1
         return found
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         del copy
         whole = np.empty(self.shape, self.dtype)
         if not self.is_fully_addressable:
@@ -350,7 +352,7 @@ class Store:
             arriving += [Arriving(placed, number) for number in range(len(run))]
         return arriving
 
-    def read(self, place: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    def read(self, place: int, shape: tuple[int, ...], dtype: DTypeLike | None) -> np.ndarray:
         """Returns an array from the file, in new memory."""
         self._check()
         buffer = memory.Buffer(scratch.aligned(math.prod(shape) * np.dtype(dtype).itemsize))
@@ -472,18 +474,18 @@ def _close(moving: _Moving, *pools: concurrent.futures.ThreadPoolExecutor) -> No
         pool.shutdown(wait=False)
 
 
-def bytes_of(abstract: Any) -> int:
+def bytes_of(abstract: PyTree) -> int:
     """Returns the bytes that an array takes in the file of this process, and in a buffer."""
     return scratch.aligned(_shard_bytes(abstract)) * len(_indices(abstract))
 
 
-def _indices(array: Any) -> list[Any]:
+def _indices(array: Leaf) -> list[Any]:
     """Returns the indices of the distinct shards of this process."""
     indices = array.sharding.addressable_devices_indices_map(tuple(array.shape)).values()
     return list(dict.fromkeys(map(key_of, indices)))
 
 
-def _shard_bytes(array: Any) -> int:
+def _shard_bytes(array: Leaf) -> int:
     return math.prod(array.sharding.shard_shape(tuple(array.shape))) * np.dtype(array.dtype).itemsize
 
 
