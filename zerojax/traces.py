@@ -4,11 +4,13 @@ Who reads a trace asks one question of its own; how an equation is run, where a 
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 import jax.extend.source_info_util as source
 
@@ -31,6 +33,29 @@ MATMULS = frozenset("dot_general conv_general_dilated ragged_dot ragged_dot_gene
 CHECKPOINTS = frozenset("checkpoint remat remat2".split())
 # Their arguments are those of a program inside, one to one.
 CALLS = CHECKPOINTS | frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_call".split())
+
+
+EXCHANGE = "zerojax_exchange"  # the name of a call that reads other devices' tokens, in a trace that is only read
+_is_read: contextvars.ContextVar[bool] = contextvars.ContextVar("is_read", default=False)
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Says that what is traced inside is only read: attention over sharded tokens is a call named EXCHANGE, and no function is in parts."""
+    token = _is_read.set(True)
+    try:
+        with _traced(True):
+            yield
+    finally:
+        _is_read.reset(token)
+
+
+def is_read() -> bool:
+    """Returns whether what is traced here is only read."""
+    return _is_read.get()
+
+
+_traced = jax.make_user_context(False)  # a jitted function is traced anew
 
 
 def opened(program: Any) -> tuple[Any, Sequence[Any]]:

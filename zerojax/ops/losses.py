@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
+from zerojax import traces
 from zerojax.errors import UserError
 from zerojax.ops import chunks, columns, sharded_losses
 
@@ -72,6 +73,9 @@ def one_pass_cross_entropy(
     Returns:
       The mean over the tokens, float32[].
     """
+    if traces.is_read():
+        logits = hidden @ kernel
+        return cross_entropy(logits if bias is None else logits + bias, labels, ignored=ignored)
     by_columns = columns.take(kernel)
     if by_columns is not None:
         if bias is not None or ignored is not None:

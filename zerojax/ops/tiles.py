@@ -50,7 +50,7 @@ def over_tiles(function: Callable[[jax.Array], Any], x: jax.Array, tile: int) ->
     if isinstance(tile, bool) or not isinstance(tile, int) or tile < 0:
         raise UserError(f"over_tiles: tile must be a number of tokens, or 0 for all at once, and is {tile!r}")
     tokens = math.prod(x.shape[:-1])
-    if not 0 < tile < tokens or is_inside():
+    if not 0 < tile < tokens or is_inside() or traces.is_read():
         return function(x)
     ways = mesh_lib.ways_of_rest()
     cut = _Cut.of(x.shape, tile, ways if x.ndim > 1 and x.shape[-2] % ways == 0 else 1)

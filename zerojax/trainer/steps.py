@@ -59,6 +59,7 @@ def train_step(
         accum_dtype=precision.DTYPES[config.accum_dtype],
         activations=family.parallel.activations,
         batch_specs=_batch_specs(partition),
+        check_context=False,
         **_how(config, family, model),
     )
 

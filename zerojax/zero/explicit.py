@@ -23,7 +23,7 @@ from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import accumulate, block_settings, constraints, gather, intercept, overlap, placement, where_used
-from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs
+from zerojax.zero.sharded_batch import dependence, inputs, keys, outputs, parts
 
 Program = Callable[[], dependence.TracedLoss]
 
@@ -143,6 +143,8 @@ class OfDevice:
             program = functools.cache(lambda: dependence.of_loss(self.loss_fn, used(), batch, state, layout))
             if layout.is_unsure(batch):
                 dependence.refuse_unsure(self.loss_fn, used(), batch, state, layout)
+            if isinstance(self.loss_fn, parts.Checked):
+                self.loss_fn.read(used(), batch, state, layout)
             own_keys = keys.own(program, layout, batch, state)
             grad_specs = tree.map_with_path(
                 lambda path, _: specs.only(find(path, None).update.spec, axes), partition.trainable_part(params)

@@ -31,7 +31,7 @@ from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
 from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import late_norm, step_by_block, streamed_step
-from zerojax.zero.sharded_batch import inputs, outputs
+from zerojax.zero.sharded_batch import inputs, outputs, parts
 from zerojax.zero.wires import columns
 
 
@@ -52,6 +52,7 @@ def make_train_step(
     accum_dtype: DTypeLike | None = None,
     batch_specs: PyTree = (),
     cast_batch: bool | str = True,
+    check_context: bool = True,
     donate: bool = True,
     fp8: fp8_modules.Fp8 | None = None,
     by_columns: str = "",
@@ -90,6 +91,9 @@ def make_train_step(
         return, over the axis `model`: P(None, "model") shards the tokens of [batch, tokens, ...]. With a second spec, that inside of
         the module, its floating positional arguments are gathered once, and its result is scattered: P(None, "model"), P(). A dim that the
         axis does not divide is left to the compiler.
+      check_context: whether a loss is read on a mesh with `context`, and refused, with the line of code, if a token reads others of its
+        device alone, is counted from 0 there, or a result is no sum or mean over tokens. A sum or mean is then right whether what it
+        reads has tokens or not. What the loss does over the axis `context` itself is not checked.
       donate: whether the step reuses the old state's memory; the old state is then deleted.
 
     Returns:
@@ -116,7 +120,9 @@ def make_train_step(
     how = _checked(block_settings.How(blocks, heads, remat, recompute, offload, sharded), partition)
     sent = columns.marked(partition, by_columns, blocks, reduce_dtype)
     layout = inputs.Layout(partition.mesh, grad_accum, batch_specs, reduce_dtype is not None, cast_batch)
-    loss_fn, sent, kept = fp8_modules.in_step(fp8, outputs.with_aux(loss_fn, scaling.scale), sent, blocks)
+    plain = outputs.with_aux(loss_fn, scaling.scale)
+    loss_fn, sent, kept = fp8_modules.in_step(fp8, plain, sent, blocks)
+    loss_fn = parts.checked(loss_fn, plain, layout) if check_context else loss_fn
     in_form = by_compiler.value_and_grad
     if reduce_dtype is not None:
         in_form = functools.partial(explicit.value_and_grad, reduce_dtype=reduce_dtype)

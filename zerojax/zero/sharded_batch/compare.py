@@ -16,7 +16,7 @@ from zerojax.errors import UserError
 from zerojax.train_state import State
 from zerojax.tree import PyTree
 from zerojax.zero import placement, step, where_used
-from zerojax.zero.sharded_batch import dependence, inputs, keys
+from zerojax.zero.sharded_batch import dependence, inputs, keys, parts
 
 _WAYS_OUT = (
     "return zerojax.Mean(total, weight) for a weighted mean and zerojax.Sum(total) for a sum, give batch norm "
@@ -77,7 +77,9 @@ def compare_context(
     differs; [] if the loss stays the same when its tokens are sharded.
 
     A loss differs if a token reads others without an exchange: attention that is not `zerojax.attention`, positions counted from 0 on
-    each device, labels cut from a device's own tokens, means over labels of which devices have unequally many.
+    each device, labels cut from a device's own tokens, means over labels of which devices have unequally many. A step refuses what it
+    finds of these in the loss's trace; that refusal is the first line if numbers differ. Without lines such a loss runs with
+    `check_context=False`.
 
     Args:
       loss_fn, partition, state, batch: as of `compare_sums`.
@@ -97,7 +99,16 @@ def compare_context(
             "zerojax.make_mesh(context=2)"
         )
     options |= {"batch_specs": batch_specs}
-    return _apart(loss_fn, partition, state, batch, jnp.float32, tolerance, options, _WAYS_OUT_OF_PARTS)
+
+    def apart(**more: Any) -> list[str]:
+        every = options | more
+        return _apart(loss_fn, partition, state, batch, jnp.float32, tolerance, every, _WAYS_OUT_OF_PARTS)
+
+    try:
+        return apart()
+    except parts.Refused as error:
+        found = apart(check_context=False)
+        return [str(error), *found] if found else []
 
 
 def _apart(

@@ -94,8 +94,7 @@ class Layout:
         """Returns the leaves of a batch that was placed of which devices with tokens of their own have the same rows."""
         if mesh_lib.size(self.mesh, mesh_lib.TOKENS) == 1:
             return frozenset()
-        specs = tree.flatten(self.specs(batch), is_leaf=is_spec)
-        return frozenset(path for path, spec in specs if specs_lib.axes(spec).isdisjoint(mesh_lib.TOKENS))
+        return frozenset(path for path, has_tokens in self.has_tokens(batch).items() if not has_tokens)
 
     def is_unsure(self, batch: PyTree) -> bool:
         """Returns whether a device could get rows of a leaf which are no examples: `batch_specs` does not name all of several leaves."""
@@ -103,13 +102,27 @@ class Layout:
         is_one_device = mesh_lib.size(self.mesh, mesh_lib.EXAMPLES) == 1
         return not is_one_device and len(counting) > 1 and not all(counting.values())
 
-    def of_examples(self, batch: PyTree, count: int, apart: Mapping[str, int] | None = None) -> PyTree:
-        """Returns the abstract form of one pass over a batch that was placed, with `count` examples; those in `apart` have other rows."""
+    def has_tokens(self, batch: PyTree) -> dict[str, bool]:
+        """Returns the leaves of a batch that was placed: whether devices that share examples have tokens of their own of it."""
+        specs = tree.flatten(self.specs(batch), is_leaf=is_spec)
+        return {path: not specs_lib.axes(spec).isdisjoint(mesh_lib.TOKENS) for path, spec in specs}
+
+    def of_examples(
+        self, batch: PyTree, count: int, apart: Mapping[str, int] | None = None, *, tokens_of: int = 1
+    ) -> PyTree:
+        """Returns the abstract form of one pass over a batch that was placed, with `count` examples; those in `apart` have other rows.
+
+        Of the dims that count tokens it has one of `tokens_of` parts.
+        """
         whole, before = self.examples(batch), int(self.passes > 1)
 
         def of_count(leaf: Leaf, spec: P, number: int) -> jax.ShapeDtypeStruct:
             rows = _rows(spec)
             shape = [length * number // whole if dim in rows else length for dim, length in enumerate(leaf.shape)]
+            shape = [
+                length // tokens_of if dim in _dims_of(spec, mesh_lib.TOKENS) else length
+                for dim, length in enumerate(shape)
+            ]
             return jax.ShapeDtypeStruct(tuple(shape[before:]), tree.dtype_of(leaf))
 
         specs = dict(tree.flatten(self.specs(batch), is_leaf=is_spec))
@@ -244,7 +257,12 @@ def _check_regex(name: str, pattern: Any) -> None:
 
 def _rows(spec: P) -> list[int]:
     """Returns the dims that count examples."""
-    return [dim for dim, entry in enumerate(spec) if not set(mesh_lib.EXAMPLES).isdisjoint(specs_lib.names(entry))]
+    return _dims_of(spec, mesh_lib.EXAMPLES)
+
+
+def _dims_of(spec: P, axes: Sequence[str]) -> list[int]:
+    """Returns the dims that are sharded over some axes."""
+    return [dim for dim, entry in enumerate(spec) if not set(axes).isdisjoint(specs_lib.names(entry))]
 
 
 def _is_list(batch_specs: PyTree) -> bool:
