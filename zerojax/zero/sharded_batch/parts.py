@@ -91,7 +91,8 @@ class Checked:
         self._powers = powers(self._plain, params, batch, state, layout)
 
     def __call__(self, params: Any, batch: Any, state: Any) -> tuple[Any, Any]:
-        return exact(self._powers, self._ways, *self._loss_fn(params, batch, state), state)
+        loss, aux = self._loss_fn(params, batch, state)
+        return exact(self._powers, self._ways, loss, aux, state)
 
 
 def checked(loss_fn: Callable[..., Any], plain: Callable[..., Any], layout: inputs.Layout) -> Callable[..., Any]:
