@@ -26,23 +26,29 @@ class ModelTensor(NamedTuple):
         """Returns the shape at Hugging Face."""
         ours, inputs = self.leaf_shape, self.entry.inputs
         if inputs:
-            return math.prod(ours[inputs:]), math.prod(ours[:inputs])
+            matrix = math.prod(ours[:inputs]), math.prod(ours[inputs:])
+            return matrix if self.entry.inputs_first else matrix[::-1]
         return {"same": ours, "flat": (math.prod(ours),), "row": (1, *ours)}[self.entry.form]
+
+    @property
+    def _moved(self) -> int:
+        """Returns the number of leading dims of our leaf that come last at Hugging Face."""
+        return 0 if self.entry.inputs_first else self.entry.inputs
 
     @property
     def order(self) -> tuple[int, ...]:
         """Returns the dims of our leaf as dims of `view`."""
-        ndim, inputs = len(self.leaf_shape), self.entry.inputs
+        ndim, inputs = len(self.leaf_shape), self._moved
         return tuple((dim - inputs) % ndim for dim in range(ndim))
 
     @property
     def view(self) -> tuple[int, ...]:
         """Returns Hugging Face's shape with the dims of our leaf: outputs, then inputs."""
-        return (*self.leaf_shape[self.entry.inputs :], *self.leaf_shape[: self.entry.inputs])
+        return (*self.leaf_shape[self._moved :], *self.leaf_shape[: self._moved])
 
     def source_index(self, index: Sequence[slice]) -> list[slice]:
         """Returns a slice of our leaf as a slice of `view`."""
-        return [*index[self.entry.inputs :], *index[: self.entry.inputs]]
+        return [*index[self._moved :], *index[: self._moved]]
 
     def to_theirs(self, leaf: np.ndarray) -> np.ndarray:
         """Returns a leaf as Hugging Face's tensor."""

@@ -34,7 +34,6 @@ UNREAD: Mapping[str, tuple[Any, ...]] = {
     "use_bdlora": (None, False),
     "lora_bias": (False, None),
     "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
     "layer_replication": (None,),
     "trainable_token_indices": (None,),
     "target_parameters": (None, []),
@@ -77,7 +76,7 @@ def choose(lora: settings.Lora, family: family_lib.Family, model: Any) -> target
       UserError: a name means no module of the model; the line lists those that there are.
     """
     if lora.target_modules is None:
-        lora = dataclasses.replace(lora, target_modules=family.huggingface.adapted)
+        lora = dataclasses.replace(lora, target_modules=family.huggingface.adapted(model))
     names = {tensor.path: tensor.name.rpartition(".")[0] for tensor in layout.tensors(family, model)}
     return targets.choose(lora, linear(family, model), names, names)
 

@@ -42,9 +42,16 @@ class Fields:
     def number(self, name: str, default: float | None = None) -> float:
         """Returns a number above 0. A missing or null field has the default; None refuses it."""
         value = self._value(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not _is_positive(value):
             raise self.refuse(name, "a number above 0")
         return float(value)
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        """Returns a list of so many numbers above 0."""
+        found = self.raw.get(name)
+        if not isinstance(found, list) or len(found) != length or not all(map(_is_positive, found)):
+            raise self.refuse(name, f"{length} numbers above 0")
+        return tuple(map(float, found))
 
     def flag(self, name: str, default: bool) -> bool:
         """Returns true or false. A missing or null field has the default."""
@@ -81,3 +88,7 @@ class Fields:
     def _value(self, name: str, default: Any) -> Any:
         value = self.raw.get(name)
         return default if value is None else value
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

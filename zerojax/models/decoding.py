@@ -8,6 +8,7 @@ In `row_step` each row is where its own text ends, and a token's slot is its pos
 Shapes: B batch, T tokens of this call, S slots, H query heads, K key and value heads, N head dim.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -125,6 +126,8 @@ def attend(
     scale: float | None = None,
     window: int = 0,
     way: context_attention.Way | None = None,
+    cap: float = 0.0,
+    turned: Callable[[jax.Array, jax.Array | None], jax.Array] | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """Returns causal self-attention float[B, T, H, N] and, given a past, the keys and values with those of these tokens.
 
@@ -136,13 +139,15 @@ def attend(
       mask: bool[B, T], False for tokens that no query sees. Without a past.
       segments_BT: int32[B, T], the number of the text that a token belongs to: it sees no other. Without a mask and a past.
       scale: multiplies the scores; None: 1 / sqrt(N).
-      window: see `ops.attention.attend`.
+      window, cap: see `ops.attention.attend`.
       way: how devices attend that each hold a part of every sequence; None: a device has all tokens.
+      turned: (keys float[B, S, K, N], their positions or None for those of the tokens) -> the keys that queries see, where later tokens
+        change how all keys are rotated: the cache then has keys as they were before. None: the keys are as queries see them.
     """
     if past is None or (q_BTHN.shape[1] > 1 and not past.step.slot.ndim):
         y_BTHN = tokens.attend(
             q_BTHN,
-            k_BTKN,
+            k_BTKN if turned is None else turned(k_BTKN, None),
             v_BTKN,
             kernel,
             way=way,
@@ -152,16 +157,22 @@ def attend(
             segments_BT=segments_BT,
             scale=scale,
             window=window,
+            cap=cap,
         )
         return y_BTHN, None if past is None else past.add(k_BTKN, v_BTKN)
     keys, step = past.add(k_BTKN, v_BTKN), past.step
+    seen_keys = keys if turned is None else (turned(keys[0], step.slot_positions_BS), keys[1])
     if q_BTHN.shape[1] > 1:
         distance_BTS = step.positions_BT[:, :, None] - step.slot_positions_BS[:, None]
         seen = (distance_BTS >= 0) & (distance_BTS < (window or distance_BTS.shape[2]))
-        return attention.attend(q_BTHN, *keys, "xla", is_causal=False, bias=bias, mask=seen, scale=scale), keys
-    if step.ends_B is not None and bias is None and attention.token_kernel_can_run(q_BTHN, keys[0]):
-        return attention.attend_token(q_BTHN, *keys, step.ends_B, scale=scale, window=window), keys
+        y_BTHN = attention.attend(
+            q_BTHN, *seen_keys, "xla", is_causal=False, bias=bias, mask=seen, scale=scale, cap=cap
+        )
+        return y_BTHN, keys
+    if step.ends_B is not None and bias is None and not cap and attention.token_kernel_can_run(q_BTHN, keys[0]):
+        return attention.attend_token(q_BTHN, *seen_keys, step.ends_B, scale=scale, window=window), keys
     seen_BS = step.is_text_BS
     if window:
         seen_BS &= step.positions_BT - step.slot_positions_BS < window
-    return attention.attend(q_BTHN, *keys, "xla", is_causal=False, bias=bias, mask=seen_BS, scale=scale), keys
+    y_BTHN = attention.attend(q_BTHN, *seen_keys, "xla", is_causal=False, bias=bias, mask=seen_BS, scale=scale, cap=cap)
+    return y_BTHN, keys

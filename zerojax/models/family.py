@@ -46,6 +46,7 @@ class Tensor(NamedTuple):
       name: its name there. "{}" stands for a layer's number.
       inputs: the number of leading dims of our leaf that are inputs. A leaf [inputs..., outputs...] is stored as the matrix
         [outputs, inputs]. A leaf with 0 inputs is stored in its own order.
+      inputs_first: the matrix is stored as [inputs, outputs], as in GPT-2's files.
       form: of a leaf with 0 inputs: "same" shape, "flat" (one dim), or "row" (one dim more, of size 1, before the others).
       is_optional: files may lack it; it is then 0.
     """
@@ -54,6 +55,7 @@ class Tensor(NamedTuple):
     inputs: int = 0
     form: Literal["same", "flat", "row"] = "same"
     is_optional: bool = False
+    inputs_first: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ class HuggingFace:
       copies: (contents of config.json) -> {regex over names of tensors: name of the tensor that they repeat}. Files may hold such copies of
         tied weights.
       ignored: a regex over names of tensors that hold no weights, "" for none.
-      adapted: the ends of names of the modules that get adapters by default, as in PEFT.
+      adapted: (config) -> the ends of names of the modules that get adapters by default, as in PEFT.
       repeated: (config) -> {name of a tensor: name of the one that it repeats}. Files that are written hold both, since transformers draws
         the first one anew where it is missing.
       prefix: begins all names but those in `outside`. Files of a model without its head lack it. "" if it has no such form.
@@ -81,7 +83,7 @@ class HuggingFace:
     write: Callable[[Any], dict[str, Any]]
     read: Callable[[Mapping[str, Any], Collection[str]], Any]
     copies: Callable[[Mapping[str, Any]], Mapping[str, str]]
-    adapted: tuple[str, ...]
+    adapted: Callable[[Any], tuple[str, ...]]
     repeated: Callable[[Any], Mapping[str, str]] = lambda config: {}
     ignored: str = ""
     prefix: str = ""

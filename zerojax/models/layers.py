@@ -52,13 +52,26 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Divides by the root mean square and scales (arXiv:1910.07467, eq. 4)."""
+    """Divides by the root mean square and scales (arXiv:1910.07467, eq. 4).
+
+    Attributes:
+      eps: is added to the mean square.
+      offset: is added to the scale, in float32.
+      dims: the last dims over which the mean is.
+    """
 
     eps: float
+    offset: float = 0.0
+    dims: int = 1
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return rms_norm(x_BTD, self.param("scale", nn.initializers.ones, (x_BTD.shape[-1],)), self.eps)
+        shape = x_BTD.shape
+        scale = self.param("scale", nn.initializers.constant(1 - self.offset), shape[len(shape) - self.dims :])
+        if self.offset:
+            scale = scale.astype(jnp.float32) + self.offset
+        flat = x_BTD.reshape(*shape[: len(shape) - self.dims], -1) if self.dims > 1 else x_BTD
+        return rms_norm(flat, scale.reshape(-1), self.eps).astype(x_BTD.dtype).reshape(shape)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -89,6 +102,11 @@ def _rms_norm_jvp(eps: float, primals: Any, tangents: Any) -> tuple[jax.Array, j
     mean_BT1 = jnp.mean(x32_BTD * dx_BTD, axis=-1, keepdims=True) * inverse_BT1 * inverse_BT1 * inverse_BT1
     dnorm_BTD = dx_BTD * inverse_BT1 - x32_BTD * mean_BT1
     return y_BTD, (dnorm_BTD * scale32_D + x32_BTD * inverse_BT1 * dscale_D).astype(y_BTD.dtype)
+
+
+def norm(kind: str, eps: float, offset: float, name: str | None = None) -> nn.Module:
+    """Returns a norm: "rms", to whose scale an offset is added, or "layer"."""
+    return RMSNorm(eps, offset, name=name) if kind == "rms" else LayerNorm(eps, name=name)
 
 
 class Linear(nn.Module):
@@ -218,14 +236,26 @@ class Head(nn.Module):
         return logits(x_BTD, self.kernel)
 
     def loss(
-        self, x_BTD: jax.Array, labels_BT: jax.Array, bias_V: jax.Array | None = None, *, ignored: int | None = None
+        self,
+        x_BTD: jax.Array,
+        labels_BT: jax.Array,
+        bias_V: jax.Array | None = None,
+        *,
+        ignored: int | None = None,
+        cap: float = 0.0,
     ) -> jax.Array:
-        """Returns the mean cross-entropy of the labels but `ignored` ones, without materialising all logits. `bias_V` is added to these."""
-        return losses.one_pass_cross_entropy(x_BTD, self.kernel, labels_BT, bias=bias_V, ignored=ignored)
+        """Returns the mean cross-entropy of the labels but `ignored` ones, without materialising all logits. For `bias_V` and `cap` see
+        `next_loss`."""
+        return losses.one_pass_cross_entropy(x_BTD, self.kernel, labels_BT, bias=bias_V, ignored=ignored, cap=cap)
 
 
 def next_loss(
-    head: nn.Module, x_BTD: jax.Array, labels_BT: jax.Array, ignored: int | None, bias_V: jax.Array | None = None
+    head: nn.Module,
+    x_BTD: jax.Array,
+    labels_BT: jax.Array,
+    ignored: int | None,
+    bias_V: jax.Array | None = None,
+    cap: float = 0.0,
 ) -> jax.Array:
     """Returns the mean cross-entropy of the labels but `ignored` ones: float32[].
 
@@ -234,11 +264,12 @@ def next_loss(
       x_BTD: the head's input.
       labels_BT, ignored: see `read_and_labels`.
       bias_V: of the logits.
+      cap: bounds the logits before the bias (`ops.softcap`); 0 for no bound.
     """
     with jax.named_scope("loss"):
         if isinstance(head, Head):
-            return head.loss(x_BTD, labels_BT, bias_V, ignored=ignored)
-        return losses.one_pass_cross_entropy(x_BTD, head.embedding.T, labels_BT, bias=bias_V, ignored=ignored)
+            return head.loss(x_BTD, labels_BT, bias_V, ignored=ignored, cap=cap)
+        return losses.one_pass_cross_entropy(x_BTD, head.embedding.T, labels_BT, bias=bias_V, ignored=ignored, cap=cap)
 
 
 def next_logits(head: nn.Module, x_BTD: jax.Array) -> jax.Array:

@@ -15,9 +15,12 @@ WEIGHTS: Table = (
     (r"/(q|k|v|gate|up)/(kernel|lora_b)", (None, "model")),
     (r"/(q|k|v|gate|up)/bias", ("model",)),
     (r"/(o|down)/(kernel|lora_a)", ("model",)),
+    (r"/(qkv|gate_up)/kernel", (None, None, "model")),  # [inputs, parts, heads or width, ...]
+    (r"/(qkv|gate_up)/bias", (None, "model")),
 )
 HEADS: Table = ((r".*/(q|k|v|q_norm|k_norm)", (None, None, "model")),)  # [batch, tokens, heads, width]
 WIDTH: Table = ((r".*/(gate|up)", (None, None, "model")),)  # [batch, tokens, width]
+FUSED: Table = ((r".*/(qkv|gate_up)", (None, None, None, "model")),)  # [batch, tokens, parts, heads or width, ...]
 TOKENS = (None, "model")  # [batch, tokens, ...]
 ALL_TOKENS = (None, None)
 

@@ -16,6 +16,7 @@ from pallas_kernels import cached_attention
 from zerojax import mesh as mesh_lib
 from zerojax import specs
 from zerojax.errors import UserError
+from zerojax.ops import softcap
 
 Kernel = Literal["xla", "cudnn", "splash"]  # the last two never materialise the scores
 LANES = 128  # sequences of splash attention are a multiple of it
@@ -33,8 +34,11 @@ def attend(
     mask: jax.Array | None = None,
     scale: float | None = None,
     window: int = 0,
+    cap: float = 0.0,
 ) -> jax.Array:
     """Returns softmax(scale * q k^T + bias) v: float[B, T, H, N]. Under a mask, a causal query that sees no key has 0, as in PyTorch.
+
+    With a cap it has the mean of all values, as in transformers, whose capped attention is not PyTorch's.
 
     Args:
       q_BTHN, k_BSKN, v_BSKN: queries, keys and values. H is a multiple of K, and H / K adjacent query heads share keys and values.
@@ -45,12 +49,13 @@ def attend(
       mask: bool[B, S], False for keys that no query sees, or bool[B, T, S], False for keys that a query does not see; None for no mask.
       scale: multiplies the scores; None: 1 / sqrt(N).
       window: a query sees its own token and the `window` - 1 before it; 0 for no limit.
+      cap: bounds the scores (`softcap`), before the bias; 0 for no bound. With it XLA's kernel runs, whatever `kernel` is.
     """
     is_limited = 0 < window < k_BSKN.shape[1]
-    is_plain = is_causal and bias is None and mask is None and not is_limited
+    is_plain = is_causal and bias is None and mask is None and not is_limited and not cap
     if kernel == "splash" and is_plain and _splash_can_run(q_BTHN, k_BSKN):
         return splash(q_BTHN, k_BSKN, v_BSKN, scale=scale)
-    kernel = "xla" if kernel == "splash" else kernel
+    kernel = "xla" if kernel == "splash" or cap else kernel
     # JAX's CPU backend does not support the float16 matmuls of this function.
     dtype = jnp.float32 if kernel == "xla" and q_BTHN.dtype == jnp.float16 else q_BTHN.dtype
     out_dtype = q_BTHN.dtype
@@ -62,6 +67,10 @@ def attend(
         local_window_size=(window - 1, 0) if is_limited else None,
         implementation=kernel,
     )
+    if cap:
+        attended = functools.partial(
+            _capped, scale=scale, is_causal=is_causal, window=window if is_limited else 0, cap=cap
+        )
     y_BTHN = of_heads(attended, q_BTHN.shape[2], k_BSKN.shape[2])(
         q_BTHN,
         k_BSKN,
@@ -69,7 +78,7 @@ def attend(
         bias[None] if bias is not None and bias.ndim == 3 else bias,
         mask if mask is None else mask[:, None, None, :] if mask.ndim == 2 else mask[:, None],
     )
-    if is_causal and mask is not None:
+    if is_causal and mask is not None and not cap:
         sees_BT = _sees_a_key(mask, q_BTHN.shape[1], window)
         y_BTHN = jnp.where(sees_BT[:, :, None, None], y_BTHN, 0)
     return y_BTHN.astype(out_dtype)
@@ -96,6 +105,35 @@ def attend_token(
 def token_kernel_can_run(q_B1HN: jax.Array, k_BSKN: jax.Array) -> bool:
     """Returns whether `attend_token` takes arrays of these shapes and dtypes."""
     return q_B1HN.dtype == k_BSKN.dtype and cached_attention.takes(q_B1HN.shape[2], k_BSKN)
+
+
+def _capped(
+    q_BTHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    *,
+    scale: float | None,
+    is_causal: bool,
+    window: int,
+    cap: float,
+) -> jax.Array:
+    """Returns what `jax.nn.dot_product_attention` does, with scores that are bounded before bias and masks: bool[B, 1, T or 1, S]."""
+    (batch, queries, heads, width), keys = q_BTHN.shape, k_BSKN.shape[1]
+    q_BTKGN = q_BTHN.reshape(batch, queries, k_BSKN.shape[2], -1, width)
+    scores_BKGTS = jnp.einsum("btkgn,bskn->bkgts", q_BTKGN, k_BSKN, preferred_element_type=jnp.float32)
+    scores_BHTS = scores_BKGTS.reshape(batch, heads, queries, keys) * (width**-0.5 if scale is None else scale)
+    scores_BHTS = softcap.softcap(scores_BHTS, cap)
+    scores_BHTS = scores_BHTS if bias is None else scores_BHTS + bias
+    distance_TS = jnp.arange(queries)[:, None] - jnp.arange(keys)
+    seen = distance_TS >= 0 if is_causal else jnp.ones_like(distance_TS, bool)
+    seen = seen & (distance_TS < window) if window else seen
+    seen = seen if mask is None else seen & mask
+    lowest = jnp.finfo(jnp.float32).min / 2
+    weights_BHTS = jax.nn.softmax(jnp.where(seen, scores_BHTS, lowest), axis=-1).astype(v_BSKN.dtype)
+    weights_BKGTS = weights_BHTS.reshape(scores_BKGTS.shape)
+    return jnp.einsum("bkgts,bskn->btkgn", weights_BKGTS, v_BSKN).reshape(q_BTHN.shape)
 
 
 def of_heads(attended: Callable[..., jax.Array], heads: int, kv_heads: int) -> Callable[..., jax.Array]:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.ops import attention
+from zerojax.ops import attention, softcap
 
 NONE = -1e30  # the log-sum-exp of no keys: finite, so that differences are numbers
 _NO_KEY = -1e4  # a log-sum-exp below it is that of masked keys alone
@@ -42,6 +42,7 @@ def forward(
     scale: float,
     *,
     is_causal: bool = False,
+    cap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns attention float[B, T, H, N], by XLA in float32, and the log-sum-exp of its scores float32[B, H, T].
 
@@ -51,10 +52,12 @@ def forward(
       kernel: "cudnn", or another for XLA's.
       scale: multiplies the scores.
       is_causal: query t sees keys 0 to t.
+      cap: bounds the scores (`softcap`); 0 for no bound. XLA's alone.
     """
     if kernel == "cudnn":
         return _cudnn("Softmax", is_causal, scale, seen, (q_BTHN, k_BSKN, v_BSKN))
-    scores_BKGTS = _scores(q_BTHN, k_BSKN, seen, scale, is_causal)
+    scores_BKGTS, seen = _scores(q_BTHN, k_BSKN, seen, scale, is_causal, cap)
+    scores_BKGTS = _masked(scores_BKGTS, seen)
     total_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
     weights = jnp.exp(scores_BKGTS - total_BKGT[..., None]).astype(v_BSKN.dtype)
     out = _einsum("bkgts,bskn->btkgn", weights, v_BSKN)
@@ -73,11 +76,12 @@ def backward(
     dy_BTHN: jax.Array,
     *,
     is_causal: bool = False,
+    cap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what a block adds to the gradients of q, k and v, in float32 or, by cuDNN, in their dtype.
 
     Args:
-      q_BTHN, k_BSKN, v_BSKN, seen, kernel, scale, is_causal: as of `forward`.
+      q_BTHN, k_BSKN, v_BSKN, seen, kernel, scale, is_causal, cap: as of `forward`.
       y_BTHN, l_BHT: attention over the keys of all blocks, and its log-sum-exp, from `finished`.
       dy_BTHN: the gradient of y.
     """
@@ -86,13 +90,14 @@ def backward(
         return _cudnn("SoftmaxBackward", is_causal, scale, seen, arrays)
     shape, grouped = q_BTHN.shape, (*q_BTHN.shape[:2], k_BSKN.shape[2], -1, q_BTHN.shape[3])
     dtype = q_BTHN.dtype
-    scores_BKGTS = _scores(q_BTHN, k_BSKN, seen, scale, is_causal)
-    p_BKGTS = jnp.exp(scores_BKGTS - l_BHT.reshape(*scores_BKGTS.shape[:-1], 1))
+    scores_BKGTS, seen = _scores(q_BTHN, k_BSKN, seen, scale, is_causal, cap)
+    p_BKGTS = jnp.exp(_masked(scores_BKGTS, seen) - l_BHT.reshape(*scores_BKGTS.shape[:-1], 1))
     dy_BTKGN = dy_BTHN.astype(dtype).reshape(grouped)
     sums_BTH = jnp.sum(dy_BTHN.astype(jnp.float32) * y_BTHN.astype(jnp.float32), axis=-1)
     sums_BKGT = jnp.moveaxis(sums_BTH.reshape(grouped[:-1]), 1, -1)
     dp_BKGTS = _einsum("btkgn,bskn->bkgts", dy_BTKGN, v_BSKN)
-    ds_BKGTS = (p_BKGTS * (dp_BKGTS - sums_BKGT[..., None]) * scale).astype(dtype)
+    slope = softcap.slope(scores_BKGTS, cap) * scale
+    ds_BKGTS = (p_BKGTS * (dp_BKGTS - sums_BKGT[..., None]) * slope).astype(dtype)
     dq = _einsum("bkgts,bskn->btkgn", ds_BKGTS, k_BSKN).reshape(shape)
     dk = _einsum("bkgts,btkgn->bskn", ds_BKGTS, q_BTHN.reshape(grouped))
     return dq, dk, _einsum("bkgts,btkgn->bskn", p_BKGTS.astype(dtype), dy_BTKGN)
@@ -116,13 +121,20 @@ def finished(sum_: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     return jnp.where(jnp.swapaxes(sees_BHT, 1, 2)[..., None], y_BTHN, 0), jnp.where(sees_BHT, l_BHT, -NONE)
 
 
-def _scores(q_BTHN: jax.Array, k_BSKN: jax.Array, seen: jax.Array | None, scale: float, is_causal: bool) -> jax.Array:
+def _scores(
+    q_BTHN: jax.Array, k_BSKN: jax.Array, seen: jax.Array | None, scale: float, is_causal: bool, cap: float
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the scores, bounded and not masked, and which keys a query sees."""
     batch, queries, _, width = q_BTHN.shape
     q_BTKGN = q_BTHN.reshape(batch, queries, k_BSKN.shape[2], -1, width)
-    scores_BKGTS = _einsum("btkgn,bskn->bkgts", q_BTKGN, k_BSKN) * scale
+    scores_BKGTS = softcap.softcap(_einsum("btkgn,bskn->bkgts", q_BTKGN, k_BSKN) * scale, cap)
     if is_causal:
         earlier = jnp.tri(queries, k_BSKN.shape[1], dtype=bool)[None]
         seen = earlier if seen is None else seen & earlier
+    return scores_BKGTS, seen
+
+
+def _masked(scores_BKGTS: jax.Array, seen: jax.Array | None) -> jax.Array:
     return scores_BKGTS if seen is None else jnp.where(seen[:, None, None], scores_BKGTS, NONE)
 
 

@@ -192,6 +192,7 @@ def attend(
     mask_BT: jax.Array | None = None,
     scale: float | None = None,
     bias: jax.Array | None = None,
+    cap: float = 0.0,
 ) -> jax.Array:
     """Returns attention of this device's queries over the keys of all devices: float[B, T, H, N]. Call it on all, inside `jax.shard_map`.
 
@@ -203,7 +204,7 @@ def attend(
       axis: the mesh axis over which tokens are sharded.
       way: as `choose` returns it.
       order: of the tokens on the devices, as the feed has put them.
-      is_causal, window, scale: as of `attention.attend`; before and later are meant in the sequence.
+      is_causal, window, scale, cap: as of `attention.attend`; before and later are meant in the sequence.
       segments_BT: int32[B, T], the text of a packed sequence that each of this device's tokens belongs to; a query sees keys of its own
         text. None: one text. Only of attention from tokens to themselves.
       mask_BT: bool[B, S], False for this device's keys that no query sees; None for none.
@@ -216,7 +217,7 @@ def attend(
     for local in {q_BTHN.shape[1], k_BSKN.shape[1]}:
         token_order.check(local * ways, ways, order)
     window = window if window < k_BSKN.shape[1] * ways else 0
-    call = _Call(kernel, axis, ways, order, is_causal, window, scale)
+    call = _Call("xla" if cap else kernel, axis, ways, order, is_causal, window, scale, cap)
     own = k_BSKN.shape[1] // token_order.CHUNKS[order]
     is_near = way.halo and _is_near(window, own, is_causal, bias is not None)
     run = functools.partial(_halo if is_near else WAYS[way.name], call)
@@ -237,6 +238,7 @@ class _Call:
     is_causal: bool
     window: int
     scale: float | None
+    cap: float
 
     def all_tokens(self, x: jax.Array | None, dim: int = 1) -> jax.Array | None:
         """Returns all devices' tokens in the order of the sequence. Is not differentiated."""
@@ -259,7 +261,7 @@ def _gather(call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array
         keys = jnp.arange(k_BLKN.shape[1], dtype=jnp.int32)[None]
         mask = _seen(call, (queries, segments_BT), (keys, call.all_tokens(segments_BT), mask))
     y_BTHN = attention.attend(
-        q_BTHN, k_BLKN, v_BLKN, call.kernel, is_causal=False, bias=bias, mask=mask, scale=call.scale
+        q_BTHN, k_BLKN, v_BLKN, call.kernel, is_causal=False, bias=bias, mask=mask, scale=call.scale, cap=call.cap
     )
     if call.is_causal and mask is not None and mask_BT is not None:
         y_BTHN = jnp.where(jnp.any(mask, axis=-1)[:, :, None, None], y_BTHN, 0)
@@ -321,6 +323,7 @@ def _ulysses(call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Arra
         mask=mask,
         scale=call.scale,
         window=call.window,
+        cap=call.cap,
     )
     fed = token_order.as_fed(y_BLHN, 1, call.ways, call.order)
     return jax.lax.all_to_all(fed, call.axis, split_axis=1, concat_axis=2, tiled=True)
@@ -387,6 +390,7 @@ def _halo(call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, 
         mask=mask,
         scale=call.scale,
         window=call.window,
+        cap=call.cap,
     )
     y = jnp.where(is_first[:, None, None, None], y[:, :own], y[:, before:])
     return jnp.concatenate(jnp.split(y, chunks), axis=1)
@@ -410,7 +414,7 @@ def _ring(
         raise UserError(_BIASED)
     scale = q_BTHN.shape[3] ** -0.5 if call.scale is None else call.scale
     ring = ring_attention.Ring(
-        call.axis, call.ways, call.order, call.is_causal, call.window, call.kernel, scale, gathers
+        call.axis, call.ways, call.order, call.is_causal, call.window, call.kernel, scale, gathers, call.cap
     )
     return ring_attention.attend(ring, q_BTHN, k_BSKN, v_BSKN, *masks)
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from zerojax import mesh as mesh_lib
 from zerojax import traces
 from zerojax.errors import UserError
-from zerojax.ops import chunks, columns, sharded_losses
+from zerojax.ops import chunks, columns, sharded_losses, softcap
 
 PARTS = 4  # of a chunk's logits. Without a gradient of the kernel a part is a chunk: nothing is added up over chunks
 
@@ -41,11 +41,17 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, *, ignored: int | None =
     return jnp.mean(terms) if ignored is None else jnp.sum(terms * counts) / jnp.maximum(jnp.sum(counts), 1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _one_pass(
-    hidden: jax.Array, kernel: jax.Array, labels: jax.Array, bias: jax.Array | None, total: jax.Array, chunk: int
+    hidden: jax.Array,
+    kernel: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None,
+    total: jax.Array,
+    chunk: int,
+    cap: float,
 ) -> jax.Array:
-    return _chunks(hidden, kernel, labels, bias, total, chunk, with_grads=False)[0]
+    return _chunks(hidden, kernel, labels, bias, total, chunk, cap, with_grads=False)[0]
 
 
 def one_pass_cross_entropy(
@@ -55,9 +61,12 @@ def one_pass_cross_entropy(
     *,
     bias: jax.Array | None = None,
     ignored: int | None = None,
+    cap: float = 0.0,
     chunk_tokens: int = 4096,
 ) -> jax.Array:
-    """Returns `cross_entropy(hidden @ kernel + bias, labels, ignored=ignored)`, and never stores more than one chunk of the logits.
+    """Returns `cross_entropy(softcap(hidden @ kernel, cap) + bias, labels, ignored=ignored)`.
+
+    It never stores more than one chunk of the logits.
 
     Takes one device's tokens: call it in a loss function under `make_train_step` with `reduce_dtype`.
 
@@ -68,6 +77,7 @@ def one_pass_cross_entropy(
       labels: int32[batch, length].
       bias: float[vocab], a constant: its gradient is 0. None for none.
       ignored: the label of tokens that the mean leaves out; None: it has all tokens. Without any other label loss and gradients are 0.
+      cap: bounds the logits (`softcap`); 0 for no bound.
       chunk_tokens: tokens per chunk; see PARTS.
 
     Returns:
@@ -83,19 +93,19 @@ def one_pass_cross_entropy(
                 f"by_columns: the loss of {by_columns.path} has a bias or ignores labels, and needs the gathered kernel; omit it from "
                 "by_columns"
             )
-        return sharded_losses.cross_entropy(hidden, by_columns, labels, chunk_tokens=2 * chunk_tokens)
+        return sharded_losses.cross_entropy(hidden, by_columns, labels, cap=cap, chunk_tokens=2 * chunk_tokens)
     total = None
     if ignored is not None:
         counts = labels != ignored
         total = jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)
         labels = jnp.where(counts, labels, chunks.NO_LABEL)
     if mesh_lib.rest():
-        return sharded_losses.over_rest(hidden, kernel, labels, bias, total, chunk_tokens=2 * chunk_tokens)
-    return _one_pass(hidden, kernel, labels, bias, total, chunk_tokens)
+        return sharded_losses.over_rest(hidden, kernel, labels, bias, total, cap=cap, chunk_tokens=2 * chunk_tokens)
+    return _one_pass(hidden, kernel, labels, bias, total, chunk_tokens, cap)
 
 
 def _one_pass_forward(
-    hidden: Any, kernel: Any, labels: Any, bias: Any, total: Any, chunk: int
+    hidden: Any, kernel: Any, labels: Any, bias: Any, total: Any, chunk: int, cap: float
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """Its arguments say whether they are differentiated: the gradient of a frozen kernel is not computed."""
     is_trained = kernel.perturbed
@@ -103,12 +113,12 @@ def _one_pass_forward(
         lambda part: part.value, (hidden, kernel, labels, bias, total), is_leaf=lambda node: hasattr(node, "perturbed")
     )
     loss, (d_hidden, d_kernel) = _chunks(
-        hidden, kernel, labels, bias, total, chunk, with_grads=True, is_trained=is_trained
+        hidden, kernel, labels, bias, total, chunk, cap, with_grads=True, is_trained=is_trained
     )
     return loss, (d_hidden, d_kernel, jnp.zeros((0,), kernel.dtype), total)
 
 
-def _one_pass_backward(chunk: int, residuals: tuple[Any, ...], scale: jax.Array) -> tuple:
+def _one_pass_backward(chunk: int, cap: float, residuals: tuple[Any, ...], scale: jax.Array) -> tuple:
     d_hidden, d_kernel, like, total = residuals
     tokens = d_hidden.size // d_hidden.shape[-1] if total is None else total
     d_hidden = (d_hidden.astype(jnp.float32) * (scale / tokens)).astype(d_hidden.dtype)
@@ -127,6 +137,7 @@ def _chunks(
     bias: jax.Array | None,
     total: jax.Array,
     chunk: int,
+    cap: float,
     *,
     with_grads: bool,
     is_trained: bool = True,
@@ -146,14 +157,15 @@ def _chunks(
 
     def one_part(d_logits: jax.Array, inputs: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
         number, h, y = inputs
-        logits = jnp.dot(h, kernel, preferred_element_type=jnp.float32)
+        logits = softcap.softcap(jnp.dot(h, kernel, preferred_element_type=jnp.float32), cap)
+        slope = softcap.slope(logits, cap)
         logits = logits if bias is None else logits + bias.astype(jnp.float32)
         log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         counts = (y != chunks.NO_LABEL)[:, None] if has_padding or is_masked else 1.0
         label_logits = jnp.take_along_axis(logits, jnp.maximum(y, 0)[:, None], axis=-1)
         if with_grads:
             hit = y[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-            own = ((jnp.exp(logits - log_sum) - hit) * counts).astype(h.dtype)
+            own = ((jnp.exp(logits - log_sum) - hit) * (counts * slope)).astype(h.dtype)
             d_logits = jax.lax.dynamic_update_index_in_dim(d_logits, own, number, 0)
         return d_logits, jnp.sum(counts * (log_sum - label_logits)) / total
 

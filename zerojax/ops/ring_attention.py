@@ -37,6 +37,7 @@ class Ring:
       kernel: as of `attention_blocks.forward`.
       scale: multiplies the scores.
       gathers: all keys and values are gathered.
+      cap: bounds the scores; 0 for no bound.
     """
 
     axis: str
@@ -47,6 +48,7 @@ class Ring:
     kernel: attention.Kernel
     scale: float
     gathers: bool
+    cap: float = 0.0
 
     def blocks(self, keys: int) -> int:
         """Returns the number of devices whose keys this device's queries may see."""
@@ -112,6 +114,7 @@ def _forward(ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, about: Any) -
             ring.kernel,
             ring.scale,
             is_causal=ring.is_causal and step == 0,
+            cap=ring.cap,
         )
         if total is None:
             total = found[0].astype(jnp.float32), found[1]
@@ -153,6 +156,7 @@ def _backward(ring: Ring, kept: Any, dy: jax.Array) -> tuple:
             _taken(l, parts, queries, dim=2),
             _taken(dy, parts, queries),
             is_causal=ring.is_causal and step == 0,
+            cap=ring.cap,
         )
         found_q, found_k, found_v = (x.astype(jnp.float32) for x in found)
         dq += _given(found_q, parts, queries)

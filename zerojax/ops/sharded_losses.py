@@ -19,11 +19,13 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
 from zerojax import roles, specs
-from zerojax.ops import chunks
+from zerojax.ops import chunks, softcap
 from zerojax.ops import columns as columns_lib
 
 
-def cross_entropy(hidden: jax.Array, kernel: columns_lib.Known, labels: jax.Array, *, chunk_tokens: int) -> jax.Array:
+def cross_entropy(
+    hidden: jax.Array, kernel: columns_lib.Known, labels: jax.Array, *, cap: float, chunk_tokens: int
+) -> jax.Array:
     """Returns the mean cross-entropy of this device's tokens, float32[]; call it on all devices, inside `jax.shard_map`.
 
     The result's cotangent must be the same on all devices, as it is where the loss of a step is the mean over devices.
@@ -32,16 +34,17 @@ def cross_entropy(hidden: jax.Array, kernel: columns_lib.Known, labels: jax.Arra
       hidden: float[batch, length, embed].
       kernel: the projection.
       labels: int32[batch, length].
+      cap: bounds the logits (`softcap`); 0 for no bound.
       chunk_tokens: tokens of all devices together in a chunk.
     """
     columns = kernel.columns
     chunk = max(1, chunk_tokens // columns.ways)
     with columns_lib.scope():
-        return _one_pass(hidden, kernel.sink, columns.shard, labels, None, None, columns.axis, columns.ways, chunk)
+        return _one_pass(hidden, kernel.sink, columns.shard, labels, None, None, columns.axis, columns.ways, chunk, cap)
 
 
 def over_rest(
-    hidden: jax.Array, kernel: jax.Array, labels: jax.Array, bias: Any, total: Any, *, chunk_tokens: int
+    hidden: jax.Array, kernel: jax.Array, labels: jax.Array, bias: Any, total: Any, *, cap: float, chunk_tokens: int
 ) -> jax.Array:
     """Returns the mean cross-entropy, float32[], where each device along the axes that the compiler shards has columns of the kernel, and
     some of the tokens: those of its part of each text if they divide, else those of a part of all.
@@ -52,6 +55,7 @@ def over_rest(
       labels: int32[batch, length].
       bias: float[vocab], a constant; None for none.
       total: the number of labels that are not `chunks.NO_LABEL`, float32[]; None: all count.
+      cap: bounds the logits, before the bias; 0 for no bound.
       chunk_tokens: tokens of all devices together in a chunk.
     """
     ways, axis, columns = mesh_lib.ways_of_rest(), specs.entry(mesh_lib.rest()), kernel.shape[1]
@@ -66,7 +70,7 @@ def over_rest(
     def of_own(hidden: jax.Array, shard: jax.Array, labels: jax.Array, bias: Any, total: jax.Array) -> jax.Array:
         chunk = max(1, chunk_tokens // ways)
         own = jax.lax.stop_gradient(shard)
-        loss = _one_pass(hidden, shard.astype(jnp.float32), own, labels, bias, total / ways, axis, ways, chunk)
+        loss = _one_pass(hidden, shard.astype(jnp.float32), own, labels, bias, total / ways, axis, ways, chunk, cap)
         return jax.lax.pmean(loss, axis)
 
     tokens, own = P(None, axis), P(None, axis)
@@ -75,7 +79,7 @@ def over_rest(
         return run(hidden, kernel, labels, bias, total)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
 def _one_pass(
     hidden: jax.Array,
     sink: jax.Array,
@@ -86,14 +90,15 @@ def _one_pass(
     axis: Any,
     ways: int,
     chunk: int,
+    cap: float,
 ) -> jax.Array:
     """Returns the sum of this device's terms / `total`, by default its number of tokens. The sink gets the shard's gradient."""
-    loss, *_ = _chunks(hidden, shard, labels, bias, axis, ways, chunk, is_trained=False)
+    loss, *_ = _chunks(hidden, shard, labels, bias, axis, ways, chunk, cap, is_trained=False)
     return loss / (labels.size if total is None else total)
 
 
 def _forward(
-    hidden: Any, sink: Any, shard: Any, labels: Any, bias: Any, total: Any, axis: Any, ways: int, chunk: int
+    hidden: Any, sink: Any, shard: Any, labels: Any, bias: Any, total: Any, axis: Any, ways: int, chunk: int, cap: float
 ) -> tuple[Any, Any]:
     """Its arguments say whether they are differentiated: the gradient of a frozen kernel is not computed."""
     is_trained = sink.perturbed
@@ -101,11 +106,11 @@ def _forward(
         lambda part: part.value, (hidden, shard, labels, bias, total), is_leaf=lambda node: hasattr(node, "perturbed")
     )
     total = labels.size if total is None else total
-    loss, d_hidden, d_shard = _chunks(hidden, shard, labels, bias, axis, ways, chunk, is_trained=is_trained)
+    loss, d_hidden, d_shard = _chunks(hidden, shard, labels, bias, axis, ways, chunk, cap, is_trained=is_trained)
     return loss / total, (d_hidden, d_shard, total)
 
 
-def _backward(axis: Any, ways: int, chunk: int, residuals: tuple[Any, Any, Any], scale: jax.Array) -> tuple:
+def _backward(axis: Any, ways: int, chunk: int, cap: float, residuals: tuple[Any, Any, Any], scale: jax.Array) -> tuple:
     d_hidden, d_shard, total = residuals
     d_hidden = (d_hidden.astype(jnp.float32) * (scale / total)).astype(d_hidden.dtype)
     return d_hidden, None if d_shard is None else d_shard * (scale / total), None, None, None, None
@@ -122,6 +127,7 @@ def _chunks(
     axis: Any,
     ways: int,
     chunk: int,
+    cap: float,
     *,
     is_trained: bool = True,
 ) -> tuple[Any, Any, Any]:
@@ -136,7 +142,8 @@ def _chunks(
         d_shard, h = carry
         following, y = inputs
         next_h = jax.lax.all_gather(following, axis, tiled=True)
-        logits = jnp.dot(h, shard, preferred_element_type=jnp.float32)
+        logits = softcap.softcap(jnp.dot(h, shard, preferred_element_type=jnp.float32), cap)
+        slope = softcap.slope(logits, cap)
         logits = logits if bias is None else logits + bias.astype(jnp.float32)
         top = jnp.max(logits, axis=-1)
         total = jnp.sum(jnp.exp(logits - top[:, None]), axis=-1)
@@ -152,7 +159,7 @@ def _chunks(
         terms = counts * (log_sum - jnp.sum(label_logits, axis=0))
         loss = jnp.sum(jax.lax.dynamic_slice(terms, (me * size,), (size,)))
         hit = column[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        d_logits = ((jnp.exp(logits - log_sum[:, None]) - hit) * counts[:, None]).astype(h.dtype)
+        d_logits = ((jnp.exp(logits - log_sum[:, None]) - hit) * (counts[:, None] * slope)).astype(h.dtype)
         d_all = jnp.dot(d_logits, shard.T, preferred_element_type=jnp.float32)
         d_own = jax.lax.psum_scatter(d_all, axis, tiled=True).astype(h.dtype)
         if is_trained:

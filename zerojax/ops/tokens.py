@@ -34,11 +34,12 @@ def attend(
     segments_BT: jax.Array | None = None,
     scale: float | None = None,
     window: int = 0,
+    cap: float = 0.0,
 ) -> jax.Array:
     """Returns attention of this device's queries over all keys of their rows: float[B, T, H, N].
 
     Args:
-      q_BTHN, k_BSKN, v_BSKN, kernel, is_causal, scale, window: see `attention.attend`.
+      q_BTHN, k_BSKN, v_BSKN, kernel, is_causal, scale, window, cap: see `attention.attend`.
       way: how devices attend that each hold a part of every row, in the order of its tokens; None: a device has all tokens.
       bias: float[H, T, L] or float[B, H, T, L], added to the scores; L keys of all devices.
       mask: bool[B, S], False for this device's keys that no query sees.
@@ -59,6 +60,7 @@ def attend(
             mask_BT=mask,
             scale=scale,
             bias=bias,
+            cap=cap,
         )
     if _is_sharded() and not _WHOLE_ROWS.get():
         raise UserError(
@@ -67,7 +69,7 @@ def attend(
         )
     seen = mask if segments_BT is None else segments_BT[:, :, None] == segments_BT[:, None, :]
     return attention_lib.attend(
-        q_BTHN, k_BSKN, v_BSKN, kernel, is_causal=is_causal, bias=bias, mask=seen, scale=scale, window=window
+        q_BTHN, k_BSKN, v_BSKN, kernel, is_causal=is_causal, bias=bias, mask=seen, scale=scale, window=window, cap=cap
     )
 
 

@@ -121,7 +121,7 @@ FAMILY = family.Family(
         tensors=_tensors,
         write=_write,
         read=_read,
-        adapted=("q_proj", "v_proj"),
+        adapted=lambda config: ("q_proj", "v_proj"),
         repeated=_repeated,
         copies=lambda raw: {
             r"model\.(encoder|decoder)\.embed_tokens\.weight": EMBED,

@@ -1,15 +1,17 @@
 """Llama as a family. This module holds its presets, the names of its tensors at Hugging Face, and its `Family`."""
 
 import functools
-from collections.abc import Collection, Mapping
-from typing import Any, cast
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, cast
 
 import jax
 
 from zerojax.models import config_json, decoding, family, parallel
 from zerojax.models.family import Tensor
-from zerojax.models.llama import model, rope
+from zerojax.models.llama import model, published, rope
 from zerojax.models.llama.model import LlamaConfig
+from zerojax.models.llama.rows import ROWS
 
 # The rotary base of 500,000 supports up to 32,768 positions (arXiv:2407.21783, section 3.2).
 _llama3 = functools.partial(LlamaConfig, 128256, rope_theta=500000.0, max_seq_len=32768)
@@ -46,15 +48,9 @@ PRESETS: dict[str, LlamaConfig] = {
         qkv_bias=True,
         model_type="qwen2",
     ),
+    **published.PRESETS,
 }
 
-# The rows: model_type in Hugging Face's config.json -> its class in transformers
-ROWS: dict[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -64,27 +60,37 @@ def _tensors(config: LlamaConfig) -> dict[str, Tensor]:
     Query and key need no permutation: like Hugging Face's, the model rotates the first half of a head's dims against the second.
     """
     c, attention, mlp = config, "model.layers.{}.self_attn", "model.layers.{}.mlp"
-    norms = [("attention_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")]
     found = {
         "embed/embedding": Tensor(EMBED),
         "norm/scale": Tensor("model.norm.weight"),
         "head/kernel": Tensor(HEAD, 1),
     }
-    found |= {f"layer_{{}}/{ours}/scale": Tensor(f"model.layers.{{}}.{theirs}.weight") for ours, theirs in norms}
-    for name, inputs, has_bias in (
-        ("q", 1, c.qkv_bias),
-        ("k", 1, c.qkv_bias),
-        ("v", 1, c.qkv_bias),
-        ("o", 2, c.o_bias),
-    ):
-        found |= _linear(f"layer_{{}}/attention/{name}", f"{attention}.{name}_proj", inputs, has_bias)
+    found |= {f"layer_{{}}/{ours}/scale": Tensor(f"model.layers.{{}}.{theirs}.weight") for ours, theirs in _norms(c)}
+    for name in ("qkv",) if c.is_fused else ("q", "k", "v"):
+        found |= _linear(f"layer_{{}}/attention/{name}", f"{attention}.{name}_proj", 1, c.qkv_bias)
+    found |= _linear("layer_{}/attention/o", f"{attention}.o_proj", 2, c.o_bias)
     if c.qk_norm:
+        form: Literal["flat", "same"] = "flat" if c.qk_norm_joint else "same"
         found |= {
-            f"layer_{{}}/attention/{name}/scale": Tensor(f"{attention}.{name}.weight") for name in ("q_norm", "k_norm")
+            f"layer_{{}}/attention/{name}/scale": Tensor(f"{attention}.{name}.weight", form=form)
+            for name in ("q_norm", "k_norm")
         }
-    for name in ("gate", "up", "down"):
+    for name in ("gate_up", "down") if c.is_fused else ("gate", "up", "down"):
         found |= _linear(f"layer_{{}}/mlp/{name}", f"{mlp}.{name}_proj", 1, c.mlp_bias)
     return found
+
+
+def _norms(config: LlamaConfig) -> list[tuple[str, str]]:
+    """Returns the names of a layer's norms: ours, and theirs."""
+    after = [
+        ("attention_post_norm", "post_attention_layernorm"),
+        ("mlp_post_norm", "post_feedforward_layernorm"),
+    ]
+    if config.norm_places == "after":
+        return after
+    if config.norm_places == "both":
+        return [("attention_norm", "input_layernorm"), ("mlp_norm", "pre_feedforward_layernorm"), *after]
+    return [("attention_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")]
 
 
 def _linear(ours: str, theirs: str, inputs: int, has_bias: bool) -> dict[str, Tensor]:
@@ -118,9 +124,9 @@ def _flops_per_token(config: LlamaConfig, lengths: Mapping[str, int], per_weight
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:
-    c = config
+    c, row = config, ROWS[config.model_type]
     found = {
-        "architectures": [ROWS[c.model_type]],
+        "architectures": [row.architecture],
         "model_type": c.model_type,
         "vocab_size": c.vocab_size,
         "hidden_size": c.embed_dim,
@@ -132,117 +138,263 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
         "max_position_embeddings": c.max_seq_len,
         "rope_theta": c.rope_theta,
         "rms_norm_eps": c.norm_eps,
-        "hidden_act": c.activation,
+        row.activation[0]: c.activation,
         "attention_bias": c.o_bias,
         "mlp_bias": c.mlp_bias,
         "tie_word_embeddings": c.tie_embeddings,
     }
-    if c.rope_scaling is not None:
+    windows = [c.window_of(layer) for layer in range(c.num_layers)]
+    kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+    own: dict[str, Callable[[], dict[str, Any]]] = {
+        "query_pre_attn_scalar": lambda: {
+            "query_pre_attn_scalar": round(c.score_scale**-2) if c.score_scale else c.head_dim,
+            "attn_logit_softcapping": c.score_cap or None,
+            "final_logit_softcapping": c.logits_cap or None,
+        },
+        "attention_multiplier": lambda: {
+            "attention_multiplier": c.score_scale or c.head_dim**-0.5,
+            "embedding_multiplier": c.embed_scale,
+            "residual_multiplier": c.residual_scale,
+            "logits_scaling": 1 / c.logits_scale,
+        },
+        "no_rope_layers": lambda: {"no_rope_layers": [int(c.rope_of(i) is not None) for i in range(c.num_layers)]},
+        "partial_rotary_factor": lambda: {"partial_rotary_factor": (c.rotary_dim or c.head_dim) / c.head_dim},
+        "layer_types": lambda: {"layer_types": kinds},
+    }
+    for name in row.reads:
+        found |= own.get(name, dict)()
+    if c.window_rope is not None:
+        del found["rope_theta"]
+        ropes = {"full_attention": rope.Rope(c.rope_theta, c.rope_scaling), "sliding_attention": c.window_rope}
+        found["rope_parameters"] = {
+            kind: {"rope_theta": own.theta} | _write_scaling(own.scaling) for kind, own in ropes.items()
+        }
+    elif c.rope_scaling is not None:
         found["rope_scaling"] = _write_scaling(c.rope_scaling)
-    if any(c.windows):
-        found |= {"sliding_window": max(c.windows), "use_sliding_window": True, "max_window_layers": c.windows.count(0)}
-        found["layer_types"] = ["sliding_attention" if window else "full_attention" for window in c.windows]
+        if c.model_type == "phi3":
+            found["original_max_position_embeddings"] = c.rope_scaling.original_length
+    if any(windows):
+        found |= {"sliding_window": max(windows), "use_sliding_window": True, "max_window_layers": windows.count(0)}
+        found["layer_types"] = kinds
     elif c.model_type == "mistral":
         found["sliding_window"] = None  # else the class has a window of its own
     return found
 
 
-def _write_scaling(scaling: rope.Scaling) -> dict[str, Any]:
-    if scaling.kind == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": scaling.kind,
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_factor,
-        "high_freq_factor": scaling.high_factor,
-        "original_max_position_embeddings": scaling.original_length,
+def _write_scaling(scaling: rope.Scaling | None) -> dict[str, Any]:
+    if scaling is None:
+        return {"rope_type": "default"}
+    found: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind in ("linear", "dynamic"):
+        return found
+    found["original_max_position_embeddings"] = scaling.original_length
+    if scaling.kind == "llama3":
+        return found | {"low_freq_factor": scaling.low_factor, "high_freq_factor": scaling.high_factor}
+    found["attention_factor"] = scaling.attention_factor
+    if scaling.kind == "longrope":
+        return found | {"short_factor": list(scaling.short), "long_factor": list(scaling.long)}
+    return found | {
+        "beta_slow": scaling.low_factor,
+        "beta_fast": scaling.high_factor,
+        "truncate": scaling.is_whole,
     }
 
 
 def _read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
-    f = config_json.Fields(raw)
-    row = f.choice("model_type", ROWS, "")
-    heads, has_biases = f.count("num_attention_heads"), f.flag("attention_bias", False)
-    theta, scaling = _read_rope(f)
-    model_config = LlamaConfig(
-        f.count("vocab_size"),
-        f.depth("num_hidden_layers"),
-        embed_dim=f.count("hidden_size"),
-        num_heads=heads,
-        num_kv_heads=f.count("num_key_value_heads", {"mistral": 8, "qwen2": 32, "qwen3": 32}.get(row, heads)),
-        head_dim=_head_dim(f, row),
-        mlp_dim=f.count("intermediate_size"),
-        max_seq_len=f.count("max_position_embeddings", {"llama": 2048, "mistral": 131072}.get(row, 32768)),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        norm_eps=f.number("rms_norm_eps", 1e-6),
-        tie_embeddings=f.flag("tie_word_embeddings", False) and HEAD not in names,
-        qkv_bias=row == "qwen2" or (has_biases and row != "mistral"),
-        o_bias=has_biases and row in ("llama", "qwen3"),
-        mlp_bias=row == "llama" and f.flag("mlp_bias", False),
-        qk_norm=row == "qwen3",
-        windows=_read_windows(f, row),
-        activation=f.activation("hidden_act", "silu"),
-        model_type=row,
+    kind = config_json.Fields(raw).choice("model_type", ROWS, "")
+    row = ROWS[kind]
+    f = config_json.Fields({**row.defaults, **raw})
+    heads, has_biases = (
+        f.count("num_attention_heads"),
+        "attention_bias" in row.reads and f.flag("attention_bias", False),
     )
-    if model_config.num_heads % model_config.num_kv_heads:
-        raise f.refuse("num_attention_heads", f"a multiple of num_key_value_heads={model_config.num_kv_heads}")
-    return model_config
+    head_dim = _head_dim(f, kind)
+    fields = {
+        "embed_dim": f.count("hidden_size"),
+        "num_heads": heads,
+        "num_kv_heads": f.count("num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "mlp_dim": f.count("intermediate_size"),
+        "max_seq_len": f.count("max_position_embeddings"),
+        "norm_eps": f.number("rms_norm_eps", 1e-6),
+        "tie_embeddings": f.flag("tie_word_embeddings", False) and HEAD not in names,
+        "qkv_bias": has_biases,
+        "o_bias": has_biases,
+        "mlp_bias": "mlp_bias" in row.reads and f.flag("mlp_bias", False),
+        "windows": _read_windows(f, kind),
+        "activation": f.activation(*row.activation),
+        "model_type": kind,
+        **_read_ropes(f, head_dim, nested=bool({"rope_local_base_freq"} & {*row.reads})),
+        **_read_multipliers(f, row.reads),
+        **row.fields,
+    }
+    found = LlamaConfig(f.count("vocab_size"), f.depth("num_hidden_layers"), **fields)
+    if found.num_heads % found.num_kv_heads:
+        raise f.refuse("num_attention_heads", f"a multiple of num_key_value_heads={found.num_kv_heads}")
+    return found
 
 
-def _head_dim(f: config_json.Fields, row: str) -> int:
-    is_derived = f.raw.get("head_dim") is None and row != "qwen3"
-    found = f.heads("hidden_size", "num_attention_heads") if is_derived else f.count("head_dim", 128)
+def _head_dim(f: config_json.Fields, kind: str) -> int:
+    found = f.heads("hidden_size", "num_attention_heads") if f.raw.get("head_dim") is None else f.count("head_dim")
     if found % 2:
         raise f.refuse("head_dim", "even, since positions rotate pairs of dims")
     return found
 
 
-def _read_rope(f: config_json.Fields) -> tuple[float, rope.Scaling | None]:
+def _read_multipliers(f: config_json.Fields, reads: Collection[str]) -> dict[str, Any]:
+    """Reads what Gemma and Granite multiply and bound, and which layers of SmolLM3 are not rotated."""
+    if "query_pre_attn_scalar" in reads:
+        if f.flag("use_bidirectional_attention", False):
+            raise f.refuse("use_bidirectional_attention", "false, since a decoder's tokens see no later ones")
+        caps = {"score_cap": "attn_logit_softcapping", "logits_cap": "final_logit_softcapping"}
+        return {
+            "embed_scale": f.count("hidden_size") ** 0.5,
+            "score_scale": f.number("query_pre_attn_scalar") ** -0.5,
+            **{ours: 0.0 if f.raw.get(theirs) is None else f.number(theirs) for ours, theirs in caps.items()},
+        }
+    if "attention_multiplier" in reads:
+        return {
+            "embed_scale": f.number("embedding_multiplier", 1.0),
+            "residual_scale": f.number("residual_multiplier", 1.0),
+            "score_scale": f.number("attention_multiplier", 1.0),
+            "logits_scale": 1 / f.number("logits_scaling", 1.0),
+        }
+    return {"rotated": _read_rotated(f)} if "no_rope_layers" in reads else {}
+
+
+def _read_rotated(f: config_json.Fields) -> tuple[bool, ...]:
+    """Returns for each layer of SmolLM3 whether its queries and keys are rotated."""
+    layers, told = f.depth("num_hidden_layers"), f.raw.get("no_rope_layers")
+    if told is None:
+        interval = f.count("no_rope_layer_interval", 4)
+        return tuple((layer + 1) % interval != 0 for layer in range(layers))
+    if not isinstance(told, list) or len(told) < layers or not {*map(str, told)} <= {"0", "1", "True", "False"}:
+        raise f.refuse("no_rope_layers", f"{layers} of 0 (not rotated) or 1")
+    return tuple(bool(is_rotated) for is_rotated in told[:layers])
+
+
+def _read_ropes(f: config_json.Fields, head_dim: int, *, nested: bool) -> dict[str, Any]:
     """Reads the forms of transformers 5 (rope_parameters) and of earlier versions (rope_theta, rope_scaling)."""
     told = [name for name in ("rope_scaling", "rope_parameters") if f.raw.get(name)]
     if len(told) == 2 and f.raw[told[0]] != f.raw[told[1]]:
         raise f.refuse("rope_scaling", "absent where there are rope_parameters")
     group = f.group(told[0] if told else "rope_parameters")
-    nested = next((name for name, value in group.raw.items() if isinstance(value, Mapping)), None)
-    if nested is not None:
-        raise group.refuse(nested, "a number or a name, as all layers have the same positions")
-    theta = group.number("rope_theta", f.number("rope_theta", 10000.0))
-    for fields in (f, group):
-        if fields.number("partial_rotary_factor", 1.0) != 1.0:
-            raise fields.refuse("partial_rotary_factor", "1")
+    theta = f.number("rope_theta", 10000.0)
+    if nested:  # a rotation for layers with a window, and one for the others
+        local = f.number("rope_local_base_freq", 10000.0)
+        is_new = told == ["rope_parameters"]
+        full, near = (
+            (group.group("full_attention"), group.group("sliding_attention")) if is_new else (group, f.group(""))
+        )
+        if is_new and (odd := group.raw.keys() - {"full_attention", "sliding_attention"}):
+            raise group.refuse(min(odd), "in full_attention or sliding_attention")
+        (own, dims), (window, _) = _read_rope(f, full, theta, head_dim), _read_rope(f, near, local, head_dim)
+        return {"rope_theta": own.theta, "rope_scaling": own.scaling, "window_rope": window, "rotary_dim": dims}
+    odd = {name for name, value in group.raw.items() if isinstance(value, Mapping)}
+    if odd:
+        raise group.refuse(min(odd), "a number or a name, as all layers have the same positions")
+    own, dims = _read_rope(f, group, theta, head_dim)
+    return {"rope_theta": own.theta, "rope_scaling": own.scaling, "rotary_dim": dims}
+
+
+def _read_rope(f: config_json.Fields, group: config_json.Fields, theta: float, head_dim: int) -> tuple[rope.Rope, int]:
+    """Returns a rotation, and the dims of a head that are rotated (0: all)."""
+    is_phi = f.raw["model_type"] == "phi3"
+    theta, share = group.number("rope_theta", theta), group.number("partial_rotary_factor", 1.0)
+    share = f.number("partial_rotary_factor", share) if share == 1 else share
+    dims = int(head_dim * share)
+    if share != 1 and (not is_phi or dims % 2 or not 0 < dims <= head_dim):
+        raise (group if "partial_rotary_factor" in group.raw else f).refuse(
+            "partial_rotary_factor", f"a share of {head_dim} dims that gives pairs" if is_phi else "1"
+        )
+    rotary = 0 if dims == head_dim else dims
     name = "rope_type" if "rope_type" in group.raw else "type"
-    kind = group.choice(name, ("default", "linear", "llama3"), "default")
-    if kind == "default":
-        return theta, None
-    factor = group.number("factor")
+    if is_phi:
+        kind = group.choice(name, ("default", "longrope", "su", "yarn"), "default")
+        kind = kind if kind == "default" else "longrope"
+    else:
+        kind = group.choice(name, ("default", "linear", "llama3", "yarn", "dynamic", "longrope"), "default")
+    return rope.Rope(theta, None if kind == "default" else _read_scaling(f, group, kind, dims)), rotary
+
+
+def _read_scaling(f: config_json.Fields, group: config_json.Fields, kind: str, dims: int) -> rope.Scaling:
+    longest = f.count("max_position_embeddings")
     if kind == "linear":
-        return theta, rope.Scaling("linear", factor)
-    low, high = group.number("low_freq_factor"), group.number("high_freq_factor")
-    if high <= low:
-        raise group.refuse("high_freq_factor", f"above low_freq_factor={low:g}")
-    original = group.count("original_max_position_embeddings")
-    if f.count("original_max_position_embeddings", original) != original:
+        return rope.Scaling("linear", group.number("factor"))
+    if kind == "dynamic":
+        return rope.Scaling("dynamic", group.number("factor"), original_length=longest)
+    original = group.count("original_max_position_embeddings", None if kind == "llama3" else longest)
+    told = f.count("original_max_position_embeddings", original)
+    if told != original and "original_max_position_embeddings" in group.raw:
         raise f.refuse("original_max_position_embeddings", f"{original}, as in {group.place}")
-    return theta, rope.Scaling("llama3", factor, low, high, original)
+    original = told
+    if kind == "llama3":
+        low, high = group.number("low_freq_factor"), group.number("high_freq_factor")
+        if high <= low:
+            raise group.refuse("high_freq_factor", f"above low_freq_factor={low:g}")
+        return rope.Scaling("llama3", group.number("factor"), low, high, original)
+    factor = group.number("factor", longest / original)
+    if kind == "yarn":
+        own, other = (group.raw.get(name) for name in ("mscale", "mscale_all_dim"))
+        grown = lambda scale: 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1  # noqa: E731
+        usual = grown(group.number("mscale")) / grown(group.number("mscale_all_dim")) if own and other else grown(1.0)
+        return rope.Scaling(
+            "yarn",
+            factor,
+            group.number("beta_slow", 1.0),
+            group.number("beta_fast", 32.0),
+            original,
+            group.number("attention_factor", usual),
+            group.flag("truncate", True),
+        )
+    usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    short, long = (group.numbers(name, dims // 2) for name in ("short_factor", "long_factor"))
+    attention = group.number("attention_factor", usual)
+    return rope.Scaling("longrope", factor, 1.0, 4.0, original, attention, True, short, long)
 
 
-def _read_windows(f: config_json.Fields, row: str) -> tuple[int, ...]:
-    layers = f.depth("num_hidden_layers")
-    is_window_read = row == "mistral" or (row != "llama" and f.flag("use_sliding_window", False))
+def _read_windows(f: config_json.Fields, kind: str) -> tuple[int, ...]:
+    layers, types = f.depth("num_hidden_layers"), f.raw.get("layer_types")
+    if kind in ("llama", "olmo2", "granite"):
+        return ()
+    if kind in ("gemma2", "gemma3_text", "smollm3"):
+        return _windows_by_type(f, kind, layers)
+    is_window_read = kind in ("mistral", "phi3") or f.flag("use_sliding_window", False)
     has_window = is_window_read and f.raw.get("sliding_window", 4096) is not None
     window = f.count("sliding_window", 4096) if has_window else 0
-    types = f.raw.get("layer_types")
-    if types is None or row == "llama":
-        first = 0 if row == "mistral" else f.count("max_window_layers", 28) if f.raw.get("max_window_layers", 28) else 0
+    if types is None or kind == "phi3":
+        is_all = kind in ("mistral", "phi3")
+        first = 0 if is_all else f.count("max_window_layers", 28) if f.raw.get("max_window_layers", 28) else 0
         windows = tuple(window if layer >= first else 0 for layer in range(layers))
     else:
         known: tuple[str, ...] = ("full_attention", "sliding_attention") if window else ("full_attention",)
-        known = known[1:] if window and row == "mistral" else known  # its class has the window in every layer
+        known = known[1:] if window and kind == "mistral" else known  # its class has the window in every layer
         if not isinstance(types, list) or len(types) != layers or not set(types) <= set(known):
             raise f.refuse("layer_types", f"{layers} of {' or '.join(known)}")
         windows = tuple(window if kind == "sliding_attention" else 0 for kind in types)
     return windows if any(windows) else ()
+
+
+def _windows_by_type(f: config_json.Fields, kind: str, layers: int) -> tuple[int, ...]:
+    """Reads the windows of classes that have one in the layers that `layer_types` names, or else in every so many."""
+    types, known = f.raw.get("layer_types"), {"full_attention": False, "sliding_attention": True}
+    if types is None:
+        every = 2 if kind == "gemma2" else f.count("sliding_window_pattern", 6)
+        has_window = [(layer + 1) % every != 0 for layer in range(layers)]
+        if kind == "smollm3":
+            is_read = f.flag("use_sliding_window", False) and f.raw["sliding_window"] is not None
+            has_window = [is_read and not is_rotated for is_rotated in _read_rotated(f)]
+    elif not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {*known}:
+        raise f.refuse("layer_types", f"{layers} of {' or '.join(known)}")
+    else:
+        has_window = [known[name] for name in types]
+    return tuple(f.count("sliding_window") if has else 0 for has in has_window) if any(has_window) else ()
+
+
+def _copies(raw: Mapping[str, Any]) -> dict[str, str]:
+    row = ROWS.get(raw.get("model_type", ""))
+    is_tied = raw.get("tie_word_embeddings", row is not None and row.defaults.get("tie_word_embeddings"))
+    return {HEAD: EMBED} if is_tied else {}
 
 
 FAMILY = family.Family(
@@ -253,30 +405,33 @@ FAMILY = family.Family(
     logits=_logits,
     start=_start,
     extend=_extend,
-    positions=lambda config: None,
+    positions=lambda config: config.max_seq_len if config.has_positions else None,
     is_encoder_decoder=False,
     blocks=r"layer_\d+",
     heads="head",
     attention=("xla", "cudnn", "splash"),
     flops_per_token=_flops_per_token,
     huggingface=family.HuggingFace(
-        architectures={row: (name, name.replace("ForCausalLM", "Model")) for row, name in ROWS.items()},
+        architectures={
+            kind: (row.architecture, row.architecture.replace("ForCausalLM", "Model")) for kind, row in ROWS.items()
+        },
         tensors=_tensors,
         write=_write,
         read=_read,
-        adapted=("q_proj", "v_proj"),
-        copies=lambda raw: {HEAD: EMBED} if raw.get("tie_word_embeddings") else {},
+        adapted=lambda config: ("qkv_proj",) if config.is_fused else ("q_proj", "v_proj"),
+        copies=_copies,
         ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
         prefix="model.",
         outside=(HEAD,),
     ),
     parallel=parallel.Parallel(
-        weights=parallel.WEIGHTS,
+        weights=(*parallel.WEIGHTS, (r"positions/embedding", ("model",))),
         activations=(
             *parallel.HEADS,
             *parallel.WIDTH,
+            *parallel.FUSED,
             (r"layer_\d+/(attention|mlp)", parallel.TOKENS, parallel.ALL_TOKENS),
-            (r"embed|norm|layer_\d+(/(attention|mlp)_norm)?", parallel.TOKENS),
+            (r"embed|positions|norm|layer_\d+(/(attention|mlp)(_post)?_norm)?", parallel.TOKENS),
         ),
     ),
 )

@@ -1,25 +1,29 @@
 """Llama, a decoder-only language model, and its relatives. This module knows no meshes or stages. It names what a backward pass may keep in
 place of matmuls (`ops.residuals`).
 
-It has RMSNorm, rotary positions, grouped-query attention and SwiGLU. Relatives differ in a few fields of the config: biases, norms of
-queries and keys, sliding windows. Layers are a plain unrolled list of named modules, and the train
-step decides where weights are gathered. Weights have the compute dtype. Norms and softmax compute in float32.
+It has RMSNorm, rotary positions, grouped-query attention and SwiGLU. Relatives differ in fields of the config, each of which is off by
+default: biases, norms and where they are, sliding windows, other positions, multipliers, bounded scores and logits. Layers are a plain
+unrolled list of named modules, and the train step decides where weights are gathered. Weights have the compute dtype. Norms and softmax
+compute in float32.
 
 Shapes: B batch, T length, D embed, H query heads, K key and value heads, N head dim, F mlp, V vocabulary.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
+from zerojax.errors import UserError
 from zerojax.models import decoding, family, layers
 from zerojax.models.llama import rope
 from zerojax.ops import attention as attention_lib
-from zerojax.ops import context_attention, residuals, tiles
+from zerojax.ops import context_attention, residuals, softcap, tiles
+from zerojax.ops import tokens as tokens_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +32,25 @@ class LlamaConfig:
 
     Attributes:
       rope_scaling: stretches the rotary positions; None: as they are.
+      window_rope: the rotation in layers with a window; None: that of the others.
+      rotary_dim: the dims of a head that are rotated; 0: all.
+      rotated: for each layer, whether its queries and keys are rotated; () for all layers True. Repeated as `windows` are.
+      has_positions: each of the `max_seq_len` positions has an embedding, and nothing is rotated.
       qkv_bias, o_bias, mlp_bias: whether these projections have biases.
       qk_norm: whether queries and keys are normalised in each head before they are rotated.
+      qk_norm_joint: whether that norm is over all heads at once.
+      norm: "rms", or "layer" (with biases).
+      norm_offset: is added to the scale of each RMSNorm.
+      norm_places: each residual branch is normalised "before" it, "after" it, or both.
+      is_fused: queries, keys and values are one projection, and gate and up are one.
+      is_gated: the MLP is down(activation(gate) * up), and otherwise down(activation(up)).
+      embed_scale, residual_scale: multiply the embeddings, and what each residual branch adds.
+      score_scale: multiplies the scores of attention; 0: 1 / sqrt(head_dim).
+      logits_scale: multiplies the logits.
+      score_cap, logits_cap: bound scores and logits by a softcap; 0 for no bound.
       way: how devices attend that each hold a part of every sequence; None: a device has all tokens.
-      windows: for each layer, the number of tokens that a query sees, with its own (0: all before it); () for all layers 0.
+      windows: for each layer, the number of tokens that a query sees, with its own (0: all before it); () for all layers 0. Fewer
+        than there are layers are repeated.
       tile_tokens: tokens for which each layer's MLP, with its norm and its residual, runs at a time (`ops.tiles`); 0: all.
       model_type: the name of the row in Hugging Face's config.json.
     """
@@ -58,16 +77,46 @@ class LlamaConfig:
     tile_tokens: int = 0
     way: context_attention.Way | None = None
     model_type: str = "llama"
+    window_rope: rope.Rope | None = None
+    rotary_dim: int = 0
+    rotated: tuple[bool, ...] = ()
+    has_positions: bool = False
+    qk_norm_joint: bool = False
+    norm: Literal["rms", "layer"] = "rms"
+    norm_offset: float = 0.0
+    norm_places: Literal["before", "after", "both"] = "before"
+    is_fused: bool = False
+    is_gated: bool = True
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    score_scale: float = 0.0
+    logits_scale: float = 1.0
+    score_cap: float = 0.0
+    logits_cap: float = 0.0
+
+    def window_of(self, layer: int) -> int:
+        """Returns the window of a layer."""
+        return self.windows[layer % len(self.windows)] if self.windows else 0
+
+    def rope_of(self, layer: int) -> rope.Rope | None:
+        """Returns the rotation of a layer's queries and keys; None if they are not rotated."""
+        if self.has_positions or (self.rotated and not self.rotated[layer % len(self.rotated)]):
+            return None
+        if self.window_rope is not None and self.window_of(layer):
+            return self.window_rope
+        return rope.Rope(self.rope_theta, self.rope_scaling)
 
 
 Keys = tuple[jax.Array, jax.Array] | None
+Turn = Callable[[jax.Array, jax.Array | None], jax.Array]
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions."""
+    """Causal grouped-query attention, with the rotation of a layer."""
 
     config: LlamaConfig
     window: int = 0
+    rotation: rope.Rope | None = None
 
     @nn.compact
     def __call__(
@@ -80,17 +129,32 @@ class Attention(nn.Module):
     ) -> tuple[jax.Array, Keys]:
         c = self.config
         heads = {"q": c.num_heads, "k": c.num_kv_heads, "v": c.num_kv_heads}
-        of_x = [layers.Linear((n, c.head_dim), use_bias=c.qkv_bias, name=name) for name, n in heads.items()]
+        if c.is_fused:  # equal numbers of heads have a dim of their own, so that tensor parallelism shards each
+            groups = 3 if c.num_heads == c.num_kv_heads else 1
+            heads = {"qkv": sum(heads.values()) // groups}
+        shape = (groups,) if c.is_fused else ()
+        of_x = [layers.Linear((*shape, n, c.head_dim), use_bias=c.qkv_bias, name=name) for name, n in heads.items()]
         # Their three gradients of x are added up in each tile. Where the compiler shards, x is gathered here.
         tile = 0 if self.is_initializing() or mesh_lib.rest() else c.tile_tokens
-        q_BTHN, k_BTKN, v_BTKN = tiles.over_tiles(lambda x_BTD: [linear(x_BTD) for linear in of_x], x_BTD, tile)
+        found = tiles.over_tiles(lambda x_BTD: [linear(x_BTD) for linear in of_x], x_BTD, tile)
+        if c.is_fused:
+            fused_BTXN = found[0].reshape(*x_BTD.shape[:2], -1, c.head_dim)
+            found = jnp.split(fused_BTXN, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
+        q_BTHN, k_BTKN, v_BTKN = found
         if c.qk_norm:
-            q_BTHN = layers.RMSNorm(c.norm_eps, name="q_norm")(q_BTHN)
-            k_BTKN = layers.RMSNorm(c.norm_eps, name="k_norm")(k_BTKN)
-        frequency_F = rope.frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+            dims = 2 if c.qk_norm_joint else 1
+            q_BTHN = layers.RMSNorm(c.norm_eps, c.norm_offset, dims, name="q_norm")(q_BTHN)
+            k_BTKN = layers.RMSNorm(c.norm_eps, c.norm_offset, dims, name="k_norm")(k_BTKN)
         # Distances alone count in rotary positions, so a text may begin at any position.
         positions_BT = positions_BT if past is None else past.step.positions_BT
-        q_BTHN, k_BTKN = (rope.rotate(x_BTXN, frequency_F, positions_BT) for x_BTXN in (q_BTHN, k_BTKN))
+        turned = None
+        if self.rotation is not None:
+            turn = self._turn(x_BTD.shape[1], positions_BT, past)
+            q_BTHN = turn(q_BTHN, positions_BT)
+            if self.rotation.scaling is not None and self.rotation.scaling.reads_length and past is not None:
+                turned = lambda k_BSKN, positions: turn(k_BSKN, positions_BT if positions is None else positions)  # noqa: E731
+            else:
+                k_BTKN = turn(k_BTKN, positions_BT)
         if not c.qk_norm:  # the norms' gradients read the matmuls' results
             q_BTHN, k_BTKN, v_BTKN = map(residuals.in_place, (q_BTHN, k_BTKN, v_BTKN))
         with jax.named_scope("attention"):
@@ -102,25 +166,48 @@ class Attention(nn.Module):
                 past,
                 mask=mask_BT,
                 segments_BT=segments_BT,
+                scale=c.score_scale or None,
                 window=self.window,
                 way=c.way,
+                cap=c.score_cap,
+                turned=turned,
             )
         out = layers.Linear((c.embed_dim,), contracted=2, stddev=_residual_stddev(c), use_bias=c.o_bias, name="o")
         return out(y_BTHN), keys
 
+    def _turn(self, length: int, positions_BT: jax.Array | None, past: decoding.Past | None) -> Turn:
+        """Returns (queries or keys, their positions) -> these, rotated as in texts that end with this call's tokens."""
+        assert self.rotation is not None
+        c, (theta, scaling) = self.config, self.rotation
+        seen: Any = None
+        if scaling is not None and scaling.reads_length:
+            seen = length if c.way is None else tokens_lib.of_all(length)
+            if past is not None and positions_BT is not None:
+                held = jnp.where(past.step.is_text_BS, past.step.slot_positions_BS, 0)
+                seen = 1 + jnp.minimum(jnp.max(positions_BT, axis=1), jnp.max(held, axis=1))
+        frequency_F = rope.frequencies(c.rotary_dim or c.head_dim, theta, scaling, seen)
+        factor = 1.0 if scaling is None else scaling.attention_factor
+        return lambda x_BTXN, positions: rope.rotate(x_BTXN, frequency_F, positions, factor)
+
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202)."""
+    """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202), with the config's activation; or down(activation(up(x)))."""
 
     config: LlamaConfig
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         c = self.config
+        down = layers.Linear((c.embed_dim,), stddev=_residual_stddev(c), use_bias=c.mlp_bias, name="down")
+        activation = layers.ACTIVATIONS[c.activation]
+        if not c.is_gated:
+            return down(activation(layers.Linear((c.mlp_dim,), use_bias=c.mlp_bias, name="up")(x_BTD)))
+        if c.is_fused:
+            both_BTXF = layers.Linear((2, c.mlp_dim), use_bias=c.mlp_bias, name="gate_up")(x_BTD)
+            return down(activation(both_BTXF[:, :, 0]) * both_BTXF[:, :, 1])
         gate_BTF = layers.Linear((c.mlp_dim,), use_bias=c.mlp_bias, name="gate")(x_BTD)
         up_BTF = layers.Linear((c.mlp_dim,), use_bias=c.mlp_bias, name="up")(x_BTD)
-        down = layers.Linear((c.embed_dim,), stddev=_residual_stddev(c), use_bias=c.mlp_bias, name="down")
-        return down(layers.ACTIVATIONS[c.activation](gate_BTF) * up_BTF)
+        return down(activation(gate_BTF) * up_BTF)
 
 
 class Layer(nn.Module):
@@ -128,6 +215,7 @@ class Layer(nn.Module):
 
     config: LlamaConfig
     window: int = 0
+    rotation: rope.Rope | None = None
 
     @nn.compact
     def __call__(
@@ -148,13 +236,27 @@ class Layer(nn.Module):
           positions_BT: of the tokens in their rows; None: 0, 1, ...
         """
         c = self.config
-        y_BTD = layers.RMSNorm(c.norm_eps, name="attention_norm")(x_BTD)
-        y_BTD, keys = Attention(c, self.window, name="attention")(y_BTD, mask_BT, past, segments_BT, positions_BT)
-        x_BTD = residuals.in_place(x_BTD + y_BTD)
-        mlp, norm = MLP(c, name="mlp"), layers.RMSNorm(c.norm_eps, name="mlp_norm")
+        before, after = self._norms("attention")
+        y_BTD, keys = Attention(c, self.window, self.rotation, name="attention")(
+            before(x_BTD), mask_BT, past, segments_BT, positions_BT
+        )
+        x_BTD = residuals.in_place(x_BTD + after(y_BTD))
+        mlp, (norm, mlp_after) = MLP(c, name="mlp"), self._norms("mlp")
         tile = 0 if self.is_initializing() else c.tile_tokens
-        x_BTD = tiles.over_tiles(lambda x_BTD: x_BTD + mlp(norm(x_BTD)), x_BTD, tile)
+        x_BTD = tiles.over_tiles(lambda x_BTD: x_BTD + mlp_after(mlp(norm(x_BTD))), x_BTD, tile)
         return x_BTD if past is None else (x_BTD, keys)
+
+    def _norms(self, branch: str) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
+        """Returns what a branch reads of the residual stream, and what is added to it of what the branch returns."""
+        c = self.config
+        same = lambda x_BTD: x_BTD  # noqa: E731
+        before, after = (
+            make_norm(c, f"{branch}{name}") if c.norm_places in (place, "both") else same
+            for place, name in (("before", "_norm"), ("after", "_post_norm"))
+        )
+        if c.residual_scale == 1:
+            return before, after
+        return before, lambda y_BTD: after(y_BTD) * jnp.asarray(c.residual_scale, y_BTD.dtype)
 
 
 class Llama(nn.Module):
@@ -165,6 +267,8 @@ class Llama(nn.Module):
     def setup(self) -> None:
         modules = {name: module.clone() for name, (module, _) in parts(self.config).items()}
         self.embed, self.norm = modules["embed"], modules["norm"]
+        if self.config.has_positions:
+            self.positions = modules["positions"]
         self.layer = [modules[f"layer_{i}"] for i in range(self.config.num_layers)]
         if not self.config.tie_embeddings:
             self.head = modules["head"]
@@ -179,7 +283,7 @@ class Llama(nn.Module):
         """Returns the normalised hidden states, the head's input: float[B, T, D]. For the other arguments see `Layer`."""
         given = {"mask_BT": mask_BT, "segments_BT": segments_BT, "positions_BT": positions_BT}
         seen = {name: array for name, array in given.items() if array is not None}
-        x_BTD = self.embed(tokens_BT)
+        x_BTD = self._embedded(tokens_BT, _positions_in_texts(self.config, segments_BT, positions_BT))
         for layer in self.layer:
             x_BTD = layer(x_BTD, **seen)
         return self.norm(x_BTD)
@@ -191,16 +295,21 @@ class Llama(nn.Module):
     def start(self, tokens_BT: jax.Array, lengths_B: jax.Array, slots: int) -> tuple[jax.Array, Any]:
         """Returns the logits after each row's first `lengths_B` tokens, float32[B, V], and every layer's keys and values."""
         c, (batch, length) = self.config, tokens_BT.shape
-        x_BTD = self.embed(tokens_BT)
-        empty = decoding.empty(batch, slots, c.num_kv_heads, c.head_dim, x_BTD.dtype)
         step = decoding.first_step(batch, length, slots)
+        if any(
+            one and one.scaling and one.scaling.reads_length for one in map(c.rope_of, range(c.num_layers))
+        ):  # padding is not part of a text's length
+            step = step._replace(positions_BT=jnp.minimum(step.positions_BT, lengths_B[:, None] - 1))
+        x_BTD = self._embedded(tokens_BT, step.positions_BT)
+        empty = decoding.empty(batch, slots, c.num_kv_heads, c.head_dim, x_BTD.dtype)
         x_BTD, caches = self._through(x_BTD, [empty] * c.num_layers, step)
         return self._logits(self.norm(layers.at_last(x_BTD, lengths_B)))[:, 0], caches
 
     def extend(self, caches: Any, step: decoding.Step, tokens: jax.Array) -> tuple[jax.Array, Any]:
         """Returns the logits after one more token a row, int32[B], or several, int32[B, T]: float32[B, V], and every layer's keys and
         values."""
-        x_BTD, caches = self._through(self.embed(tokens.reshape(len(tokens), -1)), caches, step)
+        x_BTD = self._embedded(tokens.reshape(len(tokens), -1), step.positions_BT)
+        x_BTD, caches = self._through(x_BTD, caches, step)
         return self._logits(self.norm(step.last(x_BTD)))[:, 0], caches
 
     def _through(self, x_BTD: jax.Array, caches: Any, step: decoding.Step) -> tuple[jax.Array, list]:
@@ -210,8 +319,22 @@ class Llama(nn.Module):
             after.append(keys)
         return x_BTD, after
 
+    def _embedded(self, tokens_BT: jax.Array, positions_BT: jax.Array | None) -> jax.Array:
+        """Returns the first layer's input, float[B, T, D]. Positions: by default 0, 1, ..."""
+        c, x_BTD = self.config, self.embed(tokens_BT)
+        if c.embed_scale != 1:
+            x_BTD *= jnp.asarray(c.embed_scale, x_BTD.dtype)
+        if not c.has_positions:
+            return x_BTD
+        return x_BTD + self.positions(jnp.arange(tokens_BT.shape[1])[None] if positions_BT is None else positions_BT)
+
+    def _scaled(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the head's input of which its output are the scaled logits."""
+        scale = self.config.logits_scale
+        return x_BTD if scale == 1 else x_BTD * jnp.asarray(scale, x_BTD.dtype)
+
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
-        return layers.next_logits(self._head(), x_BTD)
+        return softcap.softcap(layers.next_logits(self._head(), self._scaled(x_BTD)), self.config.logits_cap)
 
     def _head(self) -> nn.Module:
         return self.embed if self.config.tie_embeddings else self.head
@@ -232,7 +355,28 @@ class Llama(nn.Module):
         tokens_BT, labels_BT, ignored = layers.read_and_labels(tokens, labeled, labels_BT)
         segments_BT = None if segments is None else segments[:, : tokens_BT.shape[1]]
         x_BTD = self.hidden(tokens_BT, segments_BT=segments_BT, positions_BT=positions_BT)
-        return layers.next_loss(self._head(), x_BTD, labels_BT, ignored)
+        return layers.next_loss(self._head(), self._scaled(x_BTD), labels_BT, ignored, cap=self.config.logits_cap)
+
+
+def make_norm(config: LlamaConfig, name: str | None = None) -> nn.Module:
+    """Returns a norm of the residual stream."""
+    return layers.norm(config.norm, config.norm_eps, config.norm_offset, name)
+
+
+def _positions_in_texts(
+    config: LlamaConfig, segments_BT: jax.Array | None, positions_BT: jax.Array | None
+) -> jax.Array | None:
+    """Returns the positions of tokens in their texts, where rows hold several and positions have embeddings."""
+    if not config.has_positions or segments_BT is None:
+        return positions_BT
+    if positions_BT is not None:
+        raise UserError(
+            "config.data.pack: packs texts whose positions have embeddings into rows that are sharded over `context`, where a device does "
+            "not know where they begin; set --config.data.pack=False or --config.mesh.context=1"
+        )
+    index_T = jnp.arange(segments_BT.shape[1])
+    is_first = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)))
+    return index_T - jax.lax.cummax(jnp.where(is_first, index_T, 0), axis=1)
 
 
 def parts(config: LlamaConfig) -> family.Parts:
@@ -242,9 +386,10 @@ def parts(config: LlamaConfig) -> family.Parts:
     states = (jax.ShapeDtypeStruct((1, 1, c.embed_dim), jnp.float32),)
     embed = layers.Embed(c.vocab_size, c.embed_dim, embedding_init=nn.initializers.normal(0.02))
     found: family.Parts = {"embed": (embed, tokens)}
-    windows = c.windows or (0,) * c.num_layers
-    found |= {f"layer_{i}": (Layer(c, windows[i]), states) for i in range(c.num_layers)}
-    found["norm"] = (layers.RMSNorm(c.norm_eps), states)
+    if c.has_positions:
+        found["positions"] = (layers.Embed(c.max_seq_len, c.embed_dim, embedding_init=embed.embedding_init), tokens)
+    found |= {f"layer_{i}": (Layer(c, c.window_of(i), c.rope_of(i)), states) for i in range(c.num_layers)}
+    found["norm"] = (make_norm(c), states)
     return found if c.tie_embeddings else found | {"head": (layers.Head(c.embed_dim, c.vocab_size), states)}
 
 
@@ -254,11 +399,14 @@ def count_params(config: LlamaConfig) -> int:
 
 
 def flops_per_token(config: LlamaConfig, seq_len: int, per_weight: float = 6.0) -> float:
-    """Returns the floating-point operations of training on one token: 6 per weight outside the embedding table (4 if it is frozen), and
-    6 * layers * heads * head_dim * seq_len for causal attention (only its lower half, without recomputation)."""
+    """Returns the floating-point operations of training on one token: 6 per weight outside tables of embeddings (4 if it is frozen), and
+    12 * heads * head_dim for each token that it sees in a layer, without recomputation: the lower half of seq_len, or of a window."""
     c = config
     used = count_params(c) - (0 if c.tie_embeddings else c.vocab_size * c.embed_dim)
-    return per_weight * used + 6.0 * c.num_layers * c.num_heads * c.head_dim * seq_len
+    used -= c.max_seq_len * c.embed_dim if c.has_positions else 0
+    spans = [min(c.window_of(layer) or seq_len, seq_len) for layer in range(c.num_layers)]
+    seen = sum(2 * span - span**2 / seq_len for span in spans)  # twice the mean over a row's tokens
+    return per_weight * used + 6.0 * c.num_heads * c.head_dim * seen
 
 
 def _residual_stddev(config: LlamaConfig) -> float:

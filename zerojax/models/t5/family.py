@@ -155,7 +155,7 @@ FAMILY = family.Family(
         tensors=_tensors,
         write=_write,
         read=_read,
-        adapted=("q", "v"),
+        adapted=lambda config: ("q", "v"),
         copies=lambda raw: {
             r"(encoder|decoder)\.embed_tokens\.weight": EMBED,
             **({HEAD: EMBED} if raw.get("tie_word_embeddings", True) else {}),

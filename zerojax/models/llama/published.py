@@ -1,0 +1,151 @@
+"""Shapes of published relatives of Llama. This module is a table: preset -> config, as in the config.json that its authors publish."""
+
+import functools
+
+from zerojax.models.llama.model import LlamaConfig
+from zerojax.models.llama.rope import Rope, Scaling
+
+_NEAR, _ALL = 4096, 0
+_gemma = functools.partial(
+    LlamaConfig,
+    rope_theta=10000.0,
+    norm_eps=1e-6,
+    tie_embeddings=True,
+    activation="gelu_pytorch_tanh",
+    norm_offset=1.0,
+    norm_places="both",
+)
+# Gemma 2, arXiv:2408.00118, table 1.
+_gemma2 = functools.partial(
+    _gemma, 256000, max_seq_len=8192, windows=(_NEAR, _ALL), score_cap=50.0, logits_cap=30.0, model_type="gemma2"
+)
+# Gemma 3, arXiv:2503.19786: five layers with a window, then one without.
+_gemma3 = functools.partial(
+    _gemma,
+    head_dim=256,
+    score_scale=256**-0.5,
+    rope_theta=1e6,
+    window_rope=Rope(10000.0),
+    qk_norm=True,
+    model_type="gemma3_text",
+)
+_phi3 = functools.partial(
+    LlamaConfig, 32064, max_seq_len=4096, rope_theta=10000.0, is_fused=True, model_type="phi3"
+)  # arXiv:2404.14219
+_olmo2 = functools.partial(
+    LlamaConfig,
+    100352,
+    max_seq_len=4096,
+    rope_theta=500000.0,
+    norm_eps=1e-6,
+    norm_places="after",
+    qk_norm=True,
+    qk_norm_joint=True,
+    model_type="olmo2",
+)  # arXiv:2501.00656
+_granite = functools.partial(
+    LlamaConfig,
+    49155,
+    40,
+    num_heads=32,
+    num_kv_heads=8,
+    max_seq_len=131072,
+    tie_embeddings=True,
+    embed_scale=12.0,
+    model_type="granite",
+)  # Granite 3.1
+
+PRESETS: dict[str, LlamaConfig] = {
+    "gemma2_2b": _gemma2(
+        26,
+        embed_dim=2304,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=256,
+        mlp_dim=9216,
+        embed_scale=2304**0.5,
+        score_scale=256**-0.5,
+    ),
+    "gemma2_9b": _gemma2(
+        42,
+        embed_dim=3584,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=256,
+        mlp_dim=14336,
+        embed_scale=3584**0.5,
+        score_scale=256**-0.5,
+    ),
+    "gemma2_27b": _gemma2(
+        46,
+        embed_dim=4608,
+        num_heads=32,
+        num_kv_heads=16,
+        head_dim=128,
+        mlp_dim=36864,
+        embed_scale=4608**0.5,
+        score_scale=144**-0.5,
+    ),
+    "gemma3_1b": _gemma3(
+        262144,
+        26,
+        embed_dim=1152,
+        num_heads=4,
+        num_kv_heads=1,
+        mlp_dim=6912,
+        max_seq_len=32768,
+        embed_scale=1152**0.5,
+        windows=(512,) * 5 + (_ALL,),
+    ),
+    "gemma3_4b": _gemma3(
+        262208,
+        34,
+        embed_dim=2560,
+        num_heads=8,
+        num_kv_heads=4,
+        mlp_dim=10240,
+        max_seq_len=131072,
+        embed_scale=2560**0.5,
+        windows=(1024,) * 5 + (_ALL,),
+        rope_scaling=Scaling("linear", 8.0),
+    ),
+    "phi3_mini": _phi3(32, embed_dim=3072, num_heads=32, num_kv_heads=32, head_dim=96, mlp_dim=8192, windows=(2047,)),
+    "phi3_medium": _phi3(
+        40, embed_dim=5120, num_heads=40, num_kv_heads=10, head_dim=128, mlp_dim=17920, windows=(2047,)
+    ),
+    "olmo2_7b": _olmo2(32, embed_dim=4096, num_heads=32, num_kv_heads=32, head_dim=128, mlp_dim=11008),
+    "olmo2_13b": _olmo2(40, embed_dim=5120, num_heads=40, num_kv_heads=40, head_dim=128, mlp_dim=13824),
+    "granite3_2b": _granite(
+        embed_dim=2048,
+        head_dim=64,
+        mlp_dim=8192,
+        rope_theta=5e6,
+        residual_scale=0.22,
+        score_scale=0.015625,
+        logits_scale=1 / 8,
+    ),
+    "granite3_8b": _granite(
+        embed_dim=4096,
+        head_dim=128,
+        mlp_dim=12800,
+        rope_theta=1e7,
+        residual_scale=0.22,
+        score_scale=0.0078125,
+        logits_scale=1 / 16,
+    ),
+    "smollm3_3b": LlamaConfig(
+        128256,
+        36,
+        embed_dim=2048,
+        num_heads=16,
+        num_kv_heads=4,
+        head_dim=128,
+        mlp_dim=11008,
+        max_seq_len=65536,
+        rope_theta=5e6,
+        norm_eps=1e-6,
+        tie_embeddings=True,
+        rotated=(True, True, True, False),
+        model_type="smollm3",
+    ),
+}

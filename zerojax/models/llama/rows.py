@@ -1,0 +1,101 @@
+"""The model_types of Llama and its relatives. This module says what each class of transformers has beside what its config.json tells."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One model_type.
+
+    Attributes:
+      architecture: its class in transformers.
+      fields: fields of `LlamaConfig` that the class fixes.
+      reads: fields of config.json that not all classes read.
+      defaults: of fields that a config.json may lack.
+      activation: the name of the field with the MLP's activation, and its default.
+    """
+
+    architecture: str
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reads: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    activation: tuple[str, str] = ("hidden_act", "silu")
+
+
+_BIASES = ("attention_bias", "mlp_bias")
+_GEMMA = {"norm_offset": 1.0, "norm_places": "both"}
+_GEMMA_READS = ("attention_bias", "query_pre_attn_scalar", "layer_types")
+_GEMMA_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+
+# model_type in Hugging Face's config.json -> its row
+ROWS: dict[str, Row] = {
+    "llama": Row("LlamaForCausalLM", reads=_BIASES, defaults={"max_position_embeddings": 2048}),
+    "mistral": Row("MistralForCausalLM", defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072}),
+    "qwen2": Row(
+        "Qwen2ForCausalLM",
+        {"qkv_bias": True},
+        defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768},
+    ),
+    "qwen3": Row(
+        "Qwen3ForCausalLM",
+        {"qk_norm": True},
+        reads=("attention_bias",),
+        defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
+    ),
+    "gemma2": Row(
+        "Gemma2ForCausalLM",
+        _GEMMA,
+        _GEMMA_READS,
+        _GEMMA_DEFAULTS
+        | {"max_position_embeddings": 8192, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        ("hidden_activation", "gelu_pytorch_tanh"),
+    ),
+    "gemma3_text": Row(
+        "Gemma3ForCausalLM",
+        _GEMMA | {"qk_norm": True},
+        (*_GEMMA_READS, "rope_local_base_freq"),
+        _GEMMA_DEFAULTS | {"max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        ("hidden_activation", "gelu_pytorch_tanh"),
+    ),
+    "phi3": Row(
+        "Phi3ForCausalLM",
+        {"is_fused": True},
+        reads=("partial_rotary_factor",),
+        defaults={
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "sliding_window": None,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "olmo2": Row(
+        "Olmo2ForCausalLM",
+        {"norm_places": "after", "qk_norm": True, "qk_norm_joint": True},
+        reads=("attention_bias",),
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    ),
+    "granite": Row(
+        "GraniteForCausalLM",
+        reads=(*_BIASES, "attention_multiplier"),
+        defaults={"max_position_embeddings": 2048},
+    ),
+    "smollm3": Row(
+        "SmolLM3ForCausalLM",
+        reads=(*_BIASES, "no_rope_layers", "layer_types"),
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2e6,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
