@@ -308,6 +308,8 @@ def _build(config: settings_lib.Config, tokenizer: tokenizer_lib.Tokenizer) -> p
         say(program.weights.count_line(program.partition))
     if program.weights.source is not None:
         say(f"the model is that of {program.weights.source.path}; config.model.preset is not read")
+    if model_lib.is_capped(program.model):
+        say("attention by XLA, which stores its scores: no fused kernel bounds them by a softcap")
     if program.way is not None:
         say(f"attention to parts of sequences on other devices: {program.way.text}")
     say(display.as_text(program_lib.memory_table(program)))

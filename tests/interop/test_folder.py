@@ -62,9 +62,16 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-ROPE = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
+ROPE = {"rope_type": "su", "factor": 2.0, "rope_theta": 1e4}
 CONFIGS = {
-    "model_type 'gpt2' is not an architecture": ("llama", {"model_type": "gpt2"}),
+    "model_type 'llamb' is not an architecture that zerojax computes; its config and its tensors are those of 'llama'": (
+        "llama",
+        {"model_type": "llamb", "architectures": None},
+    ),
+    "model_type 'gpt9' is not an architecture that zerojax computes; known: llama": (
+        "llama",
+        {"model_type": "gpt9", "hidden_size": 65},
+    ),
     "model_type ['llama'] is not an architecture": ("llama", {"model_type": ["llama"]}),
     "architecture 5 is not one": ("llama", {"architectures": 5}),
     "num_hidden_layers: must be at most 100000, and is 1000000000": ("llama", {"num_hidden_layers": 10**9}),
@@ -73,13 +80,13 @@ CONFIGS = {
         {"architectures": ["LlamaForSequenceClassification"]},
     ),
     "has quantization_config": ("llama", {"quantization_config": {"bits": 4}}),
-    "rope_parameters: rope_type: must be one of default, linear, llama3, and is 'yarn'": (
+    "rope_parameters: rope_type: must be one of default, linear, llama3, yarn, dynamic, longrope, and is 'su'": (
         "llama",
         {"rope_parameters": ROPE},
     ),
-    "rope_scaling: type: must be one of default, linear, llama3, and is 'dynamic'": (
+    "rope_scaling: type: must be one of default, linear, llama3, yarn, dynamic, longrope, and is 'ntk'": (
         "llama",
-        {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_parameters": None, "rope_scaling": {"type": "ntk", "factor": 2.0}},
     ),
     "rope_scaling: must be absent where there are rope_parameters, and is {'type': 'linear'": (
         "llama",

@@ -47,6 +47,32 @@ def test_logits_loss_and_greedy_tokens_are_those_of_transformers(name, stage, mo
     np.testing.assert_array_equal(found, expected["generated"])
 
 
+@pytest.mark.parametrize("name", golden_models.DECODERS)
+def test_other_families_compute_what_transformers_does_and_are_written_as_they_were(name, tmp_path):
+    """At stage 3, and at stage 0 with tensor parallelism; tokens at stage 3."""
+    expected, batch = golden_models.expected(name), golden_models.batch(name)
+    for stage, model in ((3, 1), (0, 2)):
+        loaded = golden_models.load(name, stage, model)
+        sharded = zerojax.where_used(
+            lambda params, loaded=loaded: loaded.apply(params, batch),
+            loaded.partition.placements,
+            blocks=loaded.blocks,
+            heads=loaded.heads,
+            remat="none",
+        )
+        logits = jax.jit(sharded)(loaded.params)
+        np.testing.assert_allclose(logits, expected["logits"], atol=LOGITS, rtol=0)
+        np.testing.assert_allclose(loaded.loss_of(logits, batch["labels"]), expected["loss"], rtol=LOSS)
+    loaded = golden_models.load(name, 3)
+    found = loaded.generator(max_new_tokens=12)(loaded.params, expected["input_ids"][:, :9])
+    np.testing.assert_array_equal(found, expected["generated"])
+    zerojax.export_huggingface(loaded.params, loaded, tmp_path / "out")
+    files = [folder / "model.safetensors" for folder in (tmp_path / "out", golden_models.FOLDER / name)]
+    written, source = map(safetensors.numpy.load_file, files)
+    assert written.keys() == source.keys()
+    jax.tree.map(np.testing.assert_array_equal, written, source)
+
+
 def test_weights_are_sharded_by_the_stage():
     for stage, held in ((0, 1.0), (3, 1 / 8)):
         loaded = golden_models.load("llama", stage)

@@ -258,8 +258,10 @@ def _family(path: pathlib.Path, raw: Mapping[str, Any]) -> family_lib.Family:
     kind, classes = raw.get("model_type"), raw.get("architectures") or []
     if not isinstance(kind, str) or kind not in families.MODEL_TYPES:
         known = ", ".join(families.MODEL_TYPES)
+        like = _equal_form(path, raw)
+        hint = f"; its config and its tensors are those of {like!r}: set model_type to that if it computes the same"
         raise UserError(
-            f"{path / CONFIG}: model_type {kind!r} is not an architecture that zerojax computes; known: {known}"
+            f"{path / CONFIG}: model_type {kind!r} is not an architecture that zerojax computes{hint if like else ''}; known: {known}"
         )
     family = families.MODEL_TYPES[kind]
     computed = family.huggingface.architectures[kind]
@@ -274,6 +276,19 @@ def _family(path: pathlib.Path, raw: Mapping[str, Any]) -> family_lib.Family:
             f"{path / CONFIG}: has quantization_config, and quantized weights are not read; name a folder of float weights"
         )
     return family
+
+
+def _equal_form(path: pathlib.Path, raw: Mapping[str, Any]) -> str | None:
+    """Returns the model_type of the known form with most of a config's fields that has the folder's tensors; None for none."""
+    found = {}
+    for kind, family in families.MODEL_TYPES.items():
+        as_kind = {**raw, "model_type": kind}
+        with contextlib.suppress(UserError):
+            entries = _canonical(family, as_kind, tensor_files.read_folder(path))
+            model = family.huggingface.read(as_kind, entries)
+            _check(path, layout.tensors(family, model), entries)
+            found[kind] = len(family.huggingface.write(model).keys() & raw.keys())
+    return max(found, key=lambda kind: found[kind], default=None)
 
 
 def _canonical(

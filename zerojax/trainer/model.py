@@ -88,7 +88,8 @@ def choose(
         )
     lengths(config, family, model)  # refuses those that are too short
     platform = mesh_lib.platform(mesh)
-    chosen = attention.choose_kernel(config.model.attention, family.attention, platform, compute_dtype, config.seq_len)
+    known = ("xla",) if is_capped(model) else family.attention
+    chosen = attention.choose_kernel(config.model.attention, known, platform, compute_dtype, config.seq_len)
     if config.model.dropout and not hasattr(model, "dropout"):
         raise UserError(
             f"config.model.dropout: is {config.model.dropout}, and the model of {name} has no dropout; set --config.model.dropout=0"
@@ -100,6 +101,11 @@ def choose(
         )
     asked = {"dropout": config.model.dropout, "tile_tokens": config.model.tile_tokens}
     return family, dataclasses.replace(model, attention=chosen, **{key: value for key, value in asked.items() if value})
+
+
+def is_capped(model: Any) -> bool:
+    """Returns whether scores of attention are bounded, which no fused kernel does."""
+    return bool(getattr(model, "score_cap", 0.0))
 
 
 def lengths(config: settings_lib.Config, family: family_lib.Family, model: Any) -> Mapping[str, int]:

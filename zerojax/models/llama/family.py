@@ -246,7 +246,9 @@ def _read_multipliers(f: config_json.Fields, reads: Collection[str]) -> dict[str
     if "query_pre_attn_scalar" in reads:
         if f.flag("use_bidirectional_attention", False):
             raise f.refuse("use_bidirectional_attention", "false, since a decoder's tokens see no later ones")
-        caps = {"score_cap": "attn_logit_softcapping", "logits_cap": "final_logit_softcapping"}
+        caps = {"logits_cap": "final_logit_softcapping"}
+        if f.raw["model_type"] == "gemma2":  # Gemma 3's class has the field, and does not read it
+            caps["score_cap"] = "attn_logit_softcapping"
         return {
             "embed_scale": f.count("hidden_size") ** 0.5,
             "score_scale": f.number("query_pre_attn_scalar") ** -0.5,
