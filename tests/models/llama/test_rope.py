@@ -58,3 +58,31 @@ def test_llama3_scaling_keeps_short_waves_stretches_long_ones_and_blends_between
     expected = np.select([is_short, is_long], [plain, plain / 8], (1 - kept) * plain / 8 + kept * plain)
     np.testing.assert_allclose(found, expected, rtol=SCALED)
     assert (np.diff(found) < 0).all()
+
+
+def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_blends_between():
+    scaling = rope.Scaling("yarn", 4.0, 1.0, 32.0, 4096)
+    plain, found = (np.asarray(rope.frequencies(128, 1e4, s)) for s in (None, scaling))
+    turns = 4096 * plain / (2 * np.pi)
+    np.testing.assert_allclose(found[turns > 40], plain[turns > 40], rtol=SCALED)
+    np.testing.assert_allclose(found[turns < 0.8], plain[turns < 0.8] / 4, rtol=SCALED)
+    assert ((found <= plain * (1 + SCALED)) & (found >= plain / 4 * (1 - SCALED))).all()
+
+
+def test_scalings_that_read_the_length_change_longer_texts_alone():
+    plain = np.asarray(rope.frequencies(8, 1e4))
+    dynamic = rope.Scaling("dynamic", 2.0, original_length=16)
+    longrope = rope.Scaling("longrope", 4.0, original_length=16, short=(1.0,) * 4, long=(2.0, 3.0, 4.0, 5.0))
+    lengths = jnp.array([5, 16, 17, 32])
+    by_text = np.asarray(rope.frequencies(8, 1e4, longrope, lengths))
+    np.testing.assert_allclose(by_text, [plain, plain, *[plain / [2, 3, 4, 5]] * 2], rtol=SCALED)
+    by_text = np.asarray(rope.frequencies(8, 1e4, dynamic, lengths))
+    np.testing.assert_allclose(by_text[:2], [plain, plain], rtol=SCALED)
+    np.testing.assert_allclose(by_text[3], rope.frequencies(8, 1e4 * 3 ** (8 / 6)), rtol=SCALED)
+
+
+def test_a_part_of_a_head_is_rotated_and_the_rest_kept():
+    x = jax.random.normal(jax.random.key(0), (1, 5, 2, 16))
+    found = rope.rotate(x, rope.frequencies(6, 100.0), factor=2.0)
+    np.testing.assert_array_equal(found[..., 6:], x[..., 6:])
+    np.testing.assert_allclose(found[..., :6], 2 * rope.rotate(x[..., :6], rope.frequencies(6, 100.0)), atol=ROUNDING)

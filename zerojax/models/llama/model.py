@@ -371,8 +371,8 @@ def _positions_in_texts(
         return positions_BT
     if positions_BT is not None:
         raise UserError(
-            "config.data.pack: packs texts whose positions have embeddings into rows that are sharded over `context`, where a device does "
-            "not know where they begin; set --config.data.pack=False or --config.mesh.context=1"
+            "pack: texts whose positions have embeddings are in one row, which is sharded over `context`, so that a device does not know "
+            "where they begin; set `pack=False` or `context=1`"
         )
     index_T = jnp.arange(segments_BT.shape[1])
     is_first = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)))

@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ModelType:
     """One model_type.
 
     Attributes:
@@ -36,21 +36,21 @@ _GEMMA_DEFAULTS = {
 }
 
 # model_type in Hugging Face's config.json -> its row
-ROWS: dict[str, Row] = {
-    "llama": Row("LlamaForCausalLM", reads=_BIASES, defaults={"max_position_embeddings": 2048}),
-    "mistral": Row("MistralForCausalLM", defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072}),
-    "qwen2": Row(
+ROWS: dict[str, ModelType] = {
+    "llama": ModelType("LlamaForCausalLM", reads=_BIASES, defaults={"max_position_embeddings": 2048}),
+    "mistral": ModelType("MistralForCausalLM", defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072}),
+    "qwen2": ModelType(
         "Qwen2ForCausalLM",
         {"qkv_bias": True},
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768},
     ),
-    "qwen3": Row(
+    "qwen3": ModelType(
         "Qwen3ForCausalLM",
         {"qk_norm": True},
         reads=("attention_bias",),
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
     ),
-    "gemma2": Row(
+    "gemma2": ModelType(
         "Gemma2ForCausalLM",
         _GEMMA,
         _GEMMA_READS,
@@ -58,14 +58,14 @@ ROWS: dict[str, Row] = {
         | {"max_position_embeddings": 8192, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
         ("hidden_activation", "gelu_pytorch_tanh"),
     ),
-    "gemma3_text": Row(
+    "gemma3_text": ModelType(
         "Gemma3ForCausalLM",
         _GEMMA | {"qk_norm": True},
         (*_GEMMA_READS, "rope_local_base_freq"),
         _GEMMA_DEFAULTS | {"max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         ("hidden_activation", "gelu_pytorch_tanh"),
     ),
-    "phi3": Row(
+    "phi3": ModelType(
         "Phi3ForCausalLM",
         {"is_fused": True},
         reads=("partial_rotary_factor",),
@@ -76,18 +76,18 @@ ROWS: dict[str, Row] = {
             "rms_norm_eps": 1e-5,
         },
     ),
-    "olmo2": Row(
+    "olmo2": ModelType(
         "Olmo2ForCausalLM",
         {"norm_places": "after", "qk_norm": True, "qk_norm_joint": True},
         reads=("attention_bias",),
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
     ),
-    "granite": Row(
+    "granite": ModelType(
         "GraniteForCausalLM",
         reads=(*_BIASES, "attention_multiplier"),
         defaults={"max_position_embeddings": 2048},
     ),
-    "smollm3": Row(
+    "smollm3": ModelType(
         "SmolLM3ForCausalLM",
         reads=(*_BIASES, "no_rope_layers", "layer_types"),
         defaults={

@@ -1,0 +1,42 @@
+"""Checks the presets of Llama's relatives against published sizes. This module tests zerojax.models.llama.published."""
+
+import pytest
+
+from zerojax.models.llama import family, gpt2, published
+from zerojax.models.llama import model as llama
+
+PUBLISHED = {
+    # As transformers 5.23 counts the published config.json; the model cards round them.
+    "gemma2_2b": 2_614_341_888,
+    "gemma2_9b": 9_241_705_984,
+    "gemma2_27b": 27_227_128_320,
+    "gemma3_1b": 999_885_952,
+    "gemma3_4b": 3_880_263_168,
+    "phi3_mini": 3_821_079_552,
+    "phi3_medium": 13_960_238_080,
+    "olmo2_7b": 7_298_617_344,
+    "olmo2_13b": 13_716_198_400,
+    "granite3_2b": 2_533_531_648,
+    "granite3_8b": 8_170_848_256,
+    "smollm3_3b": 3_075_098_624,
+    "gpt2": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+}
+SHAPES = published.PRESETS | gpt2.PRESETS
+
+
+def test_every_preset_has_its_published_number_of_weights():
+    assert {name: llama.count_params(shape) for name, shape in SHAPES.items()} == PUBLISHED
+    assert published.PRESETS.items() <= family.PRESETS.items()
+
+
+@pytest.mark.parametrize("name", ["gemma2_27b", "gemma3_4b", "smollm3_3b"])
+def test_patterns_of_layers_are_repeated(name):
+    shape = SHAPES[name]
+    period = len(shape.windows) or len(shape.rotated)
+    for layer in range(shape.num_layers - period):
+        assert shape.window_of(layer) == shape.window_of(layer + period)
+        assert shape.rope_of(layer) == shape.rope_of(layer + period)
+    assert len({(shape.window_of(i), shape.rope_of(i)) for i in range(period)}) == 2

@@ -1,0 +1,40 @@
+"""Checks that configs are read as they are written. This module tests zerojax.models.llama.rows."""
+
+import dataclasses
+
+import pytest
+
+from zerojax.models.llama import family as llama
+from zerojax.models.llama import gpt2, published
+from zerojax.models.llama.rows import ROWS
+
+SHAPES = published.PRESETS | gpt2.PRESETS | {"qwen2_14b": llama.PRESETS["qwen2_14b"]}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_written_config_of_every_row_is_read_back(name):
+    table = (gpt2 if name in gpt2.PRESETS else llama).FAMILY.huggingface
+    shape = dataclasses.replace(SHAPES[name], num_layers=8)
+    found = table.read(table.write(shape), ())
+    assert [found.window_of(i) for i in range(8)] == [shape.window_of(i) for i in range(8)]
+    assert [found.rope_of(i) for i in range(8)] == [shape.rope_of(i) for i in range(8)]
+    same = dataclasses.replace(found, windows=shape.windows, rotated=shape.rotated)
+    for field in ("embed_scale", "score_scale", "logits_scale"):
+        assert getattr(found, field) == pytest.approx(getattr(shape, field), rel=1e-9)
+        same = dataclasses.replace(same, **{field: getattr(shape, field)})
+    assert same == shape
+
+
+def test_fields_that_a_config_lacks_have_the_defaults_of_its_class():
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 7}
+    sizes |= {"num_attention_heads": 4, "head_dim": 8}
+    found = {
+        kind: llama.FAMILY.huggingface.read(sizes | {"model_type": kind}, ())
+        for kind in ROWS
+        if "num_key_value_heads" not in ROWS[kind].defaults or ROWS[kind].defaults["num_key_value_heads"] == 4
+    }
+    assert found["gemma2"].windows == (4096, 0) * 3 + (4096,)
+    assert found["gemma3_text"].windows == (4096,) * 5 + (0, 4096) and found["gemma3_text"].rope_theta == 1e6
+    assert found["smollm3"].rotated == (True, True, True, False) * 1 + (True, True, True)
+    assert found["olmo2"].num_kv_heads == 4 and found["smollm3"].tie_embeddings
+    assert (found["gemma2"].score_cap, found["gemma3_text"].score_cap) == (50.0, 0.0)
