@@ -11,6 +11,8 @@ accumulated in float32 and rounded once. Rows after the last group are 0 in `out
 Tiles of rows begin where a group begins, so a group of 256 rows is two tiles of 128 wherever it lies. A tile that ends after its group is
 masked. A table tells each tile its group and its rows (`row_tiles`).
 
+`grouped_mosaic` has an own kernel for Hopper GPUs, which no implementation takes until it was measured there.
+
 Shapes: M rows, K and N the matrices' dims, G groups, T tiles of rows.
 """
 
@@ -24,7 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import grouped_mosaic, row_tiles
+from pallas_kernels import row_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +46,9 @@ class TritonTile:
     num_stages: int = 4
 
 
-ROWS = TritonTile(128, 128, 64, 4, 3)  # of `out` and `dlhs`
-MATRICES = TritonTile(128, 128, 64, 4, 3)  # of `drhs`
+# The fastest of five on an H200 (docs/benchmarks/gpu.md).
+ROWS = TritonTile(128, 256, 64, 8, 3)  # of `out` and `dlhs`
+MATRICES = TritonTile(128, 128, 64, 8, 3)  # of `drhs`
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -126,7 +129,7 @@ def rows_by_triton(
         interpret=interpret,
         name="grouped_rows_t" if transposed else "grouped_rows",
     )
-    return call(*tiles, lhs_MK, rhs_GKN)
+    return call(*tiles[:4], lhs_MK, rhs_GKN)  # no tile skips rows
 
 
 def _rows_kernel(tile: TritonTile, transposed: bool, contracted: int, columns: int, across: int, *refs: Any) -> None:
@@ -223,7 +226,6 @@ class Products(NamedTuple):
 
 IMPLEMENTATIONS: dict[str, Products] = {
     "jnp": Products(rows_ref, matrices_ref),
-    "mosaic": Products(grouped_mosaic.rows, grouped_mosaic.matrices),
     "triton": Products(rows_by_triton, matrices_by_triton),
     "interpret": Products(
         functools.partial(rows_by_triton, interpret=True), functools.partial(matrices_by_triton, interpret=True)

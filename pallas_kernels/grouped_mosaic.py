@@ -3,6 +3,9 @@
 A block of threads stays on its processor and computes one tile after another. Two of its warpgroups multiply, one half of the tile's rows
 each. The third copies: it runs ahead by the buffers that there are, past the end of a tile, so that the next tile's operands arrive while
 the results of the last are written.
+
+The copy engine reads and writes shared memory in tiles of 8 rows (`ALIGNED`). From a row that is no multiple of 8 it copies the rest of its
+tile alone, so a tile of this module begins at a multiple of 8 and may begin with rows of the group before, which are not written.
 """
 
 import dataclasses
@@ -18,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import row_tiles
 
 MULTIPLIERS, COPIER = 2, 2  # the warpgroups that multiply, and the number of the one that copies
+ALIGNED = 8  # rows of a tile of the copy engine
 PART = 64  # columns that are written at a time: 128 bytes of 16-bit values, the widest swizzle
 
 
@@ -56,20 +60,20 @@ def rows(
     """Returns `out`, or `dlhs` if `transposed` (see `grouped`).
 
     Args:
-      lhs_MK, rhs_GKN: 16-bit. Both dims of a matrix are multiples of the tile's.
+      lhs_MK, rhs_GKN: 16-bit. Both dims of a matrix are multiples of the tile's, and M of 8.
       sizes_G: int32, the rows of each group.
       transposed: whether the matrices are.
       tile: the sizes.
       kwargs: of `plgpu.kernel`.
     """
     height, contracted = lhs_MK.shape
-    table = row_tiles.table(sizes_G, height, tile.rows)
+    table = row_tiles.table(sizes_G, height, tile.rows, ALIGNED)
     columns = rhs_GKN.shape[1 if transposed else 2]
     across, steps, half = columns // tile.columns, contracted // tile.depth, tile.rows // MULTIPLIERS
     used = jnp.sum(table.count_T > 0, dtype=jnp.int32) * across  # in the table used tiles come first
 
     def body(*refs: Any) -> None:
-        used_ref, group_ref, start_ref, real_ref, count_ref, lhs_ref, rhs_ref, out_ref = refs
+        used_ref, group_ref, start_ref, real_ref, count_ref, skip_ref, lhs_ref, rhs_ref, out_ref = refs
 
         def scope(lhs_smem: Any, rhs_smem: Any, part_smem: Any, rest_smem: Any, full: Any, free: Any) -> None:
             group_of_threads = lax.axis_index("warpgroup")
@@ -82,7 +86,7 @@ def rows(
 
             def copy(i: jax.Array, _: None) -> None:
                 number, column = find(i)
-                start, group = start_ref[number], group_ref[number]
+                start, group = pl.multiple_of(start_ref[number], ALIGNED), group_ref[number]
 
                 def step(k: jax.Array, _: None) -> None:
                     count = i * steps + k
@@ -98,7 +102,8 @@ def rows(
             def multiply(i: jax.Array, _: None) -> None:
                 number, column = find(i)
                 count = jnp.clip(count_ref[number] - group_of_threads * half, 0, half)
-                first = start_ref[number] + group_of_threads * half
+                leading = jnp.where(group_of_threads == 0, skip_ref[number], 0)
+                first = pl.multiple_of(start_ref[number] + group_of_threads * half, ALIGNED)
                 is_real = real_ref[number] > 0
 
                 def slot_of(k: jax.Array) -> jax.Array:
@@ -130,7 +135,7 @@ def rows(
 
                     acc = pl.run_scoped(product, plgpu.ACC((half, tile.columns), jnp.float32)).astype(out_ref.dtype)
                     own = (part_smem.at[group_of_threads], rest_smem.at[group_of_threads])
-                    _write_rows(acc, count, first, column, out_ref, *own)
+                    _write_rows(acc, leading, count, first, column, out_ref, *own)
 
             @pl.when(group_of_threads == COPIER)
             def _() -> None:
@@ -157,14 +162,17 @@ def rows(
         )
 
     kernel = _kernel(body, jax.ShapeDtypeStruct((height, columns), lhs_MK.dtype), tile, "grouped_rows", kwargs)
-    return kernel(used[None], table.group_T, table.start_T, table.real_T, table.count_T, lhs_MK, rhs_GKN)
+    return kernel(used[None], *table, lhs_MK, rhs_GKN)
 
 
-def _write_rows(acc: Any, count: Any, first: Any, column: Any, out_ref: Any, part_smem: Any, rest_smem: Any) -> None:
-    """Writes the first `count` rows of a warpgroup's half of a tile."""
+def _write_rows(
+    acc: Any, skip: Any, count: Any, first: Any, column: Any, out_ref: Any, part_smem: Any, rest_smem: Any
+) -> None:
+    """Writes rows `skip` ... `count` - 1 of a warpgroup's half of a tile."""
     (half, columns), parts = acc.shape, part_smem.shape[0]
+    written = count - skip
 
-    @pl.when(count == half)
+    @pl.when(written == half)
     def _() -> None:
         for n in range(columns // PART):
             plgpu.wait_smem_to_gmem(parts - 1, wait_read_only=True)
@@ -174,20 +182,20 @@ def _write_rows(acc: Any, count: Any, first: Any, column: Any, out_ref: Any, par
                 part_smem.at[n % parts], out_ref.at[pl.ds(first, half), pl.ds(column + n * PART, PART)]
             )
 
-    @pl.when(count < half)
+    @pl.when(written < half)
     def _() -> None:
         for n in range(columns // PART):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             _store_in_rows(rest_smem, acc[:, n * PART : (n + 1) * PART])
             plgpu.commit_smem()
             # A copy has a fixed size: one of each power of 2 makes any number.
-            size, done = half // 2, count * 0
+            size, done = half // 2, skip
             while size:
-                is_part = (count & size) != 0
+                is_part = (written & size) != 0
                 source = rest_smem.at[pl.ds(done, size)]
                 target = out_ref.at[pl.ds(first + done, size), pl.ds(column + n * PART, PART)]
                 pl.when(is_part)(functools.partial(plgpu.copy_smem_to_gmem, source, target))
-                done = done + (count & size)
+                done = done + (written & size)
                 size //= 2
 
 
@@ -216,13 +224,16 @@ def matrices(
                     lax.rem(inside, across) * tile.columns,
                 )
 
-            def extent(group: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            def extent(group: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+                """Returns the first row that is copied, how many of the first rows are skipped, the last row's end, and the steps."""
                 start, end = start_ref[group], end_ref[group]
-                return start, end, lax.div(end - start + (tile.depth - 1), tile.depth)
+                first = pl.multiple_of(lax.div(start, ALIGNED) * ALIGNED, ALIGNED)
+                steps = lax.div(end - first + (tile.depth - 1), tile.depth)
+                return first, start - first, end, jnp.where(end > start, steps, 0)
 
             def copy(i: jax.Array, before: jax.Array) -> jax.Array:
                 group, top, left = find(i)
-                start, _, steps = extent(group)
+                start, _, _, steps = extent(group)
 
                 def step(k: jax.Array, _: None) -> None:
                     slot = lax.rem(before + k, tile.buffers)
@@ -238,7 +249,7 @@ def matrices(
 
             def multiply(i: jax.Array, before: jax.Array) -> jax.Array:
                 group, top, left = find(i)
-                start, end, steps = extent(group)
+                start, skip, end, steps = extent(group)
                 inside = end - start - (steps - 1) * tile.depth  # rows of the last step that are the group's
 
                 def slot_of(k: jax.Array) -> jax.Array:
@@ -249,11 +260,14 @@ def matrices(
                         slot = slot_of(k)
                         plgpu.barrier_wait(full.at[slot])
 
-                        @pl.when((k == steps - 1) & (inside < tile.depth))
+                        low = jnp.where(k == 0, skip, 0)
+                        high = jnp.where(k == steps - 1, inside, tile.depth)
+
+                        @pl.when((low > 0) | (high < tile.depth))
                         def _() -> None:
                             lhs = lhs_smem[slot, :, own]
                             row = plgpu.broadcasted_iota(jnp.int32, lhs.shape, 0, layout=plgpu.Layout.WGMMA)
-                            lhs_smem[slot, :, own] = jnp.where(row < inside, lhs, jnp.zeros_like(lhs))
+                            lhs_smem[slot, :, own] = jnp.where((row >= low) & (row < high), lhs, jnp.zeros_like(lhs))
                             plgpu.commit_smem()
 
                         plgpu.wgmma(acc, _transposed(lhs_smem.at[slot, :, own]), dout_smem.at[slot])

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import grouped
+from pallas_kernels import grouped, grouped_mosaic, row_tiles
 
 F32 = 1e-4  # float32 sums of some hundred terms, in another order
 ROWS, DIM, WIDTH = 200, 72, 40
@@ -40,6 +40,21 @@ def by_loop(lhs, rhs, dout, sizes):
     return out, dlhs, drhs
 
 
+@pytest.mark.parametrize("aligned", [1, 8])
+def test_tiles_write_each_row_once_and_begin_where_copies_may(aligned):
+    table = jax.jit(lambda sizes: row_tiles.table(sizes, ROWS, 32, aligned))
+    for sizes in SIZES.values():
+        tiles = table(np.asarray(sizes, np.int32))
+        ends, written = np.cumsum(sizes), []
+        for group, start, real, count, skip in np.transpose(tiles):
+            rows = range(start + skip, start + count)
+            written += rows
+            if count:
+                assert start % aligned == 0 and skip < aligned and real in (0, count)
+            assert all(ends[group] - sizes[group] <= row < ends[group] for row in rows if real)
+        assert written == list(range(ROWS))
+
+
 @pytest.mark.parametrize("implementation", ["jnp", "interpret"])
 def test_three_products_are_those_of_a_loop_over_groups(implementation, monkeypatch):
     small = {"tile": TILE, "interpret": True}
@@ -57,8 +72,10 @@ def test_three_products_are_those_of_a_loop_over_groups(implementation, monkeypa
             np.testing.assert_allclose(ours, theirs, atol=F32)
 
 
-def test_kernels_of_hopper_compile_for_absent_gpus_without_a_dense_product():
+def test_kernels_of_hopper_compile_for_absent_gpus_without_a_dense_product(monkeypatch):
     rows, dim, width, groups = 1024, 256, 512, 16
+    products = grouped.Products(grouped_mosaic.rows, grouped_mosaic.matrices)
+    monkeypatch.setitem(grouped.IMPLEMENTATIONS, "mosaic", products)
     mesh = compile_only.mesh(("data",))
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
