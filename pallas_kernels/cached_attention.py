@@ -149,12 +149,14 @@ def _kernel(
         mask = is_seen_S[:, None] & (dims_N >= 0)[None, :]
         k_SN = pltriton.load(k_ref.at[where], mask=mask, other=0.0)
         v_SN = pltriton.load(v_ref.at[where], mask=mask, other=0.0)
-        scores_GS = pl.dot(q_GN, k_SN, trans_b=True).astype(jnp.float32) * scale
+        scores_GS = scale * jax.lax.dot_general(
+            q_GN, k_SN, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
         scores_GS = jnp.where(is_seen_S[None, :], scores_GS, NOTHING)
         most = jnp.maximum(most_G, jnp.max(scores_GS, axis=1))
         kept_G = jnp.exp(most_G - most)
         p_GS = jnp.where(is_seen_S[None, :], jnp.exp(scores_GS - most[:, None]), 0.0)
-        o_GN = o_GN * kept_G[:, None] + pl.dot(p_GS.astype(v_SN.dtype), v_SN).astype(jnp.float32)
+        o_GN = o_GN * kept_G[:, None] + jnp.dot(p_GS.astype(v_SN.dtype), v_SN, preferred_element_type=jnp.float32)
         return o_GN, most, sum_G * kept_G + jnp.sum(p_GS, axis=1)
 
     zeros_GN = jnp.zeros((rows_G.shape[0], head_dim), jnp.float32)

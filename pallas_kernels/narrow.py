@@ -161,7 +161,8 @@ def _rows(
         if scales_T is not None:
             values = [value_TC * scales_T[:, None] for value_TC in values]
         return tuple(
-            sum_MC + pl.dot(x_MT, value_TC.astype(dtype)).astype(jnp.float32) for sum_MC, value_TC in zip(sums, values)
+            sum_MC + jnp.dot(x_MT, value_TC.astype(dtype), preferred_element_type=jnp.float32)
+            for sum_MC, value_TC in zip(sums, values)
         )
 
     zeros = jnp.zeros((padded, width), jnp.float32)
