@@ -422,7 +422,7 @@ def _first_state(
     recorder: recorder_lib.Recorder,
     *,
     goes_on: bool,
-) -> Any:
+) -> State:
     """Initialises the state with its shardings or restores it, and writes the config: the folder now belongs to this run."""
     watch.at(watch.RESTORE)
     if start.saved is None:

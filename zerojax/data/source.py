@@ -19,7 +19,6 @@ import zerojax.data.short_reviews  # noqa: F401
 from zerojax import errors
 from zerojax.data import hub_dataset, split_files
 from zerojax.errors import UserError
-from zerojax.tree import PyTree
 
 
 class Source(Protocol):
@@ -171,7 +170,7 @@ def _split(builder: tfds.core.DatasetBuilder, name: str, split: str, key: str) -
         ) from error
 
 
-def _range(part: PyTree) -> range:
+def _range(part: Any) -> range:
     """Returns the records of a file that a part reads."""
     return range(part.skip, part.skip + part.take if part.take >= 0 else part.examples_in_shard)
 

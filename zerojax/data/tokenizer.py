@@ -19,7 +19,6 @@ import tokenizers.processors
 
 from zerojax import bounded, errors, files
 from zerojax.errors import UserError
-from zerojax.tree import PyTree
 
 _MOST_BYTES = 2**28  # of a tokenizer.json; the largest known ones have 2**25
 _MOST_IDS = 2**24  # the most that a model's logits may have
@@ -115,7 +114,7 @@ def read_model(path: str | os.PathLike, subject: str) -> tokenizers.Tokenizer:
     return model
 
 
-def _steps(part: PyTree) -> Iterator[Mapping[str, Any]]:
+def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
     """Yields the steps of a normalizer, a pre-tokenizer or a decoder, in which sequences stand open."""
     if isinstance(part, Mapping):
         inner = [value for value in part.values() if isinstance(value, list)]

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from zerojax import bounded, errors
 from zerojax.errors import UserError
 from zerojax.launch import ending
-from zerojax.tree import PyTree
 
 GRACE_SECONDS = 3.0  # from the end of a process to the end of the others, which may have a line of their own to print
 LOCAL = "127.0.0.1"
@@ -141,7 +140,7 @@ class Peers:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> PyTree:
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:

@@ -44,7 +44,7 @@ def number_of(path: str) -> int:
     return zlib.crc32(path.encode()) & 0x7FFFFFFF
 
 
-def add(params: PyTree, targets: targets_lib.Targets, key: jax.Array) -> Any:
+def add(params: PyTree, targets: targets_lib.Targets, key: jax.Array) -> PyTree:
     """Returns weights with fresh adapters, as nested dicts. Frozen kernels are quantized as the settings say; weights trained in full are
     at least float32."""
     quantize = {f"{path}/{KERNEL}" for path in targets.quantized}

@@ -22,7 +22,7 @@ from zerojax.lora import targets as targets_lib
 from zerojax.lora.targets import KERNEL, A, B
 from zerojax.models import layers
 from zerojax.ops import quantized, tiles
-from zerojax.tree import PyTree
+from zerojax.tree import Leaf, PyTree
 from zerojax.zero import remat
 from zerojax.zero.sharded_batch import keys
 
@@ -60,7 +60,7 @@ def find(function: Callable[..., Any], params: PyTree, *args: Any) -> dict[str, 
     return found
 
 
-def _stack(path: str, shape: tuple[int, ...], stored: PyTree) -> tuple[int, ...]:
+def _stack(path: str, shape: tuple[int, ...], stored: Leaf) -> tuple[int, ...]:
     """Returns the first dims of a stored kernel, which count the layers of a stack; `shape` is that of the kernel in a call."""
     found = shape if stored is None else tuple(stored.shape)
     dims = len(found) - len(shape)

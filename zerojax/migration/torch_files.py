@@ -29,7 +29,6 @@ import numpy as np
 from zerojax import bounded, errors
 from zerojax.errors import UserError
 from zerojax.train_state import State
-from zerojax.tree import PyTree
 
 _MOST_PICKLE_BYTES, _MOST_OPCODES = 2**27, 2**22  # a pickle's objects take up to 250 bytes each
 _MOST_VALUES = 2**24
@@ -194,7 +193,7 @@ def _check_opcodes(content: bytes) -> None:
             raise ValueError(f"a pickle of more than {_MOST_OPCODES} objects")
 
 
-def _count_values(part: PyTree, sizes: dict[int, int | None]) -> int:
+def _count_values(part: Any, sizes: dict[int, int | None]) -> int:
     """Returns the number of values in a part. A pickle may name a part many times, or inside itself.
 
     Args:

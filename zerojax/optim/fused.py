@@ -173,7 +173,7 @@ def _transformation(settings: _Settings) -> OnePass:
     return fused
 
 
-def _init(settings: _Settings, params: PyTree) -> Any:
+def _init(settings: _Settings, params: PyTree) -> PyTree:
     for path, leaf in tree.flatten(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise UserError(

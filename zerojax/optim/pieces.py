@@ -64,7 +64,7 @@ def is_pieces(node: PyTree) -> bool:
     return isinstance(node, Pieces)
 
 
-def whole(leaf: Leaf) -> Any:
+def whole(leaf: Leaf) -> Leaf:
     """Returns an abstract leaf in pieces as one ShapeDtypeStruct with its sharding; any other leaf unchanged."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) if is_pieces(leaf) else leaf
 

@@ -15,7 +15,7 @@ from zerojax.train_state import State
 from zerojax.tree import PyTree
 
 
-def decays(params: PyTree) -> Any:
+def decays(params: PyTree) -> PyTree:
     """Returns which leaves take weight decay: matrices do, scales and biases do not."""
     return jax.tree.map(lambda p: jnp.ndim(p) >= 2, params)
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import rules, update
 from zerojax import specs
 from zerojax.optim import eight_bit
-from zerojax.tree import PyTree
+from zerojax.tree import Leaf
 
 
 def mesh_of(shardings: Sequence[NamedSharding]) -> Any:
@@ -77,7 +77,7 @@ def update_leaves(
 def _leaf_specs(leaf: rules.Operands, spec: P, mesh: Mesh) -> rules.Operands:
     """Returns the specs of a leaf's arrays; scales of 8-bit blocks have a spec of their own."""
 
-    def of(part: PyTree) -> Any:
+    def of(part: Leaf) -> Any:
         return (spec, eight_bit.scales_spec(spec, part[0].shape, mesh)) if isinstance(part, tuple) else spec
 
     return rules.Operands(*[None if part is None else of(part) for part in leaf])

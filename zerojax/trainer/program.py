@@ -280,7 +280,7 @@ def _state(
     trainable: str,
     histories: Callable[[], Any],
     has_late_norm: bool,
-) -> Any:
+) -> State:
     # Where weights are frozen, all have their dtypes already.
     weights = precision.cast_floating(params, policy.weight_dtype) if not trainable else params
     part = shard_state.trained_params(weights, trainable)

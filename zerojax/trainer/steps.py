@@ -39,7 +39,7 @@ def train_step(
 
     is_dropped = config.model.dropout or (config.lora.is_on and config.lora.dropout)
 
-    def loss_fn(params: PyTree, batch: PyTree, state: State) -> tuple[Any, dict]:
+    def loss_fn(params: PyTree, batch: PyTree, state: State) -> Any:
         keys = (_dropout_key(state),) if is_dropped else ()
         loss = _weighted(family.loss(model, params, batch, *keys), batch)
         metrics = {"learning_rate": schedule(state.step)}
@@ -71,7 +71,7 @@ def eval_loss(
     fp8, how = config_lib.make_fp8(config), _how(config, family, model)
     options = {} if fp8 is None else xla_options.for_fp8(partition.mesh, but=xla_flags.names())
 
-    def loss_fn(params: PyTree, batch: PyTree) -> PyTree:
+    def loss_fn(params: PyTree, batch: PyTree) -> Any:
         return _weighted(family.loss(model, params, batch), batch)
 
     if fp8 is not None:

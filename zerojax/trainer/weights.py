@@ -65,7 +65,7 @@ class Weights:
 
         return adapted_lib.abstract(self.family, self.model, self.adapted.chosen, frozen, policy.weight_dtype)
 
-    def make(self, abstract: PyTree) -> Any:
+    def make(self, abstract: PyTree) -> PyTree:
         """Returns the weights for abstract leaves with shardings, of parts of the model or all. All processes must call it."""
         key = jax.random.key(self.seed)
         chosen, opened = (None, None) if self.adapted is None else self.adapted

@@ -48,7 +48,7 @@ def value_and_grad(
     own_keys: keys.Paths = _NO_KEYS,
     *,
     in_16_bits: bool = False,
-    device: jax.Device = 0,
+    device: jax.Array | int = 0,
 ) -> Callable[..., Any]:
     """Returns f(params, batch, *args) -> ((loss, aux), grads), the mean over `passes` micro-batches.
 
@@ -127,7 +127,11 @@ def zeros(grads: PyTree, *, in_16_bits: bool = False) -> PyTree:
 
 
 def added(
-    sums: PyTree, grads: PyTree, weight: Leaf, seed: jax.Array | None = None, numbers: jax.Array | None = None
+    sums: PyTree,
+    grads: PyTree,
+    weight: jax.Array | None,
+    seed: jax.Array | None = None,
+    numbers: jax.Array | None = None,
 ) -> PyTree:
     """Returns the sums of gradients with those of one more pass.
 

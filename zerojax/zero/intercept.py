@@ -111,7 +111,7 @@ class _Made:
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[Any, str, Any]] = {}  # holds the array, so that no other takes its id
 
-    def add(self, gathered: Leaf, path: str, stored: PyTree) -> Leaf:
+    def add(self, gathered: Leaf, path: str, stored: Leaf) -> Leaf:
         self._by_id[id(gathered)] = gathered, path, stored
         return gathered
 

@@ -27,7 +27,7 @@ from zerojax.tree import Leaf, PyTree
 
 class Wire(Protocol):
     """How explicit collectives send a weight, and how its gradient comes home. A new wire is a class in a module of its own, like those of
-    `gather`, `fp8.gathered` and `by_columns`, and a value of `Placement.wire`.
+    `wires`, and a value of `Placement.wire`. `gather.Plain` is the one that others differ from.
 
     In a block, what `send` returns arrives. The block is differentiated with respect to `differentiated`, and its body is given `used`.
     `home` makes of that gradient the one of the weight's sink. What arrives is not kept for the backward pass, but sent again.
@@ -56,7 +56,7 @@ class Wire(Protocol):
         """Returns the gradient of a weight's sink from that of `differentiated`; `reduction` is a `gather.Reduction`."""
 
     def outside(
-        self, path: str, weight: Leaf, placement: "Placement", dtype: DTypeLike | None, reduction: Any
+        self, path: str, weight: Any, placement: "Placement", dtype: DTypeLike | None, reduction: Any
     ) -> jax.Array:
         """Returns the array that a model is given outside of blocks, from a `gather.ShardAndSink`, whose sink gets its gradient."""
 

@@ -18,7 +18,12 @@ from zerojax.zero.offload import create
 
 
 def shard_train_state(
-    state_or_init: State, *init_args: Any, mesh: Mesh, stage: int = 3, trainable: str = "", **options: Any
+    state_or_init: State | Callable[..., State],
+    *init_args: Any,
+    mesh: Mesh,
+    stage: int = 3,
+    trainable: str = "",
+    **options: Any,
 ) -> tuple[Any, placement.Partition]:
     """Shards a train state by ZeRO stage, in one call.
 

@@ -147,12 +147,12 @@ def _in_one_pass(
     return rest.replace(params=params, opt_state=opt_state)
 
 
-def _if_finite(finite: jax.Array | None, new: Leaf, old: Leaf) -> PyTree:
+def _if_finite(finite: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:
     """Returns the new tree if the step is taken, else the old one."""
     return new if finite is None else jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
 
-def finish(partition: placement.Partition, updates: PyTree, scaling: "Unscaled", clip: "Clip") -> Callable[..., Any]:
+def finish(partition: placement.Partition, updates: Any, scaling: "Unscaled", clip: "Clip") -> Callable[..., Any]:
     """Returns f(state, aux, grads, squares) -> (new state, metrics, factor, finite): a step after its gradients and their `squares`.
 
     Args:
@@ -232,7 +232,7 @@ class Clip:
         """Returns whether the factor is known before the gradients, and every step is taken."""
         return not self.limit and not self.may_skip
 
-    def factor(self, state: State, norm: jax.Array) -> PyTree:
+    def factor(self, state: State, norm: jax.Array) -> jax.Array | float:
         """Returns what the gradients of a step are multiplied by, for its own norm: float32[] or a number."""
         return jnp.minimum(1.0, self.limit / norm) if self.limit else 1.0  # a norm of 0 gives inf, so 1
 
@@ -256,7 +256,7 @@ class Verdict(NamedTuple):
 class Unscaled:
     """The identity of loss scaling: scale 1, and every step is taken."""
 
-    def scale(self, state: State) -> Any:
+    def scale(self, state: State) -> jax.Array | float:
         """Returns the factor of the loss."""
         return 1.0
 

@@ -61,7 +61,7 @@ class Fp8:
         if not isinstance(self.history, int) or not 1 <= self.history <= MOST_STEPS:
             raise UserError(f"fp8.history: must be a number of steps from 1 to {MOST_STEPS}, and is {self.history!r}")
 
-    def init(self, params: PyTree, blocks: str = "") -> Any:
+    def init(self, params: PyTree, blocks: str = "") -> PyTree:
         """Returns the first value of the train state's field `fp8`: a history for each module ("delayed"), or () for other recipes.
 
         Args:

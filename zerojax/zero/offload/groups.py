@@ -199,7 +199,7 @@ class Division:
             start += length
         return items
 
-    def _initialised(self, params: PyTree) -> State:
+    def _initialised(self, params: PyTree) -> PyTree:
         """Returns the abstract optimizer state of a part of the weights."""
         try:
             with fused.of_a_part():

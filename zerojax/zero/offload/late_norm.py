@@ -41,7 +41,7 @@ class LateClip(update.Clip):
         """Returns whether the factor is known before the gradients, and every step is taken."""
         return True
 
-    def factor(self, state: State, norm: jax.Array) -> jax.Array:
+    def factor(self, state: State, norm: jax.Array) -> jax.Array | float:
         """Returns what the gradients of a step are multiplied by, for its own norm."""
         return self.factor_of(self._clipped(state, norm))
 

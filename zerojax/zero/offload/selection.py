@@ -26,7 +26,7 @@ from zerojax import roles, specs, tree
 from zerojax.errors import UserError
 from zerojax.optim import eight_bit, locality, one_pass, pieces
 from zerojax.train_state import State
-from zerojax.tree import Leaf, PyTree
+from zerojax.tree import Leaf
 from zerojax.zero import placement
 from zerojax.zero.offload import memory_kind, settings
 
@@ -215,7 +215,7 @@ def _placed(
     """Returns the partition with the leaves of `chosen` (path -> weight) in host memory, in the pieces that `cuts` says."""
     leaves: dict[str, placement.Decision] = {}
 
-    def parts_of(path: str, leaf: Leaf) -> Any:
+    def parts_of(path: str, leaf: Leaf) -> Leaf:
         """Returns the abstract leaf as it is stored, and notes its decisions."""
         decision = partition.leaves[path]
         cut = cuts.get(chosen.get(path, ""))
@@ -255,7 +255,7 @@ def _placed(
     )
 
 
-def _stored_as(partition: placement.Partition, abstract: PyTree, **changes: Any) -> placement.Partition:
+def _stored_as(partition: placement.Partition, abstract: State, **changes: Any) -> placement.Partition:
     """Returns the partition with another abstract state, and other changes."""
     return dataclasses.replace(
         partition,

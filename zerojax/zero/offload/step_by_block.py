@@ -297,7 +297,7 @@ class BlockwiseStep(streamed_step.StreamedStep):
             finish=jax.jit(finish, donate_argnums=(0,) if self.donate else (), out_shardings=(shardings, None, handed)),
         )
 
-    def _finished(self, paths: Any, state: State, aux: PyTree, grads: PyTree, squares: PyTree) -> State:
+    def _finished(self, paths: PyTree, state: State, aux: PyTree, grads: PyTree, squares: PyTree) -> tuple[Any, ...]:
         trained = self.updates.rest.partition.trainable_part(paths)
         own = jax.tree.map(lambda path: grads.get(path, optax.MaskedNode()), trained)
         squares = squares | update_lib.squares(grads, 1.0 / self._scale(state))

@@ -139,7 +139,7 @@ class StreamedStep:
         while self._leaving and len(self._leaving) + num_arriving >= self.in_flight:
             jax.block_until_ready([leaf for leaf in self._leaving.popleft() if not leaf.is_deleted()])
 
-    def _joined(self, state: State, new_state: State, params: dict[str, Any], new_leaves: dict[int, Any]) -> State:
+    def _joined(self, state: State, new_state: State, params: PyTree, new_leaves: dict[int, Any]) -> State:
         """Returns the new train state, of which `new_state` has all but the optimizer state of items and their params."""
         new_leaves.update(zip(self.updates.rest.positions, jax.tree.leaves(new_state.opt_state)))
         opt_state = jax.tree.unflatten(

@@ -86,7 +86,7 @@ class Updates(groups_lib.Division):
         return sum(tree.shard_bytes(leaf) for n, leaf in enumerate(self.leaves) if n not in self.on_host)
 
     @property
-    def structure(self) -> PyTree:
+    def structure(self) -> jax.tree_util.PyTreeDef:
         """Returns the tree of the whole optimizer state."""
         return jax.tree.structure(self._partition.abstract_state.opt_state)
 

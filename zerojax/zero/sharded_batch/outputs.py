@@ -194,7 +194,7 @@ def of_all_devices(metrics: PyTree) -> PyTree:
     return jax.tree.map(added_up, metrics, is_leaf=_is_term)
 
 
-def added(sums: PyTree, new: Leaf) -> PyTree:
+def added(sums: PyTree, new: PyTree) -> PyTree:
     """Returns the sum of two passes' `terms`."""
     return jax.tree.map(
         lambda total, term: term if isinstance(term, Same) else jax.tree.map(jnp.add, total, term),
@@ -326,7 +326,7 @@ def _fitted(field: str, returned: PyTree, before: State, combine: Callable[[str,
     )
 
 
-def _cast(path: str, new: Leaf, old: Leaf) -> PyTree:
+def _cast(path: str, new: Leaf, old: Leaf) -> Leaf:
     """Returns a new value of the state in the dtype of the old one."""
     dtype = tree.dtype_of(old)
     new = jnp.asarray(new)

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from zerojax import tree
 from zerojax.optim import rounded
 from zerojax.train_state import State
-from zerojax.tree import Leaf, PyTree
+from zerojax.tree import PyTree
 from zerojax.zero import accumulate, placement
 from zerojax.zero.sharded_batch import inputs, outputs
 from zerojax.zero.step_programs import arrivals, programs, schedule
@@ -283,7 +283,7 @@ def by_number(grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 @jax.jit
-def _begun(grads: PyTree, weight: Leaf, seed: jax.Array | None, numbers: jax.Array | None) -> PyTree:
+def _begun(grads: PyTree, weight: jax.Array | None, seed: jax.Array | None, numbers: jax.Array | None) -> PyTree:
     sums = accumulate.zeros(grads, in_16_bits=seed is not None)
     return accumulate.added(sums, grads, weight, seed, numbers)
 
@@ -307,7 +307,7 @@ def _divided(sums: PyTree, count: int) -> PyTree:
 
 
 @jax.jit
-def _added_metrics(totals: PyTree, new: Leaf) -> PyTree:
+def _added_metrics(totals: PyTree, new: PyTree) -> PyTree:
     return outputs.added(totals, new)
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from zerojax.errors import UserError
-from zerojax.tree import Leaf, PyTree
+from zerojax.tree import Leaf
 from zerojax.zero.offload.disk import memory, scratch
 
 PART_BYTES = 8 << 20  # of one call to the kernel
@@ -474,7 +474,7 @@ def _close(moving: _Moving, *pools: concurrent.futures.ThreadPoolExecutor) -> No
         pool.shutdown(wait=False)
 
 
-def bytes_of(abstract: PyTree) -> int:
+def bytes_of(abstract: Leaf) -> int:
     """Returns the bytes that an array takes in the file of this process, and in a buffer."""
     return scratch.aligned(_shard_bytes(abstract)) * len(_indices(abstract))
 
