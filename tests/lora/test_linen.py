@@ -85,7 +85,7 @@ def test_adapters_give_the_output_of_merged_kernels(quantize):
 @pytest.mark.parametrize(
     "stage, quantize, reduce_dtype",
     [
-        (0, "none", jnp.float32),
+        pytest.param(0, "none", jnp.float32, marks=runs.LONG),
         pytest.param(3, "none", None, marks=runs.LONG),
         (3, "nf4", None),
         pytest.param(3, "nf4", jnp.float32, marks=runs.LONG),
