@@ -154,12 +154,10 @@ def _rows_kernel(tile: TritonTile, transposed: bool, contracted: int, columns: i
             )
             where = (columns_[:, None], depth[None, :]) if transposed else (depth[:, None], columns_[None, :])
             masks = (is_column[:, None], is_depth[None]) if transposed else (is_column[None], is_depth[:, None])
-            mask = masks[0] & (True if exact else masks[1])
-            mask = (
-                None
-                if exact and columns % tile.columns == 0
-                else jnp.broadcast_to(mask, jnp.broadcast_shapes(*(w.shape for w in where)))
-            )
+            mask: jax.Array | None = None
+            if not exact or columns % tile.columns:
+                own = masks[0] & (True if exact else masks[1])
+                mask = jnp.broadcast_to(own, jnp.broadcast_shapes(*(w.shape for w in where)))
             rhs = pltriton.load(rhs_ref.at[group, *where], mask=mask, other=None if mask is None else 0.0)
             return acc + _dot(lhs, rhs.T if transposed else rhs)
 
@@ -224,7 +222,19 @@ class Products(NamedTuple):
     matrices: Callable[..., jax.Array]
 
 
+def _by_platform(of_gpu: Callable[..., jax.Array], of_others: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def run(first: jax.Array, second: jax.Array, sizes_G: jax.Array, *static: bool) -> jax.Array:
+        def given(way: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+            return lambda *arrays: way(*arrays, *static)
+
+        return jax.lax.platform_dependent(first, second, sizes_G, cuda=given(of_gpu), default=given(of_others))
+
+    return run
+
+
+BY_PLATFORM = "by platform"  # the kernels where the program is compiled for CUDA, else the twins
 IMPLEMENTATIONS: dict[str, Products] = {
+    BY_PLATFORM: Products(_by_platform(rows_by_triton, rows_ref), _by_platform(matrices_by_triton, matrices_ref)),
     "jnp": Products(rows_ref, matrices_ref),
     "triton": Products(rows_by_triton, matrices_by_triton),
     "interpret": Products(

@@ -1,0 +1,218 @@
+"""A mixture of experts. This module routes tokens, runs each token's experts, and measures and balances their load.
+
+With the router's scores s of a token (float32), its K best experts C and their weights w,
+
+    y = sum over e in C of w[e] expert[e](x)        w[e] = s[e], or s[e] / sum over C of s, times a constant
+
+Rows are sorted by expert, so an expert's tokens are a run of rows, and the three matmuls of all experts are grouped matmuls
+(`pallas_kernels.grouped`): on GPUs no row is computed twice and none is padded. No token is dropped unless there is a capacity.
+
+Shapes: T tokens, D embed, E experts, K experts of a token, F an expert's width, R = T K rows.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import grouped
+from zerojax import mesh as mesh_lib
+from zerojax.errors import UserError
+
+Score = Literal["softmax", "sigmoid"]
+
+
+class Routing(NamedTuple):
+    """Which experts each token takes.
+
+    Attributes:
+      experts_TK: int32, the experts.
+      weights_TK: float32, their weights.
+      probs_TE: float32, all scores of each token, with a sum of 1.
+      logits_TE: float32, the router's output.
+    """
+
+    experts_TK: jax.Array
+    weights_TK: jax.Array
+    probs_TE: jax.Array
+    logits_TE: jax.Array
+
+
+def route(
+    logits_TE: jax.Array,
+    top_k: int,
+    *,
+    score: Score = "softmax",
+    bias_E: jax.Array | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    best_of_group: int = 2,
+    normalised: bool = True,
+    scale: float = 1.0,
+) -> Routing:
+    """Returns the experts of each token.
+
+    Args:
+      logits_TE: the router's output.
+      top_k: experts of a token.
+      score: of an expert: "softmax" over all of them, or its own "sigmoid".
+      bias_E: added to the scores by which experts are chosen, not to the weights; it has no gradient. None for none.
+      groups: the experts are in groups of equal size, and a token chooses from its best `top_groups` of these alone (arXiv:2412.19437,
+        section 2.1.2). A group's score is the sum of its `best_of_group` best.
+      top_groups, best_of_group: see `groups`.
+      normalised: whether a token's weights have a sum of 1, before `scale`.
+      scale: multiplies the weights.
+
+    Raises:
+      UserError: there are fewer experts than a token takes, or they do not divide into the groups.
+    """
+    tokens, experts = logits_TE.shape
+    if experts % groups or not 0 < top_groups <= groups or not 0 < top_k <= experts // groups * top_groups:
+        raise UserError(
+            f"route: a token takes {top_k} of {experts} experts from {top_groups} of {groups} groups; make the groups equal, and "
+            "take as many experts as there are at most"
+        )
+    logits_TE = logits_TE.astype(jnp.float32)
+    scores_TE = jax.nn.softmax(logits_TE) if score == "softmax" else jax.nn.sigmoid(logits_TE)
+    chosen_by = jax.lax.stop_gradient(scores_TE if bias_E is None else scores_TE + bias_E.astype(jnp.float32))
+    if groups > 1:
+        by_group = chosen_by.reshape(tokens, groups, -1)
+        best = jax.lax.top_k(by_group, min(best_of_group, experts // groups))[0].sum(axis=-1)
+        is_best = (
+            jnp.zeros(best.shape, bool).at[jnp.arange(tokens)[:, None], jax.lax.top_k(best, top_groups)[1]].set(True)
+        )
+        chosen_by = jnp.where(is_best[..., None], by_group, -jnp.inf).reshape(tokens, experts)
+    experts_TK = jax.lax.top_k(chosen_by, top_k)[1]
+    weights_TK = jnp.take_along_axis(scores_TE, experts_TK, axis=-1)
+    if normalised:
+        weights_TK /= jnp.sum(weights_TK, axis=-1, keepdims=True) + 1e-20
+    probs_TE = scores_TE if score == "softmax" else scores_TE / (jnp.sum(scores_TE, axis=-1, keepdims=True) + 1e-20)
+    return Routing(experts_TK, weights_TK * scale, probs_TE, logits_TE)
+
+
+def apply(
+    x_TD: jax.Array,
+    routing: Routing,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    down_EFD: jax.Array,
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    *,
+    capacity: int | None = None,
+) -> jax.Array:
+    """Returns the weighted sum of each token's experts, down(activation(gate(x)) * up(x)): float[T, D].
+
+    Args:
+      x_TD: the tokens.
+      routing: from `route`.
+      gate_EDF, up_EDF, down_EFD: the experts' matrices.
+      activation: of the gate.
+      capacity: the most tokens of an expert; later ones skip it (`kept`). None: no token skips one.
+    """
+    (tokens, top_k), experts = routing.experts_TK.shape, gate_EDF.shape[0]
+    expert_R = routing.experts_TK.reshape(-1)
+    weights_TK, sizes_E = routing.weights_TK, _counts(routing)
+    if capacity is not None:  # rows after the last group are 0, and no matmul computes them
+        kept_TK = kept(routing, capacity)
+        expert_R = jnp.where(kept_TK.reshape(-1), expert_R, experts)
+        weights_TK, sizes_E = weights_TK * kept_TK, jnp.minimum(sizes_E, capacity)
+    with jax.named_scope("experts"):
+        order_R = jnp.argsort(expert_R, stable=True)
+        place_TK = jnp.argsort(order_R).reshape(tokens, top_k)
+        x_RD = _spread(x_TD, order_R, place_TK)
+        hidden_RF = activation(_grouped(x_RD, gate_EDF, sizes_E)) * _grouped(x_RD, up_EDF, sizes_E)
+        y_RD = _grouped(hidden_RF, down_EFD, sizes_E)
+        y_TKD = _sorted_back(y_RD, order_R, place_TK).astype(jnp.float32)
+    return jnp.einsum("tkd,tk->td", y_TKD, weights_TK).astype(x_TD.dtype)
+
+
+def capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:
+    """Returns the most tokens of an expert: `factor` times those of a balanced load, rounded up."""
+    return -int(-(factor * tokens * top_k) // experts)
+
+
+def kept(routing: Routing, capacity: int) -> jax.Array:
+    """Returns which of a token's experts have room for it: bool[T, K]. Earlier tokens come first."""
+    expert_R = routing.experts_TK.reshape(-1)
+    order_R = jnp.argsort(expert_R, stable=True)
+    sizes_E = _counts(routing)
+    number_R = jnp.arange(expert_R.size) - (jnp.cumsum(sizes_E) - sizes_E)[expert_R[order_R]]
+    return (number_R < capacity)[jnp.argsort(order_R)].reshape(routing.experts_TK.shape)
+
+
+def balance_loss(routing: Routing) -> jax.Array:
+    """Returns E sum over experts of f[e] p[e], float32[]: f is the share of tokens that take an expert, p its mean score. Balanced: K.
+
+    It is that of `transformers`, and K times that of arXiv:2101.03961 (eq. 4). f has no gradient. Inside a `jax.shard_map` f is that of the
+    tokens of all devices, so the mean of the devices' losses is the loss of all tokens. With accumulation each micro-batch has its own.
+    """
+    tokens, experts = routing.probs_TE.shape
+    axes = _devices()
+    count_E, total = _counts(routing).astype(jnp.float32), jnp.float32(tokens)
+    share_E = jax.lax.psum(count_E, axes) / jax.lax.psum(total, axes) if axes else count_E / total
+    return experts * jnp.sum(jax.lax.stop_gradient(share_E) * jnp.mean(routing.probs_TE, axis=0))
+
+
+def z_loss(routing: Routing) -> jax.Array:
+    """Returns the mean over tokens of (log sum exp of the router's output)^2, float32[] (arXiv:2202.08906, eq. 5)."""
+    return jnp.mean(jnp.square(jax.nn.logsumexp(routing.logits_TE, axis=-1)))
+
+
+def balanced_bias(bias_E: jax.Array, routing: Routing, rate: float = 1e-3) -> jax.Array:
+    """Returns the bias of the next step (arXiv:2408.15664): `rate` more for each expert with less than the mean load, less for others.
+
+    Inside a `jax.shard_map` the load is that of all devices.
+    """
+    count_E, axes = _counts(routing).astype(jnp.float32), _devices()
+    count_E = jax.lax.psum(count_E, axes) if axes else count_E
+    return bias_E + rate * jnp.sign(jnp.mean(count_E) - count_E)
+
+
+def metrics(routing: Routing, capacity: int | None = None) -> dict[str, jax.Array]:
+    """Returns float32[] each, of this device's tokens: "load" (the largest expert's rows over the mean's), "dropped" (the share of rows
+    that skip their expert) and "entropy" (the mean over tokens of the entropy of the scores, in nats)."""
+    count_E, probs_TE = _counts(routing).astype(jnp.float32), routing.probs_TE
+    dropped = jnp.float32(0) if capacity is None else jnp.mean(~kept(routing, capacity), dtype=jnp.float32)
+    entropy_T = -jnp.sum(probs_TE * jnp.log(jnp.maximum(probs_TE, 1e-30)), axis=-1)
+    return {"load": jnp.max(count_E) / jnp.mean(count_E), "dropped": dropped, "entropy": jnp.mean(entropy_T)}
+
+
+def _counts(routing: Routing) -> jax.Array:
+    """Returns the rows of each expert: int32[E]."""
+    return jnp.zeros(routing.probs_TE.shape[1], jnp.int32).at[routing.experts_TK.reshape(-1)].add(1)
+
+
+def _devices() -> tuple[str, ...]:
+    """Returns the axes of a surrounding `jax.shard_map` along which tokens differ."""
+    around = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis in mesh_lib.SUMMED if axis in around.manual_axes)
+
+
+def _grouped(x_RK: jax.Array, matrices_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    return grouped.grouped_matmul(x_RK, matrices_EKN, sizes_E, grouped.BY_PLATFORM)
+
+
+@jax.custom_vjp
+def _spread(x_TD: jax.Array, order_R: jax.Array, place_TK: jax.Array) -> jax.Array:
+    """Returns each row's token. The gradient of a token is a sum in float32, where JAX's own adds up in the dtype of x."""
+    return x_TD[order_R // place_TK.shape[1]]
+
+
+def _spread_backward(place_TK: jax.Array, d_RD: jax.Array) -> tuple[jax.Array, None, None]:
+    return jnp.sum(d_RD[place_TK], axis=1, dtype=jnp.float32).astype(d_RD.dtype), None, None
+
+
+_spread.defvjp(lambda x, order, place: (_spread(x, order, place), place), _spread_backward)
+
+
+@jax.custom_vjp
+def _sorted_back(y_RD: jax.Array, order_R: jax.Array, place_TK: jax.Array) -> jax.Array:
+    """Returns the rows of each token, float[T, K, D]. The gradient is a gather as well, since rows are only in another order."""
+    return y_RD[place_TK]
+
+
+_sorted_back.defvjp(
+    lambda y, order, place: (_sorted_back(y, order, place), order),
+    lambda order_R, d_TKD: (d_TKD.reshape(order_R.size, -1)[order_R], None, None),
+)
