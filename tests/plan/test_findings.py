@@ -1,5 +1,6 @@
 """Most tests put one defect into a train step, compile it for GPUs, and check that the findings name it."""
 
+import dataclasses
 import functools
 import math
 
@@ -235,3 +236,35 @@ def test_an_mlp_that_makes_arrays_of_very_many_tokens_is_named_with_what_tiles_w
     if expected:
         assert listed[0].nbytes == 2 * nbytes * (tokens - 8192) // tokens
         assert "tile_tokens=8192 would save" in listed[0].remedy
+
+
+def moved(sample, count, **changes):
+    return tuple(dataclasses.replace(sample, weights=(), **changes) for _ in range(count))
+
+
+def test_a_ring_whose_hops_have_nothing_beside_them_is_named():
+    found, _ = staged(3)
+    hop = {"kind": "collective-permute", "axes": ("context",), "role": "activations", "op_name": "attention/ppermute"}
+    large = {"dims": (found.params,), "nbytes": 100}
+
+    def listed(*exposed):
+        hops = [
+            moved(found.rows[0], 1, is_async=not bare, overlaps={} if bare else {"attention": 1}, **hop, **large)
+            for bare in exposed
+        ]
+        with_hops = dataclasses.replace(found, rows=sum(hops, ()))
+        return [finding.rule for finding in findings.findings(with_hops, compute_dtype=jnp.bfloat16)]
+
+    assert listed(False, False, True) == []  # the last hop, with the gradients
+    assert listed(True, False, True) == ["hops of a ring have nothing beside them"]
+
+
+@pytest.mark.parametrize("model", [8, 16])
+def test_an_axis_over_which_layers_wait_is_named_where_it_spans_hosts(model):
+    found, _ = staged(3)
+    sent = {"kind": "all-gather", "axes": ("model",), "role": "activations", "op_name": "tensor_parallel/all_gather"}
+    on = zerojax.make_mesh(model=model, devices=compile_only.gpus(topology="2x8"))
+    rows = moved(found.rows[0], 2, dtype="bf16", **sent)
+    listed = findings.findings(dataclasses.replace(found, rows=rows, mesh=on), compute_dtype=jnp.bfloat16)
+    rule = "layers wait for activations that travel between hosts, because model=16 spans hosts"
+    assert [finding.rule for finding in listed] == [rule] * (model == 16)

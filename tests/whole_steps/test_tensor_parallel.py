@@ -184,5 +184,4 @@ def test_70b_gathers_an_eighth_of_each_weight_and_tokens_in_16_bits(hosts):
     assert not [row for row in summed if row.elements > 8192 and row.axes == ("data",)]
     assert plan.fits and plan.bound.step_seconds > 0
     assert not plan.findings
-    whys = {found.why for found in departures.departures(plan.ledger)}
-    assert whys <= {"the backward pass does not read the weight"}  # the embedding's and the output projection's
+    assert departures.departures(plan.ledger) == ()

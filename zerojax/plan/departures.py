@@ -37,7 +37,7 @@ def departures(ledger: ledger_lib.Ledger, *, passes: int = 1, tolerance: float =
     result = []
     for key, members in groups.items():
         share = sum(weight.size for weight in members) / max(1, ledger.params)
-        expected = ledger_lib.theory({weight.path: weight for weight in members}, ledger.ways, passes)
+        expected = ledger.theory(passes, {weight.path for weight in members})
         for role, params in expected.items():
             rows = [row for row, _ in found.get((role, key), [])]
             moved = sum(elements for _, elements in found.get((role, key), [])) / max(1, ledger.params)
@@ -57,8 +57,7 @@ def _why(
         gathered = [r for r in ledger.rows if r.role == roles.WEIGHTS_FORWARD and set(r.weights) & set(paths)]
         if not gathered:
             return "the weight is replicated in the program, or the program moves activations instead"
-        is_kept = any(row.is_kept for row in gathered)
-        return "kept from the forward pass" if is_kept else "the backward pass does not read the weight"
+        return "kept from the forward pass"
     if role == roles.GRADIENTS and is_less:
         modules = {path.split("/")[-2] for path in paths if "/" in path}
         moved = [

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from zerojax import display, roles, tree
+from zerojax import mesh as mesh_lib
 from zerojax.hlo import buffers, collectives, parameters, syntax
 from zerojax.ops import tiles
 from zerojax.plan import attribution, matmuls
@@ -22,6 +23,7 @@ from zerojax.plan import bound as bound_lib
 from zerojax.plan import ledger as ledger_lib
 
 SHARE = 0.01  # of the parameters, or of the state's bytes; less is not reported
+EXPOSED = 0.4  # of the bytes of a ring's hops: that of two devices has a third with nothing beside them
 LARGE = 0.2  # of the peak; less than that tiles need not save
 _ACTIVATIONS = (roles.ACTIVATIONS, roles.ACTIVATION_GRADIENTS)
 _NAMED = 3  # leaves that a finding names; it counts the rest
@@ -382,6 +384,34 @@ def all_tokens_at_once(case: Case) -> Iterable[Finding]:
         )
 
 
+def hops_exposed(case: Case) -> Iterable[Finding]:
+    """Finds a ring of attention whose hops run beside nothing. The last hop of a backward pass has nothing beside it in any ring."""
+    hops = [row for row in case.rows if row.kind == "collective-permute" and set(row.axes) & set(mesh_lib.TOKENS)]
+    exposed = [row for row in hops if not (row.is_async and row.overlaps)]
+    nbytes = sum(row.nbytes for row in exposed)
+    if not case.is_cpu and nbytes > EXPOSED * sum(row.nbytes for row in hops) and _is_large(case, exposed):
+        yield _sent(
+            "hops of a ring have nothing beside them",
+            exposed,
+            "take zerojax.attention, whose hops are tied to a block of attention each; or let devices exchange heads (Ulysses), with a "
+            "number of devices along `context` that divides the heads",
+        )
+
+
+def activations_leave_the_host(case: Case) -> Iterable[Finding]:
+    """Finds an axis over which layers wait for activations and whose devices are on several hosts."""
+    over = [row for row in case.rows if row.role in _ACTIVATIONS and set(row.axes) & set(mesh_lib.COMPILER)]
+    far = [row for row in over if len(bound_lib.hosts(case.ledger.mesh, row.axes)) > 1]
+    if far:
+        sizes = mesh_lib.text(case.ledger.mesh, sorted({*far[0].axes} & {*case.ledger.mesh.shape}))
+        yield _sent(
+            f"layers wait for activations that travel between hosts, because {sizes} spans hosts",
+            far,
+            "keep the axis inside a host (a smaller mesh.model), and shard over data or context between hosts: their collectives run "
+            "beside arithmetic",
+        )
+
+
 RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     gradients_all_reduced,
     weights_gathered_in_float32,
@@ -398,6 +428,8 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     columns_send_more_than_weights,
     matmuls_not_in_fp8,
     all_tokens_at_once,
+    hops_exposed,
+    activations_leave_the_host,
 )
 
 

@@ -10,7 +10,7 @@ In a ring over N devices, each device receives and sends, each time that a colle
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
@@ -88,6 +88,21 @@ class Ledger:
         """Returns the number of devices that a batch is sharded over: all axes but the compiler's, in a step of the user's own too."""
         return mesh_lib.size(self.mesh, set(self.mesh.shape) - set(mesh_lib.COMPILER))
 
+    @functools.cached_property
+    def read_once(self) -> frozenset[str]:
+        """Returns the weights that the backward pass does not read: gathered in the forward pass, not kept, and not gathered again.
+
+        An embedding's gradient does not depend on it, and a loss in one pass has made the gradients of the output projection.
+        """
+        first = {path for row in self.rows if row.role == roles.WEIGHTS_FORWARD for path in row.weights}
+        again = {path for row in self.rows if row.role == roles.WEIGHTS_BACKWARD or row.is_kept for path in row.weights}
+        return frozenset(first - again)
+
+    def theory(self, passes: int = 1, only: Collection[str] | None = None) -> dict[str, float]:
+        """Returns `theory` of the program's weights, or of some, in units of their parameters."""
+        weights = {path: weight for path, weight in self.weights.items() if only is None or path in only}
+        return theory(weights, self.ways, passes, self.read_once)
+
     def totals(self) -> dict[str, dict[str, float]]:
         """Returns {role: {"params", "bytes", "exposed"}} that a device receives in a step.
 
@@ -149,7 +164,9 @@ def weights_of(weights: Mapping[str, Any], mesh: Mesh) -> dict[str, WeightDims]:
     return found
 
 
-def theory(weights: Mapping[str, WeightDims], ways: int, passes: int = 1) -> dict[str, float]:
+def theory(
+    weights: Mapping[str, WeightDims], ways: int, passes: int = 1, read_once: Collection[str] = ()
+) -> dict[str, float]:
     """Returns the parameters that a device must receive in a step, by role, in units of the weights' parameters.
 
     Let a weight have u elements on a device as used, s as stored, and g in the smaller shard of its gradient and its moments. It moves:
@@ -167,13 +184,14 @@ def theory(weights: Mapping[str, WeightDims], ways: int, passes: int = 1) -> dic
       weights: see `weights_of`.
       ways: the number of devices that a batch is sharded over.
       passes: forward and backward passes in a step. Each pass gathers, and each reduces the gradients that are sharded.
+      read_once: the paths of weights that the backward pass does not read, and does not gather.
     """
     total = max(1, sum(weight.size for weight in weights.values()))
     found = dict.fromkeys(roles.SENT_OF_WEIGHTS, 0.0)
     for weight in weights.values():
         used, stored = weight.size, math.prod(weight.stored)
         found[roles.WEIGHTS_FORWARD] += passes * (used - stored) / total
-        found[roles.WEIGHTS_BACKWARD] += passes * (used - stored) / total
+        found[roles.WEIGHTS_BACKWARD] += 0 if weight.path in read_once else passes * (used - stored) / total
         if not weight.trainable:
             continue
         shard = min(math.prod(weight.grad), math.prod(weight.moments))

@@ -189,7 +189,7 @@ def plan_step(
             peak=held.peak,
         ),
         departures=departures.departures(sent, passes=passes),
-        theory=ledger.theory(sent.weights, sent.ways, passes),
+        theory=sent.theory(passes),
         bound=bound,
         compile_seconds=seconds,
         compiled=read.executable,
