@@ -46,7 +46,8 @@ def leaf_of(shape, moments, seed):
 @pytest.mark.parametrize(("moments", "implementation"), [("bfloat16", "interpret"), ("int8", "jnp")])
 def test_shards_are_updated_as_the_global_array_with_the_same_random_bits(moments, implementation):
     rule = rules.Rule("adam", stochastic=True, copy_dtype=jnp.dtype("float16"))
-    specs = dict(list(SPECS.items())[:: 1 if implementation == "jnp" else 2])  # the interpreter compiles slowly
+    # Each spec takes a second to compile, with the interpreter more.
+    specs = dict(list(SPECS.items())[slice(1, 6) if implementation == "jnp" else slice(None, None, 2)])
     mesh, leaves = mesh_lib.make_mesh(replica=2), [leaf_of(shape, moments, n) for n, shape in enumerate(specs.values())]
     seeds = jnp.arange(len(leaves), dtype=jnp.uint32) + 5
     decays = [n % 2 == 0 for n in range(len(leaves))]

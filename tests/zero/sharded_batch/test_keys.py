@@ -275,6 +275,17 @@ SEVERAL = {
 }
 
 
+def own_keys(ways, passes):
+    """Returns the keys of each device in each pass."""
+    keys = [jax.random.fold_in(CLOSED_OVER, device) if ways > 1 else CLOSED_OVER for device in range(ways)]
+    return [jax.random.fold_in(key, number) for number in range(passes) for key in keys]
+
+
+def masks_alone(x, key):
+    """Returns the masks that one device draws in each way, by its name."""
+    return {name: masks(find(key, x)) for name, find in ONE_APPLY.items()}
+
+
 @pytest.mark.parametrize(
     ("reduce_dtype", "blocks"),
     [(jnp.float32, ""), (jnp.float32, "block_0"), (None, "block_0"), pytest.param(None, "", marks=runs.LONG)],
@@ -301,22 +312,17 @@ def test_however_a_module_came_in_its_masks_are_those_of_its_device_and_pass(red
     step = zerojax.make_train_step(loss_fn, part, reduce_dtype=reduce_dtype, grad_accum=passes, blocks=blocks)
     found = step(state, x)[1]
     ways = devices if reduce_dtype else 1
+    own = (
+        []
+        if blocks
+        else list(map(jax.jit(functools.partial(masks_alone, x[0, : ROWS // passes // ways])), own_keys(ways, passes)))
+    )
     for name in cases:
         values = np.unique(np.asarray(found[name]))
         share = {"nn.scan": 4, "nn.scan of an attribute": 4}.get(name, 2)  # of two draws in a row a fourth is kept
         assert len(values) >= min(ways * passes, 3) + 1 - (share == 4), f"{name}: {values} of {ways * passes} masks"
         if name in ONE_APPLY and not blocks:
-            local = x[0, : ROWS // passes // ways]
-            keys = [
-                [jax.random.fold_in(CLOSED_OVER, device) if reduce_dtype else CLOSED_OVER for device in range(ways)]
-                for _ in range(passes)
-            ]
-            own = [
-                masks(cases[name](jax.random.fold_in(key, number), local))
-                for number, row in enumerate(keys)
-                for key in row
-            ]
-            np.testing.assert_array_equal(found[name], np.mean(own, axis=0), err_msg=name)
+            np.testing.assert_array_equal(found[name], np.mean([drawn[name] for drawn in own], axis=0), err_msg=name)
 
 
 def test_weights_that_a_loss_draws_are_equal_on_all_devices():
