@@ -47,7 +47,7 @@ def test_logits_loss_and_greedy_tokens_are_those_of_transformers(name, stage, mo
     np.testing.assert_array_equal(found, expected["generated"])
 
 
-@pytest.mark.parametrize("name", golden_models.DECODERS)
+@pytest.mark.parametrize("name", golden_models.DECODERS + golden_models.ENCODER_DECODERS)
 def test_other_families_compute_what_transformers_does_and_are_written_as_they_were(name, tmp_path):
     """At stage 3, and at stage 0 with tensor parallelism; tokens at stage 3."""
     expected, batch = golden_models.expected(name), golden_models.batch(name)
@@ -64,7 +64,10 @@ def test_other_families_compute_what_transformers_does_and_are_written_as_they_w
         np.testing.assert_allclose(logits, expected["logits"], atol=LOGITS, rtol=0)
         np.testing.assert_allclose(loaded.loss_of(logits, batch["labels"]), expected["loss"], rtol=LOSS)
     loaded = golden_models.load(name, 3)
-    found = loaded.generator(max_new_tokens=12)(loaded.params, expected["input_ids"][:, :9])
+    prompts = (expected["input_ids"][:, :9],)
+    if loaded.family.is_encoder_decoder:
+        prompts = expected["input_ids"], expected["attention_mask"]
+    found = loaded.generator(max_new_tokens=12)(loaded.params, *prompts)
     np.testing.assert_array_equal(found, expected["generated"])
     zerojax.export_huggingface(loaded.params, loaded, tmp_path / "out")
     files = [folder / "model.safetensors" for folder in (tmp_path / "out", golden_models.FOLDER / name)]

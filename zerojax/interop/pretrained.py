@@ -156,8 +156,12 @@ class Pretrained:
         if "decoder_input_ids" in batch:
             return inputs, jnp.asarray(batch["decoder_input_ids"])
         labels, special = jnp.asarray(batch["labels"]), self.special
+        labels = jnp.where(labels == NO_LABEL, special.pad, labels)
         shifted = jnp.pad(labels, ((0, 0), (1, 0)), constant_values=special.start)[:, :-1]
-        return inputs, jnp.where(shifted == NO_LABEL, special.pad, shifted)
+        if getattr(self.config, "starts_with_last", False):
+            last_B1 = jnp.sum(labels != special.pad, axis=1, keepdims=True) - 1
+            shifted = shifted.at[:, :1].set(jnp.take_along_axis(labels, last_B1, axis=1))
+        return inputs, shifted
 
 
 def load_huggingface(

@@ -6,7 +6,7 @@ from zerojax.models.llama import family as llama
 from zerojax.models.llama import gpt2
 from zerojax.models.t5 import family as t5
 
-FAMILIES: tuple[family.Family, ...] = (llama.FAMILY, gpt2.FAMILY, t5.FAMILY, bart.FAMILY)
+FAMILIES: tuple[family.Family, ...] = (llama.FAMILY, gpt2.FAMILY, t5.FAMILY, bart.FAMILY, bart.MARIAN)
 
 # preset -> its family
 PRESETS: dict[str, family.Family] = {preset: found for found in FAMILIES for preset in found.presets}

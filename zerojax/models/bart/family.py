@@ -1,13 +1,41 @@
 """BART as a family. This module holds its presets, the names of its tensors at Hugging Face, and its `Family`."""
 
+import dataclasses
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerojax.models import config_json, encoder_decoder, family, parallel
 from zerojax.models.bart import model
 from zerojax.models.bart.model import BartConfig
 from zerojax.models.family import Tensor
+
+
+class _Kind(NamedTuple):
+    """A model_type: its class in transformers, that without a head, and the fields of the config that it fixes."""
+
+    architecture: str
+    bare: str
+    fields: dict[str, Any]
+
+
+_FIRST = {"norm_first": True, "has_final_norm": True}
+KINDS: dict[str, _Kind] = {
+    "bart": _Kind("BartForConditionalGeneration", "BartModel", {}),
+    "mbart": _Kind(
+        "MBartForConditionalGeneration",
+        "MBartModel",
+        {**_FIRST, "starts_with_last": True, "model_type": "mbart"},
+    ),
+    "pegasus": _Kind(
+        "PegasusForConditionalGeneration",
+        "PegasusModel",
+        {**_FIRST, "has_embed_norm": False, "has_fixed_positions": True, "model_type": "pegasus"},
+    ),
+    "marian": _Kind(
+        "MarianMTModel", "MarianModel", {"has_embed_norm": False, "has_sinusoids": True, "model_type": "marian"}
+    ),
+}
 
 _published = functools.partial(BartConfig, 50265)
 
@@ -15,6 +43,42 @@ PRESETS: dict[str, BartConfig] = {
     "bart_test": BartConfig(0, 2, embed_dim=64, num_heads=4, mlp_dim=128, max_seq_len=512),
     "bart_base": _published(6, embed_dim=768, num_heads=12, mlp_dim=3072),
     "bart_large": _published(12, embed_dim=1024, num_heads=16, mlp_dim=4096),
+    # arXiv:2008.00401
+    "mbart_large_50": BartConfig(
+        250054,
+        12,
+        embed_dim=1024,
+        num_heads=16,
+        mlp_dim=4096,
+        activation="relu",
+        scale_embeddings=True,
+        **KINDS["mbart"].fields,
+    ),
+    # arXiv:1912.08777
+    "pegasus_large": BartConfig(
+        96103,
+        16,
+        embed_dim=1024,
+        num_heads=16,
+        mlp_dim=4096,
+        activation="relu",
+        scale_embeddings=True,
+        **KINDS["pegasus"].fields,
+    ),
+}
+MARIAN_PRESETS: dict[str, BartConfig] = {
+    # Helsinki-NLP/opus-mt-en-de
+    "opus_mt": BartConfig(
+        58101,
+        6,
+        embed_dim=512,
+        num_heads=8,
+        mlp_dim=2048,
+        max_seq_len=512,
+        activation="swish",
+        scale_embeddings=True,
+        **KINDS["marian"].fields,
+    ),
 }
 
 HEAD, EMBED, BIAS = "lm_head.weight", "model.shared.weight", "final_logits_bias"
@@ -45,6 +109,7 @@ def _tensors(config: BartConfig) -> dict[str, Tensor]:
         found[f"{side}_embed/embedding"] = Tensor(f"model.{side}.embed_tokens.weight")
         found[f"{side}_positions/embedding"] = Tensor(f"model.{side}.embed_positions.weight")
         found |= _norm(f"{side}_norm", f"model.{side}.layernorm_embedding")
+        found |= _norm(f"{side}_final_norm", f"model.{side}.layer_norm")
         found |= _attention(f"{ours}/attention", f"{theirs}.self_attn")
         found |= _linear(f"{ours}/mlp/up", f"{theirs}.fc1") | _linear(f"{ours}/mlp/down", f"{theirs}.fc2")
         found |= _norm(f"{ours}/mlp_norm", f"{theirs}.final_layer_norm")
@@ -53,7 +118,7 @@ def _tensors(config: BartConfig) -> dict[str, Tensor]:
 
 def _write(config: BartConfig) -> dict[str, Any]:
     c = config
-    found: dict[str, Any] = {"architectures": ["BartForConditionalGeneration"], "model_type": "bart"}
+    found: dict[str, Any] = {"architectures": [KINDS[c.model_type].architecture], "model_type": c.model_type}
     for side, (depth, heads, mlp_dim) in (("encoder", c.encoder_shape), ("decoder", c.decoder_shape)):
         found |= {f"{side}_layers": depth, f"{side}_attention_heads": heads, f"{side}_ffn_dim": mlp_dim}
         found[f"{side}_layerdrop"] = 0.0
@@ -79,6 +144,9 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> BartConfig:
     f = config_json.Fields(raw)
     for side in ("encoder", "decoder"):
         f.heads("d_model", f"{side}_attention_heads")
+    kind = f.choice("model_type", KINDS, "bart")
+    if kind == "marian" and not f.flag("share_encoder_decoder_embeddings", True):
+        raise f.refuse("share_encoder_decoder_embeddings", "true, since one table embeds inputs and targets")
     return BartConfig(
         f.count("vocab_size"),
         f.depth("encoder_layers"),
@@ -94,12 +162,17 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> BartConfig:
         tie_embeddings=f.flag("tie_word_embeddings", True) and HEAD not in names,
         separate_embeddings=set(OWN_EMBEDS) <= set(names),
         stddev=f.number("init_std", 0.02),
+        **KINDS[kind].fields,
     )
 
 
 def _repeated(config: BartConfig) -> dict[str, str]:
     """Returns the tables of the encoder and the decoder, which transformers ties to the shared one only if the head is tied too."""
     return {} if config.tie_embeddings or config.separate_embeddings else dict.fromkeys(OWN_EMBEDS, EMBED)
+
+
+def _classes(*kinds: str) -> dict[str, tuple[str, ...]]:
+    return {kind: (KINDS[kind].architecture, KINDS[kind].bare) for kind in kinds}
 
 
 FAMILY = family.Family(
@@ -117,7 +190,7 @@ FAMILY = family.Family(
     attention=("xla", "cudnn"),
     flops_per_token=functools.partial(encoder_decoder.flops_per_token, model.flops_per_row),
     huggingface=family.HuggingFace(
-        architectures={"bart": ("BartForConditionalGeneration", "BartModel")},
+        architectures=_classes("bart", "mbart", "pegasus"),
         tensors=_tensors,
         write=_write,
         read=_read,
@@ -136,7 +209,18 @@ FAMILY = family.Family(
             *parallel.HEADS,
             *parallel.WIDTH,
             (r"(en|de)coder_\d+/(attention|cross|mlp)", parallel.TOKENS, parallel.ALL_TOKENS),
-            (r"((en|de)coder_)?embed|(en|de)coder_(norm|\d+(/(attention|cross|mlp)_norm)?)", parallel.TOKENS),
+            (r"((en|de)coder_)?embed|(en|de)coder_((final_)?norm|\d+(/(attention|cross|mlp)_norm)?)", parallel.TOKENS),
         ),
+    ),
+)
+
+# Files may hold the table of sines and cosines, which transformers makes anew where it is missing.
+MARIAN = dataclasses.replace(
+    FAMILY,
+    presets=MARIAN_PRESETS,
+    huggingface=dataclasses.replace(
+        FAMILY.huggingface,
+        architectures=_classes("marian"),
+        ignored=r"model\.(encoder|decoder)\.embed_positions\.weight",
     ),
 )

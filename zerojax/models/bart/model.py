@@ -1,13 +1,15 @@
 """BART, an encoder-decoder (arXiv:1910.13461). This module knows no meshes, stages or rematerialisation.
 
 Positions are learned. Each residual sum is normalised (post-norm). All projections have biases. The embedding table is also the output
-projection, unless `tie_embeddings` is False. A fixed bias of the logits is part of the weights and is not trained.
+projection, unless `tie_embeddings` is False. A fixed bias of the logits is part of the weights and is not trained. Relatives (mBART,
+Pegasus, Marian) differ in a few fields of the config, which are off by default.
 
 Shapes: B batch, S encoder length (of a cache: slots), T decoder length, D embed, H heads, N head dim, F mlp, V vocabulary.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -45,6 +47,15 @@ class BartConfig:
         None  # how devices attend that hold parts of sequences; None: a device has all tokens
     )
     dropout: float = 0.0  # in training: of the embeddings and of the output of each residual branch
+    norm_first: bool = False  # each residual branch is normalised before it, and not the sum after it
+    has_embed_norm: bool = True  # embeddings are normalised
+    has_final_norm: bool = False  # the states after the last layer are normalised
+    has_sinusoids: bool = False  # positions are sines and cosines, not weights
+    has_fixed_positions: bool = (
+        False  # tables of positions are not trained, begin as sines and cosines, and have no unused rows
+    )
+    starts_with_last: bool = False  # the first target is the last label of its text
+    model_type: str = "bart"  # in Hugging Face's config.json
 
     @property
     def encoder_shape(self) -> tuple[int, int, int]:
@@ -91,11 +102,10 @@ class BartEncoderLayer(nn.Module):
     @nn.compact
     def __call__(self, x_BSD: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
         _, heads, mlp_dim = self.config.encoder_shape
-        y_BSD, _ = attention(self.config, heads, "attention")(x_BSD, mask_BS=mask_BS)
-        y_BSD = layers.Dropout(self.config.dropout)(y_BSD)
-        x_BSD = layers.LayerNorm(NORM_EPS, name="attention_norm")(x_BSD + y_BSD)
-        y_BSD = FullyConnected(self.config, mlp_dim, name="mlp")(x_BSD)
-        return layers.LayerNorm(NORM_EPS, name="mlp_norm")(x_BSD + y_BSD)
+        attend = attention(self.config, heads, "attention")
+        x_BSD, _ = _added(self.config, "attention_norm", x_BSD, lambda x_BSD: attend(x_BSD, mask_BS=mask_BS))
+        mlp = FullyConnected(self.config, mlp_dim, name="mlp")
+        return _added(self.config, "mlp_norm", x_BSD, lambda x_BSD: (mlp(x_BSD), None), drops=False)[0]
 
 
 class BartDecoderLayer(nn.Module):
@@ -122,15 +132,33 @@ class BartDecoderLayer(nn.Module):
           keys: of the encoder's states, if an earlier call returned them.
         """
         _, heads, mlp_dim = self.config.decoder_shape
-        y_BTD, own = attention(self.config, heads, "attention", is_causal=True)(x_BTD, past=past)
-        y_BTD = layers.Dropout(self.config.dropout)(y_BTD)
-        x_BTD = layers.LayerNorm(NORM_EPS, name="attention_norm")(x_BTD + y_BTD)
-        y_BTD, keys = attention(self.config, heads, "cross")(x_BTD, encoded_BSD, mask_BS=mask_BS, keys=keys)
-        y_BTD = layers.Dropout(self.config.dropout)(y_BTD)
-        x_BTD = layers.LayerNorm(NORM_EPS, name="cross_norm")(x_BTD + y_BTD)
-        y_BTD = FullyConnected(self.config, mlp_dim, name="mlp")(x_BTD)
-        x_BTD = layers.LayerNorm(NORM_EPS, name="mlp_norm")(x_BTD + y_BTD)
+        c, before = self.config, keys
+        attend, cross = attention(c, heads, "attention", is_causal=True), attention(c, heads, "cross")
+        mlp = FullyConnected(c, mlp_dim, name="mlp")
+        x_BTD, own = _added(c, "attention_norm", x_BTD, lambda x_BTD: attend(x_BTD, past=past))
+        x_BTD, keys = _added(
+            c, "cross_norm", x_BTD, lambda x_BTD: cross(x_BTD, encoded_BSD, mask_BS=mask_BS, keys=before)
+        )
+        x_BTD, _ = _added(c, "mlp_norm", x_BTD, lambda x_BTD: (mlp(x_BTD), None), drops=False)
         return x_BTD if past is None else (x_BTD, own, keys)
+
+
+def _added(
+    config: BartConfig,
+    name: str,
+    x_BTD: jax.Array,
+    branch: Callable[[jax.Array], tuple[jax.Array, Any]],
+    *,
+    drops: bool = True,
+) -> tuple[jax.Array, Any]:
+    """Returns the residual stream with what a branch adds, normalised before it or after the sum, and what else the branch returns.
+
+    Called in a module's body, whose norm has this name. `drops`: the branch has no dropout of its own.
+    """
+    norm, dropout = layers.LayerNorm(NORM_EPS, name=name), layers.Dropout(config.dropout if drops else 0.0)
+    y_BTD, other = branch(norm(x_BTD) if config.norm_first else x_BTD)
+    x_BTD = x_BTD + dropout(y_BTD)
+    return x_BTD if config.norm_first else norm(x_BTD), other
 
 
 class Bart(nn.Module):
@@ -141,8 +169,15 @@ class Bart(nn.Module):
     def setup(self) -> None:
         modules = {name: module.clone() for name, (module, _) in parts(self.config).items()}
         self.embed, self.logits_bias = modules["embed"], modules["logits_bias"]
-        self.encoder_positions, self.encoder_norm = modules["encoder_positions"], modules["encoder_norm"]
-        self.decoder_positions, self.decoder_norm = modules["decoder_positions"], modules["decoder_norm"]
+        if not self.config.has_sinusoids:
+            self.encoder_positions, self.decoder_positions = modules["encoder_positions"], modules["decoder_positions"]
+        if self.config.has_embed_norm:
+            self.encoder_norm, self.decoder_norm = modules["encoder_norm"], modules["decoder_norm"]
+        if self.config.has_final_norm:
+            self.encoder_final_norm, self.decoder_final_norm = (
+                modules["encoder_final_norm"],
+                modules["decoder_final_norm"],
+            )
         self.encoder_embed, self.decoder_embed = self.embed, self.embed
         if self.config.separate_embeddings:
             self.encoder_embed, self.decoder_embed = modules["encoder_embed"], modules["decoder_embed"]
@@ -158,13 +193,10 @@ class Bart(nn.Module):
         """Returns the encoder's states: float[B, S, D]. `mask_BS` is False for padding. Positions: by default 0, 1, ..."""
         masks = () if mask_BS is None else (mask_BS,)
         positions = jnp.arange(inputs_BS.shape[1]) if positions_BS is None else positions_BS
-        x_BSD = self.encoder_norm(
-            self._scaled(self.encoder_embed(inputs_BS)) + self.encoder_positions(OFFSET + positions)
-        )
-        x_BSD = self.dropout(x_BSD)
+        x_BSD = self._inputs("encoder", inputs_BS, positions)
         for layer in self.encoder:
             x_BSD = layer(x_BSD, *masks)
-        return x_BSD
+        return self._final("encoder", x_BSD)
 
     def hidden(
         self,
@@ -178,10 +210,10 @@ class Bart(nn.Module):
         encoded_BSD = self.encode(inputs_BS, mask_BS, positions_BS)
         masks = () if mask_BS is None else (mask_BS,)
         positions = jnp.arange(targets_BT.shape[1]) if positions_BT is None else positions_BT
-        x_BTD = self._decoder_inputs(targets_BT, positions)
+        x_BTD = self._inputs("decoder", targets_BT, positions)
         for layer in self.decoder:
             x_BTD = layer(x_BTD, encoded_BSD, *masks)
-        return x_BTD
+        return self._final("decoder", x_BTD)
 
     def __call__(self, inputs_BS: jax.Array, targets_BT: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
         """Returns logits of the token after each target: float32[B, T, V] from int32[B, S] and int32[B, T]."""
@@ -212,37 +244,61 @@ class Bart(nn.Module):
         """Returns the logits after each row's first `lengths_B` targets, float32[B, V], and what `extend` reads."""
         batch, length = targets_BT.shape
         step = decoding.first_step(batch, length, slots)
-        encoded_BSD, x_BTD = self.encode(inputs_BS, mask_BS), self._decoder_inputs(targets_BT, step.positions_BT)
+        encoded_BSD, x_BTD = self.encode(inputs_BS, mask_BS), self._inputs("decoder", targets_BT, step.positions_BT)
         heads = self.config.decoder_shape[1]
         empty = decoding.empty(batch, slots, heads, self.config.embed_dim // heads, x_BTD.dtype)
         after = []
         for layer in self.decoder:
             x_BTD, *keys = layer(x_BTD, encoded_BSD, mask_BS, decoding.Past(empty, step))
             after.append(keys)
-        return self._logits(layers.at_last(x_BTD, lengths_B))[:, 0], (after, mask_BS)
+        return self._logits(self._final("decoder", layers.at_last(x_BTD, lengths_B)))[:, 0], (after, mask_BS)
 
     def extend(self, caches: Any, step: decoding.Step, targets_B: jax.Array) -> tuple[jax.Array, Any]:
         """Returns the logits after one more target a row, float32[B, V], and the caches."""
         (before, mask_BS), after = caches, []
-        x_B1D = self._decoder_inputs(targets_B[:, None], step.positions_BT)
+        x_B1D = self._inputs("decoder", targets_B[:, None], step.positions_BT)
         for layer, (own, keys) in zip(self.decoder, before):
             x_B1D, *keys = layer(x_B1D, None, mask_BS, decoding.Past(own, step), keys)
             after.append(keys)
-        return self._logits(x_B1D)[:, 0], (after, mask_BS)
+        return self._logits(self._final("decoder", x_B1D))[:, 0], (after, mask_BS)
 
     def _scaled(self, x_BTD: jax.Array) -> jax.Array:
         c = self.config
         return x_BTD * math.sqrt(c.embed_dim) if c.scale_embeddings else x_BTD
 
-    def _decoder_inputs(self, targets_BT: jax.Array, positions: jax.Array) -> jax.Array:
-        x_BTD = self._scaled(self.decoder_embed(targets_BT)) + self.decoder_positions(OFFSET + positions)
-        return self.dropout(self.decoder_norm(x_BTD))
+    def _inputs(self, side: str, tokens_BT: jax.Array, positions: jax.Array) -> jax.Array:
+        """Returns the input of the first layer of the encoder or the decoder."""
+        c = self.config
+        x_BTD = self._scaled(getattr(self, f"{side}_embed")(tokens_BT))
+        if c.has_sinusoids:
+            x_BTD += sinusoids(positions, c.embed_dim).astype(x_BTD.dtype)
+        else:
+            table = getattr(self, f"{side}_positions")
+            x_BTD += jax.lax.stop_gradient(table(positions)) if c.has_fixed_positions else table(OFFSET + positions)
+        return self.dropout(getattr(self, f"{side}_norm")(x_BTD) if c.has_embed_norm else x_BTD)
+
+    def _final(self, side: str, x_BTD: jax.Array) -> jax.Array:
+        """Returns the states after the last layer, normalised if the config says so."""
+        return getattr(self, f"{side}_final_norm")(x_BTD) if self.config.has_final_norm else x_BTD
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
         return layers.next_logits(self._head(), x_BTD) + self.logits_bias().astype(jnp.float32)
 
     def _head(self) -> nn.Module:
         return self.embed if self.config.tie_embeddings else self.head
+
+
+def sinusoids(positions: jax.Array, dims: int) -> jax.Array:
+    """Returns sin(position * w_k), then cos(position * w_k), with w_k = 10000^(-2k / dims): float32[..., dims] (arXiv:1706.03762)."""
+    angles = [
+        positions[..., None] * 10000.0 ** (-2 * jnp.arange(count, dtype=jnp.float32) / dims)
+        for count in (dims - dims // 2, dims // 2)
+    ]
+    return jnp.concatenate([jnp.sin(angles[0]), jnp.cos(angles[1])], axis=-1)
+
+
+def _sinusoids(key: jax.Array, shape: tuple[int, int], dtype: Any = jnp.float32) -> jax.Array:
+    return sinusoids(jnp.arange(shape[0]), shape[1]).astype(dtype)
 
 
 def attention(config: BartConfig, heads: int, name: str, *, is_causal: bool = False) -> layers.MultiHeadAttention:
@@ -269,13 +325,20 @@ def parts(config: BartConfig) -> family.Parts:
     normal = nn.initializers.normal(c.stddev)
     embed = layers.Embed(c.vocab_size, c.embed_dim, embedding_init=normal)
     positions = layers.Embed(OFFSET + c.max_seq_len, c.embed_dim, embedding_init=normal)
+    if c.has_fixed_positions:
+        positions = layers.Embed(c.max_seq_len, c.embed_dim, embedding_init=_sinusoids)
     norm = layers.LayerNorm(NORM_EPS)
     found: family.Parts = {"embed": (embed, (tokens,))}
     if c.separate_embeddings:
         found |= {"encoder_embed": (embed, (tokens,)), "decoder_embed": (embed, (tokens,))}
-    found |= {"encoder_positions": (positions, (tokens,)), "encoder_norm": (norm, (states,))}
+    for side in ("encoder", "decoder"):
+        if not c.has_sinusoids:
+            found[f"{side}_positions"] = (positions, (tokens,))
+        if c.has_embed_norm:
+            found[f"{side}_norm"] = (norm, (states,))
+        if c.has_final_norm:
+            found[f"{side}_final_norm"] = (norm, (states,))
     found |= {f"encoder_{i}": (BartEncoderLayer(c), (states,)) for i in range(c.encoder_shape[0])}
-    found |= {"decoder_positions": (positions, (tokens,)), "decoder_norm": (norm, (states,))}
     found |= {f"decoder_{i}": (BartDecoderLayer(c), (states, states)) for i in range(c.decoder_shape[0])}
     if not c.tie_embeddings:
         found["head"] = (layers.Head(c.embed_dim, c.vocab_size, stddev=c.stddev), (states,))
