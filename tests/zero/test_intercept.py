@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.zero import intercept, remat
+from zerojax.zero import block_settings, intercept, remat
 
 
 class Inner(nn.Module):
@@ -64,9 +64,8 @@ def apply(
         plain.append((sorted(params), policy))
         return body({path: used(leaf) for path, leaf in params.items()}, *arrays)
 
-    found = intercept.Interceptor(
-        pattern, heads, lambda _, leaf: used(leaf), remat.REMAT["dots"], run=run_block if run else None, **options
-    )
+    how = block_settings.How(pattern, heads, **options)
+    found = intercept.Interceptor(how, lambda _, leaf: used(leaf), remat.REMAT["dots"], run=run_block if run else None)
     given = {
         name: jax.tree.map(stored, part) if found.owns(f"params/{name}/x") else part for name, part in params.items()
     }

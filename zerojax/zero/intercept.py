@@ -32,12 +32,10 @@ from zerojax.errors import UserError
 from zerojax.ops import tiles
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import block_settings, remat
-from zerojax.zero import hooks as hooks_lib
 from zerojax.zero.sharded_batch import keys as keys_lib
 
-Policy = Callable[..., bool] | None
 # run(body, params, arrays, policy) -> outputs, with body(used params, *arrays) -> outputs; `params` are by path in the model.
-Run = Callable[[Callable[..., Any], dict[str, Any], list[jax.Array], Policy], Any]
+Run = Callable[[Callable[..., Any], dict[str, Any], list[jax.Array], remat.Policy], Any]
 
 
 def by_block(
@@ -70,19 +68,15 @@ def by_block(
                 stacks.add(found.path)
                 run.restart()
             else:
-                inside.check_found(how, moves=moves)
+                inside.check_found(moves=moves)
                 return result
 
     def begun(stacks: set[str], params: PyTree) -> tuple[Interceptor, Any]:
         made, shapes = _Made(), dict[str, tuple[int, ...]]()
         inside = Interceptor(
-            how.blocks,
-            how.heads,
+            how,
             gather_leaf,
             policy,
-            recompute=how.recompute,
-            offload=how.offload,
-            hooks=how.hooks,
             run=run,
             stored_of=made.stored_of if run else None,
             is_leaf=is_weight,
@@ -144,13 +138,10 @@ class Interceptor:
     """Intercepts calls to blocks.
 
     Args:
-      pattern: a regex that matches a block's full Linen module path.
-      heads: the same for blocks that are not rematerialised; "" for none.
+      how: which modules are blocks and heads, what is kept of their results, and what hooks add to modules; a plain block has the values
+        that hooks read as inputs.
       gather_leaf: f(path, stored) -> used.
       policy: the `jax.checkpoint` policy of a block; None for no rematerialisation.
-      recompute: a regex over paths of modules inside blocks, whose matmuls are not kept; "" for none.
-      offload: the same for modules whose results are kept in host memory, and over paths of blocks whose inputs are.
-      hooks: what is added to modules; a plain block has the values that they read as inputs.
       run: runs plain blocks; None: all blocks are lifted by Linen.
       stored_of: f(array) -> (path, stored), or None for an unknown array. None: arrays are as stored, and their paths are the modules'.
       is_leaf: returns whether a node of the params is one stored weight.
@@ -160,25 +151,21 @@ class Interceptor:
 
     def __init__(
         self,
-        pattern: str,
-        heads: str,
+        how: block_settings.How,
         gather_leaf: Callable[[str, Any], Any],
-        policy: Callable[..., bool] | None,
+        policy: remat.Policy,
         *,
-        recompute: str = "",
-        offload: str = "",
-        hooks: hooks_lib.Hooks = (),
         run: Run | None = None,
         stored_of: Callable[[Any], tuple[str, Any] | None] | None = None,
         is_leaf: Callable[[Any], bool] | None = None,
         shape_of: Callable[[str], tuple[int, ...] | None] | None = None,
         stacks: Collection[str] = (),
     ):
-        self._pattern = re.compile(f"(?:{pattern})|(?:{heads})" if heads else pattern)
-        self._heads = re.compile(heads) if heads else None
-        self._recompute, self._offload = re.compile(recompute), re.compile(offload)
-        self._gather_leaf, self._policy, self._run, self._is_leaf = gather_leaf, policy, run, is_leaf
-        self._stored_of, self._hooks = stored_of, hooks
+        self._pattern = re.compile(f"(?:{how.blocks})|(?:{how.heads})" if how.heads else how.blocks)
+        self._heads = re.compile(how.heads) if how.heads else None
+        self._recompute, self._offload = re.compile(how.recompute), re.compile(how.offload)
+        self._how, self._gather_leaf, self._policy, self._run = how, gather_leaf, policy, run
+        self._is_leaf, self._stored_of = is_leaf, stored_of
         self._inside: str | None = None  # path of the block that runs
         self._root: tuple[str, ...] = ()  # path of the block's root module while it runs
         self._shape_of = shape_of
@@ -195,8 +182,9 @@ class Interceptor:
         """Returns whether a leaf is inside a block."""
         return tree.block_of(leaf_path, self._pattern) is not None
 
-    def check_found(self, how: block_settings.How, *, moves: bool) -> None:
+    def check_found(self, *, moves: bool) -> None:
         """Raises a UserError for a regex that matched nothing, and warns of weights that stay gathered."""
+        how = self._how
         if not self.entered:
             raise UserError(
                 f"blocks: {how.blocks!r} matches no Linen module called in the loss; it is a regex over module paths such as "
@@ -299,20 +287,13 @@ class Interceptor:
             self._stacked = False
 
     def _run_plain(
-        self,
-        module: nn.Module,
-        method: str,
-        path: str,
-        known: dict,
-        arrays: list,
-        fill: Callable,
-        policy: Callable[..., Any] | None,
+        self, module: nn.Module, method: str, path: str, known: dict, arrays: list, fill: Callable, policy: remat.Policy
     ) -> Any:
         alone, module_path = module.clone(parent=None), module.path
         structure = jax.tree.structure(module.variables.get("params", {}), is_leaf=self._is_leaf)
         names, result, streams = [name for name, _ in known.values()], _Result(), _Streams(module.scope)
         given = [*arrays, *streams.words]
-        read, form = jax.tree.flatten([hook.of_block(names) for hook in self._hooks])
+        read, form = jax.tree.flatten([hook.of_block(names) for hook in self._how.hooks])
 
         def body(used: dict[str, Any], *values: Any) -> list[Any]:
             inner_args, inner_kwargs = fill(self._inputs(path, values[: len(arrays)]))
@@ -326,7 +307,7 @@ class Interceptor:
 
             with contextlib.ExitStack() as around:
                 around.enter_context(self._entered_as(path, module_path))
-                for hook, own in zip(self._hooks, jax.tree.unflatten(form, values[len(given) :])):
+                for hook, own in zip(self._how.hooks, jax.tree.unflatten(form, values[len(given) :])):
                     around.enter_context(hook.known(own))
                 return result.take(flax.core.apply(call)({"params": unflatten_dict({module_path: params})}))
 
@@ -334,14 +315,7 @@ class Interceptor:
         return result.give(self._run(body, dict(known.values()), [*given, *read], policy))
 
     def _lifted(
-        self,
-        module: nn.Module,
-        method: str,
-        path: str,
-        known: dict,
-        arrays: list,
-        fill: Callable,
-        policy: Callable[..., Any] | None,
+        self, module: nn.Module, method: str, path: str, known: dict, arrays: list, fill: Callable, policy: remat.Policy
     ) -> Any:
         result = _Result()
 

@@ -125,7 +125,7 @@ class Chain:
         body: Body,
         weights: dict[str, gather.ShardAndSink],
         arrays: list[jax.Array],
-        policy: Callable[..., Any] | None,
+        policy: remat.Policy,
     ) -> Any:
         if _trace() != self._trace:
             return self._unordered(body, weights, arrays, policy)
@@ -146,11 +146,7 @@ class Chain:
             return placement.wire.outside(path, weight, placement, self._dtype, self._reduction)
 
     def _unordered(
-        self,
-        body: Body,
-        weights: dict[str, gather.ShardAndSink],
-        arrays: list[jax.Array],
-        policy: Callable[..., Any] | None,
+        self, body: Body, weights: dict[str, gather.ShardAndSink], arrays: list[jax.Array], policy: remat.Policy
     ) -> PyTree:
         """Runs a block outside of the order, because tokens cannot pass through a transformation inside the model.
 

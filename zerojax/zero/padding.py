@@ -73,16 +73,9 @@ def _unpadded(partition: placement.Partition, path: str, leaf: Leaf) -> jax.Shap
 def around(apply: Callable[..., Any], partition: placement.Partition) -> Callable[..., Any]:
     """Returns `apply` on a state and gradients without padding. The compiler keeps them sharded, and moves elements at shards' ends."""
 
-    def apply_unpadded(
-        before: State,
-        after: State,
-        grads: PyTree,
-        factor: jax.Array | float,
-        finite: jax.Array | None,
-        numbers: jax.Array | None,
-    ) -> State:
+    def apply_unpadded(before: State, after: State, grads: PyTree, *how: Any) -> State:
         before, after = (unpad(state, partition) for state in (before, after))
         grads = unpad({"params": grads}, partition)["params"]
-        return pad(apply(before, after, grads, factor, finite, numbers), partition)
+        return pad(apply(before, after, grads, *how), partition)
 
     return apply_unpadded

@@ -31,6 +31,7 @@ _MAY_BE_WEIGHTS = traces.MOVES | frozenset(
     {traces.CAST, "sharding_constraint", "custom_vjp_call", "optimization_barrier", "all_gather"}
 )
 
+Policy = Callable[..., bool] | None  # of `jax.checkpoint`; None for no rematerialisation
 _HOST = "zerojax: in the host's memory"
 _FP8_NOT_KEPT = "zerojax: an fp8 matmul that is not kept"
 _to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -52,9 +53,7 @@ class _Offloads:
         return (_to_host if is_for_host else self.rest)(primitive, *args, **params)
 
 
-def policy(
-    name: str, *, offloads: bool = False, in_place: bool = True, moves: bool = True
-) -> Callable[..., Any] | None:
+def policy(name: str, *, offloads: bool = False, in_place: bool = True, moves: bool = True) -> Policy:
     """Returns the policy of a name in REMAT, or None where everything is kept.
 
     Args:
