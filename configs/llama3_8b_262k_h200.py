@@ -17,8 +17,7 @@ def get_config():
     c.model.preset = "llama3_8b_1m"
     c.seq_len = 262144
     c.micro_batch_size, c.grad_accum, c.global_batch_size = 1, 1, 0
-    c.model.tile_tokens = 8192
-    c.model.remat, c.model.offload = "attention", r"layer_\d+"
+    c.model.long_texts = True
     c.precision, c.optimizer.moments = "bf16_sr", "int8"
     c.optimizer.warmup_steps = 2
     c.data.name, c.data.eval_split = "random", ""

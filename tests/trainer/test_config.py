@@ -57,6 +57,19 @@ def test_no_group_of_settings_has_the_name_of_another_class():
     assert groups and all(group.__name__.endswith("Settings") for group in groups)
 
 
+def test_one_setting_for_long_texts_stands_for_three_and_values_of_ones_own_replace_them():
+    def of(**model):
+        read = config_lib.from_dict(changed({f"model.{name}": value for name, value in model.items()}))
+        return dataclasses.replace(read.model, long_texts=False)
+
+    three = {"tile_tokens": 8192, "remat": "attention", "offload": r"layer_\d+"}
+    assert of(long_texts=True) == of(**three) != of()
+    for own in ({"tile_tokens": 4096}, {"remat": "full"}, {"offload": r"layer_[02]"}):
+        assert of(long_texts=True, **own) == of(**{**three, **own})
+    once = config_lib.from_dict(load("llama3_8b_262k_h200"))
+    assert config_lib.from_dict(dataclasses.asdict(once)).model == once.model  # as a resumed run reads it
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -379,7 +379,8 @@ def all_tokens_at_once(case: Case) -> Iterable[Finding]:
             _listed(wide),
             f"they take {display.human(sum(wide.values()))} of the peak of {display.human(case.peak)}",
             f"run it for a tile of tokens at a time: tile_tokens={tiles.USUAL} would save some {display.human(saved)}, and so would "
-            "zerojax.over_tiles in a model of your own. remat='attention' and the inputs of layers in host memory (offload) make more room",
+            "zerojax.over_tiles in a model of your own. model.long_texts=True also keeps what attention returns (remat='attention'), and "
+            "the inputs of layers in host memory (offload)",
             round(saved),
         )
 

@@ -18,6 +18,7 @@ from zerojax.data import batches
 from zerojax.errors import UserError
 from zerojax.interop import hub
 from zerojax.lora import settings as lora_lib
+from zerojax.ops import tiles
 from zerojax.optim import registry
 from zerojax.trainer import settings
 from zerojax.trainer.checks import ranges
@@ -62,6 +63,18 @@ def from_dict(raw: Mapping[str, Any]) -> settings.Config:
         config,
         data=dataclasses.replace(config.data, tokenizer=_tokenizer(config)),
         optimizer=dataclasses.replace(chosen, weight_decay=decay),
+        model=_for_long_texts(config.model),
+    )
+
+
+def _for_long_texts(model: settings.ModelSettings) -> settings.ModelSettings:
+    """Returns the settings of a model with those that `long_texts` stands for, where they have their defaults."""
+    if not model.long_texts:
+        return model
+    default = settings.ModelSettings()
+    own = {"tile_tokens": tiles.USUAL, "remat": "attention", "offload": r"layer_\d+"}
+    return dataclasses.replace(
+        model, **{name: value for name, value in own.items() if getattr(model, name) == getattr(default, name)}
     )
 
 

@@ -97,7 +97,7 @@ def choose(
     if config.model.tile_tokens and not hasattr(model, "tile_tokens"):
         raise UserError(
             f"config.model.tile_tokens: is {config.model.tile_tokens}, and only decoders run in tiles; the model of {name} is none; set "
-            "--config.model.tile_tokens=0"
+            f"--config.model.{'long_texts=False' if config.model.long_texts else 'tile_tokens=0'}"
         )
     asked = {"dropout": config.model.dropout, "tile_tokens": config.model.tile_tokens}
     return family, dataclasses.replace(model, attention=chosen, **{key: value for key, value in asked.items() if value})

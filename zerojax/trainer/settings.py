@@ -193,6 +193,9 @@ class ModelSettings:
     tile_tokens: int = setting(0, NOT_NEGATIVE,
         "tokens for which a layer's MLP, with its norm, runs at a time, forward and backward, so that long texts take less memory (8192); "
         "0: all")
+    long_texts: bool = setting(False, ANY,
+        'True: room for texts of hundreds of thousands of tokens, by tile_tokens=8192, remat="attention" and offload=r"layer_\\d+", where '
+        "these have their defaults")
     attention: str = setting("auto", ("auto", "xla", "cudnn", "splash"),
         '"xla", "cudnn" (Ampere or newer, bf16), "splash" (TPUs, bf16), or "auto": by device and precision')
     dropout: float = setting(0.0, SHARE,
