@@ -72,7 +72,7 @@ def _for_long_texts(model: settings.ModelSettings) -> settings.ModelSettings:
     if not model.long_texts:
         return model
     default = settings.ModelSettings()
-    own = {"tile_tokens": tiles.USUAL, "remat": "attention", "offload": r"layer_\d+"}
+    own: dict[str, Any] = {"tile_tokens": tiles.USUAL, "remat": "attention", "offload": r"layer_\d+"}
     return dataclasses.replace(
         model, **{name: value for name, value in own.items() if getattr(model, name) == getattr(default, name)}
     )
