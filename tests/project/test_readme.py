@@ -52,6 +52,7 @@ def run_code(commands, tmp_path_factory):
 
 
 def _run(page, commands, folder):
+    (folder / "my-model").symlink_to(ROOT / "tests" / "golden" / "huggingface" / "llama")
     code = "\n".join(blocks(page, "python"))
     if page != README:
         done = commands.python(code, folder)
