@@ -25,6 +25,7 @@ from zerojax.inference import choice as choice_lib
 from zerojax.inference import sampling as sampling_lib
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
+from zerojax.tree import PyTree
 from zerojax.zero import placement, where_used
 from zerojax.zero.offload import budget, selection
 
@@ -69,7 +70,7 @@ def make_generator(
     )
     run = make(family, config, partition, choice, compute_dtype)
 
-    def generate(params: Any, input_ids: Any, attention_mask: Any = None, *, seed: int = 0) -> np.ndarray:
+    def generate(params: PyTree, input_ids: Any, attention_mask: Any = None, *, seed: int = 0) -> np.ndarray:
         prompts, mask = check(input_ids, attention_mask, config.vocab_size)
         count, inputs = len(prompts), {}
         if family.is_encoder_decoder:
@@ -131,7 +132,7 @@ def _too_long(shape: tuple[int, ...], why: str) -> UserError:
     )
 
 
-def sharded_rows(arrays: Any, mesh: Mesh) -> Any:
+def sharded_rows(arrays: PyTree, mesh: Mesh) -> Any:
     """Returns arrays [rows, ...], equal on all processes, sharded by row. Copies of the first one make them divide."""
     rows, ways = mesh_lib.row_sharding(mesh), mesh_lib.size(mesh, mesh_lib.SUMMED)
 
@@ -160,7 +161,7 @@ def _make_loop(
     rows = mesh_lib.row_sharding(partition.mesh)
 
     def generate(
-        params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array, lengths: jax.Array, seed: jax.Array
+        params: PyTree, inputs: Mapping[str, jax.Array], tokens: jax.Array, lengths: jax.Array, seed: jax.Array
     ) -> jax.Array:
         length = tokens.shape[1]
         slots = length + choice.new_tokens

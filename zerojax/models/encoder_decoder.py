@@ -11,12 +11,13 @@ import flax.linen as nn
 import jax
 
 from zerojax.models import decoding, layers
+from zerojax.tree import PyTree
 
 Module = Callable[[Any], nn.Module]
 
 
 def loss(
-    module: Module, config: Any, params: Any, batch: Mapping[str, jax.Array], key: jax.Array | None = None
+    module: Module, config: Any, params: PyTree, batch: Mapping[str, jax.Array], key: jax.Array | None = None
 ) -> jax.Array:
     """Returns the mean loss of the targets after the first of each row."""
     others = map(batch.get, ("mask", "labeled", "labels", "positions", "target_positions"))
@@ -25,7 +26,9 @@ def loss(
     return cast(jax.Array, module(config).apply({"params": params}, *arrays, method="loss", rngs=rngs))
 
 
-def logits(module: Module, config: Any, params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
+def logits(
+    module: Module, config: Any, params: PyTree, inputs: Mapping[str, jax.Array], tokens: jax.Array
+) -> jax.Array:
     """Returns the scores of the token after each of `tokens`."""
     return cast(jax.Array, module(config).apply({"params": params}, inputs["inputs"], tokens, inputs.get("mask")))
 
@@ -33,7 +36,7 @@ def logits(module: Module, config: Any, params: Any, inputs: Mapping[str, jax.Ar
 def start(
     module: Module,
     config: Any,
-    params: Any,
+    params: PyTree,
     inputs: Mapping[str, jax.Array],
     tokens: jax.Array,
     lengths: jax.Array,
@@ -44,7 +47,7 @@ def start(
     return module(config).apply({"params": params}, *arrays, slots, method="start")
 
 
-def extend(module: Module, config: Any, params: Any, caches: Any, step: decoding.Step, tokens: jax.Array) -> Any:
+def extend(module: Module, config: Any, params: PyTree, caches: PyTree, step: decoding.Step, tokens: jax.Array) -> Any:
     """Returns the scores after one more token, and the caches."""
     return module(config).apply({"params": params}, caches, step, tokens, method="extend")
 

@@ -249,7 +249,9 @@ class _Call:
         )
 
 
-def _gather(call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, bias: Any, masks: Any) -> jax.Array:
+def _gather(
+    call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, bias: jax.Array | None, masks: Any
+) -> jax.Array:
     if call.is_causal and bias is None:
         return _ring(call, q_BTHN, k_BSKN, v_BSKN, None, masks, gathers=True)
     segments_BT, mask_BT = masks
@@ -299,7 +301,9 @@ def _summed(axis: str, _: None, grad: jax.Array) -> tuple[jax.Array]:
 _gathered.defvjp(lambda x, axis: (_gathered(x, axis), None), _summed)
 
 
-def _ulysses(call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, bias: Any, masks: Any) -> jax.Array:
+def _ulysses(
+    call: _Call, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, bias: jax.Array | None, masks: Any
+) -> jax.Array:
     segments_BT, mask_BT = masks
     heads, kv_heads = q_BTHN.shape[2], k_BSKN.shape[2]
     if heads % call.ways:
@@ -406,7 +410,7 @@ def _ring(
     q_BTHN: jax.Array,
     k_BSKN: jax.Array,
     v_BSKN: jax.Array,
-    bias: Any,
+    bias: jax.Array | None,
     masks: Any,
     gathers: bool = False,
 ) -> jax.Array:

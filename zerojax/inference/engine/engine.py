@@ -26,6 +26,7 @@ from zerojax.inference.engine import draws as draws_lib
 from zerojax.inference.engine import programs, requests, weights
 from zerojax.models import family as family_lib
 from zerojax.ops import attention
+from zerojax.tree import PyTree
 from zerojax.zero import where_used
 from zerojax.zero.offload import selection
 
@@ -71,7 +72,7 @@ class Engine:
     def __init__(
         self,
         model: Any,
-        params: Any = None,
+        params: PyTree = None,
         *,
         format: str = "none",
         dtype: DTypeLike | None = None,
@@ -399,7 +400,7 @@ class Engine:
             self._sent = self._put(draws_lib.Draws(*(array.copy() for array in self._draws)))
         return self._sent
 
-    def _put(self, arrays: Any) -> Any:
+    def _put(self, arrays: PyTree) -> Any:
         """Returns host arrays on all devices; they are equal on all processes."""
         same = NamedSharding(self._mesh, P())
         if jax.process_count() == 1:

@@ -25,6 +25,7 @@ from zerojax.inference.engine import draws as draws_lib
 from zerojax.inference.engine import requests, weights
 from zerojax.models import decoding
 from zerojax.models import family as family_lib
+from zerojax.tree import Leaf, PyTree
 
 
 class SlotRows(NamedTuple):
@@ -95,14 +96,14 @@ class Programs:
         self.further = jitted(self._further)
         self.decode = jitted(self._decode, static_argnames="is_plain")
 
-    def empty(self, params: Any) -> tuple[Any, SlotRows]:
+    def empty(self, params: PyTree) -> tuple[Any, SlotRows]:
         """Returns caches and rows without text, on the devices."""
         caches, rows = jax.eval_shape(self._empty, params)
         same = NamedSharding(self._mesh, P())
         shardings = jax.tree.map(self._sharding, caches), jax.tree.map(lambda _: same, rows)
         return jax.jit(self._empty, out_shardings=shardings)(params)
 
-    def _empty(self, params: Any) -> tuple[Any, SlotRows]:
+    def _empty(self, params: PyTree) -> tuple[Any, SlotRows]:
         shape = self._shape
         inputs = {}
         if shape.inputs:
@@ -122,8 +123,8 @@ class Programs:
 
     def _first(
         self,
-        params: Any,
-        caches: Any,
+        params: PyTree,
+        caches: PyTree,
         rows: SlotRows,
         draws: draws_lib.Draws,
         inputs: Mapping[str, jax.Array],
@@ -144,8 +145,8 @@ class Programs:
 
     def _further(
         self,
-        params: Any,
-        caches: Any,
+        params: PyTree,
+        caches: PyTree,
         rows: SlotRows,
         draws: draws_lib.Draws,
         tokens_1T: jax.Array,
@@ -181,7 +182,7 @@ class Programs:
         return SlotRows(token, position, number, seen_BV), told
 
     def _decode(
-        self, params: Any, caches: Any, rows: SlotRows, draws: draws_lib.Draws, *, is_plain: bool
+        self, params: PyTree, caches: PyTree, rows: SlotRows, draws: draws_lib.Draws, *, is_plain: bool
     ) -> tuple[Any, SlotRows, Told]:
         """Adds one token to every row that is live."""
         step = decoding.row_step(
@@ -225,14 +226,14 @@ class Programs:
         most, which = jax.lax.top_k(logs_RV, min(requests.MOST_LOGPROBS, logs_RV.shape[1]))
         return self._same(Told(token_R, own_R, which, most))
 
-    def _sharding(self, leaf: Any) -> NamedSharding:
+    def _sharding(self, leaf: Leaf) -> NamedSharding:
         """Returns the sharding of one array of the caches: rows, and heads [rows, slots, heads, width] that divide."""
         rows = specs.entry(self._axes) if self._axes else None
         ways, axes = mesh_lib.size(self._mesh, mesh_lib.COMPILER), specs.entry(mesh_lib.COMPILER)
         has_heads = leaf.ndim == 4 and ways > 1 and leaf.shape[2] % ways == 0
         return NamedSharding(self._mesh, P(rows, None, axes) if has_heads else P(rows))
 
-    def _placed(self, caches: Any) -> Any:
+    def _placed(self, caches: PyTree) -> Any:
         return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, self._sharding(leaf)), caches)
 
     def _same(self, told: Told) -> Told:

@@ -21,6 +21,7 @@ from zerojax.errors import UserError
 from zerojax.models import family as family_lib
 from zerojax.models import layers
 from zerojax.ops import quantized
+from zerojax.tree import PyTree
 from zerojax.zero import tensor_parallel
 
 FORMATS = (quantized.NONE, quantized.INT8, quantized.FP8, quantized.NF4)
@@ -33,7 +34,9 @@ def check_format(name: str) -> None:
         raise UserError(f"format: must be one of {', '.join(FORMATS)}, and is {name!r}")
 
 
-def placed(family: family_lib.Family, config: Any, params: Any, mesh: Mesh, dtype: DTypeLike | None, kind: str) -> Any:
+def placed(
+    family: family_lib.Family, config: Any, params: PyTree, mesh: Mesh, dtype: DTypeLike | None, kind: str
+) -> Any:
     """Returns the weights for decoding: sharded over the compiler's axes by the family's table, replicated over the others.
 
     A weight that is there already, in its dtype, is not copied.
@@ -83,7 +86,7 @@ def _names(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def linear_modules(family: family_lib.Family, config: Any, params: Any) -> set[str]:
+def linear_modules(family: family_lib.Family, config: Any, params: PyTree) -> set[str]:
     """Returns the paths of the modules whose kernels a quantized form can replace. Computes nothing."""
     found: set[str] = set()
 
@@ -136,7 +139,7 @@ def matmuls(implementation: str | None) -> Iterator[None]:
         yield
 
 
-def multiply(x: jax.Array, stored: Any, contracted: int, implementation: str | None) -> jax.Array | None:
+def multiply(x: jax.Array, stored: PyTree, contracted: int, implementation: str | None) -> jax.Array | None:
     """Returns the matmul of x and a kernel, float32 or of x's dtype; None where a plain matmul is as good.
 
     Args:
