@@ -146,3 +146,22 @@ def test_a_target_of_unknown_memory_and_an_empty_list_of_candidates_are_errors()
         search.search("cpu", CANDIDATES, build)
     with pytest.raises(zerojax.UserError, match="keeps the global batch"):
         search.search("h200", [], build)
+
+
+def test_devices_share_examples_where_nothing_fits_without_and_over_context_first():
+    grid = {"stage": (3,), "remat": ("full",), "micro_batch_size": (1,), "replica": (1,)}
+    grid |= {"offload": ("none", "host"), "context": (1, 2, 4), "model": (1, 2)}
+    candidates = search.candidates_of(grid, ways=8, global_batch_size=8)
+    assert all(c.grad_accum == c.per_example for c in candidates)
+
+    def build_long(candidate):
+        held = 10 // candidate.context
+        return held, lambda: types.SimpleNamespace(peak=held, bound=None, tokens=0)
+
+    for memory, expected in ((20, [(1, 1)]), (6, [(1, 1), (2, 1)])):
+        outcomes = search.search("h200", candidates, build_long, memory=memory)
+        best = outcomes[0].candidate
+        assert (best.context, best.model, best.offload) == (*expected[-1], "none")
+        assert {o.candidate.per_example for o in outcomes if o.candidate.offload == "none"} == {1, best.per_example}
+    few = search.candidates_of(grid, ways=8, global_batch_size=2)
+    assert {c.per_example for c in few} == {4, 8}

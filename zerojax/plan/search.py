@@ -45,7 +45,7 @@ class Candidate:
     """One choice of settings. All candidates have the same global batch, by gradient accumulation.
 
     `offload` says where the optimizer state lives, `params` where the params do, and `inputs` where those of layers wait for their backward
-    pass.
+    pass. `context` and `model` are the sizes of these mesh axes.
     """
 
     stage: int
@@ -57,6 +57,13 @@ class Candidate:
     params: str = "none"
     tile_tokens: int = 0
     inputs: str = "none"
+    context: int = 1
+    model: int = 1
+
+    @property
+    def per_example(self) -> int:
+        """Returns the number of devices that share examples."""
+        return self.context * self.model
 
     @property
     def offloaded(self) -> int:
@@ -117,11 +124,15 @@ def search(
     if not candidates:
         raise UserError("search: no micro-batch and replica of the grid keeps the global batch; extend the grid")
     outcomes: list[Outcome] = []
+    least = min(candidate.per_example for candidate in candidates)
     for candidate in sorted(candidates, key=_expected_cost):
         compiled = sum(outcome.is_compiled for outcome in outcomes)
         reason = _why_skipped(candidate, outcomes)
         if not reason and compiled >= most_compiles:
             reason = f"not compiled: the limit of {most_compiles} compiles was reached"
+        is_needed = not reason and not any(_fits_on_fewer(outcome, candidate) for outcome in outcomes)
+        if candidate.per_example > least and not is_needed:
+            continue  # the table has no rows of larger axes that nobody needs
         if reason:
             outcomes.append(Outcome(candidate, None, None, reason))
             continue
@@ -134,24 +145,36 @@ def candidates_of(grid: Mapping[str, Sequence[Any]], *, ways: int, global_batch_
     """Returns the grid's choices that keep the global batch.
 
     Args:
-      grid: choices by setting: those of DEFAULT_GRID and LONG, and "replica". Without "offload", "params" and "inputs" all is on devices.
-      ways: the number of devices that the batch is sharded over.
+      grid: choices by setting: those of DEFAULT_GRID and LONG, "replica", "context" and "model". Without "offload", "params" and
+        "inputs" all is on devices; without axes each example is on one.
+      ways: the number of devices.
       global_batch_size: examples in one step, over all devices and passes.
     """
     found = []
     of_optimizer, of_params = grid.get("offload", ("none",)), grid.get("params", ("none",))
     of_long = grid.get("tile_tokens", (0,)), grid.get("inputs", ("none",))
-    for stage, remat, micro, replica, offload, params, tile, inputs in itertools.product(
-        grid["stage"], grid["remat"], grid["micro_batch_size"], grid["replica"], of_optimizer, of_params, *of_long
+    of_axes = grid.get("context", (1,)), grid.get("model", (1,))
+    for stage, remat, micro, replica, offload, params, tile, inputs, context, model in itertools.product(
+        grid["stage"],
+        grid["remat"],
+        grid["micro_batch_size"],
+        grid["replica"],
+        of_optimizer,
+        of_params,
+        *of_long,
+        *of_axes,
     ):
         row = stages.STAGES[stage]
         may_offload = (offload == "none" or row.opt_state) and (params == "none" or row.params)
         may_offload &= offload != "none" or params == "none" or len(of_params) == 1  # the optimizer first
         # A step with params on the host is cut into programs, which keep no activations there.
         may_offload &= inputs == "none" or (params == "none" and remat != "none")
-        if may_offload and ways % replica == 0 and global_batch_size % (micro * ways) == 0:
-            accum = global_batch_size // (micro * ways)
-            found.append(Candidate(stage, remat, micro, accum, replica, offload, params, tile, inputs))
+        own = ways // (context * model)  # devices that have examples of their own
+        if own * context * model != ways or own % replica or global_batch_size % (micro * max(1, own)):
+            continue
+        if may_offload:
+            accum = global_batch_size // (micro * own)
+            found.append(Candidate(stage, remat, micro, accum, replica, offload, params, tile, inputs, context, model))
     return found
 
 
@@ -166,9 +189,11 @@ def _try(candidate: Candidate, build: Build, memory: float, outcomes: Sequence[O
     try:
         held, make_plan = build(candidate)
     except UserError as error:
-        if not candidate.offloaded:
+        if not candidate.offloaded and candidate.per_example == 1:
             raise
-        return Outcome(candidate, None, None, str(error))  # an optimizer that cannot be offloaded
+        return Outcome(
+            candidate, None, None, str(error)
+        )  # an optimizer that cannot be offloaded, tokens that do not divide
     if held > memory:
         return Outcome(candidate, held, None, f"state and gradients alone take {display.human(held)}", held=held)
     for outcome in outcomes:
@@ -190,7 +215,7 @@ def _try(candidate: Candidate, build: Build, memory: float, outcomes: Sequence[O
     return Outcome(candidate, plan.peak, rate, reason, is_compiled=True, held=held)
 
 
-_OF_ACTIVATIONS = ("remat", "offload", "params", "tile_tokens", "inputs")
+_OF_ACTIVATIONS = ("remat", "offload", "params", "tile_tokens", "inputs", "context", "model")
 
 
 def _least_temporaries(candidate: Candidate, outcome: Outcome) -> float:
@@ -229,6 +254,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         "params",
         "inputs",
         "tile",
+        "context",
+        "model",
         "peak",
         "most tokens/s",
         "why not",
@@ -250,6 +277,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
             c.params,
             c.inputs,
             c.tile_tokens,
+            c.context,
+            c.model,
             peak,
             rate,
             outcome.reason,
@@ -258,13 +287,20 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     return shown
 
 
-def _expected_cost(candidate: Candidate) -> tuple[int, float, int, int, int]:
-    """Returns a sort key: least offloaded first, then fewest recomputed operations, fewest bytes sent, fewest passes, most replicas."""
+def _expected_cost(candidate: Candidate) -> tuple[float, ...]:
+    """Returns a sort key: least offloaded first, then fewest devices that share examples, first over `context`, which layers wait for less
+    than for `model`; then fewest recomputed operations, fewest bytes sent, fewest passes, most replicas."""
     recomputed = {"none": 0.0, "dots": 0.02, "attention": 0.25, "full": 0.33}[candidate.remat]
     if candidate.tile_tokens and candidate.remat in ("none", "dots"):
         recomputed += 0.2  # the MLP, forward
     sent = 3 if stages.STAGES[candidate.stage].params else 2
-    return (candidate.offloaded, recomputed, sent * candidate.grad_accum, candidate.grad_accum, -candidate.replica)
+    first = (candidate.offloaded, candidate.per_example, candidate.model)
+    return (*first, recomputed, sent * candidate.grad_accum, candidate.grad_accum, -candidate.replica)
+
+
+def _fits_on_fewer(outcome: Outcome, candidate: Candidate) -> bool:
+    """Returns whether a plan fits with fewer devices for an example."""
+    return not outcome.reason and outcome.candidate.per_example < candidate.per_example
 
 
 def _why_skipped(candidate: Candidate, outcomes: Sequence[Outcome]) -> str:
@@ -298,4 +334,5 @@ def words(candidate: Candidate) -> str:
     offload += "" if c.params == "none" else f", params on the {c.params}"
     offload += "" if c.inputs == "none" else f", inputs of layers on the {c.inputs}"
     offload += f", tiles of {c.tile_tokens} tokens" if c.tile_tokens else ""
+    offload += "".join(f", {axis} {size}" for axis, size in (("context", c.context), ("model", c.model)) if size > 1)
     return f"stage {c.stage}, remat {c.remat}, micro-batch {c.micro_batch_size} x {c.grad_accum}, replica {c.replica}{offload}"

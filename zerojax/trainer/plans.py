@@ -103,19 +103,21 @@ def search_config(
       UserError: the target's memory is not known, or no candidate keeps the batch.
     """
     devices = targets.devices(target, topology)
-    ways = len(devices) // config_lib.per_example(config.mesh)
 
     def build(candidate: search.Candidate) -> tuple[int, Callable[[], step_plan.Plan]]:
         program = program_lib.build(_applied(config, candidate), devices=devices)
         held = sum(state_bytes.bytes_per_device(program.partition).values())
         return held, functools.partial(plan_program, program, target)
 
+    others = {**search.default_grid(devices), **_offloads(config), **_of_long(config), **_axes(config, devices)}
     return search.search(
         target,
         search.candidates_of(
-            grid or search.default_grid(devices) | _offloads(config) | _of_long(config),
-            ways=ways,
-            global_batch_size=config_lib.batch_sizes(config, ways).global_batch_size,
+            {**_own_axes(config), **(grid or others)},
+            ways=len(devices),
+            global_batch_size=config_lib.batch_sizes(
+                config, len(devices) // config_lib.per_example(config.mesh)
+            ).global_batch_size,
         ),
         build,
         most_compiles=most_compiles,
@@ -175,9 +177,27 @@ def _applied(config: settings_lib.Config, candidate: search.Candidate) -> settin
             _with_long(config, candidate),
             by_columns=config.model.by_columns if stages.STAGES[candidate.stage].params else "",
         ),
-        mesh=dataclasses.replace(config.mesh, replica=candidate.replica, data=-1),
+        mesh=dataclasses.replace(
+            config.mesh, replica=candidate.replica, data=-1, context=candidate.context, model=candidate.model
+        ),
         offload=dataclasses.replace(config.offload, optimizer=candidate.offload, params=candidate.params),
     )
+
+
+def _own_axes(config: settings_lib.Config) -> dict[str, Sequence[int]]:
+    """Returns the sizes of the axes over which the config's examples are the same."""
+    return {"context": (config.mesh.context,), "model": (config.mesh.model,)}
+
+
+def _axes(config: settings_lib.Config, devices: Sequence[Any]) -> dict[str, Sequence[int]]:
+    """Returns the choices for these axes, inside a host: the config's own, and larger ones, which are tried if nothing fits without."""
+    hosts = len({device.process_index for device in devices})
+    return {name: _doubled(size, len(devices) // hosts) for name, (size,) in _own_axes(config).items()}
+
+
+def _doubled(size: int, most: int) -> Sequence[int]:
+    """Returns a size and its doubles up to `most`."""
+    return (size, *_doubled(2 * size, most)) if 2 * size <= most else (size,)
 
 
 def _offloads(config: settings_lib.Config) -> dict[str, Sequence[str]]:
@@ -218,6 +238,8 @@ def _flags(config: settings_lib.Config, candidate: search.Candidate) -> str:
             f"model.{name}": (getattr(config.model, name), getattr(model, name))
             for name in ("remat", "recompute", "offload", "tile_tokens")
         },
+        "mesh.context": (config.mesh.context, candidate.context),
+        "mesh.model": (config.mesh.model, candidate.model),
         "offload.optimizer": (config.offload.optimizer, candidate.offload),
         "offload.params": (config.offload.params, candidate.params),
         "micro_batch_size": (config.micro_batch_size, candidate.micro_batch_size),
