@@ -142,6 +142,7 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
         "attention_bias": c.o_bias,
         "mlp_bias": c.mlp_bias,
         "tie_word_embeddings": c.tie_embeddings,
+        "pad_token_id": None,  # that of some classes is beyond a smaller vocabulary
     }
     windows = [c.window_of(layer) for layer in range(c.num_layers)]
     kinds = ["sliding_attention" if window else "full_attention" for window in windows]
