@@ -30,7 +30,7 @@ def dtypes(folder: folder_lib.Folder) -> dict[str, Any]:
     """Returns the dtype of each weight as it is stored, by path; float64 is read as float32."""
     found = {}
     for tensor in layout.tensors(folder.family, folder.model):
-        entry = folder.entries.get(tensor.name)
+        entry = folder.entries.get(tensor.members[0].name)
         dtype = folder.dtype if entry is None else tensor_files.DTYPES[entry.dtype]
         found[tensor.path] = np.dtype(np.float32) if dtype == np.float64 else dtype
     return found

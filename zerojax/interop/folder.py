@@ -186,6 +186,12 @@ def read_shard(
     are checked.
     """
     bounds = [part.indices(1 << 62)[:2] for part in index]
+    if (members := tensor.members) != [tensor]:  # an expert each
+        shape = [stop - start for start, stop in bounds]
+        found = np.zeros(shape, dtype)
+        for place, member in enumerate(members[slice(*bounds[0])]):
+            found[place] = read_shard(folder, member, index[1:], dtype)
+        return found
     lengths = [stop - start for start, stop in bounds]
     inside = [slice(min(start, size), min(stop, size)) for (start, stop), size in zip(bounds, tensor.leaf_shape)]
     entry = folder.entries.get(tensor.name)
@@ -307,7 +313,7 @@ def _canonical(
 
 def _check(path: pathlib.Path, tensors: list[layout.ModelTensor], entries: Mapping[str, tensor_files.Entry]) -> None:
     """Checks names, shapes and dtypes."""
-    expected = {tensor.name: tensor for tensor in tensors}
+    expected = {member.name: member for tensor in tensors for member in tensor.members}
     missing = [name for name, tensor in expected.items() if name not in entries and not tensor.entry.is_optional]
     if missing:
         raise UserError(

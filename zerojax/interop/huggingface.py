@@ -93,6 +93,7 @@ def export(
     leaves = dict(tree.flatten(params, is_leaf=lambda node: isinstance(node, Made)))
     tensors = layout.written(family, model)
     _check(leaves, tensors)
+    tensors = [member for tensor in tensors for member in tensor.members]
     dtypes = _dtypes(tensors, dtype, source)
     shards = _pack(tensors, max_shard_bytes, dtypes)
     directory = pathlib.Path(directory).resolve()  # a link stays, and its folder is replaced
@@ -231,19 +232,32 @@ class Made(NamedTuple):
     make: Callable[[], Any]
 
 
-def make_fetch(is_primary: bool) -> Callable[[Any, np.dtype], np.ndarray | None]:
-    """Returns a function that gathers one leaf in a dtype and, on the primary process, copies it to the host."""
+def make_fetch(is_primary: bool) -> Callable[..., np.ndarray | None]:
+    """Returns fetch(leaf, dtype, part=None), which gathers one leaf, or an entry of its first dim, in a dtype and, on the primary process,
+    copies it to the host."""
+    made: list[Any] = [
+        None,
+        None,
+    ]  # the last leaf of which a part was fetched, and what it made: the next part is often its own
 
     @functools.partial(jax.jit, static_argnums=1)
-    def cast(leaf: jax.Array, dtype: np.dtype) -> jax.Array:
-        return jnp.copy(leaf.astype(dtype))
+    def cast(leaf: jax.Array, dtype: np.dtype, part: int | None) -> jax.Array:
+        return jnp.copy((leaf if part is None else leaf[part]).astype(dtype))
 
-    def fetch(leaf: Leaf, dtype: np.dtype) -> np.ndarray | None:
-        leaf = storage.to_device(leaf.make() if isinstance(leaf, Made) else leaf)
+    def device_leaf(leaf: Leaf, part: int | None) -> Any:
+        if part is None or made[0] is not leaf:
+            made[:] = leaf, storage.to_device(leaf.make() if isinstance(leaf, Made) else leaf)
+        found = made[1]
+        if part is None:
+            made[:] = None, None
+        return found
+
+    def fetch(leaf: Leaf, dtype: np.dtype, part: int | None = None) -> np.ndarray | None:
+        leaf = device_leaf(leaf, part)
         if not isinstance(leaf, jax.Array):
-            return np.asarray(leaf).astype(dtype)
+            return np.asarray(leaf if part is None else leaf[part]).astype(dtype)
         # Always a new array: an array caches its numpy copy, and the copies would add up to the full model.
-        leaf = cast(leaf, dtype)
+        leaf = cast(leaf, dtype, part)
         if leaf.is_fully_addressable:
             return np.asarray(leaf)
         gathered = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, P()))
@@ -257,19 +271,19 @@ def _write(
     shards: Mapping[str, list[layout.ModelTensor]],
     dtypes: Mapping[str, np.dtype],
     partial: pathlib.Path,
-    fetch: Callable[[Any, np.dtype], np.ndarray | None],
+    fetch: Callable[..., np.ndarray | None],
     is_primary: bool,
 ) -> None:
     """Writes the weights' files. All processes take part in gathering each leaf."""
     if not is_primary:
         for tensor in (tensor for group in shards.values() for tensor in group):
-            fetch(leaves[tensor.path], dtypes[tensor.name])
+            fetch(leaves[tensor.path], dtypes[tensor.name], tensor.part)
         return
     for file_name, group in shards.items():
         with open(partial / file_name, "wb") as file:
             tensor_files.write_header(file, {tensor.name: (tensor.shape, dtypes[tensor.name]) for tensor in group})
             for tensor in group:
-                array = fetch(leaves[tensor.path], dtypes[tensor.name])
+                array = fetch(leaves[tensor.path], dtypes[tensor.name], tensor.part)
                 assert array is not None
                 write_tensor(file, tensor, array)
 

@@ -10,16 +10,31 @@ import numpy as np
 from zerojax import tree
 from zerojax.models import family as family_lib
 
+EXPERT = "{expert}"  # in a name: an expert's number
 _LAYER = re.compile(r"_(\d+)/")  # the layer number in a path
 
 
 class ModelTensor(NamedTuple):
-    """One tensor: its name at Hugging Face, its path and shape in our params, and how its layout differs."""
+    """One tensor: its name at Hugging Face, its path and shape in our params, and how its layout differs.
+
+    Where experts are stacked in our leaf, it stands for the tensors of all experts; `members` are those in files, each with its `part` of
+    the leaf.
+    """
 
     name: str
     path: str
     leaf_shape: tuple[int, ...]
     entry: family_lib.Tensor
+    part: int | None = None
+
+    @property
+    def members(self) -> list["ModelTensor"]:
+        """Returns the tensors in files."""
+        if EXPERT not in self.name:
+            return [self]
+        count, *shape = self.leaf_shape
+        names = (self.name.replace(EXPERT, str(part)) for part in range(count))
+        return [ModelTensor(name, self.path, tuple(shape), self.entry, part) for part, name in enumerate(names)]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,7 +81,13 @@ def tensors(family: family_lib.Family, model: Any) -> list[ModelTensor]:
         place = _LAYER.sub("_{}/", path)
         entry = table[place]
         number = layer[1] if layer else -1
-        found.append((int(number), order.index(place), ModelTensor(entry.name.format(number), path, leaf.shape, entry)))
+        found.append(
+            (
+                int(number),
+                order.index(place),
+                ModelTensor(entry.name.format(number, expert=EXPERT), path, leaf.shape, entry),
+            )
+        )
     return [tensor for *_, tensor in sorted(found, key=lambda item: item[:2])]
 
 

@@ -77,7 +77,8 @@ def choose(lora: settings.Lora, family: family_lib.Family, model: Any) -> target
     """
     if lora.target_modules is None:
         lora = dataclasses.replace(lora, target_modules=family.huggingface.adapted(model))
-    names = {tensor.path: tensor.name.rpartition(".")[0] for tensor in layout.tensors(family, model)}
+    own = (tensor for tensor in layout.tensors(family, model) if layout.EXPERT not in tensor.name)
+    names = {tensor.path: tensor.name.rpartition(".")[0] for tensor in own}
     return targets.choose(lora, linear(family, model), names, names)
 
 

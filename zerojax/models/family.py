@@ -43,7 +43,8 @@ class Tensor(NamedTuple):
     """One tensor of Hugging Face's files, or the same tensor of every layer.
 
     Attributes:
-      name: its name there. "{}" stands for a layer's number.
+      name: its name there. "{}" stands for a layer's number. With "{expert}" each entry of our leaf's first dim is a tensor of
+        its own there, and the rest describes one of them.
       inputs: the number of leading dims of our leaf that are inputs. A leaf [inputs..., outputs...] is stored as the matrix
         [outputs, inputs]. A leaf with 0 inputs is stored in its own order.
       inputs_first: the matrix is stored as [inputs, outputs], as in GPT-2's files.

@@ -7,6 +7,12 @@ from zerojax.models.llama import model as llama
 
 PUBLISHED = {
     # As transformers 5.23 counts the published config.json; the model cards round them.
+    "mixtral_8x7b": 46_702_792_704,
+    "mixtral_8x22b": 140_630_071_296,
+    "qwen2_moe_a3b": 14_315_784_192,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
+    "olmoe_1b_7b": 6_919_161_856,
     "gemma2_2b": 2_614_341_888,
     "gemma2_9b": 9_241_705_984,
     "gemma2_27b": 27_227_128_320,

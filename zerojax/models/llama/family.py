@@ -18,6 +18,22 @@ _llama3 = functools.partial(LlamaConfig, 128256, rope_theta=500000.0, max_seq_le
 
 PRESETS: dict[str, LlamaConfig] = {
     "test": LlamaConfig(0, 2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=128, max_seq_len=512),
+    "moe_test": LlamaConfig(
+        0,
+        2,
+        embed_dim=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        mlp_dim=128,
+        max_seq_len=512,
+        qk_norm=True,
+        num_experts=4,
+        experts_per_token=2,
+        expert_dim=32,
+        shared_dim=32,
+        model_type="qwen2_moe",
+    ),
     "tiny": LlamaConfig(0, 4, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=384, max_seq_len=2048),
     "llama3_1b": _llama3(16, embed_dim=2048, num_heads=32, num_kv_heads=8, head_dim=64, mlp_dim=8192),
     "llama3_8b": _llama3(32, embed_dim=4096, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=14336),
@@ -75,9 +91,22 @@ def _tensors(config: LlamaConfig) -> dict[str, Tensor]:
             f"layer_{{}}/attention/{name}/scale": Tensor(f"{attention}.{name}.weight", form=form)
             for name in ("q_norm", "k_norm")
         }
+    found |= _expert_tensors(c) if c.num_experts else {}
     for name in ("gate_up", "down") if c.is_fused else ("gate", "up", "down"):
         found |= _linear(f"layer_{{}}/mlp/{name}", f"{mlp}.{name}_proj", 1, c.mlp_bias)
     return found
+
+
+def _expert_tensors(config: LlamaConfig) -> dict[str, Tensor]:
+    """Returns the names of a mixture's tensors; the files have one of each expert."""
+    is_mixtral = config.model_type == "mixtral"
+    mlp = f"model.layers.{{}}.{'block_sparse_moe' if is_mixtral else 'mlp'}"
+    names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    found = {"layer_{}/mlp/experts/router": Tensor(f"{mlp}.gate.weight", 1)}
+    for ours, theirs in zip(("gate", "up", "down"), names):
+        found[f"layer_{{}}/mlp/experts/{ours}"] = Tensor(f"{mlp}.experts.{{expert}}.{theirs}.weight", 1)
+        found |= _linear(f"layer_{{}}/mlp/shared/{ours}", f"{mlp}.shared_expert.{ours}_proj", 1, False)
+    return found | _linear("layer_{}/mlp/shared_gate", f"{mlp}.shared_expert_gate", 1, False)
 
 
 def _norms(config: LlamaConfig) -> list[tuple[str, str]]:
@@ -161,9 +190,19 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
         "no_rope_layers": lambda: {"no_rope_layers": [int(c.rope_of(i) is not None) for i in range(c.num_layers)]},
         "partial_rotary_factor": lambda: {"partial_rotary_factor": (c.rotary_dim or c.head_dim) / c.head_dim},
         "layer_types": lambda: {"layer_types": kinds},
+        "num_local_experts": lambda: {"num_local_experts": c.num_experts},
+        "num_experts": lambda: {"num_experts": c.num_experts},
+        "moe_intermediate_size": lambda: {
+            "moe_intermediate_size": c.expert_dim,
+            "mlp_only_layers": list(c.dense_layers),
+        },
+        "shared_expert_intermediate_size": lambda: {"shared_expert_intermediate_size": c.shared_dim},
+        "qkv_bias": lambda: {"qkv_bias": c.qkv_bias},
     }
     for name in row.reads:
         found |= own.get(name, dict)()
+    if c.num_experts:
+        found |= {"num_experts_per_tok": c.experts_per_token, "norm_topk_prob": c.is_normalised}
     if c.window_rope is not None:
         del found["rope_theta"]
         ropes = {"full_attention": rope.Rope(c.rope_theta, c.rope_scaling), "sliding_attention": c.window_rope}
@@ -227,6 +266,7 @@ def _read(raw: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
         "model_type": kind,
         **_read_ropes(f, head_dim, nested=bool({"rope_local_base_freq"} & {*row.reads})),
         **_read_multipliers(f, row.reads),
+        **_read_experts(f, row.reads),
         **row.fields,
     }
     found = LlamaConfig(f.count("vocab_size"), f.depth("num_hidden_layers"), **fields)
@@ -263,6 +303,40 @@ def _read_multipliers(f: config_json.Fields, reads: Collection[str]) -> dict[str
             "logits_scale": 1 / f.number("logits_scaling", 1.0),
         }
     return {"rotated": _read_rotated(f)} if "no_rope_layers" in reads else {}
+
+
+def _read_experts(f: config_json.Fields, reads: Collection[str]) -> dict[str, Any]:
+    """Reads the mixture of experts of the rows that have one."""
+    count = next((name for name in ("num_local_experts", "num_experts") if name in reads), None)
+    if count is None:
+        return {}
+    count = (
+        "num_local_experts" if "num_local_experts" in f.raw else count
+    )  # the name that transformers 5 writes for some
+    for name in ("output_router_logits", "router_jitter_noise", "clip_qkv"):
+        if f.raw.get(name):
+            raise f.refuse(
+                name, "false, 0 or null: the loss has no balance loss, the router no noise, and nothing is clipped"
+            )
+    layers, only, step = f.depth("num_hidden_layers"), f.raw.get("mlp_only_layers") or [], 1
+    if "moe_intermediate_size" in reads:
+        step = f.count("decoder_sparse_step", 1)
+        if not isinstance(only, list) or not {*map(str, only)} <= {*map(str, range(layers))}:
+            raise f.refuse("mlp_only_layers", f"a list of numbers of layers from 0 to {layers - 1}")
+    found: dict[str, Any] = {
+        "num_experts": f.count(count),
+        "experts_per_token": f.count("num_experts_per_tok"),
+        "expert_dim": f.count("moe_intermediate_size" if "moe_intermediate_size" in reads else "intermediate_size"),
+        "is_normalised": f.flag("norm_topk_prob", False) or f.raw["model_type"] == "mixtral",
+        "dense_layers": tuple(i for i in range(layers) if (i + 1) % step or i in only),
+    }
+    if found["experts_per_token"] > found["num_experts"]:
+        raise f.refuse("num_experts_per_tok", f"at most {count}={found['num_experts']}")
+    if "shared_expert_intermediate_size" in reads:
+        found["shared_dim"] = f.count("shared_expert_intermediate_size")
+    if "qkv_bias" in reads:
+        found["qkv_bias"] = f.flag("qkv_bias", True)
+    return found
 
 
 def _read_rotated(f: config_json.Fields) -> tuple[bool, ...]:
@@ -358,15 +432,15 @@ def _read_scaling(f: config_json.Fields, group: config_json.Fields, kind: str, d
 
 def _read_windows(f: config_json.Fields, kind: str) -> tuple[int, ...]:
     layers, types = f.depth("num_hidden_layers"), f.raw.get("layer_types")
-    if kind in ("llama", "olmo2", "granite"):
+    if kind in ("llama", "olmo2", "granite", "olmoe"):
         return ()
     if kind in ("gemma2", "gemma3_text", "smollm3"):
         return _windows_by_type(f, kind, layers)
-    is_window_read = kind in ("mistral", "phi3") or f.flag("use_sliding_window", False)
+    is_all = kind in ("mistral", "phi3", "mixtral", "qwen3_moe")  # the class has the window in every layer
+    is_window_read = kind in ("mistral", "phi3", "mixtral") or f.flag("use_sliding_window", False)
     has_window = is_window_read and f.raw.get("sliding_window", 4096) is not None
     window = f.count("sliding_window", 4096) if has_window else 0
-    if types is None or kind == "phi3":
-        is_all = kind in ("mistral", "phi3")
+    if types is None or kind in ("phi3", "mixtral", "qwen3_moe"):
         first = 0 if is_all else f.count("max_window_layers", 28) if f.raw.get("max_window_layers", 28) else 0
         windows = tuple(window if layer >= first else 0 for layer in range(layers))
     else:
@@ -433,7 +507,7 @@ FAMILY = family.Family(
             *parallel.HEADS,
             *parallel.WIDTH,
             *parallel.FUSED,
-            (r"layer_\d+/(attention|mlp)", parallel.TOKENS, parallel.ALL_TOKENS),
+            (r"layer_\d+/(attention|mlp(/(experts|shared|shared_gate))?)", parallel.TOKENS, parallel.ALL_TOKENS),
             (r"embed|positions|norm|layer_\d+(/(attention|mlp)(_post)?_norm)?", parallel.TOKENS),
         ),
     ),

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from zerojax import mesh as mesh_lib
 from zerojax.errors import UserError
-from zerojax.models import decoding, family, layers
+from zerojax.models import decoding, experts, family, layers
 from zerojax.models.llama import rope
 from zerojax.ops import attention as attention_lib
 from zerojax.ops import context_attention, residuals, softcap, tiles
@@ -52,6 +52,11 @@ class LlamaConfig:
       windows: for each layer, the number of tokens that a query sees, with its own (0: all before it); () for all layers 0. Fewer
         than there are layers are repeated.
       tile_tokens: tokens for which each layer's MLP, with its norm and its residual, runs at a time (`ops.tiles`); 0: all.
+      num_experts: of each layer's MLP, of which a token takes `experts_per_token`; 0: the MLP is no mixture.
+      expert_dim: the width of an expert.
+      shared_dim: the width of an expert that all tokens take, by a weight of its own; 0 for none.
+      is_normalised: whether the weights of a token's experts have a sum of 1.
+      dense_layers: the numbers of layers whose MLP is no mixture all the same.
       model_type: the name of the row in Hugging Face's config.json.
     """
 
@@ -93,6 +98,16 @@ class LlamaConfig:
     logits_scale: float = 1.0
     score_cap: float = 0.0
     logits_cap: float = 0.0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_dim: int = 0
+    shared_dim: int = 0
+    is_normalised: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+    def has_experts(self, layer: int) -> bool:
+        """Returns whether a layer's MLP is a mixture of experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
 
     def window_of(self, layer: int) -> int:
         """Returns the window of a layer."""
@@ -210,12 +225,32 @@ class MLP(nn.Module):
         return down(activation(gate_BTF) * up_BTF)
 
 
+class Mixture(nn.Module):
+    """A mixture of experts, with the expert that all tokens take if there is one: its weight is sigmoid(shared_gate(x))."""
+
+    config: LlamaConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        c = self.config
+        router = (("normalised", c.is_normalised),)
+        stddevs = (0.02, 0.02, _residual_stddev(c))
+        y_BTD = experts.Experts(
+            c.num_experts, c.experts_per_token, c.expert_dim, c.activation, router, stddevs=stddevs, name="experts"
+        )(x_BTD)
+        if not c.shared_dim:
+            return y_BTD
+        shared_BTD = MLP(dataclasses.replace(c, mlp_dim=c.shared_dim), name="shared")(x_BTD)
+        return y_BTD + nn.sigmoid(layers.Linear((1,), name="shared_gate")(x_BTD)) * shared_BTD
+
+
 class Layer(nn.Module):
     """One residual attention and one residual MLP."""
 
     config: LlamaConfig
     window: int = 0
     rotation: rope.Rope | None = None
+    has_experts: bool = False
 
     @nn.compact
     def __call__(
@@ -241,7 +276,7 @@ class Layer(nn.Module):
             before(x_BTD), mask_BT, past, segments_BT, positions_BT
         )
         x_BTD = residuals.in_place(x_BTD + after(y_BTD))
-        mlp, (norm, mlp_after) = MLP(c, name="mlp"), self._norms("mlp")
+        mlp, (norm, mlp_after) = (Mixture if self.has_experts else MLP)(c, name="mlp"), self._norms("mlp")
         tile = 0 if self.is_initializing() else c.tile_tokens
         x_BTD = tiles.over_tiles(lambda x_BTD: x_BTD + mlp_after(mlp(norm(x_BTD))), x_BTD, tile)
         return x_BTD if past is None else (x_BTD, keys)
@@ -388,7 +423,9 @@ def parts(config: LlamaConfig) -> family.Parts:
     found: family.Parts = {"embed": (embed, tokens)}
     if c.has_positions:
         found["positions"] = (layers.Embed(c.max_seq_len, c.embed_dim, embedding_init=embed.embedding_init), tokens)
-    found |= {f"layer_{i}": (Layer(c, c.window_of(i), c.rope_of(i)), states) for i in range(c.num_layers)}
+    found |= {
+        f"layer_{i}": (Layer(c, c.window_of(i), c.rope_of(i), c.has_experts(i)), states) for i in range(c.num_layers)
+    }
     found["norm"] = (make_norm(c), states)
     return found if c.tie_embeddings else found | {"head": (layers.Head(c.embed_dim, c.vocab_size), states)}
 
@@ -404,6 +441,8 @@ def flops_per_token(config: LlamaConfig, seq_len: int, per_weight: float = 6.0) 
     c = config
     used = count_params(c) - (0 if c.tie_embeddings else c.vocab_size * c.embed_dim)
     used -= c.max_seq_len * c.embed_dim if c.has_positions else 0
+    skipped = sum(map(c.has_experts, range(c.num_layers))) * (c.num_experts - c.experts_per_token)
+    used -= skipped * 3 * c.embed_dim * c.expert_dim  # a token multiplies the weights of its experts alone
     spans = [min(c.window_of(layer) or seq_len, seq_len) for layer in range(c.num_layers)]
     seen = sum(2 * span - span**2 / seq_len for span in spans)  # twice the mean over a row's tokens
     return per_weight * used + 6.0 * c.num_heads * c.head_dim * seen

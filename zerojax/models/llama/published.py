@@ -55,7 +55,76 @@ _granite = functools.partial(
     model_type="granite",
 )  # Granite 3.1
 
+# Mixtral, arXiv:2401.04088, table 1.
+_mixtral = functools.partial(
+    LlamaConfig,
+    head_dim=128,
+    num_kv_heads=8,
+    rope_theta=1e6,
+    num_experts=8,
+    experts_per_token=2,
+    model_type="mixtral",
+)
+# Qwen3, arXiv:2505.09388, table 2.
+_qwen3_moe = functools.partial(
+    LlamaConfig,
+    151936,
+    num_kv_heads=4,
+    head_dim=128,
+    max_seq_len=40960,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    qk_norm=True,
+    num_experts=128,
+    experts_per_token=8,
+    model_type="qwen3_moe",
+)
+
 PRESETS: dict[str, LlamaConfig] = {
+    "mixtral_8x7b": _mixtral(
+        32000, 32, embed_dim=4096, num_heads=32, mlp_dim=14336, expert_dim=14336, max_seq_len=32768
+    ),
+    "mixtral_8x22b": _mixtral(
+        32768, 56, embed_dim=6144, num_heads=48, mlp_dim=16384, expert_dim=16384, max_seq_len=65536
+    ),
+    "qwen2_moe_a3b": LlamaConfig(  # Qwen1.5-MoE-A2.7B
+        151936,
+        24,
+        embed_dim=2048,
+        num_heads=16,
+        num_kv_heads=16,
+        head_dim=128,
+        mlp_dim=5632,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        qkv_bias=True,
+        num_experts=60,
+        experts_per_token=4,
+        expert_dim=1408,
+        shared_dim=5632,
+        is_normalised=False,
+        model_type="qwen2_moe",
+    ),
+    "qwen3_30b_a3b": _qwen3_moe(48, embed_dim=2048, num_heads=32, mlp_dim=6144, expert_dim=768),
+    "qwen3_235b_a22b": _qwen3_moe(94, embed_dim=4096, num_heads=64, mlp_dim=12288, expert_dim=1536),
+    "olmoe_1b_7b": LlamaConfig(  # arXiv:2409.02060, table 10
+        50304,
+        16,
+        embed_dim=2048,
+        num_heads=16,
+        num_kv_heads=16,
+        head_dim=128,
+        mlp_dim=1024,
+        max_seq_len=4096,
+        rope_theta=10000.0,
+        qk_norm=True,
+        qk_norm_joint=True,
+        num_experts=64,
+        experts_per_token=8,
+        expert_dim=1024,
+        is_normalised=False,
+        model_type="olmoe",
+    ),
     "gemma2_2b": _gemma2(
         26,
         embed_dim=2304,

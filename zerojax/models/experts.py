@@ -1,0 +1,64 @@
+"""A mixture of experts as a Flax module. This module holds the weights of `ops.experts`: a router, and the experts' matrices, stacked.
+
+Shapes: B batch, T length, D embed, E experts, F an expert's width.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from zerojax.models import layers
+from zerojax.ops import experts
+
+ROUTING = (
+    "routing"  # the name under which each call gives its `ops.experts.Routing`, in Linen's collection "intermediates"
+)
+
+
+class Experts(nn.Module):
+    """Adds up a token's experts, each down(activation(gate(x)) * up(x)).
+
+    For losses and metrics of the router, call the model with `mutable=["intermediates"]`: each call gives its `Routing` there.
+
+    Attributes:
+      num_experts, top_k: of the mixture, and of a token.
+      width: of an expert.
+      activation: a name in `layers.ACTIVATIONS`.
+      router: the settings of `ops.experts.route`, as pairs of names and values.
+      capacity_factor: the most tokens of an expert, over those of a balanced load; later ones skip it. 0: none does.
+      has_bias: whether experts are chosen by scores with a bias. It is the variable "bias" of the collection "router", which is not
+        trained; see `ops.experts.balanced_bias`.
+      stddevs: of the initial router, gate and up, and down.
+    """
+
+    num_experts: int
+    top_k: int
+    width: int
+    activation: str = "silu"
+    router: tuple[tuple[str, Any], ...] = ()
+    capacity_factor: float = 0.0
+    has_bias: bool = False
+    stddevs: tuple[float, float, float] = (0.02, 0.02, 0.02)
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        (*kept, dim), (router, inner, out) = x_BTD.shape, map(nn.initializers.normal, self.stddevs)
+        router_DE = self.param("router", router, (dim, self.num_experts))
+        gate_EDF, up_EDF = (self.param(name, inner, (self.num_experts, dim, self.width)) for name in ("gate", "up"))
+        down_EFD = self.param("down", out, (self.num_experts, self.width, dim))
+        x_TD = x_BTD.reshape(-1, dim)
+        settings = dict(self.router)
+        if self.has_bias:
+            settings["bias_E"] = self.variable("router", "bias", jnp.zeros, (self.num_experts,)).value
+        with jax.named_scope("router"):
+            logits_TE = jnp.dot(x_TD, router_DE, preferred_element_type=jnp.float32)
+            routing = experts.route(logits_TE, self.top_k, **settings)
+        self.sow("intermediates", ROUTING, routing)
+        room = None
+        if self.capacity_factor:
+            room = experts.capacity(len(x_TD), self.top_k, self.num_experts, self.capacity_factor)
+        activation = layers.ACTIVATIONS[self.activation]
+        y_TD = experts.apply(x_TD, routing, gate_EDF, up_EDF, down_EFD, activation, capacity=room)
+        return y_TD.reshape(*kept, dim)
