@@ -47,9 +47,61 @@ def test_a_program_is_rewritten_inside_and_out():
     def cosine(eqn):
         return eqn.replace(primitive=jax.lax.cos_p) if eqn.primitive is jax.lax.sin_p else eqn
 
-    changed = traces.replaced(jax.make_jaxpr(lambda x: jnp.sin(x) + jax.jit(jnp.sin)(x))(X), cosine)
+    def function(x):
+        return jnp.sin(x) + jax.jit(jnp.sin)(x) + jax.lax.cond(x[0] > 0, jnp.sin, jnp.tan, x)
+
+    changed = traces.replaced(jax.make_jaxpr(function)(X), cosine)
     names = [eqn.primitive.name for eqn in traces.equations(changed)]
-    assert names.count("cos") == 2 and "sin" not in names
+    assert names.count("cos") == 3 and "sin" not in names
+
+
+def test_bodies_are_given_as_many_atoms_as_they_take():
+    found = [pair for eqn in traces.equations(program(X)) for pair in traces.bodies(eqn)]
+    assert len(found) >= 8 and all(len(traces.opened(body)[0].invars) == len(given) for body, given in found)
+
+
+def test_what_nobody_reads_is_dropped_unless_it_acts():
+    def function(x, n):
+        jax.debug.print("{}", n)
+        jnp.cos(x)
+        return jnp.sin(x)
+
+    jaxpr = program(X, function).jaxpr
+    kept = traces.live(jaxpr.eqns, jaxpr.outvars)
+    assert len(kept) == 2 and traces.acts(kept[0]) and kept[1].primitive.name == "sin"
+    assert traces.needs(jaxpr) == [{0, 1}]
+
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    local = jax.shard_map(
+        lambda x: (jax.lax.psum(x, "i"), jnp.sin(x))[1], mesh=mesh, in_specs=jax.P("i"), out_specs=jax.P("i")
+    )
+    ((body, _),) = [found for eqn in traces.equations(jax.make_jaxpr(local)(X)) for found in traces.bodies(eqn)]
+    body, _ = traces.opened(body)
+    assert any("psum" in eqn.primitive.name for eqn in body.eqns)
+    assert [eqn.primitive.name for eqn in traces.live(body.eqns, body.outvars)] == ["sin"]
+
+
+def test_constants_of_programs_inside_are_found():
+    table = np.arange(4.0, dtype=np.float32)
+    inner = jax.make_jaxpr(lambda x: x * table)(X)
+    outer = jax.make_jaxpr(jax.jit(jnp.sin))(X)
+    (call,) = outer.jaxpr.eqns
+    outer = outer.replace(jaxpr=outer.jaxpr.replace(eqns=[call.replace(params=call.params | {"jaxpr": inner})]))
+    assert any(np.array_equal(constant, table) for constant in traces.constants(outer))
+
+
+def test_an_equation_is_traced_again_under_its_own_names_and_those_around():
+    def inside(x, _):
+        with jax.named_scope("inner"):
+            return jnp.sin(x)
+
+    (eqn,) = program(X, inside).jaxpr.eqns
+
+    def again(x, _):
+        with jax.named_scope("outer"), traces.scopes(eqn):
+            return jnp.cos(x)
+
+    assert str(program(X, again).jaxpr.eqns[0].source_info.name_stack) == "outer/inner"
 
 
 def test_a_value_is_followed_to_where_it_comes_from():
@@ -73,3 +125,5 @@ def test_dims_of_one_program_for_two_shapes_are_compared_also_inside_its_calls()
     assert [place.lengths(eqn.invars[0]) for place, eqn in sums] == [[(4, 8), (3, 3)], [(4, 4), (3, 3)]]
     other = traces.Frame(program(jnp.ones((4, 3)), nested))
     assert traces.Frame(frame.program, like=other).lengths(frame.jaxpr.eqns[-1].outvars[0]) is None
+    flat, square = (traces.Frame(jax.make_jaxpr(jnp.sin)(jnp.ones(shape))) for shape in ((4,), (4, 3)))
+    assert traces.Frame(square.program, like=flat).lengths(square.jaxpr.outvars[0]) is None

@@ -193,6 +193,7 @@ def test_the_products_have_cases_of_every_kind():
             "ulysses",
             "1 of 4, and each of 1 .* sent 4 times",
         ),
+        ("auto", {"heads": 32, "kv_heads": 4, "ways": 4, "model": 8}, "ulysses", "each of 1 .* sent 4 times"),
         ("auto", {"heads": 12, "kv_heads": 12, "ways": 8}, "gather", "because 12 heads do not divide by 8; gathered"),
         ("auto", {"heads": 12, "kv_heads": 12, "ways": 8, "length": 2**16}, "ring", "take 1.12 GiB a layer"),
         (

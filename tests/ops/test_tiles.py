@@ -115,14 +115,23 @@ def test_several_results_have_the_gradients_of_each():
     assert_equal(of(4), of(0))
 
 
-@pytest.mark.parametrize("tile", [3, 4, 100])
-def test_a_tile_knows_the_numbers_of_its_tokens(tile):
+@pytest.mark.parametrize(("tile", "ways"), [(3, 1), (4, 1), (100, 1), (3, 4), (8, 2)])
+def test_a_tile_knows_the_numbers_of_its_tokens(tile, ways, monkeypatch):
+    """Also where the compiler shards the tokens of each row over several devices."""
+    monkeypatch.setattr(tiles.mesh_lib, "ways_of_rest", lambda: ways)
+
     def number(x):
         known = tiles.tokens()
         return x if known is None else known.astype(jnp.float32).reshape(*x.shape[:-1], 1)
 
-    x = jnp.arange(10.0).reshape(2, 5, 1)
+    x = jnp.arange(2.0 * 5 * ways).reshape(2, 5 * ways, 1)
     np.testing.assert_array_equal(tiles.over_tiles(number, x, tile), x)
+
+
+def test_a_trace_that_is_only_read_has_no_tiles():
+    with traces.reading():
+        program = jax.make_jaxpr(lambda x: tiles.over_tiles(jnp.sin, x, 4))(jnp.ones((10, 2)))
+    assert [eqn.primitive.name for eqn in traces.equations(program)] == ["sin"]
 
 
 def test_the_gradient_of_a_frozen_weight_is_not_computed():
