@@ -57,6 +57,30 @@ def test_a_cross_in_two_processes_has_the_losses_of_the_same_settings_on_one_dev
     assert not crosses.fault(row, end, bases(row)), crosses.command(row)
 
 
+# Settings that a mixture of experts, which the array has not, is crossed with.
+MIXTURE = [
+    {"stage": "3", "mesh": "1x8x1"},
+    {"stage": "3", "mesh": "2x2x2"},
+    {"stage": "3", "mesh": "context"},
+    {"stage": "2", "mesh": "1x8x1", "grad_accum": "2", "tile_tokens": "24", "task": "seq2seq"},
+    {"stage": "3", "mesh": "1x8x1", "lora": "on", "quantize": "nf4", "lora_targets": "all"},
+    {"stage": "3", "mesh": "1x8x1", "precision": "bf16", "optimizer_offload": "host", "params_offload": "host"},
+    {"stage": "3", "mesh": "1x8x1", "precision": "fp8", "remat": "full"},
+    {"stage": "1", "mesh": "2x4x1", "precision": "fp16", "activations": "mlp", "remat": "dots"},
+    {"stage": "3", "mesh": "1x6x1", "indivisible": "pad", "export": "huggingface", "sample": "yes"},
+]
+
+
+@runs.LONG
+@pytest.mark.parametrize("number", range(len(MIXTURE)))
+def test_a_mixture_of_experts_has_the_losses_of_one_device(number, bases, tmp_path, monkeypatch):
+    monkeypatch.setattr(crosses, "MODELS", crosses.MODELS | {"llama": "moe_test"})
+    row = {name: crosses.first_value(name) for name in crosses.SETTINGS} | {"min_size": "0"} | MIXTURE[number]
+    end = crosses.attempt(row, tmp_path)
+    assert end.error is None, (crosses.command(row), end.error)
+    assert not crosses.fault(row, end, bases(row)), crosses.command(row)
+
+
 def test_every_pair_of_values_is_in_the_array_or_refused():
     space = crosses.SPACE
     assert len(space.rows) <= MOST
