@@ -29,6 +29,7 @@ from zerojax.zero.loss_scale import DynamicLossScale, LossScaleState, StaticLoss
 from zerojax.zero.offload.late_norm import first_norm
 from zerojax.zero.offload.settings import Offload
 from zerojax.zero.padding import pad, unpad
+from zerojax.zero.pipeline.state import Pipeline
 from zerojax.zero.placement import Partition, Placement
 from zerojax.zero.shard_state import shard_train_state
 from zerojax.zero.sharded_batch.compare import compare_context, compare_sums
@@ -48,6 +49,7 @@ __all__ = [
     "Mean",
     "Offload",
     "Partition",
+    "Pipeline",
     "Placement",
     "StaticLossScale",
     "Sum",

@@ -48,6 +48,9 @@ TOKENS = tuple(axis.name for axis in AXES if axis.tokens)
 SUMMED = tuple(axis.name for axis in AXES if axis.summed)
 STATE = tuple(axis.name for axis in AXES if axis.state)
 COMPILER = tuple(axis.name for axis in AXES if axis.compiler)
+# Along it devices run other programs, the stages of a pipeline. A mesh has it only where there is a pipeline; within a group of devices
+# that run the same programs the axes are those of the table.
+PIPE = "pipe"
 
 
 def make_mesh(
@@ -56,19 +59,21 @@ def make_mesh(
     model: int = 1,
     *,
     context: int = 1,
+    pipe: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Builds the mesh (replica, data, context, model) over `devices`, by default all of them.
+    """Builds the mesh (replica, data, context, model) over `devices`, by default all of them; with `pipe`, (pipe, replica, ...).
 
     ZeRO shards over `data` and `context` together. `replica` holds copies of the sharded state (hybrid sharding). Devices along `context`
     hold parts of the same sequences (context parallelism). `model` is for tensor parallelism. Neighbouring devices are along `model`,
-    then `context`, then `data`, so that replicas are the farthest apart.
+    then `context`, then `data`, so that replicas are the farthest apart, and of a pipeline its stages.
 
     Args:
       replica: number of copies.
       data: number of shards; -1 takes all remaining devices.
       model: number of tensor-parallel shards.
       context: number of parts of a sequence.
+      pipe: number of groups of devices that hold other layers and run side by side (`zerojax.Pipeline`).
       devices: the devices to use; None: all of `jax.devices()`.
 
     Raises:
@@ -77,21 +82,34 @@ def make_mesh(
     >>> mesh = make_mesh(replica=1, data=-1)
     """
     found = list(jax.devices() if devices is None else devices)
-    if min(replica, context, model) < 1 or (data < 1 and data != -1):
+    stages = f"mesh.{PIPE}={pipe}, " if pipe != 1 else ""
+    if min(pipe, replica, context, model) < 1 or (data < 1 and data != -1):
         raise UserError(
             "mesh: axis sizes must be above 0 (data may be -1: all remaining); got "
-            f"mesh.replica={replica}, mesh.data={data}, mesh.context={context}, mesh.model={model}"
+            f"{stages}mesh.replica={replica}, mesh.data={data}, mesh.context={context}, mesh.model={model}"
         )
     if data == -1:
-        data = max(1, len(found) // (replica * context * model))
-    needed = replica * data * context * model
+        data = max(1, len(found) // (pipe * replica * context * model))
+    needed = pipe * replica * data * context * model
     if needed != len(found):
         raise UserError(
-            f"mesh: replica {replica} x data {data} x context {context} x model {model} = {needed} devices, but there are {len(found)}; "
-            f"choose sizes whose product is {len(found)}, or pass the devices to use"
+            f"mesh: {f'{PIPE} {pipe} x ' if stages else ''}replica {replica} x data {data} x context {context} x model {model} = {needed} "
+            f"devices, but there are {len(found)}; choose sizes whose product is {len(found)}, or pass the devices to use"
         )
-    grid = np.asarray(found).reshape(replica, data, context, model)
-    return Mesh(grid, tuple(axis.name for axis in AXES), axis_types=(AxisType.Auto,) * len(AXES))
+    grid, names = np.asarray(found).reshape(replica * pipe, data, context, model), tuple(axis.name for axis in AXES)
+    if pipe > 1:
+        grid, names = grid.reshape(pipe, replica, data, context, model), (PIPE, *names)
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def groups(mesh: Mesh) -> list[Mesh]:
+    """Returns the meshes of the devices of a pipeline that run the same programs; `[mesh]` without a pipeline."""
+    if PIPE not in mesh.shape:
+        return [mesh]
+    number = mesh.axis_names.index(PIPE)
+    names = tuple(name for name in mesh.axis_names if name != PIPE)
+    kinds = tuple(kind for name, kind in zip(mesh.axis_names, mesh.axis_types) if name != PIPE)
+    return [Mesh(grid, names, axis_types=kinds) for grid in np.moveaxis(mesh.devices, number, 0)]
 
 
 def completed(mesh: Mesh) -> Mesh:

@@ -185,6 +185,17 @@ def test_a_foreign_model_on_parts_of_sequences_has_the_losses_of_one_device(monk
     assert not capsys.readouterr().out
 
 
+@runs.LONG
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_foreign_model_over_a_pipeline_has_the_losses_of_one_device(monkeypatch, schedule):
+    example = load("linen_pipeline")
+    for name, value in {"EMBED": 32, "MLP": 64, "LENGTH": 8}.items():
+        monkeypatch.setattr(example, name, value)
+    expected = example.train(1, 3, stage=0, devices=jax.devices()[:1])
+    found = example.train(2, 3, schedule, devices=jax.devices()[:4])
+    np.testing.assert_allclose(found, expected, rtol=LOSS_TOLERANCE)
+
+
 @pytest.mark.parametrize("name", runs.cases(SMALL, long=["linen_vision_batch_norm", "own_train_step"]))
 def test_persistent_bytes_fall_with_the_stage_as_in_the_table(name):
     measured = {}

@@ -158,14 +158,14 @@ def _chunks(
     def one_part(d_logits: jax.Array, inputs: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
         number, h, y = inputs
         logits = softcap.softcap(jnp.dot(h, kernel, preferred_element_type=jnp.float32), cap)
-        slope = softcap.slope(logits, cap)
+        slope = softcap.slope(logits, cap) if cap else None
         logits = logits if bias is None else logits + bias.astype(jnp.float32)
         log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         counts = (y != chunks.NO_LABEL)[:, None] if has_padding or is_masked else 1.0
         label_logits = jnp.take_along_axis(logits, jnp.maximum(y, 0)[:, None], axis=-1)
         if with_grads:
             hit = y[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-            own = ((jnp.exp(logits - log_sum) - hit) * (counts * slope)).astype(h.dtype)
+            own = ((jnp.exp(logits - log_sum) - hit) * (counts if slope is None else counts * slope)).astype(h.dtype)
             d_logits = jax.lax.dynamic_update_index_in_dim(d_logits, own, number, 0)
         return d_logits, jnp.sum(counts * (log_sum - label_logits)) / total
 

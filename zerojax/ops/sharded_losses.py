@@ -143,7 +143,7 @@ def _chunks(
         following, y = inputs
         next_h = jax.lax.all_gather(following, axis, tiled=True)
         logits = softcap.softcap(jnp.dot(h, shard, preferred_element_type=jnp.float32), cap)
-        slope = softcap.slope(logits, cap)
+        slope = softcap.slope(logits, cap) if cap else None
         logits = logits if bias is None else logits + bias.astype(jnp.float32)
         top = jnp.max(logits, axis=-1)
         total = jnp.sum(jnp.exp(logits - top[:, None]), axis=-1)
@@ -159,7 +159,8 @@ def _chunks(
         terms = counts * (log_sum - jnp.sum(label_logits, axis=0))
         loss = jnp.sum(jax.lax.dynamic_slice(terms, (me * size,), (size,)))
         hit = column[:, None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        d_logits = ((jnp.exp(logits - log_sum[:, None]) - hit) * (counts[:, None] * slope)).astype(h.dtype)
+        factor = counts[:, None] if slope is None else counts[:, None] * slope
+        d_logits = ((jnp.exp(logits - log_sum[:, None]) - hit) * factor).astype(h.dtype)
         d_all = jnp.dot(d_logits, shard.T, preferred_element_type=jnp.float32)
         d_own = jax.lax.psum_scatter(d_all, axis, tiled=True).astype(h.dtype)
         if is_trained:

@@ -122,6 +122,7 @@ class Partition:
       on_host: the paths of the leaves in host memory. Shardings say it too, but not those of devices that are only compiled for.
       keeper: f(partition) -> f(array, abstract leaf) that brings a leaf from host memory to where it lives; None if that is host memory.
       cuts: the slices of each weight whose offloaded state is in pieces, by path.
+      pipeline: `pipeline.state.Placed`; None without one.
     """
 
     mesh: Mesh
@@ -136,6 +137,7 @@ class Partition:
     on_host: frozenset[str] = frozenset()
     keeper: Callable[[Any], Callable[[Any, Any], Any]] | None = None
     cuts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    pipeline: Any = None
 
     @property
     def on_device(self) -> "Partition":

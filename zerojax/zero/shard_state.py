@@ -15,6 +15,7 @@ from zerojax.train_state import State
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import padding, placement, stages
 from zerojax.zero.offload import create
+from zerojax.zero.pipeline import state as pipeline_state
 
 
 def shard_train_state(
@@ -51,6 +52,9 @@ def shard_train_state(
         traced, init = _close_over_settings(state_or_init, init_args, trainable)
         abstract_state = jax.eval_shape(init, *traced)
         partition = stages.partition_state(abstract_state, mesh=mesh, stage=stage, trainable=trainable, **options)
+        if partition.pipeline:
+            leaves = pipeline_state.created(lambda *args: padding.pad(init(*args), partition), traced, partition)
+            return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), partition
         if partition.offload:
             whole = partition.abstract_state
             leaves = create.from_init(

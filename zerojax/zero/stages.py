@@ -12,6 +12,7 @@ one override, so they get the same dim. The optimizer update is therefore local 
 
 import collections
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ from zerojax.train_state import State
 from zerojax.tree import Leaf
 from zerojax.zero import gather, placement
 from zerojax.zero.offload import selection, settings, storage
+from zerojax.zero.pipeline import state as pipeline_state
 
 STATE = mesh_lib.STATE  # the axes over which a stage shards
 
@@ -102,6 +104,7 @@ def partition_state(
     roles: Sequence[tuple[str, str]] = ROLES,
     trainable: str = "",
     offload: settings.Offload | Mapping[str, Any] | str | None = None,
+    pipeline: pipeline_state.Pipeline | None = None,
 ) -> placement.Partition:
     """Decides how a train state is sharded, without allocating anything.
 
@@ -122,6 +125,7 @@ def partition_state(
       trainable: a regex; weights whose path below `params` does not match are frozen. The optimizer state must omit them, as that of
         `shard_train_state` does. Empty: all weights are trained.
       offload: what lives in host memory: "host" for the optimizer state, an `Offload` or a dict of its fields; None for nothing.
+      pipeline: how layers are divided into stages, on a mesh with `pipe`; None without one.
 
     Raises:
       UserError: the stage, `indivisible` or a mesh axis is unknown; an override matches no weight or does not fit its shape; a regex of
@@ -135,6 +139,19 @@ def partition_state(
     if indivisible not in INDIVISIBLE:
         raise UserError(f"indivisible: must be 'whole' or 'pad', and is {indivisible!r}")
     mesh = mesh_lib.completed(mesh)
+    if len(mesh_lib.groups(mesh)) > 1:
+        if pipeline is None:
+            raise UserError("pipeline: is not given, and the mesh has stages (`pipe`); pass a zerojax.Pipeline")
+        same: dict[str, Any] = {
+            "overrides": overrides,
+            "min_size": min_size,
+            "indivisible": indivisible,
+            "roles": roles,
+        }
+        of_group = functools.partial(
+            partition_state, abstract_state, stage=stage, trainable=trainable, offload=offload, **same
+        )
+        return pipeline_state.partitioned(abstract_state, pipeline, mesh, lambda own: of_group(mesh=own))
     chosen = settings.read(offload)
     settings.check(chosen, STAGES, stage)
     abstract_state = tree.abstract(abstract_state)

@@ -31,6 +31,7 @@ from zerojax.zero import loss_scale as loss_scale_lib
 from zerojax.zero import update as update_lib
 from zerojax.zero.fp8 import modules as fp8_modules
 from zerojax.zero.offload import late_norm, step_by_block, streamed_step
+from zerojax.zero.pipeline import step as pipeline_step
 from zerojax.zero.sharded_batch import inputs, outputs, parts
 from zerojax.zero.wires import columns
 
@@ -129,8 +130,13 @@ def make_train_step(
     hooked = dataclasses.replace(how, hooks=(*how.hooks, *kept))
     gradients = in_form(loss_fn, sent, hooked, passes=grad_accum, layout=layout, **dtypes)
     clip = late_norm.clip(partition, clip_norm, may_skip=loss_scale is not None)
+    options = _compiler_options(partition, blocks, reduce_dtype, compute_dtype, fp8)
+    if partition.pipeline:
+        given: dict[str, Any] = {"by_columns": by_columns, "fp8": fp8, "donate": donate, "options": options}
+        return pipeline_step.of(loss_fn, partition, how, layout, scaling, clip, reduce_dtype, **dtypes, **given)
     updates = streamed_step.updates_of(partition, may_skip=clip.may_skip)
-    finish = update_lib.finish(partition, updates, scaling, clip)
+    own = update_lib.Own(updates.rest.partition, updates.rest.numbers) if updates else None
+    finish = update_lib.finish(partition, own, scaling, clip)
 
     def train_step(state: State, batch: PyTree) -> tuple[Any, ...]:
         batch = layout.place(batch, compute_dtype)
@@ -145,7 +151,7 @@ def make_train_step(
     resident = updates.rest.on_device if updates else partition
     step = xla_options.jit(
         train_step,
-        _compiler_options(partition, blocks, reduce_dtype, compute_dtype, fp8),
+        options,
         **arguments.of_call(resident),
         donate_argnums=(0,) if donate else (),
         in_shardings=(resident.shardings, None),

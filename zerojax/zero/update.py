@@ -152,19 +152,26 @@ def _if_finite(finite: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:
     return new if finite is None else jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
 
-def finish(partition: placement.Partition, updates: Any, scaling: "Unscaled", clip: "Clip") -> Callable[..., Any]:
+class Own(NamedTuple):
+    """The weights that an update here is for: a partition that freezes the others, and their numbers among all trained ones."""
+
+    partition: placement.Partition
+    numbers: tuple[int, ...]
+
+
+def finish(partition: placement.Partition, own: Own | None, scaling: "Unscaled", clip: "Clip") -> Callable[..., Any]:
     """Returns f(state, aux, grads, squares) -> (new state, metrics, factor, finite): a step after its gradients and their `squares`.
 
     Args:
       partition: how the state is sharded.
-      updates: the updates of weights that are left to it (`offload.updates.Updates`), and not made here; None for none.
+      own: the weights that are updated here, if others are updated elsewhere; None: all.
       scaling: of the loss.
       clip: limits the gradients' global norm.
 
-    The gradients of `updates` are to be multiplied by `factor`. A step that is not `finite` is skipped.
+    Gradients that are applied elsewhere are to be multiplied by `factor`. A step that is not `finite` is skipped.
     """
-    resident = updates.rest.partition if updates else partition
-    update, numbers = make(resident), updates.rest.numbers if updates else None
+    resident, numbers = own or (partition, None)
+    update = make(resident)
 
     def finish(state: State, aux: PyTree, grads: PyTree, squares: PyTree) -> tuple[Any, ...]:
         with jax.named_scope("clip"):
@@ -172,8 +179,8 @@ def finish(partition: placement.Partition, updates: Any, scaling: "Unscaled", cl
             factor = unscale * clip.factor(state, norm)
             verdict = scaling.verdict(squares)
         with jax.named_scope("update"):
-            own, after = resident.trainable_part(grads), state.replace(**aux.get("state", {}))
-            new_state = update(state, after, own, factor, verdict.finite, numbers=numbers)
+            grads, after = resident.trainable_part(grads), state.replace(**aux.get("state", {}))
+            new_state = update(state, after, grads, factor, verdict.finite, numbers=numbers)
             new_state, scaling_metrics = scaling.adjust(new_state, verdict)
             new_state, clip_metrics = clip.after(state, new_state, norm)
             # Cast and add on the shards, then gather, so that 16-bit params are sent.

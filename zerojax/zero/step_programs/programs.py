@@ -99,7 +99,7 @@ def cut(
     traced, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
     (call,) = traced.jaxpr.eqns
     assert call.primitive.name == "shard_map", call.primitive.name
-    mapped, inner = _Mapped(call), call.params["jaxpr"]
+    mapped, inner = Mapped(call), call.params["jaxpr"]
     values: list[Any] = jax.tree.leaves(args)
     given = {len(values) + number: np.asarray(array) for number, array in enumerate(traced.consts)}
     values += [jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=mapped.replicated) for own in given.values()]
@@ -163,7 +163,7 @@ def _differing(described: Sequence[tuple[Any, list[int]]]) -> list[tuple[Any, tu
     ]
 
 
-class _Mapped:
+class Mapped:
     """Maps parts of a step in the same way as the `jax.shard_map` that the step is."""
 
     def __init__(self, call: jex.JaxprEqn):

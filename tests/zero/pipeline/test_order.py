@@ -1,0 +1,56 @@
+"""Checks schedules against closed forms and their own rules. This module tests zerojax.zero.pipeline.order."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerojax.errors import UserError
+from zerojax.zero.pipeline import order
+
+SIZES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
+
+
+@pytest.mark.parametrize("name, chunks", SIZES)
+@settings(max_examples=25, deadline=None)
+@given(devices=st.integers(1, 8), rounds=st.integers(1, 6))
+def test_each_pass_runs_once_on_its_device_and_the_bubble_is_that_of_the_papers(name, chunks, devices, rounds):
+    micros = devices * rounds
+    made = order.make(name, devices, micros, chunks=chunks)
+    for device, ops in enumerate(made.of_device):
+        assert len(set(ops)) == len(ops) == 2 * micros * chunks
+        assert {op.stage % devices for op in ops} == {device}
+    forward, backward = 1 / chunks, 2 / chunks
+    line = order.run(made, order.PassTimes(forward, backward))
+    for op, start in line.start.items():
+        assert all(line.end[needed] <= start for needed in order.needs(op, made.stages))
+    ends = (devices - 1) * (forward + backward)
+    assert line.total == pytest.approx(3 * micros + ends)
+    assert line.bubble == pytest.approx(ends / (3 * micros + ends))
+
+
+@given(devices=st.integers(1, 8), micros=st.integers(1, 24))
+def test_1f1b_keeps_at_most_as_many_micro_batches_as_there_are_stages_from_here_on(devices, micros):
+    kept = [order.make("1f1b", devices, micros).alive(device) for device in range(devices)]
+    assert kept == [min(devices - device, micros) for device in range(devices)]
+    assert order.make("gpipe", devices, micros).alive(0) == micros
+
+
+def test_a_slow_stage_and_slow_links_lengthen_the_step():
+    made = order.make("1f1b", 2, 8)
+    assert order.run(made, order.PassTimes([1, 2], [2, 4])).total == pytest.approx(1 + 8 * 6 + 2)
+    assert order.run(made, order.PassTimes(hop=0.5)).total > order.run(made).total
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("zigzag", 2, 4, 1), "schedule: 'zigzag' is no schedule"),
+        (("1f1b", 2, 4, 2), "chunks: 1f1b has one stage a device"),
+        (("interleaved", 2, 4, 1), "needs 2 or more chunks"),
+        (("interleaved", 4, 6, 2), "take 8"),
+    ],
+)
+def test_what_cannot_be_scheduled_is_refused(arguments, message):
+    name, devices, micros, chunks = arguments
+    with pytest.raises(UserError, match=message):
+        order.make(name, devices, micros, chunks=chunks)

@@ -1,0 +1,35 @@
+"""Checks the programs of stages. This module tests zerojax.zero.pipeline.stage_programs; test_step runs them."""
+
+import jax
+import pytest
+from pipelines import Net, abstract, batch_of, prepared
+
+import zerojax
+from zerojax.errors import UserError
+from zerojax.zero.pipeline import order
+
+
+def test_each_program_reads_what_came_before_it_and_adds_up_its_own_gradients():
+    (_, partition), step = prepared({"pipe": 2}, shard=abstract, schedule="1f1b")
+    found = step.programs(jax.tree.map(lambda leaf: leaf[0], batch_of(0)))
+    sums = [path for program in found.programs.values() for path in program.sums]
+    assert sorted(sums) == sorted(partition.placements)
+    known = {*found.paths, *found.constants}
+    for key in [(order.FORWARD, 0), (order.FORWARD, 1), (order.BACKWARD, 1), (order.BACKWARD, 0)]:
+        program = found.programs[key]
+        assert set(program.reads) <= known
+        known |= set(program.writes)
+        homes = {partition.pipeline.homes[path] for path in program.sums}
+        assert homes == ({program.group} if key[0] == order.BACKWARD else set())
+
+
+def test_a_loss_that_renews_the_state_is_refused():
+    def loss(params, batch, state):
+        scores = Net().apply({"params": params}, batch["tokens"])
+        return scores.mean(), {"state": {"step": state.step + 1}}
+
+    (_, partition), _ = prepared({"pipe": 2}, shard=abstract, schedule="1f1b")
+    how = {"blocks": r"block_\d+", "heads": "head", "grad_accum": 4, "reduce_dtype": "float32"}
+    step = zerojax.make_train_step(loss, partition, batch_specs=partition.pipeline.pipeline.batch_specs, **how)
+    with pytest.raises(UserError, match="pipe: the loss returns the state's field 'step'"):
+        step.programs(jax.tree.map(lambda leaf: leaf[0], batch_of(0)))

@@ -1,0 +1,44 @@
+"""Checks where the leaves of a state live. This module tests zerojax.zero.pipeline.state."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from pipelines import Net, abstract, prepared
+
+from zerojax import mesh as mesh_lib
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.zero.pipeline import state
+
+
+def test_a_weight_its_moments_and_its_gradient_live_on_one_group_and_counts_on_all():
+    (_, partition), _ = prepared({"pipe": 2, "data": 2}, 3, shard=abstract, schedule="1f1b")
+    homes = partition.pipeline.homes
+    assert homes["params/embed/embedding"] == homes["params/block_0/up/kernel"] == 0
+    assert homes["params/head/kernel"] == homes["params/block_2/up/kernel"] == 1
+    for path in partition.placements:
+        assert homes[f"opt_state/0/mu/{path.removeprefix('params/')}"] == homes[path]
+    assert homes["step"] == homes["opt_state/0/count"] == state.EVERYWHERE
+    groups = mesh_lib.groups(partition.mesh)
+    for path, sharding in tree.flatten(partition.shardings):
+        assert sharding.mesh == (partition.mesh if homes[path] == state.EVERYWHERE else groups[homes[path]])
+
+
+def test_an_array_over_all_groups_is_seen_by_each_without_a_copy():
+    mesh = mesh_lib.make_mesh(pipe=2, data=2, devices=jax.devices()[:4])
+    x = jax.device_put(np.arange(8.0), NamedSharding(mesh, P("data")))
+    parts = [state.view(x, group) for group in mesh_lib.groups(mesh)]
+    for part in parts:
+        np.testing.assert_array_equal(part, x)
+        held = {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
+        assert {shard.data.unsafe_buffer_pointer() for shard in part.addressable_shards} < held
+    back = state.joined(parts, mesh)
+    assert back.sharding == x.sharding
+    np.testing.assert_array_equal(back, x)
+
+
+def test_fewer_blocks_than_stages_and_offload_are_refused():
+    with pytest.raises(UserError, match="pipe: the loss calls 2 blocks, and there are 4"):
+        prepared({"pipe": 4}, shard=abstract, schedule="1f1b", net=Net(layers=1))

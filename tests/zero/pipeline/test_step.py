@@ -1,0 +1,85 @@
+"""Checks that a step over a pipeline is the step of one device. This module tests zerojax.zero.pipeline.step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import runs
+from pipelines import TENSOR, Net, abstract, assert_equal, on_one_device, prepared, trained
+
+import zerojax
+from zerojax.errors import UserError
+
+
+@pytest.mark.parametrize(
+    "mesh, stage, schedule, chunks",
+    [
+        ({"pipe": 2, "data": 2}, 3, "1f1b", 1),
+        pytest.param({"pipe": 4, "data": 2}, 2, "gpipe", 1, marks=runs.LONG),
+        pytest.param({"pipe": 2, "data": 2}, 1, "interleaved", 2, marks=runs.LONG),
+        pytest.param({"pipe": 2, "replica": 2, "data": 2}, 3, "1f1b", 1, marks=runs.LONG),
+        pytest.param({"pipe": 2, "context": 2}, 2, "1f1b", 1, marks=runs.LONG),
+    ],
+)
+def test_a_step_over_a_pipeline_is_that_of_one_device(mesh, stage, schedule, chunks):
+    metrics, params, state = trained(mesh, stage, schedule=schedule, chunks=chunks)
+    assert_equal((metrics, params), on_one_device())
+    assert int(state.step) == 2
+    homes = {leaf.sharding.device_set == state.step.sharding.device_set for leaf in jax.tree.leaves(state.params)}
+    assert homes == {False}, "each weight lives on the devices of one group"
+    moments = jax.tree.leaves(state.opt_state[0].mu)
+    assert [m.sharding for m in moments] == [p.sharding for p in jax.tree.leaves(state.params)] or stage < 3
+
+
+@pytest.mark.long
+def test_with_one_device_a_group_it_is_so_to_the_last_bit():
+    metrics, params, _ = trained({"pipe": 2}, schedule="interleaved", chunks=2)
+    expected = on_one_device()
+    assert metrics == expected[0]
+    jax.tree.map(np.testing.assert_array_equal, params, expected[1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "mesh, how",
+    [
+        ({"pipe": 2, "data": 2, "model": 2}, {"overrides": TENSOR}),
+        ({"pipe": 2, "data": 2}, {"trainable": "up|head"}),
+        ({"pipe": 2, "data": 2}, {"remat": "none"}),
+        ({"pipe": 2, "data": 2}, {"loss_scale": zerojax.DynamicLossScale(init_scale=2.0**40)}),
+        ({"pipe": 2, "data": 2}, {"tx": optax.sgd(0.1, momentum=0.9)}),
+        ({"pipe": 2, "data": 2}, {"tx": zerojax.fused_adamw(1e-2)}),
+    ],
+)
+def test_other_settings_are_those_of_one_device(mesh, how):
+    expected = trained({}, **{name: own for name, own in how.items() if name != "overrides"})
+    assert_equal(trained(mesh, 3, schedule="1f1b", **how), expected)
+
+
+@pytest.mark.long
+def test_masks_of_dropout_are_those_without_a_pipeline():
+    found, expected = (
+        trained(mesh, 2, net=Net(dropout=0.5), schedule=name)
+        for mesh, name in (({"pipe": 2, "data": 2}, "1f1b"), ({"data": 2}, ""))
+    )
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        ({"reduce_dtype": None}, "reduce_dtype: is None"),
+        ({"accum_dtype": jnp.bfloat16}, "accum_dtype: is bfloat16"),
+        ({"offload": "up"}, "offload: 'up' keeps activations"),
+        ({"by_columns": "head"}, "by_columns: 'head' needs all devices"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused(how, message):
+    with pytest.raises(UserError, match=message):
+        prepared({"pipe": 2, "data": 2}, 3, shard=abstract, schedule="1f1b", **how)
+
+
+def test_a_mesh_with_stages_needs_a_pipeline():
+    with pytest.raises(UserError, match="pipeline: is not given"):
+        prepared({"pipe": 2}, shard=abstract)

@@ -1,0 +1,128 @@
+"""Updates the weights that live on one group of a pipeline. This module makes a train state of them alone, with the optimizer state that is
+theirs, so that the update of a step without a pipeline serves each group."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.optim import locality, one_pass
+from zerojax.zero import accumulate, placement
+from zerojax.zero import update as update_lib
+from zerojax.zero.pipeline import state
+
+
+class GroupUpdate:
+    """The update of one group.
+
+    Attributes:
+      trained: the paths of its weights that have a gradient, in the order of the params.
+
+    Args:
+      placed: the pipeline of the state.
+      group: the number of the group.
+      scaling, clip: of the step.
+      donate: whether the old state's memory is reused.
+    """
+
+    def __init__(
+        self, placed: state.Placed, group: int, scaling: update_lib.Unscaled, clip: update_lib.Clip, *, donate: bool
+    ):
+        whole = placed.groups[group]
+        self._homes, self._mesh = placed.homes, whole.mesh
+        known = dict(tree.flatten(whole.abstract_state))
+        self._params = [f"params/{path}" for path, _ in tree.flatten(whole.abstract_state.params)]
+        trained = [path for path in self._params if whole.placements[path].trainable]
+        self.trained = [path for path in trained if placed.homes[path] == group]
+        self._structures: dict[str, Any] = {"params": jax.tree.structure(whole.abstract_state.params)}
+        opt_state = jax.eval_shape(whole.abstract_state.tx.init, self._only(known))
+        blank = whole.abstract_state.replace(params=(), opt_state=())
+        self._names = {"opt_state": [f"opt_state/{path}" for path, _ in tree.flatten(opt_state)]}
+        self._names["rest"] = [path for path, _ in tree.flatten(blank)]
+        self._structures |= {"opt_state": jax.tree.structure(opt_state), "rest": jax.tree.structure(blank)}
+        abstract = self._state(known)
+        self._reads = [path for path, _ in tree.flatten(abstract)]
+        partition = dataclasses.replace(
+            whole,
+            abstract_state=abstract,
+            shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract),
+            placements={
+                path: dataclasses.replace(found, trainable=path in self.trained)
+                for path, found in whole.placements.items()
+            },
+        )
+        numbers = tuple(number for number, path in enumerate(trained) if path in self.trained)
+        finish = update_lib.finish(partition, update_lib.Own(partition, numbers), scaling, clip)
+
+        def squares(leaves: list[Any], sums: dict[str, jax.Array], count: Any) -> Any:
+            grads = accumulate.averaged(sums, count)
+            scale = scaling.scale(self._state(dict(zip(self._reads, leaves))))
+            return grads, update_lib.squares(grads, 1.0 / scale)
+
+        def apply(leaves: list[Any], grads: dict[str, jax.Array], squares: list[dict[str, jax.Array]]) -> Any:
+            known = {path: own for part in squares for path, own in part.items()}
+            of_all = [known[path] for path in trained]  # as one device would add them
+            before = self._state(dict(zip(self._reads, leaves)))
+            new_state, metrics, _, _ = finish(before, {"metrics": {}}, self._only(grads), of_all)
+            return jax.tree.leaves(new_state), metrics
+
+        self._squares = jax.jit(squares, donate_argnums=1)
+        shardings = [leaf.sharding for leaf in jax.tree.leaves(abstract)]
+        self._apply = jax.jit(apply, donate_argnums=(0,) if donate else (), out_shardings=(shardings, None))
+
+    def read(self, leaves: Mapping[str, jax.Array]) -> list[jax.Array]:
+        """Returns the leaves of a state, given by path, that the update reads."""
+        return [
+            state.view(leaves[path], self._mesh) if self._homes[path] == state.EVERYWHERE else leaves[path]
+            for path in self._reads
+        ]
+
+    def squares(self, read: list[jax.Array], sums: Mapping[str, jax.Array], count: Any) -> Any:
+        """Returns the mean gradients and their sums of squares, by path, from sums over passes; `count` as of `accumulate.averaged`."""
+        return self._squares(read, {path: sums[path] for path in self.trained}, count)
+
+    def apply(self, read: list[jax.Array], grads: Any, squares: Any) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        """Returns the new leaves, by path, and the metrics; `squares` are those of all groups, on this one."""
+        new, metrics = self._apply(read, grads, squares)
+        return dict(zip(self._reads, new)), metrics
+
+    def _only(self, values: Mapping[str, Any]) -> Any:
+        """Returns a tree like the params with the group's trained ones of `values`, and `optax.MaskedNode()` for the others."""
+        own = set(self.trained)
+        leaves = [values[path] if path in own else optax.MaskedNode() for path in self._params]
+        return jax.tree.unflatten(self._structures["params"], leaves)
+
+    def _state(self, values: Mapping[str, Any]) -> Any:
+        """Returns a train state of the group's own leaves."""
+        made = {
+            part: jax.tree.unflatten(self._structures[part], [values[path] for path in names])
+            for part, names in self._names.items()
+        }
+        return made["rest"].replace(params=self._only(values), opt_state=made["opt_state"])
+
+
+def check(partition: placement.Partition) -> None:
+    """Refuses a state whose groups cannot be updated by themselves.
+
+    Raises:
+      UserError: the state has no optimizer of optax, or its update of a weight depends on others.
+    """
+    held = partition.abstract_state
+    lacking = [name for name in ("tx", "params", "opt_state", "replace") if not hasattr(held, name)]
+    if lacking:
+        raise UserError(
+            f"pipe: the state is a {type(held).__name__} without {' and '.join(lacking)}, and each group of devices updates its own "
+            "weights; use flax's TrainState, or a mesh without `pipe`"
+        )
+    if isinstance(held.tx, one_pass.OnePass):
+        return
+    local = locality.of(held.tx, partition.trainable_part(held.params))
+    if local.kind == locality.GLOBAL:
+        raise UserError(
+            f"pipe: each group of devices updates its own weights, and with this optimizer {local.why}; where it clips by the global norm, "
+            "remove that and pass make_train_step(clip_norm=...)"
+        )

@@ -1,0 +1,130 @@
+"""Traces one pass of a micro-batch for the devices of a group. This module says where each value of the trace comes from and goes to."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import traces, tree
+from zerojax.zero import block_settings, placement
+from zerojax.zero.pipeline import segments
+from zerojax.zero.sharded_batch import inputs
+from zerojax.zero.step_programs import blocks, one_pass
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trace:
+    """One pass, traced for the devices of a group.
+
+    Attributes:
+      call: the equation of the `jax.shard_map` that it is.
+      structure: the tree of its results ((loss, aux), grads).
+      values: the abstract inputs of `inner`, by number.
+      paths: where each comes from: "0/" params, "1/" the batch, "2/" the state, "3" the number of the pass; by number.
+      constants: the inputs of `inner` that are arrays of the trace, by number.
+    """
+
+    call: Any
+    structure: Any
+    values: Mapping[int, Any]
+    paths: Mapping[int, str]
+    constants: Mapping[int, np.ndarray]
+
+    @property
+    def inner(self) -> Any:
+        """Returns the trace on one device."""
+        return self.call.params["jaxpr"]
+
+    @functools.cached_property
+    def params(self) -> dict[str, int]:
+        """Returns the number of each param, by path from the state."""
+        return {f"params/{path[2:]}": number for number, path in self.paths.items() if path.startswith("0/")}
+
+    def results(self, cut: segments.Segments) -> Any:
+        """Returns the tree of its results, with `Result`s as leaves."""
+        found = [Result(cut.number_of[atom] if traces.is_var(atom) else None, atom) for atom in cut.results]
+        return jax.tree.unflatten(self.structure, found)
+
+    def grads(self, cut: segments.Segments) -> dict[str, int]:
+        """Returns the number of each gradient that is computed, by the path of its weight."""
+        _, grads = self.results(cut)
+        return {f"params/{path}": own.number for path, own in tree.flatten(grads) if own.number is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A result of a pass: the number of its value, or None for a literal."""
+
+    number: int | None
+    atom: Any
+
+
+def is_result(node: Any) -> bool:
+    """Returns whether a node is a `Result`."""
+    return isinstance(node, Result)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One pass on the devices of a group, of which it runs some stages.
+
+    Attributes:
+      loss_fn: of `outputs.with_aux`.
+      partition: how the group would hold the whole state.
+      how: where weights are gathered.
+      layout: of the batch of one pass.
+      reduce_dtype, compute_dtype: as of `one_pass.one_pass`.
+      passes: of a step.
+    """
+
+    loss_fn: Callable[..., Any]
+    partition: placement.Partition
+    how: block_settings.How
+    layout: inputs.Layout
+    reduce_dtype: Any
+    compute_dtype: Any = None
+    passes: int = 1
+
+    def traced(self, micro: Any) -> Trace:
+        """Returns the trace of a micro-batch, abstract or not."""
+        mesh, state = self.partition.mesh, self.partition.abstract_state
+        specs = self.layout.specs(micro)
+        micro = jax.tree.map(
+            lambda leaf, spec: jax.ShapeDtypeStruct(
+                leaf.shape, tree.dtype_of(leaf), sharding=NamedSharding(mesh, spec)
+            ),
+            micro,
+            specs,
+        )
+        count = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, P()))
+        args = (state.params, micro, state, count)
+        run = one_pass.one_pass(
+            self.loss_fn,
+            self.partition,
+            self.how,
+            passes=self.passes,
+            reduce_dtype=self.reduce_dtype,
+            compute_dtype=self.compute_dtype,
+            layout=self.layout,
+            runner=blocks.NestedBlocks,
+        )
+        traced, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
+        (call,) = traced.jaxpr.eqns
+        leaves, names = jax.tree.leaves(args), [path for path, _ in tree.flatten(args)]
+        source = dict(zip(traced.jaxpr.invars, zip(leaves, names)))
+        consts = dict(zip(traced.jaxpr.constvars, traced.consts))
+        values: dict[int, Any] = {}
+        paths: dict[int, str] = {}
+        constants: dict[int, np.ndarray] = {}
+        for number, var in enumerate(call.invars):
+            if var in source:
+                values[number], paths[number] = source[var]
+            else:
+                own = constants[number] = np.asarray(consts[var])
+                values[number] = jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=NamedSharding(mesh, P()))
+        return Trace(call, jax.tree.structure(shapes), values, paths, constants)

@@ -1,0 +1,276 @@
+"""Cuts the trace of one pass into the passes through the stages of a pipeline. This module decides on which stage each operation runs.
+
+A stage has consecutive calls of the model's blocks. Every other operation follows its data:
+
+    forward    it runs on the last stage that makes one of its inputs
+    backward   on the first stage whose backward pass makes one of its inputs. What follows the last block, such as the loss, begins the
+               backward pass on the last stage
+    free       what reads arguments alone (positions, masks, a gather of an embedding) runs wherever it is read
+
+So what a stage reads comes from stages before it, in the backward pass from those after it, and from its own forward pass. A weight lives
+where its gradient is complete: on the first stage that it has one from. Other stages that read it (a tied embedding) get a copy once a
+step.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.extend.core as jex
+
+from zerojax import traces
+from zerojax.errors import UserError
+from zerojax.zero.pipeline.order import BACKWARD, FORWARD
+from zerojax.zero.step_programs import blocks, cut
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Segment:
+    """What a stage does in one pass of a micro-batch.
+
+    Attributes:
+      kind: "forward" or "backward".
+      stage: its number.
+      part: the operations, with what they read and write.
+    """
+
+    kind: str
+    stage: int
+    part: cut.StepPart
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Segments:
+    """A pass, cut.
+
+    Attributes:
+      segments: by (kind, stage).
+      results: for each result of the trace its variable or literal.
+      number_of: the number of each variable; those of equal traces are equal.
+      stage_of_call: of each call of a block.
+    """
+
+    segments: Mapping[tuple[str, int], Segment]
+    results: Sequence[Any]
+    number_of: Mapping[Any, int]
+    stage_of_call: Sequence[int]
+
+    @functools.cached_property
+    def reads(self) -> dict[tuple[str, int], list[int]]:
+        """Returns the numbers of what each segment reads."""
+        return {key: [self.number_of[var] for var in own.part.reads] for key, own in self.segments.items()}
+
+    @property
+    def stages(self) -> int:
+        """Returns the number of stages."""
+        return len(self.segments) // 2
+
+    def writer(self, number: int) -> int | None:
+        """Returns the stage that makes a variable, or None."""
+        return next(
+            (own.stage for own in self.segments.values() for var in own.part.writes if self.number_of[var] == number),
+            None,
+        )
+
+    def readers(self, number: int) -> list[int]:
+        """Returns the stages that read a variable."""
+        return sorted({stage for (_, stage), numbers in self.reads.items() if number in numbers})
+
+
+def balanced(costs: Sequence[float], parts: int, before: float = 0.0, after: float = 0.0) -> list[int]:
+    """Returns the part of each of some things that stay in order, so that the costliest part costs as little as it can.
+
+    Args:
+      costs: of each.
+      parts: how many there are; each has at least one thing.
+      before, after: what the first and the last part cost beside.
+
+    >>> balanced([1, 1, 1, 1, 1, 1], 2, after=2)
+    [0, 0, 0, 0, 1, 1]
+    """
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+
+    def of(first: int, last: int) -> float:
+        return sums[last] - sums[first] + (before if first == 0 else 0) + (after if last == len(costs) else 0)
+
+    best: list[list[tuple[float, int]]] = [[(math.inf, 0)] * (len(costs) + 1) for _ in range(parts + 1)]
+    best[0][0] = (0.0, 0)
+    for part in range(1, parts + 1):
+        for last in range(part, len(costs) - (parts - part) + 1):
+            best[part][last] = min(
+                (max(best[part - 1][first][0], of(first, last)), first) for first in range(part - 1, last)
+            )
+    found, last = [0] * len(costs), len(costs)
+    for part in range(parts, 0, -1):
+        first = best[part][last][1]
+        found[first:last] = [part - 1] * (last - first)
+        last = first
+    return found
+
+
+def of_trace(
+    jaxpr: jex.Jaxpr,
+    stages: int,
+    *,
+    costs: Sequence[float] | None = None,
+    stage_of_call: Sequence[int] | None = None,
+) -> Segments:
+    """Cuts the trace of a pass.
+
+    Args:
+      jaxpr: the body of the `jax.shard_map` that the pass is, with `blocks.NestedBlocks`.
+      stages: how many there are.
+      costs: of each call of a block; None: its FLOPs, and those of what comes after the last block are the last stage's.
+      stage_of_call: the stage of each call; None: as costs are balanced.
+
+    Raises:
+      UserError: there are fewer calls of blocks than stages.
+    """
+    eqns = traces.live(jaxpr.eqns, jaxpr.outvars)
+    forward = [eqn for eqn in eqns if _kind(eqn) == FORWARD]
+    if len(forward) < stages:
+        raise UserError(
+            f"pipe: the loss calls {len(forward)} blocks, and there are {stages} stages; make blocks match at least as many modules, "
+            "or the mesh axis smaller"
+        )
+    if stage_of_call is not None and len(stage_of_call) != len(forward):
+        raise UserError(
+            f"pipe: the loss calls {len(forward)} blocks, and {len(stage_of_call)} when the state was divided; give Pipeline the loss, the "
+            "blocks and the heads of make_train_step"
+        )
+    last = max(number for number, eqn in enumerate(eqns) if _kind(eqn) == FORWARD)
+    if stage_of_call is None:
+        own, after = (
+            [_flops(eqn) for eqn in forward],
+            sum(_flops(eqn) for eqn in eqns[last + 1 :] if not _kind(eqn)) / 3,
+        )
+        stage_of_call = balanced(own if costs is None else costs, stages, after=after if costs is None else 0.0)
+    stage_of = dict(zip(map(id, forward), stage_of_call))
+    stage_of |= {id(eqn): stage_of[id(of)] for eqn, of in _backward_of(eqns, forward)}
+    return dataclasses.replace(_Places(jaxpr, eqns, stage_of, last, stages).segments(), stage_of_call=stage_of_call)
+
+
+class _Places:
+    """Operations, each with its place: (kind, stage), or None if it is free."""
+
+    def __init__(
+        self, jaxpr: jex.Jaxpr, eqns: Sequence[jex.JaxprEqn], stage_of: Mapping[int, int], last: int, stages: int
+    ):
+        self._jaxpr, self._stages = jaxpr, stages
+        self._alias: dict[Any, Any] = {}
+        self._eqns: list[jex.JaxprEqn] = []
+        self._place: dict[Any, tuple[str, int] | None] = {}  # of variables
+        self._places: list[tuple[str, int] | None] = []  # of operations
+        self._maker: dict[Any, int] = {}
+        for number, eqn in enumerate(eqns):
+            eqn = eqn.replace(invars=[self._original(atom) for atom in eqn.invars])
+            place = self._placed(eqn, _kind(eqn), stage_of.get(id(eqns[number])), is_late=number > last)
+            if _kind(eqn):
+                self._alias |= _passed_through(eqn)
+            self._eqns.append(eqn)
+            self._places.append(place)
+            for var in eqn.outvars:
+                self._place[var], self._maker[var] = place, len(self._eqns) - 1
+
+    def segments(self) -> Segments:
+        """Returns the pass, cut."""
+        results = [self._original(atom) for atom in self._jaxpr.outvars]
+        at_end = (BACKWARD, self._stages - 1)
+        kept = {var: self._place[var] or at_end for var in traces.variables(results) if var in self._place}
+        wanted: dict[tuple[str, int], list[Any]] = collections.defaultdict(list)
+        for var, place in kept.items():
+            wanted[place].append(var)
+        keys = [(kind, stage) for kind in (FORWARD, BACKWARD) for stage in range(self._stages)]
+        inside = {key: self._inside(key, wanted[key]) for key in keys}
+        read = {key: self._reads(numbers) for key, numbers in inside.items()}
+        found = {}
+        for key, numbers in inside.items():
+            needed = {var for other, own in read.items() if other != key for var in own} | set(wanted[key])
+            writes = [
+                var
+                for number in numbers
+                for var in self._eqns[number].outvars
+                if var in needed and (self._place[var] == key or var in wanted[key])
+            ]
+            closed = jex.ClosedJaxpr(jex.Jaxpr((), read[key], writes, [self._eqns[n] for n in numbers]), ())
+            found[key] = Segment(*key, cut.StepPart(key[0], [cut.TraceCall(read[key], writes, closed)], writes))
+        order = [*self._jaxpr.invars, *self._jaxpr.constvars, *(var for eqn in self._eqns for var in eqn.outvars)]
+        return Segments(found, results, {var: number for number, var in enumerate(order)}, ())
+
+    def _original(self, atom: Any) -> Any:
+        return self._alias.get(atom, atom) if traces.is_var(atom) else atom
+
+    def _placed(self, eqn: jex.JaxprEqn, kind: str, stage: int | None, *, is_late: bool) -> tuple[str, int] | None:
+        if stage is not None:
+            return kind, stage
+        places = [place for var in traces.variables(eqn.invars) if (place := self._place.get(var)) is not None]
+        if not places:
+            return None
+        if not is_late:
+            return FORWARD, max(stage for _, stage in places)
+        behind = [stage for kind, stage in places if kind == BACKWARD]
+        return BACKWARD, min(behind, default=self._stages - 1)
+
+    def _inside(self, key: tuple[str, int], wanted: Iterable[Any]) -> list[int]:
+        """Returns the numbers of the operations of a segment, with the free ones that they need."""
+        numbers = {number for number, place in enumerate(self._places) if place == key}
+        waiting = [var for number in numbers for var in traces.variables(self._eqns[number].invars)]
+        waiting += [var for var in wanted if self._place[var] is None]
+        while waiting:
+            number = self._maker.get(waiting.pop())
+            if number is not None and self._places[number] is None and number not in numbers:
+                numbers.add(number)
+                waiting += traces.variables(self._eqns[number].invars)
+        return sorted(numbers)
+
+    def _reads(self, numbers: Sequence[int]) -> list[Any]:
+        own = {var for number in numbers for var in self._eqns[number].outvars}
+        atoms = (atom for number in numbers for atom in self._eqns[number].invars)
+        return [var for var in traces.variables(atoms) if var not in own]
+
+
+def _kind(eqn: jex.JaxprEqn) -> str:
+    """Returns "forward" or "backward" for a pass of a block, and "" for another operation."""
+    name = str(eqn.params.get("name", ""))
+    return name.removeprefix(f"{blocks.NAME}_") if name.startswith(blocks.NAME) else ""
+
+
+def _backward_of(
+    eqns: Sequence[jex.JaxprEqn], forward: Sequence[jex.JaxprEqn]
+) -> Iterable[tuple[jex.JaxprEqn, jex.JaxprEqn]]:
+    """Yields the backward pass of each block with its forward pass: the last one that reads the same weights and has none yet."""
+    arguments = {var for eqn in eqns for var in traces.variables(eqn.invars)} - {v for eqn in eqns for v in eqn.outvars}
+
+    def weights(eqn: jex.JaxprEqn) -> frozenset[Any]:
+        return frozenset(var for var in traces.variables(eqn.invars) if var in arguments)
+
+    left = list(forward)
+    for eqn in eqns:
+        if _kind(eqn) == BACKWARD:
+            own = weights(eqn)
+            of = max(reversed(left), key=lambda call: len(own & weights(call)))
+            left.remove(of)
+            yield eqn, of
+
+
+def _passed_through(eqn: jex.JaxprEqn) -> dict[Any, Any]:
+    """Returns what a block returns as it came in, by the variable that it returns it as."""
+    inner, _ = traces.opened(traces.called(eqn))
+    given = dict(zip(inner.invars, eqn.invars))
+    return {var: given[own] for var, own in zip(eqn.outvars, inner.outvars) if traces.is_var(own) and own in given}
+
+
+def _flops(eqn: jex.JaxprEqn) -> float:
+    """Returns the FLOPs of the matmuls of an operation."""
+    found = 0.0
+    for own in [eqn, *(inner for program in traces.programs(eqn) for inner in traces.equations(program))]:
+        if own.primitive.name == "dot_general":
+            (contracted, _), _ = own.params["dimension_numbers"]
+            left, made = (var.aval.shape for var in (own.invars[0], own.outvars[0]))  # type: ignore[attr-defined]
+            found += 2.0 * math.prod(made) * math.prod(left[dim] for dim in contracted)
+    return found

@@ -1,0 +1,146 @@
+"""Compiles the passes of stages as programs. This module decides what a program takes and returns, and on which groups a value is read."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from zerojax.errors import UserError
+from zerojax.zero import accumulate
+from zerojax.zero.pipeline import passes, segments, state
+from zerojax.zero.pipeline.order import BACKWARD, FORWARD
+from zerojax.zero.step_programs import programs
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StageProgram:
+    """The forward or the backward pass of a stage.
+
+    Attributes:
+      group: of devices that run it.
+      reads: the numbers of the values that it takes.
+      writes: the numbers of the values that it returns.
+      sums: the paths of the weights whose gradients it adds up.
+      weight: the number of the weight of the micro-batch, if it takes it.
+      run: f(values, sums, the weight or None) -> (values, sums), compiled; it reuses the memory of the sums.
+    """
+
+    group: int
+    reads: Sequence[int]
+    writes: Sequence[int]
+    sums: Sequence[str]
+    weight: int | None
+    run: jax.stages.Compiled
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StagePrograms:
+    """The programs for one shape of a micro-batch. Values have the numbers of the traces, which are equal on all groups.
+
+    Attributes:
+      programs: by kind and stage.
+      paths: where a value comes from that no program makes, as of `passes.Trace`, by number.
+      constants: the values that are arrays of the trace, by number.
+      readers: the groups that read a value, by number.
+      metrics: the tree of the metrics, with `passes.Result`s.
+      weight: the number of the weight of a micro-batch among those of a step; None if they count alike.
+    """
+
+    programs: Mapping[tuple[str, int], StageProgram]
+    paths: Mapping[int, str]
+    constants: Mapping[int, np.ndarray]
+    readers: Mapping[int, Sequence[int]]
+    metrics: Any
+    weight: int | None
+
+
+def compiled(
+    of_groups: Sequence[passes.Pass], placed: state.Placed, micro: Any, options: Mapping[str, Any]
+) -> StagePrograms:
+    """Compiles the programs of all stages.
+
+    Args:
+      of_groups: one pass on each group.
+      placed: the pipeline of the state.
+      micro: a micro-batch of all devices, abstract or not.
+      options: XLA's.
+
+    Raises:
+      UserError: the loss returns values of the state.
+    """
+    traces = [own.traced(micro) for own in of_groups]
+    cuts = [segments.of_trace(trace.inner, placed.stages, stage_of_call=placed.stage_of_call) for trace in traces]
+    (_, aux), _ = traces[0].results(cuts[0])
+    if aux["state"]:
+        raise UserError(
+            f"pipe: the loss returns the state's field {min(aux['state'])!r}, which each micro-batch would need from the one before; "
+            "return metrics alone, or use a mesh without `pipe`"
+        )
+    grads, weight = traces[0].grads(cuts[0]), aux["weight"].number if "weight" in aux else None
+    values, found = dict(traces[0].values), {}
+    count = len(of_groups)
+    order = [
+        *((FORWARD, stage) for stage in range(placed.stages)),
+        *((BACKWARD, n) for n in reversed(range(placed.stages))),
+    ]
+    kept = {weight} | {own.number for own in jax.tree.leaves(aux["metrics"], is_leaf=passes.is_result)}
+    for key in order:
+        group = key[1] % count
+        cut = cuts[group]
+        read_elsewhere = {n for other, numbers in cut.reads.items() if other != key for n in numbers} | kept
+        found[key] = _program(traces[group], cut, key, placed, group, grads, weight, read_elsewhere, values, options)
+    readers = {number: sorted({stage % count for stage in cuts[0].readers(number)}) for number in values}
+    return StagePrograms(found, traces[0].paths, traces[0].constants, readers, aux["metrics"], weight)
+
+
+def _program(
+    trace: passes.Trace,
+    cut: segments.Segments,
+    key: tuple[str, int],
+    placed: state.Placed,
+    group: int,
+    grads: Mapping[str, int],
+    weight: int | None,
+    read_elsewhere: set[int | None],
+    values: dict[int, Any],
+    options: Mapping[str, Any],
+) -> StageProgram:
+    """Compiles one program, and adds the abstract values that it returns to `values`."""
+    partition, part, reads = placed.groups[group], cut.segments[key].part, cut.reads[key]
+    mesh, writes = partition.mesh, [cut.number_of[var] for var in part.writes]
+    own = {path: number for path, number in grads.items() if number in writes}
+    kept = [number for number in writes if number in read_elsewhere or number not in own.values()]
+    run = programs.Mapped(trace.call).program(part, (), lambda *arrays: ())
+    taken_weight = weight if own and weight not in writes else None
+
+    def program(read: list[jax.Array], sums: dict[str, jax.Array], factor: Any) -> tuple[list[jax.Array], dict]:
+        made = dict(zip(writes, run(*read)))
+        if weight is not None and weight in made:
+            factor = made[weight]
+        found = {path: made[number] for path, number in own.items()}
+        return [made[number] for number in kept], accumulate.added(sums, found, factor)
+
+    taken = [on_mesh(values[number], mesh) for number in reads]
+    sums = {path: summed(partition.placements[path]) for path in own}
+    shardings = (None, {path: like.sharding for path, like in sums.items()})
+    program.__name__ = program.__qualname__ = f"stage_{key[1]}_{key[0]}"
+    lowered = jax.jit(program, donate_argnums=1, out_shardings=shardings).lower(
+        taken, sums, None if taken_weight is None else on_mesh(values[taken_weight], mesh)
+    )
+    done = lowered.compile(compiler_options=dict(options))
+    for number, like, sharding in zip(kept, done.out_info[0], done.output_shardings[0]):
+        values[number] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
+    return StageProgram(group, reads, kept, tuple(own), taken_weight, done)
+
+
+def on_mesh(like: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Returns an abstract array of a group on another one."""
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=NamedSharding(mesh, like.sharding.spec))
+
+
+def summed(weight: Any) -> jax.ShapeDtypeStruct:
+    """Returns the abstract sum of a weight's gradients, for its placement."""
+    return jax.ShapeDtypeStruct(weight.shape, np.float32, sharding=weight.update)

@@ -1,0 +1,167 @@
+"""Puts a train state on the stages of a pipeline. This module decides which group of devices each leaf lives on.
+
+A group of devices is a slice of the mesh along `pipe`. Within it a stage of ZeRO shards as it does without a pipeline. A weight lives on
+one group, with its gradient and its optimizer state (`segments` says on which). Leaves that belong to no weight, such as counts, are
+replicated over all groups.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import mesh as mesh_lib
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.zero import block_settings, placement
+from zerojax.zero.pipeline import passes, segments
+from zerojax.zero.sharded_batch import inputs, outputs
+
+EVERYWHERE = -1  # the home of a leaf that belongs to no weight
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pipeline:
+    """How layers are divided into stages, and in which order these run.
+
+    Attributes:
+      loss_fn: the loss, as of `make_train_step`.
+      batch: one micro-batch, of all devices; abstract arrays do.
+      blocks: a regex over the paths of the modules that are cut apart, as of `make_train_step`.
+      heads: as of `make_train_step`.
+      schedule: one of `order.make`.
+      chunks: stages of a group of devices; above 1 for "interleaved".
+      costs: of each call of a block, in any unit; None: FLOPs.
+      batch_specs: as of `make_train_step`.
+    """
+
+    loss_fn: Callable[..., Any]
+    batch: Any
+    blocks: str
+    heads: str = ""
+    schedule: str = "1f1b"
+    chunks: int = 1
+    costs: Sequence[float] | None = None
+    batch_specs: Any = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placed:
+    """A pipeline for a state.
+
+    Attributes:
+      pipeline: its settings.
+      groups: for each group of devices, how it would hold the whole state.
+      homes: the group of each leaf of the state, or `EVERYWHERE`, by path.
+      stage_of_call: of each call of a block.
+    """
+
+    pipeline: Pipeline
+    groups: Sequence[placement.Partition]
+    homes: Mapping[str, int]
+    stage_of_call: Sequence[int]
+
+    @property
+    def stages(self) -> int:
+        """Returns the number of stages."""
+        return len(self.groups) * self.pipeline.chunks
+
+
+def partitioned(
+    abstract_state: Any, pipeline: Pipeline, mesh: Mesh, partition: Callable[[Mesh], placement.Partition]
+) -> placement.Partition:
+    """Returns the partition of a state over the groups of a mesh.
+
+    Args:
+      abstract_state: the train state.
+      pipeline: its settings.
+      mesh: with an axis `pipe` above 1.
+      partition: f(mesh) -> how the devices of one group hold the whole state.
+
+    Raises:
+      UserError: something is on the host, or there are fewer blocks than stages.
+    """
+    groups = [partition(own) for own in mesh_lib.groups(mesh)]
+    if groups[0].on_host:
+        raise UserError(
+            "offload: a pipeline keeps its state on the devices; omit offload, or use a mesh without `pipe`"
+        )
+    trace = passes.Pass(
+        outputs.with_aux(pipeline.loss_fn, lambda state: 1.0),
+        groups[0],
+        block_settings.How(pipeline.blocks, pipeline.heads, remat="full"),
+        inputs.Layout(groups[0].mesh, 1, pipeline.batch_specs, by_device=True),
+        jnp.float32,
+    ).traced(pipeline.batch)
+    cut = segments.of_trace(trace.inner, len(groups) * pipeline.chunks, costs=pipeline.costs)
+    stage_of = {path: stages[0] for path, number in trace.params.items() if (stages := cut.readers(number))}
+    stage_of |= {path: stage for path, own in trace.grads(cut).items() if (stage := cut.writer(own)) is not None}
+    homes = {}
+    for path, leaf in groups[0].leaves.items():
+        weight = path if path in groups[0].placements else leaf.weight
+        homes[path] = stage_of.get(weight, cut.stages - 1) % len(groups) if weight else EVERYWHERE
+    pick = functools.partial(tree.map_with_path, lambda path, *own: own[homes[path]])
+    everywhere = NamedSharding(mesh, P())
+
+    def sharding(path: str, *own: NamedSharding) -> NamedSharding:
+        return everywhere if homes[path] == EVERYWHERE else own[homes[path]]
+
+    shardings = tree.map_with_path(sharding, *(group.shardings for group in groups))
+    abstract = jax.tree.map(
+        lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own),
+        groups[0].abstract_state,
+        shardings,
+    )
+    return dataclasses.replace(
+        groups[0],
+        mesh=mesh,
+        abstract_state=abstract,
+        shardings=shardings,
+        specs=pick(*(group.specs for group in groups)),
+        placements={path: groups[homes[path]].placements[path] for path in groups[0].placements},
+        pipeline=Placed(pipeline, groups, homes, cut.stage_of_call),
+    )
+
+
+def created(init: Callable[..., Any], args: Sequence[Any], partition: placement.Partition) -> list[jax.Array]:
+    """Returns the leaves of `init(*args)`, each where it lives: a program for each group makes its own."""
+    placed, names = partition.pipeline, [path for path, _ in tree.flatten(partition.abstract_state)]
+    shardings, found = jax.tree.leaves(partition.shardings), [None] * len(names)
+    for home in (EVERYWHERE, *range(len(placed.groups))):
+        own = [number for number, path in enumerate(names) if placed.homes[path] == home]
+        if own:
+            make = jax.jit(
+                lambda *args, own=own: [jax.tree.leaves(init(*args))[number] for number in own],
+                out_shardings=[shardings[number] for number in own],
+            )
+            for number, leaf in zip(own, make(*args)):
+                found[number] = leaf
+    return found  # type: ignore[return-value]  # all are filled
+
+
+def spec(x: jax.Array) -> P:
+    """Returns the spec of an array of some groups."""
+    assert isinstance(x.sharding, NamedSharding)
+    return x.sharding.spec
+
+
+def view(x: jax.Array, mesh: Mesh) -> jax.Array:
+    """Returns the array that the devices of one group hold of an array that is replicated over groups. Copies nothing."""
+    own = set(mesh.devices.flat)
+    return jax.make_array_from_single_device_arrays(
+        x.shape, NamedSharding(mesh, spec(x)), [s.data for s in x.addressable_shards if s.device in own]
+    )
+
+
+def joined(parts: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
+    """Returns the array over all groups that is equal on each of them. Copies nothing."""
+    return jax.make_array_from_single_device_arrays(
+        parts[0].shape,
+        NamedSharding(mesh, spec(parts[0])),
+        [shard.data for part in parts for shard in part.addressable_shards],
+    )

@@ -1,0 +1,299 @@
+"""A train step whose layers are on several groups of devices. This module sends the programs of the stages in the order of a schedule.
+
+Each stage has two programs, its forward and its backward pass of a micro-batch. What one makes and another group reads is sent as soon as
+it is made, beside the programs. A backward pass adds its gradients to sums that stay on its group. Each group updates its own weights,
+after all have exchanged their gradients' sums of squares.
+
+One thread sends all programs, in the order in which the schedule's timeline begins them. A group runs its own in that order, and each waits
+for what it reads. So the order decides what memory holds, and not what is computed.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import mesh as mesh_lib
+from zerojax import tree
+from zerojax.errors import UserError
+from zerojax.zero import block_settings, placement
+from zerojax.zero import update as update_lib
+from zerojax.zero.pipeline import group_update, passes, stage_programs, state
+from zerojax.zero.pipeline import order as order_lib
+from zerojax.zero.sharded_batch import inputs, outputs
+
+_AHEAD = 2  # programs of a group that are sent before the first of them has ended
+
+Values = dict[tuple[int, int], jax.Array]  # of a micro-batch, by number and group
+
+
+def of(
+    loss_fn: Callable[..., Any],
+    partition: placement.Partition,
+    how: block_settings.How,
+    layout: inputs.Layout,
+    scaling: update_lib.Unscaled,
+    clip: update_lib.Clip,
+    reduce_dtype: Any,
+    *,
+    compute_dtype: Any,
+    in_16_bits: bool,
+    by_columns: str,
+    fp8: Any,
+    donate: bool,
+    options: Mapping[str, Any],
+) -> "PipelineStep":
+    """Returns the step of `make_train_step` for a partition with a pipeline. Its arguments are that function's.
+
+    Raises:
+      UserError: a setting does not go together with a pipeline.
+    """
+    group_update.check(partition)
+    wrong = {
+        "reduce_dtype: is None, and a pipeline sums gradients by collectives of its own; pass reduce_dtype=jnp.float32": reduce_dtype
+        is None,
+        "accum_dtype: is bfloat16, and the stages of a pipeline add up in float32; omit it": in_16_bits,
+        f"by_columns: {by_columns!r} needs all devices of the mesh in one program; omit it, or use a mesh without `pipe`": by_columns,
+        "fp8: the stages of a pipeline have no fp8 matmuls; omit it, or use a mesh without `pipe`": fp8 is not None,
+        f"offload: {how.offload!r} keeps activations in host memory within one program; omit it": how.offload,
+        f"pipe: there are {jax.process_count()} processes, and a stage sends to the next within one; start one process, or use a mesh "
+        "without `pipe`": jax.process_count() > 1,
+    }
+    for line, is_wrong in wrong.items():
+        if is_wrong:
+            raise UserError(line)
+    of_groups = [
+        passes.Pass(
+            loss_fn,
+            group,
+            how,
+            dataclasses.replace(layout, mesh=group.mesh, passes=1),
+            reduce_dtype,
+            compute_dtype,
+            layout.passes,
+        )
+        for group in partition.pipeline.groups
+    ]
+    return PipelineStep(of_groups, partition, layout, scaling, clip, donate=donate, options=options)
+
+
+class PipelineStep:
+    """`train_step(state, batch) -> (state, metrics)` over the groups of a pipeline.
+
+    Attributes:
+      order: of the passes.
+
+    Args:
+      of_groups: one pass on each group.
+      partition: with a pipeline.
+      layout: of the batch.
+      scaling, clip: of the update.
+      donate: whether the old state's memory is reused.
+      options: XLA's, for each program.
+    """
+
+    def __init__(
+        self,
+        of_groups: Sequence[passes.Pass],
+        partition: placement.Partition,
+        layout: inputs.Layout,
+        scaling: update_lib.Unscaled,
+        clip: update_lib.Clip,
+        *,
+        donate: bool,
+        options: Mapping[str, Any],
+    ):
+        self._of_groups, self._options, self._mesh = of_groups, options, partition.mesh
+        self._placed: state.Placed = partition.pipeline
+        settings, groups = self._placed.pipeline, self._placed.groups
+        self.order = order_lib.make(settings.schedule, len(groups), layout.passes, chunks=settings.chunks)
+        start = order_lib.run(self.order).start
+        self._sent = sorted(start, key=lambda op: (start[op], op.stage))
+        self._meshes = [group.mesh for group in groups]
+        self._prepare = jax.jit(functools.partial(_micro_batches, layout, of_groups[0].compute_dtype))
+        self._updates = [
+            group_update.GroupUpdate(self._placed, number, scaling, clip, donate=donate)
+            for number in range(len(groups))
+        ]
+        self._zeros = [self._maker_of_zeros(number) for number in range(len(groups))]
+        self._programs: dict[Any, stage_programs.StagePrograms] = {}
+        self._numbers: dict[tuple[int, int], jax.Array] = {}
+        self._names = [path for path, _ in tree.flatten(partition.abstract_state)]
+
+    def __call__(self, train_state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+        """Sends a step to the devices, and returns the new state and the metrics."""
+        leaves = dict(tree.flatten(train_state))
+        if list(leaves) != self._names:
+            odd = min(set(leaves) ^ {*self._names}, default="")
+            raise UserError(
+                f"state: has other leaves than the partition ({odd}); pass the state that shard_train_state returned with it"
+            )
+        sums, metrics, count = self._run(leaves, self._prepare(batch))
+        read = [update.read(leaves) for update in self._updates]  # before one reuses the memory of what several read
+        done = [
+            update.squares(own, sums, count if isinstance(count, int) else self._moved(count, group))
+            for group, (update, own) in enumerate(zip(self._updates, read))
+        ]
+        squares = [[jax.tree.map(lambda x, n=n: self._moved(x, n), own) for _, own in done] for n in range(len(done))]
+        shared: dict[str, list[jax.Array]] = collections.defaultdict(list)
+        for group, update in enumerate(self._updates):
+            new, of_update = update.apply(read[group], done[group][0], squares[group])
+            for path, leaf in new.items():
+                (shared[path].append(leaf) if self._home(path) == state.EVERYWHERE else leaves.update({path: leaf}))
+        leaves |= {path: state.joined(parts, self._mesh) for path, parts in shared.items()}
+        new_state = tree.map_with_path(lambda path, _: leaves[path], train_state)
+        return new_state, {**metrics, **of_update}
+
+    def programs(self, micro: Any) -> stage_programs.StagePrograms:
+        """Returns the programs for a micro-batch of all devices, abstract or not. They are compiled once for each shape."""
+        leaves, structure = jax.tree.flatten(micro)
+        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self._programs:
+            self._programs[key] = stage_programs.compiled(self._of_groups, self._placed, micro, self._options)
+        return self._programs[key]
+
+    def _run(self, leaves: Mapping[str, jax.Array], micros: Sequence[Any]) -> tuple[dict[str, jax.Array], Any, Any]:
+        """Sends all passes. Returns the sums of gradients, the metrics, and how much the passes count together."""
+        found = self.programs(micros[0])
+        copies: Values = {}
+        held = [self._arguments(found, leaves, micro, number, copies) for number, micro in enumerate(micros)]
+        left = collections.Counter((n, own.group) for own in found.programs.values() for n in own.reads)
+        to_read = [collections.Counter(left) for _ in micros]
+        sums = {path: zero for make in self._zeros for path, zero in make().items()}
+        running: list[collections.deque[Any]] = [collections.deque() for _ in self._meshes]
+        totals: Any = None
+        weights: list[jax.Array] = []
+        for op in self._sent:
+            program, values = found.programs[op.kind, op.stage], held[op.micro]
+            group = program.group
+            given = None if program.weight is None else self._at(values, program.weight, group)
+            own = {path: sums.pop(path) for path in program.sums}
+            written, own = program.run([values[number, group] for number in program.reads], own, given)
+            sums |= own
+            for number, value in zip(program.writes, written):
+                values[number, group] = value
+                values.update(
+                    {(number, other): self._moved(value, other) for other in found.readers[number] if other != group}
+                )
+            for number in program.reads:
+                to_read[op.micro][number, group] -= 1
+                if not to_read[op.micro][number, group]:
+                    del values[number, group]
+            self._wait(running[group], written, own)
+            if op.kind == order_lib.BACKWARD and op.stage == 0:
+                metrics = jax.tree.map(functools.partial(_value, values), found.metrics, is_leaf=passes.is_result)
+                totals = metrics if totals is None else _added(totals, metrics)
+                weights += [] if found.weight is None else [_value(values, passes.Result(found.weight, None))]
+                values.clear()
+        return sums, _means(totals, len(micros)), sum(weights[1:], weights[0]) if weights else len(micros)
+
+    def _wait(
+        self, running: collections.deque[Any], written: Sequence[jax.Array], sums: Mapping[str, jax.Array]
+    ) -> None:
+        """Keeps the sender near its devices: memory is taken when a program is sent."""
+        if mesh_lib.platform(self._mesh) == "cpu":  # emulated devices share threads, which waiting programs may use up
+            jax.block_until_ready((written, sums))
+            return
+        running.append(written[0] if written else next(iter(sums.values()), None))
+        if len(running) > _AHEAD and (oldest := running.popleft()) is not None and not oldest.is_deleted():
+            jax.block_until_ready(oldest)
+
+    def _arguments(
+        self,
+        found: stage_programs.StagePrograms,
+        leaves: Mapping[str, jax.Array],
+        micro: Any,
+        number: int,
+        copies: Values,
+    ) -> Values:
+        """Returns what the programs of a micro-batch read and do not make; `copies` are those of all micro-batches."""
+        batch, values = {f"1/{path}": leaf for path, leaf in tree.flatten(micro)}, {}
+        for value, group in ((value, group) for value, groups in found.readers.items() for group in groups):
+            path = found.paths.get(value, "")
+            if path == "3":
+                values[value, group] = self._number(number, group)
+            elif path in batch:
+                values[value, group] = state.view(batch[path], self._meshes[group])
+            elif path or value in found.constants:
+                if (value, group) not in copies:
+                    copies[value, group] = (
+                        self._leaf(leaves, path.replace("0/", "params/", 1) if path[0] == "0" else path[2:], group)
+                        if path
+                        else jax.device_put(found.constants[value], NamedSharding(self._meshes[group], P()))
+                    )
+                values[value, group] = copies[value, group]
+        return values
+
+    def _maker_of_zeros(self, group: int) -> Callable[[], dict[str, jax.Array]]:
+        likes = {
+            path: stage_programs.summed(self._placed.groups[group].placements[path])
+            for path in self._updates[group].trained
+        }
+        return jax.jit(
+            lambda: {path: jnp.zeros(like.shape, like.dtype) for path, like in likes.items()},
+            out_shardings={path: like.sharding for path, like in likes.items()},
+        )
+
+    def _home(self, path: str) -> int:
+        return self._placed.homes[path]
+
+    def _number(self, number: int, group: int) -> jax.Array:
+        key = (number, group)
+        if key not in self._numbers:
+            self._numbers[key] = jax.device_put(np.int32(number), NamedSharding(self._meshes[group], P()))
+        return self._numbers[key]
+
+    def _leaf(self, leaves: Mapping[str, jax.Array], path: str, group: int) -> jax.Array:
+        """Returns a leaf of the state on a group."""
+        if self._home(path) == state.EVERYWHERE:
+            return state.view(leaves[path], self._meshes[group])
+        return leaves[path] if self._home(path) == group else self._moved(leaves[path], group)
+
+    def _at(self, values: Values, number: int, group: int) -> jax.Array:
+        """Returns a value of some group on this one."""
+        return (
+            values[number, group]
+            if (number, group) in values
+            else self._moved(_value(values, passes.Result(number, None)), group)
+        )
+
+    def _moved(self, x: jax.Array, group: int) -> jax.Array:
+        return jax.device_put(x, NamedSharding(self._meshes[group], state.spec(x)))
+
+
+def _value(values: Values, own: passes.Result) -> jax.Array:
+    if own.number is None:
+        return jnp.asarray(own.atom.val, own.atom.aval.dtype)
+    return next(value for (number, _), value in values.items() if number == own.number)
+
+
+def _micro_batches(layout: inputs.Layout, dtype: Any, batch: Any) -> list[Any]:
+    """Returns the micro-batches of a batch, each sharded over the devices of a group and equal on all groups."""
+    placed, one = layout.place(batch, dtype), dataclasses.replace(layout, passes=1)
+
+    def constrained(micro: Any) -> Any:
+        specs = one.specs(micro)
+        return jax.tree.map(
+            lambda leaf, spec: jax.lax.with_sharding_constraint(leaf, NamedSharding(layout.mesh, spec)), micro, specs
+        )
+
+    if layout.passes == 1:
+        return [constrained(placed)]
+    return [constrained(jax.tree.map(lambda leaf, n=n: leaf[n], placed)) for n in range(layout.passes)]
+
+
+@jax.jit
+def _added(totals: Any, new: Any) -> Any:
+    return outputs.added(totals, new)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _means(metrics: Any, count: int) -> Any:
+    return outputs.values(outputs.divided(metrics, count) if count > 1 else metrics, over_devices=False)
