@@ -5,7 +5,7 @@
 Devices: 1 H200, and a host with 80 GB of free memory. MLPs run for 8,192 tokens at a time. Layers keep their inputs in host memory (69 GB)
 and what attention returns on the device (70 GB), so that no attention runs twice. Weights have 16 bits and moments 8, 32 GB on the device;
 they are rounded stochastically, and there are no float32 masters.
-Result: 1,814 tokens/s (144.5 s a step) and 121.3 GiB on the device, as planned there (docs/benchmarks). A plan for an absent GPU says
+Result: 1,818 tokens/s (144.2 s a step) and 121.2 GiB on the device, as planned there (docs/benchmarks). A plan for an absent GPU says
 112.5 GiB, since it does not know the scratch memory of cuDNN's backward pass. 131,072 tokens: 3,307 tokens/s; 65,536: 5,446.
 """
 

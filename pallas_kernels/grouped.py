@@ -11,7 +11,7 @@ accumulated in float32 and rounded once. Rows after the last group are 0 in `out
 Tiles of rows begin where a group begins, so a group of 256 rows is two tiles of 128 wherever it lies. A tile that ends after its group is
 masked. A table tells each tile its group and its rows (`row_tiles`).
 
-`grouped_mosaic` has an own kernel for Hopper GPUs, which no implementation takes until it was measured there.
+`grouped_mosaic` has an own kernel for Hopper GPUs, which no implementation takes yet (docs/benchmarks/gpu.md).
 
 Shapes: M rows, K and N the matrices' dims, G groups, T tiles of rows.
 """

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -152,6 +153,10 @@ def partition_state(
             partition_state, abstract_state, stage=stage, trainable=trainable, offload=offload, **same
         )
         return pipeline_state.partitioned(abstract_state, pipeline, mesh, lambda own: of_group(mesh=own))
+    if pipeline is not None:
+        warnings.warn(
+            "pipeline: has no effect, because the mesh has no `pipe`; omit it, or make_mesh(pipe=...)", stacklevel=2
+        )
     chosen = settings.read(offload)
     settings.check(chosen, STAGES, stage)
     abstract_state = tree.abstract(abstract_state)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -36,11 +37,26 @@ def bytes_per_device(
     accumulate over several passes, they are float32, or bf16 with `in_16_bits` (`make_train_step`'s accum_dtype). If they are summed by
     explicit collectives (`by_hand`: its reduce_dtype), they are float32, and one pass leaves them sharded as the optimizer state.
     `one_block` is a regex of the blocks if no gradient outlives its block (docs/offload.md); those of the largest block are counted then,
-    and those of weights outside of blocks.
+    and those of weights outside of blocks. Of a pipeline's groups of devices it is the one that holds the most.
     """
+    known, placed = tree.flatten(partition.abstract_state), partition.pipeline
+    parts = [known] if placed is None else [placed.held(group, known) for group in range(len(placed.groups))]
+    how = (accumulates, by_hand, one_block, in_16_bits)
+    return max((_counted(partition, part, *how) for part in parts), key=lambda counted: sum(counted.values()))
+
+
+def _counted(
+    partition: placement.Partition,
+    leaves: Iterable[tuple[str, Any]],
+    accumulates: bool,
+    by_hand: bool,
+    one_block: str,
+    in_16_bits: bool,
+) -> dict[str, int]:
+    """Returns `bytes_per_device` of these leaves."""
     counted = dict.fromkeys(ROLES, 0)
     of_blocks: dict[str, int] = {}
-    for path, leaf in tree.flatten(partition.abstract_state):
+    for path, leaf in leaves:
         role = partition.leaves[path].role
         if path not in partition.on_host:
             counted[role] += tree.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))

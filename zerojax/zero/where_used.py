@@ -17,6 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from zerojax import tree
+from zerojax.errors import UserError
 from zerojax.tree import Leaf, PyTree
 from zerojax.zero import block_settings, gather, intercept, placement, remat
 
@@ -60,6 +61,11 @@ def where_used(
 
     >>> grads = jax.grad(where_used(loss_fn, partition.placements, blocks=r"layer_\\d+"))(state.params, batch)
     """
+    if len({own.stored.mesh for own in placements.values()}) > 1:
+        raise UserError(
+            "placements: the weights are on the groups of a pipeline, and a loss by itself is one program; use make_train_step, or a mesh "
+            "without `pipe`"
+        )
     return with_gathers(
         loss_fn, placements, block_settings.How(blocks, heads, remat, recompute, offload), compute_dtype
     )

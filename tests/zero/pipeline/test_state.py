@@ -7,9 +7,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from pipelines import Net, abstract, prepared
 
+import zerojax
 from zerojax import mesh as mesh_lib
 from zerojax import tree
 from zerojax.errors import UserError
+from zerojax.zero import state_bytes
 from zerojax.zero.pipeline import state
 
 
@@ -39,6 +41,25 @@ def test_an_array_over_all_groups_is_seen_by_each_without_a_copy():
     np.testing.assert_array_equal(back, x)
 
 
-def test_fewer_blocks_than_stages_and_offload_are_refused():
+def test_bytes_are_those_of_the_group_that_holds_the_most():
+    (_, partition), _ = prepared({"pipe": 2, "data": 2}, 3, shard=abstract, schedule="1f1b")
+    known = tree.flatten(partition.abstract_state)
+    held = [sum(tree.shard_bytes(leaf) for _, leaf in partition.pipeline.held(group, known)) for group in (0, 1)]
+    counted = state_bytes.bytes_per_device(partition)
+    assert sum(counted.values()) - counted["gradients"] == max(held) < sum(tree.shard_bytes(leaf) for _, leaf in known)
+
+
+def test_weights_of_several_groups_are_refused_where_one_program_reads_them():
+    (_, partition), _ = prepared({"pipe": 2}, shard=abstract, schedule="1f1b")
+    with pytest.raises(UserError, match="placements: the weights are on the groups of a pipeline"):
+        zerojax.where_used(lambda params: 0.0, partition.placements)
+
+
+def test_a_pipeline_without_groups_has_no_effect_and_says_so():
+    with pytest.warns(UserWarning, match="pipeline: has no effect"):
+        prepared({"data": 2}, shard=abstract, schedule="1f1b")
+
+
+def test_fewer_blocks_than_stages_are_refused():
     with pytest.raises(UserError, match="pipe: the loss calls 2 blocks, and there are 4"):
         prepared({"pipe": 4}, shard=abstract, schedule="1f1b", net=Net(layers=1))

@@ -7,7 +7,7 @@ replicated over all groups.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -70,6 +70,10 @@ class Placed:
     def stages(self) -> int:
         """Returns the number of stages."""
         return len(self.groups) * self.pipeline.chunks
+
+    def held(self, group: int, leaves: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        """Returns those of the leaves of a state, with their paths, that a group holds."""
+        return [(path, leaf) for path, leaf in leaves if self.homes[path] in (group, EVERYWHERE)]
 
 
 def partitioned(
