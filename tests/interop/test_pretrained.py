@@ -47,27 +47,30 @@ def test_logits_loss_and_greedy_tokens_are_those_of_transformers(name, stage, mo
     np.testing.assert_array_equal(found, expected["generated"])
 
 
+def assert_equal_logits(name, loaded):
+    expected, batch = golden_models.expected(name), golden_models.batch(name)
+    sharded = zerojax.where_used(
+        lambda params: loaded.apply(params, batch),
+        loaded.partition.placements,
+        blocks=loaded.blocks,
+        heads=loaded.heads,
+        remat="none",
+    )
+    logits = jax.jit(sharded)(loaded.params)
+    np.testing.assert_allclose(logits, expected["logits"], atol=LOGITS, rtol=0)
+    np.testing.assert_allclose(loaded.loss_of(logits, batch["labels"]), expected["loss"], rtol=LOSS)
+
+
 OTHERS = golden_models.DECODERS + golden_models.MIXTURES + golden_models.ENCODER_DECODERS
 AGAIN = ("mixtral", "olmoe")  # what these do, qwen2moe and qwen3moe do by default
+TENSOR = ("gemma2", "gpt2", "qwen2moe", "mbart")  # one of each kind
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=runs.LONG if name in AGAIN else ()) for name in OTHERS])
+@pytest.mark.parametrize("name", runs.cases(OTHERS, long=AGAIN))
 def test_other_families_compute_what_transformers_does_and_are_written_as_they_were(name, tmp_path):
-    """At stage 3, and at stage 0 with tensor parallelism; tokens at stage 3."""
-    expected, batch = golden_models.expected(name), golden_models.batch(name)
-    for stage, model in ((3, 1), (0, 2)):
-        loaded = golden_models.load(name, stage, model)
-        sharded = zerojax.where_used(
-            lambda params, loaded=loaded: loaded.apply(params, batch),
-            loaded.partition.placements,
-            blocks=loaded.blocks,
-            heads=loaded.heads,
-            remat="none",
-        )
-        logits = jax.jit(sharded)(loaded.params)
-        np.testing.assert_allclose(logits, expected["logits"], atol=LOGITS, rtol=0)
-        np.testing.assert_allclose(loaded.loss_of(logits, batch["labels"]), expected["loss"], rtol=LOSS)
-    loaded = golden_models.load(name, 3)
+    """At stage 3."""
+    expected, loaded = golden_models.expected(name), golden_models.load(name, 3)
+    assert_equal_logits(name, loaded)
     prompts = (expected["input_ids"][:, :9],)
     if loaded.family.is_encoder_decoder:
         prompts = expected["input_ids"], expected["attention_mask"]
@@ -78,6 +81,11 @@ def test_other_families_compute_what_transformers_does_and_are_written_as_they_w
     written, source = map(safetensors.numpy.load_file, files)
     assert written.keys() == source.keys()
     jax.tree.map(np.testing.assert_array_equal, written, source)
+
+
+@pytest.mark.parametrize("name", runs.cases(OTHERS, long=[name for name in OTHERS if name not in TENSOR]))
+def test_other_families_compute_it_under_tensor_parallelism(name):
+    assert_equal_logits(name, golden_models.load(name, 0, 2))
 
 
 def test_weights_are_sharded_by_the_stage():

@@ -76,7 +76,7 @@ REFUSED = {
     ),
     "a near name": (
         {"model__preset": "tinny"},
-        r"preset: must be one of test, tiny, .*, and is 'tinny'; did you mean 'tiny'\?$",
+        r"preset: must be one of test, .*, and is 'tinny'; did you mean 'tiny'\?$",
     ),
 }
 
