@@ -54,7 +54,8 @@ def loss_of(net, params, batch, state):
     counted = (batch["labels"] > 3).astype(jnp.float32)
     right = jnp.sum((scores.argmax(-1) == batch["labels"]) * counted)
     mean = functools.partial(zerojax.Mean, weight=jnp.sum(counted))
-    return mean(jnp.sum(losses * counted)), {"metrics": {"right": mean(right), "right_ones": zerojax.Sum(right)}}
+    metrics = {"right": mean(right), "right_ones": zerojax.Sum(right), "step": state.step, "rate": 0.1 * state.step}
+    return mean(jnp.sum(losses * counted)), {"metrics": metrics}
 
 
 def batch_of(seed):

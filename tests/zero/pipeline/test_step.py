@@ -1,12 +1,14 @@
 """Checks that a step over a pipeline is the step of one device. This module tests zerojax.zero.pipeline.step."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import runs
-from pipelines import TENSOR, Net, abstract, assert_equal, on_one_device, prepared, trained
+from flax.training.train_state import TrainState
+from pipelines import BLOCKS, TENSOR, Block, Net, abstract, assert_equal, on_one_device, prepared, trained
 
 import zerojax
 from zerojax.errors import UserError
@@ -83,3 +85,37 @@ def test_what_a_pipeline_cannot_do_is_refused(how, message):
 def test_a_mesh_with_stages_needs_a_pipeline():
     with pytest.raises(UserError, match="pipeline: is not given"):
         prepared({"pipe": 2}, shard=abstract)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("passes", [1, 4])
+def test_a_batch_may_be_one_array_and_leaves_may_be_padded(passes):
+    batch = np.random.default_rng(0).normal(size=(passes, 12, 16)).astype(np.float32)
+    batch = batch[0] if passes == 1 else batch
+    micro = batch if passes == 1 else batch[0]
+
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for number in range(3):
+                x = Block(0.0, name=f"block_{number}")(x, 1.0)
+            return x
+
+    def loss(params, x, state):
+        return jnp.mean(jnp.square(Layers().apply({"params": params}, x) - 1))
+
+    def init(key):
+        params = Layers().init(key, jnp.zeros((1, 16)))["params"]
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
+
+    losses = []
+    for pipe, data in ((1, 1), (2, 3)):
+        mesh = zerojax.make_mesh(pipe=pipe, data=data, devices=jax.devices()[: pipe * data])
+        pipeline = zerojax.Pipeline(loss, micro, BLOCKS) if pipe > 1 else None
+        how = {"mesh": mesh, "min_size": 0, "indivisible": "pad", "pipeline": pipeline}
+        state, partition = zerojax.shard_train_state(init, jax.random.key(0), **how)
+        step = zerojax.make_train_step(loss, partition, blocks=BLOCKS, grad_accum=passes, reduce_dtype=jnp.float32)
+        for _ in range(2):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses[2:], losses[:2], rtol=1e-5)

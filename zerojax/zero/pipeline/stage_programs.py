@@ -1,7 +1,7 @@
 """Compiles the passes of stages as programs. This module decides what a program takes and returns, and on which groups a value is read."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,9 +44,10 @@ class StagePrograms:
       programs: by kind and stage.
       paths: where a value comes from that no program makes, as of `passes.Trace`, by number.
       constants: the values that are arrays of the trace, by number.
-      readers: the groups that read a value, by number.
+      readers: the groups that read a value, by number; the first one gets all of `kept`.
       metrics: the tree of the metrics, with `passes.Result`s.
       weight: the number of the weight of a micro-batch among those of a step; None if they count alike.
+      kept: the numbers of what a micro-batch leaves: its weight and its metrics.
     """
 
     programs: Mapping[tuple[str, int], StageProgram]
@@ -55,6 +56,7 @@ class StagePrograms:
     readers: Mapping[int, Sequence[int]]
     metrics: Any
     weight: int | None
+    kept: Collection[int]
 
 
 def compiled(
@@ -86,14 +88,18 @@ def compiled(
         *((FORWARD, stage) for stage in range(placed.stages)),
         *((BACKWARD, n) for n in reversed(range(placed.stages))),
     ]
-    kept = {weight} | {own.number for own in jax.tree.leaves(aux["metrics"], is_leaf=passes.is_result)}
+    results = [weight, *(own.number for own in jax.tree.leaves(aux["metrics"], is_leaf=passes.is_result))]
+    kept = {number for number in results if number is not None}
     for key in order:
         group = key[1] % count
         cut = cuts[group]
         read_elsewhere = {n for other, numbers in cut.reads.items() if other != key for n in numbers} | kept
         found[key] = _program(traces[group], cut, key, placed, group, grads, weight, read_elsewhere, values, options)
-    readers = {number: sorted({stage % count for stage in cuts[0].readers(number)}) for number in values}
-    return StagePrograms(found, traces[0].paths, traces[0].constants, readers, aux["metrics"], weight)
+    readers = {
+        number: sorted({stage % count for stage in cuts[0].readers(number)} | ({0} if number in kept else set()))
+        for number in values
+    }
+    return StagePrograms(found, traces[0].paths, traces[0].constants, readers, aux["metrics"], weight, kept)
 
 
 def _program(
@@ -104,7 +110,7 @@ def _program(
     group: int,
     grads: Mapping[str, int],
     weight: int | None,
-    read_elsewhere: set[int | None],
+    read_elsewhere: set[int],
     values: dict[int, Any],
     options: Mapping[str, Any],
 ) -> StageProgram:

@@ -184,7 +184,7 @@ class PipelineStep:
                 )
             for number in program.reads:
                 to_read[op.micro][number, group] -= 1
-                if not to_read[op.micro][number, group]:
+                if not to_read[op.micro][number, group] and number not in found.kept:
                     del values[number, group]
             self._wait(running[group], written, own)
             if op.kind == order_lib.BACKWARD and op.stage == 0:
@@ -214,18 +214,18 @@ class PipelineStep:
         copies: Values,
     ) -> Values:
         """Returns what the programs of a micro-batch read and do not make; `copies` are those of all micro-batches."""
-        batch, values = {f"1/{path}": leaf for path, leaf in tree.flatten(micro)}, {}
+        batch, values = dict(tree.flatten(micro)), {}
         for value, group in ((value, group) for value, groups in found.readers.items() for group in groups):
-            path = found.paths.get(value, "")
-            if path == "3":
+            root, _, path = found.paths.get(value, "").partition("/")
+            if root == "3":
                 values[value, group] = self._number(number, group)
-            elif path in batch:
+            elif root == "1":
                 values[value, group] = state.view(batch[path], self._meshes[group])
-            elif path or value in found.constants:
+            elif root or value in found.constants:
                 if (value, group) not in copies:
                     copies[value, group] = (
-                        self._leaf(leaves, path.replace("0/", "params/", 1) if path[0] == "0" else path[2:], group)
-                        if path
+                        self._leaf(leaves, f"params/{path}" if root == "0" else path, group)
+                        if root
                         else jax.device_put(found.constants[value], NamedSharding(self._meshes[group], P()))
                     )
                 values[value, group] = copies[value, group]
@@ -271,6 +271,8 @@ class PipelineStep:
 def _value(values: Values, own: passes.Result) -> jax.Array:
     if own.number is None:
         return jnp.asarray(own.atom.val, own.atom.aval.dtype)
+    if (own.number, 0) in values:  # what a micro-batch leaves is there
+        return values[own.number, 0]
     return next(value for (number, _), value in values.items() if number == own.number)
 
 
