@@ -62,7 +62,11 @@ def test_without_an_accelerator_cpu_devices_are_emulated_and_nothing_is_logged()
 
 
 @pytest.mark.parametrize(
-    "name, value", [("XLA_FLAGS", "--xla_force_host_platform_device_count=3"), ("JAX_NUM_CPU_DEVICES", "3")]
+    "name, value",
+    [
+        ("XLA_FLAGS", "--xla_force_host_platform_device_count=3"),
+        pytest.param("JAX_NUM_CPU_DEVICES", "3", marks=pytest.mark.long),
+    ],
 )
 def test_a_count_of_devices_already_set_is_kept(name, value):
     assert programs.python(COUNT, JAX_PLATFORMS="cpu", **{name: value}).stdout == "True 3 x cpu (emulated), 1 process\n"

@@ -157,6 +157,7 @@ def test_all_processes_end_soon_and_in_one_line_after_the_end_of_one(commands, t
     assert not (tmp_path / "run.lock").exists()
 
 
+@pytest.mark.long  # tests/test_train.py closes those of one process
 def test_streams_that_nobody_reads_stop_a_run_after_a_save_and_without_a_word(commands, tmp_path):
     settings = runs.flags(emulate_devices=1, checkpoint__every=0, steps=5000)
     lose = fails(f"exec({(CLOSED.format(1) + CLOSED.format(2))!r})")
