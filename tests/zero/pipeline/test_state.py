@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -26,6 +27,14 @@ def test_a_weight_its_moments_and_its_gradient_live_on_one_group_and_counts_on_a
     groups = mesh_lib.groups(partition.mesh)
     for path, sharding in tree.flatten(partition.shardings):
         assert sharding.mesh == (partition.mesh if homes[path] == state.EVERYWHERE else groups[homes[path]])
+
+
+def test_factored_moments_live_with_their_weight():
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+    (_, partition), _ = prepared({"pipe": 2}, shard=abstract, schedule="1f1b", tx=tx)
+    homes = partition.pipeline.homes
+    rows = [path for path in homes if "/v_row/" in path]
+    assert rows and all(homes[path] == homes[f"params/{path.split('/v_row/')[1]}"] for path in rows)
 
 
 def test_an_array_over_all_groups_is_seen_by_each_without_a_copy():

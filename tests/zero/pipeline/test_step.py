@@ -51,6 +51,7 @@ def test_with_one_device_a_group_it_is_so_to_the_last_bit():
         ({"pipe": 2, "data": 2}, {"remat": "none"}),
         ({"pipe": 2, "data": 2}, {"loss_scale": zerojax.DynamicLossScale(init_scale=2.0**40)}),
         ({"pipe": 2, "data": 2}, {"tx": optax.sgd(0.1, momentum=0.9)}),
+        ({"pipe": 2, "data": 2}, {"tx": optax.adafactor(1e-2, min_dim_size_to_factor=8)}),
         ({"pipe": 2, "data": 2}, {"tx": zerojax.fused_adamw(1e-2)}),
     ],
 )

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import mesh as mesh_lib
-from zerojax import tree
+from zerojax import roles, tree
 from zerojax.errors import UserError
 from zerojax.zero import block_settings, placement
 from zerojax.zero.pipeline import passes, segments
@@ -105,9 +105,11 @@ def partitioned(
     cut = segments.of_trace(trace.inner, len(groups) * pipeline.chunks, costs=pipeline.costs)
     stage_of = {path: stages[0] for path, number in trace.params.items() if (stages := cut.readers(number))}
     stage_of |= {path: stage for path, own in trace.grads(cut).items() if (stage := cut.writer(own)) is not None}
-    homes = {}
+    homes, index = {}, tree.suffix_index(groups[0].placements)
     for path, leaf in groups[0].leaves.items():
         weight = path if path in groups[0].placements else leaf.weight
+        if leaf.role == roles.OPT_STATE:  # factored moments have shapes of their own, and the weight's name
+            weight = weight or tree.longest_suffix(index, path) or ""
         homes[path] = stage_of.get(weight, cut.stages - 1) % len(groups) if weight else EVERYWHERE
     pick = functools.partial(tree.map_with_path, lambda path, *own: own[homes[path]])
     everywhere = NamedSharding(mesh, P())
