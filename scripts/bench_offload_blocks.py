@@ -276,8 +276,7 @@ def _planned(options: argparse.Namespace, family: Any, model: Any, device: Any, 
 
 def _kernels(one_pass: Any, most: int) -> list[str]:
     """Returns lines of the kernels of a pass's programs, each listed once: the bytes that they move, without matmuls and attention."""
-    from zerojax.hlo import buffers, flow, syntax
-    from zerojax.plan import bound, matmuls
+    from zerojax.hlo import buffers, flow, syntax, traffic
 
     programs = one_pass.schedule.cut.programs
     runs = collections.Counter(id(program.run) for program in programs)
@@ -286,8 +285,8 @@ def _kernels(one_pass: Any, most: int) -> list[str]:
         found = flow.flow(syntax.parse(buffers.text_of(program.run)))
         others = [
             (kernel.nbytes * kernel.times / 1e6, kernel.instruction)
-            for kernel in bound.kernels(found)
-            if not matmuls.uses_matrix_units(found.module, kernel.where, kernel.instruction)
+            for kernel in traffic.kernels(found)
+            if not traffic.uses_matrix_units(found.module, kernel.where, kernel.instruction)
         ]
         total = sum(megabytes for megabytes, _ in others)
         lines.append(f"{program.name}, {runs[id(program.run)]} times a pass: {total:,.0f} MB")

@@ -35,6 +35,7 @@ KERNELS = "pallas_kernels"
 ROOMS: dict[str, set[str]] = {
     "ops": {KERNELS},
     "hlo": set(),
+    "clock": {"hlo"},
     "launch": set(),
     "data": set(),
     "optim": {KERNELS},
@@ -44,11 +45,12 @@ ROOMS: dict[str, set[str]] = {
     "lora": {"ops", "models", "zero"},
     "inference": {"ops", "models", "zero", KERNELS},
     "interop": {"ops", "models", "lora", "checkpoint", "zero", "inference"},
-    "plan": {"ops", "hlo", "zero", "launch"},
-    "profile": {"hlo", "zero", "launch", "plan"},
+    "plan": {"ops", "hlo", "clock", "zero", "launch"},
+    "profile": {"hlo", "clock", "zero", "launch", "plan"},
     "trainer": {
         "ops",
         "hlo",
+        "clock",
         "launch",
         "data",
         "optim",

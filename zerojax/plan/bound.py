@@ -7,26 +7,18 @@ It is the maximum because all four can run at the same time. Bytes moved are tho
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from jax.sharding import Mesh
 
 from zerojax.hlo import flow as hlo_flow
-from zerojax.hlo import syntax
-from zerojax.plan import matmuls, targets
+from zerojax.hlo import traffic as traffic_lib
+from zerojax.plan import targets
 
 COMPUTE, MEMORY, COLLECTIVES, HOST, DISK = "compute", "memory", "collectives", "host link", "disk"
 
 REACHED = 0.7  # of the matrix rate, by the layers' matmuls and attention of 8B on H200s (docs/benchmarks/gpu.md)
-
-# Instructions that move no bytes themselves. The bytes of a loop or a branch are those of its body, and those of a -done are its -start's.
-_FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast while conditional call after-all partition-id replica-id opt-barrier "
-    "optimization-barrier domain add-dependency".split()
-)
-_SLICES = ("dynamic-slice", "slice", "gather")  # read as many bytes of their first operand as they return
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +63,7 @@ def least_step(
       target: the kind of device.
       mesh: the devices; those of one process share a host.
       flops: operations of all devices together, by dtype (`flops.count`).
-      traffic: bytes that one device reads and writes (`memory_traffic`).
+      traffic: bytes that one device reads and writes (`hlo.traffic`).
       received: bytes that one device receives from others, by the mesh axes that they travel over.
       host: bytes between one device and host memory, in the busier direction (`host_traffic`).
     """
@@ -137,7 +129,7 @@ def copies(target: targets.Target, bound: Bound | None, sent: int) -> Copies | N
 def host_traffic(flow: hlo_flow.Flow) -> tuple[int, int]:
     """Returns the bytes that one device sends to host memory in a step, and the bytes that it fetches from there."""
     sent = fetched = 0
-    for call in _counted(flow):
+    for call in traffic_lib.counted(flow):
         where = call.computation
         for instruction in where.instructions:
             source = (
@@ -149,95 +141,3 @@ def host_traffic(flow: hlo_flow.Flow) -> tuple[int, int]:
             nbytes = call.times * target.nbytes * (target.is_on_host != source.arrays[0].is_on_host)
             sent, fetched = (sent + nbytes, fetched) if target.is_on_host else (sent, fetched + nbytes)
     return sent, fetched
-
-
-def _counted(flow: hlo_flow.Flow) -> list[hlo_flow.Call]:
-    """Returns the calls of computations, without those whose -start instruction is counted."""
-    return [call for call in flow.calls.values() if not (call.site is not None and call.site.opcode.endswith("-start"))]
-
-
-def memory_traffic(flow: hlo_flow.Flow) -> int:
-    """Returns the bytes that one device reads and writes in a step of the compiled program. A loop counts times its length."""
-    return sum(kernel.nbytes * kernel.times for kernel in kernels(flow))
-
-
-class KernelBytes(NamedTuple):
-    """An instruction that moves bytes of the device's memory: how many in one run, how often it runs, and where it is."""
-
-    nbytes: int
-    times: int
-    where: syntax.Computation
-    instruction: syntax.Instruction
-
-
-def kernels(flow: hlo_flow.Flow) -> Iterator[KernelBytes]:
-    """Yields the instructions of a program that move bytes.
-
-    Each instruction reads its operands and writes its output once. If it reads a slice of an array, or updates a slice in place, only
-    the slice counts. Caches make the true traffic smaller. Tiles that are read again make it larger.
-    """
-    for call in _counted(flow):
-        for instruction in call.computation.instructions:
-            nbytes = _moved(flow.module, call.computation, instruction)
-            if nbytes:
-                yield KernelBytes(nbytes, call.times, call.computation, instruction)
-
-
-def _moved(module: syntax.Module, where: syntax.Computation, instruction: syntax.Instruction) -> int:
-    opcode = instruction.opcode
-    if opcode in _FREE or opcode.endswith(("-done", "-update")):
-        return 0
-    written = _nbytes(instruction)
-    if opcode == "custom-call" and len(instruction.arrays) > 1 and matmuls.is_library_call(instruction):
-        written -= sum(array.nbytes for array in instruction.arrays[1:] if array.dtype in ("s8", "u8"))  # workspace
-    read = [_nbytes(where.by_name[operand]) if operand in where.by_name else 0 for operand in instruction.operands]
-    if opcode.removesuffix("-start") == "fusion" and instruction.called:
-        inside = module.computation(instruction.called[-1])
-        used = [_used(inside, number, nbytes) for number, nbytes in enumerate(read)]
-        return sum(used) + _written(inside)
-    if opcode in _SLICES:
-        return 2 * written
-    if opcode in ("dynamic-update-slice", "scatter"):
-        return 2 * sum(read[1:])
-    if opcode.endswith("-start") and opcode != "all-reduce-start":
-        return written  # a tuple of the inputs and the outputs
-    return sum(read) + written
-
-
-def _used(inside: syntax.Computation, number: int, nbytes: int) -> int:
-    """Returns the bytes that a fusion reads of an operand. It converts only the elements that it uses."""
-    parameter = inside.parameters.get(number)
-    if parameter is None:
-        return nbytes
-    whole, users = _elements(parameter), inside.users.get(parameter.name, ())
-    is_converted = False
-    while len(users) == 1 and users[0].opcode in ("bitcast", "convert"):
-        is_converted |= users[0].opcode == "convert"
-        parameter, users = users[0], inside.users.get(users[0].name, ())
-    if users and all(u.opcode in _SLICES and u.operands[0] == parameter.name for u in users):
-        return min(nbytes, nbytes * sum(map(_elements, users)) // max(1, whole))
-    in_place = ("dynamic-update-slice", "scatter")  # of the operand itself: what is converted is read whole
-    if users and not is_converted and all(u.opcode in in_place and u.operands[0] == parameter.name for u in users):
-        return 0
-    return nbytes
-
-
-def _written(inside: syntax.Computation) -> int:
-    """Returns the bytes that a fusion writes: for an array updated in place, those of the update."""
-    root = inside.root
-    outputs = [inside.by_name[o] for o in root.operands if o in inside.by_name] if root.opcode == "tuple" else [root]
-    total = 0
-    for output in outputs:
-        while output.opcode == "bitcast" and output.operands[0] in inside.by_name:
-            output = inside.by_name[output.operands[0]]
-        update = {"dynamic-update-slice": 1, "scatter": -1}.get(output.opcode)
-        total += _nbytes(output if update is None else inside.by_name[output.operands[update]])
-    return total
-
-
-def _elements(instruction: syntax.Instruction) -> int:
-    return sum(array.elements for array in instruction.arrays)
-
-
-def _nbytes(instruction: syntax.Instruction) -> int:
-    return sum(array.nbytes for array in instruction.arrays if not array.is_on_host)

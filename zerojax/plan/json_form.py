@@ -51,6 +51,16 @@ def as_json(plan: step_plan.Plan) -> dict[str, Any]:
             "step_seconds": bound.step_seconds,
             "tokens_per_second": bound.most_tokens_per_second(plan.tokens),
         },
+        "foretold": None
+        if plan.foretold is None
+        else {
+            "seconds": plan.foretold.seconds,
+            "tokens_per_second": plan.tokens / plan.foretold.seconds if plan.tokens else None,
+            "mfu": plan.mfu,
+            "parts": dict(plan.foretold.parts),
+            "beside": dict(plan.foretold.busy),
+            "errors": plan.rates.errors if plan.rates else None,
+        },
         "stream": None if plan.stream is None else _stream(plan),
         "compile_seconds": plan.compile_seconds,
     }

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 
 from zerojax.hlo import flow as hlo_flow
-from zerojax.hlo import syntax
+from zerojax.hlo import syntax, traffic
 from zerojax.ops import fp8
 
 FP8 = "fp8"
@@ -42,7 +42,7 @@ def matmuls(flow: hlo_flow.Flow) -> tuple[Matmul, ...]:
     found = []
     for call in flow.calls.values():
         for instruction in call.computation.instructions:
-            for where, inner in _inside(flow.module, call.computation, instruction):
+            for where, inner in traffic.matmuls(flow.module, call.computation, instruction):
                 dtypes = [where.by_name[name].arrays[0].dtype for name in inner.operands[:2] if name in where.by_name]
                 name = inner.op_name or instruction.op_name
                 width = max(map(syntax.bits, dtypes), default=0)
@@ -59,34 +59,3 @@ def counts(found: Iterable[Matmul]) -> dict[str, int]:
     for matmul in found:
         total[matmul.kind] += matmul.times
     return {kind: count for kind, count in total.items() if count}
-
-
-def is_library_call(instruction: syntax.Instruction) -> bool:
-    """Returns whether an instruction calls cuBLAS or cuDNN."""
-    return re.search(r'custom_call_target="__cu(blas|dnn)', instruction.attributes) is not None
-
-
-def uses_matrix_units(module: syntax.Module, where: syntax.Computation, instruction: syntax.Instruction) -> bool:
-    """Returns whether an instruction is bound by the matrix units: a matmul, a convolution, or an attention of cuDNN."""
-    return (
-        is_library_call(instruction) or instruction.opcode == "convolution" or bool(_inside(module, where, instruction))
-    )
-
-
-def _inside(
-    module: syntax.Module, where: syntax.Computation, instruction: syntax.Instruction
-) -> list[tuple[syntax.Computation, syntax.Instruction]]:
-    """Returns the matmuls that an instruction is, or holds if it is a fusion, each with its computation."""
-    if instruction.opcode == "dot":
-        return [(where, instruction)]
-    if instruction.opcode == "custom-call":
-        is_call = re.search(r'custom_call_target="__cublas', instruction.attributes)
-        return [(where, instruction)] if is_call else []
-    if instruction.opcode.removesuffix("-start") not in ("fusion", "async"):
-        return []
-    found = []
-    for called in instruction.called:
-        if module.mentions(called, "dot", "fusion", "custom-call"):
-            inner = module.computation(called)
-            found += [pair for part in inner.instructions for pair in _inside(module, inner, part)]
-    return found

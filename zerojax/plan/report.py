@@ -12,6 +12,7 @@ from zerojax.plan import matmuls, step_plan, targets
 def text(plan: step_plan.Plan) -> str:
     """Returns the complete plan as plain text."""
     tables = [memory_table(plan), leaves_table(plan), temporaries_table(plan), ledger_table(plan), times_table(plan)]
+    tables += [clock_table(plan)] if plan.foretold else []
     shown = [display.as_text(table) for table in tables if table.row_count]
     return "\n\n".join([*shown, "\n".join(_lines(plan))])
 
@@ -93,6 +94,8 @@ def ledger_table(plan: step_plan.Plan) -> Table:
 
 def _lines(plan: step_plan.Plan) -> list[str]:
     lines = [verdict(plan)]
+    if plan.foretold is not None:
+        lines.append(_foretold(plan))
     if plan.bound is not None:
         terms = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in plan.bound.seconds.items())
         line = f"a step takes at least {plan.bound.step_seconds * 1e3:.1f} ms, bound by {plan.bound.binds} ({terms})"
@@ -142,6 +145,38 @@ def _stream_lines(plan: step_plan.Plan) -> list[str]:
     copies = found.link + found.disk
     hidden = f"of {_ms(copies)} of copies {_ms(copies - found.exposed)} hide and {_ms(found.exposed)} are exposed"
     return [*lines, f"a step should take about {_ms(found.seconds)}{rate} (an estimate, see docs/plan.md): {hidden}"]
+
+
+def clock_table(plan: step_plan.Plan) -> Table:
+    """Returns a table of where the foretold time of a step goes."""
+    found = plan.foretold
+    assert found is not None
+    table = Table(title="Foretold time of a step: where it goes")
+    for column in ("part", "ms", "share"):
+        table.add_column(column, justify="left" if column == "part" else "right")
+    for part, seconds in found.parts.items():
+        if seconds:
+            table.add_row(part, f"{seconds * 1e3:,.1f}", f"{seconds / found.seconds:.1%}")
+    table.add_section()
+    table.add_row("total", f"{found.seconds * 1e3:,.1f}", "")
+    beside = (f"{kind} {seconds * 1e3:,.1f} ms" for kind, seconds in found.busy.items())
+    table.caption = f"run beside kernels, but for what is exposed: {', '.join(beside)}" if found.busy else None
+    return table
+
+
+def _foretold(plan: step_plan.Plan) -> str:
+    """Returns the foretold time of a step, with the errors that the clock had where steps were measured."""
+    assert plan.foretold is not None and plan.rates is not None
+    seconds, errors = plan.foretold.seconds, plan.rates.errors
+    line = f"a step should take {seconds * 1e3:,.1f} ms"
+    if plan.tokens:
+        line += f", {plan.tokens / seconds / plan.devices:,.0f} tokens/s/device"
+    if plan.mfu is not None:
+        line += f", {plan.mfu:.1%} MFU"
+    if errors is None:
+        return f"{line}; no step was measured on {plan.target.name}: its rates are an H200's, scaled by data sheets"
+    held = f"{errors['settings']:.0f} measured settings that no rate is fitted to"
+    return f"{line} (within {errors['worst']:.1%} of the measured step, half of them within {errors['median']:.1%}, in {held})"
 
 
 def times_table(plan: step_plan.Plan) -> Table:

@@ -9,13 +9,17 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from zerojax import errors, roles, specs, tree
 from zerojax import mesh as mesh_lib
-from zerojax.hlo import buffer_roles
+from zerojax.clock import rates as rates_lib
+from zerojax.clock import walk
+from zerojax.hlo import buffer_roles, traffic
 from zerojax.hlo import buffers as buffers_lib
+from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import bound as bound_lib
 from zerojax.plan import departures, findings, ledger, targets
 from zerojax.plan.offload import streams, times
@@ -60,6 +64,9 @@ class Plan:
       stream: the stream of offloaded state; None if there is none. `buffers` and what is read from the program are then those of the
         program of the gradients. A step block by block has no such program, and its own are read in their order (`streams`).
       expected: the estimated time of a step with offloaded state; None if there is none, or the target's rates are unknown.
+      foretold: the time of a step that is one program; None if the state is offloaded, or `clock` has no rates of the target.
+      rates: those of `foretold`.
+      model_seconds: of the model's operations alone, without those computed again, at the matrix rate; None if unknown.
     """
 
     target: targets.Target
@@ -78,6 +85,9 @@ class Plan:
     compiled: Any = dataclasses.field(repr=False)
     stream: streams.Stream | None = None
     expected: times.Times | None = None
+    foretold: walk.StepTime | None = None
+    rates: rates_lib.GpuRates | None = None
+    model_seconds: float | None = None
 
     @property
     def peak(self) -> int:
@@ -102,6 +112,17 @@ class Plan:
     def largest_temporaries(self) -> list[buffers_lib.Temporary]:
         """Returns the largest temporaries at the peak, the largest first."""
         return list(self.buffers.at_peak[:LARGEST])
+
+    @property
+    def seconds(self) -> float | None:
+        """Returns the seconds that a step should take, or None if they are unknown."""
+        known = self.foretold or self.expected
+        return known.seconds if known else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Returns the share of the matrix rate that the model's operations should take, or None if it is unknown."""
+        return self.model_seconds / self.seconds if self.model_seconds and self.seconds else None
 
     @property
     def fits(self) -> bool | None:
@@ -135,6 +156,7 @@ def plan_step(
     compiler_options: Mapping[str, Any] | None = None,
     host_rate: float | None = None,
     disk_rate: float | None = None,
+    flops_per_token: float = 0.0,
 ) -> Plan:
     """Plans any jitted train step.
 
@@ -152,6 +174,7 @@ def plan_step(
       from_cache: see `buffers.compile_with_buffers`.
       compiler_options: XLA options, in addition to the step's own; programs of blocks that are compiled before do not have them.
       host_rate: bytes/s to host memory, and as many from it at the same time; None for the target's.
+      flops_per_token: operations of the model in training, for its MFU; 0 if unknown.
       disk_rate: bytes/s that each host's disk reads and writes at the same time, both together; None assumes `targets.Target.disk`.
 
     >>> plan = plan_step(train_step, partition.abstract_state, batch, mesh=mesh, target="h200", placement=partition)
@@ -170,6 +193,7 @@ def plan_step(
     if stream is not None and bound is not None:
         phases = times.phases(train_step, stream, sent.flow, bound.seconds, state, args[0], activations)
         bound, expected = times.bounded(bound, phases, known), times.of(phases, known, times.AS_REACHED)
+    rates = rates_lib.of(known.name)
     return Plan(
         target=known,
         devices=mesh.size,
@@ -195,6 +219,9 @@ def plan_step(
         compiled=read.executable,
         stream=stream,
         expected=expected,
+        foretold=_foretold(rates, mesh, sent.flow) if stream is None else None,
+        rates=rates,
+        model_seconds=_model_seconds(known, flops_per_token * tokens / mesh.size, compute_dtype),
     )
 
 
@@ -222,10 +249,24 @@ def _bound(
         target,
         mesh,
         flops=operations,
-        traffic=bound_lib.memory_traffic(sent.flow),
+        traffic=traffic.memory_traffic(sent.flow),
         received=_received(sent),
         host=host,
     )
+
+
+def _model_seconds(target: targets.Target, flops: float, compute_dtype: DTypeLike | None) -> float | None:
+    """Returns the least seconds of so many operations of a device, in fp8 at the rate of 16 bits; None if they or the rate are unknown."""
+    is_wide = compute_dtype is not None and np.dtype(compute_dtype).itemsize > 2
+    rate = target.matrix_rates.get("fp32" if is_wide else "bf16")
+    return flops / rate.value if rate is not None and flops else None
+
+
+def _foretold(rates: rates_lib.GpuRates | None, mesh: Mesh, flow: hlo_flow.Flow) -> walk.StepTime | None:
+    """Returns the time of a program, or None if there are no rates."""
+    if rates is None:
+        return None
+    return walk.walk(flow, rates, mesh.size, max(bound_lib.hosts(mesh, mesh.axis_names).values()))
 
 
 def _received(sent: ledger.Ledger) -> dict[tuple[str, ...], float]:

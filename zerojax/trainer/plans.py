@@ -78,6 +78,7 @@ def plan_program(
             compiler_options=compiler_options,
             host_rate=host_rate,
             disk_rate=disk_rate,
+            flops_per_token=program.flops_per_token,
         )
 
 

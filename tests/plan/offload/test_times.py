@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from zerojax.hlo import flow as hlo_flow
-from zerojax.hlo import syntax
+from zerojax.hlo import syntax, traffic
 from zerojax.plan import bound, targets
 from zerojax.plan.offload import times
 from zerojax.zero.step_programs import passes
@@ -64,15 +64,15 @@ def test_the_traffic_of_sums_is_that_of_the_programs_that_add_gradients_up(dtype
     count, grads = 4, {"0": jnp.ones((64, 96), dtype), "1": jnp.ones((4096,), dtype)}
     numbers, seed = np.arange(2, dtype=np.uint32), np.uint32(3) if in_16_bits else None
 
-    def traffic(program, *args):
+    def moved(program, *args):
         compiled = program.lower(*args).compile()
-        return bound.memory_traffic(hlo_flow.flow(syntax.parse(compiled.as_text())))
+        return traffic.memory_traffic(hlo_flow.flow(syntax.parse(compiled.as_text())))
 
     sums, total = (jax.eval_shape(passes._begun, grads, None, own, numbers) for own in (seed, None))
-    begun = traffic(passes._begun, grads, None, seed, numbers)
-    added = traffic(passes._added, sums, grads, None, seed, numbers)
-    last_added = traffic(passes._added_apart, sums, grads, None, None, numbers)
-    divided = traffic(passes._divided, total, count)
+    begun = moved(passes._begun, grads, None, seed, numbers)
+    added = moved(passes._added, sums, grads, None, seed, numbers)
+    last_added = moved(passes._added_apart, sums, grads, None, None, numbers)
+    divided = moved(passes._divided, total, count)
     nbytes = {n: leaf.nbytes for n, leaf in enumerate(jax.tree.leaves(grads))}
     one_pass = types.SimpleNamespace(
         schedule=types.SimpleNamespace(cut=types.SimpleNamespace(nbytes=nbytes.get)),

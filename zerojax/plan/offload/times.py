@@ -12,10 +12,10 @@ the other, at the share of the rates that steps reached. It knows neither waits 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from zerojax.hlo import buffers, linked, syntax
+from zerojax.hlo import buffers, linked, syntax, traffic
 from zerojax.hlo import flow as hlo_flow
 from zerojax.plan import bound as bound_lib
-from zerojax.plan import flops, matmuls, targets
+from zerojax.plan import flops, targets
 from zerojax.plan.offload import streams
 from zerojax.train_state import State
 from zerojax.tree import PyTree
@@ -205,7 +205,7 @@ def phases(
     if isinstance(step, step_by_block.BlockwiseStep):
         return _by_block(step, stream, flow, seconds, updates, step.one_pass(state, batch))
     ahead, read = stream.before, _read_ahead(step, stream)
-    work = _work(flow.module, bound_lib.kernels(flow)).get("", Work())
+    work = _work(flow.module, traffic.kernels(flow)).get("", Work())
     work += Work(seconds[bound_lib.COMPUTE], seconds[bound_lib.COLLECTIVES])
     sent, fetched = activations
     on_disk = stream.nbytes if stream.is_on_disk else 0
@@ -263,7 +263,7 @@ def _programs(
     one_pass: passes.PassPrograms, flow: hlo_flow.Flow, seconds: Mapping[str, float], count: int
 ) -> list[Work]:
     """Returns the work of each program of a pass."""
-    by_label = _work(flow.module, bound_lib.kernels(flow))
+    by_label = _work(flow.module, traffic.kernels(flow))
     operations = [
         sum(sum(flops.count(call.closed).values()) for call in program.part.calls)
         for program in one_pass.schedule.cut.programs
@@ -276,12 +276,12 @@ def _programs(
     ]
 
 
-def _work(module: syntax.Module, kernels: Iterable[bound_lib.KernelBytes]) -> dict[str, Work]:
+def _work(module: syntax.Module, kernels: Iterable[traffic.KernelBytes]) -> dict[str, Work]:
     """Returns the traffic of kernels by the label of their program (`linked`); "" without."""
     found: dict[str, Work] = {}
     for kernel in kernels:
         nbytes = kernel.nbytes * kernel.times
-        is_bound = matmuls.uses_matrix_units(module, kernel.where, kernel.instruction)
+        is_bound = traffic.uses_matrix_units(module, kernel.where, kernel.instruction)
         own = Work(traffic=nbytes, others=0 if is_bound else nbytes, kernels=kernel.times)
         name = linked.label_of(kernel.instruction)
         found[name] = found.get(name, Work()) + own
@@ -319,7 +319,7 @@ def _updates(step: streamed_step.StreamedStep) -> Work:
             program = step.updates.executable(item)
             if id(program) not in by_program:
                 flow = hlo_flow.flow(syntax.parse(buffers.text_of(program)))
-                own = _work(flow.module, bound_lib.kernels(flow)).get("", Work())
+                own = _work(flow.module, traffic.kernels(flow)).get("", Work())
                 by_program[id(program)] = Work(traffic=own.traffic, swept=own.traffic, kernels=own.kernels)
             found += by_program[id(program)]
     return found

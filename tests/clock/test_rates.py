@@ -1,0 +1,80 @@
+"""Checks the rates of GPUs: the tables' files, and the formulas that read them."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+
+import pytest
+
+from zerojax.clock import kernels, rates
+from zerojax.plan import targets
+
+TABLES = sorted((pathlib.Path(rates.__file__).parent / "tables").glob("*.json"))
+ROUNDING = 1e-12  # of a few float64 operations
+
+
+def matmul(m, n, k, form="bf16"):
+    return kernels.KernelWork(kernels.MATMUL, form, 2.0 * m * n * k, 2 * (m * k + k * n + m * n), (1, m, n, k))
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_each_figure_of_a_table_is_positive_and_has_a_source(path):
+    document = json.loads(path.read_text())
+    assert document["name"] == path.stem and document["name"] in targets.TARGETS
+    assert all(value > 0 and len(source) > 4 for value, source in document["figures"].values())
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("form", ["bf16", "fp8", "fp32"])
+def test_no_matmul_is_faster_than_the_data_sheet_and_more_work_takes_longer(path, form):
+    own, target = rates.of(path.stem), targets.TARGETS[path.stem]
+    peak = target.matrix_rates.get(form, target.matrix_rates["bf16"]).value
+    sizes = (512, 1024, 2048, 4096, 8192, 16384)
+    cubes = [own.seconds(matmul(size, size, size, form)) for size in sizes]
+    assert all(2 * size**3 / seconds < peak for size, seconds in zip(sizes, cubes))
+    rows = [own.seconds(matmul(size, 4096, 4096, form)) for size in sizes]
+    assert all(low < high for low, high in itertools.pairwise(rows))
+
+
+def test_a_rate_is_exact_at_a_known_size_and_between_its_neighbours_elsewhere():
+    own = rates.of("h200")
+    name = "attention.forward.128"
+    low, high = (own.figures[f"{name}.{size}"] for size in (8192, 131072))
+    assert own._by_size(name, 8192) == low and own._by_size(name, 131072) == pytest.approx(high, rel=ROUNDING)
+    assert own._by_size(name, 32768) == pytest.approx((low + high) / 2, rel=ROUNDING)  # half-way between the logarithms
+    assert own._by_size(name, 1) == low and own._by_size(name, 10**7) == pytest.approx(high, rel=ROUNDING)
+
+
+def test_devices_of_a_host_share_what_its_memory_takes():
+    own = rates.of("h200")
+    copy = kernels.KernelWork(kernels.TO_HOST, nbytes=1e9)
+    alone, four, eight = (own.beside(devices).seconds(copy) for devices in (1, 4, 8))
+    assert alone == own.seconds(copy) and alone < four < eight
+    bytes_per_second = 8 * 1e9 / (eight - own.figures["link.alpha"])
+    assert bytes_per_second == pytest.approx(own.figures["host.to host.8"], rel=ROUNDING)
+
+
+def test_the_slowest_of_more_devices_is_slower_and_one_waits_for_nobody():
+    own = rates.of("h200")
+    waits = [own.spread(devices) for devices in (1, 2, 4, 8, 512)]
+    assert waits[0] == 0 and all(low < high for low, high in itertools.pairwise(waits))
+
+
+def test_a_collective_between_hosts_goes_at_the_rate_of_the_network():
+    own = rates.of("h200")
+    kernel = kernels.KernelWork(kernels.COLLECTIVE, "all-gather", nbytes=1e9, group=tuple(range(8)))
+    near, far, alone = (own.seconds(kernel, per_host) for per_host in (0, 4, 1))
+    start = 3 * own.figures["alpha"]
+    assert near == pytest.approx(start + 1e9 / own.figures["beta"], rel=ROUNDING)
+    across = max(1e9 / 4 / own.figures["network"], 1e9 / own.figures["beta"])  # four adapters carry it
+    assert far == pytest.approx(start + across, rel=ROUNDING)
+    assert alone == pytest.approx(start + 1e9 / own.figures["network"], rel=ROUNDING)
+
+
+def test_a_dtype_without_a_rate_runs_as_16_bits():
+    own = rates.of("h200")
+    plain = {name: value for name, value in own.figures.items() if not name.startswith("matmul.fp8")}
+    assert dataclasses.replace(own, figures=plain).seconds(matmul(4096, 4096, 4096, "fp8")) == own.seconds(
+        matmul(4096, 4096, 4096)
+    )

@@ -1,0 +1,174 @@
+"""Holds how fast kinds of GPUs run kernels, collectives and copies. This module reads the tables in `tables/`, each figure with its source.
+
+matmul       flops / (rate of its dtype and smallest dim x share of the multiprocessors that its tiles fill)
+attention    flops / rate of its direction, head dim and number of keys
+elementwise  bytes / bandwidth
+collective   alpha x log2(devices) + bytes / beta
+copy         alpha + bytes / the link's rate in its direction, or in both at once
+
+Of a figure that is known at several sizes the last part of the name is the size. Between sizes it is interpolated.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from zerojax.clock import kernels as kernels_lib
+
+SHORT = 512  # elements that a matmul sums over; of so few it is slower ("matmul.short")
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuRates:
+    """The rates of one kind of GPU.
+
+    Attributes:
+      name: the target's name.
+      figures: name -> value, in FLOP/s, bytes/s, seconds or shares; the names are those of the table's file.
+      sources: name -> where the figure is from.
+    """
+
+    name: str
+    figures: Mapping[str, float]
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """Returns the seconds from the end of a kernel to the start of the next."""
+        return self.figures["gap"]
+
+    def beside(self, devices: int) -> "GpuRates":
+        """Returns the rates of one device when so many of one host copy at once: they share what its memory takes and gives."""
+        shared = {}
+        for kind in (*kernels_lib.COPIES, "both"):
+            share = self._by_size(f"host.{kind}", devices) / devices
+            shared[f"link.{kind}"] = min(self.figures[f"link.{kind}"], share)
+        return dataclasses.replace(self, figures={**self.figures, **shared})
+
+    def spread(self, devices: int) -> float:
+        """Returns by how much the slowest of so many devices is slower than their mean; the others wait for it.
+
+        It is the expected maximum of normal variates (Blom's approximation).
+        """
+        if devices == 1:
+            return 0.0
+        return self.figures["spread"] * statistics.NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+
+    @property
+    def errors(self) -> dict[str, float] | None:
+        """Returns the "median" and the "worst" relative error over "settings" measured ones that are not fitted; or None."""
+        names = ("median", "worst", "settings")
+        return {name: self.figures[f"error.{name}"] for name in names} if "error.worst" in self.figures else None
+
+    def slowdown(self, kernel: kernels_lib.KernelWork) -> float:
+        """Returns how many times as long a kernel takes while a collective runs."""
+        return self.figures.get(f"slowdown.{kernel.kind}", 1.0)
+
+    def seconds(self, kernel: kernels_lib.KernelWork, per_host: int = 0, is_duplex: bool = False) -> float:
+        """Returns the seconds of a kernel, a collective or a copy alone.
+
+        Args:
+          kernel: the work.
+          per_host: of a collective between hosts, the devices of each host; 0: it stays on one host.
+          is_duplex: of a copy, whether another runs in the other direction.
+        """
+        return _SECONDS[kernel.kind](self, kernel, per_host, is_duplex)
+
+    def _matmul(self, kernel: kernels_lib.KernelWork, *_: Any) -> float:
+        batch, m, n, k = kernel.dims
+        form = kernel.form if f"matmul.{kernel.form}" in self._sizes else "bf16"
+        rate = self._by_size(f"matmul.{form}", min(m, n, k))
+        if k <= SHORT:
+            rate = min(rate, self.figures["matmul.short"])
+        rate *= _filled(batch, m, n, k, int(self.figures["cores"]))
+        return max(kernel.flops / rate, kernel.nbytes / self.figures["bandwidth"])
+
+    def _by_size(self, name: str, size: float) -> float:
+        """Returns a figure that is known at several sizes, interpolated between the logarithms of the sizes."""
+        known = self._sizes[name]
+        nearest = min(max(size, known[0]), known[-1])
+        place = max(1, next((i for i, one in enumerate(known) if one >= nearest), 1))
+        low, high = known[place - 1], known[min(place, len(known) - 1)]
+        share = math.log(nearest / low) / math.log(high / low) if high > low else 0.0
+        return self.figures[f"{name}.{low}"] * (1 - share) + self.figures[f"{name}.{high}"] * share
+
+    @functools.cached_property
+    def _sizes(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for name in self.figures:
+            stem, _, size = name.rpartition(".")
+            if size.isdigit():
+                found.setdefault(stem, []).append(int(size))
+        return {stem: sorted(sizes) for stem, sizes in found.items()}
+
+    def _attention(self, kernel: kernels_lib.KernelWork, *_: Any) -> float:
+        keys, head_dim = kernel.dims[-2:]
+        name = f"attention.{kernel.form}"
+        dim = min((d for d in self._dims(name)), key=lambda d: (abs(d - head_dim), d))
+        rate = self._by_size(f"{name}.{dim}", keys) * min(1.0, head_dim / dim)
+        return max(kernel.flops / rate, kernel.nbytes / self.figures["bandwidth"])
+
+    def _dims(self, name: str) -> list[int]:
+        """Returns the head dims for which the rates of attention are known."""
+        stems = (stem.rpartition(".") for stem in self._sizes)
+        return [int(dim) for stem, _, dim in stems if stem == name]
+
+    def _elementwise(self, kernel: kernels_lib.KernelWork, *_: Any) -> float:
+        seconds = max(self.figures["least"], kernel.nbytes / self.figures["bandwidth"])
+        return seconds * (self.figures["unfused"] if kernel.form else 1.0)
+
+    def _collective(self, kernel: kernels_lib.KernelWork, per_host: int, _: bool) -> float:
+        f, ways = self.figures, len(kernel.group)
+        seconds = kernel.nbytes / f[f"beta.{kernel.form}" if f"beta.{kernel.form}" in f else "beta"]
+        if per_host:
+            far = kernel.nbytes / per_host / f["network"]
+            seconds = far if per_host == 1 else max(seconds, far)
+        return f["alpha"] * max(1.0, math.log2(ways)) + seconds
+
+    def _copy(self, kernel: kernels_lib.KernelWork, _: int, is_duplex: bool) -> float:
+        name = "link.both" if is_duplex else f"link.{kernel.kind}"
+        return self.figures["link.alpha"] + kernel.nbytes / self.figures[name]
+
+
+_SECONDS = {
+    kernels_lib.MATMUL: GpuRates._matmul,
+    kernels_lib.ATTENTION: GpuRates._attention,
+    kernels_lib.ELEMENTWISE: GpuRates._elementwise,
+    kernels_lib.COLLECTIVE: GpuRates._collective,
+    kernels_lib.TO_HOST: GpuRates._copy,
+    kernels_lib.FROM_HOST: GpuRates._copy,
+}
+
+
+def _filled(batch: int, m: int, n: int, k: int, cores: int) -> float:
+    """Returns the share of the multiprocessors that a matmul's tiles fill, in all waves. A long k is shared by several."""
+    best = 0.0
+    for rows, columns, share in ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75)):
+        tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+        used = (m / rows / math.ceil(m / rows)) * (n / columns / math.ceil(n / columns))
+        for parts in (1, 2, 4, 8):
+            if parts > 1 and k / parts < 4096:
+                break
+            waves = tiles * parts / cores
+            best = max(best, share * used * waves / math.ceil(waves) * (1.0 if parts == 1 else 0.95))
+    return best
+
+
+@functools.cache
+def of(name: str) -> GpuRates | None:
+    """Returns the rates of a target by its name ("h200"); None if there are none."""
+    path = resources.files("zerojax.clock") / "tables" / f"{name}.json"
+    return read(path.read_text()) if path.is_file() else None
+
+
+def read(text: str) -> GpuRates:
+    """Returns the rates in the text of a table."""
+    document = json.loads(text)
+    figures = {name: value for name, (value, _) in document["figures"].items()}
+    sources = {name: source for name, (_, source) in document["figures"].items()}
+    return GpuRates(document["name"], figures, sources)

@@ -1,0 +1,226 @@
+"""Gives each instruction of a scheduled program its time. This module walks the program as a GPU runs it, on several streams.
+
+    compute         kernels, one after the other, in the program's order
+    collectives     one after the other, each from its -start on; while one runs, kernels take longer
+    copies          to and from the host, one after the other in each direction
+
+A -done waits on the compute stream. The step ends with its last instruction.
+"""
+
+import bisect
+import dataclasses
+from collections.abc import Mapping
+
+from zerojax.clock import kernels as kernels_lib
+from zerojax.clock import rates as rates_lib
+from zerojax.hlo import flow as hlo_flow
+from zerojax.hlo import syntax
+
+GAPS, SLOWED, SLOWEST = "gaps", "slowed by collectives", "slowest device"
+EXPOSED, WAITS = "exposed collectives", "exposed host copies"
+PARTS = (kernels_lib.MATMUL, kernels_lib.ATTENTION, kernels_lib.ELEMENTWISE, SLOWED, EXPOSED, WAITS, GAPS, SLOWEST)
+Known = dict[tuple[str, str], tuple[kernels_lib.KernelWork, ...]]
+_SIMULATED = 4  # runs of a loop's body that are walked; further ones take as long as the last
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """What one instruction did: its kind, when it began and ended in seconds from the step's start, and what it was traced from."""
+
+    kind: str
+    begin: float
+    end: float
+    op_name: str = ""
+    times: float = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """The foretold time of a program.
+
+    Attributes:
+      seconds: from its first kernel to its last.
+      parts: by a name of PARTS, seconds of the compute stream; they add up to `seconds`.
+      busy: seconds of collectives, and of copies by direction; most of them run beside kernels.
+      spans: kernels, collectives and copies, in the order in which they were started.
+    """
+
+    seconds: float
+    parts: Mapping[str, float]
+    busy: Mapping[str, float]
+    spans: tuple[Span, ...] = ()
+
+
+def walk(
+    flow: hlo_flow.Flow, rates: rates_lib.GpuRates, devices: int = 1, per_host: int = 0, *, known: Known | None = None
+) -> StepTime:
+    """Returns the time of one run of a program.
+
+    Args:
+      flow: the compiled program.
+      rates: of the kind of GPU.
+      devices: those that the program runs on.
+      per_host: the devices of one host; 0: all.
+      known: kernels by computation and instruction, which a walk of the same program fills for the next.
+    """
+    per_host = per_host or devices
+    run = _Run(flow, rates.beside(min(per_host, devices)), devices, per_host, {} if known is None else known)
+    run.computation(flow.module.entry)
+    waits = run.now * rates.spread(devices)
+    parts = {name: run.parts.get(name, 0.0) for name in PARTS} | {SLOWEST: waits}
+    return StepTime(run.now + waits, parts, run.busy, tuple(run.spans))
+
+
+class _Run:
+    """The state of the streams while a program is walked."""
+
+    def __init__(self, flow: hlo_flow.Flow, rates: rates_lib.GpuRates, devices: int, per_host: int, known: Known):
+        self.flow, self.rates, self.devices, self.per_host = flow, rates, devices, per_host
+        self.now = 0.0  # the compute stream
+        self.free = {kernels_lib.COLLECTIVE: 0.0, kernels_lib.TO_HOST: 0.0, kernels_lib.FROM_HOST: 0.0}
+        self.ends: dict[tuple[str, str], tuple[float, str]] = {}  # of what was started: when it ends, and its kind
+        self.sending: list[tuple[float, float]] = []  # intervals in which collectives run, in order
+        self.parts: dict[str, float] = {}
+        self.busy: dict[str, float] = {}
+        self.spans: list[Span] = []
+        self.known = known
+
+    def computation(self, where: syntax.Computation) -> None:
+        for instruction in where.instructions:
+            self.instruction(where, instruction)
+
+    def instruction(self, where: syntax.Computation, instruction: syntax.Instruction) -> None:
+        opcode = instruction.opcode
+        if opcode.endswith("-done"):
+            self._wait(where, instruction)
+        elif opcode == "while":
+            self._loop(where, instruction)
+        elif opcode == "conditional":
+            self._longest(instruction)
+        elif opcode == "call":
+            self.computation(self.flow.module.computation(instruction.called[-1]))
+        elif opcode.endswith("-start") and opcode not in hlo_flow.FUSIONS and hlo_flow.runs(instruction):
+            for name in hlo_flow.runs(instruction):
+                inner = self.flow.module.computation(name)
+                for part in inner.instructions:
+                    self._launch(inner, part, where, instruction)
+        else:
+            self._launch(where, instruction, where, instruction)
+
+    def _launch(
+        self,
+        where: syntax.Computation,
+        instruction: syntax.Instruction,
+        outer: syntax.Computation,
+        start: syntax.Instruction,
+    ) -> None:
+        """Runs an instruction's kernels. What `start` begins runs beside the following instructions."""
+        for kernel in self._kernels(where, instruction):
+            if kernel.kind not in self.free:
+                self._compute(kernel)
+                continue
+            is_async = start.opcode.endswith("-start") and '"is_sync":true' not in start.attributes
+            end = self._send(kernel)
+            if is_async:
+                self.ends[outer.name, start.name] = (end, kernel.kind)
+            else:
+                self._until(end, kernel.kind)
+
+    def _kernels(
+        self, where: syntax.Computation, instruction: syntax.Instruction
+    ) -> tuple[kernels_lib.KernelWork, ...]:
+        key = where.name, instruction.name
+        if key not in self.known:
+            self.known[key] = kernels_lib.of(self.flow.module, where, instruction, self.devices)
+        return self.known[key]
+
+    def _compute(self, kernel: kernels_lib.KernelWork) -> None:
+        alone = self.rates.seconds(kernel)
+        self._add(GAPS, self.rates.gap)
+        self._add(kernel.kind, alone)
+        self.now += self.rates.gap
+        end = self._stretched(self.now, alone, self.rates.slowdown(kernel))
+        self._add(SLOWED, end - self.now - alone)
+        self.spans.append(Span(kernel.kind, self.now, end, kernel.op_name))
+        self.now = end
+
+    def _stretched(self, begin: float, work: float, factor: float) -> float:
+        """Returns the end of a kernel that takes `factor` times as long while a collective runs."""
+        at = begin
+        first = bisect.bisect_right(self.sending, (begin, float("inf"))) - 1
+        for start, end in self.sending[max(first, 0) :]:
+            if end <= at:
+                continue
+            if start > at:
+                if work <= start - at:
+                    break
+                work, at = work - (start - at), start
+            if work * factor <= end - at:
+                return at + work * factor
+            work, at = work - (end - at) / factor, end
+        return at + work
+
+    def _send(self, kernel: kernels_lib.KernelWork) -> float:
+        begin = max(self.now, self.free[kernel.kind])
+        seconds = self.rates.seconds(kernel, self._hosts(kernel), self._is_duplex(kernel, begin))
+        end = begin + seconds
+        self.free[kernel.kind] = end
+        self.busy[kernel.kind] = self.busy.get(kernel.kind, 0.0) + seconds
+        if kernel.kind == kernels_lib.COLLECTIVE:
+            self.sending.append((begin, end))
+        self.spans.append(Span(kernel.kind, begin, end, kernel.op_name))
+        return end
+
+    def _hosts(self, kernel: kernels_lib.KernelWork) -> int:
+        """Returns how many devices of each host are in a collective's group, or 0 if it stays on one host."""
+        hosts = [device // self.per_host for device in kernel.group]
+        return 0 if len(set(hosts)) < 2 else min(hosts.count(host) for host in set(hosts))
+
+    def _is_duplex(self, kernel: kernels_lib.KernelWork, begin: float) -> bool:
+        others = [kind for kind in kernels_lib.COPIES if kind != kernel.kind]
+        return kernel.kind in kernels_lib.COPIES and any(self.free[kind] > begin for kind in others)
+
+    def _wait(self, where: syntax.Computation, done: syntax.Instruction) -> None:
+        started = where.by_name.get(done.operands[0])
+        while started is not None and started.opcode.endswith("-update"):
+            started = where.by_name.get(started.operands[0])
+        if started is not None and (where.name, started.name) in self.ends:
+            self._until(*self.ends.pop((where.name, started.name)))
+
+    def _until(self, end: float, kind: str) -> None:
+        if end > self.now:
+            self._add(EXPOSED if kind == kernels_lib.COLLECTIVE else WAITS, end - self.now)
+            self.now = end
+
+    def _loop(self, where: syntax.Computation, loop: syntax.Instruction) -> None:
+        count = hlo_flow.trip_count(self.flow.module, where, loop)
+        body = self.flow.module.computation(loop.computation_roles["body"])
+        for _ in range(min(count, _SIMULATED)):
+            before, parts, busy, spans = self.now, dict(self.parts), dict(self.busy), len(self.spans)
+            self.computation(body)
+        rest = count - _SIMULATED
+        if rest > 0:
+            own = self.now - before
+            for total, earlier in ((self.parts, parts), (self.busy, busy)):
+                for name in total:
+                    total[name] += rest * (total[name] - earlier.get(name, 0.0))
+            for index in range(spans, len(self.spans)):
+                self.spans[index] = dataclasses.replace(self.spans[index], times=self.spans[index].times + rest)
+            self.now += rest * own
+            self.free = {kind: max(end, self.now) if end > before + own else end for kind, end in self.free.items()}
+
+    def _longest(self, instruction: syntax.Instruction) -> None:
+        """Walks the branch that takes longest."""
+        branches = [self.flow.module.computation(name) for name in instruction.called]
+        before = self.now, dict(self.parts), dict(self.busy), dict(self.free), len(self.spans), len(self.sending)
+        found: list[float] = []
+        for number in [*range(len(branches)), -1]:
+            if number < 0:
+                number = max(range(len(branches)), key=found.__getitem__)
+            self.now, self.parts, self.busy, self.free = before[0], dict(before[1]), dict(before[2]), dict(before[3])
+            del self.spans[before[4] :], self.sending[before[5] :]
+            self.computation(branches[number])
+            found.append(self.now)
+
+    def _add(self, part: str, seconds: float) -> None:
+        self.parts[part] = self.parts.get(part, 0.0) + seconds
