@@ -408,6 +408,7 @@ def _measure(program: program_lib.Program, plan: step_plan.Plan, recorder: recor
     return {
         **timing,
         "mfu": facts.mfu(program, plan, timing["tokens_per_second"]),
+        "foretold_differs": recorder.differs,
         "measured_peak_bytes": metrics.device_memory().get("device_peak_bytes"),
         "peak_bytes_before_first_step": recorder.peak_at_start,
     }

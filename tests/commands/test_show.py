@@ -21,6 +21,7 @@ CARD = {
     "step_seconds": 0.5,
     "timed_steps": 4,
     "mfu": 0.4213,
+    "foretold_step_seconds": 0.4912,
     "planned_peak_bytes": 2**30,
     "received_bytes": {"by_kind": {"all-gather": 2**20}, "by_role": {}},
     "config": {"seed": 0, "zero": {"stage": 3}},
@@ -51,7 +52,12 @@ def test_a_card_is_a_table_and_what_it_lacks_is_a_dash(call, tmp_path):
     status, out, _ = call(folder(tmp_path / "a"))
     found = dict(line.split("  ", 1) for line in out.splitlines())
     found = {name: text.strip() for name, text in found.items()}
-    assert status == 0 and found["MFU"] == "42.1%" and found["peak, planned"] == "1.00 GiB"
+    assert (
+        status == 0
+        and found["MFU"] == "42.1%"
+        and found["peak, planned"] == "1.00 GiB"
+        and found["step, foretold"] == "491.2 ms"
+    )
     assert found["tokens/s"] == "20,000, the median of 4 steps (0.5 s)" and found["peak, measured"] == "-"
     assert found["received a step"] == "all-gather 1.00 MiB" and found["losses"] == "of steps 1 to 2: abababababababab"
     assert json.loads(call(tmp_path / "a", "--json")[1]) == CARD

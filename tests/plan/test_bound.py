@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from zerojax.clock import kernels, rates, walk
 from zerojax.hlo import flow as hlo_flow
 from zerojax.hlo import syntax
 from zerojax.plan import bound, targets
@@ -75,7 +76,14 @@ def test_offloaded_residuals_move_to_the_host_once_and_back_once():
     for offload, blocks in (("", 0), (r"block_\d/wide", 2)):
         text = compile_only.staged_text(3, jnp.float32, offload)
         kept = blocks * 16 * compile_only.HIDDEN * 2  # a device's 16 examples, bf16
-        assert bound.host_traffic(hlo_flow.flow(syntax.parse(text))) == (kept, kept)
+        flow = hlo_flow.flow(syntax.parse(text))
+        assert bound.host_traffic(flow) == (kept, kept)
+        foretold = walk.walk(flow, rates.of("h200"), 8)
+        assert {kind: kind in foretold.busy for kind in kernels.COPIES} == dict.fromkeys(kernels.COPIES, blocks > 0)
+        assert (
+            sum(foretold.parts.values()) == pytest.approx(foretold.seconds, rel=ROUNDING)
+            and foretold.busy["collective"]
+        )
 
 
 def test_a_dtype_without_a_rate_runs_as_16_bit_and_a_target_without_rates_has_no_bound():

@@ -31,3 +31,8 @@ def test_the_phase_that_differs_most_is_named(step):
     measured[phases.LOSS] = phases.Share(7.0, 0, 1)
     profile = breakdown.Profile(1, 1, 1, 17, measured, {}, (), 1.0)
     assert compared.largest(profile, step) == (phases.LOSS, 2, 7.0)
+    told = compared.line(profile, step, compared.largest(profile, step))
+    assert (
+        "12,000.0 ms on a device and took 17,000.0; most differs loss and head: foretold 2,000.0 ms, measured 7,000.0"
+        in told
+    )

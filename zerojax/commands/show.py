@@ -53,6 +53,8 @@ def rows(card: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "tokens/s", _speed(card)
     mfu = card.get("mfu")
     yield "MFU", f"{mfu:.1%}" if isinstance(mfu, float) else _NOTHING
+    foretold = card.get("foretold_step_seconds")
+    yield "step, foretold", f"{foretold * 1e3:,.1f} ms" if isinstance(foretold, float) else _NOTHING
     yield "peak, planned", _bytes(card.get("planned_peak_bytes"))
     yield "peak, measured", _bytes(card.get("measured_peak_bytes"))
     received = _group(_group(card, "received_bytes"), "by_kind")

@@ -39,3 +39,9 @@ def largest(profile: breakdown.Profile, found: walk.StepTime) -> PhaseDifference
         PhaseDifference(name, expected.get(name, 0.0), share.owned) for name, share in profile.shares.items()
     ]
     return max(differences, key=lambda one: abs(one.measured - one.foretold))
+
+
+def line(profile: breakdown.Profile, found: walk.StepTime, most: PhaseDifference) -> str:
+    """Returns a line with the foretold and the measured time of a step, and with the phase that differs most."""
+    whole = f"a step was foretold to take {found.seconds * 1e3:,.1f} ms on a device and took {profile.step_seconds * 1e3:,.1f}"
+    return f"{whole}; most differs {most.phase}: foretold {most.foretold * 1e3:,.1f} ms, measured {most.measured * 1e3:,.1f}"

@@ -12,7 +12,7 @@ from zerojax.checkpoint import logical as logical_lib
 from zerojax.data import feed
 from zerojax.launch import signals, start_up, watch
 from zerojax.plan import step_plan
-from zerojax.profile import profiler
+from zerojax.profile import compared, profiler
 from zerojax.train_state import State
 from zerojax.trainer import patience as patience_lib
 from zerojax.trainer import recorder as recorder_lib
@@ -171,6 +171,10 @@ def _end_profile(
     if breakdown is not None:
         recorder.say(display.as_text(profiler.table(breakdown)))
         recorder.say(f"the trace is in {profile.folder}")
+        most = compared.largest(breakdown, plan.foretold) if plan.foretold is not None else None
+        if most is not None and plan.foretold is not None:
+            recorder.differs = most._asdict()
+            recorder.say(compared.line(breakdown, plan.foretold, most))
     recorder.resume()
 
 

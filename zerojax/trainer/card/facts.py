@@ -56,6 +56,7 @@ def collect(
         "tokens_per_step": program.sizes.global_batch_size * config.seq_len,
         "flops_per_token": program.flops_per_token,
         "planned_peak_bytes": plan.peak,
+        "foretold_step_seconds": plan.seconds,
         "received_bytes": received(plan),
     }
 
