@@ -23,6 +23,7 @@ from jax.interpreters import mlir
 from zerojax.data import source
 
 PROGRAMS_OF_A_CONTEXT = 50
+gc.disable()  # until tests are collected: what they load stays
 
 
 def share_contexts():
@@ -62,6 +63,7 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

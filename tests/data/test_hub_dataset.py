@@ -1,6 +1,7 @@
 """Checks datasets of the Hugging Face hub, made here without a network. This module tests zerojax.data.hub_dataset."""
 
-import datasets
+import importlib
+
 import pytest
 
 from zerojax.data import source
@@ -8,13 +9,7 @@ from zerojax.errors import UserError
 
 NAME = "hf:ought/raft/twitter_complaints"
 TALK = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
-FEATURES = {
-    "Tweet text": datasets.Value("string"),
-    "Label": datasets.ClassLabel(names=["no complaint", "complaint"]),
-    "ID": datasets.Value("int32"),
-    "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
-    "picture": datasets.Image(),
-}
+LABELS = ["no complaint", "complaint"]
 ROWS = {
     "Tweet text": ["late again", None, "thank you"],
     "Label": [1, 0, None],
@@ -24,10 +19,23 @@ ROWS = {
 }
 
 
+@pytest.fixture(scope="module")
+def datasets():
+    """Returns the hub's library, which takes two seconds to import."""
+    return importlib.import_module("datasets")
+
+
 @pytest.fixture
-def asked(monkeypatch):
+def asked(monkeypatch, datasets):
     """Lets the hub's library return three rows in two splits, and returns the arguments of its calls."""
-    rows = datasets.Dataset.from_dict(ROWS, features=datasets.Features(FEATURES))
+    features = {
+        "Tweet text": datasets.Value("string"),
+        "Label": datasets.ClassLabel(names=LABELS),
+        "ID": datasets.Value("int32"),
+        "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+        "picture": datasets.Image(),
+    }
+    rows = datasets.Dataset.from_dict(ROWS, features=datasets.Features(features))
     calls = []
     found = datasets.DatasetDict({"train": rows, "test": rows.select([0])})
     monkeypatch.setattr(datasets, "load_dataset", lambda *arguments: calls.append(arguments) or found)
@@ -42,7 +50,7 @@ def test_a_dataset_is_prepared_once_and_then_read_without_the_hub(asked, tmp_pat
     rows = [opened[index] for index in range(len(opened))]
     assert [row["Tweet text"].decode() for row in rows] == ["late again", "", "thank you"]
     assert [(row["Label"], row["ID"], row["messages"]) for row in rows] == [(1, 7, TALK), (0, None, []), (-1, 9, TALK)]
-    assert "picture" not in rows[0] and source.class_names(NAME, tmp_path) == {"Label": FEATURES["Label"].names}
+    assert "picture" not in rows[0] and source.class_names(NAME, tmp_path) == {"Label": LABELS}
     assert len(source.open_source(NAME, "train[:67%]", tmp_path)) == 2
     with pytest.raises(UserError, match=r"^eval_split: no split 'validation' in .*; known splits: "):
         source.open_source(NAME, "validation", tmp_path, "eval_split")
@@ -62,7 +70,7 @@ def test_a_name_of_another_form_is_refused(asked, tmp_path, name):
     assert not asked
 
 
-def test_what_cannot_be_downloaded_is_told_with_the_command_that_downloads_it(monkeypatch, tmp_path):
+def test_what_cannot_be_downloaded_is_told_with_the_command_that_downloads_it(monkeypatch, datasets, tmp_path):
     def away(*arguments):
         raise ConnectionError("the hub is away.\nmore")
 

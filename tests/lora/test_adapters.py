@@ -1,5 +1,6 @@
 """Checks the weights of adapters. This module tests zerojax.lora.adapters."""
 
+import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ from zerojax.lora.settings import Lora
 from zerojax.ops import quantized
 
 PARAMS = {
-    "q": {"kernel": jax.random.normal(jax.random.key(0), (32, 4, 16), jnp.bfloat16), "bias": jnp.ones((4, 16))},
+    "q": {"kernel": arrays.normal(0, (32, 4, 16), jnp.bfloat16), "bias": jnp.ones((4, 16))},
     "norm": {"scale": jnp.ones(8, jnp.bfloat16)},
 }
 LINEAR = {"q": targets.LinearModule("q", (32, 4, 16), 1)}
@@ -32,7 +33,7 @@ def test_fresh_adapters_change_nothing_and_trained_weights_are_float32():
 
 def test_merging_adds_the_scaled_product_to_the_kernel():
     params = adapters.add(PARAMS, chosen(), jax.random.key(1))
-    params["q"]["lora_b"] = jax.random.normal(jax.random.key(2), (4, 64))
+    params["q"]["lora_b"] = arrays.normal(2, (4, 64))
     merged = adapters.merge(params, chosen())["q"]["kernel"]
     expected = PARAMS["q"]["kernel"].astype(jnp.float32) + 2.0 * (
         params["q"]["lora_a"] @ params["q"]["lora_b"]

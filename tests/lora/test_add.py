@@ -1,5 +1,6 @@
 """Checks what one's own model must be given with. This module tests zerojax.lora.add."""
 
+import arrays
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ def test_linen_params_need_the_function_that_calls_the_model():
 
 
 WIDTH, LAYERS = 64, 2
-X = jax.random.normal(jax.random.key(1), (16, WIDTH))
+X = arrays.normal(1, (16, WIDTH))
 
 
 class Layer(nn.Module):
@@ -78,9 +79,7 @@ def test_adapters_of_a_stack_are_those_of_its_layers(net, plain, quantize):
     a, b = (adapted["layers"]["up"][name] for name in ("lora_a", "lora_b"))
     assert (a.shape, b.shape) == ((LAYERS, WIDTH, 4), (LAYERS, 4, WIDTH)) and not b.any()
     assert jnp.unique(a).size == a.size and 0.9 / 8 < jnp.abs(a).max() <= 1 / 8  # bounds of one layer's inputs
-    adapted = jax.tree.map(
-        lambda leaf: leaf if leaf.any() else 0.1 * jax.random.normal(jax.random.key(2), leaf.shape), adapted
-    )
+    adapted = jax.tree.map(lambda leaf: leaf if leaf.any() else 0.1 * arrays.normal(2, leaf.shape), adapted)
     alone = unstacked(adapted)
     own = zerojax.add_lora(unstacked(params), lora, jax.random.key(1), loss_of(plain), X)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), own) == jax.tree.map(
@@ -146,7 +145,7 @@ def test_adapters_of_an_nnx_stack_are_those_of_its_layers():
     def adapted(**fields):
         lora = zerojax.Lora(r=4, alpha=8, **fields)
         model = zerojax.add_lora(nnx.Dict(layers=create(nnx.Rngs(0).split(LAYERS))), lora, jax.random.key(1)).layers
-        model.lora_b[...] = jax.random.normal(jax.random.key(2), model.lora_b.shape)
+        model.lora_b[...] = arrays.normal(2, model.lora_b.shape)
         return model
 
     model = adapted()

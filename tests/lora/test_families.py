@@ -3,6 +3,7 @@
 tests/interop/test_peft.py compares logits and tokens with PEFT's.
 """
 
+import arrays
 import jax
 import jax.numpy as jnp
 
@@ -19,7 +20,7 @@ def test_a_key_turns_dropout_on_and_no_key_turns_it_off():
     chosen = peft.choose(Lora(dropout=0.5), family, model)
     shapes = family_lib.abstract_params(family.parts, model)
     params = adapters.add(
-        jax.tree.map(lambda leaf: 0.1 * jax.random.normal(jax.random.key(0), leaf.shape), shapes),
+        jax.tree.map(lambda leaf: 0.1 * arrays.normal(0, leaf.shape), shapes),
         chosen,
         jax.random.key(1),
     )

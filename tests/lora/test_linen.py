@@ -2,6 +2,7 @@
 
 import functools
 
+import arrays
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from zerojax.errors import UserError
 from zerojax.lora import adapters, linen, targets
 
 WIDTH = 64
-X = jax.random.normal(jax.random.key(1), (16, 4, WIDTH))
+X = arrays.normal(1, (16, 4, WIDTH))
 
 
 class Block(nn.Module):
@@ -57,7 +58,7 @@ def adapted(b=0.3, **fields):
     chosen = targets.choose(lora, linear)
     leaves = targets.flat(jax.jit(lambda params: adapters.add(params, chosen, jax.random.key(1)))(params))
     for number, path in enumerate(chosen.adapted):
-        leaves[f"{path}/lora_b"] = b * jax.random.normal(jax.random.key(number), leaves[f"{path}/lora_b"].shape)
+        leaves[f"{path}/lora_b"] = b * arrays.normal(number, leaves[f"{path}/lora_b"].shape)
     return lora, tree.nested(leaves), chosen
 
 
@@ -179,9 +180,7 @@ class Projection(nn.Module):
 
 
 def test_an_adapter_of_a_module_that_does_more_than_multiply_is_merged_into_its_kernel():
-    kernel, a, b = (
-        jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(WIDTH, 8), (WIDTH, 2), (2, 8)])
-    )
+    kernel, a, b = (arrays.normal(n, shape) for n, shape in enumerate([(WIDTH, 8), (WIDTH, 2), (2, 8)]))
     params, lora = {"kernel": kernel, "lora_a": a, "lora_b": b}, zerojax.Lora(r=2, alpha=1, dropout=0.1)
 
     def call(params, x):

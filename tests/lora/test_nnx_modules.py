@@ -1,5 +1,6 @@
 """Compares adapters in NNX models with merged kernels. This module tests zerojax.lora.nnx_modules."""
 
+import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ import zerojax
 from zerojax.ops import quantized
 
 WIDTH = 64
-X = jax.random.normal(jax.random.key(1), (16, WIDTH))
+X = arrays.normal(1, (16, WIDTH))
 
 
 class Net(nnx.Module):
@@ -30,7 +31,7 @@ def adapted(**fields):
     model = zerojax.add_lora(Net(nnx.Rngs(0)), lora, jax.random.key(1))
     for layer in (*model.layers, model.out):
         if hasattr(layer, "lora_b"):
-            layer.lora_b[...] = jax.random.normal(jax.random.key(2), layer.lora_b.shape)
+            layer.lora_b[...] = arrays.normal(2, layer.lora_b.shape)
     return lora, model
 
 

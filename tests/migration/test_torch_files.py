@@ -9,7 +9,6 @@ import zipfile
 
 import ml_dtypes
 import numpy as np
-import odd_files
 import pytest
 import torch_writer
 from torch_writer import Call
@@ -272,6 +271,8 @@ def test_a_class_of_texts_takes_no_state(tmp_path):
 
 
 def test_storages_that_share_the_bytes_of_the_file_are_refused(tmp_path):
+    import odd_files  # its table of files takes two seconds
+
     odd_files._overlapping(tmp_path / "file.pt", 3)
     with pytest.raises(UserError, match="storages overlap"):
         torch_files.read(tmp_path / "file.pt")

@@ -1,5 +1,6 @@
 """Checks caches against attention without one. This module tests zerojax.models.decoding."""
 
+import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ ROUNDING = 1e-6  # float32 sums in another order
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return arrays.normal(seed, shape)
 
 
 def test_steps_give_each_token_its_slot_and_its_position():

@@ -2,6 +2,7 @@
 
 import functools
 
+import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,7 @@ def applied(module, *arrays, **options):
 
 
 def normal(*shape):
-    return jax.random.normal(jax.random.key(1), shape)
+    return arrays.normal(1, shape)
 
 
 def test_the_norm_divides_by_the_root_mean_square():

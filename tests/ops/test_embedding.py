@@ -2,6 +2,7 @@
 
 import functools
 
+import arrays
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ VOCAB, EMBED = 50, 8
 
 
 def table(dtype):
-    return jax.random.normal(jax.random.key(0), (VOCAB, EMBED), dtype)
+    return arrays.normal(0, (VOCAB, EMBED), dtype)
 
 
 def gradient(lookup, tokens, grad, dtype):
@@ -27,7 +28,7 @@ def gradient(lookup, tokens, grad, dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("shape", [(), (7,), (2, 0), (3, 5, 2)])
 def test_rows_are_those_of_take(dtype, shape):
-    tokens = jax.random.randint(jax.random.key(1), shape, 0, VOCAB)
+    tokens = arrays.integers(1, shape, 0, VOCAB)
     rows = zerojax.embedding_lookup(table(dtype), tokens)
     np.testing.assert_array_equal(rows, jnp.take(table(dtype), tokens, axis=0))
 
@@ -49,8 +50,8 @@ def test_gradients_of_common_tokens_add_up_in_float32():
 
 
 def test_float32_gradients_are_those_of_take():
-    tokens = jax.random.randint(jax.random.key(1), (400,), 0, VOCAB)
-    grad = jax.random.normal(jax.random.key(2), (400, EMBED))
+    tokens = arrays.integers(1, (400,), 0, VOCAB)
+    grad = arrays.normal(2, (400, EMBED))
     ours, jaxs = (
         gradient(f, tokens, grad, jnp.float32) for f in (zerojax.embedding_lookup, lambda t, i: jnp.take(t, i, axis=0))
     )
@@ -93,7 +94,7 @@ def test_it_differentiates_in_every_mode_as_take_does():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8])
 @pytest.mark.parametrize("shape", [(VOCAB,), (VOCAB, 3, 2)])
 def test_tables_of_any_shape_and_dtype(dtype, shape):
-    values = jax.random.normal(jax.random.key(0), shape).astype(dtype)
+    values = arrays.normal(0, shape).astype(dtype)
     with jax.numpy_dtype_promotion("strict"):
         rows = zerojax.embedding_lookup(values, jnp.asarray([[4, -2], [0, 4]]))
     assert rows.dtype == dtype
@@ -120,8 +121,8 @@ def test_rows_of_each_devices_tokens_in_a_shard_map():
 def test_rows_of_a_table_that_devices_use_by_columns():
     """Their gradients add up over all devices' tokens."""
     ways, spec, split = 8, jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec(None, "data")
-    tokens = jax.random.randint(jax.random.key(1), (ways, 6), -VOCAB, VOCAB + 3)
-    grad = jax.random.normal(jax.random.key(2), (ways, 6, EMBED))
+    tokens = arrays.integers(1, (ways, 6), -VOCAB, VOCAB + 3)
+    grad = arrays.normal(2, (ways, 6, EMBED))
 
     def on_device(sink, shard, tokens):
         with columns.used():
@@ -146,8 +147,8 @@ def test_rows_of_a_table_that_devices_use_by_columns():
 @pytest.mark.parametrize("length", [8, pytest.param(3, marks=pytest.mark.long)])
 def test_rows_of_a_table_that_the_compiler_shards_are_those_of_take(length):
     """Tokens out of range too; gradients of equal tokens add up."""
-    tokens = jax.random.randint(jax.random.key(1), (4, length), -VOCAB - 5, VOCAB + 5)
-    rows, weight = table(jnp.float32)[:48], jax.random.normal(jax.random.key(2), (4, length, EMBED))
+    tokens = arrays.integers(1, (4, length), -VOCAB - 5, VOCAB + 5)
+    rows, weight = table(jnp.float32)[:48], arrays.normal(2, (4, length, EMBED))
 
     def total(lookup):
         def of_table(rows, tokens, weight):

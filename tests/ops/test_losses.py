@@ -3,6 +3,7 @@
 import functools
 import re
 
+import arrays
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -22,10 +23,9 @@ EMBED, VOCAB = 16, 24
 
 
 def make_inputs(batch=8, length=6, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(batch * 100 + length), 3)
-    hidden = jax.random.normal(keys[0], (batch, length, EMBED), dtype)
-    kernel = jax.random.normal(keys[1], (EMBED, VOCAB), dtype) / 4
-    return hidden, kernel, jax.random.randint(keys[2], (batch, length), 0, VOCAB)
+    hidden = arrays.normal(0, (batch, length, EMBED), dtype)
+    kernel = arrays.normal(1, (EMBED, VOCAB), dtype) / 4
+    return hidden, kernel, arrays.integers(2, (batch, length), 0, VOCAB)
 
 
 def plain(hidden, kernel, labels):

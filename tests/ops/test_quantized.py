@@ -2,6 +2,7 @@
 
 import statistics
 
+import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,9 +26,7 @@ def test_the_code_book_is_that_of_normal_quantiles():
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 @pytest.mark.parametrize("shape", [pytest.param((8, 64), marks=runs.LONG), (3, 2, 32), (5, 4, 4, 8)])
 def test_each_weight_is_the_nearest_code_times_a_scale_that_is_hardly_larger_than_the_block(kind, shape):
-    kernel = jax.random.normal(jax.random.key(0), shape) * jnp.logspace(-6, 2, shape[0]).reshape(
-        -1, *[1] * (len(shape) - 1)
-    )
+    kernel = arrays.normal(0, shape) * jnp.logspace(-6, 2, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
     stored = quantized.quantize(kernel, kind)
     assert quantized.shape_of(stored) == shape and stored["scales"].dtype == jnp.bfloat16
     blocks = np.asarray(kernel).reshape(shape[0], -1, quantized.BLOCK)
@@ -58,7 +57,7 @@ def test_nothing_dequantized_is_kept_for_the_backward_pass():
     """Also under a policy that keeps all but weights."""
     from zerojax.zero import remat
 
-    stored = quantized.quantize(jax.random.normal(jax.random.key(0), (64, 128)), "nf4")
+    stored = quantized.quantize(arrays.normal(0, (64, 128)), "nf4")
 
     def loss(x, stored):
         return jnp.sum(jnp.tanh(x @ quantized.dequantize(stored, x.dtype)))

@@ -1,5 +1,6 @@
 """Checks the loss of a sharded output projection against that of the gathered one. This module tests zerojax.ops.sharded_losses."""
 
+import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,10 +17,9 @@ ROUNDING = 1e-6  # the same float32 sums in another order; values are of order 1
 @pytest.mark.parametrize("chunk", [5, 4096])
 def test_loss_and_gradients_are_those_of_the_gathered_kernel(chunk):
     """Also where chunks do not divide a device's tokens."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    hidden = 3 * jax.random.normal(keys[0], (2 * WAYS, 7, EMBED))
-    kernel = jax.random.normal(keys[1], (EMBED, VOCAB))
-    labels = jax.random.randint(keys[2], (2 * WAYS, 7), 0, VOCAB)
+    hidden = 3 * arrays.normal(0, (2 * WAYS, 7, EMBED))
+    kernel = arrays.normal(1, (EMBED, VOCAB))
+    labels = arrays.integers(2, (2 * WAYS, 7), 0, VOCAB)
 
     def of_device(hidden, sink, shard, labels):
         with columns.used():
@@ -40,10 +40,9 @@ def test_loss_and_gradients_are_those_of_the_gathered_kernel(chunk):
 )
 def test_over_an_axis_of_the_compiler_they_are_too(length, vocab, is_trained):
     """Also where it divides neither the tokens nor the columns, and with a bias and labels that are left out."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    hidden = 3 * jax.random.normal(keys[0], (4, length, EMBED))
-    kernel, bias = jax.random.normal(keys[1], (EMBED, vocab)), jax.random.normal(keys[2], (vocab,))
-    labels = jax.random.randint(keys[3], (4, length), -2, vocab).at[:, 0].set(1)
+    hidden = 3 * arrays.normal(0, (4, length, EMBED))
+    kernel, bias = arrays.normal(1, (EMBED, vocab)), arrays.normal(2, (vocab,))
+    labels = arrays.integers(3, (4, length), -2, vocab).at[:, 0].set(1)
     labels = jnp.maximum(labels, -1)  # of devices, the numbers that count differ
 
     def of_device(hidden, kernel, labels, bias):

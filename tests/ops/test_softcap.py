@@ -1,5 +1,6 @@
 """Checks bounded scores and logits against plain definitions. This module tests zerojax.ops.softcap."""
 
+import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,9 +19,8 @@ def test_its_slope_is_its_derivative_and_no_cap_changes_nothing():
 
 
 def test_the_one_pass_loss_and_its_gradients_are_those_of_bounded_logits():
-    keys = jax.random.split(jax.random.key(0), 3)
-    hidden, kernel = 4 * jax.random.normal(keys[0], (2, 11, 8)), jax.random.normal(keys[1], (8, 13))
-    labels = jax.random.randint(keys[2], (2, 11), 0, 13)
+    hidden, kernel = 4 * arrays.normal(0, (2, 11, 8)), arrays.normal(1, (8, 13))
+    labels = arrays.integers(2, (2, 11), 0, 13)
 
     def plain(hidden, kernel):
         return losses.cross_entropy(CAP * jnp.tanh(hidden @ kernel / CAP), labels)
@@ -34,8 +34,7 @@ def test_the_one_pass_loss_and_its_gradients_are_those_of_bounded_logits():
 
 def test_attention_to_keys_of_other_devices_is_that_of_one_device_with_its_gradients():
     """By blocks, whose backward pass is written out, and by heads."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (3 * jax.random.normal(key, (2, 16, heads, 8)) for key, heads in zip(keys, (4, 2, 2)))
+    q, k, v = (3 * arrays.normal(seed, (2, 16, heads, 8)) for seed, heads in enumerate((4, 2, 2)))
     mesh = mesh_lib.make_mesh(context=2, devices=jax.devices()[:2])
     spec = jax.sharding.PartitionSpec(None, "context")
 

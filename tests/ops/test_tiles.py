@@ -1,5 +1,6 @@
 """Compares a function in tiles with the function of all tokens. This module tests zerojax.ops.tiles."""
 
+import arrays
 import flax.linen as nn
 import hypothesis
 import hypothesis.strategies as st
@@ -50,13 +51,13 @@ def assert_equal(found, expected):
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=6)
 @hypothesis.given(st.sampled_from([(7,), (1, 12), (3, 5), (2, 2, 3)]), st.integers(1, 16))
 def test_value_and_gradients_are_those_of_all_tokens_at_once(shape, tile):
-    x = jax.random.normal(jax.random.key(sum(shape)), (*shape, WIDTH))
+    x = arrays.normal(sum(shape), (*shape, WIDTH))
     expected = value_and_grads(0, x)
     assert_equal(value_and_grads(tile, x), expected)
 
 
 def test_each_result_has_the_same_bits_where_a_tile_of_the_same_size_is_alone():
-    x = jax.random.normal(jax.random.key(1), (12, WIDTH))
+    x = arrays.normal(1, (12, WIDTH))
     run = jax.jit(lambda x, tile: tiles.over_tiles(lambda x: Branch().apply(PARAMS, x), x, tile), static_argnums=1)
     np.testing.assert_array_equal(run(x, 4), jnp.concatenate([run(x[i : i + 4], 0) for i in (0, 4, 8)]))
 
@@ -89,7 +90,7 @@ def test_gradients_of_tiles_add_up_in_float32():
 
 
 def test_another_width_and_dtype_of_the_result():
-    x, weight = jax.random.normal(jax.random.key(2), (10, WIDTH)), jnp.linspace(-1, 1, WIDTH * 3).reshape(WIDTH, 3)
+    x, weight = arrays.normal(2, (10, WIDTH)), jnp.linspace(-1, 1, WIDTH * 3).reshape(WIDTH, 3)
 
     def of(tile):
         def value(weight, x):
@@ -103,7 +104,7 @@ def test_another_width_and_dtype_of_the_result():
 
 
 def test_several_results_have_the_gradients_of_each():
-    x, weight = jax.random.normal(jax.random.key(2), (10, WIDTH)), jnp.linspace(-1, 1, WIDTH)
+    x, weight = arrays.normal(2, (10, WIDTH)), jnp.linspace(-1, 1, WIDTH)
 
     def of(tile):
         def value(weight, x):

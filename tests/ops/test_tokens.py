@@ -2,6 +2,7 @@
 
 import contextlib
 
+import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +48,7 @@ def test_segments_are_a_mask_where_a_device_has_all_tokens():
 
 
 PADDED = jnp.arange(LENGTH)[None].repeat(2, axis=0) < jnp.asarray([[11], [16]])
-BIAS = jax.random.normal(jax.random.key(3), (1, HEADS, LENGTH, LENGTH))
+BIAS = arrays.normal(3, (1, HEADS, LENGTH, LENGTH))
 CALLS = {
     "causal": {"is_causal": True},
     "window": {"is_causal": True, "local_window_size": (3, 0)},

@@ -1,8 +1,10 @@
 """A small model whose blocks are of several kinds, and its gradients in two forms. This module serves tests of programs and offload."""
 
 import functools
+import itertools
 from typing import Any
 
+import arrays
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from zerojax.zero import block_settings, overlap, shard_state
 from zerojax.zero.sharded_batch import inputs, outputs
 from zerojax.zero.step_programs import blocks, one_pass
 
-X = jax.random.normal(jax.random.key(1), (16, 8))
+X = arrays.normal(1, (16, 8))
 HOW: dict[str, Any] = {"reduce_dtype": jnp.float32, "compute_dtype": None}
 
 
@@ -71,8 +73,8 @@ def parts(
     """
     scale = jnp.linspace(0.5, 1.5, 16)[:, None]
     params = jax.eval_shape(net.init, {"params": jax.random.key(0), "dropout": jax.random.key(0)}, X, scale)["params"]
-    keys = iter(jax.random.split(jax.random.key(2), 99))
-    params = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape) / 3, params)
+    seeds = itertools.count(2)
+    params = jax.tree.map(lambda leaf: arrays.normal(next(seeds), leaf.shape) / 3, params)
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
     state, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(*mesh), stage=stage, min_size=0)
     batch = jax.device_put({"x": X, "scale": scale}, part.batch_sharding)

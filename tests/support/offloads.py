@@ -4,6 +4,7 @@ import functools
 from typing import Any
 from unittest import mock
 
+import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +55,7 @@ def loss_fn(params: Any, batch: jax.Array, state: Any) -> jax.Array:
 
 def batch_of(step: int, *leading: int, width: int = WIDTH) -> jax.Array:
     """Returns the batch of a step: [*leading, examples, width]."""
-    return jax.random.normal(jax.random.key(step), (*leading, EXAMPLES, width))
+    return arrays.normal(step, (*leading, EXAMPLES, width))
 
 
 def sharded(tx: Any, offload: Any, *, dtype: Any = jnp.float32, scaler: Any = None, width: int = WIDTH, **how: Any):

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from typing import Any
 
+import arrays
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from flax.training.train_state import TrainState
 import zerojax
 
 WIDTH = 16
-X = jax.random.normal(jax.random.key(1), (16, WIDTH))
+X = arrays.normal(1, (16, WIDTH))
 
 
 class Block(nn.Module):

@@ -4,6 +4,7 @@ import functools
 import itertools
 from typing import Any
 
+import arrays
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from zerojax.optim import locality
 
 ROWS, STEPS, RATE = 16, 2, 1e-2
 ROUNDING = 3e-6  # the same float32 terms, summed in another order, through two steps
-X = jax.random.normal(jax.random.key(1), (ROWS, 8))
+X = arrays.normal(1, (ROWS, 8))
 
 
 def named(module: Any, names: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import arrays
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ import zerojax
 WIDTH, ROWS, STEPS = 12, 16, 2  # 12 does not divide by 8
 ROUNDING = 3e-6  # the same float32 terms, summed in another order, through two steps of adam
 AXES = ("replica", "data")
-X = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+X = arrays.normal(1, (ROWS, WIDTH))
 MASK = (jnp.arange(ROWS) % 5 > 1).astype(jnp.float32)  # unequal over devices
 
 # (stage, with blocks, reduce_dtype, indivisible): every pair of settings occurs.
@@ -281,7 +282,7 @@ observed.defvjp(lambda x, largest: (x, (x, largest)), observe_backward)
     ],
 )
 def test_weights_that_their_gradient_overwrites_are_neither_clipped_nor_averaged_nor_cast(reduce_dtype, passes):
-    kernel, history = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)), jnp.linspace(0.1, 0.3, 16)
+    kernel, history = arrays.normal(0, (WIDTH, WIDTH)), jnp.linspace(0.1, 0.3, 16)
     params = {"params": {"kernel": kernel}, "_overwrite_with_gradient": {"largest": history}}
 
     def loss_fn(params, batch, state):

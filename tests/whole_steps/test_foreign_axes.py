@@ -8,6 +8,7 @@ import functools
 import math
 from typing import Any
 
+import arrays
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -23,13 +24,13 @@ import zerojax
 from zerojax.errors import UserError
 
 ROWS, LENGTH, W, HEADS, VOCAB = 8, 16, 16, 4, 32
-TOKENS = jax.random.randint(jax.random.key(1), (ROWS, LENGTH + 1), 0, VOCAB)
+TOKENS = arrays.integers(1, (ROWS, LENGTH + 1), 0, VOCAB)
 BATCH = {
     "tokens": TOKENS[:, :-1],
     "labels": TOKENS[:, 1:],
     "positions": jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH)),
-    "images": jax.random.normal(jax.random.key(2), (ROWS, LENGTH, 4, 2)),
-    "mask": (jax.random.uniform(jax.random.key(3), (ROWS, LENGTH)) < 0.4).astype(jnp.float32),
+    "images": arrays.normal(2, (ROWS, LENGTH, 4, 2)),
+    "mask": (arrays.uniform(3, (ROWS, LENGTH)) < 0.4).astype(jnp.float32),
     "weights": 1.0 + jnp.arange(ROWS),
 }
 SPECS = [("weights", P(("replica", "data"))), ("", P(("replica", "data"), "context"))]

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import arrays
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -17,11 +18,11 @@ from flax.training.train_state import TrainState
 import zerojax
 
 W, ROWS, LENGTH = 8, 8, 4
-X = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, W))
-NOISE = jax.random.normal(jax.random.key(2), (ROWS, LENGTH, W))
-TOKENS = jax.random.randint(jax.random.key(3), (ROWS, LENGTH), 0, W)
+X = arrays.normal(1, (ROWS, LENGTH, W))
+NOISE = arrays.normal(2, (ROWS, LENGTH, W))
+TOKENS = arrays.integers(3, (ROWS, LENGTH), 0, W)
 MASK = (jnp.arange(LENGTH) < 1 + jnp.arange(ROWS)[:, None] % LENGTH).astype(jnp.float32)
-IMAGES = jax.random.normal(jax.random.key(4), (ROWS, 8, 8, 2))
+IMAGES = arrays.normal(4, (ROWS, 8, 8, 2))
 BATCH = {"x": X, "noise": NOISE, "tokens": TOKENS, "mask": MASK, "images": IMAGES}
 TOLERANCE = 2e-5  # of sums in another order, relative to the largest change of a weight in two steps
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import arrays
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,7 @@ from zerojax.zero import shard_state, step
 
 
 def drawn(seed):
-    keys = jax.random.split(jax.random.key(seed))
-    return {name: jax.random.normal(key, (16, 8)) for name, key in zip("xy", keys)}
+    return dict(zip("xy", arrays.normal(seed, (2, 16, 8))))
 
 
 class Classifier(nn.Module):

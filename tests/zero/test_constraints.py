@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import arrays
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 
-X = jax.random.normal(jax.random.key(1), (8, 16))
+X = arrays.normal(1, (8, 16))
 
 
 class Keyed(TrainState):

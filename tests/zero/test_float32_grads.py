@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import arrays
 import chex
 import flax.linen as nn
 import jax
@@ -16,12 +17,11 @@ IN, HIDDEN, ROWS = 24, 40, 64
 
 
 def weights() -> dict[str, jax.Array]:
-    keys = jax.random.split(jax.random.key(0), 3)
     return {
-        "up": jax.random.normal(keys[0], (IN, HIDDEN), jnp.bfloat16) / 5,
-        "down": jax.random.normal(keys[1], (4, HIDDEN // 4, IN), jnp.bfloat16) / 5,
+        "up": arrays.normal(0, (IN, HIDDEN), jnp.bfloat16) / 5,
+        "down": arrays.normal(1, (4, HIDDEN // 4, IN), jnp.bfloat16) / 5,
         "scale": jnp.ones((IN,), jnp.bfloat16),
-        "cut": jax.random.normal(keys[2], (IN, 2 * IN), jnp.bfloat16) / 5,
+        "cut": arrays.normal(2, (IN, 2 * IN), jnp.bfloat16) / 5,
     }
 
 
@@ -33,7 +33,7 @@ def block(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 
 def inputs() -> jax.Array:
-    return jax.random.normal(jax.random.key(1), (ROWS, IN), jnp.bfloat16)
+    return arrays.normal(1, (ROWS, IN), jnp.bfloat16)
 
 
 WRAPS = {
@@ -95,7 +95,7 @@ def test_a_biass_gradient_is_summed_in_float32():
 
 def test_a_norms_gradients_leave_its_float32_arithmetic_unrounded():
     norm = nn.LayerNorm(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
-    x = jax.random.normal(jax.random.key(2), (300, 8), jnp.bfloat16)
+    x = arrays.normal(2, (300, 8), jnp.bfloat16)
     params = norm.init(jax.random.key(0), x)
     y, pull = jax.vjp(norm.apply, params, x)
     given, wide = pull(y)[0]["params"], float32_grads.in_float32(pull, platform="cpu")(y)[0]["params"]
@@ -111,8 +111,8 @@ def test_a_convolutions_gradient_stays_as_it_is():
     def layer(w: jax.Array, x: jax.Array) -> jax.Array:
         return jax.lax.conv_general_dilated(x, w, (1,), "SAME")
 
-    x = jax.random.normal(jax.random.key(2), (3, 4, 16), jnp.bfloat16)
-    w = jax.random.normal(jax.random.key(3), (5, 4, 3), jnp.bfloat16)
+    x = arrays.normal(2, (3, 4, 16), jnp.bfloat16)
+    w = arrays.normal(3, (5, 4, 3), jnp.bfloat16)
     y, pull = jax.vjp(layer, w, x)
     for given, same in zip(pull(y), float32_grads.in_float32(pull, platform="gpu")(y)):
         assert given.dtype == same.dtype == jnp.bfloat16

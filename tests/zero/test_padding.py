@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,8 +41,7 @@ STEPS = 3
 
 def odd_state(tx, state_class=TrainState, **fields):
     """A state of which no dim divides by 8."""
-    keys = jax.random.split(jax.random.key(0))
-    params = {"w": jax.random.normal(keys[0], (10, 30)), "b": jax.random.normal(keys[1], (9,))}
+    params = {"w": arrays.normal(0, (10, 30)), "b": arrays.normal(1, (9,))}
     fields = {name: make(params) for name, make in fields.items()}
     return state_class.create(apply_fn=None, params=params, tx=tx, **fields)
 
@@ -61,7 +61,7 @@ def after_steps(state, stage, **how):
 
 
 def odd_batch(number):
-    return jax.random.normal(jax.random.key(number + 1), (16, 10))
+    return arrays.normal(number + 1, (16, 10))
 
 
 def plain_steps(state):

@@ -9,6 +9,7 @@ import sys
 import traceback
 from typing import Any
 
+import arrays
 import chex
 import flax.linen as nn
 import jax
@@ -191,8 +192,8 @@ def linear_loss(params, batch, state):
 
 
 def linear_batch(rows=16, scale=1.0, seed=0):
-    keys = jax.random.split(jax.random.key(seed))
-    return {"x": scale * jax.random.normal(keys[0], (rows, 8)), "y": jax.random.normal(keys[1], (rows, 8))}
+    x, y = arrays.normal(seed, (2, rows, 8))
+    return {"x": scale * x, "y": y}
 
 
 def shard(state, stage=3, **options):

@@ -3,6 +3,7 @@
 import collections
 import functools
 
+import arrays
 import chex
 import flax.linen as nn
 import hypothesis
@@ -57,7 +58,7 @@ def assert_close(found, expected):
 )
 def test_gradients_are_those_of_the_plain_loss_sharded_by_the_stage(shapes, stage, indivisible, remat):
     shapes, structure = jax.tree.flatten(shapes, is_leaf=lambda node: isinstance(node, tuple))
-    values = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    values = [arrays.normal(i, shape) for i, shape in enumerate(shapes)]
     params = jax.tree.unflatten(structure, values)
 
     def loss_fn(params, factor):
@@ -126,7 +127,7 @@ def small_llama():
 
 
 def tokens():
-    return jax.random.randint(jax.random.key(1), (3, 6), 0, 67)  # sizes that no weight shares
+    return arrays.integers(1, (3, 6), 0, 67)  # sizes that no weight shares
 
 
 def kept_16_bit_sizes(loss_of_stored, params) -> collections.Counter:
@@ -233,7 +234,7 @@ def net_loss(model, params, stats, x, deterministic):
 )
 def test_any_linen_model_keeps_its_meaning(deterministic, blocks, remat):
     """Static flags, dropout's random keys, batch statistics, shared modules, tuples: values, gradients and statistics."""
-    model, x = Net(), jax.random.normal(jax.random.key(2), (8, 16))
+    model, x = Net(), arrays.normal(2, (8, 16))
     variables = jax.jit(model.init, static_argnums=2)({"params": jax.random.key(0)}, x, True)
     loss_fn = functools.partial(net_loss, model)
     plain = jax.jit(jax.value_and_grad(loss_fn, has_aux=True), static_argnums=3)

@@ -1,8 +1,8 @@
 """Checks rotary positions against their equations. This module tests zerojax.models.llama.rope."""
 
+import arrays
 import hypothesis
 import hypothesis.strategies as st
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,7 +15,7 @@ SCALED = 1e-5  # relative: float32 powers of a base
 @hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
 @hypothesis.given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 10), st.sampled_from([1e4, 5e5]))
 def test_rotated_scores_depend_only_on_distance(i, j, shift, theta):
-    x = jax.random.normal(jax.random.key(0), (2, 16))
+    x = arrays.normal(0, (2, 16))
     rotated = rope.rotate(jnp.broadcast_to(x[:, None, None], (2, 31, 1, 16)), rope.frequencies(16, theta))[:, :, 0]
     np.testing.assert_allclose(rotated[0, i] @ rotated[1, j], rotated[0, i + shift] @ rotated[1, j + shift], atol=1e-4)
     np.testing.assert_allclose(jnp.linalg.norm(rotated[0], axis=-1), jnp.linalg.norm(x[0]), rtol=ROUNDING)
@@ -24,7 +24,7 @@ def test_rotated_scores_depend_only_on_distance(i, j, shift, theta):
 
 def test_rotation_turns_each_pair_by_its_angle():
     length, dim, theta = 7, 8, 100.0
-    x = jax.random.normal(jax.random.key(3), (1, length, 1, dim))
+    x = arrays.normal(3, (1, length, 1, dim))
     pairs = np.asarray(x[..., : dim // 2]) + 1j * np.asarray(x[..., dim // 2 :])
     angles = np.arange(length)[:, None] * theta ** (-2 * np.arange(dim // 2) / dim)
     turned = pairs * np.exp(1j * angles)[None, :, None, :]
@@ -34,7 +34,7 @@ def test_rotation_turns_each_pair_by_its_angle():
 
 
 def test_positions_of_each_row_may_differ():
-    x = jax.random.normal(jax.random.key(0), (1, 9, 2, 8))
+    x = arrays.normal(0, (1, 9, 2, 8))
     frequency = rope.frequencies(8, 100.0)
     full = rope.rotate(x, frequency)
     shifted = rope.rotate(x[:, 3:5], frequency, jnp.array([[3, 4]]))
@@ -82,7 +82,7 @@ def test_scalings_that_read_the_length_change_longer_texts_alone():
 
 
 def test_a_part_of_a_head_is_rotated_and_the_rest_kept():
-    x = jax.random.normal(jax.random.key(0), (1, 5, 2, 16))
+    x = arrays.normal(0, (1, 5, 2, 16))
     found = rope.rotate(x, rope.frequencies(6, 100.0), factor=2.0)
     np.testing.assert_array_equal(found[..., 6:], x[..., 6:])
     np.testing.assert_allclose(found[..., :6], 2 * rope.rotate(x[..., :6], rope.frequencies(6, 100.0)), atol=ROUNDING)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import arrays
 import jax
 import jax.numpy as jnp
 import optax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from zerojax.errors import UserError
 
-X = jax.random.normal(jax.random.key(1), (16, 8))
+X = arrays.normal(1, (16, 8))
 MASK = (jnp.arange(16) % 5 > 1).astype(jnp.float32)
 
 
@@ -74,7 +75,7 @@ SPECS = [("x", P(("replica", "data"), "context")), ("weights", P(("replica", "da
 def in_parts(loss_fn, mesh=None, batch_specs=SPECS):
     state = TrainState.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1))
     state, part = zerojax.shard_train_state(state, mesh=mesh or zerojax.make_mesh(context=4), stage=3, min_size=8)
-    batch = {"x": jax.random.normal(jax.random.key(1), (4, 16, 8)), "weights": jnp.arange(4.0)}
+    batch = {"x": arrays.normal(1, (4, 16, 8)), "weights": jnp.arange(4.0)}
     return zerojax.compare_context(loss_fn, part, state, batch, batch_specs=batch_specs)
 
 

@@ -2,6 +2,7 @@
 
 import re
 
+import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,16 +18,16 @@ from zerojax.zero.sharded_batch import inputs
 MESH = zerojax.make_mesh()
 WEIGHTS = jnp.linspace(0.5, 2.0, 16)  # of 16 classes beside 16 examples
 BATCH = {
-    "x": jax.random.normal(jax.random.key(1), (16, 8)),
+    "x": arrays.normal(1, (16, 8)),
     "y": jnp.arange(16) % 16,
     "class_weights": WEIGHTS,
-    "first_time": jax.random.normal(jax.random.key(2), (3, 16)),
+    "first_time": arrays.normal(2, (3, 16)),
 }
 SPECS = {"x": P(mesh_lib.EXAMPLES), "y": P(mesh_lib.EXAMPLES), "class_weights": P(), "first_time": P(None, "data")}
 
 
 def make_step(loss=None, **options):
-    params = {"w": jax.random.normal(jax.random.key(0), (8, 16))}
+    params = {"w": arrays.normal(0, (8, 16))}
     state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
     state, part = zerojax.shard_train_state(state, mesh=zerojax.make_mesh(), stage=3, min_size=8)
     return state, zerojax.make_train_step(loss or loss_fn, part, donate=False, **options)
@@ -88,7 +89,7 @@ def of_other_examples(params, batch, state):
 ROWS_OF = {  # as many rows as examples: (the loss, the other leaves, whether these count examples)
     "weights of classes": (of_class_weights, WEIGHTS, False),
     "scales of classes": (of_class_scales, WEIGHTS, False),
-    "prototypes": (of_prototypes, jax.random.normal(jax.random.key(3), (16, 16)), False),
+    "prototypes": (of_prototypes, arrays.normal(3, (16, 16)), False),
     "a set and its labels": (of_support, (BATCH["x"][::-1] + 1, (BATCH["y"] * 7) % 16), False),
     "other examples": (of_other_examples, BATCH["x"][::-1] + 1, True),
 }

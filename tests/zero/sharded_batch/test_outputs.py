@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import arrays
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from zerojax.errors import UserError
 from zerojax.zero.sharded_batch import outputs
 
 ROUNDING = 2e-6  # the same float32 terms, summed in another order
-X = jax.random.normal(jax.random.key(1), (16, 8))
+X = arrays.normal(1, (16, 8))
 BATCH = {
     "x": X,
     "y": jnp.arange(16) % 4,
@@ -276,7 +277,7 @@ def test_a_loss_becomes_float32():
     ],
 )
 def test_a_count_that_the_loss_itself_sums_over_every_axis_of_several_devices_is_the_same_on_all(sizes, axes, is_whole):
-    x = jax.random.normal(jax.random.key(0), (8, 4, 8))
+    x = arrays.normal(0, (8, 4, 8))
     state = TrainState.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1))
     state, part = zerojax.shard_train_state(state, mesh=zerojax.make_mesh(**sizes), stage=0)
 

@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,11 +20,11 @@ from zerojax.zero.sharded_batch import inputs, outputs, parts
 
 ROWS, LENGTH, W, WAYS = 4, 16, 8, 4
 SPECS = [("w", P(("replica", "data"))), ("", P(("replica", "data"), "context"))]
-PARAMS = {"w": jax.random.normal(jax.random.key(2), (W, W)) / 3, "table": jax.random.normal(jax.random.key(5), (5, W))}
+PARAMS = {"w": arrays.normal(2, (W, W)) / 3, "table": arrays.normal(5, (5, W))}
 BATCH = {
-    "x": jax.random.normal(jax.random.key(1), (ROWS, LENGTH, W)),
-    "mask": (jax.random.uniform(jax.random.key(3), (ROWS, LENGTH)) < 0.4).astype(jnp.float32),
-    "tokens": jax.random.randint(jax.random.key(4), (ROWS, LENGTH), 0, 5),
+    "x": arrays.normal(1, (ROWS, LENGTH, W)),
+    "mask": (arrays.uniform(3, (ROWS, LENGTH)) < 0.4).astype(jnp.float32),
+    "tokens": arrays.integers(4, (ROWS, LENGTH), 0, 5),
     "w": jnp.arange(ROWS) + 1.0,
 }
 SUM_ORDER = 1e-5  # relative: the same float32 sums, taken in another order

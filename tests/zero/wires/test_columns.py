@@ -1,5 +1,6 @@
 """Checks matrices of which each device uses columns, against one device and numpy. This module tests zerojax.zero.wires.columns."""
 
+import arrays
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ class Words(nn.Module):
 
 
 def test_gradients_of_matrices_used_by_columns_are_those_of_one_device():
-    tokens = jax.random.randint(jax.random.key(1), (16, 5), 0, 16)
+    tokens = arrays.integers(1, (16, 5), 0, 16)
     params = Words().init(jax.random.key(0), tokens)["params"]
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
     state, part = shard_state.shard_train_state(state, mesh=mesh_lib.make_mesh(2, 4), stage=3, min_size=0)
