@@ -64,7 +64,7 @@ def test_json_is_what_python_reads_within_the_bounds(form, monkeypatch):
 
 def test_odd_files_end_in_one_line():
     """A share of `tests/support/odd_files.py`, which makes and judges some 700 of them."""
-    command = [sys.executable, "tests/support/odd_files.py", "--quick", "--share", "16"]
+    command = [sys.executable, "tests/support/odd_files.py", "--quick", "--share", "24"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and ", 0 faults, " in done.stdout, done.stdout + done.stderr[-2000:]
 

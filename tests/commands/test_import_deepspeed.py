@@ -252,7 +252,15 @@ def tensor(entry):
     return tensor_files.read(entry, entry.shape, [slice(0, n) for n in entry.shape], dims, np.float32)
 
 
-@pytest.mark.parametrize("stage, has_frozen", [(1, True), (2, False), (3, True), (3, False)])
+@pytest.mark.parametrize(
+    "stage, has_frozen",
+    [
+        (1, True),
+        pytest.param(2, False, marks=pytest.mark.long),
+        pytest.param(3, True, marks=pytest.mark.long),
+        (3, False),
+    ],
+)
 def test_a_run_of_peft_goes_on_with_its_adapter(tmp_path, monkeypatch, capsys, stage, has_frozen):
     """Weights, moments and counts are the checkpoint's; the model is made of the frozen weights, or named by --model."""
     arrays = peft_checkpoint(tmp_path / "in", stage, has_frozen=has_frozen)

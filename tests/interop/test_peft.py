@@ -25,7 +25,7 @@ GOLDEN = [
     pytest.param("qwen2", "rslora", 3, marks=runs.LONG),
     ("t5", "lora", 0),
     pytest.param("t5", "rslora", 3, marks=runs.LONG),
-    ("bart", "lora", 3),
+    pytest.param("bart", "lora", 3, marks=runs.LONG),
 ]
 
 

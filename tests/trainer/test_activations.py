@@ -25,7 +25,7 @@ def program(config, devices=None):
     return program_lib.build(config, devices=jax.devices()[:8] if devices is None else devices)
 
 
-@pytest.mark.parametrize("preset", runs.cases(["test", "bart_test", "t5_test"], long=["t5_test"]))
+@pytest.mark.parametrize("preset", runs.cases(["test", "bart_test", "t5_test"], long=["bart_test", "t5_test"]))
 def test_temporaries_grow_with_the_sequences_and_with_what_is_kept(preset):
     built = program(settings(preset, seq_len=64, micro_batch_size=1, precision="fp32"))
     temporaries = activations.estimate(built)

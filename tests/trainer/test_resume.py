@@ -111,7 +111,8 @@ def lines(folder: pathlib.Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [2, pytest.param(5, marks=runs.LONG)])
+@runs.LONG  # tests/mission kills a run beside a save, and tests/checkpoint kills saves
+@pytest.mark.parametrize("kills", [2, 5])
 def test_a_run_killed_at_any_moment_gives_the_numbers_of_one_that_was_not(commands, uninterrupted, tmp_path, kills):
     """A kill falls into a save, the next anywhere from the start of the process on, and a third into a save again."""
     settings, numbers = uninterrupted
@@ -200,7 +201,11 @@ def test_a_signal_before_the_first_step_ends_in_one_line(commands, tmp_path, cod
     assert not (tmp_path / "run.lock").exists()
 
 
-@pytest.mark.parametrize("code, steps", [(STOP_AT_2, 4), (STOP_IN_EVALUATION, 2)], ids=["before it", "inside the last"])
+@pytest.mark.parametrize(
+    "code, steps",
+    [(STOP_AT_2, 4), pytest.param(STOP_IN_EVALUATION, 2, marks=runs.LONG)],
+    ids=["before it", "inside the last"],
+)
 def test_a_stop_gives_up_an_evaluation_with_which_the_resumed_run_begins(commands, tmp_path, capsys, code, steps):
     settings = {"steps": steps, "evaluate__every": 2, **runs.EVALUATED}
     command = commands(*runs.flags(**settings), f"--workdir={tmp_path}", before=code)

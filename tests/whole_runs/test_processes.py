@@ -82,6 +82,7 @@ def test_two_processes_train_as_one_although_one_is_killed_in_evaluation_and_one
     np.testing.assert_allclose([found[step] for step in expected], list(expected.values()), rtol=SUM_ORDER)
 
 
+@pytest.mark.long  # tests/mission goes on in two processes with a disk, and tests/launch stops two at the same step
 def test_a_checkpoint_of_one_process_resumes_in_two_and_sigterm_to_one_saves_and_ends_both(
     commands, tmp_path, stdlib_dir, one_process
 ):

@@ -93,7 +93,8 @@ WINDOWS = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 4, 1), pytest.param((1, 1, 8, 1), marks=runs.LONG)])
+@runs.LONG  # tests/ops attends with windows and other heads, and the cases above train
+@pytest.mark.parametrize("sizes", [(1, 2, 4, 1), (1, 1, 8, 1)])
 def test_relatives_with_windows_and_norms_of_queries_have_the_losses_of_one_device(sizes, monkeypatch):
     """Twelve heads do not divide by 8; a window of 5 tokens is longer than the 4 of a device."""
     monkeypatch.setitem(family.PRESETS, "test", WINDOWS)
