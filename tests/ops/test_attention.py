@@ -50,10 +50,7 @@ def over_data(function, mesh):
 
 
 # Key heads that divide, one that all devices read, some that two devices read, and query heads that do not divide.
-@pytest.mark.parametrize(
-    "heads, kv_heads",
-    [(4, 2), pytest.param(4, 1, marks=pytest.mark.long), (6, 3), pytest.param(3, 3, marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize("heads, kv_heads", [pytest.param(4, 2, marks=pytest.mark.long), (4, 1), (6, 3), (3, 3)])
 def test_heads_are_sharded_over_model_where_it_is_left_to_the_compiler(heads, kv_heads):
     q, k, v = arrays(heads=heads, kv_heads=kv_heads)
     bias = jnp.asarray(np.random.default_rng(1).normal(size=(2, heads, 5, 5)), jnp.float32)

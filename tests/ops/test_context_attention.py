@@ -139,7 +139,7 @@ def products(count, seed):
 
 
 @pytest.mark.parametrize(
-    "case", products(14, seed=6780), ids=lambda case: f"{case['way']}-{case['order']}-{case['ways']}"
+    "case", products(12, seed=7595), ids=lambda case: f"{case['way']}-{case['order']}-{case['ways']}"
 )
 def test_values_and_gradients_are_those_of_whole_sequences(case):
     check(**case)
@@ -171,7 +171,7 @@ def test_keys_may_be_of_another_sequence_and_longer(way):
 
 
 def test_the_products_have_cases_of_every_kind():
-    cases = products(14, seed=6780)
+    cases = products(12, seed=7595)
     assert {case["ways"] for case in cases} == {2, 4, 8} and {case["model"] for case in cases} == {1, 2}
     for key in ("window", "packed", "masked", "biased"):
         assert {bool(case[key]) for case in cases} == {False, True}
