@@ -66,6 +66,8 @@ def _generate() -> None:
     given.folder = hub.fetched(given.folder)
     tokenizer = _tokenizer(given.folder) if given.prompt and pathlib.Path(given.folder).is_dir() else None
     loaded = _load(given)
+    if loaded.family.is_classifier:
+        return _classify(loaded, tokenizer, arrays, given)
     if arrays is None:
         texts = _texts(loaded, tokenizer, given)
         if processes.is_primary():
@@ -81,10 +83,40 @@ def _generate() -> None:
             np.savez(file, **found)
 
 
+def _classify(
+    loaded: pretrained.Pretrained, tokenizer: Any, arrays: dict[str, np.ndarray] | None, given: argparse.Namespace
+) -> None:
+    """Prints the class of each --prompt, or writes the classes of --ids with their scores."""
+    if arrays is None:
+        scores = loaded.classifier()(loaded.params, *_prompts(tokenizer, given))
+        if processes.is_primary():
+            print("\n".join(loaded.config.classes[number] for number in scores.argmax(axis=1)))
+        return
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    scores = loaded.classifier()(loaded.params, *(arrays.get(name) for name in names))
+    found = {"generated": scores.argmax(axis=1).astype(np.int32), "logits": scores}
+    if (labels := arrays.get("labels")) is not None:
+        _check_labels(labels[:, None] if labels.ndim == 1 else labels, len(scores), len(loaded.config.classes))
+        found["loss"] = np.asarray(loaded.loss_of(jnp.asarray(scores), jnp.asarray(labels)))
+    if processes.is_primary():
+        with files.writing(given.out, "name another file with --out"), open(given.out, "wb") as file:
+            np.savez(file, **found)
+
+
+def _check_no_text(given: argparse.Namespace) -> None:
+    """Refuses what a classifier does not read."""
+    usual = {"max_new_tokens": None, "temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    for name, default in usual.items():
+        if getattr(given, name) != default:
+            raise UserError(f"--{name}: the model is a classifier, which writes no text; omit it")
+
+
 def _load(given: argparse.Namespace) -> pretrained.Pretrained:
     """Returns the model, and names its settings of generation that are not applied."""
     dtype = huggingface.DTYPES.get(given.dtype)
     loaded = pretrained.load_huggingface(given.folder, stage=given.stage, dtype=dtype, adapter=given.adapter)
+    if loaded.family.is_classifier:
+        _check_no_text(given)
     unread = pretrained.unread_settings(loaded.folder)
     if unread:
         file = folder_lib.GENERATION if loaded.folder.generation else folder_lib.CONFIG
@@ -120,7 +152,8 @@ def _answer_file(given: argparse.Namespace) -> None:
     folder = folder_lib.open_folder(given.folder)
     tokenizer = tokenizer_lib.load_tokenizer(str(_tokenizer_file(given.folder)))
     # A decoder's prompt that is too long is cut.
-    new_tokens = _new_tokens(folder, given, 1, how.answer_len or NEW_TOKENS)
+    is_writer = not folder.family.is_classifier
+    new_tokens = _new_tokens(folder, given, 1, how.answer_len or NEW_TOKENS) if is_writer else 1
     try:
         asked = predictions.encode(source, given.file, how, folder, tokenizer, new_tokens)
     except UserError as error:
@@ -135,20 +168,28 @@ def _answer_file(given: argparse.Namespace) -> None:
         for note in asked.notes:
             _note(names.in_config(note))
         loaded = _load(given)
-        generator = _generator(loaded, given, new_tokens)
+        is_classifier = loaded.family.is_classifier
+        generator: Any = loaded.classifier() if is_classifier else _generator(loaded, given, new_tokens)
         special = examples.special_tokens(loaded.family, loaded.folder, tokenizer)
         is_pair = loaded.family.is_encoder_decoder
 
         def new(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+            if is_classifier:
+                return generator(loaded.params, ids, mask).argmax(axis=1)
             return generator(loaded.params, ids, mask, seed=given.seed)[:, 1 if is_pair else ids.shape[1] :]
+
+        def text(row: np.ndarray) -> str:
+            if is_classifier:
+                return loaded.config.classes[row].strip()
+            return answers.text_of(tokenizer, special.stops, row)
 
         positions = folder.positions or 1 << 30
         told = predictions.write(
             source,
             asked,
             new,
-            functools.partial(answers.text_of, tokenizer, special.stops),
-            most=positions if is_pair else positions - new_tokens,
+            text,
+            most=positions if is_pair or is_classifier else positions - new_tokens,
             batch_size=given.batch_size,
             file=file,
         )
@@ -171,7 +212,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     add("--prompt", action="append", help="a text to continue; may be given several times")
     add(
         "--ids",
-        help="an .npz file with input_ids and, if rows are padded, attention_mask; labels for an encoder-decoder",
+        help="an .npz file with input_ids and, if rows are padded, attention_mask; labels for an encoder-decoder or a classifier",
     )
     add(
         "--file",
@@ -240,22 +281,28 @@ def _tokenizer(folder: str) -> Any:
 
 def _texts(loaded: pretrained.Pretrained, tokenizer: Any, given: argparse.Namespace) -> list[str]:
     """Returns the texts after the prompts; a decoder's begin with them."""
-    if any(
-        0xD800 <= ord(char) <= 0xDFFF for prompt in given.prompt for char in prompt
-    ):  # bytes that Python could not decode
-        raise UserError("--prompt: is not a text in UTF-8; correct it")
-    rows = [tokenizer.encode(prompt).ids for prompt in given.prompt]
-    if not all(rows):
-        raise UserError("--prompt: a text without any token cannot be continued; give at least one word")
-    longest = max(map(len, rows))
-    ids = np.array([row + [0] * (longest - len(row)) for row in rows])
-    mask = np.array([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    ids, mask = _prompts(tokenizer, given)
+    longest = ids.shape[1]
     generator = _generator(loaded, given, _new_tokens(loaded.folder, given, longest))
     found = generator(loaded.params, ids, mask, seed=given.seed)
     kept = np.ones_like(found)
     if not loaded.family.is_encoder_decoder:
         kept[:, :longest] = mask
     return [tokenizer.decode(row[is_kept > 0].tolist()) for row, is_kept in zip(found, kept)]
+
+
+def _prompts(tokenizer: Any, given: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ids and the mask of the prompts, padded at their ends."""
+    if any(
+        0xD800 <= ord(char) <= 0xDFFF for prompt in given.prompt for char in prompt
+    ):  # bytes that Python could not decode
+        raise UserError("--prompt: is not a text in UTF-8; correct it")
+    rows = [tokenizer.encode(prompt).ids for prompt in given.prompt]
+    if not all(rows):
+        raise UserError("--prompt: a text without any token cannot be read; give at least one word")
+    longest = max(map(len, rows))
+    ids = np.array([row + [0] * (longest - len(row)) for row in rows])
+    return ids, np.array([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
 
 
 def _read(path: str) -> dict[str, np.ndarray]:

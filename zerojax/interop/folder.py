@@ -14,6 +14,7 @@ import pathlib
 import re
 import threading
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -63,6 +64,12 @@ class Folder:
         """Returns the dtype of most weights: that of the largest tensor."""
         largest = max(self.entries.values(), key=lambda entry: int(np.prod(entry.shape)))
         return tensor_files.DTYPES[largest.dtype]
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """Returns the names of the tensors that the files lack, and that are drawn."""
+        tensors = layout.tensors(self.family, self.model)
+        return tuple(t.name for t in tensors if t.entry.drawn and t.name not in self.entries)
 
     @property
     def positions(self) -> int | None:
@@ -195,13 +202,19 @@ def read_shard(
     lengths = [stop - start for start, stop in bounds]
     inside = [slice(min(start, size), min(stop, size)) for (start, stop), size in zip(bounds, tensor.leaf_shape)]
     entry = folder.entries.get(tensor.name)
-    if entry is None:
+    if entry is None and not tensor.entry.drawn:
         return np.zeros(lengths, dtype)
-    found = tensor_files.read(entry, tensor.view, tensor.source_index(inside), tensor.order, dtype)
-    if not tensor_files.is_finite(found) and folder.first_odd.acquire(blocking=False):
+    found = _draw(tensor)[tuple(inside)].astype(dtype) if entry is None else tensor_files.read(entry, tensor.view, tensor.source_index(inside), tensor.order, dtype)
+    if entry is not None and not tensor_files.is_finite(found) and folder.first_odd.acquire(blocking=False):
         _warn_of_odd(entry, tensor, inside, found.dtype)
     extra = [(0, length - size) for length, size in zip(lengths, found.shape)]
     return np.pad(found, extra) if any(after for _, after in extra) else found
+
+
+def _draw(tensor: layout.ModelTensor) -> np.ndarray:
+    """Returns a leaf that the files lack. It is the same on all processes."""
+    random = np.random.RandomState(np.random.PCG64(zlib.crc32(tensor.name.encode())))
+    return random.standard_normal(tensor.leaf_shape) * tensor.entry.drawn
 
 
 def _warn_of_odd(entry: tensor_files.Entry, tensor: layout.ModelTensor, index: list[slice], dtype: np.dtype) -> None:
@@ -302,6 +315,8 @@ def _canonical(
 ) -> dict[str, tensor_files.Entry]:
     """Returns the tensors without those that hold no weights, and without copies of tied weights, by the names of the full model."""
     table, found = family.huggingface, dict(entries)
+    for old, new in table.renamed:
+        found = {re.sub(old, new, name): entry for name, entry in found.items()}
     if table.prefix and not any(name.startswith(table.prefix) for name in found):
         found = {name if name in table.outside else table.prefix + name: entry for name, entry in found.items()}
     for pattern, original in table.copies(raw).items():

@@ -215,6 +215,9 @@ def _texts(
         if config.get("tie_word_embeddings") and written.get("tie_word_embeddings") is False:
             ties = ("tie_word_embeddings", "scale_decoder_outputs")
             config |= {name: written[name] for name in ties if name in written}
+    if "id2label" in written:  # those of the run
+        config.pop("num_labels", None)
+        config |= {name: written[name] for name in ("id2label", "label2id", "problem_type")}
     is_new = "dtype" in config  # transformers 5 has another name for it
     usual = statistics.mode(dtypes.values()).name
     texts: dict[str, Any] = {CONFIG: config | {"dtype" if is_new else "torch_dtype": usual}}

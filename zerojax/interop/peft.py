@@ -77,6 +77,8 @@ def choose(lora: settings.Lora, family: family_lib.Family, model: Any) -> target
     """
     if lora.target_modules is None:
         lora = dataclasses.replace(lora, target_modules=family.huggingface.adapted(model))
+    saved = dict.fromkeys((*lora.modules_to_save, *family.huggingface.saved))
+    lora = dataclasses.replace(lora, modules_to_save=tuple(saved))
     own = (tensor for tensor in layout.tensors(family, model) if layout.EXPERT not in tensor.name)
     names = {tensor.path: tensor.name.rpartition(".")[0] for tensor in own}
     return targets.choose(lora, linear(family, model), names, names)
@@ -117,7 +119,7 @@ def linear(family: family_lib.Family, model: Any) -> dict[str, targets.LinearMod
     for tensor in layout.tensors(family, model):
         path, _, last = tensor.path.rpartition("/")
         if last == targets.KERNEL and tensor.entry.inputs:
-            is_output = path == family.heads
+            is_output = path == family.heads or path.startswith(f"{family.heads}/")
             found[path] = targets.LinearModule(_module(tensor.name), tensor.leaf_shape, tensor.entry.inputs, is_output)
     return found
 
@@ -342,7 +344,7 @@ def config_of(chosen: targets.Targets, family: family_lib.Family, model: Any, ba
     meant = [chosen.linear[path].name for path in chosen.adapted]
     return {
         "peft_type": "LORA",
-        "task_type": "SEQ_2_SEQ_LM" if family.is_encoder_decoder else "CAUSAL_LM",
+        "task_type": task_type(family),
         "base_model_name_or_path": base,
         "r": lora.r,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
@@ -360,6 +362,13 @@ def config_of(chosen: targets.Targets, family: family_lib.Family, model: Any, ba
         "inference_mode": True,
         **({TYING: True} if _tied(chosen.saved, family, model) else {}),
     }
+
+
+def task_type(family: family_lib.Family) -> str:
+    """Returns PEFT's name of what a family's models do."""
+    if family.is_classifier:
+        return "SEQ_CLS"
+    return "SEQ_2_SEQ_LM" if family.is_encoder_decoder else "CAUSAL_LM"
 
 
 def read_leaves(adapter: Adapter, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from zerojax import mesh as mesh_lib
 from zerojax import precision, tree
 from zerojax.errors import UserError
-from zerojax.inference import generate, sampling
+from zerojax.inference import classify, generate, sampling
 from zerojax.interop import adapted, huggingface, merged, peft
 from zerojax.interop import folder as folder_lib
 from zerojax.lora import families, settings, targets
@@ -94,12 +94,13 @@ class Pretrained:
         return special_tokens(self.folder)
 
     def apply(self, params: PyTree, batch: Mapping[str, Any]) -> jax.Array:
-        """Returns the model's logits float32[batch, length, vocab], a function written for unsharded weights.
+        """Returns the model's logits float32[batch, length, vocab], or of a classifier float32[batch, classes]. The function is written for
+        unsharded weights.
 
         Args:
           params: the weights.
           batch: arrays [batch, length] under transformers' names: input_ids and, where rows are padded, attention_mask. An encoder-decoder
-            also needs decoder_input_ids, or labels, from which they are made.
+            also needs decoder_input_ids, or labels, from which they are made. A classifier's may have token_type_ids.
         """
         inputs, tokens = self._inputs(batch)
         return self.family.logits(self.config, params, inputs, tokens)
@@ -107,12 +108,15 @@ class Pretrained:
     def loss(self, params: PyTree, batch: Mapping[str, Any]) -> jax.Array:
         """Returns the mean cross-entropy of `batch["labels"]`, float32[], without those that are -100, as transformers does.
 
-        A decoder's labels are its own inputs: the scores after a token are compared with the label of the next one.
+        A decoder's labels are its own inputs: the scores after a token are compared with the label of the next one. A classifier's are
+        int[batch].
         """
         return self.loss_of(self.apply(params, batch), jnp.asarray(batch["labels"]))
 
     def loss_of(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
         """Returns `loss` from the logits that `apply` returns."""
+        if self.family.is_classifier:
+            return losses.cross_entropy(logits, labels.reshape(-1), ignored=NO_LABEL)
         if not self.family.is_encoder_decoder:
             logits, labels = logits[:, :-1], labels[:, 1:]
         return losses.cross_entropy(logits, labels, ignored=NO_LABEL)
@@ -135,6 +139,8 @@ class Pretrained:
           compute_dtype: the dtype of floating weights in the model; None keeps the stored one.
           partition: that of the state whose params these are, where it is sharded or offloaded otherwise; None: as loaded.
         """
+        if self.family.is_classifier:
+            raise UserError("generator: the model is a classifier, which writes no text; use `classifier`")
         return generate.make_generator(
             self.family,
             self.config,
@@ -145,11 +151,24 @@ class Pretrained:
             compute_dtype=compute_dtype,
         )
 
+    def classifier(self, *, compute_dtype: DTypeLike | None = None) -> Callable[..., np.ndarray]:
+        """Returns `classify(params, input_ids, attention_mask=None, token_type_ids=None)`, the scores of each class of `config.classes`; see
+        `inference.classify.make_classifier`.
+
+        Raises:
+          UserError: the model is no classifier.
+        """
+        if not self.family.is_classifier:
+            raise UserError(f"classifier: the model of {self.folder.path} has no classes; use `generator`")
+        return classify.make_classifier(self.family, self.config, self.partition, compute_dtype=compute_dtype)
+
     def _inputs(self, batch: Mapping[str, Any]) -> tuple[dict[str, jax.Array], jax.Array]:
         """Returns a family's inputs and tokens."""
         inputs = {}
         if "attention_mask" in batch:
             inputs["mask"] = jnp.asarray(batch["attention_mask"]) > 0
+        if self.family.is_classifier and "token_type_ids" in batch:
+            inputs["kinds"] = jnp.asarray(batch["token_type_ids"])
         if not self.family.is_encoder_decoder:
             return inputs, jnp.asarray(batch["input_ids"])
         inputs["inputs"] = jnp.asarray(batch["input_ids"])
@@ -197,6 +216,10 @@ def load_huggingface(
     >>> logits = jax.jit(where_used(loaded.apply, loaded.partition.placements, blocks=loaded.blocks))(loaded.params, batch)
     """
     folder = folder_lib.open_folder(path)
+    if folder.drawn and adapter is None:
+        warnings.warn(
+            f"{folder.path}: has no {', '.join(folder.drawn)}, so its classes mean nothing until it is trained", stacklevel=2
+        )
     mesh = mesh_lib.make_mesh() if mesh is None else mesh
     if lora is not None or adapter is not None:
         return _load_adapted(folder, mesh, stage, precision.floating("dtype", dtype), lora, adapter, seed, options)

@@ -96,6 +96,15 @@ def ends_with(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
+def is_within(name: str, end: str) -> bool:
+    """Returns whether a dotted name, or that of a module around it, ends with whole parts.
+
+    >>> is_within("classifier.dense", "classifier")
+    True
+    """
+    return ends_with(name, end) or f".{end}." in f".{name}"
+
+
 def shortest_ends(names: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
     """Returns ends that mean all of `names` and none of `others`: last parts, or full names where these are not enough."""
     names, others = list(names), list(others)

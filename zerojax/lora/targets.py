@@ -122,7 +122,7 @@ def choose(
         )
     saved: list[str] = []
     for end in lora.modules_to_save:
-        found = [path for path in weights if settings.ends_with(_module_of(path, name_of), end)]
+        found = [path for path in weights if settings.is_within(_module_of(path, name_of), end)]
         if not found:
             names = dict.fromkeys(_module_of(path, name_of).rpartition(".")[2] for path in weights)
             raise UserError(

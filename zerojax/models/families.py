@@ -2,11 +2,20 @@
 
 from zerojax.models import family
 from zerojax.models.bart import family as bart
+from zerojax.models.bert import family as bert
 from zerojax.models.llama import family as llama
 from zerojax.models.llama import gpt2
 from zerojax.models.t5 import family as t5
 
-FAMILIES: tuple[family.Family, ...] = (llama.FAMILY, gpt2.FAMILY, t5.FAMILY, bart.FAMILY, bart.MARIAN)
+FAMILIES: tuple[family.Family, ...] = (
+    llama.FAMILY,
+    gpt2.FAMILY,
+    t5.FAMILY,
+    bart.FAMILY,
+    bart.MARIAN,
+    bert.FAMILY,
+    bert.ROBERTA,
+)
 
 # preset -> its family
 PRESETS: dict[str, family.Family] = {preset: found for found in FAMILIES for preset in found.presets}

@@ -49,13 +49,15 @@ class Tensor(NamedTuple):
         [outputs, inputs]. A leaf with 0 inputs is stored in its own order.
       inputs_first: the matrix is stored as [inputs, outputs], as in GPT-2's files.
       form: of a leaf with 0 inputs: "same" shape, "flat" (one dim), or "row" (one dim more, of size 1, before the others).
-      is_optional: files may lack it; it is then 0.
+      is_optional: files may lack it; it is then 0, or drawn.
+      drawn: the standard deviation of the numbers that it then has.
     """
 
     name: str
     inputs: int = 0
     form: Literal["same", "flat", "row"] = "same"
     is_optional: bool = False
+    drawn: float = 0.0
     inputs_first: bool = False
 
 
@@ -71,8 +73,10 @@ class HuggingFace:
         cannot compute.
       copies: (contents of config.json) -> {regex over names of tensors: name of the tensor that they repeat}. Files may hold such copies of
         tied weights.
-      ignored: a regex over names of tensors that hold no weights, "" for none.
+      ignored: a regex over names of tensors that hold no weights of the model, "" for none.
+      renamed: pairs (regex in a name of a tensor, what it is now), for names in old files.
       adapted: (config) -> the ends of names of the modules that get adapters by default, as in PEFT.
+      saved: the ends of names of the modules that are trained in full beside adapters, as in PEFT.
       repeated: (config) -> {name of a tensor: name of the one that it repeats}. Files that are written hold both, since transformers draws
         the first one anew where it is missing.
       prefix: begins all names but those in `outside`. Files of a model without its head lack it. "" if it has no such form.
@@ -87,6 +91,8 @@ class HuggingFace:
     adapted: Callable[[Any], tuple[str, ...]]
     repeated: Callable[[Any], Mapping[str, str]] = lambda config: {}
     ignored: str = ""
+    renamed: tuple[tuple[str, str], ...] = ()
+    saved: tuple[str, ...] = ()
     prefix: str = ""
     outside: tuple[str, ...] = ()
 
@@ -114,6 +120,8 @@ class Family:
         also takes several tokens a row, int32[batch, length], and returns the scores after the last (`Step.last`).
       positions: (config) -> the most tokens of a text, where each position has weights of its own; None for no limit.
       is_encoder_decoder: whether a prompt has "inputs", and `tokens` begin with a token that starts every text.
+      is_classifier: the model has `config.classes`, and `logits` are the scores of these for each text: float32[batch, classes]. Its
+        batch has "inputs", "mask", "labels" and "labeled", the last two int32[batch, 1]. It writes no text.
       blocks: a regex over the paths of its repeated modules; see `zerojax.make_train_step`.
       heads: a regex over the paths of its output projections.
       attention: the attention kernels that the family supports.
@@ -139,6 +147,7 @@ class Family:
     flops_per_token: Callable[..., float]
     huggingface: HuggingFace
     parallel: parallel.Parallel
+    is_classifier: bool = False
 
 
 def heads(family: Family, config: Any) -> str:

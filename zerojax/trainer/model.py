@@ -27,9 +27,11 @@ def source(config: settings_lib.Config) -> folder_lib.Folder | None:
         return None
     files.check_path(config.init_from, "config.init_from")
     try:
-        return folder_lib.open_folder(config.init_from)
+        opened = folder_lib.open_folder(config.init_from)
     except UserError as error:
         raise UserError(f"config.init_from: {error}") from error
+    model = _with_classes(config, opened.family, opened.model, opened)
+    return dataclasses.replace(opened, model=model)
 
 
 def family_of(config: settings_lib.Config) -> tuple[family_lib.Family, folder_lib.Folder | None]:
@@ -52,7 +54,8 @@ def shape(
             or tokenizer_vocab
             or tokenizer_lib.load_tokenizer(config.data.tokenizer).vocab_size
         )
-        return family, dataclasses.replace(preset, vocab_size=vocab, num_layers=chosen.num_layers or preset.num_layers)
+        preset = dataclasses.replace(preset, vocab_size=vocab, num_layers=chosen.num_layers or preset.num_layers)
+        return family, _with_classes(config, family, preset, None)
     for name in ("vocab_size", "num_layers"):
         if value := getattr(chosen, name):
             raise UserError(
@@ -60,6 +63,35 @@ def shape(
                 f"{name}={getattr(opened.model, name)}; set --config.model.{name}=0"
             )
     return opened.family, opened.model
+
+
+def _with_classes(
+    config: settings_lib.Config, family: family_lib.Family, model: Any, opened: folder_lib.Folder | None
+) -> Any:
+    """Returns the model with the classes of the run, if it is a classifier.
+
+    Raises:
+      UserError: the run learns no classes, does not name them, or has not as many as the folder's head.
+    """
+    if not family.is_classifier:
+        return model
+    labels, name = tuple(config.data.labels), config.init_from or config.model.preset
+    if config.data.task != tasks.CLASSIFICATION:
+        raise UserError(
+            f"config.data.task: is {config.data.task}, and {name} is a classifier, which answers with one of its classes; set "
+            "--config.data.task=classification"
+        )
+    has_head = opened is not None and not opened.drawn
+    if not has_head and len(labels) < 2:
+        raise UserError(
+            f"config.data.labels: has {len(labels)} classes, and {name} has no head yet; name two or more, in the order of their numbers"
+        )
+    if has_head and labels and len(labels) != len(model.classes):
+        raise UserError(
+            f"config.data.labels: names {len(labels)} classes, and the head of {name} has {len(model.classes)} "
+            f"({', '.join(model.classes[:8])}); name as many, or omit it"
+        )
+    return dataclasses.replace(model, classes=labels or model.classes)
 
 
 def choose(
@@ -126,6 +158,11 @@ def way(
     ways = mesh_lib.size(mesh, mesh_lib.TOKENS)
     if ways == 1:
         return None
+    if family.is_classifier:
+        raise UserError(
+            f"config.mesh.context: is {ways}, and the head of a classifier reads a text's first token, so a device has all tokens of its "
+            "texts; set --config.mesh.context=1"
+        )
     found = parts.lengths(lengths(config, family, model))
     for name, length in found.items():
         if length % ways:

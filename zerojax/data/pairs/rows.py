@@ -6,7 +6,8 @@ The arrays of a row are int32. Of a decoder, with `length` = seq_len + 1:
     labeled[length]     1 where a token is a label
     segments[length]    1, 2, ... for the examples of a row, 0 for padding; only if rows are packed
 
-Of an encoder-decoder: inputs[seq_len], mask[seq_len] (0 for padding), targets[answer_len + 1], labeled[answer_len + 1].
+Of an encoder-decoder: inputs[seq_len], mask[seq_len] (0 for padding), targets[answer_len + 1], labeled[answer_len + 1]. Of a classifier:
+inputs[seq_len], mask[seq_len], labels[1] (the number of the class), labeled[1].
 """
 
 import functools
@@ -47,10 +48,10 @@ class Rows:
         at = 0
         for segment, index in enumerate(self._rows[number], 1):
             example = self.examples[index]
-            if self.form.is_encoder_decoder:
+            if self.form.reads_prompt:
                 found["inputs"][: len(example.inputs)] = example.inputs
                 found["mask"][: len(example.inputs)] = 1
-                found["targets"][: len(example.targets)] = example.targets
+                found["labels" if self.form.classes else "targets"][: len(example.targets)] = example.targets
                 found["labeled"][: len(example.targets)] = example.labeled
                 continue
             part = slice(at, at + len(example.inputs))
@@ -63,11 +64,13 @@ class Rows:
     def filled(self) -> float:
         """Returns the share of the rows' tokens that are not padding."""
         read = sum(len(example.inputs) for example in self.examples)
-        return read / (len(self) * self._lengths["inputs" if self.form.is_encoder_decoder else "tokens"])
+        return read / (len(self) * self._lengths["inputs" if self.form.reads_prompt else "tokens"])
 
 
 def lengths(form: tasks.RowForm, *, packs: bool) -> dict[str, int]:
     """Returns the lengths of a row's arrays, by name."""
+    if form.classes:
+        return {"inputs": form.seq_len, "mask": form.seq_len, "labels": 1, "labeled": 1}
     if form.is_encoder_decoder:
         answer = form.answer_len + 1
         return {"inputs": form.seq_len, "mask": form.seq_len, "targets": answer, "labeled": answer}

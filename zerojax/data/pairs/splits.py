@@ -45,7 +45,7 @@ class Splits:
     Attributes:
       train, held_out: the rows of both splits; `held_out` is None where there is none.
       settings, form: the task, and the form of the rows.
-      answers: the answers of a classification; () for another task.
+      answers: the answers of a classification by generation; () for another task.
       notes: lines that tell about the examples.
     """
 
@@ -107,7 +107,7 @@ def load(
     source, name = _open(places, True)
     train = encode(source, name=name)
     notes, held_out = list(train.notes), None
-    known = train.answers
+    known = () if form.classes else train.answers
     has_eval = places.eval_file if places.train_file else places.eval_split
     if has_eval:
         source, name = _open(places, False)

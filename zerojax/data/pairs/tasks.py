@@ -1,7 +1,8 @@
 """Turns examples into tokens whose labels are the answers. This module holds the tasks, and encodes all examples of a split.
 
 A decoder reads the prompt and its answer as one text, of which the answer and the token that ends it are labels. An encoder-decoder
-reads the prompt, and its decoder learns the answer. All examples are encoded once, before anything is compiled, so that a damaged one is
+reads the prompt, and its decoder learns the answer. A classifier reads the prompt, and learns the number of the answer among its classes. All
+examples are encoded once, before anything is compiled, so that a damaged one is
 an error then, and what had to be cut is known.
 """
 
@@ -54,6 +55,7 @@ class RowForm:
       end: ends an answer.
       bos: begins a decoder's text if the tokenizer does not begin it; None for none.
       stops: ids that end an answer.
+      classes: those of a classifier, whose prompt is read by an encoder; () for another model.
     """
 
     is_encoder_decoder: bool
@@ -63,6 +65,12 @@ class RowForm:
     end: int
     bos: int | None
     stops: tuple[int, ...]
+    classes: tuple[str, ...] = ()
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Returns whether the prompt is an array of its own, which an encoder reads."""
+        return self.is_encoder_decoder or bool(self.classes)
 
 
 class Example(NamedTuple):
@@ -70,7 +78,7 @@ class Example(NamedTuple):
 
     Attributes:
       inputs: int32[length], what an encoder reads; of a decoder, the prompt and its answer.
-      targets: int32[length], an encoder-decoder's start token and answer; empty for a decoder.
+      targets: int32[length], an encoder-decoder's start token and answer, or the number of a class; empty for a decoder.
       labeled: bool, whether each token of `targets`, or of a decoder's `inputs`, is a label.
       prompt: the number of a decoder's tokens before its last answer.
       answer: the text of the last answer.
@@ -197,7 +205,7 @@ class _Counts:
 
     def notes(self, total: int) -> list[str]:
         f = self._form
-        if f.is_encoder_decoder:
+        if f.reads_prompt:
             cut = f"prompts are longer than `seq_len={f.seq_len}` tokens, and their ends are cut"
         else:
             cut = f"prompts and their answers are longer than `seq_len={f.seq_len}` tokens, and the prompts' beginnings are cut"
@@ -245,6 +253,8 @@ class _Encoder:
         pieces, answer = self._pieces(example, place)
         if not answer.strip():
             counts.add("empty", place)
+        if self._form.classes:
+            return self._classified(pieces, answer, place, counts)
         if self._form.is_encoder_decoder:
             return self._two_arrays(pieces, answer, place, counts)
         return self._one_array(pieces, answer, place, counts)
@@ -262,6 +272,8 @@ class _Encoder:
             if messages[-1][0] == templates.ASSISTANT:
                 label = messages.pop()[1]
             pieces = self._turns([*messages, (templates.ASSISTANT, "")], told)[0][:-1]
+        if self._form.classes:
+            return self._read_prompt(pieces[0][0], place, counts), label
         pieces = [*pieces, ("", True, False)]
         if self._form.is_encoder_decoder:
             return self._two_arrays(pieces, "", place, counts).inputs, label
@@ -320,6 +332,28 @@ class _Encoder:
         inputs = inputs if len(inputs) else np.array([f.end], np.int32)
         return Example(inputs.astype(np.int32), targets, np.arange(len(targets)) > 0, 0, answer)
 
+    def _classified(self, pieces: list[Piece], answer: str, place: str, counts: _Counts) -> Example:
+        classes = self._form.classes
+        if answer.strip() not in classes:
+            raise UserError(
+                f"{place}: the answer {answer.strip()!r} is none of the model's {len(classes)} classes "
+                f"({', '.join(map(repr, classes[:8]))}); mend it, or set config.data.labels"
+            )
+        targets = np.array([classes.index(answer.strip())], np.int32)
+        inputs = self._read_prompt("".join(text for text, *_ in pieces[:-1]), place, counts)
+        return Example(inputs, targets, np.ones(1, bool), 0, answer)
+
+    def _read_prompt(self, text: str, place: str, counts: _Counts) -> np.ndarray:
+        """Returns the ids that a classifier reads of a prompt; what the tokenizer puts at its end stays when it is cut."""
+        f, ids, around = self._form, self._whole(text, False), self._whole("", False)
+        if f.bos is not None and (not len(ids) or ids[0] != f.bos):
+            ids = np.concatenate([[f.bos], ids])
+        if len(ids) > f.seq_len:
+            counts.add("prompt", place)
+            last = ids[-1:] if len(around) and ids[-1] == around[-1] else ids[:0]
+            ids = np.concatenate([ids[: f.seq_len - len(last)], last])
+        return (ids if len(ids) else np.array([f.end])).astype(np.int32)
+
     def _one_array(self, pieces: list[Piece], answer: str, place: str, counts: _Counts) -> Example:
         f = self._form
         parts, labeled = [self._begin(*pieces[0])], [False]
@@ -366,4 +400,4 @@ class _Encoder:
 def prompts(examples: Sequence[Example], form: RowForm) -> Iterator[np.ndarray]:
     """Yields what the model is asked of each example."""
     for example in examples:
-        yield example.inputs if form.is_encoder_decoder else example.inputs[: example.prompt]
+        yield example.inputs if form.reads_prompt else example.inputs[: example.prompt]

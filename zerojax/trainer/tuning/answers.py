@@ -14,7 +14,7 @@ from rich.table import Table
 from zerojax import precision
 from zerojax.data import tokenizer as tokenizer_lib
 from zerojax.data.pairs import splits, tasks
-from zerojax.inference import generate
+from zerojax.inference import classify, generate
 from zerojax.launch import watch
 from zerojax.trainer import program as program_lib
 from zerojax.trainer.tuning import examples
@@ -95,6 +95,8 @@ def make(
     if held is None or not most:
         return None
     chosen = held.examples[:most]
+    if pairs.form.classes:
+        return _make_classes(program, tokenizer, pairs, chosen, check)
     special = examples.special_tokens(program.family, program.weights.source, tokenizer)
     generator = generate.make_generator(
         program.family,
@@ -118,6 +120,31 @@ def make(
         answers = [Answer(prompt, own, example.answer.strip()) for prompt, own, example in zip(prompts, found, chosen)]
         is_class = pairs.settings.task == tasks.CLASSIFICATION
         return Score(answers, "accuracy" if is_class else "exact_match", tuple(map(str.strip, pairs.answers)))
+
+    return answer
+
+
+def _make_classes(
+    program: program_lib.Program,
+    tokenizer: tokenizer_lib.Tokenizer,
+    pairs: splits.Splits,
+    chosen: Sequence[tasks.Example],
+    check: Callable[[], object],
+) -> Callable[[Any], Score]:
+    """Returns `make` of a classifier, whose answers are its likeliest classes."""
+    compute_dtype = precision.PRECISIONS[program.config.precision].compute_dtype
+    scores = classify.make_classifier(program.family, program.model, program.partition, compute_dtype=compute_dtype)
+    batches = list(_batches(chosen, pairs.form, program.sizes.global_batch_size // program.sizes.grad_accum))
+
+    def answer(params: PyTree) -> Score:
+        found: list[str] = []
+        for ids, mask in batches:
+            watch.at(watch.EVALUATE)
+            check()
+            found += [pairs.form.classes[number] for number in scores(params, ids, mask).argmax(axis=1)]
+        prompts = (tokenizer.decode(ids) for ids in tasks.prompts(chosen, pairs.form))
+        answers = [Answer(prompt, own, example.answer.strip()) for prompt, own, example in zip(prompts, found, chosen)]
+        return Score(answers, "accuracy", pairs.form.classes)
 
     return answer
 

@@ -45,7 +45,17 @@ def form(
         end=special.stops[0],
         bos=tokenizer.bos_id if is_own and not family.is_encoder_decoder else None,
         stops=special.stops,
+        classes=classes(config, family, source),
     )
+
+
+def classes(
+    config: settings_lib.Config, family: family_lib.Family, source: folder_lib.Folder | None
+) -> tuple[str, ...]:
+    """Returns the classes of a run's model; () if it is no classifier."""
+    if not family.is_classifier:
+        return ()
+    return tuple(config.data.labels) if source is None else source.model.classes
 
 
 def lengths(config: settings_lib.Config, family: family_lib.Family, model: Any) -> dict[str, int]:
@@ -60,12 +70,13 @@ def lengths(config: settings_lib.Config, family: family_lib.Family, model: Any) 
         raise UserError(
             f"config.data.answer_len: {data.answer_len} is longer than the {positions} positions of the model; set {positions} or less"
         )
-    if not is_pair and data.answer_len > config.seq_len:
+    if not is_pair and not family.is_classifier and data.answer_len > config.seq_len:
         raise UserError(
             f"config.data.answer_len: is {data.answer_len}, and a row of a decoder has config.seq_len={config.seq_len} tokens for a prompt "
             "and its answer; lower it, or raise config.seq_len"
         )
-    shape = tasks.RowForm(is_pair, config.seq_len, data.answer_len, 0, 0, None, ())
+    known = getattr(model, "classes", ())
+    shape = tasks.RowForm(is_pair, config.seq_len, data.answer_len, 0, 0, None, (), known)
     return rows.lengths(shape, packs=data.pack)
 
 
@@ -86,7 +97,7 @@ def load(
         task=data.task,
         prompt=data.prompt,
         answer=data.answer,
-        labels=data.labels,
+        labels=classes(config, family, source) or data.labels,
         messages=data.messages,
         chat_template=data.chat_template,
     )

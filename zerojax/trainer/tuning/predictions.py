@@ -98,7 +98,8 @@ def encode(
     special = examples.special_tokens(folder.family, folder, tokenizer)
     positions = folder.positions or 1 << 20
     seq_len = min(how.seq_len or positions, positions)
-    if not folder.family.is_encoder_decoder:  # prompt and answer are one row
+    classes = folder.model.classes if folder.family.is_classifier else ()
+    if not folder.family.is_encoder_decoder and not classes:  # prompt and answer are one row
         seq_len = max(1, seq_len + 1 - new_tokens)
     form = tasks.RowForm(
         is_encoder_decoder=folder.family.is_encoder_decoder,
@@ -108,8 +109,10 @@ def encode(
         end=special.stops[0],
         bos=None,
         stops=special.stops,
+        classes=classes,
     )
-    return tasks.ask(source, tokenizer, how.settings, form, name=name, folder=folder.path)
+    settings = dataclasses.replace(how.settings, labels=classes or how.settings.labels)
+    return tasks.ask(source, tokenizer, settings, form, name=name, folder=folder.path)
 
 
 def write(

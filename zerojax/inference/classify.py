@@ -1,0 +1,73 @@
+"""Classifies texts. This module computes a classifier's scores, from a model whose weights stay sharded."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from zerojax.errors import UserError
+from zerojax.inference import generate
+from zerojax.models import family as family_lib
+from zerojax.tree import PyTree
+from zerojax.zero import placement, where_used
+from zerojax.zero.offload import fetched_params, selection
+
+
+def make_classifier(
+    family: family_lib.Family,
+    config: Any,
+    partition: placement.Partition,
+    *,
+    compute_dtype: DTypeLike | None = None,
+) -> Callable[..., np.ndarray]:
+    """Builds `classify(params, input_ids, attention_mask=None, token_type_ids=None) -> float32[rows, classes]`, the scores of each class.
+
+    `input_ids` are int[rows, length], and `attention_mask` is 0 where a text is padded. All processes must call it with the same arrays. Each
+    shape of `input_ids` is compiled once.
+
+    Args:
+      family, config: the model.
+      partition: the shardings of its params. Rows are sharded over the mesh's replica and data axes.
+      compute_dtype: the dtype of floating weights in the model; None keeps the stored one.
+
+    Raises:
+      UserError: `classify` refuses ids that the model does not know, and texts longer than its positions.
+    """
+    how: dict[str, Any] = {"blocks": family.blocks, "heads": family_lib.heads(family, config), "compute_dtype": compute_dtype}
+
+    def scores(params: PyTree, inputs: dict[str, jax.Array]) -> jax.Array:
+        return family.logits(config, params, inputs, inputs["inputs"])
+
+    if selection.are_params_on_host(partition):
+        run: Callable[..., jax.Array] = fetched_params.by_row(scores, partition, **how)
+    else:
+        sharded = where_used.where_used(scores, partition.placements, remat="full", **how)
+        run = jax.jit(sharded, out_shardings=NamedSharding(partition.mesh, P()))
+
+    def classify(params: PyTree, input_ids: Any, attention_mask: Any = None, token_type_ids: Any = None) -> np.ndarray:
+        _, mask = generate.check(input_ids, attention_mask, config.vocab_size)
+        # Padding keeps its ids: some models count positions by them.
+        inputs = {"inputs": np.clip(np.asarray(input_ids, np.int32), 0, config.vocab_size - 1), "mask": mask}
+        if token_type_ids is not None:
+            inputs["kinds"] = _kinds(token_type_ids, mask.shape, config.num_kinds)
+        longest = family.positions(config)
+        if longest is not None and mask.shape[1] > longest:
+            raise UserError(
+                f"input_ids: have {mask.shape[1]} tokens, and the model has {longest} positions; shorten the texts"
+            )
+        found = run(params, generate.sharded_rows(inputs, partition.mesh))
+        return np.asarray(found)[: len(mask)]
+
+    return classify
+
+
+def _kinds(token_type_ids: Any, shape: tuple[int, ...], known: int) -> np.ndarray:
+    """Returns the kinds of texts as int32[rows, length]."""
+    kinds = np.asarray(token_type_ids)
+    if kinds.shape != shape or not np.issubdtype(kinds.dtype, np.integer) or kinds.min() < 0 or kinds.max() >= known:
+        raise UserError(f"token_type_ids: must be integers {list(shape)} from 0 to {known - 1}; mend them, or leave them out")
+    return kinds.astype(np.int32)

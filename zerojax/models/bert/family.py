@@ -1,0 +1,205 @@
+"""BERT and RoBERTa as families. This module holds their presets, the names of their tensors at Hugging Face, and their `Family`s."""
+
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn, cast
+
+import jax
+
+from zerojax.errors import UserError
+from zerojax.models import config_json, family, layers, parallel
+from zerojax.models.bert import model
+from zerojax.models.bert.model import BertConfig
+from zerojax.models.family import Tensor
+
+_roberta = functools.partial(
+    BertConfig, 50265, num_positions=514, pad=1, num_kinds=1, norm_eps=1e-5, model_type="roberta"
+)
+
+# arXiv:1810.04805, section 3
+PRESETS: dict[str, BertConfig] = {
+    "bert_test": BertConfig(0, 2, embed_dim=64, num_heads=4, mlp_dim=128),
+    "bert_base": BertConfig(30522, 12, embed_dim=768, num_heads=12, mlp_dim=3072),
+    "bert_large": BertConfig(30522, 24, embed_dim=1024, num_heads=16, mlp_dim=4096),
+}
+# arXiv:1907.11692, section 4
+ROBERTA_PRESETS: dict[str, BertConfig] = {
+    "roberta_base": _roberta(12, embed_dim=768, num_heads=12, mlp_dim=3072),
+    "roberta_large": _roberta(24, embed_dim=1024, num_heads=16, mlp_dim=4096),
+}
+
+# model_type -> the names of the head's two linear modules
+_HEADS = {"bert": ("bert.pooler.dense", "classifier"), "roberta": ("classifier.dense", "classifier.out_proj")}
+_LAYER = {
+    "attention/q": ("attention.self.query", 1),
+    "attention/k": ("attention.self.key", 1),
+    "attention/v": ("attention.self.value", 1),
+    "attention/o": ("attention.output.dense", 2),
+    "mlp/up": ("intermediate.dense", 1),
+    "mlp/down": ("output.dense", 1),
+}
+_NORMS = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
+
+
+def _tensors(config: BertConfig) -> dict[str, Tensor]:
+    kind = config.model_type
+    embeddings, layer = f"{kind}.embeddings", f"{kind}.encoder.layer.{{}}"
+    tables = {"embed": "word", "positions": "position", "kinds": "token_type"}
+    found = {f"{ours}/embedding": Tensor(f"{embeddings}.{theirs}_embeddings.weight") for ours, theirs in tables.items()}
+    norms = {"norm": f"{embeddings}.LayerNorm"} | {f"layer_{{}}/{o}": f"{layer}.{t}" for o, t in _NORMS.items()}
+    for ours, theirs in norms.items():
+        found |= {f"{ours}/scale": Tensor(f"{theirs}.weight"), f"{ours}/bias": Tensor(f"{theirs}.bias")}
+    for ours, (theirs, inputs) in _LAYER.items():
+        found[f"layer_{{}}/{ours}/kernel"] = Tensor(f"{layer}.{theirs}.weight", inputs)
+        found[f"layer_{{}}/{ours}/bias"] = Tensor(f"{layer}.{theirs}.bias", form="flat")
+    for ours, theirs in zip(("dense", "out"), _HEADS[kind]):
+        found[f"head/{ours}/kernel"] = Tensor(f"{theirs}.weight", 1, is_optional=True, drawn=config.stddev)
+        found[f"head/{ours}/bias"] = Tensor(f"{theirs}.bias", is_optional=True)
+    return found
+
+
+def _write(config: BertConfig) -> dict[str, Any]:
+    c = config
+    return {
+        "architectures": [f"{_class(c.model_type)}ForSequenceClassification"],
+        "model_type": c.model_type,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.embed_dim,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "intermediate_size": c.mlp_dim,
+        "hidden_act": c.activation,
+        "max_position_embeddings": c.num_positions,
+        "type_vocab_size": c.num_kinds,
+        "initializer_range": c.stddev,
+        "layer_norm_eps": c.norm_eps,
+        "hidden_dropout_prob": c.dropout,
+        "attention_probs_dropout_prob": 0.0,
+        "pad_token_id": 0 if c.pad is None else c.pad,
+        "id2label": {str(number): name for number, name in enumerate(c.classes)},
+        "label2id": {name: number for number, name in enumerate(c.classes)},
+        "problem_type": "single_label_classification",
+    }
+
+
+def _class(kind: str) -> str:
+    return {"bert": "Bert", "roberta": "Roberta"}[kind]
+
+
+def _read(raw: Mapping[str, Any], names: Collection[str]) -> BertConfig:
+    f = config_json.Fields(raw)
+    kind = f.choice("model_type", _HEADS, "bert")
+    f.heads("hidden_size", "num_attention_heads")
+    for name in ("is_decoder", "add_cross_attention"):
+        if f.flag(name, False):
+            raise f.refuse(name, "false, since the model is an encoder")
+    f.choice("position_embedding_type", ("absolute",), "absolute")
+    f.choice("problem_type", ("single_label_classification",), "single_label_classification")
+    found = BertConfig(
+        f.count("vocab_size", 30522 if kind == "bert" else 50265),
+        f.depth("num_hidden_layers", 12),
+        embed_dim=f.count("hidden_size", 768),
+        num_heads=f.count("num_attention_heads", 12),
+        mlp_dim=f.count("intermediate_size", 3072),
+        classes=_classes(f),
+        num_positions=f.count("max_position_embeddings", 512),
+        pad=_pad(f) if kind == "roberta" else None,
+        num_kinds=f.count("type_vocab_size", 2),
+        activation=f.activation("hidden_act", "gelu"),
+        norm_eps=f.number("layer_norm_eps", 1e-12),
+        stddev=f.number("initializer_range", 0.02),
+        model_type=kind,
+    )
+    if found.max_seq_len < 1:
+        raise f.refuse("max_position_embeddings", f"above pad_token_id + 1 = {found.num_positions - found.max_seq_len}")
+    return found
+
+
+def _pad(f: config_json.Fields) -> int:
+    """Returns the id whose tokens have no position."""
+    found = f.raw.get("pad_token_id", 1)
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < f.count("vocab_size", 50265):
+        raise f.refuse("pad_token_id", "an id of the vocabulary, since positions are counted from it")
+    return found
+
+
+def _classes(f: config_json.Fields) -> tuple[str, ...]:
+    """Returns the names of the classes in the order of their numbers."""
+    told, count = f.group("id2label").raw, f.count("num_labels", 2)
+    if not told:
+        told = {str(number): f"LABEL_{number}" for number in range(count)}
+    by_number = {str(number): name for number, name in told.items()}
+    names = [by_number.get(str(number)) for number in range(len(told))]
+    if len(names) < 2 or not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
+        raise f.refuse("id2label", "a name of its own for each of two or more classes, numbered from 0")
+    return tuple(cast(str, name) for name in names)
+
+
+def _loss(config: BertConfig, params: Any, batch: Mapping[str, jax.Array], key: jax.Array | None = None) -> jax.Array:
+    """Returns the mean loss of the classes of texts."""
+    arrays = (batch["inputs"], batch["labels"], batch.get("mask"), batch.get("labeled"))
+    rngs = None if key is None else {layers.DROPOUT: key}
+    return cast(jax.Array, model.Bert(config).apply({"params": params}, *arrays, method="loss", rngs=rngs))
+
+
+def _logits(config: BertConfig, params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
+    return cast(jax.Array, model.Bert(config).apply({"params": params}, tokens, inputs.get("mask"), inputs.get("kinds")))
+
+
+def _writes_no_text(*_: Any) -> NoReturn:
+    raise UserError("generation: the model is a classifier, which writes no text; ask for its scores of the classes")
+
+
+def _flops_per_token(config: BertConfig, lengths: Mapping[str, int], per_weight: float = 6.0) -> float:
+    return model.flops_per_token(config, lengths["inputs"], per_weight)
+
+
+def _table(kind: str) -> family.HuggingFace:
+    name = _class(kind)
+    bare = rf"{kind}\.embeddings\.position_ids|"
+    return family.HuggingFace(
+        architectures={
+            kind: (f"{name}ForSequenceClassification", f"{name}Model", f"{name}ForMaskedLM")
+            + (("BertForPreTraining",) if kind == "bert" else ())
+        },
+        tensors=_tensors,
+        write=_write,
+        read=_read,
+        adapted=lambda config: ("query", "value"),
+        saved=("classifier", "pooler.dense") if kind == "bert" else ("classifier",),
+        copies=lambda raw: {},
+        ignored=bare + (r"cls\..*" if kind == "bert" else r"lm_head\..*|roberta\.pooler\..*"),
+        renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
+        prefix=f"{kind}.",
+        outside=tuple(f"{head}.{end}" for head in _HEADS[kind] if head[0] == "c" for end in ("weight", "bias")),
+    )
+
+
+FAMILY = family.Family(
+    presets=PRESETS,
+    parts=model.parts,
+    objective="next_token",  # not read: a classifier learns labeled texts alone
+    loss=_loss,
+    logits=_logits,
+    start=_writes_no_text,
+    extend=_writes_no_text,
+    positions=lambda config: config.max_seq_len,
+    is_encoder_decoder=False,
+    is_classifier=True,
+    blocks=r"layer_\d+",
+    heads="head",
+    attention=("xla", "cudnn"),
+    flops_per_token=_flops_per_token,
+    huggingface=_table("bert"),
+    parallel=parallel.Parallel(
+        weights=(*parallel.WEIGHTS, (r"positions/embedding", ("model",))),
+        activations=(
+            *parallel.HEADS,
+            *parallel.WIDTH,
+            (r"layer_\d+/(attention|mlp)", parallel.TOKENS, parallel.ALL_TOKENS),
+            (r"embed|positions|kinds|norm|layer_\d+/(attention|mlp)_norm", parallel.TOKENS),
+        ),
+    ),
+)
+ROBERTA = dataclasses.replace(FAMILY, presets=ROBERTA_PRESETS, huggingface=_table("roberta"))
