@@ -1,5 +1,6 @@
 """Compares imported models with transformers. This module tests zerojax.interop.pretrained."""
 
+import dataclasses
 import json
 import shutil
 
@@ -14,7 +15,7 @@ import zerojax
 from zerojax import tree
 from zerojax.errors import UserError
 from zerojax.interop import folder as folder_lib
-from zerojax.interop import pretrained
+from zerojax.interop import layout, pretrained
 
 LOGITS = 2e-5  # float32 sums in another order, in two implementations
 LOSS = 1e-5  # relative to losses of about 6
@@ -82,6 +83,57 @@ def test_other_families_compute_what_transformers_does_and_are_written_as_they_w
     written, source = map(safetensors.numpy.load_file, files)
     assert written.keys() == source.keys()
     jax.tree.map(np.testing.assert_array_equal, written, source)
+
+
+@pytest.mark.parametrize("name", golden_models.CLASSIFIERS)
+def test_classifiers_compute_what_transformers_does_and_are_written_as_they_were(name, tmp_path):
+    expected, loaded = golden_models.expected(name), golden_models.load(name, 3)
+    batch, folder = golden_models.batch(name), golden_models.FOLDER / name
+    scores = loaded.classifier()(loaded.params, batch["input_ids"], batch["attention_mask"])
+    np.testing.assert_allclose(scores, expected["logits"], atol=LOGITS, rtol=0)
+    np.testing.assert_array_equal(scores.argmax(axis=1), expected["generated"])
+    np.testing.assert_allclose(loaded.loss_of(scores, batch["labels"]), expected["loss"], rtol=LOSS)
+    zerojax.export_huggingface(loaded.params, loaded, tmp_path / "out")
+    written, source = (safetensors.numpy.load_file(path / "model.safetensors") for path in (tmp_path / "out", folder))
+    assert written.keys() == source.keys()
+    jax.tree.map(np.testing.assert_array_equal, written, source)
+    for refused in (lambda: loaded.generator(max_new_tokens=1), lambda: zerojax.Engine(loaded)):
+        with pytest.raises(UserError, match="a classifier, which writes no text"):
+            refused()
+    with pytest.raises(UserError, match=r"130 tokens, and the model has 12[78] positions"):
+        loaded.classifier()(loaded.params, np.ones((1, 130), int))
+
+
+@pytest.mark.parametrize("name", runs.cases(golden_models.CLASSIFIERS, long=golden_models.CLASSIFIERS))
+def test_classifiers_compute_it_under_tensor_parallelism(name):
+    assert_equal_logits(name, golden_models.load(name, 0, 2))
+
+
+def test_an_encoder_without_a_head_gets_one_that_is_drawn_and_old_names_are_read(tmp_path):
+    tensors = safetensors.numpy.load_file(golden_models.FOLDER / "bert" / "model.safetensors")
+    head = [name for name in tensors if name.startswith(("classifier", "bert.pooler"))]
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    kept = {name: array for name, array in tensors.items() if name not in head}
+    for new, before in old.items():
+        kept = {name.replace(new, before): array for name, array in kept.items()}
+    safetensors.numpy.save_file(
+        kept | {"cls.predictions.bias": np.zeros(384, np.float32)}, tmp_path / "model.safetensors"
+    )
+    config = json.loads((golden_models.FOLDER / "bert" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["BertForMaskedLM"]}))
+    with pytest.warns(
+        UserWarning, match=r"has no bert.pooler.dense.weight, classifier.weight, so its classes mean nothing"
+    ):
+        loaded = zerojax.load_huggingface(tmp_path, min_size=64)
+    own, whole = loaded.params, golden_models.load("bert", 3).params
+    np.testing.assert_array_equal(own["norm"]["scale"], whole["norm"]["scale"])
+    drawn = np.asarray(own["head"]["dense"]["kernel"])
+    assert abs(drawn.std() - 0.02) < 1e-3 and not np.asarray(own["head"]["out"]["bias"]).any()
+    folder = folder_lib.open_folder(tmp_path)
+    for classes in (("a", "b"), ("a", "b", "c", "d")):
+        other = dataclasses.replace(folder, model=dataclasses.replace(folder.model, classes=classes))
+        shape = {tensor.path: tensor.leaf_shape for tensor in layout.tensors(other.family, other.model)}
+        assert shape["head/out/kernel"] == (64, len(classes))
 
 
 @pytest.mark.parametrize("name", runs.cases(OTHERS, long=[name for name in OTHERS if name not in TENSOR]))

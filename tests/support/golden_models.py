@@ -12,6 +12,7 @@ FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
 NAMES = ("llama", "qwen2", "t5", "bart")
 DECODERS = ("gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "gpt2")
 MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe")
+CLASSIFIERS = ("bert", "roberta")
 ENCODER_DECODERS = ("mbart", "pegasus", "marian")
 
 
@@ -30,6 +31,6 @@ def batch(name: str) -> dict[str, np.ndarray]:
     """Returns the inputs and the labels of the expected logits and loss."""
     found = expected(name)
     arrays = {key: found[key] for key in ("input_ids", "attention_mask", "labels")}
-    if "decoder_start_token_id" not in (FOLDER / name / "config.json").read_text():
+    if name not in CLASSIFIERS and "decoder_start_token_id" not in (FOLDER / name / "config.json").read_text():
         arrays["labels"] = np.where(found["attention_mask"] > 0, found["input_ids"], -100)
     return arrays

@@ -7,7 +7,6 @@ zerojax generate FOLDER --ids IN.npz --out OUT.npz --stage 3    for scripts: tok
 
 import argparse
 import contextlib
-import functools
 import io
 import pathlib
 import sys

@@ -24,10 +24,10 @@ def make_classifier(
     *,
     compute_dtype: DTypeLike | None = None,
 ) -> Callable[..., np.ndarray]:
-    """Builds `classify(params, input_ids, attention_mask=None, token_type_ids=None) -> float32[rows, classes]`, the scores of each class.
+    """Builds `classify(params, input_ids, attention_mask=None, token_type_ids=None) -> float32[rows, classes]`, the scores of classes.
 
-    `input_ids` are int[rows, length], and `attention_mask` is 0 where a text is padded. All processes must call it with the same arrays. Each
-    shape of `input_ids` is compiled once.
+    `input_ids` are int[rows, length], and `attention_mask` is 0 where a text is padded. All processes must call it with the same arrays.
+    Each shape of `input_ids` is compiled once.
 
     Args:
       family, config: the model.
@@ -37,13 +37,20 @@ def make_classifier(
     Raises:
       UserError: `classify` refuses ids that the model does not know, and texts longer than its positions.
     """
-    how: dict[str, Any] = {"blocks": family.blocks, "heads": family_lib.heads(family, config), "compute_dtype": compute_dtype}
+    how: dict[str, Any] = {
+        "blocks": family.blocks,
+        "heads": family_lib.heads(family, config),
+        "compute_dtype": compute_dtype,
+    }
 
     def scores(params: PyTree, inputs: dict[str, jax.Array]) -> jax.Array:
         return family.logits(config, params, inputs, inputs["inputs"])
 
     if selection.are_params_on_host(partition):
-        run: Callable[..., jax.Array] = fetched_params.by_row(scores, partition, **how)
+        by_row = fetched_params.by_row(scores, partition, **how)
+
+        def run(params: PyTree, inputs: dict[str, jax.Array]) -> jax.Array:
+            return by_row(params, (inputs,))
     else:
         sharded = where_used.where_used(scores, partition.placements, remat="full", **how)
         run = jax.jit(sharded, out_shardings=NamedSharding(partition.mesh, P()))
@@ -69,5 +76,7 @@ def _kinds(token_type_ids: Any, shape: tuple[int, ...], known: int) -> np.ndarra
     """Returns the kinds of texts as int32[rows, length]."""
     kinds = np.asarray(token_type_ids)
     if kinds.shape != shape or not np.issubdtype(kinds.dtype, np.integer) or kinds.min() < 0 or kinds.max() >= known:
-        raise UserError(f"token_type_ids: must be integers {list(shape)} from 0 to {known - 1}; mend them, or leave them out")
+        raise UserError(
+            f"token_type_ids: must be integers {list(shape)} from 0 to {known - 1}; mend them, or leave them out"
+        )
     return kinds.astype(np.int32)

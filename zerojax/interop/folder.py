@@ -204,7 +204,11 @@ def read_shard(
     entry = folder.entries.get(tensor.name)
     if entry is None and not tensor.entry.drawn:
         return np.zeros(lengths, dtype)
-    found = _draw(tensor)[tuple(inside)].astype(dtype) if entry is None else tensor_files.read(entry, tensor.view, tensor.source_index(inside), tensor.order, dtype)
+    found = (
+        _draw(tensor)[tuple(inside)].astype(dtype)
+        if entry is None
+        else tensor_files.read(entry, tensor.view, tensor.source_index(inside), tensor.order, dtype)
+    )
     if entry is not None and not tensor_files.is_finite(found) and folder.first_odd.acquire(blocking=False):
         _warn_of_odd(entry, tensor, inside, found.dtype)
     extra = [(0, length - size) for length, size in zip(lengths, found.shape)]

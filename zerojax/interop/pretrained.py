@@ -152,7 +152,7 @@ class Pretrained:
         )
 
     def classifier(self, *, compute_dtype: DTypeLike | None = None) -> Callable[..., np.ndarray]:
-        """Returns `classify(params, input_ids, attention_mask=None, token_type_ids=None)`, the scores of each class of `config.classes`; see
+        """Returns `classify(params, input_ids, attention_mask=None, token_type_ids=None)`, the scores of `config.classes`; see
         `inference.classify.make_classifier`.
 
         Raises:
@@ -218,7 +218,8 @@ def load_huggingface(
     folder = folder_lib.open_folder(path)
     if folder.drawn and adapter is None:
         warnings.warn(
-            f"{folder.path}: has no {', '.join(folder.drawn)}, so its classes mean nothing until it is trained", stacklevel=2
+            f"{folder.path}: has no {', '.join(folder.drawn)}, so its classes mean nothing until it is trained",
+            stacklevel=2,
         )
     mesh = mesh_lib.make_mesh() if mesh is None else mesh
     if lora is not None or adapter is not None:

@@ -344,7 +344,9 @@ def _tell_of_no_effect(config: settings_lib.Config, sizes: config_lib.BatchSizes
         for name in ("answer_len", "pack"):
             value = getattr(config.data, name)
             if value != settings_lib.table()[f"data.{name}"].default:
-                names.tell(f"config.data.{name}={value} has no effect: a classifier reads one text a row, and writes none")
+                names.tell(
+                    f"config.data.{name}={value} has no effect: a classifier reads one text a row, and writes none"
+                )
     if config.model.remat == "attention" and model.attention == "xla":
         names.tell(
             "config.model.remat: 'attention' keeps what fused attention returns; XLA's returns none, so it is 'full' here"

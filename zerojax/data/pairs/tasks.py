@@ -1,7 +1,7 @@
 """Turns examples into tokens whose labels are the answers. This module holds the tasks, and encodes all examples of a split.
 
 A decoder reads the prompt and its answer as one text, of which the answer and the token that ends it are labels. An encoder-decoder
-reads the prompt, and its decoder learns the answer. A classifier reads the prompt, and learns the number of the answer among its classes. All
+reads the prompt, and its decoder learns the answer. A classifier reads the prompt and learns its class. All
 examples are encoded once, before anything is compiled, so that a damaged one is
 an error then, and what had to be cut is known.
 """

@@ -93,7 +93,9 @@ class Engine:
         weights.check_format(format)
         family, mesh = model.family, mesh_lib.completed(model.partition.mesh)
         if family.is_classifier:
-            raise UserError("engine: the model is a classifier, which writes no text; use its `apply`, or zerojax generate")
+            raise UserError(
+                "engine: the model is a classifier, which writes no text; use its `apply`, or zerojax generate"
+            )
         if selection.are_params_on_host(model.partition):
             raise UserError("engine: the weights are in host memory; load them on the devices, or use zerojax generate")
         has_adapters = getattr(model, "adapters", None) is not None

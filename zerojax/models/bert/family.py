@@ -144,7 +144,9 @@ def _loss(config: BertConfig, params: Any, batch: Mapping[str, jax.Array], key: 
 
 
 def _logits(config: BertConfig, params: Any, inputs: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
-    return cast(jax.Array, model.Bert(config).apply({"params": params}, tokens, inputs.get("mask"), inputs.get("kinds")))
+    return cast(
+        jax.Array, model.Bert(config).apply({"params": params}, tokens, inputs.get("mask"), inputs.get("kinds"))
+    )
 
 
 def _writes_no_text(*_: Any) -> NoReturn:

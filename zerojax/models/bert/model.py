@@ -1,5 +1,5 @@
-"""BERT, an encoder (arXiv:1810.04805), and RoBERTa (arXiv:1907.11692), with a head that classifies texts. This module knows no meshes, stages
-or rematerialisation.
+"""BERT, an encoder (arXiv:1810.04805), and RoBERTa (arXiv:1907.11692), with a head that classifies texts. This module knows no meshes,
+stages or rematerialisation.
 
 Positions are learned. Each residual sum is normalised (post-norm). All projections have biases. The head reads the state of a text's first
 token. Both models compute the same but for the number of the first position.
@@ -140,7 +140,11 @@ class Bert(nn.Module):
         return self.head(x_BTD)
 
     def loss(
-        self, tokens_BT: jax.Array, labels_B1: jax.Array, mask_BT: jax.Array | None = None, labeled_B1: jax.Array | None = None
+        self,
+        tokens_BT: jax.Array,
+        labels_B1: jax.Array,
+        mask_BT: jax.Array | None = None,
+        labeled_B1: jax.Array | None = None,
     ) -> jax.Array:
         """Returns the mean cross-entropy of the labels, numbers of classes: float32[]. Tokens with `mask_BT` 0 are padding, and rows with
         `labeled_B1` 0 are not learned."""

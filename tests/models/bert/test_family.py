@@ -1,0 +1,124 @@
+"""Checks presets, configs and rows of classifiers. This module tests zerojax.models.bert.family."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import runs
+
+from zerojax.data import tokenizer
+from zerojax.data.pairs import rows, tasks
+from zerojax.errors import UserError
+from zerojax.models import family
+from zerojax.models.bert import family as bert
+from zerojax.models.bert import model
+from zerojax.trainer import metrics
+
+# As transformers counts them with two classes.
+PUBLISHED = {
+    "bert_base": 109_483_778,
+    "bert_large": 335_143_938,
+    "roberta_base": 124_647_170,
+    "roberta_large": 355_361_794,
+}
+SHAPES = bert.PRESETS | bert.ROBERTA_PRESETS
+
+
+def test_big_presets_have_their_published_number_of_weights():
+    assert {name: family.count_params(model.parts, SHAPES[name]) for name in PUBLISHED} == PUBLISHED
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_written_config_is_read_back(name):
+    config = dataclasses.replace(SHAPES[name], classes=("no", "yes", "perhaps"), activation="relu")
+    table = (bert.FAMILY if name in bert.PRESETS else bert.ROBERTA).huggingface
+    assert table.read(table.write(config), ()) == config
+
+
+@pytest.mark.parametrize("field, value", [
+    ("is_decoder", True), ("add_cross_attention", True), ("position_embedding_type", "relative_key"), ("num_labels", 1),
+    ("problem_type", "regression"), ("id2label", {"0": "a"}), ("id2label", {"0": "a", "2": "b"}), ("hidden_act", "gulu"),
+])  # fmt: skip
+def test_a_config_that_is_not_computed_is_refused_in_one_line(field, value):
+    written = bert.FAMILY.huggingface.write(SHAPES["bert_base"]) | {field: value}
+    if field == "num_labels":
+        del written["id2label"]
+    with pytest.raises(UserError, match=rf"^config.json: (id2label|{field}): must be .*choose a folder") as caught:
+        bert.FAMILY.huggingface.read(written, ())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_row_is_a_prompt_with_the_number_of_its_class():
+    words = tokenizer.ByteTokenizer()
+    form = tasks.RowForm(False, 6, 1, 0, words.bos_id, words.bos_id, (words.bos_id,), ("no", "yes"))
+    settings = tasks.TaskSettings("classification", "{q}", " {a}", form.classes, "", "")
+    found = tasks.encode([{"q": "ab", "a": 1}, {"q": "abcdefgh", "a": "no"}], words, settings, form, name="x")
+    made = rows.Rows(found.examples, form, packs=True)
+    first, cut = made.arrays(0), made.arrays(1)
+    np.testing.assert_array_equal(first["inputs"], [words.bos_id, ord("a"), ord("b"), 0, 0, 0])
+    assert first["mask"].tolist() == [1, 1, 1, 0, 0, 0] and (first["labels"].tolist(), cut["labels"].tolist()) == (
+        [1],
+        [0],
+    )
+    assert (
+        cut["mask"].all()
+        and made.arrays(2)["labeled"].tolist() == [0]
+        and "1 of 2 prompts are longer" in found.notes[0]
+    )
+    with pytest.raises(UserError, match="must be one of the 2 labels"):
+        tasks.encode([{"q": "ab", "a": "maybe"}], words, settings, form, name="x")
+
+
+SETTINGS = {
+    "model__preset": "bert_test",
+    "data__task": "classification",
+    "data__labels": ("waste", "pleasure"),
+    "data__prompt": "{q}",
+    "data__answer": "{a}",
+}
+
+
+def write_examples(path):
+    """Writes texts whose class is that of their only word."""
+    made = [{"q": word, "a": word == "up"} for word in ("up", "down") * 8]
+    path.write_text("".join(json.dumps(row | {"a": int(row["a"])}) + "\n" for row in made))
+    return str(path)
+
+
+@runs.LONG
+def test_a_run_learns_classes_and_tells_its_accuracy(tmp_path, cache_dir):
+    file = write_examples(tmp_path / "train.jsonl")
+    settings = SETTINGS | {"data__train_file": file, "data__eval_file": file, "seq_len": 8, "steps": 12}
+    runs.run(tmp_path / "run", **settings, export__format="huggingface")
+    found = metrics.read(tmp_path / "run")
+    assert [line["eval_accuracy"] for line in found if "eval_accuracy" in line][-1] == 1.0
+    written = json.loads((tmp_path / "run" / "export" / "config.json").read_text())
+    assert written["id2label"] == {"0": "waste", "1": "pleasure"}
+
+
+WRONG = {
+    "config.data.task: is seq2seq, and bert_test is a classifier": {"data__task": "seq2seq"},
+    "config.data.labels: has 0 classes, and bert_test has no head yet": {"data__labels": ()},
+    "config.mesh.context: is 2, and the head of a classifier reads a text's first token": {"mesh__context": 2},
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_what_a_classifier_cannot_do_is_refused_before_anything_is_compiled(line, tmp_path):
+    changed = SETTINGS | {"data__train_file": write_examples(tmp_path / "train.jsonl")} | WRONG[line]
+    with pytest.raises(UserError, match=f"^{line}"):
+        runs.trained(devices=2, **changed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("changed", [
+    {"zero__stage": 0}, {"zero__stage": 2, "grad_accum": 2}, {"zero__stage": 3}, {"mesh__model": 2},
+    {"offload__optimizer": "host"}, {"offload__optimizer": "host", "offload__params": "host"},
+])  # fmt: skip
+def test_losses_of_a_classifier_are_those_of_one_device(changed, tmp_path, cache_dir):
+    file = {"data__train_file": write_examples(tmp_path / "train.jsonl"), "seq_len": 8}
+    plain = runs.run(tmp_path / "one", devices=1, **SETTINGS | file, zero__stage=0, steps=3)
+    other = runs.run(tmp_path / "other", devices=4, **SETTINGS | file | changed, steps=3)
+    for step, loss in runs.losses(plain).items():
+        assert runs.losses(other)[step] == pytest.approx(loss, rel=1e-5)
