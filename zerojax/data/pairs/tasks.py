@@ -337,7 +337,7 @@ class _Encoder:
         if answer.strip() not in classes:
             raise UserError(
                 f"{place}: the answer {answer.strip()!r} is none of the model's {len(classes)} classes "
-                f"({', '.join(map(repr, classes[:8]))}); mend it, or set config.data.labels"
+                f"({', '.join(map(repr, classes[:8]))}); mend it, or set `labels`"
             )
         targets = np.array([classes.index(answer.strip())], np.int32)
         inputs = self._read_prompt("".join(text for text, *_ in pieces[:-1]), place, counts)

@@ -56,7 +56,7 @@ class BertConfig:
         return self.num_positions - (0 if self.pad is None else self.pad + 1)
 
 
-class FullyConnected(nn.Module):
+class BertMLP(nn.Module):
     """down(gelu(up(x)))."""
 
     config: BertConfig
@@ -84,7 +84,7 @@ class BertLayer(nn.Module):
         )
         y_BTD, _ = attend(x_BTD, mask_BS=mask_BT)
         x_BTD = layers.LayerNorm(c.norm_eps, name="attention_norm")(x_BTD + dropout(y_BTD))
-        y_BTD = FullyConnected(c, name="mlp")(x_BTD)
+        y_BTD = BertMLP(c, name="mlp")(x_BTD)
         return layers.LayerNorm(c.norm_eps, name="mlp_norm")(x_BTD + dropout(y_BTD))
 
 
