@@ -20,7 +20,7 @@ def pretrained(commands, compiled_dir):
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "export").exists():
             users.User(folder.parent, commands, compiled_dir).train(
-                "bart_tiny", folder.name, "--config.steps=60", "--config.log_every=20", "--config.model.num_layers=1"
+                "bart_tiny", folder.name, "--config.steps=24", "--config.log_every=8", "--config.model.num_layers=1"
             )
     return folder
 

@@ -273,7 +273,7 @@ def reconstruction_loss(params, batch, state):
     return jnp.mean((state.apply_fn({"params": params}, batch) - batch) ** 2)
 
 
-@pytest.mark.parametrize("name", runs.cases(TRANSFORMATIONS, long=["averaging", "finite", "multi_transform"]))
+@pytest.mark.parametrize("name", runs.cases(TRANSFORMATIONS, long=["averaging", "finite", "mask", "multi_transform"]))
 def test_any_optax_transformation_trains_at_stage_3_as_on_one_device(name):
     example, tx = load("own_train_step"), TRANSFORMATIONS[name]
     plain = autoencoder_state(jax.random.key(0), tx)

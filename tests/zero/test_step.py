@@ -151,6 +151,8 @@ LONG = (
     "stage 3, 2 x 2 x 2",  # tests/trainer/test_program.py has a model axis
     "stage 1, by the compiler",
     "stage 2, by the compiler, padded, none",
+    # test_by_compiler.py and test_accumulate.py have such steps of small models.
+    "stage 3, 2 x 4, by the compiler, no blocks, 2 passes, full",
 )
 
 
@@ -166,11 +168,9 @@ def test_losses_are_those_of_plain_optax_at_every_step(name):
         assert not np.asarray(state.params["embed"]["embedding"])[67:].any(), "padding must stay zero"
 
 
-def test_bf16_params_stay_their_masters_rounded_and_every_stage_follows_float32():
-    losses_2, _, state = run(2, dtype=jnp.bfloat16)
-    losses_3, *_ = run(3, dtype=jnp.bfloat16)
-    np.testing.assert_allclose(losses_3, losses_2, rtol=BF16)
-    np.testing.assert_allclose(losses_2, truth()[0, :STEPS], rtol=10 * BF16)
+def test_bf16_params_stay_their_masters_rounded_and_follow_float32():
+    losses, _, state = run(2, dtype=jnp.bfloat16)
+    np.testing.assert_allclose(losses, truth()[0, :STEPS], rtol=10 * BF16)
     differs = total = 0
     for param, master in zip(jax.tree.leaves(state.params), jax.tree.leaves(state.opt_state.master)):
         assert param.dtype == jnp.bfloat16 and master.dtype == jnp.float32
