@@ -32,9 +32,7 @@ from zerojax.zero import shard_state, stages, step, xla_options
 LONGEST, STEPS, ROWS, LENGTH = 30, 10, 48, 9  # steps of one case, and of every other
 SAME_LOSS = 1e-5  # relative, over 30 steps in float32: the bar of the project
 ROUNDING = 2e-6  # the same float32 terms, summed in another order
-BF16 = (
-    1e-3  # relative, between bf16 runs whose 16-bit weights may differ by a last place; the loss itself moves by 35 %
-)
+BF16 = 1e-2  # relative: 8 bits of mantissa, over steps in which the loss itself moves by 35 %
 CONFIG = dataclasses.replace(presets.PRESETS["test"], vocab_size=67)  # odd: neither 67 nor 64 divides by 3
 MODEL = llama.Llama(CONFIG)
 SCHEDULE = optax.linear_schedule(3e-3, 3e-4, LONGEST)
@@ -170,7 +168,7 @@ def test_losses_are_those_of_plain_optax_at_every_step(name):
 
 def test_bf16_params_stay_their_masters_rounded_and_follow_float32():
     losses, _, state = run(2, dtype=jnp.bfloat16)
-    np.testing.assert_allclose(losses, truth()[0, :STEPS], rtol=10 * BF16)
+    np.testing.assert_allclose(losses, truth()[0, :STEPS], rtol=BF16)
     differs = total = 0
     for param, master in zip(jax.tree.leaves(state.params), jax.tree.leaves(state.opt_state.master)):
         assert param.dtype == jnp.bfloat16 and master.dtype == jnp.float32
