@@ -9,6 +9,7 @@ import pytest
 
 from zerojax import tree
 from zerojax.data import objectives
+from zerojax.data.pairs import rows, tasks
 from zerojax.models import families
 from zerojax.models import family as family_lib
 
@@ -21,9 +22,16 @@ def small(family):
     return dataclasses.replace(next(iter(family.presets.values())), vocab_size=320, num_layers=2)
 
 
+def lengths(family):
+    """Returns the lengths of a row's arrays: of its objective, or of a classifier's examples."""
+    if not family.is_classifier:
+        return objectives.OBJECTIVES[family.objective].lengths(SEQ_LEN)
+    form = tasks.RowForm(False, SEQ_LEN, 0, start=0, end=0, bos=None, stops=(), classes=small(family).classes)
+    return rows.lengths(form, packs=False)
+
+
 def abstract_batch(family):
-    lengths = objectives.OBJECTIVES[family.objective].lengths(SEQ_LEN)
-    return {name: jax.ShapeDtypeStruct((2, length), jnp.int32) for name, length in lengths.items()}
+    return {name: jax.ShapeDtypeStruct((2, length), jnp.int32) for name, length in lengths(family).items()}
 
 
 def test_the_loss_of_its_objectives_batch_is_one_float32(family):
@@ -33,13 +41,15 @@ def test_the_loss_of_its_objectives_batch_is_one_float32(family):
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
 
 
-def test_logits_score_every_token_that_is_continued(family):
+def test_logits_score_every_token_that_is_continued_or_each_texts_classes(family):
     config, tokens = small(family), jax.ShapeDtypeStruct((2, 5), jnp.int32)
     params = family_lib.abstract_params(family.parts, config)
-    inputs = abstract_batch(family)
-    inputs.popitem()  # the last array is the one to continue
+    inputs = {} if family.is_classifier else abstract_batch(family)
+    if inputs:
+        inputs.popitem()  # the last array is the one to continue
     logits = jax.eval_shape(lambda *arrays: family.logits(config, *arrays), params, inputs, tokens)
-    assert (logits.shape, logits.dtype) == ((2, 5, 320), jnp.float32)
+    shape = (2, len(config.classes)) if family.is_classifier else (2, 5, 320)
+    assert (logits.shape, logits.dtype) == (shape, jnp.float32)
 
 
 def test_every_layer_is_a_block_and_the_head_is_a_head(family):
@@ -48,7 +58,10 @@ def test_every_layer_is_a_block_and_the_head_is_a_head(family):
     assert len(blocks) % 2 == 0 and blocks
     untied, tied = (dataclasses.replace(small(family), tie_embeddings=tied) for tied in (False, True))
     assert [name for name in family.parts(untied) if re.fullmatch(family_lib.heads(family, untied), name)] == ["head"]
-    assert "head" not in family.parts(tied) and family_lib.heads(family, tied) == ""
+    if family.is_classifier:  # whose head is no table of embeddings
+        assert "head" in family.parts(tied) and family_lib.heads(family, tied) == family.heads
+    else:
+        assert "head" not in family.parts(tied) and family_lib.heads(family, tied) == ""
 
 
 def test_every_weight_has_a_name_at_hugging_face_and_none_has_two(family):
@@ -66,10 +79,9 @@ def test_weights_are_counted_from_their_shapes(family):
 
 def test_shapes_and_operations_are_counted_on_any_device_whatever_the_attention_kernel(family):
     """A GPU's kernel cannot be traced with float32 weights, nor elsewhere; the numbers do not depend on it."""
-    lengths = objectives.OBJECTIVES[family.objective].lengths(SEQ_LEN)
     configs = [dataclasses.replace(small(family), attention=kernel) for kernel in family.attention]
     assert len({family_lib.count_params(family.parts, config) for config in configs}) == 1
-    assert len({family.flops_per_token(config, lengths) for config in configs}) == 1
+    assert len({family.flops_per_token(config, lengths(family)) for config in configs}) == 1
     assert len({str(family_lib.abstract_params(family.parts, config)) for config in configs}) == 1
 
 

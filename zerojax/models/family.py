@@ -151,8 +151,11 @@ class Family:
 
 
 def heads(family: Family, config: Any) -> str:
-    """Returns the regex over the paths of a config's output projections, "" where the embedding table is the projection."""
-    return "" if config.tie_embeddings else family.heads
+    """Returns the regex over the paths of a config's output projections, "" where the embedding table is the projection.
+
+    That of a classifier never is.
+    """
+    return "" if config.tie_embeddings and not family.is_classifier else family.heads
 
 
 def parts_to_initialise(parts: Callable[[Any], Parts], config: Any) -> Parts:

@@ -195,12 +195,20 @@ FAMILY = family.Family(
     flops_per_token=_flops_per_token,
     huggingface=_table("bert"),
     parallel=parallel.Parallel(
-        weights=(*parallel.WEIGHTS, (r"positions/embedding", ("model",))),
+        weights=(
+            *parallel.WEIGHTS,
+            (r"positions/embedding", ("model",)),
+            (r"kinds/embedding", (None,)),
+            (r"head/dense/kernel", (None, "model")),
+            (r"head/(dense/bias|out/kernel)", ("model",)),
+        ),
         activations=(
             *parallel.HEADS,
             *parallel.WIDTH,
             (r"layer_\d+/(attention|mlp)", parallel.TOKENS, parallel.ALL_TOKENS),
             (r"embed|positions|kinds|norm|layer_\d+/(attention|mlp)_norm", parallel.TOKENS),
+            (r"head/dense", (None, "model")),  # [batch, width]
+            (r"head/out", (None, None)),
         ),
     ),
 )
