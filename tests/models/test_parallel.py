@@ -33,7 +33,9 @@ def test_every_matrix_has_one_row_and_every_vector_of_a_norm_and_every_router_no
     own, shapes = paths_and_shapes(name)
     for path, shape in shapes.items():
         found = [entries for pattern, entries in own.parallel.weights if re.search(pattern, path)]
-        is_small = "norm" in path or path.endswith(("o/bias", "down/bias", "out/bias", "experts/router", "shared_gate/kernel"))
+        is_small = "norm" in path or path.endswith(
+            ("o/bias", "down/bias", "out/bias", "experts/router", "shared_gate/kernel")
+        )
         assert len(found) == (0 if is_small else 1), path
         assert all(len(entries) <= len(shape) for entries in found), path
 
